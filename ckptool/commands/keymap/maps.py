@@ -16,7 +16,7 @@ from ckptool.commands.open import OpenedCheckpoint, text_of
 from ckptool.commands.options.rewrite import MapOptions
 from ckptool.core.catalog import Catalog
 from ckptool.core.keymap.apply import Move, apply_map, list_lines
-from ckptool.core.keymap.match import Facts, Frames, Matcher, find_frames, fits, kinds_of
+from ckptool.core.keymap.match import Frames, Matcher, ModelFacts, find_frames, fits, kinds_of
 from ckptool.core.keymap.model import KeyMap, UnknownSizes
 from ckptool.core.keymap.parse import parse_map
 from ckptool.errors import UsageError
@@ -156,7 +156,7 @@ def _keys(lookups: Sequence[str | int]) -> list[str]:
     return [look for look in lookups if isinstance(look, str) and " " not in look]
 
 
-def facts(key_map: KeyMap, records: Sequence[Record], given: Mapping[str, int]) -> Facts:
+def facts(key_map: KeyMap, records: Sequence[Record], given: Mapping[str, int]) -> ModelFacts:
     """Return the sizes of a map's axes, as given or as recorded, and all facts that hold."""
     merged: dict[str, Any] = {}
     for record in reversed(records):
@@ -173,7 +173,7 @@ def facts(key_map: KeyMap, records: Sequence[Record], given: Mapping[str, int]) 
         size = sizes[name] if name in sizes else _look_up(name, key_map, merged, sizes, ())
         if size is not None:
             sizes[name] = size
-    return Facts(sizes, frozenset(n for n, value in merged.items() if value is True))
+    return ModelFacts(sizes, frozenset(n for n, value in merged.items() if value is True))
 
 
 def _look_up(
@@ -241,7 +241,7 @@ def _count_matches(catalog: Catalog, key_map: KeyMap) -> int:
 
 def _match(catalog: Catalog, key_map: KeyMap) -> tuple[Frames, list[str]]:
     """Return the names that the map's rules take, by frame, and the model's that none takes."""
-    matcher = Matcher(key_map, Facts().of(catalog, key_map), "model")
+    matcher = Matcher(key_map, ModelFacts().of(catalog, key_map), "model")
     return find_frames(catalog, matcher.knows, matcher.knows)
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptool.core.catalog import Catalog, ObjectEntry, TensorEntry
 from ckptool.core.keymap.carry import CarriedTensor, carry, one_value
-from ckptool.core.keymap.match import Claim, Facts, Frame, Frames, Matcher, find_frames
+from ckptool.core.keymap.match import Claim, Frame, Matcher, ModelFacts, find_frames
 from ckptool.core.keymap.model import BoundTensor, KeyMap, Rule, UnknownSizes, group_sizes
 from ckptool.core.selection import rename_entry
 from ckptool.core.state_category import state_category
@@ -37,7 +37,7 @@ class MapResult:
     excluded: tuple[str, ...]
 
 
-def apply_map(catalog: Catalog, key_map: KeyMap, facts: Facts) -> MapResult:
+def apply_map(catalog: Catalog, key_map: KeyMap, facts: ModelFacts) -> MapResult:
     """Apply a map to a checkpoint: its model, and what an optimizer keeps for each parameter.
 
     The places of tensors must have been located. Raises UsageError where no rule takes a tensor
@@ -52,10 +52,28 @@ def apply_map(catalog: Catalog, key_map: KeyMap, facts: Facts) -> MapResult:
     return _Application(catalog, key_map, facts.of(catalog, key_map)).run()
 
 
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """What is carried over together in one frame; ``first`` is the claim to one of its names."""
+
+    frame: Frame
+    first: Claim
+    tensors: list[BoundTensor] = field(default_factory=list)
+    values: list[ObjectEntry] = field(default_factory=list)
+
+    @property
+    def is_scalar(self) -> bool:
+        """Whether the optimizer keeps this per parameter, not per element."""
+        tensor = self.tensors[0]
+        if self.frame.part == "model" or self.first.rule.renames:
+            return False
+        return tensor.entry.elements == 1 and len(tensor.entry.shape) < len(tensor.axes)
+
+
 class _Application:
     """One map on one catalog."""
 
-    def __init__(self, catalog: Catalog, key_map: KeyMap, facts: Facts) -> None:
+    def __init__(self, catalog: Catalog, key_map: KeyMap, facts: ModelFacts) -> None:
         self._catalog = catalog
         self._map = key_map
         self._facts = facts
@@ -73,18 +91,15 @@ class _Application:
     def run(self) -> MapResult:
         knows = [self._matchers[part].knows for part in ("model", "optimizer")]
         frames, unmatched = find_frames(self._catalog, *knows)
-        handled: set[str] = set()
         self._require_matched(unmatched)
-        groups = [
-            (frame, group)
-            for frame, names in frames.items()
-            for group in self._groups(frame, names, handled)
-        ]
+        groups = [group for frame, names in frames.items() for group in self._groups(frame, names)]
         for scalars in (False, True):
-            for frame, names, claims in self._tensor_groups(groups, frames, scalars=scalars):
-                self._carry(frame, names, claims, scalars=scalars)
-        for frame, claims in groups:
-            self._carry_values(frame, frames[frame], claims)
+            for group in groups:
+                if group.tensors and group.is_scalar == scalars:
+                    self._carry(group)
+        for group in groups:
+            self._carry_values(group)
+        handled = {name for names in frames.values() for name in names.values()}
         self._rename_in_lists(handled)
         self._require_done(handled)
         return self._result(handled)
@@ -98,64 +113,45 @@ class _Application:
                 " and pass it as --map FILE",
             )
 
-    def _groups(
-        self, frame: Frame, names: Mapping[str, str], handled: set[str]
-    ) -> Iterator[list[Claim]]:
-        """Yield the claims of one frame's names, grouped as they are carried over."""
+    def _groups(self, frame: Frame, names: Mapping[str, str]) -> Iterable[_Group]:
+        """Return the groups of one frame's names."""
         matcher = self._matchers[frame.part]
-        groups: dict[object, list[Claim]] = defaultdict(list)
+        groups: dict[object, _Group] = {}
         for inner, name in names.items():
-            handled.add(name)
             claim = matcher.claim(inner)
             if claim is not None:
-                groups[claim.group].append(claim)
+                group = groups.setdefault(claim.group, _Group(frame, claim))
+                entry = self._catalog.tensors.get(name)
+                if entry is None:
+                    group.values.append(self._catalog.objects[name])
+                else:
+                    group.tensors.append(BoundTensor(claim.pattern, claim.binding, entry))
             elif matcher.drops(inner):
                 self._excluded.append(name)
             else:
                 self._refused.append(name)
-        yield from groups.values()
+        return groups.values()
 
-    def _tensor_groups(
-        self, groups: Iterable[tuple[Frame, list[Claim]]], frames: Frames, *, scalars: bool
-    ) -> Iterator[tuple[Frame, Mapping[str, str], list[Claim]]]:
-        for frame, claims in groups:
-            names = frames[frame]
-            tensors = [c for c in claims if names[c.inner] in self._catalog.tensors]
-            if tensors and scalars == self._is_scalar(frame, names, tensors[0]):
-                yield frame, names, tensors
-
-    def _is_scalar(self, frame: Frame, names: Mapping[str, str], claim: Claim) -> bool:
-        """Return whether the optimizer keeps this per parameter, not per element."""
-        entry = self._catalog.tensors[names[claim.inner]]
-        if frame.part == "model" or claim.rule.renames:
-            return False
-        return entry.elements == 1 and len(entry.shape) < len(claim.pattern.axes or ())
-
-    def _carry(
-        self, frame: Frame, names: Mapping[str, str], claims: list[Claim], *, scalars: bool
-    ) -> None:
-        rule = claims[0].rule
-        tensors = [
-            BoundTensor(c.pattern, c.binding, self._catalog.tensors[names[c.inner]]) for c in claims
-        ]
+    def _carry(self, group: _Group) -> None:
+        rule, of_model = group.first.rule, group.frame.part == "model"
         try:
             targets = (
-                self._scalars(claims, tensors)
-                if scalars
-                else self._elements(rule, tensors, exact=frame.part != "model")
+                self._scalars(group)
+                if group.is_scalar
+                else self._elements(rule, group.tensors, exact=not of_model)
             )
         except UnknownSizes as error:
             self._unknown.setdefault(rule.whole.text, error)
             return
         except Unsupported as error:
-            if frame.part == "model":
+            if of_model:
                 raise
-            self._refused.append(f"{names[claims[0].inner]} ({error.message})")
+            self._refused.append(f"{group.tensors[0].entry.name} ({error.message})")
             return
-        self._names.setdefault(claims[0].group, [target.name for target in targets])
-        sources = tuple(names[claim.inner] for claim in claims)
+        self._names.setdefault(group.first.group, [target.name for target in targets])
+        sources = tuple(tensor.entry.name for tensor in group.tensors)
         for target in targets:
-            name = frame.around(target.name)
+            name = group.frame.around(target.name)
             entry = rename_entry(target.entry, name)
             self._moves.append(Move(sources, name, entry, target.operation))
 
@@ -182,27 +178,19 @@ class _Application:
                     f" but {size:,} in {seen}: a tensor is missing, or the given dims are wrong"
                 )
 
-    def _scalars(self, claims: list[Claim], tensors: list[BoundTensor]) -> list[CarriedTensor]:
-        names = self._names.get(claims[0].group)
+    def _scalars(self, group: _Group) -> list[CarriedTensor]:
+        names = self._names.get(group.first.group)
         if names is None:
             raise Unsupported("its parameter was not found")
-        return one_value(names, [tensor.entry for tensor in tensors])
+        return one_value(names, [tensor.entry for tensor in group.tensors])
 
-    def _carry_values(self, frame: Frame, names: Mapping[str, str], claims: list[Claim]) -> None:
-        values = [
-            self._catalog.objects[names[c.inner]]
-            for c in claims
-            if names[c.inner] in self._catalog.objects
-        ]
-        if not values:
+    def _carry_values(self, group: _Group) -> None:
+        targets = self._names.get(group.first.group)
+        if targets is None or len({repr(entry.value) for entry in group.values}) > 1:
+            self._refused += [entry.name for entry in group.values]
             return
-        targets = self._names.get(claims[0].group)
-        first = values[0]
-        if targets is None or any(repr(v.value) != repr(first.value) for v in values):
-            self._refused += [value.name for value in values]
-            return
-        for target in targets:
-            self._values.append(rename_entry(first, frame.around(target)))
+        for entry in group.values[:1]:
+            self._values += [rename_entry(entry, group.frame.around(name)) for name in targets]
 
     def _rename_in_lists(self, handled: set[str]) -> None:
         """Rename in lists of parameters' names, as an optimizer's parameter groups have them."""

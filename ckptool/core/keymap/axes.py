@@ -22,69 +22,42 @@ Dim = tuple[Axis, ...]
 Axes = tuple[Dim, ...]
 """What each dim of a tensor is made of."""
 
-_WORD = re.compile(r"\s*([a-z][a-z0-9_]*|[()+])")
 NAME = re.compile(r"[a-z][a-z0-9_]*")
+_SUM = rf"{NAME.pattern}(?:\s*\+\s*{NAME.pattern})*"
+_WORD = re.compile(rf"\s*(?:({NAME.pattern}|\(\s*{_SUM}\s*\))|([()]))")
 
 
 def parse_axes(text: str) -> Axes:
     """Parse dims written as in the module's docstring; UsageError where they are not."""
-    words = _words(text)
-    dims = []
-    while words:
-        dims.append(_dim(words, text))
+    dims: list[Dim] = []
+    inside: list[Axis] | None = None
+    at = 0
+    while at < len(text.rstrip()):
+        word = _WORD.match(text, at)
+        if word and word[1]:
+            axis = tuple(NAME.findall(word[1]))
+            if inside is None:
+                dims.append((axis,))
+            else:
+                inside.append(axis)
+        elif word and word[2] == "(" and inside is None:
+            inside = []
+        elif word and word[2] == ")" and inside is not None:
+            dims.append(tuple(inside))
+            inside = None
+        else:
+            rest = text[at:].strip()
+            if inside is not None and rest.startswith("+"):
+                raise UsageError(f"[{text}]: invalid sum of axes {rest!r}, expected (q + k + v)")
+            raise UsageError(f"[{text}]: invalid axis name {rest!r}")
+        at = word.end()
+    if inside is not None:
+        raise UsageError(f"[{text}]: unclosed parenthesis")
     names = [name for dim in dims for axis in dim for name in axis]
     repeated = {name for name in names if names.count(name) > 1}
     if repeated:
         raise UsageError(f"[{text}] repeats axis {min(repeated)}")
     return tuple(dims)
-
-
-def _words(text: str) -> list[str]:
-    words, at = [], 0
-    while at < len(text.rstrip()):
-        match = _WORD.match(text, at)
-        if match is None:
-            raise UsageError(f"[{text}]: invalid axis name {text[at:].strip()!r}")
-        words.append(match[1])
-        at = match.end()
-    return words
-
-
-def _dim(words: list[str], text: str) -> Dim:
-    if words[0] != "(":
-        return (_name(words, text),)
-    inner = _group(words, text)
-    if "+" in inner and "(" not in inner:
-        return (_sum(inner, text),)
-    axes = []
-    while inner:
-        axes.append(_sum(_group(inner, text), text) if inner[0] == "(" else _name(inner, text))
-    return tuple(axes)
-
-
-def _group(words: list[str], text: str) -> list[str]:
-    """Take a parenthesis off the words and return what is in it."""
-    depth = 0
-    for at, word in enumerate(words):
-        depth += {"(": 1, ")": -1}.get(word, 0)
-        if not depth:
-            inner = words[1:at]
-            del words[: at + 1]
-            return inner
-    raise UsageError(f"[{text}]: unclosed parenthesis")
-
-
-def _name(words: list[str], text: str) -> Axis:
-    if not NAME.fullmatch(words[0]):
-        raise UsageError(f"[{text}]: invalid axis name {words[0]!r}")
-    return (words.pop(0),)
-
-
-def _sum(words: list[str], text: str) -> Axis:
-    names, signs = words[::2], words[1::2]
-    if len(names) != len(signs) + 1 or set(signs) - {"+"} or set(names) & {"(", ")", "+"}:
-        raise UsageError(f"[{text}]: invalid sum of axes {' '.join(words)!r}, expected (q + k + v)")
-    return tuple(names)
 
 
 def axes_of(dims: Axes) -> list[Axis]:
@@ -104,12 +77,12 @@ def _show_dim(dim: Dim) -> str:
     return "(" + " ".join(f"({p})" if "+" in p else p for p in parts) + ")"
 
 
-Known = Mapping[str, int]
+Sizes = Mapping[str, int]
 Shape = tuple[int, ...]
 
 
 def solve(
-    tensors: Sequence[tuple[Axes, Shape]], known: Known, *, padding: str | None = None
+    tensors: Sequence[tuple[Axes, Shape]], known: Sizes, *, padding: str | None = None
 ) -> dict[str, int]:
     """Return the size of every axis that follows from shapes and the sizes that are known.
 
@@ -132,7 +105,7 @@ def solve(
 
 
 def _solve_dim(
-    dim: Dim, length: int, sizes: Known, *, shared: bool, padding: str | None
+    dim: Dim, length: int, sizes: Sizes, *, shared: bool, padding: str | None
 ) -> dict[str, int]:
     """Return the sizes that one dim of ``length`` indexes determines, if one axis is unknown."""
     unknown = [axis for axis in dim if size_of(axis, sizes) is None]
@@ -150,7 +123,7 @@ def _solve_dim(
     return dict.fromkeys(missing, left // len(missing))
 
 
-def divides(axes: Axes, shape: Shape, sizes: Known) -> bool:
+def divides(axes: Axes, shape: Shape, sizes: Sizes) -> bool:
     """Return whether the known sizes divide the lengths of the dims, and no sum exceeds them."""
     for dim, length in zip(axes, shape, strict=True):
         known = math.prod(size_of(axis, sizes) or 1 for axis in dim)
@@ -159,14 +132,14 @@ def divides(axes: Axes, shape: Shape, sizes: Known) -> bool:
     return True
 
 
-def size_of(axis: Axis, sizes: Known) -> int | None:
+def size_of(axis: Axis, sizes: Sizes) -> int | None:
     """Return the size of an axis, None where some part of it is unknown."""
     if not all(name in sizes for name in axis):
         return None
     return sum(sizes[name] for name in axis)
 
 
-def unknown_axes(dims: Axes, sizes: Known) -> Iterator[str]:
+def unknown_axes(dims: Axes, sizes: Sizes) -> Iterator[str]:
     """Yield the names of axes whose size is unknown."""
     for axis in axes_of(dims):
         yield from (name for name in axis if name not in sizes)

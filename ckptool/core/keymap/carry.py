@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ckptool.core.catalog import Chunk, TensorEntry, merge_copies
-from ckptool.core.keymap.axes import Axis, axes_of, size_of
-from ckptool.core.keymap.model import Binding, BoundTensor, Pattern, Rule, Sizes, kept_size
+from ckptool.core.keymap.axes import Axis, Sizes, axes_of, size_of
+from ckptool.core.keymap.model import Binding, BoundTensor, Pattern, Rule, kept_size
 from ckptool.core.views import insert_dim, merge_dims, narrow, pad, permute, split_dim, unstack
 from ckptool.errors import Unsupported
 
@@ -116,7 +116,7 @@ def _cut_at(entry: TensorEntry, dim: int, edges: Sequence[int]) -> Iterator[Chun
 def _require_all(rule: Rule, group: Sequence[BoundTensor], common: Binding, sizes: Sizes) -> None:
     """Raise Unsupported where one of the sources that belong together is missing."""
     present = {(id(tensor.pattern), *sorted(tensor.binding.items())) for tensor in group}
-    spelled = {id(pattern): _spelled(rule, pattern) for pattern in rule.sources}
+    spelled = {id(pattern): rule.varying(pattern) for pattern in rule.sources}
     counts = (math.prod(sizes[axis] for axis in axes) for axes in spelled.values())
     lacks = sum(counts) - len(present)
     if lacks <= 0:
@@ -135,11 +135,6 @@ def _require_all(rule: Rule, group: Sequence[BoundTensor], common: Binding, size
     )
 
 
-def _spelled(rule: Rule, pattern: Pattern) -> list[str]:
-    """Return the axes that this pattern's names spell out, and not all names do."""
-    return [axis for axis in pattern.spelled if axis not in rule.common]
-
-
 def _indexes(axes: Sequence[str], sizes: Sizes, most: int) -> Iterator[Binding]:
     """Yield the indexes of some axes, below ``most`` each."""
     for indexes in itertools.product(*(range(min(most, sizes[axis])) for axis in axes)):
@@ -151,12 +146,9 @@ def _assemble(rule: Rule, group: Sequence[BoundTensor], sizes: Sizes) -> TensorE
     chunks: list[Chunk] = []
     for tensor in group:
         entry, axes = _split_axes(tensor, rule, sizes)
-        for axis in reversed(_spelled(rule, tensor.pattern)):
+        for axis in reversed(rule.varying(tensor.pattern)):
             entry, axes = insert_dim(entry, 0), [(axis,), *axes]
-        places = [
-            next(place for place, part in enumerate(axes) if set(part) <= set(axis))
-            for axis in rule.axes
-        ]
+        places = [_find(axes, axis) for axis in rule.axes]
         entry = permute(entry, places)
         shift = tuple(
             -_start(axis, axes[place], tensor.binding, sizes)
@@ -180,6 +172,11 @@ def _split_axes(tensor: BoundTensor, rule: Rule, sizes: Sizes) -> tuple[TensorEn
     return entry, axes
 
 
+def _find(axes: Sequence[Axis], axis: Axis) -> int:
+    """Return which of some axes is a part of an axis, or has it as a part."""
+    return next(place for place, other in enumerate(axes) if not set(axis).isdisjoint(other))
+
+
 def _start(axis: Axis, part: Axis, binding: Binding, sizes: Sizes) -> int:
     """Return where a tensor's indexes of an axis, or a part of it, begin among the rule's."""
     if len(axis) == 1:
@@ -198,20 +195,19 @@ def _cut(
             start = _start(axis, part, {}, sizes)
             length = kept_size(part, rule, sizes)
             array = narrow(array, dim, start, start + length)
-    yield from _cut_spelled(rule.axes, pattern, array, {}, rule)
+    spelled = set(rule.varying(pattern))
+    yield from _unstack(array, [axis[0] if axis[0] in spelled else "" for axis in rule.axes])
 
 
-def _cut_spelled(
-    axes: Sequence[Axis], pattern: Pattern, array: TensorEntry, binding: Binding, rule: Rule
-) -> Iterator[tuple[Binding, TensorEntry]]:
-    """Yield the array without the dims whose indexes the pattern's names spell out."""
-    for dim, axis in enumerate(axes):
-        if axis[0] in pattern.spelled and axis[0] not in rule.common:
-            rest = [*axes[:dim], *axes[dim + 1 :]]
-            for index, part in enumerate(unstack(array, dim)):
-                yield from _cut_spelled(rest, pattern, part, binding | {axis[0]: index}, rule)
-            return
-    yield binding, array
+def _unstack(array: TensorEntry, names: Sequence[str]) -> Iterator[tuple[Binding, TensorEntry]]:
+    """Yield the array without its dims that have a name, for each of their indexes."""
+    dim = next((dim for dim, name in enumerate(names) if name), None)
+    if dim is None:
+        yield {}, array
+        return
+    for index, part in enumerate(unstack(array, dim)):
+        for binding, rest in _unstack(part, [*names[:dim], *names[dim + 1 :]]):
+            yield {names[dim]: index, **binding}, rest
 
 
 def _shape(rule: Rule, pattern: Pattern, part: TensorEntry, sizes: Sizes) -> TensorEntry:
@@ -228,31 +224,22 @@ def _shape(rule: Rule, pattern: Pattern, part: TensorEntry, sizes: Sizes) -> Ten
     return part
 
 
-def _find(axes: Sequence[Axis], part: Axis) -> int:
-    """Return which of some axes a part belongs to."""
-    return next(place for place, axis in enumerate(axes) if set(part) <= set(axis))
-
-
 def operation(rule: Rule, target: Pattern, sizes: Sizes) -> str:
     """Say how a target of a rule is made, such as ``split q | k | v, permute``."""
-    return ", ".join(_words(rule, target, sizes)) or "rename"
-
-
-def _words(rule: Rule, target: Pattern, sizes: Sizes) -> list[str]:
     words = []
     whole = rule.whole
     if whole is target and len(rule.sources) > 1:
         words.append("join " + " + ".join(_parts_named(rule)))
     if whole is not target and len(rule.targets) > 1:
         words.append("split " + " | ".join(_parts_named(rule)))
-    before = {axis for pattern in rule.sources for axis in pattern.spelled} - set(rule.common)
-    after = set(target.spelled) - set(rule.common)
+    before = {axis for pattern in rule.sources for axis in rule.varying(pattern)}
+    after = set(rule.varying(target))
     words += [f"stack {axis}" for axis in sorted(before - after)]
     words += [f"unstack {axis}" for axis in sorted(after - before)]
     words += _order(rule, rule.parts if whole is target else (target,))
     if rule.padding is not None and sizes[rule.padding]:
         words.append(padding(rule, sizes))
-    return words
+    return ", ".join(words) or "rename"
 
 
 def padding(rule: Rule, sizes: Sizes) -> str:

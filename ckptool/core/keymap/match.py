@@ -16,14 +16,14 @@ from ckptool.core.state_category import state_category
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class ModelFacts:
     """What is known of the model: sizes of axes by name, the facts that hold, names there are."""
 
     sizes: Mapping[str, int] = field(default_factory=dict)
     true: frozenset[str] = frozenset()
     names: frozenset[str] = frozenset()
 
-    def of(self, catalog: Catalog, key_map: KeyMap) -> Facts:
+    def of(self, catalog: Catalog, key_map: KeyMap) -> ModelFacts:
         """Add the names of a checkpoint's tensors, wrapped or not, and the facts they tell."""
         if not key_map.tells and all(rule.beside is None for rule in key_map.rules):
             return self
@@ -37,12 +37,11 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A rule, and the pattern of it, that takes a parameter's name ``inner``."""
+    """A rule, and the pattern of it, that takes a parameter's name."""
 
     rule: Rule
     pattern: Pattern
     binding: Binding
-    inner: str
 
     @property
     def group(self) -> object:
@@ -53,7 +52,7 @@ class Claim:
 class Matcher:
     """Finds the rule that takes a parameter's name, in one part of a checkpoint."""
 
-    def __init__(self, key_map: KeyMap, facts: Facts, part: str) -> None:
+    def __init__(self, key_map: KeyMap, facts: ModelFacts, part: str) -> None:
         self._facts = facts
         self._patterns: dict[str, list[tuple[Rule, Pattern]]] = defaultdict(list)
         for rule in key_map.rules:
@@ -71,7 +70,7 @@ class Matcher:
         for rule, pattern in self._patterns.get(key, ()):
             binding = self._match(pattern, numbers, rule.whole.text)
             if binding is not None and self._has_beside(rule, binding):
-                return Claim(rule, pattern, binding, name)
+                return Claim(rule, pattern, binding)
         return None
 
     def _match(self, pattern: Pattern, numbers: Sequence[int], text: str) -> Binding | None:
@@ -105,7 +104,7 @@ def kinds_of(catalog: Catalog) -> frozenset[str]:
     return frozenset((abstract(name) or (name,))[0] for name in names)
 
 
-def fits(catalog: Catalog, kinds: frozenset[str], key_map: KeyMap, facts: Facts) -> bool:
+def fits(catalog: Catalog, kinds: frozenset[str], key_map: KeyMap, facts: ModelFacts) -> bool:
     """Return whether the map takes every tensor of the model, with one of its marks (if any).
 
     ``kinds`` are those of the catalog.
@@ -151,11 +150,11 @@ class Frame:
 Frames = dict[Frame, dict[str, str]]
 """For each frame: parameter's name -> whole name."""
 
-Known = Callable[[str], bool]
+Knows = Callable[[str], bool]
 """Whether a map's rules take a parameter's name."""
 
 
-def find_frames(catalog: Catalog, known: Known, known_state: Known) -> tuple[Frames, list[str]]:
+def find_frames(catalog: Catalog, known: Knows, known_state: Knows) -> tuple[Frames, list[str]]:
     """Return every name that holds a parameter's, by frame, and the model's that hold none.
 
     ``known`` tells the names of the model's parameters, ``known_state`` those of an optimizer's.
@@ -181,7 +180,7 @@ def find_frames(catalog: Catalog, known: Known, known_state: Known) -> tuple[Fra
     return frames, unmatched
 
 
-def _model_frames(names: Iterable[str], known: Known) -> list[Frame]:
+def _model_frames(names: Iterable[str], known: Knows) -> list[Frame]:
     """Return the wrappers that parameters' names lie in, such as none, ``model.`` or ``ema.``.
 
     A name's wrapper is the shortest beginning of it that is followed by a parameter's name.

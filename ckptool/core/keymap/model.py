@@ -18,6 +18,7 @@ from ckptool.core.catalog import TensorEntry
 from ckptool.core.keymap.axes import (
     Axes,
     Axis,
+    Sizes,
     axes_of,
     divides,
     show_axes,
@@ -155,8 +156,12 @@ class Rule:
     @property
     def axes(self) -> list[Axis]:
         """All axes of the array that a group's tensors are boxes of, in order."""
-        spelled = [(a,) for a in self.whole.spelled if a not in self.common]
+        spelled = [(axis,) for axis in self.varying(self.whole)]
         return [*spelled, *axes_of(self.whole.axes or ())]
+
+    def varying(self, pattern: Pattern) -> list[str]:
+        """Return the axes that a pattern's names spell out, and not all names do."""
+        return [axis for axis in pattern.spelled if axis not in self.common]
 
 
 def _names_axes(pattern: Pattern) -> int:
@@ -220,9 +225,6 @@ class Back:
 
     drop: tuple[Pattern, ...] = ()
     marks: tuple[Pattern, ...] = ()
-
-
-Sizes = Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)

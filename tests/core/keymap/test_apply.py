@@ -16,7 +16,7 @@ from ckptool.core.catalog import Catalog, Chunk, Extent, ObjectEntry, TensorEntr
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.keymap.apply import apply_map
 from ckptool.core.keymap.axes import Axes, axes_of, parse_axes, show_axes, solve
-from ckptool.core.keymap.match import Facts
+from ckptool.core.keymap.match import ModelFacts
 from ckptool.core.keymap.model import KeyMap, abstract
 from ckptool.core.keymap.parse import parse_map, parse_pattern
 from ckptool.errors import UsageError
@@ -44,7 +44,7 @@ def test_axes_are_shown_as_they_are_written(text: str) -> None:
         ("head) x", "invalid axis name"),
         ("a + b", "invalid axis name"),
         ("(a + )", "invalid sum of axes"),
-        ("(a + (b c))", "invalid axis name"),
+        ("(a + (b c))", "invalid sum of axes"),
         ("Head", "invalid axis name"),
         ("a, b", "invalid axis name"),
     ],
@@ -176,7 +176,7 @@ def test_a_file_without_rules() -> None:
 def makes(wanted: KeyMap, *names: str) -> set[str]:
     """The names that a map makes of tensors of two numbers."""
     tensors = {name: TensorEntry(name, (name,), BY_NAME["float32"], (2,), ()) for name in names}
-    return set(apply_map(Catalog("dcp", tensors, {}, {}), wanted, Facts()).catalog.tensors)
+    return set(apply_map(Catalog("dcp", tensors, {}, {}), wanted, ModelFacts()).catalog.tensors)
 
 
 LAYERS = {"from": "layers<.{layer}>.w [x]", "to": "l{layer}.w [x]"}
@@ -292,11 +292,11 @@ def test_any_arrangement_of_axes_into_any_other_and_back(data: st.DataObject) ->
     cuts = data.draw(st.lists(st.integers(0, 9), max_size=3))
     before = catalog([store.entry(n, a, cuts) for n, a in arrays["source"].items()])
     rules = key_map({"from": texts["source"], "to": texts["target"]})
-    there = apply_map(before, rules, Facts(sizes)).catalog
+    there = apply_map(before, rules, ModelFacts(sizes)).catalog
     assert there.tensors.keys() == arrays["target"].keys()
     for name, wanted in arrays["target"].items():
         np.testing.assert_array_equal(store.array(there.tensors[name]), wanted)
-    back = apply_map(there, rules.inverse, Facts(sizes)).catalog
+    back = apply_map(there, rules.inverse, ModelFacts(sizes)).catalog
     for name, wanted in arrays["source"].items():
         np.testing.assert_array_equal(store.array(back.tensors[name]), wanted)
 
@@ -319,7 +319,7 @@ def test_queries_keys_and_values_by_group(kv: int, q: int, dim: int, wide: int, 
             "to": [f"{n} [(kv {n} dim) wide]" for n in "qkv"],
         }
     )
-    facts = Facts({"kv": kv, "k": 1, "v": 1, "dim": dim})
+    facts = ModelFacts({"kv": kv, "k": 1, "v": 1, "dim": dim})
     store = Store()
     there = apply_map(catalog([store.entry("qkv", fused, [cut])]), rules, facts).catalog
     assert there.tensors.keys() == wanted.keys()
@@ -332,12 +332,12 @@ def test_queries_keys_and_values_by_group(kv: int, q: int, dim: int, wide: int, 
 def test_padding_is_taken_off_and_put_on_again_by_repeating_the_last_row() -> None:
     rules = key_map({"from": "e [(vocab + extra) w]", "to": "h [vocab w]", "padding": "extra"})
     full, store = np.arange(12).reshape(6, 2), Store()
-    done = apply_map(catalog([store.entry("e", full, [3])]), rules, Facts({"vocab": 5}))
+    done = apply_map(catalog([store.entry("e", full, [3])]), rules, ModelFacts({"vocab": 5}))
     assert [move.operation for move in done.moves] == ["unpad 6 to 5"]
     np.testing.assert_array_equal(store.array(done.catalog.tensors["h"]), full[:5])
-    back = apply_map(done.catalog, rules.inverse, Facts({"extra": 2}))
+    back = apply_map(done.catalog, rules.inverse, ModelFacts({"extra": 2}))
     assert [move.operation for move in back.moves] == ["pad 5 to 7"]
     wanted = np.concatenate([full[:5], full[4:5], full[4:5]])
     np.testing.assert_array_equal(store.array(back.catalog.tensors["e"]), wanted)
-    plain = apply_map(done.catalog, rules.inverse, Facts())
+    plain = apply_map(done.catalog, rules.inverse, ModelFacts())
     np.testing.assert_array_equal(store.array(plain.catalog.tensors["e"]), full[:5])
