@@ -87,7 +87,7 @@ def parse_rule(text: str) -> PlacementRule:
     glob, equals, right = text.partition("=")
     if not equals or not glob.strip():
         raise UsageError(f"--shard {text!r} is not GLOB=PLACEMENTS")
-    return rule_of(glob.strip(), [right] if right.strip() in STYLES else split_placements(right))
+    return rule_of(glob.strip(), split_placements(right))
 
 
 def rule_of(glob: str, placements: Sequence[str]) -> PlacementRule:
@@ -157,7 +157,8 @@ class Placer:
             by_dim_name(names[dim] if names else "fsdp", entry)
             for dim in range(len(self.mesh.shape))
         ]
-        placed[tp] = STYLES[style](entry)
+        dim = STYLES[style]
+        placed[tp] = Replicate() if dim is None or len(entry.shape) <= dim else Shard(dim)
         return fsdp_last(tuple(placed), self.mesh, {tp})
 
     def _by_dim_names(self, entry: TensorEntry) -> Placements:
@@ -224,30 +225,23 @@ _REPLICATING_DIMS = ("dp_replicate", "replicate", "pp")
 _SHARDING_DIMS = ("fsdp", "dp_shard", "dp", "shard", "cp", "dp_cp", "dp_shard_cp")
 
 
-def colwise(entry: TensorEntry) -> Placement:
-    """Shard output features: the first dim of weight and bias."""
-    return Shard(0) if entry.shape else Replicate()
-
-
-def rowwise(entry: TensorEntry) -> Placement:
-    """Shard input features: the second dim of a weight; replicate a bias."""
-    return Shard(1) if len(entry.shape) > 1 else Replicate()
-
-
-STYLES: dict[str, Callable[[TensorEntry], Placement]] = {
-    "colwise": colwise,
-    "rowwise": rowwise,
-    "colwise_rep": colwise,
-    "colwise_gather_output": colwise,
-    "rowwise_rep": rowwise,
-    "rowwise_split_input": rowwise,
-    "local_colwise": colwise,
-    "local_rowwise": rowwise,
-    "sequence_parallel": lambda entry: Replicate(),
-    "replicated_with_grad_allreduce": lambda entry: Replicate(),
-    "replicate": lambda entry: Replicate(),
+STYLES = {
+    "colwise": 0,
+    "rowwise": 1,
+    "colwise_rep": 0,
+    "colwise_gather_output": 0,
+    "rowwise_rep": 1,
+    "rowwise_split_input": 1,
+    "local_colwise": 0,
+    "local_rowwise": 1,
+    "sequence_parallel": None,
+    "replicated_with_grad_allreduce": None,
+    "replicate": None,
 }
-"""The words of transformers' ``tp_plan`` (transformers 5) that say how a parameter is sharded."""
+"""The words of transformers' ``tp_plan`` (transformers 5), and the dim that each shards.
+
+0 are a layer's output features, in weight and bias, 1 the input features, in the weight alone.
+"""
 
 _COLWISE = re.compile(
     r"(.*\.)?(wq|wk|wv|w1|w3|q_proj|k_proj|v_proj|gate_proj|up_proj)\.(weight|bias)"
