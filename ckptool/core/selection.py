@@ -12,7 +12,7 @@ from ckptool.core.catalog import Catalog, Index, ObjectEntry, Path, RankStep, Te
 from ckptool.core.views import unstack
 from ckptool.errors import Problem, UsageError
 
-_AnyEntry = TypeVar("_AnyEntry", TensorEntry, ObjectEntry)
+AnyEntry = TypeVar("AnyEntry", TensorEntry, ObjectEntry)
 
 
 def matches(name: str, globs: Sequence[str]) -> bool:
@@ -77,17 +77,19 @@ def rename(catalog: Catalog, change: Callable[[str], str]) -> Catalog:
         former[new] = name
     new_names = {name: new for new, name in former.items()}
 
-    def changed(entry: _AnyEntry) -> _AnyEntry:
+    def changed(entry: AnyEntry) -> AnyEntry:
         return rename_entry(entry, new_names[entry.name])
 
-    return _with_entries(catalog, changed)
+    return with_entries(catalog, changed)
 
 
-class _EntryChange(Protocol):
-    def __call__(self, entry: _AnyEntry, /) -> _AnyEntry: ...
+class EntryChange(Protocol):
+    """Returns an entry changed."""
+
+    def __call__(self, entry: AnyEntry, /) -> AnyEntry: ...
 
 
-def _with_entries(catalog: Catalog, change: _EntryChange) -> Catalog:
+def with_entries(catalog: Catalog, change: EntryChange) -> Catalog:
     """Change every tensor and value, under the names that they then have."""
     tensors = [change(entry) for entry in catalog.tensors.values()]
     objects = [change(entry) for entry in catalog.objects.values()]
@@ -98,7 +100,7 @@ def _with_entries(catalog: Catalog, change: _EntryChange) -> Catalog:
     )
 
 
-def rename_entry(entry: _AnyEntry, name: str) -> _AnyEntry:
+def rename_entry(entry: AnyEntry, name: str) -> AnyEntry:
     """Return a tensor or value under another name, its path renamed alike."""
     return replace(entry, name=name, path=renamed_path(entry.path, name))
 
@@ -106,14 +108,14 @@ def rename_entry(entry: _AnyEntry, name: str) -> _AnyEntry:
 def without_rank(catalog: Catalog, names: set[str]) -> Catalog:
     """Call ``NAME@rankR`` ``NAME`` again for these names, at its old path."""
 
-    def restored(entry: _AnyEntry) -> _AnyEntry:
+    def restored(entry: AnyEntry) -> AnyEntry:
         if entry.name not in names:
             return entry
         *outer, last = entry.path
         path = (*outer, last.step) if isinstance(last, RankStep) else entry.path
         return replace(entry, name=flat_name(path), path=path)
 
-    return _with_entries(catalog, restored)
+    return with_entries(catalog, restored)
 
 
 def renamed_path(path: Path, new: str) -> Path:
@@ -152,14 +154,14 @@ def with_loadable_paths(catalog: Catalog) -> Catalog:
     if not broken and all(flat_name(entry.path) == entry.name for entry in entries):
         return catalog
 
-    def loadable(entry: _AnyEntry) -> _AnyEntry:
+    def loadable(entry: AnyEntry) -> AnyEntry:
         path = entry.path
         if flat_name(path) != entry.name:
             return replace(entry, path=(entry.name,))
         steps = (str(s) if path[:at] in broken else s for at, s in enumerate(path))
         return replace(entry, path=tuple(steps))
 
-    return _with_entries(catalog, loadable)
+    return with_entries(catalog, loadable)
 
 
 def _entries(catalog: Catalog) -> list[TensorEntry | ObjectEntry]:
@@ -198,14 +200,14 @@ def strip_prefixes(catalog: Catalog, prefixes: Sequence[str]) -> Catalog:
 def with_prefix(catalog: Catalog, prefix: str) -> Catalog:
     """Put ``prefix`` as the first step before every path."""
 
-    def prefixed(entry: _AnyEntry) -> _AnyEntry:
+    def prefixed(entry: AnyEntry) -> AnyEntry:
         return replace(entry, name=f"{prefix}.{entry.name}", path=(prefix, *entry.path))
 
     conflicts = {
         f"{prefix}.{name}": why.of_tensor(f"{prefix}.{name}") if isinstance(why, Problem) else why
         for name, why in catalog.conflicts.items()
     }
-    return replace(_with_entries(catalog, prefixed), conflicts=conflicts)
+    return replace(with_entries(catalog, prefixed), conflicts=conflicts)
 
 
 def substitution(rule: str) -> Callable[[str], str]:
@@ -221,8 +223,11 @@ def substitution(rule: str) -> Callable[[str], str]:
         raise UsageError(f"--rename {rule!r}: {error}") from None
 
 
-_LAYERS = re.compile(r"((?:.*?\.)?layers\.)(?![0-9])(.+)")
-_EXPERTS = re.compile(r"(.*\.experts\.)experts\.(?![0-9])((?!.*[0-9]$).+)")
+_STACKED = (
+    (re.compile(r"((?:.*?\.)?layers\.)(?![0-9])(.+)"), ""),
+    (re.compile(r"(.*\.experts\.)experts\.(?![0-9])((?!.*[0-9]$).+)"), "local_experts."),
+)
+"""Names of stacked tensors, and what stands before the number in a slice's."""
 
 
 def split_stacked(catalog: Catalog) -> Catalog:
@@ -243,19 +248,18 @@ def split_stacked(catalog: Catalog) -> Catalog:
     return catalog.with_tensors(tensors)
 
 
-def _slices(entry: TensorEntry) -> Iterator[TensorEntry]:
-    layers = _LAYERS.fullmatch(entry.name)
-    if layers and entry.shape:
-        for number, part in enumerate(unstack(entry)):
-            yield from _expert_slices(rename_entry(part, f"{layers[1]}{number}.{layers[2]}"))
-    else:
-        yield from _expert_slices(entry)
+def _slices(entry: TensorEntry) -> list[TensorEntry]:
+    """Return a tensor's slices, by layer and by expert; the tensor where it stacks none."""
+    slices = [entry]
+    for pattern, inserted in _STACKED:
+        slices = [part for whole in slices for part in _split(whole, pattern, inserted)]
+    return slices
 
 
-def _expert_slices(entry: TensorEntry) -> Iterator[TensorEntry]:
-    experts = _EXPERTS.fullmatch(entry.name)
-    if not experts or not entry.shape:
+def _split(entry: TensorEntry, pattern: re.Pattern[str], inserted: str) -> Iterator[TensorEntry]:
+    match = pattern.fullmatch(entry.name)
+    if not match or not entry.shape:
         yield entry
         return
     for number, part in enumerate(unstack(entry)):
-        yield rename_entry(part, f"{experts[1]}local_experts.{number}.{experts[2]}")
+        yield rename_entry(part, f"{match[1]}{inserted}{number}.{match[2]}")

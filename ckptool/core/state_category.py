@@ -6,9 +6,9 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
-from typing import TypeVar
 
 from ckptool.core.catalog import Catalog, ObjectEntry, Path, TensorEntry
+from ckptool.core.selection import AnyEntry, with_entries
 
 STATE_CATEGORIES = ("model", "optimizer", "other")
 
@@ -56,9 +56,6 @@ def _category_of_step(step: str) -> str | None:
     return "other" if _OTHER.fullmatch(step) else None
 
 
-Entry = TypeVar("Entry", TensorEntry, ObjectEntry)
-
-
 def with_parts(catalog: Catalog) -> Catalog:
     """Mark the ``part`` of a catalog's entries where their names alone are misleading."""
     return _mark(catalog, _misleading_names(catalog))
@@ -75,15 +72,10 @@ def with_every_part(catalog: Catalog) -> Catalog:
 
 
 def _mark(catalog: Catalog, parts: Mapping[str, str]) -> Catalog:
-    def marked(entries: Mapping[str, Entry]) -> dict[str, Entry]:
-        return {
-            name: replace(entry, part=parts[name]) if name in parts else entry
-            for name, entry in entries.items()
-        }
+    def marked(entry: AnyEntry) -> AnyEntry:
+        return replace(entry, part=parts[entry.name]) if entry.name in parts else entry
 
-    if not parts:
-        return catalog
-    return replace(catalog, tensors=marked(catalog.tensors), objects=marked(catalog.objects))
+    return with_entries(catalog, marked) if parts else catalog
 
 
 def _misleading_names(catalog: Catalog) -> dict[str, str]:
