@@ -53,7 +53,7 @@ class ChunkIndex:
                 yield chunk, common
 
 
-class Source(NamedTuple):
+class TileSource(NamedTuple):
     """``box`` of the global tensor, out of ``chunk``, goes to ``where`` in a tile."""
 
     chunk: Chunk
@@ -69,7 +69,7 @@ class Tile(NamedTuple):
     offset: int
     shape: tuple[int, ...]
     entry: TensorEntry
-    sources: tuple[Source, ...]
+    sources: tuple[TileSource, ...]
 
     @property
     def nbytes(self) -> int:
@@ -220,7 +220,7 @@ def _tiles_of(
 
 def _sources(
     local: Box, pieces: list[tuple[Box, tuple[int, ...]]], index: ChunkIndex
-) -> Iterator[Source]:
+) -> Iterator[TileSource]:
     """Yield what fills a box of a local tensor.
 
     ``pieces`` are boxes of the local tensor, each with its shift to the global tensor.
@@ -232,4 +232,4 @@ def _sources(
         wanted = Box(tuple(map(add, common.lo, shift)), tuple(map(add, common.hi, shift)))
         origin = tuple(map(add, local.lo, shift))
         for chunk, box in index.find(wanted):
-            yield Source(chunk, box, box.relative_to(origin))
+            yield TileSource(chunk, box, box.relative_to(origin))

@@ -30,7 +30,7 @@ _PACKED = re.compile(r"(.*)\.qweight")
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class Quantized:
     """A quantised tensor, the scales of its blocks, and what its kind is called."""
 
     kind: str
@@ -38,7 +38,7 @@ class Pair:
     scales: TensorEntry
 
 
-def pairs(catalog: Catalog) -> Iterator[Pair]:
+def pairs(catalog: Catalog) -> Iterator[Quantized]:
     """Yield the tensors that are stored with scales in a known way.
 
     DeepSeek-V3: ``X.weight`` in 8-bit floats and ``X.weight_scale_inv``. gpt-oss: ``X_blocks`` and
@@ -49,15 +49,15 @@ def pairs(catalog: Catalog) -> Iterator[Pair]:
         if name.endswith(_SCALE):
             values = catalog.tensors.get(name.removesuffix(_SCALE))
             if values is not None and values.dtype.name.startswith("float8"):
-                yield Pair("FP8 in blocks", values, scales)
+                yield Quantized("FP8 in blocks", values, scales)
         elif name.endswith(_ONE_SCALE):
             values = catalog.tensors.get(name.removesuffix("_scale"))
             if values is not None and _has_one_scale(values, scales):
-                yield Pair("FP8" if values.dtype.kind == "float" else "INT8", values, scales)
+                yield Quantized("FP8" if values.dtype.kind == "float" else "INT8", values, scales)
         elif name.endswith(_SCALES) and scales.dtype.name == "uint8":
             values = catalog.tensors.get(name.removesuffix(_SCALES) + _BLOCKS)
             if values is not None and values.dtype.name == "uint8":
-                yield Pair("MXFP4", values, scales)
+                yield Quantized("MXFP4", values, scales)
 
 
 def _has_one_scale(values: TensorEntry, scales: TensorEntry) -> bool:
@@ -168,13 +168,13 @@ def dequantize(
     return replace(result, catalog=catalog.with_tensors(tensors))
 
 
-def _numbers(pair: Pair, dtype: DType, block: tuple[int, int] | None) -> TensorEntry:
+def _numbers(pair: Quantized, dtype: DType, block: tuple[int, int] | None) -> TensorEntry:
     if pair.kind == "MXFP4":
         return _four_bits(pair, dtype)
     return _blocks(pair, dtype, block) if pair.kind == "FP8 in blocks" else _rows(pair, dtype)
 
 
-def _rows(pair: Pair, dtype: DType) -> TensorEntry:
+def _rows(pair: Quantized, dtype: DType) -> TensorEntry:
     """Lay out numbers with one scale, or one for each row."""
     shape, scales = pair.values.shape, pair.scales
     while len(scales.shape) < len(shape):
@@ -183,7 +183,7 @@ def _rows(pair: Pair, dtype: DType) -> TensorEntry:
     return _scaled_entry(replace(pair, scales=scales), pair.values.name, dtype, shape, block)
 
 
-def _blocks(pair: Pair, dtype: DType, block: tuple[int, int] | None) -> TensorEntry:
+def _blocks(pair: Quantized, dtype: DType, block: tuple[int, int] | None) -> TensorEntry:
     shape, grid = pair.values.shape, pair.scales.shape
     if len(shape) != len(grid) or len(shape) < 2 or shape[:-2] != grid[:-2]:
         raise _unfit(pair)
@@ -202,7 +202,7 @@ def _even(shape: tuple[int, ...], grid: tuple[int, ...]) -> tuple[int, ...] | No
     return tuple(size // count for size, count in zip(shape, grid, strict=True))
 
 
-def _four_bits(pair: Pair, dtype: DType) -> TensorEntry:
+def _four_bits(pair: Quantized, dtype: DType) -> TensorEntry:
     shape, grid = pair.values.shape, pair.scales.shape
     if not grid or shape[:-1] != grid or not shape[-1]:
         raise _unfit(pair)
@@ -212,7 +212,7 @@ def _four_bits(pair: Pair, dtype: DType) -> TensorEntry:
     return _scaled_entry(pair, name, dtype, whole, (*(1 for _ in grid[1:]), size))
 
 
-def _unfit(pair: Pair) -> Unsupported:
+def _unfit(pair: Quantized) -> Unsupported:
     return Unsupported(
         f"{pair.values.name} {list(pair.values.shape)}: scales {pair.scales.name}"
         f" {list(pair.scales.shape)} do not match its blocks",
@@ -221,7 +221,7 @@ def _unfit(pair: Pair) -> Unsupported:
 
 
 def _scaled_entry(
-    pair: Pair, name: str, dtype: DType, shape: tuple[int, ...], block: tuple[int, ...]
+    pair: Quantized, name: str, dtype: DType, shape: tuple[int, ...], block: tuple[int, ...]
 ) -> TensorEntry:
     whole = Part(shape, 0, row_major_strides(shape, 1))
     at = ScaledBlocks(pair.values, pair.scales, block, whole)

@@ -27,10 +27,9 @@ from ckptool.errors import Unsupported
 
 Strides = tuple[int, ...]
 Restride = Callable[[Strides], Strides]
-Index = tuple[int, ...]
 
 
-def shift_place(at: Place, start: Index) -> Place:
+def shift_place(at: Place, start: Sequence[int]) -> Place:
     """Return the place of the part of a tensor that begins at index ``start``."""
     if not isinstance(at, Extent | EncodedBlob):
         raise TypeError(f"{at} cannot be shifted")
@@ -57,7 +56,7 @@ def _readdress(at: Place, shape: Sequence[int], skip: int, strides: Strides) -> 
     return replace(at, part=Part(part.shape, part.start + skip, strides))
 
 
-def _move_place(at: Place, shape: Sequence[int], first: Index, restride: Restride) -> Place:
+def _move_place(at: Place, shape: Sequence[int], first: Sequence[int], restride: Restride) -> Place:
     """Return where the part of a tensor of ``shape`` lies that begins at index ``first``."""
     strides = _strides_of(at, shape)
     skip = sum(index * stride for index, stride in zip(first, strides, strict=False))
@@ -305,7 +304,7 @@ def _collapse(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
 
 
 def part_of_chunk(
-    chunk: Chunk, box: Box, first: Index, restride: Restride = lambda strides: strides
+    chunk: Chunk, box: Box, first: Sequence[int], restride: Restride = lambda strides: strides
 ) -> Chunk:
     """Return the part of a chunk from local index ``first`` on, as ``box`` of another tensor."""
     shape = chunk.box.shape

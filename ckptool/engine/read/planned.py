@@ -9,7 +9,7 @@ from operator import mul, sub
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckptool.core.catalog import Extent, contiguous, stored_places
-from ckptool.core.plan import Source, Tile
+from ckptool.core.plan import Tile, TileSource
 from ckptool.engine.checksum import RecordCheck, crc32, crc32_combine
 from ckptool.engine.read.row_cache import RowCache
 from ckptool.engine.read.tiles import Job
@@ -22,7 +22,7 @@ Run = tuple[Extent, int, int, int]
 """A run of bytes: its place, file offset, offset in a tile and length."""
 
 
-def run_of(tile: Tile, source: Source) -> Run | None:
+def run_of(tile: Tile, source: TileSource) -> Run | None:
     """Return the run of bytes that one source of a tile is, None where it is none as it lies."""
     at, where = source.chunk.at, source.where
     itemsize = tile.entry.source_dtype.itemsize

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ckptool.core.catalog import Extent, Record, contiguous
-from ckptool.core.plan import Source, Tile
+from ckptool.core.plan import Tile, TileSource
 from ckptool.storage.local import SPAN, FileReader
 
 NotePiece = Callable[[Record, int, memoryview], None]
@@ -102,7 +102,7 @@ class _Column(NamedTuple):
     width: int
 
 
-def _column(tile: Tile, source: Source) -> _Column | None:
+def _column(tile: Tile, source: TileSource) -> _Column | None:
     """Return the block of wide columns that fills rows of a tile; None where a source is none."""
     at, (low, _), (lo, _), wanted = source.chunk.at, source.chunk.box, source.box, source.box.shape
     if not isinstance(at, Extent) or at.ops or len(wanted) < 2:
@@ -119,5 +119,5 @@ def _column(tile: Tile, source: Source) -> _Column | None:
     return _Column(at, start, wanted[0], row, skip, wanted[1] * step)
 
 
-def _first_row(source: Source) -> int:
+def _first_row(source: TileSource) -> int:
     return source.where.lo[0] if source.where.lo else 0

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ckptool.core.box import Box, row_major_strides
 from ckptool.core.catalog import Chunk, Extent, Record, TensorEntry
 from ckptool.core.dtype import BY_NAME
-from ckptool.core.plan import Source, Tile
+from ckptool.core.plan import Tile, TileSource
 from ckptool.engine.read import row_cache as rows
 from ckptool.engine.read.row_cache import RowCache
 from ckptool.storage.local import LocalReader
@@ -35,7 +35,7 @@ def tile(chunks: list[Chunk], box: Box) -> Tile:
     shape = tuple(max(c.box.hi[d] for c in chunks) for d in range(len(box.lo)))
     entry = TensorEntry("w", ("w",), FLOAT, shape, tuple(chunks))
     common = [(chunk, chunk.box.intersect(box)) for chunk in chunks]
-    sources = [Source(c, b, b.relative_to(box.lo)) for c, b in common if b is not None]
+    sources = [TileSource(c, b, b.relative_to(box.lo)) for c, b in common if b is not None]
     return Tile(0, 0, 0, box.shape, entry, tuple(sources))
 
 
