@@ -28,7 +28,7 @@ class ModelFacts:
         if not key_map.tells and all(rule.beside is None for rule in key_map.rules):
             return self
         names = frozenset(inner for name in catalog.tensors for inner in unwrapped(name))
-        kinds = {numbered[0] for numbered in map(abstract, catalog.tensors) if numbered}
+        kinds = {abstract(name)[0] for name in catalog.tensors}
         keys = {inner for kind in kinds for inner in unwrapped(kind)}
         tells = key_map.tells.items()
         true = self.true.union(n for n, patterns in tells if all(p.key in keys for p in patterns))
@@ -66,7 +66,7 @@ class Matcher:
 
     def claim(self, name: str) -> Claim | None:
         """Return the first rule that takes the name, or None. UnknownSizes where sizes decide."""
-        key, numbers = abstract(name) or ("", ())
+        key, numbers = abstract(name)
         for rule, pattern in self._patterns.get(key, ()):
             binding = self._match(pattern, numbers, rule.whole.text)
             if binding is not None and self._has_beside(rule, binding):
@@ -86,7 +86,7 @@ class Matcher:
 
     def drops(self, name: str) -> bool:
         """Return whether the map says to leave the name out. UnknownSizes where sizes decide."""
-        key, numbers = abstract(name) or ("", ())
+        key, numbers = abstract(name)
         patterns = self._dropped.get(key, ())
         return any(self._match(p, numbers, p.text) is not None for p in patterns)
 
@@ -101,7 +101,7 @@ class Matcher:
 def kinds_of(catalog: Catalog) -> frozenset[str]:
     """Return the model's names with ``#`` for each number: few, however many the tensors."""
     names = [n for n, e in catalog.tensors.items() if state_category(e) == "model"]
-    return frozenset((abstract(name) or (name,))[0] for name in names)
+    return frozenset(abstract(name)[0] or name for name in names)
 
 
 def fits(catalog: Catalog, kinds: frozenset[str], key_map: KeyMap, facts: ModelFacts) -> bool:
@@ -118,7 +118,7 @@ def fits(catalog: Catalog, kinds: frozenset[str], key_map: KeyMap, facts: ModelF
     names = {n for frame, inner in frames.items() if frame.part == "model" for n in inner}
     if unmatched or not names:
         return False
-    keys = {numbered[0] for numbered in map(abstract, names) if numbered}
+    keys = {abstract(name)[0] for name in names}
     return not key_map.marks or any(mark.key in keys for mark in key_map.marks)
 
 

@@ -92,11 +92,11 @@ class Pattern:
         return pieces[0] + "".join(rest)
 
 
-def abstract(name: str) -> tuple[str, tuple[int, ...]] | None:
-    """Return a name with ``#`` for each number, and the numbers; None where one starts with 0."""
+def abstract(name: str) -> tuple[str, tuple[int, ...]]:
+    """Return a name with ``#`` for each number, and the numbers; "" where one starts with 0."""
     numbers = _NUMBER.findall(name)
     if "#" in name or any(len(n) > 9 or (n[0] == "0" and n != "0") for n in numbers):
-        return None
+        return "", ()
     return _NUMBER.sub("#", name), tuple(map(int, numbers))
 
 
@@ -176,7 +176,7 @@ class KeyMap:
     the number itself. ``drop`` are source names that are left out, ``marks`` names one of which
     tells a checkpoint to be of the source's kind, ``model_types`` those of config.json,
     ``unless`` facts about a model that it is not for, ``tells`` the facts that hold where each has
-    all of its names there.
+    all of its names there. ``back_drop`` and ``back_marks`` are those of the other way.
     """
 
     name: str
@@ -190,7 +190,8 @@ class KeyMap:
     model_types: tuple[str, ...] = ()
     unless: tuple[str, ...] = ()
     tells: Mapping[str, tuple[Pattern, ...]] = field(default_factory=dict)
-    back: Back = field(default_factory=lambda: Back())
+    back_drop: tuple[Pattern, ...] = ()
+    back_marks: tuple[Pattern, ...] = ()
 
     @property
     def axes(self) -> set[str]:
@@ -213,18 +214,11 @@ class KeyMap:
             source=self.target,
             target=self.source,
             rules=tuple(rule.inverse for rule in self.rules),
-            drop=self.back.drop,
-            marks=self.back.marks,
-            back=Back(self.drop, self.marks),
+            drop=self.back_drop,
+            marks=self.back_marks,
+            back_drop=self.drop,
+            back_marks=self.marks,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Back:
-    """What a map needs the other way: as ``KeyMap.drop`` and ``KeyMap.marks``."""
-
-    drop: tuple[Pattern, ...] = ()
-    marks: tuple[Pattern, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

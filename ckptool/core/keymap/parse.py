@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckptool.core.keymap.axes import NAME, Axis, axes_of, parse_axes
-from ckptool.core.keymap.model import Back, KeyMap, Pattern, Rule, Slot
+from ckptool.core.keymap.model import KeyMap, Pattern, Rule, Slot
 from ckptool.errors import CkptoolError, UsageError
 
 _NUMBER = re.compile(r"[0-9]+")
@@ -33,7 +33,8 @@ def parse_map(content: Mapping[str, Any], where: str) -> KeyMap:
             raise UsageError(f"{where}: rule {number}: {error.message}") from None
     if not rules:
         raise UsageError(f"{where}: no [[rule]] found")
-    sides = [_sides(content, key, where) for key in ("drop", "marks")]
+    drop, back_drop = _sides(content, "drop", where)
+    marks, back_marks = _sides(content, "marks", where)
     return KeyMap(
         name=str(content.get("name", where)),
         summary=str(content.get("summary", "")),
@@ -41,12 +42,13 @@ def parse_map(content: Mapping[str, Any], where: str) -> KeyMap:
         target=str(content.get("to", "the other")),
         rules=tuple(rules),
         sizes={n: _lookups(n, v, where) for n, v in _table(content, "dims", where).items()},
-        drop=sides[0][0],
-        marks=sides[1][0],
+        drop=drop,
+        marks=marks,
         model_types=tuple(map(str, content.get("model_types", ()))),
         unless=tuple(map(str, content.get("unless", ()))),
         tells={n: _patterns(v) for n, v in _table(content, "facts", where).items()},
-        back=Back(sides[0][1], sides[1][1]),
+        back_drop=back_drop,
+        back_marks=back_marks,
     )
 
 

@@ -240,15 +240,10 @@ def _factorisations(number: int, count: int) -> Iterator[_Shape]:
     if count == 1:
         yield (number,)
         return
-    for factor in _divisors(number)[:-1]:
-        for rest in _factorisations(number // factor, count - 1):
-            yield (factor, *rest)
-
-
-def _divisors(number: int) -> tuple[int, ...]:
-    """Return the divisors above 1, ascending."""
-    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    return tuple(sorted({*small, *(number // d for d in small)} - {1}))
+    for factor in range(2, number // 2 + 1):
+        if number % factor == 0:
+            for rest in _factorisations(number // factor, count - 1):
+                yield (factor, *rest)
 
 
 @lru_cache(maxsize=_MOST_DIMS)
