@@ -27,38 +27,24 @@ _MOST_RANKS = 1 << 17
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkedTensor:
-    """What a checkpoint says about one tensor.
-
-    ``chunks`` are boxes and the ranks that wrote them (None where the file does not tell). Several
-    ranks may have written the same box.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    chunks: tuple[tuple[Box, int | None], ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Inference:
     """What the chunks determine.
 
-    ``placements`` has an entry for every tensor: None for all where ``mesh`` is None, and for one
-    that several placements explain which put different rows on a rank (they are its ``choices``).
-    A tensor stored whole counts as replicated, and a mesh dim outside a tensor's own mesh as one
-    that replicates it, for the chunks tell no difference.
+    ``placements`` are all that explain a tensor and put different rows on a rank: several where the
+    chunks do not tell, none of any tensor where ``mesh`` is None. A tensor stored whole counts as
+    replicated, and a mesh dim outside a tensor's own mesh as one that replicates it, for the chunks
+    tell no difference.
 
     ``ambiguous`` are the mesh shapes between which the chunks do not decide; empty where they do,
     or where no mesh explains all tensors.
     """
 
     mesh: Mesh | None
-    placements: dict[str, Placements | None]
-    ambiguous: tuple[tuple[int, ...], ...]
-    choices: dict[str, tuple[Placements, ...]]
+    placements: dict[str, tuple[Placements, ...]]
+    ambiguous: tuple[tuple[int, ...], ...] = ()
 
 
-def infer(tensors: Iterable[ChunkedTensor], world_size: int) -> Inference:
+def infer(tensors: Iterable[TensorEntry], world_size: int) -> Inference:
     """Return the mesh and placements of ``tensors``, so far as their chunks determine them.
 
     ``world_size`` is the number of ranks seen; the mesh is taken to hold exactly these, or as many
@@ -67,7 +53,7 @@ def infer(tensors: Iterable[ChunkedTensor], world_size: int) -> Inference:
     ragged ShardedTensor or one of Megatron's, leaves no mesh: the chunks of the others may fit one
     by chance.
     """
-    signatures = {tensor.name: (tensor.shape, tensor.chunks) for tensor in tensors}
+    signatures = {entry.name: _signature(entry) for entry in tensors}
     known = {signature: _evidence(*signature) for signature in set(signatures.values())}
     grids = {signature: grid for signature, grid in known.items() if grid is not None}
     world = _world(known, world_size)
@@ -75,15 +61,16 @@ def infer(tensors: Iterable[ChunkedTensor], world_size: int) -> Inference:
     explicable = len(grids) == len(known) and world <= _MOST_RANKS
     shapes = search.shapes(world) if explicable else ()
     if len(shapes) != 1:
-        return Inference(None, dict.fromkeys(signatures), shapes, {})
+        return Inference(None, {}, shapes)
     fits = {signature: search.placements(grid, shapes[0]) for signature, grid in grids.items()}
-    choices = {name: fits[signature] for name, signature in signatures.items()}
-    return Inference(
-        Mesh.of(shapes[0]),
-        {name: some[0] if len(some) == 1 else None for name, some in choices.items()},
-        (),
-        {name: some for name, some in choices.items() if len(some) > 1},
-    )
+    return Inference(Mesh.of(shapes[0]), {name: fits[s] for name, s in signatures.items()})
+
+
+def _signature(entry: TensorEntry) -> _Signature:
+    """Return a tensor's shape, and its boxes with the ranks that wrote each (None if unknown)."""
+    chunks = tuple((chunk.box, chunk.rank) for chunk in entry.chunks)
+    copies = tuple((chunk.box, copy.rank) for chunk in entry.chunks for copy in chunk.copies)
+    return entry.shape, chunks + copies
 
 
 def _world(signatures: Iterable[_Signature], seen: int) -> int:
@@ -298,17 +285,15 @@ def with_inferred_mesh(catalog: Catalog) -> Catalog:
     entries = [entry for entry in catalog.tensors.values() if entry.placements is None]
     if world < 2 or not entries or catalog.mesh is not None:
         return catalog
-    inference = infer(map(_chunks_of, entries), world)
+    inference = infer(entries, world)
     notes = catalog.notes
     if inference.ambiguous:
         shapes = " or ".join("x".join(map(str, shape)) for shape in inference.ambiguous)
         notes = (*notes, f"the device mesh is ambiguous: {shapes} explain the chunks alike")
-    tensors = {
-        name: replace(entry, placements=inference.placements.get(name, entry.placements))
-        if entry.elements
-        else entry
-        for name, entry in catalog.tensors.items()
-    }
+    tensors = dict(catalog.tensors)
+    for name, fits in inference.placements.items():
+        if len(fits) == 1 and tensors[name].elements:
+            tensors[name] = replace(tensors[name], placements=fits[0])
     return replace(
         catalog,
         tensors=tensors,
@@ -316,9 +301,3 @@ def with_inferred_mesh(catalog: Catalog) -> Catalog:
         mesh_source="inferred" if inference.mesh else None,
         notes=notes,
     )
-
-
-def _chunks_of(entry: TensorEntry) -> ChunkedTensor:
-    chunks = tuple((chunk.box, chunk.rank) for chunk in entry.chunks)
-    copies = tuple((chunk.box, copy.rank) for chunk in entry.chunks for copy in chunk.copies)
-    return ChunkedTensor(entry.name, entry.shape, chunks + copies)

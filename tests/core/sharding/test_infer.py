@@ -11,12 +11,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptool.core.box import Box
+from ckptool.core.catalog import Chunk, Extent, TensorEntry
+from ckptool.core.dtype import BY_NAME
 from ckptool.core.mesh import Mesh, Placement, Replicate, Shard, StridedShard
 from ckptool.core.sharding.dtensor import LocalShard, local_shards
-from ckptool.core.sharding.infer import ChunkedTensor, Inference, infer
+from ckptool.core.sharding.infer import Inference, infer
 
 Placements = tuple[Placement, ...]
 NESTED = (StridedShard(0, 2), Shard(0))
+
+
+def chunked(
+    name: str, shape: tuple[int, ...], chunks: Sequence[tuple[Box, int | None]]
+) -> TensorEntry:
+    """A tensor of these boxes, each with the rank that wrote it."""
+    nowhere = Extent("file", 0, (0,) * len(shape))
+    parts = tuple(Chunk(box, nowhere, rank) for box, rank in chunks)
+    return TensorEntry(name, (name,), BY_NAME["float32"], shape, parts)
 
 
 def spans(shard: LocalShard, length: int) -> tuple[int, int]:
@@ -49,27 +60,27 @@ def written(
     placements: Placements,
     writers: random.Random | None = None,
     lists_empty: bool = True,
-) -> ChunkedTensor:
+) -> TensorEntry:
     """A tensor as DCP stores it: every box once, by one of its ranks (the lowest by default)."""
     holders: dict[Box, list[int]] = {}
     for rank, box in enumerate(boxes_by_rank(shape, mesh, placements)):
         if box.volume or lists_empty:
             holders.setdefault(box, []).append(rank)
     chosen = {box: writers.choice(some) if writers else some[0] for box, some in holders.items()}
-    return ChunkedTensor(name, tuple(shape), tuple(chosen.items()))
+    return chunked(name, tuple(shape), tuple(chosen.items()))
 
 
-def assert_explains(inference: Inference, tensor: ChunkedTensor) -> None:
+def assert_explains(inference: Inference, tensor: TensorEntry) -> None:
     """Every placement reported for the tensor gives its boxes, held by the ranks that wrote."""
     assert inference.mesh is not None
-    known = inference.placements[tensor.name]
-    for placements in [known] if known else inference.choices[tensor.name]:
+    for placements in inference.placements[tensor.name]:
         held = local_shards(tensor.shape, inference.mesh.shape, placements)
         boxes = {piece.box for shard in held for piece in shard.pieces}
-        assert boxes == {box for box, _ in tensor.chunks if box.volume}
-        for box, rank in tensor.chunks:
-            assert rank is not None
-            assert [piece.box for piece in held[rank].pieces] == [box] * bool(box.volume)
+        assert boxes == {chunk.box for chunk in tensor.chunks if chunk.box.volume}
+        for chunk in tensor.chunks:
+            assert chunk.rank is not None
+            pieces = [piece.box for piece in held[chunk.rank].pieces]
+            assert pieces == [chunk.box] * bool(chunk.box.volume)
 
 
 @st.composite
@@ -127,12 +138,12 @@ def test_what_is_inferred_explains_the_chunks(
 )
 def test_placements_are_found_again(mesh: tuple[int, ...], placements: Placements) -> None:
     inference = infer([written("w", (37, 40), mesh, placements)], Mesh.of(mesh).size)
-    assert inference == Inference(Mesh.of(mesh), {"w": placements}, (), {})
+    assert inference == Inference(Mesh.of(mesh), {"w": (placements,)})
 
 
 def test_fsdp2_over_tensor_parallel() -> None:
     mesh = (2, 2)
-    expected: dict[str, Placements | None] = {
+    expected: dict[str, Placements] = {
         "column": NESTED,
         "row": (Shard(0), Shard(1)),
         "norm": (Shard(0), Replicate()),
@@ -142,77 +153,76 @@ def test_fsdp2_over_tensor_parallel() -> None:
     tensors = [
         written(name, shapes[name], mesh, placements)
         for name, placements in expected.items()
-        if placements and name != "step"
+        if name != "step"
     ]
-    tensors.append(ChunkedTensor("step", (), ((Box((), ()), 3),)))
-    assert infer(tensors, 4) == Inference(Mesh.of(mesh), expected, (), {})
+    tensors.append(chunked("step", (), ((Box((), ()), 3),)))
+    assert infer(tensors, 4) == Inference(Mesh.of(mesh), {n: (p,) for n, p in expected.items()})
 
 
 def test_a_flat_mesh_is_preferred_to_one_of_more_dims() -> None:
     tensor = written("w", (64, 8), (2, 4), (Shard(0), Shard(0)))
-    assert infer([tensor], 8) == Inference(Mesh.of((8,)), {"w": (Shard(0),)}, (), {})
+    assert infer([tensor], 8) == Inference(Mesh.of((8,)), {"w": ((Shard(0),),)})
 
 
 def test_whole_tensors_are_replicated_on_a_flat_mesh() -> None:
     tensors = [
-        ChunkedTensor(name, (3, 4), ((Box.whole((3, 4)), rank),)) for rank, name in enumerate("ab")
+        chunked(name, (3, 4), ((Box.whole((3, 4)), rank),)) for rank, name in enumerate("ab")
     ]
-    replicated = (Replicate(),)
-    expected = Inference(Mesh.of((4,)), {"a": replicated, "b": replicated}, (), {})
+    replicated = ((Replicate(),),)
+    expected = Inference(Mesh.of((4,)), {"a": replicated, "b": replicated})
     assert infer(tensors, 4) == expected
 
 
 def test_a_tensor_without_elements_counts_as_replicated() -> None:
-    tensor = ChunkedTensor("none", (0, 4), ((Box((0, 0), (0, 4)), 0),))
-    assert infer([tensor], 2).placements == {"none": (Replicate(),)}
+    tensor = chunked("none", (0, 4), ((Box((0, 0), (0, 4)), 0),))
+    assert infer([tensor], 2).placements == {"none": ((Replicate(),),)}
 
 
 def test_one_rank_alone() -> None:
-    assert infer([ChunkedTensor("w", (4,), ((Box((0,), (4,)), 0),))], 1).mesh == Mesh.of((1,))
+    assert infer([chunked("w", (4,), ((Box((0,), (4,)), 0),))], 1).mesh == Mesh.of((1,))
 
 
 def test_shapes_that_explain_equally_well_are_listed() -> None:
     grid = written("w", (8, 8), (2, 4), (Shard(0), Shard(1)))
-    unknown = ChunkedTensor("w", (8, 8), tuple((box, None) for box, _ in grid.chunks))
+    unknown = chunked("w", (8, 8), [(chunk.box, None) for chunk in grid.chunks])
     inference = infer([unknown], 8)
-    assert inference == Inference(None, {"w": None}, ((2, 4), (4, 2)), {})
+    assert inference == Inference(None, {}, ((2, 4), (4, 2)))
     assert infer([grid], 8).mesh == Mesh.of((2, 4))
 
 
 def test_placements_that_writers_do_not_tell_apart_are_listed() -> None:
-    halves = ChunkedTensor("w", (8,), ((Box((0,), (4,)), 0), (Box((4,), (8,)), 3)))
+    halves = chunked("w", (8,), ((Box((0,), (4,)), 0), (Box((4,), (8,)), 3)))
     inference = infer([halves], 4)
     assert inference.mesh == Mesh.of((2, 2))
-    assert inference.placements == {"w": None}
-    assert set(inference.choices["w"]) == {(Shard(0), Replicate()), (Replicate(), Shard(0))}
+    assert set(inference.placements["w"]) == {(Shard(0), Replicate()), (Replicate(), Shard(0))}
 
 
 def test_an_empty_chunk_tells_a_shard_from_a_whole_tensor() -> None:
     whole, empty = Box((0,), (1,)), Box((1,), (1,))
-    assert infer([ChunkedTensor("w", (1,), ((whole, 0),))], 2).placements["w"] == (Replicate(),)
-    assert infer([ChunkedTensor("w", (1,), ((whole, 0), (empty, 1)))], 2).placements["w"] == (
-        Shard(0),
+    assert infer([chunked("w", (1,), ((whole, 0),))], 2).placements["w"] == ((Replicate(),),)
+    assert infer([chunked("w", (1,), ((whole, 0), (empty, 1)))], 2).placements["w"] == (
+        (Shard(0),),
     )
 
 
 def test_the_writer_of_an_empty_chunk_must_hold_nothing() -> None:
     whole, empty = Box((0,), (1,)), Box((1,), (1,))
-    assert infer([ChunkedTensor("w", (1,), ((whole, 1), (empty, 0)))], 2).mesh is None
-    inner = infer([ChunkedTensor("w", (1,), ((whole, 2), (empty, 1)))], 4)
-    assert inner.placements == {"w": (Replicate(), Shard(0))}
+    assert infer([chunked("w", (1,), ((whole, 1), (empty, 0)))], 2).mesh is None
+    inner = infer([chunked("w", (1,), ((whole, 2), (empty, 1)))], 4)
+    assert inner.placements == {"w": ((Replicate(), Shard(0)),)}
 
 
 def test_the_same_box_may_come_from_several_ranks() -> None:
     low, high = Box((0,), (4,)), Box((4,), (8,))
-    every_rank = ChunkedTensor("w", (8,), ((low, 0), (high, 1), (low, 2), (high, 3)))
-    assert infer([every_rank], 4).placements["w"] == (Replicate(), Shard(0))
+    every_rank = chunked("w", (8,), ((low, 0), (high, 1), (low, 2), (high, 3)))
+    assert infer([every_rank], 4).placements["w"] == ((Replicate(), Shard(0)),)
 
 
 RAGGED = [
-    ChunkedTensor("uneven", (10,), ((Box((0,), (3,)), 0), (Box((3,), (10,)), 1))),
-    ChunkedTensor("twice", (8,), tuple((Box((2 * i,), (2 * i + 2,)), i // 2) for i in range(4))),
-    ChunkedTensor("gap", (8,), ((Box((0,), (4,)), 0), (Box((5,), (8,)), 1))),
-    ChunkedTensor(
+    chunked("uneven", (10,), ((Box((0,), (3,)), 0), (Box((3,), (10,)), 1))),
+    chunked("twice", (8,), tuple((Box((2 * i,), (2 * i + 2,)), i // 2) for i in range(4))),
+    chunked("gap", (8,), ((Box((0,), (4,)), 0), (Box((5,), (8,)), 1))),
+    chunked(
         "no grid",
         (4, 4),
         (
@@ -221,16 +231,15 @@ RAGGED = [
             (Box((2, 0), (4, 4)), 2),
         ),
     ),
-    ChunkedTensor("nothing", (4,), ()),
-    ChunkedTensor("other rank", (4, 4), ((Box((0,), (4,)), 0),)),
+    chunked("nothing", (4,), ()),
+    chunked("other rank", (4, 4), ((Box((0,), (4,)), 0),)),
 ]
 
 
 @pytest.mark.parametrize("ragged", RAGGED, ids=lambda tensor: tensor.name)
-def test_a_tensor_that_no_mesh_explains_leaves_none(ragged: ChunkedTensor) -> None:
+def test_a_tensor_that_no_mesh_explains_leaves_none(ragged: TensorEntry) -> None:
     regular = written("w", (8,), (4,), (Shard(0),))
-    expected: dict[str, Placements | None] = {"w": None, ragged.name: None}
-    assert infer([regular, ragged], 4) == Inference(None, expected, (), {})
+    assert infer([regular, ragged], 4) == Inference(None, {})
 
 
 def test_tensors_that_disagree_leave_no_mesh() -> None:
@@ -238,7 +247,7 @@ def test_tensors_that_disagree_leave_no_mesh() -> None:
     in_turn = written("b", (8,), (4,), (Shard(0),))
     assert infer([by_rows], 4).mesh == Mesh.of((2, 2))
     both = infer([by_rows, in_turn], 4)
-    assert both.placements == {"a": NESTED, "b": (Shard(0), Shard(0))}
+    assert both.placements == {"a": (NESTED,), "b": ((Shard(0), Shard(0)),)}
 
 
 def test_a_rank_beyond_those_seen_widens_the_world() -> None:
@@ -246,7 +255,7 @@ def test_a_rank_beyond_those_seen_widens_the_world() -> None:
 
 
 def test_a_world_past_all_reason_is_not_searched() -> None:
-    halves = ChunkedTensor("w", (2,), ((Box((0,), (1,)), 0), (Box((1,), (2,)), 10**12)))
+    halves = chunked("w", (2,), ((Box((0,), (1,)), 0), (Box((1,), (2,)), 10**12)))
     assert infer([halves], 1).mesh is None
 
 
