@@ -94,6 +94,10 @@ def shard_at(
     return reading.shard(reading.runs_at(position))
 
 
+_Misfit = tuple[int, tuple[int, ...], tuple[int, ...]]
+"""A mesh position, the local shape expected there, and the recorded one."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Reading:
     """One way to cut a tensor: for each tensor dim the cuts, in the order they are made."""
@@ -123,15 +127,8 @@ class _Reading:
         for position, shape in sorted(recorded.items()):
             expected = self.local_shape(position)
             if expected != tuple(shape):
-                return _Misfit(position, expected, tuple(shape))
+                return position, expected, tuple(shape)
         return None
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class _Misfit:
-    position: int
-    expected: tuple[int, ...]
-    recorded: tuple[int, ...]
 
 
 @lru_cache(maxsize=32)
@@ -173,10 +170,11 @@ def _decide(
 def _no_reading(
     misfit: _Misfit, shape: Sequence[int], sizes: Sequence[int], placements: Sequence[Placement]
 ) -> Damaged:
+    position, expected, recorded = misfit
     names = ", ".join(map(str, placements))
     return Damaged(
-        f"mesh position {misfit.position} of {'x'.join(map(str, sizes))} holds a local tensor of "
-        f"shape {misfit.recorded}, but [{names}] of a {tuple(shape)} tensor gives {misfit.expected}"
+        f"mesh position {position} of {'x'.join(map(str, sizes))} holds a local tensor of "
+        f"shape {recorded}, but [{names}] of a {tuple(shape)} tensor gives {expected}"
     )
 
 

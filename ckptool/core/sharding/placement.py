@@ -301,8 +301,6 @@ def is_conventional(mesh: Mesh) -> bool:
 
 def by_dim_name(name: str, entry: TensorEntry) -> Placement:
     """Return what a conventional mesh dim (torchtitan 0.3) does to a parameter."""
-    if name in _REPLICATING_DIMS or not entry.shape:
-        return Replicate()
     if name == "ep":
         return Shard(0) if ".experts." in entry.name and len(entry.shape) > 2 else Replicate()
-    return Shard(0) if name in _SHARDING_DIMS else Replicate()
+    return Shard(0) if name in _SHARDING_DIMS and entry.shape else Replicate()
