@@ -60,7 +60,7 @@ class EncodedBlob:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StridedPart:
     """The elements of a stored tensor of ``shape`` that a chunk consists of.
 
     ``start`` and ``strides`` count elements in the row-major order of ``shape``.
@@ -83,7 +83,7 @@ class Container:
     offset: int
     nbytes: int
     transforms: tuple[str, ...] = ()
-    part: Part | None = None
+    part: StridedPart | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class ScaledBlocks:
     values: TensorEntry
     scales: TensorEntry
     block: tuple[int, ...]
-    part: Part
+    part: StridedPart
 
     @property
     def file(self) -> str:

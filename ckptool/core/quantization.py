@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ckptool.core.box import Box, row_major_strides
-from ckptool.core.catalog import Catalog, Chunk, Part, ScaledBlocks, TensorEntry
+from ckptool.core.catalog import Catalog, Chunk, ScaledBlocks, StridedPart, TensorEntry
 from ckptool.core.dtype import DType
 from ckptool.core.selection import renamed_path
 from ckptool.core.views import insert_dim
@@ -223,7 +223,7 @@ def _unfit(pair: Quantized) -> Unsupported:
 def _scaled_entry(
     pair: Quantized, name: str, dtype: DType, shape: tuple[int, ...], block: tuple[int, ...]
 ) -> TensorEntry:
-    whole = Part(shape, 0, row_major_strides(shape, 1))
+    whole = StridedPart(shape, 0, row_major_strides(shape, 1))
     at = ScaledBlocks(pair.values, pair.scales, block, whole)
     return replace(
         pair.values,

@@ -18,9 +18,9 @@ from ckptool.core.catalog import (
     Copy,
     EncodedBlob,
     Extent,
-    Part,
     Place,
     ScaledBlocks,
+    StridedPart,
     TensorEntry,
 )
 from ckptool.errors import Unsupported
@@ -41,9 +41,9 @@ def _strides_of(at: Place, shape: Sequence[int]) -> Strides:
     return at.strides if isinstance(at, Extent | EncodedBlob) else _part_of(at, shape).strides
 
 
-def _part_of(at: Container | ScaledBlocks, shape: Sequence[int]) -> Part:
+def _part_of(at: Container | ScaledBlocks, shape: Sequence[int]) -> StridedPart:
     """Return the elements of a container that a chunk of ``shape`` consists of: all by default."""
-    return at.part or Part(tuple(shape), 0, row_major_strides(shape, 1))
+    return at.part or StridedPart(tuple(shape), 0, row_major_strides(shape, 1))
 
 
 def _readdress(at: Place, shape: Sequence[int], skip: int, strides: Strides) -> Place:
@@ -53,7 +53,7 @@ def _readdress(at: Place, shape: Sequence[int], skip: int, strides: Strides) -> 
     if isinstance(at, EncodedBlob):
         return replace(at, start=at.start + skip, strides=strides)
     part = _part_of(at, shape)
-    return replace(at, part=Part(part.shape, part.start + skip, strides))
+    return replace(at, part=StridedPart(part.shape, part.start + skip, strides))
 
 
 def _move_place(at: Place, shape: Sequence[int], first: Sequence[int], restride: Restride) -> Place:

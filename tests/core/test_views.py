@@ -18,8 +18,8 @@ from ckptool.core.catalog import (
     Copy,
     EncodedBlob,
     Extent,
-    Part,
     Place,
+    StridedPart,
     TensorEntry,
     coverage_problem,
     places,
@@ -91,9 +91,9 @@ def test_a_flat_run_of_a_tensor(shape: tuple[int, ...], data: st.DataObject) -> 
 def test_a_part_of_an_item_that_is_not_opened_yet() -> None:
     item = Container("f", 100, 900)
     once = narrow_place(item, (4, 6), Box((1, 0), (3, 6)), ITEM)
-    assert once == Container("f", 100, 900, (), Part((4, 6), 6, (6, 1)))
+    assert once == Container("f", 100, 900, (), StridedPart((4, 6), 6, (6, 1)))
     twice = narrow_place(once, (2, 6), Box((1, 2), (2, 5)), ITEM)
-    assert twice == Container("f", 100, 900, (), Part((4, 6), 14, (6, 1)))
+    assert twice == Container("f", 100, 900, (), StridedPart((4, 6), 14, (6, 1)))
 
 
 def test_a_part_of_what_must_be_decoded_first() -> None:
@@ -140,7 +140,7 @@ class Files:
     def _address(self, at: Place, shape: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
         """Where the elements lie in their file; those of a container one after the other."""
         if isinstance(at, Container):
-            part = at.part or Part(shape, 0, row_major_strides(shape, 1))
+            part = at.part or StridedPart(shape, 0, row_major_strides(shape, 1))
             return part.start * 4, tuple(stride * 4 for stride in part.strides)
         assert isinstance(at, Extent | EncodedBlob)
         return (at.offset if isinstance(at, Extent) else at.start), at.strides

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ckptool.core.box import Box, row_major_strides
-from ckptool.core.catalog import Part, ScaledBlocks, TensorEntry
+from ckptool.core.catalog import ScaledBlocks, StridedPart, TensorEntry
 from ckptool.core.dtype import DType
 from ckptool.errors import Unsupported
 
@@ -45,7 +45,7 @@ def fill_scaled(gather: Gather, at: ScaledBlocks, out: Array, box: Box, dtype: D
     out[...] = flat.view(out.dtype).reshape(out.shape)
 
 
-def _part_region(part: Part, box: Box) -> tuple[Box, int | None]:
+def _part_region(part: StridedPart, box: Box) -> tuple[Box, int | None]:
     """Return what of the whole tensor holds all of a part's ``box``, and where in it that begins.
 
     Where the part is a box of the tensor, so is this, and the second value is None; else it is the
