@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from fault_server import DENIED, REMOVALS, WRITES
 from fork_server import Forked, forking_python
-from store_server import S3, Environ, answer, s3, server, some  # the fixtures
+from store_server import S3, s3, server  # the fixtures
 
 from ckptool.commands.bench.files import list_uploaded, scratch_in_store
 from ckptool.errors import CkptoolError
@@ -22,7 +22,8 @@ def test_saves_to_a_store_are_measured_and_removed(
     s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    s3.fs.pipe({f"{s3.bucket}/{key}": data for key, data in KEPT.items()})
+    for key, data in KEPT.items():
+        s3.write(key, data)
     chosen = "dcp-async-thread/default,torch-save"
     monkeypatch.setenv("PYTHON_EXEC", str(forking_python(tmp_path)))  # starts the ranks
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "ckptool", "bench"]
@@ -47,7 +48,7 @@ def test_saves_to_a_store_are_measured_and_removed(
     assert row["disk"]["files"] == 3
     assert row["durable"]["median"] >= row["written"]["median"] > 0
     assert row["durable"]["of_limit"] > 0
-    written = {one.path.rpartition("/")[2] for one in s3.requests if one.method == "PUT"}
+    written = {one.name for one in s3.of("PutObject", "CopyObject")}
     assert {"__0_0.distcp", "__1_0.distcp", ".metadata"} <= written
     assert s3.get("") == KEPT
     # torch 2.13 leaves the empty folder of torchrun's logs
@@ -56,12 +57,13 @@ def test_saves_to_a_store_are_measured_and_removed(
 
 
 def test_what_was_saved_and_what_was_begun_is_removed_after_an_interruption(s3: S3) -> None:
-    s3.fs.pipe({f"{s3.bucket}/{key}": data for key, data in KEPT.items()})
+    for key, data in KEPT.items():
+        s3.write(key, data)
     mine = s3.fs.call_s3("create_multipart_upload", Bucket=s3.bucket, Key="run/work-too/begun")
     with pytest.raises(KeyboardInterrupt):
         save_until_interrupted(s3)
     assert s3.get("") == KEPT
-    assert [one["UploadId"] for one in s3.uploads()] == [mine["UploadId"]]
+    assert list(s3.uploads) == [mine["UploadId"]]
 
 
 def save_until_interrupted(s3: S3) -> None:
@@ -72,21 +74,13 @@ def save_until_interrupted(s3: S3) -> None:
         raise KeyboardInterrupt
 
 
-def is_write(environ: Environ) -> bool:
-    return environ["REQUEST_METHOD"] == "PUT"
-
-
-def is_removal(environ: Environ) -> bool:
-    return environ["REQUEST_METHOD"] == "DELETE" or "delete" in environ["QUERY_STRING"]
-
-
 @pytest.mark.parametrize(
-    ("denied", "said"), [(is_write, "cannot be written to"), (is_removal, "cannot be removed")]
+    ("denied", "said"), [(WRITES, "cannot be written to"), (REMOVALS, "cannot be removed")]
 )
 def test_a_place_that_cannot_be_written_or_emptied_is_refused_first(
-    denied: Callable[[Environ], bool], said: str, s3: S3
+    denied: tuple[str, ...], said: str, s3: S3
 ) -> None:
-    s3.fault = some(answer("403 Forbidden", "AccessDenied"), denied)
+    s3.fail(DENIED, *denied)
     with (
         pytest.raises(CkptoolError, match=said),
         scratch_in_store(RemotePath.parse(s3.url("run/work"))),

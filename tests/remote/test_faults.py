@@ -15,7 +15,21 @@ from typing import Any
 
 import pytest
 from conftest import case, convert_to
-from store_server import S3, Environ, answer, of_data, s3, server, some
+from fault_server import (
+    DENIED,
+    EXPIRED,
+    INTERNAL,
+    SLOW_DOWN,
+    WRITES,
+    Request,
+    call,
+    cut,
+    fewer,
+    shifted,
+    shifted_unsaid,
+    whole,
+)
+from store_server import S3, s3, server
 from test_s3 import big, files_of, resharded
 
 from ckptool.commands.convert import prepare
@@ -31,59 +45,14 @@ from ckptool.storage.commit_note import UNFINISHED
 from ckptool.storage.retry import NoAnswer
 from ckptool.storage.url import location
 
-SLOW_DOWN = answer("503 Slow Down", "SlowDown")
-INTERNAL = answer("500 Internal Server Error", "InternalError")
+WRONG = [SLOW_DOWN, INTERNAL, cut, fewer, shifted, shifted_unsaid]
 
 
-def cut(environ: Environ, start: Callable[..., Any]) -> Iterable[bytes]:
-    """Half of what was promised; then the connection is gone."""
-
-    def body() -> Iterable[bytes]:
-        yield b"x" * 1000
-        raise ConnectionResetError
-
-    start("206 Partial Content", [("Content-Length", "2000")])
-    return body()
-
-
-def few(environ: Environ, start: Callable[..., Any]) -> Iterable[bytes]:
-    """Fewer bytes than were asked for, as if that were all."""
-    start("206 Partial Content", [("Content-Length", "3")])
-    return [b"xyz"]
-
-
-def shifted(environ: Environ, start: Callable[..., Any]) -> None:
-    """The bytes that begin one later, as the answer says."""
-    first, last = environ["HTTP_RANGE"].removeprefix("bytes=").split("-")
-    environ["HTTP_RANGE"] = f"bytes={int(first) + 1}-{last}"
-
-
-def of_no_range(environ: Environ, start: Callable[..., Any]) -> Iterable[bytes]:
-    """Bytes of which nobody says where they lie."""
-    first, last = environ["HTTP_RANGE"].removeprefix("bytes=").split("-")
-    body = bytes(int(last) + 1 - int(first))
-    start("206 Partial Content", [("Content-Length", str(len(body)))])
-    return [body]
-
-
-def whole(environ: Environ, start: Callable[..., Any]) -> None:
-    """The whole object, as of a proxy that does not know ranges."""
-    del environ["HTTP_RANGE"]
-
-
-def writes(environ: Environ) -> bool:
-    return environ["REQUEST_METHOD"] in ("PUT", "POST")
-
-
-def anything(environ: Environ) -> bool:
-    return True
-
-
-@pytest.mark.parametrize("fault", [SLOW_DOWN, INTERNAL, cut, few, shifted, of_no_range])
+@pytest.mark.parametrize("fault", WRONG)
 def test_reads_are_tried_again(fault: Any, s3: S3, out: Path) -> None:
     source = s3.put(case("dcp_fsdp2_tp").path, "source")
     resharded(case("dcp_fsdp2_tp").path, out / "one", "4")
-    s3.fault = some(fault, of_data, times=3)
+    s3.fail(fault, "GetObject", times=3)
     resharded(source, out / "other", "4")
     assert files_of(out / "other") == files_of(out / "one")
 
@@ -91,12 +60,12 @@ def test_reads_are_tried_again(fault: Any, s3: S3, out: Path) -> None:
 @pytest.mark.parametrize("fault", [SLOW_DOWN, INTERNAL])
 def test_writes_are_tried_again(fault: Any, s3: S3, out: Path) -> None:
     resharded(case("dcp_fsdp2_tp").path, out / "one", "4")
-    s3.fault = some(fault, writes, times=1)
+    s3.fail(fault, *WRITES, times=1)
     resharded(case("dcp_fsdp2_tp").path, s3.url("m"), "4")
     assert s3.get("m") == files_of(out / "one")
 
 
-@pytest.mark.parametrize("fault", [SLOW_DOWN, INTERNAL, cut, few, shifted, of_no_range])
+@pytest.mark.parametrize("fault", WRONG)
 def test_reads_that_never_succeed_name_file_offset_and_attempts(
     fault: Any, s3: S3, out: Path
 ) -> None:
@@ -104,7 +73,7 @@ def test_reads_that_never_succeed_name_file_offset_and_attempts(
     place = location(source)
     prepared = prepare(place, out / "m", ConvertOptions("dcp"))
     place.store.blocks.clear()
-    s3.fault = some(fault, of_data)
+    s3.fail(fault, "GetObject")
     with pytest.raises(TransferError) as caught:
         prepared.run()
     assert f"{source}/__" in caught.value.message
@@ -115,7 +84,7 @@ def test_reads_that_never_succeed_name_file_offset_and_attempts(
 
 def test_a_proxy_that_gives_whole_objects_is_refused(s3: S3, out: Path) -> None:
     source = s3.put(big(out, 1), "source")
-    s3.fault = some(whole, lambda e: of_data(e) and not e["HTTP_RANGE"].startswith("bytes=0-"))
+    s3.fail(whole, "GetObject", where=lambda one: not str(one.range).startswith("bytes=0-"))
     with pytest.raises(CkptoolError, match="does not answer requests for a part of a file"):
         resharded(source, out / "m", "4")
     assert not (out / "m").exists()
@@ -123,93 +92,79 @@ def test_a_proxy_that_gives_whole_objects_is_refused(s3: S3, out: Path) -> None:
 
 def test_a_store_that_does_not_answer_is_not_a_damaged_checkpoint(s3: S3) -> None:
     source = s3.put(case("dcp_fsdp2_tp").path, "source")
-    s3.fault = some(INTERNAL, lambda e: of_data(e) and e["PATH_INFO"].endswith(".distcp"))
+    s3.fail(INTERNAL, "GetObject", key="*.distcp")
     with pytest.raises(NoAnswer, match="4 attempts"):
         verify(location(source), VerifyOptions())
 
 
-@pytest.mark.parametrize("part", ["PUT", "POST"])
+@pytest.mark.parametrize("operation", ["UploadPart", "CompleteMultipartUpload"])
 def test_an_upload_that_fails_leaves_no_checkpoint_and_no_parts(
-    part: str, s3: S3, out: Path
+    operation: str, s3: S3, out: Path
 ) -> None:
     source = big(out, 3)
 
-    def chosen(environ: Environ) -> bool:
-        late = "partNumber=2" in environ["QUERY_STRING"] or "uploadId" in environ["QUERY_STRING"]
-        return environ["REQUEST_METHOD"] == part and late
-
-    s3.fault = some(answer("403 Forbidden", "AccessDenied"), chosen)
+    s3.fail(DENIED, operation, where=lambda one: one.query.get("partNumber", "2") == "2")
     with pytest.raises(TransferError, match=r"s3://\S+/m/__\d_0.distcp: byte [\d,]+ cannot") as why:
         resharded(source, s3.url("m"), "2")
     assert "--resume" in (why.value.hint or "")
-    s3.fault = None
+    s3.heal()
     assert ".metadata" not in s3.get("m")
-    assert not s3.uploads()
+    assert not s3.uploads
 
 
 def test_parts_of_one_file_are_on_their_way_together_and_end_up_in_order(s3: S3, out: Path) -> None:
     source = big(out, 4)
     meeting = threading.Barrier(3)
 
-    def together(environ: Environ, start: Any) -> None:
-        if "partNumber=" in environ["QUERY_STRING"] and int(environ["CONTENT_LENGTH"]) > 1 << 20:
+    def together(request: Request) -> None:
+        if request.received > 1 << 20:
             number = meeting.wait(timeout=30)
             time.sleep(0.05 * number)
 
-    s3.fault = some(together, lambda environ: "partNumber=" in environ["QUERY_STRING"], times=3)
+    s3.fail(call(together), "UploadPart", times=3)
     resharded(source, s3.url("m"), "1")
-    s3.fault = None
+    s3.heal()
     resharded(source, out / "m", "1")
     assert s3.get("m") == files_of(out / "m")
-    assert not s3.uploads()
+    assert not s3.uploads
 
 
 def test_no_part_arrives_after_an_upload_was_aborted(s3: S3, out: Path) -> None:
     source = big(out, 4)
-    denied = answer("403 Forbidden", "AccessDenied")
-
-    def first_fails(environ: Environ, start: Any) -> Any:
-        if "partNumber=1&" in environ["QUERY_STRING"] + "&":
-            return denied(environ, start)
-        if "partNumber=" in environ["QUERY_STRING"]:
-            time.sleep(0.3)
-        return None
-
-    s3.fault = first_fails
+    s3.fail(call(lambda request: time.sleep(0.3)), "UploadPart")
+    s3.fail(DENIED, "UploadPart", where=lambda one: one.query["partNumber"] == "1")
     with pytest.raises(TransferError, match="part 1: access is denied"):
         resharded(source, s3.url("m"), "1")
-    s3.fault = None
-    aborted = [one.method for one in s3.requests if "uploadId" in one.query]
-    assert aborted[-1] == "DELETE"
-    assert not s3.uploads()
+    s3.heal()
+    of_upload = [one.operation for one in s3.requests if "uploadId" in one.query]
+    assert of_upload[-1] == "AbortMultipartUpload"
+    assert not s3.uploads
 
 
 def test_a_resumed_upload_writes_only_what_is_missing(s3: S3, out: Path) -> None:
     source = case("dcp_fsdp2_tp").path
     resharded(source, out / "m", "4")
-    denied = answer("403 Forbidden", "AccessDenied")
-    s3.fault = some(denied, lambda e: writes(e) and e["PATH_INFO"].endswith("__2_0.distcp"))
+    s3.fail(DENIED, *WRITES, key="*__2_0.distcp")
     with pytest.raises(TransferError):
         resharded(source, s3.url("m"), "4", run=RunOptions(1))
-    s3.fault = None
+    s3.heal()
     done = set(s3.get("m"))
     assert done == {UNFINISHED, "__0_0.distcp", "__1_0.distcp"}
     with pytest.raises(Unsupported, match="plan has changed"):
         resharded(source, s3.url("m"), "2", resume=True)
     s3.requests.clear()
     resharded(source, s3.url("m"), "4", resume=True)
-    written = {one.path.rpartition("/")[2] for one in s3.requests if one.method == "PUT"}
+    written = {one.name for one in s3.of("PutObject")}
     assert written == {UNFINISHED, "__2_0.distcp", "__3_0.distcp", ".metadata"}
     assert s3.get("m") == files_of(out / "m")
 
 
 def test_without_resume_what_was_left_is_written_anew(s3: S3, out: Path) -> None:
     source = case("dcp_fsdp2_tp").path
-    denied = answer("403 Forbidden", "AccessDenied")
-    s3.fault = some(denied, lambda e: writes(e) and e["PATH_INFO"].endswith(".metadata"))
+    s3.fail(DENIED, *WRITES, key="*.metadata")
     with pytest.raises(TransferError):
         resharded(source, s3.url("m"), "4")
-    s3.fault = None
+    s3.heal()
     resharded(source, s3.url("m"), "2")
     resharded(source, out / "m", "2")
     assert s3.get("m") == files_of(out / "m")
@@ -221,28 +176,24 @@ def test_a_process_that_is_ended_leaves_no_checkpoint_and_is_resumed(
 ) -> None:
     source = big(out, 3)
 
-    def slowly(environ: Environ, start: Any) -> None:
-        if "partNumber" in environ["QUERY_STRING"]:
-            time.sleep(0.3)
-
-    s3.fault = slowly
+    s3.fail(call(lambda request: time.sleep(0.3)), "UploadPart")
     command = [sys.executable, "-m", "ckptool", "reshard", str(source), s3.url("m")]
     command += ["--mesh", "1", "--budget", "40MiB"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    while not any("partNumber" in one.query for one in s3.requests):
+    while not s3.of("UploadPart"):
         time.sleep(0.01)
         assert process.poll() is None
     process.send_signal(number)
     _, told = process.communicate(timeout=60)
-    s3.fault = None
+    s3.heal()
     assert set(s3.get("m")) == {UNFINISHED}
     if number != signal.SIGKILL:
         assert process.returncode == 128 + number, told
-        assert not s3.uploads()
+        assert not s3.uploads
     resharded(source, s3.url("m"), "1", resume=True)
     resharded(source, out / "m", "1")
     assert s3.get("m") == files_of(out / "m")
-    assert not s3.uploads()
+    assert not s3.uploads
 
 
 def test_credentials_that_expire_midway_keep_what_was_written(s3: S3) -> None:
@@ -250,12 +201,11 @@ def test_credentials_that_expire_midway_keep_what_was_written(s3: S3) -> None:
     options = ReshardOptions(parse_mesh("4"), rank_state="drop")
     prepared = prepare_reshard(place, location(s3.url("m")), options)
     place.store.blocks.clear()
-    expired = answer("400 Bad Request", "ExpiredToken")
-    s3.fault = some(expired, lambda e: e["PATH_INFO"].endswith("source/__3_0.distcp"))
+    s3.fail(EXPIRED, key="source/__3_0.distcp")
     with pytest.raises(TransferError, match="access is denied") as caught:
         prepared.run()
     assert "--resume" in (caught.value.hint or "")
-    s3.fault = None
+    s3.heal()
     resharded(s3.url("source"), s3.url("m"), "4", resume=True)
     assert ".metadata" in s3.get("m")
 
@@ -265,11 +215,10 @@ def test_credentials_that_expire_midway_keep_what_was_written(s3: S3) -> None:
 
 def leave_unfinished(s3: S3) -> dict[str, Any]:
     """An upload that failed at its end; what its note says."""
-    denied = answer("403 Forbidden", "AccessDenied")
-    s3.fault = some(denied, lambda e: writes(e) and e["PATH_INFO"].endswith(".metadata"))
+    s3.fail(DENIED, *WRITES, key="*.metadata")
     with pytest.raises(TransferError):
         resharded(case("dcp_fsdp2_tp").path, s3.url("m"), "2")
-    s3.fault = None
+    s3.heal()
     note: dict[str, Any] = json.loads(s3.get("m")[UNFINISHED])
     return note
 
@@ -277,7 +226,7 @@ def leave_unfinished(s3: S3) -> dict[str, Any]:
 def noted(s3: S3, note: dict[str, Any], **writer: object) -> None:
     """Put the note of another writer there."""
     note = note | {"writer": note["writer"] | writer}
-    s3.fs.pipe_file(f"{s3.bucket}/m/{UNFINISHED}", json.dumps(note).encode())
+    s3.write(f"m/{UNFINISHED}", json.dumps(note).encode())
 
 
 @pytest.mark.parametrize("more", [{}, {"resume": True}, {"overwrite": True}])
@@ -306,12 +255,10 @@ def test_what_another_machine_left_is_not_taken_for_ones_own(s3: S3) -> None:
 def test_a_second_writer_is_noticed_before_the_checkpoint_appears(s3: S3) -> None:
     note = leave_unfinished(s3)
 
-    def comes_between(environ: Environ, start: Any) -> None:
-        s3.fault = None
+    def comes_between(request: Request) -> None:
         noted(s3, note, host="elsewhere", token="another")
 
-    data = some(comes_between, lambda e: writes(e) and e["PATH_INFO"].endswith("1_0.distcp"))
-    s3.fault = data
+    s3.fail(call(comes_between), *WRITES, key="*1_0.distcp", times=1)
     with pytest.raises(TransferError, match=r"another ckptool is writing it too: .* on elsewhere"):
         resharded(case("dcp_fsdp2_tp").path, s3.url("m"), "2")
     assert ".metadata" not in s3.get("m")
@@ -323,7 +270,7 @@ def test_a_second_writer_is_noticed_before_the_checkpoint_appears(s3: S3) -> Non
 def test_a_file_that_is_listed_and_gone(s3: S3, out: Path) -> None:
     place = location(s3.put(case("dcp_fsdp2_tp").path, "source"))
     prepared = prepare(place, out / "m", ConvertOptions("dcp"))
-    s3.fs.rm_file(f"{s3.bucket}/source/__0_0.distcp")
+    s3.remove("source/__0_0.distcp")
     place.store.blocks.clear()
     with pytest.raises(NotFound, match=r"__0_0.distcp: cannot be read: .*no such file"):
         prepared.run()
@@ -332,7 +279,7 @@ def test_a_file_that_is_listed_and_gone(s3: S3, out: Path) -> None:
 
 def test_a_file_that_metadata_names_and_no_listing(s3: S3, out: Path) -> None:
     source = s3.put(case("dcp_fsdp2_tp").path, "source")
-    s3.fs.rm_file(f"{s3.bucket}/source/__0_0.distcp")
+    s3.remove("source/__0_0.distcp")
     with pytest.raises(Damaged, match=r"__0_0.distcp', referenced by .metadata, is missing"):
         open_checkpoint(location(source))
 
@@ -341,28 +288,26 @@ def test_an_object_that_is_replaced_is_not_read(s3: S3, out: Path) -> None:
     """Each read names the version that was listed: no second listing is needed."""
     place = location(s3.put(case("dcp_fsdp2_tp").path, "source"))
     prepared = prepare(place, out / "m", ConvertOptions("dcp"))
-    data = s3.fs.cat_file(f"{s3.bucket}/source/__0_0.distcp")
-    s3.fs.pipe_file(f"{s3.bucket}/source/__0_0.distcp", data[:-1] + b"x")
+    data = s3.get("source")["__0_0.distcp"]
+    s3.write("source/__0_0.distcp", data[:-1] + b"x")
     place.store.blocks.clear()
     s3.requests.clear()
     with pytest.raises(Changed, match=r"__0_0.distcp: it was changed while it was read"):
         prepared.run()
-    assert not any(one.lists for one in s3.requests)
+    assert not s3.of("ListObjectsV2")
     assert not (out / "m").exists()
 
 
 def test_an_object_that_is_replaced_between_two_of_its_parts(s3: S3, out: Path) -> None:
     source = big(out, 3)
     s3.put(source, "source")
-    newer = {f"{s3.bucket}/source/{n}": bytes(len(d)) for n, d in files_of(source).items()}
 
-    def comes_between(environ: Environ, start: Any) -> None:
-        s3.fault = None
-        s3.fs.pipe({name: data for name, data in newer.items() if name.endswith("0_0.distcp")})
+    def comes_between(request: Request) -> None:
+        s3.write(request.key, bytes((source / request.name).stat().st_size))
 
     place = location(s3.url("source"))
     prepared = prepare(place, location(s3.url("m")), ConvertOptions("dcp"))
-    s3.fault = some(comes_between, lambda e: of_data(e) and e["PATH_INFO"].endswith("0_0.distcp"))
+    s3.fail(call(comes_between), "GetObject", key="*0_0.distcp", times=1)
     with pytest.raises(Changed, match=r"__0_0.distcp: it was changed while it was read"):
         prepared.run()
     assert not s3.get("m")
@@ -387,16 +332,15 @@ def test_the_old_checkpoint_is_no_longer_one_before_the_new_one_is_written(s3: S
     s3.requests.clear()
     resharded(source, s3.url("m"), "4", overwrite=True)
     steps = [
-        (one.method, one.path.rpartition("/")[2])
-        for one in s3.requests
-        if one.method in ("PUT", "DELETE")
+        (one.operation.removesuffix("Object"), one.name)
+        for one in s3.of("PutObject", "DeleteObject")
     ]
-    assert steps[:2] == [("PUT", UNFINISHED), ("DELETE", ".metadata")]
-    assert steps[-2:] == [("PUT", ".metadata"), ("DELETE", UNFINISHED)]
+    assert steps[:2] == [("Put", UNFINISHED), ("Delete", ".metadata")]
+    assert steps[-2:] == [("Put", ".metadata"), ("Delete", UNFINISHED)]
 
 
 def test_a_folder_that_is_no_checkpoint_is_not_replaced(s3: S3) -> None:
-    s3.fs.pipe_file(f"{s3.bucket}/m/letter.txt", b"dear")
+    s3.write("m/letter.txt", b"dear")
     with pytest.raises(Unsupported, match="not a checkpoint, and is not replaced"):
         resharded(case("dcp_fsdp2_tp").path, s3.url("m"), "2", overwrite=True)
     assert s3.get("m") == {"letter.txt": b"dear"}
@@ -404,14 +348,13 @@ def test_a_folder_that_is_no_checkpoint_is_not_replaced(s3: S3) -> None:
 
 def test_one_file_stands_until_the_new_one_takes_its_place(s3: S3, out: Path) -> None:
     source = case("hf_shards").path
-    s3.fs.pipe_file(f"{s3.bucket}/m.safetensors", b"old")
+    s3.write("m.safetensors", b"old")
     options = ConvertOptions("safetensors", transfer=TransferOptions(overwrite=True))
     target = location(s3.url("m.safetensors"))
-    denied = answer("403 Forbidden", "AccessDenied")
-    s3.fault = some(denied, lambda e: writes(e) and e["PATH_INFO"].endswith("/m.safetensors"))
+    s3.fail(DENIED, *WRITES, key="m.safetensors")
     with pytest.raises(TransferError):
         prepare(source, target, options).run()
-    s3.fault = None
+    s3.heal()
     assert s3.get("m.safetensors") == {"": b"old"}
     prepare(source, target, options).run()
     convert_to("safetensors", source, out / "m.safetensors")

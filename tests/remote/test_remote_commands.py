@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import case
+from fault_server import READS, call
 from fork_server import forking_python
-from store_server import S3, of_data, s3, server, some
+from store_server import S3, s3, server
 from test_s3 import big, files_of, resharded
 from typer.testing import CliRunner
 
@@ -36,7 +37,7 @@ def test_a_whole_checkpoint_is_sound_and_a_flipped_one_is_not(s3: S3) -> None:
     assert told("verify", url).exit_code == 0
     data = bytearray((SOURCE / "__0_0.distcp").read_bytes())
     data[len(data) // 2] ^= 1
-    s3.fs.pipe_file(f"{s3.bucket}/m/__0_0.distcp", bytes(data))
+    s3.write("m/__0_0.distcp", bytes(data))
     found = told("verify", url, "--json")
     assert found.exit_code == 1
     assert "very-secret" not in found.output
@@ -63,7 +64,7 @@ def test_a_manifest_proves_a_copy_and_may_lie_in_the_store(s3: S3) -> None:
 def test_the_newest_whole_step_of_a_run(s3: S3) -> None:
     s3.put(SOURCE, "run/step-100")
     s3.put(SOURCE, "run/step-200")
-    s3.fs.rm_file(f"{s3.bucket}/run/step-200/__1_0.distcp")
+    s3.remove("run/step-200/__1_0.distcp")
     command = [sys.executable, "-m", "ckptool", "verify", s3.url("run"), "--latest-good"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout == s3.url("run/step-100") + "\n"
@@ -71,7 +72,7 @@ def test_the_newest_whole_step_of_a_run(s3: S3) -> None:
 
 def test_what_is_whole_of_a_damaged_checkpoint_is_salvaged(s3: S3, out: Path) -> None:
     url = s3.put(SOURCE, "m")
-    s3.fs.rm_file(f"{s3.bucket}/m/__1_0.distcp")
+    s3.remove("m/__1_0.distcp")
     assert told("verify", url, "--salvage", s3.url("saved")).exit_code == 1
     assert ".metadata" in s3.get("saved")
     assert json.loads(s3.get("saved.salvage.json")[""])["complete"] is False
@@ -85,7 +86,7 @@ def test_a_dry_run_writes_nothing(command: list[str], s3: S3) -> None:
     done = told(command[0], url, s3.url("other"), *command[1:], "--dry-run")
     assert done.exit_code == 0, done.output
     assert " free" not in done.output
-    assert {one.method for one in s3.requests} <= {"GET", "HEAD"}
+    assert {one.operation for one in s3.requests} <= set(READS)
     assert s3.get("other") == {}
 
 
@@ -124,10 +125,7 @@ def test_reads_go_together_where_nobody_says_how_many(s3: S3, out: Path) -> None
     place.store.blocks.clear()
     meeting = threading.Barrier(8)
 
-    def together(environ: Any, start: Any) -> None:
-        meeting.wait(timeout=30)
-
-    s3.fault = some(together, of_data, times=8)
+    s3.fail(call(lambda request: meeting.wait(timeout=30)), "GetObject", times=8)
     prepared.run()
     assert not meeting.broken
 

@@ -13,8 +13,9 @@ import fsspec
 import pytest
 import torch
 from conftest import case
+from fault_server import DENIED
 from safetensors.torch import save_file
-from store_server import S3, answer, of_data, s3, server, some
+from store_server import S3, s3, server
 from test_s3 import files_of, resharded
 from typer.testing import CliRunner
 
@@ -83,7 +84,7 @@ def test_schemes_are_written_in_any_case(s3: S3) -> None:
 @pytest.mark.parametrize("end", ["", "/"])
 def test_a_checkpoint_lies_under_any_name(folder: str, end: str, s3: S3) -> None:
     for file in SOURCE.iterdir():
-        s3.fs.pipe_file("/".join(filter(None, (s3.bucket, folder, file.name))), file.read_bytes())
+        s3.write("/".join(filter(None, (folder, file.name))), file.read_bytes())
     place = location(f"s3://{'/'.join(filter(None, (s3.bucket, folder)))}{end}")
     assert open_checkpoint(place).catalog.tensors == open_checkpoint(SOURCE).catalog.tensors
 
@@ -158,7 +159,7 @@ ENDS: dict[str, tuple[list[Any], int, list[str]]] = {
 
 @pytest.mark.parametrize("row", ENDS)
 def test_errors_have_the_right_exit_code_and_no_traceback(row: str, s3: S3) -> None:
-    s3.fs.pipe_file(f"{s3.bucket}/letters/letter.txt", b"dear")
+    s3.write("letters/letter.txt", b"dear")
     arguments, code, words = ENDS[row]
     ended, told = end(*(str(one).replace("BUCKET", s3.bucket) for one in arguments))
     assert [word for word in words if word not in told] == []
@@ -169,7 +170,7 @@ def test_errors_have_the_right_exit_code_and_no_traceback(row: str, s3: S3) -> N
 
 def test_access_that_is_denied(s3: S3) -> None:
     url = s3.put(SOURCE, "m")
-    s3.fault = answer("403 Forbidden", "AccessDenied")
+    s3.fail(DENIED)
     ended, told = end("inspect", url)
     assert (ended, "access is denied" in told) == (3, True), told
     ended, told = end("convert", SOURCE, s3.url("other"), "--to", "dcp")
@@ -181,7 +182,7 @@ def test_credentials_that_are_missing(s3: S3, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     monkeypatch.setenv("HOME", "/nowhere")
-    s3.fault = answer("403 Forbidden", "AccessDenied")
+    s3.fail(DENIED)
     ended, told = end("inspect", url)
     assert (ended, "Traceback" in told) == (3, False), told
 
