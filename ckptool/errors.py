@@ -14,7 +14,9 @@
     │   └── Committed          all was written and stands; what follows that failed
     └── InternalError    70    a fault of ckptool itself
 
-An error says the thing, the problem and the numbers; ``hint`` is the next command or step.
+An error says the thing, the problem and the numbers; ``hint`` is the next command or step. What a
+disk or a store refuses meanwhile is an OSError: it says nothing of the checkpoint, nothing takes it
+for damage, and it ends all work, as a TransferError.
 """
 
 from __future__ import annotations
@@ -125,6 +127,11 @@ class CkptoolError(Exception):
             self.add_note(f"hint: {hint}")
         self.problems: tuple[Problem, ...] = (self.message,)
 
+    def add_hint(self, hint: str) -> None:
+        """Say one more thing to do."""
+        self.hint = hint if self.hint is None else f"{self.hint}; {hint}"
+        self.add_note(f"hint: {hint}")
+
     def within(self, head: str, *, tensor: str | None = None) -> Self:
         """Return the same error, introduced by what it lies in."""
         return type(self)(self.message.within(head, tensor=tensor), hint=self.hint)
@@ -172,6 +179,14 @@ class TransferError(CkptoolError):
     """Reading or writing failed midway; what stood at the target before still stands."""
 
     exit_code = 5
+
+
+def failure_of(error: OSError, head: str = "") -> TransferError:
+    """Return the error for what a disk or a store refuses, introduced by ``head``."""
+    where = f"{error.filename}: " if error.filename is not None else ""
+    reason = f"{error.strerror or error or type(error).__name__}".removeprefix(head)
+    code, hint = getattr(error, "code", UNCODED), getattr(error, "hint", None)
+    return TransferError(f"{head or where}{reason}", code, hint=hint)
 
 
 class Changed(TransferError):

@@ -13,7 +13,7 @@ from pathlib import PurePath
 from typing import NoReturn
 
 from ckptool import __version__
-from ckptool.errors import CkptoolError, Damaged, InternalError, TransferError, Unsupported
+from ckptool.errors import CkptoolError, Damaged, InternalError, Unsupported, failure_of
 
 _GRACE = 20.0
 """Seconds to unwind. Threads may wait longer for a disk or a store that does not respond."""
@@ -107,8 +107,7 @@ def known_error(error: BaseException) -> CkptoolError:
     if isinstance(error, MemoryError) or _is(error, errno.ENOMEM):
         return Unsupported("not enough memory", hint="use a smaller --budget")
     if isinstance(error, OSError):
-        where = f"{error.filename}: " if error.filename is not None else ""
-        return TransferError(f"{where}{error.strerror or error or type(error).__name__}")
+        return failure_of(error)
     if isinstance(error, RecursionError):
         return Damaged("the source is nested too deep to be read")
     if isinstance(error, ImportError):

@@ -31,8 +31,8 @@ from ckptool.errors import (
     Unsupported,
     UsageError,
     damaged,
+    failure_of,
 )
-from ckptool.storage.retry import Denied
 
 if TYPE_CHECKING:
     from ckptool.core.layout import Layout
@@ -189,30 +189,36 @@ class Transfer:
             return ()
         try:
             return self._write_unchanged(stage, progress, ranks)
-        except (NotVerified, Changed):
+        except (NotVerified, Changed) as error:
             stage.discard(resumed=True)
+            if (remains := stage.remains()) is not None:
+                error.add_hint(remains)
             raise
         except Committed:
             raise
-        except (OSError, TransferError, Denied) as error:
-            raise self._failure(error) from error
-        except CkptoolError:
+        except (OSError, TransferError) as error:
+            raise self._failure(error, stage) from error
+        except CkptoolError as error:
             stage.discard()
+            if (remains := stage.remains()) is not None:
+                error.add_hint(remains)
             raise
         except (KeyboardInterrupt, SystemExit) as error:
-            if stage.is_partial():
-                error.add_note(RESUME_HINT)
+            for note in (RESUME_HINT if stage.is_partial() else None, stage.remains()):
+                if note is not None:
+                    error.add_note(note)
             raise
         finally:
             stage.journal.close()
 
-    def _failure(self, error: OSError | CkptoolError) -> TransferError:
-        """Return the error with the target's path and a hint at ``--resume``."""
+    def _failure(self, error: OSError | TransferError, stage: Output) -> TransferError:
+        """Return the error with the target's path and, where that helps, a hint at ``--resume``."""
         head = f"{self.target}: "
         if isinstance(error, OSError):
-            return TransferError(head + (error.strerror or str(error)), hint=RESUME_HINT)
-        message = head + error.message.removeprefix(head)
-        return TransferError(message, hint="; ".join(filter(None, (error.hint, RESUME_HINT))))
+            error = failure_of(error, head)
+        message = Problem(head + error.message.removeprefix(head), error.message.code)
+        hints = (error.hint, RESUME_HINT if stage.is_partial() else None, stage.remains())
+        return TransferError(message, hint="; ".join(filter(None, hints)) or None)
 
     def _open_stage(self, ranks: Ranks) -> Output | None:
         """Make the stage of this rank; None where an earlier run wrote all that is asked for.
@@ -241,9 +247,8 @@ class Transfer:
         """Write; raise Changed where what looks damaged is a source that was changed."""
         try:
             return self._write(stage, progress, ranks)
-        except (SourceError, NotVerified) as error:
-            if not isinstance(error, Denied):
-                require_unchanged(self.plan.catalog, self.opened.source)
+        except (SourceError, NotVerified):
+            require_unchanged(self.plan.catalog, self.opened.source)
             raise
 
     def _write(self, stage: Output, progress: Progress, ranks: Ranks) -> tuple[str, ...]:

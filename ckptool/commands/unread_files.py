@@ -62,7 +62,7 @@ def _checkpoints(
             continue
         try:
             row = candidate.detect_below(folder)
-        except (CkptoolError, OSError):
+        except CkptoolError:
             continue
         if row is not None:
             covered.append(folder)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from ckptool.errors import CkptoolError, TransferError, Unsupported, UsageError
+from ckptool.errors import CkptoolError, TransferError, Unsupported, UsageError, failure_of
 from ckptool.storage.retry import error_text
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class TorchRanks(Ranks):
         except CkptoolError as error:
             failure = error
         except OSError as error:
-            failure = TransferError(str(error))
+            failure = failure_of(error)
         for rank, report in enumerate(self.gather(_as_report(failure))):
             if report is not None:
                 kind, message, hint = report

@@ -5,6 +5,7 @@ Its parts are sent side by side where the store takes them so, else in order.
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from ckptool.errors import CkptoolError, TransferError
+from ckptool.errors import CkptoolError, NotFound, TransferError
 from ckptool.storage.retry import error_text, is_ours
 from ckptool.storage.store import Store
 from ckptool.storage.url import RemotePath
@@ -89,7 +90,10 @@ class Upload:
             raise TransferError(f"{self._place}: has {size['size']:,} bytes, not {self._nbytes:,}")
 
     def abort(self) -> None:
-        """Leave nothing behind: once no part is on its way, those sent are thrown away."""
+        """Leave nothing behind: once no part is on its way, those sent are thrown away.
+
+        What could not be is among what ``remains`` of the store.
+        """
         self._pool.shutdown(cancel_futures=True)
         self._parts.discard()
         if self._hidden is not None:
@@ -159,10 +163,33 @@ def part_sender(store: Store, key: str, nbytes: int, capacity: int) -> PartSende
     A file of no more than one part is sent whole.
     """
     part = part_size(nbytes)
+    if nbytes <= part and store.atomic_put and hasattr(store.fs, "_pipe_file"):
+        return _WholeSender(store, key, part)
     stream = store.fs.open(key, "wb", block_size=part)
     if nbytes > part and hasattr(stream, "_call_s3"):
         return _MultipartSender(store, stream, nbytes, capacity)
     return _StreamSender(stream, part, capacity)
+
+
+class _WholeSender:
+    """One request for a file of one part, which can be sent again until it arrives."""
+
+    at_once = in_memory = 1
+
+    def __init__(self, store: Store, key: str, part: int) -> None:
+        self._store = store
+        self._key = key
+        self.part = part
+        self._data = b""
+
+    def put(self, number: int, data: bytearray) -> None:
+        self._data = bytes(data)
+
+    def complete(self) -> None:
+        self._store.put(self._key, self._data, self._store.url(self._key))
+
+    def discard(self) -> None:
+        self._data = b""
 
 
 class _StreamSender:
@@ -197,40 +224,64 @@ class _StreamSender:
 class _MultipartSender:
     """A multipart upload of s3fs (2024.6 to 2026.9), whose own stream sends one part at a time.
 
-    A part that fails is sent again: its number says where it belongs.
+    Each request that fails is sent again: a part's number says where it belongs.
     """
 
     def __init__(self, store: Store, stream: Any, nbytes: int, capacity: int) -> None:
         self._store = store
         self._stream = stream
+        self._nbytes = nbytes
         self.part = part_size(nbytes)
         self.in_memory = capacity
         self.at_once = max(1, capacity - 1)
         self._sent: dict[int, dict[str, Any]] = {}
+        self._arrived = 0
         stream.loc = nbytes
-        stream._initiate_upload()
+        store.ask(store.url(stream.path), stream._initiate_upload)
         stream.closed = True  # else it would write what it holds, nothing, when it is forgotten
 
     def put(self, number: int, data: bytearray) -> None:
-        answer = self._store.ask(f"part {number + 1}", lambda: self._answer(number + 1, data))
+        answer = self._ask(f"part {number + 1}", "upload_part", PartNumber=number + 1, Body=data)
         marks = {name: answer[name] for name in ("ETag", "ChecksumSHA256") if name in answer}
         self._sent[number] = {"PartNumber": number + 1, **marks}
-
-    def _answer(self, number: int, data: bytearray) -> Any:
-        stream = self._stream
-        return stream._call_s3(
-            "upload_part",
-            Bucket=stream.bucket,
-            Key=stream.key,
-            PartNumber=number,
-            UploadId=stream.mpu["UploadId"],
-            Body=data,
-        )
+        self._arrived += len(data)
 
     def complete(self) -> None:
-        self._stream.parts = [self._sent[number] for number in sorted(self._sent)]
-        self._stream.commit()
+        """Complete the upload; where an answer was lost, look whether that is done."""
+        parts = [self._sent[number] for number in sorted(self._sent)]
+        try:
+            self._ask(
+                "the last request", "complete_multipart_upload", MultipartUpload={"Parts": parts}
+            )
+        except NotFound:
+            if not self._is_complete([str(part["ETag"]) for part in parts]):
+                raise
 
     def discard(self) -> None:
-        with suppress(Exception):
-            self._stream.discard()
+        self._store.abort_upload(self._stream.path, self._stream.mpu["UploadId"], self._arrived)
+
+    def _ask(self, what: str, method: str, **named: Any) -> Any:
+        stream = self._stream
+        upload = {"Bucket": stream.bucket, "Key": stream.key, "UploadId": stream.mpu["UploadId"]}
+        return self._store.ask(what, lambda: stream._call_s3(method, **upload, **named))
+
+    def _is_complete(self, etags: list[str]) -> bool:
+        """Return whether the object is there, made of the parts that were sent."""
+        stream = self._stream
+        found = self._store.ask(
+            self._store.url(stream.path),
+            lambda: stream._call_s3("head_object", Bucket=stream.bucket, Key=stream.key),
+        )
+        return (found["ContentLength"], found["ETag"]) == (self._nbytes, _etag_of(etags))
+
+
+def _etag_of(parts: list[str]) -> str | None:
+    """Return S3's ETag of an object that is made of parts, by theirs; None where they are no MD5s.
+
+    The API reference says: the MD5 of the parts' MD5s, and their count.
+    """
+    try:
+        digests = b"".join(bytes.fromhex(part.strip('"')) for part in parts)
+    except ValueError:
+        return None
+    return f'"{hashlib.md5(digests, usedforsecurity=False).hexdigest()}-{len(parts)}"'

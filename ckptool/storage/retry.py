@@ -10,7 +10,7 @@ import random
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from ckptool.errors import CkptoolError, NotFound
@@ -20,34 +20,74 @@ _LASTING = (FileNotFoundError, PermissionError, NotImplementedError, ValueError)
 _DENIED = (401, 403)
 _GONE = (404, 410)
 _REFUSED = (*_DENIED, *_GONE, 301, 405, 412, 416, 501)
-_LONGEST_RETRY_AFTER = 120.0
+_LONGEST_RETRY_AFTER = 60.0
+_CREDENTIALS_HINT = "see the store's own tools for the credentials it needs"
+_RENEW_HINT = "renew the credentials"
+_REFUSALS = {
+    "ExpiredToken": ("the credentials have expired", _RENEW_HINT),
+    "TokenRefreshRequired": ("the credentials have expired", _RENEW_HINT),
+    "InvalidToken": ("the session token is not valid", _RENEW_HINT),
+    "RequestTimeTooSkewed": ("this machine's clock is wrong", "set the clock"),
+    "InvalidAccessKeyId": ("the access key is unknown", _CREDENTIALS_HINT),
+    "SignatureDoesNotMatch": ("the secret key is wrong", _CREDENTIALS_HINT),
+}
+"""What stores answer (S3's codes) to who is no longer, or not yet, accepted."""
+_REFUSAL = re.compile(rf"\b(?:{'|'.join(_REFUSALS)})")
+_BARE_400 = re.compile(r"\(400\)|: Bad Request$")
+_UNCONNECTED = re.compile(
+    r"EndpointConnection|ClientConnector|Connection refused|ConnectionRefused|"
+    r"Could not connect|[Nn]ame or service not known|failed to lookup|dns error"
+)
 
 
 class NoAnswer(OSError):
-    """A store did not answer, however often it was asked: this says nothing of what it holds."""
+    """A store did not answer, however often it was asked: this says nothing of what it holds.
 
-    def __init__(self, message: str) -> None:
+    Like the error of a disk that fails it is no CkptoolError: whatever collects what is wrong with
+    a checkpoint lets it pass, and so all work ends.
+    """
+
+    code = "no-answer"
+
+    def __init__(self, message: str, hint: str | None = None) -> None:
         super().__init__(message)
         self.strerror = message
+        self.hint = hint
 
 
-class Denied(NotFound):
-    """A store refuses, or no longer accepts, who asks."""
+class Denied(NoAnswer):
+    """A store refuses what is asked for."""
+
+    code = "access-denied"
+
+
+class Unaccepted(Denied):
+    """A store refuses, or no longer accepts, who asks, whatever it is."""
 
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How often a request is tried, and the seconds to wait: for an answer, and between tries."""
+    """How often a request is tried, and the seconds to wait: for an answer, and between tries.
 
-    attempts: int = 5
-    timeout: float = 120.0
+    No try begins later than ``total`` seconds after the first, or than ``connecting`` where none
+    finds anybody who listens.
+    """
+
+    attempts: int = 10
+    timeout: float = 60.0
     pause: float = 0.5
     longest_pause: float = 20.0
+    total: float = 120.0
+    connecting: float = 8.0
 
     def before(self, attempt: int) -> float:
         """Return the seconds before this attempt, twice as long each time and randomly fewer."""
         doubled: float = self.pause * 2 ** (attempt - 2)
         return min(self.longest_pause, doubled) * random.uniform(0.5, 1)
+
+    def of_listings(self) -> RetryPolicy:
+        """Return the policy for what comes before all else, while somebody waits for it."""
+        return replace(self, total=min(self.total, 40.0))
 
 
 def retry(policy: RetryPolicy, what: str, work: Callable[[], _T]) -> _T:
@@ -56,34 +96,42 @@ def retry(policy: RetryPolicy, what: str, work: Callable[[], _T]) -> _T:
     Raises NotFound where nothing is there, Denied where access is, NoAnswer where the store gives
     none. An error of our own code is no answer, and is raised as it is.
     """
-    retry_after = 0.0
-    for attempt in range(1, policy.attempts + 1):
-        if attempt > 1:
-            time.sleep(max(retry_after, policy.before(attempt)))
+    started = time.monotonic()
+    attempt = 1
+    while True:
         try:
             return work()
-        except CkptoolError:
+        except (CkptoolError, NoAnswer):
             raise
         except Exception as error:
             if is_ours(error):
                 raise
             if _lasts(error):
                 raise unreachable(what, error) from None
-            reason, retry_after = error_text(error), _retry_after(error)
-    raise NoAnswer(f"{what}: no answer in {policy.attempts} attempts: {reason}")
+            reason = error_text(error)
+            pause = max(_retry_after(error), policy.before(attempt + 1))
+            limit = policy.connecting if _is_unconnected(error) else policy.total
+        spent = time.monotonic() - started
+        if attempt >= policy.attempts or spent + pause > limit:
+            tried = "1 attempt" if attempt == 1 else f"{attempt} attempts"
+            raise NoAnswer(f"{what}: no answer after {tried} in {spent:.0f} s: {reason}")
+        time.sleep(pause)
+        attempt += 1
 
 
-def unreachable(what: str, error: Exception) -> NotFound:
+def unreachable(what: str, error: Exception) -> NotFound | Denied:
     """Return the error for a place that lasts, with what it says."""
-    hint = "see the store's own tools for the credentials it needs"
-    status = status_of(error)
+    status, text = status_of(error), error_text(error)
+    if (refusal := _refusal(error)) is not None:
+        reason, hint = refusal
+        return Unaccepted(f"{what}: {reason} ({text})", hint)
     if isinstance(error, FileNotFoundError) or status in _GONE:
-        return NotFound(f"{what}: no such file or folder ({error_text(error)})")
+        return NotFound(f"{what}: no such file or folder ({text})")
     if _lacks_credentials(error):
-        return Denied(f"{what}: no credentials were found", hint=hint)
+        return Unaccepted(f"{what}: no credentials were found", _CREDENTIALS_HINT)
     if isinstance(error, PermissionError) or status in _DENIED or _is_forbidden(error):
-        return Denied(f"{what}: access is denied ({error_text(error)})", hint=hint)
-    return NotFound(f"{what}: cannot be read: {error_text(error)}")
+        return Denied(f"{what}: access is denied ({text})", _CREDENTIALS_HINT)
+    return NotFound(f"{what}: cannot be read: {text}")
 
 
 def is_ours(error: BaseException) -> bool:
@@ -115,7 +163,29 @@ def status_of(error: BaseException) -> int | None:
 def _lasts(error: Exception) -> bool:
     if isinstance(error, _LASTING) or _lacks_credentials(error) or _is_forbidden(error):
         return True
-    return status_of(error) in _REFUSED
+    return status_of(error) in _REFUSED or _refusal(error) is not None
+
+
+def _refusal(error: Exception) -> tuple[str, str] | None:
+    """Return why who asks is not accepted, and what helps, where an answer says so.
+
+    S3 answers expired credentials with status 400, and where a body cannot be with nothing else.
+    """
+    for cause in _causes(error):
+        match = _REFUSAL.search(str(cause))
+        if match is not None:
+            return _REFUSALS[match[0]]
+    if status_of(error) == 400 and any(_BARE_400.search(str(cause)) for cause in _causes(error)):
+        return "the request is refused", "the credentials may have expired"
+    return None
+
+
+def _is_unconnected(error: Exception) -> bool:
+    """Return whether nobody listens where the store should be."""
+    if isinstance(error, ConnectionRefusedError):
+        return True
+    texts = (f"{type(cause).__name__} {cause}" for cause in _causes(error))
+    return any(_UNCONNECTED.search(text) for text in texts)
 
 
 def _retry_after(error: Exception) -> float:

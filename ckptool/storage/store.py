@@ -5,10 +5,8 @@ The web lists nothing: the files of a checkpoint there are those that its metada
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Callable, Coroutine, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -17,7 +15,17 @@ from typing import Any, NamedTuple, TypeVar
 from ckptool.errors import Changed, NotFound, Unsupported, UsageError
 from ckptool.storage.block_cache import BlockCache, ObjectVersion
 from ckptool.storage.ranged_read import read_s3_range, read_web_range
-from ckptool.storage.retry import RetryPolicy, error_text, retry, status_of, unreachable
+from ckptool.storage.retry import (
+    Denied,
+    NoAnswer,
+    RetryPolicy,
+    Unaccepted,
+    error_text,
+    retry,
+    status_of,
+    unreachable,
+)
+from ckptool.storage.unlisted import INDEXES, infos, is_file, names_below
 from ckptool.storage.url import redact_url
 
 _T = TypeVar("_T")
@@ -75,8 +83,12 @@ class Store:
         self.fs = fs
         self.scheme = scheme
         self.traffic = Traffic()
+        self.remains: dict[str, int] = {}
+        """Bytes of files that were not finished, by their URLs, that could not be thrown away."""
         self.blocks = BlockCache(self._fetch)
         self._sizes: dict[str, int] = {}
+        self._named: set[str] = set()
+        """Folders that may not be listed, and whose metadata file was named."""
 
     @classmethod
     def connect(cls, url: str) -> Store:
@@ -85,7 +97,10 @@ class Store:
         try:
             from fsspec.core import url_to_fs
 
-            return cls(url_to_fs(url, **_wide(scheme))[0], scheme)
+            store = cls(url_to_fs(url, **_wide(scheme))[0], scheme)
+            if _EXTRAS.get(scheme) == "s3":
+                store.fs.retries = 1  # ``ask`` tries again, and knows when it is enough
+            return store
         except ImportError as error:
             extra = _EXTRAS.get(scheme)
             hint = f"pip install 'ckptool[{extra}]'" if extra else str(error)
@@ -139,27 +154,65 @@ class Store:
 
     def _list(self, key: str, what: str) -> dict[str, Any]:
         self.traffic.count()
-        infos = self.ask(what, lambda: self.fs.find(key, detail=True))
+        policy = self.policy.of_listings()
+        try:
+            infos = retry(policy, what, lambda: self.fs.find(key, detail=True))
+        except Unaccepted:
+            raise
+        except Denied as error:
+            return self._look_up(key, what, error)
         if isinstance(infos, dict):
             return infos
         # adlfs (2024.7 to 2026.8) has no details of a file that is asked for by its name.
         return {name: self.ask(what, partial(self.fs.info, name)) for name in infos}
+
+    def _look_up(self, key: str, what: str, error: Denied) -> dict[str, Any]:
+        """Return what can be known where listing is denied: of a metadata file, and by that.
+
+        A store that may not be listed does not say either that a file is not there.
+        """
+        folder, _, name = key.rpartition("/")
+        if key in self._named:
+            return self._list_named(key, "")
+        if name not in INDEXES:
+            hint = f"name its metadata file, for which nothing is listed: {what}/{INDEXES[0]}"
+            raise Denied(f"{error}", hint) from None
+        info = self._head(key)
+        if info is None:
+            raise error
+        self._named.add(folder)
+        return {key: info}
+
+    def _head(self, key: str) -> dict[str, Any] | None:
+        """Return what the store says of a file; None where it is not there, or is not shown."""
+        self.traffic.count()
+        try:
+            return dict(self.ask(self.url(key), lambda: self.fs.info(key)))
+        except Unaccepted:
+            raise
+        except (NotFound, Denied):
+            return None
+
+    def _list_named(self, folder: str, query: str) -> dict[str, Any]:
+        """Return the files of a folder that cannot be listed, as far as they can be known."""
+        look = self._web_info if self.scheme in SCHEMES else self._head
+
+        def key_of(name: str) -> str:
+            return f"{folder}/{name}{query}"
+
+        def info_of(name: str) -> dict[str, Any] | None:
+            return look(key_of(name))
+
+        names = names_below(info_of, lambda name: self.get(key_of(name), key_of(name)))
+        known = infos(names, info_of)
+        return {f"{folder}/{name}": info for name, info in known.items()}
 
     def _list_web(self, key: str) -> dict[str, Any]:
         """Return a file, or the files of a folder as far as they can be known."""
         head, mark, query = key.partition("?")
         if is_file(key):
             return {key: info} if (info := self._web_info(key)) is not None else {}
-
-        def key_of(name: str) -> str:
-            return f"{head.rstrip('/')}/{name}{mark}{query}"
-
-        def info_of(name: str) -> dict[str, Any] | None:
-            return self._web_info(key_of(name))
-
-        names = names_below(info_of, lambda name: self.get(key_of(name), key_of(name)))
-        known = infos(names, info_of)
-        return {f"{head.rstrip('/')}/{name}": info for name, info in known.items()}
+        return self._list_named(head.rstrip("/"), mark + query)
 
     def _web_info(self, key: str) -> dict[str, Any] | None:
         """Return what the server says of a file, its size at least; None where there is none."""
@@ -262,19 +315,36 @@ class Store:
             with suppress(NotFound):
                 self.ask(what, partial(self.fs.rm_file, key))
 
-    def abort_uploads(self, key: str, chosen: Callable[[str], bool]) -> None:
-        """Throw away the parts of unfinished files in the bucket of ``key`` whose keys are chosen.
+    def abort_uploads(self, head: str, chosen: Callable[[str], bool]) -> None:
+        """Throw away the parts of unfinished files whose keys begin with ``head`` and are chosen.
 
-        Where the store cannot list them, as all but S3, none are.
+        None are where they cannot be listed, as in all stores but S3, and by who may not; what is
+        found and cannot be thrown away is among what ``remains``.
         """
-        uploads = getattr(self.fs, "list_multipart_uploads", None)
-        if uploads is None:
+        if not hasattr(self.fs, "call_s3"):
             return
-        bucket = key.partition("/")[0]
-        with suppress(Exception):
-            for upload in uploads(bucket):
-                if chosen(f"{bucket}/{upload['Key']}"):
-                    self.fs.abort_mpu(bucket, upload["Key"], upload["UploadId"])
+        bucket, _, prefix = head.partition("/")
+        uploads: list[dict[str, Any]] = []
+        with suppress(NotFound, NoAnswer):
+            uploads = self.ask(
+                head,
+                lambda: self.fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix),
+            ).get("Uploads", [])
+        for upload in uploads:
+            key = f"{bucket}/{upload['Key']}"
+            if chosen(key):
+                self.abort_upload(key, upload["UploadId"])
+
+    def abort_upload(self, key: str, number: str, nbytes: int = 0) -> None:
+        """Throw away the parts, of so many bytes, of an unfinished file of S3, or say they stay."""
+        bucket, _, name = key.partition("/")
+        url = self.url(key)
+        try:
+            self.ask(url, lambda: self.fs.abort_mpu(bucket, name, number))
+        except NotFound:
+            return
+        except NoAnswer:
+            self.remains[url] = self.remains.get(url, 0) + nbytes
 
     def ask(self, what: str, work: Callable[[], _T]) -> _T:
         """Return the answer to a request; NotFound or NoAnswer where there is none."""
@@ -288,7 +358,8 @@ def _wide(scheme: str) -> dict[str, Any]:
     from fsspec.config import conf
 
     theirs = conf.get("s3", {}).get("config_kwargs", {})
-    return {"config_kwargs": {"max_pool_connections": _CONNECTIONS} | theirs}
+    once = {"retries": {"max_attempts": 0}}  # ``Store.ask`` tries again
+    return {"config_kwargs": {"max_pool_connections": _CONNECTIONS} | once | theirs}
 
 
 def _info(info: dict[str, Any]) -> ObjectInfo:
@@ -302,45 +373,3 @@ def _info(info: dict[str, Any]) -> ObjectInfo:
 
 
 SCHEMES = ("http", "https")
-_FILES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".distcp", ".json", ".metadata")
-_KNOWN = (
-    ".metadata",
-    "model.safetensors.index.json",
-    "pytorch_model.bin.index.json",
-    "model.safetensors",
-    "pytorch_model.bin",
-    "config.json",
-)
-_INDEXES = _KNOWN[:3]
-_NAMED = re.compile(rb"[\w.\-]+\.(?:distcp|safetensors|bin)\b")
-_AT_ONCE = 16
-
-InfoOf = Callable[[str], dict[str, Any] | None]
-"""What a server says of a file by its name."""
-
-
-def is_file(url: str) -> bool:
-    """Whether a URL names a file, by how it ends."""
-    return url.partition("?")[0].endswith(_FILES)
-
-
-def names_below(info_of: InfoOf, read: Callable[[str], bytes]) -> list[str]:
-    """Return the files of a folder: well-known ones, and those an index or ``.metadata`` names.
-
-    ``info_of`` is None for a file that is not there. Raises NotFound where none of them is.
-    """
-    known = infos(_KNOWN, info_of)
-    if not known:
-        raise NotFound("a web server lists no files, and no index or .metadata was found")
-    named = {
-        match.decode() for name in known if name in _INDEXES for match in _NAMED.findall(read(name))
-    }
-    return sorted({*known, *named})
-
-
-def infos(names: Iterable[str], info_of: InfoOf) -> dict[str, dict[str, Any]]:
-    """Return what the server says of those files that are there; several are asked for at once."""
-    names = list(names)
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
-        answers = zip(names, pool.map(info_of, names), strict=True)
-        return {name: info for name, info in answers if info is not None}

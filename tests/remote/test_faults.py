@@ -202,7 +202,7 @@ def test_credentials_that_expire_midway_keep_what_was_written(s3: S3) -> None:
     prepared = prepare_reshard(place, location(s3.url("m")), options)
     place.store.blocks.clear()
     s3.fail(EXPIRED, key="source/__3_0.distcp")
-    with pytest.raises(TransferError, match="access is denied") as caught:
+    with pytest.raises(TransferError, match="the credentials have expired") as caught:
         prepared.run()
     assert "--resume" in (caught.value.hint or "")
     s3.heal()
@@ -335,6 +335,7 @@ def test_the_old_checkpoint_is_no_longer_one_before_the_new_one_is_written(s3: S
         (one.operation.removesuffix("Object"), one.name)
         for one in s3.of("PutObject", "DeleteObject")
     ]
+    steps = steps[1:]  # of nothing: a trial whether there may be removals
     assert steps[:2] == [("Put", UNFINISHED), ("Delete", ".metadata")]
     assert steps[-2:] == [("Put", ".metadata"), ("Delete", UNFINISHED)]
 

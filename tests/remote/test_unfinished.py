@@ -133,4 +133,4 @@ def test_a_file_is_removed_before_what_goes_with_it(monkeypatch: pytest.MonkeyPa
     options = ConvertOptions("safetensors", transfer=TransferOptions(overwrite=True))
     prepare(SOURCE, location(target.url), options).run()
     names = [name.rpartition("/")[2] for name in removed]
-    assert names[:2] == ["m.safetensors", "m.extra.pt"]
+    assert names[1:3] == ["m.safetensors", "m.extra.pt"]  # after a trial, of nothing

@@ -172,9 +172,9 @@ def test_access_that_is_denied(s3: S3) -> None:
     url = s3.put(SOURCE, "m")
     s3.fail(DENIED)
     ended, told = end("inspect", url)
-    assert (ended, "access is denied" in told) == (3, True), told
+    assert (ended, "access is denied" in told) == (5, True), told
     ended, told = end("convert", SOURCE, s3.url("other"), "--to", "dcp")
-    assert (ended, "access is denied" in told) == (4, True), told
+    assert (ended, "access is denied" in told) == (5, True), told
 
 
 def test_credentials_that_are_missing(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +184,7 @@ def test_credentials_that_are_missing(s3: S3, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("HOME", "/nowhere")
     s3.fail(DENIED)
     ended, told = end("inspect", url)
-    assert (ended, "Traceback" in told) == (3, False), told
+    assert (ended, "Traceback" in told) == (5, False), told
 
 
 def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from ckptool.errors import NotFound
+from ckptool.errors import CkptoolError, NotFound
+from ckptool.storage import retry as retrying
 from ckptool.storage.retry import Denied, NoAnswer, RetryPolicy, retry, status_of, time
 
-QUICK = RetryPolicy(attempts=3, pause=0.0, longest_pause=0.0)
+QUICK = RetryPolicy(attempts=3, pause=0.0, longest_pause=0.0, total=1000.0)
 
 
 class Answer:
@@ -64,6 +65,14 @@ def raising(error: BaseException) -> Callable[[], None]:
     return work
 
 
+def refused(code: str, status: int = 403) -> OSError:
+    """As s3fs translates botocore's errors."""
+    response = boto(status) | {"Error": {"Code": code}}
+    cause = WithResponse(response)
+    cause.args = (f"An error occurred ({code}) when calling the GetObject operation: {code}",)
+    return caused(cause)
+
+
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
@@ -79,16 +88,96 @@ def raising(error: BaseException) -> Callable[[], None]:
         (NotImplementedError(), NotFound),
     ],
 )
-def test_an_answer_that_lasts_is_asked_for_once(error: Exception, kind: type[NotFound]) -> None:
+def test_an_answer_that_lasts_is_asked_for_once(error: Exception, kind: type[Exception]) -> None:
     asked: list[int] = []
 
     def work() -> None:
         asked.append(1)
         raising(error)()
 
-    with pytest.raises(NotFound) as caught:
+    with pytest.raises(kind) as caught:
         retry(QUICK, "s3://b/m", work)
     assert type(caught.value) is kind
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (refused("ExpiredToken", 400), "the credentials have expired"),
+        (refused("RequestTimeTooSkewed"), "this machine's clock is wrong"),
+        (refused("InvalidAccessKeyId"), "the access key is unknown"),
+        (refused("SignatureDoesNotMatch"), "the secret key is wrong"),
+        (refused("400", 400), "the request is refused"),
+        (OSError("Client error 400: <Code>ExpiredToken</Code>"), "the credentials have expired"),
+    ],
+)
+def test_a_refusal_says_what_helps(error: OSError, words: str) -> None:
+    with pytest.raises(Denied, match=words) as caught:
+        retry(QUICK, "s3://b/m", raising(error))
+    assert caught.value.hint
+    assert not isinstance(caught.value, CkptoolError)
+
+
+class Clock:
+    """Time that passes only while a policy waits, and ``spent`` seconds a request."""
+
+    def __init__(self, spent: float = 0.0) -> None:
+        self.now = 0.0
+        self.spent = spent
+        self.asked = 0
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def request(self, error: Exception) -> Callable[[], None]:
+        def work() -> None:
+            self.asked += 1
+            self.now += self.spent
+            raising(error)()
+
+        return work
+
+
+@pytest.mark.parametrize(
+    ("error", "spent", "policy", "longest"),
+    [
+        (WithStatus(503), 0.0, RetryPolicy(), 120),
+        (WithStatus(503), 0.0, RetryPolicy().of_listings(), 60),
+        (WithStatus(503), 10.0, RetryPolicy().of_listings(), 60),
+        (WithResponse(Answer(503, Retry_After="50")), 0.0, RetryPolicy().of_listings(), 60),
+        (ConnectionRefusedError(111, "refused"), 0.0, RetryPolicy(), 10),
+        (caused(ConnectionRefusedError(111, "refused")), 0.5, RetryPolicy(), 10),
+        (OSError('Could not connect to the endpoint URL: "http://h/"'), 0.0, RetryPolicy(), 10),
+    ],
+)
+def test_all_tries_together_have_a_time(
+    error: Exception,
+    spent: float,
+    policy: RetryPolicy,
+    longest: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock(spent)
+    monkeypatch.setattr(retrying, "time", clock)
+    with pytest.raises(NoAnswer, match=r"no answer after \d+ attempts? in \d+ s"):
+        retry(policy, "s3://b/m", clock.request(error))
+    assert clock.now <= longest
+    assert clock.asked <= policy.attempts
+
+
+def test_an_answer_of_an_inner_request_is_not_asked_for_again() -> None:
+    asked: list[int] = []
+
+    def work() -> None:
+        asked.append(1)
+        retry(QUICK, "inner", raising(WithStatus(503)))
+
+    with pytest.raises(NoAnswer, match=r"^inner: no answer"):
+        retry(QUICK, "outer", work)
     assert len(asked) == 1
 
 
@@ -131,7 +220,7 @@ def test_a_slip_of_our_own_is_no_answer(error: Exception) -> None:
     [
         (WithResponse(Answer(503, Retry_After="7")), 7),
         (caused(WithResponse(boto(503, **{"retry-after": "3"}))), 3),
-        (WithResponse(Answer(429, Retry_After="86400")), 120),
+        (WithResponse(Answer(429, Retry_After="86400")), 60),
         (WithResponse(Answer(429, Retry_After="Thu, 01 Jan 2026 00:00:00 GMT")), 0),
         (WithStatus(503), 0),
     ],

@@ -180,8 +180,8 @@ def scratch_in_store(place: RemotePath) -> Iterator[RemotePath]:
     try:
         (place / "probe").write_bytes(b"ckptool")
         remove_uploaded(place)
-    except NotFound as error:
-        message = f"{place.parent}: cannot be written to: {error.message}"
+    except (NotFound, Denied) as error:
+        message = f"{place.parent}: cannot be written to: {error}"
         raise Unsupported(message, hint=error.hint) from None
     try:
         yield place
@@ -195,7 +195,7 @@ def remove_uploaded(place: RemotePath) -> None:
     store.fs.invalidate_cache()
     with suppress(NotFound):
         store.ask(str(place), lambda: store.fs.rm(place.key, recursive=True))
-    store.abort_uploads(place.key, lambda key: key.startswith(inside))
+    store.abort_uploads(inside, lambda key: True)
     if list_uploaded(place):
         raise TransferError(
             f"{place}: cannot be removed", hint="remove it by the store's own tools"
@@ -206,8 +206,6 @@ def list_uploaded(place: RemotePath) -> dict[str, int]:
     """Return the bytes of every file below, as the store lists them now."""
     try:
         return {n: file.nbytes for n, file in place.store.find(place.key, str(place)).items()}
-    except Denied:
-        raise
     except NotFound:
         return {}
 

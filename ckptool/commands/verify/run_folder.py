@@ -103,6 +103,8 @@ def _missing_parts(step: Step, older: Sequence[Step]) -> Iterator[str]:
 def _nothing_in(path: Location) -> str:
     try:
         is_empty = path.is_dir() and not any(path.iterdir())
+    except NoAnswer:
+        raise
     except (NotFound, OSError) as error:
         return f"cannot be listed: {error}"
     return "the folder is empty" if is_empty else "no known checkpoint in it"
@@ -231,6 +233,8 @@ def _without_checkpoint(steps: Iterable[Step]) -> Iterator[Step]:
 def _is_folder(path: Location) -> bool:
     try:
         return path.is_dir()
+    except NoAnswer:
+        raise
     except OSError:
         return False
 
@@ -239,6 +243,8 @@ def _names_in(folder: Location) -> list[str]:
     """Return what lies directly in a folder; nothing where it is gone or cannot be listed."""
     try:
         return [path.name for path in folder.iterdir()]
+    except NoAnswer:
+        raise
     except (NotFound, OSError):
         return []
 

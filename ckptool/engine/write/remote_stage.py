@@ -16,6 +16,7 @@ from typing import Any
 
 from ckptool.core.layout import Data, Layout, ScatteredData
 from ckptool.core.plan import Plan
+from ckptool.core.text import list_some
 from ckptool.engine.run_options import RunOptions
 from ckptool.engine.write.existing import require_no_conflict
 from ckptool.engine.write.journal import NO_JOURNAL, journal_head, require_same_run
@@ -25,6 +26,7 @@ from ckptool.storage.commit_note import UNFINISHED
 from ckptool.storage.local import Files
 from ckptool.storage.multipart import hidden_name
 from ckptool.storage.remote import RemoteSource
+from ckptool.storage.retry import Denied, NoAnswer
 from ckptool.storage.store import SCHEMES, ObjectInfo
 from ckptool.storage.url import RemotePath
 
@@ -72,6 +74,7 @@ class RemoteStage:
         Raises Unsupported where the target exists, cannot be written to, or is not to be resumed.
         """
         self.require_possible()
+        self._require_removal()
         self._abort_old_uploads()
         existing = self._list_existing()
         self._write_note()
@@ -170,6 +173,14 @@ class RemoteStage:
         self._store.remove([self._note.key], str(self._note))
         self._writer = None
 
+    def _require_removal(self) -> None:
+        """Raise Denied where nothing may be removed: the note would stay for ever.
+
+        Nothing is called so, which makes no difference to a store.
+        """
+        probe = self._note.with_name(hidden_name(self._note.name))
+        self._writing(lambda: self._store.remove([probe.key], f"{self._note}: a trial removal"))
+
     def is_partial(self) -> bool:
         """Return whether there is something that a run with ``resume`` continues."""
         return self._writer is not None
@@ -178,12 +189,28 @@ class RemoteStage:
         """Remove what was written; an output that was resumed only where that is asked."""
         if not self._is_new and not resumed:
             return
-        with suppress(CkptoolError):
+        names = [file.path for file in self._layout.files]
+        own_files = {*names, *map(hidden_name, names)}
+        with suppress(CkptoolError, NoAnswer):
             self._require_mine()
-            names = [file.path for file in self._layout.files]
-            own_files = {*names, *map(hidden_name, names)}
-            self._remove(own_files & self._list_existing().keys())
+            written = {n: info for n, info in self._list_existing().items() if n in own_files}
+            urls = {str(self.folder / name): info.nbytes for name, info in written.items()}
+            self._store.remains |= urls
+            self._remove(written)
+            for url in urls:
+                del self._store.remains[url]
             self._forget()
+
+    def remains(self) -> str | None:
+        """Return what could not be removed and costs storage from now on; None where nothing."""
+        remains = self._store.remains
+        if not remains:
+            return None
+        return (
+            f"remove what the store did not let go and charges for: {sum(remains.values()):,} bytes"
+            f" of {list_some(list(remains))} (parts of unfinished files: abort their multipart"
+            " uploads, or have a lifecycle rule do it)"
+        )
 
     def _write_note(self) -> None:
         writer = _this_writer()
@@ -258,6 +285,9 @@ class RemoteStage:
     def _writing(self, work: Callable[[], None]) -> None:
         try:
             work()
+        except Denied as error:
+            message = f"{self.target}: cannot be written to: {error}"
+            raise Denied(message, error.hint) from None
         except NotFound as error:
             raise Unsupported(
                 f"{self.target}: cannot be written to: {error.message}", hint=error.hint
@@ -266,7 +296,7 @@ class RemoteStage:
     def _abort_old_uploads(self) -> None:
         """Throw away the parts that a killed run left."""
         keys = {(self.folder / file.path).key for file in self._layout.files}
-        self._store.abort_uploads(self.target.key, keys.__contains__)
+        self._store.abort_uploads(f"{self.folder.key}/", keys.__contains__)
 
 
 def _this_writer() -> dict[str, Any]:

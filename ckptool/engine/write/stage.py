@@ -278,6 +278,10 @@ class Stage:
         """Return whether there is something that a run with ``resume`` continues."""
         return bool(self._journals())
 
+    def remains(self) -> str | None:
+        """Return None: a disk refuses nobody what he wrote himself."""
+        return None
+
     def discard(self, *, resumed: bool = False) -> None:
         """Remove what this process staged; an output that it resumed only where that is asked.
 
