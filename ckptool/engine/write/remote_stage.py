@@ -55,6 +55,7 @@ class RemoteStage:
         self._is_new = False
         self._writer: object = None
         self._finished: frozenset[str] = frozenset()
+        self._noted: frozenset[str] = frozenset()
         self._old: frozenset[str] = frozenset()
         last = len(layout.files) - 1
         tensors = any(isinstance(part, Data | ScatteredData) for part in layout.files[last].parts)
@@ -99,7 +100,8 @@ class RemoteStage:
             require_same_run(str(self._note), note, expected)
             return
         existing = self._list_existing()
-        self._old = self._noted_files(note) & existing.keys()
+        self._noted = self._noted_files(note)
+        self._old = self._noted & existing.keys()
         others = [name for name in existing if name not in self._old]
         if others and not self._options.overwrite:
             raise Unsupported(
@@ -295,7 +297,8 @@ class RemoteStage:
 
     def _abort_old_uploads(self) -> None:
         """Throw away the parts that a killed run left."""
-        keys = {(self.folder / file.path).key for file in self._layout.files}
+        names = {file.path for file in self._layout.files} | self._noted
+        keys = {(self.folder / name).key for name in names}
         self._store.abort_uploads(f"{self.folder.key}/", keys.__contains__)
 
 

@@ -1,0 +1,116 @@
+"""A store that is gone from some request on: nothing reads as whole that is not, or stays for ever.
+
+From the n-th request on each connection is reset, for every n there is: as if the process, the
+network or the store had ended there.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import case
+from fault_server import reset
+from store_server import S3, s3, server
+from test_s3 import big, files_of
+
+from ckptool.commands.convert import prepare
+from ckptool.commands.open import open_checkpoint
+from ckptool.commands.options.target import ConvertOptions, ReshardOptions, TransferOptions
+from ckptool.commands.reshard.reshard import prepare_reshard
+from ckptool.core.sharding.placement import parse_mesh
+from ckptool.engine.run_options import RunOptions
+from ckptool.errors import CkptoolError
+from ckptool.storage.retry import NoAnswer, RetryPolicy
+from ckptool.storage.store import Store
+from ckptool.storage.url import location
+
+SOURCE = case("dcp_fsdp2_tp").path
+ONCE = RetryPolicy(attempts=1, pause=0.0)
+
+
+def write(kind: str, target: Any, mesh: str = "2", **more: Any) -> None:
+    transfer = TransferOptions(run=RunOptions(1, fsync=False), **more)
+    if kind == "reshard":
+        options = ReshardOptions(parse_mesh(mesh), rank_state="drop", transfer=transfer)
+        prepare_reshard(SOURCE, target, options).run()
+    else:
+        prepare(
+            SOURCE, target, ConvertOptions(kind, max_shard_size=20_000, transfer=transfer)
+        ).run()
+
+
+def ends_at(number: int, s3: S3, kind: str, **more: Any) -> bool:
+    """Write to a store that is gone from a request on; return whether it was asked that much."""
+    rule = s3.fail(reset, start=number)
+    failed = False
+    try:
+        write(kind, location(s3.url("m")), **more)
+    except (CkptoolError, NoAnswer):
+        failed = True
+    s3.heal()
+    assert failed == (rule.seen >= number)
+    return failed
+
+
+def as_it_reads(s3: S3) -> dict[str, bytes] | None:
+    """The files of what reads as a checkpoint, None where nothing does."""
+    try:
+        open_checkpoint(location(s3.url("m")))
+    except CkptoolError:
+        return None
+    return s3.get("m")
+
+
+@pytest.mark.parametrize("kind", ["reshard", "safetensors"])
+def test_a_new_output(kind: str, s3: S3, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Store, "policy", ONCE)
+    write(kind, out / "m")
+    whole = files_of(out / "m")
+    number = 1
+    while ends_at(number, s3, kind):
+        assert as_it_reads(s3) in (None, whole)
+        write(kind, location(s3.url("m")), overwrite=True)
+        assert s3.get("m") == whole
+        s3.server.buckets[s3.bucket].clear()
+        number += 1
+    assert number > 10
+    assert s3.get("m") == whole
+
+
+def test_an_output_that_is_replaced(s3: S3, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The old checkpoint or the new one, or neither: never files of both."""
+    monkeypatch.setattr(Store, "policy", ONCE)
+    write("reshard", out / "old", "4")
+    write("reshard", out / "new", "2")
+    old, new = files_of(out / "old"), files_of(out / "new")
+    s3.put(out / "old", "m")
+    number = 1
+    while ends_at(number, s3, "reshard", overwrite=True):
+        assert as_it_reads(s3) in (None, old, new)
+        write("reshard", location(s3.url("m")), overwrite=True)
+        assert s3.get("m") == new
+        s3.server.buckets[s3.bucket].clear()
+        s3.put(out / "old", "m")
+        number += 1
+    assert number > 10
+    assert s3.get("m") == new
+
+
+def test_parts_that_a_run_of_another_plan_left_are_thrown_away(s3: S3, out: Path) -> None:
+    source = big(out, 4)
+
+    def reshard(mesh: str) -> None:
+        options = ReshardOptions(parse_mesh(mesh), transfer=TransferOptions(run=RunOptions(1)))
+        prepare_reshard(source, location(s3.url("m")), options).run()
+
+    s3.fail(reset, "CompleteMultipartUpload")
+    s3.fail(reset, "AbortMultipartUpload")
+    with pytest.raises(CkptoolError):
+        reshard("2")
+    s3.heal()
+    assert s3.uploads
+    s3.server.partial.update({"another": type(next(iter(s3.uploads.values())))(s3.bucket, "n/x")})
+    reshard("1")
+    assert list(s3.uploads) == ["another"]
