@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import cached_property
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
@@ -29,7 +30,7 @@ from ckptool.core.plan import ChunkIndex
 from ckptool.core.quantization import quantised_names
 from ckptool.core.state_category import state_category
 from ckptool.engine.read.tiles import require_unchanged
-from ckptool.errors import Damaged, Unsupported, UsageError
+from ckptool.errors import Changed, Damaged, Unsupported, UsageError
 from ckptool.storage.local import Files, LocalSource
 from ckptool.storage.url import Location
 
@@ -43,17 +44,32 @@ if TYPE_CHECKING:
 class Checkpoint:
     """A checkpoint whose metadata was read; its tensors are read when they are asked for.
 
-    Threads may share one. Nothing is unpickled.
+    Threads may share one. Nothing is unpickled. It can be pickled itself: what comes of that opens
+    the same place anew, and is Changed where that is no longer what it was.
     """
 
-    def __init__(self, opened: OpenedCheckpoint, catalog: Catalog) -> None:
+    def __init__(
+        self, opened: OpenedCheckpoint, catalog: Catalog, named: Location, options: OpenKeywords
+    ) -> None:
         self._opened = opened
         self._catalog = catalog
+        self._named = named
+        self._options = options
         self._complete: set[str] = set()
         self._containers = _Containers(opened, catalog)
 
     def __repr__(self) -> str:
         return f"<ckptool.Checkpoint {self.path} {self.format}: {len(self.tensors):,} tensors>"
+
+    def __reduce__(self) -> tuple[Callable[..., Checkpoint], tuple[str, OpenKeywords, str]]:
+        named = self._named
+        place = os.path.abspath(named) if isinstance(named, Path) else named.url
+        return _reopen, (place, self._options, self._version())
+
+    def _version(self) -> str:
+        """Return what changes when a file of the checkpoint does."""
+        files = self._opened.catalog.files
+        return self._opened.source.fingerprint([*files, *self._opened.catalog.companions])
 
     @property
     def path(self) -> Location:
@@ -201,8 +217,18 @@ def open(path: AnyPath, **options: Unpack[OpenKeywords]) -> Checkpoint:
     Raises NotFound, Unrecognised, Damaged, Hostile, UsageError or Unsupported.
     """
     keywords = Keywords("open", options, OpenKeywords)
-    opened = open_checkpoint(location(path), keywords.options(ReadOptions), whole=False)
-    return Checkpoint(opened, rewrite(opened, keywords.options(RewriteOptions)).catalog)
+    named = location(path)
+    opened = open_checkpoint(named, keywords.options(ReadOptions), whole=False)
+    catalog = rewrite(opened, keywords.options(RewriteOptions)).catalog
+    return Checkpoint(opened, catalog, named, options)
+
+
+def _reopen(place: str, options: OpenKeywords, version: str) -> Checkpoint:
+    """Open a checkpoint as it was opened in another process; Changed where it is another now."""
+    checkpoint = open(place, **options)
+    if checkpoint._version() != version:
+        raise Changed(f"{checkpoint.path}: it was changed since it was opened first")
+    return checkpoint
 
 
 def checkpoint_at(path: AnyPath | Checkpoint, **options: Unpack[OpenKeywords]) -> Checkpoint:
