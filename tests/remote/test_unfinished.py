@@ -109,7 +109,7 @@ def test_a_run_does_not_count_it_as_a_step(monkeypatch: pytest.MonkeyPatch) -> N
         killed_at(close, monkeypatch, planned("hf", target, overwrite=close > 0).run)
         report = verify_run(location(target.parent.url), VerifyOptions(), every=False)
         assert report.latest_good is not None
-        assert report.latest_good.step.number == 1
+        assert report.latest_good.number == 1
 
 
 def test_a_copy_of_it_on_a_disk_says_so_too(
