@@ -113,6 +113,7 @@ def s3(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
     server.log.clear()
     yield found
     server.heal()
+    server.latency = server.bandwidth = 0.0
     server.buckets.clear()
     server.partial.clear()
     s3fs.S3FileSystem.clear_instance_cache()
