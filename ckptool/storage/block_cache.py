@@ -24,7 +24,9 @@ class ObjectVersion(NamedTuple):
 
 Key = tuple[ObjectVersion, int]
 """A file and the number of a block in it."""
-Fetch = Callable[[ObjectVersion, int, int], bytes]
+Fetch = Callable[[ObjectVersion, int, int], bytes | memoryview]
+Block = bytes | memoryview
+"""The bytes of a block, fewer where the file ends in it."""
 
 
 class BlockCache:
@@ -37,7 +39,7 @@ class BlockCache:
     def __init__(self, fetch: Fetch, capacity: int = 16 << 20) -> None:
         self.capacity = capacity
         self._fetch = fetch
-        self._kept: OrderedDict[Key, Future[bytes]] = OrderedDict()
+        self._kept: OrderedDict[Key, Future[Block]] = OrderedDict()
         self._lock = threading.Lock()
         self._queue: deque[Key] = deque()
         self._unread: set[Key] = set()
@@ -78,7 +80,7 @@ class BlockCache:
             self._unread.clear()
             self._queue.clear()
 
-    def _futures(self, file: ObjectVersion, numbers: range) -> list[Future[bytes]]:
+    def _futures(self, file: ObjectVersion, numbers: range) -> list[Future[Block]]:
         """Return the blocks of a file; those that nobody fetches yet are fetched here."""
         missing: list[int] = []
         with self._lock:
@@ -98,7 +100,7 @@ class BlockCache:
         self._fetch_ahead()
         return futures
 
-    def _fill(self, file: ObjectVersion, numbers: list[int], futures: list[Future[bytes]]) -> None:
+    def _fill(self, file: ObjectVersion, numbers: list[int], futures: list[Future[Block]]) -> None:
         """Fetch neighbouring blocks with one request."""
         try:
             data = self._fetch(file, numbers[0] * BLOCK, (numbers[-1] + 1) * BLOCK)
@@ -110,8 +112,11 @@ class BlockCache:
             for future in futures:
                 future.set_exception(error)
             raise
-        for place, future in enumerate(futures):
-            future.set_result(data[place * BLOCK : (place + 1) * BLOCK])
+        if len(futures) == 1:
+            futures[0].set_result(data)
+            return
+        for place, future in enumerate(futures):  # copies: a view would keep all of them in memory
+            future.set_result(bytes(data[place * BLOCK : (place + 1) * BLOCK]))
 
     def _trim(self) -> None:
         with self._lock:
@@ -131,7 +136,7 @@ class BlockCache:
                 self._pool = self._pool or ThreadPoolExecutor(_AHEAD, "ckptool-ahead")
                 self._pool.submit(self._fill_ahead, file, number, future)
 
-    def _fill_ahead(self, file: ObjectVersion, number: int, future: Future[bytes]) -> None:
+    def _fill_ahead(self, file: ObjectVersion, number: int, future: Future[Block]) -> None:
         """Fetch one block that is expected; an error waits in it for whoever reads it."""
         with suppress(Exception):
             self._fill(file, [number], [future])

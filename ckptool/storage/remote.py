@@ -9,8 +9,8 @@ from ckptool.errors import Changed, NotFound, Problem
 from ckptool.storage.block_cache import BLOCK, ObjectVersion
 from ckptool.storage.file_status import changed, version_digest
 from ckptool.storage.local import by_folder, read_exactly, too_short, within_folder
-from ckptool.storage.store import SCHEMES, ObjectInfo
-from ckptool.storage.url import RemotePath
+from ckptool.storage.store import ObjectInfo
+from ckptool.storage.url import WEB, RemotePath
 
 AT_ONCE = 16
 """Requests that are on their way together: a store's answers take long, however many there are."""
@@ -85,7 +85,7 @@ class RemoteSource:
     def _listed_now(self, files: Sequence[str]) -> Mapping[str, ObjectInfo]:
         """Return some of the files as the store lists them now."""
         store = self._place.store
-        if len(files) > _FEW and store.scheme not in SCHEMES:
+        if len(files) > _FEW and store.scheme not in WEB:
             return store.find(self._place.key, self.root)
         infos = {}
         for name in files:

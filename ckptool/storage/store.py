@@ -5,44 +5,32 @@ The web lists nothing: the files of a checkpoint there are those that its metada
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
+from weakref import WeakSet
 
-from ckptool.errors import Changed, NotFound, Unsupported, UsageError
+from ckptool.errors import Changed, NotFound, Unsupported
 from ckptool.storage.block_cache import BlockCache, ObjectVersion
-from ckptool.storage.ranged_read import read_s3_range, read_web_range
+from ckptool.storage.file_system import open_file_system
+from ckptool.storage.obstore_read import ObstoreReader, is_available
+from ckptool.storage.ranged_read import FsspecReader, RangeReader, call, is_pinned, is_s3
 from ckptool.storage.retry import (
     Denied,
     NoAnswer,
     RetryPolicy,
     Unaccepted,
-    error_text,
     retry,
     status_of,
-    unreachable,
 )
 from ckptool.storage.unlisted import INDEXES, infos, is_file, names_below
-from ckptool.storage.url import redact_url
+from ckptool.storage.url import WEB, redact_url
 
 _T = TypeVar("_T")
-_EXTRAS = {
-    "s3": "s3",
-    "s3a": "s3",
-    "gs": "gcs",
-    "gcs": "gcs",
-    "az": "azure",
-    "abfs": "azure",
-    "abfss": "azure",
-    "adl": "azure",
-    "hf": "hf",
-    "http": "http",
-    "https": "http",
-}
-_CONNECTIONS = 64
 _BEHIND_THE_END = 416
 _ANOTHER_VERSION = 412
 _ATOMIC_PUT = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "hf"}
@@ -71,50 +59,70 @@ class Traffic:
             self.received += received
 
 
-class Store:
-    """A file system of fsspec. ``traffic`` counts what is asked of it.
+class _Client(NamedTuple):
+    """What speaks with a store: a file system of fsspec, and what reads parts of files."""
 
-    Credentials are fsspec's own business and appear in no message.
+    fs: Any
+    reader: RangeReader
+
+
+class Store:
+    """A store, or a file system of fsspec. ``traffic`` counts what is asked of it.
+
+    ``options`` are the file system's own; credentials are its business and appear in no message.
+    A process that was forked, or gets a store by pickle, opens its own connections.
     """
 
     policy = RetryPolicy()
 
-    def __init__(self, fs: Any, scheme: str) -> None:
-        self.fs = fs
-        self.scheme = scheme
+    def __init__(self, url: str, options: Mapping[str, Any]) -> None:
+        self.scheme = url.partition("://")[0].lower()
         self.traffic = Traffic()
         self.remains: dict[str, int] = {}
         """Bytes of files that were not finished, by their URLs, that could not be thrown away."""
-        self.blocks = BlockCache(self._fetch)
+        self.blocks = BlockCache(self.read)
+        self._url = url
+        self._options = options
         self._sizes: dict[str, int] = {}
         self._named: set[str] = set()
         """Folders that may not be listed, and whose metadata file was named."""
+        self._opened: _Client | None = None
+        _stores.add(self)
+
+    def __reduce__(self) -> tuple[type[Store], tuple[str, Mapping[str, Any]]]:
+        return Store, (self._url, dict(self._options))
 
     @classmethod
-    def connect(cls, url: str) -> Store:
+    def connect(cls, url: str, options: Mapping[str, Any]) -> Store:
         """Connect to the store of a URL; Unsupported where a package for it is missing."""
-        scheme = url.partition("://")[0].lower()
-        try:
-            from fsspec.core import url_to_fs
+        store = cls(url, options)
+        store.client  # noqa: B018 (connects)
+        return store
 
-            store = cls(url_to_fs(url, **_wide(scheme))[0], scheme)
-            if _EXTRAS.get(scheme) == "s3":
-                store.fs.retries = 1  # ``ask`` tries again, and knows when it is enough
-            return store
-        except ImportError as error:
-            extra = _EXTRAS.get(scheme)
-            hint = f"pip install 'ckptool[{extra}]'" if extra else str(error)
-            message = f"{redact_url(url)}: a package that reads {scheme}:// is missing"
-            raise Unsupported(message, hint=hint) from None
-        except ValueError as error:
-            if "not known" not in str(error).lower():
-                raise UsageError(f"{redact_url(url)}: {error_text(error)}") from None
-            hint = "s3://, gs://, az://, hf://, https://, or another that fsspec knows"
-            raise UsageError(
-                f"{redact_url(url)}: no store is called {scheme}://", hint=hint
-            ) from None
-        except Exception as error:  # noqa: BLE001 (each client of a store has errors of its own)
-            raise unreachable(redact_url(url), error) from None
+    @property
+    def client(self) -> _Client:
+        """What speaks with the store, connected when it is first needed."""
+        if self._opened is None:
+            fs = open_file_system(self._url, self._options)
+            timeout = self.policy.timeout
+            if is_s3(fs):
+                fs.retries = 1  # ``ask`` tries again, and knows when it is enough
+            reader: RangeReader = FsspecReader(fs, self.scheme, self._sizes, timeout)
+            if is_s3(fs) and is_available():
+                reader = ObstoreReader(fs, reader, timeout)
+            self._opened = _Client(fs, reader)
+        return self._opened
+
+    @property
+    def fs(self) -> Any:
+        """The file system of fsspec."""
+        return self.client.fs
+
+    def disconnect(self) -> None:
+        """Forget all connections, locks and what is on its way: they are another process's."""
+        self._opened = None
+        self.blocks = BlockCache(self.read, self.blocks.capacity)
+        self.traffic = Traffic(self.traffic.requests, self.traffic.received)
 
     @property
     def atomic_put(self) -> bool:
@@ -141,7 +149,7 @@ class Store:
         Raises NotFound where there is none, or it cannot be listed; errors call it ``what``.
         """
         self.fs.invalidate_cache()
-        infos = self._list_web(key) if self.scheme in SCHEMES else self._list(key, what)
+        infos = self._list_web(key) if self.scheme in WEB else self._list(key, what)
         files = {}
         for name, info in infos.items():
             relative = "" if name == key else name.removeprefix(key).lstrip("/")
@@ -195,7 +203,7 @@ class Store:
 
     def _list_named(self, folder: str, query: str) -> dict[str, Any]:
         """Return the files of a folder that cannot be listed, as far as they can be known."""
-        look = self._web_info if self.scheme in SCHEMES else self._head
+        look = self._web_info if self.scheme in WEB else self._head
 
         def key_of(name: str) -> str:
             return f"{folder}/{name}{query}"
@@ -217,36 +225,39 @@ class Store:
     def _web_info(self, key: str) -> dict[str, Any] | None:
         """Return what the server says of a file, its size at least; None where there is none."""
         self.traffic.count()
+        timeout = self.policy.timeout
         try:
-            info: dict[str, Any] = self.ask(redact_url(key), lambda: self._timed("_info", key))
+            info: dict[str, Any] = self.ask(
+                redact_url(key), lambda: call(self.fs, "_info", timeout, key)
+            )
         except NotFound:
             return None
         if info["size"] is None:
             raise Unsupported(f"{redact_url(key)}: the server does not say how large it is")
         return info
 
-    def _fetch(self, file: ObjectVersion, start: int, end: int) -> bytes:
+    def read(self, file: ObjectVersion, start: int, end: int) -> memoryview:
         """Return the bytes of a file from ``start`` to ``end``, fewer where it ends before.
 
         Raises Changed where the store knows that it is no longer the file that was listed.
         """
         end = min(end, self._sizes.get(file.key, end))
         if start >= end:
-            return b""
+            return memoryview(b"")
         what = f"{self.url(file.key)}: bytes {start:,} to {end:,}"
         return self.ask(what, lambda: self._range(file, start, end))
 
-    def _range(self, file: ObjectVersion, start: int, end: int) -> bytes:
+    def _range(self, file: ObjectVersion, start: int, end: int) -> memoryview:
         """Send one ranged request; OSError where fewer bytes came than there are, or more."""
         key = file.key
         try:
-            data = self._part(file, start, end)
+            data = self.client.reader.read(file, start, end)
         except Exception as error:
             if status_of(error) == _ANOTHER_VERSION:
                 raise Changed(f"{self.url(key)}: it was replaced while it was read") from None
             if status_of(error) != _BEHIND_THE_END:
                 raise
-            data = b""
+            data = memoryview(b"")
         self.traffic.count(len(data))
         if len(data) > end - start:
             raise OSError(f"{len(data):,} bytes came, {end - start:,} were asked for")
@@ -257,43 +268,11 @@ class Store:
     def _size_now(self, key: str) -> int:
         """Return the size of a file as the store says it now, not as it was listed."""
         self.fs.invalidate_cache()
-        return int(self._timed("_info", key)["size"] or 0)
+        return int(call(self.fs, "_info", self.policy.timeout, key)["size"] or 0)
 
     def reads_version(self, version: str) -> bool:
         """Return whether a read that names this version fails where another is there."""
-        return hasattr(self.fs, "_call_s3") and version.startswith('"')
-
-    def _part(self, file: ObjectVersion, start: int, end: int) -> bytes:
-        if hasattr(self.fs, "_call_s3"):
-            pinned = self.reads_version(file.version)
-            data = self._synced(read_s3_range(self.fs, file, start, end, pinned=pinned))
-        elif self.scheme in SCHEMES:
-            data = self._synced(read_web_range(self.fs, file, start, end))
-        else:
-            plain = {"cache_type": "none", "size": self._sizes.get(file.key)}
-            known = plain if self._is_plain else {}
-            data = self._timed("_cat_file", file.key, start=start, end=end, **known)
-        return bytes(data)
-
-    @cached_property
-    def _is_plain(self) -> bool:
-        """Whether parts are read in fsspec's own way, which also reads some MiB behind them."""
-        from fsspec import AbstractFileSystem
-
-        own = type(self.fs).cat_file is not AbstractFileSystem.cat_file
-        return not (own or self.fs.async_impl)
-
-    def _timed(self, method: str, *arguments: Any, **named: Any) -> Any:
-        """Call a method of the file system; give up after a time where it can be given up."""
-        if not self.fs.async_impl:
-            return getattr(self.fs, method.removeprefix("_"))(*arguments, **named)
-        return self._synced(getattr(self.fs, method)(*arguments, **named))
-
-    def _synced(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Wait for a coroutine of the file system; give up after a time."""
-        from fsspec.asyn import sync
-
-        return sync(self.fs.loop, lambda: work, timeout=self.policy.timeout)
+        return is_pinned(self.fs, version)
 
     def make_folder(self, key: str, what: str) -> None:
         """Make a folder where the store has folders."""
@@ -351,15 +330,15 @@ class Store:
         return retry(self.policy, what, work)
 
 
-def _wide(scheme: str) -> dict[str, Any]:
-    """Return settings for many requests of a store at once: botocore allows 10."""
-    if _EXTRAS.get(scheme) != "s3":
-        return {}
-    from fsspec.config import conf
+_stores: WeakSet[Store] = WeakSet()
 
-    theirs = conf.get("s3", {}).get("config_kwargs", {})
-    once = {"retries": {"max_attempts": 0}}  # ``Store.ask`` tries again
-    return {"config_kwargs": {"max_pool_connections": _CONNECTIONS} | once | theirs}
+
+def _disconnect_all() -> None:
+    for store in list(_stores):
+        store.disconnect()
+
+
+os.register_at_fork(after_in_child=_disconnect_all)
 
 
 def _info(info: dict[str, Any]) -> ObjectInfo:
@@ -370,6 +349,3 @@ def _info(info: dict[str, Any]) -> ObjectInfo:
     seconds = modified.timestamp() if hasattr(modified, "timestamp") else modified
     seconds = seconds if isinstance(seconds, int | float) else 0
     return ObjectInfo(int(info.get("size") or 0), str(version or modified), float(seconds))
-
-
-SCHEMES = ("http", "https")

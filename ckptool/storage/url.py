@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cached_property
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from ckptool.errors import NotFound, UsageError
 
@@ -15,9 +18,24 @@ if TYPE_CHECKING:
 
 _URL = re.compile(r"(?P<scheme>[a-zA-Z][a-zA-Z0-9+.-]+)://(?P<rest>.*)", re.DOTALL)
 _HALF_URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/[^/]")
-_WEB = ("http", "https")
-_BUCKETS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "hf", *_WEB)
+WEB = ("http", "https")
+"""Schemes of web servers, which list nothing and are not written to."""
+_BUCKETS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "hf", *WEB)
 """Schemes whose URLs begin with a bucket, container, repository or host."""
+
+_options: ContextVar[Mapping[str, Any]] = ContextVar(
+    "storage options", default=MappingProxyType({})
+)
+
+
+@contextmanager
+def storage_options(options: Mapping[str, Any]) -> Iterator[None]:
+    """Open the stores of all URLs that are parsed meanwhile with these options of fsspec."""
+    before = _options.set(options)
+    try:
+        yield
+    finally:
+        _options.reset(before)
 
 
 class RemotePath:
@@ -34,8 +52,8 @@ class RemotePath:
         from ckptool.storage.store import Store
 
         scheme = url.partition("://")[0].lower()
-        base, mark, query = url.partition("?") if scheme in _WEB else (url, "", "")
-        return cls(Store.connect(url), base, mark + query)
+        base, mark, query = url.partition("?") if scheme in WEB else (url, "", "")
+        return cls(Store.connect(url, _options.get()), base, mark + query)
 
     def __str__(self) -> str:
         return redact_url(self._base)
@@ -177,7 +195,7 @@ def _supported_url(scheme: str, rest: str) -> str:
     """Return a URL with its scheme in lower case; UsageError where it names what is not read."""
     if scheme in _BUCKETS and not rest.partition("/")[0]:
         raise UsageError(f"{scheme}://{rest}: names no bucket or host", hint=f"{scheme}://NAME/...")
-    if "?versionid=" in rest.lower() and scheme not in _WEB:
+    if "?versionid=" in rest.lower() and scheme not in WEB:
         raise UsageError(
             f"{scheme}://{rest}: versions of objects are not read",
             hint="copy the version to a key of its own",
@@ -190,7 +208,7 @@ def redact_url(url: str) -> str:
     head, mark, rest = url.partition("://")
     host, slash, path = rest.partition("/")
     user, at, server = host.rpartition("@")
-    if at and (":" in user or head.lower() in _WEB):
+    if at and (":" in user or head.lower() in WEB):
         host = server
     path = re.sub(r"\?[^/]*=.*", "", path, flags=re.DOTALL)
     return f"{head}{mark}{host}{slash}{path}"

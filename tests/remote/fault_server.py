@@ -529,6 +529,9 @@ for _method in ("GET", "HEAD", "PUT", "POST", "DELETE"):
     setattr(_Handler, f"do_{_method}", _Handler._serve)
 
 _HEADERS = {
+    "Authorization": "authorization",
+    "User-Agent": "client",
+    "X-Amz-Security-Token": "token",
     "If-Match": "if-match",
     "If-None-Match": "if-none-match",
     "x-amz-copy-source": "copy-source",

@@ -15,8 +15,7 @@ import psutil
 
 from ckptool.errors import NotFound, TransferError, Unsupported, UsageError
 from ckptool.storage.retry import Denied
-from ckptool.storage.store import SCHEMES
-from ckptool.storage.url import Location, RemotePath
+from ckptool.storage.url import WEB, Location, RemotePath
 
 if TYPE_CHECKING:
     from ckptool.commands.bench.launch import Meeting
@@ -165,7 +164,7 @@ def require_savable(out: RemotePath, *, abort: bool) -> None:
         raise UsageError(
             "--abort looks for what is left on disk; --out is a URL", hint="--out with a folder"
         )
-    if out.store.scheme in SCHEMES:
+    if out.store.scheme in WEB:
         raise Unsupported(f"{out}: cannot be written to: web servers are read-only")
     if out.store.scheme == "memory":
         raise Unsupported(f"{out}: every rank is a process, and has a memory:// of its own")

@@ -27,8 +27,8 @@ from ckptool.storage.local import Files
 from ckptool.storage.multipart import hidden_name
 from ckptool.storage.remote import RemoteSource
 from ckptool.storage.retry import Denied, NoAnswer
-from ckptool.storage.store import SCHEMES, ObjectInfo
-from ckptool.storage.url import RemotePath
+from ckptool.storage.store import ObjectInfo
+from ckptool.storage.url import WEB, RemotePath
 
 _MARKS = (".metadata", ".json", ".pkl", "latest", "meta.pt")
 
@@ -87,7 +87,7 @@ class RemoteStage:
 
     def require_possible(self) -> None:
         """Raise Unsupported where what is there may not be replaced, or nothing is to resume."""
-        if self._store.scheme in SCHEMES:
+        if self._store.scheme in WEB:
             raise Unsupported(f"{self.target}: cannot be written to: web servers are read-only")
         if self._store.atomic_put and not self.target.parent.name:
             raise Unsupported(f"{self.target}: is a whole bucket", hint="name a folder in it")

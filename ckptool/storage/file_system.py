@@ -1,0 +1,64 @@
+"""The file system of fsspec that a URL names, with settings for many requests at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ckptool.errors import Unsupported, UsageError
+from ckptool.storage.ranged_read import is_s3
+from ckptool.storage.retry import error_text, unreachable
+from ckptool.storage.url import redact_url
+
+_EXTRAS = {
+    "s3": "s3",
+    "s3a": "s3",
+    "gs": "gcs",
+    "gcs": "gcs",
+    "az": "azure",
+    "abfs": "azure",
+    "abfss": "azure",
+    "adl": "azure",
+    "hf": "hf",
+    "http": "http",
+    "https": "http",
+}
+_CONNECTIONS = 64
+
+
+def open_file_system(url: str, options: Mapping[str, Any]) -> Any:
+    """Return the file system of a URL; Unsupported where a package for it is missing."""
+    scheme = url.partition("://")[0].lower()
+    try:
+        from fsspec.core import url_to_fs
+
+        fs = url_to_fs(url, **{**options, **_wide(scheme, options)})[0]
+        if options and is_s3(fs):
+            fs.connect()  # looks at the options
+    except ImportError as error:
+        extra = _EXTRAS.get(scheme)
+        hint = f"pip install 'ckptool[{extra}]'" if extra else str(error)
+        message = f"{redact_url(url)}: a package that reads {scheme}:// is missing"
+        raise Unsupported(message, hint=hint) from None
+    except TypeError as error:
+        message = f"{redact_url(url)}: storage options that {scheme}:// does not take"
+        raise UsageError(f"{message}: {error_text(error)}") from None
+    except ValueError as error:
+        if "not known" not in str(error).lower():
+            raise UsageError(f"{redact_url(url)}: {error_text(error)}") from None
+        hint = "s3://, gs://, az://, hf://, https://, or another that fsspec knows"
+        raise UsageError(f"{redact_url(url)}: no store is called {scheme}://", hint=hint) from None
+    except Exception as error:  # noqa: BLE001 (each client of a store has errors of its own)
+        raise unreachable(redact_url(url), error) from None
+    return fs
+
+
+def _wide(scheme: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings for many requests of a store at once: botocore allows 10."""
+    if _EXTRAS.get(scheme) != "s3":
+        return {}
+    from fsspec.config import conf
+
+    theirs = options.get("config_kwargs", conf.get("s3", {}).get("config_kwargs", {}))
+    once = {"retries": {"max_attempts": 0}}  # ``Store.ask`` tries again
+    return {"config_kwargs": {"max_pool_connections": _CONNECTIONS} | once | theirs}

@@ -1,0 +1,263 @@
+"""Ranged reads of S3 objects by obstore, a client in Rust: a tenth of s3fs's processor time.
+
+s3fs stays in charge. Its first read of a bucket says where its requests go, redirects followed,
+and how they are signed; obstore then asks there, with the credentials that s3fs has. Whatever
+obstore cannot read, s3fs reads, or says why it cannot; but a refusal is not asked for twice.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime, timedelta
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from ckptool.storage.block_cache import ObjectVersion
+from ckptool.storage.ranged_read import RangeReader, is_pinned, wait
+
+_SENDING = "before-send.s3.GetObject"
+_SIGNED = "AWS4-HMAC-SHA256 Credential="
+_UNDERSTOOD = {
+    "x-amz-checksum-mode",
+    "x-amz-content-sha256",
+    "x-amz-date",
+    "x-amz-request-payer",
+    "x-amz-security-token",
+}
+"""Headers of S3 that obstore sends as well, or that mean nothing where a part is read."""
+_KEPT = timedelta(minutes=6)
+"""How long credentials are said to last: obstore (0.12) asks anew five minutes before."""
+_REFUSAL = re.compile(
+    r"status code: (4(?!08|29)\d\d)\b.*?<Code>(\w+)</Code>.*?<Message>(.*?)</Message>", re.DOTALL
+)
+"""How obstore (0.12) quotes an answer that asking again does not change."""
+_TRIALS = 3
+"""Reads that obstore may fail, and s3fs not, before it is left alone for never having read."""
+_processes: set[int] = set()
+"""The process in which obstore runs."""
+
+
+class ObstoreReader:
+    """Reads parts of S3 objects by obstore; ``reader`` reads what that cannot, with s3fs."""
+
+    def __init__(self, fs: Any, reader: RangeReader, timeout: float) -> None:
+        self._fs = fs
+        self._reader = reader
+        self._timeout = timeout
+        self._buckets: dict[str, Any] = {}
+        self._lock = threading.Lock()
+        self._trial = threading.Lock()
+        self._has_read = False
+        self._failed = 0
+
+    def read(self, file: ObjectVersion, start: int, end: int) -> memoryview:
+        """Return the bytes from ``start`` to ``end``, fewer where the file ends before."""
+        bucket, key, version_id = self._fs.split_path(file.key)
+        if not self._is_usable(key) or version_id is not None:
+            return self._reader.read(file, start, end)
+        if bucket not in self._buckets:
+            with self._lock:
+                if bucket not in self._buckets:
+                    return self._read_first(bucket, key, file, start, end)
+        if (store := self._buckets[bucket]) is None:
+            return self._reader.read(file, start, end)
+        version = file.version if is_pinned(self._fs, file.version) else None
+        if self._has_read:
+            data = _read(store, key, version, start, end, refusals=True)
+            return self._reader.read(file, start, end) if data is None else data
+        if not self._trial.acquire(blocking=False):
+            return self._reader.read(file, start, end)
+        try:
+            return self._try(store, key, version, file, start, end)
+        finally:
+            self._trial.release()
+
+    def _try(
+        self, store: Any, key: str, version: str | None, file: ObjectVersion, start: int, end: int
+    ) -> memoryview:
+        """Read by obstore as long as it never did: what it cannot read may be its own fault."""
+        data = _read(store, key, version, start, end, refusals=False)
+        if data is not None:
+            self._has_read = True
+            return data
+        data = self._reader.read(file, start, end)
+        self._failed += 1
+        return data
+
+    def _is_usable(self, key: str) -> bool:
+        """Whether obstore, in this process, can read what is called so."""
+        works = self._has_read or self._failed < _TRIALS
+        return works and key == key.strip("/") and not is_forked()
+
+    def _read_first(
+        self, bucket: str, key: str, file: ObjectVersion, start: int, end: int
+    ) -> memoryview:
+        """Read with s3fs, and learn from its request how to ask for more of the bucket."""
+        sent: list[Any] = []
+
+        def note(request: Any, **_: object) -> None:
+            sent.append(request)
+
+        events = wait(self._fs, _listen(self._fs, note), self._timeout)
+        try:
+            data = self._reader.read(file, start, end)
+        finally:
+            events.unregister(_SENDING, note)
+        for request in reversed(sent):
+            where = unquote(urlsplit(request.url).path)
+            if where.endswith(f"/{key}"):
+                self._buckets[bucket] = _connect(self._fs, request, bucket, key, self._timeout)
+                break
+        return data
+
+
+def is_available() -> bool:
+    """Return whether obstore is installed."""
+    return find_spec("obstore") is not None
+
+
+def is_forked() -> bool:
+    """Return whether obstore ran in the process that this one was forked from: it would hang."""
+    return bool(_processes) and os.getpid() not in _processes
+
+
+async def _listen(fs: Any, note: Callable[..., None]) -> Any:
+    """Have each request of a read noted as it is sent; return where that is ended."""
+    client = await fs.set_session()
+    client.meta.events.register(_SENDING, note)
+    return client.meta.events
+
+
+def _read(
+    store: Any, key: str, version: str | None, start: int, end: int, *, refusals: bool
+) -> memoryview | None:
+    """Return bytes of an object; None where there is no answer, or not of what was asked for.
+
+    Raises a refusal as s3fs does where they are wanted. obstore (0.12) itself checks the status
+    and Content-Range, not how many bytes come.
+    """
+    import obstore
+
+    options: Any = {"range": (start, end)} | ({"if_match": version} if version else {})
+    try:
+        answer = obstore.get(store, key, options=options)
+        data = memoryview(answer.bytes())
+    except Exception as error:  # noqa: BLE001 (whatever else it is, s3fs is asked and says so)
+        refusal = _REFUSAL.search(str(error)) if refusals else None
+        if refusal is not None:
+            translated = _translated(*refusal.groups())
+            raise translated from translated.__cause__
+        return None
+    meta = answer.meta
+    is_whole = len(data) == min(end, meta["size"]) - start
+    return data if is_whole and version in (None, meta["e_tag"]) else None
+
+
+def _translated(status: str, code: str, message: str) -> Exception:
+    """Return the error that s3fs raises for an answer of S3."""
+    from botocore.exceptions import ClientError
+    from s3fs.errors import translate_boto_error
+
+    said: Any = {
+        "Error": {"Code": code, "Message": message},
+        "ResponseMetadata": {"HTTPStatusCode": int(status)},
+    }
+    error: Exception = translate_boto_error(ClientError(said, "GetObject"))
+    return error
+
+
+def _connect(fs: Any, request: Any, bucket: str, key: str, timeout: float) -> Any:
+    """Return obstore's store for a bucket; None where it would not ask as ``request`` did."""
+    settings: Any = s3_settings(request.url, request.headers, bucket, key)
+    config = fs._s3.meta.config
+    if settings is None or config.proxies or config.client_cert:
+        return None
+    _processes.add(os.getpid())
+    options: Any = {
+        "allow_http": settings["endpoint"].startswith("http:"),
+        "connect_timeout": timedelta(seconds=config.connect_timeout),
+        "read_timeout": timedelta(seconds=config.read_timeout),
+        "timeout": timedelta(seconds=timeout),
+    }
+    try:
+        from obstore.store import S3Store
+
+        return S3Store(
+            bucket,
+            config=settings,
+            client_options=options | _trust(fs),
+            retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=timeout)},
+            credential_provider=lambda: wait(fs, _credentials(fs), timeout),
+        )
+    except Exception:  # noqa: BLE001 (settings that this version does not know)
+        return None
+
+
+def s3_settings(
+    url: str, headers: Mapping[str, str | bytes], bucket: str, key: str
+) -> dict[str, Any] | None:
+    """Return obstore's settings for a bucket, of a request that read ``key`` in it.
+
+    None where the request has what obstore would not send, or another kind of signature.
+    """
+    texts = {name.lower(): _text(value) for name, value in headers.items()}
+    if {name for name in texts if name.startswith("x-amz-")} - _UNDERSTOOD:
+        return None
+    signature = texts.get("authorization")
+    scope = (signature or "").removeprefix(_SIGNED).partition(",")[0].split("/")
+    if signature is not None and (len(scope) != 5 or scope[3:] != ["s3", "aws4_request"]):
+        return None
+    parts = urlsplit(url)
+    path, inside = unquote(parts.path), f"/{bucket}/{key}"
+    if not path.endswith(inside) and path != f"/{key}":
+        return None
+    before = path.removesuffix(inside) if path.endswith(inside) else ""
+    endpoint = f"{parts.scheme}://{parts.netloc}{before}"
+    return {
+        "endpoint": endpoint,
+        "aws_endpoint_url_s3": endpoint,  # obstore takes that of the environment first
+        "region": scope[2] if signature is not None else "us-east-1",
+        "virtual_hosted_style_request": not path.endswith(inside),
+        "skip_signature": signature is None,
+        "request_payer": "x-amz-request-payer" in texts,
+    }
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _trust(fs: Any) -> dict[str, Any]:
+    """Return which certificates are trusted, as botocore has it of its settings."""
+    verify = fs.client_kwargs.get("verify", fs.session.get_config_variable("ca_bundle"))
+    if isinstance(verify, str):
+        return {"root_certificate": Path(verify).read_bytes()}
+    return {"allow_invalid_certificates": True} if verify is False else {}
+
+
+async def _credentials(fs: Any) -> dict[str, Any]:
+    """Return s3fs's credentials, renewed by botocore where they are about to expire."""
+    given = fs.client_kwargs
+    key = fs.key or given.get("aws_access_key_id")
+    if key is not None:
+        secret = fs.secret or given.get("aws_secret_access_key")
+        token = fs.token or given.get("aws_session_token")
+        return {
+            "access_key_id": key,
+            "secret_access_key": secret,
+            "token": token,
+            "expires_at": None,
+        }
+    held = await fs.session.get_credentials()
+    frozen = await held.get_frozen_credentials()
+    return {
+        "access_key_id": frozen.access_key,
+        "secret_access_key": frozen.secret_key,
+        "token": frozen.token,
+        "expires_at": datetime.now(UTC) + _KEPT,
+    }
