@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, wraps
 from inspect import Parameter, signature
 from pathlib import Path
 from textwrap import wrap
@@ -160,19 +160,27 @@ _DEFAULT = _Default()
 def with_keywords(known: type) -> Callable[[Function], Function]:
     """Name the keywords of ``**options: Unpack[known]`` in a function's signature and docstring.
 
-    Type checkers see ``Unpack``; this is for ``help``, ``?`` and completion.
+    Type checkers see ``Unpack``; this is for ``help``, ``?`` and completion. URLs are opened with
+    the ``storage_option`` among them.
     """
 
     def decorate(function: Function) -> Function:
         declared = signature(function)
+
+        @wraps(function)
+        def run(*arguments: Any, **options: Any) -> Any:
+            given = options.get("storage_option")
+            with url.storage_options(given if isinstance(given, Mapping) else {}):
+                return function(*arguments, **options)
+
         keywords = [
             Parameter(name, Parameter.KEYWORD_ONLY, default=_DEFAULT, annotation=hint)
             for name, hint in hints_of(known).items()
         ]
         kept = [p for p in declared.parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
-        function.__signature__ = declared.replace(parameters=[*kept, *keywords])  # type: ignore[attr-defined]
-        function.__doc__ = f"{function.__doc__ or ''}\n{_keyword_lines(known)}"
-        return function
+        run.__signature__ = declared.replace(parameters=[*kept, *keywords])  # type: ignore[attr-defined]
+        run.__doc__ = f"{function.__doc__ or ''}\n{_keyword_lines(known)}"
+        return run  # type: ignore[return-value]
 
     return decorate
 

@@ -18,6 +18,7 @@ class ReadKeywords(TypedDict, total=False):
     per_rank: bool
     flat_params: AnyPath | None
     tp_rule: Strings
+    storage_option: Mapping[str, object]
     world_size: int | None
 
 
@@ -64,6 +65,7 @@ class ReshardKeywords(TypedDict, total=False):
     flat_params: AnyPath | None
     tp_rule: Strings
     split_stacked: bool
+    storage_option: Mapping[str, object]
     world_size: int | None
     rank_state: str
     map: str | None

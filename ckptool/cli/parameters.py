@@ -60,12 +60,19 @@ def with_options(command: Command) -> Command:
 
     @wraps(command)
     def run(**values: Any) -> None:
-        parsed = {}
-        for name, option in declared.items():
-            value = values.pop(name)
-            if value is not None and value != []:
-                parsed[name] = option.parse(value, option.flag.partition("/")[0])
-        command(**values, **{name: build(group, parsed) for name, group in groups.items()})
+        from ckptool.storage.url import storage_options
+
+        written = {name: values.pop(name) for name in declared}
+        known = {name: v for name, v in written.items() if v is not None and v != []}
+
+        def parse(name: str) -> Any:
+            option = declared[name]
+            return option.parse(known[name], option.flag.partition("/")[0])
+
+        opening = "storage_option"  # every URL among the others is opened with them
+        with storage_options(parse(opening) if opening in known else {}):
+            parsed = {name: parse(name) for name in known}
+            command(**values, **{name: build(group, parsed) for name, group in groups.items()})
 
     run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {each.name: each.annotation for each in parameters}

@@ -5,6 +5,7 @@ This module has the kinds of options whose values other parts of the package par
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -58,6 +59,23 @@ def _dims(value: Any, name: str) -> Mapping[str, int]:
     return value if isinstance(value, Mapping) else parse_dims(value)
 
 
+def _storage_options(value: Any, name: str) -> Mapping[str, Any]:
+    """Return the options of KEY=VALUE: a value that is JSON as what it is, any other as text."""
+    if isinstance(value, Mapping):
+        return value
+    options = {}
+    for text in _texts(value):
+        key, equals, written = text.partition("=")
+        if not equals or not key.isidentifier():
+            hint = f"such as {name} anon=true; see ckptool help stores"
+            raise UsageError(f"invalid {name} {key!r}: expected KEY=VALUE", hint=hint)
+        try:
+            options[key] = json.loads(written)
+        except ValueError:
+            options[key] = written
+    return options
+
+
 FILE = Kind(Path, "AnyPath", _file)
 PLACE = Kind(str, "AnyPath", _place)
 SHARE = Kind(str, "float | str", lambda value, name: parse_share(str(value), name))
@@ -66,3 +84,4 @@ MESH = Kind(str, "str", _mesh)
 SHARD_RULES = Kind(list[str], "Strings", _shard_rules)
 CASTS = Kind(list[str], "AnyDType | Sequence[AnyDType]", _casts)
 DIMS = Kind(list[str], "Mapping[str, int]", _dims)
+STORAGE_OPTIONS = Kind(list[str], "Mapping[str, object]", _storage_options)

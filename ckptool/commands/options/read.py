@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptool.commands.options import FILE, TP_RULES
+from ckptool.commands.options import FILE, STORAGE_OPTIONS, TP_RULES
 from ckptool.core.options import COUNT, FLAG, OptionSet, option
 
 if TYPE_CHECKING:
@@ -49,6 +50,13 @@ class ReadOptions(OptionSet):
         default=False,
         former="--unstack",
         help="Split stacked layers and experts into one tensor each.",
+    )
+    storage_option: Mapping[str, object] = option(
+        "--storage-option",
+        STORAGE_OPTIONS,
+        factory=dict,
+        metavar="KEY=VALUE",
+        help="Open the stores of URLs with this option of their client in fsspec (repeatable).",
     )
     values: bool = True
     world_size: int | None = option(
