@@ -78,7 +78,7 @@ class RetryPolicy:
     pause: float = 0.5
     longest_pause: float = 20.0
     total: float = 120.0
-    connecting: float = 8.0
+    connecting: float = 6.0
 
     def before(self, attempt: int) -> float:
         """Return the seconds before this attempt, twice as long each time and randomly fewer."""
