@@ -19,6 +19,7 @@ from ckptool.core.plan import Plan
 from ckptool.engine.check.replicas import differing_replicas
 from ckptool.engine.ranks import NodeRanks, Ranks, begin_output, share_files
 from ckptool.engine.read.tiles import require_unchanged
+from ckptool.engine.write.run import fetched_ahead
 from ckptool.engine.write.stage import RESUME_HINT, Output, Stage, StageOptions
 from ckptool.errors import (
     Changed,
@@ -323,6 +324,7 @@ class Transfer:
         stored = [e for e in share if e.name in written or (e.elements and e.name not in aliases)]
         source, staged = self.opened.source, stage.written
         workers = self.options.run.workers or max(source.workers, staged.workers)
+        staged.keep(fetched_ahead(staged, self.options.run))
         expected = digests(stored, TensorSource(source), workers, progress)
         actual = digests(written.values(), TensorSource(staged), workers, progress)
         names = [name for name in expected if actual.get(name) != expected[name]]

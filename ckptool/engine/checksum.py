@@ -71,8 +71,11 @@ class RecordCheck:
             self._pieces[record].setdefault(offset, (nbytes, crc))
 
     def note(self, record: Record, offset: int, data: memoryview) -> None:
-        """Note these bytes of the file, part of the record, by their CRC-32."""
-        self.piece(record, offset, len(data), crc32(data))
+        """Note these bytes of the file, part of the record, by their CRC-32; once is enough."""
+        with self._lock:
+            is_known = offset in self._pieces[record]
+        if not is_known:
+            self.piece(record, offset, len(data), crc32(data))
 
     def unseen(self) -> list[Record]:
         """Return the records whose noted pieces do not cover them exactly."""

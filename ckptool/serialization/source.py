@@ -49,6 +49,10 @@ def require(source: Source, file: str, *, wanted_by: str) -> int:
 MOST_RANKS = 1 << 20
 EDGE = 2048
 """Bytes of an archive's ends that are read at once."""
+_HEAD = 256 << 10
+"""Bytes in which most headers and directories of files fit."""
+_OF_A_FILE = 128
+"""Of a file no more than one in so many of its bytes is read for its directory at first."""
 
 
 def read_metadata(source: Source, file: str) -> bytes:
@@ -67,22 +71,23 @@ def read_metadata(source: Source, file: str) -> bytes:
 def expect_heads(source: Source, files: Iterable[str]) -> None:
     """Announce that the beginnings of these files, where headers are, are read next."""
     sizes = source.files
-    source.expect((file, 0, min(sizes[file], EDGE)) for file in files if file in sizes)
+    source.expect((file, 0, min(sizes[file], _HEAD)) for file in files if file in sizes)
 
 
 def expect_edges(source: Source, places: Iterable[tuple[str, int, int]]) -> None:
-    """Announce that both ends of archives are read next: file, offset and bytes of each."""
-    source.expect(span for place in places for span in _edges(*place))
+    """Announce that both ends of small archives are read next: file, offset and bytes of each."""
+    source.expect(span for place in places for span in _edges(*place, EDGE))
 
 
 def expect_archives(source: Source, files: Iterable[str]) -> None:
-    """Announce that both ends of these files are read next."""
-    sizes = source.files
-    expect_edges(source, ((file, 0, sizes[file]) for file in files if file in sizes))
+    """Announce that both ends of these files are read next, where their directories are."""
+    sizes = ((file, source.files[file]) for file in files if file in source.files)
+    edges = (_edges(file, 0, size, min(_HEAD, size // _OF_A_FILE)) for file, size in sizes)
+    source.expect(span for both in edges for span in both)
 
 
-def _edges(file: str, offset: int, nbytes: int) -> tuple[tuple[str, int, int], ...]:
-    edge = min(EDGE, nbytes)
+def _edges(file: str, offset: int, nbytes: int, edge: int) -> tuple[tuple[str, int, int], ...]:
+    edge = min(max(edge, EDGE), nbytes)
     return (file, offset, edge), (file, offset + nbytes - edge, edge)
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import NamedTuple
@@ -26,21 +25,48 @@ Key = tuple[ObjectVersion, int]
 """A file and the number of a block in it."""
 Fetch = Callable[[ObjectVersion, int, int], bytes | memoryview]
 Block = bytes | memoryview
-"""The bytes of a block, fewer where the file ends in it."""
+"""The bytes of a part of a block, fewer where the file ends in it."""
+
+
+class _Part(NamedTuple):
+    """Bytes ``low`` to ``high`` of a block, in the block's own offsets."""
+
+    low: int
+    high: int
+
+    def holds(self, other: _Part) -> bool:
+        """Return whether all of another part is in this one."""
+        return self.low <= other.low and other.high <= self.high
+
+    def joined(self, other: _Part) -> _Part:
+        """Return the least part that holds this one and another."""
+        return _Part(min(self.low, other.low), max(self.high, other.high))
+
+
+_WHOLE = _Part(0, BLOCK)
+
+
+class _Fetched(NamedTuple):
+    """A part of a block, on its way or here."""
+
+    part: _Part
+    data: Future[Block]
 
 
 class BlockCache:
     """What was read last of some files, for all threads.
 
     ``fetch`` reads a file from one offset to another (fewer bytes where it ends). Each run of
-    blocks that is missing is one request; whoever asks for a block that is on its way waits for it.
+    blocks that is missing is one request; of a block that was announced just what will be read is
+    fetched. Whoever asks for bytes that are on their way waits for them.
     """
 
     def __init__(self, fetch: Fetch, capacity: int = 16 << 20) -> None:
         self.capacity = capacity
         self._fetch = fetch
-        self._kept: OrderedDict[Key, Future[Block]] = OrderedDict()
+        self._kept: OrderedDict[Key, _Fetched] = OrderedDict()
         self._lock = threading.Lock()
+        self._expected: dict[Key, _Part] = {}
         self._queue: deque[Key] = deque()
         self._unread: set[Key] = set()
         self._pool: ThreadPoolExecutor | None = None
@@ -49,11 +75,10 @@ class BlockCache:
         """Fill a buffer from ``offset``; return the bytes there are. Raises as ``fetch`` does."""
         if not buffer:
             return 0
-        numbers = range(offset // BLOCK, (offset + len(buffer) - 1) // BLOCK + 1)
         done = 0
-        for number, future in zip(numbers, self._futures(file, numbers), strict=True):
-            begin = max(0, offset - number * BLOCK)
-            piece = future.result()[begin : begin + len(buffer) - done]
+        for number, fetched in self._blocks(file, offset, offset + len(buffer)):
+            begin = max(0, offset - number * BLOCK) - fetched.part.low
+            piece = fetched.data.result()[begin : begin + len(buffer) - done]
             buffer[done : done + len(piece)] = piece
             done += len(piece)
         return done
@@ -63,60 +88,69 @@ class BlockCache:
 
         Spans longer than a block are left out: they are requests of their own.
         """
-        keys = [
-            (file, number)
-            for file, offset, nbytes in spans
-            if 0 < nbytes <= BLOCK
-            for number in range(offset // BLOCK, (offset + nbytes - 1) // BLOCK + 1)
-        ]
+        expected: dict[Key, _Part] = {}
+        for file, offset, nbytes in spans:
+            if 0 < nbytes <= BLOCK:
+                for number, part in _parts(offset, offset + nbytes):
+                    key = (file, number)
+                    expected[key] = expected.get(key, part).joined(part)
         with self._lock:
-            self._queue = deque(dict.fromkeys([*keys, *self._queue]))
+            self._expected.update(expected)
+            self._queue = deque(dict.fromkeys([*expected, *self._queue]))
         self._fetch_ahead()
 
     def clear(self) -> None:
         """Forget everything: the files have changed."""
         with self._lock:
             self._kept.clear()
+            self._expected.clear()
             self._unread.clear()
             self._queue.clear()
 
-    def _futures(self, file: ObjectVersion, numbers: range) -> list[Future[Block]]:
-        """Return the blocks of a file; those that nobody fetches yet are fetched here."""
-        missing: list[int] = []
+    def _blocks(self, file: ObjectVersion, start: int, end: int) -> list[tuple[int, _Fetched]]:
+        """Return the parts of blocks that hold some bytes; fetch those that nobody does yet."""
+        blocks: list[tuple[int, _Fetched]] = []
+        missing: list[tuple[int, _Fetched]] = []
         with self._lock:
-            for number in numbers:
+            for number, part in _parts(start, end):
                 key = (file, number)
-                if key not in self._kept:
-                    self._kept[key] = Future()
-                    missing.append(number)
+                if key not in self._kept or not self._kept[key].part.holds(part):
+                    missing.append((number, self._begin(key, part)))
                 self._kept.move_to_end(key)
                 self._unread.discard(key)
-            futures = [self._kept[file, number] for number in numbers]
-        for _, run in itertools.groupby(enumerate(missing), lambda pair: pair[1] - pair[0]):
-            run_numbers = [number for _, number in run]
-            at = run_numbers[0] - numbers[0]
-            self._fill(file, run_numbers, futures[at : at + len(run_numbers)])
+                blocks.append((number, self._kept[key]))
+        for run in _adjoining(missing):
+            self._fill(file, run)
         self._trim()
         self._fetch_ahead()
-        return futures
+        return blocks
 
-    def _fill(self, file: ObjectVersion, numbers: list[int], futures: list[Future[Block]]) -> None:
-        """Fetch neighbouring blocks with one request."""
+    def _begin(self, key: Key, part: _Part) -> _Fetched:
+        """Note, with the lock held, that a block is on its way: what is expected of it, or all."""
+        expected = self._expected.pop(key, _WHOLE)
+        fetched = _Fetched(expected if expected.holds(part) else _WHOLE, Future())
+        self._kept[key] = fetched
+        return fetched
+
+    def _fill(self, file: ObjectVersion, run: Sequence[tuple[int, _Fetched]]) -> None:
+        """Fetch adjoining parts of blocks with one request."""
+        (first, begin), (last, end) = run[0], run[-1]
+        start = first * BLOCK + begin.part.low
         try:
-            data = self._fetch(file, numbers[0] * BLOCK, (numbers[-1] + 1) * BLOCK)
+            data = self._fetch(file, start, last * BLOCK + end.part.high)
         except BaseException as error:
             with self._lock:
-                for number in numbers:
+                for number, _ in run:
                     self._kept.pop((file, number), None)
                     self._unread.discard((file, number))
-            for future in futures:
-                future.set_exception(error)
+            for _, fetched in run:
+                fetched.data.set_exception(error)
             raise
-        if len(futures) == 1:
-            futures[0].set_result(data)
-            return
-        for place, future in enumerate(futures):  # copies: a view would keep all of them in memory
-            future.set_result(bytes(data[place * BLOCK : (place + 1) * BLOCK]))
+        for number, fetched in run:
+            at = number * BLOCK + fetched.part.low - start
+            piece = data[at : at + fetched.part.high - fetched.part.low]
+            # Copies: a view would keep the blocks of the whole run in memory.
+            fetched.data.set_result(piece if len(run) == 1 else bytes(piece))
 
     def _trim(self) -> None:
         with self._lock:
@@ -128,15 +162,38 @@ class BlockCache:
         """Keep some of the blocks that are expected on their way."""
         with self._lock:
             while self._queue and len(self._unread) < _AHEAD:
-                file, number = self._queue.popleft()
-                if (file, number) in self._kept:
+                file, number = key = self._queue.popleft()
+                expected = self._expected.get(key)
+                if expected is None or key in self._kept:
                     continue
-                future = self._kept[file, number] = Future()
-                self._unread.add((file, number))
+                self._unread.add(key)
                 self._pool = self._pool or ThreadPoolExecutor(_AHEAD, "ckptool-ahead")
-                self._pool.submit(self._fill_ahead, file, number, future)
+                self._pool.submit(self._fill_ahead, file, number, self._begin(key, expected))
 
-    def _fill_ahead(self, file: ObjectVersion, number: int, future: Future[Block]) -> None:
+    def _fill_ahead(self, file: ObjectVersion, number: int, fetched: _Fetched) -> None:
         """Fetch one block that is expected; an error waits in it for whoever reads it."""
         with suppress(Exception):
-            self._fill(file, [number], [future])
+            self._fill(file, [(number, fetched)])
+
+
+def _parts(start: int, end: int) -> Iterator[tuple[int, _Part]]:
+    """Yield the blocks that hold some bytes of a file, with the part of each that does."""
+    for number in range(start // BLOCK, (end - 1) // BLOCK + 1):
+        first = number * BLOCK
+        yield number, _Part(max(0, start - first), min(BLOCK, end - first))
+
+
+def _adjoining(
+    blocks: Iterable[tuple[int, _Fetched]],
+) -> Iterator[list[tuple[int, _Fetched]]]:
+    """Yield runs of blocks whose parts lie behind one another without a gap."""
+    run: list[tuple[int, _Fetched]] = []
+    for number, fetched in blocks:
+        if run:
+            last, before = run[-1]
+            if number != last + 1 or before.part.high < BLOCK or fetched.part.low:
+                yield run
+                run = []
+        run.append((number, fetched))
+    if run:
+        yield run

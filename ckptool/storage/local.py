@@ -23,6 +23,8 @@ from ckptool.storage.file_status import (
 )
 
 _T = TypeVar("_T")
+Run = tuple[str, int, int]
+"""A file, and the offset and number of bytes that are read of it."""
 
 SPAN = 4 << 20
 """Bytes that are read at once to gather elements that lie apart."""
@@ -93,8 +95,11 @@ class Files(Protocol):
     def read(self, file: str, offset: int, nbytes: int) -> bytes:
         """Return exactly ``nbytes`` at ``offset``; Damaged where the file ends before."""
 
+    def plan_reads(self, runs: Iterable[Run]) -> None:
+        """Prepare for all that is read next, in order: it may be fetched ahead, each byte once."""
+
     def keep(self, nbytes: int) -> None:
-        """Keep no more than so many bytes of what was read."""
+        """Keep no more than so many bytes of what was read, or fetched ahead."""
 
     def reader(self) -> FileReader:
         """Return what one thread reads with."""
@@ -179,6 +184,9 @@ class LocalSource:
         return LocalSource.file(Path(self.root, name))
 
     def expect(self, spans: Iterable[tuple[str, int, int]]) -> None:
+        """Do nothing: the kernel reads a disk ahead."""
+
+    def plan_reads(self, runs: Iterable[Run]) -> None:
         """Do nothing: the kernel reads a disk ahead."""
 
     def keep(self, nbytes: int) -> None:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from ckptool.errors import Changed, NotFound, Problem
 from ckptool.storage.block_cache import BLOCK, ObjectVersion
 from ckptool.storage.file_status import changed, version_digest
-from ckptool.storage.local import by_folder, read_exactly, too_short, within_folder
+from ckptool.storage.local import Run, by_folder, read_exactly, too_short, within_folder
 from ckptool.storage.store import ObjectInfo
 from ckptool.storage.url import WEB, RemotePath
 
@@ -103,9 +103,15 @@ class RemoteSource:
             (self._version_of(file), offset, nbytes) for file, offset, nbytes in spans
         )
 
+    def plan_reads(self, runs: Iterable[Run]) -> None:
+        """Have what is read next fetched ahead, in order, each byte once and many at a time."""
+        self._place.store.ranges.plan(
+            (self._version_of(file), offset, nbytes) for file, offset, nbytes in runs
+        )
+
     def keep(self, nbytes: int) -> None:
-        """Keep no more than so many bytes of what was read."""
-        self._place.store.blocks.capacity = nbytes
+        """Keep no more than so many bytes of what was fetched ahead."""
+        self._place.store.ranges.capacity = nbytes
 
     def read(self, file: str, offset: int, nbytes: int) -> bytes:
         """Return exactly ``nbytes`` at ``offset``; Damaged where the file ends before."""
@@ -114,7 +120,7 @@ class RemoteSource:
     def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` from ``offset``; Damaged where the file ends before."""
         try:
-            done = self._place.store.blocks.read_into(self._version_of(file), offset, buffer)
+            done = self._place.store.read_into(self._version_of(file), offset, buffer)
         except Changed:
             raise changed([file]) from None
         except NotFound as error:

@@ -18,6 +18,7 @@ from ckptool.errors import Changed, NotFound, Unsupported
 from ckptool.storage.block_cache import BlockCache, ObjectVersion
 from ckptool.storage.file_system import open_file_system
 from ckptool.storage.obstore_read import ObstoreReader, is_available
+from ckptool.storage.planned_ranges import PlannedRanges
 from ckptool.storage.ranged_read import FsspecReader, RangeReader, call, is_pinned, is_s3
 from ckptool.storage.retry import (
     Denied,
@@ -81,6 +82,7 @@ class Store:
         self.remains: dict[str, int] = {}
         """Bytes of files that were not finished, by their URLs, that could not be thrown away."""
         self.blocks = BlockCache(self.read)
+        self.ranges = PlannedRanges(self.read)
         self._url = url
         self._options = options
         self._sizes: dict[str, int] = {}
@@ -122,6 +124,7 @@ class Store:
         """Forget all connections, locks and what is on its way: they are another process's."""
         self._opened = None
         self.blocks = BlockCache(self.read, self.blocks.capacity)
+        self.ranges = PlannedRanges(self.read, self.ranges.capacity)
         self.traffic = Traffic(self.traffic.requests, self.traffic.received)
 
     @property
@@ -137,6 +140,7 @@ class Store:
         """Forget what was read of a file: it was written, and has so many bytes."""
         self._sizes[key] = nbytes
         self.blocks.clear()
+        self.ranges.clear()
         self.fs.invalidate_cache()
 
     def url(self, key: str) -> str:
@@ -235,6 +239,14 @@ class Store:
         if info["size"] is None:
             raise Unsupported(f"{redact_url(key)}: the server does not say how large it is")
         return info
+
+    def read_into(self, file: ObjectVersion, offset: int, buffer: memoryview) -> int:
+        """Fill a buffer from ``offset`` of a file; return the bytes there are.
+
+        Raises Changed where the store knows that it is no longer the file that was listed.
+        """
+        done = self.ranges.read_into(file, offset, buffer)
+        return self.blocks.read_into(file, offset, buffer) if done is None else done
 
     def read(self, file: ObjectVersion, start: int, end: int) -> memoryview:
         """Return the bytes of a file from ``start`` to ``end``, fewer where it ends before.

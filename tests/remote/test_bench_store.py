@@ -51,9 +51,9 @@ def test_saves_to_a_store_are_measured_and_removed(
     written = {one.name for one in s3.of("PutObject", "CopyObject")}
     assert {"__0_0.distcp", "__1_0.distcp", ".metadata"} <= written
     assert s3.get("") == KEPT
-    # torch 2.13 leaves the empty folder of torchrun's logs
-    assert {path.name for path in tmp_path.glob("[!t]*")} == {"python"}
-    assert all(path.name[:13] == "torchelastic_" for path in tmp_path.glob("t*"))
+    # torch 2.13 leaves the empty folder of torchrun's logs, and at times its compiler's
+    left = {path.name for path in tmp_path.iterdir()} - {"python"}
+    assert all(name.startswith(("torchelastic_", "torchinductor_")) for name in left), left
 
 
 def test_what_was_saved_and_what_was_begun_is_removed_after_an_interruption(s3: S3) -> None:

@@ -22,7 +22,9 @@ from ckptool.commands.inspect import inspect
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.target import ReshardOptions, TransferOptions
+from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.reshard.reshard import prepare_reshard
+from ckptool.commands.verify.verify import verify
 from ckptool.core.sharding.placement import parse_mesh, parse_rule
 from ckptool.engine.run_options import RunOptions
 from ckptool.storage.block_cache import BLOCK
@@ -163,7 +165,7 @@ def test_a_checkpoint_of_a_terabyte_on_256_ranks(zeros: type[Zeros]) -> None:
 
 @pytest.mark.parametrize("mesh", ["1", "3"])
 @pytest.mark.parametrize("rule", ["*=Shard(0)", "*=Shard(1)"])
-def test_a_dry_run_counts_the_blocks_that_will_be_read(mesh: str, rule: str, out: Path) -> None:
+def test_a_dry_run_counts_the_bytes_that_will_be_read(mesh: str, rule: str, out: Path) -> None:
     wide = {f"wide.{n}": torch.ones(24, 80_000) for n in range(2)}  # a row is longer than a block
     small = {f"small.{n}": torch.ones(9, 9) for n in range(50)}
     save_file(wide | small | {"long": torch.ones(3000, 900)}, out / "m.safetensors")
@@ -179,6 +181,50 @@ def test_a_dry_run_counts_the_blocks_that_will_be_read(mesh: str, rule: str, out
     place.store.blocks.clear()
     prepared.run()
     assert told == pytest.approx(place.store.traffic.received - before, rel=0.02)
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eight rows-sharded tensors of 3 MiB on four ranks, as DCP has them: 24 MiB."""
+    folder = tmp_path_factory.mktemp("sharded")
+    tensors = {f"w.{n}": torch.randn(1024, 768) for n in range(8)}
+    save_file(tensors, folder / "m.safetensors")
+    options = ReshardOptions(parse_mesh("4"), rules=(parse_rule("*=Shard(0)"),), to="dcp")
+    prepare_reshard(folder / "m.safetensors", folder / "dcp", options).run()
+    return folder / "dcp"
+
+
+def uploaded(folder: Path) -> tuple[Any, int]:
+    memory = fsspec.filesystem("memory")
+    memory.store.clear()
+    for file in folder.iterdir():
+        memory.pipe_file(f"/run/{file.name}", file.read_bytes())
+    return location("memory://run"), sum(file.stat().st_size for file in folder.iterdir())
+
+
+ITEMS = 8 * 4
+"""Archives in the files; both ends of each are read first, one end with that of the next."""
+PLACEMENTS = ["*=Shard(0),Replicate()", "*=Shard(1),Shard(0)", "*=Replicate(),Shard(1)"]
+
+
+@pytest.mark.parametrize("rule", PLACEMENTS)
+@pytest.mark.parametrize("target", ["local", "store"])
+def test_a_reshard_fetches_each_byte_once(target: str, rule: str, sharded: Path, out: Path) -> None:
+    place, size = uploaded(sharded)
+    transfer = TransferOptions(verify=False, run=RunOptions(fsync=False))
+    options = ReshardOptions(parse_mesh("2x2"), rules=(parse_rule(rule),), transfer=transfer)
+    to = location(str(out / "m") if target == "local" else "memory://out")
+    prepare_reshard(place, to, replace(options, to="dcp")).run()
+    traffic = place.store.traffic
+    assert traffic.received <= 1.02 * size
+    assert traffic.requests <= 20 + 2 * ITEMS + size // (8 << 20) + 4
+
+
+def test_a_verify_fetches_each_byte_once(sharded: Path) -> None:
+    place, size = uploaded(sharded)
+    assert verify(place, VerifyOptions()).ok
+    assert place.store.traffic.received <= 1.05 * size
+    assert place.store.traffic.requests <= 40 + 2 * ITEMS + size // (8 << 20) + 4
 
 
 def test_verbose_says_what_was_asked(s3: S3) -> None:

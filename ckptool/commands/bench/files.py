@@ -192,7 +192,7 @@ def remove_uploaded(place: RemotePath) -> None:
     """Remove a folder, and the parts of files that were not finished; TransferError if it stays."""
     store, inside = place.store, f"{place.key}/"
     store.fs.invalidate_cache()
-    with suppress(NotFound):
+    with suppress(NotFound, Denied):  # what stays is looked for below
         store.ask(str(place), lambda: store.fs.rm(place.key, recursive=True))
     store.abort_uploads(inside, lambda key: True)
     if list_uploaded(place):

@@ -13,7 +13,14 @@ from ckptool.core.catalog import EncodedBlob, Extent, Place, Record, TensorEntry
 from ckptool.engine.checksum import crc_of, record_job
 from ckptool.engine.read.gather import Gatherer, raw, unit
 from ckptool.engine.read.tensors import CheckedSource, TensorSource, TensorTile, tensor_job
-from ckptool.engine.read.tiles import ByteSource, Job, Progress, byte_job, read_tiles
+from ckptool.engine.read.tiles import (
+    ByteSource,
+    Job,
+    Progress,
+    byte_job,
+    known_runs,
+    read_tiles,
+)
 from ckptool.errors import CkptoolError
 from ckptool.storage.local import Files
 
@@ -138,4 +145,4 @@ def _decode_job(blob: EncodedBlob, entry: TensorEntry) -> Job[EncodedBlob, Gathe
         gatherer.fill_from(blob, out, nowhere, entry.source_dtype)
         yield from ()
 
-    return Job(blob, decode)
+    return Job(blob, decode, known_runs((blob.file, blob.offset, blob.nbytes)))

@@ -24,13 +24,11 @@ from ckptool.core.dtype import DType
 from ckptool.core.plan import ChunkIndex
 from ckptool.engine.read.rounding import cast
 from ckptool.engine.read.row_cache import NotePiece, RowCache
+from ckptool.engine.read.runs import has_rows, span_of, worth_a_span
 from ckptool.errors import Damaged
 from ckptool.storage.local import SPAN, Files
 
 Array = np.ndarray[Any, np.dtype[Any]]
-
-_LONG_RUN = 2 << 10
-_OVER_READ = 4
 
 
 def unit(itemsize: int) -> np.dtype[Any]:
@@ -222,40 +220,6 @@ def _require_crc(at: EncodedBlob, blob: bytes, what: str) -> None:
     if crc != record.crc32:
         message = f"{what}: decodes to bytes of CRC-32 {crc:08x}, recorded {record.crc32:08x}"
         raise Damaged(message, "crc-mismatch", file=at.file)
-
-
-def span_of(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> int:
-    """Return the bytes from the first to the last element of a box that has elements."""
-    return itemsize + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-
-
-def worth_a_span(
-    shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, block: int = 1
-) -> bool:
-    """Return whether one read over the gaps, into scratch, beats one read per run.
-
-    It does where no gap spares a ``block``, the bytes that a read costs at least.
-    """
-    span, nbytes = span_of(shape, strides, itemsize), math.prod(shape) * itemsize
-    steps = [stride for n, stride in zip(shape, strides, strict=True) if n > 1]
-    if span <= nbytes or max(steps, default=0) <= block:
-        return True
-    run = itemsize
-    for size, stride in sorted(zip(shape, strides, strict=True), key=lambda pair: pair[1]):
-        if stride == run:
-            run *= size
-    return run < _LONG_RUN and span <= _OVER_READ * nbytes
-
-
-def has_rows(chunk: Chunk, local: Box, itemsize: int) -> bool:
-    """Return whether a box is a part of the rows of a row-major chunk.
-
-    Reading these rows whole then serves the boxes beside it too.
-    """
-    at, shape = chunk.at, chunk.box.shape
-    if not isinstance(at, Extent) or at.ops or len(shape) < 2:
-        return False
-    return local.shape[1:] != shape[1:] and contiguous(at.strides, shape, itemsize)
 
 
 def _strided(data: bytes, start: int, strides: tuple[int, ...], local: Box, itemsize: int) -> Array:

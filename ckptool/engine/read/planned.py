@@ -12,17 +12,18 @@ from ckptool.core.catalog import Extent, contiguous, stored_places
 from ckptool.core.plan import Tile, TileSource
 from ckptool.engine.checksum import RecordCheck, crc32, crc32_combine
 from ckptool.engine.read.row_cache import RowCache
+from ckptool.engine.read.runs import tile_runs
 from ckptool.engine.read.tiles import Job
-from ckptool.storage.local import Files
+from ckptool.storage.local import Files, Run
 
 if TYPE_CHECKING:
     from ckptool.engine.read.gather import Array, Gatherer
 
-Run = tuple[Extent, int, int, int]
+ExtentRun = tuple[Extent, int, int, int]
 """A run of bytes: its place, file offset, offset in a tile and length."""
 
 
-def run_of(tile: Tile, source: TileSource) -> Run | None:
+def run_of(tile: Tile, source: TileSource) -> ExtentRun | None:
     """Return the run of bytes that one source of a tile is, None where it is none as it lies."""
     at, where = source.chunk.at, source.where
     itemsize = tile.entry.source_dtype.itemsize
@@ -94,9 +95,13 @@ class PlanReader:
                 data = self._bytes_of(tile, straight, shared=len(tiles) > 1)
                 yield PlannedPiece(tile, 0, data, crc32(data))
 
-    def data(self, tile: Tile) -> memoryview:
-        """Return the bytes of a tile as they are to be written, until the next is asked for."""
-        return self._bytes_of(tile, self._straight_runs(tile), shared=False)
+    def data(self, tile: Tile, *, shared: bool) -> memoryview:
+        """Return the bytes of a tile as they are to be written, until the next is asked for.
+
+        Where others are made of the same rows of the source, these are read whole.
+        """
+        self._forget_rows()
+        return self._bytes_of(tile, self._straight_runs(tile), shared=shared)
 
     def close(self) -> None:
         """Close all files."""
@@ -110,13 +115,13 @@ class PlanReader:
         if "_rows" in self.__dict__:
             self._rows.forget()
 
-    def _straight_runs(self, tile: Tile) -> list[Run]:
+    def _straight_runs(self, tile: Tile) -> list[ExtentRun]:
         """Return the sources of a tile that are runs of bytes as they lie; note its records."""
         touch(self._records, tile)
         runs = (run_of(tile, source) for source in tile.sources)
         return [run for run in runs if run is not None]
 
-    def _copy_run(self, tile: Tile, run: Run) -> Iterator[PlannedPiece]:
+    def _copy_run(self, tile: Tile, run: ExtentRun) -> Iterator[PlannedPiece]:
         """Read a run of bytes in pieces that the processor's cache holds."""
         at, start, skip, nbytes = run
         total, step = 0, min(self._source.piece, len(self._buffer))
@@ -129,7 +134,7 @@ class PlanReader:
         if at.record is not None:
             self._records.piece(at.record, start, nbytes, total)
 
-    def _bytes_of(self, tile: Tile, straight: list[Run], *, shared: bool) -> memoryview:
+    def _bytes_of(self, tile: Tile, straight: list[ExtentRun], *, shared: bool) -> memoryview:
         """Return the bytes of a tile as they are to be written; note its ``straight`` runs."""
         if shared and tile.entry.source_dtype == tile.entry.dtype:
             data = self._rows.columns(tile)
@@ -137,7 +142,7 @@ class PlanReader:
                 return memoryview(data)
         return self._gather_bytes(tile, straight, shared=shared)
 
-    def _gather_bytes(self, tile: Tile, straight: list[Run], *, shared: bool) -> memoryview:
+    def _gather_bytes(self, tile: Tile, straight: list[ExtentRun], *, shared: bool) -> memoryview:
         from ckptool.engine.read.gather import raw
         from ckptool.engine.read.rounding import cast
 
@@ -164,4 +169,8 @@ class PlanReader:
 
 def plan_job(tiles: Sequence[Tile]) -> Job[Sequence[Tile], PlanReader, PlannedPiece]:
     """Return the job that reads tiles which share rows of the source."""
-    return Job(tiles, lambda reader: reader.pieces(tiles))
+
+    def runs(side: int, block: int) -> Iterator[Run]:
+        return tile_runs(tiles, block, shared=len(tiles) > 1)
+
+    return Job(tiles, lambda reader: reader.pieces(tiles), runs)

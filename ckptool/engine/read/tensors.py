@@ -24,6 +24,7 @@ from ckptool.core.layout import tiles
 from ckptool.core.plan import ChunkIndex
 from ckptool.engine.checksum import RecordCheck, require_intact
 from ckptool.engine.read.gather import Array, Gatherer, array
+from ckptool.engine.read.runs import entry_runs, place_runs
 from ckptool.engine.read.tiles import Job, read_tiles
 from ckptool.errors import Problem
 from ckptool.storage.local import Files
@@ -55,6 +56,11 @@ class TensorSource:
 
     files: Files
 
+    @property
+    def sides(self) -> tuple[Files]:
+        """The files: one side."""
+        return (self.files,)
+
     def reader(self) -> Gatherer:
         """Return what one thread reads with."""
         return Gatherer(self.files)
@@ -66,6 +72,11 @@ class CheckedSource:
     def __init__(self, files: Files) -> None:
         self.files = files
         self._records = RecordCheck()
+
+    @property
+    def sides(self) -> tuple[Files]:
+        """The files: one side."""
+        return (self.files,)
 
     def reader(self) -> Gatherer:
         """Return what one thread reads with."""
@@ -101,7 +112,9 @@ def tensor_job(
     Tiles have at most ``limit`` bytes, by default those that suit the source. Elements are of the
     type that a rewrite asks for, or as they are ``stored``.
     """
-    return Job(entry, partial(_read_tensor, entry, limit, stored))
+    whole = Box.whole(entry.shape)
+    runs = partial(entry_runs, entry, [whole])
+    return Job(entry, partial(_read_tensor, entry, limit, stored), runs)
 
 
 def _read_tensor(
@@ -118,13 +131,14 @@ def place_job(
 ) -> Job[TensorEntry, Gatherer, TensorTile]:
     """Return the job that reads the elements at one place, of ``shape``, as they are stored."""
 
+    whole, dtype = Box.whole(shape), entry.source_dtype
+
     def read(gatherer: Gatherer) -> Iterator[TensorTile]:
-        dtype = entry.source_dtype
-        for box in tiles(Box.whole(shape), dtype.itemsize, limit):
+        for box in tiles(whole, dtype.itemsize, limit):
             values = read_place(gatherer, at, box, dtype)
             yield TensorTile(box, values, values.nbytes)
 
-    return Job(entry, read)
+    return Job(entry, read, lambda side, block: place_runs(at, whole, dtype.itemsize, block))
 
 
 def read_place(gatherer: Gatherer, at: Place, box: Box, dtype: DType) -> Array:
@@ -185,7 +199,8 @@ def _fill_jobs(requests: Sequence[FillRequest]) -> Iterator[Job[FillRequest, Gat
         cut = tiles(request.box, request.entry.source_dtype.itemsize, _FILL)
         is_packed = any(_is_packed(chunk) for chunk in request.entry.chunks)
         for boxes in [list(cut)] if is_packed else ([box] for box in cut):
-            yield Job(request, partial(_fill_boxes, request, boxes))
+            runs = partial(entry_runs, request.entry, boxes)
+            yield Job(request, partial(_fill_boxes, request, boxes), runs)
 
 
 def _exhaust(request: FillRequest, filled: Iterator[TensorTile]) -> None:

@@ -9,16 +9,23 @@ what a sink knows of a job lives in its locals, and it may stop early or catch w
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import islice
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from ckptool.core.catalog import Catalog
+from ckptool.storage.block_cache import ObjectVersion
 from ckptool.storage.file_status import changed
-from ckptool.storage.local import Files
+from ckptool.storage.local import Files, Run
+from ckptool.storage.planned_ranges import memory_to_read
 
 Progress = Callable[[int], None]
+
+_WINDOW = 1 << 12
+"""Jobs whose reads of a store are planned together: of a few MiB each."""
 
 
 class Closeable(Protocol):
@@ -45,15 +52,24 @@ TileOut = TypeVar("TileOut", bound=ReadTile)
 class ReadSource(Protocol[ReaderOut]):
     """What tiles are read from: files, one side or two of a comparison."""
 
+    @property
+    def sides(self) -> Sequence[Files]:
+        """The files of each side."""
+
     def reader(self) -> ReaderOut:
         """Return what one thread reads with."""
 
 
 class Job(NamedTuple, Generic[Subject, Reader, TileOut]):
-    """The tiles that one thread reads in order; ``subject`` is what the sink knows them by."""
+    """The tiles that one thread reads in order; ``subject`` is what the sink knows them by.
+
+    ``runs`` yields the bytes that it reads of a side, where a read costs at least a block of so
+    many bytes; nothing where that is not known before.
+    """
 
     subject: Subject
     read: Callable[[Reader], Iterator[TileOut]]
+    runs: Callable[[int, int], Iterable[Run]] = lambda side, block: ()
 
 
 class Cancelled(Exception):
@@ -73,7 +89,8 @@ def read_tiles(
     with the bytes of each tile once the sink has done with it. The first error, also an
     interruption, ends all threads after their tile, and is raised.
     """
-    stop, lock, jobs = threading.Event(), threading.Lock(), iter(wanted)
+    stop, lock = threading.Event(), threading.Lock()
+    jobs = _planned(source.sides, wanted, workers)
 
     def next_job() -> Job[Subject, Reader, TileOut] | None:
         with lock:
@@ -92,6 +109,66 @@ def read_tiles(
                 sink(job.subject, counted(job.read(reader)))
 
     _run_threads(read_jobs, workers, stop)
+
+
+def _planned(
+    sides: Sequence[Files], wanted: Iterable[Job[Subject, Reader, TileOut]], workers: int
+) -> Iterator[Job[Subject, Reader, TileOut]]:
+    """Yield all jobs; where a side is a store, it is told of some at a time what they read.
+
+    These come in the order, of a few, in which the least is read before it is needed.
+    """
+    jobs = iter(wanted)
+    if all(files.block == 1 for files in sides):
+        return jobs
+    return _announced(sides, jobs, workers)
+
+
+def _announced(
+    sides: Sequence[Files], jobs: Iterator[Job[Subject, Reader, TileOut]], workers: int
+) -> Iterator[Job[Subject, Reader, TileOut]]:
+    while window := list(islice(jobs, _WINDOW)):
+        runs = [
+            [[*job.runs(side, files.block)] for job in window] for side, files in enumerate(sides)
+        ]
+        order = _best_order(runs, workers)
+        for files, of_side in zip(sides, runs, strict=True):
+            files.plan_reads(_side_by_side([of_side[at] for at in order], workers))
+        yield from (window[at] for at in order)
+
+
+def _best_order(runs: Sequence[Sequence[Sequence[Run]]], workers: int) -> Sequence[int]:
+    """Return the order of jobs, by what each reads of each side, that needs the least memory.
+
+    As they come, by files, or by places in files that are written side by side.
+    """
+    places = range(len(runs[0]))
+    firsts = [min((run for side in runs for run in side[at]), default=("", 0, 0)) for at in places]
+    by_file = sorted(places, key=lambda at: firsts[at])
+    by_offset = sorted(places, key=lambda at: firsts[at][1])
+
+    def memory(order: Sequence[int]) -> int:
+        ordered = (_side_by_side([of_side[at] for at in order], workers) for of_side in runs)
+        return sum(
+            memory_to_read((ObjectVersion(file, ""), start, n) for file, start, n in side)
+            for side in ordered
+        )
+
+    return min(places, by_file, by_offset, key=memory)
+
+
+def _side_by_side(jobs: Sequence[Sequence[Run]], workers: int) -> Iterator[Run]:
+    """Yield the runs of all jobs in the order in which threads that are equally fast read them."""
+    waiting = iter(jobs)
+    reading = deque(iter(runs) for runs in islice(waiting, workers))
+    while reading:
+        runs = reading.popleft()
+        run = next(runs, None)
+        if run is not None:
+            yield run
+            reading.append(runs)
+        elif (job := next(waiting, None)) is not None:
+            reading.append(iter(job))
 
 
 def _run_threads(work: Callable[[], None], count: int, stop: threading.Event) -> None:
@@ -169,6 +246,11 @@ class ByteSource:
 
     files: Files
 
+    @property
+    def sides(self) -> tuple[Files]:
+        """The files: one side."""
+        return (self.files,)
+
     def reader(self) -> ByteReader:
         """Return what one thread reads with."""
         return ByteReader(self.files)
@@ -178,4 +260,10 @@ def byte_job(
     subject: Subject, file: str, offset: int, nbytes: int
 ) -> Job[Subject, ByteReader, memoryview]:
     """Return the job that reads a run of bytes."""
-    return Job(subject, lambda reader: reader.run(file, offset, nbytes))
+    run = (file, offset, nbytes)
+    return Job(subject, lambda reader: reader.run(*run), known_runs(run))
+
+
+def known_runs(*runs: Run) -> Callable[[int, int], Iterable[Run]]:
+    """Return what a job's ``runs`` are where they depend on nothing."""
+    return lambda side, block: runs

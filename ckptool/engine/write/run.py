@@ -52,6 +52,7 @@ def run(
     Raises Damaged where source bytes differ from the checksum their writer stored or a
     file ends early, TransferError where writing fails, Unsupported where the budget is too small.
     """
+    source.keep(fetched_ahead(source, options))
     wanted = range(len(plan.layout.files)) if numbers is None else numbers
     finished = find_finished(plan, wanted, folder, options, journal)
     todo = [number for number in wanted if number not in finished]
@@ -66,7 +67,14 @@ def peak_memory(plan: Plan, source: Files, options: RunOptions, *, local: bool =
     """
     if not local:
         return options.budget
-    return workers_within_budget(plan, source, options) * (TILE + 2 * SPAN + plan.largest_blob)
+    per_worker = TILE + 2 * SPAN + plan.largest_blob
+    workers = workers_within_budget(plan, source, options)
+    return workers * per_worker + fetched_ahead(source, options)
+
+
+def fetched_ahead(source: Files, options: RunOptions) -> int:
+    """Return the bytes of the budget that hold what is fetched ahead: of a disk nothing is."""
+    return 0 if source.block == 1 else options.budget // 8
 
 
 def workers_within_budget(plan: Plan, source: Files, options: RunOptions) -> int:
@@ -77,7 +85,8 @@ def workers_within_budget(plan: Plan, source: Files, options: RunOptions) -> int
             f"a budget of {options.budget:,} bytes is too small: one worker needs {per_worker:,}",
             hint=f"--budget {-(-per_worker // (1 << 20))}MiB",
         )
-    return max(1, min(options.workers or source.workers, options.budget // per_worker))
+    left = options.budget - fetched_ahead(source, options)
+    return max(1, min(options.workers or source.workers, left // per_worker))
 
 
 class _PlanWriter:
@@ -250,6 +259,11 @@ class _PlanTiles(NamedTuple):
     files: Files
     records: RecordCheck
     output: _OutputFiles
+
+    @property
+    def sides(self) -> tuple[Files]:
+        """The files that are read."""
+        return (self.files,)
 
     def reader(self) -> PlanReader:
         """Return what one thread reads with."""

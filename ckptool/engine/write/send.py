@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from queue import SimpleQueue
 from typing import NamedTuple
 
@@ -12,11 +14,12 @@ from ckptool.core.layout import Data, Literal, Part, ScatteredData, Verbatim
 from ckptool.core.plan import Group, LayoutPart, Plan, Tile
 from ckptool.engine.checksum import RecordCheck, crc32, require_intact
 from ckptool.engine.read.planned import PlanReader
+from ckptool.engine.read.runs import tile_runs
 from ckptool.engine.read.tiles import Job, read_tiles, require_unchanged
 from ckptool.engine.run_options import RunOptions
-from ckptool.engine.write.run import apply_patches, read_verbatim, touch_files
+from ckptool.engine.write.run import apply_patches, fetched_ahead, read_verbatim, touch_files
 from ckptool.errors import Unsupported
-from ckptool.storage.local import SPAN, Files
+from ckptool.storage.local import SPAN, Files, Run
 from ckptool.storage.multipart import Upload, memory_of_part
 from ckptool.storage.remote import AT_ONCE
 from ckptool.storage.url import RemotePath
@@ -69,9 +72,9 @@ def send(
             sent.close()
 
     last = [number for number in todo if number == len(files) - 1]
-    others = [_file_job(number) for number in todo if number not in last]
+    others = [contents.job(number) for number in todo if number not in last]
     read_tiles(contents, others, upload, capacity.files, progress)
-    read_tiles(contents, map(_file_job, last), upload, 1, progress)
+    read_tiles(contents, map(contents.job, last), upload, 1, progress)
     try:
         for final in uploads:
             final.finish()
@@ -105,12 +108,12 @@ def within_budget(
 
     Raises Unsupported where there is none for one file, one thread that reads and one part.
     """
-    cached = options.budget // 8
+    cached = fetched_ahead(source, options)
     part = memory_of_part(max((plan.layout.files[number].nbytes for number in numbers), default=0))
     reader = 2 * source.tile + 2 * SPAN + plan.largest_blob
     least, left = _MOST_KEPT + part + reader, options.budget - cached
     if least > left:
-        needed = least * 8 // 7
+        needed = least * 8 // 7 if cached else least
         raise Unsupported(
             f"a budget of {options.budget:,} bytes is too small: an upload needs {needed:,}",
             hint=f"--budget {-(-needed // (1 << 20))}MiB",
@@ -132,9 +135,19 @@ class _FileContents(NamedTuple):
     records: RecordCheck
     readers: int
 
+    @property
+    def sides(self) -> tuple[Files]:
+        """The files that are read."""
+        return (self.source,)
+
     def reader(self) -> _ContentReader:
         """Return what one thread reads with."""
         return _ContentReader(self)
+
+    def job(self, number: int) -> Job[int, _ContentReader, memoryview]:
+        """Return the job that reads all bytes of one file of the layout."""
+        runs = partial(_file_runs, self.plan, number, self.source)
+        return Job(number, lambda reader: _FileContent(number, reader).pieces(), runs)
 
 
 class _ContentReader:
@@ -157,7 +170,7 @@ class _ContentReader:
 
     def tiles(self, spot: LayoutPart) -> Iterator[bytes]:
         """Read a tensor part in order, while further tiles are read."""
-        group = Group((spot,), 0)
+        group = _group(self.plan, spot, self._source)
         waiting: deque[Future[bytes]] = deque()
         for tiles in self.plan.jobs(group, self._source.tile):
             waiting.append(self._pool.submit(self._gather, tiles[0]))
@@ -173,14 +186,9 @@ class _ContentReader:
     def _gather(self, tile: Tile) -> bytes:
         reader = self._idle.get()
         try:
-            return bytes(reader.data(tile))
+            return bytes(reader.data(tile, shared=self._source.block > 1))
         finally:
             self._idle.put(reader)
-
-
-def _file_job(number: int) -> Job[int, _ContentReader, memoryview]:
-    """Return the job that reads all bytes of one file of the layout."""
-    return Job(number, lambda reader: _FileContent(number, reader).pieces())
 
 
 class _FileContent:
@@ -234,3 +242,26 @@ class _FileContent:
             else:
                 deque(tiles, maxlen=0)
         return self._crcs[position]
+
+
+def _file_runs(plan: Plan, number: int, source: Files, side: int, block: int) -> Iterator[Run]:
+    """Yield what is read for one file of the layout, in order."""
+    parts = plan.layout.files[number].parts
+    for position, part in enumerate(parts):
+        ahead = [patch.part for patch in part.patches] if isinstance(part, Literal) else []
+        twice = [at for at in ahead if position < at and parts[at].nbytes > _MOST_KEPT]
+        for at in [*twice, position]:
+            if isinstance(wanted := parts[at], Data | ScatteredData):
+                group = _group(plan, LayoutPart(number, at, 0, wanted), source)
+                for tiles in plan.jobs(group, source.tile):
+                    yield from tile_runs(tiles, block, shared=block > 1)
+
+
+def _group(plan: Plan, spot: LayoutPart, source: Files) -> Group:
+    """Return a part as it is cut into tiles: by whole rows where a store's are shared by files."""
+    part, shape = spot.part, plan.catalog.tensors[spot.part.name].shape
+    row = math.prod(shape[1:]) * part.itemsize
+    of_columns = len(part.shape) > 1 and part.shape[1:] != shape[1:]
+    if source.block == 1 or not of_columns or not 0 < row <= SPAN:
+        return Group((spot,), 0)
+    return Group((spot,), SPAN // row)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ckptool.core.box import Box
 from ckptool.core.catalog import Chunk, EncodedBlob, Extent, Place
 from ckptool.core.dtype import BY_NAME
-from ckptool.engine.read import gather
+from ckptool.engine.read import gather, runs
 from ckptool.engine.read.gather import Gatherer, unit
 from ckptool.engine.read.rounding import cast
 from ckptool.errors import Damaged
@@ -99,12 +99,12 @@ def test_pieces_smaller_than_a_span(
 ) -> None:
     """Every way of splitting a strided read, forced by a tiny span."""
     itemsize, offset, shape, strides, box = found
-    kept = gather.SPAN, gather._LONG_RUN
-    gather.SPAN, gather._LONG_RUN = 2 * itemsize, 8
+    kept = gather.SPAN, runs._LONG_RUN
+    gather.SPAN, runs._LONG_RUN = 2 * itemsize, 8
     try:
         result = gathered(Extent("f", offset, strides), box, itemsize, (0,) * len(shape))
     finally:
-        gather.SPAN, gather._LONG_RUN = kept
+        gather.SPAN, runs._LONG_RUN = kept
     assert result.tobytes() == expected(offset, strides, box, itemsize).tobytes()
 
 

@@ -91,6 +91,8 @@ class NoReader:
 class NoFiles:
     """Something to read nothing from, for sinks that only count their jobs."""
 
+    sides = ()
+
     def reader(self) -> NoReader:
         return NoReader()
 

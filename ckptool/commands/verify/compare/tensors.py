@@ -20,9 +20,11 @@ from ckptool.core.layout import tiles
 from ckptool.core.plan import ChunkIndex
 from ckptool.engine.read.gather import Gatherer, raw
 from ckptool.engine.read.rounding import cast
+from ckptool.engine.read.runs import entry_runs
 from ckptool.engine.read.tensors import CheckedSource, PairTile
 from ckptool.engine.read.tiles import Job, Progress, read_tiles
 from ckptool.errors import CkptoolError, Problem
+from ckptool.storage.local import Files, Run
 
 _TILE = 1 << 20
 _TILES_PER_JOB = 8
@@ -163,7 +165,12 @@ def _jobs(pairs: Iterable[TensorPair]) -> Iterator[Job[TensorPair, _SideReaders,
         itemsize = max(pair.one.source_dtype.itemsize, pair.other.source_dtype.itemsize)
         boxes = tiles(Box.whole(pair.one.shape), itemsize, _TILE)
         while batch := list(islice(boxes, _TILES_PER_JOB)):
-            yield Job(pair, partial(_read_both, pair, batch))
+            runs = partial(_pair_runs, pair, batch)
+            yield Job(pair, partial(_read_both, pair, batch), runs)
+
+
+def _pair_runs(pair: TensorPair, boxes: Sequence[Box], side: int, block: int) -> Iterator[Run]:
+    return entry_runs((pair.one, pair.other)[side], boxes, side, block)
 
 
 def _read_both(pair: TensorPair, boxes: Sequence[Box], readers: _SideReaders) -> Iterator[PairTile]:
@@ -201,6 +208,10 @@ class _Sides(NamedTuple):
 
     one: CheckedSource
     other: CheckedSource
+
+    @property
+    def sides(self) -> tuple[Files, Files]:
+        return self.one.files, self.other.files
 
     def reader(self) -> _SideReaders:
         return _SideReaders(self.one.reader(), self.other.reader())

@@ -1,0 +1,123 @@
+"""Runs of bytes: which of them are read for the elements of a box."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+from ckptool.core.box import Box
+from ckptool.core.catalog import (
+    Chunk,
+    EncodedBlob,
+    Extent,
+    Place,
+    ScaledBlocks,
+    TensorEntry,
+    contiguous,
+)
+from ckptool.core.plan import ChunkIndex, Tile
+from ckptool.storage.local import SPAN, Run
+
+_LONG_RUN = 2 << 10
+_OVER_READ = 4
+
+
+def tile_runs(tiles: Sequence[Tile], block: int, *, shared: bool) -> Iterator[Run]:
+    """Yield what is read for tiles; where rows of the source are ``shared``, these whole and once.
+
+    ``block`` is how many bytes a read costs at least.
+    """
+    rows: set[Run] = set()
+    for tile in tiles:
+        itemsize = tile.entry.source_dtype.itemsize
+        for source in tile.sources:
+            local = source.box.relative_to(source.chunk.box.lo)
+            run = row_run(source.chunk, local, itemsize) if shared else None
+            if run is None:
+                yield from place_runs(source.chunk.at, local, itemsize, block)
+            elif run not in rows:
+                rows.add(run)
+                yield run
+
+
+def entry_runs(entry: TensorEntry, boxes: Iterable[Box], side: int, block: int) -> Iterator[Run]:
+    """Yield what is read for boxes of a tensor, of whatever ``side``."""
+    index, itemsize = ChunkIndex(entry), entry.source_dtype.itemsize
+    for box in boxes:
+        for chunk, common in index.find(box):
+            yield from place_runs(chunk.at, common.relative_to(chunk.box.lo), itemsize, block)
+
+
+def row_run(chunk: Chunk, local: Box, itemsize: int) -> Run | None:
+    """Return the whole rows that a box of a chunk is a part of; None where it is read by itself."""
+    if not isinstance(chunk.at, Extent) or not has_rows(chunk, local, itemsize):
+        return None
+    row = math.prod(chunk.box.shape[1:]) * itemsize
+    start, nbytes = chunk.at.offset + local.lo[0] * row, local.shape[0] * row
+    return (chunk.at.file, start, nbytes) if nbytes <= SPAN else None
+
+
+def place_runs(at: Place, local: Box, itemsize: int, block: int) -> Iterator[Run]:
+    """Yield what is read for a box of the elements at a place, in their own coordinates."""
+    if not local.volume:
+        return
+    if isinstance(at, EncodedBlob):
+        yield at.file, at.offset, at.nbytes
+    elif isinstance(at, Extent):
+        start = at.offset + sum(i * s for i, s in zip(local.lo, at.strides, strict=True))
+        yield from _strided_runs(at.file, start, local.shape, at.strides, itemsize, block)
+    elif isinstance(at, ScaledBlocks):
+        for entry in (at.values, at.scales):
+            yield from entry_runs(entry, [Box.whole(entry.shape)], 0, block)
+    else:
+        yield at.file, at.offset, local.volume * itemsize
+
+
+def _strided_runs(
+    file: str, start: int, shape: tuple[int, ...], strides: tuple[int, ...], size: int, block: int
+) -> Iterator[Run]:
+    """Yield one read where that is worth it, else one for each index of the widest dim."""
+    if worth_a_span(shape, strides, size, block):
+        yield file, start, span_of(shape, strides, size)
+        return
+    if block == 1:
+        yield file, start, math.prod(shape) * size
+        return
+    dim = max((d for d, n in enumerate(shape) if n > 1), key=lambda d: strides[d])
+    inner = (*shape[:dim], 1, *shape[dim + 1 :])
+    for at in range(shape[dim]):
+        yield from _strided_runs(file, start + at * strides[dim], inner, strides, size, block)
+
+
+def span_of(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> int:
+    """Return the bytes from the first to the last element of a box that has elements."""
+    return itemsize + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+
+
+def worth_a_span(
+    shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, block: int = 1
+) -> bool:
+    """Return whether one read over the gaps, into scratch, beats one read per run.
+
+    It does where no gap spares a ``block``, the bytes that a read costs at least.
+    """
+    span, nbytes = span_of(shape, strides, itemsize), math.prod(shape) * itemsize
+    steps = [stride for n, stride in zip(shape, strides, strict=True) if n > 1]
+    if span <= nbytes or max(steps, default=0) <= block:
+        return True
+    run = itemsize
+    for size, stride in sorted(zip(shape, strides, strict=True), key=lambda pair: pair[1]):
+        if stride == run:
+            run *= size
+    return run < _LONG_RUN and span <= _OVER_READ * nbytes
+
+
+def has_rows(chunk: Chunk, local: Box, itemsize: int) -> bool:
+    """Return whether a box is a part of the rows of a row-major chunk.
+
+    Reading these rows whole then serves the boxes beside it too.
+    """
+    at, shape = chunk.at, chunk.box.shape
+    if not isinstance(at, Extent) or at.ops or len(shape) < 2:
+        return False
+    return local.shape[1:] != shape[1:] and contiguous(at.strides, shape, itemsize)

@@ -1,0 +1,267 @@
+"""Ranges of files that are known to be read: each is fetched once, ahead of who reads it."""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from ckptool.storage.block_cache import Block, Fetch, ObjectVersion
+
+Run = tuple[ObjectVersion, int, int]
+"""Bytes that are read together: their file, offset and how many they are."""
+
+CAPACITY = 128 << 20
+"""Bytes of memory for what was fetched and is not read yet, unless a budget says otherwise."""
+_LARGEST = 8 << 20
+"""Bytes of one request: an answer then takes longer to come than to begin."""
+_LEAST = 1 << 20
+"""Bytes of the smallest of the requests that a long run is cut into where memory is short."""
+_GAP = 16 << 10
+"""Bytes that are fetched unwanted rather than asked around, in any request."""
+_WORTH_A_GAP = 32
+"""Of so many bytes that are wanted another may be unwanted."""
+_AT_ONCE = 16
+_MOST_PLANS = 4
+"""Two sides of a comparison may be in one store, and each has a plan that ends and one begun."""
+
+
+class Range(NamedTuple):
+    """Bytes ``start`` to ``end`` of a file, which one request fetches."""
+
+    file: ObjectVersion
+    start: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the range."""
+        return self.end - self.start
+
+
+def join_runs(runs: Iterable[Run], largest: int = _LARGEST) -> Iterator[Range]:
+    """Yield the fewest ranges of at most ``largest`` bytes that hold all runs, file by file.
+
+    Runs that lie near one another share a range where little between them is unwanted.
+    """
+    for file, start, end in _join_near(runs):
+        count = -(-(end - start) // largest)
+        cuts = [start + (end - start) * at // count for at in range(count + 1)]
+        for low, high in pairwise(cuts):
+            yield Range(file, low, high)
+
+
+def _join_near(runs: Iterable[Run]) -> Iterator[Range]:
+    joined: Range | None = None
+    unwanted = 0
+    for file, start, nbytes in sorted(runs):
+        if not nbytes:
+            continue
+        if joined is not None and file == joined.file:
+            gap = max(0, start - joined.end)
+            wanted = joined.end - joined.start - unwanted
+            if unwanted + gap <= max(_GAP, wanted // _WORTH_A_GAP):
+                unwanted += gap
+                joined = joined._replace(end=max(joined.end, start + nbytes))
+                continue
+        if joined is not None:
+            yield joined
+        joined, unwanted = Range(file, start, start + nbytes), 0
+    if joined is not None:
+        yield joined
+
+
+class _Plan:
+    """The ranges of some runs, in the order in which they are first read."""
+
+    def __init__(self, runs: Sequence[Run], largest: int) -> None:
+        self._ranges: dict[ObjectVersion, list[Range]] = {}
+        for part in join_runs(runs, largest):
+            self._ranges.setdefault(part.file, []).append(part)
+        self._starts = {file: [r.start for r in ranges] for file, ranges in self._ranges.items()}
+        self.unread: dict[Range, int] = {}
+        """Bytes of each range that are yet to be read."""
+        used: dict[Range, tuple[int, int]] = {}
+        for at, (file, start, nbytes) in enumerate(runs):
+            for part in self._between(file, start, start + nbytes):
+                common = min(part.end, start + nbytes) - max(part.start, start)
+                self.unread[part] = self.unread.get(part, 0) + common
+                used[part] = used.get(part, (at, at))[0], at
+        self.order = list(self.unread)
+        self.places = {part: place for place, part in enumerate(self.order)}
+        self.memory = _most_held(used)
+        """Bytes of all ranges, at the most, that are begun and not yet read to their ends."""
+
+    def find(self, file: ObjectVersion, offset: int) -> Range | None:
+        """Return the range that holds a byte of a file and is still to be read."""
+        part = next(self._between(file, offset, offset + 1), None)
+        return part if part in self.unread else None
+
+    def _between(self, file: ObjectVersion, start: int, end: int) -> Iterator[Range]:
+        starts = self._starts.get(file, [])
+        for at in range(max(0, bisect_right(starts, start) - 1), len(starts)):
+            part = self._ranges[file][at]
+            if part.start >= end:
+                return
+            if part.end > start:
+                yield part
+
+
+def _most_held(used: Mapping[Range, tuple[int, int]]) -> int:
+    """Return the most bytes at once of ranges that are held from a first to a last use."""
+    begun = [(first, part.nbytes) for part, (first, _) in used.items()]
+    ended = [(last + 1, -part.nbytes) for part, (_, last) in used.items()]
+    return max(accumulate(nbytes for _, nbytes in sorted([*begun, *ended])), default=0)
+
+
+def memory_to_read(runs: Iterable[Run]) -> int:
+    """Return the bytes that are kept at once where runs are read in this order, each byte once."""
+    return _Plan(list(runs), _LARGEST).memory
+
+
+class PlannedRanges:
+    """What is fetched ahead of some files, for all threads, in at most ``capacity`` bytes.
+
+    A range is kept until all of it has been read. Where there is no room for what is asked for
+    now, those that were read longest ago go, to be fetched again.
+    """
+
+    def __init__(self, fetch: Fetch, capacity: int = CAPACITY) -> None:
+        self.capacity = capacity
+        self._fetch = fetch
+        self._plans: list[_Plan] = []
+        self._kept: OrderedDict[Range, Future[Block]] = OrderedDict()
+        self._held = 0
+        self._on_their_way = 0
+        self._lock = threading.Lock()
+        self._pool: ThreadPoolExecutor | None = None
+
+    def plan(self, runs: Iterable[Run]) -> None:
+        """Announce what is read next, in order. Threads may still read what was announced last."""
+        wanted = list(runs)
+        largest = max(_LEAST, min(_LARGEST, self.capacity // _AT_ONCE))
+        plan = _Plan(wanted, largest)
+        if plan.memory > self.capacity // 2:
+            plan = _Plan(wanted, max(_LEAST, largest * self.capacity // 2 // plan.memory))
+        with self._lock:
+            self._plans = [plan, *(p for p in self._plans if p.unread)][:_MOST_PLANS]
+            for part in [part for part in self._kept if not self._is_unread(part)]:
+                self._drop(part)
+        self._fetch_ahead(plan, 0)
+
+    def clear(self) -> None:
+        """Forget everything: the files have changed, or nothing more is read."""
+        with self._lock:
+            self._plans = []
+            for part in list(self._kept):
+                self._drop(part)
+
+    def read_into(self, file: ObjectVersion, offset: int, buffer: memoryview) -> int | None:
+        """Fill a buffer from ``offset``; return the bytes there are, fewer where the file ends.
+
+        None where some of them were not announced. Raises as ``fetch`` does.
+        """
+        done = 0
+        while done < len(buffer):
+            part, data = self._data(file, offset + done)
+            if part is None:
+                return None
+            low = offset + done - part.start
+            piece = memoryview(data)[low : low + len(buffer) - done]
+            buffer[done : done + len(piece)] = piece
+            done += len(piece)
+            self._note_read(part, len(piece))
+            if not piece:
+                break
+        return done
+
+    def _is_unread(self, part: Range) -> bool:
+        return any(part in plan.unread for plan in self._plans)
+
+    def _data(self, file: ObjectVersion, offset: int) -> tuple[Range | None, Block]:
+        """Return the range that holds a byte, with its bytes; None where none is announced."""
+        with self._lock:
+            plan, part = next(
+                ((p, part) for p in self._plans if (part := p.find(file, offset))), (None, None)
+            )
+            if plan is None or part is None:
+                return None, b""
+            future = self._kept.get(part)
+            is_ours = future is None
+            if future is None:
+                future = self._begin(part)
+            self._kept.move_to_end(part)
+            self._make_room(part)
+        self._fetch_ahead(plan, plan.places[part] + 1)
+        if is_ours:
+            self._fill(part, future)
+        return part, future.result()
+
+    def _begin(self, part: Range) -> Future[Block]:
+        """Note, with the lock held, that a range is on its way."""
+        future = self._kept[part] = Future()
+        self._held += part.nbytes
+        self._on_their_way += 1
+        return future
+
+    def _drop(self, part: Range) -> None:
+        """Forget, with the lock held, what was fetched of a range."""
+        if self._kept.pop(part, None) is not None:
+            self._held -= part.nbytes
+
+    def _fill(self, part: Range, future: Future[Block]) -> None:
+        """Fetch a range; an error waits for whoever reads it, and ends the reading ahead."""
+        try:
+            data = self._fetch(*part)
+        except BaseException as error:  # noqa: BLE001 (raised where the range is read)
+            with self._lock:
+                self._on_their_way -= 1
+                self._drop(part)
+                for plan in self._plans:
+                    plan.order.clear()
+            future.set_exception(error)
+        else:
+            with self._lock:
+                self._on_their_way -= 1
+            future.set_result(data)
+
+    def _fill_ahead(self, plan: _Plan, part: Range, future: Future[Block]) -> None:
+        self._fill(part, future)
+        self._fetch_ahead(plan, plan.places[part] + 1)
+
+    def _fetch_ahead(self, plan: _Plan, place: int) -> None:
+        """Have the ranges from a place of the plan on fetched, as many as there is room for."""
+        with self._lock:
+            for part in plan.order[place : place + 2 * _AT_ONCE]:
+                if part in self._kept or part not in plan.unread:
+                    continue
+                if self._held + part.nbytes > self.capacity or self._on_their_way >= _AT_ONCE:
+                    return
+                self._pool = self._pool or ThreadPoolExecutor(_AT_ONCE, "ckptool-ahead")
+                self._pool.submit(self._fill_ahead, plan, part, self._begin(part))
+
+    def _make_room(self, wanted: Range) -> None:
+        """Forget, with the lock held, what was read longest ago while there is too much."""
+        if self._held <= self.capacity:
+            return
+        for part in [part for part, future in self._kept.items() if future.done()]:
+            if part != wanted:
+                self._drop(part)
+            if self._held <= self.capacity:
+                return
+
+    def _note_read(self, part: Range, nbytes: int) -> None:
+        """Note that bytes of a range have been read; it goes once all are."""
+        with self._lock:
+            plan = next((p for p in reversed(self._plans) if part in p.unread), None)
+            if plan is None:
+                return
+            plan.unread[part] -= nbytes
+            if plan.unread[part] <= 0:
+                del plan.unread[part]
+            if not self._is_unread(part):
+                self._drop(part)
