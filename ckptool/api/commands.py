@@ -115,17 +115,8 @@ def reshard(
     parsed = Keywords("reshard", options, ReshardKeywords).options(ReshardOptions)
     where = None if target is None else location(target)
     with join_ranks() as group:
-        prepared = group.together(lambda: prepare_reshard(location(source), where, parsed))
-        if parsed.check:
-            from ckptool.commands.reshard.load_check import check_loads, require_loadable
-
-            group.together(lambda: require_loadable(prepared, group))
-        if parsed.transfer.dry_run:
-            return prepared.report
-        report = prepared.run(progress, group)
-        if parsed.check:
-            check_loads(prepared, group)
-        return report
+        planned = group.together(lambda: prepare_reshard(location(source), where, parsed, group))
+        return planned.report if parsed.transfer.dry_run else planned.run(progress, group)
 
 
 @with_keywords(VerifyKeywords)

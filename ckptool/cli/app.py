@@ -24,6 +24,8 @@ SUMMARIES = {
     "help": "List the pages of the documentation and the commands, or show one.",
 }
 """The commands, with the first lines of their docstrings."""
+MODULES = {"convert": "transfer", "reshard": "transfer", "maps": "formats"}
+"""Those whose modules are not called as they are."""
 
 
 class CommandGroup(TyperGroup):
@@ -43,7 +45,7 @@ def load_command(name: str) -> Any:
     """Import a command, and return it with its options."""
     from ckptool.cli.parameters import RenamingCommand, with_options
 
-    module = import_module(f"ckptool.cli.{'formats' if name == 'maps' else name}")
+    module = import_module(f"ckptool.cli.{MODULES.get(name, name)}")
     alone = typer.Typer(add_completion=False)
     alone.command(name, cls=RenamingCommand)(with_options(getattr(module, name)))
     return get_command(alone)

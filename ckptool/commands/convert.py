@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 from ckptool.commands.keymap.assets import (
     drop_quantization_config,
@@ -15,17 +14,13 @@ from ckptool.commands.options.rewrite import RewriteOptions, Selection
 from ckptool.commands.options.target import ConvertOptions
 from ckptool.commands.rewrite import rewrite
 from ckptool.commands.transfer import (
-    Progress,
     Transfer,
-    free_bytes,
-    no_progress,
+    TransferReport,
     require_agreement,
     require_apart,
     resolve_target,
-    target_notes,
 )
 from ckptool.core.catalog import Catalog
-from ckptool.core.layout import FileLayout
 from ckptool.core.plan import Plan
 from ckptool.core.quantization import kinds, quantised_names
 from ckptool.core.text import plural
@@ -35,51 +30,19 @@ from ckptool.formats.base import Format, Request
 from ckptool.serialization.state_dict.values import UNREAD_TENSOR, Foreign, type_name
 from ckptool.storage.url import Location
 
-if TYPE_CHECKING:
-    from ckptool.commands.keymap.maps import MapReport
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvertReport(TransferReport):
+    """What is to be written, or was. ``cast`` and ``dequantized`` count tensors by stored type."""
 
-@dataclass(frozen=True, slots=True)
-class ConvertReport:
-    """What is to be written, or was. Sizes in bytes."""
-
-    source: Location
-    source_format: str
-    target: Location
-    target_format: str
     tensors: int
-    objects: int = field(metadata={"key": "values"})
-    files: tuple[FileLayout, ...] = field(metadata={"key": None})
-    read_bytes: int
-    write_bytes: int
-    free_bytes: int | None
     excluded: tuple[str, ...]
-    map: MapReport | None = field(metadata={"key": None})
     cast: dict[str, int]
     dequantized: dict[str, int]
-    notes: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedConvert:
-    """A conversion that is planned and checked, but not begun."""
-
-    transfer: Transfer
-    report: ConvertReport
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the transfer moves."""
-        return self.transfer.nbytes
-
-    def run(self, progress: Progress = no_progress) -> ConvertReport:
-        """Write the target. Raises as a transfer does; the target is whole or not there."""
-        notes = self.transfer.run(progress)
-        return replace(self.report, notes=(*self.report.notes, *notes))
 
 
 @no_collecting()
-def prepare(source: Location, target: Location, options: ConvertOptions) -> PreparedConvert:
+def prepare(source: Location, target: Location, options: ConvertOptions) -> Transfer[ConvertReport]:
     """Plan a conversion: nothing is written yet, and no tensor byte is read.
 
     Raises UsageError, Unsupported or a SourceError where it cannot be done as asked.
@@ -106,31 +69,22 @@ def prepare(source: Location, target: Location, options: ConvertOptions) -> Prep
         partial=bool(selection.select or selection.drop),
     )
     plan = Plan(catalog, layout)
-    report = ConvertReport(
-        source=opened.path,
-        source_format=opened.format.name,
-        target=target,
-        target_format=writer.name,
+    report = ConvertReport.of(
+        opened,
+        plan,
+        target,
+        writer,
+        options.transfer,
         tensors=len(catalog.tensors),
-        objects=len(catalog.objects),
-        files=layout.files,
-        read_bytes=plan.read_bytes,
-        write_bytes=layout.nbytes,
-        free_bytes=free_bytes(target.parent),
         excluded=_exclusions(rewritten.whole, rewritten.kept, selection),
         map=rewritten.map,
         cast=rewritten.cast,
         dequantized=rewritten.dequantized,
-        notes=(
-            *catalog.notes,
-            *layout.notes,
-            *_quantized_notes(catalog, options.rewrite),
-            *target_notes(opened, target, layout, options.transfer),
-        ),
+        notes=(*catalog.notes, *layout.notes, *_quantized_notes(catalog, options.rewrite)),
     )
     moves = rewritten.map and rewritten.map.decided
     decided = (writer.name, options.max_shard_size, options.single_rank, moves)
-    return PreparedConvert(Transfer(opened, plan, target, options.transfer, decided), report)
+    return Transfer(opened, plan, target, options.transfer, report, decided)
 
 
 def _require_some(source: Location, kept: Catalog) -> None:

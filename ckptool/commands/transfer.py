@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from ckptool import __version__
 from ckptool.commands.open import OpenedCheckpoint
@@ -36,7 +36,10 @@ from ckptool.errors import (
 )
 
 if TYPE_CHECKING:
-    from ckptool.core.layout import Layout
+    from ckptool.commands.keymap.maps import MapReport
+    from ckptool.core.layout import FileLayout, Layout
+    from ckptool.core.sharding.placement import PlacedTensors
+    from ckptool.formats.base import Format
     from ckptool.storage.url import Location
 
 Progress = Callable[[int], None]
@@ -139,23 +142,69 @@ def _is_finished_by(stage: Output, ranks: Ranks) -> bool:
     return ranks.gather(first)[0] and all(ranks.gather(stage.stands()))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferReport:
+    """What is to be written, or was. Sizes in bytes."""
+
+    source: Location
+    source_format: str
+    target: Location
+    target_format: str
+    files: tuple[FileLayout, ...] = field(metadata={"key": None})
+    read_bytes: int
+    write_bytes: int
+    free_bytes: int | None
+    objects: int = field(metadata={"key": "values"})
+    map: MapReport | None = field(metadata={"key": None})
+    notes: tuple[str, ...]
+
+    @classmethod
+    def of(
+        cls,
+        opened: OpenedCheckpoint,
+        plan: Plan,
+        target: Location,
+        writer: Format,
+        options: TransferOptions,
+        *,
+        notes: Iterable[str],
+        **more: Any,
+    ) -> Self:
+        """Return the report of a plan; ``more`` are the fields that the plan does not say."""
+        return cls(
+            source=opened.path,
+            source_format=opened.format.name,
+            target=target,
+            target_format=writer.name,
+            files=plan.layout.files,
+            read_bytes=plan.read_bytes,
+            write_bytes=plan.layout.nbytes,
+            free_bytes=free_bytes(target.parent),
+            objects=len(plan.catalog.objects),
+            notes=(*notes, *target_notes(opened, target, plan.layout, options)),
+            **more,
+        )
+
+
+Report = TypeVar("Report")
+
+
 @dataclass(frozen=True, slots=True)
-class Transfer:
-    """A transfer that is planned and checked, but not begun.
+class Transfer(Generic[Report]):
+    """A transfer that is planned and checked, but not begun, with the report of the plan.
 
     ``decided`` is what options and maps decided, beyond what the layout shows; a run can only be
-    resumed where it is the same. ``mesh_size`` is the number of ranks that the output
-    is cut for, None where it is cut for none. ``before_commit`` is called when all is written, just
-    before it takes its place.
+    resumed where it is the same. ``placed`` is how the output is cut for a mesh, None where it is
+    cut for none.
     """
 
     opened: OpenedCheckpoint
     plan: Plan
     target: Location
     options: TransferOptions
+    report: Report
     decided: object = None
-    mesh_size: int | None = None
-    before_commit: Callable[[], None] = lambda: None
+    placed: PlacedTensors | None = None
 
     @property
     def nbytes(self) -> int:
@@ -177,19 +226,21 @@ class Transfer:
             return f"{error.message}; {error.hint}" if error.hint else error.message
         return None
 
-    def run(self, progress: Progress = no_progress, ranks: Ranks | None = None) -> tuple[str, ...]:
+    def run(self, progress: Progress = no_progress, ranks: Ranks | None = None) -> Report:
         """Write the layout at the target, whole or not at all, sharing the work with ``ranks``.
 
-        Returns what a person should know of how it took its place. Raises Damaged where the source
+        Returns the report, with notes on how it took its place. Raises Damaged where the source
         contradicts itself, Changed where it is another than was planned for, TransferError where
         writing fails or what was written is not what should have been.
         """
         ranks = ranks or Ranks()
         stage = self._open_stage(ranks)
         if stage is None:
-            return ()
+            return self.report
         try:
-            return self._write_unchanged(stage, progress, ranks)
+            notes = self._write_unchanged(stage, progress, ranks)
+            report: Any = self.report
+            return replace(report, notes=(*report.notes, *notes))  # type: ignore[no-any-return]
         except (NotVerified, Changed) as error:
             stage.discard(resumed=True)
             if (remains := stage.remains()) is not None:
@@ -255,7 +306,8 @@ class Transfer:
     def _write(self, stage: Output, progress: Progress, ranks: Ranks) -> tuple[str, ...]:
         node = begin_output(stage, ranks)
         ranks.together(lambda: stage.join(ranks.rank))
-        numbers = share_files(self.plan.layout, node.position, node.size, self.mesh_size)
+        parts = None if self.placed is None else self.placed.mesh.size
+        numbers = share_files(self.plan.layout, node.position, node.size, parts)
         numbers = [number for number in numbers if number not in stage.last_files]
         ranks.together(lambda: self._move(stage, progress, numbers))
         if self.options.verify:
@@ -268,6 +320,9 @@ class Transfer:
                 f"{self.target} is on {node.places} disks, one per node, each with a full copy"
             )
         return tuple(remarks)
+
+    def before_commit(self) -> None:
+        """Do what is to be done when all is written, just before it takes its place."""
 
     def _move(self, stage: Output, progress: Progress, numbers: Collection[int]) -> None:
         stage.write(self.plan, self.opened.source, self.options.run, progress, numbers)

@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 from torchtitan_states import recorded, write_config
 from typer.testing import CliRunner
 
-from ckptool.cli.app import SUMMARIES, app, load_command
+from ckptool.cli.app import MODULES, SUMMARIES, app, load_command
 from ckptool.commands.verify.codes import CODES, Severity
 from ckptool.formats import FORMATS
 
@@ -43,7 +43,7 @@ def commands() -> dict[str, list[str]]:
 @pytest.mark.parametrize("words", commands().values(), ids=commands())
 def test_a_command_is_understood(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     command = words[0]
-    module = import_module(f"ckptool.cli.{'formats' if command == 'maps' else command}")
+    module = import_module(f"ckptool.cli.{MODULES.get(command, command)}")
     calls: list[dict[str, Any]] = []
     record = wraps(getattr(module, command))(lambda **values: calls.append(values))
     monkeypatch.setattr(module, command, record)

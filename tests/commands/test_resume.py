@@ -21,10 +21,11 @@ from conftest import Bits, read_back
 
 from ckptool.cli import _run
 from ckptool.commands import convert
-from ckptool.commands.convert import PreparedConvert, prepare
+from ckptool.commands.convert import ConvertReport, prepare
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.target import ConvertOptions, ReshardOptions, TransferOptions
-from ckptool.commands.reshard.reshard import PreparedReshard, prepare_reshard
+from ckptool.commands.reshard.reshard import Reshard, prepare_reshard
+from ckptool.commands.transfer import Transfer
 from ckptool.core.sharding.placement import parse_mesh
 from ckptool.engine.run_options import RunOptions
 from ckptool.engine.write.stage import Stage, StageOptions
@@ -206,14 +207,14 @@ def stop_after(nbytes: int) -> Callable[[int], None]:
     return advance
 
 
-def ready(source: Path, target: Path, mesh: str = "4", **more: Any) -> PreparedReshard:
+def ready(source: Path, target: Path, mesh: str = "4", **more: Any) -> Reshard:
     transfer = TransferOptions(verify=True, run=RunOptions(workers=1, fsync=False), **more)
     return prepare_reshard(
         source, target, ReshardOptions(parse_mesh(mesh), policy="fsdp", transfer=transfer)
     )
 
 
-def ready_to_convert(source: Path, target: Path, to: str, **more: Any) -> PreparedConvert:
+def ready_to_convert(source: Path, target: Path, to: str, **more: Any) -> Transfer[ConvertReport]:
     transfer = TransferOptions(run=RunOptions(workers=1, fsync=False), **more)
     return prepare(source, target, ConvertOptions(to=to, transfer=transfer))
 
@@ -223,7 +224,7 @@ def stopped(source: Path, out: Path) -> Path:
     """The staged files of a reshard that ended half-way."""
     one = ready(source, out / "r")
     with pytest.raises(Stop):
-        one.run(stop_after(one.transfer.plan.layout.nbytes // 2))
+        one.run(stop_after(one.plan.layout.nbytes // 2))
     assert not (out / "r").exists()
     return out / ".r.partial"
 
@@ -263,7 +264,7 @@ def test_a_journal_that_ends_anywhere(left: int, source: Path, out: Path, stoppe
 def test_stopped_anywhere_even_while_verifying(stopped_at: float, source: Path, out: Path) -> None:
     one = ready(source, out / "r")
     with pytest.raises(Stop):
-        one.run(stop_after(int(stopped_at * one.transfer.plan.read_bytes)))
+        one.run(stop_after(int(stopped_at * one.plan.read_bytes)))
     assert not (out / "r").exists()
     ready(source, out / "r", resume=True).run()
     assert read_back("dcp", out / "r") == read_back("dcp", source)
@@ -403,7 +404,7 @@ def test_the_second_is_refused_and_the_first_unharmed(
 
 def test_they_do_not_meet_between_the_first_steps_either(source: Path, out: Path) -> None:
     """From the moment one has begun, another is refused and takes nothing away."""
-    layout = ready(source, out / "r").transfer.plan.layout
+    layout = ready(source, out / "r").plan.layout
     first, second = (Stage(out / "r", layout, StageOptions("plan", "source")) for _ in range(2))
     first.begin()
     try:

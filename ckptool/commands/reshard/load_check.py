@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
-from ckptool.commands.reshard.reshard import PreparedReshard
+from ckptool.commands.reshard.reshard import Reshard
 from ckptool.core.box import Box, Piece
 from ckptool.core.catalog import Index, TensorEntry
 from ckptool.core.layout import Data, ScatteredData, tiles
@@ -31,18 +31,16 @@ _GROUP = 256 << 20
 """Bytes of tensors that a rank loads at a time."""
 _TILE = 1 << 20
 
-Value = TypeVar("Value")
 
-
-def require_loadable(prepared: PreparedReshard, ranks: Ranks) -> None:
+def require_loadable(reshard: Reshard, ranks: Ranks) -> None:
     """Raise Unsupported where these ranks cannot load the result, before it is written."""
-    target, size = prepared.report.target_format, prepared.report.mesh.size
+    target, size = reshard.report.target_format, reshard.report.mesh.size
     if target not in _LOADERS:
         raise Unsupported(
             f"--check: torch cannot load {target}",
             hint="supported: " + ", ".join(_LOADERS),
         )
-    if not isinstance(prepared.report.target, Path):
+    if not isinstance(reshard.target, Path):
         raise Unsupported(
             "--check needs a target on local disk, not a URL",
             hint="compare with `ckptool verify SRC --against DST`",
@@ -54,18 +52,18 @@ def require_loadable(prepared: PreparedReshard, ranks: Ranks) -> None:
         )
 
 
-def check_loads(prepared: PreparedReshard, ranks: Ranks) -> None:
+def check_loads(reshard: Reshard, ranks: Ranks) -> None:
     """Load the written checkpoint through torch, each rank its shards, and compare every bit.
 
     Raises Unsupported where the result cannot be loaded by these ranks, and TransferError where
     torch fails or finds other values than the source has; on every rank the same. Values are
     gathered from the source anew; tensors are loaded a few at a time.
     """
-    require_loadable(prepared, ranks)
+    require_loadable(reshard, ranks)
     with _process_group():
-        check = ranks.together(lambda: Check(prepared, ranks))
+        check = ranks.together(lambda: Check(reshard, ranks))
         try:
-            _LOADERS[prepared.report.target_format](check)
+            _LOADERS[reshard.report.target_format](check)
         finally:
             check.close()
 
@@ -106,22 +104,18 @@ class LoadedTensor:
 class Check:
     """One rank's part in the check of one reshard."""
 
-    def __init__(self, prepared: PreparedReshard, ranks: Ranks) -> None:
-        transfer = prepared.transfer
-        self._placed = prepared.placed
-        self._ranks = ranks
-        self._files = transfer.plan.layout.files
-        self.target = Path(str(transfer.target))
+    def __init__(self, reshard: Reshard, ranks: Ranks) -> None:
+        self._placed = reshard.placed
+        self._files = reshard.plan.layout.files
+        self._entries = reshard.plan.entries
+        self._gatherer = Gatherer(reshard.opened.source)
+        self.target = Path(str(reshard.target))
         self.rank = ranks.rank
-        self.mesh = _device_mesh(prepared.report.mesh)
-        self._entries = transfer.plan.entries
-        self._gatherer = Gatherer(transfer.opened.source)
+        self.together = ranks.together
+        self.mesh = _device_mesh(reshard.report.mesh)
 
     def close(self) -> None:
         self._gatherer.close()
-
-    def together(self, work: Callable[[], Value]) -> Value:
-        return self._ranks.together(work)
 
     def groups(self, suffix: str) -> Iterator[list[TensorEntry]]:
         """Yield the tensors in files with ``suffix``, a bounded number of bytes at a time."""

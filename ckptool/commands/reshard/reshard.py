@@ -7,7 +7,7 @@ from collections import ChainMap, Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckptool.commands.keymap.assets import with_assets
 from ckptool.commands.open import OpenedCheckpoint, no_collecting, open_checkpoint, require_readable
@@ -17,15 +17,13 @@ from ckptool.commands.rewrite import apply_key_map
 from ckptool.commands.transfer import (
     Progress,
     Transfer,
-    free_bytes,
+    TransferReport,
     no_progress,
     require_agreement,
     require_apart,
     resolve_target,
-    target_notes,
 )
 from ckptool.core.catalog import Catalog, TensorEntry
-from ckptool.core.layout import FileLayout
 from ckptool.core.mesh import Mesh
 from ckptool.core.plan import ChunkIndex, Plan
 from ckptool.core.selection import drop_names, without_rank
@@ -38,34 +36,20 @@ from ckptool.formats import FORMATS, targets
 from ckptool.formats.base import Format, Request
 from ckptool.storage.url import Location
 
-if TYPE_CHECKING:
-    from ckptool.commands.keymap.maps import MapReport
 
-
-@dataclass(frozen=True, slots=True)
-class ReshardReport:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReshardReport(TransferReport):
     """What is to be written, or was. Sizes in bytes.
 
     ``rank_bytes`` is what each rank of the mesh holds, ``peak_memory`` the most that moving the
     bytes needs beside the catalog, ``budget`` what it may.
     """
 
-    source: Location
-    source_format: str
-    target: Location
-    target_format: str
     mesh: Mesh
     choices: dict[str, Choice] = field(metadata={"key": None})
-    files: tuple[FileLayout, ...] = field(metadata={"key": None})
-    read_bytes: int
-    write_bytes: int
-    free_bytes: int | None
     rank_bytes: tuple[int, ...]
     peak_memory: int
     budget: int
-    objects: int = field(metadata={"key": "values"})
-    map: MapReport | None = field(metadata={"key": None})
-    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,36 +65,37 @@ class Costs:
 
 
 @dataclass(frozen=True, slots=True)
-class PreparedReshard:
-    """A reshard that is planned and checked, but not begun."""
+class Reshard(Transfer[ReshardReport]):
+    """A reshard that is planned and checked, but not begun.
 
-    transfer: Transfer
-    report: ReshardReport
-    placed: PlacedTensors
+    With ``check`` the result is loaded through torch and compared with the source.
+    """
+
+    placed: PlacedTensors = field(kw_only=True)
+    check: bool = field(kw_only=True)
+
+    def run(self, progress: Progress = no_progress, ranks: Ranks | None = None) -> ReshardReport:
+        """Write the target as a transfer does, and load it where that is asked for."""
+        ranks = ranks or Ranks()
+        report = Transfer.run(self, progress, ranks)
+        if self.check:
+            from ckptool.commands.reshard.load_check import check_loads
+
+            check_loads(self, ranks)
+        return report
 
     def costs(self) -> Costs:
         """Return what the reshard will read, and what each rank of the new mesh will at load."""
         from ckptool.core.layout import written_entries
         from ckptool.engine.write.cost import bytes_to_read
 
-        plan = self.transfer.plan
-        sources = {entry.name: entry for entry in plan.entries}
-        written = written_entries(plan.layout, sources)
+        sources = {entry.name: entry for entry in self.plan.entries}
+        written = written_entries(self.plan.layout, sources)
         return Costs(
-            bytes_to_read(plan, self.transfer.opened.source),
-            load_costs(plan.entries, self.placed),
+            bytes_to_read(self.plan, self.opened.source),
+            load_costs(self.plan.entries, self.placed),
             load_costs(written.values(), self.placed),
         )
-
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes that the transfer moves."""
-        return self.transfer.nbytes
-
-    def run(self, progress: Progress = no_progress, ranks: Ranks | None = None) -> ReshardReport:
-        """Write the target, which is complete or not there. Raises as a transfer does."""
-        notes = self.transfer.run(progress, ranks)
-        return replace(self.report, notes=(*self.report.notes, *notes))
 
 
 def _config(
@@ -124,12 +109,12 @@ def _config(
 
 @no_collecting()
 def prepare_reshard(
-    source: Location, target: Location | None, options: ReshardOptions
-) -> PreparedReshard:
+    source: Location, target: Location | None, options: ReshardOptions, ranks: Ranks | None = None
+) -> Reshard:
     """Plan a reshard: nothing is written yet, and no tensor byte is read.
 
     ``target`` None means a sibling of the source named after the mesh. Raises UsageError,
-    Unsupported or a SourceError where it cannot be done as asked.
+    Unsupported or a SourceError where it cannot be done as asked, by these ``ranks``.
     """
     _require_rank_state(options.rank_state)
     placer = _placer(options)
@@ -155,34 +140,32 @@ def prepare_reshard(
         layout, options.map.assets, map_report, catalog, model=writer.is_model_folder
     )
     plan = Plan(catalog, layout)
-    report = ReshardReport(
-        source=opened.path,
-        source_format=opened.format.name,
-        target=target,
-        target_format=writer.name,
+    report = ReshardReport.of(
+        opened,
+        plan,
+        target,
+        writer,
+        options.transfer,
         mesh=placer.mesh,
         choices=choices,
-        files=layout.files,
-        read_bytes=plan.read_bytes,
-        write_bytes=layout.nbytes,
-        free_bytes=free_bytes(target.parent),
         rank_bytes=_rank_bytes(catalog, placed),
         peak_memory=peak_memory(
             plan, opened.source, options.transfer.run, local=isinstance(target, Path)
         ),
         budget=options.transfer.run.budget,
-        objects=len(catalog.objects),
         map=map_report,
-        notes=(
-            *catalog.notes,
-            *excluded,
-            *layout.notes,
-            *target_notes(opened, target, layout, options.transfer),
-        ),
+        notes=(*catalog.notes, *excluded, *layout.notes),
     )
     decided = (writer.name, placed, map_report and map_report.decided)
-    transfer = Transfer(opened, plan, target, options.transfer, decided, placer.mesh.size)
-    return PreparedReshard(transfer, report, placed)
+    transfer = options.transfer
+    reshard = Reshard(
+        opened, plan, target, transfer, report, decided, placed=placed, check=options.check
+    )
+    if options.check:
+        from ckptool.commands.reshard.load_check import require_loadable
+
+        require_loadable(reshard, ranks or Ranks())
+    return reshard
 
 
 # What decides the placements

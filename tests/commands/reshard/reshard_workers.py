@@ -14,7 +14,7 @@ from typing import Any
 
 from ckptool.commands.options.target import ReshardOptions, TransferOptions
 from ckptool.commands.reshard.load_check import check_loads
-from ckptool.commands.reshard.reshard import PreparedReshard, prepare_reshard
+from ckptool.commands.reshard.reshard import Reshard, prepare_reshard
 from ckptool.core.sharding.placement import parse_mesh, parse_rule
 from ckptool.engine.ranks import Ranks, join_ranks
 from ckptool.engine.run_options import RunOptions
@@ -47,7 +47,7 @@ def end_of(row: dict[str, Any], source: Path, out: Path, group: Ranks) -> str:
     return "equal"
 
 
-def flip(prepared: PreparedReshard, name: str) -> None:
+def flip(prepared: Reshard, name: str) -> None:
     """Change the lowest bit of the tensor's last stored byte of the last file that has any."""
     for file in reversed(prepared.report.files):
         offset = 0

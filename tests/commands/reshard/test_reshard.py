@@ -25,7 +25,7 @@ from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.target import ReshardOptions, TransferOptions
 from ckptool.commands.reshard import reshard as reshard_module
 from ckptool.commands.reshard.load_check import check_loads, require_loadable
-from ckptool.commands.reshard.reshard import PreparedReshard, ReshardReport, prepare_reshard
+from ckptool.commands.reshard.reshard import Reshard, ReshardReport, prepare_reshard
 from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, Chunk, Extent, TensorEntry
 from ckptool.core.dtype import BY_NAME
@@ -58,7 +58,7 @@ def options(mesh: str, **more: Any) -> ReshardOptions:
     return ReshardOptions(mesh=parse_mesh(mesh), rules=rules, transfer=transfer, **more)
 
 
-def prepared(source: Path, target: Path | None, mesh: str, **more: Any) -> PreparedReshard:
+def prepared(source: Path, target: Path | None, mesh: str, **more: Any) -> Reshard:
     return prepare_reshard(source, target, options(mesh, **more))
 
 
@@ -353,7 +353,7 @@ def test_a_dry_run_writes_nothing(source: Path, out: Path) -> None:
 
 
 def test_a_dry_run_says_what_is_in_the_way(source: Path, out: Path) -> None:
-    planned = prepared(source, out / "no" / "r", "2").transfer
+    planned = prepared(source, out / "no" / "r", "2")
     assert planned.obstacle() == f"{out}/no: no such folder to write into; mkdir -p {out}/no"
     (out / "no").mkdir()
     assert planned.obstacle() is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,6 +15,7 @@ from ckptool.commands.options.verify import SalvageOptions
 from ckptool.commands.transfer import (
     Progress,
     Transfer,
+    no_progress,
     require_apart,
     resolve_target,
     target_notes,
@@ -22,6 +23,7 @@ from ckptool.commands.transfer import (
 from ckptool.commands.verify.salvage.intact import find_intact
 from ckptool.commands.verify.salvage.repair import rebuild
 from ckptool.core.plan import Plan
+from ckptool.engine.ranks import Ranks
 from ckptool.engine.write.stage import RESUME_HINT
 from ckptool.errors import Committed, NotFound, TransferError, Unsupported
 from ckptool.formats import FORMATS, single_file_suffixes
@@ -68,84 +70,78 @@ class SalvageReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Salvage:
-    """The plan to write what is intact of a damaged checkpoint."""
+class Salvage(Transfer[SalvageReport]):
+    """The plan to write what is intact of a damaged checkpoint, and the list beside it."""
 
-    transfer: Transfer
-    report: SalvageReport
-    listing: Location
+    listing: Listing = field(kw_only=True)
 
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes that ``run`` writes."""
-        return self.transfer.nbytes
-
-    def run(self, progress: Progress = lambda nbytes: None) -> SalvageReport:
+    def run(self, progress: Progress = no_progress, ranks: Ranks | None = None) -> SalvageReport:
         """Write the target, whole or not at all, then the list beside it."""
-        earlier = EarlierList(self.listing)
         late: Committed | None = None
-        notes: tuple[str, ...] = ()
+        report = self.report
         try:
-            notes = replace(self.transfer, before_commit=earlier.put_away).run(progress)
+            report = Transfer.run(self, progress, ranks)
         except Committed as error:
             late = error
         except TransferError as error:
-            message = f"{error.message}{earlier.put_back()}"
+            message = f"{error.message}{self.listing.put_back()}"
             hint = _AFRESH if error.hint == RESUME_HINT else error.hint
             raise type(error)(message, hint=hint) from error
         except BaseException:
-            earlier.put_back()
+            self.listing.put_back()
             raise
         try:
-            self._write_list()
-            earlier.remove()
+            self.listing.write(self.report)
         except (Unsupported, NotFound, OSError) as error:
             message = f"{error}; {self.report.target}: the new one is complete"
             raise Committed(message, hint=_AGAIN) from None
         if late is not None:
             raise Committed(late.message, hint=_AGAIN) from late
-        return replace(self.report, notes=(*self.report.notes, *notes))
+        return report
 
-    def _write_list(self) -> None:
-        content = json.dumps(salvage_content(self.report), indent=1) + "\n"
-        if isinstance(self.listing, Path):
-            write_whole(self.listing, content.encode(), mark=_MARK)
-        else:
-            self.listing.write_bytes(content.encode())
+    def before_commit(self) -> None:
+        """Put the list of what stood at the target before away."""
+        self.listing.put_away()
 
 
-class EarlierList:
-    """The list of what stood at the target before: it never stands beside another's target.
+class Listing:
+    """The list of what is lost, beside the target: it never stands beside another's.
 
-    It is renamed away just before the commit, and back where that fails.
+    An earlier one is renamed away just before the commit, and back where that fails. Unsupported
+    where another file has the place of either.
     """
 
-    def __init__(self, listing: Location) -> None:
-        self._listing = listing if isinstance(listing, Path) else None
-        self._aside = Path(f"{listing}").with_name(f".{listing.name}.replaced")
+    def __init__(self, place: Location) -> None:
+        self._place = place
+        self._aside = Path(f"{place}").with_name(f".{place.name}.replaced")
         self._is_away = False
-        if self._listing is not None:
+        if isinstance(place, Path):
+            require_marked(place, _MARK, noun="list of a salvage")
             require_marked(self._aside, _MARK, noun="list of a salvage")
 
     def put_away(self) -> None:
-        """Rename the list away, where there is one."""
-        if self._listing is not None and os.path.lexists(self._listing):
-            os.replace(self._listing, self._aside)
+        """Rename an earlier list away, where there is one."""
+        if isinstance(self._place, Path) and os.path.lexists(self._place):
+            os.replace(self._place, self._aside)
             self._is_away = True
 
     def put_back(self) -> str:
         """Undo ``put_away``; what to add to a message where that fails."""
-        if self._listing is not None and self._is_away:
+        if self._is_away:
             try:
-                os.replace(self._aside, self._listing)
+                os.replace(self._aside, str(self._place))
             except OSError:
-                return f"; the list {self._listing} is now {self._aside}"
+                return f"; the list {self._place} is now {self._aside}"
         return ""
 
-    def remove(self) -> None:
-        """Remove what was renamed away, also by a run that was killed."""
-        if self._listing is not None:
+    def write(self, report: SalvageReport) -> None:
+        """Write the list, and remove what was renamed away, also by a run that was killed."""
+        content = json.dumps(salvage_content(report), indent=1) + "\n"
+        if isinstance(self._place, Path):
+            write_whole(self._place, content.encode(), mark=_MARK)
             self._aside.unlink(missing_ok=True)
+        else:
+            self._place.write_bytes(content.encode())
 
 
 def plan_salvage(path: Location, target: Location, options: SalvageOptions) -> Salvage:
@@ -159,11 +155,10 @@ def plan_salvage(path: Location, target: Location, options: SalvageOptions) -> S
     recovery = rebuild(surveyed, options.read)
     opened = OpenedCheckpoint(surveyed.path, surveyed.source, surveyed.format, recovery.catalog)
     require_apart(opened, target)
-    listing = target.with_name(f"{target.name}.salvage.json")
-    if listing.exists() and not options.transfer.overwrite:
-        raise Unsupported(f"{listing} already exists", hint="--overwrite replaces it")
-    if isinstance(listing, Path):
-        require_marked(listing, _MARK, noun="list of a salvage")
+    place = target.with_name(f"{target.name}.salvage.json")
+    if place.exists() and not options.transfer.overwrite:
+        raise Unsupported(f"{place} already exists", hint="--overwrite replaces it")
+    listing = Listing(place)
     workers = options.transfer.run.workers or opened.source.workers
     intact = find_intact(opened, recovery.problems, workers)
     catalog = intact.catalog
@@ -187,10 +182,10 @@ def plan_salvage(path: Location, target: Location, options: SalvageOptions) -> S
         problems=tuple(str(p) for p in recovery.problems if p.tensor not in intact.lost),
         unknown=recovery.unknown,
         notes=(*layout.notes, *target_notes(opened, target, layout, options.transfer)),
-        listing=str(listing),
+        listing=str(place),
     )
-    transfer = Transfer(opened, Plan(catalog, layout), target, options.transfer, "salvage")
-    return Salvage(transfer, report, listing)
+    plan = Plan(catalog, layout)
+    return Salvage(opened, plan, target, options.transfer, report, "salvage", listing=listing)
 
 
 def salvage_content(report: SalvageReport) -> dict[str, Any]:

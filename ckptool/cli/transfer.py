@@ -1,0 +1,110 @@
+"""``ckptool convert``.
+
+``ckptool reshard``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
+
+from ckptool.cli.parameters import AsJson, Debug, Quiet, SourcePath, parse_place
+from ckptool.commands.options.target import ConvertOptions, ReshardOptions
+
+if TYPE_CHECKING:
+    from ckptool.commands.transfer import Transfer, TransferReport
+    from ckptool.engine.ranks import Ranks
+
+Report = TypeVar("Report", bound="TransferReport")
+
+
+def convert(
+    source: SourcePath,
+    target: Annotated[
+        str, typer.Argument(metavar="DST", help="Where to write it: a path or a URL.")
+    ],
+    *,
+    options: ConvertOptions,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Write a checkpoint in another format, bit for bit.
+
+    Everything is kept unless an option excludes it; what the target cannot hold goes into a side
+    file or is named in a note. The target appears complete or not at all.
+    """
+    from ckptool.commands.convert import prepare
+    from ckptool.engine.ranks import Ranks
+    from ckptool.render.messages import print_json
+
+    dry_run = options.transfer.dry_run
+    planned = prepare(parse_place(source, "SRC"), parse_place(target, "DST"), options)
+    report = _run(planned, Ranks(), dry_run=dry_run, quiet=quiet)
+    if as_json or dry_run or not quiet:
+        from ckptool.render.convert import convert_json, show_convert
+
+        if as_json:
+            print_json(convert_json(report, dry_run=dry_run))
+        else:
+            show_convert(report, dry_run=dry_run)
+
+
+def reshard(
+    source: SourcePath = ".",
+    target: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="DST", help="Where to write it; default: next to SRC, named after the mesh."
+        ),
+    ] = None,
+    *,
+    options: ReshardOptions,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Write a checkpoint for a new device mesh, in one process or under torchrun.
+
+    The first that applies places a tensor: --shard and --plan, --policy, the source's own
+    placements, conventional mesh dim names, fsdp. Needs no GPU and no model.
+    """
+    from ckptool.commands.reshard.reshard import Reshard, prepare_reshard
+    from ckptool.engine.ranks import join_ranks
+    from ckptool.render.messages import print_json
+
+    dry_run = options.transfer.dry_run
+
+    def prepare() -> Reshard:
+        place = None if target is None else parse_place(target, "DST")
+        return prepare_reshard(parse_place(source, "SRC"), place, options, ranks)
+
+    with join_ranks() as ranks:
+        planned = ranks.together(prepare)
+        report = _run(planned, ranks, dry_run=dry_run, quiet=quiet or ranks.rank > 0)
+        if ranks.rank == 0 and (as_json or dry_run or not quiet):
+            from ckptool.render.reshard import reshard_json, show_reshard
+
+            costs = planned.costs() if dry_run else None
+            if as_json:
+                print_json(reshard_json(report, costs))
+            else:
+                show_reshard(report, costs)
+
+
+def _run(planned: Transfer[Report], ranks: Ranks, *, dry_run: bool, quiet: bool) -> Report:
+    """Run what was planned, or say why that would be refused now; show its notes and progress."""
+    from ckptool.render.messages import progress, show_notes, show_obstacle
+
+    if not quiet:
+        show_notes(planned.report.notes)
+        if dry_run:
+            show_obstacle(planned.obstacle())
+    if dry_run:
+        return planned.report
+    with progress(planned.nbytes, quiet=quiet) as advance:
+        report = planned.run(advance, ranks)
+    if not quiet:
+        show_notes(report.notes[len(planned.report.notes) :])
+    return report
