@@ -106,12 +106,13 @@ class Kind(NamedTuple):
     """Values of an option: their types on the command line and as a keyword, and how to parse both.
 
     ``keyword`` is source text, for the generated signatures. ``parse`` is called with a value of
-    either type and the option's name, for errors.
+    either type and the option's name, for errors. ``default`` is that of most options of the kind.
     """
 
     line: Any
     keyword: str
     parse: Callable[[Any, str], Any] = lambda value, name: value
+    default: Any = None
 
 
 def _texts(value: str | Collection[str], name: str) -> tuple[str, ...]:
@@ -129,10 +130,10 @@ def _finite(value: float, name: str) -> float:
     return value
 
 
-FLAG = Kind(bool, "bool")
+FLAG = Kind(bool, "bool", default=False)
 TEXT = Kind(str, "str")
-TEXTS = Kind(list[str], "Strings", _texts)
-LIST = Kind(str, "Strings", _list)
+TEXTS = Kind(list[str], "Strings", _texts, ())
+LIST = Kind(str, "Strings", _list, ())
 COUNT = Kind(int, "int")
 NUMBER = Kind(float, "float", _finite)
 SIZE = Kind(str, "Size", lambda value, name: parse_size(str(value), name))
@@ -175,7 +176,7 @@ def option(
     flag: str,
     kind: Kind = TEXT,
     *,
-    default: Any = None,
+    default: Any = ...,
     factory: Callable[[], Any] | None = None,
     **more: Any,
 ) -> Any:
@@ -183,7 +184,7 @@ def option(
     metadata = {"option": Option(flag, kind, **more)}
     if factory is not None:
         return field(default_factory=factory, metadata=metadata)
-    return field(default=default, metadata=metadata)
+    return field(default=kind.default if default is ... else default, metadata=metadata)
 
 
 class OptionGroup(NamedTuple):

@@ -18,10 +18,7 @@ class BenchOptions(OptionSet):
     """What to measure: state of ``size`` bytes or shaped as in ``like``, written below ``out``."""
 
     size: int | None = option(
-        "--size",
-        SIZE,
-        metavar="SIZE",
-        help="State size [default: 1GiB; 2GB with --transfer].",
+        "--size", SIZE, metavar="SIZE", help="State size [default: 1GiB; 2GB with --transfer]."
     )
     like: Location | None = option(
         "--like",
@@ -40,7 +37,6 @@ class BenchOptions(OptionSet):
     strategies: tuple[str, ...] = option(
         "--strategies",
         LIST,
-        default=(),
         metavar="LIST",
         help="Comma-separated names, families or globs, such as dcp-sync,dcp-async-*; or"
         " MODULE:CLASS for a saver of your own. Default: all.",
@@ -61,8 +57,5 @@ class BenchOptions(OptionSet):
         help="Save N times after the first; with --transfer, N rounds.",
     )
     abort: bool = option(
-        "--abort",
-        FLAG,
-        default=False,
-        help="Also kill each strategy in mid-save, and report what is left.",
+        "--abort", FLAG, help="Also kill each strategy in mid-save, and report what is left."
     )

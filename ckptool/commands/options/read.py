@@ -25,10 +25,7 @@ class ReadOptions(OptionSet):
         "--from", metavar="FORMAT", help="Read as this format instead of detecting it."
     )
     per_rank: bool = option(
-        "--per-rank",
-        FLAG,
-        default=False,
-        help="Keep plain tensors that differ between ranks, as NAME@rankR.",
+        "--per-rank", FLAG, help="Keep plain tensors that differ between ranks, as NAME@rankR."
     )
     flat_params: Path | None = option(
         "--flat-params",
@@ -39,7 +36,6 @@ class ReadOptions(OptionSet):
     tp_rules: tuple[NamedRule, ...] = option(
         "--tp-rule",
         TP_RULES,
-        default=(),
         metavar="GLOB=RULE",
         help="Join tensor-parallel shards by this rule where the files do not say how: replicate,"
         " column, row, gated or Shard(dim) (repeatable, first match wins).",
@@ -47,7 +43,6 @@ class ReadOptions(OptionSet):
     split_stacked: bool = option(
         "--split-stacked",
         FLAG,
-        default=False,
         former="--unstack",
         help="Split stacked layers and experts into one tensor each.",
     )

@@ -17,16 +17,13 @@ class Selection(OptionSet):
     """Which tensors and values to keep and how to rename them, in this order."""
 
     select: tuple[str, ...] = option(
-        "--select", TEXTS, default=(), metavar="GLOB", help="Keep only matching names (repeatable)."
+        "--select", TEXTS, metavar="GLOB", help="Keep only matching names (repeatable)."
     )
     drop: tuple[str, ...] = option(
-        "--drop", TEXTS, default=(), metavar="GLOB", help="Exclude matching names (repeatable)."
+        "--drop", TEXTS, metavar="GLOB", help="Exclude matching names (repeatable)."
     )
     model_only: bool = option(
-        "--model-only",
-        FLAG,
-        default=False,
-        help="Keep the model only, under its own names.",
+        "--model-only", FLAG, help="Keep the model only, under its own names."
     )
     strip_prefix: str | None = option(
         "--strip-prefix", metavar="PREFIX", help="Remove PREFIX from the names."
@@ -34,7 +31,6 @@ class Selection(OptionSet):
     rename: tuple[str, ...] = option(
         "--rename",
         TEXTS,
-        default=(),
         metavar="REGEX=REPLACEMENT",
         help="Rename what matches (repeatable, in order).",
     )
@@ -68,6 +64,7 @@ class MapOptions(OptionSet):
     inverse: bool | None = option(
         "--inverse/--no-inverse",
         FLAG,
+        default=None,
         help="Apply the key map backwards, from its `to` names to its `from` names; default:"
         " whichever way the names fit.",
     )
@@ -86,8 +83,5 @@ class RewriteOptions(OptionSet):
         " (repeatable, first match wins). Integers and tensors without dims are never cast.",
     )
     dequantize: bool = option(
-        "--dequantize",
-        FLAG,
-        default=False,
-        help="Dequantize FP8, INT8 and MXFP4, to bf16 or what --dtype says.",
+        "--dequantize", FLAG, help="Dequantize FP8, INT8 and MXFP4, to bf16 or what --dtype says."
     )

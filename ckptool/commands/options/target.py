@@ -22,10 +22,7 @@ WRITING = "How to write DST"
 def overwrite_option() -> Any:
     """Declare whether what exists at the target, or a manifest, is replaced."""
     return option(
-        "--overwrite",
-        FLAG,
-        default=False,
-        help="Replace what exists at the target, once everything is written.",
+        "--overwrite", FLAG, help="Replace what exists at the target, once everything is written."
     )
 
 
@@ -34,16 +31,13 @@ class TransferOptions(OptionSet):
 
     overwrite: bool = overwrite_option()
     resume: bool = option(
-        "--resume", FLAG, default=False, help="Continue the partial output of an interrupted run."
+        "--resume", FLAG, help="Continue the partial output of an interrupted run."
     )
     verify: bool = option(
-        "--verify/--no-verify",
-        FLAG,
-        default=False,
-        help="Read the output back and compare it before committing.",
+        "--verify/--no-verify", FLAG, help="Read the output back and compare it before committing."
     )
     run: RunOptions = group(RunOptions)
-    dry_run: bool = option("--dry-run", FLAG, default=False, help="Show the plan; write nothing.")
+    dry_run: bool = option("--dry-run", FLAG, help="Show the plan; write nothing.")
 
 
 class ConvertOptions(OptionSet):
@@ -72,7 +66,6 @@ class ConvertOptions(OptionSet):
     single_rank: bool = option(
         "--single-rank",
         FLAG,
-        default=False,
         former="--one-rank",
         help="Write whole tensors as rank 0 instead of keeping the source's chunks.",
     )
@@ -92,7 +85,6 @@ class ReshardOptions(OptionSet):
     rules: tuple[PlacementRule, ...] = option(
         "--shard",
         SHARD_RULES,
-        default=(),
         metavar="GLOB=PLACEMENTS",
         help="Place what matches: Shard(0),Replicate() or colwise (repeatable, first match wins).",
     )
@@ -127,6 +119,5 @@ class ReshardOptions(OptionSet):
     check: bool = option(
         "--check",
         FLAG,
-        default=False,
         help="Load the result through torch, on as many ranks as the mesh has, and compare.",
     )

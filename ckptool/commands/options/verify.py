@@ -21,7 +21,7 @@ class VerifyOptions(OptionSet):
     """
 
     read: ReadOptions = group(ReadOptions)
-    quick: bool = option("--quick", FLAG, default=False, help="Read metadata only, not the data.")
+    quick: bool = option("--quick", FLAG, help="Read metadata only, not the data.")
     sample: float = option(
         "--sample", SHARE, default=1.0, metavar="SHARE", help="Read a share of the data, e.g. 5%."
     )
@@ -31,17 +31,12 @@ class VerifyOptions(OptionSet):
     fail_nonfinite: bool = option(
         "--fail-nonfinite",
         FLAG,
-        default=False,
         former="--finite",
         help="Report NaN and infinite values as errors.",
     )
-    strict: bool = option("--strict", FLAG, default=False, help="Fail on warnings too.")
+    strict: bool = option("--strict", FLAG, help="Fail on warnings too.")
     ignore: tuple[str, ...] = option(
-        "--ignore",
-        TEXTS,
-        default=(),
-        metavar="CODE",
-        help="Ignore findings with this code (repeatable).",
+        "--ignore", TEXTS, metavar="CODE", help="Ignore findings with this code (repeatable)."
     )
     workers: int | None = workers_option()
 
@@ -68,10 +63,7 @@ class CompareOptions(OptionSet):
         "--atol", NUMBER, metavar="X", minimum=0, help="Allowed absolute difference."
     )
     cast: bool = option(
-        "--cast",
-        FLAG,
-        default=False,
-        help="Cast the model's weights to OTHER's element types before comparing.",
+        "--cast", FLAG, help="Cast the model's weights to OTHER's element types before comparing."
     )
     other_format: str | None = option(
         "--other-format",
