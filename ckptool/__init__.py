@@ -45,30 +45,18 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _PLACES = {
-    "Box": "core.box.Box",
-    "Checkpoint": "api.open.Checkpoint",
-    "CkptoolError": "errors.CkptoolError",
-    "KeysDiffer": "api.state_dict.KeysDiffer",
-    "LoadReport": "api.load.LoadReport",
-    "bench": "api.commands.bench",
-    "bench_changes": "api.commands.bench_changes",
-    "bench_transfer": "api.commands.bench_transfer",
-    "compare": "api.commands.compare",
-    "convert": "api.commands.convert",
-    "inspect": "api.commands.inspect",
-    "list_formats": "api.commands.list_formats",
-    "list_maps": "api.commands.list_maps",
-    "load": "api.load.load",
-    "map_text": "api.commands.map_text",
-    "open": "api.open.open",
-    "reshard": "api.commands.reshard",
-    "salvage": "api.commands.salvage",
-    "stats": "api.commands.stats",
-    "verify": "api.commands.verify",
-    "verify_run": "api.commands.verify_run",
+    "api.commands": "bench bench_changes bench_transfer compare convert inspect list_formats"
+    " list_maps map_text reshard salvage stats verify verify_run",
+    "api.load": "LoadReport load",
+    "api.open": "Checkpoint open",
+    "api.state_dict": "KeysDiffer",
+    "core.box": "Box",
+    "errors": "CkptoolError",
 }
+"""What the modules offer."""
+_MODULES = {name: module for module, names in _PLACES.items() for name in names.split()}
 
-__all__ = [*_PLACES, "__version__", "dcp", "errors"]
+__all__ = [*_MODULES, "__version__", "dcp", "errors"]
 
 
 if not TYPE_CHECKING:  # type checkers see the imports, and know no other name
@@ -77,10 +65,9 @@ if not TYPE_CHECKING:  # type checkers see the imports, and know no other name
         """Import a part when it is first used."""
         if name in ("dcp", "errors"):
             return import_module(f"ckptool.{name}")
-        if name not in _PLACES:
+        if name not in _MODULES:
             raise AttributeError(f"module 'ckptool' has no attribute {name!r}")
-        module, _, attribute = _PLACES[name].rpartition(".")
-        return getattr(import_module(f"ckptool.{module}"), attribute)
+        return getattr(import_module(f"ckptool.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:
