@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -165,25 +165,18 @@ def decode(stored: Array, dtype: DType) -> Array:
     """Return flat stored bits as integers or floats; the magnitudes of complex numbers."""
     if dtype.name in _NATIVE:
         return stored.view(dtype.name)
-    return _DECODERS[dtype.name](stored)
-
-
-def _bfloat16(stored: Array) -> Array:
-    return (stored.astype(np.uint32) << 16).view(np.float32)
-
-
-def _half_complex(stored: Array) -> Array:
-    halves = stored.view(np.float16).astype(np.float64)
-    return np.hypot(halves[::2], halves[1::2])
+    if dtype.name.startswith("float8_"):
+        return _float8_table(dtype.name)[stored]
+    if dtype.name.startswith("complex"):
+        return _complex(stored)
+    if dtype.name == "bool":
+        return stored.view(np.uint8)
+    return (stored.astype(np.uint32) << 16).view(np.float32)  # bfloat16
 
 
 def _complex(stored: Array) -> Array:
     parts = stored.view(f"f{stored.itemsize // 2}").astype(np.float64)
     return np.hypot(parts[::2], parts[1::2])
-
-
-def _from_table(name: str) -> Callable[[Array], Array]:
-    return lambda stored: _float8_table(name)[stored]
 
 
 @lru_cache
@@ -207,13 +200,3 @@ def _with_specials(values: Array, codes: Array, nan: str) -> Array:
         infinite = np.where(size == 0x7C, np.copysign(np.inf, values), values)
         return np.where(size > 0x7C, np.nan, infinite)
     return np.where(codes == 0x80 if nan == "zero" else size == 0x7F, np.nan, values)
-
-
-_DECODERS: dict[str, Callable[[Array], Array]] = {
-    "bfloat16": _bfloat16,
-    "bool": lambda stored: stored.view(np.uint8),
-    "complex32": _half_complex,
-    "complex64": _complex,
-    "complex128": _complex,
-    **{name: _from_table(name) for name in (*_FLOAT8, "float8_e8m0fnu")},
-}
