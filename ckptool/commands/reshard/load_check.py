@@ -12,6 +12,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -269,31 +271,18 @@ def _local_tensor(check: Check, entry: TensorEntry, state: Any) -> LoadedTensor:
     return LoadedTensor(state, local, shard.pieces)
 
 
-def _check_dcp(check: Check) -> None:
-    """Check by torch's FileSystemReader."""
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-
-    _check_through_dcp(check, ".distcp", lambda: FileSystemReader(check.target))
-
-
-def _check_dcp_safetensors(check: Check) -> None:
-    """Check by torch's HuggingFaceStorageReader."""
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-
-    reader = HuggingFaceStorageReader
-    _check_through_dcp(check, ".safetensors", lambda: reader(str(check.target)))
-
-
-def _check_through_dcp(check: Check, suffix: str, reader: Callable[[], Any]) -> None:
+def _check_through_dcp(check: Check, suffix: str, reader: str) -> None:
+    """Check the tensors in files with ``suffix`` by a storage reader of torch (module:class)."""
+    module, _, name = reader.partition(":")
     check.together(check.require_all_files)
     for group in check.groups(suffix):
-        _check_group(check, group, reader)
+        _check_group(check, group, getattr(import_module(module), name))
 
 
-def _check_group(check: Check, group: Sequence[TensorEntry], reader: Callable[[], Any]) -> None:
+def _check_group(check: Check, group: Sequence[TensorEntry], reader: Callable[[str], Any]) -> None:
     tensors = check.together(lambda: {entry.name: _empty(check, entry) for entry in group})
     state = {name: local.tensor for name, local in tensors.items()}
-    check.together(lambda: _load(check.target, state, reader()))
+    check.together(lambda: _load(check.target, state, reader(str(check.target))))
 
     def compare() -> None:
         for entry in group:
@@ -344,8 +333,16 @@ def _torch_agrees(shape: tuple[int, ...], shard: LocalShard, mesh: Any, placed: 
 
 
 _LOADERS: dict[str, Callable[[Check], None]] = {
-    "dcp": _check_dcp,
-    "dcp-safetensors": _check_dcp_safetensors,
+    "dcp": partial(
+        _check_through_dcp,
+        suffix=".distcp",
+        reader="torch.distributed.checkpoint.filesystem:FileSystemReader",
+    ),
+    "dcp-safetensors": partial(
+        _check_through_dcp,
+        suffix=".safetensors",
+        reader="torch.distributed.checkpoint.hf_storage:HuggingFaceStorageReader",
+    ),
     "rank-local": _check_rank_file,
 }
 """What loads and compares each target format."""
