@@ -141,14 +141,26 @@ class CheckpointReader(StorageReader):
     def _read_tensors(self, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
         with no_collecting():
             tensors = [planner.resolve_tensor(item).detach() for item in items]
-            targets = list(map(_target, map(self._entry, items, tensors), items, tensors))
+            targets = list(map(self._target, items, tensors))
         fill_targets(self.checkpoint, targets, self._workers)
         for item, tensor in zip(items, tensors, strict=True):
             planner.commit_tensor(item, tensor)
 
-    def _entry(self, item: ReadItem, tensor: torch.Tensor) -> TensorEntry:
+    def _target(self, item: ReadItem, tensor: torch.Tensor) -> Target:
         wanted = dtype_of(tensor) if self._cast else None
-        return self.checkpoint.entry(item.storage_index.fqn, wanted)
+        entry = self.checkpoint.entry(item.storage_index.fqn, wanted)
+        box = Box.at(item.storage_offsets, item.lengths)
+        dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+        if (dtype, shape) != (entry.dtype.name, box.shape):
+            raise Unsupported(
+                f"{entry.name} {box}: {entry.dtype} {list(box.shape)} in the checkpoint, {dtype}"
+                f" {list(shape)} in the state dict",
+                hint=cast_hint(entry, dtype),
+            )
+        obstacle = why_not_filled(tensor)
+        if obstacle is not None:
+            raise Unsupported(f"{entry.name}: {obstacle}")
+        return Target(entry, box, tensor)
 
 
 def _describe(entry: TensorEntry) -> TensorStorageMetadata:
@@ -159,18 +171,3 @@ def _describe(entry: TensorEntry) -> TensorStorageMetadata:
 
 def _path(path: Path) -> tuple[str | int, ...]:
     return tuple(step.position if isinstance(step, Index) else str(step) for step in path)
-
-
-def _target(entry: TensorEntry, item: ReadItem, tensor: torch.Tensor) -> Target:
-    box = Box.at(item.storage_offsets, item.lengths)
-    dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
-    if (dtype, shape) != (entry.dtype.name, box.shape):
-        raise Unsupported(
-            f"{entry.name} {box}: {entry.dtype} {list(box.shape)} in the checkpoint, {dtype}"
-            f" {list(shape)} in the state dict",
-            hint=cast_hint(entry, dtype),
-        )
-    obstacle = why_not_filled(tensor)
-    if obstacle is not None:
-        raise Unsupported(f"{entry.name}: {obstacle}")
-    return Target(entry, box, tensor)

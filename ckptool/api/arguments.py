@@ -196,7 +196,10 @@ def source_text() -> Iterator[str]:
     yield from _HEADER.splitlines()
     written: dict[str, dict[str, str]] = {"TypedDict": {}}
     for name, parts in KEYWORDS.items():
-        hints = {keyword: _hint_text(option) for keyword, option in keywords_of(name).items()}
+        hints = {
+            keyword: option.kind.keyword + (" | None" if option.default is None else "")
+            for keyword, option in keywords_of(name).items()
+        }
         smaller = [
             base for base, inherited in written.items() if inherited.items() <= hints.items()
         ]
@@ -207,10 +210,6 @@ def source_text() -> Iterator[str]:
         own = [keyword for keyword in hints if keyword not in written[base]]
         yield from (f"    {keyword}: {hints[keyword]}" for keyword in own)
         written[name] = hints
-
-
-def _hint_text(option: Option) -> str:
-    return option.kind.keyword + (" | None" if option.default is None else "")
 
 
 _HEADER = """\

@@ -99,12 +99,12 @@ def known_error(error: BaseException) -> CkptoolError:
     """Return the error as users meet it: their own, the machine's, or else ckptool's fault."""
     if isinstance(error, CkptoolError):
         return error
-    if _lacks_threads(error):
+    if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
         return Unsupported(
             "cannot start a thread: the limit of processes or memory is reached",
             hint="raise it (ulimit -u, ulimit -v, the container's pids limit), or --workers 1",
         )
-    if isinstance(error, MemoryError) or _is(error, errno.ENOMEM):
+    if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
         return Unsupported("not enough memory", hint="use a smaller --budget")
     if isinstance(error, OSError):
         return failure_of(error)
@@ -125,11 +125,3 @@ def _internal(error: BaseException) -> InternalError:
         f"bug in ckptool {__version__}: {what}{where}",
         hint="report this line and the traceback that --debug shows",
     )
-
-
-def _lacks_threads(error: BaseException) -> bool:
-    return isinstance(error, RuntimeError) and "can't start new thread" in str(error)
-
-
-def _is(error: BaseException, number: int) -> bool:
-    return isinstance(error, OSError) and error.errno == number

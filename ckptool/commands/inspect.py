@@ -108,7 +108,9 @@ def report(opened: OpenedCheckpoint) -> InspectReport:
         nbytes=sum(share.nbytes for share in shares),
         files=len(catalog.files),
     )
-    return InspectReport(opened, step_of(opened.path, catalog), totals, shares, _problems(catalog))
+    gaps = (coverage_problem(entry) for entry in catalog.tensors.values())
+    problems = (*catalog.conflicts.values(), *(gap for gap in gaps if gap is not None))
+    return InspectReport(opened, step_of(opened.path, catalog), totals, shares, problems)
 
 
 def shares_of(entries: Iterable[TensorEntry]) -> tuple[Share, ...]:
@@ -146,8 +148,3 @@ def step_of(path: Location, catalog: Catalog) -> int | None:
         if match:
             return int(next(filter(None, match.groups())))
     return None
-
-
-def _problems(catalog: Catalog) -> tuple[str, ...]:
-    gaps = (coverage_problem(entry) for entry in catalog.tensors.values())
-    return (*catalog.conflicts.values(), *(gap for gap in gaps if gap is not None))

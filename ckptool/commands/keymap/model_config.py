@@ -38,7 +38,12 @@ def records(source: Files, catalog: Catalog, assets: Path | None) -> list[Record
     """
     given = [_read_file(assets / CONFIG)] if assets is not None else []
     beside = [read_beside(source, name) for name in (CONFIG, _PARAMS)]
-    return [*given, *beside, *map(_of_megatron, _arguments(catalog))]
+    arguments = (
+        namespace
+        for entry in catalog.objects.values()
+        for namespace in _namespaces(entry.value, _DEEPEST, named=str(entry.path[-1]) == "args")
+    )
+    return [*given, *beside, *map(_of_megatron, arguments)]
 
 
 def read_beside(source: Files, name: str) -> Record:
@@ -71,13 +76,8 @@ def _parse(path: str, nbytes: int, read: Callable[[], bytes]) -> Record:
     return {**content, **inner} if isinstance(inner, dict) else content
 
 
-def _arguments(catalog: Catalog) -> Iterator[Record]:
-    """Yield every ``args`` namespace among the values."""
-    for entry in catalog.objects.values():
-        yield from _namespaces(entry.value, _DEEPEST, named=str(entry.path[-1]) == "args")
-
-
 def _namespaces(value: Any, depth: int, *, named: bool) -> Iterator[Record]:
+    """Yield every ``args`` namespace in a value."""
     if named and isinstance(value, Call) and value.name in _NAMESPACES:
         yield {k: v for k, v in value.fields.items() if isinstance(k, str)}
     elif depth and isinstance(value, list | tuple):
@@ -132,7 +132,11 @@ def config_problems(config: Record, catalog: Catalog) -> list[Problem]:
     """
     inner = config.get("text_config")
     merged = {**config, **inner} if isinstance(inner, dict) else dict(config)
-    tensors = {n: e for n, e in catalog.tensors.items() if _is_plain(e)}
+    tensors = {
+        name: entry
+        for name, entry in catalog.tensors.items()
+        if entry.dtype.kind == "float" and entry.dtype.itemsize > 1 and entry.shape
+    }
     differences = [
         *_compare_sizes(merged, tensors),
         *_compare_layers(merged, catalog),
@@ -149,10 +153,6 @@ def config_problems(config: Record, catalog: Catalog) -> list[Problem]:
 
 Difference = tuple[str, str | None]
 """What the config says and what is true instead, and the tensor that shows it."""
-
-
-def _is_plain(entry: TensorEntry) -> bool:
-    return entry.dtype.kind == "float" and entry.dtype.itemsize > 1 and bool(entry.shape)
 
 
 def _numbers(config: Record, keys: tuple[str, ...]) -> dict[str, int]:

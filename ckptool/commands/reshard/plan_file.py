@@ -90,17 +90,12 @@ def read_tp_plan(path: Path) -> list[PlacementRule]:
         plan = content.get("base_model_tp_plan") or content.get("tp_plan")
     if not isinstance(plan, Mapping) or not all(isinstance(word, str) for word in plan.values()):
         raise UsageError(f"--tp-plan {path}: base_model_tp_plan or tp_plan not found")
+    unknown = [style for style in plan.values() if style not in STYLES]
+    if unknown:
+        known = "one of " + ", ".join(STYLES)
+        raise UsageError(f"--tp-plan: unknown style {unknown[0]!r}", hint=known)
     return [
-        rule for module, style in plan.items() for rule in _module_rules(str(module), str(style))
+        PlacementRule(f"*{module}.{leaf}*", style=style, required=False)
+        for module, style in plan.items()
+        for leaf in ("weight", "bias")
     ]
-
-
-def _module_rules(module: str, style: str) -> list[PlacementRule]:
-    globs = [f"*{module}.{leaf}*" for leaf in ("weight", "bias")]
-    return [PlacementRule(glob, style=_style(style), required=False) for glob in globs]
-
-
-def _style(word: str) -> str:
-    if word not in STYLES:
-        raise UsageError(f"--tp-plan: unknown style {word!r}", hint="one of " + ", ".join(STYLES))
-    return word

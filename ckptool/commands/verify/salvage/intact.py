@@ -113,7 +113,10 @@ def _without(catalog: Catalog, lost: dict[str, str], suspect: set[str]) -> Catal
     tensors = {}
     for name, entry in catalog.tensors.items():
         if name not in lost:
-            chunks = [_chunk_of(chunk, _copies_outside(chunk, suspect)) for chunk in entry.chunks]
+            chunks = (
+                _chunk_of(chunk, [c for c in _copies(chunk) if c.at.file not in suspect])
+                for chunk in entry.chunks
+            )
             kept = tuple(chunk for chunk in chunks if chunk is not None)
             tensors[name] = replace(entry, chunks=kept)
     objects = {name: entry for name, entry in catalog.objects.items() if name not in lost}
@@ -123,10 +126,6 @@ def _without(catalog: Catalog, lost: dict[str, str], suspect: set[str]) -> Catal
 def _copies(chunk: Chunk) -> list[Copy]:
     """Return a chunk's own place and its copies."""
     return [Copy(chunk.at, chunk.rank or 0), *chunk.copies]
-
-
-def _copies_outside(chunk: Chunk, suspect: set[str]) -> list[Copy]:
-    return [copy for copy in _copies(chunk) if copy.at.file not in suspect]
 
 
 def _chunk_of(chunk: Chunk, copies: list[Copy]) -> Chunk | None:
