@@ -17,7 +17,8 @@ from ckptool.commands.options.read import ReadOptions
 from ckptool.core.catalog import Catalog
 from ckptool.core.selection import split_stacked
 from ckptool.errors import CkptoolError, Damaged, Problem, Refusal, Unsupported, refused
-from ckptool.formats.base import Recovery
+from ckptool.formats import file_rule
+from ckptool.formats.base import FileRole, Recovery
 from ckptool.serialization.archive.read import is_legacy, is_zip
 from ckptool.serialization.archive.recover import Recovered, read_legacy_counts, recover_records
 from ckptool.serialization.archive.write import end_records
@@ -114,8 +115,11 @@ def _error(source: Source, file: str) -> CkptoolError | None:
 
 
 def _is_torch(source: Source, file: str) -> bool:
+    rule = file_rule(None, file)
+    if rule is not None and rule.role is FileRole.ITEMS:
+        return False
     head = source.read(file, 0, min(source.files[file], 64))
-    return not file.endswith(".distcp") and (is_zip(head) or is_legacy(head))
+    return is_zip(head) or is_legacy(head)
 
 
 def _padded(source: Source, file: str) -> _PaddedFile | None:
@@ -157,9 +161,6 @@ def _central(record: ZipRecord) -> bytes:
     sizes = (record.crc32, IN_EXTRA, IN_EXTRA, len(text), len(wide))
     fields = (0, 0, record.flags, record.method, 0, 0, *sizes, 0, 0, 0, 0, IN_EXTRA)
     return CENTRAL.pack(b"PK\x01\x02", *fields) + text + wide
-
-
-_METADATA = ".metadata"
 
 
 def rebuild(surveyed: Survey, options: ReadOptions) -> Recovery:
@@ -207,7 +208,8 @@ def _unrecorded(catalog: Catalog) -> tuple[str, ...]:
 
 def _unseen(surveyed: Survey, problems: Iterable[Problem]) -> tuple[str, ...]:
     """Return what may have been in files that cannot be read, where those files alone said so."""
-    if surveyed.format.name == "dcp" and _METADATA in surveyed.source.files:
+    committed_by = {rule.committed_by for rule in surveyed.format.files}
+    if not committed_by.isdisjoint(surveyed.source.files):
         return ()
     files = dict.fromkeys(p.file for p in problems if p.file and not p.tensor)
     return tuple(f"what only {file} contained" for file in files)
