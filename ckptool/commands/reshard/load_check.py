@@ -221,10 +221,16 @@ def _torch_placement(placement: Placement, rank: int) -> Any:
     raise Unsupported(f"{placement}: partial values cannot be loaded (sum of ranks)")
 
 
-def _last_line(error: BaseException) -> str:
-    """Return how the message of an error of torch ends."""
-    lines = str(error).strip().splitlines()
-    return lines[-1] if lines else type(error).__name__
+@contextmanager
+def _loading(path: Path) -> Iterator[None]:
+    """Raise TransferError, with the last line of its message, for whatever torch raises."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        yield
+    except (Exception, CheckpointException) as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise TransferError(f"{path}: torch cannot load it: {lines[-1]}") from error
 
 
 # Ways to load
@@ -245,10 +251,8 @@ def _check_rank_file(check: Check) -> None:
 def _own_file(path: Path) -> Any:
     import torch
 
-    try:
+    with _loading(path):
         return torch.load(path, weights_only=True, mmap=True)
-    except Exception as error:
-        raise TransferError(f"{path}: torch cannot load it: {_last_line(error)}") from error
 
 
 def _local_tensor(check: Check, entry: TensorEntry, state: Any) -> LoadedTensor:
@@ -293,13 +297,10 @@ def _check_group(check: Check, group: Sequence[TensorEntry], reader: Callable[[s
 
 def _load(target: Path, state: dict[str, Any], reader: Any) -> None:
     """Call ``dcp.load``, whose ranks talk to one another, so that they fail together too."""
-    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    try:
+    with _loading(target):
         load(state, storage_reader=reader)
-    except (Exception, CheckpointException) as error:
-        raise TransferError(f"{target}: torch cannot load it: {_last_line(error)}") from error
 
 
 def _empty(check: Check, entry: TensorEntry) -> LoadedTensor:
