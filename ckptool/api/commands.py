@@ -19,7 +19,7 @@ from ckptool.api.keywords import (
 )
 from ckptool.commands import inspect as _inspect
 from ckptool.commands.convert import ConvertReport, prepare
-from ckptool.commands.detect import KnownFormat, known_formats
+from ckptool.commands.detect import list_formats as list_formats
 from ckptool.commands.inspect import InspectReport
 from ckptool.commands.options.bench import BenchOptions
 from ckptool.commands.options.read import ReadOptions
@@ -261,11 +261,6 @@ def bench_transfer(
     return transfer_bench(
         place, parse_size(str(size), "size"), Path(out), repeat, progress=progress
     )
-
-
-def list_formats() -> tuple[KnownFormat, ...]:
-    """Return every format: whether it is read, and written by ``convert`` and by ``reshard``."""
-    return known_formats()
 
 
 def list_maps() -> Mapping[str, KeyMap]:

@@ -43,10 +43,7 @@ class ConvertReport(TransferReport):
 
 @no_collecting()
 def prepare(source: Location, target: Location, options: ConvertOptions) -> Transfer[ConvertReport]:
-    """Plan a conversion: nothing is written yet, and no tensor byte is read.
-
-    Raises UsageError, Unsupported or a SourceError where it cannot be done as asked.
-    """
+    """Plan a conversion: nothing is written yet, and no tensor byte is read."""
     target = resolve_target(target)
     writer = _writer(options.to, target)
     opened = open_checkpoint(source, options.read, whole=False)

@@ -37,8 +37,8 @@ class KnownFormat(NamedTuple):
     summary: str
 
 
-def known_formats() -> tuple[KnownFormat, ...]:
-    """Return every format, in the order in which they are looked for."""
+def list_formats() -> tuple[KnownFormat, ...]:
+    """Return every format: whether it is read, and written by ``convert`` and by ``reshard``."""
     return tuple(
         KnownFormat(
             row.name, row.reads, row.convert is not None, row.reshard is not None, row.summary

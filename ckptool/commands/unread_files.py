@@ -86,12 +86,10 @@ def _folder_notes(candidate: Candidate, folders: Mapping[str, str]) -> Iterator[
 
 def _file_notes(names: list[str]) -> Iterator[Problem]:
     for group in _group_numbered(names):
-        what = _TENSORLESS.get(group[0].rpartition("/")[2])
-        if what is not None:
-            yield Problem(f"not read: {list_some(group, 1)}: {what}", "note", file=group[0])
-        else:
-            message = f"not read: {list_some(group, 1)}: looks like part of a checkpoint"
-            yield Problem(message, "file-unused", file=group[0])
+        what, code = _TENSORLESS.get(group[0].rpartition("/")[2]), "note"
+        if what is None:
+            what, code = "looks like part of a checkpoint", "file-unused"
+        yield Problem(f"not read: {list_some(group, 1)}: {what}", code, file=group[0])
 
 
 def _group_numbered(names: Iterable[str]) -> list[list[str]]:

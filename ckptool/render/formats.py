@@ -6,7 +6,7 @@ import re
 import sys
 from typing import Any
 
-from ckptool.commands.detect import known_formats
+from ckptool.commands.detect import list_formats
 from ckptool.commands.document import document
 from ckptool.commands.keymap.maps import builtin_maps, map_text
 from ckptool.render.text import console, header_table
@@ -15,14 +15,14 @@ from ckptool.render.text import console, header_table
 def show_formats() -> None:
     """Show a row per format: its name, what reads and writes it, and what it is."""
     table = header_table("format", "read", "convert", "reshard", folded=["description"])
-    for name, *marks, summary in known_formats():
+    for name, *marks, summary in list_formats():
         table.add_row(str(name), *("yes" if mark else "-" for mark in marks), str(summary))
     console().print(table)
 
 
 def formats_json() -> dict[str, Any]:
     """Return the table as ``ckptool.formats/2``."""
-    rows = [row._asdict() for row in known_formats()]
+    rows = [row._asdict() for row in list_formats()]
     return document("formats", formats=rows)
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import ChainMap, Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from ckptool.commands.keymap.assets import with_assets
+from ckptool.commands.keymap.model_config import records
 from ckptool.commands.open import OpenedCheckpoint, no_collecting, open_checkpoint, require_readable
 from ckptool.commands.options.target import ReshardOptions
 from ckptool.commands.reshard.plan_file import read_plan, read_tp_plan
@@ -98,15 +98,6 @@ class Reshard(Transfer[ReshardReport]):
         )
 
 
-def _config(
-    opened: OpenedCheckpoint, catalog: Catalog, options: ReshardOptions
-) -> Mapping[str, Any]:
-    """Return what is recorded of the model, the strongest record first."""
-    from ckptool.commands.keymap.model_config import records
-
-    return ChainMap(*map(dict, records(opened.source, catalog, options.map.assets)))
-
-
 @no_collecting()
 def prepare_reshard(
     source: Location, target: Location | None, options: ReshardOptions, ranks: Ranks | None = None
@@ -119,7 +110,10 @@ def prepare_reshard(
     _require_rank_state(options.rank_state)
     placer = _placer(options)
     opened = open_checkpoint(source, replace(options.read, per_rank=True), whole=False)
-    target = resolve_target(target or _sibling(opened.path, placer.mesh))
+    if target is None:
+        beside = opened.path.resolve()
+        target = beside.with_name(f"{beside.name}-{'x'.join(map(str, placer.mesh.shape))}")
+    target = resolve_target(target)
     require_apart(opened, target)
     catalog = resolve_rank_state(opened.catalog, options.rank_state)
     excluded = _exclusion_note(opened.catalog, catalog)
@@ -134,7 +128,8 @@ def prepare_reshard(
     placed = PlacedTensors(
         placer.mesh, {name: choice.placements for name, choice in choices.items()}
     )
-    config = _config(opened, catalog, options) if writer.is_model_folder else {}
+    known = records(opened.source, catalog, options.map.assets) if writer.is_model_folder else []
+    config = ChainMap(*map(dict, known))  # the strongest record first
     layout = writer.lay_out(catalog, Request(target.name, placed=placed, config=config))
     layout = with_assets(
         layout, options.map.assets, map_report, catalog, model=writer.is_model_folder
@@ -190,11 +185,6 @@ def _placer(options: ReshardOptions) -> Placer:
 
 
 # Where to
-
-
-def _sibling(source: Location, mesh: Mesh) -> Location:
-    source = source.resolve()
-    return source.with_name(f"{source.name}-{'x'.join(map(str, mesh.shape))}")
 
 
 def _writer(to: str | None, opened: OpenedCheckpoint) -> Format:
