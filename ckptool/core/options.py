@@ -106,13 +106,15 @@ class Kind(NamedTuple):
     """Values of an option: their types on the command line and as a keyword, and how to parse both.
 
     ``keyword`` is source text, for the generated signatures. ``parse`` is called with a value of
-    either type and the option's name, for errors. ``default`` is that of most options of the kind.
+    either type and the option's name, for errors. ``metavar`` and ``default`` are those of most
+    options of the kind.
     """
 
     line: Any
     keyword: str
     parse: Callable[[Any, str], Any] = lambda value, name: value
     default: Any = None
+    metavar: str | None = None
 
 
 def _texts(value: str | Collection[str], name: str) -> tuple[str, ...]:
@@ -133,10 +135,10 @@ def _finite(value: float, name: str) -> float:
 FLAG = Kind(bool, "bool", default=False)
 TEXT = Kind(str, "str")
 TEXTS = Kind(list[str], "Strings", _texts, ())
-LIST = Kind(str, "Strings", _list, ())
-COUNT = Kind(int, "int")
-NUMBER = Kind(float, "float", _finite)
-SIZE = Kind(str, "Size", lambda value, name: parse_size(str(value), name))
+LIST = Kind(str, "Strings", _list, (), "LIST")
+COUNT = Kind(int, "int", metavar="N")
+NUMBER = Kind(float, "float", _finite, metavar="X")
+SIZE = Kind(str, "Size", lambda value, name: parse_size(str(value), name), metavar="SIZE")
 
 
 class Option(NamedTuple):
@@ -181,7 +183,7 @@ def option(
     **more: Any,
 ) -> Any:
     """Declare a field that is an option; ``more`` are fields of ``Option``."""
-    metadata = {"option": Option(flag, kind, **more)}
+    metadata = {"option": Option(flag, kind, **{"metavar": kind.metavar, **more})}
     if factory is not None:
         return field(default_factory=factory, metadata=metadata)
     return field(default=kind.default if default is ... else default, metadata=metadata)

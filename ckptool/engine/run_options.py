@@ -12,7 +12,6 @@ def workers_option() -> Any:
     return option(
         "--workers",
         COUNT,
-        metavar="N",
         minimum=1,
         maximum=256,
         help="Use N threads, at most 256; default: one per core, at most 8, and 16 for a URL.",
@@ -24,12 +23,7 @@ class RunOptions(OptionSet):
 
     workers: int | None = workers_option()
     budget: int = option(
-        "--budget",
-        SIZE,
-        default=1 << 30,
-        shown="1GiB",
-        metavar="SIZE",
-        help="Move bytes within this much memory.",
+        "--budget", SIZE, default=1 << 30, shown="1GiB", help="Move bytes within this much memory."
     )
     fsync: bool = option(
         "--fsync/--no-fsync", FLAG, default=True, help="Wait until everything is on disk."

@@ -76,12 +76,12 @@ def _storage_options(value: Any, name: str) -> Mapping[str, Any]:
     return options
 
 
-FILE = Kind(Path, "AnyPath", _file)
+FILE = Kind(Path, "AnyPath", _file, metavar="FILE")
 PLACE = Kind(str, "AnyPath", _place)
-SHARE = Kind(str, "float | str", lambda value, name: parse_share(str(value), name))
-TP_RULES = Kind(list[str], "Strings", _tp_rules, ())
-MESH = Kind(str, "str", _mesh)
-SHARD_RULES = Kind(list[str], "Strings", _shard_rules, ())
+SHARE = Kind(str, "float | str", lambda v, name: parse_share(str(v), name), metavar="SHARE")
+TP_RULES = Kind(list[str], "Strings", _tp_rules, (), "GLOB=RULE")
+MESH = Kind(str, "str", _mesh, metavar="MESH")
+SHARD_RULES = Kind(list[str], "Strings", _shard_rules, (), "GLOB=PLACEMENTS")
 CASTS = Kind(list[str], "AnyDType | Sequence[AnyDType]", _casts)
 DIMS = Kind(list[str], "Mapping[str, int]", _dims)
 STORAGE_OPTIONS = Kind(list[str], "Mapping[str, object]", _storage_options)

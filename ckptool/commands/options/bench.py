@@ -18,7 +18,7 @@ class BenchOptions(OptionSet):
     """What to measure: state of ``size`` bytes or shaped as in ``like``, written below ``out``."""
 
     size: int | None = option(
-        "--size", SIZE, metavar="SIZE", help="State size [default: 1GiB; 2GB with --transfer]."
+        "--size", SIZE, help="State size [default: 1GiB; 2GB with --transfer]."
     )
     like: Location | None = option(
         "--like",
@@ -37,14 +37,12 @@ class BenchOptions(OptionSet):
     strategies: tuple[str, ...] = option(
         "--strategies",
         LIST,
-        metavar="LIST",
         help="Comma-separated names, families or globs, such as dcp-sync,dcp-async-*; or"
         " MODULE:CLASS for a saver of your own. Default: all.",
     )
     ranks: int | None = option(
         "--ranks",
         COUNT,
-        metavar="N",
         minimum=1,
         help="Save on N ranks; default: one per accelerator, or 2 on the CPU.",
     )
@@ -52,7 +50,6 @@ class BenchOptions(OptionSet):
         "--repeat",
         COUNT,
         default=5,
-        metavar="N",
         minimum=1,
         help="Save N times after the first; with --transfer, N rounds.",
     )

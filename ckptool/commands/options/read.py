@@ -30,13 +30,11 @@ class ReadOptions(OptionSet):
     flat_params: Path | None = option(
         "--flat-params",
         FILE,
-        metavar="FILE",
         help="Unflatten FSDP1 parameters by this JSON file of names and shapes, in order.",
     )
     tp_rules: tuple[NamedRule, ...] = option(
         "--tp-rule",
         TP_RULES,
-        metavar="GLOB=RULE",
         help="Join tensor-parallel shards by this rule where the files do not say how: replicate,"
         " column, row, gated or Shard(dim) (repeatable, first match wins).",
     )
@@ -57,7 +55,6 @@ class ReadOptions(OptionSet):
     world_size: int | None = option(
         "--world-size",
         COUNT,
-        metavar="N",
         minimum=1,
         help="Read the files of N ranks, where several saves share a folder or nothing records"
         " how many there were.",

@@ -60,7 +60,6 @@ class ConvertOptions(OptionSet):
         SIZE,
         default=5_000_000_000,
         shown="5GB",
-        metavar="SIZE",
         help="Start a new safetensors file beyond this size.",
     )
     single_rank: bool = option(
@@ -80,25 +79,21 @@ class ReshardOptions(OptionSet):
     """
 
     mesh: Mesh | None = option(
-        "--mesh", MESH, metavar="MESH", help="Write for this device mesh: 2x4, 8, or dp=2,tp=4."
+        "--mesh", MESH, help="Write for this device mesh: 2x4, 8, or dp=2,tp=4."
     )
     rules: tuple[PlacementRule, ...] = option(
         "--shard",
         SHARD_RULES,
-        metavar="GLOB=PLACEMENTS",
         help="Place what matches: Shard(0),Replicate() or colwise (repeatable, first match wins).",
     )
     policy: str | None = option(
         "--policy", metavar="NAME", help="Place everything else by fsdp, hsdp or replicate."
     )
     plan_file: Path | None = option(
-        "--plan", FILE, metavar="FILE", help="Read the mesh and ordered rules from a TOML file."
+        "--plan", FILE, help="Read the mesh and ordered rules from a TOML file."
     )
     tp_plan: Path | None = option(
-        "--tp-plan",
-        FILE,
-        metavar="FILE",
-        help="Place by the transformers tp_plan of a config.json.",
+        "--tp-plan", FILE, help="Place by the transformers tp_plan of a config.json."
     )
     to: str | None = option(
         "--to",

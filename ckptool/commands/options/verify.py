@@ -23,11 +23,9 @@ class VerifyOptions(OptionSet):
     read: ReadOptions = group(ReadOptions)
     quick: bool = option("--quick", FLAG, help="Read metadata only, not the data.")
     sample: float = option(
-        "--sample", SHARE, default=1.0, metavar="SHARE", help="Read a share of the data, e.g. 5%."
+        "--sample", SHARE, default=1.0, help="Read a share of the data, e.g. 5%."
     )
-    seed: int = option(
-        "--seed", COUNT, default=0, metavar="N", help="Seed that selects the --sample."
-    )
+    seed: int = option("--seed", COUNT, default=0, help="Seed that selects the --sample.")
     fail_nonfinite: bool = option(
         "--fail-nonfinite",
         FLAG,
@@ -53,15 +51,9 @@ class CompareOptions(OptionSet):
     """
 
     rtol: float | None = option(
-        "--rtol",
-        NUMBER,
-        metavar="X",
-        minimum=0,
-        help="Allowed difference relative to OTHER's value.",
+        "--rtol", NUMBER, minimum=0, help="Allowed difference relative to OTHER's value."
     )
-    atol: float | None = option(
-        "--atol", NUMBER, metavar="X", minimum=0, help="Allowed absolute difference."
-    )
+    atol: float | None = option("--atol", NUMBER, minimum=0, help="Allowed absolute difference.")
     cast: bool = option(
         "--cast", FLAG, help="Cast the model's weights to OTHER's element types before comparing."
     )
