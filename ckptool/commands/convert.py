@@ -25,7 +25,7 @@ from ckptool.core.plan import Plan
 from ckptool.core.quantization import kinds, quantised_names
 from ckptool.core.text import plural
 from ckptool.errors import Unsupported, UsageError
-from ckptool.formats import FORMATS, targets
+from ckptool.formats import FORMATS, single_file_suffixes, targets
 from ckptool.formats.base import Format, Request
 from ckptool.serialization.state_dict.values import UNREAD_TENSOR, Foreign, type_name
 from ckptool.storage.url import Location
@@ -104,13 +104,13 @@ def _require_some(source: Location, kept: Catalog) -> None:
 
 
 def _writer(to: str, target: Location) -> Format:
-    """Return the target's format: ``safetensors`` is a folder unless the target is a file."""
+    """Return the target's format: that of a folder, where it has one, unless it is a file."""
     if to not in FORMATS or FORMATS[to].convert is None:
         raise UsageError(f"--to {to!r}: unknown format", hint="one of " + ", ".join(targets()))
-    is_file = target.suffix == ".safetensors"
-    if is_file and to != "safetensors":
-        raise UsageError(f"{target}: .safetensors file, but --to is {to}")
-    return FORMATS["hf" if to == "safetensors" and not is_file else to]
+    row, alone = FORMATS[to], single_file_suffixes().get(target.suffix)
+    if alone is not None and alone.folder is not None and alone is not row:
+        raise UsageError(f"{target}: {target.suffix} file, but --to is {to}")
+    return row if row.folder is None or alone is row else FORMATS[row.folder]
 
 
 def _quantized_notes(catalog: Catalog, options: RewriteOptions) -> list[str]:

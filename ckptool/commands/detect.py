@@ -308,7 +308,7 @@ def detect_folder(source: Files) -> Format | None:
     row = detect(source)
     if row is None or not row.suffixes:
         return row
-    return None if len(source.files) == 1 or row.name == "safetensors" else row
+    return None if len(source.files) == 1 or row.folder is not None else row
 
 
 def _try_detect(

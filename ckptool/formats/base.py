@@ -160,7 +160,8 @@ class Format:
     - ``files`` say what files are by their names; those of all formats come second.
     - ``checks`` returns what only this format can tell to be wrong, of a catalog that was scanned.
     - ``latest`` is how a run says which of its checkpoints is the latest.
-    - ``suffixes`` are those of a file that is a checkpoint by itself.
+    - ``suffixes`` are those of a file that is a checkpoint by itself. ``folder`` names the format
+      of a folder of such files, where that is another.
     - ``reads`` is False where the format is only recognised, to say why it cannot be read.
     - ``takes_tp_rules`` says that ``scan`` heeds ``ScanOptions.tp_rules``.
     - ``takes_world_size`` says that ``scan`` heeds ``ScanOptions.world_size``.
@@ -185,6 +186,7 @@ class Format:
     checks: Callable[[Source, Catalog], list[Problem]] | None = None
     latest: LatestMarker | None = None
     suffixes: tuple[str, ...] = ()
+    folder: str | None = None
     reads: bool = True
     takes_tp_rules: bool = False
     takes_world_size: bool = False

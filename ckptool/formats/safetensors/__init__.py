@@ -153,5 +153,6 @@ FORMAT = Format(
     convert=_lay_out,
     files=(FileRule(r".*\.safetensors", FileRole.SAFETENSORS),),
     suffixes=(".safetensors",),
+    folder="hf",
     has_values=False,
 )
