@@ -93,7 +93,7 @@ class _Plan:
                 used[part] = used.get(part, (at, at))[0], at
         self.order = list(self.unread)
         self.places = {part: place for place, part in enumerate(self.order)}
-        self.memory = _most_held(used)
+        self.memory = _peak(used)
         """Bytes of all ranges, at the most, that are begun and not yet read to their ends."""
 
     def find(self, file: ObjectVersion, offset: int) -> Range | None:
@@ -111,7 +111,7 @@ class _Plan:
                 yield part
 
 
-def _most_held(used: Mapping[Range, tuple[int, int]]) -> int:
+def _peak(used: Mapping[Range, tuple[int, int]]) -> int:
     """Return the most bytes at once of ranges that are held from a first to a last use."""
     begun = [(first, part.nbytes) for part, (first, _) in used.items()]
     ended = [(last + 1, -part.nbytes) for part, (_, last) in used.items()]

@@ -128,9 +128,8 @@ def prepare_reshard(
     placed = PlacedTensors(
         placer.mesh, {name: choice.placements for name, choice in choices.items()}
     )
-    known = records(opened.source, catalog, options.map.assets) if writer.is_model_folder else []
-    config = ChainMap(*map(dict, known))  # the strongest record first
-    layout = writer.lay_out(catalog, Request(target.name, placed=placed, config=config))
+    request = _request(opened, catalog, writer, target, placed, options.map.assets)
+    layout = writer.lay_out(catalog, request)
     layout = with_assets(
         layout, options.map.assets, map_report, catalog, model=writer.is_model_folder
     )
@@ -161,6 +160,20 @@ def prepare_reshard(
 
         require_loadable(reshard, ranks or Ranks())
     return reshard
+
+
+def _request(
+    opened: OpenedCheckpoint,
+    catalog: Catalog,
+    writer: Format,
+    target: Location,
+    placed: PlacedTensors,
+    assets: Path | None,
+) -> Request:
+    """Return what the writer is asked for, with the model's configuration where it wants that."""
+    known = records(opened.source, catalog, assets) if writer.is_model_folder else []
+    config = ChainMap(*map(dict, known))  # the strongest record first
+    return Request(target.name, placed=placed, config=config)
 
 
 # What decides the placements
