@@ -119,8 +119,14 @@ class BlockCache:
                 self._kept.move_to_end(key)
                 self._unread.discard(key)
                 blocks.append((number, self._kept[key]))
-        for run in _adjoining(missing):
-            self._fill(file, run)
+        runs = list(_adjoining(missing))
+        while runs:
+            try:
+                self._fill(file, runs.pop(0))
+            except BaseException as error:
+                for run in runs:
+                    self._give_up(file, run, error)
+                raise
         self._trim()
         self._fetch_ahead()
         return blocks
@@ -139,18 +145,24 @@ class BlockCache:
         try:
             data = self._fetch(file, start, last * BLOCK + end.part.high)
         except BaseException as error:
-            with self._lock:
-                for number, _ in run:
-                    self._kept.pop((file, number), None)
-                    self._unread.discard((file, number))
-            for _, fetched in run:
-                fetched.data.set_exception(error)
+            self._give_up(file, run, error)
             raise
         for number, fetched in run:
             at = number * BLOCK + fetched.part.low - start
             piece = data[at : at + fetched.part.high - fetched.part.low]
             # Copies: a view would keep the blocks of the whole run in memory.
             fetched.data.set_result(piece if len(run) == 1 else bytes(piece))
+
+    def _give_up(
+        self, file: ObjectVersion, run: Sequence[tuple[int, _Fetched]], error: BaseException
+    ) -> None:
+        """Forget blocks that cannot be fetched, and tell who waits for them why."""
+        with self._lock:
+            for number, _ in run:
+                self._kept.pop((file, number), None)
+                self._unread.discard((file, number))
+        for _, fetched in run:
+            fetched.data.set_exception(error)
 
     def _trim(self) -> None:
         with self._lock:

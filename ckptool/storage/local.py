@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from itertools import repeat
 from pathlib import Path
@@ -95,8 +95,11 @@ class Files(Protocol):
     def read(self, file: str, offset: int, nbytes: int) -> bytes:
         """Return exactly ``nbytes`` at ``offset``; Damaged where the file ends before."""
 
-    def plan_reads(self, runs: Iterable[Run]) -> None:
-        """Prepare for all that is read next, in order: it may be fetched ahead, each byte once."""
+    def plan_reads(self, runs: Iterable[Run]) -> Callable[[], None]:
+        """Prepare for all that is read next, in order: it may be fetched ahead, each byte once.
+
+        What is returned is called once all has been read, or nothing more of it will be.
+        """
 
     def keep(self, nbytes: int) -> None:
         """Keep no more than so many bytes of what was read, or fetched ahead."""
@@ -186,8 +189,9 @@ class LocalSource:
     def expect(self, spans: Iterable[tuple[str, int, int]]) -> None:
         """Do nothing: the kernel reads a disk ahead."""
 
-    def plan_reads(self, runs: Iterable[Run]) -> None:
+    def plan_reads(self, runs: Iterable[Run]) -> Callable[[], None]:
         """Do nothing: the kernel reads a disk ahead."""
+        return lambda: None
 
     def keep(self, nbytes: int) -> None:
         """Do nothing: the kernel keeps what was read of a disk."""

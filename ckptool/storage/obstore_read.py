@@ -60,11 +60,12 @@ class ObstoreReader:
         bucket, key, version_id = self._fs.split_path(file.key)
         if not self._is_usable(key) or version_id is not None:
             return self._reader.read(file, start, end)
-        if bucket not in self._buckets:
-            with self._lock:
-                if bucket not in self._buckets:
-                    return self._read_first(bucket, key, file, start, end)
-        if (store := self._buckets[bucket]) is None:
+        if bucket not in self._buckets and self._lock.acquire(blocking=False):
+            try:
+                return self._read_first(bucket, key, file, start, end)
+            finally:
+                self._lock.release()
+        if (store := self._buckets.get(bucket)) is None:
             return self._reader.read(file, start, end)
         version = file.version if is_pinned(self._fs, file.version) else None
         if self._has_read:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -86,11 +87,13 @@ class _Plan:
         self.unread: dict[Range, int] = {}
         """Bytes of each range that are yet to be read."""
         used: dict[Range, tuple[int, int]] = {}
-        for at, (file, start, nbytes) in enumerate(runs):
+        at = 0
+        for file, start, nbytes in runs:
             for part in self._between(file, start, start + nbytes):
                 common = min(part.end, start + nbytes) - max(part.start, start)
                 self.unread[part] = self.unread.get(part, 0) + common
                 used[part] = used.get(part, (at, at))[0], at
+                at += 1
         self.order = list(self.unread)
         self.places = {part: place for place, part in enumerate(self.order)}
         self.memory = _peak(used)
@@ -140,8 +143,11 @@ class PlannedRanges:
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
 
-    def plan(self, runs: Iterable[Run]) -> None:
-        """Announce what is read next, in order. Threads may still read what was announced last."""
+    def plan(self, runs: Iterable[Run]) -> Callable[[], None]:
+        """Announce what is read next, in order; return what is called once it is not any longer.
+
+        Threads may still read what was announced before.
+        """
         wanted = list(runs)
         largest = max(_LEAST, min(_LARGEST, self.capacity // _AT_ONCE))
         plan = _Plan(wanted, largest)
@@ -149,16 +155,26 @@ class PlannedRanges:
             plan = _Plan(wanted, max(_LEAST, largest * self.capacity // 2 // plan.memory))
         with self._lock:
             self._plans = [plan, *(p for p in self._plans if p.unread)][:_MOST_PLANS]
-            for part in [part for part in self._kept if not self._is_unread(part)]:
-                self._drop(part)
+            self._drop_unplanned()
         self._fetch_ahead(plan, 0)
+        return partial(self._end, plan)
 
     def clear(self) -> None:
-        """Forget everything: the files have changed, or nothing more is read."""
+        """Forget everything: the files have changed."""
+        for plan in self._plans:
+            self._end(plan)
+
+    def _end(self, plan: _Plan) -> None:
+        """Forget a plan, and what was fetched for it alone."""
         with self._lock:
-            self._plans = []
-            for part in list(self._kept):
-                self._drop(part)
+            plan.unread.clear()
+            plan.order.clear()
+            self._plans = [other for other in self._plans if other is not plan]
+            self._drop_unplanned()
+
+    def _drop_unplanned(self) -> None:
+        for part in [part for part in self._kept if not self._is_unread(part)]:
+            self._drop(part)
 
     def read_into(self, file: ObjectVersion, offset: int, buffer: memoryview) -> int | None:
         """Fill a buffer from ``offset``; return the bytes there are, fewer where the file ends.
@@ -167,14 +183,15 @@ class PlannedRanges:
         """
         done = 0
         while done < len(buffer):
-            part, data = self._data(file, offset + done)
-            if part is None:
+            found = self._data(file, offset + done)
+            if found is None:
                 return None
+            plan, part, data = found
             low = offset + done - part.start
             piece = memoryview(data)[low : low + len(buffer) - done]
             buffer[done : done + len(piece)] = piece
             done += len(piece)
-            self._note_read(part, len(piece))
+            self._note_read(plan, part, len(piece))
             if not piece:
                 break
         return done
@@ -182,24 +199,25 @@ class PlannedRanges:
     def _is_unread(self, part: Range) -> bool:
         return any(part in plan.unread for plan in self._plans)
 
-    def _data(self, file: ObjectVersion, offset: int) -> tuple[Range | None, Block]:
+    def _data(self, file: ObjectVersion, offset: int) -> tuple[_Plan, Range, Block] | None:
         """Return the range that holds a byte, with its bytes; None where none is announced."""
         with self._lock:
             plan, part = next(
                 ((p, part) for p in self._plans if (part := p.find(file, offset))), (None, None)
             )
             if plan is None or part is None:
-                return None, b""
+                return None
+            place = plan.places[part]
             future = self._kept.get(part)
             is_ours = future is None
             if future is None:
                 future = self._begin(part)
             self._kept.move_to_end(part)
             self._make_room(part)
-        self._fetch_ahead(plan, plan.places[part] + 1)
+        self._fetch_ahead(plan, place + 1)
         if is_ours:
             self._fill(part, future)
-        return part, future.result()
+        return plan, part, future.result()
 
     def _begin(self, part: Range) -> Future[Block]:
         """Note, with the lock held, that a range is on its way."""
@@ -214,7 +232,7 @@ class PlannedRanges:
             self._held -= part.nbytes
 
     def _fill(self, part: Range, future: Future[Block]) -> None:
-        """Fetch a range; an error waits for whoever reads it, and ends the reading ahead."""
+        """Fetch a range; an error is that of all who wait for it, and ends the reading ahead."""
         try:
             data = self._fetch(*part)
         except BaseException as error:  # noqa: BLE001 (raised where the range is read)
@@ -242,7 +260,14 @@ class PlannedRanges:
                 if self._held + part.nbytes > self.capacity or self._on_their_way >= _AT_ONCE:
                     return
                 self._pool = self._pool or ThreadPoolExecutor(_AT_ONCE, "ckptool-ahead")
-                self._pool.submit(self._fill_ahead, plan, part, self._begin(part))
+                future = self._begin(part)
+                try:
+                    self._pool.submit(self._fill_ahead, plan, part, future)
+                except RuntimeError as error:  # no thread can be started: who reads it fetches it
+                    self._on_their_way -= 1
+                    self._drop(part)
+                    future.set_exception(error)
+                    return
 
     def _make_room(self, wanted: Range) -> None:
         """Forget, with the lock held, what was read longest ago while there is too much."""
@@ -254,14 +279,12 @@ class PlannedRanges:
             if self._held <= self.capacity:
                 return
 
-    def _note_read(self, part: Range, nbytes: int) -> None:
+    def _note_read(self, plan: _Plan, part: Range, nbytes: int) -> None:
         """Note that bytes of a range have been read; it goes once all are."""
         with self._lock:
-            plan = next((p for p in reversed(self._plans) if part in p.unread), None)
-            if plan is None:
-                return
-            plan.unread[part] -= nbytes
-            if plan.unread[part] <= 0:
-                del plan.unread[part]
+            if part in plan.unread:
+                plan.unread[part] -= nbytes
+                if plan.unread[part] <= 0:
+                    del plan.unread[part]
             if not self._is_unread(part):
                 self._drop(part)

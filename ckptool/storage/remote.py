@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 
 from ckptool.errors import Changed, NotFound, Problem
@@ -103,9 +103,9 @@ class RemoteSource:
             (self._version_of(file), offset, nbytes) for file, offset, nbytes in spans
         )
 
-    def plan_reads(self, runs: Iterable[Run]) -> None:
+    def plan_reads(self, runs: Iterable[Run]) -> Callable[[], None]:
         """Have what is read next fetched ahead, in order, each byte once and many at a time."""
-        self._place.store.ranges.plan(
+        return self._place.store.ranges.plan(
             (self._version_of(file), offset, nbytes) for file, offset, nbytes in runs
         )
 

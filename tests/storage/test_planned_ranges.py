@@ -157,3 +157,32 @@ def test_memory_to_read(order: Callable[[str, int], tuple[object, ...]], memory:
 
 def test_no_runs_need_no_memory() -> None:
     assert memory_to_read([]) == 0
+
+
+def test_a_long_run_is_held_a_range_at_a_time() -> None:
+    needed = memory_to_read([(FILES[0], 0, 40_000)])
+    assert needed == 4000
+
+
+def test_what_was_announced_and_is_given_up_is_forgotten() -> None:
+    store = Store()
+    ranges = PlannedRanges(store.fetch)
+    end = ranges.plan([(FILES[0], 0, SIZE)])
+    assert ranges.read_into(FILES[0], 0, memoryview(bytearray(10))) == 10
+    end()
+    ranges._pool and ranges._pool.shutdown()
+    assert ranges._held == 0 == len(ranges._kept)
+    assert ranges.read_into(FILES[0], 0, memoryview(bytearray(10))) is None
+
+
+def test_where_no_thread_can_be_started_the_reader_fetches(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", refuse)
+    ranges = PlannedRanges(Store().fetch)
+    ranges.plan([(FILES[0], 0, SIZE)])
+    buffer = bytearray(SIZE)
+    assert ranges.read_into(FILES[0], 0, memoryview(buffer)) == SIZE
+    assert bytes(buffer) == DATA[FILES[0]]
+    assert ranges._on_their_way == 0

@@ -41,10 +41,15 @@ def tile_runs(tiles: Sequence[Tile], block: int, *, shared: bool) -> Iterator[Ru
 
 
 def entry_runs(entry: TensorEntry, boxes: Iterable[Box], side: int, block: int) -> Iterator[Run]:
-    """Yield what is read for boxes of a tensor, of whatever ``side``."""
+    """Yield what is read for boxes of a tensor, of whatever ``side``; each packed blob once."""
     index, itemsize = ChunkIndex(entry), entry.source_dtype.itemsize
+    blobs: set[EncodedBlob] = set()
     for box in boxes:
         for chunk, common in index.find(box):
+            if isinstance(chunk.at, EncodedBlob):
+                if chunk.at in blobs:
+                    continue
+                blobs.add(chunk.at)
             yield from place_runs(chunk.at, common.relative_to(chunk.box.lo), itemsize, block)
 
 

@@ -27,7 +27,7 @@ from ckptool.engine.read.gather import Array, Gatherer, array
 from ckptool.engine.read.runs import entry_runs, place_runs
 from ckptool.engine.read.tiles import Job, read_tiles
 from ckptool.errors import Problem
-from ckptool.storage.local import Files
+from ckptool.storage.local import TILE, Files, Run
 
 
 class TensorTile(NamedTuple):
@@ -112,9 +112,15 @@ def tensor_job(
     Tiles have at most ``limit`` bytes, by default those that suit the source. Elements are of the
     type that a rewrite asks for, or as they are ``stored``.
     """
-    whole = Box.whole(entry.shape)
-    runs = partial(entry_runs, entry, [whole])
+
+    def runs(side: int, block: int) -> Iterator[Run]:
+        return entry_runs(entry, _tiles_of(entry, limit or TILE), side, block)
+
     return Job(entry, partial(_read_tensor, entry, limit, stored), runs)
+
+
+def _tiles_of(entry: TensorEntry, limit: int) -> Iterator[Box]:
+    return tiles(Box.whole(entry.shape), entry.source_dtype.itemsize, limit)
 
 
 def _read_tensor(
@@ -122,7 +128,7 @@ def _read_tensor(
 ) -> Iterator[TensorTile]:
     itemsize = entry.source_dtype.itemsize
     read = gatherer.read_stored if stored else gatherer.read_values
-    for box in tiles(Box.whole(entry.shape), itemsize, limit or gatherer.tile):
+    for box in _tiles_of(entry, limit or gatherer.tile):
         yield TensorTile(box, read(entry, box), box.volume * itemsize)
 
 
@@ -138,7 +144,11 @@ def place_job(
             values = read_place(gatherer, at, box, dtype)
             yield TensorTile(box, values, values.nbytes)
 
-    return Job(entry, read, lambda side, block: place_runs(at, whole, dtype.itemsize, block))
+    def runs(side: int, block: int) -> Iterator[Run]:
+        for box in tiles(whole, dtype.itemsize, limit):
+            yield from place_runs(at, box, dtype.itemsize, block)
+
+    return Job(entry, read, runs)
 
 
 def read_place(gatherer: Gatherer, at: Place, box: Box, dtype: DType) -> Array:

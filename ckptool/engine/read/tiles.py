@@ -24,8 +24,11 @@ from ckptool.storage.planned_ranges import memory_to_read
 
 Progress = Callable[[int], None]
 
-_WINDOW = 1 << 12
-"""Jobs whose reads of a store are planned together: of a few MiB each."""
+_MOST_JOBS = 1 << 12
+_MOST_RUNS = 1 << 14
+"""Runs of bytes whose reads of a store are planned together, of at most a few MiB each."""
+_LITTLE = 16 << 20
+"""Bytes of memory that are not worth another order of jobs."""
 
 
 class Closeable(Protocol):
@@ -90,7 +93,8 @@ def read_tiles(
     interruption, ends all threads after their tile, and is raised.
     """
     stop, lock = threading.Event(), threading.Lock()
-    jobs = _planned(source.sides, wanted, workers)
+    plans: deque[Callable[[], None]] = deque()
+    jobs = _planned(source.sides, wanted, workers, plans)
 
     def next_job() -> Job[Subject, Reader, TileOut] | None:
         with lock:
@@ -108,33 +112,58 @@ def read_tiles(
             while not stop.is_set() and (job := next_job()) is not None:
                 sink(job.subject, counted(job.read(reader)))
 
-    _run_threads(read_jobs, workers, stop)
+    try:
+        _run_threads(read_jobs, workers, stop)
+    finally:
+        for end in plans:
+            end()
 
 
 def _planned(
-    sides: Sequence[Files], wanted: Iterable[Job[Subject, Reader, TileOut]], workers: int
+    sides: Sequence[Files],
+    wanted: Iterable[Job[Subject, Reader, TileOut]],
+    workers: int,
+    plans: deque[Callable[[], None]],
 ) -> Iterator[Job[Subject, Reader, TileOut]]:
     """Yield all jobs; where a side is a store, it is told of some at a time what they read.
 
-    These come in the order, of a few, in which the least is read before it is needed.
+    These come in the order, of a few, in which the least is read before it is needed. ``plans``
+    are what ends the last that were announced.
     """
     jobs = iter(wanted)
     if all(files.block == 1 for files in sides):
         return jobs
-    return _announced(sides, jobs, workers)
+    return _announced(sides, jobs, workers, plans)
 
 
 def _announced(
-    sides: Sequence[Files], jobs: Iterator[Job[Subject, Reader, TileOut]], workers: int
+    sides: Sequence[Files],
+    jobs: Iterator[Job[Subject, Reader, TileOut]],
+    workers: int,
+    plans: deque[Callable[[], None]],
 ) -> Iterator[Job[Subject, Reader, TileOut]]:
-    while window := list(islice(jobs, _WINDOW)):
-        runs = [
-            [[*job.runs(side, files.block)] for job in window] for side, files in enumerate(sides)
-        ]
+    while window := list(_window(sides, jobs)):
+        runs = [[of_job[side] for _, of_job in window] for side in range(len(sides))]
         order = _best_order(runs, workers)
+        while len(plans) > len(sides):  # threads may still read what was announced last
+            plans.popleft()()
         for files, of_side in zip(sides, runs, strict=True):
-            files.plan_reads(_side_by_side([of_side[at] for at in order], workers))
-        yield from (window[at] for at in order)
+            planned = _side_by_side([of_side[at] for at in order], workers)
+            plans.append(files.plan_reads(planned))
+        yield from (window[at][0] for at in order)
+
+
+def _window(
+    sides: Sequence[Files], jobs: Iterator[Job[Subject, Reader, TileOut]]
+) -> Iterator[tuple[Job[Subject, Reader, TileOut], list[list[Run]]]]:
+    """Yield the next jobs, with what each reads of each side, until they are many runs."""
+    count = 0
+    for job in islice(jobs, _MOST_JOBS):
+        runs = [list(job.runs(side, files.block)) for side, files in enumerate(sides)]
+        yield job, runs
+        count += sum(map(len, runs))
+        if count >= _MOST_RUNS:
+            return
 
 
 def _best_order(runs: Sequence[Sequence[Sequence[Run]]], workers: int) -> Sequence[int]:
@@ -154,6 +183,8 @@ def _best_order(runs: Sequence[Sequence[Sequence[Run]]], workers: int) -> Sequen
             for side in ordered
         )
 
+    if memory(places) <= _LITTLE:
+        return places
     return min(places, by_file, by_offset, key=memory)
 
 
