@@ -30,8 +30,9 @@ CrcPiece = tuple[int, int, int]
 
 def join_crcs(pieces: list[CrcPiece]) -> int:
     """Return the CRC-32 of adjoining pieces, given in any order."""
-    total = 0
-    for _, nbytes, crc in sorted(pieces):
+    in_order = iter(sorted(pieces))
+    total = next(in_order, (0, 0, 0))[2]
+    for _, nbytes, crc in in_order:
         total = crc32_combine(total, crc, nbytes)
     return total
 
