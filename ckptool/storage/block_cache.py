@@ -34,6 +34,11 @@ class _Part(NamedTuple):
     low: int
     high: int
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the part."""
+        return self.high - self.low
+
     def holds(self, other: _Part) -> bool:
         """Return whether all of another part is in this one."""
         return self.low <= other.low and other.high <= self.high
@@ -65,6 +70,7 @@ class BlockCache:
         self.capacity = capacity
         self._fetch = fetch
         self._kept: OrderedDict[Key, _Fetched] = OrderedDict()
+        self._held = 0
         self._lock = threading.Lock()
         self._expected: dict[Key, _Part] = {}
         self._queue: deque[Key] = deque()
@@ -102,9 +108,9 @@ class BlockCache:
     def clear(self) -> None:
         """Forget everything: the files have changed."""
         with self._lock:
-            self._kept.clear()
+            for key in list(self._kept):
+                self._forget(key)
             self._expected.clear()
-            self._unread.clear()
             self._queue.clear()
 
     def _blocks(self, file: ObjectVersion, start: int, end: int) -> list[tuple[int, _Fetched]]:
@@ -114,7 +120,7 @@ class BlockCache:
         with self._lock:
             for number, part in _parts(start, end):
                 key = (file, number)
-                if key not in self._kept or not self._kept[key].part.holds(part):
+                if not self._is_kept(key, part):
                     missing.append((number, self._begin(key, part)))
                 self._kept.move_to_end(key)
                 self._unread.discard(key)
@@ -131,12 +137,26 @@ class BlockCache:
         self._fetch_ahead()
         return blocks
 
+    def _is_kept(self, key: Key, part: _Part) -> bool:
+        return key in self._kept and self._kept[key].part.holds(part)
+
     def _begin(self, key: Key, part: _Part) -> _Fetched:
         """Note, with the lock held, that a block is on its way: what is expected of it, or all."""
         expected = self._expected.pop(key, _WHOLE)
-        fetched = _Fetched(expected if expected.holds(part) else _WHOLE, Future())
+        wanted = expected if expected.holds(part) else _WHOLE
+        if key in self._kept:  # what is read of one edge of two archives is read again of both
+            wanted = wanted.joined(self._kept[key].part)
+        fetched = _Fetched(wanted, Future())
+        self._forget(key)
         self._kept[key] = fetched
+        self._held += fetched.part.nbytes
         return fetched
+
+    def _forget(self, key: Key) -> None:
+        """Keep a block no longer, with the lock held."""
+        self._unread.discard(key)
+        if (fetched := self._kept.pop(key, None)) is not None:
+            self._held -= fetched.part.nbytes
 
     def _fill(self, file: ObjectVersion, run: Sequence[tuple[int, _Fetched]]) -> None:
         """Fetch adjoining parts of blocks with one request."""
@@ -159,16 +179,14 @@ class BlockCache:
         """Forget blocks that cannot be fetched, and tell who waits for them why."""
         with self._lock:
             for number, _ in run:
-                self._kept.pop((file, number), None)
-                self._unread.discard((file, number))
+                self._forget((file, number))
         for _, fetched in run:
             fetched.data.set_exception(error)
 
     def _trim(self) -> None:
         with self._lock:
-            while len(self._kept) * BLOCK > max(self.capacity, _AHEAD * BLOCK):
-                key, _ = self._kept.popitem(last=False)
-                self._unread.discard(key)
+            while self._held > max(self.capacity, _AHEAD * BLOCK):
+                self._forget(next(iter(self._kept)))
 
     def _fetch_ahead(self) -> None:
         """Keep some of the blocks that are expected on their way."""
@@ -176,11 +194,11 @@ class BlockCache:
             while self._queue and len(self._unread) < _AHEAD:
                 file, number = key = self._queue.popleft()
                 expected = self._expected.get(key)
-                if expected is None or key in self._kept:
+                if expected is None or self._is_kept(key, expected):
                     continue
-                self._unread.add(key)
                 self._pool = self._pool or ThreadPoolExecutor(_AHEAD, "ckptool-ahead")
                 self._pool.submit(self._fill_ahead, file, number, self._begin(key, expected))
+                self._unread.add(key)
 
     def _fill_ahead(self, file: ObjectVersion, number: int, fetched: _Fetched) -> None:
         """Fetch one block that is expected; an error waits in it for whoever reads it."""

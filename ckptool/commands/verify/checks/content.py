@@ -17,6 +17,7 @@ from ckptool.core.catalog import (
     Place,
     ScaledBlocks,
     TensorEntry,
+    places,
 )
 from ckptool.engine.check.content import all_finite, can_be_not_finite
 from ckptool.engine.check.spans import ByteSpan, Packing, View
@@ -25,6 +26,7 @@ from ckptool.engine.read.tensors import TensorSource, TensorTile, place_job
 from ckptool.engine.read.tiles import read_tiles
 from ckptool.errors import CkptoolError, Problem
 from ckptool.formats.base import Format
+from ckptool.serialization.source import expect_edges
 from ckptool.storage.local import Files
 
 _TILE = 1 << 20
@@ -39,6 +41,9 @@ def located(
     problems: list[Problem] = []
     tensors: dict[str, TensorEntry] = {}
     bare = replace(catalog, objects={})
+    wanted = (at for entry in catalog.tensors.values() for at in places(entry))
+    items = [at for at in wanted if isinstance(at, Container) and chosen(at)]
+    expect_edges(source, ((at.file, at.offset, at.nbytes) for at in items))
     for name, entry in catalog.tensors.items():
         kept = tuple(c for c in entry.chunks if not isinstance(c.at, Container) or chosen(c.at))
         whole = replace(entry, chunks=kept)
