@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import case
+from fsspec.implementations.memory import MemoryFileSystem
 from test_s3 import files_of
 
 from ckptool.commands.convert import prepare
@@ -32,7 +34,7 @@ def planned(kind: str, target: Path | RemotePath, **more: Any) -> Any:
     transfer = TransferOptions(run=RunOptions(workers=1, fsync=False), **more)
     if kind in ("hf", "dcp"):
         to = "safetensors" if kind == "hf" else kind
-        options = ConvertOptions(to, max_shard_size=20_000, transfer=transfer)
+        options = ConvertOptions(to, max_shard_size=1_000, transfer=transfer)
         return prepare(SOURCE, target, options)
     asked = ReshardOptions(parse_mesh("2"), to=kind, rank_state="drop", transfer=transfer)
     return prepare_reshard(SOURCE, target, asked)
@@ -134,3 +136,43 @@ def test_a_file_is_removed_before_what_goes_with_it(monkeypatch: pytest.MonkeyPa
     prepare(SOURCE, location(target.url), options).run()
     names = [name.rpartition("/")[2] for name in removed]
     assert names[1:3] == ["m.safetensors", "m.extra.pt"]  # after a trial, of nothing
+
+
+def stopped_at(removal: int, monkeypatch: pytest.MonkeyPatch, work: Callable[[], object]) -> bool:
+    """Do the work until this removal of a file; return whether there are so many."""
+    client, seen = MemoryFileSystem, 0
+    real = client.rm_file
+
+    def counting(fs: MemoryFileSystem, key: str) -> None:
+        nonlocal seen
+        seen += 1
+        if seen > removal:
+            raise KeyboardInterrupt
+        real(fs, key)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(client, "rm_file", counting)
+        with suppress(KeyboardInterrupt):
+            work()
+    return seen > removal
+
+
+@pytest.mark.parametrize("again", [{"resume": True}, {}, {"overwrite": True}])
+@pytest.mark.parametrize("kind", ["hf", "dcp-safetensors"])
+def test_old_files_do_not_pass_for_new_ones(
+    kind: str, again: dict[str, bool], out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that a removal left have the same names and sizes, and other values."""
+    planned(kind, out / "m").run()
+    new = files_of(out / "m")
+    trial = 1
+    for removal in range(trial + 1, trial + len(new)):
+        target = place()
+        for name, data in new.items():
+            old = data[:-1] + bytes([data[-1] ^ 1]) if name.endswith(".safetensors") else data
+            (target / name).write_bytes(old)
+        assert stopped_at(removal, monkeypatch, planned(kind, target, overwrite=True).run)
+        assert is_refused(target)
+        assert stopped_at(trial, monkeypatch, planned(kind, target, **again).run)
+        planned(kind, target, **again).run()
+        assert {name: (target / name).read_bytes() for name in location(target.url).listing} == new

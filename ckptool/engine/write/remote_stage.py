@@ -72,6 +72,8 @@ class RemoteStage:
     def begin(self) -> None:
         """Note whose output this is and clear the place, or with ``resume`` take what is there.
 
+        The note names the old files until they are removed: a resumed run removes them first, as
+        one of the size of a new file would pass for it.
         Raises Unsupported where the target exists, cannot be written to, or is not to be resumed.
         """
         self.require_possible()
@@ -79,11 +81,12 @@ class RemoteStage:
         self._abort_old_uploads()
         existing = self._list_existing()
         self._write_note()
-        if self._options.resume:
-            return
-        self._is_new = True
-        if not self._replaces_one_file(existing):
+        self._is_new = not self._options.resume
+        if self._old and not self._replaces_one_file(existing):
             self._remove(self._old & existing.keys())
+            self._require_mine()
+            self._old = frozenset()
+            self._write_note()
 
     def require_possible(self) -> None:
         """Raise Unsupported where what is there may not be replaced, or nothing is to resume."""
@@ -98,6 +101,7 @@ class RemoteStage:
                 raise Unsupported(f"{self.target}: there is no partial output to resume")
             expected = {"source": self._options.source, "plan": self._options.plan}
             require_same_run(str(self._note), note, expected)
+            self._old = frozenset(map(str, note.get("old", ())))
             return
         existing = self._list_existing()
         self._noted = self._noted_files(note)
@@ -215,7 +219,7 @@ class RemoteStage:
         )
 
     def _write_note(self) -> None:
-        writer = _this_writer()
+        writer = self._writer or _this_writer()
         if not self._store.atomic_put:
             self._writing(lambda: self._store.make_folder(self.folder.key, str(self.folder)))
         head: dict[str, Any] = dict(journal_head(self._options.plan, self._options.source))
