@@ -13,8 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from ckptool.errors import CkptoolError, NotFound, TransferError
-from ckptool.storage.retry import error_text, is_ours
+from ckptool.errors import CkptoolError, NotFound, Problem, TransferError
+from ckptool.storage.retry import NoAnswer, error_text, is_ours
 from ckptool.storage.store import Store
 from ckptool.storage.url import RemotePath
 
@@ -117,13 +117,18 @@ class Upload:
             return work()
         except NotImplementedError:
             raise TransferError(f"{self._place}: this kind of store cannot be written to") from None
+        except CkptoolError as error:
+            raise self._failure(error.message, error.hint) from None
+        except NoAnswer as error:
+            raise self._failure(Problem(error_text(error), error.code), error.hint) from None
         except Exception as error:
             if is_ours(error):
                 raise
-            reason = error.message if isinstance(error, CkptoolError) else error_text(error)
-            raise TransferError(
-                f"{self._place}: byte {self._done:,} cannot be written: {reason}"
-            ) from None
+            raise self._failure(Problem(error_text(error))) from None
+
+    def _failure(self, problem: Problem, hint: str | None = None) -> TransferError:
+        head = f"{self._place}: byte {self._done:,} cannot be written"
+        return TransferError(problem.within(head), hint=hint)
 
 
 PART = 8 << 20

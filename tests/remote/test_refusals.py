@@ -13,6 +13,7 @@ from conftest import case
 from fault_server import (
     DENIED,
     EXPIRED,
+    INTERNAL,
     READS,
     REMOVALS,
     SKEWED,
@@ -149,6 +150,27 @@ def test_a_transfer_that_is_refused_midway_goes_on_later(many: Path, s3: S3, out
     prepare(location(s3.url("m")), out / "m", again).run()
     prepare(many, out / "other", ConvertOptions("dcp")).run()
     assert files_of(out / "m") == files_of(out / "other")
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "hint"),
+    [
+        (EXPIRED, "access-denied", "renew the credentials; "),
+        (DENIED, "access-denied", "see the store's own tools"),
+        (INTERNAL, "no-answer", "the finished files are kept"),
+    ],
+)
+@pytest.mark.parametrize("operation", ["PutObject", "UploadPart"])
+def test_an_upload_that_is_refused_says_why_and_what_helps(
+    operation: str, fault: Fault, code: str, hint: str, s3: S3, out: Path
+) -> None:
+    source = big(out, 3)
+    s3.fail(fault, operation, key="*.metadata" if operation == "PutObject" else "*.distcp")
+    with pytest.raises(TransferError, match=r"byte [\d,]+ cannot be written: ") as caught:
+        resharded(source, s3.url("m"), "1")
+    assert caught.value.message.code == code
+    assert (caught.value.hint or "").startswith(hint)
+    assert "--resume" in (caught.value.hint or "")
 
 
 @pytest.mark.parametrize("kind", REFUSALS)
