@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from conftest import case
 from fsspec.implementations.memory import MemoryFileSystem
-from test_s3 import files_of
+from store_server import S3, s3, server
+from test_s3 import big, files_of
 
 from ckptool.commands.convert import prepare
 from ckptool.commands.open import open_checkpoint
@@ -22,6 +23,7 @@ from ckptool.commands.verify.run_folder import verify_run
 from ckptool.commands.verify.verify import verify
 from ckptool.core.sharding.placement import parse_mesh
 from ckptool.engine.run_options import RunOptions
+from ckptool.engine.write import send
 from ckptool.errors import CkptoolError, Damaged, SourceError, Unrecognised, Unsupported
 from ckptool.storage.commit_note import UNFINISHED
 from ckptool.storage.multipart import Upload
@@ -176,3 +178,24 @@ def test_old_files_do_not_pass_for_new_ones(
         assert stopped_at(trial, monkeypatch, planned(kind, target, **again).run)
         planned(kind, target, **again).run()
         assert {name: (target / name).read_bytes() for name in location(target.url).listing} == new
+
+
+def test_an_interrupt_once_the_last_file_was_sent_leaves_no_parts(
+    s3: S3, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = send.read_tiles
+
+    def stopping(source: Any, wanted: Any, *more: Any) -> None:
+        jobs = list(wanted)
+        real(source, jobs, *more)
+        if jobs:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(send, "read_tiles", stopping)
+    prepared = prepare(
+        big(out, 2), location(s3.url("m.safetensors")), ConvertOptions("safetensors")
+    )
+    with pytest.raises(KeyboardInterrupt):
+        prepared.run()
+    assert s3.of("CreateMultipartUpload")
+    assert not s3.uploads

@@ -74,8 +74,8 @@ def send(
     last = [number for number in todo if number == len(files) - 1]
     others = [contents.job(number) for number in todo if number not in last]
     read_tiles(contents, others, upload, capacity.files, progress)
-    read_tiles(contents, map(contents.job, last), upload, 1, progress)
     try:
+        read_tiles(contents, map(contents.job, last), upload, 1, progress)
         for final in uploads:
             final.finish()
         contents.records.read_unseen(source, options.workers or source.workers)
