@@ -65,6 +65,13 @@ class Problem(str):
         """Return the same problem of a tensor, or value, of another name."""
         return self._like(str(self), tensor=tensor)
 
+    def in_folder(self, folder: str) -> Self:
+        """Return the same problem, as seen from above the folder that its file lies in."""
+        if not self.file:
+            return self._like(str(self), file=folder)
+        message = f"{folder}/{self}" if self.startswith(f"{self.file}: ") else str(self)
+        return self._like(message, file=f"{folder}/{self.file}")
+
     def _like(self, message: str, **changes: object) -> Self:
         problem = type(self)(message)
         vars(problem).update(vars(self), **changes)
@@ -135,6 +142,12 @@ class CkptoolError(Exception):
     def within(self, head: str, *, tensor: str | None = None) -> Self:
         """Return the same error, introduced by what it lies in."""
         return type(self)(self.message.within(head, tensor=tensor), hint=self.hint)
+
+    def in_folder(self, folder: str) -> Self:
+        """Return the same error, as seen from above the folder that its files lie in."""
+        error = type(self)(self.message.in_folder(folder), hint=self.hint)
+        error.problems = tuple(problem.in_folder(folder) for problem in self.problems)
+        return error
 
 
 class UsageError(CkptoolError):

@@ -12,7 +12,7 @@ from typing import Any
 
 from ckptool.core.catalog import Catalog, Extent, ObjectEntry, Place, ScaledBlocks, TensorEntry
 from ckptool.core.mesh import Shard
-from ckptool.errors import Damaged, Problem
+from ckptool.errors import CkptoolError, Damaged, Problem
 from ckptool.formats.base import ScanOptions
 from ckptool.serialization.source import Source, find_missing_ranks, read_metadata
 
@@ -80,17 +80,20 @@ Scan = Callable[[Source, ScanOptions], Catalog]
 def scan_subfolder(
     scan: Scan, source: Source, folder: str, options: ScanOptions, *, prefix: str = ""
 ) -> Catalog:
-    """Scan a subfolder; what is noted on the way names files as seen from above.
+    """Scan a subfolder; what is noted on the way, or raised, names files as seen from above.
 
     ``prefix`` is what tensors' names will begin with, and do in what is noted.
     """
     problems: list[Problem] | None = None if options.problems is None else []
-    catalog = scan(source.narrowed(folder), replace(options, problems=problems))
-    for problem in problems or ():
-        problem.file = f"{folder}/{problem.file}" if problem.file else folder
+    try:
+        catalog = scan(source.narrowed(folder), replace(options, problems=problems))
+    except CkptoolError as error:
+        raise error.in_folder(folder) from None
+    moved = [problem.in_folder(folder) for problem in problems or ()]
+    for problem in moved:
         problem.tensor = prefix + problem.tensor if problem.tensor else None
     if options.problems is not None:
-        options.problems.extend(problems or ())
+        options.problems.extend(moved)
     return catalog
 
 

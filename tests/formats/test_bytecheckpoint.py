@@ -128,6 +128,17 @@ def test_a_family_without_its_metadata_is_not_left_out(copy_of: Callable[[str], 
     assert error.value.problems[0].code == "file-missing"
 
 
+def test_a_familys_damaged_metadata_is_named_with_its_folder(
+    copy_of: Callable[[str], Path],
+) -> None:
+    folder = copy_of("bytecheckpoint_flat")
+    file = folder / "global_step_7" / "optimizer" / ".metadata"
+    file.write_bytes(file.read_bytes()[:-10])
+    with pytest.raises(Damaged, match=r"^optimizer/\.metadata: the pickle ends") as error:
+        open_checkpoint(folder)
+    assert [p.file for p in error.value.problems] == ["optimizer/.metadata"]
+
+
 def test_a_tensor_without_a_name_is_no_flat_parameter() -> None:
     """A save of a bare tensor beside what flat parameters are made of."""
     chunk = Chunk(Box((0,), (2,)), Extent("f", 0, (4,)))

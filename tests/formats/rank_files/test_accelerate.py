@@ -6,10 +6,12 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 from conftest import Bits, case, convert_to, read_back
 
 from ckptool.commands.open import open_checkpoint
+from ckptool.errors import Damaged
 
 
 def test_what_transformers_trainer_saves_beside(copy_of: Callable[[str], Path], out: Path) -> None:
@@ -35,6 +37,15 @@ def test_the_folder_names_of_old_versions(copy_of: Callable[[str], Path]) -> Non
     found = open_checkpoint(folder).catalog
     assert found.format == "accelerate"
     assert case("accelerate_folders").truth.keys() <= found.tensors.keys()
+
+
+def test_damaged_metadata_is_named_with_its_folder(copy_of: Callable[[str], Path]) -> None:
+    folder = copy_of("accelerate_folders")
+    file = folder / "optimizer_0" / ".metadata"
+    file.write_bytes(file.read_bytes()[:-10])
+    with pytest.raises(Damaged, match=r"^optimizer_0/\.metadata: the pickle ends") as error:
+        open_checkpoint(folder)
+    assert [p.file for p in error.value.problems] == ["optimizer_0/.metadata"]
 
 
 def test_a_model_exported_into_deepspeeds_folder_does_not_hide_it(
