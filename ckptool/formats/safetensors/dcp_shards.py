@@ -20,7 +20,7 @@ from ckptool.core.layout import FileLayout, Layout
 from ckptool.core.sharding.infer import with_inferred_mesh
 from ckptool.errors import CkptoolError, Damaged, Problem
 from ckptool.formats.base import EXTRA, Format, Request, ScanOptions
-from ckptool.formats.companions import CONFIG, companions, read_config
+from ckptool.formats.companions import CONFIG, companions, read_json_object
 from ckptool.formats.safetensors import split_extra, with_extra
 from ckptool.formats.safetensors.huggingface import FORMAT as HF
 from ckptool.formats.writing import WriterAssignment, lay_out_companions, note_tied
@@ -161,9 +161,9 @@ def _offsets(saved: object) -> tuple[int, ...]:
 def _shorter_than_configured(source: Source, tensors: dict[str, TensorEntry]) -> list[Problem]:
     """Return tensors with fewer rows than ``config.json`` says: the last shards are lost."""
     try:
-        config = read_config(source)
-        sizes = {key: int(config[key]) for key in _ROWS}
-    except (Damaged, KeyError, TypeError, ValueError):
+        config = read_json_object(source, CONFIG)
+        sizes = {key: int(config.get("text_config", config)[key]) for key in _ROWS}
+    except (Damaged, KeyError, TypeError, ValueError, OverflowError):
         return []
     return [
         Problem(

@@ -49,7 +49,17 @@ def test_the_config_knows_more_rows(config: dict[str, Any], tensor: str, shards:
 
 
 @pytest.mark.parametrize(
-    "text", ["{}", "[]", "no json", '{"vocab_size": "many", "hidden_size": 8}']
+    "text",
+    [
+        "{}",
+        "[]",
+        "no json",
+        '{"vocab_size": "many", "hidden_size": 8}',
+        '{"vocab_size": 1e999, "hidden_size": 8}',
+        '{"vocab_size": 99, "hidden_size": 8, "text_config": {"hidden_size": 8}}',
+        '{"vocab_size": 99, "hidden_size": 8, "text_config": {}}',
+        '{"vocab_size": 99, "hidden_size": 8, "text_config": null}',
+    ],
 )
 def test_a_config_that_says_nothing_stops_nothing(text: str, shards: Path) -> None:
     (shards / "config.json").write_text(text)
