@@ -98,6 +98,9 @@ def _leaf(
         if record["type"] != "DTensorShardingMetadata":
             return PlainLeaf(stored.at, local)
         return ShareLeaf(_share(stored, local, record["data"], rank), (stored.at,))
+    except Damaged as error:
+        message = f"{METADATA}: {error.message}"
+        raise Damaged(message, "dtensor-contradiction", file=METADATA) from None
     except _MALFORMED:
         message = f"{METADATA}: a sharding record that is not as it should be"
         raise Damaged(message, "dtensor-contradiction", file=METADATA) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.verify.verify import verify
-from ckptool.errors import CkptoolError, UsageError
+from ckptool.errors import CkptoolError, Damaged, UsageError
 
 VERL = "global_step_5"
 
@@ -239,3 +240,20 @@ def test_two_files_of_one_rank(copy_of: Callable[[str], Path]) -> None:
     shutil.copy(folder / "dp_rank_01_model.pt", folder / "tp_rank_01_model.pt")
     with pytest.raises(CkptoolError, match="are both the model of rank 0"):
         open_checkpoint(folder)
+
+
+def test_a_placement_that_is_not_known_is_a_fault_of_the_metadata(
+    copy_of: Callable[[str], Path],
+) -> None:
+    folder = copy_of("torch_checkpointing_safetensors")
+    file = folder / "metadata.pkl"
+    content = pickle.loads(file.read_bytes())
+    for records in content["metadata"]["model"]["nested_path_to_metadata"].values():
+        for record in records:
+            for placement in record["sharding_metadata"].get("data", {}).get("placements", ()):
+                placement["type"] = "Another"
+    file.write_bytes(pickle.dumps(content))
+    with pytest.raises(Damaged, match=r"^metadata\.pkl: unknown placement Another") as error:
+        open_checkpoint(folder)
+    problem = error.value.message
+    assert (problem.code, problem.file) == ("dtensor-contradiction", "metadata.pkl")
