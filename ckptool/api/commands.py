@@ -115,7 +115,8 @@ def reshard(
     parsed = Keywords("reshard", options, ReshardKeywords).options(ReshardOptions)
     where = None if target is None else location(target)
     with join_ranks() as group:
-        planned = group.together(lambda: prepare_reshard(location(source), where, parsed, group))
+        planned = group.together(lambda: prepare_reshard(location(source), where, parsed))
+        planned.require_possible(group)
         return planned.report if parsed.transfer.dry_run else planned.run(progress, group)
 
 

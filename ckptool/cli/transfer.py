@@ -1,7 +1,4 @@
-"""``ckptool convert``.
-
-``ckptool reshard``.
-"""
+"""``ckptool convert`` and ``ckptool reshard``: plan, show the plan's notes, write, and report."""
 
 from __future__ import annotations
 
@@ -78,7 +75,7 @@ def reshard(
 
     def prepare() -> Reshard:
         place = None if target is None else parse_place(target, "DST")
-        return prepare_reshard(parse_place(source, "SRC"), place, options, ranks)
+        return prepare_reshard(parse_place(source, "SRC"), place, options)
 
     with join_ranks() as ranks:
         planned = ranks.together(prepare)
@@ -102,6 +99,7 @@ def _run(planned: Transfer[Report], ranks: Ranks, *, dry_run: bool, quiet: bool)
         if dry_run:
             show_obstacle(planned.obstacle())
     if dry_run:
+        planned.require_possible(ranks)
         return planned.report
     with progress(planned.nbytes, quiet=quiet) as advance:
         report = planned.run(advance, ranks)

@@ -226,6 +226,9 @@ class Transfer(Generic[Report]):
             return f"{error.message}; {error.hint}" if error.hint else error.message
         return None
 
+    def require_possible(self, ranks: Ranks) -> None:
+        """Raise Unsupported where these ``ranks`` cannot do what was asked; any can transfer."""
+
     def run(self, progress: Progress = no_progress, ranks: Ranks | None = None) -> Report:
         """Write the layout at the target, whole or not at all, sharing the work with ``ranks``.
 

@@ -77,12 +77,20 @@ class Reshard(Transfer[ReshardReport]):
     def run(self, progress: Progress = no_progress, ranks: Ranks | None = None) -> ReshardReport:
         """Write the target as a transfer does, and load it where that is asked for."""
         ranks = ranks or Ranks()
+        self.require_possible(ranks)
         report = Transfer.run(self, progress, ranks)
         if self.check:
             from ckptool.commands.reshard.load_check import check_loads
 
             check_loads(self, ranks)
         return report
+
+    def require_possible(self, ranks: Ranks) -> None:
+        """Raise Unsupported where the result is to be loaded, and these ranks cannot."""
+        if self.check:
+            from ckptool.commands.reshard.load_check import require_loadable
+
+            require_loadable(self, ranks)
 
     def costs(self) -> Costs:
         """Return what the reshard will read, and what each rank of the new mesh will at load."""
@@ -99,13 +107,11 @@ class Reshard(Transfer[ReshardReport]):
 
 
 @no_collecting()
-def prepare_reshard(
-    source: Location, target: Location | None, options: ReshardOptions, ranks: Ranks | None = None
-) -> Reshard:
+def prepare_reshard(source: Location, target: Location | None, options: ReshardOptions) -> Reshard:
     """Plan a reshard: nothing is written yet, and no tensor byte is read.
 
     ``target`` None means a sibling of the source named after the mesh. Raises UsageError,
-    Unsupported or a SourceError where it cannot be done as asked, by these ``ranks``.
+    Unsupported or a SourceError where it cannot be done as asked.
     """
     _require_rank_state(options.rank_state)
     placer = _placer(options)
@@ -152,14 +158,9 @@ def prepare_reshard(
     )
     decided = (writer.name, placed, map_report and map_report.decided)
     transfer = options.transfer
-    reshard = Reshard(
+    return Reshard(
         opened, plan, target, transfer, report, decided, placed=placed, check=options.check
     )
-    if options.check:
-        from ckptool.commands.reshard.load_check import require_loadable
-
-        require_loadable(reshard, ranks or Ranks())
-    return reshard
 
 
 def _request(

@@ -647,6 +647,18 @@ def test_exit_codes(words: tuple[str, ...], code: int, source: Path, out: Path) 
     assert list(out.iterdir()) == []
 
 
+@pytest.mark.parametrize("more", [(), ("--dry-run",)], ids=str)
+def test_the_plans_notes_are_shown_before_the_check_is_refused(
+    more: tuple[str, ...], out: Path
+) -> None:
+    words = ("--mesh", "2", "--rank-state", "drop", "--check", *more)
+    done = command(case("accelerate_folders").path, out / "r", *words)
+    assert done.returncode == 4, done.stderr
+    note, error = done.stderr.index("note: "), done.stderr.index("error: --check: the mesh has")
+    assert note < error
+    assert list(out.iterdir()) == []
+
+
 def test_a_source_that_is_not_there(out: Path) -> None:
     assert command(out / "missing", out / "r", "--mesh", "2").returncode == 3
 
