@@ -74,10 +74,13 @@ class Finding:
 
 def conflict_problems(catalog: Catalog) -> list[Problem]:
     """Return why names of a catalog cannot be read."""
-    return [
-        why if isinstance(why, Problem) else Problem(why, "ranks-disagree", tensor=name)
-        for name, why in catalog.conflicts.items()
-    ]
+    return [_conflict_problem(name, why) for name, why in catalog.conflicts.items()]
+
+
+def _conflict_problem(name: str, why: str) -> Problem:
+    if not isinstance(why, Problem):
+        return Problem(why, "ranks-disagree", tensor=name)
+    return why if why.tensor else why.of_tensor(name)
 
 
 def finding_of(problem: Problem, affected: tuple[Affected, ...] = ()) -> Finding:

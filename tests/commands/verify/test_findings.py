@@ -12,9 +12,10 @@ from recipes.damage import DAMAGE
 
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.verify.codes import Severity
-from ckptool.commands.verify.findings import VerifyReport
+from ckptool.commands.verify.findings import VerifyReport, conflict_problems
 from ckptool.commands.verify.verify import verify
-from ckptool.errors import UsageError
+from ckptool.core.catalog import Catalog
+from ckptool.errors import Problem, UsageError
 
 
 def checked(path: Path, **options: Any) -> VerifyReport:
@@ -23,6 +24,16 @@ def checked(path: Path, **options: Any) -> VerifyReport:
 
 def codes(report: VerifyReport) -> set[str]:
     return {f.code for f in report.findings if f.severity is not Severity.INFO}
+
+
+def test_a_conflict_has_the_name_of_what_cannot_be_read() -> None:
+    conflicts = {
+        "a": Problem("lost", "file-missing", file="f"),
+        "b": Problem("lost", "file-missing", file="g", tensor="c"),
+        "d": "differs",
+    }
+    problems = conflict_problems(Catalog("dcp", {}, {}, {}, conflicts=conflicts))
+    assert [(p.file, p.tensor) for p in problems] == [("f", "a"), ("g", "c"), (None, "d")]
 
 
 @pytest.mark.parametrize(
