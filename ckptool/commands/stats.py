@@ -171,7 +171,9 @@ def decode(stored: Array, dtype: DType) -> Array:
         return _complex(stored)
     if dtype.name == "bool":
         return stored.view(np.uint8)
-    return (stored.astype(np.uint32) << 16).view(np.float32)  # bfloat16
+    if dtype.name == "bfloat16":
+        return (stored.astype(np.uint32) << 16).view(np.float32)
+    raise KeyError(dtype.name)
 
 
 def _complex(stored: Array) -> Array:

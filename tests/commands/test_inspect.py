@@ -271,6 +271,11 @@ def test_decoded_agrees_with_torch_on_every_code(name):
     np.testing.assert_array_equal(decode(codes, kind), wanted.numpy())
 
 
+def test_an_element_type_that_is_not_known_is_not_decoded_as_another():
+    with pytest.raises(KeyError, match="float4_e2m1fn_x2"):
+        decode(np.zeros(4, "u1"), BY_NAME["float4_e2m1fn_x2"])
+
+
 def test_placements_of_every_kind_have_one_spelling():
     found = inspect_json(described(tensor("w", placements=(Replicate(), Shard(1)))))
     assert found["tensors"][0]["placements"] == ["Replicate()", "Shard(1)"]
