@@ -91,7 +91,7 @@ def _scan_shards(source: Source, options: ScanOptions) -> Catalog:
 
     expect_archives(source, files)
     contents, _ = read_shards(source, files, INDEX, read, options)
-    tensors, problems = contents.tensors, contents.all_problems()
+    tensors, problems = contents.tensors, contents.take_problems()
     known = {*tensors, *contents.conflicts}
     lost = {name: file for name, file in weight_map.items() if name not in known}
     options.report([*problems, *list_misplaced(lost, {}, INDEX)], subject=source.root)

@@ -81,7 +81,7 @@ def read_folder(
         contents.notes.append(f"{len(names):,} values in data files not read; --values reads them")
     if _LIGHTNING in source.files:
         _add(contents, options.attempt(partial(_read_lightning, source)))
-    options.report(contents.all_problems(), subject=source.root, hint=DAMAGE_HINT)
+    options.report(contents.take_problems(), subject=source.root, hint=DAMAGE_HINT)
     return _catalog(source, parsed, inventory, contents), parsed
 
 

@@ -115,8 +115,8 @@ class Assembled:
         self.conflicts |= other.conflicts
         self.meshes += other.meshes
 
-    def all_problems(self) -> list[str]:
-        """Return the problems, and the conflicts that are no refusals, which are dropped."""
+    def take_problems(self) -> list[str]:
+        """Return the problems, and the conflicts that are no refusals, which are taken out."""
         conflicts, self.conflicts = self.conflicts, dict(self.refusals)
         return [*self.problems, *(why for n, why in conflicts.items() if n not in self.conflicts)]
 
