@@ -92,7 +92,9 @@ class Meeting:
     def read_task(self) -> Task:
         """Return the task that ``launch`` has for the ranks."""
         fields = json.loads(self._store.get("task"))
-        specs = [TensorSpec(*spec) for spec in fields["specs"]]
+        specs = [
+            TensorSpec(tuple(path), tuple(shape), dtype) for path, shape, dtype in fields["specs"]
+        ]
         folders = Folders(*fields["folders"])
         return Task(Settings(**fields["settings"]), specs, fields["strategies"], folders)
 

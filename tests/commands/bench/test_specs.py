@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
+
 import pytest
 from conftest import case
 
-from ckptool.commands.bench.specs import specs_like, specs_of_size, total
+from ckptool.commands.bench.files import Folders
+from ckptool.commands.bench.launch import Meeting, Task
+from ckptool.commands.bench.report import Settings
+from ckptool.commands.bench.specs import TensorSpec, specs_like, specs_of_size, total
 
 MIB = 1 << 20
 
@@ -36,3 +42,14 @@ def test_a_model_alone_gets_the_state_of_adamw() -> None:
     found = specs_like(source.path)
     assert len(found) == 4 * len(source.shapes)
     assert sum(spec.path[0] == "model" for spec in found) == len(source.shapes)
+
+
+def test_the_ranks_read_the_task_as_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings("parameters", 8, 1, 2, "cpu", 1, "/f", abort=False)
+    specs = [TensorSpec(("model", "w"), (2, 2), "float16")]
+    task = Task(settings, specs, ["dcp"], Folders("/s", "/t", None))
+    store = {"task": json.dumps(asdict(task))}
+    monkeypatch.setattr(Meeting, "_connect", lambda *_, **__: store)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert Meeting().read_task() == task
