@@ -189,7 +189,7 @@ def add_tensor_parallelism(catalog: Catalog) -> Catalog:
         map(_is_cut_in_two_ways, catalog.tensors.values())
     ):
         return catalog
-    return replace(catalog, info=catalog.info | {"parallelism": f"{parallelism}, TP {tensor}"})
+    return replace(catalog, info=catalog.info | {"parallelism": f"TP {tensor}, {parallelism}"})
 
 
 def _is_cut_in_two_ways(entry: TensorEntry) -> bool:

@@ -84,7 +84,7 @@ def test_the_degrees_that_deepspeed_records(name: str, degrees: str) -> None:
 @pytest.mark.parametrize(
     ("name", "framework", "told", "wanted"),
     [
-        ("dcp_fsdp2_tp", "torchtitan", "DP 2", "DP 2, TP 2"),
+        ("dcp_fsdp2_tp", "torchtitan", "DP 2", "TP 2, DP 2"),
         ("dcp_fsdp2_tp", "torchtitan", "DP 1", "DP 1"),
         ("dcp_fsdp2_tp", "another", "DP 2", "DP 2"),
         ("dcp_hsdp", "torchtitan", "DP 2", "DP 2"),
