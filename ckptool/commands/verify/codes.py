@@ -215,6 +215,8 @@ CODES: dict[str, Code] = {
         _INFO, "files differ from those of the manifest; tensors and values are compared"
     ),
     # What cannot be known
+    "access-denied": Code(_ERROR, "a store refuses to be read; nothing was checked"),
+    "no-answer": Code(_ERROR, "a store does not answer; nothing was checked"),
     "limit-exceeded": Code(_ERROR, "a limit of ckptool is exceeded; not checked"),
     "files-only": Code(_INFO, "tensors of this format are not read; only its files are checked"),
     "no-checksum": Code(
