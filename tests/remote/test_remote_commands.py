@@ -123,9 +123,9 @@ def test_reads_go_together_where_nobody_says_how_many(s3: S3, out: Path) -> None
     place = location(source)
     prepared = prepare(place, out / "m.safetensors", ConvertOptions("safetensors"))
     place.store.blocks.clear()
-    meeting = threading.Barrier(8)
+    meeting = threading.Barrier(4)
 
-    s3.fail(call(lambda request: meeting.wait(timeout=30)), "GetObject", times=8)
+    s3.fail(call(lambda request: meeting.wait(timeout=30)), "GetObject", times=4)
     prepared.run()
     assert not meeting.broken
 

@@ -129,8 +129,8 @@ def peak_memory(*arguments: object) -> int:
 
 
 def test_reshard_of_more_than_the_memory_budget(s3: S3, out: Path) -> None:
-    small, large = s3.put(big(out, 1), "small"), s3.put(big(out, 24), "large")
-    budget, nbytes = 40 << 20, 192 << 20
+    small, large = s3.put(big(out, 1), "small"), s3.put(big(out, 12), "large")
+    budget, nbytes = 40 << 20, 96 << 20
     options = ("--mesh", "3", "--budget", budget, "--workers", "2")
     least = peak_memory("reshard", small, s3.url("other"), *options)
     s3.requests.clear()
