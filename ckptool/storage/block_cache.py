@@ -197,7 +197,13 @@ class BlockCache:
                 if expected is None or self._is_kept(key, expected):
                     continue
                 self._pool = self._pool or ThreadPoolExecutor(_AHEAD, "ckptool-ahead")
-                self._pool.submit(self._fill_ahead, file, number, self._begin(key, expected))
+                fetched = self._begin(key, expected)
+                try:
+                    self._pool.submit(self._fill_ahead, file, number, fetched)
+                except RuntimeError as error:  # no thread can be started: who reads it fetches it
+                    self._forget(key)
+                    fetched.data.set_exception(error)
+                    return
                 self._unread.add(key)
 
     def _fill_ahead(self, file: ObjectVersion, number: int, fetched: _Fetched) -> None:

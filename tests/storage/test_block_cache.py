@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -51,6 +52,16 @@ def test_an_error_of_one_of_several_requests_leaves_nobody_waiting() -> None:
         read(cache, 0, 3 * BLOCK)
     fails.clear()
     assert read(cache, 0, 5 * BLOCK) == DATA
+
+
+def test_where_no_thread_can_be_started_the_reader_fetches(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", refuse)
+    cache = BlockCache(lambda file, start, end: DATA[start:end])
+    cache.expect([(FILE, 10, 20)])
+    assert read(cache, 10, 20) == DATA[10:30]
 
 
 def test_reads_across_announced_and_other_blocks_are_right() -> None:
