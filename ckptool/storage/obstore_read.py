@@ -1,4 +1,4 @@
-"""Ranged reads of S3 objects by obstore, a client in Rust: a tenth of s3fs's processor time.
+"""Ranged reads of S3 objects by obstore, a client in Rust: a sixth of s3fs's processor time.
 
 s3fs stays in charge. Its first read of a bucket says where its requests go, redirects followed,
 and how they are signed; obstore then asks there, with the credentials that s3fs has. Whatever

@@ -121,6 +121,12 @@ def _peak(used: Mapping[Range, tuple[int, int]]) -> int:
     return max(accumulate(nbytes for _, nbytes in sorted([*begun, *ended])), default=0)
 
 
+def unversioned(runs: Iterable[tuple[str, int, int]]) -> Iterator[Run]:
+    """Yield runs of files of one source, of whatever version: what is planned before it is read."""
+    for file, start, nbytes in runs:
+        yield ObjectVersion(file, ""), start, nbytes
+
+
 def memory_to_read(runs: Iterable[Run]) -> int:
     """Return the bytes that are kept at once where runs are read in this order, each byte once."""
     return _Plan(list(runs), _LARGEST).memory

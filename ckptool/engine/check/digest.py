@@ -145,4 +145,4 @@ def _decode_job(blob: EncodedBlob, entry: TensorEntry) -> Job[EncodedBlob, Gathe
         gatherer.fill_from(blob, out, nowhere, entry.source_dtype)
         yield from ()
 
-    return Job(blob, decode, known_runs((blob.file, blob.offset, blob.nbytes)))
+    return Job(blob, decode, [known_runs((blob.file, blob.offset, blob.nbytes))])

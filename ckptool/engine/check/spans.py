@@ -92,12 +92,12 @@ def span_jobs(spans: Iterable[ByteSpan], whole: Mapping[str, int], limit: int) -
     for file in sorted(whole, key=lambda file: -whole[file]):
         adjoining, overlapping = _split_overlapping(inside[file])
         everything = known_runs((file, 0, whole[file]))
-        yield Job(file, partial(_read_file, file, whole[file], adjoining), everything)
+        yield Job(file, partial(_read_file, file, whole[file], adjoining), [everything])
         for span in overlapping:
             yield from _tile_jobs(span, limit)
     for packing, inner in packed.items():
         stored = known_runs((packing.file, packing.offset, packing.nbytes))
-        yield Job(None, partial(_read_packed, packing, inner), stored)
+        yield Job(None, partial(_read_packed, packing, inner), [stored])
 
 
 def _split_overlapping(spans: Iterable[ByteSpan]) -> tuple[list[ByteSpan], list[ByteSpan]]:
@@ -113,7 +113,7 @@ def _split_overlapping(spans: Iterable[ByteSpan]) -> tuple[list[ByteSpan], list[
 def _tile_jobs(span: ByteSpan, limit: int) -> Iterator[SpanJob]:
     for start, nbytes in _cut(span, limit):
         run = known_runs((span.file, span.offset + start, nbytes))
-        yield Job(None, partial(_read_part, span, start, nbytes), run)
+        yield Job(None, partial(_read_part, span, start, nbytes), [run])
 
 
 def _cut(span: ByteSpan, limit: int) -> Iterator[tuple[int, int]]:

@@ -24,7 +24,7 @@ from ckptool.core.dtype import DType
 from ckptool.core.plan import ChunkIndex
 from ckptool.engine.read.rounding import cast
 from ckptool.engine.read.row_cache import NotePiece, RowCache
-from ckptool.engine.read.runs import has_rows, span_of, worth_a_span
+from ckptool.engine.read.runs import row_run, span_of, worth_a_span
 from ckptool.errors import Damaged
 from ckptool.storage.local import SPAN, Files
 
@@ -91,13 +91,12 @@ class Gatherer:
         kept, so that the file is read once for all of them.
         """
         local = box.relative_to(chunk.box.lo)
-        if shared and isinstance(chunk.at, Extent) and has_rows(chunk, local, dtype.itemsize):
-            row = math.prod(chunk.box.shape[1:]) * dtype.itemsize
-            start, nbytes = chunk.at.offset + local.lo[0] * row, local.shape[0] * row
-            if nbytes <= SPAN:
-                out[...] = self._row_block(chunk.at, start, nbytes, out, local)
-                return
-        self.fill_from(chunk.at, out, local, dtype)
+        rows = row_run(chunk, local, dtype.itemsize) if shared else None
+        if rows is not None and isinstance(chunk.at, Extent):
+            _, start, nbytes = rows
+            out[...] = self._row_block(chunk.at, start, nbytes, out, local)
+        else:
+            self.fill_from(chunk.at, out, local, dtype)
 
     def fill_from(self, at: Place, out: Array, local: Box, dtype: DType) -> None:
         """Copy the elements ``local`` of a chunk (in its own coordinates) into ``out``."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from operator import mul, sub
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,7 +14,7 @@ from ckptool.engine.checksum import RecordCheck, crc32, crc32_combine
 from ckptool.engine.read.row_cache import RowCache
 from ckptool.engine.read.runs import tile_runs
 from ckptool.engine.read.tiles import Job
-from ckptool.storage.local import Files, Run
+from ckptool.storage.local import Files
 
 if TYPE_CHECKING:
     from ckptool.engine.read.gather import Array, Gatherer
@@ -169,8 +169,5 @@ class PlanReader:
 
 def plan_job(tiles: Sequence[Tile]) -> Job[Sequence[Tile], PlanReader, PlannedPiece]:
     """Return the job that reads tiles which share rows of the source."""
-
-    def runs(side: int, block: int) -> Iterator[Run]:
-        return tile_runs(tiles, block, shared=len(tiles) > 1)
-
-    return Job(tiles, lambda reader: reader.pieces(tiles), runs)
+    runs = partial(tile_runs, tiles, shared=len(tiles) > 1)
+    return Job(tiles, lambda reader: reader.pieces(tiles), [runs])

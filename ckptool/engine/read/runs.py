@@ -40,8 +40,8 @@ def tile_runs(tiles: Sequence[Tile], block: int, *, shared: bool) -> Iterator[Ru
                 yield run
 
 
-def entry_runs(entry: TensorEntry, boxes: Iterable[Box], side: int, block: int) -> Iterator[Run]:
-    """Yield what is read for boxes of a tensor, of whatever ``side``; each packed blob once."""
+def entry_runs(entry: TensorEntry, boxes: Iterable[Box], block: int) -> Iterator[Run]:
+    """Yield what is read for boxes of a tensor; each packed blob once."""
     index, itemsize = ChunkIndex(entry), entry.source_dtype.itemsize
     blobs: set[EncodedBlob] = set()
     for box in boxes:
@@ -54,12 +54,17 @@ def entry_runs(entry: TensorEntry, boxes: Iterable[Box], side: int, block: int) 
 
 
 def row_run(chunk: Chunk, local: Box, itemsize: int) -> Run | None:
-    """Return the whole rows that a box of a chunk is a part of; None where it is read by itself."""
-    if not isinstance(chunk.at, Extent) or not has_rows(chunk, local, itemsize):
+    """Return the whole rows of a row-major chunk that a box is a part of; None where it is not.
+
+    Reading these rows then serves the boxes beside it too, as long as they are no more than a span.
+    """
+    at, shape = chunk.at, chunk.box.shape
+    if not isinstance(at, Extent) or at.ops or len(shape) < 2 or local.shape[1:] == shape[1:]:
         return None
-    row = math.prod(chunk.box.shape[1:]) * itemsize
-    start, nbytes = chunk.at.offset + local.lo[0] * row, local.shape[0] * row
-    return (chunk.at.file, start, nbytes) if nbytes <= SPAN else None
+    row = math.prod(shape[1:]) * itemsize
+    start, nbytes = at.offset + local.lo[0] * row, local.shape[0] * row
+    is_whole = nbytes <= SPAN and contiguous(at.strides, shape, itemsize)
+    return (at.file, start, nbytes) if is_whole else None
 
 
 def place_runs(at: Place, local: Box, itemsize: int, block: int) -> Iterator[Run]:
@@ -73,7 +78,7 @@ def place_runs(at: Place, local: Box, itemsize: int, block: int) -> Iterator[Run
         yield from _strided_runs(at.file, start, local.shape, at.strides, itemsize, block)
     elif isinstance(at, ScaledBlocks):
         for entry in (at.values, at.scales):
-            yield from entry_runs(entry, [Box.whole(entry.shape)], 0, block)
+            yield from entry_runs(entry, [Box.whole(entry.shape)], block)
     else:
         yield at.file, at.offset, local.volume * itemsize
 
@@ -115,14 +120,3 @@ def worth_a_span(
         if stride == run:
             run *= size
     return run < _LONG_RUN and span <= _OVER_READ * nbytes
-
-
-def has_rows(chunk: Chunk, local: Box, itemsize: int) -> bool:
-    """Return whether a box is a part of the rows of a row-major chunk.
-
-    Reading these rows whole then serves the boxes beside it too.
-    """
-    at, shape = chunk.at, chunk.box.shape
-    if not isinstance(at, Extent) or at.ops or len(shape) < 2:
-        return False
-    return local.shape[1:] != shape[1:] and contiguous(at.strides, shape, itemsize)

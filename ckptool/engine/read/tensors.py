@@ -113,10 +113,10 @@ def tensor_job(
     type that a rewrite asks for, or as they are ``stored``.
     """
 
-    def runs(side: int, block: int) -> Iterator[Run]:
-        return entry_runs(entry, _tiles_of(entry, limit or TILE), side, block)
+    def runs(block: int) -> Iterator[Run]:
+        return entry_runs(entry, _tiles_of(entry, limit or TILE), block)
 
-    return Job(entry, partial(_read_tensor, entry, limit, stored), runs)
+    return Job(entry, partial(_read_tensor, entry, limit, stored), [runs])
 
 
 def _tiles_of(entry: TensorEntry, limit: int) -> Iterator[Box]:
@@ -144,11 +144,11 @@ def place_job(
             values = read_place(gatherer, at, box, dtype)
             yield TensorTile(box, values, values.nbytes)
 
-    def runs(side: int, block: int) -> Iterator[Run]:
+    def runs(block: int) -> Iterator[Run]:
         for box in tiles(whole, dtype.itemsize, limit):
             yield from place_runs(at, box, dtype.itemsize, block)
 
-    return Job(entry, read, runs)
+    return Job(entry, read, [runs])
 
 
 def read_place(gatherer: Gatherer, at: Place, box: Box, dtype: DType) -> Array:
@@ -210,7 +210,7 @@ def _fill_jobs(requests: Sequence[FillRequest]) -> Iterator[Job[FillRequest, Gat
         is_packed = any(_is_packed(chunk) for chunk in request.entry.chunks)
         for boxes in [list(cut)] if is_packed else ([box] for box in cut):
             runs = partial(entry_runs, request.entry, boxes)
-            yield Job(request, partial(_fill_boxes, request, boxes), runs)
+            yield Job(request, partial(_fill_boxes, request, boxes), [runs])
 
 
 def _exhaust(request: FillRequest, filled: Iterator[TensorTile]) -> None:

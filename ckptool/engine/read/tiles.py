@@ -17,10 +17,9 @@ from itertools import islice
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from ckptool.core.catalog import Catalog
-from ckptool.storage.block_cache import ObjectVersion
 from ckptool.storage.file_status import changed
 from ckptool.storage.local import Files, Run
-from ckptool.storage.planned_ranges import memory_to_read
+from ckptool.storage.planned_ranges import memory_to_read, unversioned
 
 Progress = Callable[[int], None]
 
@@ -63,16 +62,20 @@ class ReadSource(Protocol[ReaderOut]):
         """Return what one thread reads with."""
 
 
+RunsOf = Callable[[int], Iterable[Run]]
+"""Yields the bytes that a job reads, where a read costs at least a block of so many bytes."""
+
+
 class Job(NamedTuple, Generic[Subject, Reader, TileOut]):
     """The tiles that one thread reads in order; ``subject`` is what the sink knows them by.
 
-    ``runs`` yields the bytes that it reads of a side, where a read costs at least a block of so
-    many bytes; nothing where that is not known before.
+    ``runs`` are, for each side, what yields the bytes that it reads there; none are where that is
+    not known before.
     """
 
     subject: Subject
     read: Callable[[Reader], Iterator[TileOut]]
-    runs: Callable[[int, int], Iterable[Run]] = lambda side, block: ()
+    runs: Sequence[RunsOf] = ()
 
 
 class Cancelled(Exception):
@@ -94,7 +97,9 @@ def read_tiles(
     """
     stop, lock = threading.Event(), threading.Lock()
     plans: deque[Callable[[], None]] = deque()
-    jobs = _planned(source.sides, wanted, workers, plans)
+    jobs, sides = iter(wanted), source.sides
+    if any(files.block > 1 for files in sides):
+        jobs = _announced(sides, jobs, workers, plans)
 
     def next_job() -> Job[Subject, Reader, TileOut] | None:
         with lock:
@@ -119,29 +124,17 @@ def read_tiles(
             end()
 
 
-def _planned(
-    sides: Sequence[Files],
-    wanted: Iterable[Job[Subject, Reader, TileOut]],
-    workers: int,
-    plans: deque[Callable[[], None]],
-) -> Iterator[Job[Subject, Reader, TileOut]]:
-    """Yield all jobs; where a side is a store, it is told of some at a time what they read.
-
-    These come in the order, of a few, in which the least is read before it is needed. ``plans``
-    are what ends the last that were announced.
-    """
-    jobs = iter(wanted)
-    if all(files.block == 1 for files in sides):
-        return jobs
-    return _announced(sides, jobs, workers, plans)
-
-
 def _announced(
     sides: Sequence[Files],
     jobs: Iterator[Job[Subject, Reader, TileOut]],
     workers: int,
     plans: deque[Callable[[], None]],
 ) -> Iterator[Job[Subject, Reader, TileOut]]:
+    """Yield all jobs; stores are told of some at a time what they read.
+
+    These come in the order, of a few, in which the least is read before it is needed. ``plans``
+    are what ends the last that were announced.
+    """
     while window := list(_window(sides, jobs)):
         runs = [[of_job[side] for _, of_job in window] for side in range(len(sides))]
         order = _best_order(runs, workers)
@@ -159,7 +152,8 @@ def _window(
     """Yield the next jobs, with what each reads of each side, until they are many runs."""
     count = 0
     for job in islice(jobs, _MOST_JOBS):
-        runs = [list(job.runs(side, files.block)) for side, files in enumerate(sides)]
+        known = job.runs or [known_runs() for _ in sides]
+        runs = [list(of(files.block)) for of, files in zip(known, sides, strict=True)]
         yield job, runs
         count += sum(map(len, runs))
         if count >= _MOST_RUNS:
@@ -178,10 +172,7 @@ def _best_order(runs: Sequence[Sequence[Sequence[Run]]], workers: int) -> Sequen
 
     def memory(order: Sequence[int]) -> int:
         ordered = (_side_by_side([of_side[at] for at in order], workers) for of_side in runs)
-        return sum(
-            memory_to_read((ObjectVersion(file, ""), start, n) for file, start, n in side)
-            for side in ordered
-        )
+        return sum(memory_to_read(unversioned(side)) for side in ordered)
 
     if memory(places) <= _LITTLE:
         return places
@@ -292,9 +283,9 @@ def byte_job(
 ) -> Job[Subject, ByteReader, memoryview]:
     """Return the job that reads a run of bytes."""
     run = (file, offset, nbytes)
-    return Job(subject, lambda reader: reader.run(*run), known_runs(run))
+    return Job(subject, lambda reader: reader.run(*run), [known_runs(run)])
 
 
-def known_runs(*runs: Run) -> Callable[[int, int], Iterable[Run]]:
-    """Return what a job's ``runs`` are where they depend on nothing."""
-    return lambda side, block: runs
+def known_runs(*runs: Run) -> RunsOf:
+    """Return what yields the bytes that a job reads, whatever a read costs."""
+    return lambda block: runs

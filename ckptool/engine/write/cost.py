@@ -6,9 +6,8 @@ from itertools import chain
 
 from ckptool.core.plan import Group, Plan
 from ckptool.engine.read.runs import place_runs, row_run
-from ckptool.storage.block_cache import ObjectVersion
 from ckptool.storage.local import Files, Run
-from ckptool.storage.planned_ranges import join_runs
+from ckptool.storage.planned_ranges import join_runs, unversioned
 
 
 def bytes_to_read(plan: Plan, source: Files) -> int:
@@ -24,8 +23,7 @@ def bytes_to_read(plan: Plan, source: Files) -> int:
         if source.block == 1:
             total += sum(nbytes for _, _, nbytes in runs)
         else:
-            objects = ((ObjectVersion(file, ""), start, nbytes) for file, start, nbytes in runs)
-            total += sum(part.nbytes for part in join_runs(objects))
+            total += sum(part.nbytes for part in join_runs(unversioned(runs)))
     return total
 
 

@@ -147,7 +147,7 @@ class _FileContents(NamedTuple):
     def job(self, number: int) -> Job[int, _ContentReader, memoryview]:
         """Return the job that reads all bytes of one file of the layout."""
         runs = partial(_file_runs, self.plan, number, self.source)
-        return Job(number, lambda reader: _FileContent(number, reader).pieces(), runs)
+        return Job(number, lambda reader: _FileContent(number, reader).pieces(), [runs])
 
 
 class _ContentReader:
@@ -244,7 +244,7 @@ class _FileContent:
         return self._crcs[position]
 
 
-def _file_runs(plan: Plan, number: int, source: Files, side: int, block: int) -> Iterator[Run]:
+def _file_runs(plan: Plan, number: int, source: Files, block: int) -> Iterator[Run]:
     """Yield what is read for one file of the layout, in order."""
     parts = plan.layout.files[number].parts
     for position, part in enumerate(parts):

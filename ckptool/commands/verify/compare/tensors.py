@@ -24,7 +24,7 @@ from ckptool.engine.read.runs import entry_runs
 from ckptool.engine.read.tensors import CheckedSource, PairTile
 from ckptool.engine.read.tiles import Job, Progress, read_tiles
 from ckptool.errors import CkptoolError, Problem
-from ckptool.storage.local import Files, Run
+from ckptool.storage.local import Files
 
 _TILE = 1 << 20
 _TILES_PER_JOB = 8
@@ -165,12 +165,8 @@ def _jobs(pairs: Iterable[TensorPair]) -> Iterator[Job[TensorPair, _SideReaders,
         itemsize = max(pair.one.source_dtype.itemsize, pair.other.source_dtype.itemsize)
         boxes = tiles(Box.whole(pair.one.shape), itemsize, _TILE)
         while batch := list(islice(boxes, _TILES_PER_JOB)):
-            runs = partial(_pair_runs, pair, batch)
+            runs = [partial(entry_runs, entry, batch) for entry in (pair.one, pair.other)]
             yield Job(pair, partial(_read_both, pair, batch), runs)
-
-
-def _pair_runs(pair: TensorPair, boxes: Sequence[Box], side: int, block: int) -> Iterator[Run]:
-    return entry_runs((pair.one, pair.other)[side], boxes, side, block)
 
 
 def _read_both(pair: TensorPair, boxes: Sequence[Box], readers: _SideReaders) -> Iterator[PairTile]:
