@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fault_server import Fault, PartialUpload, Request, Rule, S3Server
+from fault_server import Fault, Rule, S3Server
 
+from ckptool.commands.bench.loopback.messages import Request
+from ckptool.commands.bench.loopback.objects import PartialUpload
 from ckptool.storage.retry import RetryPolicy
 from ckptool.storage.store import Store
 
