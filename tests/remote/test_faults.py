@@ -118,14 +118,15 @@ def test_parts_of_one_file_are_on_their_way_together_and_end_up_in_order(s3: S3,
     meeting = threading.Barrier(3)
 
     def together(request: Request) -> None:
-        if request.received > 1 << 20:
-            number = meeting.wait(timeout=30)
-            time.sleep(0.05 * number)
+        met.append(meeting.wait(timeout=30))
+        time.sleep(0.05 * met[-1])
 
-    s3.fail(call(together), "UploadPart", times=3)
+    met: list[int] = []
+    s3.fail(call(together), "UploadPart", times=3, where=lambda one: one.received > 1 << 20)
     resharded(source, s3.url("m"), "1")
     s3.heal()
     resharded(source, out / "m", "1")
+    assert sorted(met) == [0, 1, 2]
     assert s3.get("m") == files_of(out / "m")
     assert not s3.uploads
 
