@@ -104,10 +104,11 @@ class ReshardOptions(OptionSet):
     read: ReadOptions = group(ReadOptions, READING, without=("per_rank",))
     rank_state: str = option(
         "--rank-state",
-        default="stop",
+        default="drop-rng",
         metavar="WHAT",
-        help="What to do with state that differs between ranks: stop, keep, drop, or the number of"
-        " the rank to copy it from.",
+        help="What to do with state that differs between ranks: drop-rng (drop random number"
+        " states and ranks' own numbers, refuse all else), drop, keep, stop (refuse), or the number"
+        " of the rank to copy it from.",
     )
     map: MapOptions = group(MapOptions, "Names and layout of another framework")
     transfer: TransferOptions = group(TransferOptions, WRITING, verify=True)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections import ChainMap, Counter
+from collections import ChainMap
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,6 +12,12 @@ from ckptool.commands.keymap.model_config import records
 from ckptool.commands.open import OpenedCheckpoint, no_collecting, open_checkpoint, require_readable
 from ckptool.commands.options.target import ReshardOptions
 from ckptool.commands.reshard.plan_file import read_plan, read_tp_plan
+from ckptool.commands.reshard.rank_state import (
+    DroppedState,
+    dropped_notes,
+    require_rank_state,
+    resolve_rank_state,
+)
 from ckptool.commands.rewrite import apply_key_map
 from ckptool.commands.transfer import (
     Progress,
@@ -26,9 +31,7 @@ from ckptool.commands.transfer import (
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.mesh import Mesh
 from ckptool.core.plan import ChunkIndex, Plan
-from ckptool.core.selection import drop_names, without_rank
 from ckptool.core.sharding.placement import POLICIES, Choice, PlacedTensors, Placer
-from ckptool.core.text import list_some
 from ckptool.engine.ranks import Ranks
 from ckptool.engine.write.run import peak_memory
 from ckptool.errors import Unsupported, UsageError
@@ -42,7 +45,8 @@ class ReshardReport(TransferReport):
     """What is to be written, or was. Sizes in bytes.
 
     ``rank_bytes`` is what each rank of the mesh holds, ``peak_memory`` the most that moving the
-    bytes needs beside the catalog, ``budget`` what it may.
+    bytes needs beside the catalog, ``budget`` what it may. ``dropped`` is state of the source's
+    ranks that has no meaning for others.
     """
 
     mesh: Mesh
@@ -50,6 +54,7 @@ class ReshardReport(TransferReport):
     rank_bytes: tuple[int, ...]
     peak_memory: int
     budget: int
+    dropped: tuple[DroppedState, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +118,7 @@ def prepare_reshard(source: Location, target: Location | None, options: ReshardO
     ``target`` None means a sibling of the source named after the mesh. Raises UsageError,
     Unsupported or a SourceError where it cannot be done as asked.
     """
-    _require_rank_state(options.rank_state)
+    require_rank_state(options.rank_state)
     placer = _placer(options)
     opened = open_checkpoint(source, replace(options.read, per_rank=True), whole=False)
     if target is None:
@@ -121,8 +126,7 @@ def prepare_reshard(source: Location, target: Location | None, options: ReshardO
         target = beside.with_name(f"{beside.name}-{'x'.join(map(str, placer.mesh.shape))}")
     target = resolve_target(target)
     require_apart(opened, target)
-    catalog = resolve_rank_state(opened.catalog, options.rank_state)
-    excluded = _exclusion_note(opened.catalog, catalog)
+    catalog, dropped = resolve_rank_state(opened.catalog, options.rank_state)
     require_readable(catalog, opened.source, str(opened.path))
     require_agreement(catalog)
     if not catalog.tensors:
@@ -154,7 +158,8 @@ def prepare_reshard(source: Location, target: Location | None, options: ReshardO
         ),
         budget=options.transfer.run.budget,
         map=map_report,
-        notes=(*catalog.notes, *excluded, *layout.notes),
+        dropped=dropped,
+        notes=(*catalog.notes, *dropped_notes(dropped), *layout.notes),
     )
     decided = (writer.name, placed, map_report and map_report.decided)
     transfer = options.transfer
@@ -249,59 +254,3 @@ def load_costs(entries: Iterable[TensorEntry], placed: PlacedTensors) -> tuple[L
                 files[position].add(chunk.at.file)
                 nbytes[position] += chunk.box.volume * entry.source_dtype.itemsize
     return tuple(LoadCost(len(names), size) for names, size in zip(files, nbytes, strict=True))
-
-
-_WORDS = ("stop", "keep", "drop")
-_RANK_STATE = re.compile(r"(?P<name>.*)@rank(?P<rank>\d+)")
-
-
-def _require_rank_state(what: str) -> None:
-    """Raise UsageError where ``what`` is neither a word for all of it nor a rank."""
-    if what not in _WORDS and not what.isdecimal():
-        raise UsageError(
-            f"invalid --rank-state {what!r}", hint="stop, keep, drop, or a rank of the source"
-        )
-
-
-def resolve_rank_state(catalog: Catalog, what: str) -> Catalog:
-    """Return the catalog without, with all, or with one rank's state that differs between ranks.
-
-    ``what`` is ``drop``, ``keep``, ``stop`` or the number of a rank. Raises Unsupported, with the
-    list, where there is such state and it is ``stop``; UsageError where that rank has none.
-    """
-    if what == "drop":
-        return drop_names(catalog, filter(_RANK_STATE.fullmatch, _names(catalog)))
-    names = [n for n in (*catalog.tensors, *catalog.objects) if _RANK_STATE.fullmatch(n)]
-    if not names or what == "keep":
-        return catalog
-    if what == "stop":
-        kinds = Counter(_RANK_STATE.sub(r"\g<name>", name) for name in names)
-        listed = ", ".join(list(kinds)[:8]) + (" ..." if len(kinds) > 8 else "")
-        raise Unsupported(
-            f"{len(kinds)} values differ between ranks of the source: {listed}",
-            hint="--rank-state drop excludes them, keep keeps each as NAME@rankR, 0 uses rank"
-            " 0's for all",
-        )
-    return _select_rank(catalog, names, what)
-
-
-def _exclusion_note(before: Catalog, after: Catalog) -> list[str]:
-    """Return a note that names the state of ranks which --rank-state excludes, if any."""
-    kept = set(_names(after))
-    gone = [name for name in _names(before) if name not in kept]
-    gone = [name for name in gone if _RANK_STATE.sub(r"\g<name>", name) not in kept]
-    return [f"excluded rank-specific state (--rank-state): {list_some(gone)}"] if gone else []
-
-
-def _names(catalog: Catalog) -> tuple[str, ...]:
-    """Return the names of all tensors and values, and of those that cannot be read."""
-    return (*catalog.tensors, *catalog.objects, *catalog.conflicts)
-
-
-def _select_rank(catalog: Catalog, names: list[str], rank: str) -> Catalog:
-    mine = {name for name in names if name.endswith(f"@rank{rank}")}
-    if not mine:
-        raise UsageError(f"--rank-state {rank!r}: use stop, keep, drop or a rank of the source")
-    others = [name for name in _names(catalog) if _RANK_STATE.fullmatch(name)]
-    kept = drop_names(catalog, [n for n in others if not n.endswith(f"@rank{rank}")])
-    return without_rank(kept, mine)

@@ -405,9 +405,9 @@ def test_state_that_differs_between_ranks(what: str, names: set[str], out: Path)
     assert of_the_model(read_back("dcp", out / "r")) == one.truth
 
 
-def test_it_stops_with_the_list_unless_told(out: Path) -> None:
-    with pytest.raises(Unsupported, match="1 values differ between ranks of the source: rank"):
-        prepared(case("rank_experimental").path, out / "r", "3")
+def test_it_stops_with_the_list_where_asked(out: Path) -> None:
+    with pytest.raises(Unsupported, match="1 value of the source differs between ranks: rank"):
+        prepared(case("rank_experimental").path, out / "r", "3", rank_state="stop")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,177 @@
+"""State that each rank of the source holds for itself, and what another mesh makes of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from ckptool.core.catalog import Catalog, ObjectEntry, TensorEntry
+from ckptool.core.selection import drop_names, without_rank
+from ckptool.core.state_category import state_category_of_name
+from ckptool.core.text import list_some, plural
+from ckptool.errors import Unsupported, UsageError
+
+_WORDS = ("drop-rng", "stop", "keep", "drop")
+_OWN_NAME = re.compile(r"(?P<name>.*)@rank(?P<rank>\d+)")
+_RANDOM = re.compile(r"(\w*_)?rng(_(tracker_)?states?)?|random_states?")
+"""A step of a name: ``rng``, ``rng_state``, ``random_states``, as verl, Megatron-core, transformers
+and accelerate call the states of random number generators."""
+
+RANDOM_STATE = "random number state"
+OWN_NUMBER = "rank number"
+OTHER_STATE = "other value"
+_PYTHON_WORDS = 625
+"""Of ``random.getstate``: 624 words and a position."""
+
+_Entry = TensorEntry | ObjectEntry | str
+"""What a rank has, or why it cannot be read."""
+_States = Mapping[str, Mapping[int, _Entry]]
+"""What each rank has under a name."""
+
+
+@dataclass(frozen=True, slots=True)
+class DroppedState:
+    """A tensor or value that is not written. ``ranks`` have one each; none where all agree."""
+
+    name: str
+    kind: str
+    ranks: tuple[int, ...]
+
+
+def require_rank_state(what: str) -> None:
+    """Raise UsageError where ``what`` is neither a word for all of it nor a rank."""
+    if what not in _WORDS and not what.isdecimal():
+        raise UsageError(
+            f"invalid --rank-state {what!r}", hint=f"{', '.join(_WORDS)}, or a rank of the source"
+        )
+
+
+def resolve_rank_state(catalog: Catalog, what: str) -> tuple[Catalog, tuple[DroppedState, ...]]:
+    """Return the catalog with what is kept of the state that differs between ranks, and the rest.
+
+    ``what`` is ``drop-rng``, ``drop``, ``keep``, ``stop`` or the number of a rank. Raises
+    Unsupported, with the list, where there is state that is neither to be kept nor to be dropped;
+    UsageError where that rank has none. What cannot be read and is kept is refused elsewhere.
+    """
+    states = _list_states(catalog)
+    readable = [name for name, ranks in states.items() if not all(map(_is_refused, ranks.values()))]
+    if what.isdecimal():
+        return _take_rank(catalog, states, int(what)) if readable else (catalog, ())
+    kinds = {name: _kind(name, ranks) for name, ranks in states.items()}
+    gone = {
+        "drop": list(states),
+        "drop-rng": [name for name, kind in kinds.items() if kind != OTHER_STATE],
+    }.get(what, [])
+    if what in ("stop", "drop-rng"):
+        _require_none([name for name in readable if name not in gone])
+    dropped = [DroppedState(name, kinds[name], tuple(states[name])) for name in gone]
+    rest = drop_names(catalog, _own_names(states, gone))
+    agreed = list(_list_agreed(rest, gone))
+    dropped += (DroppedState(name, RANDOM_STATE, ()) for name in agreed)
+    return drop_names(rest, agreed), tuple(dropped)
+
+
+def dropped_notes(dropped: Iterable[DroppedState]) -> list[str]:
+    """Return a note for each kind of state that is dropped: how many, and their names."""
+    kinds: dict[str, list[str]] = {}
+    for state in dropped:
+        kinds.setdefault(state.kind, []).append(state.name)
+    return [
+        f"dropped {plural(len(names), kind)} of the source's ranks: {list_some(names)}"
+        for kind, names in kinds.items()
+    ]
+
+
+def _list_states(catalog: Catalog) -> _States:
+    """Return what each rank has under a name, or why that cannot be read."""
+    states: dict[str, dict[int, _Entry]] = {}
+    kinds: tuple[Mapping[str, _Entry], ...] = (catalog.tensors, catalog.objects, catalog.conflicts)
+    for entries in kinds:
+        for own, entry in entries.items():
+            if match := _OWN_NAME.fullmatch(own):
+                states.setdefault(match["name"], {})[int(match["rank"])] = entry
+    return states
+
+
+def _is_refused(entry: _Entry) -> bool:
+    return isinstance(entry, str)
+
+
+def _own_names(states: _States, names: Iterable[str]) -> list[str]:
+    return [f"{name}@rank{rank}" for name in names for rank in states[name]]
+
+
+def _require_none(names: list[str]) -> None:
+    verb = "differs" if len(names) == 1 else "differ"
+    if names:
+        raise Unsupported(
+            f"{plural(len(names), 'value')} of the source {verb} between ranks: {list_some(names)}",
+            hint="--rank-state drop excludes them, keep keeps each as NAME@rankR, 0 uses rank"
+            " 0's for all",
+        )
+
+
+def _take_rank(
+    catalog: Catalog, states: _States, rank: int
+) -> tuple[Catalog, tuple[DroppedState, ...]]:
+    """Return the catalog with one rank's state for all, and what that rank has none of."""
+    mine = {f"{name}@rank{rank}" for name, ranks in states.items() if rank in ranks}
+    if not mine:
+        raise UsageError(
+            f"--rank-state {rank}: no state of that rank",
+            hint=f"{', '.join(_WORDS)}, or a rank of the source",
+        )
+    kept = drop_names(catalog, set(_own_names(states, states)) - mine)
+    lacking = {name: ranks for name, ranks in states.items() if rank not in ranks}
+    dropped = (DroppedState(n, _kind(n, ranks), tuple(ranks)) for n, ranks in lacking.items())
+    return without_rank(kept, mine), tuple(dropped)
+
+
+# What kind of state it is
+
+
+def _kind(name: str, entries: Mapping[int, _Entry]) -> str:
+    """Return the kind of what ranks have under one name."""
+    values = {rank: e.value for rank, e in entries.items() if isinstance(e, ObjectEntry)}
+    if len(values) == len(entries):
+        if all(type(value) is int and value == rank for rank, value in values.items()):
+            return OWN_NUMBER
+        if all(map(_is_generator, values.values())):
+            return RANDOM_STATE
+    return RANDOM_STATE if _random_head(name) else OTHER_STATE
+
+
+def _is_generator(value: object) -> bool:
+    """Return whether a value is what ``random.getstate`` or ``numpy.random.get_state`` returns."""
+    if not isinstance(value, tuple | list) or len(value) < 3:
+        return False
+    version, words = value[:2]
+    return version == "MT19937" or (
+        version in (2, 3) and isinstance(words, tuple | list) and len(words) == _PYTHON_WORDS
+    )
+
+
+def _random_head(name: str) -> str | None:
+    """Return a name up to the step that says: state of random number generators; None if none does.
+
+    A generator inside a model or an optimizer may be part of it.
+    """
+    steps = name.split(".")
+    of_a_part = state_category_of_name(name, tuple(steps)) != "other"
+    for end, step in enumerate(steps[:1] if of_a_part else steps, 1):
+        if _RANDOM.fullmatch(step):
+            return ".".join(steps[:end])
+    return None
+
+
+def _list_agreed(catalog: Catalog, gone: Iterable[str]) -> Iterator[str]:
+    """Yield the generators that ranks agree on, beside others of theirs that are ``gone``.
+
+    verl restores all of them or none. A number beside them, such as accelerate's step, is kept.
+    """
+    heads = tuple({f"{head}." for head in map(_random_head, gone) if head})
+    numbers = {n for n, entry in catalog.objects.items() if isinstance(entry.value, int | float)}
+    for name in (*catalog.tensors, *catalog.objects):
+        if name.startswith(heads) and name not in numbers:
+            yield name
