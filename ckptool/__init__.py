@@ -6,10 +6,10 @@
     torch.distributed.checkpoint.load(state, storage_reader=ckptool.dcp.CheckpointReader(path))
 
 The commands are functions too, with the same options as keywords, and return their reports:
-``inspect`` and ``stats``; ``convert``, ``reshard``; ``verify``, ``compare``, ``verify_run`` (of a
-run's steps) and ``salvage``; ``bench``, ``bench_changes``, ``bench_transfer``; ``list_formats``,
-``list_maps`` and ``map_text``. ``help`` of each lists its keywords. What goes wrong is a
-``CkptoolError``, with a ``hint``. Each part is imported when it is first used.
+``inspect``, ``stats`` and ``extract``; ``convert``, ``reshard``; ``verify``, ``compare``,
+``verify_run`` (of a run's steps) and ``salvage``; ``bench``, ``bench_changes``, ``bench_transfer``;
+``list_formats``, ``list_maps`` and ``map_text``. ``help`` of each lists its keywords. What goes
+wrong is a ``CkptoolError``, with a ``hint``. Each part is imported when it is first used.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ckptool.api.commands import bench_transfer as bench_transfer
     from ckptool.api.commands import compare as compare
     from ckptool.api.commands import convert as convert
+    from ckptool.api.commands import extract as extract
     from ckptool.api.commands import inspect as inspect
     from ckptool.api.commands import list_formats as list_formats
     from ckptool.api.commands import list_maps as list_maps
@@ -45,8 +46,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _PLACES = {
-    "api.commands": "bench bench_changes bench_transfer compare convert inspect list_formats"
-    " list_maps map_text reshard salvage stats verify verify_run",
+    "api.commands": "bench bench_changes bench_transfer compare convert extract inspect"
+    " list_formats list_maps map_text reshard salvage stats verify verify_run",
     "api.load": "LoadReport load",
     "api.open": "Checkpoint open",
     "api.state_dict": "KeysDiffer",

@@ -16,6 +16,7 @@ from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ckptool.commands.options.bench import BenchOptions
+from ckptool.commands.options.extract import ExtractOptions
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.rewrite import RewriteOptions
 from ckptool.commands.options.target import ConvertOptions, ReshardOptions
@@ -51,6 +52,7 @@ _UNSTACKED = ("split_stacked",)
 KEYWORDS: dict[str, tuple[OptionGroup, ...]] = {
     "ReadKeywords": (OptionGroup(ReadOptions, without=_UNSTACKED),),
     "OpenKeywords": (OptionGroup(ReadOptions), OptionGroup(RewriteOptions)),
+    "ExtractKeywords": (OptionGroup(ExtractOptions),),
     "ConvertKeywords": (OptionGroup(ConvertOptions, without=("to",)),),
     "ReshardKeywords": (OptionGroup(ReshardOptions),),
     "VerifyRunKeywords": (OptionGroup(VerifyOptions, without=_UNSTACKED),),

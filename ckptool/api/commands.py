@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from ckptool.api.arguments import AnyPath, Keywords, Size, location, with_keywords
+from ckptool.api.arguments import AnyPath, Keywords, Size, Strings, location, with_keywords
 from ckptool.api.keywords import (
     BenchKeywords,
     CompareKeywords,
     ConvertKeywords,
+    ExtractKeywords,
     ReadKeywords,
     ReshardKeywords,
     SalvageKeywords,
@@ -22,6 +23,7 @@ from ckptool.commands.convert import ConvertReport, prepare
 from ckptool.commands.detect import list_formats as list_formats
 from ckptool.commands.inspect import InspectReport
 from ckptool.commands.options.bench import BenchOptions
+from ckptool.commands.options.extract import ExtractOptions
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.rewrite import RewriteOptions
 from ckptool.commands.options.target import ConvertOptions, ReshardOptions
@@ -40,6 +42,7 @@ from ckptool.errors import UsageError
 if TYPE_CHECKING:
     from ckptool.commands.bench.report import BenchReport, Change
     from ckptool.commands.bench.transfer.run import TransferBenchReport
+    from ckptool.commands.extract import ExtractReport
     from ckptool.commands.stats import TensorStats
     from ckptool.commands.verify.compare.against import AgainstReport
     from ckptool.commands.verify.findings import VerifyReport
@@ -77,6 +80,27 @@ def stats(
     read = Keywords("stats", options, ReadKeywords).options(ReadOptions)
     opened = open_checkpoint(location(path), read)
     return _stats(opened, [tensors] if isinstance(tensors, str) else tensors)
+
+
+@with_keywords(ExtractKeywords)
+def extract(
+    path: AnyPath,
+    names: Strings,
+    out: AnyPath,
+    *,
+    progress: Progress = no_progress,
+    **options: Unpack[ExtractKeywords],
+) -> ExtractReport:
+    """Write tensors, or slices such as ``w[0:4, :8]``, to the .npy or .safetensors file ``out``.
+
+    ``open(path).read`` has them in memory. Raises as ``convert`` does, Unsupported where ``out``
+    exists or cannot hold an element type.
+    """
+    from ckptool.commands.extract import prepare_extract
+
+    parsed = Keywords("extract", options, ExtractKeywords).options(ExtractOptions)
+    asked = [names] if isinstance(names, str) else names
+    return prepare_extract(location(path), asked, location(out), parsed).run(progress)
 
 
 @with_keywords(ConvertKeywords)

@@ -39,6 +39,16 @@ class OpenKeywords(ReadKeywords, total=False):
     dequantize: bool
 
 
+class ExtractKeywords(ReadKeywords, total=False):
+    """Keywords of ``ExtractOptions``."""
+
+    dtype: AnyDType | Sequence[AnyDType] | None
+    dequantize: bool
+    resume: bool
+    workers: int | None
+    budget: Size
+
+
 class ConvertKeywords(OpenKeywords, total=False):
     """Keywords of ``ConvertOptions``."""
 

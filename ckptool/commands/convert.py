@@ -70,7 +70,7 @@ def prepare(source: Location, target: Location, options: ConvertOptions) -> Tran
         opened,
         plan,
         target,
-        writer,
+        writer.name,
         options.transfer,
         tensors=len(catalog.tensors),
         excluded=_exclusions(rewritten.whole, rewritten.kept, selection),

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from ckptool.commands.keymap.maps import MapReport
     from ckptool.core.layout import FileLayout, Layout
     from ckptool.core.sharding.placement import PlacedTensors
-    from ckptool.formats.base import Format
     from ckptool.storage.url import Location
 
 Progress = Callable[[int], None]
@@ -164,7 +163,7 @@ class TransferReport:
         opened: OpenedCheckpoint,
         plan: Plan,
         target: Location,
-        writer: Format,
+        target_format: str,
         options: TransferOptions,
         *,
         notes: Iterable[str],
@@ -175,7 +174,7 @@ class TransferReport:
             source=opened.path,
             source_format=opened.format.name,
             target=target,
-            target_format=writer.name,
+            target_format=target_format,
             files=plan.layout.files,
             read_bytes=plan.read_bytes,
             write_bytes=plan.layout.nbytes,

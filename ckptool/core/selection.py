@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Protocol, TypeVar
 
@@ -18,6 +19,32 @@ AnyEntry = TypeVar("AnyEntry", TensorEntry, ObjectEntry)
 def matches(name: str, globs: Sequence[str]) -> bool:
     """Return whether a name matches any of the globs (``*`` also matches dots)."""
     return any(fnmatchcase(name, glob) for glob in globs)
+
+
+def is_glob(pattern: str) -> bool:
+    """Return whether a pattern has characters that match others than themselves."""
+    return any(character in pattern for character in "*?[")
+
+
+def matching_names(names: Collection[str], pattern: str) -> list[str]:
+    """Return the names that someone who looks for ``pattern`` means, in order.
+
+    A whole name is that one alone; a glob all that it matches; other text all that contain it.
+    """
+    if pattern in names:
+        return [pattern]
+    if is_glob(pattern):
+        return [name for name in names if fnmatchcase(name, pattern)]
+    return [name for name in names if pattern in name]
+
+
+def closest_names(asked: str, names: Collection[str]) -> list[str]:
+    """Return up to three names most like ``asked``, those that contain all its steps first."""
+    steps = [step for step in re.split(r"[.*{}]+", asked) if step]
+    inside = sorted((name for name in names if all(step in name for step in steps)), key=len)
+    if steps and inside:
+        return inside[:3]
+    return get_close_matches(asked, list(names)[:20_000], n=3, cutoff=0.5)
 
 
 def select(catalog: Catalog, globs: Sequence[str]) -> Catalog:

@@ -157,7 +157,7 @@ def narrow(entry: TensorEntry, dim: int, start: int, stop: int) -> TensorEntry:
         if common is not None:
             first = common.relative_to(chunk.box.lo).lo
             chunks.append(part_of_chunk(chunk, common.relative_to(origin), first))
-    return _with(entry, shape, chunks)
+    return with_chunks(entry, shape, chunks)
 
 
 def join(entries: Sequence[TensorEntry], dim: int) -> TensorEntry:
@@ -173,7 +173,7 @@ def join(entries: Sequence[TensorEntry], dim: int) -> TensorEntry:
         shift = tuple(-length if d == dim else 0 for d in range(len(entry.shape)))
         chunks += [replace(chunk, box=chunk.box.relative_to(shift)) for chunk in entry.chunks]
         length += entry.shape[dim]
-    return _with(first, (*first.shape[:dim], length, *first.shape[dim + 1 :]), chunks)
+    return with_chunks(first, (*first.shape[:dim], length, *first.shape[dim + 1 :]), chunks)
 
 
 def unstack(entry: TensorEntry, dim: int = 0) -> list[TensorEntry]:
@@ -188,7 +188,7 @@ def unstack(entry: TensorEntry, dim: int = 0) -> list[TensorEntry]:
             first = tuple(at if d == dim else 0 for d in range(len(entry.shape)))
             parts[index].append(part_of_chunk(chunk, box, first, lambda s: without_dim(s, dim)))
     shape = without_dim(entry.shape, dim)
-    return [_with(entry, shape, chunks) for chunks in parts]
+    return [with_chunks(entry, shape, chunks) for chunks in parts]
 
 
 def insert_dim(entry: TensorEntry, dim: int, size: int = 1) -> TensorEntry:
@@ -201,7 +201,7 @@ def insert_dim(entry: TensorEntry, dim: int, size: int = 1) -> TensorEntry:
     for chunk in entry.chunks:
         box = Box(grown(chunk.box.lo, 0), grown(chunk.box.hi, size))
         chunks.append(part_of_chunk(chunk, box, (), lambda s: grown(s, 0)))
-    return _with(entry, grown(entry.shape, size), chunks)
+    return with_chunks(entry, grown(entry.shape, size), chunks)
 
 
 def permute(entry: TensorEntry, dims: Sequence[int]) -> TensorEntry:
@@ -214,7 +214,7 @@ def permute(entry: TensorEntry, dims: Sequence[int]) -> TensorEntry:
         part_of_chunk(chunk, Box(turned(chunk.box.lo), turned(chunk.box.hi)), (), turned)
         for chunk in entry.chunks
     ]
-    return _with(entry, turned(entry.shape), chunks)
+    return with_chunks(entry, turned(entry.shape), chunks)
 
 
 def pad(entry: TensorEntry, dim: int, size: int) -> TensorEntry:
@@ -258,7 +258,7 @@ def split_dim(entry: TensorEntry, dim: int, sizes: Sequence[int]) -> TensorEntry
             start = sum(i * step for i, step in zip(inner.lo, steps, strict=True)) - lo[dim]
             first = tuple(start if d == dim else 0 for d in range(len(lo)))
             chunks.append(part_of_chunk(chunk, box, first, split_strides))
-    return _with(entry, (*entry.shape[:dim], *sizes, *entry.shape[dim + 1 :]), chunks)
+    return with_chunks(entry, (*entry.shape[:dim], *sizes, *entry.shape[dim + 1 :]), chunks)
 
 
 def merge_dims(entry: TensorEntry, dim: int, count: int) -> TensorEntry:
@@ -272,7 +272,7 @@ def merge_dims(entry: TensorEntry, dim: int, count: int) -> TensorEntry:
         chunks = [
             part for chunk in entry.chunks for part in _merge_pair(chunk, at, entry.shape[at + 1])
         ]
-        entry = _with(
+        entry = with_chunks(
             entry, _collapse(entry.shape, at, entry.shape[at] * entry.shape[at + 1]), chunks
         )
     return entry
@@ -314,7 +314,7 @@ def part_of_chunk(
     return Chunk(box, _move_place(chunk.at, shape, first, restride), chunk.rank, copies)
 
 
-def _with(entry: TensorEntry, shape: tuple[int, ...], chunks: list[Chunk]) -> TensorEntry:
+def with_chunks(entry: TensorEntry, shape: tuple[int, ...], chunks: list[Chunk]) -> TensorEntry:
     """Return an entry of another shape; one without elements keeps an empty chunk."""
     solid = [chunk for chunk in chunks if chunk.box.volume]
     if not solid and entry.chunks and not math.prod(shape):

@@ -28,6 +28,7 @@ SOURCE = case("dcp_fsdp2_tp").path
 
 FUNCTIONS: dict[str, list[Callable[..., Any]]] = {
     "inspect": [ckptool.inspect],
+    "extract": [ckptool.extract],
     "convert": [ckptool.convert],
     "reshard": [ckptool.reshard],
     "verify": [ckptool.verify, ckptool.compare, ckptool.verify_run, ckptool.salvage],
@@ -52,7 +53,7 @@ QUESTIONS = {
 """Options that ask another question: functions of their own."""
 
 PYTHONS_OWN = {"from": "from_format", "all": "every"}
-NO_OPTIONS = {"progress", "path", "other", "source", "target", "run", "report", "name"}
+NO_OPTIONS = {"progress", "path", "names", "other", "source", "target", "run", "report", "name"}
 
 
 @pytest.mark.parametrize("command", FUNCTIONS)

@@ -148,7 +148,7 @@ def prepare_reshard(source: Location, target: Location | None, options: ReshardO
         opened,
         plan,
         target,
-        writer,
+        writer.name,
         options.transfer,
         mesh=placer.mesh,
         choices=choices,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Collection, Sequence
@@ -14,7 +13,7 @@ from rich.text import Text
 
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.dtype import short_name
-from ckptool.core.selection import matches
+from ckptool.core.selection import closest_names, matches
 from ckptool.core.state_category import STATE_CATEGORIES, state_category
 from ckptool.core.text import plural
 from ckptool.errors import UsageError
@@ -69,19 +68,10 @@ def _no_such_tensor(message: str, asked: str, catalog: Catalog) -> UsageError:
     """Return an error that suggests the names most like the one that was asked for."""
     if asked in catalog.objects:
         return UsageError(f"{message}: not a tensor", hint="use --values to show it")
-    close = _closest(asked, catalog.tensors)
+    close = closest_names(asked, catalog.tensors)
     if not close:
         return UsageError(message, hint="--tensors '*' lists all names")
     return UsageError(message, hint="did you mean " + " or ".join(map(visible, close)) + " ?")
-
-
-def _closest(asked: str, names: Collection[str]) -> list[str]:
-    """Return up to three names most like ``asked``, those that contain all its steps first."""
-    steps = [step for step in re.split(r"[.*{}]+", asked) if step]
-    inside = sorted((name for name in names if all(step in name for step in steps)), key=len)
-    if steps and inside:
-        return inside[:3]
-    return difflib.get_close_matches(asked, list(names)[:20_000], n=3, cutoff=0.5)
 
 
 def value_lines(catalog: Catalog, screen: Console) -> list[Text]:

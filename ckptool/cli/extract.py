@@ -1,0 +1,66 @@
+"""``ckptool extract``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ckptool.cli.parameters import AsJson, Debug, Quiet, SourcePath, parse_place
+from ckptool.commands.options.extract import ExtractOptions
+
+
+def extract(
+    source: SourcePath,
+    names: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="NAME[...]",
+            help="A tensor, with numpy's syntax for a slice of it: 'w', 'w[0:4, :8]', 'w[..., -1]'."
+            " A glob, or part of the only name that contains it. Quote it for the shell.",
+        ),
+    ],
+    *,
+    out: Annotated[
+        str | None,
+        typer.Option(
+            "--out", "-o", metavar="FILE", help="Write a .npy or .safetensors file, never over one."
+        ),
+    ] = None,
+    options: ExtractOptions,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Take tensors, or slices of them, out of a checkpoint: to look at, or into a file.
+
+    From every format that is read; just the bytes of what is asked for are read. Without --out,
+    up to 1,000 elements are shown in full and the edges of more; --json has up to 1,000,000.
+    """
+    from ckptool.commands.extract import open_slices, prepare_extract, read_values
+    from ckptool.render.extract import (
+        MOST_IN_JSON,
+        extract_json,
+        show_extract,
+        show_values,
+        values_json,
+    )
+    from ckptool.render.messages import print_json, progress, show_notes
+
+    place = parse_place(source, "SRC")
+    if out is None:
+        taken = open_slices(place, names, options)
+        if as_json:
+            print_json(values_json(taken, read_values(taken, MOST_IN_JSON)))
+        else:
+            show_values(read_values(taken))
+        return
+    planned = prepare_extract(place, names, parse_place(out, "--out"), options)
+    if not quiet:
+        show_notes(planned.report.notes)
+    with progress(planned.nbytes, quiet=quiet) as advance:
+        report = planned.run(advance)
+    if as_json:
+        print_json(extract_json(report))
+    elif not quiet:
+        show_extract(report)

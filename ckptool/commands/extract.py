@@ -1,0 +1,287 @@
+"""Take tensors, or slices of them, out of a checkpoint of any format: into a file, or to look at.
+
+Only the bytes of what is asked for are read.
+"""
+
+from __future__ import annotations
+
+import glob
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from ckptool.commands.open import OpenedCheckpoint, no_collecting, open_checkpoint
+from ckptool.commands.options.extract import ExtractOptions
+from ckptool.commands.options.rewrite import RewriteOptions, Selection
+from ckptool.commands.rewrite import rewrite
+from ckptool.commands.stats import decode, is_numeric
+from ckptool.commands.transfer import (
+    Transfer,
+    TransferReport,
+    require_agreement,
+    require_apart,
+    resolve_target,
+)
+from ckptool.core.box import Box
+from ckptool.core.casts import Casts
+from ckptool.core.catalog import Catalog, TensorEntry, coverage_problem
+from ckptool.core.dtype import DType
+from ckptool.core.layout import Data, FileLayout, Layout, Literal
+from ckptool.core.plan import Plan
+from ckptool.core.selection import closest_names, is_glob, matching_names
+from ckptool.core.subscript import Pick, picks, split_subscript, take, without_other_chunks
+from ckptool.core.text import list_some
+from ckptool.engine.read.gather import unit
+from ckptool.engine.read.tensors import ArrayMemory, FillRequest, fill
+from ckptool.engine.read.tiles import require_unchanged
+from ckptool.errors import Unsupported, UsageError, damaged
+from ckptool.serialization.safetensors import OutgoingSlice, lay_out_safetensors
+from ckptool.storage.url import Location
+
+Array = np.ndarray[Any, np.dtype[Any]]
+_ANY = "tensor"
+"""A name before a subscript, for one that may itself end in what looks like a subscript."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSlice:
+    """What is taken of one tensor. ``subscript`` as it was written; ``of`` is the whole's shape."""
+
+    entry: TensorEntry
+    subscript: str
+    of: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Extraction:
+    """An open checkpoint, and what is taken out of it: located, cast, and not read yet."""
+
+    opened: OpenedCheckpoint
+    catalog: Catalog
+    slices: tuple[TensorSlice, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExtractReport(TransferReport):
+    """What was written, by the names that it has in the checkpoint and in a safetensors file."""
+
+    slices: tuple[TensorSlice, ...] = field(metadata={"key": None})
+
+
+@no_collecting()
+def open_slices(source: Location, asked: Sequence[str], options: ExtractOptions) -> Extraction:
+    """Find ``NAME`` or ``NAME[0:4, :8]`` in a checkpoint; no tensor byte is read.
+
+    A name may be a glob, or part of the only name that contains it. Raises UsageError where there
+    is no such tensor or index, Damaged where its chunks do not tile it.
+    """
+    opened = open_checkpoint(source, options.read, whole=False)
+    subscripts = _resolve(opened.catalog, asked)
+    names = Selection(select=tuple(map(glob.escape, subscripts)))
+    casts = options.rewrite.casts
+    if casts is not None and casts.model is not None:  # what is named is meant, weight or not
+        casts = Casts(None, (*casts.rules, ("*", casts.model)))
+    chosen = RewriteOptions(selection=names, casts=casts, dequantize=options.rewrite.dequantize)
+    catalog = rewrite(opened, chosen, check=require_agreement).catalog
+    whole = catalog.tensors
+    problems = [gap for name in subscripts if (gap := coverage_problem(whole[name])) is not None]
+    if problems:
+        raise damaged(problems, subject=str(opened.path))
+    wanted = {
+        name: picks(name, whole[name].shape, split_subscript(f"{_ANY}{written}")[1])
+        for name, written in subscripts.items()
+    }
+    catalog = _take(opened, catalog, wanted)
+    slices = tuple(
+        TensorSlice(catalog.tensors[name], written, whole[name].shape)
+        for name, written in subscripts.items()
+    )
+    return Extraction(opened, catalog, slices)
+
+
+def _resolve(catalog: Catalog, asked: Sequence[str]) -> dict[str, str]:
+    """Return the subscript that is asked of each tensor, as it was written."""
+    known = dict.fromkeys((*catalog.tensors, *catalog.conflicts))
+    subscripts: dict[str, str] = {}
+    for text in asked:
+        name = text if text in known else split_subscript(text)[0]
+        names = [] if name in catalog.objects else matching_names(known, name)
+        if not names or (len(names) > 1 and not is_glob(name)):
+            raise _not_one(catalog, name, names)
+        for one in names:
+            if subscripts.setdefault(one, text[len(name) :]) != text[len(name) :]:
+                raise UsageError(f"{one}: asked for twice", hint="one slice of a tensor at a time")
+    return subscripts
+
+
+def _not_one(catalog: Catalog, name: str, names: Sequence[str]) -> UsageError:
+    """Return the error for a name that is none, or part of several."""
+    if names:
+        hint = f"ask for one in full, or for all: '*{name}*'"
+        return UsageError(f"{name!r} is in {len(names):,} names: {list_some(names, 3)}", hint=hint)
+    if name in catalog.objects:
+        hint = "`ckptool inspect --values` shows it"
+        return UsageError(f"{name!r}: not a tensor, but a value", hint=hint)
+    close = " or ".join(closest_names(name, catalog.tensors))
+    hint = f"did you mean {close} ?" if close else "`ckptool inspect --tensors '*'` lists all"
+    return UsageError(f"no tensor named {name!r}", hint=hint)
+
+
+def _take(
+    opened: OpenedCheckpoint, catalog: Catalog, wanted: Mapping[str, Sequence[Pick]]
+) -> Catalog:
+    """Return a catalog of the wanted elements alone; containers without any are not opened."""
+    needed = {n: without_other_chunks(catalog.tensors[n], at) for n, at in wanted.items()}
+    located = opened.open_containers(replace(catalog, tensors=needed, objects={}))
+    for name in wanted:
+        if name not in located.tensors:
+            raise Unsupported(
+                f"{name}: a tensor subclass that wraps others, not a plain tensor",
+                hint="convert gives the tensors in it names of their own",
+            )
+    return located.with_tensors({n: take(located.tensors[n], at) for n, at in wanted.items()})
+
+
+# Into a file
+
+
+def prepare_extract(
+    source: Location, asked: Sequence[str], target: Location, options: ExtractOptions
+) -> Transfer[ExtractReport]:
+    """Plan to write tensors to a ``.npy`` or ``.safetensors`` file, which must not exist yet."""
+    target = resolve_target(target)
+    suffix = target.suffix
+    if suffix not in _LAYOUTS:
+        raise UsageError(f"{target}: file name must end in {' or '.join(_LAYOUTS)}")
+    if target.exists():
+        raise Unsupported(f"{target} already exists", hint="extract never overwrites a file")
+    taken = open_slices(source, asked, options)
+    require_apart(taken.opened, target)
+    entries = list(taken.catalog.tensors.values())
+    layout = Layout((_LAYOUTS[suffix](target.name, entries),), folder=False)
+    plan = Plan(taken.catalog, layout)
+    report = ExtractReport.of(
+        taken.opened,
+        plan,
+        target,
+        suffix.removeprefix("."),
+        options.transfer,
+        notes=taken.catalog.notes,
+        map=None,
+        slices=taken.slices,
+    )
+    decided = (suffix, [(each.subscript, each.of) for each in taken.slices])
+    return Transfer(taken.opened, plan, target, options.transfer, report, decided)
+
+
+def _lay_out_npy(path: str, entries: Sequence[TensorEntry]) -> FileLayout:
+    """Lay out numpy's file of one array."""
+    if len(entries) > 1:
+        raise UsageError(f"{path}: a .npy file holds one array, not {len(entries)}")
+    (entry,) = entries
+    if not is_of_numpy(entry.dtype):
+        raise Unsupported(
+            f"{entry.name}: numpy has no {entry.dtype}, so no .npy file can hold it as it is",
+            hint=_instead(entry.dtype),
+        )
+    header = io.BytesIO()
+    described = {"descr": np.dtype(entry.dtype.name).str, "fortran_order": False}
+    np.lib.format.write_array_header_1_0(header, {**described, "shape": entry.shape})
+    whole = Data(entry.name, Box.whole(entry.shape), entry.dtype.itemsize)
+    return FileLayout(path, (Literal(header.getvalue()), whole))
+
+
+def _instead(dtype: DType) -> str:
+    """Return what to do with what numpy has no element type for."""
+    keep = "write a .safetensors file" if dtype.safetensors else "`ckptool convert --to torch-save`"
+    exact = "--dtype fp32 holds the same numbers; " if dtype.kind == "float" else ""
+    return f"{exact}to keep the bits, {keep}"
+
+
+def is_of_numpy(dtype: DType) -> bool:
+    """Return whether numpy has an element type of this name."""
+    return dtype.name in np.sctypeDict
+
+
+def _lay_out_safetensors(path: str, entries: Sequence[TensorEntry]) -> FileLayout:
+    for entry in entries:
+        if entry.dtype.safetensors is None:
+            hint = "a .npy file can hold it" if is_of_numpy(entry.dtype) else _instead(entry.dtype)
+            raise Unsupported(f"{entry.name}: safetensors has no {entry.dtype}", hint=hint)
+    return lay_out_safetensors(path, map(OutgoingSlice.whole, entries), {"format": "pt"})
+
+
+_LAYOUTS = {".npy": _lay_out_npy, ".safetensors": _lay_out_safetensors}
+
+
+# To look at
+
+_FULL = 1000
+"""Elements that are shown in full."""
+_EDGE = 3
+"""Indexes at each end of a dim that are shown of more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """The numbers of one slice. Where not ``full`` they are those at its edges alone.
+
+    Of each longer dim there are the first and the last ``edge`` indexes, and one between them.
+    """
+
+    slice: TensorSlice
+    numbers: Array
+    full: bool
+    edge: int = _EDGE
+
+
+def read_values(taken: Extraction, most: int = _FULL) -> list[Values]:
+    """Read the slices that have at most ``most`` elements, and the edges of those with more.
+
+    Raises Damaged where checksums do not fit, Changed where files were written to meanwhile.
+    """
+    read: list[Values] = []
+    requests: list[FillRequest] = []
+    for each in taken.slices:
+        entry, full = each.entry, each.entry.elements <= most
+        edges = [[(0, n)] if full or n <= 2 * _EDGE else _edges(n) for n in entry.shape]
+        shape = [sum(hi - lo for lo, hi in dim) for dim in edges]
+        bits: Array = np.empty(shape, unit(entry.dtype.itemsize))
+        for box, at in _boxes(edges):
+            inside: Any = (..., *map(slice, at.lo, at.hi))
+            requests.append(FillRequest(entry, box, ArrayMemory(bits[inside])))
+        read.append(Values(each, bits, full))
+    fill(requests, taken.opened.source, taken.opened.source.workers)
+    require_unchanged(taken.opened.catalog, taken.opened.source)
+    return [replace(v, numbers=_numbers(v.numbers, v.slice.entry.dtype)) for v in read]
+
+
+def _edges(size: int) -> list[tuple[int, int]]:
+    return [(0, _EDGE + 1), (size - _EDGE, size)]
+
+
+def _boxes(edges: Sequence[Sequence[tuple[int, int]]]) -> Iterator[tuple[Box, Box]]:
+    """Yield each box of a tensor that lies at edges of its dims, and where it goes."""
+    placed = []
+    for dim in edges:
+        starts = [sum(hi - lo for lo, hi in dim[:at]) for at in range(len(dim))]
+        placed.append([(lo, hi, at) for (lo, hi), at in zip(dim, starts, strict=True)])
+    for choice in product(*placed):
+        box = Box(tuple(lo for lo, _, _ in choice), tuple(hi for _, hi, _ in choice))
+        yield box, Box.at([at for _, _, at in choice], box.shape)
+
+
+def _numbers(bits: Array, dtype: DType) -> Array:
+    """Return stored bits as numbers that numpy has; those of packed types as they are."""
+    if is_of_numpy(dtype):
+        return bits.view(dtype.name)
+    if dtype.name == "complex32":
+        halves = bits.reshape(-1).view(np.float16).astype(np.float32)
+        return halves.view(np.complex64).reshape(bits.shape)
+    if not is_numeric(dtype):
+        return bits
+    return decode(bits.reshape(-1), dtype).reshape(bits.shape)

@@ -1,0 +1,21 @@
+"""How to take tensors out of a checkpoint."""
+
+from __future__ import annotations
+
+from ckptool.commands.options.read import READING, ReadOptions
+from ckptool.commands.options.rewrite import RewriteOptions
+from ckptool.commands.options.target import WRITING, TransferOptions
+from ckptool.core.options import OptionSet, group
+
+_NAMES = ("select", "drop", "model_only", "strip_prefix", "rename")
+_MAPS = ("map", "dim", "hf_assets", "inverse")
+
+
+class ExtractOptions(OptionSet):
+    """How to read the checkpoint, which element type to give the tensors, and how to write them."""
+
+    read: ReadOptions = group(ReadOptions, READING, without=("split_stacked",))
+    rewrite: RewriteOptions = group(RewriteOptions, without=(*_NAMES, *_MAPS))
+    transfer: TransferOptions = group(
+        TransferOptions, WRITING, without=("overwrite", "verify", "fsync", "dry_run")
+    )

@@ -1,0 +1,124 @@
+"""Subscripts of tensors as numpy writes them, ``NAME[0:4, :8]``, and the views that they mean."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from types import EllipsisType
+from typing import NamedTuple
+
+from ckptool.core.box import Box
+from ckptool.core.catalog import Chunk, Extent, Place, TensorEntry
+from ckptool.core.views import part_of_chunk, with_chunks
+from ckptool.errors import UsageError
+
+Subscript = tuple[int | slice | EllipsisType, ...]
+
+_ITEM = re.compile(r"(-?\d{1,18})|(-?\d{1,18})?\s*:\s*(-?\d{1,18})?(?:\s*:\s*(-?\d{1,18})?)?")
+
+
+class Pick(NamedTuple):
+    """The indexes of one dim that are wanted, ascending; ``is_one`` leaves the dim out."""
+
+    indexes: range
+    is_one: bool = False
+
+    def positions(self, low: int, high: int) -> tuple[int, int]:
+        """Return the first of the indexes that lie in ``low:high``, and the end of them."""
+        start, step = self.indexes.start, self.indexes.step
+        first, end = (-((start - bound) // step) for bound in (low, high))
+        first = min(max(0, first), len(self.indexes))
+        return first, max(first, min(end, len(self.indexes)))
+
+
+def split_subscript(text: str) -> tuple[str, Subscript]:
+    """Split ``NAME[0:4, ..., -1]`` into the name and its subscript, empty where there is none."""
+    head, bracket, inner = text.rpartition("[")
+    if not (head and bracket and inner.endswith("]")):
+        return text, ()
+    items = [_item(part.strip()) for part in inner[:-1].split(",")]
+    return (text, ()) if None in items else (head, tuple(i for i in items if i is not None))
+
+
+def _item(text: str) -> int | slice | EllipsisType | None:
+    """Return what one item of a subscript is; None where it is none."""
+    if text == "...":
+        return ...
+    match = _ITEM.fullmatch(text)
+    if match is None:
+        return None
+    index, *bounds = match.groups()
+    return int(index) if index else slice(*(None if b is None else int(b) for b in bounds))
+
+
+def picks(name: str, shape: Sequence[int], subscript: Subscript) -> list[Pick]:
+    """Return the indexes of each dim of a tensor that a subscript means, as numpy does.
+
+    Raises UsageError where it has more items than the tensor dims, an index is out of range, or a
+    step is not positive.
+    """
+    called = f"{name} {list(shape)}"
+    given = [item for item in subscript if item is not ...]
+    missing = len(shape) - len(given)
+    if missing < 0 or len(subscript) - len(given) > 1:
+        raise UsageError(f"{called}: {len(subscript)} subscripts for {len(shape)} dims")
+    at = subscript.index(...) if ... in subscript else len(subscript)
+    items = [*subscript[:at], *[slice(None)] * missing, *subscript[at + 1 :]]
+    return [_pick(called, item, size) for item, size in zip(items, shape, strict=True)]
+
+
+def _pick(called: str, item: int | slice | EllipsisType, size: int) -> Pick:
+    if isinstance(item, slice):
+        if item.step is not None and item.step < 1:
+            raise UsageError(f"{called}: step {item.step}: at least 1")
+        return Pick(range(*item.indices(size)))
+    if not isinstance(item, int) or not -size <= item < size:
+        raise UsageError(f"{called}: index {item} is out of range for a dim of {size:,}")
+    return Pick(range(item % size, item % size + 1), is_one=True)
+
+
+def without_other_chunks(entry: TensorEntry, wanted: Sequence[Pick]) -> TensorEntry:
+    """Keep the chunks that hold any wanted element, of all one, and no replicas."""
+    kept = [chunk for chunk in entry.chunks if _common(chunk.box, wanted).volume]
+    chunks = kept or list(entry.chunks[:1])
+    return replace(entry, chunks=tuple(replace(chunk, copies=()) for chunk in chunks))
+
+
+def take(entry: TensorEntry, wanted: Sequence[Pick]) -> TensorEntry:
+    """View the wanted elements of a tensor, as ``tensor[subscript]`` does; no byte is read.
+
+    A checksum stays only where all that it covers is wanted. Replicas go.
+    """
+    shape = tuple(len(pick.indexes) for pick in wanted if not pick.is_one)
+    chunks = []
+    for chunk in entry.chunks:
+        common = _common(chunk.box, wanted)
+        if not common.volume:
+            continue
+        part = _part(replace(chunk, copies=()), common, wanted)
+        whole = common.volume == chunk.box.volume
+        chunks.append(part if whole else part.map_places(_without_record))
+    return with_chunks(entry, shape, chunks)
+
+
+def _common(box: Box, wanted: Sequence[Pick]) -> Box:
+    """Return which positions among the wanted indexes lie in a box."""
+    ends = [p.positions(lo, hi) for p, lo, hi in zip(wanted, box.lo, box.hi, strict=True)]
+    return Box(tuple(first for first, _ in ends), tuple(end for _, end in ends))
+
+
+def _part(chunk: Chunk, common: Box, wanted: Sequence[Pick]) -> Chunk:
+    """Return the part of a chunk at these positions, without the dims of which one is picked."""
+    kept = [dim for dim, pick in enumerate(wanted) if not pick.is_one]
+    first = [p.indexes[at] - lo for p, at, lo in zip(wanted, common.lo, chunk.box.lo, strict=True)]
+    box = Box(tuple(common.lo[dim] for dim in kept), tuple(common.hi[dim] for dim in kept))
+
+    def restride(strides: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(strides[dim] * wanted[dim].indexes.step for dim in kept)
+
+    return part_of_chunk(chunk, box, first, restride)
+
+
+def _without_record(at: Place) -> Place:
+    return replace(at, record=None) if isinstance(at, Extent) else at

@@ -1,0 +1,103 @@
+"""Tensors that were taken out of a checkpoint: their numbers, or the file they were written to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from rich.text import Text
+
+from ckptool.commands.document import document
+from ckptool.core.dtype import short_name
+from ckptool.core.text import plural
+from ckptool.errors import Unsupported
+from ckptool.render.text import console, emit, size, visible
+
+if TYPE_CHECKING:
+    from ckptool.commands.extract import Extraction, ExtractReport, TensorSlice, Values
+
+MOST_IN_JSON = 1_000_000
+_WIDEST = 120
+
+
+def show_values(read: Sequence[Values]) -> None:
+    """Show each slice: what it is, then its numbers as numpy writes them."""
+    screen = console()
+    width = min(screen.width, _WIDEST)
+    lines: list[Text] = []
+    for values in read:
+        lines += [*([Text()] if lines else []), _heading(values.slice)]
+        lines += [Text(line, "cyan") for line in _text(values, width).splitlines()]
+    emit(screen, lines)
+
+
+def _text(values: Values, width: int) -> str:
+    """Return the numbers with as many digits as tell them apart, ``...`` for those not read."""
+    most = values.numbers.size if values.full else 0
+    return np.array2string(
+        values.numbers,
+        max_line_width=width,
+        threshold=most,
+        edgeitems=values.edge,
+        floatmode="unique",
+    )
+
+
+def _heading(taken: TensorSlice) -> Text:
+    entry = taken.entry
+    text = Text.assemble((visible(entry.name), "bold"), (visible(taken.subscript), "bold cyan"))
+    text.append("  ").append(str(list(entry.shape)), "green")
+    if taken.subscript:
+        text.append(f" of {list(taken.of)}", "dim")
+    text.append("  ").append(short_name(entry.dtype.name), "yellow")
+    return text.append(f"  {size(entry.nbytes)}")
+
+
+def show_extract(report: ExtractReport) -> None:
+    """Show a line for the file, and one for each tensor in it where there are several."""
+    screen = console()
+    counted = plural(len(report.slices), "tensor")
+    head = Text.assemble("wrote ", (visible(str(report.target)), "bold"))
+    head.append(f" ({report.target_format}): {counted}, {size(report.write_bytes)},")
+    head.append(f" from {report.source_format}")
+    lines = [Text("  ").append_text(_heading(taken)) for taken in report.slices]
+    emit(screen, [head, *lines])
+
+
+def values_json(taken: Extraction, read: Sequence[Values]) -> dict[str, Any]:
+    """Return the numbers as ``ckptool.extract/2``; complex ones as ``[real, imaginary]``.
+
+    Raises Unsupported where there are more than MOST_IN_JSON of a tensor.
+    """
+    tensors = []
+    for values in read:
+        if not values.full:
+            raise Unsupported(
+                f"{values.slice.entry.name}: {values.slice.entry.elements:,} elements, more than"
+                f" the {MOST_IN_JSON:,} of --json",
+                hint="take a slice, or write a file with --out",
+            )
+        numbers = values.numbers
+        if numbers.dtype.kind == "c":
+            numbers = np.stack([numbers.real, numbers.imag], -1)
+        tensors.append(_slice_json(values.slice) | {"values": numbers.tolist()})
+    head = {"source": taken.opened.path, "source_format": taken.opened.format.name}
+    return document("extract", **head, tensors=tensors)
+
+
+def extract_json(report: ExtractReport) -> dict[str, Any]:
+    """Return what was written as ``ckptool.extract/2``."""
+    return document("extract", report, tensors=[_slice_json(each) for each in report.slices])
+
+
+def _slice_json(taken: TensorSlice) -> dict[str, Any]:
+    entry = taken.entry
+    return {
+        "name": entry.name,
+        "slice": taken.subscript,
+        "dtype": entry.dtype.name,
+        "shape": entry.shape,
+        "of": taken.of,
+        "bytes": entry.nbytes,
+    }
