@@ -13,8 +13,7 @@ from ckptool import __version__
 from ckptool.commands.open import OpenedCheckpoint
 from ckptool.commands.options.target import TransferOptions
 from ckptool.commands.overwrite import kept_note, own_files, require_unmixed
-from ckptool.core.catalog import Catalog, tied_names
-from ckptool.core.layout import written_entries
+from ckptool.core.catalog import Catalog
 from ckptool.core.plan import Plan
 from ckptool.engine.check.replicas import differing_replicas
 from ckptool.engine.ranks import NodeRanks, Ranks, begin_output, share_files
@@ -143,7 +142,10 @@ def _is_finished_by(stage: Output, ranks: Ranks) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferReport:
-    """What is to be written, or was. Sizes in bytes."""
+    """What is to be written, or was. Sizes in bytes.
+
+    ``verify`` is whether the output is read back and compared before it takes its place.
+    """
 
     source: Location
     source_format: str
@@ -154,6 +156,7 @@ class TransferReport:
     write_bytes: int
     free_bytes: int | None
     objects: int = field(metadata={"key": "values"})
+    verify: bool
     map: MapReport | None = field(metadata={"key": None})
     notes: tuple[str, ...]
 
@@ -180,6 +183,7 @@ class TransferReport:
             write_bytes=plan.layout.nbytes,
             free_bytes=free_bytes(target.parent),
             objects=len(plan.catalog.objects),
+            verify=options.verify,
             notes=(*notes, *target_notes(opened, target, plan.layout, options)),
             **more,
         )
@@ -207,9 +211,9 @@ class Transfer(Generic[Report]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that progress counts: those written, with ``verify`` those read back twice."""
+        """Bytes that progress counts: those written, with ``verify`` those read of both sides."""
         written = self.plan.layout.nbytes
-        return written + 2 * self.plan.read_bytes if self.options.verify else written
+        return written + self.plan.compared_bytes if self.options.verify else written
 
     def obstacle(self) -> str | None:
         """Return why a run would be refused as the target is now; None where it would not.
@@ -366,31 +370,11 @@ class Transfer(Generic[Report]):
         return digest.hexdigest()
 
     def _verify(self, stage: Output, progress: Progress, node: NodeRanks) -> None:
-        """Compare the content of this rank's share of tensors, as it lies on disk, with the source.
-
-        The content is hashed in row-major order of the whole tensor, so that it does not depend on
-        how either side is sharded. Raises NotVerified where it is not what it should be.
-        """
-        from ckptool.engine.check.digest import digests
-        from ckptool.engine.read.tensors import TensorSource
+        """Compare this rank's share of tensors, as they lie in the output, with the source."""
+        from ckptool.commands.verify.compare.written import require_written
 
         share = self.plan.entries[node.position :: node.size]
-        written = written_entries(self.plan.layout, {entry.name: entry for entry in share})
-        # Of tied tensors a layout may store one, and none of a tensor without elements.
-        aliases = {name for names in tied_names(self.plan.catalog) for name in names}
-        stored = [e for e in share if e.name in written or (e.elements and e.name not in aliases)]
         source, staged = self.opened.source, stage.written
         workers = self.options.run.workers or max(source.workers, staged.workers)
         staged.keep(fetched_ahead(staged, self.options.run))
-        expected = digests(stored, TensorSource(source), workers, progress)
-        actual = digests(written.values(), TensorSource(staged), workers, progress)
-        names = [name for name in expected if actual.get(name) != expected[name]]
-        if names:
-            raise NotVerified(
-                f"verification failed: {len(names)} tensors differ after writing, first {names[0]}"
-            )
-        copies = differing_replicas(written.values(), staged)
-        if copies:
-            raise NotVerified(
-                f"verification failed: {len(copies)} replicas differ after writing: {copies[0]}"
-            )
+        require_written(self.plan, share, (source, staged), workers, progress)

@@ -134,6 +134,11 @@ class Plan:
         return sum(entry.elements * entry.source_dtype.itemsize for entry in self.entries)
 
     @property
+    def compared_bytes(self) -> int:
+        """Bytes of all tensors, once in the source's types and once in those that are written."""
+        return self.read_bytes + sum(entry.nbytes for entry in self.entries)
+
+    @property
     def largest_blob(self) -> int:
         """Bytes of the largest blob that must be decoded whole, stored and decoded together."""
         return max(

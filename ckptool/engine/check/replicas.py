@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from functools import partial
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckptool.core.box import Box
@@ -16,19 +16,17 @@ from ckptool.core.catalog import (
     TensorEntry,
     proved_equal,
 )
-from ckptool.core.layout import tiles
-from ckptool.engine.read.tiles import Job, read_tiles
+from ckptool.engine.read.tiles import read_tiles
 from ckptool.errors import Problem
 from ckptool.storage.local import Files
 
 if TYPE_CHECKING:
-    from ckptool.engine.read.gather import Gatherer
-    from ckptool.engine.read.tensors import PairTile
-
-_TILE = 1 << 20
+    from ckptool.engine.check.pairs import PairTile, TensorPair
 
 
-def differing_replicas(entries: Iterable[TensorEntry], files: Files) -> list[Problem]:
+def differing_replicas(
+    entries: Iterable[TensorEntry], files: Files, workers: int = 1
+) -> list[Problem]:
     """Return a problem for each replica whose values differ from the first rank's.
 
     Copies whose recorded checksums prove them equal are not read.
@@ -42,17 +40,21 @@ def differing_replicas(entries: Iterable[TensorEntry], files: Files) -> list[Pro
     ]
     if not replicas:
         return []  # without numpy, which takes long to import
-    from ckptool.engine.read.gather import raw
+    from ckptool.engine.check.pairs import PairSource, Unreadable, pair_jobs, same_bits
     from ckptool.engine.read.tensors import TensorSource
 
+    pairs = [_pair(*replica) for replica in replicas]
     differing: set[int] = set()
 
-    def compare(position: int, tiles: Iterator[PairTile]) -> None:
-        if any(raw(tile.one) != raw(tile.other) for tile in tiles):
-            differing.add(position)
+    def compare(pair: TensorPair, tiles: Iterator[PairTile]) -> None:
+        try:
+            if not all(same_bits(tile.one, tile.other) for tile in tiles):
+                differing.add(id(pair))
+        except Unreadable as failure:
+            raise failure.error from None
 
-    jobs = (Job(i, partial(_read_both, *replica)) for i, replica in enumerate(replicas))
-    read_tiles(TensorSource(files), jobs, compare, 1)
+    source = TensorSource(files)
+    read_tiles(PairSource(source, source), pair_jobs(pairs), compare, workers)
     return [
         Problem(
             f"{entry.name} {chunk.box}: rank {chunk.rank} and rank {copy.rank} hold different"
@@ -61,20 +63,20 @@ def differing_replicas(entries: Iterable[TensorEntry], files: Files) -> list[Pro
             file=copy.at.file,
             tensor=entry.name,
         )
-        for entry, chunk, copy in (replicas[position] for position in sorted(differing))
+        for pair, (entry, chunk, copy) in zip(pairs, replicas, strict=True)
+        if id(pair) in differing
     ]
 
 
-def _read_both(
-    entry: TensorEntry, chunk: Chunk, copy: Copy, gatherer: Gatherer
-) -> Iterator[PairTile]:
-    from ckptool.engine.read.tensors import PairTile, read_place
+def _pair(entry: TensorEntry, chunk: Chunk, copy: Copy) -> TensorPair:
+    """Return the elements at the two places as tensors by themselves, as they are stored."""
+    from ckptool.engine.check.pairs import TensorPair
 
-    dtype = entry.source_dtype
-    whole = Box.whole(_without_repeats(chunk.box.shape, chunk.at, copy.at))
-    for box in tiles(whole, dtype.itemsize, _TILE):
-        one, other = (read_place(gatherer, at, box, dtype) for at in (chunk.at, copy.at))
-        yield PairTile(box, one, other, one.nbytes + other.nbytes)
+    shape = _without_repeats(chunk.box.shape, chunk.at, copy.at)
+    whole, dtype = Box.whole(shape), entry.source_dtype
+    stored = replace(entry, dtype=dtype, stored=None, shape=shape)
+    one, other = (replace(stored, chunks=(Chunk(whole, at),)) for at in (chunk.at, copy.at))
+    return TensorPair(one, other)
 
 
 def _without_repeats(shape: tuple[int, ...], one: Place, other: Place) -> tuple[int, ...]:

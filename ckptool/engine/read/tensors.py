@@ -41,15 +41,6 @@ class TensorTile(NamedTuple):
     nbytes: int
 
 
-class PairTile(NamedTuple):
-    """The elements of one box on two sides; ``nbytes`` are those that were read of both."""
-
-    box: Box
-    one: Array
-    other: Array
-    nbytes: int
-
-
 @dataclass(frozen=True, slots=True)
 class TensorSource:
     """Files to read boxes of tensors from."""

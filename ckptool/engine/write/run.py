@@ -63,11 +63,12 @@ def run(
 def peak_memory(plan: Plan, source: Files, options: RunOptions, *, local: bool = True) -> int:
     """Return the most bytes of memory that a run takes for tiles, spans and decoded blobs.
 
+    Reading the output back takes a tile and a span of either side.
     Uploads to a store, where the target is not ``local``, take all of the budget.
     """
     if not local:
         return options.budget
-    per_worker = TILE + 2 * SPAN + plan.largest_blob
+    per_worker = 2 * (TILE + SPAN) + plan.largest_blob
     workers = workers_within_budget(plan, source, options)
     return workers * per_worker + fetched_ahead(source, options)
 

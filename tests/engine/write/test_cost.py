@@ -47,7 +47,7 @@ def test_bytes_to_read(
         rules=(*map(parse_rule, rules), parse_rule("*=Replicate(),Replicate()")),
         rank_state="keep",
         to="dcp",
-        transfer=TransferOptions(run=RunOptions(1, fsync=False)),
+        transfer=TransferOptions(verify=False, run=RunOptions(1, fsync=False)),
     )
     prepared = prepare_reshard(case(name).path, out / "r", options)
     told = prepared.costs().read_bytes

@@ -29,7 +29,6 @@ from ckptool.commands.verify.compare.names import (
 )
 from ckptool.commands.verify.compare.tensors import (
     DifferingTensor,
-    TensorPair,
     compare,
     differing_tensor,
 )
@@ -44,6 +43,7 @@ from ckptool.commands.verify.findings import (
 from ckptool.commands.verify.verify import Started, changes
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.text import plural
+from ckptool.engine.check.pairs import TensorPair
 from ckptool.engine.read.tensors import CheckedSource
 from ckptool.errors import Damaged, Hostile, Problem, UsageError
 from ckptool.formats.writing import NOT_CARRIED

@@ -222,7 +222,7 @@ def stored_problems(
     stored = [part for entry in entries for part in _stored_tensors(entry)]
     try:
         yield from reads.problems(stored, workers)
-        yield from differing_replicas(stored, reads.files)
+        yield from differing_replicas(stored, reads.files, workers)
     except CkptoolError as error:
         yield from error.problems
 

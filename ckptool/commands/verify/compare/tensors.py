@@ -3,50 +3,29 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import islice
-from typing import NamedTuple
 
 import numpy as np
 
 from ckptool.commands.options.verify import CompareOptions
 from ckptool.commands.stats import Array, decode, is_numeric
 from ckptool.core.box import Box
-from ckptool.core.catalog import TensorEntry
 from ckptool.core.dtype import BY_NAME, DType
-from ckptool.core.layout import tiles
 from ckptool.core.plan import ChunkIndex
-from ckptool.engine.read.gather import Gatherer, raw
+from ckptool.engine.check.pairs import (
+    PairSource,
+    PairTile,
+    TensorPair,
+    Unreadable,
+    pair_jobs,
+    same_bits,
+)
+from ckptool.engine.read.gather import raw
 from ckptool.engine.read.rounding import cast
-from ckptool.engine.read.runs import entry_runs
-from ckptool.engine.read.tensors import CheckedSource, PairTile
-from ckptool.engine.read.tiles import Job, Progress, read_tiles
+from ckptool.engine.read.tensors import CheckedSource, TensorSource
+from ckptool.engine.read.tiles import Progress, read_tiles
 from ckptool.errors import CkptoolError, Problem
-from ckptool.storage.local import Files
-
-_TILE = 1 << 20
-_TILES_PER_JOB = 8
-
-
-@dataclass(frozen=True, slots=True)
-class TensorPair:
-    """Two tensors of one shape; ``is_cast`` rounds or widens the first to the second's type."""
-
-    one: TensorEntry
-    other: TensorEntry
-    is_cast: bool = False
-
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes that are read to compare the two."""
-        return self.one.elements * self.itemsize
-
-    @property
-    def itemsize(self) -> int:
-        """Return the bytes that are read for an element of each."""
-        return self.one.source_dtype.itemsize + self.other.source_dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +105,7 @@ class TensorComparison:
 
 def compare(
     pairs: Sequence[TensorPair],
-    reads: tuple[CheckedSource, CheckedSource],
+    reads: tuple[TensorSource | CheckedSource, TensorSource | CheckedSource],
     options: CompareOptions,
     workers: int,
     progress: Progress = lambda nbytes: None,
@@ -151,66 +130,12 @@ def compare(
                     with lock:
                         known = found.differences.get(name)
                         found.differences[name] = _sum(known, difference) if known else difference
-        except _Unreadable as failure:
+        except Unreadable as failure:
             with lock:
                 found.unreadable.setdefault(name, (failure.side, failure.error))
 
-    read_tiles(_Sides(*reads), _jobs(pairs), look, workers, progress)
+    read_tiles(PairSource(*reads), pair_jobs(pairs), look, workers, progress)
     return found
-
-
-def _jobs(pairs: Iterable[TensorPair]) -> Iterator[Job[TensorPair, _SideReaders, PairTile]]:
-    """Yield some tiles of a pair at a time."""
-    for pair in pairs:
-        itemsize = max(pair.one.source_dtype.itemsize, pair.other.source_dtype.itemsize)
-        boxes = tiles(Box.whole(pair.one.shape), itemsize, _TILE)
-        while batch := list(islice(boxes, _TILES_PER_JOB)):
-            runs = [partial(entry_runs, entry, batch) for entry in (pair.one, pair.other)]
-            yield Job(pair, partial(_read_both, pair, batch), runs)
-
-
-def _read_both(pair: TensorPair, boxes: Sequence[Box], readers: _SideReaders) -> Iterator[PairTile]:
-    for box in boxes:
-        values = []
-        for side, entry in enumerate((pair.one, pair.other)):
-            try:
-                values.append(readers[side].read_values(entry, box))
-            except CkptoolError as error:
-                raise _Unreadable(side, error) from error
-        yield PairTile(box, values[0], values[1], box.volume * pair.itemsize)
-
-
-class _Unreadable(Exception):
-    """An error of one of the two sides."""
-
-    def __init__(self, side: int, error: CkptoolError) -> None:
-        super().__init__(str(error))
-        self.side, self.error = side, error
-
-
-class _SideReaders(NamedTuple):
-    """What one thread reads the two sides with."""
-
-    one: Gatherer
-    other: Gatherer
-
-    def close(self) -> None:
-        self.one.close()
-        self.other.close()
-
-
-class _Sides(NamedTuple):
-    """Both sides, to read from."""
-
-    one: CheckedSource
-    other: CheckedSource
-
-    @property
-    def sides(self) -> tuple[Files, Files]:
-        return self.one.files, self.other.files
-
-    def reader(self) -> _SideReaders:
-        return _SideReaders(self.one.reader(), self.other.reader())
 
 
 def _sum(one: Difference, other: Difference) -> Difference:
@@ -225,7 +150,7 @@ def _difference(pair: TensorPair, tile: PairTile, options: CompareOptions) -> Di
     one, other, types = tile.one, tile.other, (pair.one.dtype, pair.other.dtype)
     if pair.is_cast:
         one, types = cast(one, *types), (types[1], types[1])
-    if types[0] == types[1] and _same_bits(one, other):
+    if types[0] == types[1] and same_bits(one, other):
         return None
     flat = one.reshape(-1), other.reshape(-1)
     if options.as_numbers and all(map(is_numeric, types)):
@@ -243,12 +168,6 @@ def _numbers(flat: tuple[Array, Array], types: tuple[DType, DType]) -> list[Arra
     sides = [numbers_of(side, dtype) for side, dtype in zip(flat, types, strict=True)]
     width = max(side.shape[1] for side in sides)
     return [s if s.shape[1] == width else np.hstack([s, np.zeros_like(s)]) for s in sides]
-
-
-def _same_bits(one: Array, other: Array) -> bool:
-    nbytes = one.nbytes
-    word = "u8" if nbytes % 8 == 0 else "u1"
-    return bool((np.frombuffer(raw(one), word) == np.frombuffer(raw(other), word)).all())
 
 
 def _bits(one: Array, other: Array) -> Array:

@@ -27,12 +27,13 @@ from ckptool.commands.options.verify import CompareOptions, VerifyOptions
 from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.commands.verify.compare.against import AgainstReport
 from ckptool.commands.verify.compare.against import against as run_against
-from ckptool.commands.verify.compare.tensors import TensorPair, compare
+from ckptool.commands.verify.compare.tensors import compare
 from ckptool.core.box import Box, row_major_strides
 from ckptool.core.casts import Casts
 from ckptool.core.catalog import Chunk, Extent, TensorEntry
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.sharding.placement import parse_mesh
+from ckptool.engine.check.pairs import TensorPair
 from ckptool.engine.read.tensors import CheckedSource
 from ckptool.errors import UsageError
 from ckptool.storage.local import LocalSource

@@ -1,0 +1,117 @@
+"""Read two tensors side by side, wherever and however either of them lies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+
+from ckptool.core.box import Box
+from ckptool.core.catalog import TensorEntry
+from ckptool.core.layout import tiles
+from ckptool.engine.read.gather import Array, Gatherer, raw
+from ckptool.engine.read.runs import entry_runs
+from ckptool.engine.read.tensors import CheckedSource, TensorSource
+from ckptool.engine.read.tiles import Job
+from ckptool.errors import CkptoolError
+from ckptool.storage.local import TILE, Files
+
+_TILES_PER_JOB = 8
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPair:
+    """Two tensors of one shape; ``is_cast`` rounds or widens the first to the second's type."""
+
+    one: TensorEntry
+    other: TensorEntry
+    is_cast: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes that are read to compare the two."""
+        return self.one.elements * self.itemsize
+
+    @property
+    def itemsize(self) -> int:
+        """Return the bytes that are read for an element of each."""
+        return self.one.source_dtype.itemsize + self.other.source_dtype.itemsize
+
+
+class PairTile(NamedTuple):
+    """The elements of one box on two sides; ``nbytes`` are those that were read of both."""
+
+    box: Box
+    one: Array
+    other: Array
+    nbytes: int
+
+
+class Unreadable(Exception):
+    """The error of one of the two sides, 0 or 1."""
+
+    def __init__(self, side: int, error: CkptoolError) -> None:
+        super().__init__(str(error))
+        self.side, self.error = side, error
+
+
+class SideReaders(NamedTuple):
+    """What one thread reads the two sides with."""
+
+    one: Gatherer
+    other: Gatherer
+
+    def close(self) -> None:
+        """Close all files."""
+        self.one.close()
+        self.other.close()
+
+
+class PairSource(NamedTuple):
+    """Both sides, to read from."""
+
+    one: TensorSource | CheckedSource
+    other: TensorSource | CheckedSource
+
+    @property
+    def sides(self) -> tuple[Files, Files]:
+        """The files of either side."""
+        return self.one.files, self.other.files
+
+    def reader(self) -> SideReaders:
+        """Return what one thread reads with."""
+        return SideReaders(self.one.reader(), self.other.reader())
+
+
+def pair_jobs(pairs: Iterable[TensorPair]) -> Iterator[Job[TensorPair, SideReaders, PairTile]]:
+    """Yield jobs that read some tiles of a pair each, in row-major order.
+
+    The chunks of every tensor must tile it exactly. Reading a tile raises Unreadable.
+    """
+    for pair in pairs:
+        itemsize = max(pair.one.source_dtype.itemsize, pair.other.source_dtype.itemsize)
+        boxes = tiles(Box.whole(pair.one.shape), itemsize, TILE)
+        while batch := list(islice(boxes, _TILES_PER_JOB)):
+            runs = [partial(entry_runs, entry, batch) for entry in (pair.one, pair.other)]
+            yield Job(pair, partial(_read_both, pair, batch), runs)
+
+
+def _read_both(pair: TensorPair, boxes: Sequence[Box], readers: SideReaders) -> Iterator[PairTile]:
+    for box in boxes:
+        values = []
+        for side, entry in enumerate((pair.one, pair.other)):
+            try:
+                values.append(readers[side].read_values(entry, box))
+            except CkptoolError as error:
+                raise Unreadable(side, error) from error
+        yield PairTile(box, values[0], values[1], box.volume * pair.itemsize)
+
+
+def same_bits(one: Array, other: Array) -> bool:
+    """Return whether two C-ordered arrays of one size hold the same bytes."""
+    word = "u8" if one.nbytes % 8 == 0 else "u1"
+    return bool((np.frombuffer(raw(one), word) == np.frombuffer(raw(other), word)).all())

@@ -1,0 +1,210 @@
+"""What is written and is not what was read never counts; what is as it should be does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckptool.commands.convert import ConvertReport, prepare
+from ckptool.commands.options.rewrite import RewriteOptions, Selection
+from ckptool.commands.options.target import ConvertOptions, TransferOptions
+from ckptool.commands.transfer import Transfer
+from ckptool.core.casts import parse_casts
+from ckptool.core.layout import Data, ScatteredData
+from ckptool.engine.run_options import RunOptions
+from ckptool.engine.write import stage as stage_module
+from ckptool.errors import NotVerified
+
+TARGETS = {"safetensors": "m", "torch-save": "m.pt", "dcp": "m", "dcp-safetensors": "m"}
+Damage = Callable[[bytearray, int], None]
+
+
+@pytest.fixture
+def source(out: Path) -> Path:
+    """Two tensors of one shape, a wide one and one of integers, in a file of torch's."""
+    generator = torch.Generator().manual_seed(7)
+    state: dict[str, Any] = {n: torch.randn(12, 20, generator=generator) for n in ("a", "b")}
+    state |= {"wide": torch.randn(3, 400, generator=generator), "count": torch.arange(11)}
+    torch.save(state, out / "source.pt")
+    return out / "source.pt"
+
+
+def planned(source: Path, to: str, *, verify: bool = True, **more: Any) -> Transfer[ConvertReport]:
+    transfer = TransferOptions(verify=verify, run=RunOptions(workers=2, fsync=False))
+    target = source.with_name(TARGETS[to])
+    return prepare(source, target, ConvertOptions(to, transfer=transfer, **more))
+
+
+def first_byte(transfer: Transfer[ConvertReport], name: str) -> tuple[str, int]:
+    """The file in which a tensor begins, and where."""
+    for file in transfer.plan.layout.files:
+        offset = 0
+        for part in file.parts:
+            if isinstance(part, Data | ScatteredData) and part.name == name:
+                return file.path, offset
+            offset += part.nbytes
+    raise LookupError(name)
+
+
+@pytest.fixture
+def damaging(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int, Damage], None]:
+    """Change a staged file once it is written, before it is read back."""
+    real = stage_module.run
+
+    def arrange(file: str, at: int, damage: Damage) -> None:
+        def run(plan: Any, files: Any, folder: Path, *rest: Any, **more: Any) -> None:
+            real(plan, files, folder, *rest, **more)
+            data = bytearray((folder / file).read_bytes())
+            damage(data, at)
+            (folder / file).write_bytes(data)
+
+        monkeypatch.setattr(stage_module, "run", run)
+
+    return arrange
+
+
+def flip(data: bytearray, at: int) -> None:
+    data[at + 77] ^= 1
+
+
+def exchange_rows(data: bytearray, at: int) -> None:
+    """The second and the third row, of 20 numbers each."""
+    second, third = slice(at + 80, at + 160), slice(at + 160, at + 240)
+    data[second], data[third] = data[third], data[second]
+
+
+def transpose(data: bytearray, at: int) -> None:
+    rows = torch.frombuffer(bytearray(data[at : at + 960]), dtype=torch.float32).reshape(12, 20)
+    data[at : at + 960] = rows.T.contiguous().numpy().tobytes()
+
+
+def shift(data: bytearray, at: int) -> None:
+    """By one element."""
+    data[at : at + 960] = data[at + 4 : at + 960] + data[at : at + 4]
+
+
+def zero(data: bytearray, at: int) -> None:
+    data[at : at + 960] = bytes(960)
+
+
+def cut(data: bytearray, at: int) -> None:
+    del data[at + 500 :]
+
+
+@pytest.mark.parametrize("damage", [flip, exchange_rows, transpose, shift, zero, cut])
+@pytest.mark.parametrize("to", TARGETS)
+def test_other_bytes_never_count(
+    to: str, damage: Damage, source: Path, damaging: Callable[..., None]
+) -> None:
+    transfer = planned(source, to)
+    damaging(*first_byte(transfer, "a"), damage)
+    with pytest.raises(NotVerified, match=r"verification failed: .*\ba\b") as error:
+        transfer.run()
+    assert error.value.exit_code == 5
+    assert not transfer.target.exists()
+    assert [path.name for path in source.parent.iterdir()] == ["source.pt"]
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_exchanged_tensors_never_count(
+    to: str, source: Path, damaging: Callable[..., None]
+) -> None:
+    """Each whole and of the right type and shape, and of all bytes that were written."""
+    transfer = planned(source, to)
+    file, one = first_byte(transfer, "a")
+    assert first_byte(transfer, "b")[0] == file or to == "dcp-safetensors"
+    other = first_byte(transfer, "b")[1]
+
+    def exchange(data: bytearray, at: int) -> None:
+        first, second = slice(at, at + 960), slice(other, other + 960)
+        data[first], data[second] = data[second], data[first]
+
+    damaging(file, one, exchange)
+    with pytest.raises(NotVerified, match=r"2 of 4 tensors differ .* first at \[0, 0\]"):
+        transfer.run()
+
+
+def test_what_the_plan_itself_gets_wrong_is_found(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiles of another place of the source: the proof reads neither side by them."""
+    from ckptool.core.plan import Plan
+
+    real = Plan.jobs
+
+    def jobs(self: Plan, group: Any, limit: int) -> Any:
+        for tiles in real(self, group, limit):
+            yield [
+                tile._replace(sources=tuple(s._replace(chunk=wrong(s.chunk)) for s in tile.sources))
+                for tile in tiles
+            ]
+
+    def wrong(chunk: Any) -> Any:
+        from dataclasses import replace
+
+        at = replace(chunk.at, offset=chunk.at.offset + 4, record=None)
+        return replace(chunk, at=at)
+
+    transfer = planned(source, "safetensors")
+    monkeypatch.setattr(Plan, "jobs", jobs)
+    with pytest.raises(NotVerified, match="4 of 4 tensors differ"):
+        transfer.run()
+
+
+REWRITES = {
+    "cast": RewriteOptions(casts=parse_casts(["bf16"])),
+    "renamed": RewriteOptions(selection=Selection(rename=("^=x.",))),
+    "dropped": RewriteOptions(selection=Selection(drop=("count",))),
+}
+
+
+@pytest.mark.parametrize("how", REWRITES)
+def test_what_is_rewritten_on_the_way_is_compared_as_it_is_written(
+    how: str, source: Path, damaging: Callable[..., None]
+) -> None:
+    options = REWRITES[how]
+    name = "x.a" if how == "renamed" else "a"
+    whole = planned(source, "safetensors", rewrite=options)
+    whole.run()
+    (whole.target / "model.safetensors").unlink()
+    whole.target.rmdir()
+    transfer = planned(source, "safetensors", rewrite=options)
+    damaging(*first_byte(transfer, name), flip)
+    with pytest.raises(NotVerified, match=rf"1 of \d tensors differ .*{name}: 1 of 240 elements"):
+        transfer.run()
+
+
+def test_a_tensor_that_is_not_written_is_missed(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ckptool.commands.verify.compare import written
+
+    real = written.written_entries
+    monkeypatch.setattr(
+        written,
+        "written_entries",
+        lambda *words: {n: e for n, e in real(*words).items() if n != "b"},
+    )
+    with pytest.raises(NotVerified, match="1 tensor not written, first b"):
+        planned(source, "dcp").run()
+
+
+def test_without_proof_it_is_taken_as_it_is(source: Path, damaging: Callable[..., None]) -> None:
+    transfer = planned(source, "safetensors", verify=False)
+    damaging(*first_byte(transfer, "a"), flip)
+    assert not transfer.run().verify
+    assert transfer.target.exists()
+
+
+def test_progress_ends_with_all_that_is_moved_and_read(source: Path) -> None:
+    for more in ({}, {"rewrite": REWRITES["cast"]}):
+        transfer = planned(source, "torch-save", **more)
+        advanced: list[int] = []
+        transfer.run(advanced.append)
+        literals = transfer.plan.layout.nbytes - sum(e.nbytes for e in transfer.plan.entries)
+        assert transfer.nbytes - literals == sum(advanced)
+        transfer.target.unlink()
