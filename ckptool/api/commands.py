@@ -114,9 +114,9 @@ def convert(
 ) -> ConvertReport:
     """Write ``source`` in the format ``to`` at ``target``, complete or not at all.
 
-    ``progress`` is called with the bytes that were written since the last call. Raises UsageError
-    or Unsupported where it cannot be done as asked, TransferError where it fails midway:
-    ``resume=True`` then continues.
+    ``progress`` is called with the bytes that were written, or read of both sides to compare them,
+    since the last call. Raises UsageError or Unsupported where it cannot be done as asked,
+    TransferError where it fails midway: ``resume=True`` then continues.
     """
     parsed = Keywords("convert", options, ConvertKeywords).options(ConvertOptions, to=to)
     prepared = prepare(location(source), location(target), parsed)

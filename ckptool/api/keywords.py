@@ -56,6 +56,7 @@ class ConvertKeywords(OpenKeywords, total=False):
     single_rank: bool
     overwrite: bool
     resume: bool
+    verify: bool
     workers: int | None
     budget: Size
     fsync: bool

@@ -119,7 +119,7 @@ def test_convert(out: Path) -> None:
     options: Any = {"model_only": True, "dtype": torch.bfloat16, "fsync": False, "budget": "64MiB"}
     report = ckptool.convert(SOURCE, out / "m", to="safetensors", progress=progress, **options)
     assert report.target_format == "hf"
-    assert 0 < moved <= report.write_bytes
+    assert 0 < moved <= 2 * report.write_bytes + report.read_bytes
     found = read_back("safetensors", out / "m")
     assert found["embed.weight"][0] == "bfloat16"
 

@@ -34,7 +34,10 @@ class TransferOptions(OptionSet):
         "--resume", FLAG, help="Continue the partial output of an interrupted run."
     )
     verify: bool = option(
-        "--verify/--no-verify", FLAG, help="Read the output back and compare it before committing."
+        "--verify/--no-verify",
+        FLAG,
+        default=True,
+        help="Read the output back and compare every tensor with SRC before committing.",
     )
     run: RunOptions = group(RunOptions)
     dry_run: bool = option("--dry-run", FLAG, help="Show the plan; write nothing.")
@@ -68,7 +71,7 @@ class ConvertOptions(OptionSet):
         former="--one-rank",
         help="Write whole tensors as rank 0 instead of keeping the source's chunks.",
     )
-    transfer: TransferOptions = group(TransferOptions, WRITING, without=("verify",))
+    transfer: TransferOptions = group(TransferOptions, WRITING)
 
 
 class ReshardOptions(OptionSet):
@@ -111,7 +114,7 @@ class ReshardOptions(OptionSet):
         " of the rank to copy it from.",
     )
     map: MapOptions = group(MapOptions, "Names and layout of another framework")
-    transfer: TransferOptions = group(TransferOptions, WRITING, verify=True)
+    transfer: TransferOptions = group(TransferOptions, WRITING)
     check: bool = option(
         "--check",
         FLAG,

@@ -13,6 +13,7 @@ OTHERS = {"{quarter}": 0.25, "{triple}": 3.0, "{wide}": 1.0}
 
 _CKPTOOL = (sys.executable, "-m", "ckptool")
 _CONVERT = (*_CKPTOOL, "convert", "--quiet", "{source}")
+_TO_SAFETENSORS = ("{target}.safetensors", "--to", "safetensors")
 _MODULE = ("-m", "ckptool.commands.bench.transfer.programs")
 PROGRAM = (sys.executable, *_MODULE)
 _FORMAT_UTILS = (sys.executable, "-m", "torch.distributed.checkpoint.format_utils")
@@ -61,13 +62,18 @@ ROWS = (
     Row("cp -r", ("cp", "-r", "{source}", "{target}")),
     Row(
         "convert --to safetensors",
-        (*_CONVERT, "{target}.safetensors", "--to", "safetensors", "--no-fsync"),
+        (*_CONVERT, *_TO_SAFETENSORS, "--no-fsync", "--no-verify"),
         peers=("cp -r", "torch to safetensors"),
+    ),
+    Row(
+        "convert --to safetensors, verified",
+        (*_CONVERT, *_TO_SAFETENSORS, "--no-fsync", "--verify"),
+        peers=("cp -r",),
     ),
     Row("torch to safetensors", (*PROGRAM, "to-safetensors", "{source}", "{target}"), torch=True),
     Row(
         "convert --to torch-save",
-        (*_CONVERT, "{target}.pt", "--to", "torch-save", "--no-fsync"),
+        (*_CONVERT, "{target}.pt", "--to", "torch-save", "--no-fsync", "--no-verify"),
         peers=("cp -r", "torch to torch-save"),
     ),
     Row(
@@ -75,7 +81,11 @@ ROWS = (
         (*_FORMAT_UTILS, "dcp_to_torch", "{source}", "{target}.pt"),
         torch=True,
     ),
-    Row("convert --to dcp", (*_CONVERT, "{target}", "--to", "dcp", "--no-fsync"), peers=("cp -r",)),
+    Row(
+        "convert --to dcp",
+        (*_CONVERT, "{target}", "--to", "dcp", "--no-fsync", "--no-verify"),
+        peers=("cp -r",),
+    ),
     Row(
         "reshard --mesh 2x4",
         (*_RESHARD, "{source}", *_TO_2X4, "--no-verify"),
@@ -112,7 +122,7 @@ ROWS = (
     Row("cp -r, synced", ("sh", "-c", _COPY_AND_SYNC, "{source}", "{target}")),
     Row(
         "convert --to safetensors, synced",
-        (*_CONVERT, "{target}.safetensors", "--to", "safetensors", "--fsync"),
+        (*_CONVERT, *_TO_SAFETENSORS, "--fsync", "--no-verify"),
         peers=("cp -r, synced",),
     ),
     Row("verify", (*_CKPTOOL, "verify", "--quiet", "{source}"), peers=("cat FILES | sha256sum",)),
