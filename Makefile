@@ -40,8 +40,9 @@ coverage: $(READY) ## Every test, and which lines none of them runs; fails below
 demo: $(READY) ## Make a real sharded checkpoint, inspect it, convert it, check the result.
 	@PATH="$(CURDIR)/$(BIN):$$PATH" python fixtures/demo.py
 
-bench: $(READY) ## Measure convert, reshard, verify and inspect against cp and torch's own tools.
+bench: $(READY) ## Measure ckptool's commands against cp, torch's own tools, and other clients of a store.
 	@$(BIN)/ckptool bench --transfer
+	@$(BIN)/ckptool bench --stores
 
 fuzz: $(READY) ## Fuzz each parser for a minute; what crashes one lies in tests/fuzz/crashes.
 	@$(PIP) install -e '.[fuzz]'

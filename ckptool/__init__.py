@@ -7,9 +7,10 @@
 
 The commands are functions too, with the same options as keywords, and return their reports:
 ``inspect``, ``stats`` and ``extract``; ``convert``, ``reshard``; ``verify``, ``compare``,
-``verify_run`` (of a run's steps) and ``salvage``; ``bench``, ``bench_changes``, ``bench_transfer``;
-``list_formats``, ``list_maps`` and ``map_text``. ``help`` of each lists its keywords. What goes
-wrong is a ``CkptoolError``, with a ``hint``. Each part is imported when it is first used.
+``verify_run`` (of a run's steps) and ``salvage``; ``bench``, ``bench_changes``,
+``bench_transfer``, ``bench_stores``; ``list_formats``, ``list_maps`` and ``map_text``. ``help`` of
+each lists its keywords. What goes wrong is a ``CkptoolError``, with a ``hint``. Each part is
+imported when it is first used.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from ckptool import errors as errors
     from ckptool.api.commands import bench as bench
     from ckptool.api.commands import bench_changes as bench_changes
+    from ckptool.api.commands import bench_stores as bench_stores
     from ckptool.api.commands import bench_transfer as bench_transfer
     from ckptool.api.commands import compare as compare
     from ckptool.api.commands import convert as convert
@@ -46,8 +48,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _PLACES = {
-    "api.commands": "bench bench_changes bench_transfer compare convert extract inspect"
-    " list_formats list_maps map_text reshard salvage stats verify verify_run",
+    "api.commands": "bench bench_changes bench_stores bench_transfer compare convert extract"
+    " inspect list_formats list_maps map_text reshard salvage stats verify verify_run",
     "api.load": "LoadReport load",
     "api.open": "Checkpoint open",
     "api.state_dict": "KeysDiffer",

@@ -32,7 +32,10 @@ ALLOWED = {
 }
 """What each layer may import beside itself and ``errors``."""
 
-PROGRAMS = {"commands/bench/transfer/programs.py": {"dcp"}}
+PROGRAMS = {
+    "commands/bench/transfer/programs.py": {"dcp"},
+    "commands/bench/transfer/store_programs.py": {"api", "dcp"},
+}
 """Modules that are only run, each in a process of its own: what they use as any user would."""
 
 HEAVY = {"torch", "transformers", "safetensors", "tensorflow", "jax"}

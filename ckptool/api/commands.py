@@ -41,7 +41,7 @@ from ckptool.errors import UsageError
 
 if TYPE_CHECKING:
     from ckptool.commands.bench.report import BenchReport, Change
-    from ckptool.commands.bench.transfer.run import TransferBenchReport
+    from ckptool.commands.bench.transfer.report import TransferBenchReport
     from ckptool.commands.extract import ExtractReport
     from ckptool.commands.stats import TensorStats
     from ckptool.commands.verify.compare.against import AgainstReport
@@ -286,6 +286,23 @@ def bench_transfer(
     return transfer_bench(
         place, parse_size(str(size), "size"), Path(out), repeat, progress=progress
     )
+
+
+def bench_stores(
+    *,
+    size: Size = "256MB",
+    out: AnyPath = ".",
+    repeat: int = 5,
+    progress: Callable[[str], None] = lambda line: None,
+) -> TransferBenchReport:
+    """Measure ckptool's own commands on a store against plain downloads, on one of ``size``.
+
+    As ``ckptool bench --stores``. Raises Unsupported where the disk is too small for it, or s3fs or
+    torch is missing.
+    """
+    from ckptool.commands.bench.transfer.stores import store_bench
+
+    return store_bench(parse_size(str(size), "size"), Path(out), repeat, progress=progress)
 
 
 def list_maps() -> Mapping[str, KeyMap]:

@@ -15,8 +15,12 @@ from ckptool.errors import UsageError
 
 if TYPE_CHECKING:
     from ckptool.commands.bench.report import BenchReport, Change
+    from ckptool.commands.bench.transfer.report import TransferBenchReport
 
 _TRANSFER_SIZE = 2_000_000_000
+_STORES_SIZE = 256_000_000
+
+_OF_TRANSFERS = {"--size", "--repeat", "--out"}
 
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/")
 
@@ -44,6 +48,12 @@ def bench(
         bool,
         typer.Option("--transfer", help="Measure ckptool's own commands against cp and torch's."),
     ] = False,
+    stores: Annotated[
+        bool,
+        typer.Option(
+            "--stores", help="Measure ckptool's own commands on a store against plain downloads."
+        ),
+    ] = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -55,18 +65,23 @@ def bench(
     during a save, and what was saved is loaded back and compared.
     """
     _require_paths(source=source, plot=plot, compare=compare)
-    if transfer:
+    if transfer or stores:
         _require_paths(out=options.out)
-        if plot or compare or {*changed(options)} - {"--size", "--repeat", "--out"}:
+        if (transfer and stores) or plot or compare or {*changed(options)} - _OF_TRANSFERS:
             raise UsageError(
-                "--transfer can only be combined with --size, --repeat, --out and --json"
+                f"--{'transfer' if transfer else 'stores'} can only be combined with --size,"
+                " --repeat, --out and --json"
             )
+    if transfer:
         _transfer(source, options, as_json=as_json)
         return
     if source is not None:
         raise UsageError(
             f"{source}: unexpected argument without --transfer", hint=f"--like {source}"
         )
+    if stores:
+        _stores(options, as_json=as_json)
+        return
     if options.like is not None and options.size is not None:
         raise UsageError("--like and --size cannot be combined")
     report, changes = _measured(options, plot, compare, tolerance, quiet=quiet)
@@ -127,11 +142,26 @@ def _show(
 
 def _transfer(source: Path | None, options: BenchOptions, *, as_json: bool) -> None:
     from ckptool.commands.bench.transfer.run import transfer_bench
-    from ckptool.render.bench.transfer import show_transfer_bench, transfer_bench_json
-    from ckptool.render.messages import print_json, show_step
+    from ckptool.render.messages import show_step
 
     size, out = options.size or _TRANSFER_SIZE, Path(str(options.out))
     report = transfer_bench(source, size, out, options.repeat, progress=show_step)
+    _show_transfers(report, as_json=as_json)
+
+
+def _stores(options: BenchOptions, *, as_json: bool) -> None:
+    from ckptool.commands.bench.transfer.stores import store_bench
+    from ckptool.render.messages import show_step
+
+    size, out = options.size or _STORES_SIZE, Path(str(options.out))
+    report = store_bench(size, out, options.repeat, progress=show_step)
+    _show_transfers(report, as_json=as_json)
+
+
+def _show_transfers(report: TransferBenchReport, *, as_json: bool) -> None:
+    from ckptool.render.bench.transfer import show_transfer_bench, transfer_bench_json
+    from ckptool.render.messages import print_json
+
     if as_json:
         print_json(transfer_bench_json(report))
     else:

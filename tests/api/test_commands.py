@@ -32,7 +32,7 @@ FUNCTIONS: dict[str, list[Callable[..., Any]]] = {
     "convert": [ckptool.convert],
     "reshard": [ckptool.reshard],
     "verify": [ckptool.verify, ckptool.compare, ckptool.verify_run, ckptool.salvage],
-    "bench": [ckptool.bench, ckptool.bench_changes, ckptool.bench_transfer],
+    "bench": [ckptool.bench, ckptool.bench_changes, ckptool.bench_transfer, ckptool.bench_stores],
     "formats": [ckptool.list_formats],
     "maps": [ckptool.list_maps, ckptool.map_text],
 }
@@ -48,7 +48,7 @@ FOR_PEOPLE = {
 
 QUESTIONS = {
     *("inspect stats", "verify against", "verify latest_good", "verify salvage"),
-    *("bench transfer", "bench compare"),
+    *("bench transfer", "bench stores", "bench compare"),
 }
 """Options that ask another question: functions of their own."""
 

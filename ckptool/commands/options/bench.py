@@ -18,7 +18,7 @@ class BenchOptions(OptionSet):
     """What to measure: state of ``size`` bytes or shaped as in ``like``, written below ``out``."""
 
     size: int | None = option(
-        "--size", SIZE, help="State size [default: 1GiB; 2GB with --transfer]."
+        "--size", SIZE, help="State size [default: 1GiB; 2GB with --transfer, 256MB with --stores]."
     )
     like: Location | None = option(
         "--like",
@@ -51,7 +51,7 @@ class BenchOptions(OptionSet):
         COUNT,
         default=5,
         minimum=1,
-        help="Save N times after the first; with --transfer, N rounds.",
+        help="Save N times after the first; with --transfer or --stores, N rounds.",
     )
     abort: bool = option(
         "--abort", FLAG, help="Also kill each strategy in mid-save, and report what is left."

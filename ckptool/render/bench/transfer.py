@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.text import Text
 
-from ckptool.commands.bench.transfer.run import Ratio, RowResult, TransferBenchReport
+from ckptool.commands.bench.transfer.report import Ratio, RowResult, TransferBenchReport
 from ckptool.commands.document import document
 from ckptool.core.text import plural
 from ckptool.render.bench.report import describe_machine
@@ -35,7 +35,7 @@ def _heading(report: TransferBenchReport) -> list[Text]:
         Text.assemble(
             (size(report.nbytes), "bold"),
             f" in {plural(report.files, 'file')}, {visible(report.source)};"
-            f" {plural(report.repeat, 'round')}, interleaved, page cache warm",
+            f" {plural(report.repeat, 'round')}, interleaved, {report.conditions}",
         ),
         *describe_machine(report.machine, report.versions),
     ]
@@ -59,7 +59,9 @@ def _rows(report: TransferBenchReport, result: RowResult) -> list[list[Text]]:
 
 def _remarks(report: TransferBenchReport, result: RowResult) -> list[Text]:
     remarks = [_ratio(ratio) for ratio in report.ratios(result)]
-    if result.read_bytes:
+    if result.requests:
+        remarks.append(Text(_traffic(result)))
+    elif result.read_bytes:
         remarks.append(Text(f"reads {size(result.read_bytes)}"))
     if result.imports_torch is not None:
         loads = result.imports_torch
@@ -67,6 +69,14 @@ def _remarks(report: TransferBenchReport, result: RowResult) -> list[Text]:
             Text("imports torch", "red") if loads else Text("torch not imported", "green")
         )
     return remarks
+
+
+def _traffic(result: RowResult) -> str:
+    """Write ``40 requests, reads 1.00 x, 0.6 s CPU``: bytes as multiples of what is moved."""
+    words = [plural(result.requests, "request"), f"reads {result.read_bytes / result.nbytes:.2f} x"]
+    if result.written_bytes > result.nbytes / 100:
+        words.append(f"writes {result.written_bytes / result.nbytes:.2f} x")
+    return ", ".join([*words, f"{result.cpu:.2f} s CPU"])
 
 
 def _ratio(ratio: Ratio) -> Text:
@@ -81,7 +91,7 @@ def _ratio(ratio: Ratio) -> Text:
 
 def transfer_bench_json(report: TransferBenchReport) -> dict[str, Any]:
     """Return the report with every sample as ``ckptool.transfer-bench/2``."""
-    settings = ("source", "nbytes", "files", "light_tensors", "repeat")
+    settings = ("source", "conditions", "nbytes", "files", "light_tensors", "repeat")
     return document(
         "transfer-bench",
         machine=report.machine,
@@ -101,6 +111,8 @@ def _row_json(report: TransferBenchReport, result: RowResult) -> dict[str, Any]:
         "median": result.median,
         "peak_bytes": result.peak_bytes,
         "read_bytes": result.read_bytes,
+        "written_bytes": result.written_bytes,
+        "requests": result.requests,
         "ratios": report.ratios(result),
         "imports_torch": result.imports_torch,
         "samples": result.samples,

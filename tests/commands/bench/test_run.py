@@ -226,6 +226,8 @@ def test_interrupted_it_leaves_nothing(folder: Path) -> None:
         (["--plot", "bars.jpg"], 2, ".svg or .png"),
         (["--like", "none"], 3, "none"),
         (["--transfer", "--abort"], 2, "--transfer can only be combined with"),
+        (["--stores", "--ranks", "2"], 2, "--stores can only be combined with"),
+        (["--stores", "--transfer"], 2, "can only be combined with"),
         (["some.json"], 2, "unexpected argument"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import struct
 import threading
@@ -16,6 +17,8 @@ from ckptool.commands.bench.loopback.messages import Answer, Dropped, Request, m
 from ckptool.commands.bench.loopback.objects import ObjectStore
 
 _SEND = 256 << 10
+_ABSOLUTE = re.compile(r"http://[^/]*")
+"""What clients of AWS in C++ put before the path, as HTTP allows."""
 
 
 class S3Server(ObjectStore):
@@ -102,7 +105,7 @@ class _Handler(BaseHTTPRequestHandler):
         return True
 
     def _serve(self) -> None:
-        path, _, query = self.path.partition("?")
+        path, _, query = _ABSOLUTE.sub("", self.path).partition("?")
         bucket, _, key = urllib.parse.unquote(path).lstrip("/").partition("/")
         asked = dict(urllib.parse.parse_qsl(query, keep_blank_values=True))
         for header, name in _HEADERS.items():

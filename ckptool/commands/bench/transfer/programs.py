@@ -109,7 +109,7 @@ def torch_to_safetensors(source: str, target: str) -> None:
     from torch.distributed.checkpoint.state_dict_loader import load
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    state = {name: torch.empty(size, dtype=dtype) for name, size, dtype in _read_tensors(source)}
+    state = {name: torch.empty(size, dtype=dtype) for name, size, dtype in read_tensors(source)}
     load(state, checkpoint_id=source, no_dist=True)
     writer = HuggingFaceStorageWriter(target, fqn_to_index_mapping=dict.fromkeys(state, 1))
     save(state, storage_writer=writer, no_dist=True)
@@ -144,7 +144,7 @@ def _cut_tensors(
     dist.init_process_group("gloo")
     devices = init_device_mesh("cpu", mesh)
     state = {}
-    for name, size, dtype in _read_tensors(source):
+    for name, size, dtype in read_tensors(source):
         placements = [Shard(dim) if dim < len(size) else Replicate() for dim in dims]
         state[name] = make(size, dtype=dtype, device_mesh=devices, placements=placements)
     return state
@@ -157,7 +157,7 @@ def torch_read_metadata(source: str) -> None:
     FileSystemReader(source).read_metadata()
 
 
-def _read_tensors(source: str) -> Iterator[tuple[str, Any, Any]]:
+def read_tensors(source: str) -> Iterator[tuple[str, Any, Any]]:
     """Yield the name, size and dtype of each tensor of a DCP checkpoint, as torch reads them."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -192,7 +192,7 @@ def measure_load(reader: str, source: str, dim: int, result: str) -> None:
     dist.all_reduce(nbytes)
     if dist.get_rank() == 0:
         with open(result, "w", encoding="utf-8") as stream:
-            json.dump({"seconds": seconds, "nbytes": int(nbytes)}, stream)
+            json.dump({"load": seconds, "read_bytes": int(nbytes)}, stream)
     dist.destroy_process_group()
 
 

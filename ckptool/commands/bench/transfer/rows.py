@@ -11,18 +11,20 @@ from ckptool.commands.bench.transfer.programs import RANKS
 OTHERS = {"{quarter}": 0.25, "{triple}": 3.0, "{wide}": 1.0}
 """Checkpoints that are written beside the source, as multiples of its size."""
 
-_CKPTOOL = (sys.executable, "-m", "ckptool")
-_CONVERT = (*_CKPTOOL, "convert", "--quiet", "{source}")
-_TO_SAFETENSORS = ("{target}.safetensors", "--to", "safetensors")
+CKPTOOL = (sys.executable, "-m", "ckptool")
+CONVERT = (*CKPTOOL, "convert", "--quiet")
+_CONVERT = (*CONVERT, "{source}")
+TO_SAFETENSORS = ("{target}.safetensors", "--to", "safetensors")
 _MODULE = ("-m", "ckptool.commands.bench.transfer.programs")
 PROGRAM = (sys.executable, *_MODULE)
 _FORMAT_UTILS = (sys.executable, "-m", "torch.distributed.checkpoint.format_utils")
-_RESHARD = (*_CKPTOOL, "reshard", "--quiet")
-_TO_2X4 = (
-    *("{target}", "--to", "dcp", "--mesh", "2x4", "--no-fsync"),
+RESHARD = (*CKPTOOL, "reshard", "--quiet")
+ON_2X4 = (
+    *("--to", "dcp", "--mesh", "2x4", "--no-fsync"),
     *("--shard", "*norm.weight*=Shard(0),Replicate()", "--shard", "*=Shard(0),Shard(1)"),
 )
-_MANIFEST = (*_CKPTOOL, "verify", "--quiet", "{source}", "--write-manifest")
+_TO_2X4 = ("{target}", *ON_2X4)
+_MANIFEST = (*CKPTOOL, "verify", "--quiet", "{source}", "--write-manifest")
 _TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node")
 _LOAD = (*_TORCHRUN, str(RANKS), *_MODULE, "load")
 _COPY_AND_SYNC = 'cp -r "$0" "$1" && find "$1" -exec sync {} +'
@@ -37,15 +39,15 @@ class Row:
     ``{wide}`` is one of the source's size whose tensors have long rows, ``{many}`` what 64 ranks
     save of 1,000 small tensors. ``measure`` is what is compared with the ``peers``: wall-clock
     seconds, CPU seconds, or the seconds of the load alone that the command writes to the file
-    ``{result}``. A ``torch`` row needs torch and a checkpoint that torch reads; it is left out,
-    with the reason, where it cannot be done.
+    ``{result}``. A row that ``needs`` packages is left out, with the reason, where one is missing
+    or it cannot be done; one that needs torch needs a checkpoint that torch reads, too.
     """
 
     name: str
     command: tuple[str, ...]
     peers: tuple[str, ...] = ()
     measure: Literal["wall", "cpu", "load"] = "wall"
-    torch: bool = False
+    needs: tuple[str, ...] = ()
 
 
 def _loads(what: str, source: str, dim: int) -> tuple[Row, Row]:
@@ -53,8 +55,8 @@ def _loads(what: str, source: str, dim: int) -> tuple[Row, Row]:
     ours, theirs = f"dcp.load, {what}, ckptool's reader", f"dcp.load, {what}, torch's reader"
     words = (source, str(dim), "{result}")
     return (
-        Row(ours, (*_LOAD, "ckptool", *words), peers=(theirs,), measure="load", torch=True),
-        Row(theirs, (*_LOAD, "torch", *words), measure="load", torch=True),
+        Row(ours, (*_LOAD, "ckptool", *words), peers=(theirs,), measure="load", needs=("torch",)),
+        Row(theirs, (*_LOAD, "torch", *words), measure="load", needs=("torch",)),
     )
 
 
@@ -62,15 +64,19 @@ ROWS = (
     Row("cp -r", ("cp", "-r", "{source}", "{target}")),
     Row(
         "convert --to safetensors",
-        (*_CONVERT, *_TO_SAFETENSORS, "--no-fsync", "--no-verify"),
+        (*_CONVERT, *TO_SAFETENSORS, "--no-fsync", "--no-verify"),
         peers=("cp -r", "torch to safetensors"),
     ),
     Row(
         "convert --to safetensors, verified",
-        (*_CONVERT, *_TO_SAFETENSORS, "--no-fsync", "--verify"),
+        (*_CONVERT, *TO_SAFETENSORS, "--no-fsync", "--verify"),
         peers=("cp -r",),
     ),
-    Row("torch to safetensors", (*PROGRAM, "to-safetensors", "{source}", "{target}"), torch=True),
+    Row(
+        "torch to safetensors",
+        (*PROGRAM, "to-safetensors", "{source}", "{target}"),
+        needs=("torch",),
+    ),
     Row(
         "convert --to torch-save",
         (*_CONVERT, "{target}.pt", "--to", "torch-save", "--no-fsync", "--no-verify"),
@@ -79,7 +85,7 @@ ROWS = (
     Row(
         "torch to torch-save",
         (*_FORMAT_UTILS, "dcp_to_torch", "{source}", "{target}.pt"),
-        torch=True,
+        needs=("torch",),
     ),
     Row(
         "convert --to dcp",
@@ -88,26 +94,26 @@ ROWS = (
     ),
     Row(
         "reshard --mesh 2x4",
-        (*_RESHARD, "{source}", *_TO_2X4, "--no-verify"),
+        (*RESHARD, "{source}", *_TO_2X4, "--no-verify"),
         peers=("cp -r", "torch to 2x4, 8 ranks"),
     ),
     Row(
         "reshard --mesh 2x4, verified",
-        (*_RESHARD, "{source}", *_TO_2X4, "--verify"),
+        (*RESHARD, "{source}", *_TO_2X4, "--verify"),
         peers=("cp -r",),
     ),
     Row(
         "torch to 2x4, 8 ranks",
         (*_TORCHRUN, "8", *_MODULE, "reshard", "{source}", "{target}"),
-        torch=True,
+        needs=("torch",),
     ),
     Row(
         "reshard --mesh 2x4, a quarter of the size",
-        (*_RESHARD, "{quarter}", *_TO_2X4, "--no-verify"),
+        (*RESHARD, "{quarter}", *_TO_2X4, "--no-verify"),
     ),
     Row(
         "reshard --mesh 2x4, three times the size",
-        (*_RESHARD, "{triple}", *_TO_2X4, "--no-verify"),
+        (*RESHARD, "{triple}", *_TO_2X4, "--no-verify"),
     ),
     *(
         Row(
@@ -122,20 +128,23 @@ ROWS = (
     Row("cp -r, synced", ("sh", "-c", _COPY_AND_SYNC, "{source}", "{target}")),
     Row(
         "convert --to safetensors, synced",
-        (*_CONVERT, *_TO_SAFETENSORS, "--fsync", "--no-verify"),
+        (*_CONVERT, *TO_SAFETENSORS, "--fsync", "--no-verify"),
         peers=("cp -r, synced",),
     ),
-    Row("verify", (*_CKPTOOL, "verify", "--quiet", "{source}"), peers=("cat FILES | sha256sum",)),
+    Row("verify", (*CKPTOOL, "verify", "--quiet", "{source}"), peers=("cat FILES | sha256sum",)),
     Row("cat FILES | sha256sum", ("sh", "-c", _CAT_AND_HASH, "{source}")),
-    Row("verify --quick", (*_CKPTOOL, "verify", "--quiet", "--quick", "{source}")),
-    Row("verify --against", (*_CKPTOOL, "verify", "--quiet", "{source}", "--against", "{source}")),
+    Row("verify --quick", (*CKPTOOL, "verify", "--quiet", "--quick", "{source}")),
+    Row("verify --against", (*CKPTOOL, "verify", "--quiet", "{source}", "--against", "{source}")),
     Row("verify --write-manifest", (*_MANIFEST, "{target}.json")),
-    Row("verify --quick, 1,000 tensors of 64 ranks", (*_CKPTOOL, "verify", "--quick", "{many}")),
-    Row("verify, 1,000 tensors of 64 ranks", (*_CKPTOOL, "verify", "{many}")),
-    Row("inspect, 1,000 tensors of 64 ranks", (*_CKPTOOL, "inspect", "{many}")),
-    Row("--help", (*_CKPTOOL, "--help"), measure="cpu"),
+    Row("verify --quick, 1,000 tensors of 64 ranks", (*CKPTOOL, "verify", "--quick", "{many}")),
+    Row("verify, 1,000 tensors of 64 ranks", (*CKPTOOL, "verify", "{many}")),
+    Row("inspect, 1,000 tensors of 64 ranks", (*CKPTOOL, "inspect", "{many}")),
+    Row("--help", (*CKPTOOL, "--help"), measure="cpu"),
+    Row("inspect", (*CKPTOOL, "inspect", "{light}"), peers=("torch read_metadata",), measure="cpu"),
     Row(
-        "inspect", (*_CKPTOOL, "inspect", "{light}"), peers=("torch read_metadata",), measure="cpu"
+        "torch read_metadata",
+        (*PROGRAM, "read-metadata", "{light}"),
+        measure="cpu",
+        needs=("torch",),
     ),
-    Row("torch read_metadata", (*PROGRAM, "read-metadata", "{light}"), measure="cpu", torch=True),
 )

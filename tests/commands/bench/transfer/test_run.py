@@ -8,22 +8,18 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from fork_server import forking_python
+from forked_rows import forked
 
 from ckptool.commands.bench.transfer import run as bench
 from ckptool.commands.bench.transfer.programs import plan_large
+from ckptool.commands.bench.transfer.report import RowResult, TransferBenchReport
 from ckptool.commands.bench.transfer.rows import ROWS, Row
-from ckptool.commands.bench.transfer.run import (
-    RowResult,
-    Sample,
-    TransferBenchReport,
-    run_sample,
-    transfer_bench,
-)
+from ckptool.commands.bench.transfer.run import transfer_bench
+from ckptool.commands.bench.transfer.samples import Sample, run_sample
 from ckptool.errors import TransferError, Unsupported
 from ckptool.render.bench.transfer import show_transfer_bench, transfer_bench_json
 
@@ -34,13 +30,6 @@ ALIKE = (
 )
 """How rows begin that differ from others in size or dim alone."""
 MEASURED = tuple(row for row in ROWS if not row.name.startswith(ALIKE))
-
-
-def forked(row: Row, python: str) -> Row:
-    """The row, with the Python that forks unless what its start imports is looked at."""
-    if row.measure == "cpu" and not row.torch:
-        return row
-    return replace(row, command=tuple(python if w == sys.executable else w for w in row.command))
 
 
 @pytest.fixture(scope="module")

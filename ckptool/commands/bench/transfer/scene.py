@@ -1,0 +1,114 @@
+"""Where rows are measured: what their placeholders stand for, and samples of them all in turns."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+from ckptool.commands.bench.transfer.report import RowResult
+from ckptool.commands.bench.transfer.rows import OTHERS, Row
+from ckptool.commands.bench.transfer.samples import Sample, run_sample
+from ckptool.errors import TransferError
+
+Progress = Callable[[str], None]
+
+
+class Scene:
+    """Checkpoints on a disk; what a command writes lies beside ``{target}``."""
+
+    def __init__(self, paths: Mapping[str, str]) -> None:
+        self.paths = paths
+        self.environment: Mapping[str, str] = os.environ
+
+    def command(self, row: Row) -> list[str]:
+        """Return a row's command, with paths for placeholders."""
+        return [re.sub(r"\{\w+\}", lambda mark: self.paths[mark[0]], word) for word in row.command]
+
+    def moved_bytes(self, row: Row) -> int:
+        """Return the bytes of the checkpoint that a row moves, to a target or into memory."""
+        moves = any("{target}" in word or word == "{result}" for word in row.command)
+        return count_bytes(self._sources(row)[0]) if moves else 0
+
+    def take_sample(self, row: Row) -> Sample:
+        """Take one sample of a row; its output is removed."""
+        outputs = Path(self.paths["{target}"]).parent
+        os.sync()
+        for checkpoint in self._sources(row):
+            _warm_cache(checkpoint)
+        try:
+            sample = run_sample(self.command(row), self.environment)
+            if row.measure != "load":
+                return sample
+            return replace(sample, **json.loads(Path(self.paths["{result}"]).read_text()))
+        finally:
+            shutil.rmtree(outputs)
+            outputs.mkdir()
+
+    def imports_torch(self, row: Row) -> bool | None:
+        """Return whether a command that is measured in CPU seconds loads torch, as Python says."""
+        if row.measure != "cpu" or "torch" in row.needs:
+            return None
+        python, *words = self.command(row)
+        ran = subprocess.run(
+            [python, "-X", "importtime", *words], capture_output=True, text=True, check=True
+        )
+        modules = (line.rpartition("|")[2].strip() for line in ran.stderr.splitlines())
+        return any(module == "torch" for module in modules)
+
+    def _sources(self, row: Row) -> list[Path]:
+        """Return where the large checkpoints lie that a row reads."""
+        return [Path(self.paths[mark]) for mark in ("{source}", *OTHERS) if mark in row.command]
+
+
+def walk_files(path: Path) -> Iterator[Path]:
+    """Yield the files of a folder, or a file itself."""
+    yield from [path] if path.is_file() else (file for file in path.rglob("*") if file.is_file())
+
+
+def count_bytes(path: Path) -> int:
+    """Return the bytes of all files of a checkpoint."""
+    return sum(file.stat().st_size for file in walk_files(path))
+
+
+def _warm_cache(checkpoint: Path) -> None:
+    """Read a checkpoint, so that no row pays for what the page cache gave up in the meantime."""
+    for file in walk_files(checkpoint):
+        with open(file, "rb") as stream:
+            while stream.read(1 << 20):
+                pass
+
+
+def missing_package(row: Row) -> str | None:
+    """Return why a row cannot be measured where a package that it needs is missing, or None."""
+    missing = [name for name in row.needs if find_spec(name) is None]
+    return f"{', '.join(missing)} is not installed" if missing else None
+
+
+def measure(
+    rows: tuple[Row, ...], scene: Scene, repeat: int, skipped: dict[str, str], progress: Progress
+) -> tuple[RowResult, ...]:
+    """Measure every row once a round; a row of others that fails is left out with its error."""
+    samples: dict[str, list[Sample]] = {row.name: [] for row in rows}
+    for number in range(1, repeat + 1):
+        for row in rows:
+            if row.name in skipped:
+                continue
+            progress(f"round {number} of {repeat}: {row.name}")
+            try:
+                samples[row.name].append(scene.take_sample(row))
+            except TransferError as error:
+                if not row.needs:
+                    raise
+                skipped[row.name] = error.message
+    measured = [row for row in rows if row.name not in skipped]
+    return tuple(
+        RowResult(r, tuple(samples[r.name]), scene.imports_torch(r), scene.moved_bytes(r))
+        for r in measured
+    )
