@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ckptool import dcp as dcp
     from ckptool import errors as errors
+    from ckptool.api.checkpoint import Checkpoint as Checkpoint
     from ckptool.api.commands import bench as bench
     from ckptool.api.commands import bench_changes as bench_changes
     from ckptool.api.commands import bench_stores as bench_stores
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from ckptool.api.commands import verify_run as verify_run
     from ckptool.api.load import LoadReport as LoadReport
     from ckptool.api.load import load as load
-    from ckptool.api.open import Checkpoint as Checkpoint
     from ckptool.api.open import open as open
     from ckptool.api.state_dict import KeysDiffer as KeysDiffer
     from ckptool.core.box import Box as Box
@@ -51,7 +51,8 @@ _PLACES = {
     "api.commands": "bench bench_changes bench_stores bench_transfer compare convert extract"
     " inspect list_formats list_maps map_text reshard salvage stats verify verify_run",
     "api.load": "LoadReport load",
-    "api.open": "Checkpoint open",
+    "api.checkpoint": "Checkpoint",
+    "api.open": "open",
     "api.state_dict": "KeysDiffer",
     "core.box": "Box",
     "errors": "CkptoolError",

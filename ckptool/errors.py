@@ -2,6 +2,7 @@
 
     CkptoolError
     ├── UsageError        2    the command line asks for something that makes no sense
+    │   └── NoSuchName         no tensor of the checkpoint is called so
     ├── SourceError       3    the source is missing, unrecognised or malformed
     │   ├── NotFound           nothing is there
     │   ├── Unrecognised       something is there, but no checkpoint ckptool knows
@@ -154,6 +155,12 @@ class UsageError(CkptoolError):
     """The command line asks for something that makes no sense."""
 
     exit_code = 2
+
+
+class NoSuchName(UsageError, KeyError):
+    """A checkpoint has no tensor of this name. A KeyError, since checkpoints are mappings."""
+
+    __str__ = Exception.__str__  # KeyError's quotes the message
 
 
 class SourceError(CkptoolError):

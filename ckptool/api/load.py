@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 import numpy as np
 
 from ckptool.api.arguments import AnyPath, Keywords, with_keywords
+from ckptool.api.checkpoint import Checkpoint
 from ckptool.api.keywords import OpenKeywords
-from ckptool.api.open import Checkpoint, checkpoint_at
+from ckptool.api.open import checkpoint_at
 from ckptool.api.state_dict import (
     NameMatch,
     StateLeaf,

@@ -8,7 +8,7 @@ from functools import partial
 from itertools import takewhile
 from typing import Any, NamedTuple
 
-from ckptool.api.open import Checkpoint
+from ckptool.api.checkpoint import Checkpoint
 from ckptool.commands.rewrite import only_model
 from ckptool.errors import CkptoolError, Unsupported, UsageError
 

@@ -207,6 +207,15 @@ class TensorEntry:
         return math.prod(self.shape)
 
     @property
+    def numel(self) -> int:
+        """Elements of the whole tensor, as torch calls them."""
+        return self.elements
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the whole tensor, once."""
         return self.elements * self.dtype.itemsize

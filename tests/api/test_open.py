@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -74,44 +75,184 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tensor]
     return path, tensor
 
 
-def bounds(size: int) -> st.SearchStrategy[slice]:
+def steps_of(size: int) -> st.SearchStrategy[Any]:
     some = st.none() | st.integers(-size - 2, size + 2)
-    return st.builds(slice, some, some)
+    by = st.none() | st.integers(1, size + 2)
+    return st.builds(slice, some, some, by) | st.integers(-size, size - 1)
 
 
-@given(index=st.tuples(bounds(7), bounds(5), bounds(3)), dims=st.integers(0, 3))
-def test_slices_mean_what_torch_means(
-    saved: tuple[Path, torch.Tensor], index: tuple[slice, ...], dims: int
+@given(
+    index=st.tuples(steps_of(7), steps_of(5), steps_of(3)),
+    dims=st.integers(0, 3),
+    dots=st.integers(0, 3),
+)
+def test_an_index_means_what_torch_means(
+    saved: tuple[Path, torch.Tensor], index: tuple[Any, ...], dims: int, dots: int
 ) -> None:
+    """Also in an array of numpy, and into memory that is given, of any strides."""
     path, tensor = saved
-    assert torch.equal(ckptool.open(path).read("x", index[:dims]), tensor[index[:dims]])
+    asked = (*index[:dots], ..., *index[3 - dims + dots :]) if dots <= dims else index[:dims]
+    one, expected = ckptool.open(path), tensor[asked]
+    assert torch.equal(one.read("x", asked), expected)
+    assert torch.equal(one[("x", *asked)], expected)
+    found = one.read("x", asked, as_="numpy")
+    assert np.array_equal(found, expected.numpy())
+    assert found.shape == expected.shape
+    out = torch.zeros((*expected.shape, 2), dtype=torch.int16)[..., 0]
+    assert one.read("x", asked, out=out) is out
+    assert torch.equal(out, expected)
+    array = np.zeros((*expected.shape, 2), np.int16)[..., 0]
+    one.read("x", asked, as_="numpy", out=array)
+    assert np.array_equal(array, expected.numpy())
+
+
+def test_integers_of_dims_of_one_and_nothing_at_all(tmp_path: Path) -> None:
+    tensor = torch.arange(5.0).reshape(1, 5, 1)
+    save_file({"x": tensor, "none": torch.zeros(0, 3)}, tmp_path / "m.safetensors")
+    one = ckptool.open(tmp_path / "m.safetensors")
+    assert torch.equal(one["x", 0], tensor[0])
+    assert torch.equal(one["x", ..., 0], tensor[..., 0])
+    assert one["none"].shape == (0, 3)
+    assert one["none", :, 1].shape == (0,)
 
 
 @pytest.mark.parametrize(
-    ("box", "says"),
+    ("index", "says"),
     [
-        ((slice(0, 2, 2),), "steps"),
-        ((slice(None),) * 4, "invalid box"),
-        ((1,), "invalid box"),
-        (3, "invalid box 3"),
-        (..., "invalid box Ellipsis"),
+        ((slice(0, 2, -1),), "step -1: at least 1"),
+        ((slice(0, 2, 0),), "step 0: at least 1"),
+        ((slice(None),) * 4, "4 subscripts for 3 dims"),
+        ((..., 0, ...), "3 subscripts for 3 dims"),
+        (True, "invalid index True"),
+        ("a", "invalid index 'a'"),
+        ((0, 5), "index 5 is out of range for a dim of 5"),
+        (-8, "index -8 is out of range for a dim of 7"),
         (ckptool.Box((0,), (2,)), "does not fit shape"),
         (ckptool.Box((0, 0, 0), (8, 1, 1)), "does not fit shape"),
         (ckptool.Box((2, 0, 0), (1, 1, 1)), "does not fit shape"),
     ],
 )
-def test_boxes_that_make_no_sense(saved: tuple[Path, torch.Tensor], box: Any, says: str) -> None:
+def test_indexes_that_make_no_sense(
+    saved: tuple[Path, torch.Tensor], index: Any, says: str
+) -> None:
     with pytest.raises(UsageError, match=says):
-        ckptool.open(saved[0]).read("x", box)
+        ckptool.open(saved[0]).read("x", index)
 
 
-def test_numpy_where_it_has_the_type(saved: tuple[Path, torch.Tensor]) -> None:
+@pytest.mark.parametrize(
+    ("out", "says"),
+    [
+        (torch.zeros(7, 5, 3), "int16 .* is read, but out is float32"),
+        (torch.zeros(7, 5, 2, dtype=torch.int16), r"\[7, 5, 3\] is read, .* int16 \[7, 5, 2\]"),
+        (torch.zeros(7, 5, 3, dtype=torch.int16, device="meta"), "on the meta device"),
+        (torch.zeros(1, 1, 1, dtype=torch.int16).expand(7, 5, 3), "an expanded view"),
+    ],
+)
+def test_memory_that_does_not_fit_is_refused(
+    saved: tuple[Path, torch.Tensor], out: torch.Tensor, says: str
+) -> None:
+    with pytest.raises(Unsupported, match=says):
+        ckptool.open(saved[0]).read("x", out=out)
+
+
+def test_a_type_and_a_device_to_read_to(saved: tuple[Path, torch.Tensor]) -> None:
+    one = ckptool.open(saved[0])
+    assert one.read("half", dtype=torch.float32, device="cpu").dtype == torch.float32
+    assert one.read("half", dtype="fp64").dtype == torch.float64
+    assert one.read("x", dtype=torch.int16).dtype == torch.int16
+    for kind in ("bf16", torch.float32):
+        with pytest.raises(Unsupported, match="x: int16 is not cast to"):
+            one.read("x", dtype=kind)
+    with pytest.raises(UsageError, match="numpy has no devices"):
+        one.read("x", as_="numpy", device="cpu")  # type: ignore[call-overload]
+    read_only = np.zeros((7, 5, 3), np.int16)
+    read_only.flags.writeable = False
+    with pytest.raises(Unsupported, match="read-only"):
+        one.read("x", as_="numpy", out=read_only)
+
+
+# As a mapping
+
+
+def test_it_is_a_mapping_of_tensors_and_values(tmp_path: Path) -> None:
+    state = {"w": torch.arange(6.0).reshape(2, 3), "step": 7, "tags": {"a": [1, (2, "x")]}}
+    torch.save(state, tmp_path / "m.pt")
+    one = ckptool.open(tmp_path / "m.pt")
+    assert list(one) == ["w", "step", "tags.a"]
+    assert (len(one), one.step) == (3, 7)
+    assert "w" in one
+    assert "v" not in one
+    assert 3 not in one
+    assert torch.equal(dict(one.items())["w"], state["w"])
+    assert {name: one[name] for name in one.keys() - {"w"}} == {"step": 7, "tags.a": [1, (2, "x")]}
+    assert torch.equal(one["w", 1, ::2], state["w"][1, ::2])
+    assert one.get("v") is None
+    with pytest.raises(KeyError, match="no tensor named 'v'"):
+        one["v"]
+    with pytest.raises(KeyError, match="step is a value"):
+        one["step", 0]
+    assert {one: 1}[one] == 1
+    assert (one.tensors["w"].ndim, one.tensors["w"].numel) == (2, 6)
+
+
+def test_a_model_on_the_meta_device_is_loaded_from_its_state_dict(tmp_path: Path) -> None:
+    def model() -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+
+    expected = model()
+    torch.save({"model": expected.state_dict(), "step": 3}, tmp_path / "m.pt")
+    with torch.device("meta"):
+        loaded = model()
+    one = ckptool.open(tmp_path / "m.pt", model_only=True)
+    state = one.state_dict(device="cpu")
+    assert state.keys() == expected.state_dict().keys()
+    loaded.load_state_dict(state, assign=True)
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor)
+
+
+def test_nothing_is_read_of_what_was_closed(saved: tuple[Path, torch.Tensor]) -> None:
+    with ckptool.open(saved[0]) as one:
+        assert torch.equal(one["x"], saved[1])
+    with pytest.raises(UsageError, match="was closed"):
+        one.read("x")
+    assert len(one) == 0
+
+
+def test_what_a_notebook_shows_is_inert(tmp_path: Path) -> None:
+    name = "<script>alert(1)</script>"
+    save_file(
+        {name: torch.zeros(2)} | {f"n{i}": torch.zeros(1) for i in range(60)},
+        tmp_path / "m.safetensors",
+    )
+    shown = ckptool.open(tmp_path / "m.safetensors")._repr_html_()
+    assert "<script>" not in shown
+    assert "and 11 more" in shown
+
+
+def test_numpy_where_it_has_the_type(
+    saved: tuple[Path, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
     one = ckptool.open(saved[0])
     found = one.read("x", slice(2, 4), as_="numpy")
     assert found.dtype == np.int16
     assert np.array_equal(found, saved[1][2:4].numpy())
-    with pytest.raises(Unsupported, match="numpy has no bfloat16"):
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    with pytest.raises(Unsupported, match="numpy has no bfloat16") as refused:
         one.read("half", as_="numpy")
+    assert "pip install ml_dtypes" in (refused.value.hint or "")
+    monkeypatch.setitem(sys.modules, "ml_dtypes", SimpleNamespace(bfloat16=np.dtype("V2")))
+    assert one.read("half", as_="numpy").dtype == np.dtype("V2")
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float8_e4m3fn", "float8_e5m2"])
+def test_numpy_has_the_types_of_ml_dtypes(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("ml_dtypes")
+    values = torch.tensor([0.0, 1.5, -2.0, 448.0]).to(getattr(torch, kind))
+    save_file({"x": values}, tmp_path / "m.safetensors")
+    found = ckptool.open(tmp_path / "m.safetensors").read("x", as_="numpy")
+    assert found.dtype.name == kind
+    assert found.astype(np.float32).tolist() == values.float().tolist()
 
 
 def test_a_name_that_is_not_there(saved: tuple[Path, torch.Tensor]) -> None:

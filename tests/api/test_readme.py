@@ -14,7 +14,9 @@ from conftest import bits, case
 
 import ckptool
 
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+PYTHON = ROOT / "ckptool" / "docs" / "python.md"
 ZERO = case("deepspeed_zero_3")
 
 
@@ -23,18 +25,46 @@ def zeros(**options: Any) -> dict[str, torch.Tensor]:
     return {n: torch.zeros(e.shape, dtype=getattr(torch, e.dtype.name)) for n, e in held}
 
 
+def program(page: Path) -> str:
+    """What a page shows of Python, as one program."""
+    return "\n".join(re.findall(r"```python\n(.*?)```", page.read_text(), re.S))
+
+
+def make_model() -> torch.nn.Module:
+    """Make a module of parameters with the names of the checkpoint, on torch's default device."""
+    top = torch.nn.Module()
+    for name, entry in ckptool.open(ZERO.path, model_only=True).tensors.items():
+        *outer, last = name.split(".")
+        module = top
+        for step in outer:
+            if step not in dict(module.named_children()):
+                module.add_module(step, torch.nn.Module())
+            module = dict(module.named_children())[step]
+        value = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype.name))
+        module.register_parameter(last, torch.nn.Parameter(value, requires_grad=False))
+    return top
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed")
-def test_in_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    section = README.read_text().partition("\n## In Python\n")[2].partition("\n## ")[0]
-    (lines,) = re.findall(r"```python\n(.*?)```", section, re.S)
+@pytest.mark.parametrize(
+    "lines",
+    [program(README), program(PYTHON).replace('as_="numpy"', 'as_="torch"')],
+    ids=["README", "python.md"],
+)
+def test_in_python(lines: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "ckptool.open(" in lines
     shutil.copytree(ZERO.path, tmp_path / "runs" / "global_step1000")
     monkeypatch.chdir(tmp_path)
     parameters, everything = zeros(model_only=True), zeros()
     model = SimpleNamespace(state_dict=lambda: parameters)
-    exec(lines, {"model": model, "state_dict": everything})
+    names = {"model": model, "state_dict": everything, "make_model": make_model}
+    exec(lines, names)
     truth = ckptool.open(ZERO.path, model_only=True)
     assert {n: bits(t) for n, t in parameters.items()} == {
         n: bits(truth.read(n)) for n in parameters
     }
     assert {n: bits(t) for n, t in everything.items()} == ZERO.truth
     assert ckptool.open("model/").tensors.keys() == parameters.keys()
+    if names["model"] is not model:
+        loaded = names["model"].state_dict()
+        assert {n: bits(t) for n, t in loaded.items()} == {n: bits(truth.read(n)) for n in truth}

@@ -17,6 +17,10 @@ def as_it_should_be(path: Path, model: torch.nn.Module) -> list[str]:
     shapes: dict[str, tuple[int, ...]] = {n: e.shape for n, e in checkpoint.tensors.items()}
     rows: torch.Tensor = checkpoint.read("embed.weight", (slice(0, 4),))
     bits = checkpoint.read("embed.weight", as_="numpy")
+    row: torch.Tensor = checkpoint.read("embed.weight", (0, ..., slice(0, 8, 2)), device="cpu")
+    row = checkpoint.read("embed.weight", 0, dtype=torch.float32, out=row)
+    known: int = len(checkpoint) + (checkpoint.step or 0) + checkpoint.tensors["embed.weight"].numel
+    model.load_state_dict(checkpoint.state_dict(device="cuda"), assign=True)
     report = ckptool.load(checkpoint, model.state_dict(), strict=False, workers=2)
     missing: tuple[str, ...] = report.missing
     written: int = ckptool.convert(path, "model/", to="safetensors", budget="1GiB").write_bytes
@@ -31,7 +35,7 @@ def as_it_should_be(path: Path, model: torch.nn.Module) -> list[str]:
         missing += error.unexpected
     except ckptool.CkptoolError as error:
         print(error.message, error.hint)
-    told = (shapes, rows.shape, bits.shape, written, ok, same, lost, mesh.shape)
+    told = (shapes, rows.shape, row.shape, known, bits.shape, written, ok, same, lost, mesh.shape)
     return [*missing, *map(str, told), *(one.name for one in ckptool.list_formats())]
 
 
@@ -42,4 +46,5 @@ def with_mistakes(path: Path, model: torch.nn.Module) -> None:
     ckptool.verify(path, mesh="2")  # type: ignore[call-arg]
     ckptool.convert(path, "out")  # type: ignore[call-arg]
     ckptool.open(path).read("w", as_="jax")  # type: ignore[call-overload]
+    ckptool.open(path).read("w", as_="numpy", device="cpu")  # type: ignore[call-overload]
     ckptool.laod(path, {})  # type: ignore[attr-defined]

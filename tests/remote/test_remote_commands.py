@@ -18,7 +18,7 @@ from store_server import S3, s3, server
 from test_s3 import big, files_of, resharded
 from typer.testing import CliRunner
 
-from ckptool.api.open import workers_of_this_rank
+from ckptool.api.checkpoint import workers_of_this_rank
 from ckptool.cli.app import app
 from ckptool.commands.convert import prepare
 from ckptool.commands.open import open_checkpoint

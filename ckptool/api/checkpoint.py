@@ -1,0 +1,335 @@
+"""An open checkpoint: what it holds, and any part of any tensor."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, Self, overload
+
+from ckptool.api.arguments import AnyDType
+from ckptool.api.containers import Containers
+from ckptool.api.html import checkpoint_html
+from ckptool.api.index import Index, parse_index
+from ckptool.api.keywords import OpenKeywords
+from ckptool.api.read import cast_entry, read_numpy, read_torch
+from ckptool.commands.inspect import step_of
+from ckptool.commands.open import OpenedCheckpoint, no_collecting
+from ckptool.core.box import Box
+from ckptool.core.casts import as_type
+from ckptool.core.catalog import Catalog, TensorEntry, coverage_problem
+from ckptool.core.dtype import DType
+from ckptool.core.mesh import Mesh
+from ckptool.core.quantization import quantised_names
+from ckptool.core.state_category import state_category
+from ckptool.core.subscript import Pick, take
+from ckptool.engine.read.tiles import require_unchanged
+from ckptool.errors import Damaged, NoSuchName, UsageError
+from ckptool.storage.local import Files, LocalSource
+from ckptool.storage.url import Location
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    from ckptool.engine.read.tensors import BoxMemory, FillRequest
+
+
+class Checkpoint(Mapping[str, Any]):
+    """A checkpoint whose metadata was read; its tensors are read when they are asked for.
+
+    As a mapping it is from names to tensors and values, each read anew whenever it is asked for.
+
+    Threads may share one. Nothing is unpickled. It can be pickled itself: what comes of that opens
+    the same place anew, and is Changed where that is no longer what it was.
+    """
+
+    def __init__(
+        self, opened: OpenedCheckpoint, catalog: Catalog, named: Location, options: OpenKeywords
+    ) -> None:
+        self._opened = opened
+        self._catalog = catalog
+        self._named = named
+        self._options = options
+        self._complete: set[str] = set()
+        self._containers = Containers(opened, catalog)
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"<ckptool.Checkpoint {self.path} {self.format}: {len(self.tensors):,} tensors>"
+
+    def _repr_html_(self) -> str:
+        return checkpoint_html(self)
+
+    def __reduce__(self) -> tuple[Callable[..., Checkpoint], tuple[str, OpenKeywords, str]]:
+        named = self._named
+        place = os.path.abspath(named) if isinstance(named, Path) else named.url
+        from ckptool.api.open import reopen
+
+        return reopen, (place, self._options, self.version())
+
+    def version(self) -> str:
+        """Return a text that changes when a file of the checkpoint does."""
+        files = self._opened.catalog.files
+        return self._opened.source.fingerprint([*files, *self._opened.catalog.companions])
+
+    @property
+    def path(self) -> Location:
+        """Return where it lies, which may be below the path that was given."""
+        return self._opened.path
+
+    @property
+    def format(self) -> str:
+        """Return the name of its format, as ``ckptool formats`` lists it."""
+        return self._opened.format.name
+
+    @property
+    def catalog(self) -> Catalog:
+        """Return all that its metadata says, as every command sees it."""
+        return self._catalog
+
+    @property
+    def tensors(self) -> Mapping[str, TensorEntry]:
+        """Return tensors by name: ``dtype``, ``shape``, ``placements``, ``mesh``, ``chunks``."""
+        return MappingProxyType(self._catalog.tensors)
+
+    @property
+    def objects(self) -> Mapping[str, Any]:
+        """Return each non-tensor value: plain data, or records of what was not unpickled."""
+        return MappingProxyType({n: entry.value for n, entry in self._catalog.objects.items()})
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """Return the device mesh it was written on, as far as it is known."""
+        return self._catalog.mesh
+
+    @property
+    def step(self) -> int | None:
+        """Return the training step, of a value or of the folder's name; None where none says it."""
+        return step_of(self.path, self._opened.catalog)
+
+    @cached_property
+    def _quantised(self) -> set[str]:
+        return quantised_names(self._catalog)
+
+    # As a mapping
+
+    def __getitem__(self, key: str | tuple[Any, ...]) -> Any:
+        """Read a tensor, or with an index after its name a part of it; or return a value.
+
+        ``checkpoint["w"]`` is all of it, ``checkpoint["w", :8, ..., 0]`` reads what that lies in.
+        Raises NoSuchName, a KeyError, for an unknown name, and what ``read`` raises.
+        """
+        name, *index = key if isinstance(key, tuple) else (key,)
+        if index or name not in self._catalog.objects:
+            return self.read(name, index or None)
+        from ckptool.api.values import rebuild
+
+        return rebuild(self._catalog.objects[name])
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the names of tensors, then those of values."""
+        yield from self._catalog.tensors
+        yield from self._catalog.objects
+
+    def __len__(self) -> int:
+        return len(self._catalog.tensors) + len(self._catalog.objects)
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and self.has(name)
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    def state_dict(self, *, device: torch.device | str | int | None = None) -> Mapping[str, Any]:
+        """Return a mapping that reads each tensor when it is asked for, onto a device.
+
+        For ``model.load_state_dict(checkpoint.state_dict(), assign=True)``, of a model on the meta
+        device too: the tensors become its parameters, and no second copy is made.
+        """
+        return LazyStateDict(self, device)
+
+    # As a resource
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of what was read of its metadata; nothing can be read afterwards.
+
+        No file is kept open between reads, so this is needed for memory alone.
+        """
+        self._closed = True
+        self._catalog = replace(self._catalog, tensors={}, objects={}, conflicts={})
+        self._containers = Containers(self._opened, self._catalog)
+
+    # Reading
+
+    @overload
+    def read(
+        self,
+        name: str,
+        index: Index | None = None,
+        *,
+        as_: Literal["torch"] = "torch",
+        device: torch.device | str | int | None = None,
+        dtype: AnyDType | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor: ...
+    @overload
+    def read(
+        self,
+        name: str,
+        index: Index | None = None,
+        *,
+        as_: Literal["numpy"],
+        dtype: AnyDType | None = None,
+        out: np.ndarray[Any, Any] | None = None,
+    ) -> np.ndarray[Any, np.dtype[Any]]: ...
+    def read(
+        self,
+        name: str,
+        index: Index | None = None,
+        *,
+        as_: Literal["torch", "numpy"] = "torch",
+        device: torch.device | str | int | None = None,
+        dtype: AnyDType | None = None,
+        out: Any = None,
+    ) -> Any:
+        """Read a tensor or a part of it, whatever chunks it lies in; only their bytes are read.
+
+        ``index`` are integers, slices with positive steps and ``...``, as torch takes them. It is
+        read onto ``device``, cast to the floating type ``dtype``, or into ``out``, a tensor or
+        array of its shape and type.
+
+        Checksums are verified where all that they cover is read. Raises NoSuchName for an unknown
+        name, UsageError for an index outside the shape, Unsupported where numpy (and ml_dtypes) has
+        no such element type or ``out`` does not fit, Damaged where the tensor is not complete.
+        """
+        entry = self.entry(name) if dtype is None else cast_entry(self, name, dtype)
+        wanted = parse_index(entry, index)
+        if as_ == "torch":
+            return read_torch(self, entry, wanted, device, out)
+        if as_ != "numpy":
+            raise UsageError(f"as_={as_!r}: torch or numpy")
+        if device is not None:
+            raise UsageError(f"device={device!r}: numpy has no devices")
+        return read_numpy(self, entry, wanted, out)
+
+    def entry(self, name: str, dtype: DType | None = None) -> TensorEntry:
+        """Return a tensor whose chunks tile it exactly, cast where another floating type is given.
+
+        Other types are never cast, nor are quantised tensors and their scales, nor what has no
+        dims and is none of the model, such as a step counter. Raises UsageError for an unknown
+        name, and Damaged where chunks are missing or ranks contradict one another.
+        """
+        self._require(name)
+        entry = self._catalog.tensors[name]
+        if name not in self._complete:
+            problem = coverage_problem(entry)
+            if problem is not None:
+                raise Damaged(problem, hint="a shard is missing, or its metadata is wrong")
+            self._complete.add(name)
+        if dtype is None or dtype == entry.dtype or {dtype.kind, entry.dtype.kind} != {"float"}:
+            return entry
+        if name in self._quantised or not (entry.shape or state_category(entry) == "model"):
+            return entry
+        return as_type(entry, dtype)
+
+    def has(self, name: str) -> bool:
+        """Return whether a tensor or a value has this name."""
+        catalog = self._catalog
+        return name in catalog.tensors or name in catalog.objects or name in catalog.conflicts
+
+    def fill(self, wanted: Sequence[FillRequest], workers: int | None = None) -> None:
+        """Read boxes of tensors into memory; see ``engine.read.tensors.fill``.
+
+        Containers are opened only where a box needs what is in them.
+        """
+        with no_collecting():
+            located = self._containers.locate(wanted)
+        self._fill(located, workers)
+
+    def fill_part(self, entry: TensorEntry, wanted: Sequence[Pick], memory: BoxMemory) -> None:
+        """Read the wanted elements of a tensor into memory of their shape."""
+        from ckptool.engine.read.tensors import FillRequest
+
+        spans = [pick.indexes for pick in wanted]
+        if not all(spans):
+            return
+        around = Box(tuple(span[0] for span in spans), tuple(span[-1] + 1 for span in spans))
+        if [*map(Pick, map(range, entry.shape))] == [*wanted]:
+            self.fill([FillRequest(entry, around, memory)])
+            return
+        (located,) = self._containers.locate([FillRequest(entry, around, memory)])
+        part = take(located.entry, wanted)
+        self._fill([FillRequest(part, Box.whole(part.shape), memory)])
+
+    def _fill(self, located: Sequence[FillRequest], workers: int | None = None) -> None:
+        from ckptool.engine.read.tensors import fill
+
+        if self._closed:
+            raise UsageError(f"{self.path}: the checkpoint was closed")
+        threads = workers_of_this_rank(self._opened.source) if workers is None else workers
+        if threads < 1:
+            raise UsageError(f"workers {threads}: at least 1")
+        fill(located, self._opened.source, threads)
+
+    def require_unchanged(self) -> None:
+        """Raise Changed where its files were written or replaced since it was opened."""
+        require_unchanged(self._catalog, self._opened.source)
+
+    def _require(self, name: str) -> None:
+        if self._closed:
+            raise UsageError(f"{self.path}: the checkpoint was closed")
+        if name in self._catalog.conflicts:
+            raise Damaged(
+                self._catalog.conflicts[name],
+                hint="per_rank=True keeps each rank's as NAME@rankR",
+            )
+        if name in self._catalog.objects:
+            raise NoSuchName(f"{self.path}: {name} is a value, not a tensor", hint="objects has it")
+        if name not in self._catalog.tensors:
+            close = get_close_matches(str(name), self._catalog.tensors, n=1)
+            hint = f"did you mean {close[0]!r} ?" if close else None
+            raise NoSuchName(f"{self.path}: no tensor named {name!r}", hint=hint)
+
+
+class LazyStateDict(Mapping[str, Any]):
+    """The tensors and values of a checkpoint, each read when it is asked for."""
+
+    def __init__(self, checkpoint: Checkpoint, device: torch.device | str | int | None) -> None:
+        self._checkpoint = checkpoint
+        self._device = device
+
+    def __repr__(self) -> str:
+        return f"<ckptool.LazyStateDict of {self._checkpoint!r}>"
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self._checkpoint.tensors:
+            return self._checkpoint.read(name, device=self._device)
+        return self._checkpoint[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._checkpoint)
+
+    def __len__(self) -> int:
+        return len(self._checkpoint)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._checkpoint
+
+
+def workers_of_this_rank(source: Files) -> int:
+    """Return the threads of this process: ranks of torchrun share a disk's, not a store's."""
+    if not isinstance(source, LocalSource):
+        return source.workers
+    local_ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return max(1, source.workers // int(local_ranks if local_ranks.isdecimal() else 1))

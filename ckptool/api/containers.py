@@ -1,0 +1,74 @@
+"""The containers of an open checkpoint, opened where a box needs what is in them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ckptool.commands.open import OpenedCheckpoint
+from ckptool.core.catalog import Catalog, Chunk, TensorEntry
+from ckptool.core.plan import ChunkIndex
+from ckptool.errors import Unsupported
+
+if TYPE_CHECKING:
+    from ckptool.engine.read.tensors import FillRequest
+
+
+class Containers:
+    """The containers of a checkpoint that were opened so far, for all threads alike."""
+
+    def __init__(self, opened: OpenedCheckpoint, catalog: Catalog) -> None:
+        self._opened = opened
+        self._catalog = catalog
+        self._indexes: dict[str, ChunkIndex] = {}
+        self._located: dict[int, Chunk] = {}
+        self._lock = threading.Lock()
+
+    def locate(self, wanted: Sequence[FillRequest]) -> list[FillRequest]:
+        """Return the same with only the chunks that hold the boxes, each at a place to read."""
+        needed = [self._chunks(target) for target in wanted]
+        with self._lock:
+            self._open(
+                {
+                    (target.entry.name, id(chunk)): (target.entry, chunk)
+                    for target, chunks in zip(wanted, needed, strict=True)
+                    for chunk in chunks
+                    if id(chunk) not in self._located
+                }.values()
+            )
+        entries = (
+            replace(target.entry, chunks=tuple(self._located[id(chunk)] for chunk in chunks))
+            for target, chunks in zip(wanted, needed, strict=True)
+        )
+        return [w._replace(entry=entry) for w, entry in zip(wanted, entries, strict=True)]
+
+    def _chunks(self, wanted: FillRequest) -> list[Chunk]:
+        index = self._indexes.get(wanted.entry.name)
+        if index is None:
+            index = self._indexes[wanted.entry.name] = ChunkIndex(wanted.entry)
+        return [chunk for chunk, _ in index.find(wanted.box)]
+
+    def _open(self, closed: Iterable[tuple[TensorEntry, Chunk]]) -> None:
+        """Open the containers of chunks, by themselves and not those of their copies."""
+        chunks: dict[str, list[Chunk]] = {}
+        tensors: dict[str, TensorEntry] = {}
+        for entry, chunk in closed:
+            chunks.setdefault(entry.name, []).append(chunk)
+            tensors[entry.name] = entry
+        if not tensors:
+            return
+        alone = {
+            n: replace(e, chunks=tuple(replace(c, copies=()) for c in chunks[n]))
+            for n, e in tensors.items()
+        }
+        located = self._opened.open_containers(self._catalog.with_tensors(alone)).tensors
+        for name in alone:
+            if name not in located:
+                raise Unsupported(
+                    f"{name}: a tensor subclass that wraps others, not a plain tensor",
+                    hint="convert gives the tensors in it names of their own",
+                )
+            for chunk, place in zip(chunks[name], located[name].chunks, strict=True):
+                self._located[id(chunk)] = place

@@ -1,0 +1,39 @@
+"""Indexes of a tensor as torch takes them: integers, slices with steps, ``...``; or a box."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from types import EllipsisType
+from typing import SupportsIndex
+
+from ckptool.core.box import Box
+from ckptool.core.catalog import TensorEntry
+from ckptool.core.subscript import Pick, picks
+from ckptool.errors import UsageError
+
+IndexItem = SupportsIndex | slice | EllipsisType
+Index = Box | IndexItem | Sequence[IndexItem]
+"""A box of a tensor, or what stands in ``tensor[2:4, ..., ::2, -1]``."""
+
+
+def parse_index(entry: TensorEntry, index: Index | None) -> list[Pick]:
+    """Return what an index means in each dim; UsageError where the tensor has no such part."""
+    if isinstance(index, Box):
+        is_within = len(index.lo) == len(entry.shape) and Box.whole(entry.shape).contains(index)
+        if not is_within or any(map(int.__lt__, index.hi, index.lo)):
+            raise UsageError(f"{entry.name}: box {index} does not fit shape {list(entry.shape)}")
+        return [Pick(range(lo, hi)) for lo, hi in zip(index.lo, index.hi, strict=True)]
+    items = () if index is None else index if isinstance(index, tuple | list) else (index,)
+    return picks(entry.name, entry.shape, tuple(_item(entry, item) for item in items))
+
+
+def _item(entry: TensorEntry, item: object) -> int | slice | EllipsisType:
+    if isinstance(item, slice) or item is ...:
+        return item
+    if isinstance(item, SupportsIndex) and not isinstance(item, bool):
+        return operator.index(item)
+    raise UsageError(
+        f"{entry.name} {list(entry.shape)}: invalid index {item!r}",
+        hint="an integer, a slice or ... for each dim: (slice(0, 2), ..., 3)",
+    )

@@ -1,0 +1,116 @@
+"""Read a part of a tensor into memory: a new tensor or array, or one that is given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from ckptool.core.catalog import TensorEntry
+from ckptool.core.dtype import parse_dtype
+from ckptool.core.subscript import Pick
+from ckptool.errors import Unsupported
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    from ckptool.api.checkpoint import Checkpoint
+
+
+def read_torch(
+    checkpoint: Checkpoint,
+    entry: TensorEntry,
+    wanted: Sequence[Pick],
+    device: Any,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    """Read into ``out``, or a new tensor on ``device``; Unsupported where ``out`` does not fit."""
+    import torch
+
+    from ckptool.api.tensors import Staging, torch_dtype, why_not_filled
+
+    shape = _shape(wanted)
+    if out is None:
+        out = torch.empty(shape, dtype=torch_dtype(entry.dtype.name), device=device)
+    else:
+        _require_fits(entry, shape, tuple(out.shape), str(out.dtype).removeprefix("torch."))
+    obstacle = why_not_filled(out)
+    if obstacle is not None:
+        raise Unsupported(f"{entry.name}: cannot be read into what is {obstacle}")
+    staging = Staging()
+    try:
+        checkpoint.fill_part(entry, wanted, staging.memory(out))
+    finally:
+        staging.finish()
+    return out
+
+
+def read_numpy(
+    checkpoint: Checkpoint,
+    entry: TensorEntry,
+    wanted: Sequence[Pick],
+    out: np.ndarray[Any, Any] | None,
+) -> np.ndarray[Any, np.dtype[Any]]:
+    """Read into ``out``, or a new array; Unsupported where numpy has no such element type."""
+    import numpy as np
+
+    from ckptool.engine.read.gather import unit
+    from ckptool.engine.read.tensors import ArrayMemory
+
+    dtype, shape = numpy_dtype(entry), _shape(wanted)
+    if out is None:
+        out = np.empty(shape, dtype)
+    else:
+        _require_fits(entry, shape, out.shape, out.dtype.name)
+    if not out.flags.writeable:
+        raise Unsupported(f"{entry.name}: cannot be read into a read-only array")
+    checkpoint.fill_part(entry, wanted, ArrayMemory(out.view(unit(entry.dtype.itemsize))))
+    return out
+
+
+def _shape(wanted: Sequence[Pick]) -> tuple[int, ...]:
+    return tuple(len(pick.indexes) for pick in wanted if not pick.is_one)
+
+
+def _require_fits(
+    entry: TensorEntry, shape: tuple[int, ...], given: tuple[int, ...], dtype: str
+) -> None:
+    """Raise Unsupported where memory of this shape and type is not what is read."""
+    if (given, dtype) != (shape, entry.dtype.name):
+        raise Unsupported(
+            f"{entry.name}: {entry.dtype} {list(shape)} is read, but out is {dtype} {list(given)}",
+            hint="nothing is cast silently: dtype= casts" if given == shape else None,
+        )
+
+
+def numpy_dtype(entry: TensorEntry) -> np.dtype[Any]:
+    """Return numpy's type, of ml_dtypes where numpy has none; Unsupported where neither has."""
+    import numpy as np
+
+    name = entry.dtype.name
+    if name in np.sctypeDict:
+        return np.dtype(name)
+    hint = "read it as torch"
+    try:
+        theirs = getattr(import_module("ml_dtypes"), name, None)
+    except ImportError:
+        hint += ", or `pip install ml_dtypes`, which has bfloat16 and types of 8 bits"
+    else:
+        if theirs is not None:
+            found: np.dtype[Any] = np.dtype(theirs)
+            return found
+    raise Unsupported(f"{entry.name}: numpy has no {entry.dtype}", hint=hint)
+
+
+def cast_entry(checkpoint: Checkpoint, name: str, dtype: object) -> TensorEntry:
+    """Return a tensor to be read as ``dtype``; Unsupported where it is not to be cast to that."""
+    entry = checkpoint.entry(name)
+    known = str(dtype).removeprefix("torch.")
+    wanted = entry.dtype if known == entry.dtype.name else parse_dtype(known)
+    cast = checkpoint.entry(name, wanted)
+    if cast.dtype != wanted:
+        is_float = entry.dtype.kind == "float"
+        why = "it is quantized, or a number such as a step counter" if is_float else "no float"
+        raise Unsupported(f"{name}: {entry.dtype} is not cast to {wanted}: {why}")
+    return cast
