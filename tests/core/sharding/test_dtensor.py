@@ -47,7 +47,7 @@ def test_every_vector_observed_in_torch() -> None:
     for kind, mesh, shape, fields, ranks in VECTORS:
         known = {position: rank[0] for position, rank in enumerate(ranks)}
         shards = local_shards(shape, mesh, [placement(f) for f in fields], local_shapes=known)
-        expected = [(tuple(shape), runs) for shape, runs in ranks]
+        expected = [(tuple(sizes), spans) for sizes, spans in ranks]
         assert [(s.shape, runs(s)) for s in shards] == expected, (kind, mesh, shape, fields)
 
 
