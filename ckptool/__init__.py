@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from ckptool.api.commands import list_formats as list_formats
     from ckptool.api.commands import list_maps as list_maps
     from ckptool.api.commands import map_text as map_text
+    from ckptool.api.commands import prune as prune
     from ckptool.api.commands import reshard as reshard
     from ckptool.api.commands import salvage as salvage
     from ckptool.api.commands import stats as stats
@@ -49,7 +50,7 @@ __version__ = "0.1.0"
 
 _PLACES = {
     "api.commands": "bench bench_changes bench_stores bench_transfer compare convert extract"
-    " inspect list_formats list_maps map_text reshard salvage stats verify verify_run",
+    " inspect list_formats list_maps map_text prune reshard salvage stats verify verify_run",
     "api.load": "LoadReport load",
     "api.checkpoint": "Checkpoint",
     "api.open": "open",

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, Union, get_args, get_origin, get
 
 from ckptool.commands.options.bench import BenchOptions
 from ckptool.commands.options.extract import ExtractOptions
+from ckptool.commands.options.prune import PruneOptions
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.rewrite import RewriteOptions
 from ckptool.commands.options.target import ConvertOptions, ReshardOptions
@@ -67,6 +68,7 @@ KEYWORDS: dict[str, tuple[OptionGroup, ...]] = {
         OptionGroup(CompareOptions),
     ),
     "SalvageKeywords": (OptionGroup(SalvageOptions),),
+    "PruneKeywords": (OptionGroup(PruneOptions, without=("keep_last",)),),
     "BenchKeywords": (OptionGroup(BenchOptions),),
 }
 """The options that functions take as keywords, by the names of the types in ``keywords.py``."""

@@ -12,6 +12,7 @@ from ckptool.api.keywords import (
     CompareKeywords,
     ConvertKeywords,
     ExtractKeywords,
+    PruneKeywords,
     ReadKeywords,
     ReshardKeywords,
     SalvageKeywords,
@@ -24,6 +25,7 @@ from ckptool.commands.detect import list_formats as list_formats
 from ckptool.commands.inspect import InspectReport
 from ckptool.commands.options.bench import BenchOptions
 from ckptool.commands.options.extract import ExtractOptions
+from ckptool.commands.options.prune import PruneOptions
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.rewrite import RewriteOptions
 from ckptool.commands.options.target import ConvertOptions, ReshardOptions
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     from ckptool.commands.stats import TensorStats
     from ckptool.commands.verify.compare.against import AgainstReport
     from ckptool.commands.verify.findings import VerifyReport
+    from ckptool.commands.verify.prune import PruneReport
     from ckptool.commands.verify.run_folder import RunReport
     from ckptool.commands.verify.salvage.salvage import SalvageReport
     from ckptool.core.keymap.model import KeyMap
@@ -210,6 +213,19 @@ def verify_run(
 
     parsed = Keywords("verify_run", options, VerifyRunKeywords).options(VerifyOptions)
     return _verify_run(location(run), parsed, every=every)
+
+
+@with_keywords(PruneKeywords)
+def prune(run: AnyPath, *, keep_last: int, **options: Unpack[PruneKeywords]) -> PruneReport:
+    """Decide which steps of a run to keep, verify these, and with ``yes`` remove the others.
+
+    As ``ckptool prune RUN --keep-last N``; ``ok`` of the report says whether all that is kept is
+    good. Raises TransferError where something cannot be removed.
+    """
+    from ckptool.commands.verify.prune import prune as _prune
+
+    keywords = Keywords("prune", options, PruneKeywords)
+    return _prune(location(run), keywords.options(PruneOptions, keep_last=keep_last))
 
 
 @with_keywords(SalvageKeywords)

@@ -140,6 +140,17 @@ class SalvageKeywords(ReadKeywords, total=False):
     workers: int | None
 
 
+class PruneKeywords(ReadKeywords, total=False):
+    """Keywords of ``PruneOptions``."""
+
+    keep_every: int | None
+    yes: bool
+    quick: bool
+    strict: bool
+    ignore: Strings
+    workers: int | None
+
+
 class BenchKeywords(TypedDict, total=False):
     """Keywords of ``BenchOptions``."""
 

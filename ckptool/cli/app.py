@@ -18,6 +18,7 @@ SUMMARIES = {
     "convert": "Write a checkpoint in another format, bit for bit.",
     "reshard": "Write a checkpoint for a new device mesh, in one process or under torchrun.",
     "verify": "Check that a checkpoint is complete, unchanged and safe, from its own files alone.",
+    "prune": "Remove old steps of a run, once those that stay were verified.",
     "bench": "Measure ways to save on this machine: how long each blocks training, and until it is"
     " durable.",
     "formats": "List the formats that are read and written.",

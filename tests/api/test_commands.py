@@ -29,6 +29,7 @@ SOURCE = case("dcp_fsdp2_tp").path
 FUNCTIONS: dict[str, list[Callable[..., Any]]] = {
     "inspect": [ckptool.inspect],
     "extract": [ckptool.extract],
+    "prune": [ckptool.prune],
     "convert": [ckptool.convert],
     "reshard": [ckptool.reshard],
     "verify": [ckptool.verify, ckptool.compare, ckptool.verify_run, ckptool.salvage],

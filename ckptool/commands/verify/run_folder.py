@@ -61,7 +61,7 @@ def verify_run(run: Location, options: VerifyOptions, *, every: bool) -> RunRepo
     steps = steps_of(run)
     verified = []
     for at in range(len(steps) - 1, -1, -1):
-        report = _verify_step(steps[at], steps[:at], options)
+        report = verify_step(steps[at], steps[:at], options)
         if not report.ok and _is_gone(report.path):
             continue
         verified.append(report)
@@ -70,7 +70,8 @@ def verify_run(run: Location, options: VerifyOptions, *, every: bool) -> RunRepo
     return RunReport(run, len(steps), tuple(verified))
 
 
-def _verify_step(step: Step, older: Sequence[Step], options: VerifyOptions) -> StepReport:
+def verify_step(step: Step, older: Sequence[Step], options: VerifyOptions) -> StepReport:
+    """Verify each checkpoint of a step; ``older`` are those before it. Raises NoAnswer."""
     reports: list[VerifyReport] = []
     reasons = [*_missing_parts(step, older)]
     for part in step.parts:
@@ -164,6 +165,7 @@ class Step:
 def steps_of(run: Location) -> list[Step]:
     """Return the steps of a run's folder, the oldest first; those without a number before all.
 
+    What is hidden in it is none: it is being written, or removed.
     A folder that is named as the others are and holds no checkpoint is a step without parts. Where
     nothing below the folder is one, the folder itself may be. Raises NotFound or Unrecognised
     where there is no checkpoint at all.
@@ -171,6 +173,8 @@ def steps_of(run: Location) -> list[Step]:
     itself, inner = find_checkpoints(run)
     if itself is not None:
         inner = [path for path in inner if _is_step(path, run)] or [itself]
+    hidden = [path for path in inner if any(p.startswith(".") for p in within(path, run).parts)]
+    inner = [path for path in inner if path not in hidden]
     if not inner:
         raise Unrecognised(
             f"{run}: no checkpoint in this folder",

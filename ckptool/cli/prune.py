@@ -1,0 +1,39 @@
+"""``ckptool prune``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ckptool.cli.parameters import AsJson, Debug, Quiet, parse_place
+from ckptool.commands.options.prune import PruneOptions
+
+
+def prune(
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="A folder with a run's steps; a path or a URL.")
+    ],
+    *,
+    options: PruneOptions,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Remove old steps of a run, once those that stay were verified.
+
+    Without --yes nothing is removed: what would be is shown. Steps that `latest`, a symbolic link
+    or the Trainer's best checkpoint point to stay, and those that are unclear. Exits 0 if all that
+    is kept is good, 1 if a step that is kept is damaged or none is good.
+    """
+    from ckptool.commands.verify.prune import prune as _prune
+    from ckptool.render.messages import print_json, show_step
+    from ckptool.render.prune import prune_json, show_prune
+
+    report = _prune(parse_place(run, "RUN"), options, (lambda text: None) if quiet else show_step)
+    if as_json:
+        print_json(prune_json(report))
+    elif not quiet:
+        show_prune(report)
+    if not report.ok:
+        raise typer.Exit(1)

@@ -1,0 +1,33 @@
+"""Which steps of a run to keep."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING
+
+from ckptool.commands.options.verify import VerifyOptions
+from ckptool.core.options import COUNT, FLAG, OptionSet, group, option
+
+
+class PruneOptions(OptionSet):
+    """Which steps to keep, how to verify them, and whether the others are removed."""
+
+    keep_last: int = option(
+        "--keep-last",
+        COUNT,
+        default=MISSING,
+        minimum=1,
+        help="Keep the newest N steps that verify finds no error in.",
+    )
+    keep_every: int | None = option(
+        "--keep-every",
+        COUNT,
+        minimum=1,
+        metavar="K",
+        help="Keep every step whose number is a multiple of K, too.",
+    )
+    yes: bool = option(
+        "--yes", FLAG, help="Remove the others; without it, only what would be removed is shown."
+    )
+    verify: VerifyOptions = group(
+        VerifyOptions, without=("sample", "seed", "fail_nonfinite", "split_stacked")
+    )

@@ -1,0 +1,101 @@
+"""Remove a checkpoint so that no part of it is ever taken for a whole one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ckptool.errors import NotFound, TransferError
+from ckptool.storage.commit_note import UNFINISHED, side_name
+from ckptool.storage.disk import sync_folder
+from ckptool.storage.url import Location, RemotePath
+
+_SUFFIX = ".ckptool-removed"
+_SCHEMA = "ckptool.removal/1"
+
+
+def remove(path: Location) -> None:
+    """Remove a checkpoint, a folder or a file, with the side file that goes with it.
+
+    On a disk it loses its name first; in a store a note says first that it is no longer whole.
+    Whoever ends this midway leaves what ``leftovers`` finds. Raises TransferError.
+    """
+    side = side_name(path.name)
+    try:
+        if isinstance(path, Path):
+            _remove_named(path)
+            if side is not None and path.with_name(side).is_file():
+                _remove_named(path.with_name(side))
+        else:
+            _remove_from_store(path)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise TransferError(f"{path}: cannot be removed: {reason}") from None
+
+
+def leftovers(folder: Location) -> Iterator[Location]:
+    """Yield what removals that were cut short have left directly in a folder."""
+    if isinstance(folder, Path):
+        for name in sorted(os.listdir(folder)):
+            if name.startswith(".") and name.endswith(_SUFFIX):
+                yield folder / name
+        return
+    with suppress(NotFound):
+        yield from (path for path in folder.iterdir() if _is_left_in_store(path))
+
+
+def clear(leftover: Location) -> None:
+    """Remove what a removal that was cut short has left. Raises TransferError."""
+    try:
+        if isinstance(leftover, Path):
+            _delete(leftover)
+        else:
+            _remove_from_store(leftover)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise TransferError(f"{leftover}: cannot be removed: {reason}") from None
+
+
+def _remove_named(path: Path) -> None:
+    aside = path.with_name(f".{path.name}{_SUFFIX}")
+    _delete(aside)
+    os.rename(path, aside)
+    sync_folder(path.parent)
+    _delete(aside)
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _remove_from_store(path: RemotePath) -> None:
+    """Remove all below a place, behind a note that readers refuse and a later run finishes by."""
+    store = path.store
+    files = store.find(path.key, str(path))
+    if "" in files:
+        side = side_name(path.name)
+        others = [] if side is None else [path.with_name(side).key]
+        store.remove([path.key, *others], str(path))
+        return
+    note = path / UNFINISHED
+    note.write_bytes(json.dumps({"schema": _SCHEMA}).encode())
+    store.remove([(path / name).key for name in files if name != UNFINISHED], str(path))
+    store.remove([note.key], str(path))
+
+
+def _is_left_in_store(path: RemotePath) -> bool:
+    """Return whether a folder's note says that it is being removed."""
+    with suppress(NotFound):
+        if UNFINISHED in path.listing:
+            with suppress(ValueError):
+                value: Any = json.loads((path / UNFINISHED).read_bytes())
+                return isinstance(value, dict) and value.get("schema") == _SCHEMA
+    return False

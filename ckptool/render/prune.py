@@ -1,0 +1,55 @@
+"""What becomes of the steps of a run, on the screen and as JSON."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ckptool.commands.document import document
+from ckptool.core.text import plural
+from ckptool.render.text import Cell, columns, console, emit, escaped, say, size
+
+if TYPE_CHECKING:
+    from ckptool.commands.verify.prune import PruneReport, StepFate
+
+_COLOURS = {"keep": "green", "remove": "red", "leave": "yellow"}
+_DONE = {"keep": "kept", "remove": "removed", "leave": "left"}
+
+
+def show_prune(report: PruneReport) -> None:
+    """Show a table of the steps, the newest first, then what was removed, or would be."""
+    screen = console()
+    heads = ("step", "checkpoint", "size", "", "why")
+    rows = [_row(step, report) for step in report.steps]
+    emit(screen, columns(screen, rows, "rlrll", heads=heads))
+    for leftover in report.leftovers:
+        verb = "removed" if report.removed else "remove"
+        say(screen, f"[red]{verb}[/] {escaped(str(leftover))}: an earlier removal was interrupted")
+    say(screen, f"\n{_summary(report)}")
+
+
+def _row(step: StepFate, report: PruneReport) -> list[Cell]:
+    name = str(step.path).removeprefix(f"{report.path}/")
+    word = _DONE[step.fate] if report.removed else step.fate
+    return [
+        "" if step.number is None else str(step.number),
+        (name, "dim" if step.fate == "remove" else "bold"),
+        size(step.nbytes),
+        (word, "bold red" if step.ok is False else _COLOURS[step.fate]),
+        step.reason,
+    ]
+
+
+def _summary(report: PruneReport) -> str:
+    going = report.of_fate("remove")
+    good = f"{plural(report.good, 'good step')} {'stay' if report.good != 1 else 'stays'}"
+    if not going and not report.leftovers:
+        return f"nothing to remove; {good}"
+    what = f"{plural(len(going), 'step')}, {size(report.freed)}"
+    if report.removed:
+        return f"[bold]removed {what}[/]; {good}"
+    return f"[bold]would remove {what}[/]; {good}. Add --yes to remove them"
+
+
+def prune_json(report: PruneReport) -> dict[str, Any]:
+    """Return the report as ``ckptool.prune/2``."""
+    return document("prune", report)

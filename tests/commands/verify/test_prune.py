@@ -1,0 +1,279 @@
+"""prune: what stays, what goes, and what stands whenever it is killed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import case
+from typer.testing import CliRunner
+
+import ckptool
+from ckptool.cli.app import app
+from ckptool.commands.options.prune import PruneOptions
+from ckptool.commands.verify.prune import PruneReport, prune
+from ckptool.engine.write import removal
+from ckptool.errors import Changed, TransferError, Unrecognised, Unsupported
+from ckptool.storage.commit_note import UNFINISHED
+from ckptool.storage.url import RemotePath, location
+
+KILLS = int(os.environ.get("CKPTOOL_KILLS", "30"))
+SOURCE = case("dcp_base").path
+
+
+def run_of(folder: Path, *numbers: int, name: str = "step-{}") -> Path:
+    run = folder / "run"
+    for number in numbers:
+        shutil.copytree(SOURCE, run / name.format(number))
+    return run
+
+
+def damage(step: Path) -> None:
+    file = next(step.glob("*.distcp"))
+    os.truncate(file, file.stat().st_size - 1)
+
+
+def fates(report: PruneReport) -> dict[str, str]:
+    return {step.path.name: step.fate for step in report.steps}
+
+
+def pruned(run: Path, keep_last: int = 1, **options: object) -> PruneReport:
+    return ckptool.prune(run, keep_last=keep_last, **options)  # type: ignore[arg-type]
+
+
+def names_in(run: Path) -> list[str]:
+    return sorted(path.name for path in run.iterdir())
+
+
+def hashes(step: Path) -> dict[str, str]:
+    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(step.iterdir())}
+
+
+def test_nothing_goes_unless_it_is_said(tmp_path: Path) -> None:
+    run = run_of(tmp_path, 100, 200, 300)
+    report = pruned(run)
+    assert fates(report) == {"step-300": "keep", "step-200": "remove", "step-100": "remove"}
+    assert report.freed == 2 * sum(p.stat().st_size for p in SOURCE.iterdir())
+    assert names_in(run) == ["step-100", "step-200", "step-300"]
+    assert not report.removed
+
+
+def test_what_the_rules_keep_stays_as_it_was(tmp_path: Path) -> None:
+    run = run_of(tmp_path, 100, 200, 300, 400, 500, 600)
+    report = pruned(run, 2, keep_every=300, yes=True)
+    assert report.removed
+    assert report.good == 3
+    assert names_in(run) == ["step-300", "step-500", "step-600"]
+    assert all(hashes(step) == hashes(SOURCE) for step in run.iterdir())
+
+
+def test_a_damaged_step_is_none_of_the_promised(tmp_path: Path) -> None:
+    run = run_of(tmp_path, 1, 2, 3, 4)
+    damage(run / "step-4")
+    damage(run / "step-2")
+    report = pruned(run, 2, yes=True)
+    assert fates(report) == {
+        "step-4": "leave", "step-3": "keep", "step-2": "leave", "step-1": "keep"
+    }  # fmt: skip
+    assert len(names_in(run)) == 4
+    assert report.ok
+
+
+def test_without_a_good_step_nothing_goes(tmp_path: Path) -> None:
+    run = run_of(tmp_path, 1, 2)
+    for step in run.iterdir():
+        damage(step)
+    ran = CliRunner().invoke(app, ["prune", str(run), "--keep-last", "1", "--yes", "--json"])
+    assert ran.exit_code == 1
+    assert len(names_in(run)) == 2
+    assert json.loads(ran.stdout)["good"] == 0
+
+
+def test_a_damaged_step_that_a_rule_keeps_stays_and_is_said(tmp_path: Path) -> None:
+    run = run_of(tmp_path, 100, 150, 200)
+    damage(run / "step-100")
+    ran = CliRunner().invoke(
+        app, ["prune", str(run), "--keep-last", "1", "--keep-every", "100", "--yes"]
+    )
+    assert ran.exit_code == 1
+    assert names_in(run) == ["step-100", "step-200"]
+    assert "every 100 steps; not good: " in ran.stdout
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("latest", "global_step1"),
+        ("latest_checkpointed_iteration.txt", "1\n"),
+        ("last_checkpoint", "/other/machine/run/global_step1/"),
+    ],
+)
+def test_what_the_trainer_points_to_stays(tmp_path: Path, file: str, text: str) -> None:
+    run = run_of(tmp_path, 1, 2, 3, name="global_step{}")
+    (run / file).write_text(text)
+    report = pruned(run, yes=True)
+    assert names_in(run) == sorted([file, "global_step1", "global_step3"])
+    assert report.steps[-1].reason == f"{file} points to it"
+
+
+def test_what_a_link_leads_to_stays(tmp_path: Path) -> None:
+    run = run_of(tmp_path, 1, 2, 3, 4)
+    (run / "best").symlink_to("step-1")
+    shared = next((run / "step-4").glob("*.distcp"))
+    shared.unlink()
+    shared.symlink_to(f"../step-2/{shared.name}")
+    report = pruned(run, yes=True)
+    assert names_in(run) == ["best", "step-1", "step-2", "step-4"]
+    assert fates(report)["best"] == "leave"
+    assert (run / "best").is_symlink()
+
+
+def test_the_best_of_the_trainer_stays(tmp_path: Path) -> None:
+    run = run_of(tmp_path, 1, 2, 3, 4, name="checkpoint-{}")
+    for step, best in ((2, "checkpoint-1"), (4, "checkpoint-2")):
+        state = {"best_model_checkpoint": f"out/{best}"}
+        (run / f"checkpoint-{step}" / "trainer_state.json").write_text(json.dumps(state))
+    pruned(run, yes=True)
+    assert names_in(run) == ["checkpoint-2", "checkpoint-4"]
+
+
+def test_what_is_no_step_stays(tmp_path: Path) -> None:
+    run = run_of(tmp_path, 1, 2, 3)
+    shutil.copytree(SOURCE, run / "final")
+    (run / "step-0").mkdir()
+    (run / "step-0" / "notes.txt").write_text("mine")
+    (run / "config.yaml").write_text("a: 1")
+    pruned(run, yes=True)
+    assert names_in(run) == ["config.yaml", "final", "step-0", "step-3"]
+
+
+def test_files_go_with_what_is_beside_them(tmp_path: Path) -> None:
+    for step in (1, 2):
+        ckptool.convert(SOURCE, tmp_path / f"step-{step}.safetensors", to="safetensors")
+    assert len(names_in(tmp_path)) == 4
+    pruned(tmp_path, yes=True)
+    assert names_in(tmp_path) == ["step-2.extra.pt", "step-2.safetensors"]
+
+
+def test_one_checkpoint_is_no_run(tmp_path: Path) -> None:
+    run = run_of(tmp_path, 1, 2)
+    with pytest.raises(Unsupported, match="is one checkpoint"):
+        pruned(run / "step-2")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(Unrecognised):
+        pruned(tmp_path / "empty")
+
+
+def test_a_step_to_be_kept_that_is_gone_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of(tmp_path, 1, 2, 3)
+    real = removal.remove
+
+    def other_process(path: Path) -> None:
+        real(path)
+        shutil.rmtree(run / "step-3")
+
+    monkeypatch.setattr("ckptool.commands.verify.prune.remove", other_process)
+    with pytest.raises(Changed, match=r"step-3: was to be kept and is gone"):
+        pruned(run, yes=True)
+    assert names_in(run) == ["step-2"]
+
+
+def test_a_step_that_is_pointed_to_meanwhile_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of(tmp_path, 1, 2, 3)
+    real = removal.remove
+
+    def trainer(path: Path) -> None:
+        real(path)
+        (run / "latest").write_text("step-2")
+
+    monkeypatch.setattr("ckptool.commands.verify.prune.remove", trainer)
+    report = pruned(run, yes=True)
+    assert fates(report)["step-2"] == "keep"
+    assert names_in(run) == ["latest", "step-2", "step-3"]
+
+
+def test_what_cannot_be_removed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_of(tmp_path, 1, 2)
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(removal, "_delete", refuse)
+    with pytest.raises(TransferError, match=r"step-1: cannot be removed: Permission denied"):
+        pruned(run, yes=True)
+
+
+def killed(work: Callable[[], object], after: float) -> None:
+    """Do the work in a forked process that is killed after so many seconds."""
+    child = os.fork()
+    if not child:
+        work()
+        os._exit(0)
+    time.sleep(after)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
+def test_killed_at_any_moment_it_never_leaves_fewer_than_promised(tmp_path: Path) -> None:
+    whole = hashes(SOURCE)
+    chance = random.Random(5)
+    options = PruneOptions(keep_last=2, yes=True)
+    run = run_of(tmp_path, *range(1, 9))
+    begun = time.monotonic()
+    prune(run, options)
+    takes = time.monotonic() - begun
+    for _ in range(KILLS):
+        for number in range(1, 7):
+            shutil.copytree(SOURCE, run / f"step-{number}", dirs_exist_ok=True)
+        killed(lambda: prune(run, options), chance.uniform(0, takes * 1.2))
+        standing = [path for path in run.iterdir() if not path.name.startswith(".")]
+        assert {run / "step-7", run / "step-8"} <= set(standing)
+        assert all(hashes(step) == whole for step in standing)
+    report = prune(run, options)
+    assert report.good == 2
+    assert names_in(run) == ["step-7", "step-8"]
+
+
+def test_steps_of_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = location(f"memory://{uuid.uuid4().hex}/run")
+    assert isinstance(run, RemotePath)
+    for number in (1, 2, 3):
+        for file in SOURCE.iterdir():
+            (run / f"step-{number}" / file.name).write_bytes(file.read_bytes())
+    (run / "latest").write_bytes(b"step-1")
+    real = run.store.fs.rm_file
+    removed: list[str] = []
+
+    def cut_short(key: str) -> None:
+        if len(removed) == 2:
+            raise KeyboardInterrupt
+        removed.append(key)
+        real(key)
+
+    monkeypatch.setattr(run.store.fs, "rm_file", cut_short)
+    with pytest.raises(KeyboardInterrupt):
+        prune(location(str(run)), PruneOptions(keep_last=1, yes=True))
+    assert (location(str(run / "step-2")) / UNFINISHED).exists()
+    with pytest.raises(Exception, match="unfinished"):
+        ckptool.inspect(str(run / "step-2"))
+    monkeypatch.setattr(run.store.fs, "rm_file", real)
+    again = prune(location(str(run)), PruneOptions(keep_last=1))
+    assert list(map(str, again.leftovers)) == [str(run / "step-2")]
+    assert fates(again) == {"step-3": "keep", "step-1": "keep"}
+    report = prune(location(str(run)), PruneOptions(keep_last=1, yes=True))
+    assert report.ok
+    left = {name.partition("/")[0] for name in location(str(run)).listing}  # type: ignore[union-attr]
+    assert left == {"latest", "step-1", "step-3"}
