@@ -27,7 +27,7 @@ def test_a_legacy_stream_of_any_protocol_is_read(protocol: int, tmp_path: Path) 
 
 
 def test_a_save_that_failed_is_called_that(tmp_path: Path) -> None:
-    with pytest.raises(Exception, match="pickle"):
+    with pytest.raises(Exception, match=r"pickle|local object"):
         torch.save({"w": torch.ones(2), "f": lambda: 0}, tmp_path / "a.pt")
     with pytest.raises(Damaged, match=r"torch\.save failed before it wrote the object"):
         ckptool.open(tmp_path / "a.pt")
