@@ -6,7 +6,7 @@
     torch.distributed.checkpoint.load(state, storage_reader=ckptool.dcp.CheckpointReader(path))
 
 The commands are functions too, with the same options as keywords, and return their reports:
-``inspect``, ``stats`` and ``extract``; ``convert``, ``reshard``; ``verify``, ``compare``,
+``inspect``, ``stats``, ``diff``, ``extract``; ``convert``, ``reshard``; ``verify``, ``compare``,
 ``verify_run`` (of a run's steps) and ``salvage``; ``bench``, ``bench_changes``,
 ``bench_transfer``, ``bench_stores``; ``list_formats``, ``list_maps`` and ``map_text``. ``help`` of
 each lists its keywords. What goes wrong is a ``CkptoolError``, with a ``hint``. Each part is
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ckptool.api.commands import bench_transfer as bench_transfer
     from ckptool.api.commands import compare as compare
     from ckptool.api.commands import convert as convert
+    from ckptool.api.commands import diff as diff
     from ckptool.api.commands import extract as extract
     from ckptool.api.commands import inspect as inspect
     from ckptool.api.commands import list_formats as list_formats
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _PLACES = {
-    "api.commands": "bench bench_changes bench_stores bench_transfer compare convert extract"
+    "api.commands": "bench bench_changes bench_stores bench_transfer compare convert diff extract"
     " inspect list_formats list_maps map_text prune reshard salvage stats verify verify_run",
     "api.load": "LoadReport load",
     "api.checkpoint": "Checkpoint",

@@ -16,6 +16,7 @@ from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ckptool.commands.options.bench import BenchOptions
+from ckptool.commands.options.diff import DiffOptions
 from ckptool.commands.options.extract import ExtractOptions
 from ckptool.commands.options.prune import PruneOptions
 from ckptool.commands.options.read import ReadOptions
@@ -53,6 +54,7 @@ _UNSTACKED = ("split_stacked",)
 KEYWORDS: dict[str, tuple[OptionGroup, ...]] = {
     "ReadKeywords": (OptionGroup(ReadOptions, without=_UNSTACKED),),
     "OpenKeywords": (OptionGroup(ReadOptions), OptionGroup(RewriteOptions)),
+    "DiffKeywords": (OptionGroup(DiffOptions),),
     "ExtractKeywords": (OptionGroup(ExtractOptions),),
     "ConvertKeywords": (OptionGroup(ConvertOptions, without=("to",)),),
     "ReshardKeywords": (OptionGroup(ReshardOptions),),

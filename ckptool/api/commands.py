@@ -11,6 +11,7 @@ from ckptool.api.keywords import (
     BenchKeywords,
     CompareKeywords,
     ConvertKeywords,
+    DiffKeywords,
     ExtractKeywords,
     PruneKeywords,
     ReadKeywords,
@@ -24,6 +25,7 @@ from ckptool.commands.convert import ConvertReport, prepare
 from ckptool.commands.detect import list_formats as list_formats
 from ckptool.commands.inspect import InspectReport
 from ckptool.commands.options.bench import BenchOptions
+from ckptool.commands.options.diff import DiffOptions
 from ckptool.commands.options.extract import ExtractOptions
 from ckptool.commands.options.prune import PruneOptions
 from ckptool.commands.options.read import ReadOptions
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
     from ckptool.commands.extract import ExtractReport
     from ckptool.commands.stats import TensorStats
     from ckptool.commands.verify.compare.against import AgainstReport
+    from ckptool.commands.verify.compare.diff import DiffReport
     from ckptool.commands.verify.findings import VerifyReport
     from ckptool.commands.verify.prune import PruneReport
     from ckptool.commands.verify.run_folder import RunReport
@@ -83,6 +86,25 @@ def stats(
     read = Keywords("stats", options, ReadKeywords).options(ReadOptions)
     opened = open_checkpoint(location(path), read)
     return _stats(opened, [tensors] if isinstance(tensors, str) else tensors)
+
+
+@with_keywords(DiffKeywords)
+def diff(
+    path: AnyPath,
+    other: AnyPath,
+    *,
+    progress: Progress = no_progress,
+    **options: Unpack[DiffKeywords],
+) -> DiffReport:
+    """Compare names, shapes and types of two checkpoints' tensors; with ``values`` their content.
+
+    ``other`` may be a model's config.json. ``ok`` of the report says whether nothing differs,
+    ``fit`` what would give ``path`` more of the other's names.
+    """
+    from ckptool.commands.verify.compare.diff import diff as _diff
+
+    parsed = Keywords("diff", options, DiffKeywords).options(DiffOptions)
+    return _diff(location(path), location(other), parsed, lambda total: progress)
 
 
 @with_keywords(ExtractKeywords)

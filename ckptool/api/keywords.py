@@ -39,6 +39,17 @@ class OpenKeywords(ReadKeywords, total=False):
     dequantize: bool
 
 
+class DiffKeywords(OpenKeywords, total=False):
+    """Keywords of ``DiffOptions``."""
+
+    values: bool
+    rtol: float | None
+    atol: float | None
+    cast: bool
+    other_format: str | None
+    workers: int | None
+
+
 class ExtractKeywords(ReadKeywords, total=False):
     """Keywords of ``ExtractOptions``."""
 

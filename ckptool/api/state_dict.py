@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import partial
-from itertools import takewhile
 from typing import Any, NamedTuple
 
 from ckptool.api.checkpoint import Checkpoint
 from ckptool.commands.rewrite import only_model
+from ckptool.commands.verify.compare.fit import WRAPPERS, Prefix, prefix_changes
 from ckptool.errors import CkptoolError, Unsupported, UsageError
 
 
@@ -79,8 +77,6 @@ def _kind(value: Any) -> str:
 
 
 _MOST_SHOWN = 12
-_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module"}
-"""The steps that torch.compile, activation checkpointing, FSDP1 and DDP put into names."""
 
 
 class KeysDiffer(Unsupported):
@@ -143,7 +139,7 @@ def _hint(checkpoint: Checkpoint, matched: NameMatch) -> str:
     prefix = _other_prefix(matched)
     if prefix is not None:
         return f"{prefix.keyword} fits the names"
-    if any(_WRAPPERS & {*name.split(".")} for name in matched.missing):
+    if any({*WRAPPERS} & {*name.split(".")} for name in matched.missing):
         return "torch.distributed.checkpoint.state_dict.get_model_state_dict(model) has plain names"
     if matched.missing:
         return "rename=[REGEX=REPLACEMENT] or map fit names; strict=False loads what both have"
@@ -163,38 +159,11 @@ def _names_of_model(checkpoint: Checkpoint) -> set[str]:
         return set()
 
 
-class _Prefix(NamedTuple):
-    """What the checkpoint's names begin with, and the state dict's in its place."""
-
-    old: str
-    new: str
-
-    @property
-    def keyword(self) -> str:
-        """Return what to open the checkpoint with."""
-        if not self.new:
-            return f"strip_prefix={self.old[:-1]!r}"
-        return f"rename=[{'^' + re.escape(self.old) + '=' + self.new!r}]"
-
-    def changed(self, name: str) -> str:
-        return self.new + name.removeprefix(self.old) if name.startswith(self.old) else name
-
-
-def _other_prefix(matched: NameMatch) -> _Prefix | None:
+def _other_prefix(matched: NameMatch) -> Prefix | None:
     """Return the prefix by which all missing names differ from unexpected ones, if that is so."""
-    if not matched.missing or not matched.unexpected:
-        return None
-    wanted = matched.missing[0].split(".")
-    steps = max((name.split(".") for name in matched.unexpected), key=partial(_tail, wanted))
-    tail = _tail(wanted, steps)
-    old, new = ("".join(f"{s}." for s in name[: len(name) - tail]) for name in (steps, wanted))
-    prefix = _Prefix(old, new)
-    if any(name.startswith(old) for name in matched.both):
-        return None
-    return prefix if {*map(prefix.changed, matched.unexpected)} >= {*matched.missing} else None
-
-
-def _tail(a: Sequence[str], b: Sequence[str]) -> int:
-    """Count the steps at the end of two names that are the same."""
-    pairs = zip(reversed(a), reversed(b), strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    for prefix in prefix_changes(matched.unexpected, matched.missing):
+        if any(name.startswith(prefix.old) for name in matched.both):
+            continue
+        if {*map(prefix.changed, matched.unexpected)} >= {*matched.missing}:
+            return prefix
+    return None

@@ -14,6 +14,7 @@ from ckptool import __version__
 
 SUMMARIES = {
     "inspect": "Show what a checkpoint holds, from its metadata alone.",
+    "diff": "Show what differs between two checkpoints, or between one and the model it is for.",
     "extract": "Take tensors, or slices of them, out of a checkpoint: to look at, or into a file.",
     "convert": "Write a checkpoint in another format, bit for bit.",
     "reshard": "Write a checkpoint for a new device mesh, in one process or under torchrun.",

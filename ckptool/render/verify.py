@@ -40,11 +40,11 @@ def show_verify(report: VerifyReport) -> None:
     read = f", {size(report.nbytes)} read" if report.depth != "quick" else ""
     tensors = f"{plural(report.tensors, 'tensor')} in " if report.tensors else ""
     say(screen, f"  [dim]{tensors}{plural(report.files, 'file')}{read}[/]")
-    _show_findings(report.findings, screen)
+    show_findings(report.findings, screen)
     _show_summary(report, screen)
 
 
-def _show_findings(findings: Iterable[Finding], screen: Console) -> None:
+def show_findings(findings: Iterable[Finding], screen: Console) -> None:
     """Show each kind of finding with its hint, the gravest first."""
     order = list(Severity)
     by_code = sorted(findings, key=lambda each: (order.index(each.severity), each.code))
@@ -59,8 +59,13 @@ def _show_findings(findings: Iterable[Finding], screen: Console) -> None:
 
 
 def _show_summary(report: VerifyReport, screen: Console) -> None:
-    colour = "bold green" if report.ok else "bold red"
-    answer, mark, rest = report.summary.partition(":")
+    show_summary_line(report.summary, ok=report.ok, screen=screen)
+
+
+def show_summary_line(summary: str, *, ok: bool, screen: Console) -> None:
+    """Show the one line that sums a report up, its first word in colour."""
+    colour = "bold green" if ok else "bold red"
+    answer, mark, rest = summary.partition(":")
     say(screen, f"\n[{colour}]{escaped(answer)}[/]{mark}{escaped(rest)}")
 
 
@@ -84,7 +89,7 @@ def show_against(report: AgainstReport) -> None:
     """Show what differs in structure, then the tensors whose values differ, then the summary."""
     screen = console()
     _show_sides(report, screen)
-    _show_findings([f for f in report.verify.findings if f.code != "tensor-differs"], screen)
+    show_findings([f for f in report.verify.findings if f.code != "tensor-differs"], screen)
     _show_differing(report.differing, screen)
     _show_summary(report.verify, screen)
 

@@ -28,6 +28,7 @@ SOURCE = case("dcp_fsdp2_tp").path
 
 FUNCTIONS: dict[str, list[Callable[..., Any]]] = {
     "inspect": [ckptool.inspect],
+    "diff": [ckptool.diff],
     "extract": [ckptool.extract],
     "prune": [ckptool.prune],
     "convert": [ckptool.convert],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from ckptool.commands.open import OpenedCheckpoint, open_checkpoint
@@ -83,23 +84,26 @@ def against(
     """
     require_codes(options.ignore)
     read = ReadOptions(comparing.other_format, per_rank=options.read.per_rank)
-    sides = _Side(SIDES[0], path, options.read), _Side(SIDES[1], other, read)
-    run = _AgainstRun(sides, options, comparing)
-    run.compare_structure(rewriting)
-    run.compare_tensors(started or (lambda total: lambda nbytes: None))
-    return run.report()
+    one = Side(SIDES[0], path, lambda: open_checkpoint(path, options.read, whole=False))
+    two = Side(SIDES[1], other, lambda: open_checkpoint(other, read, whole=False))
+    comparison = Comparison((one, two), rewriting, options, comparing)
+    comparison.compare_structure()
+    comparison.compare_content(started or (lambda total: lambda nbytes: None))
+    return comparison.report()
 
 
-class _Side:
+class Side:
     """One of the two: ``opened`` unless it is damaged, ``catalog`` is what of it is compared."""
 
-    def __init__(self, name: str, path: Location, options: ReadOptions) -> None:
+    def __init__(
+        self, name: str, path: Location, open_side: Callable[[], OpenedCheckpoint]
+    ) -> None:
         self.name, self.path = name, path
         self.problems: list[Problem] = []
         self.opened: OpenedCheckpoint | None = None
         self.catalog: Catalog | None = None
         try:
-            self.opened = open_checkpoint(path, options, whole=False)
+            self.opened = open_side()
         except (Damaged, Hostile) as error:
             self.problems += error.problems
 
@@ -129,47 +133,60 @@ class _Side:
         return [f.within(self.name) for f in shown], [f.within(self.name) for f in ignored]
 
 
-class _AgainstRun:
-    """Two checkpoints, and what was found of them so far."""
+class Comparison:
+    """Two checkpoints, and what was found of them so far.
+
+    ``alike`` are the names of tensors whose values can be compared; ``pairs`` those tensors that
+    were, ``differing`` those of them whose values differ. ``alignment`` is None where a side cannot
+    be read.
+    """
 
     def __init__(
-        self, sides: tuple[_Side, _Side], options: VerifyOptions, comparing: CompareOptions
+        self,
+        sides: tuple[Side, Side],
+        rewriting: RewriteOptions,
+        options: VerifyOptions,
+        comparing: CompareOptions,
     ) -> None:
         self._sides, self._options, self._comparing = sides, options, comparing
+        self._rewriting = rewriting
         self._problems: list[Problem] = []
-        self._differing: list[DifferingTensor] = []
-        self._pairs: list[TensorPair] = []
+        self.alike: list[str] = []
+        self.differing: list[DifferingTensor] = []
+        self.pairs: list[TensorPair] = []
         self._values = 0
         self._whole_values = 0, 0
-        self._alignment: Alignment | None = None
+        self.alignment: Alignment | None = None
 
-    def compare_structure(self, rewriting: RewriteOptions) -> None:
-        """Compare names, types, shapes and the values besides tensors."""
+    def compare_structure(self) -> None:
+        """Compare names, types, shapes and the values besides tensors; no data is read."""
         one, other = (side.opened for side in self._sides)
         if one is None or other is None:
             return
         try:
-            aligned = align(one, rewriting, other.catalog, other.path)
+            aligned = align(one, self._rewriting, other.catalog, other.path)
         except (Damaged, Hostile) as error:
             self._sides[0].problems += error.problems
             return
         mine, theirs = aligned.made.catalog, aligned.theirs.catalog
         if not mine.tensors and not mine.objects and not mine.conflicts:
             raise UsageError("nothing is left to compare")
-        self._alignment = aligned
+        self.alignment = aligned
         self._problems += aligned.notes
-        self._problems += differing_unread(mine, theirs, rewriting.selection)
+        self._problems += differing_unread(mine, theirs, self._rewriting.selection)
         self._compare_values(unfolded(mine, theirs), unfolded(theirs, mine))
-        self._problems += differing_companions(one, other, rewriting.map.assets)
         for side, catalog in zip(self._sides, (mine, theirs), strict=True):
             side.select(catalog)
-        alike = [name for name in mine.tensors if self._is_alike(name, mine, theirs)]
-        tensors = [side.readable(alike) for side in self._sides]
-        for name in alike:
+        self.alike = [name for name in mine.tensors if self._is_alike(name, mine, theirs)]
+
+    def _open_pairs(self) -> None:
+        """Open the containers of the tensors whose values can be compared."""
+        tensors = [side.readable(self.alike) for side in self._sides]
+        for name in self.alike:
             if all(name in entries for entries in tensors):
                 first, second = (entries[name] for entries in tensors)
                 is_cast = self._comparing.cast and first.dtype != second.dtype
-                self._pairs.append(TensorPair(first, second, is_cast))
+                self.pairs.append(TensorPair(first, second, is_cast))
 
     def _compare_values(self, mine: Unfolded, theirs: Unfolded) -> None:
         """Compare names, and the values besides tensors."""
@@ -189,24 +206,26 @@ class _AgainstRun:
         self._problems += [problem] if problem is not None else []
         return problem is None
 
-    def compare_tensors(self, started: Started) -> None:
-        """Compare every element of the tensors that both sides have."""
+    def compare_content(self, started: Started) -> None:
+        """Compare files beside the tensors, and every element of the tensors that both have."""
         opened = [side.opened for side in self._sides if side.opened and side.catalog]
         if len(opened) < 2:
             return
+        self._problems += differing_companions(opened[0], opened[1], self._rewriting.map.assets)
+        self._open_pairs()
         workers = self._options.workers or max(each.source.workers for each in opened)
         reads = (CheckedSource(opened[0].source), CheckedSource(opened[1].source))
-        result = compare(self._pairs, reads, self._comparing, workers, started(self._nbytes))
+        result = compare(self.pairs, reads, self._comparing, workers, started(self._nbytes))
         for name, (number, error) in result.unreadable.items():
             problems = (p if p.tensor else p.within(name, tensor=name) for p in error.problems)
             self._sides[number].problems += problems
-        self._pairs = [pair for pair in self._pairs if pair.one.name not in result.unreadable]
-        self._differing = [
+        self.pairs = [pair for pair in self.pairs if pair.one.name not in result.unreadable]
+        self.differing = [
             differing_tensor(pair, result.differences[pair.one.name])
-            for pair in self._pairs
+            for pair in self.pairs
             if pair.one.name in result.differences
         ]
-        tensors = [pair.one for pair in self._pairs], [pair.other for pair in self._pairs]
+        tensors = [pair.one for pair in self.pairs], [pair.other for pair in self.pairs]
         for side, each, read, entries in zip(self._sides, opened, reads, tensors, strict=True):
             side.problems += stored_problems(read, entries, workers)
             files = each.catalog.files | each.catalog.companions
@@ -214,22 +233,22 @@ class _AgainstRun:
 
     @property
     def _nbytes(self) -> int:
-        return sum(pair.nbytes for pair in self._pairs)
+        return sum(pair.nbytes for pair in self.pairs)
 
     def report(self) -> AgainstReport:
         """Return all that was found, and what it comes to."""
         any_tensor = any(side.catalog and side.catalog.tensors for side in self._sides)
-        is_compared = self._pairs or (self._values and not any_tensor)
-        if self._alignment is not None and not is_compared:
+        is_compared = self.pairs or (self._values and not any_tensor)
+        if self.alignment is not None and not is_compared:
             self._problems.append(Problem("no tensor or value was compared", "nothing-compared"))
-        findings, ignored = self._findings()
+        findings, ignored = self.findings()
         formats = [side.opened.format.name if side.opened else None for side in self._sides]
         report = VerifyReport(
             self._sides[0].path,
             formats[0],
             tuple(findings),
             nbytes=self._nbytes,
-            tensors=len(self._pairs),
+            tensors=len(self.pairs),
             ignored=tuple(ignored),
         )
         failures = report.count_failures(self._options.strict)
@@ -240,14 +259,14 @@ class _AgainstRun:
             self._sides[1].path,
             formats[1],
             self._values,
-            tuple(self._differing),
+            tuple(self.differing),
             coverage,
         )
 
-    def _findings(self) -> tuple[list[Finding], list[Finding]]:
+    def findings(self) -> tuple[list[Finding], list[Finding]]:
         """Return what is wrong between the two and with either side; errors that are ignored."""
         ignore = self._options.ignore
-        between = [*self._problems, *(tensor.problem for tensor in self._differing)]
+        between = [*self._problems, *(tensor.problem for tensor in self.differing)]
         groups = [Findings(self._sides[0].catalog, {}, ignore).of(between)]
         groups += [side.findings(ignore) for side in self._sides]
         shown = [finding for findings, _ in groups for finding in findings]
@@ -256,10 +275,10 @@ class _AgainstRun:
         return sorted(shown, key=lambda each: order.index(each.severity)), ignored
 
     def _coverage(self) -> tuple[Coverage, Coverage] | None:
-        aligned, other = self._alignment, self._sides[1].opened
+        aligned, other = self.alignment, self._sides[1].opened
         if aligned is None or other is None:
             return None
-        names = {pair.one.name for pair in self._pairs}
+        names = {pair.one.name for pair in self.pairs}
         theirs = {aligned.theirs.names[name] for name in names}
         return (
             rewritten_coverage(aligned.made, names, self._whole_values[0]),
@@ -282,8 +301,8 @@ class _AgainstRun:
     def _what(self) -> str:
         """Return what is equal, and how it was compared."""
         how = "within the tolerance" if self._comparing.as_numbers else "bit by bit"
-        different = {tensor.name for tensor in self._differing}
-        equal = [pair for pair in self._pairs if pair.one.name not in different]
+        different = {tensor.name for tensor in self.differing}
+        equal = [pair for pair in self.pairs if pair.one.name not in different]
         compared = sum(pair.one.nbytes for pair in equal)
         cast = sum(pair.is_cast for pair in equal)
         once = f", {cast:,} of them cast to the other's type" if cast else ""

@@ -1,0 +1,50 @@
+"""``ckptool diff``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ckptool.cli.parameters import AsJson, Debug, parse_place
+from ckptool.commands.options.diff import DiffOptions
+
+
+def diff(
+    source: Annotated[
+        str, typer.Argument(metavar="A", help="A checkpoint of any format; a path or a URL.")
+    ],
+    other: Annotated[
+        str,
+        typer.Argument(
+            metavar="B",
+            help="Another one, or a model: its config.json, or a folder with no more than that.",
+        ),
+    ],
+    *,
+    options: DiffOptions,
+    as_json: AsJson = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Print nothing; see the exit code.")
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Show what differs between two checkpoints, or between one and the model it is for.
+
+    Names, shapes and types of tensors, from metadata alone, and the option that would make A's
+    names those of B; with --values their content: what changed most, by its norm, comes first.
+    Exits 0 if nothing differs, 1 if anything does, 3 if there is no checkpoint.
+    """
+    from ckptool.commands.verify.compare.diff import diff as run_diff
+    from ckptool.render.diff import diff_json, show_diff
+    from ckptool.render.messages import print_json, started_progress
+
+    places = parse_place(source, "A"), parse_place(other, "B")
+    with started_progress(quiet=quiet) as started:
+        report = run_diff(*places, options, started)
+    if as_json:
+        print_json(diff_json(report))
+    elif not quiet:
+        show_diff(report)
+    if not report.ok:
+        raise typer.Exit(1)

@@ -1,0 +1,24 @@
+"""How to show what differs between two checkpoints."""
+
+from __future__ import annotations
+
+from ckptool.commands.options.read import READING, ReadOptions
+from ckptool.commands.options.rewrite import RewriteOptions
+from ckptool.commands.options.verify import CompareOptions
+from ckptool.core.options import FLAG, OptionSet, group, option
+from ckptool.engine.run_options import workers_option
+
+
+class DiffOptions(OptionSet):
+    """How to read both, what to make of the first before it is compared, and whether to read data.
+
+    Without ``values`` names, shapes and element types of tensors are compared, and nothing else.
+    """
+
+    values: bool = option(
+        "--values", FLAG, help="Read both: compare the content of tensors, values and files too."
+    )
+    read: ReadOptions = group(ReadOptions, READING)
+    compare: CompareOptions = group(CompareOptions, "When values are equal, and how to read B")
+    rewrite: RewriteOptions = group(RewriteOptions)
+    workers: int | None = workers_option()

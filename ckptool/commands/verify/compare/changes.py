@@ -1,0 +1,130 @@
+"""How much tensors changed: the norm of the change, relative to the norm of what was there."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from ckptool.commands.stats import is_numeric
+from ckptool.commands.verify.compare.tensors import DifferingTensor, numbers_of
+from ckptool.engine.check.pairs import PairSource, PairTile, TensorPair, Unreadable, pair_jobs
+from ckptool.engine.read.tensors import TensorSource
+from ckptool.engine.read.tiles import Progress, read_tiles
+from ckptool.storage.local import Files
+
+
+class Squares(NamedTuple):
+    """Sums of squares: of the change from A to B, and of A."""
+
+    change: float = 0.0
+    before: float = 0.0
+
+    def plus(self, other: Squares) -> Squares:
+        """Return the sums over both."""
+        return Squares(self.change + other.change, self.before + other.before)
+
+    @property
+    def relative(self) -> float:
+        """Return ``|B - A| / |A|``: infinite where A is zero, NaN where either has such values."""
+        if self.before:
+            return math.sqrt(self.change / self.before)
+        return math.inf if self.change else self.change
+
+
+@dataclass(frozen=True, slots=True)
+class ChangedTensor:
+    """A tensor whose values differ. ``relative`` is None of element types that are no numbers."""
+
+    tensor: DifferingTensor
+    relative: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class ChangedModule:
+    """How many of a module's ``tensors`` changed, and how much these did together."""
+
+    module: str
+    tensors: int
+    changed: int
+    relative: float | None
+
+
+def measure(
+    pairs: Sequence[TensorPair], files: tuple[Files, Files], workers: int, progress: Progress
+) -> dict[str, Squares]:
+    """Return the sums of each pair of numeric tensors by the first one's name; both are read."""
+    found: dict[str, Squares] = defaultdict(Squares)
+    lock = threading.Lock()
+
+    def add(pair: TensorPair, tiles: Iterator[PairTile]) -> None:
+        try:
+            for tile in tiles:
+                squares = _squares(pair, tile)
+                with lock:
+                    found[pair.one.name] = found[pair.one.name].plus(squares)
+        except Unreadable as failure:
+            raise failure.error from failure
+
+    numeric = [p for p in pairs if is_numeric(p.one.dtype) and is_numeric(p.other.dtype)]
+    sides = PairSource(TensorSource(files[0]), TensorSource(files[1]))
+    read_tiles(sides, pair_jobs(numeric), add, workers, progress)
+    return dict(found)
+
+
+def _squares(pair: TensorPair, tile: PairTile) -> Squares:
+    sides = zip((tile.one, tile.other), (pair.one.dtype, pair.other.dtype), strict=True)
+    with np.errstate(over="ignore", invalid="ignore"):
+        a, b = (
+            numbers_of(side.reshape(-1), kind).astype(np.float64).ravel() for side, kind in sides
+        )
+        change = b - a
+        return Squares(float(np.dot(change, change)), float(np.dot(a, a)))
+
+
+def changed_tensors(
+    differing: Iterable[DifferingTensor], squares: Mapping[str, Squares]
+) -> tuple[ChangedTensor, ...]:
+    """Return the tensors that changed, what changed most first: NaN before all numbers."""
+    changed = [
+        ChangedTensor(each, squares[each.name].relative if each.name in squares else None)
+        for each in differing
+    ]
+    return tuple(sorted(changed, key=lambda each: _order(each.relative)))
+
+
+def changed_modules(
+    names: Iterable[str], changed: Iterable[ChangedTensor], squares: Mapping[str, Squares]
+) -> tuple[ChangedModule, ...]:
+    """Return the modules of the tensors of these names in which any changed, most first."""
+    counts: dict[str, int] = defaultdict(int)
+    for name in names:
+        counts[module_of(name)] += 1
+    parts: dict[str, list[str]] = defaultdict(list)
+    for each in changed:
+        parts[module_of(each.tensor.name)].append(each.tensor.name)
+    modules = []
+    for module, members in parts.items():
+        known = [squares[name] for name in members if name in squares]
+        total = Squares(sum(s.change for s in known), sum(s.before for s in known))
+        relative = total.relative if known else None
+        modules.append(ChangedModule(module, counts[module], len(members), relative))
+    return tuple(sorted(modules, key=lambda each: _order(each.relative)))
+
+
+def module_of(name: str) -> str:
+    """Return the layer that a tensor belongs to, or else all but the last step of its name."""
+    steps = name.split(".")
+    numbers = [at for at, step in enumerate(steps[:-1]) if step.isdecimal()]
+    return ".".join(steps[: numbers[0] + 1] if numbers else steps[:-1]) or name
+
+
+def _order(relative: float | None) -> tuple[bool, bool, float]:
+    if relative is None:
+        return True, False, 0.0
+    return False, not math.isnan(relative), 0.0 if math.isnan(relative) else -relative

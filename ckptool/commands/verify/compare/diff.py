@@ -1,0 +1,225 @@
+"""What differs between two checkpoints, or between one and the model of a config.json."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptool.commands.open import no_collecting, open_checkpoint
+from ckptool.commands.options.diff import DiffOptions
+from ckptool.commands.options.read import ReadOptions
+from ckptool.commands.options.verify import VerifyOptions
+from ckptool.commands.verify.codes import Severity
+from ckptool.commands.verify.compare.against import AgainstReport, Comparison, Side
+from ckptool.commands.verify.compare.changes import (
+    ChangedModule,
+    ChangedTensor,
+    changed_modules,
+    changed_tensors,
+    measure,
+)
+from ckptool.commands.verify.compare.fit import Fit, find_fit
+from ckptool.commands.verify.compare.model import CONFIG, is_model, open_other
+from ckptool.commands.verify.findings import SIDES, Finding
+from ckptool.commands.verify.verify import Started
+from ckptool.core.catalog import Catalog, TensorEntry
+from ckptool.core.options import changed
+from ckptool.core.text import plural
+from ckptool.errors import UsageError
+from ckptool.storage.url import Location
+
+_SHOWN_APART = frozenset(
+    ["tensor-missing", "tensor-extra", "shape-differs", "dtype-differs", "tensor-differs"]
+)
+"""The codes of findings that the report has as tensors."""
+_OF_VALUES = ("value", "companion", "excluded", "nothing-compared")
+
+
+@dataclass(frozen=True, slots=True)
+class DiffSide:
+    """One of the two. ``model`` is the class where it is that of a config.json."""
+
+    path: Location
+    format: str | None
+    tensors: int
+    nbytes: int
+    model: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPairs:
+    """Tensors of one name whose shapes or element types differ."""
+
+    a: TensorEntry
+    b: TensorEntry
+
+
+@dataclass(frozen=True, slots=True)
+class DiffReport:
+    """What differs. ``changed`` and ``modules`` are empty where values were not compared.
+
+    ``alike`` tensors have the same name, shape and element type; ``findings`` are all differences
+    that are none of tensors. ``fit`` is what would give A more of B's names.
+    """
+
+    a: DiffSide
+    b: DiffSide
+    only_a: tuple[TensorEntry, ...]
+    only_b: tuple[TensorEntry, ...]
+    shapes: tuple[TensorPairs, ...]
+    types: tuple[TensorPairs, ...]
+    alike: int
+    compared: bool
+    changed: tuple[ChangedTensor, ...]
+    modules: tuple[ChangedModule, ...]
+    findings: tuple[Finding, ...]
+    fit: Fit | None
+    ok: bool
+    summary: str
+
+
+@no_collecting()
+def diff(
+    path: Location,
+    other: Location,
+    options: DiffOptions,
+    started: Started = lambda total: lambda nbytes: None,
+) -> DiffReport:
+    """Compare names, shapes and element types of tensors, and with ``values`` their content.
+
+    The comparison is that of ``verify --against``. ``started`` is told how many bytes will be read.
+    Raises NotFound, Unrecognised or UsageError where there is nothing to compare.
+    """
+    _require_possible(options)
+    theirs = ReadOptions(options.compare.other_format, per_rank=options.read.per_rank)
+    one = Side(SIDES[0], path, lambda: open_checkpoint(path, options.read, whole=False))
+    names = one.opened.catalog.tensors if one.opened else {}
+    two = Side(SIDES[1], other, lambda: open_other(other, theirs, names))
+    if options.values and two.opened is not None and is_model(two.opened):
+        raise UsageError(f"{two.opened.path}: a model without values to compare with")
+    verify = VerifyOptions(read=options.read, workers=options.workers)
+    comparison = Comparison((one, two), options.rewrite, verify, options.compare)
+    comparison.compare_structure()
+    if options.values:
+        comparison.compare_content(started)
+    return _report(comparison, (one, two), options, started)
+
+
+def _require_possible(options: DiffOptions) -> None:
+    """Raise UsageError for options of values where these are not compared."""
+    of_values = {"--rtol", "--atol"} & {*changed(options.compare)}
+    if of_values and not options.values:
+        raise UsageError(f"{min(of_values)} says when values are equal: it needs --values")
+
+
+def _report(
+    comparison: Comparison, sides: tuple[Side, Side], options: DiffOptions, started: Started
+) -> DiffReport:
+    mine, theirs = _catalogs(comparison)
+    common = [name for name in mine.tensors if name in theirs.tensors]
+    pairs = [TensorPairs(mine.tensors[name], theirs.tensors[name]) for name in common]
+    shapes = tuple(pair for pair in pairs if pair.a.shape != pair.b.shape)
+    alike = {*comparison.alike}
+    types = tuple(p for p in pairs if p.a.shape == p.b.shape and p.a.name not in alike)
+    only_a = tuple(entry for name, entry in mine.tensors.items() if name not in theirs.tensors)
+    only_b = tuple(entry for name, entry in theirs.tensors.items() if name not in mine.tensors)
+    tensors, modules = _changes(comparison, sides, options, started)
+    whole = comparison.report()
+    findings = [f for f in whole.verify.findings if f.code not in _SHOWN_APART]
+    if not options.values:
+        findings = [f for f in findings if not f.code.startswith(_OF_VALUES)]
+    counts = {
+        "only in A": len(only_a),
+        "only in B": len(only_b),
+        "of another shape": len(shapes),
+        "of another type": len(types),
+        "changed": len(tensors),
+    }
+    different = any(counts.values()) or any(f.severity is Severity.ERROR for f in findings)
+    return DiffReport(
+        a=_side(sides[0]),
+        b=_side(sides[1]),
+        only_a=only_a,
+        only_b=only_b,
+        shapes=shapes,
+        types=types,
+        alike=len(comparison.alike),
+        compared=options.values,
+        changed=tensors,
+        modules=modules,
+        findings=tuple(findings),
+        fit=_fit(sides, mine, theirs, options) if only_b else None,
+        ok=whole.coverage is not None and not different,
+        summary=_summary(whole, counts, findings, len(comparison.alike), options),
+    )
+
+
+def _fit(
+    sides: tuple[Side, Side], mine: Catalog, theirs: Catalog, options: DiffOptions
+) -> Fit | None:
+    """Return what would give the first side more of the other's names, if anything would."""
+    one, two = (side.opened for side in sides)
+    if one is None or two is None:
+        return None
+    assets = options.rewrite.map.assets
+    if assets is None and isinstance(two.path, Path):
+        folder = two.path if two.path.is_dir() else two.path.parent
+        assets = folder if (folder / CONFIG).is_file() else None
+    return find_fit(one, mine, theirs.tensors, assets)
+
+
+def _catalogs(comparison: Comparison) -> tuple[Catalog, Catalog]:
+    """Return what is compared of both sides: nothing where one cannot be read."""
+    if comparison.alignment is None:
+        return Catalog("", {}, {}, {}), Catalog("", {}, {}, {})
+    return comparison.alignment.made.catalog, comparison.alignment.theirs.catalog
+
+
+def _changes(
+    comparison: Comparison, sides: tuple[Side, Side], options: DiffOptions, started: Started
+) -> tuple[tuple[ChangedTensor, ...], tuple[ChangedModule, ...]]:
+    """Measure the tensors that changed, and sum that up by module."""
+    differing = {each.name for each in comparison.differing}
+    pairs = [pair for pair in comparison.pairs if pair.one.name in differing]
+    if not pairs or sides[0].opened is None or sides[1].opened is None:
+        return (), ()
+    files = sides[0].opened.source, sides[1].opened.source
+    workers = options.workers or max(each.workers for each in files)
+    squares = measure(pairs, files, workers, started(sum(pair.nbytes for pair in pairs)))
+    tensors = changed_tensors(comparison.differing, squares)
+    names = [pair.one.name for pair in comparison.pairs]
+    return tensors, changed_modules(names, tensors, squares)
+
+
+def _side(side: Side) -> DiffSide:
+    if side.opened is None:
+        return DiffSide(side.path, None, 0, 0)
+    opened = side.opened
+    tensors = opened.catalog.tensors.values()
+    model = opened.catalog.info["framework"] if is_model(opened) else None
+    nbytes = sum(entry.nbytes for entry in tensors)
+    return DiffSide(opened.path, opened.format.name, len(tensors), nbytes, model)
+
+
+def _summary(
+    whole: AgainstReport,
+    counts: dict[str, int],
+    findings: list[Finding],
+    alike: int,
+    options: DiffOptions,
+) -> str:
+    """Return one line that begins with ALIKE, EQUAL, DIFFERENT or FAILED."""
+    if whole.coverage is None:
+        return whole.verify.summary
+    errors = sum(f.count for f in findings if f.severity is Severity.ERROR)
+    parts = [f"{count:,} {what}" for what, count in counts.items() if count]
+    if parts:
+        parts[0] = parts[0].replace(
+            " ", " tensor " if parts[0].startswith("1 ") else " tensors ", 1
+        )
+    parts += [plural(errors, "other difference")] if errors else []
+    if parts:
+        return f"DIFFERENT: {', '.join(parts)}"
+    if options.values:
+        return whole.verify.summary
+    return f"ALIKE: {plural(alike, 'tensor')} by name, shape and type; content not compared"

@@ -1,0 +1,157 @@
+"""What would make the names of one checkpoint those of another: a prefix, a rename, a key map."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from ckptool.commands.open import OpenedCheckpoint
+from ckptool.commands.options.rewrite import MapOptions, RewriteOptions, Selection
+from ckptool.commands.rewrite import only_model, rewrite
+from ckptool.core.catalog import Catalog
+from ckptool.core.selection import substitution
+from ckptool.errors import CkptoolError
+
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module")
+"""The steps that torch.compile, activation checkpointing, FSDP1 and DDP put into names."""
+_UNWRAP = rf"(^|\.)({'|'.join(WRAPPERS)})\.=\1"
+_MOST_PREFIXES = 3
+
+
+class Prefix(NamedTuple):
+    """What names begin with, and what those that are wanted begin with in its place."""
+
+    old: str
+    new: str
+
+    @property
+    def keyword(self) -> str:
+        """Return the keyword that changes it."""
+        if not self.new:
+            return f"strip_prefix={self.old[:-1]!r}"
+        return f"rename=[{self._rule!r}]"
+
+    @property
+    def flag(self) -> str:
+        """Return the option that changes it."""
+        if not self.new:
+            return f"--strip-prefix {self.old[:-1]}"
+        return f"--rename '{self._rule}'"
+
+    @property
+    def _rule(self) -> str:
+        return f"^{re.escape(self.old)}={self.new}"
+
+    def changed(self, name: str) -> str:
+        """Return a name with the new prefix, as it is where it does not have the old one."""
+        return self.new + name.removeprefix(self.old) if name.startswith(self.old) else name
+
+
+def prefix_changes(names: Iterable[str], wanted: Iterable[str]) -> list[Prefix]:
+    """Return the changes of a prefix that give names wanted ones, those that give most first.
+
+    A wanted name is compared with the name that has most of its last steps, if any other has less.
+    """
+    by_tail: dict[str, str] = {}
+    for name in names:
+        for tail in _tails(name):
+            by_tail.setdefault(tail, name)
+    counts: Counter[Prefix] = Counter()
+    for name in wanted:
+        common = next((tail for tail in _tails(name) if tail in by_tail), None)
+        if common is not None:
+            found = by_tail[common]
+            counts[Prefix(found.removesuffix(common), name.removesuffix(common))] += 1
+    return [prefix for prefix, _ in counts.most_common()]
+
+
+def _tails(name: str) -> Iterator[str]:
+    """Yield a name, and what is left of it without its first steps, the longest first."""
+    yield name
+    for at, character in enumerate(name):
+        if character == ".":
+            yield name[at + 1 :]
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """An option that gives A's tensors more of B's names: ``common`` of them, of ``wanted``."""
+
+    option: str
+    common: int
+    wanted: int
+
+
+class _Candidate(NamedTuple):
+    option: str
+    names: Sequence[str]
+
+
+def find_fit(
+    opened: OpenedCheckpoint, made: Catalog, wanted: Collection[str], assets: Path | None
+) -> Fit | None:
+    """Return what would make most names of the tensors ``made`` of a checkpoint wanted ones.
+
+    None where nothing gives more of them, or as many and fewer others. Key maps are tried where
+    nothing else gives half; ``assets`` is a folder with the config.json that they may need.
+    """
+    wanted = set(wanted)
+    names = list(made.tensors)
+
+    def score(candidate: _Candidate) -> tuple[int, int]:
+        common = len(wanted.intersection(candidate.names))
+        return common, common - len(candidate.names)
+
+    found = _Candidate("", names)
+    candidates = list(_candidates(names, made, wanted))
+    best = max([found, *candidates], key=score)
+    if 2 * score(best)[0] < len(wanted):
+        best = max([best, *_mapped(opened, assets)], key=score)
+    common, _ = score(best)
+    if not common or score(best) <= score(found):
+        return None
+    return Fit(best.option, common, len(wanted))
+
+
+def _candidates(names: Sequence[str], made: Catalog, wanted: set[str]) -> Iterator[_Candidate]:
+    yield from _renamed("", names, wanted)
+    try:
+        model = list(only_model(made).tensors)
+    except CkptoolError:
+        return
+    yield _Candidate("--model-only", model)
+    yield from _renamed("--model-only ", model, wanted)
+
+
+def _renamed(head: str, names: Sequence[str], wanted: set[str]) -> Iterator[_Candidate]:
+    """Yield what prefixes and wrappers make of names."""
+    known = set(names)
+    missing = [name for name in wanted if name not in known]
+    unexpected = [name for name in names if name not in wanted]
+    prefixes = prefix_changes(unexpected, missing)[:_MOST_PREFIXES]
+    changes: list[tuple[str, Callable[[str], str]]] = [(p.flag, p.changed) for p in prefixes]
+    if any(step in WRAPPERS for name in unexpected for step in name.split(".")):
+        changes.append((f"--rename '{_UNWRAP}'", substitution(_UNWRAP)))
+    for flag, change in changes:
+        renamed = [change(name) for name in names]
+        if len({*renamed}) == len(renamed):
+            yield _Candidate(head + flag, renamed)
+
+
+def _mapped(opened: OpenedCheckpoint, assets: Path | None) -> Iterator[_Candidate]:
+    """Yield what the key map that fits the names makes of the model, if there is one."""
+    for folder in dict.fromkeys((None, assets)):
+        options = RewriteOptions(Selection(model_only=True), MapOptions("auto", assets=folder))
+        try:
+            made = rewrite(opened, options)
+        except CkptoolError:
+            continue
+        if made.map is not None:
+            more = "" if folder is None else f" --hf-assets {folder}"
+            option = f"--model-only --map {made.map.name}{more}"
+            yield _Candidate(option, list(made.catalog.tensors))
+            return

@@ -1,0 +1,174 @@
+"""What differs between two checkpoints: names, shapes and types folded, then what changed most."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from ckptool.commands.document import document, plain
+from ckptool.core.catalog import TensorEntry
+from ckptool.core.dtype import short_name
+from ckptool.core.text import plural
+from ckptool.render.inspect.listing import TensorLine, fold
+from ckptool.render.text import Cell, columns, console, emit, escaped, say, size
+from ckptool.render.verify import show_findings, show_summary_line
+
+if TYPE_CHECKING:
+    from ckptool.commands.verify.compare.changes import ChangedModule, ChangedTensor
+    from ckptool.commands.verify.compare.diff import DiffReport, DiffSide, TensorPairs
+
+_MOST_LINES = 24
+
+
+def show_diff(report: DiffReport) -> None:
+    """Show both sides, what only one has, what differs, what changed, then the summary."""
+    screen = console()
+    rows = [_side(side, called) for called, side in (("A", report.a), ("B", report.b))]
+    emit(screen, columns(screen, rows, "lllrr", cuts=1))
+    for side, entries in (("A", report.only_a), ("B", report.only_b)):
+        lines = fold(entries)
+        _show(screen, "red" if side == "A" else "green", f"only in {side}", len(entries),
+              [_one_sided(line) for line in lines], "llll")  # fmt: skip
+    for what, pairs, cells in (
+        ("shape differs", report.shapes, _shapes),
+        ("type differs", report.types, _types),
+    ):
+        _show(screen, "yellow", what, len(pairs), _pair_rows(pairs, cells), "llll")
+    show_findings(report.findings, screen)
+    _show_changed(screen, report.changed, report.modules)
+    show_summary_line(report.summary, ok=report.ok, screen=screen)
+    if report.fit is not None:
+        fit = report.fit
+        gives = f"gives A {fit.common:,} of the {fit.wanted:,} names in B"
+        say(screen, f"[cyan]hint:[/] {escaped(fit.option)} {gives}")
+
+
+def _side(side: DiffSide, called: str) -> list[Cell]:
+    kind = side.model or side.format or "cannot be read"
+    tensors = plural(side.tensors, "tensor")
+    return [(called, "dim"), (str(side.path), "bold"), kind, (tensors, "dim"), size(side.nbytes)]
+
+
+def _show(
+    screen: Console,
+    colour: str,
+    what: str,
+    count: int,
+    rows: Sequence[Sequence[Cell]],
+    aligns: str,
+    heads: Sequence[str] = (),
+) -> None:
+    """Show a heading with a count, then the first rows."""
+    if not count:
+        return
+    say(screen, f"\n[{colour}]{what}[/]: {plural(count, 'tensor')}")
+    emit(screen, columns(screen, rows[:_MOST_LINES], aligns, heads=heads, cuts=0))
+    if len(rows) > _MOST_LINES:
+        say(screen, f"  [dim]and {len(rows) - _MOST_LINES:,} more lines; --json lists all[/]")
+
+
+def _one_sided(line: TensorLine) -> list[Cell]:
+    return [line.name, *_looks(line.entry), _count(line)]
+
+
+def _looks(entry: TensorEntry) -> tuple[Cell, Cell]:
+    return (str(list(entry.shape)), "green"), (short_name(entry.dtype.name), "yellow")
+
+
+def _count(line: TensorLine) -> Cell:
+    return f"x{line.count}" if line.count > 1 else "", "bold"
+
+
+def _pair_rows(
+    pairs: Iterable[TensorPairs], cells: Callable[[TensorPairs], tuple[Cell, Cell]]
+) -> list[list[Cell]]:
+    """Return a row for all pairs that look alike and differ only in numbers of their names."""
+    groups: dict[object, list[TensorPairs]] = {}
+    for pair in pairs:
+        looks = (pair.a.shape, pair.b.shape, pair.a.dtype, pair.b.dtype)
+        groups.setdefault(looks, []).append(pair)
+    rows: list[list[Cell]] = []
+    for members in groups.values():
+        lines = fold([pair.a for pair in members])
+        rows += [[line.name, *cells(members[0]), _count(line)] for line in lines]
+    return rows
+
+
+def _shapes(pair: TensorPairs) -> tuple[Cell, Cell]:
+    return (f"A {list(pair.a.shape)}", "green"), (f"B {list(pair.b.shape)}", "green")
+
+
+def _types(pair: TensorPairs) -> tuple[Cell, Cell]:
+    names = (short_name(entry.dtype.name) for entry in (pair.a, pair.b))
+    return tuple((f"{side} {name}", "yellow") for side, name in zip("AB", names, strict=True))  # type: ignore[return-value]
+
+
+def _show_changed(
+    screen: Console, changed: Sequence[ChangedTensor], modules: Sequence[ChangedModule]
+) -> None:
+    """Show the modules and then the tensors that changed, what changed most first."""
+    rows: list[list[Cell]] = [
+        [m.module, (_relative(m.relative), "red"), f"{m.changed:,}", f"{m.tensors:,}"]
+        for m in modules
+    ]
+    if len(modules) > 1:
+        by_module = ("module", "change", "tensors", "of")
+        _show(
+            screen,
+            "yellow",
+            "changed by module (change: |B - A| / |A|)",
+            len(changed),
+            rows,
+            "lrrr",
+            by_module,
+        )
+    rows = [
+        [
+            (each.tensor.name, "bold"),
+            (_relative(each.relative), "red"),
+            f"{each.tensor.differing:,}",
+            f"{each.tensor.elements:,}",
+            "" if each.tensor.largest is None else f"{each.tensor.largest:.3g}",
+        ]
+        for each in changed
+    ]
+    heads = ("tensor", "change", "differ", "of", "largest")
+    _show(screen, "yellow", "changed (change: |B - A| / |A|)", len(changed), rows, "lrrrr", heads)
+
+
+def _relative(value: float | None) -> str:
+    """Return the norm of the change relative to the norm of what was there."""
+    return "-" if value is None else f"{value:.3g}"
+
+
+def diff_json(report: DiffReport) -> dict[str, Any]:
+    """Return the report as ``ckptool.diff/2``."""
+    return document(
+        "diff",
+        a=report.a,
+        b=report.b,
+        only_a=list(map(_entry_json, report.only_a)),
+        only_b=list(map(_entry_json, report.only_b)),
+        shape_differs=list(map(_pair_json, report.shapes)),
+        dtype_differs=list(map(_pair_json, report.types)),
+        alike=report.alike,
+        values_compared=report.compared,
+        changed=[plain(each.tensor) | {"relative": each.relative} for each in report.changed],
+        modules=report.modules,
+        findings=report.findings,
+        fit=report.fit,
+        ok=report.ok,
+        summary=report.summary,
+    )
+
+
+def _entry_json(entry: TensorEntry) -> dict[str, Any]:
+    return {"name": entry.name, "dtype": entry.dtype.name, "shape": entry.shape}
+
+
+def _pair_json(pair: TensorPairs) -> dict[str, Any]:
+    looks = {side: _entry_json(entry) for side, entry in (("a", pair.a), ("b", pair.b))}
+    return {"tensor": pair.a.name, **{side: {k: v for k, v in each.items() if k != "name"}
+                                      for side, each in looks.items()}}  # fmt: skip

@@ -1,0 +1,263 @@
+"""``ckptool diff``: names, shapes and types; what changed most; the model of a config.json."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import case
+from safetensors.torch import save_file
+from torchtitan_states import recorded, write_config
+from typer.testing import CliRunner
+
+import ckptool
+from ckptool.cli.app import app
+from ckptool.commands.verify.compare import model
+from ckptool.commands.verify.compare.changes import module_of
+from ckptool.errors import Unsupported, UsageError
+from ckptool.storage import local
+
+STATE = {
+    "embed.weight": torch.arange(12.0).reshape(3, 4),
+    **{f"layers.{i}.w": torch.full((2, 2), float(i + 1)) for i in range(3)},
+    "layers.0.steps": torch.tensor([1, 2]),
+    "head.weight": torch.ones(3, 4),
+}
+
+
+@pytest.fixture
+def a(tmp_path: Path) -> Path:
+    save_file(STATE, tmp_path / "a.safetensors")
+    return tmp_path / "a.safetensors"
+
+
+def saved(path: Path, **changes: Any) -> Path:
+    torch.save({**STATE, **{n.replace("__", "."): t for n, t in changes.items()}}, path)
+    return path
+
+
+def test_names_shapes_and_types_are_compared_and_no_data_is_read(
+    a: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = {**STATE, "head.weight": torch.ones(5, 4), "bias": torch.ones(1)}
+    other["embed.weight"] = other["embed.weight"].bfloat16()
+    del other["layers.2.w"]
+    large = torch.zeros(1 << 20)
+    save_file(STATE | {"large": large}, a)
+    save_file(other | {"large": large + 1}, tmp_path / "b.safetensors")
+    read: list[int] = []
+    whole = local.os.preadv
+
+    def count(descriptor: int, buffers: Any, *rest: Any) -> int:
+        read.append(sum(map(len, buffers)))
+        return whole(descriptor, buffers, *rest)
+
+    monkeypatch.setattr(local.os, "preadv", count)
+    report = ckptool.diff(a, tmp_path / "b.safetensors")
+    assert [entry.name for entry in report.only_a] == ["layers.2.w"]
+    assert [entry.name for entry in report.only_b] == ["bias"]
+    assert [(p.a.name, p.a.shape, p.b.shape) for p in report.shapes] == [
+        ("head.weight", (3, 4), (5, 4))
+    ]
+    assert [(p.a.name, p.b.dtype.name) for p in report.types] == [("embed.weight", "bfloat16")]
+    assert report.alike == 4
+    assert not report.ok
+    assert report.summary == (
+        "DIFFERENT: 1 tensor only in A, 1 only in B, 1 of another shape, 1 of another type"
+    )
+    assert sum(read) < 64 << 10
+
+
+def test_the_same_names_shapes_and_types_are_alike_whatever_the_values(
+    a: Path, tmp_path: Path
+) -> None:
+    other = saved(tmp_path / "b.pt", embed__weight=torch.zeros(3, 4), step=7)
+    report = ckptool.diff(a, other)
+    assert report.ok
+    assert report.summary == "ALIKE: 6 tensors by name, shape and type; content not compared"
+    assert not ckptool.diff(a, other, values=True).ok
+
+
+def test_what_changed_most_comes_first(a: Path, tmp_path: Path) -> None:
+    moved = {"layers__0__w": 0.5, "layers__2__w": 0.25}
+    changes = {n: STATE[n.replace("__", ".")] * (1 + r) for n, r in moved.items()}
+    changes["head__weight"] = STATE["head.weight"].clone()
+    changes["head__weight"][1, 2] = float("nan")
+    changes["layers__0__steps"] = torch.tensor([1, 5])
+    report = ckptool.diff(a, saved(tmp_path / "b.pt", **changes), values=True)
+    found = [(each.tensor.name, each.relative) for each in report.changed]
+    assert [name for name, _ in found] == [
+        "head.weight", "layers.0.steps", "layers.0.w", "layers.2.w"
+    ]  # fmt: skip
+    assert found[0][1] != found[0][1]
+    assert [value for _, value in found[1:]] == pytest.approx([3 / 5**0.5, 0.5, 0.25])
+    modules = {m.module: (m.tensors, m.changed, m.relative) for m in report.modules}
+    assert modules["layers.0"][:2] == (2, 2)
+    assert modules["layers.0"][2] == pytest.approx(((9 + 4 * 0.25) / (5 + 4)) ** 0.5)
+    assert modules["layers.2"] == (1, 1, pytest.approx(0.25))
+    assert "layers.1" not in modules
+
+
+def test_a_change_from_zero_is_infinite(tmp_path: Path) -> None:
+    torch.save({"w": torch.zeros(2), "c": torch.zeros(1) + 1j}, tmp_path / "a.pt")
+    torch.save({"w": torch.ones(2), "c": torch.zeros(1) + 2j}, tmp_path / "b.pt")
+    report = ckptool.diff(tmp_path / "a.pt", tmp_path / "b.pt", values=True)
+    assert [(c.tensor.name, c.relative) for c in report.changed] == [("w", float("inf")), ("c", 1)]
+
+
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [
+        ("model.layers.3.mlp.up.weight", "model.layers.3"),
+        ("embed.weight", "embed"),
+        ("weight", "weight"),
+        ("optim.state.0.exp_avg", "optim.state.0"),
+        ("0", "0"),
+    ],
+)
+def test_the_module_of_a_tensor(name: str, module: str) -> None:
+    assert module_of(name) == module
+
+
+@pytest.mark.parametrize(
+    ("change", "option"),
+    [
+        (lambda n: f"module.{n}", "--strip-prefix module"),
+        (lambda n: f"net.{n}", "--strip-prefix net"),
+        (lambda n: n.replace("layers.", "layers._orig_mod."), "_orig_mod"),
+    ],
+)
+def test_what_would_fit_the_names_does(change: Any, option: str, a: Path, tmp_path: Path) -> None:
+    torch.save({change(name): tensor for name, tensor in STATE.items()}, tmp_path / "m.pt")
+    report = ckptool.diff(tmp_path / "m.pt", a)
+    assert report.fit is not None
+    assert option in report.fit.option
+    assert (report.fit.common, report.fit.wanted) == (6, 6)
+    flag, _, value = report.fit.option.partition(" ")
+    keyword = {flag[2:].replace("-", "_"): value.strip("'")}
+    assert ckptool.diff(tmp_path / "m.pt", a, **keyword).ok
+
+
+def test_a_prefix_that_only_b_has_is_put_before(a: Path, tmp_path: Path) -> None:
+    torch.save({f"module.{name}": tensor for name, tensor in STATE.items()}, tmp_path / "m.pt")
+    report = ckptool.diff(a, tmp_path / "m.pt")
+    assert report.fit is not None
+    assert report.fit.option == "--rename '^=module.'"
+
+
+def test_the_model_of_a_training_checkpoint_fits_an_export_of_it(tmp_path: Path) -> None:
+    source = case("dcp_fsdp2_tp").path
+    ckptool.convert(source, tmp_path / "m.safetensors", to="safetensors", model_only=True)
+    report = ckptool.diff(source, tmp_path / "m.safetensors")
+    assert report.fit is not None
+    assert report.fit.option == "--model-only"
+    assert ckptool.diff(source, tmp_path / "m.safetensors", model_only=True, values=True).ok
+
+
+def test_a_key_map_is_suggested_where_no_prefix_fits(tmp_path: Path) -> None:
+    tensors = {side: tensors_of(recorded("llama3")[side]) for side in ("trainer", "hf")}
+    hf = write_config("llama3", tmp_path / "hf")
+    save_file(tensors["hf"], hf / "model.safetensors")
+    torch.save({"model": tensors["trainer"]}, tmp_path / "m.pt")
+    report = ckptool.diff(tmp_path / "m.pt", hf)
+    assert report.fit is not None
+    assert report.fit.option == f"--model-only --map torchtitan-llama3 --hf-assets {hf}"
+    options: Any = {"model_only": True, "map": "torchtitan-llama3", "hf_assets": hf}
+    assert ckptool.diff(tmp_path / "m.pt", hf, **options).ok
+
+
+def tensors_of(arrays: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def test_nothing_is_suggested_where_nothing_fits(a: Path, tmp_path: Path) -> None:
+    torch.save({"other": torch.ones(1)}, tmp_path / "m.pt")
+    assert ckptool.diff(a, tmp_path / "m.pt").fit is None
+
+
+# The model of a config.json
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model as transformers saves it, and its config.json alone in a folder beside it."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("llama")
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "vocab_size": 10, "num_hidden_layers": 2}
+    config = LlamaConfig(**sizes, num_attention_heads=2, tie_word_embeddings=True)
+    network = LlamaForCausalLM(config)
+    network.save_pretrained(folder / "hf")
+    network.config.save_pretrained(folder / "config")
+    torch.save(network.state_dict(), folder / "tied.pt")
+    return folder
+
+
+@pytest.mark.parametrize("source", ["hf", "tied.pt"])
+@pytest.mark.parametrize("other", ["config", "config/config.json", "hf/config.json"])
+def test_what_a_model_saved_is_what_its_config_asks_for(
+    source: str, other: str, llama: Path
+) -> None:
+    report = ckptool.diff(llama / source, llama / other)
+    assert report.ok
+    assert report.b.model == "LlamaForCausalLM"
+
+
+def test_why_a_state_dict_does_not_load(llama: Path, tmp_path: Path) -> None:
+    state = torch.load(llama / "tied.pt", weights_only=True)
+    del state["lm_head.weight"], state["model.norm.weight"]
+    state["model.embed_tokens.weight"] = torch.zeros(12, 8)
+    torch.save(state, tmp_path / "m.pt")
+    report = ckptool.diff(tmp_path / "m.pt", llama / "config")
+    assert [entry.name for entry in report.only_b] == ["model.norm.weight"]
+    assert [pair.a.name for pair in report.shapes] == ["model.embed_tokens.weight"]
+
+
+def test_a_model_has_no_values(llama: Path) -> None:
+    with pytest.raises(UsageError, match="without values"):
+        ckptool.diff(llama / "hf", llama / "config", values=True)
+
+
+def test_a_config_that_transformers_does_not_know(tmp_path: Path, a: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "no-such-model"}')
+    with pytest.raises(Unsupported, match="cannot make its model"):
+        ckptool.diff(a, tmp_path / "config.json")
+
+
+def test_without_transformers(tmp_path: Path, a: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(Unsupported, match="needs transformers"):
+        model.open_model(tmp_path / "config.json", ())
+
+
+# The command
+
+
+def test_exit_codes_and_json(a: Path, tmp_path: Path) -> None:
+    def run(*words: object) -> Any:
+        return CliRunner().invoke(app, ["diff", *map(str, words)])
+
+    other = saved(tmp_path / "b.pt", head__weight=torch.zeros(3, 4))
+    assert run(a, a, "-q").exit_code == 0
+    assert run(a, other).exit_code == 0
+    done = run(a, other, "--values", "--json")
+    found = json.loads(done.stdout)
+    assert done.exit_code == 1
+    assert found["schema"] == "ckptool.diff/2"
+    assert [(c["tensor"], c["relative"], c["differing"]) for c in found["changed"]] == [
+        ("head.weight", 1.0, 12)
+    ]
+    assert run(a, tmp_path / "nowhere").exception.exit_code == 3
+    assert run(a, other, "--rtol", "1").exception.exit_code == 2
+
+
+def test_a_damaged_side_is_not_compared(flipped: Path, a: Path) -> None:
+    (flipped / ".metadata").write_bytes(b"")
+    done = CliRunner().invoke(app, ["diff", str(flipped), str(a)])
+    assert done.exit_code == 1
+    assert "FAILED: not compared: damaged" in done.stdout
