@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
+from weakref import WeakValueDictionary
 
 from ckptool.errors import Unsupported, UsageError
 from ckptool.storage.ranged_read import is_s3
@@ -24,6 +26,19 @@ _EXTRAS = {
     "https": "http",
 }
 _CONNECTIONS = 64
+_opened: WeakValueDictionary[int, Any] = WeakValueDictionary()
+"""File systems that were opened, by ``id``."""
+_inherited: list[Any] = []
+"""Those of the process that this one was forked from. Clients of fsspec that are forgotten take
+their sockets out of the queue of events, which is that process's as well: it would wait for answers
+for ever."""
+
+
+def _keep_inherited() -> None:
+    _inherited.extend(_opened.values())
+
+
+os.register_at_fork(after_in_child=_keep_inherited)
 
 
 def open_file_system(url: str, options: Mapping[str, Any]) -> Any:
@@ -50,6 +65,7 @@ def open_file_system(url: str, options: Mapping[str, Any]) -> Any:
         raise UsageError(f"{redact_url(url)}: no store is called {scheme}://", hint=hint) from None
     except Exception as error:  # noqa: BLE001 (each client of a store has errors of its own)
         raise unreachable(redact_url(url), error) from None
+    _opened[id(fs)] = fs
     return fs
 
 
