@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ckptool import dcp as dcp
     from ckptool import errors as errors
+    from ckptool.api.bench import bench as bench
+    from ckptool.api.bench import bench_changes as bench_changes
+    from ckptool.api.bench import bench_stores as bench_stores
+    from ckptool.api.bench import bench_transfer as bench_transfer
     from ckptool.api.checkpoint import Checkpoint as Checkpoint
-    from ckptool.api.commands import bench as bench
-    from ckptool.api.commands import bench_changes as bench_changes
-    from ckptool.api.commands import bench_stores as bench_stores
-    from ckptool.api.commands import bench_transfer as bench_transfer
     from ckptool.api.commands import compare as compare
     from ckptool.api.commands import convert as convert
     from ckptool.api.commands import diff as diff
@@ -50,7 +50,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _PLACES = {
-    "api.commands": "bench bench_changes bench_stores bench_transfer compare convert diff extract"
+    "api.bench": "bench bench_changes bench_stores bench_transfer",
+    "api.commands": "compare convert diff extract"
     " inspect list_formats list_maps map_text prune reshard salvage stats verify verify_run",
     "api.load": "LoadReport load",
     "api.checkpoint": "Checkpoint",

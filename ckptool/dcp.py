@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import io
 import os
+import sys
 from collections.abc import Sequence
 from typing import Any, Unpack
 
@@ -33,6 +34,7 @@ from ckptool.api.checkpoint import Checkpoint
 from ckptool.api.keywords import OpenKeywords
 from ckptool.api.load import Target, cast_hint, dtype_of, fill_targets
 from ckptool.api.open import checkpoint_at, open
+from ckptool.api.state_dict import keys_differ, match_names
 from ckptool.api.tensors import torch_dtype, why_not_filled
 from ckptool.api.values import archive
 from ckptool.commands.detect import holds_checkpoint
@@ -103,8 +105,9 @@ class CheckpointReader(StorageReader):
         torch 2.13 tries again for metadata of one rank where there is a parameter ``kwargs``.
         """
         catalog = with_loadable_paths(self.checkpoint.catalog)
-        entries: dict[str, Any] = {n: _describe(entry) for n, entry in catalog.tensors.items()}
+        entries = _Entries({n: _describe(entry) for n, entry in catalog.tensors.items()})
         entries |= {name: BytesStorageMetadata() for name in catalog.objects}
+        entries.checkpoint = self.checkpoint
         paths = {n: _path(entry.path) for n, entry in (catalog.tensors | catalog.objects).items()}
         return Metadata(entries, planner_data=paths, storage_data={})
 
@@ -162,6 +165,29 @@ class CheckpointReader(StorageReader):
         if obstacle is not None:
             raise Unsupported(f"{entry.name}: {obstacle}")
         return Target(entry, box, tensor)
+
+
+class _Entries(dict[str, Any]):
+    """The entries of a checkpoint's metadata; those that it lacks are told in our words.
+
+    torch's planner (2.2 to 2.13) looks for each name of the state dict, and says of one that is
+    missing nothing but that. It alone knows whether it goes on without (``allow_partial_load``):
+    a variable of the function that looks says so, and where there is none torch's message stands.
+    """
+
+    checkpoint: Checkpoint
+
+    def __contains__(self, name: object) -> bool:
+        if super().__contains__(name):
+            return True
+        looking = sys._getframe(1)
+        if looking.f_code.co_name == _LOOKS_FOR_NAMES and looking.f_locals.get("strict"):
+            names = looking.f_locals["state_dict"]
+            raise keys_differ(self.checkpoint, match_names(self.checkpoint, names))
+        return False
+
+
+_LOOKS_FOR_NAMES = "create_default_local_load_plan"
 
 
 def _describe(entry: TensorEntry) -> TensorStorageMetadata:

@@ -161,6 +161,19 @@ def test_a_keyword_that_is_none_is_said_at_once(saved: Path) -> None:
         CheckpointReader(saved, modelonly=True)  # type: ignore[call-arg]
 
 
+def test_names_that_are_missing_are_named_together_with_what_would_fit(saved: Path) -> None:
+    """torch names the first one alone; who asks for a partial load gets it."""
+    names = [*ckptool.open(saved).tensors]
+    state = {f"other.{name}": torch.zeros(1) for name in names}
+    with pytest.raises(CheckpointException) as failed:
+        dcp.load(state, storage_reader=CheckpointReader(saved), no_dist=True)
+    ((error, _),) = failed.value.failures.values()
+    assert f"missing ({len(names)})" in str(error)
+    assert "rename=" in error.hint
+    partial = DefaultLoadPlanner(allow_partial_load=True)
+    dcp.load(state, storage_reader=CheckpointReader(saved), planner=partial, no_dist=True)
+
+
 def test_errors_travel_between_ranks(saved: Path) -> None:
     found = failure({"model": {"w": torch.zeros(3, 4, dtype=torch.float16)}}, saved)
     there = pickle.loads(pickle.dumps(found))

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 class Checkpoint(Mapping[str, Any]):
     """A checkpoint whose metadata was read; its tensors are read when they are asked for.
 
+    ``named`` is the place that it was opened at, ``options`` are the keywords.
     As a mapping it is from names to tensors and values, each read anew whenever it is asked for.
 
     Threads may share one. Nothing is unpickled. It can be pickled itself: what comes of that opens
@@ -53,8 +54,8 @@ class Checkpoint(Mapping[str, Any]):
     ) -> None:
         self._opened = opened
         self._catalog = catalog
-        self._named = named
-        self._options = options
+        self.named = named
+        self.options = options
         self._complete: set[str] = set()
         self._containers = Containers(opened, catalog)
         self._closed = False
@@ -66,11 +67,11 @@ class Checkpoint(Mapping[str, Any]):
         return checkpoint_html(self)
 
     def __reduce__(self) -> tuple[Callable[..., Checkpoint], tuple[str, OpenKeywords, str]]:
-        named = self._named
+        named = self.named
         place = os.path.abspath(named) if isinstance(named, Path) else named.url
         from ckptool.api.open import reopen
 
-        return reopen, (place, self._options, self.version())
+        return reopen, (place, self.options, self.version())
 
     def version(self) -> str:
         """Return a text that changes when a file of the checkpoint does."""
@@ -86,6 +87,11 @@ class Checkpoint(Mapping[str, Any]):
     def format(self) -> str:
         """Return the name of its format, as ``ckptool formats`` lists it."""
         return self._opened.format.name
+
+    @property
+    def opened(self) -> OpenedCheckpoint:
+        """Return its source and format, with the catalog of what was selected."""
+        return replace(self._opened, catalog=self._catalog)
 
     @property
     def catalog(self) -> Catalog:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any, Unpack
 
-from ckptool.api.arguments import AnyPath, Keywords, Size, Strings, location, with_keywords
+from ckptool.api.arguments import AnyPath, Keywords, Strings, location, with_keywords
+from ckptool.api.checkpoint import Checkpoint
 from ckptool.api.keywords import (
-    BenchKeywords,
     CompareKeywords,
     ConvertKeywords,
     DiffKeywords,
@@ -20,11 +21,11 @@ from ckptool.api.keywords import (
     VerifyKeywords,
     VerifyRunKeywords,
 )
+from ckptool.api.open import checkpoint_at
 from ckptool.commands import inspect as _inspect
 from ckptool.commands.convert import ConvertReport, prepare
 from ckptool.commands.detect import list_formats as list_formats
 from ckptool.commands.inspect import InspectReport
-from ckptool.commands.options.bench import BenchOptions
 from ckptool.commands.options.diff import DiffOptions
 from ckptool.commands.options.extract import ExtractOptions
 from ckptool.commands.options.prune import PruneOptions
@@ -38,14 +39,11 @@ from ckptool.commands.options.verify import (
     VerifyOptions,
 )
 from ckptool.commands.reshard.reshard import ReshardReport, prepare_reshard
-from ckptool.commands.transfer import Progress, no_progress
-from ckptool.core.options import parse_size
 from ckptool.engine.ranks import join_ranks
 from ckptool.errors import UsageError
+from ckptool.storage.url import Location
 
 if TYPE_CHECKING:
-    from ckptool.commands.bench.report import BenchReport, Change
-    from ckptool.commands.bench.transfer.report import TransferBenchReport
     from ckptool.commands.extract import ExtractReport
     from ckptool.commands.stats import TensorStats
     from ckptool.commands.verify.compare.against import AgainstReport
@@ -57,16 +55,58 @@ if TYPE_CHECKING:
     from ckptool.core.keymap.model import KeyMap
 
 
+Progress = Callable[[int, int], None]
+"""Is told how many bytes are done, and how many there are in all."""
+
+
+def _started(progress: Progress | None) -> Callable[[int], Callable[[int], None]]:
+    """Return what is told the total, and then of each number of bytes; threads may tell."""
+    lock = Lock()
+
+    def start(total: int) -> Callable[[int], None]:
+        done = 0
+
+        def advance(nbytes: int) -> None:
+            nonlocal done
+            with lock:
+                done += nbytes
+                if progress is not None:
+                    progress(done, total)
+
+        return advance
+
+    return start
+
+
+def _opened(path: AnyPath | Checkpoint, options: ReadKeywords) -> Checkpoint | None:
+    """Return an open checkpoint; None of a path. TypeError for options to open it with."""
+    return checkpoint_at(path, **options) if isinstance(path, Checkpoint) else None
+
+
+def _place(path: AnyPath | Checkpoint, options: Mapping[str, Any]) -> tuple[Location, Any]:
+    """Return a place and the options to read it with, to which an open checkpoint adds its own.
+
+    Raises Changed where its files are no longer those that it was opened from.
+    """
+    if not isinstance(path, Checkpoint):
+        return location(path), options
+    path.require_unchanged()
+    return path.named, {**path.options, **options}
+
+
 @with_keywords(ReadKeywords)
 def inspect(
-    path: AnyPath, *, values: bool | None = None, **options: Unpack[ReadKeywords]
+    path: AnyPath | Checkpoint, *, values: bool | None = None, **options: Unpack[ReadKeywords]
 ) -> InspectReport:
     """Describe the checkpoint at ``path`` from its metadata alone.
 
     ``values`` stored among the data are read from a disk; from a URL only if it is True. Raises
     NotFound, Unrecognised, Damaged or Hostile, as every function here does.
     """
-    place = location(path)
+    opened = _opened(path, options)
+    if opened is not None:
+        return _inspect.report(opened.opened)
+    place, _ = _place(path, options)
     values = isinstance(place, Path) if values is None else values
     read = Keywords("inspect", options, ReadKeywords).options(ReadOptions, values=values)
     return _inspect.inspect(place, read)
@@ -74,7 +114,7 @@ def inspect(
 
 @with_keywords(ReadKeywords)
 def stats(
-    path: AnyPath, tensors: str | Sequence[str] = "*", **options: Unpack[ReadKeywords]
+    path: AnyPath | Checkpoint, tensors: str | Sequence[str] = "*", **options: Unpack[ReadKeywords]
 ) -> list[TensorStats]:
     """Read the tensors that match a glob: min, max, mean, std, zeros, NaN and Inf of each.
 
@@ -84,36 +124,39 @@ def stats(
     from ckptool.commands.stats import stats as _stats
 
     read = Keywords("stats", options, ReadKeywords).options(ReadOptions)
-    opened = open_checkpoint(location(path), read)
+    given = _opened(path, options)
+    place, _ = _place(path, options)
+    opened = given.opened if given is not None else open_checkpoint(place, read)
     return _stats(opened, [tensors] if isinstance(tensors, str) else tensors)
 
 
 @with_keywords(DiffKeywords)
 def diff(
-    path: AnyPath,
+    path: AnyPath | Checkpoint,
     other: AnyPath,
     *,
-    progress: Progress = no_progress,
+    progress: Progress | None = None,
     **options: Unpack[DiffKeywords],
 ) -> DiffReport:
     """Compare names, shapes and types of two checkpoints' tensors; with ``values`` their content.
 
-    ``other`` may be a model's config.json. ``ok`` of the report says whether nothing differs,
+    ``other`` may be a model's config.json. The report is true where nothing differs, its
     ``fit`` what would give ``path`` more of the other's names.
     """
     from ckptool.commands.verify.compare.diff import diff as _diff
 
-    parsed = Keywords("diff", options, DiffKeywords).options(DiffOptions)
-    return _diff(location(path), location(other), parsed, lambda total: progress)
+    place, keywords = _place(path, options)
+    parsed = Keywords("diff", keywords, DiffKeywords).options(DiffOptions)
+    return _diff(place, location(other), parsed, _started(progress))
 
 
 @with_keywords(ExtractKeywords)
 def extract(
-    path: AnyPath,
+    path: AnyPath | Checkpoint,
     names: Strings,
     out: AnyPath,
     *,
-    progress: Progress = no_progress,
+    progress: Progress | None = None,
     **options: Unpack[ExtractKeywords],
 ) -> ExtractReport:
     """Write tensors, or slices such as ``w[0:4, :8]``, to the .npy or .safetensors file ``out``.
@@ -123,37 +166,42 @@ def extract(
     """
     from ckptool.commands.extract import prepare_extract
 
-    parsed = Keywords("extract", options, ExtractKeywords).options(ExtractOptions)
+    place, keywords = _place(path, options)
+    parsed = Keywords("extract", keywords, ExtractKeywords).options(ExtractOptions)
     asked = [names] if isinstance(names, str) else names
-    return prepare_extract(location(path), asked, location(out), parsed).run(progress)
+    planned = prepare_extract(place, asked, location(out), parsed)
+    return planned.run(_started(progress)(planned.nbytes))
 
 
 @with_keywords(ConvertKeywords)
 def convert(
-    source: AnyPath,
+    source: AnyPath | Checkpoint,
     target: AnyPath,
     *,
     to: str,
-    progress: Progress = no_progress,
+    progress: Progress | None = None,
     **options: Unpack[ConvertKeywords],
 ) -> ConvertReport:
     """Write ``source`` in the format ``to`` at ``target``, complete or not at all.
 
     ``progress`` is called with the bytes that were written, or read of both sides to compare them,
-    since the last call. Raises UsageError or Unsupported where it cannot be done as asked,
+    so far and in all. Raises UsageError or Unsupported where it cannot be done as asked,
     TransferError where it fails midway: ``resume=True`` then continues.
     """
-    parsed = Keywords("convert", options, ConvertKeywords).options(ConvertOptions, to=to)
-    prepared = prepare(location(source), location(target), parsed)
-    return prepared.report if parsed.transfer.dry_run else prepared.run(progress)
+    place, keywords = _place(source, options)
+    parsed = Keywords("convert", keywords, ConvertKeywords).options(ConvertOptions, to=to)
+    prepared = prepare(place, location(target), parsed)
+    if parsed.transfer.dry_run:
+        return prepared.report
+    return prepared.run(_started(progress)(prepared.nbytes))
 
 
 @with_keywords(ReshardKeywords)
 def reshard(
-    source: AnyPath,
+    source: AnyPath | Checkpoint,
     target: AnyPath | None = None,
     *,
-    progress: Progress = no_progress,
+    progress: Progress | None = None,
     **options: Unpack[ReshardKeywords],
 ) -> ReshardReport:
     """Write ``source`` for a new device mesh at ``target``, or beside it, named after the mesh.
@@ -161,25 +209,32 @@ def reshard(
     Under torchrun the ranks share the work; there must be no process group yet. Raises as
     ``convert`` does, on every rank the same.
     """
-    parsed = Keywords("reshard", options, ReshardKeywords).options(ReshardOptions)
+    place, keywords = _place(source, options)
+    parsed = Keywords("reshard", keywords, ReshardKeywords).options(ReshardOptions)
     where = None if target is None else location(target)
     with join_ranks() as group:
-        planned = group.together(lambda: prepare_reshard(location(source), where, parsed))
+        planned = group.together(lambda: prepare_reshard(place, where, parsed))
         planned.require_possible(group)
-        return planned.report if parsed.transfer.dry_run else planned.run(progress, group)
+        if parsed.transfer.dry_run:
+            return planned.with_costs()
+        return planned.run(_started(progress)(planned.nbytes), group)
 
 
 @with_keywords(VerifyKeywords)
 def verify(
-    path: AnyPath, *, progress: Progress = no_progress, **options: Unpack[VerifyKeywords]
+    path: AnyPath | Checkpoint,
+    *,
+    progress: Progress | None = None,
+    **options: Unpack[VerifyKeywords],
 ) -> VerifyReport:
-    """Check that the checkpoint at ``path`` is complete, unchanged and safe: see ``ok``.
+    """Check that the checkpoint at ``path`` is complete, unchanged and safe: then it is true.
 
     ``write_manifest`` is written if no errors are found; with ``manifest`` every tensor is compared
     with what was recorded, whatever the format. Raises NotFound and Unrecognised where there is no
     checkpoint, and nothing for damage: that is in the report.
     """
-    keywords = Keywords("verify", options, VerifyKeywords)
+    place, given = _place(path, options)
+    keywords = Keywords("verify", given, VerifyKeywords)
     parsed, rewrite = keywords.options(VerifyOptions), keywords.options(RewriteOptions)
     manifest = keywords.options(ManifestOptions)
     target, recorded = manifest.write_manifest, manifest.manifest
@@ -189,10 +244,7 @@ def verify(
     from ckptool.commands.verify.manifest.build import build_manifest
     from ckptool.commands.verify.manifest.check import check_manifest
 
-    def started(total: int) -> Progress:
-        return progress
-
-    place, overwrite = location(path), manifest.overwrite
+    overwrite, started = manifest.overwrite, _started(progress)
     if target is not None:
         return build_manifest(place, target, parsed, rewrite, started, overwrite=overwrite)
     if recorded is not None:
@@ -204,23 +256,23 @@ def verify(
 
 @with_keywords(CompareKeywords)
 def compare(
-    path: AnyPath,
+    path: AnyPath | Checkpoint,
     other: AnyPath,
     *,
-    progress: Progress = no_progress,
+    progress: Progress | None = None,
     **options: Unpack[CompareKeywords],
 ) -> AgainstReport:
     """Compare two checkpoints of any formats, bit by bit, or as numbers where asked.
 
-    As ``ckptool verify PATH --against OTHER``; ``verify.ok`` of the report says whether they
-    are the same.
+    As ``ckptool verify PATH --against OTHER``; the report is true where they are the same.
     """
     from ckptool.commands.verify.compare.against import against
 
-    keywords = Keywords("compare", options, CompareKeywords)
+    place, given = _place(path, options)
+    keywords = Keywords("compare", given, CompareKeywords)
     parsed, rewrite = keywords.options(VerifyOptions), keywords.options(RewriteOptions)
-    comparing, places = keywords.options(CompareOptions), (location(path), location(other))
-    return against(*places, parsed, rewrite, comparing, lambda total: progress)
+    comparing = keywords.options(CompareOptions)
+    return against(place, location(other), parsed, rewrite, comparing, _started(progress))
 
 
 @with_keywords(VerifyRunKeywords)
@@ -255,7 +307,7 @@ def salvage(
     path: AnyPath,
     target: AnyPath,
     *,
-    progress: Progress = no_progress,
+    progress: Progress | None = None,
     **options: Unpack[SalvageKeywords],
 ) -> SalvageReport:
     """Write what is intact of a damaged checkpoint to ``target``: see ``lost``.
@@ -266,81 +318,8 @@ def salvage(
     from ckptool.commands.verify.salvage.salvage import plan_salvage
 
     parsed = Keywords("salvage", options, SalvageKeywords).options(SalvageOptions)
-    return plan_salvage(location(path), location(target), parsed).run(progress)
-
-
-@with_keywords(BenchKeywords)
-def bench(
-    *,
-    progress: Callable[[Mapping[str, Any]], None] = lambda event: None,
-    **options: Unpack[BenchKeywords],
-) -> BenchReport | None:
-    """Measure ways to save on this machine: how long each blocks training, until it is durable.
-
-    ``progress`` is called with what happens, each a mapping with an ``event``. None on all torchrun
-    ranks but the first. Raises UsageError, Unsupported without torch or room, TransferError where
-    nothing could be measured.
-    """
-    from ckptool.commands.bench.run import prepare_bench
-
-    parsed = Keywords("bench", options, BenchKeywords).options(BenchOptions)
-    if parsed.like is not None and parsed.size is not None:
-        raise UsageError("like and size cannot be combined")
-    return prepare_bench(parsed).run(progress)
-
-
-def bench_changes(
-    report: BenchReport, compare: AnyPath, tolerance: float | str = "10%"
-) -> list[Change]:
-    """Compare a report with the earlier run that ``compare`` keeps, of ``ckptool bench --json``.
-
-    ``regressed`` of each says whether it is slower by more than ``tolerance``, or worse. Raises
-    NotFound or UsageError where there is no such file, Unsupported where it measured something
-    else.
-    """
-    from ckptool.commands.bench.report import Baseline, parse_tolerance
-
-    baseline, allowed = Baseline.read(Path(compare)), parse_tolerance(str(tolerance))
-    baseline.require_comparable(report.settings)
-    measured = [result.name for result in report.results]
-    return baseline.changes(report, allowed, [*measured, *report.skipped, *report.failed])
-
-
-def bench_transfer(
-    source: AnyPath | None = None,
-    *,
-    size: Size = "2GB",
-    out: AnyPath = ".",
-    repeat: int = 5,
-    progress: Callable[[str], None] = lambda line: None,
-) -> TransferBenchReport:
-    """Measure ckptool's own commands against cp and torch's, on ``source`` or one of ``size``.
-
-    As ``ckptool bench --transfer``. Raises Unsupported where the disk is too small for it.
-    """
-    from ckptool.commands.bench.transfer.run import transfer_bench
-
-    place = None if source is None else Path(source)
-    return transfer_bench(
-        place, parse_size(str(size), "size"), Path(out), repeat, progress=progress
-    )
-
-
-def bench_stores(
-    *,
-    size: Size = "256MB",
-    out: AnyPath = ".",
-    repeat: int = 5,
-    progress: Callable[[str], None] = lambda line: None,
-) -> TransferBenchReport:
-    """Measure ckptool's own commands on a store against plain downloads, on one of ``size``.
-
-    As ``ckptool bench --stores``. Raises Unsupported where the disk is too small for it, or s3fs or
-    torch is missing.
-    """
-    from ckptool.commands.bench.transfer.stores import store_bench
-
-    return store_bench(parse_size(str(size), "size"), Path(out), repeat, progress=progress)
+    planned = plan_salvage(location(path), location(target), parsed)
+    return planned.run(_started(progress)(planned.nbytes))
 
 
 def list_maps() -> Mapping[str, KeyMap]:

@@ -36,14 +36,14 @@ def diff(
     Exits 0 if nothing differs, 1 if anything does, 3 if there is no checkpoint.
     """
     from ckptool.commands.verify.compare.diff import diff as run_diff
-    from ckptool.render.diff import diff_json, show_diff
+    from ckptool.render.diff import show_diff
     from ckptool.render.messages import print_json, started_progress
 
     places = parse_place(source, "A"), parse_place(other, "B")
     with started_progress(quiet=quiet) as started:
         report = run_diff(*places, options, started)
     if as_json:
-        print_json(diff_json(report))
+        print_json(report.to_dict())
     elif not quiet:
         show_diff(report)
     if not report.ok:

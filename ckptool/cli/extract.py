@@ -40,7 +40,6 @@ def extract(
     from ckptool.commands.extract import open_slices, prepare_extract, read_values
     from ckptool.render.extract import (
         MOST_IN_JSON,
-        extract_json,
         show_extract,
         show_values,
         values_json,
@@ -61,6 +60,6 @@ def extract(
     with progress(planned.nbytes, quiet=quiet) as advance:
         report = planned.run(advance)
     if as_json:
-        print_json(extract_json(report))
+        print_json(report.to_dict())
     elif not quiet:
         show_extract(report)

@@ -40,12 +40,12 @@ def convert(
     planned = prepare(parse_place(source, "SRC"), parse_place(target, "DST"), options)
     report = _run(planned, Ranks(), dry_run=dry_run, quiet=quiet)
     if as_json or dry_run or not quiet:
-        from ckptool.render.convert import convert_json, show_convert
+        from ckptool.render.convert import show_convert
 
         if as_json:
-            print_json(convert_json(report, dry_run=dry_run))
+            print_json(report.to_dict())
         else:
-            show_convert(report, dry_run=dry_run)
+            show_convert(report)
 
 
 def reshard(
@@ -81,13 +81,13 @@ def reshard(
         planned = ranks.together(prepare)
         report = _run(planned, ranks, dry_run=dry_run, quiet=quiet or ranks.rank > 0)
         if ranks.rank == 0 and (as_json or dry_run or not quiet):
-            from ckptool.render.reshard import reshard_json, show_reshard
+            from ckptool.render.reshard import show_reshard
 
-            costs = planned.costs() if dry_run else None
+            report = planned.with_costs() if dry_run else report
             if as_json:
-                print_json(reshard_json(report, costs))
+                print_json(report.to_dict())
             else:
-                show_reshard(report, costs)
+                show_reshard(report)
 
 
 def _run(planned: Transfer[Report], ranks: Ranks, *, dry_run: bool, quiet: bool) -> Report:

@@ -182,7 +182,7 @@ def _check(
 ) -> _Answer:
     """Verify a checkpoint by itself or by a manifest, or write its manifest if it has no errors."""
     from ckptool.commands.verify.verify import verify as run_verify
-    from ckptool.render.verify import show_verify, verify_json
+    from ckptool.render.verify import show_verify
 
     if manifest.write_manifest is not None:
         from ckptool.commands.verify.manifest.build import build_manifest
@@ -195,7 +195,7 @@ def _check(
         report = check_manifest(source, manifest.manifest, options, rewrite, started)
     else:
         report = run_verify(source, options, started)
-    return _Answer(report, lambda: show_verify(report), lambda: verify_json(report))
+    return _Answer(report, lambda: show_verify(report), report.to_dict)
 
 
 def _compare(
@@ -207,10 +207,10 @@ def _compare(
     started: Started,
 ) -> _Answer:
     from ckptool.commands.verify.compare.against import against
-    from ckptool.render.verify import against_json, show_against
+    from ckptool.render.verify import show_against
 
     report = against(source, other, options, rewrite, comparison, started)
-    return _Answer(report.verify, lambda: show_against(report), lambda: against_json(report))
+    return _Answer(report.verify, lambda: show_against(report), report.to_dict)
 
 
 def _verify_steps(
@@ -222,16 +222,16 @@ def _verify_steps(
     """
     from ckptool.commands.verify.run_folder import verify_run
     from ckptool.render.messages import print_json
-    from ckptool.render.verify import run_json, show_latest_good, show_steps
+    from ckptool.render.verify import show_latest_good, show_steps
 
     report = verify_run(run, options, every=every)
     if output.as_json:
-        print_json(run_json(report))
+        print_json(report.to_dict())
     elif every:
         show_steps(report)
     else:
         show_latest_good(report, quiet=output.quiet)
-    _end(all(step.ok for step in report.verified) if every else report.latest_good is not None)
+    _end(report.ok)
 
 
 def _salvage(
@@ -243,7 +243,7 @@ def _salvage(
     overwrite: bool,
 ) -> NoReturn:
     """Write what is intact, show what is lost, and exit 0 where nothing is."""
-    from ckptool.commands.verify.salvage.salvage import plan_salvage, salvage_content
+    from ckptool.commands.verify.salvage.salvage import plan_salvage
     from ckptool.render.messages import print_json, progress
     from ckptool.render.verify import show_salvage
 
@@ -251,7 +251,7 @@ def _salvage(
     with progress(planned.nbytes, quiet=output.quiet) as advance:
         report = planned.run(advance)
     if output.as_json:
-        print_json(salvage_content(report))
+        print_json(report.to_dict())
     elif not output.quiet:
         show_salvage(report)
     _end(report.complete)

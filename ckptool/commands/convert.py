@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ckptool.commands.keymap.assets import (
     drop_quantization_config,
@@ -31,7 +32,7 @@ from ckptool.serialization.state_dict.values import UNREAD_TENSOR, Foreign, type
 from ckptool.storage.url import Location
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class ConvertReport(TransferReport):
     """What is to be written, or was. ``cast`` and ``dequantized`` count tensors by stored type."""
 
@@ -39,6 +40,8 @@ class ConvertReport(TransferReport):
     excluded: tuple[str, ...]
     cast: dict[str, int]
     dequantized: dict[str, int]
+
+    schema: ClassVar = "convert"
 
 
 @no_collecting()

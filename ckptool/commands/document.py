@@ -10,10 +10,43 @@ import math
 from collections.abc import Mapping, Set
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from typing import Any
+from html import escape
+from pathlib import PurePath
+from typing import Any, ClassVar
 
 VERSION = 2
 """Of all schemas: the major version of what ``--json`` prints."""
+
+
+class Report:
+    """What a command found or did; a report says its ``schema``, that of ``to_dict``."""
+
+    __slots__ = ()
+    schema: ClassVar[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what ``--json`` prints."""
+        return document(self.schema, self, **self.more())
+
+    def more(self) -> Mapping[str, object]:
+        """Return what ``to_dict`` has beside the fields."""
+        return {}
+
+    def __repr__(self) -> str:
+        said = ", ".join(f"{name}={value!r}" for name, value in self._short().items())
+        return f"<ckptool.{type(self).__name__} {said}>"
+
+    def _repr_html_(self) -> str:
+        said = {name: escape(str(value)) for name, value in self._short().items()}
+        rows = (f"<tr><th>{name}</th><td>{value}</td></tr>" for name, value in said.items())
+        return f"<table>{''.join(rows)}</table>"
+
+    def _short(self) -> dict[str, Any]:
+        """Return the fields that are single numbers, texts and paths, and answers."""
+        names = (*(f.name for f in fields(self)), *getattr(self, "computed", ()))  # type: ignore[arg-type]
+        values = {name: getattr(self, name) for name in names}
+        shown = {name: str(v) if isinstance(v, PurePath) else v for name, v in values.items()}
+        return {name: v for name, v in shown.items() if isinstance(v, bool | int | float | str)}
 
 
 def document(schema: str, report: object = None, **more: object) -> dict[str, Any]:

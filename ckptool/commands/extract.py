@@ -10,7 +10,7 @@ import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -55,6 +55,17 @@ class TensorSlice:
     subscript: str
     of: tuple[int, ...]
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return what JSON says of it."""
+        return {
+            "name": self.entry.name,
+            "slice": self.subscript,
+            "dtype": self.entry.dtype.name,
+            "shape": self.entry.shape,
+            "of": self.of,
+            "bytes": self.entry.nbytes,
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class Extraction:
@@ -65,11 +76,17 @@ class Extraction:
     slices: tuple[TensorSlice, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class ExtractReport(TransferReport):
     """What was written, by the names that it has in the checkpoint and in a safetensors file."""
 
     slices: tuple[TensorSlice, ...] = field(metadata={"key": None})
+
+    schema: ClassVar = "extract"
+
+    def more(self) -> Mapping[str, object]:
+        """Return what was taken."""
+        return {"tensors": [each.to_dict() for each in self.slices]}
 
 
 @no_collecting()

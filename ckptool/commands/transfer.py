@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from ckptool import __version__
+from ckptool.commands.document import Report
 from ckptool.commands.open import OpenedCheckpoint
 from ckptool.commands.options.target import TransferOptions
 from ckptool.commands.overwrite import kept_note, own_files, require_unmixed
@@ -140,9 +141,9 @@ def _is_finished_by(stage: Output, ranks: Ranks) -> bool:
     return ranks.gather(first)[0] and all(ranks.gather(stage.stands()))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransferReport:
-    """What is to be written, or was. Sizes in bytes.
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class TransferReport(Report):
+    """What is to be written, or was ``written``. Sizes in bytes.
 
     ``verify`` is whether the output is read back and compared before it takes its place.
     """
@@ -159,6 +160,12 @@ class TransferReport:
     verify: bool
     map: MapReport | None = field(metadata={"key": None})
     notes: tuple[str, ...]
+    written: bool = False
+
+    def more(self) -> Mapping[str, object]:
+        """Return the files, and what a key map makes."""
+        files = [{"path": file.path, "bytes": file.nbytes} for file in self.files]
+        return {"files": files, "map": None if self.map is None else self.map.to_dict()}
 
     @classmethod
     def of(
@@ -189,11 +196,11 @@ class TransferReport:
         )
 
 
-Report = TypeVar("Report")
+AnyReport = TypeVar("AnyReport")
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer(Generic[Report]):
+class Transfer(Generic[AnyReport]):
     """A transfer that is planned and checked, but not begun, with the report of the plan.
 
     ``decided`` is what options and maps decided, beyond what the layout shows; a run can only be
@@ -205,7 +212,7 @@ class Transfer(Generic[Report]):
     plan: Plan
     target: Location
     options: TransferOptions
-    report: Report
+    report: AnyReport
     decided: object = None
     placed: PlacedTensors | None = None
 
@@ -232,7 +239,7 @@ class Transfer(Generic[Report]):
     def require_possible(self, ranks: Ranks) -> None:
         """Raise Unsupported where these ``ranks`` cannot do what was asked; any can transfer."""
 
-    def run(self, progress: Progress = no_progress, ranks: Ranks | None = None) -> Report:
+    def run(self, progress: Progress = no_progress, ranks: Ranks | None = None) -> AnyReport:
         """Write the layout at the target, whole or not at all, sharing the work with ``ranks``.
 
         Returns the report, with notes on how it took its place. Raises Damaged where the source
@@ -242,11 +249,9 @@ class Transfer(Generic[Report]):
         ranks = ranks or Ranks()
         stage = self._open_stage(ranks)
         if stage is None:
-            return self.report
+            return self._written(())
         try:
-            notes = self._write_unchanged(stage, progress, ranks)
-            report: Any = self.report
-            return replace(report, notes=(*report.notes, *notes))  # type: ignore[no-any-return]
+            return self._written(self._write_unchanged(stage, progress, ranks))
         except (NotVerified, Changed) as error:
             stage.discard(resumed=True)
             if (remains := stage.remains()) is not None:
@@ -268,6 +273,12 @@ class Transfer(Generic[Report]):
             raise
         finally:
             stage.journal.close()
+
+    def _written(self, notes: Iterable[str]) -> AnyReport:
+        """Return the report, now that it is of what was written."""
+        report: Any = self.report
+        more = {"written": True} if isinstance(report, TransferReport) else {}
+        return replace(report, notes=(*report.notes, *notes), **more)  # type: ignore[no-any-return]
 
     def _failure(self, error: OSError | TransferError, stage: Output) -> TransferError:
         """Return the error with the target's path and, where that helps, a hint at ``--resume``."""

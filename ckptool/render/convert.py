@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ckptool.commands.document import document
 from ckptool.core.layout import FileLayout
 from ckptool.core.state_category import STATE_CATEGORIES, state_category
 from ckptool.core.text import plural
@@ -23,8 +22,9 @@ if TYPE_CHECKING:
     from ckptool.core.keymap.apply import Move
 
 
-def show_convert(report: ConvertReport, *, dry_run: bool) -> None:
+def show_convert(report: ConvertReport) -> None:
     """Show a line for the whole; for a dry run also the files and the figures."""
+    dry_run = not report.written
     screen = console()
     verb = "would write" if dry_run else "wrote"
     lines = [
@@ -56,13 +56,6 @@ def show_files(files: Iterable[FileLayout], screen: Console) -> None:
     """Show every file with its size."""
     rows = [(size(file.nbytes), file.path) for file in files]
     emit(screen, columns(screen, rows, "rl", cuts=1))
-
-
-def convert_json(report: ConvertReport, *, dry_run: bool) -> dict[str, Any]:
-    """Return the report as ``ckptool.convert/2``."""
-    files = [{"path": file.path, "bytes": file.nbytes} for file in report.files]
-    more = {"files": files, "map": moves_json(report.map), "written": not dry_run}
-    return document("convert", report, **more)
 
 
 # Key maps
@@ -106,26 +99,3 @@ def _fold_names(names: Iterable[str]) -> str:
         at_each_place = [tuple(sorted(set(place))) for place in zip(*tuples, strict=True)]
         lines.append(escaped(with_numbers(words, at_each_place)))
     return "\n".join(lines)
-
-
-def moves_json(report: MapReport | None) -> dict[str, Any] | None:
-    """Return the map, and every tensor it makes."""
-    if report is None:
-        return None
-    return {
-        "name": report.name,
-        "from": report.source,
-        "to": report.target,
-        "reason": report.reason,
-        "excluded": report.excluded,
-        "tensors": [
-            {
-                "from": move.sources,
-                "to": move.target,
-                "dtype": move.entry.dtype.name,
-                "shape": move.entry.shape,
-                "operation": move.operation,
-            }
-            for move in report.moves
-        ],
-    }

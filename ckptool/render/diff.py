@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from ckptool.commands.document import document, plain
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.dtype import short_name
 from ckptool.core.text import plural
@@ -141,34 +140,3 @@ def _show_changed(
 def _relative(value: float | None) -> str:
     """Return the norm of the change relative to the norm of what was there."""
     return "-" if value is None else f"{value:.3g}"
-
-
-def diff_json(report: DiffReport) -> dict[str, Any]:
-    """Return the report as ``ckptool.diff/2``."""
-    return document(
-        "diff",
-        a=report.a,
-        b=report.b,
-        only_a=list(map(_entry_json, report.only_a)),
-        only_b=list(map(_entry_json, report.only_b)),
-        shape_differs=list(map(_pair_json, report.shapes)),
-        dtype_differs=list(map(_pair_json, report.types)),
-        alike=report.alike,
-        values_compared=report.compared,
-        changed=[plain(each.tensor) | {"relative": each.relative} for each in report.changed],
-        modules=report.modules,
-        findings=report.findings,
-        fit=report.fit,
-        ok=report.ok,
-        summary=report.summary,
-    )
-
-
-def _entry_json(entry: TensorEntry) -> dict[str, Any]:
-    return {"name": entry.name, "dtype": entry.dtype.name, "shape": entry.shape}
-
-
-def _pair_json(pair: TensorPairs) -> dict[str, Any]:
-    looks = {side: _entry_json(entry) for side, entry in (("a", pair.a), ("b", pair.b))}
-    return {"tensor": pair.a.name, **{side: {k: v for k, v in each.items() if k != "name"}
-                                      for side, each in looks.items()}}  # fmt: skip

@@ -81,23 +81,6 @@ def values_json(taken: Extraction, read: Sequence[Values]) -> dict[str, Any]:
         numbers = values.numbers
         if numbers.dtype.kind == "c":
             numbers = np.stack([numbers.real, numbers.imag], -1)
-        tensors.append(_slice_json(values.slice) | {"values": numbers.tolist()})
+        tensors.append(values.slice.to_dict() | {"values": numbers.tolist()})
     head = {"source": taken.opened.path, "source_format": taken.opened.format.name}
     return document("extract", **head, tensors=tensors)
-
-
-def extract_json(report: ExtractReport) -> dict[str, Any]:
-    """Return what was written as ``ckptool.extract/2``."""
-    return document("extract", report, tensors=[_slice_json(each) for each in report.slices])
-
-
-def _slice_json(taken: TensorSlice) -> dict[str, Any]:
-    entry = taken.entry
-    return {
-        "name": entry.name,
-        "slice": taken.subscript,
-        "dtype": entry.dtype.name,
-        "shape": entry.shape,
-        "of": taken.of,
-        "bytes": entry.nbytes,
-    }

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from ckptool.commands.document import document
 from ckptool.core.text import plural
-from ckptool.render.convert import moves_json, show_files, show_moves
+from ckptool.render.convert import show_files, show_moves
 from ckptool.render.text import columns, console, emit, free, size, visible
 
 if TYPE_CHECKING:
@@ -19,10 +18,11 @@ if TYPE_CHECKING:
     from ckptool.core.sharding.placement import Choice
 
 
-def show_reshard(report: ReshardReport, costs: Costs | None) -> None:
+def show_reshard(report: ReshardReport) -> None:
     """Show a few lines for the whole; with load costs, of a dry run, every choice and file too."""
     screen = console()
-    verb = "would write" if costs is not None else "wrote"
+    costs = report.costs
+    verb = "wrote" if report.written else "would write"
     lines = [
         Text.assemble(
             f"{verb} ",
@@ -51,7 +51,7 @@ def show_reshard(report: ReshardReport, costs: Costs | None) -> None:
 
 def _costs(report: ReshardReport, costs: Costs) -> list[str]:
     return [
-        f"  reads {size(costs.read_bytes)} ({over_read(report, costs):.2f} x the tensors'"
+        f"  reads {size(costs.read_bytes)} ({report.over_read:.2f} x the tensors'"
         f" size), writes {size(report.write_bytes)}{free(report.free_bytes)};"
         f" memory: {size(report.peak_memory)} of {size(report.budget)}",
         f"  to load, per rank: {_loading(costs.from_target)}",
@@ -92,30 +92,8 @@ def _from_to(nbytes: Sequence[int]) -> str:
     return most if least == most else f"{least} to {most}"
 
 
-def over_read(report: ReshardReport, costs: Costs) -> float:
-    """Return the bytes that are read from the source's files for each byte of its tensors."""
-    return costs.read_bytes / max(1, report.read_bytes)
-
-
 def _ranks(report: ReshardReport) -> str:
     mean = sum(report.rank_bytes) / len(report.rank_bytes)
     most = max(report.rank_bytes)
     over = f", largest {most / mean - 1:.1%} above the mean" if mean and most > mean else ""
     return f"  per rank: {_from_to(report.rank_bytes)}{over}"
-
-
-def reshard_json(report: ReshardReport, costs: Costs | None) -> dict[str, Any]:
-    """Return the report as ``ckptool.reshard/2``; for a dry run with what loading will cost."""
-    files = [{"path": f.path, "bytes": f.nbytes, "rank": f.rank} for f in report.files]
-    tensors = [
-        {"name": name, "placements": list(map(str, choice.placements)), "reason": choice.reason}
-        for name, choice in report.choices.items()
-    ]
-    more: dict[str, object] = {"over_read": None, "load": None}
-    if costs is not None:
-        load = {"source": costs.from_source, "target": costs.from_target}
-        ratio = over_read(report, costs)
-        more = {"read_bytes": costs.read_bytes, "over_read": ratio, "load": load}
-    mesh = {"shape": report.mesh.shape, "names": report.mesh.names}
-    more |= {"mesh": mesh, "tensors": tensors, "files": files, "map": moves_json(report.map)}
-    return document("reshard", report, **more, written=costs is None)

@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 from rich.console import Console
 from rich.text import Text
 
-from ckptool.commands.document import document, plain
+from ckptool.commands.document import document
 from ckptool.commands.verify.codes import CODES, Severity
 from ckptool.commands.verify.findings import SIDES, Finding, VerifyReport
 from ckptool.core.text import plural
@@ -80,11 +80,6 @@ def _print_more(screen: Console, count: int) -> None:
         say(screen, f"  [dim]and {count:,} more; --json lists all[/]")
 
 
-def verify_json(report: VerifyReport) -> dict[str, Any]:
-    """Return the report as one JSON object, schema ``ckptool.verify/2``."""
-    return document("verify", report)
-
-
 def show_against(report: AgainstReport) -> None:
     """Show what differs in structure, then the tensors whose values differ, then the summary."""
     screen = console()
@@ -141,14 +136,6 @@ def _show_differing(tensors: tuple[DifferingTensor, ...], screen: Console) -> No
     _print_more(screen, len(tensors) - _MOST_LINES)
 
 
-def against_json(report: AgainstReport) -> dict[str, Any]:
-    """Return the report as ``ckptool.verify/2``, with the comparison under ``against``."""
-    compared = plain(report) | {"tensors_compared": report.verify.tensors}
-    if report.coverage is not None:
-        compared["coverage"] = dict(zip("ab", compared["coverage"], strict=True))
-    return document("verify", report.verify, against=compared)
-
-
 def show_latest_good(report: RunReport, *, quiet: bool) -> None:
     """Print the path alone on stdout, and on stderr why newer steps were skipped."""
     latest = report.latest_good
@@ -199,12 +186,6 @@ def _remarks(step: StepReport) -> str:
     """Return why a step is not good, or which of its errors are ignored."""
     ignored = [part.ignored_text.removeprefix("; ") for part in step.reports]
     return "; ".join(filter(None, [*step.reasons, *ignored]))
-
-
-def run_json(report: RunReport) -> dict[str, Any]:
-    """Return the report as ``ckptool.verify-run/2``; ``latest_good`` is the path of that step."""
-    latest = report.latest_good
-    return document("verify-run", report, latest_good=latest and latest.path)
 
 
 def show_salvage(report: SalvageReport) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import json
 import re
 import shutil
 from collections.abc import Callable
@@ -14,15 +15,16 @@ from typing import Any
 import pytest
 import torch
 from conftest import case, read_back
+from typer.testing import CliRunner
 
 import ckptool
 from ckptool.api import commands, keywords
 from ckptool.api.arguments import source_text
-from ckptool.cli.app import load_command
+from ckptool.cli.app import app, load_command
 from ckptool.commands import open as open_module
 from ckptool.commands.bench import run as run_module
 from ckptool.commands.options.bench import BenchOptions
-from ckptool.errors import UsageError
+from ckptool.errors import Changed, UsageError
 
 SOURCE = case("dcp_fsdp2_tp").path
 
@@ -100,7 +102,7 @@ def test_no_garbage_is_collected_while_a_catalog_is_made_and_some_while_data_is_
 
     monkeypatch.setattr(open_module, "_scan", look)
     moves: list[bool] = []
-    progress: Any = lambda nbytes: moves.append(gc.isenabled())  # noqa: E731
+    progress: Any = lambda done, total: moves.append(gc.isenabled())  # noqa: E731
     ckptool.convert(SOURCE, out / "m", to="dcp", fsync=False, progress=progress)
     assert (set(scans), set(moves), gc.isenabled()) == ({False}, {True}, True)
 
@@ -112,16 +114,18 @@ def test_stats() -> None:
 
 
 def test_convert(out: Path) -> None:
-    moved = 0
+    told: list[tuple[int, int]] = []
 
-    def progress(nbytes: int) -> None:
-        nonlocal moved
-        moved += nbytes
+    def progress(done: int, total: int) -> None:
+        told.append((done, total))
 
     options: Any = {"model_only": True, "dtype": torch.bfloat16, "fsync": False, "budget": "64MiB"}
     report = ckptool.convert(SOURCE, out / "m", to="safetensors", progress=progress, **options)
     assert report.target_format == "hf"
-    assert 0 < moved <= 2 * report.write_bytes + report.read_bytes
+    (total,) = {total for _, total in told}
+    assert 0 < told[-1][0] <= total
+    assert total >= report.write_bytes
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
     found = read_back("safetensors", out / "m")
     assert found["embed.weight"][0] == "bfloat16"
 
@@ -136,8 +140,89 @@ def test_reshard_and_verify_and_compare(out: Path) -> None:
     report = ckptool.reshard(SOURCE, out / "m", mesh="4x2", policy="hsdp", fsync=False)
     assert report.mesh.shape == (4, 2)
     assert ckptool.verify(out / "m", strict=True).ok
-    assert ckptool.compare(out / "m", SOURCE).verify.ok
-    assert not ckptool.compare(out / "m", case("dcp_base").path).verify.ok
+    assert ckptool.compare(out / "m", SOURCE)
+    assert not ckptool.compare(out / "m", case("dcp_base").path)
+
+
+def printed(*words: object) -> dict[str, Any]:
+    """What the command line prints as JSON."""
+    done = CliRunner().invoke(app, [*map(str, words), "--json", "-q"])
+    content: dict[str, Any] = json.loads(done.stdout)
+    return content
+
+
+CALLS: dict[str, tuple[Callable[[Path], Any], Callable[[Path], list[object]]]] = {
+    "convert": (
+        lambda out: ckptool.convert(SOURCE, out / "m", to="dcp", map=None, dry_run=True),
+        lambda out: ["convert", SOURCE, out / "m", "--to", "dcp", "--dry-run"],
+    ),
+    "reshard": (
+        lambda out: ckptool.reshard(SOURCE, out / "m", mesh="2", dry_run=True),
+        lambda out: ["reshard", SOURCE, out / "m", "--mesh", "2", "--dry-run"],
+    ),
+    "verify": (lambda _: ckptool.verify(SOURCE), lambda _: ["verify", SOURCE]),
+    "compare": (
+        lambda _: ckptool.compare(SOURCE, case("dcp_base").path),
+        lambda _: ["verify", SOURCE, "--against", case("dcp_base").path],
+    ),
+    "diff": (
+        lambda _: ckptool.diff(SOURCE, case("dcp_base").path),
+        lambda _: ["diff", SOURCE, case("dcp_base").path],
+    ),
+    "verify_run": (
+        lambda _: ckptool.verify_run(SOURCE.parent),
+        lambda _: ["verify", SOURCE.parent, "--latest-good"],
+    ),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_report_as_a_dict_is_what_the_command_prints(call: str, out: Path) -> None:
+    run, words = CALLS[call]
+    report = run(out)
+    told = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    shown = printed(*words(out))
+    assert told | {"free_bytes": 0} == shown | {"free_bytes": 0}
+    assert repr(report).startswith(f"<ckptool.{type(report).__name__} ")
+    assert len(repr(report)) < 700
+    assert "<table>" in report._repr_html_()
+
+
+def test_a_report_is_true_where_the_answer_is_yes(run: Path, out: Path) -> None:
+    assert ckptool.verify(run / "step-10")
+    assert not ckptool.verify(run / "step-30")
+    assert ckptool.verify_run(run)
+    assert not ckptool.verify_run(run, every=True)
+    assert not ckptool.salvage(run / "step-30", out / "left")
+    assert not ckptool.convert(SOURCE, out / "m", to="dcp", dry_run=True).written
+    assert ckptool.convert(SOURCE, out / "m", to="dcp", fsync=False).written
+
+
+def test_commands_take_an_open_checkpoint(out: Path) -> None:
+    """With what it was opened with."""
+    one = ckptool.open(SOURCE, model_only=True, dtype="fp32")
+    assert ckptool.inspect(one).totals.tensors == len(one.tensors)
+    assert {item.entry.name for item in ckptool.stats(one)} == set(one.tensors)
+    ckptool.convert(one, out / "m", to="dcp", fsync=False)
+    written = ckptool.open(out / "m")
+    assert written.tensors.keys() == one.tensors.keys()
+    assert written.tensors["embed.weight"].dtype.name == "float32"
+    assert ckptool.compare(one, out / "m")
+    assert ckptool.verify(ckptool.open(SOURCE)).ok
+    assert ckptool.reshard(ckptool.open(SOURCE), out / "r", mesh="2", dry_run=True).choices
+    with pytest.raises(TypeError, match="unexpected keyword argument 'model_only'"):
+        ckptool.reshard(one, out / "r", mesh="2")
+    with pytest.raises(TypeError, match="per_rank is for opening"):
+        ckptool.inspect(one, per_rank=True)
+
+
+def test_a_command_refuses_an_open_checkpoint_that_was_changed(out: Path) -> None:
+    shutil.copytree(SOURCE, out / "c")
+    one = ckptool.open(out / "c")
+    file = max((out / "c").glob("*.distcp"))
+    file.write_bytes(file.read_bytes() + b"more")
+    with pytest.raises(Changed):
+        ckptool.convert(one, out / "m", to="dcp")
 
 
 def test_a_reshard_is_checked_through_torch(out: Path) -> None:

@@ -24,7 +24,9 @@ def as_it_should_be(path: Path, model: torch.nn.Module) -> list[str]:
     report = ckptool.load(checkpoint, model.state_dict(), strict=False, workers=2)
     missing: tuple[str, ...] = report.missing
     written: int = ckptool.convert(path, "model/", to="safetensors", budget="1GiB").write_bytes
-    ok: bool = ckptool.verify(path, quick=True, ignore=["no-checksum"]).ok
+    ok: bool = ckptool.verify(checkpoint, quick=True, ignore=["no-checksum"]).ok
+    report_of: dict[str, object] = ckptool.verify(path).to_dict()
+    ckptool.convert(checkpoint, "all.pt", to="torch-save", progress=lambda done, total: None)
     same: bool = ckptool.compare(path, "s3://bucket/step", rtol=1e-3).verify.ok
     good = ckptool.verify_run(path.parent).latest_good
     lost = dict(ckptool.salvage(path, "left/").lost) if good is None else {}
@@ -35,7 +37,19 @@ def as_it_should_be(path: Path, model: torch.nn.Module) -> list[str]:
         missing += error.unexpected
     except ckptool.CkptoolError as error:
         print(error.message, error.hint)
-    told = (shapes, rows.shape, row.shape, known, bits.shape, written, ok, same, lost, mesh.shape)
+    told = (
+        report_of,
+        shapes,
+        rows.shape,
+        row.shape,
+        known,
+        bits.shape,
+        written,
+        ok,
+        same,
+        lost,
+        mesh.shape,
+    )
     return [*missing, *map(str, told), *(one.name for one in ckptool.list_formats())]
 
 

@@ -30,7 +30,6 @@ from ckptool.commands.verify.verify import verify
 from ckptool.engine.run_options import RunOptions
 from ckptool.errors import CkptoolError, TransferError
 from ckptool.render.inspect.report import inspect_json
-from ckptool.render.verify import verify_json
 
 MEMORY = 1 << 30
 """Bytes by which the address space may grow."""
@@ -182,7 +181,7 @@ def _outcome(source: Path, to: Sequence[str], seconds: float, from_: str | None)
 def _verify(source: Path) -> Outcome:
     try:
         report = verify(source, VerifyOptions(workers=1))
-        json.dumps(verify_json(report), allow_nan=False)
+        json.dumps(report.to_dict(), allow_nan=False)
     except CkptoolError as error:
         return Outcome("error", type(error).__name__, error.exit_code, str(error))
     found = sorted({f.code for f in report.findings if f.severity is not Severity.INFO})

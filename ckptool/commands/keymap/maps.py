@@ -49,6 +49,26 @@ class MapReport:
         left = (f"excluded by the map: {', '.join(self.excluded)}",) if self.excluded else ()
         return (applied, *left)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the map, and every tensor it makes."""
+        return {
+            "name": self.name,
+            "from": self.source,
+            "to": self.target,
+            "reason": self.reason,
+            "excluded": self.excluded,
+            "tensors": [
+                {
+                    "from": move.sources,
+                    "to": move.target,
+                    "dtype": move.entry.dtype.name,
+                    "shape": move.entry.shape,
+                    "operation": move.operation,
+                }
+                for move in self.moves
+            ],
+        }
+
     @property
     def decided(self) -> object:
         """What the map decides of the output, beyond names and places."""

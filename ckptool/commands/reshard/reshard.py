@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import ClassVar
 
 from ckptool.commands.keymap.assets import with_assets
 from ckptool.commands.keymap.model_config import records
@@ -40,13 +41,13 @@ from ckptool.formats.base import Format, Request
 from ckptool.storage.url import Location
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class ReshardReport(TransferReport):
     """What is to be written, or was. Sizes in bytes.
 
     ``rank_bytes`` is what each rank of the mesh holds, ``peak_memory`` the most that moving the
     bytes needs beside the catalog, ``budget`` what it may. ``dropped`` is state of the source's
-    ranks that has no meaning for others.
+    ranks that has no meaning for others. ``costs`` are of a dry run alone.
     """
 
     mesh: Mesh
@@ -55,6 +56,32 @@ class ReshardReport(TransferReport):
     peak_memory: int
     budget: int
     dropped: tuple[DroppedState, ...]
+    costs: Costs | None = field(default=None, metadata={"key": None})
+
+    schema: ClassVar = "reshard"
+
+    @property
+    def over_read(self) -> float | None:
+        """Bytes that are read from the source's files for each byte of its tensors."""
+        return None if self.costs is None else self.costs.read_bytes / max(1, self.read_bytes)
+
+    def more(self) -> Mapping[str, object]:
+        """Return the mesh, the plan, and what reading it and loading the result costs."""
+        tensors = [
+            {"name": name, "placements": list(map(str, c.placements)), "reason": c.reason}
+            for name, c in self.choices.items()
+        ]
+        more: dict[str, object] = {"over_read": self.over_read, "load": None}
+        if self.costs is not None:
+            load = {"source": self.costs.from_source, "target": self.costs.from_target}
+            more |= {"read_bytes": self.costs.read_bytes, "load": load}
+        return {
+            **TransferReport.more(self),
+            **more,
+            "mesh": {"shape": self.mesh.shape, "names": self.mesh.names},
+            "tensors": tensors,
+            "files": [{"path": f.path, "bytes": f.nbytes, "rank": f.rank} for f in self.files],
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +123,10 @@ class Reshard(Transfer[ReshardReport]):
             from ckptool.commands.reshard.load_check import require_loadable
 
             require_loadable(self, ranks)
+
+    def with_costs(self) -> ReshardReport:
+        """Return the report with what the reshard will read and what loading the result will."""
+        return replace(self.report, costs=self.costs())
 
     def costs(self) -> Costs:
         """Return what the reshard will read, and what each rank of the new mesh will at load."""

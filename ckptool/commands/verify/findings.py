@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
+from ckptool.commands.document import Report
 from ckptool.commands.verify.codes import CODES, Severity
 from ckptool.core.catalog import Catalog, places
 from ckptool.core.text import list_some, plural
@@ -91,9 +93,9 @@ def finding_of(problem: Problem, affected: tuple[Affected, ...] = ()) -> Finding
     )
 
 
-@dataclass(frozen=True, slots=True)
-class VerifyReport:
-    """What verify found at ``path``.
+@dataclass(frozen=True, slots=True, repr=False)
+class VerifyReport(Report):
+    """What verify found at ``path``. It is true where no errors were found.
 
     ``depth`` says what was read (``full``, ``quick``, ``sample``), ``nbytes`` how many bytes of
     data. ``ignored`` are errors that the options leave out of the findings. ``summary`` sums it
@@ -110,6 +112,11 @@ class VerifyReport:
     files: int = 0
     tensors: int = 0
     ignored: tuple[Finding, ...] = field(default=(), metadata={"key": None})
+
+    schema: ClassVar = "verify"
+
+    def __bool__(self) -> bool:
+        return self.ok
 
     def of(self, severity: Severity) -> list[Finding]:
         """Return the findings of one severity."""

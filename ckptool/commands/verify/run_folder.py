@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
 from ckptool.commands.detect import find_checkpoints, natural_key, require_known
+from ckptool.commands.document import Report
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.verify.codes import require_codes
 from ckptool.commands.verify.findings import VerifyReport
@@ -19,8 +20,8 @@ from ckptool.storage.retry import NoAnswer
 from ckptool.storage.url import Location, within
 
 
-@dataclass(frozen=True, slots=True)
-class StepReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class StepReport(Report):
     """What verify found of each checkpoint of a step; ``reasons`` say why it is not good, if so."""
 
     computed: ClassVar = ("ok",)
@@ -30,18 +31,44 @@ class StepReport:
     reports: tuple[VerifyReport, ...]
     reasons: tuple[str, ...]
 
+    schema: ClassVar = "verify-step"
+
     @property
     def ok(self) -> bool:
         return not self.reasons
 
+    def __bool__(self) -> bool:
+        return self.ok
 
-@dataclass(frozen=True, slots=True)
-class RunReport:
-    """The steps that were verified, the newest first; ``steps`` is how many there are."""
+
+@dataclass(frozen=True, slots=True, repr=False)
+class RunReport(Report):
+    """The steps that were verified, the newest first; ``steps`` is how many there are.
+
+    It is true where there is a good one; where ``every`` step was verified, where all are good.
+    """
+
+    computed: ClassVar = ("ok",)
 
     path: Location
     steps: int
     verified: tuple[StepReport, ...]
+    every: bool = field(default=False, metadata={"key": None})
+
+    schema: ClassVar = "verify-run"
+
+    @property
+    def ok(self) -> bool:
+        if self.every:
+            return all(step.ok for step in self.verified)
+        return self.latest_good is not None
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def more(self) -> Mapping[str, object]:
+        """Return the path of the newest good step."""
+        return {"latest_good": None if self.latest_good is None else self.latest_good.path}
 
     @property
     def latest_good(self) -> StepReport | None:
@@ -67,7 +94,7 @@ def verify_run(run: Location, options: VerifyOptions, *, every: bool) -> RunRepo
         verified.append(report)
         if report.ok and not every:
             break
-    return RunReport(run, len(steps), tuple(verified))
+    return RunReport(run, len(steps), tuple(verified), every)
 
 
 def verify_step(step: Step, older: Sequence[Step], options: VerifyOptions) -> StepReport:

@@ -625,7 +625,7 @@ def test_a_rule_is_shown_as_it_was_said(
     source: Path, out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     planned = prepared(source, out / "r", "2", rules=("*[/a-z]*=Shard(0)",))
-    show_reshard(planned.report, planned.costs())
+    show_reshard(planned.with_costs())
     assert "Shard(0)  (rule *[/a-z]*)" in capsys.readouterr().out
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
+from ckptool.commands.document import Report, document, plain
 from ckptool.commands.open import OpenedCheckpoint, open_checkpoint
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.rewrite import RewriteOptions
@@ -51,9 +53,11 @@ from ckptool.formats.writing import NOT_CARRIED
 from ckptool.storage.url import Location
 
 
-@dataclass(frozen=True, slots=True)
-class AgainstReport:
-    """What the comparison found. ``verify.nbytes`` were read of both sides together.
+@dataclass(frozen=True, slots=True, repr=False)
+class AgainstReport(Report):
+    """What the comparison found. It is true where both are equal.
+
+    ``verify.nbytes`` were read of both sides together.
 
     ``coverage`` is how much of either side was compared, None where one cannot be read.
     """
@@ -64,6 +68,23 @@ class AgainstReport:
     values: int = field(metadata={"key": "values_compared"})
     differing: tuple[DifferingTensor, ...]
     coverage: tuple[Coverage, Coverage] | None
+
+    schema: ClassVar = "verify"
+
+    @property
+    def ok(self) -> bool:
+        """Return whether both are equal, as far as that was asked."""
+        return self.verify.ok
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what ``--json`` prints: the findings, with the comparison under ``against``."""
+        compared = plain(self) | {"tensors_compared": self.verify.tensors}
+        if self.coverage is not None:
+            compared["coverage"] = dict(zip("ab", compared["coverage"], strict=True))
+        return document(self.schema, self.verify, against=compared)
 
 
 def against(

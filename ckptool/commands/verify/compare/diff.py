@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar
 
+from ckptool.commands.document import Report, document, plain
 from ckptool.commands.open import no_collecting, open_checkpoint
 from ckptool.commands.options.diff import DiffOptions
 from ckptool.commands.options.read import ReadOptions
@@ -53,11 +55,18 @@ class TensorPairs:
     a: TensorEntry
     b: TensorEntry
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return what JSON says of them."""
+        sides = (("a", self.a), ("b", self.b))
+        looks = {side: {"dtype": e.dtype.name, "shape": e.shape} for side, e in sides}
+        return {"tensor": self.a.name, **looks}
 
-@dataclass(frozen=True, slots=True)
-class DiffReport:
-    """What differs. ``changed`` and ``modules`` are empty where values were not compared.
 
+@dataclass(frozen=True, slots=True, repr=False)
+class DiffReport(Report):
+    """What differs. It is true where nothing does.
+
+    ``changed`` and ``modules`` are empty where values were not compared.
     ``alike`` tensors have the same name, shape and element type; ``findings`` are all differences
     that are none of tensors. ``fit`` is what would give A more of B's names.
     """
@@ -76,6 +85,35 @@ class DiffReport:
     fit: Fit | None
     ok: bool
     summary: str
+
+    schema: ClassVar = "diff"
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what ``--json`` prints."""
+        return document(
+            self.schema,
+            a=self.a,
+            b=self.b,
+            only_a=list(map(_look, self.only_a)),
+            only_b=list(map(_look, self.only_b)),
+            shape_differs=[pair.to_dict() for pair in self.shapes],
+            dtype_differs=[pair.to_dict() for pair in self.types],
+            alike=self.alike,
+            values_compared=self.compared,
+            changed=[plain(each.tensor) | {"relative": each.relative} for each in self.changed],
+            modules=self.modules,
+            findings=self.findings,
+            fit=self.fit,
+            ok=self.ok,
+            summary=self.summary,
+        )
+
+
+def _look(entry: TensorEntry) -> dict[str, Any]:
+    return {"name": entry.name, "dtype": entry.dtype.name, "shape": entry.shape}
 
 
 @no_collecting()

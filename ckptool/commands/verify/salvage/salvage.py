@@ -7,9 +7,9 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from ckptool.commands.document import document
+from ckptool.commands.document import Report
 from ckptool.commands.open import OpenedCheckpoint, survey
 from ckptool.commands.options.verify import SalvageOptions
 from ckptool.commands.transfer import (
@@ -36,14 +36,14 @@ _AGAIN = "run the same command with --overwrite"
 _MARK = b'{\n "schema": "ckptool.salvage/'
 
 
-@dataclass(frozen=True, slots=True)
-class SalvageReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class SalvageReport(Report):
     """What is intact, and what is lost of the checkpoint at ``path``.
 
     ``lost`` maps names to why; ``problems`` are what else is wrong with the source, ``unknown``
     what no file says any more, ``notes`` what the target holds otherwise or not. ``unproved`` of
     the tensors lie in bytes for which no checksum is stored. ``nbytes`` were written; ``listing``
-    is the file beside the target that says all of this.
+    is the file beside the target that says all of this. It is true where nothing is lost.
     """
 
     computed: ClassVar = ("complete",)
@@ -61,6 +61,11 @@ class SalvageReport:
     unknown: tuple[str, ...]
     notes: tuple[str, ...]
     listing: str
+
+    schema: ClassVar = "salvage"
+
+    def __bool__(self) -> bool:
+        return self.complete
 
     @property
     def complete(self) -> bool:
@@ -136,7 +141,7 @@ class Listing:
 
     def write(self, report: SalvageReport) -> None:
         """Write the list, and remove what was renamed away, also by a run that was killed."""
-        content = json.dumps(salvage_content(report), indent=1) + "\n"
+        content = json.dumps(report.to_dict(), indent=1) + "\n"
         if isinstance(self._place, Path):
             write_whole(self._place, content.encode(), mark=_MARK)
             self._aside.unlink(missing_ok=True)
@@ -186,8 +191,3 @@ def plan_salvage(path: Location, target: Location, options: SalvageOptions) -> S
     )
     plan = Plan(catalog, layout)
     return Salvage(opened, plan, target, options.transfer, report, "salvage", listing=listing)
-
-
-def salvage_content(report: SalvageReport) -> dict[str, Any]:
-    """Return the report as ``ckptool.salvage/2``."""
-    return document("salvage", report)
