@@ -19,6 +19,7 @@ from ckptool.render.text import columns, console, emit, escaped, free, size, vis
 if TYPE_CHECKING:
     from ckptool.commands.convert import ConvertReport
     from ckptool.commands.keymap.maps import MapReport
+    from ckptool.commands.transfer import TransferReport
     from ckptool.core.keymap.apply import Move
 
 
@@ -44,12 +45,18 @@ def show_convert(report: ConvertReport) -> None:
     lines += [Text(f"  excluded: {line}") for line in report.excluded]
     if dry_run:
         read, written = size(report.read_bytes), size(report.write_bytes)
-        lines.append(Text(f"  reads {read}, writes {written}{free(report.free_bytes)}"))
+        room = free(report.free_bytes)
+        lines.append(Text(f"  reads {read}, writes {written}{room}{compares(report)}"))
     emit(screen, lines)
     if dry_run:
         if report.map is not None:
             show_moves(report.map, screen)
         show_files(report.files, screen)
+
+
+def compares(report: TransferReport) -> str:
+    """Return what to say of what is read once more, in the line on what is read and written."""
+    return ", then reads both again to compare them" if report.verify else ""
 
 
 def show_files(files: Iterable[FileLayout], screen: Console) -> None:

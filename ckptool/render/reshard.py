@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from ckptool.core.text import plural
-from ckptool.render.convert import show_files, show_moves
+from ckptool.render.convert import compares, show_files, show_moves
 from ckptool.render.text import columns, console, emit, free, size, visible
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def show_reshard(report: ReshardReport) -> None:
 def _costs(report: ReshardReport, costs: Costs) -> list[str]:
     return [
         f"  reads {size(costs.read_bytes)} ({report.over_read:.2f} x the tensors'"
-        f" size), writes {size(report.write_bytes)}{free(report.free_bytes)};"
+        f" size), writes {size(report.write_bytes)}{free(report.free_bytes)}{compares(report)};"
         f" memory: {size(report.peak_memory)} of {size(report.budget)}",
         f"  to load, per rank: {_loading(costs.from_target)}",
         f"  to load from the source, per rank: {_loading(costs.from_source)}",
