@@ -129,6 +129,8 @@ def is_grid(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
 
     Other boxes may tile it too.
     """
+    if len(boxes) == 1:
+        return tuple(boxes[0]) == ((0,) * len(shape), tuple(shape)) and min(shape, default=0) >= 0
     if not boxes or len(set(boxes)) != len(boxes):
         return False
     if any(len(box.lo) != len(shape) for box in boxes):

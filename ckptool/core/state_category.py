@@ -6,6 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
+from functools import lru_cache
 
 from ckptool.core.catalog import Catalog, ObjectEntry, Path, TensorEntry
 from ckptool.core.selection import AnyEntry, with_entries
@@ -50,6 +51,7 @@ def _is_of_optimizer(name: str) -> bool:
     return "state" in name and _OF_AN_OPTIMIZER.fullmatch(name) is not None
 
 
+@lru_cache(1 << 12)
 def _category_of_step(step: str) -> str | None:
     if _OPTIMIZER.fullmatch(step):
         return "optimizer"

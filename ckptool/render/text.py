@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
-from rich.text import Text
+from rich.text import Span, Text
 
 if TYPE_CHECKING:
+    from rich.console import ConsoleOptions
+    from rich.segment import Segment
+    from rich.style import Style
     from rich.table import Table
 
 Cell = str | tuple[str, str] | Text
@@ -21,6 +24,7 @@ Cell = str | tuple[str, str] | Text
 _UNBOUNDED = 1 << 16
 _NARROWEST = 12
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
+_BATCH = 1 << 10
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
@@ -110,31 +114,52 @@ def columns(
 
     On a terminal that is too narrow, the cells of column ``cuts`` lose their middle.
     """
-    headings = [[Text(head, "dim") for head in heads]] if heads else []
-    texts = [*headings, *([_text(cell) for cell in row] for row in rows)]
-    widths = [max((row[i].cell_len for row in texts), default=0) for i in range(len(aligns))]
+    headings = [[_part((head, "dim")) for head in heads]] if heads else []
+    parts = [*headings, *([_part(cell) for cell in row] for row in rows)]
+    widths = [max((row[i].width for row in parts), default=0) for i in range(len(aligns))]
     if cuts is not None and screen.is_terminal:
         excess = sum(width + 2 for width in widths if width) - screen.width
         widths[cuts] = max(min(widths[cuts], _NARROWEST), widths[cuts] - max(0, excess))
-    return [_line(row, widths, aligns) for row in texts]
+    return [_line(row, widths, aligns) for row in parts]
 
 
-def _text(cell: Cell) -> Text:
+class _Part(NamedTuple):
+    """A cell's visible text, its style and spans, and the cells of the screen that it takes.
+
+    A tuple: rich takes ten times as long to make a ``Text``, and to append one to another.
+    """
+
+    plain: str
+    style: str | Style
+    spans: Sequence[Span]
+    width: int
+
+
+def _part(cell: Cell) -> _Part:
     if isinstance(cell, Text):
-        return cell
+        return _Part(cell.plain, cell.style, cell.spans, cell.cell_len)
     text, style = (cell, "") if isinstance(cell, str) else cell
-    return Text(visible(text), style)
+    text = visible(text)
+    return _Part(text, style, (), cell_len(text))
 
 
-def _line(row: Sequence[Text], widths: Sequence[int], aligns: str) -> Text:
-    line = Text()
-    for cell, width, align in zip(row, widths, aligns, strict=True):
+def _line(row: Sequence[_Part], widths: Sequence[int], aligns: str) -> Text:
+    pieces, spans, end = list[str](), list[Span](), 0
+    for part, width, align in zip(row, widths, aligns, strict=True):
         if not width:
             continue
-        fitted = without_middle(cell, width)
-        padding = " " * (width - fitted.cell_len)
-        line.append("  ")
-        line.append_text(Text(padding) + fitted if align == "r" else fitted + Text(padding))
+        if part.width > width:
+            whole = Text(part.plain, part.style, spans=list(part.spans))
+            part = _part(without_middle(whole, width))
+        text, style, own, taken = part
+        padding = " " * (width - taken)
+        pieces += ("  ", padding, text) if align == "r" else ("  ", text, padding)
+        begin = end + 2 + (len(padding) if align == "r" else 0)
+        end += 2 + len(padding) + len(text)
+        if style:
+            spans.append(Span(begin, begin + len(text), style))
+        spans += [span.move(begin) for span in own]
+    line = Text("".join(pieces), spans=spans)
     line.rstrip()
     return line
 
@@ -173,5 +198,14 @@ def emit(screen: Console, lines: Iterable[Text]) -> None:
     lines = list(lines)
     if screen.record and not screen.is_terminal:
         screen.width = max((cell_len(line.plain) for line in lines), default=0) + 2
-    for line in lines:
-        screen.print(line, soft_wrap=True)
+    for start in range(0, len(lines), _BATCH):
+        screen.print(_Lines(lines[start : start + _BATCH]), end="", soft_wrap=True)
+
+
+class _Lines(list[Text]):
+    """Lines to print at once: each by itself costs rich as much as thirty do."""
+
+    def __rich_console__(self, screen: Console, options: ConsoleOptions) -> Iterator[Segment]:
+        """Yield the pieces of all lines, none of which is cut or wrapped."""
+        for line in self:
+            yield from line.render(screen, end="\n")

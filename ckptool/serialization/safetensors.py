@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from ckptool.core.box import Box, row_major_strides
 from ckptool.core.catalog import Extent, TensorEntry
@@ -33,21 +33,17 @@ _LONG_NUMBER = re.compile(rb"[0-9]{%d}" % (_MOST_DIGITS + 1))
 """What only a number of too many digits has in it, or a name."""
 
 
-@dataclass(frozen=True, slots=True)
-class StoredSlice:
-    """One tensor of a file: its element type, shape and place."""
+class StoredSlice(NamedTuple):
+    """One tensor of a file: its element type, shape and place, and where in the file it ends."""
 
     dtype: DType
     shape: tuple[int, ...]
     at: Extent
+    end: int
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def end(self) -> int:
-        return self.at.offset + self.nbytes
+        return self.end - self.at.offset
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +199,7 @@ def _read_entry(file: str, name: str, entry: Any, start: int) -> StoredSlice:
             f" {math.prod(sizes) * dtype.itemsize:,} bytes, its offsets give {end - begin:,}"
         )
     at = Extent(file, start + begin, row_major_strides(sizes, dtype.itemsize))
-    return StoredSlice(dtype, sizes, at)
+    return StoredSlice(dtype, sizes, at, start + end)
 
 
 def _torch_shape(file: str, name: str, dtype: DType, shape: tuple[int, ...]) -> tuple[int, ...]:
