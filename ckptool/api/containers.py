@@ -63,7 +63,8 @@ class Containers:
             n: replace(e, chunks=tuple(replace(c, copies=()) for c in chunks[n]))
             for n, e in tensors.items()
         }
-        located = self._opened.open_containers(self._catalog.with_tensors(alone)).tensors
+        catalog = self._catalog.with_tensors(alone)
+        located = self._opened.open_containers(catalog, defers=True).tensors
         for name in alone:
             if name not in located:
                 raise Unsupported(

@@ -17,6 +17,7 @@ from ckptool.commands.rewrite import rewrite
 from ckptool.commands.transfer import (
     Transfer,
     TransferReport,
+    may_open_late,
     require_agreement,
     require_apart,
     resolve_target,
@@ -52,7 +53,11 @@ def prepare(source: Location, target: Location, options: ConvertOptions) -> Tran
     opened = open_checkpoint(source, options.read, whole=False)
     require_apart(opened, target)
     rewritten = rewrite(
-        opened, options.rewrite, locate=True, check=lambda kept: _require_some(opened.path, kept)
+        opened,
+        options.rewrite,
+        locate=True,
+        defers=may_open_late(target, options.transfer),
+        check=lambda kept: _require_some(opened.path, kept),
     )
     catalog = rewritten.catalog
     request = Request(target.name, options.max_shard_size, options.single_rank)

@@ -78,12 +78,16 @@ class OpenedCheckpoint:
     format: Format
     catalog: Catalog
 
-    def open_containers(self, catalog: Catalog) -> Catalog:
-        """Open every container of a (rewritten) catalog of this checkpoint."""
+    def open_containers(self, catalog: Catalog, *, defers: bool = False) -> Catalog:
+        """Open every container of a (rewritten) catalog of this checkpoint.
+
+        Where it ``defers``, a store's may have an opening instead, for who reads them.
+        """
         locate = self.format.locate
         if locate is None:
             return catalog
-        return run_bounded(self.path, lambda: locate(self.source, catalog))
+        deferred = defers and self.source.block > 1
+        return run_bounded(self.path, lambda: locate(self.source, catalog, defers=deferred))
 
 
 @contextmanager

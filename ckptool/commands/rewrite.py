@@ -52,14 +52,15 @@ def rewrite(
     options: RewriteOptions,
     *,
     locate: bool = False,
+    defers: bool = False,
     check: Callable[[Catalog], None] = lambda kept: None,
 ) -> RewriteResult:
     """Select, rename, map and cast what a checkpoint holds. No tensor byte is read.
 
     ``check`` is shown what was selected and raises where that will not do. With ``locate`` every
-    container is opened; a map needs that in any case. Raises UsageError or Unsupported where it
-    cannot be done as asked, Damaged where what was selected cannot be read, Hostile where it must
-    not be.
+    container is opened, or where it ``defers`` can be by who reads it; a map needs them open.
+    Raises UsageError or Unsupported where it cannot be done as asked, Damaged where what was
+    selected cannot be read, Hostile where it must not be.
     """
     casts = options.casts or NO_CASTS
     source = DequantizeResult(opened.catalog, {}, {})
@@ -69,7 +70,9 @@ def rewrite(
     counts = source.counts(kept)
     require_readable(kept, opened.source, "what was selected")
     check(kept)
-    catalog = opened.open_containers(kept) if locate or options.map.name is not None else kept
+    catalog, has_map = kept, options.map.name is not None
+    if locate or has_map:  # a map may ask for parts that not all strides can express
+        catalog = opened.open_containers(kept, defers=defers and not has_map)
     catalog, report = apply_key_map(opened, catalog, options.map)
     catalog, cast_counts = _cast(catalog, casts)
     return RewriteResult(source.catalog, kept, catalog, report, cast_counts, counts)

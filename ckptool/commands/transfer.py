@@ -102,6 +102,14 @@ def resolve_target(target: Location) -> Location:
     return target
 
 
+def may_open_late(target: Location, options: TransferOptions) -> bool:
+    """Return whether items may be opened while they are read, however late damage then shows.
+
+    Not where the checkpoint at the target is removed before: stores cannot rename.
+    """
+    return isinstance(target, Path) or not options.overwrite
+
+
 def target_notes(
     opened: OpenedCheckpoint, target: Location, layout: Layout, options: TransferOptions
 ) -> tuple[str, ...]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ckptool.core.box import Box, is_grid, overlapping_pair
 from ckptool.core.dtype import DType
@@ -71,12 +71,31 @@ class StridedPart:
     strides: tuple[int, ...]
 
 
+class Opening(Protocol):
+    """Opens a container when its elements are read, once for all threads."""
+
+    @property
+    def start(self) -> int:
+        """Where in the file its elements begin, as far as alike containers show: what to fetch."""
+
+    @property
+    def edges(self) -> Sequence[tuple[str, int, int]]:
+        """File, offset and bytes of what is read to open it; nothing where it is open."""
+
+    def place(self, at: Container, shape: tuple[int, ...]) -> Place:
+        """Return where the elements of a chunk of ``shape`` lie, whatever ``start`` says.
+
+        Raises what the format's ``locate`` would have raised.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class Container:
     """An archive or item in a file, not opened yet; it holds one chunk, or more than its ``part``.
 
-    ``inspect`` never opens it; the format's ``locate`` turns it into one of the other places.
-    ``nbytes`` is its size in the file.
+    ``inspect`` never opens it; the format's ``locate`` turns it into one of the other places, or
+    leaves an ``opening`` for who reads it, where a look at it costs as much as its bytes. It then
+    has a ``part``. ``nbytes`` is its size in the file.
     """
 
     file: str
@@ -84,6 +103,7 @@ class Container:
     nbytes: int
     transforms: tuple[str, ...] = ()
     part: StridedPart | None = None
+    opening: Opening | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

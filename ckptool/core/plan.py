@@ -183,6 +183,15 @@ class Plan:
         runs = [_tiles_of(place, entry, index, group.rows, limit) for place in group.parts]
         yield from map(list, zip(*runs, strict=True))
 
+    def chunks(self, numbers: Iterable[int]) -> Iterator[tuple[TensorEntry, Chunk]]:
+        """Yield the chunks, with their tensors, that some files of the layout are made from."""
+        for number in numbers:
+            for part in self.layout.files[number].parts:
+                if isinstance(part, Data | ScatteredData):
+                    entry = self.catalog.tensors[part.name]
+                    for whole, _ in part.pieces:
+                        yield from ((entry, chunk) for chunk, _ in self.index(entry).find(whole))
+
     def index(self, entry: TensorEntry) -> ChunkIndex:
         """Return the index of a tensor's chunks, made once."""
         if entry.name not in self._indexes:

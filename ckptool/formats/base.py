@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.layout import Layout
@@ -96,8 +96,15 @@ class Deferred:
         function: Callable[..., Any] = getattr(import_module(module), name)
         return function
 
-    def __call__(self, *arguments: Any) -> Any:
-        return self.load()(*arguments)
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return self.load()(*arguments, **named)
+
+
+class Locate(Protocol):
+    """Opens the ``Container`` places of a catalog's tensors."""
+
+    def __call__(self, source: Source, catalog: Catalog, *, defers: bool = False) -> Catalog:
+        """Return the catalog with its containers opened, or some of them when they are read."""
 
 
 class FileRole(Enum):
@@ -151,7 +158,8 @@ class Format:
       checkpoints are detected as another format's.
     - ``scan`` reads metadata only and returns the catalog.
     - ``locate`` opens the ``Container`` places that ``scan`` left closed, for the tensors of the
-      catalog it is given; None where ``scan`` leaves none.
+      catalog it is given; None where ``scan`` leaves none. Where it ``defers``, it may leave some
+      with an ``Opening``.
     - ``convert`` lays a whole checkpoint out, ``reshard`` one that is cut for a mesh; None where
       the format is not written so.
     - ``rules`` returns how the format cuts tensors by their names, where it leaves no choice.
@@ -176,7 +184,7 @@ class Format:
     summary: str
     probe: Callable[[Source], bool] | None
     scan: Callable[[Source, ScanOptions], Catalog]
-    locate: Callable[[Source, Catalog], Catalog] | None = None
+    locate: Locate | None = None
     convert: LayOut | None = None
     reshard: LayOut | None = None
     rules: Callable[[], tuple[PlacementRule, ...]] = tuple

@@ -76,18 +76,23 @@ def expect_heads(source: Source, files: Iterable[str]) -> None:
 
 def expect_edges(source: Source, places: Iterable[tuple[str, int, int]]) -> None:
     """Announce that both ends of small archives are read next: file, offset and bytes of each."""
-    source.expect(span for place in places for span in _edges(*place, EDGE))
+    source.expect(span for place in places for span in edge_spans(*place))
 
 
 def expect_archives(source: Source, files: Iterable[str]) -> None:
     """Announce that both ends of these files are read next, where their directories are."""
     sizes = ((file, source.files[file]) for file in files if file in source.files)
-    edges = (_edges(file, 0, size, min(_HEAD, size // _OF_A_FILE)) for file, size in sizes)
+    edges = (edge_spans(file, 0, size, min(_HEAD, size // _OF_A_FILE)) for file, size in sizes)
     source.expect(span for both in edges for span in both)
 
 
-def _edges(file: str, offset: int, nbytes: int, edge: int) -> tuple[tuple[str, int, int], ...]:
-    edge = min(max(edge, EDGE), nbytes)
+def edge_spans(
+    file: str, offset: int, nbytes: int, edge: int = EDGE
+) -> tuple[tuple[str, int, int], ...]:
+    """Return what is read of an archive to open it: both ends, or all of a small one."""
+    edge = max(edge, EDGE)
+    if nbytes <= 4 * edge:
+        return ((file, offset, nbytes),)
     return (file, offset, edge), (file, offset + nbytes - edge, edge)
 
 

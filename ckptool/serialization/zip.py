@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ckptool.core.catalog import Container
 from ckptool.core.codec import zstd_edges
 from ckptool.errors import Damaged, Problem, coded
-from ckptool.serialization.source import EDGE, Source
+from ckptool.serialization.source import Source, edge_spans
 
 STORED, DEFLATED = 0, 8
 STREAMED = 8
@@ -49,11 +49,9 @@ class Region:
         self.source, self.file, self.offset, self.nbytes = source, file, offset, nbytes
         if source is None:
             self._head, self._tail = edges
-        elif nbytes <= 4 * EDGE:
-            self._head, self._tail = source.read(file, offset, nbytes), b""
         else:
-            self._head = source.read(file, offset, EDGE)
-            self._tail = source.read(file, offset + nbytes - EDGE, EDGE)
+            head, *tail = (source.read(*span) for span in edge_spans(file, offset, nbytes))
+            self._head, self._tail = head, b"".join(tail)
         self._at, self._block = 0, b""
 
     @property

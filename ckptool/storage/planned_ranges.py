@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -95,6 +94,8 @@ class _Plan:
                 used[part] = used.get(part, (at, at))[0], at
                 at += 1
         self.order = list(self.unread)
+        self.ahead = 0
+        """How many ranges, in order, have been fetched ahead or need not be."""
         self.places = {part: place for place, part in enumerate(self.order)}
         self.memory = _peak(used)
         """Bytes of all ranges, at the most, that are begun and not yet read to their ends."""
@@ -136,14 +137,14 @@ class PlannedRanges:
     """What is fetched ahead of some files, for all threads, in at most ``capacity`` bytes.
 
     A range is kept until all of it has been read. Where there is no room for what is asked for
-    now, those that were read longest ago go, to be fetched again.
+    now, those that are needed last go, to be fetched again.
     """
 
     def __init__(self, fetch: Fetch, capacity: int = CAPACITY) -> None:
         self.capacity = capacity
         self._fetch = fetch
         self._plans: list[_Plan] = []
-        self._kept: OrderedDict[Range, Future[Block]] = OrderedDict()
+        self._kept: dict[Range, Future[Block]] = {}
         self._held = 0
         self._on_their_way = 0
         self._lock = threading.Lock()
@@ -162,7 +163,7 @@ class PlannedRanges:
         with self._lock:
             self._plans = [plan, *(p for p in self._plans if p.unread)][:_MOST_PLANS]
             self._drop_unplanned()
-        self._fetch_ahead(plan, 0)
+        self._fetch_ahead(plan)
         return partial(self._end, plan)
 
     def clear(self) -> None:
@@ -213,14 +214,12 @@ class PlannedRanges:
             )
             if plan is None or part is None:
                 return None
-            place = plan.places[part]
             future = self._kept.get(part)
             is_ours = future is None
             if future is None:
                 future = self._begin(part)
-            self._kept.move_to_end(part)
             self._make_room(part)
-        self._fetch_ahead(plan, place + 1)
+        self._fetch_ahead(plan)
         if is_ours:
             self._fill(part, future)
         return plan, part, future.result()
@@ -255,13 +254,15 @@ class PlannedRanges:
 
     def _fill_ahead(self, plan: _Plan, part: Range, future: Future[Block]) -> None:
         self._fill(part, future)
-        self._fetch_ahead(plan, plan.places[part] + 1)
+        self._fetch_ahead(plan)
 
-    def _fetch_ahead(self, plan: _Plan, place: int) -> None:
-        """Have the ranges from a place of the plan on fetched, as many as there is room for."""
+    def _fetch_ahead(self, plan: _Plan) -> None:
+        """Have the next ranges of the plan fetched, as many as there is room for."""
         with self._lock:
-            for part in plan.order[place : place + 2 * _AT_ONCE]:
+            while plan.ahead < len(plan.order):
+                part = plan.order[plan.ahead]
                 if part in self._kept or part not in plan.unread:
+                    plan.ahead += 1
                     continue
                 if self._held + part.nbytes > self.capacity or self._on_their_way >= _AT_ONCE:
                     return
@@ -276,14 +277,18 @@ class PlannedRanges:
                     return
 
     def _make_room(self, wanted: Range) -> None:
-        """Forget, with the lock held, what was read longest ago while there is too much."""
+        """Forget, with the lock held, what is needed last while there is too much."""
         if self._held <= self.capacity:
             return
-        for part in [part for part, future in self._kept.items() if future.done()]:
-            if part != wanted:
-                self._drop(part)
+        here = [part for part, future in self._kept.items() if future.done() and part != wanted]
+        for part in sorted(here, key=self._place, reverse=True):
+            self._drop(part)
             if self._held <= self.capacity:
                 return
+
+    def _place(self, part: Range) -> int:
+        """Return how late a range is first read in the plans that have it."""
+        return min((plan.places[part] for plan in self._plans if part in plan.unread), default=0)
 
     def _note_read(self, plan: _Plan, part: Range, nbytes: int) -> None:
         """Note that bytes of a range have been read; it goes once all are."""

@@ -13,15 +13,16 @@ import pytest
 import torch
 from conftest import CASES, GOOD, Case, by_name, case
 from fsspec.implementations.memory import MemoryFileSystem
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from store_server import S3, s3, server
 from typer.testing import CliRunner
 
 from ckptool.cli.app import app
+from ckptool.commands.convert import prepare
 from ckptool.commands.inspect import inspect
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.read import ReadOptions
-from ckptool.commands.options.target import ReshardOptions, TransferOptions
+from ckptool.commands.options.target import ConvertOptions, ReshardOptions, TransferOptions
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.commands.verify.verify import verify
@@ -202,8 +203,11 @@ def uploaded(folder: Path) -> tuple[Any, int]:
     return location("memory://run"), sum(file.stat().st_size for file in folder.iterdir())
 
 
-ITEMS = 8 * 4
-"""Archives in the files; both ends of each are read first, one end with that of the next."""
+def few_requests(size: int) -> int:
+    """How many are enough to list a checkpoint of so many bytes and to read each of them once."""
+    return 40 + size // (8 << 20)
+
+
 PLACEMENTS = ["*=Shard(0),Replicate()", "*=Shard(1),Shard(0)", "*=Replicate(),Shard(1)"]
 
 
@@ -217,14 +221,29 @@ def test_a_reshard_fetches_each_byte_once(target: str, rule: str, sharded: Path,
     prepare_reshard(place, to, replace(options, to="dcp")).run()
     traffic = place.store.traffic
     assert traffic.received <= 1.02 * size
-    assert traffic.requests <= 20 + 2 * ITEMS + size // (8 << 20) + 4
+    assert traffic.requests <= few_requests(size)
+
+
+def test_a_convert_of_many_items_fetches_what_it_would_of_one(out: Path) -> None:
+    """Of 1,200 items: none costs a request of its own."""
+    tensors = {f"w.{n}": torch.randn(24, 64 + n % 3) for n in range(300)}
+    save_file(tensors, out / "m.safetensors")
+    options = ReshardOptions(parse_mesh("4"), rules=(parse_rule("*=Shard(0)"),), to="dcp")
+    prepare_reshard(out / "m.safetensors", out / "dcp", options).run()
+    place, size = uploaded(out / "dcp")
+    transfer = TransferOptions(verify=False)
+    prepare(place, out / "out.safetensors", ConvertOptions("safetensors", transfer=transfer)).run()
+    assert place.store.traffic.received <= 1.02 * size
+    assert place.store.traffic.requests <= few_requests(size)
+    written = load_file(out / "out.safetensors")
+    assert all(torch.equal(written[name], tensor) for name, tensor in tensors.items())
 
 
 def test_a_verify_fetches_each_byte_once(sharded: Path) -> None:
     place, size = uploaded(sharded)
     assert verify(place, VerifyOptions()).ok
     assert place.store.traffic.received <= 1.05 * size
-    assert place.store.traffic.requests <= 40 + 2 * ITEMS + size // (8 << 20) + 4
+    assert place.store.traffic.requests <= 2 * few_requests(size)
 
 
 def test_verbose_says_what_was_asked(s3: S3) -> None:

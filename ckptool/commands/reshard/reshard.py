@@ -24,6 +24,7 @@ from ckptool.commands.transfer import (
     Progress,
     Transfer,
     TransferReport,
+    may_open_late,
     no_progress,
     require_agreement,
     require_apart,
@@ -162,7 +163,9 @@ def prepare_reshard(source: Location, target: Location | None, options: ReshardO
     require_agreement(catalog)
     if not catalog.tensors:
         raise Unsupported(f"{opened.path}: no tensors to reshard")
-    catalog, map_report = apply_key_map(opened, opened.open_containers(catalog), options.map)
+    defers = options.map.name is None and may_open_late(target, options.transfer)
+    located = opened.open_containers(catalog, defers=defers)
+    catalog, map_report = apply_key_map(opened, located, options.map)
     writer = _writer(options.to, opened)
     placer = replace(placer, rules=(*placer.rules, *writer.rules()))
     choices = placer.choose(catalog)

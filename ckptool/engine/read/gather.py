@@ -22,6 +22,7 @@ from ckptool.core.catalog import (
 from ckptool.core.codec import decode
 from ckptool.core.dtype import DType
 from ckptool.core.plan import ChunkIndex
+from ckptool.engine.read.containers import open_chunk
 from ckptool.engine.read.rounding import cast
 from ckptool.engine.read.row_cache import NotePiece, RowCache
 from ckptool.engine.read.runs import row_run, span_of, worth_a_span
@@ -142,7 +143,8 @@ class Gatherer:
 
     def gather_into(self, values: Array, entry: TensorEntry, box: Box) -> None:
         """Read the same as ``gather`` into an array of the box's shape."""
-        for chunk, common in self._index(entry).find(box):
+        for found, common in self._index(entry).find(box):
+            chunk = open_chunk(found)
             where = common.relative_to(box.lo)
             view = values[tuple(map(slice, where.lo, where.hi))] if where.lo else values
             self.fill(view, chunk, common, entry.source_dtype)

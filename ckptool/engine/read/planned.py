@@ -8,9 +8,10 @@ from functools import cached_property, partial
 from operator import mul, sub
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckptool.core.catalog import Extent, contiguous, stored_places
+from ckptool.core.catalog import Chunk, Extent, TensorEntry, contiguous, stored_places
 from ckptool.core.plan import Tile, TileSource
 from ckptool.engine.checksum import RecordCheck, crc32, crc32_combine
+from ckptool.engine.read.containers import open_chunk, open_tile
 from ckptool.engine.read.row_cache import RowCache
 from ckptool.engine.read.runs import tile_runs
 from ckptool.engine.read.tiles import Job
@@ -37,12 +38,11 @@ def run_of(tile: Tile, source: TileSource) -> ExtentRun | None:
     return at, start, skip, source.box.volume * itemsize
 
 
-def touch(records: RecordCheck, tile: Tile) -> None:
-    """Note which records a tile is made from."""
-    for source in tile.sources:
-        for at in stored_places(source.chunk.at):
-            if isinstance(at, Extent) and at.record is not None:
-                records.touch(at.record, tile.entry.name)
+def touch(records: RecordCheck, entry: TensorEntry, chunk: Chunk) -> None:
+    """Note which records a chunk of a tensor is made from."""
+    for at in stored_places(open_chunk(chunk).at):
+        if isinstance(at, Extent) and at.record is not None:
+            records.touch(at.record, entry.name)
 
 
 class PlannedPiece(NamedTuple):
@@ -86,7 +86,7 @@ class PlanReader:
     def pieces(self, tiles: Sequence[Tile]) -> Iterator[PlannedPiece]:
         """Read tiles that share rows of the source, each piece valid until the next."""
         self._forget_rows()
-        for tile in tiles:
+        for tile in map(open_tile, tiles):
             straight = self._straight_runs(tile)
             if len(straight) == len(tile.sources) and tile.entry.source_dtype == tile.entry.dtype:
                 for run in straight:
@@ -101,6 +101,7 @@ class PlanReader:
         Where others are made of the same rows of the source, these are read whole.
         """
         self._forget_rows()
+        tile = open_tile(tile)
         return self._bytes_of(tile, self._straight_runs(tile), shared=shared)
 
     def close(self) -> None:
@@ -117,7 +118,8 @@ class PlanReader:
 
     def _straight_runs(self, tile: Tile) -> list[ExtentRun]:
         """Return the sources of a tile that are runs of bytes as they lie; note its records."""
-        touch(self._records, tile)
+        for source in tile.sources:
+            touch(self._records, tile.entry, source.chunk)
         runs = (run_of(tile, source) for source in tile.sources)
         return [run for run in runs if run is not None]
 

@@ -16,13 +16,14 @@ from ckptool.core.catalog import (
     contiguous,
 )
 from ckptool.core.plan import ChunkIndex, Tile
+from ckptool.engine.read.containers import Need, likely_place, openings
 from ckptool.storage.local import SPAN, Run
 
 _LONG_RUN = 2 << 10
 _OVER_READ = 4
 
 
-def tile_runs(tiles: Sequence[Tile], block: int, *, shared: bool) -> Iterator[Run]:
+def tile_runs(tiles: Sequence[Tile], block: int, *, shared: bool) -> Iterator[Need]:
     """Yield what is read for tiles; where rows of the source are ``shared``, these whole and once.
 
     ``block`` is how many bytes a read costs at least.
@@ -37,10 +38,11 @@ def tile_runs(tiles: Sequence[Tile], block: int, *, shared: bool) -> Iterator[Ru
                 yield from place_runs(source.chunk.at, local, itemsize, block)
             elif run not in rows:
                 rows.add(run)
+                yield from openings(source.chunk.at)
                 yield run
 
 
-def entry_runs(entry: TensorEntry, boxes: Iterable[Box], block: int) -> Iterator[Run]:
+def entry_runs(entry: TensorEntry, boxes: Iterable[Box], block: int) -> Iterator[Need]:
     """Yield what is read for boxes of a tensor; each packed blob once."""
     index, itemsize = ChunkIndex(entry), entry.source_dtype.itemsize
     blobs: set[EncodedBlob] = set()
@@ -58,7 +60,7 @@ def row_run(chunk: Chunk, local: Box, itemsize: int) -> Run | None:
 
     Reading these rows then serves the boxes beside it too, as long as they are no more than a span.
     """
-    at, shape = chunk.at, chunk.box.shape
+    at, shape = likely_place(chunk.at, itemsize), chunk.box.shape
     if not isinstance(at, Extent) or at.ops or len(shape) < 2 or local.shape[1:] == shape[1:]:
         return None
     row = math.prod(shape[1:]) * itemsize
@@ -67,10 +69,12 @@ def row_run(chunk: Chunk, local: Box, itemsize: int) -> Run | None:
     return (at.file, start, nbytes) if is_whole else None
 
 
-def place_runs(at: Place, local: Box, itemsize: int, block: int) -> Iterator[Run]:
+def place_runs(at: Place, local: Box, itemsize: int, block: int) -> Iterator[Need]:
     """Yield what is read for a box of the elements at a place, in their own coordinates."""
     if not local.volume:
         return
+    yield from openings(at)
+    at = likely_place(at, itemsize)
     if isinstance(at, EncodedBlob):
         yield at.file, at.offset, at.nbytes
     elif isinstance(at, Extent):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -23,11 +23,12 @@ from ckptool.core.dtype import DType
 from ckptool.core.layout import tiles
 from ckptool.core.plan import ChunkIndex
 from ckptool.engine.checksum import RecordCheck, require_intact
+from ckptool.engine.read.containers import Need, open_chunk
 from ckptool.engine.read.gather import Array, Gatherer, array
 from ckptool.engine.read.runs import entry_runs, place_runs
 from ckptool.engine.read.tiles import Job, read_tiles
 from ckptool.errors import Problem
-from ckptool.storage.local import TILE, Files, Run
+from ckptool.storage.local import TILE, Files
 
 
 class TensorTile(NamedTuple):
@@ -90,7 +91,7 @@ class CheckedSource:
 
     def _touch(self, entries: Iterable[TensorEntry]) -> None:
         for entry in entries:
-            for place in places(entry):
+            for place in places(replace(entry, chunks=tuple(map(open_chunk, entry.chunks)))):
                 if isinstance(place, Extent) and place.record is not None:
                     self._records.touch(place.record, entry.name)
 
@@ -104,7 +105,7 @@ def tensor_job(
     type that a rewrite asks for, or as they are ``stored``.
     """
 
-    def runs(block: int) -> Iterator[Run]:
+    def runs(block: int) -> Iterator[Need]:
         return entry_runs(entry, _tiles_of(entry, limit or TILE), block)
 
     return Job(entry, partial(_read_tensor, entry, limit, stored), [runs])
@@ -135,7 +136,7 @@ def place_job(
             values = read_place(gatherer, at, box, dtype)
             yield TensorTile(box, values, values.nbytes)
 
-    def runs(block: int) -> Iterator[Run]:
+    def runs(block: int) -> Iterator[Need]:
         for box in tiles(whole, dtype.itemsize, limit):
             yield from place_runs(at, box, dtype.itemsize, block)
 

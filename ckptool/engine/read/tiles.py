@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from ckptool.core.catalog import Catalog
+from ckptool.core.catalog import Catalog, Opening
+from ckptool.engine.read.containers import Need, runs_of
 from ckptool.storage.file_status import changed
 from ckptool.storage.local import Files, Run
 from ckptool.storage.planned_ranges import memory_to_read, unversioned
@@ -62,8 +63,8 @@ class ReadSource(Protocol[ReaderOut]):
         """Return what one thread reads with."""
 
 
-RunsOf = Callable[[int], Iterable[Run]]
-"""Yields the bytes that a job reads, where a read costs at least a block of so many bytes."""
+RunsOf = Callable[[int], Iterable[Need]]
+"""Yields what a job reads, where a read costs at least a block of so many bytes."""
 
 
 class Job(NamedTuple, Generic[Subject, Reader, TileOut]):
@@ -135,7 +136,8 @@ def _announced(
     These come in the order, of a few, in which the least is read before it is needed. ``plans``
     are what ends the last that were announced.
     """
-    while window := list(_window(sides, jobs)):
+    opened: set[Opening] = set()
+    while window := list(_window(sides, jobs, opened)):
         runs = [[of_job[side] for _, of_job in window] for side in range(len(sides))]
         order = _best_order(runs, workers)
         while len(plans) > len(sides):  # threads may still read what was announced last
@@ -147,13 +149,17 @@ def _announced(
 
 
 def _window(
-    sides: Sequence[Files], jobs: Iterator[Job[Subject, Reader, TileOut]]
+    sides: Sequence[Files], jobs: Iterator[Job[Subject, Reader, TileOut]], opened: set[Opening]
 ) -> Iterator[tuple[Job[Subject, Reader, TileOut], list[list[Run]]]]:
-    """Yield the next jobs, with what each reads of each side, until they are many runs."""
+    """Yield the next jobs, with what each reads of each side, until they are many runs.
+
+    What must be ``opened`` is, by the first job that reads it.
+    """
     count = 0
     for job in islice(jobs, _MOST_JOBS):
         known = job.runs or [known_runs() for _ in sides]
-        runs = [list(of(files.block)) for of, files in zip(known, sides, strict=True)]
+        needs = (of(files.block) for of, files in zip(known, sides, strict=True))
+        runs = [list(runs_of(of_side, opened)) for of_side in needs]
         yield job, runs
         count += sum(map(len, runs))
         if count >= _MOST_RUNS:

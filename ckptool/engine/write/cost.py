@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from itertools import chain
 
+from ckptool.core.catalog import Opening
 from ckptool.core.plan import Group, Plan
+from ckptool.engine.read.containers import Need, runs_of
 from ckptool.engine.read.runs import place_runs, row_run
 from ckptool.storage.local import Files, Run
 from ckptool.storage.planned_ranges import join_runs, unversioned
@@ -17,9 +19,11 @@ def bytes_to_read(plan: Plan, source: Files) -> int:
     need one chunk that must be decoded whole. Of a store each byte is read once for some files.
     """
     total = 0
+    opened: set[Opening] = set()
     for batch in plan.batches(range(len(plan.layout.files))):
         groups = plan.groups(batch, source.tile)
-        runs = chain.from_iterable(_group_runs(plan, group, source.block) for group in groups)
+        needs = chain.from_iterable(_group_runs(plan, group, source.block) for group in groups)
+        runs = runs_of(needs, opened)
         if source.block == 1:
             total += sum(nbytes for _, _, nbytes in runs)
         else:
@@ -27,11 +31,11 @@ def bytes_to_read(plan: Plan, source: Files) -> int:
     return total
 
 
-def _group_runs(plan: Plan, group: Group, block: int) -> list[Run]:
+def _group_runs(plan: Plan, group: Group, block: int) -> list[Need]:
     """Return what is read for parts that are cut in step; rows they share are read once."""
     entry = plan.catalog.tensors[group.parts[0].part.name]
     index, itemsize = plan.index(entry), entry.source_dtype.itemsize
-    alone: list[Run] = []
+    alone: list[Need] = []
     shared: dict[tuple[int, int, int], Run] = {}
     for spot in group.parts:
         for whole, _ in spot.part.pieces:

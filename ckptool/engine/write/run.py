@@ -20,6 +20,7 @@ from ckptool.engine.checksum import (
     join_crcs,
     require_intact,
 )
+from ckptool.engine.read.containers import openings, runs_of
 from ckptool.engine.read.planned import PlannedPiece, PlanReader, plan_job, touch
 from ckptool.engine.read.tiles import ByteReader, read_tiles
 from ckptool.engine.run_options import RunOptions
@@ -75,7 +76,7 @@ def peak_memory(plan: Plan, source: Files, options: RunOptions, *, local: bool =
 
 def fetched_ahead(source: Files, options: RunOptions) -> int:
     """Return the bytes of the budget that hold what is fetched ahead: of a disk nothing is."""
-    return 0 if source.block == 1 else options.budget // 8
+    return 0 if source.block == 1 else options.budget // 4
 
 
 def workers_within_budget(plan: Plan, source: Files, options: RunOptions) -> int:
@@ -117,7 +118,7 @@ class _PlanWriter:
     def write(self, todo: Sequence[int], finished: Sequence[int], journal: Journal) -> None:
         """Write the files ``todo``; what the ``finished`` ones were made from is checked again."""
         self._journal = journal
-        touch_files(self._plan, finished, self._records)
+        touch_files(self._plan, finished, self._source, self._records)
         self._progress(sum(self._files[number].nbytes for number in finished))
         jobs = map(plan_job, self._write_jobs(todo))
         tiles = _PlanTiles(self._source, self._records, self._output)
@@ -276,13 +277,13 @@ def _close_all(descriptors: dict[str, int]) -> None:
         os.close(descriptors.popitem()[1])
 
 
-def touch_files(plan: Plan, numbers: Sequence[int], records: RecordCheck) -> None:
+def touch_files(plan: Plan, numbers: Sequence[int], source: Files, records: RecordCheck) -> None:
     """Note which records some files of the layout are made from."""
-    for batch in plan.batches(numbers):
-        for group in plan.groups(batch, TILE):
-            for tiles in plan.jobs(group, TILE):
-                for tile in tiles:
-                    touch(records, tile)
+    chunks = list(plan.chunks(numbers))
+    needs = (need for _, chunk in chunks for need in openings(chunk.at))
+    source.expect(runs_of(needs, set()))
+    for entry, chunk in chunks:
+        touch(records, entry, chunk)
 
 
 def apply_patches(literal: Literal, part_crc: Callable[[int], int]) -> bytes:

@@ -13,13 +13,14 @@ from typing import NamedTuple
 from ckptool.core.layout import Data, Literal, Part, ScatteredData, Verbatim
 from ckptool.core.plan import Group, LayoutPart, Plan, Tile
 from ckptool.engine.checksum import RecordCheck, crc32, require_intact
+from ckptool.engine.read.containers import Need
 from ckptool.engine.read.planned import PlanReader
 from ckptool.engine.read.runs import tile_runs
 from ckptool.engine.read.tiles import Job, read_tiles, require_unchanged
 from ckptool.engine.run_options import RunOptions
 from ckptool.engine.write.run import apply_patches, fetched_ahead, read_verbatim, touch_files
 from ckptool.errors import Unsupported
-from ckptool.storage.local import SPAN, Files, Run
+from ckptool.storage.local import SPAN, Files
 from ckptool.storage.multipart import Upload, memory_of_part
 from ckptool.storage.remote import AT_ONCE
 from ckptool.storage.url import RemotePath
@@ -59,7 +60,7 @@ def send(
     done = [number for number in numbers if number not in todo]
     capacity = within_budget(plan, source, options, todo)
     contents = _FileContents(plan, source, RecordCheck(), capacity.readers)
-    touch_files(plan, done, contents.records)
+    touch_files(plan, done, source, contents.records)
     progress(sum(files[number].nbytes for number in done))
     uploads: list[Upload] = []
 
@@ -111,7 +112,10 @@ def within_budget(
     cached = fetched_ahead(source, options)
     part = memory_of_part(max((plan.layout.files[number].nbytes for number in numbers), default=0))
     reader = 2 * source.tile + 2 * SPAN + plan.largest_blob
-    least, left = _MOST_KEPT + part + reader, options.budget - cached
+    least = _MOST_KEPT + part + reader
+    if least > options.budget - cached:
+        cached //= 2
+    left = options.budget - cached
     if least > left:
         needed = least * 8 // 7 if cached else least
         raise Unsupported(
@@ -244,7 +248,7 @@ class _FileContent:
         return self._crcs[position]
 
 
-def _file_runs(plan: Plan, number: int, source: Files, block: int) -> Iterator[Run]:
+def _file_runs(plan: Plan, number: int, source: Files, block: int) -> Iterator[Need]:
     """Yield what is read for one file of the layout, in order."""
     parts = plan.layout.files[number].parts
     for position, part in enumerate(parts):

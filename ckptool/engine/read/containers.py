@@ -1,0 +1,58 @@
+"""Containers that are opened when their elements are read: what to fetch, and where these lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from ckptool.core.catalog import Chunk, Container, Extent, Opening, Place
+from ckptool.core.plan import Tile
+from ckptool.storage.local import Run
+
+Need = Run | Opening
+"""Bytes that are read, or what is opened before: each once, whoever reads it."""
+
+
+def open_place(at: Place, shape: tuple[int, ...]) -> Place:
+    """Return where the elements of a chunk of ``shape`` lie; a container is opened for that."""
+    if isinstance(at, Container) and at.opening is not None:
+        return at.opening.place(at, shape)
+    return at
+
+
+def open_chunk(chunk: Chunk) -> Chunk:
+    """Return a chunk whose elements can be read."""
+    at = open_place(chunk.at, chunk.box.shape)
+    return chunk if at is chunk.at else replace(chunk, at=at)
+
+
+def open_tile(tile: Tile) -> Tile:
+    """Return a tile whose sources can be read."""
+    if not any(isinstance(source.chunk.at, Container) for source in tile.sources):
+        return tile
+    sources = (source._replace(chunk=open_chunk(source.chunk)) for source in tile.sources)
+    return tile._replace(sources=tuple(sources))
+
+
+def likely_place(at: Place, itemsize: int) -> Place:
+    """Return where the elements likely lie of what is opened later; any other place itself."""
+    if not isinstance(at, Container) or at.opening is None or at.part is None:
+        return at
+    start, steps = at.part.start * itemsize, (step * itemsize for step in at.part.strides)
+    return Extent(at.file, at.opening.start + start, tuple(steps))
+
+
+def openings(at: Place) -> Iterator[Opening]:
+    """Yield what must be opened before elements at a place are read."""
+    if isinstance(at, Container) and at.opening is not None:
+        yield at.opening
+
+
+def runs_of(needs: Iterable[Need], opened: set[Opening]) -> Iterator[Run]:
+    """Yield the bytes that are read, and those of what is opened, but for what was before."""
+    for need in needs:
+        if isinstance(need, tuple):
+            yield need
+        elif need not in opened:
+            opened.add(need)
+            yield from need.edges

@@ -1,0 +1,234 @@
+"""One item of a DCP folder, opened: now, or when its elements are read.
+
+A store answers late, however little is asked for. There an item is opened from the bytes that are
+fetched for its elements anyway; where in it these lie is guessed from one that is alike, for what
+to fetch and for nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from ckptool.core.box import Box, row_major_strides
+from ckptool.core.catalog import (
+    Catalog,
+    Chunk,
+    Container,
+    Extent,
+    Place,
+    StridedPart,
+    TensorEntry,
+    contiguous,
+)
+from ckptool.core.dtype import DType
+from ckptool.core.views import part_of_place
+from ckptool.errors import CkptoolError, Damaged, Hostile, Unsupported
+from ckptool.serialization.archive.read import TorchFile, is_zip, read_torch_zip
+from ckptool.serialization.archive.tensors import (
+    is_tensor_record,
+    locate_tensor,
+    read_outer,
+    read_tensor,
+)
+from ckptool.serialization.source import Source, edge_spans, expect_edges
+from ckptool.serialization.state_dict.values import type_name
+from ckptool.serialization.zip import item_region
+
+_EDGE = 1 << 16
+_OVERHEAD = 1 << 20
+_ALIGNMENT = 64
+"""Bytes to which torch.save aligns records (1.6 to 2.15): those beside the data depend on it."""
+
+
+class NoPlainTensor(Unsupported):
+    """An item holds a tensor of another kind, where the metadata has only its type and shape."""
+
+
+class Item(NamedTuple):
+    """An item with what the metadata says of it; ``what`` is how errors call it."""
+
+    at: Container
+    what: str
+    dtype: DType
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, entry: TensorEntry, box: Box, at: Container) -> Item:
+        """Return the item that a chunk of a tensor lies in, or is a part of."""
+        shape = at.part.shape if at.part else box.shape
+        return cls(at, f"{entry.name} {box}", entry.source_dtype, shape)
+
+    @property
+    def data_nbytes(self) -> int:
+        """Bytes of its elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def kind(self) -> tuple[int, int]:
+        """What is the same of items whose elements begin at the same place, of one writer."""
+        return self.at.nbytes - self.data_nbytes, self.data_nbytes % _ALIGNMENT
+
+
+def open_item(source: Source, item: Container, what: str, limit: int, edge: int) -> TorchFile:
+    """Open the archive of one item, decoded as ``item_region`` does."""
+    region = item_region(source, item, what, limit, edge)
+    head = region.read(0, min(region.nbytes, 9))
+    if not item.transforms and not is_zip(head):
+        kind = (
+            " (safetensors data, which torch itself cannot read back)" if head[8:] == b"{" else ""
+        )
+        message = f"{what}: no torch.save archive at byte {item.offset:,} of {item.file}{kind}"
+        raise Damaged(message, "item-mismatch", file=item.file)
+    opened = read_torch_zip(region)
+    return replace(opened, packed=(item, region.nbytes)) if item.transforms else opened
+
+
+def locate_item(source: Source, item: Item) -> Place:
+    """Return where all elements of an item lie.
+
+    Raises Damaged where it is not what the metadata says, NoPlainTensor where it may be.
+    """
+    at, what, dtype, shape = item
+    opened = open_item(source, at, what, item.data_nbytes * 2 + _OVERHEAD, _EDGE)
+    tensor = read_tensor(opened.value)
+    if tensor is None:
+        raise _no_tensor(opened.value, f"{what}: its item in {at.file}", at, (dtype, shape))
+    if (tensor.dtype, tensor.shape) != (dtype, shape):
+        message = f"{what}: its item at byte {at.offset:,} of {at.file} is {tensor.dtype}"
+        message += f" {list(tensor.shape)}, the metadata says {dtype} {list(shape)}"
+        raise Damaged(message, "item-mismatch", file=at.file)
+    return locate_tensor(tensor, opened)
+
+
+def part_of_item(item: Item, place: Place, part: StridedPart, shape: tuple[int, ...]) -> Place:
+    """Return where a part, a chunk of ``shape``, lies of an item whose elements lie at a place."""
+    try:
+        return part_of_place(
+            place, part.shape, shape, part.start, part.strides, item.dtype.itemsize
+        )
+    except ValueError as error:
+        message = f"{item.what}: its item in {item.at.file} is {error}"
+        raise Damaged(message, "item-mismatch", file=item.at.file) from None
+
+
+def _no_tensor(
+    value: Any, what: str, item: Container, expected: tuple[DType, tuple[int, ...]]
+) -> CkptoolError:
+    """Return why an item is no plain tensor of the type and shape that are ``expected``."""
+    outer = read_outer(value) if is_tensor_record(value) else expected
+    if not is_tensor_record(value) or outer not in (None, expected):
+        message = f"{what} holds {type_name(value)}, no plain tensor"
+        return Damaged(message, "item-mismatch", file=item.file)
+    message = f"{what} holds a tensor of a kind that is not read ({type_name(value)})"
+    return NoPlainTensor(message, "tensor-unsupported", file=item.file)
+
+
+class Openings:
+    """Defers the opening of items whose elements likely begin where those of one alike do.
+
+    That one is opened. ``locate`` opens all of the catalog's items and raises what is wrong.
+    """
+
+    def __init__(self, source: Source, catalog: Catalog, locate: Callable[[], object]) -> None:
+        self.source = source
+        self._catalog = catalog
+        self._locate = locate
+        self._lock = threading.Lock()
+        self._error: CkptoolError | None = None
+        items = list(_plain_items(catalog))
+        counts = Counter(item.kind for item in items)
+        first = {item.kind: item for item in reversed(items) if counts[item.kind] > 1}
+        expect_edges(source, ((i.at.file, i.at.offset, i.at.nbytes) for i in first.values()))
+        self._starts: dict[tuple[int, int], int] = {}
+        for kind, item in first.items():
+            with suppress(CkptoolError):  # said where this item is opened
+                place = locate_item(source, item)
+                if _is_row_major(place, item):
+                    self._starts[kind] = place.offset - item.at.offset
+
+    def deferred(self) -> Catalog:
+        """Return the catalog with an opening for each item that can be opened later."""
+        tensors = dict(self._catalog.tensors)
+        for name, entry in tensors.items():
+            chunks = (c if c.copies else self._deferred(entry, c) for c in entry.chunks)
+            tensors[name] = replace(entry, chunks=tuple(chunks))
+        return self._catalog.with_tensors(tensors)
+
+    def _deferred(self, entry: TensorEntry, chunk: Chunk) -> Chunk:
+        at = chunk.at
+        if not isinstance(at, Container) or at.transforms:
+            return chunk
+        item = Item.of(entry, chunk.box, at)
+        start = self._starts.get(item.kind)
+        if start is None:
+            return chunk
+        part = at.part or StridedPart(item.shape, 0, row_major_strides(item.shape, 1))
+        opening = ItemOpening(self, item, at.offset + start)
+        return replace(chunk, at=replace(at, part=part, opening=opening))
+
+    def explain(self) -> None:
+        """Raise what is wrong with any item; threads that ask at once are told the same."""
+        with self._lock:
+            if self._error is None:
+                try:
+                    self._locate()
+                except CkptoolError as error:
+                    self._error = error
+            if self._error is not None:
+                raise self._error
+
+
+@dataclass(eq=False, slots=True)
+class ItemOpening:
+    """Opens an item when its elements are first read; all who read it wait for that."""
+
+    openings: Openings
+    item: Item
+    start: int
+    _place: Place | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def edges(self) -> tuple[tuple[str, int, int], ...]:
+        """What is read to open it: file, offset and bytes."""
+        at = self.item.at
+        return () if self._place else edge_spans(at.file, at.offset, at.nbytes)
+
+    def place(self, at: Container, shape: tuple[int, ...]) -> Place:
+        """Return where the elements of a chunk of ``shape`` lie, a part of the item."""
+        with self._lock:
+            if self._place is None:
+                self._place = self._locate()
+        return (
+            self._place if at.part is None else part_of_item(self.item, self._place, at.part, shape)
+        )
+
+    def _locate(self) -> Place:
+        try:
+            return locate_item(self.openings.source, self.item)
+        except (Damaged, Hostile, Unsupported):
+            self.openings.explain()
+            raise
+
+
+def _plain_items(catalog: Catalog) -> Iterator[Item]:
+    """Yield the items of tensors that were stored once: copies are compared by their checksums."""
+    for entry in catalog.tensors.values():
+        for chunk in entry.chunks:
+            at = chunk.at
+            if isinstance(at, Container) and not at.transforms and not chunk.copies:
+                yield Item.of(entry, chunk.box, at)
+
+
+def _is_row_major(place: Place, item: Item) -> bool:
+    """Return whether the elements are all of a record, as they are and in order."""
+    if not isinstance(place, Extent) or place.record is None or place.ops:
+        return False
+    is_all = (place.record.offset, place.record.nbytes) == (place.offset, item.data_nbytes)
+    return is_all and contiguous(place.strides, item.shape, item.dtype.itemsize)
