@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -110,12 +110,14 @@ class Layout:
     """All output files. The last one commits: an index or ``.metadata``.
 
     ``folder`` says whether the target is a folder or the single file ``files[-1]`` (and what
-    lies beside it). ``notes`` name what the target format cannot hold as it is.
+    lies beside it). ``notes`` name what the target format cannot hold as it is. ``rows`` says how
+    many rows of a tensor are written, for those whose last rows are left out.
     """
 
     files: tuple[FileLayout, ...]
     folder: bool
     notes: tuple[str, ...] = field(default=())
+    rows: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:

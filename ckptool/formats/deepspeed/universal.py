@@ -233,9 +233,10 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
     step_name = f"global_step{steps}" if type(steps) is int else "checkpoint"
     tag = f"{step_name}_universal"
     info = values.get("universal_checkpoint_info")
+    rows: dict[str, int] = {}
     files: list[FileLayout] = []
     for name, states in parts.states.items():
-        files += _lay_out_states(name, states, info if isinstance(info, dict) else {}, tag, notes)
+        files += _lay_out_states(name, states, info if isinstance(info, dict) else {}, tag, rows)
         step = values.get(_STEP, {}).get(name)
         if step is not None and _STEP not in states:
             files.append(_lay_out_file(f"{tag}/zero/{name}/{_STEP}.pt", step))
@@ -243,7 +244,10 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
     model = _make_model_state(values, parts)
     files += [_lay_out_file(f"{tag}/{name}.pt", model) for name in _MODEL_FILES]
     marker = FileLayout(LATEST_UNIVERSAL, (Literal(tag.encode()),))
-    return Layout((*files, marker), folder=True, notes=tuple(notes))
+    for name, kept in rows.items():
+        padded = f"rows {kept:,} to {catalog.tensors[name].shape[0]:,} pad the vocabulary"
+        notes.append(f"{name}: {padded} and are left out, as DeepSpeed does")
+    return Layout((*files, marker), folder=True, notes=tuple(notes), rows=rows)
 
 
 def _lay_out_file(path: str, value: Any) -> FileLayout:
@@ -287,21 +291,21 @@ def _lay_out_states(
     states: Mapping[str, TensorEntry],
     info: Mapping[str, Any],
     tag: str,
-    notes: list[str],
+    rows: dict[str, int],
 ) -> Iterator[FileLayout]:
-    """Yield one file a state; the padding of a vocabulary is cut off, as DeepSpeed does."""
+    """Yield one file a state; the padding of a vocabulary is cut off, as DeepSpeed does.
+
+    How many ``rows`` of a tensor are kept is added for those that lose some.
+    """
     for kind, entry in states.items():
         path = f"{tag}/zero/{name}/{kind}.pt"
         if kind == _STEP or not entry.shape:
             yield _lay_out_file(path, TensorRef.whole(entry))
             continue
-        rows = count_kept_rows(name, entry.shape, info)
-        box = Box.at((0,) * len(entry.shape), (rows, *entry.shape[1:]))
-        if rows < entry.shape[0]:
-            notes.append(
-                f"{entry.name}: rows {rows:,} to {entry.shape[0]:,} pad the vocabulary and are left"
-                " out, as DeepSpeed does"
-            )
+        kept = count_kept_rows(name, entry.shape, info)
+        box = Box.at((0,) * len(entry.shape), (kept, *entry.shape[1:]))
+        if kept < entry.shape[0]:
+            rows[entry.name] = kept
         fields = describe_cut(name, box.shape, info)
         yield _lay_out_file(path, fields | {"param": TensorRef.of_box(entry, box)})
 

@@ -10,6 +10,7 @@ from ckptool.core.catalog import TensorEntry, tied_names
 from ckptool.core.layout import written_entries
 from ckptool.core.plan import Plan
 from ckptool.core.text import plural
+from ckptool.core.views import narrow
 from ckptool.engine.check.pairs import TensorPair
 from ckptool.engine.check.replicas import differing_replicas
 from ckptool.engine.read.tensors import TensorSource
@@ -32,6 +33,7 @@ def require_written(
     row by row, where its own description says that a row lies. Raises NotVerified where the
     output is not what it should be, and what reading the source raises.
     """
+    share = [_kept_rows(plan, entry) for entry in share]
     written = written_entries(plan.layout, {entry.name: entry for entry in share})
     # Of tied tensors a layout may store one, and none of a tensor without elements.
     aliases = {name for names in tied_names(plan.catalog) for name in names}
@@ -57,6 +59,11 @@ def require_written(
     copies = differing_replicas(written.values(), sides[1], workers)
     if copies:
         raise _not_verified(f"{plural(len(copies), 'replica')} differ after writing: {copies[0]}")
+
+
+def _kept_rows(plan: Plan, entry: TensorEntry) -> TensorEntry:
+    rows = plan.layout.rows.get(entry.name)
+    return entry if rows is None else narrow(entry, 0, 0, rows)
 
 
 def _not_verified(what: str) -> NotVerified:
