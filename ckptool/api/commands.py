@@ -178,12 +178,13 @@ def convert(
     source: AnyPath | Checkpoint,
     target: AnyPath,
     *,
-    to: str,
+    to: str | None = None,
     progress: Progress | None = None,
     **options: Unpack[ConvertKeywords],
 ) -> ConvertReport:
     """Write ``source`` in the format ``to`` at ``target``, complete or not at all.
 
+    Without ``to`` the target's name says it: ``.safetensors`` or ``.pt``.
     ``progress`` is called with the bytes that were written, or read of both sides to compare them,
     so far and in all. Raises UsageError or Unsupported where it cannot be done as asked,
     TransferError where it fails midway: ``resume=True`` then continues.

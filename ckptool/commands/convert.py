@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from ckptool.commands.keymap.assets import (
     drop_quantization_config,
+    lacking_files,
     with_assets,
     with_true_config,
 )
@@ -23,8 +24,10 @@ from ckptool.commands.transfer import (
     resolve_target,
 )
 from ckptool.core.catalog import Catalog
+from ckptool.core.layout import Layout
 from ckptool.core.plan import Plan
 from ckptool.core.quantization import kinds, quantised_names
+from ckptool.core.state_category import state_category
 from ckptool.core.text import plural
 from ckptool.errors import Unsupported, UsageError
 from ckptool.formats import FORMATS, single_file_suffixes, targets
@@ -85,7 +88,7 @@ def prepare(source: Location, target: Location, options: ConvertOptions) -> Tran
         map=rewritten.map,
         cast=rewritten.cast,
         dequantized=rewritten.dequantized,
-        notes=(*catalog.notes, *layout.notes, *_quantized_notes(catalog, options.rewrite)),
+        notes=(*catalog.notes, *layout.notes, *_export_notes(catalog, layout, writer, options)),
     )
     moves = rewritten.map and rewritten.map.decided
     decided = (writer.name, options.max_shard_size, options.single_rank, moves)
@@ -111,14 +114,48 @@ def _require_some(source: Location, kept: Catalog) -> None:
     )
 
 
-def _writer(to: str, target: Location) -> Format:
-    """Return the target's format: that of a folder, where it has one, unless it is a file."""
-    if to not in FORMATS or FORMATS[to].convert is None:
+def _writer(to: str | None, target: Location) -> Format:
+    """Return the target's format: as asked or as its suffix says, of a file or of a folder.
+
+    Raises UsageError where neither says it, or the one contradicts the other.
+    """
+    alone = single_file_suffixes().get(target.suffix)
+    if to is None and alone is None:
+        raise UsageError(
+            f"{target}: its name does not say the format",
+            hint="--to hf writes a folder for transformers and vLLM, --to dcp one for torch;"
+            " DST.safetensors and DST.pt are files",
+        )
+    if to is not None and (to not in FORMATS or FORMATS[to].convert is None):
         raise UsageError(f"--to {to!r}: unknown format", hint="one of " + ", ".join(targets()))
-    row, alone = FORMATS[to], single_file_suffixes().get(target.suffix)
-    if alone is not None and alone.folder is not None and alone is not row:
-        raise UsageError(f"{target}: {target.suffix} file, but --to is {to}")
+    row = FORMATS[to] if to is not None else alone
+    if row is None or (alone is not None and alone is not row):
+        kind = "files" if row is not None and row.suffixes else "a folder"
+        raise UsageError(
+            f"{target}: the name of a {target.suffix} file, but --to {to} writes {kind}",
+            hint="choose another name for DST, or leave --to out",
+        )
     return row if row.folder is None or alone is row else FORMATS[row.folder]
+
+
+def _export_notes(
+    catalog: Catalog, layout: Layout, writer: Format, options: ConvertOptions
+) -> list[str]:
+    """Return what whoever loads the result should know."""
+    notes = _quantized_notes(catalog, options.rewrite)
+    if writer.is_model_folder:
+        notes += [*lacking_files(layout), *_optimizer_notes(catalog)]
+    return notes
+
+
+def _optimizer_notes(catalog: Catalog) -> list[str]:
+    """Note the optimizer's state in a model's folder, which only a trainer wants."""
+    state = [e for e in catalog.tensors.values() if state_category(e) == "optimizer"]
+    if not state:
+        return []
+    size = sum(entry.nbytes for entry in state)
+    counted = f"{plural(len(state), 'tensor')}, {size:,} bytes"
+    return [f"optimizer state is included ({counted}); --model-only leaves it out"]
 
 
 def _quantized_notes(catalog: Catalog, options: RewriteOptions) -> list[str]:

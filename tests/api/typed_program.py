@@ -58,7 +58,7 @@ def with_mistakes(path: Path, model: torch.nn.Module) -> None:
     ckptool.open(path, select=1)  # type: ignore[arg-type]
     ckptool.load(path, model)  # type: ignore[arg-type]
     ckptool.verify(path, mesh="2")  # type: ignore[call-arg]
-    ckptool.convert(path, "out")  # type: ignore[call-arg]
+    ckptool.convert(path, "out", to=1)  # type: ignore[arg-type]
     ckptool.open(path).read("w", as_="jax")  # type: ignore[call-overload]
     ckptool.open(path).read("w", as_="numpy", device="cpu")  # type: ignore[call-overload]
     ckptool.laod(path, {})  # type: ignore[attr-defined]

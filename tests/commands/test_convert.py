@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import bits, case, convert_to, flat, load_torch, read_back
 
+import ckptool
 from ckptool.commands.convert import prepare
 from ckptool.commands.options.target import ConvertOptions
 from ckptool.core.casts import Casts
@@ -201,11 +202,61 @@ def test_what_was_left_out_is_said(out: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "to"), [("m", "nothing"), ("m.safetensors", "dcp"), ("m.safetensors", "torch-save")]
+    ("target", "to", "says"),
+    [
+        ("m", "nothing", "unknown format"),
+        ("m.safetensors", "dcp", "the name of a .safetensors file, but --to dcp writes a folder"),
+        ("m.safetensors", "torch-save", "but --to torch-save writes files"),
+        ("m.safetensors", "hf", "but --to hf writes a folder"),
+        ("m.pt", "dcp", "the name of a .pt file, but --to dcp writes a folder"),
+        ("m.pt", "safetensors", "the name of a .pt file"),
+        ("m", None, "does not say the format"),
+        ("step-1.0", None, "does not say the format"),
+    ],
 )
-def test_targets_that_make_no_sense(target: str, to: str, out: Path) -> None:
-    with pytest.raises(UsageError):
-        convert_to(to, case("dcp_base").path, out / target)
+def test_targets_that_make_no_sense(target: str, to: str | None, says: str, out: Path) -> None:
+    with pytest.raises(UsageError, match=says):
+        ckptool.convert(case("dcp_base").path, out / target, to=to)
+    assert not list(out.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("target", "to", "expected"),
+    [
+        ("m.safetensors", None, "safetensors"),
+        ("m.pt", None, "torch-save"),
+        ("m.pth", None, "torch-save"),
+        ("m", "hf", "hf"),
+        ("m", "safetensors", "hf"),
+    ],
+)
+def test_the_name_of_a_target_says_its_format(
+    target: str, to: str | None, expected: str, out: Path
+) -> None:
+    report = ckptool.convert(case("hf_full").path, out / target, to=to, fsync=False)
+    assert report.target_format == expected
+    assert (out / target).is_dir() == (expected == "hf")
+
+
+def test_what_a_model_server_would_not_find_is_said(out: Path) -> None:
+    source = case("dcp_fsdp2_tp").path
+    notes = ckptool.convert(source, out / "m", to="hf", dry_run=True).notes
+    assert "without config.json and a tokenizer, which --hf-assets FOLDER copies" in notes
+    (optimizer,) = [note for note in notes if note.startswith("optimizer state is included")]
+    assert "--model-only leaves it out" in optimizer
+    assets = out / "assets"
+    assets.mkdir()
+    for name in ("tokenizer.json", "config.json"):
+        (assets / name).write_text("{}")
+    done = ckptool.convert(
+        source, out / "m", to="hf", dry_run=True, model_only=True, hf_assets=assets
+    )
+    assert not [note for note in done.notes if "without" in note or "optimizer" in note]
+    (assets / "adapter_config.json").write_text("{}")
+    done = ckptool.convert(
+        source, out / "m", to="hf", dry_run=True, model_only=True, hf_assets=assets
+    )
+    assert any("an adapter: loading it needs its base model" in note for note in done.notes)
 
 
 @pytest.mark.parametrize("target", [".", ".."])

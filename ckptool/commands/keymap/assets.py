@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 _LARGEST = 1 << 24
 _MOST_SHOWN = 6
 _QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+_ADAPTER = "adapter_config.json"
+_TOKENIZERS = frozenset(
+    "tokenizer.json tokenizer.model tokenizer_config.json vocab.json vocab.txt spiece.model".split()
+)
 _QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 
 
@@ -62,6 +66,19 @@ def with_assets(
         note = f"{CONFIG} not written: {report.config_lacks}; use --hf-assets FOLDER to copy one"
         return replace(layout, notes=(*layout.notes, note))
     return layout
+
+
+def lacking_files(layout: Layout) -> list[str]:
+    """Return a note on what transformers and vLLM look for in a model's folder and do not find."""
+    paths = {file.path for file in layout.files}
+    if _ADAPTER in paths:
+        return [f"an adapter: loading it needs its base model, which {_ADAPTER} names"]
+    lacks = [] if CONFIG in paths else [CONFIG]
+    if not any(path in _TOKENIZERS or path.endswith(".tiktoken") for path in paths):
+        lacks.append("a tokenizer")
+    if not lacks:
+        return []
+    return [f"without {' and '.join(lacks)}, which --hf-assets FOLDER copies"]
 
 
 def _asset_files(folder: Path) -> list[FileLayout]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,12 +48,12 @@ class ConvertOptions(OptionSet):
     ``max_shard_size`` in bytes.
     """
 
-    to: str = option(
+    to: str | None = option(
         "--to",
-        default=MISSING,
         metavar="FORMAT",
-        help="Write safetensors (a .safetensors file, or else a Hugging Face folder),"
-        " torch-save, dcp, dcp-safetensors, deepspeed-universal or megatron-torch_dist.",
+        help="Write safetensors (a .safetensors file, or else a Hugging Face folder: hf),"
+        " torch-save, dcp, dcp-safetensors, deepspeed-universal or megatron-torch_dist;"
+        " default: what DST's suffix says, .safetensors or .pt.",
     )
     read: ReadOptions = group(ReadOptions, READING)
     rewrite: RewriteOptions = group(RewriteOptions)
