@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,9 @@ WEB = ("http", "https")
 """Schemes of web servers, which list nothing and are not written to."""
 _BUCKETS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "hf", *WEB)
 """Schemes whose URLs begin with a bucket, container, repository or host."""
+
+_PATHS = ("file", "local")
+"""Schemes of this machine's own files."""
 
 _options: ContextVar[Mapping[str, Any]] = ContextVar(
     "storage options", default=MappingProxyType({})
@@ -184,11 +188,24 @@ def location(text: str | Path) -> Location:
     if match is None:
         if _HALF_URL.match(text) and not Path(text.partition("/")[0]).exists():
             scheme, _, rest = text.partition(":/")
-            raise UsageError(f"{text}: not a URL", hint=f"did you mean {scheme}://{rest} ?")
-        return Path(text)
-    if match["scheme"].lower() in ("file", "local"):
-        return Path(match["rest"])
+            slashes = ":///" if scheme.lower() in _PATHS else "://"
+            raise UsageError(f"{text}: not a URL", hint=f"did you mean {scheme}{slashes}{rest} ?")
+        return _path(text, text)
+    if match["scheme"].lower() in _PATHS:
+        host, slash, path = match["rest"].partition("/")
+        if host not in ("", ".", "..", "~", "localhost"):
+            hint = f"{match['scheme']}:///{match['rest']} is a path of this machine"
+            raise UsageError(f"{text}: {host} is another machine, or half a path", hint=hint)
+        return _path(text, slash + path if host == "localhost" else match["rest"])
     return RemotePath.parse(_supported_url(match["scheme"].lower(), match["rest"]))
+
+
+def _path(text: str, path: str) -> Path:
+    """Return a path; UsageError where it begins with ``~``, unless a folder here is called so."""
+    if path.partition("/")[0] == "~" and not os.path.lexists("~"):
+        hint = f"did you mean {os.path.expanduser(path)} ?"
+        raise UsageError(f"{text}: ~ stands for a folder in the words of a shell alone", hint=hint)
+    return Path(path)
 
 
 def _supported_url(scheme: str, rest: str) -> str:

@@ -41,7 +41,14 @@ def stored(fs: Any, folder: str) -> dict[str, bytes]:
     return {name.removeprefix(f"{folder}/"): fs.cat_file(name) for name in fs.find(folder)}
 
 
-def test_what_is_written_and_read_is_the_same(bucket: str, s3: S3, out: Path) -> None:
+@pytest.mark.parametrize("versions", [False, True])
+def test_what_is_written_and_read_is_the_same(
+    versions: bool, bucket: str, s3: S3, out: Path
+) -> None:
+    """Old versions, and marks of what was removed, are there and not seen."""
+    if versions:
+        status = {"Status": "Enabled"}
+        s3.fs.call_s3("put_bucket_versioning", Bucket=bucket, VersioningConfiguration=status)
     source = case("dcp_fsdp2_tp").path
     convert_to("safetensors", source, out / "m")
     resharded(source, f"s3://{bucket}/source", "4")
@@ -51,6 +58,8 @@ def test_what_is_written_and_read_is_the_same(bucket: str, s3: S3, out: Path) ->
     place = location(f"s3://{bucket}/source")
     prepare(place, location(f"s3://{bucket}/m"), ConvertOptions("safetensors")).run()
     assert stored(s3.fs, f"{bucket}/m") == files_of(out / "m")
+    kept = s3.fs.call_s3("list_object_versions", Bucket=bucket).get("DeleteMarkers", [])
+    assert bool(kept) == versions
 
 
 def test_uploads_in_parts(bucket: str, s3: S3, out: Path) -> None:

@@ -94,6 +94,76 @@ def test_a_file_url_is_a_path(tmp_path: Path) -> None:
     assert location(tmp_path) == tmp_path
 
 
+def test_a_file_url_names_this_machine(tmp_path: Path) -> None:
+    for scheme in ("file", "FILE", "local"):
+        assert location(f"{scheme}://localhost{tmp_path}") == tmp_path
+    assert location("file://./m") == Path("m")
+    for url, hint in (("file://elsewhere/m", "file:///elsewhere/m"), ("file://m", "file:///m")):
+        with pytest.raises(UsageError, match="another machine, or half a path") as caught:
+            location(url)
+        assert hint in (caught.value.hint or "")
+    with pytest.raises(UsageError) as caught:
+        location(f"file:{tmp_path}")
+    assert caught.value.hint == f"did you mean file://{tmp_path} ?"
+
+
+@pytest.mark.parametrize("text", ["~/m", "~", "file://~/m"])
+def test_the_home_folder_has_no_sign_here(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="of a shell alone") as caught:
+        location(text)
+    assert f"did you mean {tmp_path}" in (caught.value.hint or "")
+    (tmp_path / "~").mkdir()
+    assert location(text) == Path(text.removeprefix("file://"))
+    assert location("~user/m") == Path("~user/m")
+
+
+@pytest.mark.parametrize("data", [b"", b"dear"])
+@pytest.mark.parametrize("key", ["m", "m/"])
+def test_a_folder_has_the_name_of_an_object(key: str, data: bytes, s3: S3, out: Path) -> None:
+    url = s3.put(SOURCE, "m")
+    s3.write(key, data)
+    for written in (url, f"{url}/"):
+        found = open_checkpoint(location(written)).catalog
+        assert found.tensors == open_checkpoint(SOURCE).catalog.tensors
+    prepare(location(url), out / "m", ConvertOptions("dcp")).run()
+    prepare(location(url), location(s3.url("n")), ConvertOptions("dcp")).run()
+    assert s3.get("n") == files_of(out / "m")
+    assert s3.server.buckets[s3.bucket][key].data == data
+
+
+def test_a_file_has_the_name_of_a_folder(s3: S3, tmp_path: Path) -> None:
+    save_file({"a": torch.ones(3)}, tmp_path / "m.safetensors")
+    url = s3.put(tmp_path / "m.safetensors", "m.safetensors")
+    s3.put(SOURCE, "m.safetensors")
+    assert list(open_checkpoint(location(url)).catalog.tensors) == ["a"]
+    s3.remove("m.safetensors")
+    found = open_checkpoint(location(url)).catalog
+    assert found.tensors == open_checkpoint(SOURCE).catalog.tensors
+
+
+def test_a_file_by_itself_costs_no_listing(s3: S3, tmp_path: Path) -> None:
+    save_file({"a": torch.ones(3)}, tmp_path / "m.safetensors")
+    open_checkpoint(location(s3.put(tmp_path / "m.safetensors", "m.safetensors")))
+    assert [one.name for one in s3.of("HeadObject")] == ["m.safetensors", "m.extra.pt"]
+    assert [one.name for one in s3.of("GetObject")] == ["m.safetensors"]
+
+
+def test_ten_thousand_keys_beside(s3: S3) -> None:
+    for number in range(5_000):
+        s3.write(f"m-{number}/x", b"")
+        s3.write(f"m{number}", b"")
+    url = s3.put(SOURCE, "m")
+    found = open_checkpoint(location(url)).catalog
+    assert found.tensors == open_checkpoint(SOURCE).catalog.tensors
+    assert len(s3.of("ListObjectsV2")) == 1
+    with pytest.raises(CkptoolError, match="already exists"):
+        prepare(SOURCE, location(url), ConvertOptions("dcp")).run()
+
+
 def test_a_path_needs_no_fsspec() -> None:
     import subprocess
 
