@@ -7,10 +7,10 @@
 
 The commands are functions too, with the same options as keywords, and return their reports:
 ``inspect``, ``stats``, ``diff``, ``extract``; ``convert``, ``reshard``; ``verify``, ``compare``,
-``verify_run`` (of a run's steps) and ``salvage``; ``bench``, ``bench_changes``,
-``bench_transfer``, ``bench_stores``; ``list_formats``, ``list_maps`` and ``map_text``. ``help`` of
-each lists its keywords. What goes wrong is a ``CkptoolError``, with a ``hint``. Each part is
-imported when it is first used.
+``verify_run`` (of a run's steps) and ``salvage``; ``bench``, ``bench_changes``, ``bench_transfer``,
+``bench_stores``; ``list_formats``, ``list_maps``, ``list_steps`` (of a run) and ``map_text``.
+``help`` of each lists its keywords. What goes wrong is a ``CkptoolError``, with a ``hint``. Each
+part is imported when it is first used.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from ckptool.api.commands import inspect as inspect
     from ckptool.api.commands import list_formats as list_formats
     from ckptool.api.commands import list_maps as list_maps
+    from ckptool.api.commands import list_steps as list_steps
     from ckptool.api.commands import map_text as map_text
     from ckptool.api.commands import prune as prune
     from ckptool.api.commands import reshard as reshard
@@ -51,8 +52,8 @@ __version__ = "0.1.0"
 
 _PLACES = {
     "api.bench": "bench bench_changes bench_stores bench_transfer",
-    "api.commands": "compare convert diff extract"
-    " inspect list_formats list_maps map_text prune reshard salvage stats verify verify_run",
+    "api.commands": "compare convert diff extract inspect list_formats list_maps list_steps"
+    " map_text prune reshard salvage stats verify verify_run",
     "api.load": "LoadReport load",
     "api.checkpoint": "Checkpoint",
     "api.open": "open",

@@ -6,6 +6,7 @@
     ├── SourceError       3    the source is missing, unrecognised or malformed
     │   ├── NotFound           nothing is there
     │   ├── Unrecognised       something is there, but no checkpoint ckptool knows
+    │   │   └── Several        a folder of more than one checkpoint, such as a run's steps
     │   ├── Damaged            a checkpoint that is not whole or contradicts itself
     │   └── Hostile            a pickle that names a global able to run code
     ├── Unsupported          4    the source is fine, but what is asked cannot be done with it
@@ -175,6 +176,10 @@ class NotFound(SourceError):
 
 class Unrecognised(SourceError):
     """No known checkpoint format is there."""
+
+
+class Several(Unrecognised):
+    """More than one checkpoint is there, and no one of them was named."""
 
 
 class Damaged(SourceError):

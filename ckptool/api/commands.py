@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from ckptool.commands.verify.prune import PruneReport
     from ckptool.commands.verify.run_folder import RunReport
     from ckptool.commands.verify.salvage.salvage import SalvageReport
+    from ckptool.commands.verify.steps import RunSummary
     from ckptool.core.keymap.model import KeyMap
 
 
@@ -110,6 +111,18 @@ def inspect(
     values = isinstance(place, Path) if values is None else values
     read = Keywords("inspect", options, ReadKeywords).options(ReadOptions, values=values)
     return _inspect.inspect(place, read)
+
+
+@with_keywords(ReadKeywords)
+def list_steps(run: AnyPath, **options: Unpack[ReadKeywords]) -> RunSummary:
+    """Describe the steps of a run's folder from their metadata, the oldest first.
+
+    As ``ckptool inspect RUN``: when each was saved, how large it is, whether it is complete.
+    """
+    from ckptool.commands.verify.steps import list_steps as _list_steps
+
+    read = Keywords("list_steps", options, ReadKeywords).options(ReadOptions)
+    return _list_steps(location(run), read)
 
 
 @with_keywords(ReadKeywords)

@@ -39,9 +39,19 @@ class CommandGroup(TyperGroup):
         super().__init__(**settings | {"commands": commands})
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        """Return the command that the first word names, ready to run, and the words after it."""
+        """Return the command that the first word names, ready to run, and the words after it.
+
+        A path or URL in its place is inspected.
+        """
+        if args[0] not in self.commands and _is_place(args[0]):
+            args = ["inspect", *args]
         name, _, rest = super().resolve_command(ctx, args)
         return name, name and load_command(name), rest
+
+
+def _is_place(word: str) -> bool:
+    """Return whether a word is a path or a URL, be it of nothing, and no misspelt command."""
+    return "/" in word or os.path.lexists(word)
 
 
 def load_command(name: str) -> Any:

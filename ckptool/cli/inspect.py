@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ckptool.cli.parameters import AsJson, Debug, SourcePath, parse_place
 from ckptool.commands.options.read import READING, ReadOptions
 from ckptool.core.options import OptionGroup
-from ckptool.errors import UsageError, damaged
+from ckptool.errors import Several, UsageError, damaged
+
+if TYPE_CHECKING:
+    from ckptool.storage.url import Location
 
 
 def inspect(
@@ -61,9 +64,10 @@ def inspect(
 
     Format, writer, step, device mesh and placements, tensors with repeated layers folded, and
     non-tensor values. No tensor byte is read, nothing is unpickled, torch is not needed. Of a URL,
-    values that lie among the data are read only with --values.
+    values that lie among the data are read only with --values. Of a run's folder, its steps; of a
+    damaged checkpoint what can be read, then the problems (exit code 3).
     """
-    from ckptool.commands.inspect import inspect as run_inspect
+    from ckptool.commands.inspect import inspect_readable
     from ckptool.render.inspect.listing import stats_json
     from ckptool.render.inspect.report import (
         export_mark,
@@ -85,7 +89,14 @@ def inspect(
         require_exportable(export)
         require_marked(export, export_mark(export), noun="screen that ckptool exported")
     place = parse_place(source, "SRC")
-    report = run_inspect(place, replace(reading, values=values or isinstance(place, Path)))
+    reading = replace(reading, values=values or isinstance(place, Path))
+    try:
+        report = inspect_readable(place, reading)
+    except Several:
+        if tensors or shards or rank_bytes or values or stats or export or not place.is_dir():
+            raise
+        _show_run(place, reading, as_json=as_json)
+        return
     statistics = None
     if stats:
         from ckptool.commands.stats import stats as run_stats
@@ -111,8 +122,23 @@ def inspect(
     if verbose:
         show_traffic(report)
     if report.problems:
-        error = damaged(list(report.problems), subject=str(report.path))
+        error = report.error or damaged(list(report.problems), subject=str(report.path))
         if not as_json:
             raise error
         show_error(error)
         raise typer.Exit(error.exit_code)
+
+
+def _show_run(run: Location, reading: ReadOptions, *, as_json: bool) -> None:
+    """Show the steps of a run."""
+    from ckptool.commands.verify.steps import list_steps
+    from ckptool.render.inspect.steps import steps_lines
+    from ckptool.render.messages import print_json
+    from ckptool.render.text import console, emit
+
+    listed = list_steps(run, reading)
+    if as_json:
+        print_json(listed.to_dict())
+    else:
+        screen = console()
+        emit(screen, steps_lines(listed, screen))

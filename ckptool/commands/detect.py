@@ -13,7 +13,15 @@ from typing import NamedTuple, TypeVar
 
 from ckptool.commands.unread_files import require_listed, unlisted_problems
 from ckptool.core.text import list_some, plural
-from ckptool.errors import CkptoolError, Damaged, NotFound, Problem, Unrecognised, UsageError
+from ckptool.errors import (
+    CkptoolError,
+    Damaged,
+    NotFound,
+    Problem,
+    Several,
+    Unrecognised,
+    UsageError,
+)
 from ckptool.formats import FORMATS, detect, file_rule, single_file_suffixes
 from ckptool.formats.base import EXTRA, FileRole, Format, ScanOptions
 from ckptool.formats.companions import latest_folder
@@ -359,12 +367,12 @@ def _single_file(path: Location, source: Files, name: str) -> Candidate | None:
     return None if row is None else Candidate(path / name, alone, row)
 
 
-def _several(path: Location, candidates: list[Candidate]) -> Unrecognised:
+def _several(path: Location, candidates: list[Candidate]) -> Several:
     candidates = sorted(candidates, key=lambda candidate: natural_key(str(candidate.path)))
     shown = [f"  {one.path}  ({one.format.name})" for one in candidates[-_MOST_SHOWN:]]
     more = len(candidates) - len(shown)
     listed = ([f"  ... and {more} earlier"] if more else []) + shown
-    return Unrecognised(
+    return Several(
         f"{path}: contains {len(candidates)} checkpoints:\n" + "\n".join(listed),
         hint=f"pass one of them, for example {candidates[-1].path}",
     )

@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptool.commands.open import OpenedCheckpoint, open_checkpoint
+from ckptool.commands.open import OpenedCheckpoint, open_checkpoint, survey
 from ckptool.commands.options.read import AS_DETECTED, ReadOptions
 from ckptool.core.catalog import Catalog, TensorEntry, coverage_problem
 from ckptool.core.dtype import DType
 from ckptool.core.state_category import STATE_CATEGORIES, state_category, weights
+from ckptool.errors import CkptoolError, Damaged, Hostile
 from ckptool.storage.url import Location
 
 _STEP_NAMES = (
@@ -64,8 +65,8 @@ class Share:
 class InspectReport:
     """What ``inspect`` shows.
 
-    ``problems`` make the checkpoint unreadable in part: ranks that contradict one another, and
-    tensors that their chunks do not tile.
+    ``problems`` make the checkpoint unreadable in part: ranks that contradict one another, tensors
+    that their chunks do not tile, and all that ``error`` says where it cannot be read as a whole.
     """
 
     opened: OpenedCheckpoint
@@ -73,6 +74,7 @@ class InspectReport:
     totals: Totals
     shares: tuple[Share, ...]
     problems: tuple[str, ...]
+    error: CkptoolError | None = None
 
     @property
     def traffic(self) -> Traffic | None:
@@ -96,6 +98,22 @@ class InspectReport:
 def inspect(path: Location, options: ReadOptions = AS_DETECTED) -> InspectReport:
     """Detect the checkpoint at ``path`` and describe it. No tensor byte is read."""
     return report(open_checkpoint(path, options))
+
+
+def inspect_readable(path: Location, options: ReadOptions = AS_DETECTED) -> InspectReport:
+    """Describe the checkpoint at ``path``, or what can be read of a damaged one.
+
+    Raises as ``inspect`` does where nothing of it can.
+    """
+    try:
+        return inspect(path, options)
+    except (Damaged, Hostile) as error:
+        found = survey(path, options)
+        if found.catalog is None or not (found.catalog.tensors or found.catalog.objects):
+            raise
+        described = report(OpenedCheckpoint(found.path, found.source, found.format, found.catalog))
+        problems = dict.fromkeys((*error.problems, *found.problems, *described.problems))
+        return replace(described, problems=tuple(problems), error=error)
 
 
 def report(opened: OpenedCheckpoint) -> InspectReport:

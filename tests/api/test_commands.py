@@ -29,7 +29,7 @@ from ckptool.errors import Changed, UsageError
 SOURCE = case("dcp_fsdp2_tp").path
 
 FUNCTIONS: dict[str, list[Callable[..., Any]]] = {
-    "inspect": [ckptool.inspect],
+    "inspect": [ckptool.inspect, ckptool.list_steps],
     "diff": [ckptool.diff],
     "extract": [ckptool.extract],
     "prune": [ckptool.prune],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -97,14 +97,22 @@ def verify_run(run: Location, options: VerifyOptions, *, every: bool) -> RunRepo
     return RunReport(run, len(steps), tuple(verified), every)
 
 
-def verify_step(step: Step, older: Sequence[Step], options: VerifyOptions) -> StepReport:
-    """Verify each checkpoint of a step; ``older`` are those before it. Raises NoAnswer."""
+def verify_step(
+    step: Step,
+    older: Sequence[Step],
+    options: VerifyOptions,
+    check: Callable[[Location, VerifyOptions], VerifyReport] | None = None,
+) -> StepReport:
+    """Verify each checkpoint of a step, by ``check`` if given; ``older`` are those before it.
+
+    Raises NoAnswer.
+    """
     reports: list[VerifyReport] = []
     reasons = [*_missing_parts(step, older)]
     for part in step.parts:
         where = "" if part == step.path else f"{within(part, step.path)}: "
         try:
-            report = verify(part, options)
+            report = (check or verify)(part, options)
         except NoAnswer:
             raise
         except (CkptoolError, OSError) as error:

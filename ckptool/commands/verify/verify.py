@@ -75,13 +75,13 @@ def examine(
 
 
 class Verification:
-    """What was surveyed of a checkpoint, and the problems so far.
+    """What was ``surveyed`` of a checkpoint, and the problems so far.
 
     ``digests`` are the SHA-256 (hex) of files that were read whole.
     """
 
     def __init__(self, surveyed: Survey, options: VerifyOptions) -> None:
-        self._survey = surveyed
+        self.surveyed = surveyed
         self._options = options
         self._problems: list[Problem] = []
         self._sample = DataSample(options.sample, options.seed)
@@ -92,12 +92,12 @@ class Verification:
 
     @property
     def _catalog(self) -> Catalog | None:
-        return self._survey.catalog
+        return self.surveyed.catalog
 
     def check_structure(self, asked: Location) -> None:
         """Look at metadata, names and sizes; ``asked`` is the path that the user gave."""
-        source, row, catalog = self._survey.source, self._survey.format, self._catalog
-        self._problems += unnamed_latest(asked, self._survey)
+        source, row, catalog = self.surveyed.source, self.surveyed.format, self._catalog
+        self._problems += unnamed_latest(asked, self.surveyed)
         self._problems += name_problems(source, row, catalog)
         self._problems += newer_than_metadata(source, row)
         self._files.look_at_metadata(catalog)
@@ -112,7 +112,7 @@ class Verification:
 
     def check_content(self, started: Started, *, digest: bool) -> None:
         """Open every archive, then read every record and tensor once, or every file."""
-        catalog, row, source = self._catalog, self._survey.format, self._survey.source
+        catalog, row, source = self._catalog, self.surveyed.format, self.surveyed.source
         tensors: dict[str, TensorEntry] = {}
         if catalog is not None:
             tensors, problems = located(row, source, catalog, self._sample.takes)
@@ -145,7 +145,7 @@ class Verification:
         self, spans: list[ByteSpan], started: Started, whole: Mapping[str, int]
     ) -> ContentReport:
         """Read spans once, or files where they are to be digested."""
-        source = self._survey.source
+        source = self.surveyed.source
         apart = (span.nbytes for span in spans if span.packing or span.file not in whole)
         if self._sample.is_all:
             self._problems += integrity_problems(source)
@@ -163,7 +163,7 @@ class Verification:
 
     def _read_again(self, views: Views, tensors: Mapping[str, TensorEntry]) -> set[str]:
         """Check what needs elements and not bytes; return the tensors with NaN or infinity."""
-        source = self._survey.source
+        source = self.surveyed.source
         names, problems = scattered_not_finite(views, source)
         self._problems += problems
         self._problems += replica_problems(tensors.values(), source)
@@ -179,11 +179,11 @@ class Verification:
 
         ``compared`` is the catalog that more is about, of which ``nbytes`` were read.
         """
-        options, catalog, source = self._options, self._catalog, self._survey.source
+        options, catalog, source = self._options, self._catalog, self.surveyed.source
         files = catalog.files | catalog.companions if catalog else source.files
         problems = [
             *changes(source, files),
-            *self._survey.problems,
+            *self.surveyed.problems,
             *map(self._of_a_copy, [*self._problems, *self._files.problems]),
             *more,
         ]
@@ -191,8 +191,8 @@ class Verification:
             compared or catalog, source.files, options.ignore, options.fail_nonfinite
         ).of(problems, self._files.pickles.problems)
         report = VerifyReport(
-            self._survey.path,
-            self._survey.format.name,
+            self.surveyed.path,
+            self.surveyed.format.name,
             tuple(findings),
             depth=options.depth if compared is None else "full",
             nbytes=self._nbytes + nbytes,

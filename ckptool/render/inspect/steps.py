@@ -1,0 +1,60 @@
+"""The steps of a run, a line each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.text import Text
+
+from ckptool.core.mesh import Mesh
+from ckptool.core.text import plural
+from ckptool.render.text import Cell, columns, size, visible
+
+if TYPE_CHECKING:
+    from ckptool.commands.verify.steps import RunSummary, StepSummary
+
+_HEADS = ("step", "checkpoint", "saved", "bytes", "", "optimizer", "mesh")
+_ROOMY = 78
+
+
+def steps_lines(run: RunSummary, screen: Console) -> list[Text]:
+    """Return a row per step, the oldest first, below each that is not complete why."""
+    good = sum(step.complete for step in run.steps)
+    title = Text.assemble((visible(str(run.path)), "bold"), f"  {plural(len(run.steps), 'step')}, ")
+    title.append(f"{good:,} complete", "green" if good == len(run.steps) else "yellow")
+    brief = screen.is_terminal and screen.width < _ROOMY
+    rows = [_row(step, run, brief) for step in run.steps]
+    shown = _HEADS[: len(rows[0])]
+    heads, *lines = columns(screen, rows, "rllrlll"[: len(shown)], heads=shown, cuts=1)
+    result = [title, Text(), heads]
+    for step, line in zip(run.steps, lines, strict=True):
+        result.append(line)
+        result += [Text(f"      {visible(reason)}", "dim") for reason in step.reasons]
+    last = next((step for step in reversed(run.steps) if step.complete), None)
+    if last is not None:
+        result += [Text(), Text(f"  ckptool inspect {visible(str(last.path))}", "dim")]
+    return result
+
+
+def _row(step: StepSummary, run: RunSummary, brief: bool) -> list[Cell]:
+    name = str(step.path).removeprefix(f"{run.path}/")
+    how = "%m-%d %H:%M" if brief else "%Y-%m-%d %H:%M"
+    saved = "" if step.saved is None else step.saved.astimezone().strftime(how)
+    row: list[Cell] = [
+        "" if step.number is None else str(step.number),
+        (name, "bold"),
+        (saved, "dim"),
+        size(step.nbytes),
+        ("complete", "green") if step.complete else ("INCOMPLETE", "red"),
+        "yes" if step.optimizer else "-",
+    ]
+    return row if brief else [*row, _mesh(step.mesh, step.ranks)]
+
+
+def _mesh(mesh: Mesh | None, ranks: int | None) -> str:
+    if mesh is None:
+        return "-" if ranks is None else plural(ranks, "rank")
+    if mesh.names:
+        return " x ".join(f"{n} {s}" for n, s in zip(mesh.names, mesh.shape, strict=True))
+    return " x ".join(map(str, mesh.shape))

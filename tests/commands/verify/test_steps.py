@@ -1,0 +1,115 @@
+"""``ckptool PATH``, and ``inspect`` of a run's folder and of a damaged checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import case
+from typer.testing import CliRunner
+
+import ckptool
+from ckptool.cli.app import app
+from ckptool.errors import Damaged, Several, Unrecognised
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Two whole steps, one without a file, one whose save never finished."""
+    folder = tmp_path / "run"
+    for step in (5, 100, 30, 7):
+        shutil.copytree(case("dcp_fsdp2_tp").path, folder / f"step-{step}")
+    (folder / "step-30" / "__1_0.distcp").unlink()
+    (folder / "step-100" / ".metadata").unlink()
+    for file in (folder / "step-7").iterdir():
+        os.utime(file, (1_000_000_000, 1_000_000_000))
+    return folder
+
+
+def invoke(*words: object) -> Any:
+    return CliRunner().invoke(app, list(map(str, words)))
+
+
+def test_the_steps_of_a_run(run: Path) -> None:
+    listed = ckptool.list_steps(run)
+    assert [(step.number, step.complete) for step in listed.steps] == [
+        (5, True), (7, True), (30, False), (100, False)
+    ]  # fmt: skip
+    old = listed.steps[1]
+    assert old.saved is not None
+    assert old.saved.timestamp() == 1_000_000_000
+    assert old.nbytes == sum(file.stat().st_size for file in old.path.iterdir())
+    assert (old.optimizer, old.ranks, old.mesh.shape, old.formats) == (True, 4, (2, 2), ("dcp",))
+    assert "__1_0.distcp" in listed.steps[2].reasons[0]
+    assert ".metadata" in listed.steps[3].reasons[0]
+
+
+def test_a_run_without_an_optimizer(tmp_path: Path) -> None:
+    for step in (1, 2):
+        shutil.copytree(case("hf_shards").path, tmp_path / f"checkpoint-{step}")
+    assert [step.optimizer for step in ckptool.list_steps(tmp_path).steps] == [False, False]
+
+
+@pytest.mark.parametrize("words", [("inspect",), ()])
+def test_inspect_of_a_run_lists_its_steps(words: tuple[str, ...], run: Path) -> None:
+    done = invoke(*words, run)
+    assert done.exit_code == 0
+    lines = done.stdout.splitlines()
+    assert lines[0] == f"{run}  4 steps, 2 complete"
+    assert [line.split()[:2] for line in lines if " step-" in line] == [
+        [str(n), f"step-{n}"] for n in (5, 7, 30, 100)
+    ]
+    found = json.loads(invoke(*words, run, "--json").stdout)
+    assert found["schema"] == "ckptool.inspect-run/2"
+    assert [(step["step"], step["complete"]) for step in found["steps"]] == [
+        (5, True), (7, True), (30, False), (100, False)
+    ]  # fmt: skip
+    assert found["steps"][1]["saved"] == "2001-09-09T01:46:40+00:00"
+
+
+def test_what_is_asked_of_one_checkpoint_needs_one(run: Path) -> None:
+    done = invoke("inspect", run, "--tensors", "*")
+    assert isinstance(done.exception, Several)
+    assert isinstance(done.exception, Unrecognised)
+
+
+def test_a_path_is_inspected(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(run)
+    assert invoke("step-5").stdout == invoke("inspect", "step-5").stdout != ""
+    assert invoke("step-5", "--json").stdout == invoke("inspect", "step-5", "--json").stdout
+    missing = invoke("nowhere/step-5").exception
+    assert "no such file" in str(missing)
+
+
+@pytest.mark.parametrize("word", ["inpsect", "verfy", "dif"])
+def test_a_misspelt_command_is_no_path(word: str) -> None:
+    done = invoke(word, "x")
+    assert done.exit_code == 2
+    assert "Did you mean" in done.output
+
+
+def test_of_a_damaged_checkpoint_what_can_be_read_and_then_the_problems(tmp_path: Path) -> None:
+    shutil.copytree(case("rank_base").path, tmp_path / "ckpt")
+    file = min((tmp_path / "ckpt").iterdir())
+    os.truncate(file, 900)
+    done = invoke(tmp_path / "ckpt")
+    assert isinstance(done.exception, Damaged)
+    assert done.exception.exit_code == 3
+    assert "5 tensors" in done.stdout
+    assert f"{file.name}: no zip directory" in str(done.exception)
+    found = invoke(tmp_path / "ckpt", "--json")
+    assert found.exit_code == 3
+    assert any("no zip directory" in problem for problem in json.loads(found.stdout)["problems"])
+    with pytest.raises(Damaged):
+        ckptool.inspect(tmp_path / "ckpt")
+
+
+def test_a_checkpoint_of_which_nothing_can_be_read(tmp_path: Path) -> None:
+    (tmp_path / "m.safetensors").write_bytes(b"\xff" * 64)
+    done = invoke(tmp_path / "m.safetensors")
+    assert isinstance(done.exception, Damaged)
+    assert done.stdout == ""
