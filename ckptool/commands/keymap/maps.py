@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptool.commands.keymap.hf_config import recorded_config
-from ckptool.commands.keymap.model_config import Record, records
+from ckptool.commands.keymap.records import CONFIG, Record, records, records_around
 from ckptool.commands.open import OpenedCheckpoint, text_of
 from ckptool.commands.options.rewrite import MapOptions
 from ckptool.core.catalog import Catalog
@@ -128,7 +128,9 @@ def map_checkpoint(
 
     Raises UsageError or Unsupported as ``apply_map``, and where no map or several would do.
     """
-    known = records(opened.source, opened.catalog, options.assets)
+    inside = records(opened.source, opened.catalog, options.assets)
+    around = records_around(opened.path, opened.catalog)
+    known = [*inside, *around.values()]
     key_map, reason = (
         _detect_map(catalog, known, options)
         if options.name == AUTO
@@ -137,13 +139,19 @@ def map_checkpoint(
     types = _model_types(known)
     if types and not _is_for(key_map, types):
         reason += f", but the model_type in config.json is {', '.join(types)}"
+    facts_known = facts(key_map, known, options.dims)
+    if facts_known != facts(key_map, inside, options.dims):
+        reason += f", with sizes from {', '.join(around)}"
     try:
-        mapped = apply_map(catalog, key_map, facts(key_map, known, options.dims))
+        mapped = apply_map(catalog, key_map, facts_known)
     except UnknownSizes as error:
         raise _unknown_sizes(error, key_map) from None
     config, lacks = (None, "")
     if key_map.target == HUGGING_FACE:
-        config, lacks = recorded_config(known, mapped.catalog)
+        config, lacks = recorded_config(inside, mapped.catalog)
+        folders = [place.removesuffix(f"/{CONFIG}") for place in around if place.endswith(CONFIG)]
+        if config is None and folders and options.assets is None:
+            lacks += f" ({folders[0]} has one)"
     report = MapReport(
         key_map.name,
         key_map.source,

@@ -1,102 +1,17 @@
-"""What is recorded of a model, and whether its config.json describes its tensors.
-
-Records are the config.json of transformers, Meta's params.json and Megatron-LM's arguments. A
-config is compared with tensors by transformers' names.
-"""
+"""Whether a model's config.json describes its tensors, which have transformers' names."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ckptool.commands.keymap.records import Record
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.quantization import kinds
-from ckptool.errors import Problem, UsageError
-from ckptool.serialization.pickle.records import Call
-from ckptool.storage.local import Files
-
-CONFIG = "config.json"
-_PARAMS = "params.json"
-_NAMESPACES = ("argparse.Namespace", "types.SimpleNamespace")
-_DEEPEST = 3
-_LARGEST = 1 << 24
-
-Record = Mapping[str, Any]
-"""What one file, or one namespace of arguments, records of the model."""
-
-
-def records(source: Files, catalog: Catalog, assets: Path | None) -> list[Record]:
-    """Return what is recorded of the model, the strongest record first.
-
-    The config.json of ``assets``, that beside the checkpoint, Meta's params.json, and the arguments
-    that Megatron-LM saves. UsageError where a file of ``assets`` cannot be read.
-    """
-    given = [_read_file(assets / CONFIG)] if assets is not None else []
-    beside = [read_beside(source, name) for name in (CONFIG, _PARAMS)]
-    arguments = (
-        namespace
-        for entry in catalog.objects.values()
-        for namespace in _namespaces(entry.value, _DEEPEST, named=str(entry.path[-1]) == "args")
-    )
-    return [*given, *beside, *map(_of_megatron, arguments)]
-
-
-def read_beside(source: Files, name: str) -> Record:
-    """Read a JSON file of the checkpoint; empty where there is no such file."""
-    size = source.files.get(name)
-    if size is None:
-        return {}
-    return _parse(f"{source.root}/{name}", size, lambda: source.read(name, 0, size))
-
-
-def _read_file(path: Path) -> Record:
-    """Read a JSON file; empty where there is none."""
-    try:
-        return _parse(str(path), path.stat().st_size, path.read_bytes) if path.exists() else {}
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {error}") from None
-
-
-def _parse(path: str, nbytes: int, read: Callable[[], bytes]) -> Record:
-    """Parse a JSON object, with its ``text_config`` as part of it."""
-    if nbytes > _LARGEST:
-        raise UsageError(f"{path}: larger than {_LARGEST:,} bytes, not a configuration file")
-    try:
-        content = json.loads(read())
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path}: cannot be read as JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise UsageError(f"{path}: not a JSON object")
-    inner = content.get("text_config")
-    return {**content, **inner} if isinstance(inner, dict) else content
-
-
-def _namespaces(value: Any, depth: int, *, named: bool) -> Iterator[Record]:
-    """Yield every ``args`` namespace in a value."""
-    if named and isinstance(value, Call) and value.name in _NAMESPACES:
-        yield {k: v for k, v in value.fields.items() if isinstance(k, str)}
-    elif depth and isinstance(value, list | tuple):
-        for item in value[:4]:
-            yield from _namespaces(item, depth - 1, named=False)
-    elif depth and isinstance(value, dict):
-        yield from _namespaces(value.get("args"), depth - 1, named=True)
-
-
-def _of_megatron(arguments: Record) -> Record:
-    """Add to Megatron-LM's arguments what they mean under others' names (core 0.7 to 0.20)."""
-    record = dict(arguments)
-    if record.get("group_query_attention") is False:
-        record["num_query_groups"] = record.get("num_attention_heads")
-    untied = record.get("untie_embeddings_and_output_weights")
-    if isinstance(untied, bool):
-        record["tie_word_embeddings"] = not untied
-    return record
-
+from ckptool.errors import Problem
 
 _MODEL = (
     r"(?:(?:model|transformer|gpt_neox|language_model"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from ckptool.commands.keymap.assets import with_assets
-from ckptool.commands.keymap.model_config import records
+from ckptool.commands.keymap.records import records
 from ckptool.commands.open import OpenedCheckpoint, no_collecting, open_checkpoint, require_readable
 from ckptool.commands.options.target import ReshardOptions
 from ckptool.commands.reshard.plan_file import read_plan, read_tp_plan

@@ -14,7 +14,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
-from ckptool.commands.keymap.model_config import CONFIG, config_problems, read_beside
+from ckptool.commands.keymap.model_config import config_problems
+from ckptool.commands.keymap.records import CONFIG, read_beside
 from ckptool.commands.open import Survey
 from ckptool.commands.verify.findings import conflict_problems
 from ckptool.core.catalog import Catalog, TensorEntry, coverage_problem, flat_name

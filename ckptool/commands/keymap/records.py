@@ -1,0 +1,186 @@
+"""What is recorded of a model: in the checkpoint, beside it, and one folder up.
+
+Records are the config.json of transformers, Meta's params.json, Megatron-LM's arguments, and what
+trainers write around a checkpoint: Megatron-Bridge, NeMo 2, verl, the Trainer of transformers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ckptool.core.catalog import Catalog
+from ckptool.core.state_category import state_category
+from ckptool.errors import CkptoolError, UsageError
+from ckptool.serialization.pickle.records import Call
+from ckptool.storage.local import Files
+from ckptool.storage.url import Location
+
+CONFIG = "config.json"
+_PARAMS = "params.json"
+_AROUND = (
+    CONFIG,
+    "huggingface/config.json",
+    "transformer_config.json",
+    "run_config.yaml",
+    "context/model.yaml",
+)
+"""Of transformers; verl (0.9, for FSDP and for Megatron-LM); Megatron-Bridge (0.3); NeMo 2."""
+_FOLDERS_UP = 2
+"""verl (0.9) has the model's shards in ``model/dist_ckpt``, its config two folders above."""
+_HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
+_LAYERS = ("num_layers", "num_hidden_layers")
+_NAMESPACES = ("argparse.Namespace", "types.SimpleNamespace")
+_DEEPEST = 3
+_LARGEST = 1 << 24
+_LARGEST_YAML = 1 << 20
+
+Record = Mapping[str, Any]
+"""What one file, or one namespace of arguments, records of the model."""
+
+
+def records(source: Files, catalog: Catalog, assets: Path | None) -> list[Record]:
+    """Return what is recorded of the model, the strongest record first.
+
+    The config.json of ``assets``, that beside the checkpoint, Meta's params.json, and the arguments
+    that Megatron-LM saves. UsageError where a file of ``assets`` cannot be read.
+    """
+    given = [_read_file(assets / CONFIG)] if assets is not None else []
+    beside = [read_beside(source, name) for name in (CONFIG, _PARAMS)]
+    arguments = (
+        namespace
+        for entry in catalog.objects.values()
+        for namespace in _namespaces(entry.value, _DEEPEST, named=str(entry.path[-1]) == "args")
+    )
+    return [*given, *beside, *map(_of_megatron, arguments)]
+
+
+def read_beside(source: Files, name: str) -> Record:
+    """Read a JSON file of the checkpoint; empty where there is no such file."""
+    size = source.files.get(name)
+    if size is None:
+        return {}
+    return _parse(f"{source.root}/{name}", size, lambda: source.read(name, 0, size))
+
+
+def _read_file(path: Path) -> Record:
+    """Read a JSON file; empty where there is none."""
+    try:
+        return _parse(str(path), path.stat().st_size, path.read_bytes) if path.exists() else {}
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error}") from None
+
+
+def _parse(path: str, nbytes: int, read: Callable[[], bytes]) -> Record:
+    """Parse an object of JSON or YAML, with its ``text_config`` as part of it."""
+    is_yaml = path.endswith(".yaml")
+    most = _LARGEST_YAML if is_yaml else _LARGEST
+    if nbytes > most:
+        raise UsageError(f"{path}: larger than {most:,} bytes, not a configuration file")
+    kind = "YAML" if is_yaml else "JSON"
+    try:
+        content = _load_yaml(read()) if is_yaml else json.loads(read())
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path}: cannot be read as {kind}: {error}") from None
+    if not isinstance(content, dict):
+        raise UsageError(f"{path}: not a {kind} object")
+    inner = content.get("text_config")
+    return {**content, **inner} if isinstance(inner, dict) else content
+
+
+def _load_yaml(data: bytes) -> Any:
+    """Return what YAML holds; what it tags as an object of Python is the plain data in it.
+
+    Raises ValueError.
+    """
+    import yaml
+
+    class PlainLoader(yaml.SafeLoader):
+        """Makes dicts, lists and text of whatever is tagged."""
+
+    def construct(loader: Any, tag: str, node: Any) -> Any:
+        if isinstance(node, yaml.MappingNode):
+            return loader.construct_mapping(node, deep=True)
+        if isinstance(node, yaml.SequenceNode):
+            return loader.construct_sequence(node, deep=True)
+        return loader.construct_scalar(node)
+
+    PlainLoader.add_multi_constructor("", construct)
+    try:
+        return yaml.load(data, PlainLoader)  # a SafeLoader: nothing is executed
+    except yaml.YAMLError as error:
+        raise ValueError(str(error).partition("\n")[0]) from None
+
+
+def _namespaces(value: Any, depth: int, *, named: bool) -> Iterator[Record]:
+    """Yield every ``args`` namespace in a value."""
+    if named and isinstance(value, Call) and value.name in _NAMESPACES:
+        yield {k: v for k, v in value.fields.items() if isinstance(k, str)}
+    elif depth and isinstance(value, list | tuple):
+        for item in value[:4]:
+            yield from _namespaces(item, depth - 1, named=False)
+    elif depth and isinstance(value, dict):
+        yield from _namespaces(value.get("args"), depth - 1, named=True)
+
+
+def _of_megatron(arguments: Record) -> Record:
+    """Add to Megatron-LM's arguments what they mean under others' names (core 0.7 to 0.20)."""
+    record = dict(arguments)
+    if record.get("group_query_attention") is False:
+        record["num_query_groups"] = record.get("num_attention_heads")
+    untied = record.get("untie_embeddings_and_output_weights")
+    if isinstance(untied, bool):
+        record["tie_word_embeddings"] = not untied
+    return record
+
+
+def records_around(path: Location, catalog: Catalog) -> dict[str, Record]:
+    """Return what files around a checkpoint record of its model, by the files' places.
+
+    In its folder and the two above, the nearest first. A file that cannot be read, or that
+    describes tensors of other sizes, is none.
+    """
+    own = path if path.is_dir() else path.parent
+    found: dict[str, Record] = {}
+    for folder in (own, *own.parents[:_FOLDERS_UP]):
+        for name in _AROUND:
+            if folder == path and name == CONFIG:
+                continue  # a file of the checkpoint itself
+            with suppress(CkptoolError, OSError):
+                record = _read_around(folder / name)
+                if record and _describes(record, catalog):
+                    found[str(folder / name)] = record
+    return found
+
+
+def _read_around(path: Location) -> Record:
+    if isinstance(path, Path):
+        record = _read_file(path)
+    else:
+        data = path.read_bytes()
+        record = _parse(str(path), len(data), lambda: data)
+    return _of_megatron(_find_model(record, _DEEPEST) or {})
+
+
+def _find_model(record: Any, depth: int) -> Record | None:
+    """Return the part of a configuration that says how large the model is."""
+    if not isinstance(record, Mapping):
+        return None
+    if any(name in record for name in _HIDDEN) and any(name in record for name in _LAYERS):
+        return record
+    inner = (_find_model(value, depth - 1) for value in record.values()) if depth else ()
+    return next((part for part in inner if part is not None), None)
+
+
+def _describes(record: Record, catalog: Catalog) -> bool:
+    """Return whether most of the model's matrices have a dim of the size that is recorded."""
+    hidden = next((record[name] for name in _HIDDEN if type(record.get(name)) is int), None)
+    shapes = [
+        entry.shape
+        for entry in catalog.tensors.values()
+        if len(entry.shape) > 1 and state_category(entry) == "model"
+    ]
+    return hidden is not None and 2 * sum(hidden in shape for shape in shapes) >= len(shapes) > 0

@@ -1,0 +1,112 @@
+"""The sizes that a map needs, from the files that trainers leave around a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from conftest import convert_to, flat, load_dcp
+from torchtitan_states import recorded
+
+import ckptool
+from ckptool.commands.keymap.records import records_around
+from ckptool.commands.open import open_checkpoint
+from ckptool.commands.options.rewrite import MapOptions
+from ckptool.errors import UsageError
+
+SIZES = {
+    "num_hidden_layers": 2,
+    "hidden_size": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+MAP = MapOptions("torchtitan-llama3")
+RUN_CONFIG = """\
+_target_: megatron.bridge.training.config.ConfigContainer
+dist: {backend: nccl}
+model:
+  _target_: megatron.bridge.models.llama.llama_provider.LlamaModelProvider
+  activation_func: !!python/name:torch.nn.functional.silu ''
+  num_layers: 2
+  hidden_size: 16
+  num_attention_heads: 4
+  num_key_value_heads: 2
+  params_dtype: !!python/object/apply:os.mkdir [RAN]
+"""
+MODEL_YAML = """\
+_target_: nemo.collections.llm.gpt.model.llama.LlamaModel
+config: {_target_: x.LlamaConfig, num_layers: 2, hidden_size: 16, num_attention_heads: 4,
+  num_key_value_heads: 2}
+optim: {_target_: y.Optimizer, hidden_size: 3}
+"""
+
+
+def save(folder: Path) -> Path:
+    tensors = {n: torch.from_numpy(a).float() for n, a in recorded("llama3")["trainer"].items()}
+    dcp.save(tensors, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+def write(file: Path, text: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("folder", "file", "text"),
+    [
+        ("checkpoint-5/pytorch_model_fsdp_0", "checkpoint-5/config.json", json.dumps(SIZES)),
+        ("step/actor", "step/actor/huggingface/config.json", json.dumps(SIZES)),
+        ("actor/dist_ckpt", "actor/huggingface/config.json", json.dumps(SIZES)),
+        ("actor/model/dist_ckpt", "actor/transformer_config.json", json.dumps(SIZES)),
+        ("iter_0000005", "iter_0000005/run_config.yaml", RUN_CONFIG),
+        ("model/weights", "model/context/model.yaml", MODEL_YAML),
+    ],
+)
+def test_sizes_are_found(folder: str, file: str, text: str, tmp_path: Path) -> None:
+    source = save(tmp_path / folder)
+    write(tmp_path / file, text.replace("RAN", str(tmp_path / "ran")))
+    report = convert_to("dcp", source, tmp_path / "out", map=MAP)
+    assert any(f"with sizes from {tmp_path / file}" in note for note in report.notes)
+    expected = recorded("llama3")["hf"]
+    written = flat(load_dcp(tmp_path / "out"))
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(written[n], torch.from_numpy(a).float()) for n, a in expected.items())
+    assert not (tmp_path / "ran").exists()
+
+
+def test_the_config_of_another_model_is_none(tmp_path: Path) -> None:
+    source = save(tmp_path / "run" / "step-1")
+    write(tmp_path / "run" / "config.json", json.dumps(SIZES | {"hidden_size": 32}))
+    with pytest.raises(UsageError, match="size of head, kv not found"):
+        convert_to("dcp", source, tmp_path / "out", map=MAP)
+
+
+def test_what_the_checkpoint_itself_says_is_stronger(tmp_path: Path) -> None:
+    source = save(tmp_path / "run" / "step-1")
+    write(source / "config.json", json.dumps(SIZES))
+    write(tmp_path / "run" / "config.json", json.dumps(SIZES | {"num_key_value_heads": 4}))
+    report = convert_to("dcp", source, tmp_path / "out", map=MAP)
+    assert not any("with sizes from" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("text", ["", "[1, 2]", "a: [", "a: " + "[" * 9_000, "x" * (2 << 20)])
+def test_a_file_that_is_no_configuration_is_none(text: str, tmp_path: Path) -> None:
+    source = save(tmp_path / "iter_1")
+    for name in ("run_config.yaml", "transformer_config.json"):
+        write(source / name, text)
+    assert records_around(source, open_checkpoint(source).catalog) == {}
+
+
+def test_a_model_folder_without_config_is_told_where_one_is(tmp_path: Path) -> None:
+    source = save(tmp_path / "actor")
+    write(source / "huggingface" / "config.json", json.dumps(SIZES))
+    options: dict[str, Any] = {"to": "safetensors", "map": "torchtitan-llama3"}
+    report = ckptool.convert(source, tmp_path / "out", **options)
+    lines = [note for note in report.notes if "config.json not written" in note]
+    assert len(lines) == 1
+    assert f"({source / 'huggingface'} has one); use --hf-assets" in lines[0]
