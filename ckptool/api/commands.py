@@ -127,7 +127,11 @@ def list_steps(run: AnyPath, **options: Unpack[ReadKeywords]) -> RunSummary:
 
 @with_keywords(ReadKeywords)
 def stats(
-    path: AnyPath | Checkpoint, tensors: str | Sequence[str] = "*", **options: Unpack[ReadKeywords]
+    path: AnyPath | Checkpoint,
+    tensors: str | Sequence[str] = "*",
+    *,
+    progress: Progress | None = None,
+    **options: Unpack[ReadKeywords],
 ) -> list[TensorStats]:
     """Read the tensors that match a glob: min, max, mean, std, zeros, NaN and Inf of each.
 
@@ -140,7 +144,8 @@ def stats(
     given = _opened(path, options)
     place, _ = _place(path, options)
     opened = given.opened if given is not None else open_checkpoint(place, read)
-    return _stats(opened, [tensors] if isinstance(tensors, str) else tensors)
+    asked = [tensors] if isinstance(tensors, str) else tensors
+    return _stats(opened, asked, _started(progress))
 
 
 @with_keywords(DiffKeywords)

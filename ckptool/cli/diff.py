@@ -37,7 +37,8 @@ def diff(
     """
     from ckptool.commands.verify.compare.diff import diff as run_diff
     from ckptool.render.diff import show_diff
-    from ckptool.render.messages import print_json, started_progress
+    from ckptool.render.messages import print_json
+    from ckptool.render.progress import started_progress
 
     places = parse_place(source, "A"), parse_place(other, "B")
     with started_progress(quiet=quiet) as started:

@@ -44,7 +44,8 @@ def extract(
         show_values,
         values_json,
     )
-    from ckptool.render.messages import print_json, progress, show_notes
+    from ckptool.render.messages import print_json, show_notes
+    from ckptool.render.progress import progress
 
     place = parse_place(source, "SRC")
     if out is None:

@@ -100,8 +100,10 @@ def inspect(
     statistics = None
     if stats:
         from ckptool.commands.stats import stats as run_stats
+        from ckptool.render.progress import started_progress
 
-        statistics = run_stats(report.opened, stats)
+        with started_progress(quiet=False) as started:
+            statistics = run_stats(report.opened, stats, started)
     if as_json:
         content = inspect_json(report, tensors=tensors or (), ranks=rank_bytes, shards=shards)
         print_json(content | (stats_json(statistics) if statistics is not None else {}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import is_dataclass
 from functools import wraps
@@ -55,6 +56,7 @@ def with_options(command: Command) -> Command:
             parameters += map(_parameter, options_of(group))
         else:
             parameters.append(parameter.replace(annotation=hint))
+    parameters += _screen_parameters()
     declared = {option.keyword: option for each in groups.values() for option in options_of(each)}
     _RENAMED.update({each.former: each.flag for each in declared.values() if each.former})
 
@@ -62,6 +64,7 @@ def with_options(command: Command) -> Command:
     def run(**values: Any) -> None:
         from ckptool.storage.url import storage_options
 
+        _set_screen(values.pop("color"), no_progress=values.pop("no_progress"))
         written = {name: values.pop(name) for name in declared}
         known = {name: v for name, v in written.items() if v is not None and v != []}
 
@@ -77,6 +80,35 @@ def with_options(command: Command) -> Command:
     run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {each.name: each.annotation for each in parameters}
     return run
+
+
+def _screen_parameters() -> list[Parameter]:
+    """Return the options of the screen that every command has."""
+    color = typer.Option("--color", metavar="WHEN", help="Use colors: auto, always or never.")
+    bar = typer.Option("--no-progress", help="Show no progress, neither a bar nor lines in a log.")
+    return [
+        Parameter(
+            "color", Parameter.KEYWORD_ONLY, default="auto", annotation=Annotated[str, color]
+        ),
+        Parameter(
+            "no_progress", Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, bar]
+        ),
+    ]
+
+
+def _set_screen(color: str, *, no_progress: bool) -> None:
+    """Set what decides the screen, in the environment: processes that are started have it too."""
+    if color not in _COLORS:
+        raise UsageError(f"invalid --color {color!r}", hint="auto, always or never")
+    if color != "auto":
+        os.environ.pop(_COLORS["never" if color == "always" else "always"], None)
+        os.environ[_COLORS[color]] = "1"
+    if no_progress:
+        os.environ["CKPTOOL_NO_PROGRESS"] = "1"
+
+
+_COLORS = {"auto": "", "always": "FORCE_COLOR", "never": "NO_COLOR"}
+"""Variables of the environment that people know, and rich obeys."""
 
 
 def _parameter(option: Option) -> Parameter:

@@ -92,7 +92,8 @@ def reshard(
 
 def _run(planned: Transfer[Report], ranks: Ranks, *, dry_run: bool, quiet: bool) -> Report:
     """Run what was planned, or say why that would be refused now; show its notes and progress."""
-    from ckptool.render.messages import progress, show_notes, show_obstacle
+    from ckptool.render.messages import show_notes, show_obstacle
+    from ckptool.render.progress import progress
 
     if not quiet:
         show_notes(planned.report.notes)

@@ -94,7 +94,7 @@ def verify(
         return
     questions = (against, manifest.write_manifest, manifest.manifest, latest_good or every, salvage)
     _require_possible(questions, options, comparison, rewrite)
-    from ckptool.render.messages import started_progress
+    from ckptool.render.progress import started_progress
     from ckptool.storage.url import location
 
     place = parse_place(source, "SRC")
@@ -244,7 +244,8 @@ def _salvage(
 ) -> NoReturn:
     """Write what is intact, show what is lost, and exit 0 where nothing is."""
     from ckptool.commands.verify.salvage.salvage import plan_salvage
-    from ckptool.render.messages import print_json, progress
+    from ckptool.render.messages import print_json
+    from ckptool.render.progress import progress
     from ckptool.render.verify import show_salvage
 
     planned = plan_salvage(source, target, salvage_options(options, overwrite=overwrite))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -91,11 +91,16 @@ class _Moments:
         )
 
 
-def stats(opened: OpenedCheckpoint, globs: Sequence[str]) -> list[TensorStats]:
+def stats(
+    opened: OpenedCheckpoint,
+    globs: Sequence[str],
+    started: Callable[[int], Callable[[int], None]] = lambda total: lambda nbytes: None,
+) -> list[TensorStats]:
     """Return statistics of every tensor that matches a glob, in the order of the catalog.
 
-    Raises UsageError where a glob matches no tensor, Damaged where chunks are missing, Changed
-    where the files were written to meanwhile.
+    ``started`` is told how many bytes will be read, and returns what is told of them. Raises
+    UsageError where a glob matches no tensor, Damaged where chunks are missing, Changed where the
+    files were written to meanwhile.
     """
     catalog = opened.catalog
     for glob in globs:
@@ -110,7 +115,9 @@ def stats(opened: OpenedCheckpoint, globs: Sequence[str]) -> list[TensorStats]:
         raise damaged(problems, subject=str(opened.path))
     numeric = {name: entry for name, entry in wanted.items() if is_numeric(entry.source_dtype)}
     located = opened.open_containers(replace(catalog, tensors=numeric, objects={})).tensors
-    measured = _measure([located[name] for name in wanted if name in located], opened.source)
+    entries = [located[name] for name in wanted if name in located]
+    total = sum(entry.elements * entry.source_dtype.itemsize for entry in entries)
+    measured = _measure(entries, opened.source, started(total))
     require_unchanged(catalog, opened.source)
     return [measured.get(name) or TensorStats(entry) for name, entry in wanted.items()]
 
@@ -126,7 +133,11 @@ def not_finite_count(entry: TensorEntry, source: Files) -> Problem:
     return Problem(message, "not-finite", tensor=entry.name)
 
 
-def _measure(entries: Iterable[TensorEntry], source: Files) -> dict[str, TensorStats]:
+def _measure(
+    entries: Iterable[TensorEntry],
+    source: Files,
+    progress: Callable[[int], None] = lambda nbytes: None,
+) -> dict[str, TensorStats]:
     """Return the statistics of located tensors by name."""
     measured: dict[str, TensorStats] = {}
 
@@ -138,7 +149,7 @@ def _measure(entries: Iterable[TensorEntry], source: Files) -> dict[str, TensorS
         measured[entry.name] = moments.of(entry)
 
     jobs = (tensor_job(e, _TILE_ELEMENTS * e.source_dtype.itemsize, stored=True) for e in entries)
-    read_tiles(TensorSource(source), jobs, measure, source.workers)
+    read_tiles(TensorSource(source), jobs, measure, source.workers, progress)
     return measured
 
 

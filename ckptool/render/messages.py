@@ -1,17 +1,16 @@
-"""Errors, notes and progress on stderr, JSON on stdout."""
+"""Errors and notes on stderr, JSON on stdout."""
 
 from __future__ import annotations
 
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ckptool.commands.document import document
 from ckptool.errors import UNCODED, CkptoolError, Damaged
-from ckptool.render.text import console, escaped, say, size
+from ckptool.render.text import console, escaped, say
 
 
 def show_error(error: CkptoolError) -> None:
@@ -72,48 +71,3 @@ def print_json(content: Mapping[str, Any]) -> None:
 def _lines(text: str) -> str:
     """Escape untrusted text, and keep only breaks before the indented lines of a list."""
     return "\n".join(escaped(line) for line in re.split(r"\n(?=  )", text))
-
-
-@contextmanager
-def progress(total: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
-    """Yield a function to call with the bytes that were written since the last call."""
-    with started_progress(quiet=quiet) as start:
-        yield start(total)
-
-
-@contextmanager
-def started_progress(*, quiet: bool) -> Iterator[Callable[[int], Callable[[int], None]]]:
-    """Yield a function to call with the bytes there will be, once that is known.
-
-    It returns one to call with the bytes that were moved since the last call.
-    """
-    if quiet or not sys.stderr.isatty():
-        yield lambda total: lambda nbytes: None
-        return
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        ProgressColumn,
-        Task,
-        TimeRemainingColumn,
-    )
-    from rich.text import Text
-
-    class Speed(ProgressColumn):
-        """In units of 1024, as all sizes are; rich's own counts by the thousand."""
-
-        def render(self, task: Task) -> Text:
-            """Return the speed of a task."""
-            return Text("" if task.speed is None else f"{size(int(task.speed))}/s")
-
-    columns = (BarColumn(), DownloadColumn(binary_units=True), Speed())
-    with Progress(
-        *columns, TimeRemainingColumn(), console=console(stderr=True), transient=True
-    ) as bar:
-
-        def start(total: int) -> Callable[[int], None]:
-            task = bar.add_task("", total=total)
-            return lambda nbytes: bar.advance(task, nbytes)
-
-        yield start

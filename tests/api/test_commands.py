@@ -44,7 +44,7 @@ ALL = [one for functions in FUNCTIONS.values() for one in functions] + [
     *(ckptool.open, ckptool.load, ckptool.dcp.CheckpointReader.__init__)
 ]
 FOR_PEOPLE = {
-    *("json", "quiet", "debug", "verbose"),
+    *("json", "quiet", "debug", "verbose", "color", "no_progress"),
     *("inspect tensors", "inspect shards", "inspect rank_bytes", "inspect export"),
     *("verify junit", "verify codes", "bench plot"),
 }
@@ -123,11 +123,29 @@ def test_convert(out: Path) -> None:
     report = ckptool.convert(SOURCE, out / "m", to="safetensors", progress=progress, **options)
     assert report.target_format == "hf"
     (total,) = {total for _, total in told}
-    assert 0 < told[-1][0] <= total
+    assert told[-1] == (total, total)
     assert total >= report.write_bytes
     assert [done for done, _ in told] == sorted(done for done, _ in told)
     found = read_back("safetensors", out / "m")
     assert found["embed.weight"][0] == "bfloat16"
+
+
+@pytest.mark.parametrize("name", ["deepspeed_zero_3", "hf_shards", "rank_base"])
+def test_progress_ends_with_all_that_was_announced(name: str, out: Path) -> None:
+    """However much of it is not tensors."""
+    path = case(name).path
+    calls: list[Callable[[Any], Any]] = [
+        lambda tell: ckptool.convert(path, out / "d", to="dcp", fsync=False, progress=tell),
+        lambda tell: ckptool.convert(path, out / "h", to="hf", dtype="bf16", progress=tell),
+        lambda tell: ckptool.reshard(path, out / "r", mesh="2", fsync=False, progress=tell),
+        lambda tell: ckptool.verify(path, progress=tell),
+        lambda tell: ckptool.compare(path, path, progress=tell),
+        lambda tell: ckptool.stats(path, progress=tell),
+    ]
+    for call in calls:
+        told: list[tuple[int, int]] = []
+        call(lambda done, total: told.append((done, total)))  # noqa: B023
+        assert told[-1][0] == told[-1][1] > 0
 
 
 def test_a_dry_run_writes_nothing(out: Path) -> None:

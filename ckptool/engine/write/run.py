@@ -186,6 +186,7 @@ class _PlanWriter:
                     data = apply_patches(part, lambda at: join_crcs(crcs[at]))
                     stream.write(data)
                     crcs[at] = [(offset, part.nbytes, crc32(data))]
+                    self._progress(part.nbytes)
                 elif isinstance(part, Verbatim):
                     crcs[at] = [(offset, part.nbytes, self._copy_file(part, stream))]
                     self._progress(part.nbytes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -22,6 +21,7 @@ from ckptool.commands.document import document
 from ckptool.core.text import plural
 from ckptool.render.bench.bars import draw_bars, rate, seconds
 from ckptool.render.messages import show_step
+from ckptool.render.progress import is_live
 from ckptool.render.text import columns, console, emit, size, visible
 
 OnEvent = Callable[[Mapping[str, Any]], None]
@@ -38,8 +38,9 @@ _DOING = {
 @contextmanager
 def bench_progress(names: int, saves: int, *, quiet: bool) -> Iterator[OnEvent]:
     """Yield what shows the events of a run: a live bar on a terminal, else lines."""
-    if quiet or not sys.stderr.isatty():
-        yield (lambda event: None) if quiet else _show_begin
+    live = is_live(quiet=quiet)
+    if not live:
+        yield (lambda event: None) if live is None else _show_begin
         return
     from rich.progress import (
         BarColumn,

@@ -1,0 +1,117 @@
+"""How far a command is: a bar where somebody watches, lines now and then in a log."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+
+from ckptool.render.text import console, say, size
+
+NO_PROGRESS = "CKPTOOL_NO_PROGRESS"
+"""The environment variable that ``--no-progress`` sets."""
+INTERVAL = 10.0
+"""Seconds between two lines, at least; and before the first one."""
+
+Advance = Callable[[int], None]
+
+
+def is_live(*, quiet: bool) -> bool | None:
+    """Return whether progress is a live bar, or else lines of a log; None where it is not shown."""
+    if quiet or os.environ.get(NO_PROGRESS):
+        return None
+    return sys.stderr.isatty()
+
+
+@contextmanager
+def progress(total: int, *, quiet: bool) -> Iterator[Advance]:
+    """Yield a function to call with the bytes that were written since the last call."""
+    with started_progress(quiet=quiet) as start:
+        yield start(total)
+
+
+@contextmanager
+def started_progress(*, quiet: bool) -> Iterator[Callable[[int], Advance]]:
+    """Yield a function to call with the bytes there will be, once that is known.
+
+    It returns one to call with the bytes that were moved since the last call.
+    """
+    live = is_live(quiet=quiet)
+    if live is None:
+        yield lambda total: lambda nbytes: None
+    elif live:
+        with _bar() as start:
+            yield start
+    else:
+        yield lambda total: LogProgress(total, console(stderr=True)).advance
+
+
+@contextmanager
+def _bar() -> Iterator[Callable[[int], Advance]]:
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        ProgressColumn,
+        Task,
+        TimeRemainingColumn,
+    )
+    from rich.text import Text
+
+    class Speed(ProgressColumn):
+        """In units of 1024, as all sizes are; rich's own counts by the thousand."""
+
+        def render(self, task: Task) -> Text:
+            """Return the speed of a task."""
+            return Text("" if task.speed is None else f"{size(int(task.speed))}/s")
+
+    columns = (BarColumn(), DownloadColumn(binary_units=True), Speed())
+    with Progress(
+        *columns, TimeRemainingColumn(), console=console(stderr=True), transient=True
+    ) as bar:
+
+        def start(total: int) -> Advance:
+            task = bar.add_task("", total=total)
+            return lambda nbytes: bar.advance(task, nbytes)
+
+        yield start
+
+
+class LogProgress:
+    """Prints a line with rate and time left, at most one in ten seconds. Threads may share it."""
+
+    def __init__(self, total: int, screen: Console) -> None:
+        self._total = total
+        self._screen = screen
+        self._lock = threading.Lock()
+        self._done = 0
+        self._began = self._printed = time.monotonic()
+
+    def advance(self, nbytes: int) -> None:
+        """Count bytes, and print a line where the last one is long ago."""
+        with self._lock:
+            self._done += nbytes
+            now = time.monotonic()
+            if now - self._printed < INTERVAL:
+                return
+            self._printed = now
+            rate = self._done / (now - self._began)
+        share = self._done / self._total if self._total else 1.0
+        left = max(0, self._total - self._done) / rate if rate else 0.0
+        line = f"{share:.0%} of {size(self._total)}, {size(int(rate))}/s, {duration(left)} left"
+        say(self._screen, f"[dim]{line}[/]")
+
+
+def duration(seconds: float) -> str:
+    """Return ``12 s``, ``3 min 20 s`` or ``2 h 5 min``."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600:,} h {whole % 3600 // 60} min"
