@@ -9,7 +9,7 @@ CORE := tests/core tests/serialization tests/formats tests/engine tests/matrix
 READY := .venv/ready-$(shell (pwd; cat pyproject.toml) | cksum | cut -d' ' -f1)
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 
-.PHONY: help test check lint coverage demo bench fuzz mutations faults matrix clean
+.PHONY: help test check lint coverage demo bench fuzz mutations stores faults matrix clean
 
 help: ## Show this list.
 	@sed -n 's/^\([a-z]*\):.*## /  make \1 - /p' Makefile
@@ -58,6 +58,13 @@ fuzz: $(READY) ## Fuzz each parser for a minute; what crashes one lies in tests/
 mutations: $(READY) ## Damage checkpoints of every format in 5,000 ways; the tests do it in 500.
 	@CKPTOOL_VERIFY_MUTATIONS=5000 CKPTOOL_MUTATIONS=500 $(BIN)/python -m pytest -n 2 -q -rP \
 		tests/attacks/test_verify_mutation.py tests/attacks/test_mutation.py
+
+stores: $(READY) ## Read and write emulators of Google Cloud Storage and, where npm is, of Azure.
+	@$(PIP) install -e '.[gcs,azure,emulators]'
+	@command -v npm > /dev/null && npm install --silent --no-audit --prefix .venv/npm azurite \
+		|| echo "no npm here: Azure is skipped"
+	@PATH="$(CURDIR)/.venv/npm/node_modules/.bin:$$PATH" GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT=false \
+		$(BIN)/python -m pytest -q tests/remote/test_emulators.py
 
 faults: $(READY) ## Kill and fail each command at every system call that changes the disk (needs strace).
 	@command -v strace > /dev/null || { echo "make faults needs strace: apt-get install strace"; exit 1; }
