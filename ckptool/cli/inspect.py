@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -23,7 +23,10 @@ def inspect(
     tensors: Annotated[
         list[str] | None,
         typer.Option(
-            "--tensors", metavar="GLOB", help="List every matching tensor in full (repeatable)."
+            "--tensors",
+            metavar="NAME",
+            help="List every matching tensor in full: a name, a part of names, or a glob"
+            " (repeatable).",
         ),
     ] = None,
     shards: Annotated[
@@ -31,9 +34,22 @@ def inspect(
         typer.Option(
             "--shards",
             metavar="NAME",
-            help="Draw one tensor: which rank and file holds which box.",
+            help="Draw a tensor, or all that match: which rank and file holds which box.",
         ),
     ] = None,
+    depth: Annotated[
+        int | None,
+        typer.Option(
+            "--depth",
+            metavar="N",
+            min=1,
+            help="Sum up modules: the first N steps of names, their size and element types.",
+        ),
+    ] = None,
+    sort: Annotated[
+        Literal["name", "size"],
+        typer.Option("--sort", metavar="name|size", help="Sort tensors and modules."),
+    ] = "name",
     rank_bytes: Annotated[
         bool, typer.Option("--rank-bytes", help="Show the bytes per rank, and the imbalance.")
     ] = False,
@@ -42,7 +58,7 @@ def inspect(
         list[str] | None,
         typer.Option(
             "--stats",
-            metavar="GLOB",
+            metavar="NAME",
             help="Read matching tensors: min, max, mean, std, NaN, Inf (repeatable).",
         ),
     ] = None,
@@ -93,7 +109,16 @@ def inspect(
     try:
         report = inspect_readable(place, reading)
     except Several:
-        if tensors or shards or rank_bytes or values or stats or export or not place.is_dir():
+        if (
+            tensors
+            or shards
+            or depth
+            or rank_bytes
+            or values
+            or stats
+            or export
+            or not place.is_dir()
+        ):
             raise
         _show_run(place, reading, as_json=as_json)
         return
@@ -105,7 +130,14 @@ def inspect(
         with started_progress(quiet=False) as started:
             statistics = run_stats(report.opened, stats, started)
     if as_json:
-        content = inspect_json(report, tensors=tensors or (), ranks=rank_bytes, shards=shards)
+        content = inspect_json(
+            report,
+            tensors=tensors or (),
+            ranks=rank_bytes,
+            shards=shards,
+            depth=depth,
+            sort=None if sort == "name" else sort,
+        )
         print_json(content | (stats_json(statistics) if statistics is not None else {}))
     else:
         screen = console(record=export is not None)
@@ -117,6 +149,8 @@ def inspect(
             values=values,
             shards=shards,
             stats=statistics or (),
+            depth=depth,
+            sort=sort,
         )
         if export is not None:
             write_whole(export, export_screen(screen, export), mark=export_mark(export))

@@ -62,6 +62,17 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
+class ModuleShare:
+    """What the tensors of one module hold, and in which element types."""
+
+    module: str
+    tensors: int
+    elements: int
+    nbytes: int
+    dtypes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class InspectReport:
     """What ``inspect`` shows.
 
@@ -149,6 +160,24 @@ def shares_of(entries: Iterable[TensorEntry]) -> tuple[Share, ...]:
     return tuple(
         sorted(shares, key=lambda s: (STATE_CATEGORIES.index(s.part), -s.nbytes, s.dtype.name))
     )
+
+
+def modules_of(entries: Iterable[TensorEntry], depth: int) -> list[ModuleShare]:
+    """Sum up tensors by the first ``depth`` steps of their names, without the last step of each."""
+    groups: dict[str, list[TensorEntry]] = {}
+    for entry in entries:
+        steps = entry.name.split(".")
+        groups.setdefault(".".join(steps[:-1][:depth]) or entry.name, []).append(entry)
+    return [
+        ModuleShare(
+            module,
+            len(members),
+            sum(entry.elements for entry in members),
+            sum(entry.nbytes for entry in members),
+            tuple(dict.fromkeys(entry.dtype.name for entry in members)),
+        )
+        for module, members in groups.items()
+    ]
 
 
 def step_of(path: Location, catalog: Catalog) -> int | None:

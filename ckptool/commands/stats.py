@@ -13,7 +13,7 @@ import numpy as np
 from ckptool.commands.open import OpenedCheckpoint
 from ckptool.core.catalog import TensorEntry, coverage_problem
 from ckptool.core.dtype import DType
-from ckptool.core.selection import matches
+from ckptool.core.selection import matching_names
 from ckptool.engine.read.tensors import TensorSource, TensorTile, tensor_job
 from ckptool.engine.read.tiles import read_tiles, require_unchanged
 from ckptool.errors import CkptoolError, Problem, UsageError, damaged
@@ -96,20 +96,24 @@ def stats(
     globs: Sequence[str],
     started: Callable[[int], Callable[[int], None]] = lambda total: lambda nbytes: None,
 ) -> list[TensorStats]:
-    """Return statistics of every tensor that matches a glob, in the order of the catalog.
+    """Return statistics of every tensor that matches any of ``globs``, in the catalog's order.
 
-    ``started`` is told how many bytes will be read, and returns what is told of them. Raises
-    UsageError where a glob matches no tensor, Damaged where chunks are missing, Changed where the
-    files were written to meanwhile.
+    Each is a whole name, a glob, or a part of names. ``started`` is told how many bytes will be
+    read, and returns what is told of them. Raises UsageError where a pattern matches no tensor,
+    Damaged where chunks are missing, Changed where the files were written to meanwhile.
     """
     catalog = opened.catalog
-    for glob in globs:
-        if not any(matches(name, [glob]) for name in catalog.tensors):
+    names: set[str] = set()
+    for pattern in globs:
+        found = matching_names(catalog.tensors, pattern)
+        if not found:
             raise UsageError(
-                f"--stats {glob!r} matches none of {len(catalog.tensors):,} tensors",
-                hint="globs match full names; `ckptool inspect --tensors '*'` lists them",
+                f"--stats {pattern!r} matches none of {len(catalog.tensors):,} tensors",
+                hint="a whole name, a glob or a part of names; `ckptool inspect --tensors '*'`"
+                " lists them",
             )
-    wanted = {name: e for name, e in catalog.tensors.items() if matches(name, globs)}
+        names.update(found)
+    wanted = {name: entry for name, entry in catalog.tensors.items() if name in names}
     problems = [gap for gap in map(coverage_problem, wanted.values()) if gap is not None]
     if problems:
         raise damaged(problems, subject=str(opened.path))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,6 +24,8 @@ Cell = str | tuple[str, str] | Text
 
 _UNBOUNDED = 1 << 16
 _NARROWEST = 12
+_HEAD_SHARES = (0.5, 0.3, 0.15, 0.7)
+"""Of a text that is cut, how much is before the ellipsis: what keeps most apart is taken."""
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
 _BATCH = 1 << 10
 _EIGHTHS = " ▏▎▍▌▋▊▉"
@@ -112,7 +115,8 @@ def columns(
 ) -> list[Text]:
     """Align rows as lines, indented by two cells. ``aligns`` has an ``l`` or ``r`` per column.
 
-    On a terminal that is too narrow, the cells of column ``cuts`` lose their middle.
+    On a terminal that is too narrow, the cells of column ``cuts`` lose a part inside, so that no
+    two that differ look alike; where that cannot be, they keep it.
     """
     headings = [[_part((head, "dim")) for head in heads]] if heads else []
     parts = [*headings, *([_part(cell) for cell in row] for row in rows)]
@@ -120,6 +124,10 @@ def columns(
     if cuts is not None and screen.is_terminal:
         excess = sum(width + 2 for width in widths if width) - screen.width
         widths[cuts] = max(min(widths[cuts], _NARROWEST), widths[cuts] - max(0, excess))
+        cells = _shorten([row[cuts] for row in parts], widths[cuts])
+        parts = [
+            [*row[:cuts], cell, *row[cuts + 1 :]] for row, cell in zip(parts, cells, strict=True)
+        ]
     return [_line(row, widths, aligns) for row in parts]
 
 
@@ -148,11 +156,8 @@ def _line(row: Sequence[_Part], widths: Sequence[int], aligns: str) -> Text:
     for part, width, align in zip(row, widths, aligns, strict=True):
         if not width:
             continue
-        if part.width > width:
-            whole = Text(part.plain, part.style, spans=list(part.spans))
-            part = _part(without_middle(whole, width))
         text, style, own, taken = part
-        padding = " " * (width - taken)
+        padding = " " * max(0, width - taken)
         pieces += ("  ", padding, text) if align == "r" else ("  ", text, padding)
         begin = end + 2 + (len(padding) if align == "r" else 0)
         end += 2 + len(padding) + len(text)
@@ -164,15 +169,36 @@ def _line(row: Sequence[_Part], widths: Sequence[int], aligns: str) -> Text:
     return line
 
 
-def without_middle(text: Text, width: int) -> Text:
-    """Cut a text to ``width`` cells, with an ellipsis for its middle."""
+def _shorten(parts: Sequence[_Part], width: int) -> list[_Part]:
+    """Cut parts to ``width`` cells; those that would look like others are left whole."""
+    long = {part.plain for part in parts if part.width > width}
+    short = {part.plain for part in parts} - long
+    best: dict[str, float] = {}
+    for share in _HEAD_SHARES if long else ():
+        cut = {text: without_inside(Text(text), width, share).plain for text in long}
+        counts = Counter((*cut.values(), *short))
+        apart = dict.fromkeys((text for text, seen in cut.items() if counts[seen] == 1), share)
+        best = max(best, apart, key=len)
+        if len(best) == len(long):
+            break
+    return [_cut(part, width, best[part.plain]) if part.plain in best else part for part in parts]
+
+
+def _cut(part: _Part, width: int, head: float) -> _Part:
+    whole = Text(part.plain, part.style, spans=list(part.spans))
+    return _part(without_inside(whole, width, head))
+
+
+def without_inside(text: Text, width: int, head: float) -> Text:
+    """Cut a text to ``width`` cells, of which ``head`` is the share before the ellipsis."""
     if text.cell_len <= width:
         return text
     kept = width - 1
     while True:
-        head, tail = text[: (kept + 1) // 2], text[len(text) - kept // 2 :]
-        if head.cell_len + tail.cell_len < width or not kept:
-            return Text.assemble(head, ("…", "dim"), tail)
+        before = round(kept * head)
+        first, last = text[:before], text[len(text) - (kept - before) :]
+        if first.cell_len + last.cell_len < width or not kept:
+            return Text.assemble(first, ("…", "dim"), last)
         kept -= 1
 
 

@@ -68,7 +68,7 @@ def test_closed_streams_change_no_answer(path: str, code: int, closed: str) -> N
     [
         (("inspect", "nowhere"), 3, "nowhere: no such file or folder"),
         (("inspect", "--bogus"), 2, "No such option: --bogus"),
-        (("inspect", str(DCP), "--shards", "q"), 2, "--shards 'q': no such tensor"),
+        (("inspect", str(DCP), "--shards", "q"), 2, "--shards 'q' matches no tensors"),
     ],
 )
 def test_an_error_is_an_answer_with_json(words: tuple[str, ...], code: int, message: str) -> None:

@@ -31,7 +31,7 @@ from ckptool.formats import FORMATS
 from ckptool.render.inspect.listing import fold, products
 from ckptool.render.inspect.report import show
 from ckptool.render.inspect.values import preview
-from ckptool.render.text import bar, escaped, magnitude, ranges, size, visible, without_middle
+from ckptool.render.text import bar, escaped, magnitude, ranges, size, visible, without_inside
 from ckptool.serialization.pickle.records import Call, Global
 from ckptool.storage.local import LocalSource
 
@@ -351,4 +351,4 @@ def test_small_words():
     assert bar(0.5, 4) == "██"
     assert bar(0.0, 4) == ""
     assert bar(0.001, 4) == "▏"
-    assert without_middle(Text("abcdefghij"), 5).plain == "ab…ij"
+    assert without_inside(Text("abcdefghij"), 5, 0.5).plain == "ab…ij"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +13,14 @@ from rich.text import Text
 
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.dtype import short_name
-from ckptool.core.selection import closest_names, matches
+from ckptool.core.selection import closest_names, matching_names
 from ckptool.core.state_category import STATE_CATEGORIES, state_category
 from ckptool.core.text import plural
 from ckptool.errors import UsageError
+from ckptool.render.inspect.records import content_of, simple_value
 from ckptool.render.inspect.values import preview
 from ckptool.render.text import Cell, columns, ranges, visible
+from ckptool.serialization.pickle.records import Call
 from ckptool.serialization.state_dict.values import type_name
 
 if TYPE_CHECKING:
@@ -29,27 +31,33 @@ _STATISTICS = ("name", "shape", "dtype", "min", "max", "mean", "std", "zeros", "
 _LONGEST_VALUE = 200
 
 
-def tensor_lines(catalog: Catalog, globs: Sequence[str], screen: Console) -> list[Text]:
-    """List every tensor that matches, in natural order; UsageError where a glob matches none."""
-    names = sorted(matching(catalog, globs), key=natural)
-    rows = [_tensor(catalog.tensors[name]) for name in names]
+def tensor_lines(
+    catalog: Catalog, globs: Sequence[str], screen: Console, sort: str = "name"
+) -> list[Text]:
+    """List every tensor that matches, in order; UsageError where a glob matches none."""
+    entries = in_order([catalog.tensors[name] for name in matching(catalog, globs)], sort)
+    rows = [_tensor(entry) for entry in entries]
     return columns(screen, rows, "llllrr", heads=_HEADINGS, cuts=0)
 
 
-def matching(catalog: Catalog, globs: Sequence[str]) -> list[str]:
-    """Return the names of tensors that match; UsageError where a glob matches none."""
-    for glob in globs:
-        if not any(matches(name, [glob]) for name in catalog.tensors):
-            raise _no_such_tensor(f"--tensors {glob!r} matches no tensors", glob, catalog)
-    return [name for name in catalog.tensors if matches(name, globs)]
+def in_order(entries: Iterable[TensorEntry], sort: str) -> list[TensorEntry]:
+    """Sort tensors by ``name``, layer 2 before layer 10, or by ``size``, the largest first."""
+    by_name = sorted(entries, key=lambda entry: natural(entry.name))
+    return sorted(by_name, key=lambda entry: -entry.nbytes) if sort == "size" else by_name
 
 
-def tensor_named(catalog: Catalog, name: str) -> TensorEntry:
-    """Return the tensor that ``--shards`` asks for; UsageError where there is none."""
-    entry = catalog.tensors.get(name)
-    if entry is None:
-        raise _no_such_tensor(f"--shards {name!r}: no such tensor", name, catalog)
-    return entry
+def matching(catalog: Catalog, patterns: Sequence[str], option: str = "--tensors") -> list[str]:
+    """Return the names of tensors that someone means by any pattern; UsageError where one has none.
+
+    A pattern is a whole name, a glob, or a part of names.
+    """
+    found: set[str] = set()
+    for pattern in patterns:
+        names = matching_names(catalog.tensors, pattern)
+        if not names:
+            raise _no_such_tensor(f"{option} {pattern!r} matches no tensors", pattern, catalog)
+        found.update(names)
+    return [name for name in catalog.tensors if name in found]
 
 
 def _tensor(entry: TensorEntry) -> list[Cell]:
@@ -80,11 +88,27 @@ def value_lines(catalog: Catalog, screen: Console) -> list[Text]:
         return [Text("  no non-tensor values", style="dim")]
     values = {name: catalog.objects[name].value for name in sorted(catalog.objects, key=natural)}
     rows = [
-        (name, (type_name(value), "yellow"), (preview(value, _LONGEST_VALUE), "cyan"))
-        for name, value in values.items()
+        (name, (type_name(value), "yellow"), (shown, "cyan"))
+        for head, whole in values.items()
+        for name, value, shown in _value_rows(head, whole)
     ]
-    title = Text(f"  {plural(len(rows), 'non-tensor value')}", style="bold")
+    title = Text(f"  {plural(len(values), 'non-tensor value')}", style="bold")
     return [title, *columns(screen, rows, "lll", cuts=2)]
+
+
+def _value_rows(name: str, value: Any) -> Iterator[tuple[str, Any, str]]:
+    """Yield a value with what is shown of it; of an object with attributes, these below it."""
+    fields: dict[str, Any] = {}
+    if isinstance(value, Call) and simple_value(value) is None:
+        arguments, fields = content_of(value) or ((), {})
+        fields = fields if not arguments else {}
+    yield (
+        name,
+        value,
+        plural(len(fields), "attribute") if fields else preview(value, _LONGEST_VALUE),
+    )
+    for key, inner in fields.items():
+        yield f"{name}.{key}", inner, preview(inner, _LONGEST_VALUE)
 
 
 # Statistics

@@ -7,13 +7,13 @@ import re
 from rich.console import Console
 from rich.text import Text
 
-from ckptool.commands.inspect import InspectReport, Share
+from ckptool.commands.inspect import InspectReport, ModuleShare, Share, modules_of
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.dtype import short_name
 from ckptool.core.quantization import kinds
 from ckptool.core.state_category import state_category
 from ckptool.core.text import plural
-from ckptool.render.inspect.listing import TensorLine, fold
+from ckptool.render.inspect.listing import TensorLine, fold, natural
 from ckptool.render.inspect.values import notable_values
 from ckptool.render.text import Cell, bar, columns, magnitude, ranges, size, visible
 
@@ -28,10 +28,10 @@ _ROWS = ("framework", "version", "parallelism", "step", "arguments")
 _BRIEF = {"Shard": "S", "StridedShard": "_S", "Partial": "P", "Replicate()": "R"}
 
 
-def overview(report: InspectReport, screen: Console) -> list[Text]:
-    """Return all sections, a blank line between them."""
+def overview(report: InspectReport, screen: Console, sort: str = "name") -> list[Text]:
+    """Return all sections, a blank line between them; tensors by ``name`` or by ``size``."""
     sections = [_header(report, screen), _shares(report, screen)]
-    sections += [_tensors(report.catalog, screen), _values(report.catalog, screen)]
+    sections += [_tensors(report.catalog, screen, sort), _values(report.catalog, screen)]
     lines: list[Text] = []
     for section in filter(None, sections):
         lines += [*([Text()] if lines else []), *section]
@@ -112,14 +112,52 @@ def _share(share: Share, whole: int, screen: Console) -> list[Cell]:
     ]
 
 
-def _tensors(catalog: Catalog, screen: Console) -> list[Text]:
+def module_lines(
+    report: InspectReport, depth: int, screen: Console, sort: str = "name"
+) -> list[Text]:
+    """Return a row per module, by name or the largest first."""
+    modules = sorted_modules(report, depth, sort)
+    whole = max(report.totals.nbytes, 1)
+    rows: list[list[Cell]] = []
+    for each in modules:
+        part = each.nbytes / whole
+        rows.append(
+            [
+                each.module,
+                (", ".join(map(short_name, each.dtypes)), "yellow"),
+                f"{each.tensors:,}",
+                magnitude(each.elements),
+                size(each.nbytes),
+                f"{part:.1%}",
+                (bar(part, _BAR // 2, ascii_only=screen.options.ascii_only), "green"),
+            ]
+        )
+    heads = ("module", "dtype", "tensors", "elements", "bytes", "", "")
+    return columns(screen, rows, "llrrrrl", heads=heads, cuts=0)
+
+
+def sorted_modules(report: InspectReport, depth: int, sort: str) -> list[ModuleShare]:
+    """Return the modules by name, layer 2 before layer 10, or the largest first."""
+    modules = modules_of(report.catalog.tensors.values(), depth)
+    modules.sort(key=lambda each: natural(each.module))
+    return sorted(modules, key=lambda each: -each.nbytes) if sort == "size" else modules
+
+
+def _tensors(catalog: Catalog, screen: Console, sort: str) -> list[Text]:
     lines = fold(catalog.tensors.values())
+    by_size = sort == "size"
+    if by_size:
+        lines.sort(key=lambda line: -line.entry.nbytes * line.count)
     most = _MOST_LINES if screen.is_terminal else len(lines)
     brief = screen.is_terminal and screen.width < _ROOMY
-    drawn = columns(screen, [_tensor(line, brief) for line in lines[:most]], "llllr", cuts=0)
+    rows = [_tensor(line, brief) for line in lines[:most]]
+    sizes: list[Cell] = [(size(line.entry.nbytes * line.count), "bold") for line in lines[:most]]
+    if by_size:
+        rows = [[*row, nbytes] for row, nbytes in zip(rows, sizes, strict=True)]
+    drawn = columns(screen, rows, "llllrr" if by_size else "llllr", cuts=0)
     kept = drawn[:1]
     for above, below, text in zip(lines, lines[1:], drawn[1:], strict=False):
-        kept += [text] if above.part == below.part else [Text(), text]
+        kept += [text] if by_size or above.part == below.part else [Text(), text]
     if len(lines) > most:
         more = f"  ... and {len(lines) - most:,} more lines; use --tensors '*' to list all tensors"
         kept.append(Text(more, style="dim"))

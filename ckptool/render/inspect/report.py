@@ -16,15 +16,21 @@ from ckptool.core.quantization import kinds
 from ckptool.core.text import plural
 from ckptool.errors import UsageError
 from ckptool.render.inspect.listing import (
+    in_order,
     matching,
     stats_lines,
     tensor_lines,
-    tensor_named,
     value_lines,
 )
-from ckptool.render.inspect.overview import loads_of, overview, rank_lines
+from ckptool.render.inspect.overview import (
+    loads_of,
+    module_lines,
+    overview,
+    rank_lines,
+    sorted_modules,
+)
 from ckptool.render.inspect.shards import chunk_locations, shard_lines
-from ckptool.render.inspect.values import Inexact, plain
+from ckptool.render.inspect.values import Inexact, content, plain
 from ckptool.render.text import console as standard_console
 from ckptool.render.text import emit, size
 from ckptool.serialization.state_dict.values import type_name
@@ -42,12 +48,16 @@ def show(
     values: bool = False,
     shards: str | None = None,
     stats: Sequence[TensorStats] = (),
+    depth: int | None = None,
+    sort: str = "name",
 ) -> None:
     """Print the whole picture, or only the views that are asked for."""
     catalog = report.catalog
     views = [stats_lines(stats, console)] if stats else []
+    if depth is not None:
+        views.append(module_lines(report, depth, console, sort))
     if tensors:
-        views.append(tensor_lines(catalog, tensors, console))
+        views.append(tensor_lines(catalog, tensors, console, sort))
     if shards is not None:
         views.append(shard_lines(catalog, shards, console))
     if ranks:
@@ -55,7 +65,7 @@ def show(
     if values:
         views.append(value_lines(catalog, console))
     if not views:
-        views.append(overview(report, console))
+        views.append(overview(report, console, sort))
     emit(console, [line for view in views for line in (*view, Text())][:-1])
 
 
@@ -74,24 +84,31 @@ def inspect_json(
     tensors: Sequence[str] = (),
     ranks: bool = False,
     shards: str | None = None,
+    depth: int | None = None,
+    sort: str | None = None,
 ) -> dict[str, Any]:
     """Return the report as ``ckptool.inspect/2``; ``value`` is left out where JSON cannot hold it.
 
-    With globs only the ``tensors`` that match; ``ranks`` and ``map`` only where asked for.
+    With globs only the ``tensors`` that match, in the checkpoint's order unless they are to be
+    sorted; ``ranks``, ``map`` and ``modules`` only where asked for.
     """
     catalog = report.catalog
     names = matching(catalog, tensors) if tensors else catalog.tensors
+    entries = [catalog.tensors[name] for name in names]
     more: dict[str, Any] = {}
+    if depth is not None:
+        more["modules"] = sorted_modules(report, depth, sort or "name")
     if ranks:
         loads = sorted(loads_of(catalog)[0].items())
         more["ranks"] = [{"rank": r, "chunks": n, "bytes": size} for r, (n, size) in loads]
     if shards is not None:
-        more["map"] = _map_json(tensor_named(catalog, shards))
+        wanted = matching(catalog, [shards], "--shards")
+        more["map"] = [row for name in wanted for row in _map_json(catalog.tensors[name])]
     mesh: dict[str, Any] | None = None
     if catalog.mesh is not None:
         mesh = {"shape": catalog.mesh.shape, "names": catalog.mesh.names}
         mesh["source"] = catalog.mesh_source
-    content = {
+    whole = {
         "path": report.path,
         "format": catalog.format,
         "info": catalog.info,
@@ -100,12 +117,12 @@ def inspect_json(
         "world_size": catalog.world_size,
         "mesh": mesh,
         "totals": report.totals,
-        "tensors": [_tensor_json(catalog.tensors[name]) for name in names],
+        "tensors": [_tensor_json(each) for each in (in_order(entries, sort) if sort else entries)],
         "values": [_object_json(entry) for entry in catalog.objects.values()],
         "notes": report.notes,
         "problems": report.problems,
     }
-    return document("inspect", **content, **more)
+    return document("inspect", **whole, **more)
 
 
 def _tensor_json(entry: TensorEntry) -> dict[str, Any]:
@@ -125,6 +142,10 @@ def _object_json(entry: ObjectEntry) -> dict[str, Any]:
     try:
         return described | {"value": plain(entry.value)}
     except Inexact:
+        pass
+    try:
+        return described | {"content": content(entry.value)}
+    except Inexact:
         return described
 
 
@@ -132,6 +153,7 @@ def _map_json(entry: TensorEntry) -> list[dict[str, Any]]:
     """List every box of a tensor, replicas included: which rank and file holds it, and where."""
     return [
         {
+            "tensor": entry.name,
             "rank": each.rank,
             "file": each.at.file,
             "offset": each.at.offset,

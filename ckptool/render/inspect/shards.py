@@ -25,7 +25,7 @@ from ckptool.core.catalog import (
 )
 from ckptool.core.plan import ChunkIndex
 from ckptool.core.text import plural
-from ckptool.render.inspect.listing import tensor_named
+from ckptool.render.inspect.listing import matching
 from ckptool.render.text import Cell, columns, ranges, size, visible
 
 _WIDEST = 64
@@ -33,6 +33,7 @@ _TALLEST = 32
 _LONGEST_LABEL = 8
 _MARGIN = 10
 _MOST_BOXES = 64
+_MOST_PICTURES = 16
 _MOST_LEGEND_LINES = 64
 _HEADINGS = ("", "rank", "file", "box", "offset", "bytes", "")
 _COLOURS = (
@@ -41,9 +42,22 @@ _COLOURS = (
 ).split()
 
 
-def shard_lines(catalog: Catalog, name: str, screen: Console) -> list[Text]:
-    """Return the picture of one tensor and its legend; UsageError where there is no such tensor."""
-    entry = tensor_named(catalog, name)
+def shard_lines(catalog: Catalog, pattern: str, screen: Console) -> list[Text]:
+    """Return the picture and the legend of each tensor that matches, of many the first few.
+
+    Raises UsageError where none does.
+    """
+    names = matching(catalog, [pattern], "--shards")
+    lines: list[Text] = []
+    for name in names[:_MOST_PICTURES]:
+        lines += [*([Text()] if lines else []), *_one_tensor(catalog.tensors[name], screen)]
+    if len(names) > _MOST_PICTURES:
+        more = f"  ... and {len(names) - _MOST_PICTURES:,} more tensors; --json has all"
+        lines += [Text(), Text(more, style="dim")]
+    return lines
+
+
+def _one_tensor(entry: TensorEntry, screen: Console) -> list[Text]:
     lines = [Text(visible(entry.name), style="bold"), _facts(entry), Text()]
     if entry.elements:
         lines += [*_Picture(entry, screen).lines(), Text()]

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from datetime import date, time, timedelta
+from itertools import chain
 from typing import Any
 
 from ckptool.core.catalog import ObjectEntry
 from ckptool.core.state_category import state_category
+from ckptool.render.inspect.records import content_of, simple_value
 from ckptool.render.text import visible
 from ckptool.serialization.pickle.records import Call, Global, Persistent
 from ckptool.serialization.state_dict.values import type_name
@@ -49,6 +52,35 @@ def _plain(value: Any, depth: int, budget: Iterator[int]) -> Any:
     return value
 
 
+def content(value: Any) -> Any:
+    """Return what JSON can hold of a value that it cannot hold exactly.
+
+    A record is an object with its class under ``$type``, and its arguments and attributes.
+    Raises Inexact where nothing is known of a part of it.
+    """
+    return _content(value, _DEEPEST, iter(range(_MOST_NODES)))
+
+
+def _content(value: Any, depth: int, budget: Iterator[int]) -> Any:
+    if next(budget, None) is None or not depth:
+        raise Inexact
+
+    def inner(part: Any) -> Any:
+        return _content(part, depth - 1, budget)
+
+    if isinstance(value, list | tuple | set | frozenset):
+        return [inner(part) for part in value]
+    if isinstance(value, dict):
+        return {str(key): inner(part) for key, part in value.items()}
+    if isinstance(value, Call) and (simple := simple_value(value)) is not None:
+        return simple if isinstance(simple, bool | int | float) else str(simple)
+    if isinstance(value, Call) and (parts := content_of(value)) is not None:
+        arguments = {"$args": list(map(inner, parts[0]))} if parts[0] else {}
+        fields = {key: inner(part) for key, part in parts[1].items()}
+        return {"$type": type_name(value), **arguments, **fields}
+    return value if isinstance(value, float | str) else _plain(value, depth, budget)
+
+
 def preview(value: Any, limit: int = 60) -> str:
     """Return a value in at most about ``limit`` characters, without more work than that."""
     if isinstance(value, list | tuple | set | frozenset):
@@ -58,10 +90,32 @@ def preview(value: Any, limit: int = 60) -> str:
         return _enclosed(items, "{}", len(value), limit)
     if isinstance(value, bytes | bytearray):
         return f"{len(value):,} bytes"
+    if isinstance(value, Call) and (shown := _record(value, limit)) is not None:
+        return shown
     if isinstance(value, str):
         cut = f"{value[:limit]}…" if len(value) > limit else value
         return "'" + visible(cut) + "'"
     return visible(_atom(value))
+
+
+def _record(call: Call, limit: int) -> str | None:
+    """Return what a record holds, None where its name is all there is to say."""
+    simple = simple_value(call)
+    if simple is not None:
+        is_time = isinstance(simple, date | time | timedelta)
+        return str(simple) if is_time else preview(simple, limit)
+    parts = content_of(call)
+    if parts is None:
+        return None
+    arguments, fields = parts
+    name, count = visible(call.name.rpartition(".")[2]), len(arguments) + len(fields)
+    if limit < 4:
+        return f"{name}(… {count:,} items)"
+    shown = chain(
+        (preview(each, limit // 2) for each in arguments),
+        (f"{visible(key)}={preview(each, limit // 2)}" for key, each in fields.items()),
+    )
+    return name + _enclosed(shown, "()", count, limit)
 
 
 def _container(value: Any, limit: int) -> str:

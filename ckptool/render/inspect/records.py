@@ -1,0 +1,99 @@
+"""What inert records of pickles hold, as data: namespaces, dataclasses, enums, dates, numbers.
+
+Nothing is imported or called for them; what a record does not say is not made up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import date, datetime, time, timedelta, timezone
+from typing import Any
+
+from ckptool.serialization.pickle.globals import is_numpy
+from ckptool.serialization.pickle.records import Call, Global
+
+_NOT_SHOWN = ("torch", "numpy", "_codecs", "copyreg")
+"""The packages whose records are tensors, arrays and parts of these."""
+_NUMPY_KINDS = "biufcUSMm"
+
+
+def simple_value(call: Call) -> Any:
+    """Return the number, date or path that a record is, None where it is none of these.
+
+    Dates and times are as ``datetime`` has them, complex and extended numpy numbers as Python's.
+    """
+    try:
+        if isinstance(call.function, Global) and is_numpy(call.function):
+            return _numpy_scalar(call) if call.function.name == "scalar" else None
+        make = _SIMPLE.get(call.name)
+        return None if make is None or call.is_new or call.is_filled else make(*call.args)
+    except (TypeError, ValueError, OverflowError, LookupError, AttributeError):
+        return None  # a record that contradicts itself is shown by its name
+
+
+def _numpy_scalar(call: Call) -> Any:
+    """Return a scalar of a plain element type."""
+    import numpy as np
+
+    described, data = call.args
+    text: Any = described.args[0]
+    order: Any = described.state[1] if described.state else "="
+    if not isinstance(text, str) or text.lstrip("<>=|")[:1] not in _NUMPY_KINDS:
+        return None
+    if text[:1] in "Mm":
+        unit, count = described.state[8][1][0].decode(), described.state[8][1][1]
+        text = f"{text}[{count}{unit}]"
+    kind = np.dtype(text)
+    kind = kind.newbyteorder(order) if order in ("<", ">") else kind
+    if not isinstance(data, bytes) or len(data) != kind.itemsize:
+        return None
+    value = np.frombuffer(data, kind, 1)[0]
+    return str(value) if text[:1] in "Mm" else value.item()
+
+
+def _datetime(data: bytes, zone: Call | None = None) -> datetime:
+    year, micro = data[0] << 8 | data[1], data[7] << 16 | data[8] << 8 | data[9]
+    day, hour, minute, seconds = data[3:7]
+    return datetime(year, data[2] & 0x7F, day, hour, minute, seconds, micro, _zone(zone))
+
+
+def _date(data: bytes) -> date:
+    return date(data[0] << 8 | data[1], data[2], data[3])
+
+
+def _time(data: bytes, zone: Call | None = None) -> time:
+    return time(data[0] & 0x7F, data[1], data[2], data[3] << 16 | data[4] << 8 | data[5],
+                _zone(zone))  # fmt: skip
+
+
+def _zone(zone: Call | None) -> timezone | None:
+    if zone is None:
+        return None
+    if zone.name != "datetime.timezone" or not isinstance(zone.args[0], Call):
+        raise ValueError  # a class of someone's own: what it is, its name does not say
+    return timezone(timedelta(*zone.args[0].args))
+
+
+def _path(*parts: str) -> str:
+    return "/".join(parts).replace("//", "/") or "."
+
+
+_SIMPLE: dict[str, Callable[..., Any]] = {
+    "datetime.datetime": _datetime,
+    "datetime.date": _date,
+    "datetime.time": _time,
+    "datetime.timedelta": timedelta,
+    **{f"pathlib.{kind}Path": _path for kind in ("Posix", "PurePosix", "Windows", "PureWindows")},
+    "decimal.Decimal": lambda text: text,
+}
+
+
+def content_of(call: Call) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Return the arguments and attributes of a record, None where it has none to be shown."""
+    function = call.function
+    if not isinstance(function, Global) or function.module.partition(".")[0] in _NOT_SHOWN:
+        return None
+    fields = call.fields
+    if call.is_filled or not all(isinstance(key, str) for key in fields):
+        return None
+    return (call.args, fields) if call.args or fields else None
