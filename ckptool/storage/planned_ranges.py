@@ -166,6 +166,12 @@ class PlannedRanges:
         self._fetch_ahead(plan)
         return partial(self._end, plan)
 
+    def has_planned(self, file: ObjectVersion, offset: int, nbytes: int) -> bool:
+        """Return whether both ends of some bytes were announced and are still to be read."""
+        ends = (offset, offset + max(nbytes, 1) - 1)
+        with self._lock:
+            return all(any(plan.find(file, end) for plan in self._plans) for end in ends)
+
     def clear(self) -> None:
         """Forget everything: the files have changed."""
         for plan in self._plans:

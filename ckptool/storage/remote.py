@@ -98,10 +98,10 @@ class RemoteSource:
         return self._infos[file].modified
 
     def expect(self, spans: Iterable[tuple[str, int, int]]) -> None:
-        """Fetch ahead what is read next: file, offset and bytes of each."""
-        self._place.store.blocks.expect(
-            (self._version_of(file), offset, nbytes) for file, offset, nbytes in spans
-        )
+        """Fetch ahead what is read next, file, offset and bytes of each, unless it is planned."""
+        store = self._place.store
+        runs = ((self._version_of(file), offset, nbytes) for file, offset, nbytes in spans)
+        store.blocks.expect(run for run in runs if not store.ranges.has_planned(*run))
 
     def plan_reads(self, runs: Iterable[Run]) -> Callable[[], None]:
         """Have what is read next fetched ahead, in order, each byte once and many at a time."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from ckptool.commands.open import Survey, survey
 from ckptool.commands.options.verify import VerifyOptions
@@ -29,9 +29,10 @@ from ckptool.commands.verify.checks.content import (
     unwritten_ends,
 )
 from ckptool.commands.verify.checks.files import FileCheck, name_problems, newer_than_metadata
+from ckptool.commands.verify.checks.parts import parts
 from ckptool.commands.verify.checks.pickles import odd_values
 from ckptool.commands.verify.checks.training import (
-    differing_step_tensors,
+    StepCounters,
     differing_step_values,
     optimizer_problems,
 )
@@ -111,29 +112,69 @@ class Verification:
             self._problems += odd_values(catalog.objects.values())
 
     def check_content(self, started: Started, *, digest: bool) -> None:
-        """Open every archive, then read every record and tensor once, or every file."""
-        catalog, row, source = self._catalog, self.surveyed.format, self.surveyed.source
-        tensors: dict[str, TensorEntry] = {}
+        """Open every archive, and read every record and tensor once, or every file."""
+        catalog, source = self._catalog, self.surveyed.source
+        if self._sample.is_all:
+            self._problems += integrity_problems(source)
+        content = _Content()
+        if catalog is None:
+            self._files.find_items()
+            self._check_part(None, content, started)
+        elif digest or not self._sample.is_all or self.surveyed.format.trim or source.block == 1:
+            whole = catalog.files | catalog.companions if self._sample.is_all else {}
+            self._check_part(catalog, content, started, whole if digest else {})
+        else:
+            progress = started(sum(catalog.files.values()))
+            archives = self._files.archives
+            of_files, archives.spans = archives.spans, []
+            for part, announced in parts(catalog, source):
+                archives.spans = [] if announced else of_files
+                self._check_part(part, content, lambda total: progress, announced=announced)
         if catalog is not None:
-            tensors, problems = located(row, source, catalog, self._sample.takes)
-            self._problems += problems
-        self._files.look_at_items(catalog)
+            order = {name: at for at, name in enumerate(catalog.tensors)}
+            content.problems.sort(key=lambda problem: order.get(problem.tensor or "", -1))
+            self._files.look_beside_items(catalog.archives)
+        self._problems += [*content.problems, *content.read.problems]
+        self.digests = content.read.digests
+        self._check_elements(content)
+
+    def _check_part(
+        self,
+        part: Catalog | None,
+        content: _Content,
+        started: Started,
+        whole: Mapping[str, int] | None = None,
+        *,
+        announced: bool = False,
+    ) -> None:
+        """Open the archives of a part of the catalog, then read its records and tensors once."""
+        row, source, archives = self.surveyed.format, self.surveyed.source, self._files.archives
+        tensors: dict[str, TensorEntry] = {}
+        if part is not None:
+            tensors, problems = located(row, source, part, self._sample.takes)
+            content.problems += problems
+            self._files.look_at_items(part.archives)
         trim = row.trim
         trimmed = {name: trim(entry) for name, entry in tensors.items()} if trim else tensors
         views = Views.of(trimmed.values())
-        inner = {item.file for item in catalog.archives} if catalog else set()
-        stored = self._files.archives.spans
+        inner = {item.file for item in part.archives} if part else set()
+        stored, archives.spans = archives.spans, []
         spans = self._sample.of([*stored, *attach(views, stored)], inner)
-        whole = catalog.files | catalog.companions if catalog and self._sample.is_all else {}
-        content = self._read(spans, started, whole if digest else {})
-        names = content.not_finite
+        content.add(tensors, trimmed, views, spans)
+        content.read.add(self._read(spans, started, whole or {}, announced=announced))
         if self._sample.is_all:
-            self._problems += unwritten_ends(spans, content.written, source.files)
-            names |= self._read_again(views, tensors)
+            content.counters.read(tensors.values(), source, announced=announced)
+
+    def _check_elements(self, content: _Content) -> None:
+        """Note what is odd in the elements that were read, or are read again."""
+        source, spans, names = self.surveyed.source, content.spans, content.read.not_finite
+        if self._sample.is_all:
+            self._problems += unwritten_ends(spans, content.read.written, source.files)
+            names |= self._read_again(content)
         self._problems += [
-            not_finite_count(trimmed[name], source)
+            not_finite_count(content.trimmed[name], source)
             for name in sorted(names)
-            if state_category(trimmed[name]) != "other"
+            if state_category(content.trimmed[name]) != "other"
         ]
         unchecked = sorted({span.file for span in spans if span.crc32 is None and span.nbytes})
         if unchecked:
@@ -142,13 +183,11 @@ class Verification:
             self._problems.append(Problem(message, "no-checksum", file=unchecked[0]))
 
     def _read(
-        self, spans: list[ByteSpan], started: Started, whole: Mapping[str, int]
+        self, spans: list[ByteSpan], started: Started, whole: Mapping[str, int], *, announced: bool
     ) -> ContentReport:
         """Read spans once, or files where they are to be digested."""
         source = self.surveyed.source
         apart = (span.nbytes for span in spans if span.packing or span.file not in whole)
-        if self._sample.is_all:
-            self._problems += integrity_problems(source)
         progress = started(sum(apart) + sum(whole.values()))
 
         def count(nbytes: int) -> None:
@@ -156,20 +195,18 @@ class Verification:
                 self._nbytes += nbytes
             progress(nbytes)
 
-        content = check_spans(spans, source, self._options.workers or source.workers, count, whole)
-        self.digests = content.digests
-        self._problems += content.problems
-        return content
+        workers = self._options.workers or source.workers
+        return check_spans(spans, source, workers, count, whole, announced=announced)
 
-    def _read_again(self, views: Views, tensors: Mapping[str, TensorEntry]) -> set[str]:
+    def _read_again(self, content: _Content) -> set[str]:
         """Check what needs elements and not bytes; return the tensors with NaN or infinity."""
         source = self.surveyed.source
-        names, problems = scattered_not_finite(views, source)
+        names, problems = scattered_not_finite(content.views, source)
         self._problems += problems
-        self._problems += replica_problems(tensors.values(), source)
+        self._problems += replica_problems(content.tensors.values(), source)
         if self._catalog is not None:
             self._problems += differing_step_values(self._catalog)
-            self._problems += differing_step_tensors(tensors.values(), source)
+        self._problems += content.counters.problems()
         return names
 
     def report(
@@ -217,6 +254,34 @@ def changes(source: Files, files: Iterable[str]) -> list[Problem]:
     """
     names = source.changed([file for file in files if file in source.files])
     return list(changed(names).problems) if names else []
+
+
+@dataclass(slots=True)
+class _Content:
+    """What was read: tensors as they are and without padding, and ``problems`` of their places."""
+
+    tensors: dict[str, TensorEntry] = field(default_factory=dict)
+    trimmed: dict[str, TensorEntry] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    views: Views = field(default_factory=Views)
+    spans: list[ByteSpan] = field(default_factory=list)
+    read: ContentReport = field(default_factory=ContentReport)
+    counters: StepCounters = field(default_factory=StepCounters)
+
+    def add(
+        self,
+        tensors: Mapping[str, TensorEntry],
+        trimmed: Mapping[str, TensorEntry],
+        views: Views,
+        spans: Iterable[ByteSpan],
+    ) -> None:
+        """Add what another part of the checkpoint holds, and what is to be read of it."""
+        for mine, others in ((self.tensors, tensors), (self.trimmed, trimmed)):
+            for name, entry in others.items():
+                known = mine[name].chunks if name in mine else ()
+                mine[name] = replace(entry, chunks=(*known, *entry.chunks))
+        self.views.scattered += views.scattered
+        self.spans += spans
 
 
 class DataSample:

@@ -38,6 +38,14 @@ class ContentReport:
     digests: dict[str, str] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
+    def add(self, other: ContentReport) -> None:
+        """Add what was found in other spans."""
+        self.problems += other.problems
+        self.not_finite |= other.not_finite
+        self.digests |= other.digests
+        for file, end in other.written.items():
+            self.note_written(file, end)
+
     def note_written(self, file: str, end: int) -> None:
         """Note that a byte that is not zero ends there."""
         with self._lock:
@@ -50,10 +58,13 @@ def check_spans(
     workers: int,
     progress: Progress,
     whole: Mapping[str, int] | None = None,
+    *,
+    announced: bool = False,
 ) -> ContentReport:
     """Read every span once. ``progress`` is called with bytes as they are read.
 
-    Files of ``whole``, which have so many bytes, are read from end to end and digested.
+    Files of ``whole``, which have so many bytes, are read from end to end and digested. What is
+    read may have been ``announced`` to the source before.
     """
     report = ContentReport()
     pieces: dict[int, list[CrcPiece]] = {id(span): [] for span in spans}
@@ -73,6 +84,8 @@ def check_spans(
             report.digests[file] = digest.hexdigest()
 
     jobs = span_jobs(spans, whole or {}, source.tile)
+    if announced:
+        jobs = (job._replace(runs=()) for job in jobs)
     read_tiles(ByteSource(source), jobs, check, workers, progress)
     report.problems += [p for span in spans if (p := _crc_problem(span, pieces[id(span)]))]
     return report

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from ckptool.commands.unread_files import unfinished_file
 from ckptool.commands.verify.checks.archives import ArchiveCheck
@@ -105,6 +105,7 @@ class FileCheck:
         self.pickles = PickleAudit()
         self.archives = ArchiveCheck(source, self.pickles)
         self._problems: list[Problem] = []
+        self._unreadable: set[str] = set()
 
     @property
     def problems(self) -> list[Problem]:
@@ -120,23 +121,27 @@ class FileCheck:
             if file not in inner and file not in named:
                 self._attempt(file, self._look_at)
 
-    def look_at_items(self, catalog: Catalog | None) -> None:
-        """Check the archives inside larger files, where metadata says or where they are found."""
-        if catalog is None:
-            for file in self._source.files:
-                if self._role(file) is FileRole.ITEMS:
-                    self._attempt(file, self._look_for_archives)
-            return
+    def find_items(self) -> None:
+        """Check the archives inside larger files, where no metadata says where they are."""
+        for file in self._source.files:
+            if self._role(file) is FileRole.ITEMS:
+                self._attempt(file, self._look_for_archives)
+
+    def look_at_items(self, items: Iterable[Container]) -> None:
+        """Check some archives inside larger files, where metadata says that they are."""
+        chosen = [item for item in items if self._chosen(item)]
+        expect_edges(self._source, ((item.file, item.offset, item.nbytes) for item in chosen))
+        self._unreadable |= {item.file for item in chosen if not self.archives.look_at(item)}
+
+    def look_beside_items(self, items: Iterable[Container]) -> None:
+        """Check what else is in the files of all items, once these were looked at."""
         by_file: dict[str, list[Container]] = {}
-        for item in catalog.archives:
+        for item in items:
             by_file.setdefault(item.file, []).append(item)
-        for file, items in by_file.items():
-            chosen = [item for item in items if self._chosen(item)]
-            expect_edges(self._source, ((file, item.offset, item.nbytes) for item in chosen))
-            are_readable = [self.archives.look_at(item) for item in chosen]
-            if not all(are_readable):
-                self._compare_with_found(file, items)
-            self._require_claimed(file, items)
+        for file, of_file in by_file.items():
+            if file in self._unreadable:
+                self._compare_with_found(file, of_file)
+            self._require_claimed(file, of_file)
 
     def _files(self, catalog: Catalog | None) -> list[str]:
         """Return the files of the catalog and metadata, or all where there is no catalog."""

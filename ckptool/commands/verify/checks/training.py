@@ -114,25 +114,35 @@ def differing_step_values(catalog: Catalog) -> Iterator[Problem]:
         yield Problem(f"{name}: {', '.join(counters[:_SHOWN])}", "steps-differ", tensor=name)
 
 
-def differing_step_tensors(located: Iterable[TensorEntry], source: Files) -> Iterator[Problem]:
-    """Yield that the step counters of an optimizer's parameters differ."""
-    values: dict[float, list[str]] = defaultdict(list)
+class StepCounters:
+    """The step counters of an optimizer's parameters: tensors of one element each."""
 
-    def collect(entry: TensorEntry, tiles: Iterator[TensorTile]) -> None:
+    def __init__(self) -> None:
+        self._values: dict[float, list[str]] = defaultdict(list)
+
+    def read(self, located: Iterable[TensorEntry], source: Files, *, announced: bool) -> None:
+        """Read those of some tensors; what is read may have been ``announced`` before."""
+        jobs = _counter_jobs(located)
+        if announced:
+            jobs = (job._replace(runs=()) for job in jobs)
+        read_tiles(TensorSource(source), jobs, self._collect, 1)
+
+    def _collect(self, entry: TensorEntry, tiles: Iterator[TensorTile]) -> None:
         with suppress(CkptoolError):
             for tile in tiles:
                 value = decode(tile.values.reshape(-1), entry.source_dtype)[0]
-                values[float(value)].append(entry.name)
+                self._values[float(value)].append(entry.name)
 
-    read_tiles(TensorSource(source), _counter_jobs(located), collect, 1)
-    if len(values) < 2:
-        return
-    code = "steps-differ" if len(values) <= _FEW_VALUES else "steps-scattered"
-    ordered = sorted(values.items(), key=lambda pair: len(pair[1]))
-    parts = [f"{value:g} for {list_some(names, 1)}" for value, names in ordered[: _SHOWN + 1]]
-    more = f" and {len(ordered) - len(parts)} more values" if len(ordered) > len(parts) else ""
-    message = f"the optimizer's step counters are {'; '.join(parts)}{more}"
-    yield Problem(message, code, tensor=ordered[0][1][0])
+    def problems(self) -> Iterator[Problem]:
+        """Yield that they differ."""
+        if len(self._values) < 2:
+            return
+        code = "steps-differ" if len(self._values) <= _FEW_VALUES else "steps-scattered"
+        ordered = sorted(self._values.items(), key=lambda pair: len(pair[1]))
+        parts = [f"{value:g} for {list_some(names, 1)}" for value, names in ordered[: _SHOWN + 1]]
+        more = f" and {len(ordered) - len(parts)} more values" if len(ordered) > len(parts) else ""
+        message = f"the optimizer's step counters are {'; '.join(parts)}{more}"
+        yield Problem(message, code, tensor=ordered[0][1][0])
 
 
 def _counter_jobs(
