@@ -81,8 +81,10 @@ def _show_failure(error: Exception) -> int:
 
 
 def _print_json_error(error: CkptoolError) -> None:
-    """Print an error as one JSON object if --json is given, on the first of several ranks."""
-    if "--json" in sys.argv and os.environ.get("RANK", "0") == "0":
+    """Print an error as one JSON object where that is asked, on the first of several ranks."""
+    words = " ".join(sys.argv).replace("--format=", "--format ")
+    is_json = "--json" in sys.argv or "--format json" in words
+    if is_json and os.environ.get("RANK", "0") == "0":
         from ckptool.render.messages import error_json, print_json
 
         print_json(error_json(error))

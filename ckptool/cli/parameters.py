@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Command = Callable[..., None]
 
-_RENAMED = {"--map": "--shards", "--ranks": "--rank-bytes"}
+_RENAMED = {"--map": "--shards", "--ranks": "--rank-bytes", "--junit": "--format junit"}
 """The new names of options by the old ones, which other commands still have."""
 
 
@@ -33,7 +33,9 @@ class RenamingCommand(TyperCommand):
             return super().parse_args(ctx, args)
         except Exception as error:
             renamed = _RENAMED.get(getattr(error, "option_name", ""))
-            if renamed in {flag for parameter in self.params for flag in parameter.opts}:
+            if renamed and renamed.split()[0] in {
+                flag for parameter in self.params for flag in parameter.opts
+            }:
                 message = f"{error.message}. Did you mean {renamed}?"  # type: ignore[attr-defined]
                 error.message, error.possibilities = message, None  # type: ignore[attr-defined]
             raise

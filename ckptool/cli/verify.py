@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from ckptool.cli.parameters import AsJson, Debug, SourcePath, parse_place
+from ckptool.cli.verify_output import Answer, Output
 from ckptool.commands.options.rewrite import RewriteOptions
 from ckptool.commands.options.verify import (
     CompareOptions,
@@ -21,7 +19,6 @@ from ckptool.core.options import OptionGroup, changed
 from ckptool.errors import UsageError
 
 if TYPE_CHECKING:
-    from ckptool.commands.verify.findings import VerifyReport
     from ckptool.commands.verify.verify import Started
     from ckptool.storage.url import Location
 
@@ -71,8 +68,14 @@ def verify(
     codes: Annotated[
         bool, typer.Option("--codes", help="List the finding codes and exit.")
     ] = False,
-    junit: Annotated[
-        Path | None, typer.Option("--junit", metavar="FILE", help="Also write a JUnit report.")
+    form: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            metavar="FORMAT",
+            help="Print text, json (as --json does), junit, or github: text with annotations;"
+            " default: github where GITHUB_ACTIONS is true, else text.",
+        ),
     ] = None,
     as_json: AsJson = False,
     quiet: Annotated[
@@ -86,9 +89,9 @@ def verify(
     checkpoint. Other questions, one at a time: is it equal to OTHER, does it match a manifest,
     which step of a run is the newest good one, and what is left of a damaged one. With the options
     that `ckptool convert SRC DST` took, `--against DST` proves that DST is what it should be.
-    If GITHUB_ACTIONS is true, findings are annotations too (on stderr with --json).
+    If GITHUB_ACTIONS is true, json and junit leave annotations to stderr.
     """
-    output = _Output(junit, as_json, quiet)
+    output = Output.of(form, as_json=as_json, quiet=quiet)
     if codes:
         output.show_codes()
         return
@@ -108,7 +111,7 @@ def verify(
         else:
             answer = _check(place, options, manifest, rewrite, started)
     output.show(answer, strict=options.strict)
-    _end(answer.report.ok)
+    _end(all(suite.report for suite in answer.suites))
 
 
 def _require_possible(
@@ -133,55 +136,16 @@ def _require_possible(
         raise UsageError(f"{flags[0]} says what to compare: {needs}")
 
 
-class _Answer(NamedTuple):
-    """``show`` is for people, ``content`` makes the one JSON object."""
-
-    report: VerifyReport
-    show: Callable[[], None]
-    content: Callable[[], dict[str, Any]]
-
-
-class _Output(NamedTuple):
-    """Where a report goes, and how."""
-
-    junit: Path | None
-    as_json: bool
-    quiet: bool
-
-    def show(self, answer: _Answer, *, strict: bool) -> None:
-        """Write a report: as a file for CI, as annotations on GitHub, as JSON or in words."""
-        from ckptool.render.messages import print_json
-        from ckptool.render.verify import show_annotations, write_junit
-
-        if self.junit is not None:
-            write_junit(answer.report, self.junit, strict=strict)
-        if os.environ.get("GITHUB_ACTIONS") == "true" and not self.quiet:
-            show_annotations(answer.report, stderr=self.as_json)
-        if self.as_json:
-            print_json(answer.content())
-        elif not self.quiet:
-            answer.show()
-
-    def show_codes(self) -> None:
-        """Print what the finding codes mean."""
-        from ckptool.render.messages import print_json
-        from ckptool.render.verify import codes_json, show_codes
-
-        if self.as_json:
-            print_json(codes_json())
-        else:
-            show_codes()
-
-
 def _check(
     source: Location,
     options: VerifyOptions,
     manifest: ManifestOptions,
     rewrite: RewriteOptions,
     started: Started,
-) -> _Answer:
+) -> Answer:
     """Verify a checkpoint by itself or by a manifest, or write its manifest if it has no errors."""
     from ckptool.commands.verify.verify import verify as run_verify
+    from ckptool.render.ci import Suite
     from ckptool.render.verify import show_verify
 
     if manifest.write_manifest is not None:
@@ -195,7 +159,9 @@ def _check(
         report = check_manifest(source, manifest.manifest, options, rewrite, started)
     else:
         report = run_verify(source, options, started)
-    return _Answer(report, lambda: show_verify(report), report.to_dict)
+    by_manifest = manifest.write_manifest or manifest.manifest
+    suite = Suite(report, ("manifest",) if by_manifest else ())
+    return Answer([suite], lambda: show_verify(report), report.to_dict)
 
 
 def _compare(
@@ -205,32 +171,41 @@ def _compare(
     rewrite: RewriteOptions,
     options: VerifyOptions,
     started: Started,
-) -> _Answer:
+) -> Answer:
     from ckptool.commands.verify.compare.against import against
+    from ckptool.render.ci import Suite
     from ckptool.render.verify import show_against
 
     report = against(source, other, options, rewrite, comparison, started)
-    return _Answer(report.verify, lambda: show_against(report), report.to_dict)
+    suite = Suite(report.verify, ("comparison",))
+    return Answer([suite], lambda: show_against(report), report.to_dict)
 
 
 def _verify_steps(
-    run: Location, options: VerifyOptions, output: _Output, *, every: bool
+    run: Location, options: VerifyOptions, output: Output, *, every: bool
 ) -> NoReturn:
     """Verify the steps of a run, and exit.
 
     For every step: 0 where all are without errors. For the latest good one: where there is one.
     """
     from ckptool.commands.verify.run_folder import verify_run
-    from ckptool.render.messages import print_json
+    from ckptool.render.ci import Suite
     from ckptool.render.verify import show_latest_good, show_steps
 
     report = verify_run(run, options, every=every)
-    if output.as_json:
-        print_json(report.to_dict())
-    elif every:
-        show_steps(report)
-    else:
-        show_latest_good(report, quiet=output.quiet)
+
+    def show() -> None:
+        if every:
+            show_steps(report)
+        else:
+            show_latest_good(report, quiet=output.quiet)
+
+    suites = [
+        Suite(each, reasons=step.reasons if all(step.reports) else ())
+        for step in report.verified
+        for each in step.reports
+    ]
+    output.show(Answer(suites, show, report.to_dict, is_data=True), strict=options.strict)
     _end(report.ok)
 
 
@@ -238,7 +213,7 @@ def _salvage(
     source: Location,
     target: Location,
     options: VerifyOptions,
-    output: _Output,
+    output: Output,
     *,
     overwrite: bool,
 ) -> NoReturn:
@@ -248,10 +223,12 @@ def _salvage(
     from ckptool.render.progress import progress
     from ckptool.render.verify import show_salvage
 
+    if output.form == "junit":
+        raise UsageError("--format junit: a salvage is no check")
     planned = plan_salvage(source, target, salvage_options(options, overwrite=overwrite))
     with progress(planned.nbytes, quiet=output.quiet) as advance:
         report = planned.run(advance)
-    if output.as_json:
+    if output.form == "json":
         print_json(report.to_dict())
     elif not output.quiet:
         show_salvage(report)

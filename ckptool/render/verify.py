@@ -1,4 +1,4 @@
-"""Show what verify found: on the screen, as JSON, as JUnit, as annotations of GitHub."""
+"""Show what verify found: on the screen, and the codes as JSON."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 from itertools import groupby
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from xml.etree import ElementTree
 
 from rich.console import Console
 from rich.text import Text
@@ -17,8 +15,7 @@ from ckptool.commands.document import document
 from ckptool.commands.verify.codes import CODES, Severity
 from ckptool.commands.verify.findings import SIDES, Finding, VerifyReport
 from ckptool.core.text import plural
-from ckptool.errors import TransferError
-from ckptool.render.text import Cell, columns, console, emit, escaped, say, size, visible
+from ckptool.render.text import Cell, columns, console, emit, escaped, say, size
 
 if TYPE_CHECKING:
     from ckptool.commands.verify.compare.against import AgainstReport
@@ -28,7 +25,6 @@ if TYPE_CHECKING:
     from ckptool.commands.verify.salvage.salvage import SalvageReport
 
 _COLOURS = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.INFO: "cyan"}
-_LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "notice"}
 _MOST_FINDINGS = 8
 _MOST_LINES = 12
 
@@ -232,54 +228,6 @@ def _show_end(screen: Console, report: SalvageReport) -> None:
     target = f"[bold]{escaped(report.target)}[/] ({report.target_format})"
     say(screen, f"\n{head}; wrote {target}: {counts}, {size(report.nbytes)}")
     say(screen, f"full list: {escaped(report.listing)}")
-
-
-def write_junit(report: VerifyReport, target: Path, *, strict: bool) -> None:
-    """Write a test case a code, failed where it was found. Raises TransferError."""
-    by_code: dict[str, list[Finding]] = {code: [] for code in CODES}
-    for finding in report.findings:
-        by_code[finding.code].append(finding)
-    failed = {finding.code for finding in report.fails(strict)}
-    suite = ElementTree.Element(
-        "testsuite", name="ckptool verify", tests=str(len(by_code)), failures=str(len(failed))
-    )
-    for code, findings in by_code.items():
-        case = ElementTree.SubElement(suite, "testcase", classname="ckptool.verify", name=code)
-        text = "\n".join(visible(finding.message) for finding in findings)
-        if code in failed:
-            failure = ElementTree.SubElement(case, "failure", message=CODES[code].meaning)
-            failure.text = text
-        elif findings:
-            ElementTree.SubElement(case, "system-out").text = text
-    try:
-        ElementTree.ElementTree(suite).write(target, encoding="utf-8", xml_declaration=True)
-    except OSError as error:
-        raise TransferError(f"{target}: cannot be written: {error.strerror}") from None
-
-
-def show_annotations(report: VerifyReport, *, stderr: bool) -> None:
-    """Print GitHub workflow commands, one a finding above information; see its documentation."""
-    screen = console(stderr=stderr)
-    for finding in report.findings:
-        if finding.severity is not Severity.INFO:
-            screen.print(_annotation(report, finding), markup=False, soft_wrap=True)
-
-
-def _annotation(report: VerifyReport, finding: Finding) -> str:
-    path = report.path
-    folder = path if path.is_dir() else path.parent
-    file = folder / finding.file if finding.file else path
-    fields = {"file": str(file), "title": f"ckptool {finding.code}"}
-    named = ",".join(f"{key}={_property(value)}" for key, value in fields.items())
-    return f"::{_LEVELS[finding.severity]} {named}::{_data(visible(finding.message))}"
-
-
-def _data(text: str) -> str:
-    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
-
-
-def _property(text: str) -> str:
-    return _data(visible(text)).replace(":", "%3A").replace(",", "%2C")
 
 
 def show_codes() -> None:

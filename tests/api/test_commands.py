@@ -47,7 +47,7 @@ FOR_PEOPLE = {
     *("json", "quiet", "debug", "verbose", "color", "no_progress"),
     *("inspect tensors", "inspect shards", "inspect rank_bytes", "inspect export"),
     *("inspect depth", "inspect sort"),
-    *("verify junit", "verify codes", "bench plot"),
+    *("verify format", "verify codes", "bench plot"),
 }
 """Options of what is shown on the screen, and how."""
 

@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "ckptool" / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 COMMAND = re.compile(
-    r"(?:^\$ |- run: |\$\(|-m |`)ckptool ([a-z]+(?: .*?)?)(?= \||\)|`| &&|$)", re.M
+    r"(?:^\$ |- run: |\$\(|-m |`)ckptool ([a-z]+(?: .*?)?)(?= [|>]|\)|`| &&|$)", re.M
 )
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 MODULE = re.compile(r"`([a-z_]+/[a-z_/]+\.py)`")

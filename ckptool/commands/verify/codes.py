@@ -31,202 +31,250 @@ class Code(NamedTuple):
     hint: str | None = None
 
 
-CODES: dict[str, Code] = {
-    # Files
-    "file-missing": Code(_ERROR, "a file named by the metadata is missing", _MIXED),
-    "file-empty": Code(_ERROR, "a data file is empty", _AGAIN),
-    "file-truncated": Code(_ERROR, "a file is shorter than its metadata says", _AGAIN),
-    "file-type-mismatch": Code(_ERROR, "a file is not of the type that its name says", _AGAIN),
-    "file-unreadable": Code(_ERROR, "a file cannot be read"),
-    "file-changed": Code(
-        _ERROR, "a file was changed while it was read", "verify again when no process writes to it"
-    ),
-    "file-unused": Code(
-        _WARNING, "a file that looks like part of the checkpoint but is not used",
-        "convert and reshard ignore it: read it by its own path, or move it away",
-    ),
-    "checkpoint-nested": Code(
-        _INFO, "another checkpoint is inside the folder", "give its path to read it"
-    ),
-    "file-incomplete": Code(_WARNING, "a temporary file of an unfinished write"),
-    "bytes-unused": Code(
-        _WARNING, "a data file contains unused bytes",
-        "harmless by itself: a longer file was overwritten, or bytes were appended",
-    ),
-    "zeros-at-end": Code(
-        _WARNING, "a file ends in zeros from a page boundary, as after a crash", _AGAIN
-    ),
-    "path-outside": Code(_ERROR, "metadata names a path outside the checkpoint", "do not load it"),
-    # The whole
-    "save-incomplete": Code(
-        _ERROR, "a save that did not finish",
-        "use the previous checkpoint; the metadata is written last",
-    ),
-    "latest-missing": Code(
-        _INFO, "the file that names the latest checkpoint of the run is missing",
-        "Megatron-LM and DeepSpeed resume from the step that this file names",
-    ),
-    "overwrite-interrupted": Code(
-        _ERROR, "data and metadata are from different saves",
-        "a later save into the same folder was interrupted: use another checkpoint",
-    ),
-    "data-newer": Code(_INFO, "a data file was modified after the metadata that describes it"),
-    "metadata-unreadable": Code(_ERROR, "a metadata file cannot be parsed", _AGAIN),
-    "rank-missing": Code(_ERROR, "data of a rank is missing", _MIXED),
-    "sharding-unrecorded": Code(
-        _INFO, "the files do not record how the ranks' shards fit together",
-        "set it with --tp-rule 'GLOB=column'",
-    ),
-    "copy-damaged": Code(
-        _WARNING, "one copy of a rank's file is damaged; another copy is used", _AGAIN
-    ),
-    "config-mismatch": Code(
-        _ERROR, "the model's config does not match its tensors", "use the config of this model"
-    ),
-    "config-missing": Code(
-        _INFO, "config.json not found", "transformers needs it to load the model"
-    ),
-    "base-model-missing": Code(_INFO, "an adapter without its base model"),
-    "rank-copied": Code(_ERROR, "a rank's file was written by another rank", _AGAIN),
-    "saves-mixed": Code(_ERROR, "the folder contains files of several saves", _MIXED),
-    "world-size-unrecorded": Code(_INFO, "the files do not record the number of ranks"),
-    # Archives, headers, indexes
-    "zip-structure": Code(_ERROR, "a zip directory is damaged or contradicts itself", _AGAIN),
-    "zip-headers": Code(_ERROR, "a zip directory and a record's header differ", _AGAIN),
-    "archive-content": Code(_ERROR, "a zip that torch.save would not write", _AGAIN),
-    "crc-mismatch": Code(_ERROR, "data does not match its checksum", _AGAIN),
-    "sha256-mismatch": Code(_ERROR, "a file does not match its listed SHA-256", _AGAIN),
-    "md5-mismatch": Code(_ERROR, "a file does not match its listed MD5", _AGAIN),
-    "codec-corrupt": Code(_ERROR, "compressed data cannot be decoded", _AGAIN),
-    "transform-unknown": Code(_ERROR, "data uses an unsupported transform and cannot be checked"),
-    "legacy-stream": Code(_ERROR, "a legacy torch.save stream contradicts itself", _AGAIN),
-    "storage-mismatch": Code(
-        _ERROR, "a storage is missing, or has another size than its pickle says", _AGAIN
-    ),
-    "safetensors-header": Code(_ERROR, "a safetensors header breaks the format's rules", _AGAIN),
-    "safetensors-dtype": Code(_ERROR, "a safetensors header names an unknown element type"),
-    "safetensors-gap": Code(_ERROR, "a safetensors file has bytes that no tensor uses", _AGAIN),
-    "safetensors-overlap": Code(_ERROR, "two tensors of a safetensors file share bytes", _AGAIN),
-    "safetensors-unaligned": Code(
-        _INFO, "tensors of a safetensors file are not aligned to their element size"
-    ),
-    "index-unreadable": Code(_ERROR, "an index is not JSON with a weight_map", _AGAIN),
-    "index-mismatch": Code(_ERROR, "an index and the files beside it disagree", _MIXED),
-    "index-total-size": Code(_WARNING, "the total size in an index is wrong"),
-    "index-unlisted": Code(_WARNING, "an index does not list all tensors"),
-    # Tensors
-    "chunk-gap": Code(_ERROR, "chunks do not cover a tensor", _MIXED),
-    "chunk-overlap": Code(_ERROR, "two chunks of a tensor share elements", _MIXED),
-    "chunk-outside": Code(_ERROR, "a chunk lies outside the tensor's shape", _MIXED),
-    "data-missing": Code(_ERROR, "metadata without data", _MIXED),
-    "data-unused": Code(_ERROR, "data that no chunk of the metadata claims", _MIXED),
-    "items-overlap": Code(_ERROR, "two items share bytes of a file", _MIXED),
-    "item-mismatch": Code(_ERROR, "the data of an item does not match the metadata", _MIXED),
-    "frozen-excluded": Code(
-        _WARNING, "frozen parameters are not in the checkpoint",
-        "take them from the model that training started from; convert the rest with --drop frozen",
-    ),
-    "frozen-unrecorded": Code(
-        _INFO, "the files do not record whether frozen parameters were excluded"
-    ),
-    "sharding-unknown": Code(_ERROR, "where a shard belongs is not recorded", _MIXED),
-    "ranks-disagree": Code(_ERROR, "ranks differ in a tensor's shape, type or kind", _MIXED),
-    "replicas-differ": Code(
-        _ERROR, "replicas of a tensor differ between ranks",
-        "the ranks diverged, or files of two saves are mixed",
-    ),
-    "dtensor-contradiction": Code(
-        _ERROR, "a DTensor's global shape, local shape, mesh and placements contradict each other",
-        "the tensor was saved with wrong shapes and cannot be placed",
-    ),
-    "tensor-record": Code(_ERROR, "a tensor's record contradicts itself", _AGAIN),
-    "tensor-unsupported": Code(
-        _WARNING, "a tensor of an unsupported kind; only its bytes are checked"
-    ),
-    "parameters-flat": Code(
-        _ERROR, "flat parameters without their original names and shapes",
-        "save again with SHARDED_STATE_DICT or FULL_STATE_DICT",
-    ),
-    "name-mismatch": Code(_WARNING, "a tensor's name and its path differ"),
-    "not-finite": Code(
-        _WARNING, "NaN or infinite values in model or optimizer",
-        "--fail-nonfinite makes it an error",
-    ),
-    "optimizer-incomplete": Code(_WARNING, "some parameters lack optimizer state that others have"),
-    "optimizer-shape": Code(_WARNING, "optimizer state and its parameter differ in shape"),
-    "steps-differ": Code(
-        _WARNING, "step counters differ between parameters or ranks",
-        "files of two saves may be mixed; some parameters may also have had no gradient",
-    ),
-    "steps-scattered": Code(_INFO, "nearly every parameter has its own step counter"),
-    # Pickles
-    "hostile-global": Code(
-        _ERROR, "a pickle can run code; nothing was imported or called",
-        "do not load this file with torch.load(weights_only=False) or pickle",
-    ),
-    "unknown-global": Code(
-        _WARNING, "a pickle names a class or function unusual in checkpoints",
-        "torch.load(weights_only=True) refuses it; load it only if you trust its source",
-    ),
-    "unknown-callable": Code(
-        _ERROR, "a pickle names a class or function not known to be harmless",
-        "torch.load(weights_only=False) calls it; if you trust its source, use --ignore"
-        " unknown-callable",
-    ),
-    "pickle-bomb": Code(_ERROR, "a pickle expands to far more than its size", "do not load it"),
-    "value-suspicious": Code(_WARNING, "a value that no writer produces", "do not load it"),
-    "pickle-malformed": Code(_ERROR, "a pickle is malformed", _AGAIN),
-    # Against another checkpoint
-    "tensor-missing": Code(_ERROR, "a tensor that is only in A"),
-    "tensor-extra": Code(_ERROR, "a tensor that is only in B"),
-    "shape-differs": Code(_ERROR, "the shapes of a tensor differ"),
-    "dtype-differs": Code(
-        _ERROR, "the element types of a tensor differ",
-        "use --cast to compare model weights after casting, or --rtol and --atol",
-    ),
-    "tensor-differs": Code(_ERROR, "the values of a tensor differ"),
-    "value-missing": Code(_ERROR, "a non-tensor value that is only in A"),
-    "value-extra": Code(_ERROR, "a non-tensor value that is only in B"),
-    "value-differs": Code(_ERROR, "a non-tensor value differs"),
-    "value-not-compared": Code(
-        _WARNING, "of an unsupported kind, so not compared", "exclude it with --drop NAME"
-    ),
-    "companion-missing": Code(_WARNING, "a file of the model that is only in A"),
-    "companion-differs": Code(_WARNING, "a file of the model differs"),
-    "values-unsupported": Code(
-        _ERROR, "non-tensor values that the other format cannot store",
-        "compare the model with --model-only, or exclude values with --drop 'GLOB'",
-    ),
-    "excluded": Code(_INFO, "excluded by the options: not compared"),
-    "nothing-compared": Code(
-        _ERROR, "no tensor and no value could be compared",
-        "change the names of A with --model-only, --strip-prefix or --rename",
-    ),
-    # By a manifest
-    "manifest-missing": Code(_ERROR, "in the manifest, not in the checkpoint"),
-    "manifest-extra": Code(_ERROR, "in the checkpoint, not in the manifest"),
-    "manifest-differs": Code(_ERROR, "differs from the manifest"),
-    "manifest-unchecked": Code(_ERROR, "not covered by a digest, and the files differ"),
-    "manifest-incomplete": Code(
-        _WARNING, "not covered by a digest of a tensor or value",
-        "only identical files can be checked, not copies in another format",
-    ),
-    "manifest-other-files": Code(
-        _INFO, "files differ from those of the manifest; tensors and values are compared"
-    ),
-    # What cannot be known
-    "access-denied": Code(_ERROR, "a store refuses to be read; nothing was checked"),
-    "no-answer": Code(_ERROR, "a store does not answer; nothing was checked"),
-    "limit-exceeded": Code(_ERROR, "a limit of ckptool is exceeded; not checked"),
-    "files-only": Code(_INFO, "tensors of this format are not read; only its files are checked"),
-    "no-checksum": Code(
-        _INFO, "no checksum stored; changed values cannot be detected",
-        "use --write-manifest to detect changes",
-    ),
-    "value-not-written": Code(_INFO, "a value that convert and reshard do not write"),
-    "note": Code(_INFO, "a remark"),
-    "damaged": Code(_ERROR, "the files contradict each other", _MIXED),
-}  # fmt: skip
+_CODES: dict[str, dict[str, Code]] = {
+    "files": {
+        "file-missing": Code(_ERROR, "a file named by the metadata is missing", _MIXED),
+        "file-empty": Code(_ERROR, "a data file is empty", _AGAIN),
+        "file-truncated": Code(_ERROR, "a file is shorter than its metadata says", _AGAIN),
+        "file-type-mismatch": Code(_ERROR, "a file is not of the type that its name says", _AGAIN),
+        "file-unreadable": Code(_ERROR, "a file cannot be read"),
+        "file-changed": Code(
+            _ERROR,
+            "a file was changed while it was read",
+            "verify again when no process writes to it",
+        ),
+        "file-unused": Code(
+            _WARNING,
+            "a file that looks like part of the checkpoint but is not used",
+            "convert and reshard ignore it: read it by its own path, or move it away",
+        ),
+        "checkpoint-nested": Code(
+            _INFO, "another checkpoint is inside the folder", "give its path to read it"
+        ),
+        "file-incomplete": Code(_WARNING, "a temporary file of an unfinished write"),
+        "bytes-unused": Code(
+            _WARNING,
+            "a data file contains unused bytes",
+            "harmless by itself: a longer file was overwritten, or bytes were appended",
+        ),
+        "zeros-at-end": Code(
+            _WARNING, "a file ends in zeros from a page boundary, as after a crash", _AGAIN
+        ),
+        "path-outside": Code(
+            _ERROR, "metadata names a path outside the checkpoint", "do not load it"
+        ),
+    },
+    "save": {
+        "save-incomplete": Code(
+            _ERROR,
+            "a save that did not finish",
+            "use the previous checkpoint; the metadata is written last",
+        ),
+        "latest-missing": Code(
+            _INFO,
+            "the file that names the latest checkpoint of the run is missing",
+            "Megatron-LM and DeepSpeed resume from the step that this file names",
+        ),
+        "overwrite-interrupted": Code(
+            _ERROR,
+            "data and metadata are from different saves",
+            "a later save into the same folder was interrupted: use another checkpoint",
+        ),
+        "data-newer": Code(_INFO, "a data file was modified after the metadata that describes it"),
+        "metadata-unreadable": Code(_ERROR, "a metadata file cannot be parsed", _AGAIN),
+        "rank-missing": Code(_ERROR, "data of a rank is missing", _MIXED),
+        "sharding-unrecorded": Code(
+            _INFO,
+            "the files do not record how the ranks' shards fit together",
+            "set it with --tp-rule 'GLOB=column'",
+        ),
+        "copy-damaged": Code(
+            _WARNING, "one copy of a rank's file is damaged; another copy is used", _AGAIN
+        ),
+        "config-mismatch": Code(
+            _ERROR, "the model's config does not match its tensors", "use the config of this model"
+        ),
+        "config-missing": Code(
+            _INFO, "config.json not found", "transformers needs it to load the model"
+        ),
+        "base-model-missing": Code(_INFO, "an adapter without its base model"),
+        "rank-copied": Code(_ERROR, "a rank's file was written by another rank", _AGAIN),
+        "saves-mixed": Code(_ERROR, "the folder contains files of several saves", _MIXED),
+        "world-size-unrecorded": Code(_INFO, "the files do not record the number of ranks"),
+    },
+    "structure": {
+        "zip-structure": Code(_ERROR, "a zip directory is damaged or contradicts itself", _AGAIN),
+        "zip-headers": Code(_ERROR, "a zip directory and a record's header differ", _AGAIN),
+        "archive-content": Code(_ERROR, "a zip that torch.save would not write", _AGAIN),
+        "crc-mismatch": Code(_ERROR, "data does not match its checksum", _AGAIN),
+        "sha256-mismatch": Code(_ERROR, "a file does not match its listed SHA-256", _AGAIN),
+        "md5-mismatch": Code(_ERROR, "a file does not match its listed MD5", _AGAIN),
+        "codec-corrupt": Code(_ERROR, "compressed data cannot be decoded", _AGAIN),
+        "transform-unknown": Code(
+            _ERROR, "data uses an unsupported transform and cannot be checked"
+        ),
+        "legacy-stream": Code(_ERROR, "a legacy torch.save stream contradicts itself", _AGAIN),
+        "storage-mismatch": Code(
+            _ERROR, "a storage is missing, or has another size than its pickle says", _AGAIN
+        ),
+        "safetensors-header": Code(
+            _ERROR, "a safetensors header breaks the format's rules", _AGAIN
+        ),
+        "safetensors-dtype": Code(_ERROR, "a safetensors header names an unknown element type"),
+        "safetensors-gap": Code(_ERROR, "a safetensors file has bytes that no tensor uses", _AGAIN),
+        "safetensors-overlap": Code(
+            _ERROR, "two tensors of a safetensors file share bytes", _AGAIN
+        ),
+        "safetensors-unaligned": Code(
+            _INFO, "tensors of a safetensors file are not aligned to their element size"
+        ),
+        "index-unreadable": Code(_ERROR, "an index is not JSON with a weight_map", _AGAIN),
+        "index-mismatch": Code(_ERROR, "an index and the files beside it disagree", _MIXED),
+        "index-total-size": Code(_WARNING, "the total size in an index is wrong"),
+        "index-unlisted": Code(_WARNING, "an index does not list all tensors"),
+    },
+    "tensors": {
+        "chunk-gap": Code(_ERROR, "chunks do not cover a tensor", _MIXED),
+        "chunk-overlap": Code(_ERROR, "two chunks of a tensor share elements", _MIXED),
+        "chunk-outside": Code(_ERROR, "a chunk lies outside the tensor's shape", _MIXED),
+        "data-missing": Code(_ERROR, "metadata without data", _MIXED),
+        "data-unused": Code(_ERROR, "data that no chunk of the metadata claims", _MIXED),
+        "items-overlap": Code(_ERROR, "two items share bytes of a file", _MIXED),
+        "item-mismatch": Code(_ERROR, "the data of an item does not match the metadata", _MIXED),
+        "frozen-excluded": Code(
+            _WARNING,
+            "frozen parameters are not in the checkpoint",
+            "take them from the model that training started from;"
+            " convert the rest with --drop frozen",
+        ),
+        "frozen-unrecorded": Code(
+            _INFO, "the files do not record whether frozen parameters were excluded"
+        ),
+        "sharding-unknown": Code(_ERROR, "where a shard belongs is not recorded", _MIXED),
+        "ranks-disagree": Code(_ERROR, "ranks differ in a tensor's shape, type or kind", _MIXED),
+        "replicas-differ": Code(
+            _ERROR,
+            "replicas of a tensor differ between ranks",
+            "the ranks diverged, or files of two saves are mixed",
+        ),
+        "dtensor-contradiction": Code(
+            _ERROR,
+            "a DTensor's global shape, local shape, mesh and placements contradict each other",
+            "the tensor was saved with wrong shapes and cannot be placed",
+        ),
+        "tensor-record": Code(_ERROR, "a tensor's record contradicts itself", _AGAIN),
+        "tensor-unsupported": Code(
+            _WARNING, "a tensor of an unsupported kind; only its bytes are checked"
+        ),
+        "parameters-flat": Code(
+            _ERROR,
+            "flat parameters without their original names and shapes",
+            "save again with SHARDED_STATE_DICT or FULL_STATE_DICT",
+        ),
+        "name-mismatch": Code(_WARNING, "a tensor's name and its path differ"),
+        "not-finite": Code(
+            _WARNING,
+            "NaN or infinite values in model or optimizer",
+            "--fail-nonfinite makes it an error",
+        ),
+        "optimizer-incomplete": Code(
+            _WARNING, "some parameters lack optimizer state that others have"
+        ),
+        "optimizer-shape": Code(_WARNING, "optimizer state and its parameter differ in shape"),
+        "steps-differ": Code(
+            _WARNING,
+            "step counters differ between parameters or ranks",
+            "files of two saves may be mixed; some parameters may also have had no gradient",
+        ),
+        "steps-scattered": Code(_INFO, "nearly every parameter has its own step counter"),
+    },
+    "pickles": {
+        "hostile-global": Code(
+            _ERROR,
+            "a pickle can run code; nothing was imported or called",
+            "do not load this file with torch.load(weights_only=False) or pickle",
+        ),
+        "unknown-global": Code(
+            _WARNING,
+            "a pickle names a class or function unusual in checkpoints",
+            "torch.load(weights_only=True) refuses it; load it only if you trust its source",
+        ),
+        "unknown-callable": Code(
+            _ERROR,
+            "a pickle names a class or function not known to be harmless",
+            "torch.load(weights_only=False) calls it; if you trust its source, use --ignore"
+            " unknown-callable",
+        ),
+        "pickle-bomb": Code(_ERROR, "a pickle expands to far more than its size", "do not load it"),
+        "value-suspicious": Code(_WARNING, "a value that no writer produces", "do not load it"),
+        "pickle-malformed": Code(_ERROR, "a pickle is malformed", _AGAIN),
+    },
+    "comparison": {
+        "tensor-missing": Code(_ERROR, "a tensor that is only in A"),
+        "tensor-extra": Code(_ERROR, "a tensor that is only in B"),
+        "shape-differs": Code(_ERROR, "the shapes of a tensor differ"),
+        "dtype-differs": Code(
+            _ERROR,
+            "the element types of a tensor differ",
+            "use --cast to compare model weights after casting, or --rtol and --atol",
+        ),
+        "tensor-differs": Code(_ERROR, "the values of a tensor differ"),
+        "value-missing": Code(_ERROR, "a non-tensor value that is only in A"),
+        "value-extra": Code(_ERROR, "a non-tensor value that is only in B"),
+        "value-differs": Code(_ERROR, "a non-tensor value differs"),
+        "value-not-compared": Code(
+            _WARNING, "of an unsupported kind, so not compared", "exclude it with --drop NAME"
+        ),
+        "companion-missing": Code(_WARNING, "a file of the model that is only in A"),
+        "companion-differs": Code(_WARNING, "a file of the model differs"),
+        "values-unsupported": Code(
+            _ERROR,
+            "non-tensor values that the other format cannot store",
+            "compare the model with --model-only, or exclude values with --drop 'GLOB'",
+        ),
+        "excluded": Code(_INFO, "excluded by the options: not compared"),
+        "nothing-compared": Code(
+            _ERROR,
+            "no tensor and no value could be compared",
+            "change the names of A with --model-only, --strip-prefix or --rename",
+        ),
+    },
+    "manifest": {
+        "manifest-missing": Code(_ERROR, "in the manifest, not in the checkpoint"),
+        "manifest-extra": Code(_ERROR, "in the checkpoint, not in the manifest"),
+        "manifest-differs": Code(_ERROR, "differs from the manifest"),
+        "manifest-unchecked": Code(_ERROR, "not covered by a digest, and the files differ"),
+        "manifest-incomplete": Code(
+            _WARNING,
+            "not covered by a digest of a tensor or value",
+            "only identical files can be checked, not copies in another format",
+        ),
+        "manifest-other-files": Code(
+            _INFO, "files differ from those of the manifest; tensors and values are compared"
+        ),
+    },
+    "limits": {
+        "access-denied": Code(_ERROR, "a store refuses to be read; nothing was checked"),
+        "no-answer": Code(_ERROR, "a store does not answer; nothing was checked"),
+        "limit-exceeded": Code(_ERROR, "a limit of ckptool is exceeded; not checked"),
+        "files-only": Code(
+            _INFO, "tensors of this format are not read; only its files are checked"
+        ),
+        "no-checksum": Code(
+            _INFO,
+            "no checksum stored; changed values cannot be detected",
+            "use --write-manifest to detect changes",
+        ),
+        "value-not-written": Code(_INFO, "a value that convert and reshard do not write"),
+        "note": Code(_INFO, "a remark"),
+        "damaged": Code(_ERROR, "the files contradict each other", _MIXED),
+    },
+}
+CODES = {name: code for codes in _CODES.values() for name, code in codes.items()}
+CHECKS = {name: check for check, codes in _CODES.items() for name in codes}
+"""The check that each code is a result of."""
+ALWAYS = ("files", "save", "structure", "tensors", "pickles", "limits")
+"""The checks that are made whatever is asked."""
 
 
 def require_codes(codes: Iterable[str]) -> None:

@@ -1,0 +1,71 @@
+"""How verify's answer is printed: in words, as JSON, as JUnit, with annotations of GitHub."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ckptool.errors import UsageError
+
+if TYPE_CHECKING:
+    from ckptool.render.ci import Suite
+
+FORMATS = ("text", "json", "junit", "github")
+
+
+class Answer(NamedTuple):
+    """``show`` is for people, ``content`` makes the one JSON object.
+
+    What is shown as ``data``, such as a path, has stdout for itself, even where it is to be quiet.
+    """
+
+    suites: list[Suite]
+    show: Callable[[], None]
+    content: Callable[[], dict[str, Any]]
+    is_data: bool = False
+
+
+class Output(NamedTuple):
+    """Where a report goes, and how."""
+
+    form: str
+    quiet: bool
+
+    @classmethod
+    def of(cls, form: str | None, *, as_json: bool, quiet: bool) -> Output:
+        """Return the form that was asked for, or else ``github`` where GitHub runs this."""
+        if form is not None and form not in FORMATS:
+            raise UsageError(f"invalid --format {form!r}", hint=", ".join(FORMATS))
+        if as_json and form not in (None, "json"):
+            raise UsageError(f"--json is --format json: not with --format {form}")
+        return cls("json" if as_json else form or ("github" if _on_github() else "text"), quiet)
+
+    def show(self, answer: Answer, *, strict: bool) -> None:
+        """Print an answer. Annotations of GitHub go to stderr where stdout is data."""
+        from ckptool.render.ci import print_junit, show_annotations
+        from ckptool.render.messages import print_json
+
+        data = answer.is_data or self.form in ("json", "junit")
+        if not self.quiet and (self.form == "github" or _on_github()):
+            show_annotations([suite.report for suite in answer.suites], stderr=data)
+        if self.form == "json":
+            print_json(answer.content())
+        elif self.form == "junit":
+            print_junit(answer.suites, strict=strict)
+        elif answer.is_data or not self.quiet:
+            answer.show()
+
+    def show_codes(self) -> None:
+        """Print what the finding codes mean."""
+        from ckptool.render.messages import print_json
+        from ckptool.render.verify import codes_json, show_codes
+
+        if self.form == "json":
+            print_json(codes_json())
+        else:
+            show_codes()
+
+
+def _on_github() -> bool:
+    return os.environ.get("GITHUB_ACTIONS") == "true"

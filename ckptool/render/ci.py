@@ -1,0 +1,109 @@
+"""What verify found as CI systems read it: JUnit, and annotations of GitHub."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+from xml.etree import ElementTree
+
+from ckptool.commands.verify.codes import ALWAYS, CHECKS, CODES, Severity
+from ckptool.commands.verify.findings import Finding, VerifyReport
+from ckptool.core.text import plural
+from ckptool.render.text import console, visible
+
+_LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning"}
+MOST_ANNOTATIONS = 10
+"""GitHub shows no more of each level for a step."""
+
+
+class Suite(NamedTuple):
+    """What verify found of a checkpoint, by the checks that were ``asked`` beside the usual ones.
+
+    ``reasons`` say why it fails beyond that.
+    """
+
+    report: VerifyReport
+    asked: Collection[str] = ()
+    reasons: Sequence[str] = ()
+
+
+def print_junit(suites: Iterable[Suite], *, strict: bool) -> None:
+    """Print JUnit: a suite per checkpoint, in it a case per check by its name."""
+    root = ElementTree.Element("testsuites", name="ckptool verify")
+    for suite in suites:
+        root.append(_suite(suite, strict=strict))
+    ElementTree.indent(root)
+    sys.stdout.write(ElementTree.tostring(root, encoding="unicode", xml_declaration=True))
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+
+
+def _suite(suite: Suite, *, strict: bool) -> ElementTree.Element:
+    report = suite.report
+    path = visible(str(report.path))
+    failing = {id(finding) for finding in report.fails(strict)}
+    found: dict[str, list[Finding]] = {check: [] for check in (*ALWAYS, *suite.asked)}
+    for finding in report.findings:
+        found.setdefault(CHECKS[finding.code], []).append(finding)
+    made = ElementTree.Element("testsuite", name=path)
+    failures = 0
+    for check, findings in found.items():
+        case = ElementTree.SubElement(made, "testcase", classname=path, name=check)
+        failed = [finding for finding in findings if id(finding) in failing]
+        if failed:
+            failures += 1
+            message = CODES[failed[0].code].meaning
+            ElementTree.SubElement(case, "failure", message=message).text = _lines(failed)
+        others = [finding for finding in findings if id(finding) not in failing]
+        if others:
+            ElementTree.SubElement(case, "system-out").text = _lines(others)
+    if suite.reasons:
+        failures += 1
+        case = ElementTree.SubElement(made, "testcase", classname=path, name="step")
+        text = "\n".join(map(visible, suite.reasons))
+        ElementTree.SubElement(case, "failure", message="not a good step").text = text
+    made.attrib |= {"tests": str(len(made)), "failures": str(failures)}
+    return made
+
+
+def _lines(findings: Iterable[Finding]) -> str:
+    return "\n".join(f"{each.code}: {visible(each.message)}" for each in findings)
+
+
+def show_annotations(reports: Iterable[VerifyReport], *, stderr: bool) -> None:
+    """Print workflow commands of GitHub: one a cause, errors first, ten at most."""
+    found = [
+        (report, finding)
+        for level in _LEVELS
+        for report in reports
+        for finding in report.findings
+        if finding.severity is level
+    ]
+    screen = console(stderr=stderr)
+    for report, finding in found[:MOST_ANNOTATIONS]:
+        screen.print(annotation(report, finding), markup=False, soft_wrap=True)
+    more = len(found) - MOST_ANNOTATIONS
+    if more > 0:
+        screen.print(f"and {plural(more, 'more finding')}, not annotated", markup=False)
+
+
+def annotation(report: VerifyReport, finding: Finding) -> str:
+    """Return the workflow command of a finding, which its text cannot leave."""
+    path = report.path
+    folder = path if path.is_dir() else path.parent
+    file = folder / finding.file if finding.file else path
+    if isinstance(file, Path) and file.is_absolute() and file.is_relative_to(Path.cwd()):
+        file = file.relative_to(Path.cwd())  # GitHub marks files of the checkout by such paths
+    fields = {"file": str(file), "title": f"ckptool {finding.code}"}
+    named = ",".join(f"{key}={_property(value)}" for key, value in fields.items())
+    return f"::{_LEVELS[finding.severity]} {named}::{_data(visible(finding.message))}"
+
+
+def _data(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _property(text: str) -> str:
+    return _data(visible(text)).replace(":", "%3A").replace(",", "%2C")
