@@ -19,7 +19,7 @@ from ckptool.core.plan import Plan
 from ckptool.engine.check.replicas import differing_replicas
 from ckptool.engine.ranks import NodeRanks, Ranks, begin_output, share_files
 from ckptool.engine.read.tiles import require_unchanged
-from ckptool.engine.write.run import fetched_ahead
+from ckptool.engine.write.run import fetched_ahead, workers_within_budget
 from ckptool.engine.write.stage import RESUME_HINT, Output, Stage, StageOptions
 from ckptool.errors import (
     Changed,
@@ -394,6 +394,6 @@ class Transfer(Generic[AnyReport]):
 
         share = self.plan.entries[node.position :: node.size]
         source, staged = self.opened.source, stage.written
-        workers = self.options.run.workers or max(source.workers, staged.workers)
+        workers = workers_within_budget(self.plan, self.options.run, source, staged)
         staged.keep(fetched_ahead(staged, self.options.run))
         require_written(self.plan, share, (source, staged), workers, progress)

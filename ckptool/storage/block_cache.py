@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 BLOCK = 256 << 10
 """Bytes that are fetched at least. Most headers, directories and small tensors fit."""
+CAPACITY = 16 << 20
+"""Bytes of memory for what was read, unless a budget says otherwise."""
 _AHEAD = 16
 
 
@@ -66,7 +68,7 @@ class BlockCache:
     fetched. Whoever asks for bytes that are on their way waits for them.
     """
 
-    def __init__(self, fetch: Fetch, capacity: int = 16 << 20) -> None:
+    def __init__(self, fetch: Fetch, capacity: int = CAPACITY) -> None:
         self.capacity = capacity
         self._fetch = fetch
         self._kept: OrderedDict[Key, _Fetched] = OrderedDict()

@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 from ckptool.errors import CkptoolError, NotFound, Problem, TransferError
 from ckptool.storage.retry import NoAnswer, error_text, is_ours
 from ckptool.storage.store import Store
+from ckptool.storage.unfinished_uploads import abort_upload
 from ckptool.storage.url import RemotePath
 
 _T = TypeVar("_T")
@@ -263,7 +264,7 @@ class _MultipartSender:
                 raise
 
     def discard(self) -> None:
-        self._store.abort_upload(self._stream.path, self._stream.mpu["UploadId"], self._arrived)
+        abort_upload(self._store, self._stream.path, self._stream.mpu["UploadId"], self._arrived)
 
     def _ask(self, what: str, method: str, **named: Any) -> Any:
         stream = self._stream

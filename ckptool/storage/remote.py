@@ -111,7 +111,7 @@ class RemoteSource:
 
     def keep(self, nbytes: int) -> None:
         """Keep no more than so many bytes of what was fetched ahead."""
-        self._place.store.ranges.capacity = nbytes
+        self._place.store.keep(nbytes)
 
     def read(self, file: str, offset: int, nbytes: int) -> bytes:
         """Return exactly ``nbytes`` at ``offset``; Damaged where the file ends before."""

@@ -15,14 +15,13 @@ from typing import Any, NamedTuple, TypeVar
 from weakref import WeakSet
 
 from ckptool.errors import Changed, NotFound, Unsupported
-from ckptool.storage.block_cache import BlockCache, ObjectVersion
+from ckptool.storage.block_cache import CAPACITY, BlockCache, ObjectVersion
 from ckptool.storage.file_system import open_file_system
 from ckptool.storage.obstore_read import ObstoreReader, is_available
 from ckptool.storage.planned_ranges import PlannedRanges
 from ckptool.storage.ranged_read import FsspecReader, RangeReader, call, is_pinned, is_s3
 from ckptool.storage.retry import (
     Denied,
-    NoAnswer,
     RetryPolicy,
     Unaccepted,
     retry,
@@ -126,6 +125,11 @@ class Store:
         self.blocks = BlockCache(self.read, self.blocks.capacity)
         self.ranges = PlannedRanges(self.read, self.ranges.capacity)
         self.traffic = Traffic(self.traffic.requests, self.traffic.received)
+
+    def keep(self, nbytes: int) -> None:
+        """Keep no more than so many bytes of what was read, or is fetched ahead."""
+        self.blocks.capacity = min(CAPACITY, nbytes // 4)
+        self.ranges.capacity = nbytes - self.blocks.capacity
 
     @property
     def atomic_put(self) -> bool:
@@ -323,37 +327,6 @@ class Store:
         for key in keys:
             with suppress(NotFound):
                 self.ask(what, partial(self.fs.rm_file, key))
-
-    def abort_uploads(self, head: str, chosen: Callable[[str], bool]) -> None:
-        """Throw away the parts of unfinished files whose keys begin with ``head`` and are chosen.
-
-        None are where they cannot be listed, as in all stores but S3, and by who may not; what is
-        found and cannot be thrown away is among what ``remains``.
-        """
-        if not hasattr(self.fs, "call_s3"):
-            return
-        bucket, _, prefix = head.partition("/")
-        uploads: list[dict[str, Any]] = []
-        with suppress(NotFound, NoAnswer):
-            uploads = self.ask(
-                head,
-                lambda: self.fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix),
-            ).get("Uploads", [])
-        for upload in uploads:
-            key = f"{bucket}/{upload['Key']}"
-            if chosen(key):
-                self.abort_upload(key, upload["UploadId"])
-
-    def abort_upload(self, key: str, number: str, nbytes: int = 0) -> None:
-        """Throw away the parts, of so many bytes, of an unfinished file of S3, or say they stay."""
-        bucket, _, name = key.partition("/")
-        url = self.url(key)
-        try:
-            self.ask(url, lambda: self.fs.abort_mpu(bucket, name, number))
-        except NotFound:
-            return
-        except NoAnswer:
-            self.remains[url] = self.remains.get(url, 0) + nbytes
 
     def ask(self, what: str, work: Callable[[], _T]) -> _T:
         """Return the answer to a request; NotFound or NoAnswer where there is none."""

@@ -15,6 +15,7 @@ import psutil
 
 from ckptool.errors import NotFound, TransferError, Unsupported, UsageError
 from ckptool.storage.retry import Denied
+from ckptool.storage.unfinished_uploads import abort_uploads
 from ckptool.storage.url import WEB, Location, RemotePath
 
 if TYPE_CHECKING:
@@ -194,7 +195,7 @@ def remove_uploaded(place: RemotePath) -> None:
     store.fs.invalidate_cache()
     with suppress(NotFound, Denied):  # what stays is looked for below
         store.ask(str(place), lambda: store.fs.rm(place.key, recursive=True))
-    store.abort_uploads(inside, lambda key: True)
+    abort_uploads(store, inside, lambda key: True)
     if list_uploaded(place):
         raise TransferError(
             f"{place}: cannot be removed", hint="remove it by the store's own tools"

@@ -28,6 +28,7 @@ from ckptool.storage.multipart import hidden_name
 from ckptool.storage.remote import RemoteSource
 from ckptool.storage.retry import Denied, NoAnswer
 from ckptool.storage.store import ObjectInfo
+from ckptool.storage.unfinished_uploads import abort_uploads
 from ckptool.storage.url import WEB, RemotePath
 
 _MARKS = (".metadata", ".json", ".pkl", "latest", "meta.pt")
@@ -303,7 +304,7 @@ class RemoteStage:
         """Throw away the parts that a killed run left."""
         names = {file.path for file in self._layout.files} | self._noted
         keys = {(self.folder / name).key for name in names}
-        self._store.abort_uploads(f"{self.folder.key}/", keys.__contains__)
+        abort_uploads(self._store, f"{self.folder.key}/", keys.__contains__)
 
 
 def _this_writer() -> dict[str, Any]:

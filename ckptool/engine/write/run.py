@@ -70,7 +70,7 @@ def peak_memory(plan: Plan, source: Files, options: RunOptions, *, local: bool =
     if not local:
         return options.budget
     per_worker = 2 * (TILE + SPAN) + plan.largest_blob
-    workers = workers_within_budget(plan, source, options)
+    workers = workers_within_budget(plan, options, source)
     return workers * per_worker + fetched_ahead(source, options)
 
 
@@ -79,16 +79,20 @@ def fetched_ahead(source: Files, options: RunOptions) -> int:
     return 0 if source.block == 1 else options.budget // 4
 
 
-def workers_within_budget(plan: Plan, source: Files, options: RunOptions) -> int:
-    """Return how many workers the budget has room for; Unsupported where not even one fits."""
+def workers_within_budget(plan: Plan, options: RunOptions, *sources: Files) -> int:
+    """Return how many workers, which read all sources, the budget has room for.
+
+    Unsupported where not even one fits.
+    """
     per_worker = _MINIMUM_PER_WORKER + plan.largest_blob
     if per_worker > options.budget:
         raise Unsupported(
             f"a budget of {options.budget:,} bytes is too small: one worker needs {per_worker:,}",
             hint=f"--budget {-(-per_worker // (1 << 20))}MiB",
         )
-    left = options.budget - fetched_ahead(source, options)
-    return max(1, min(options.workers or source.workers, left // per_worker))
+    left = options.budget - sum(fetched_ahead(source, options) for source in sources)
+    workers = options.workers or max(source.workers for source in sources)
+    return max(1, min(workers, left // per_worker))
 
 
 class _PlanWriter:
@@ -107,7 +111,7 @@ class _PlanWriter:
         self._source = source
         self._folder = folder
         self._output = _OutputFiles(folder)
-        self._workers = workers_within_budget(plan, source, options)
+        self._workers = workers_within_budget(plan, options, source)
         self._fsync = options.fsync
         self._progress = progress
         self._records = RecordCheck()
