@@ -11,6 +11,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from ckptool import __version__
+from ckptool.cli.examples import ABOUT, GROUPS, epilog
 
 SUMMARIES = {
     "inspect": "Show what a checkpoint holds, from its metadata alone.",
@@ -35,7 +36,11 @@ class CommandGroup(TyperGroup):
     """The commands by name. Each is imported, and its options made, where it runs."""
 
     def __init__(self, **settings: Any) -> None:
-        commands = {name: TyperCommand(name, help=text) for name, text in SUMMARIES.items()}
+        commands = {
+            name: TyperCommand(name, help=SUMMARIES[name], rich_help_panel=group)
+            for group, names in GROUPS.items()
+            for name in names
+        }
         super().__init__(**settings | {"commands": commands})
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
@@ -60,7 +65,9 @@ def load_command(name: str) -> Any:
 
     module = import_module(f"ckptool.cli.{MODULES.get(name, name)}")
     alone = typer.Typer(add_completion=False)
-    alone.command(name, cls=RenamingCommand)(with_options(getattr(module, name)))
+    alone.command(name, cls=RenamingCommand, epilog=epilog(name))(
+        with_options(getattr(module, name))
+    )
     return get_command(alone)
 
 
@@ -68,6 +75,7 @@ app = typer.Typer(
     name="ckptool",
     cls=CommandGroup,
     help="See, prove, convert and reshard distributed PyTorch checkpoints.",
+    epilog=ABOUT,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

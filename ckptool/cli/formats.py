@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-from ckptool.cli.parameters import AsJson
+from ckptool.cli.parameters import AsJson, complete_from
+from ckptool.commands.options.choices import builtin_map_names
 
 
 def formats(as_json: AsJson = False) -> None:
@@ -25,7 +26,12 @@ def formats(as_json: AsJson = False) -> None:
 
 def maps(
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="Print this map, a TOML file.")
+        str | None,
+        typer.Argument(
+            metavar="[NAME]",
+            help="Print this map, a TOML file.",
+            autocompletion=complete_from(builtin_map_names),
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

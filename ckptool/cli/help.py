@@ -8,20 +8,32 @@ from typing import Annotated
 import typer
 
 from ckptool.cli.app import SUMMARIES, app
+from ckptool.cli.parameters import complete_from
 from ckptool.errors import UsageError
+
+
+def _read_pages() -> dict[str, str]:
+    """Return the pages of the documentation by topic."""
+    from ckptool.render.help import read_pages
+
+    return read_pages()
 
 
 def help(
     context: typer.Context,
     topic: Annotated[
         str | None,
-        typer.Argument(metavar="[TOPIC]", help="Show this page, or the help of this command."),
+        typer.Argument(
+            metavar="[TOPIC]",
+            help="Show this page, or the help of this command.",
+            autocompletion=complete_from(lambda: [*_read_pages(), *SUMMARIES]),
+        ),
     ] = None,
 ) -> None:
     """List the pages of the documentation and the commands, or show one."""
-    from ckptool.render.help import read_pages, show_page, show_topics
+    from ckptool.render.help import show_page, show_topics
 
-    pages = read_pages()
+    pages = _read_pages()
     if topic is None:
         show_topics(pages, SUMMARIES)
     elif topic in pages:

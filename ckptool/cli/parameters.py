@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import is_dataclass
+from difflib import get_close_matches
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
@@ -25,18 +27,21 @@ _RENAMED = {"--map": "--shards", "--ranks": "--rank-bytes", "--junit": "--format
 
 
 class RenamingCommand(TyperCommand):
-    """A command that answers the former name of an option with its new one."""
+    """A command that answers an option's former name, or a misspelt one, with what it is called."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the words of the command line. Raises click's NoSuchOption."""
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
-            renamed = _RENAMED.get(getattr(error, "option_name", ""))
-            if renamed and renamed.split()[0] in {
-                flag for parameter in self.params for flag in parameter.opts
-            }:
-                message = f"{error.message}. Did you mean {renamed}?"  # type: ignore[attr-defined]
+            wrong: str = getattr(error, "option_name", "")
+            flags = [flag for each in self.params for flag in (*each.opts, *each.secondary_opts)]
+            renamed = _RENAMED.get(wrong, "")
+            close = get_close_matches(wrong, flags, n=1, cutoff=0.75)
+            if renamed.partition(" ")[0] in flags:
+                close = [renamed]
+            if close:
+                message = f"{error.message}. Did you mean {close[0]}?"  # type: ignore[attr-defined]
                 error.message, error.possibilities = message, None  # type: ignore[attr-defined]
             raise
 
@@ -126,6 +131,7 @@ def _parameter(option: Option) -> Parameter:
         max=option.maximum,
         rich_help_panel=option.panel,
         show_default=default is not None,
+        autocompletion=option.choices and complete_from(option.choices),
     )
     kind = option.kind.line if option.required else option.kind.line | None
     return Parameter(
@@ -134,6 +140,17 @@ def _parameter(option: Option) -> Parameter:
         default=Parameter.empty if option.required else default,
         annotation=Annotated[kind, shape],
     )
+
+
+def complete_from(choices: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
+    """Return the function that completes a word, or the last one of ``GLOB=WORD`` and ``A,B``."""
+
+    def complete(incomplete: str) -> list[str]:
+        begun = re.split(r"[=,]", incomplete)[-1]
+        head = incomplete[: len(incomplete) - len(begun)]
+        return [f"{head}{word}" for word in choices() if word.startswith(begun)]
+
+    return complete
 
 
 SourcePath = Annotated[

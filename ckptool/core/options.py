@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import partial
 from keyword import iskeyword
@@ -142,7 +142,10 @@ SIZE = Kind(str, "Size", lambda value, name: parse_size(str(value), name), metav
 
 
 class Option(NamedTuple):
-    """One option. ``shown`` is the default as people write it, ``former`` the flag's old name."""
+    """One option. ``shown`` is the default as people write it, ``former`` the flag's old name.
+
+    ``choices`` returns the words that it takes by name, for completion.
+    """
 
     flag: str
     kind: Kind
@@ -153,6 +156,7 @@ class Option(NamedTuple):
     maximum: int | None = None
     panel: str | None = None
     former: str | None = None
+    choices: Callable[[], Iterable[str]] | None = None
     field: str = ""
     default: Any = None
 

@@ -21,6 +21,7 @@ from torchtitan_states import recorded, write_config
 from typer.testing import CliRunner
 
 from ckptool.cli.app import MODULES, SUMMARIES, app, load_command
+from ckptool.cli.examples import EXAMPLES
 from ckptool.commands.verify.codes import CODES, Severity
 from ckptool.formats import FORMATS
 
@@ -36,7 +37,9 @@ OTHER_PROGRAMS = {"--nproc-per-node", "--format"}
 
 
 def commands() -> dict[str, list[str]]:
-    lines = [line for page in PAGES for line in COMMAND.findall(page.read_text())]
+    texts = [page.read_text() for page in PAGES]
+    texts += [f"$ {example}" for examples in EXAMPLES.values() for example in examples]
+    lines = [line for text in texts for line in COMMAND.findall(text)]
     return {line: shlex.split(line, comments=True) for line in lines}
 
 
@@ -82,7 +85,10 @@ def test_the_commands_of_the_readme_run(workplace: Path) -> None:
 def test_every_option_exists(page: Path) -> None:
     flags = {flag for name in SUMMARIES for flag in flags_of(load_command(name))}
     named = set(OPTION.findall(page.read_text()))
-    assert named <= flags | {"--help", "--version", "--plugins"} | OTHER_PROGRAMS
+    assert (
+        named
+        <= flags | {"--help", "--version", "--plugins", "--install-completion"} | OTHER_PROGRAMS
+    )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptool.commands.options import PLACE
+from ckptool.commands.options.choices import strategy_names
 from ckptool.core.options import COUNT, FLAG, LIST, SIZE, OptionSet, option
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class BenchOptions(OptionSet):
     strategies: tuple[str, ...] = option(
         "--strategies",
         LIST,
+        choices=strategy_names,
         help="Comma-separated names, families or globs, such as dcp-sync,dcp-async-*; or"
         " MODULE:CLASS for a saver of your own. Default: all.",
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptool.commands.options import FILE, STORAGE_OPTIONS, TP_RULES
+from ckptool.commands.options.choices import format_names
 from ckptool.core.options import COUNT, FLAG, OptionSet, option
 
 if TYPE_CHECKING:
@@ -22,7 +23,10 @@ class ReadOptions(OptionSet):
     """
 
     from_format: str | None = option(
-        "--from", metavar="FORMAT", help="Read as this format instead of detecting it."
+        "--from",
+        metavar="FORMAT",
+        choices=format_names,
+        help="Read as this format instead of detecting it.",
     )
     per_rank: bool = option(
         "--per-rank", FLAG, help="Keep plain tensors that differ between ranks, as NAME@rankR."

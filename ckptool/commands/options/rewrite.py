@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptool.commands.options import CASTS, DIMS, FILE
+from ckptool.commands.options.choices import dtype_names, map_names
 from ckptool.core.options import FLAG, TEXTS, OptionSet, group, option
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class MapOptions(OptionSet):
     name: str | None = option(
         "--map",
         metavar="NAME|FILE",
+        choices=map_names,
         help="Convert names and layout to another framework's: a built-in key map (`ckptool maps`"
         " lists them), a TOML file, or auto.",
     )
@@ -78,6 +80,7 @@ class RewriteOptions(OptionSet):
     casts: Casts | None = option(
         "--dtype",
         CASTS,
+        choices=dtype_names,
         metavar="DTYPE|GLOB=DTYPE",
         help="Cast the model's weights, e.g. to bf16; with a GLOB, cast whatever matches"
         " (repeatable, first match wins). Integers and tensors without dims are never cast.",

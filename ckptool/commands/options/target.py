@@ -6,6 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptool.commands.options import FILE, MESH, SHARD_RULES
+from ckptool.commands.options.choices import (
+    mesh_target_names,
+    policy_names,
+    rank_state_words,
+    target_names,
+)
 from ckptool.commands.options.read import READING, ReadOptions
 from ckptool.commands.options.rewrite import MapOptions, RewriteOptions
 from ckptool.core.options import FLAG, SIZE, OptionSet, group, option
@@ -51,6 +57,7 @@ class ConvertOptions(OptionSet):
     to: str | None = option(
         "--to",
         metavar="FORMAT",
+        choices=target_names,
         help="Write safetensors (a .safetensors file, or else a Hugging Face folder: hf),"
         " torch-save, dcp, dcp-safetensors, deepspeed-universal or megatron-torch_dist;"
         " default: what DST's suffix says, .safetensors or .pt.",
@@ -89,7 +96,10 @@ class ReshardOptions(OptionSet):
         help="Place what matches: Shard(0),Replicate() or colwise (repeatable, first match wins).",
     )
     policy: str | None = option(
-        "--policy", metavar="NAME", help="Place everything else by fsdp, hsdp or replicate."
+        "--policy",
+        metavar="NAME",
+        choices=policy_names,
+        help="Place everything else by fsdp, hsdp or replicate.",
     )
     plan_file: Path | None = option(
         "--plan", FILE, help="Read the mesh and ordered rules from a TOML file."
@@ -100,6 +110,7 @@ class ReshardOptions(OptionSet):
     to: str | None = option(
         "--to",
         metavar="FORMAT",
+        choices=mesh_target_names,
         help="Write dcp, rank-local, torch-checkpointing, dcp-safetensors, sharded-state or llama;"
         " default: the source's own kind.",
     )
@@ -108,6 +119,7 @@ class ReshardOptions(OptionSet):
         "--rank-state",
         default="drop-rng",
         metavar="WHAT",
+        choices=rank_state_words,
         help="What to do with state that differs between ranks: drop-rng (drop random number"
         " states and ranks' own numbers, refuse all else), drop, keep, stop (refuse), or the number"
         " of the rank to copy it from.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ckptool.commands.options import PLACE, SHARE
+from ckptool.commands.options.choices import code_names, format_names
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.target import TransferOptions, overwrite_option
 from ckptool.core.options import COUNT, FLAG, NUMBER, TEXTS, OptionSet, group, option
@@ -34,7 +35,11 @@ class VerifyOptions(OptionSet):
     )
     strict: bool = option("--strict", FLAG, help="Fail on warnings too.")
     ignore: tuple[str, ...] = option(
-        "--ignore", TEXTS, metavar="CODE", help="Ignore findings with this code (repeatable)."
+        "--ignore",
+        TEXTS,
+        metavar="CODE",
+        choices=code_names,
+        help="Ignore findings with this code (repeatable).",
     )
     workers: int | None = workers_option()
 
@@ -60,6 +65,7 @@ class CompareOptions(OptionSet):
     other_format: str | None = option(
         "--other-format",
         metavar="FORMAT",
+        choices=format_names,
         former="--against-from",
         help="Read OTHER as this format; --from is for SRC.",
     )

@@ -12,7 +12,7 @@ from ckptool.core.state_category import state_category_of_name
 from ckptool.core.text import list_some, plural
 from ckptool.errors import Unsupported, UsageError
 
-_WORDS = ("drop-rng", "stop", "keep", "drop")
+WORDS = ("drop-rng", "stop", "keep", "drop")
 _OWN_NAME = re.compile(r"(?P<name>.*)@rank(?P<rank>\d+)")
 _RANDOM = re.compile(r"(\w*_)?rng(_(tracker_)?states?)?|random_states?")
 """A step of a name: ``rng``, ``rng_state``, ``random_states``, as verl, Megatron-core, transformers
@@ -41,9 +41,9 @@ class DroppedState:
 
 def require_rank_state(what: str) -> None:
     """Raise UsageError where ``what`` is neither a word for all of it nor a rank."""
-    if what not in _WORDS and not what.isdecimal():
+    if what not in WORDS and not what.isdecimal():
         raise UsageError(
-            f"invalid --rank-state {what!r}", hint=f"{', '.join(_WORDS)}, or a rank of the source"
+            f"invalid --rank-state {what!r}", hint=f"{', '.join(WORDS)}, or a rank of the source"
         )
 
 
@@ -120,7 +120,7 @@ def _take_rank(
     if not mine:
         raise UsageError(
             f"--rank-state {rank}: no state of that rank",
-            hint=f"{', '.join(_WORDS)}, or a rank of the source",
+            hint=f"{', '.join(WORDS)}, or a rank of the source",
         )
     kept = drop_names(catalog, set(_own_names(states, states)) - mine)
     lacking = {name: ranks for name, ranks in states.items() if rank not in ranks}

@@ -1,0 +1,63 @@
+"""What ``--help`` shows beside options: the groups of the commands, and examples of each."""
+
+from __future__ import annotations
+
+GROUPS = {
+    "Look": ("inspect", "diff", "extract"),
+    "Change": ("convert", "reshard"),
+    "Trust": ("verify", "prune"),
+    "Measure": ("bench",),
+    "Reference": ("formats", "maps", "help"),
+}
+"""The panels of ``ckptool --help``."""
+
+EXAMPLES = {
+    "inspect": (
+        "ckptool runs/step-1000",
+        "ckptool inspect runs/",
+        "ckptool inspect runs/step-1000 --depth 3 --sort size",
+        "ckptool inspect runs/step-1000 --tensors q_proj --json",
+    ),
+    "diff": (
+        "ckptool diff runs/step-1000 model/config.json",
+        "ckptool diff runs/step-1000 runs/step-2000 --values",
+    ),
+    "extract": (
+        "ckptool extract runs/step-1000 'model.embed.weight[0:4, :8]'",
+        "ckptool extract runs/step-1000 '*.wq.weight' --out wq.safetensors",
+    ),
+    "convert": (
+        "ckptool convert runs/step-1000 model/ --to safetensors --model-only --dtype bf16",
+        "ckptool convert model.pt model-dcp/ --to dcp --rename '^module\\.='",
+    ),
+    "reshard": (
+        "ckptool reshard runs/step-1000 --mesh dp=4,tp=2 --dry-run",
+        "torchrun --nproc-per-node 8 -m ckptool reshard SRC DST --mesh 2x4 --check",
+    ),
+    "verify": (
+        "ckptool verify runs/step-1000 --strict",
+        "ckptool verify runs/ --latest-good",
+        "ckptool verify runs/step-1000 --against model/ --model-only",
+    ),
+    "prune": (
+        "ckptool prune runs/ --keep-last 3 --keep-every 1000",
+        "ckptool prune runs/ --keep-last 3 --yes",
+    ),
+    "bench": ("ckptool bench --size 4GiB --plot saving.svg",),
+    "formats": ("ckptool formats --json",),
+    "maps": ("ckptool maps torchtitan-llama3",),
+    "help": ("ckptool help recipes", "ckptool help convert"),
+}
+
+
+ABOUT = (
+    "ckptool PATH inspects what is there. ckptool help recipes lists the questions that people ask,"
+    " with the command that answers each."
+)
+"""What ``ckptool --help`` ends with."""
+
+
+def epilog(command: str) -> str:
+    """Return the examples of a command as typer shows them: rich markup, a line each."""
+    lines = (f"$ {example}".replace("[", "\\[") for example in EXAMPLES[command])
+    return "\n".join(("Examples:", *lines))

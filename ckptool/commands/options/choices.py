@@ -1,0 +1,79 @@
+"""The words that options take by name, for completion in a shell: each from the table that has it.
+
+What a table is in is imported when it is asked for: options are declared at every start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def format_names() -> Iterable[str]:
+    """Return the formats that are read."""
+    from ckptool.formats import FORMATS
+
+    return (row.name for row in FORMATS.values() if row.reads)
+
+
+def target_names() -> Iterable[str]:
+    """Return the formats that convert writes."""
+    from ckptool.formats import targets
+
+    return targets()
+
+
+def mesh_target_names() -> Iterable[str]:
+    """Return the formats that reshard writes."""
+    from ckptool.formats import targets
+
+    return targets(mesh=True)
+
+
+def builtin_map_names() -> Iterable[str]:
+    """Return the key maps that come with ckptool."""
+    from ckptool.commands.keymap.maps import builtin_maps
+
+    return builtin_maps()
+
+
+def map_names() -> Iterable[str]:
+    """Return what names a key map: the word for the one that fits, and those of ckptool."""
+    from ckptool.commands.keymap.maps import AUTO
+
+    return (AUTO, *builtin_map_names())
+
+
+def dtype_names() -> Iterable[str]:
+    """Return the floating-point types, under the names that people use first."""
+    from ckptool.core.dtype import BY_NAME, short_name
+
+    names = [dtype.name for dtype in BY_NAME.values() if dtype.kind == "float"]
+    return dict.fromkeys((*map(short_name, names), *names))
+
+
+def policy_names() -> Iterable[str]:
+    """Return the policies of placement."""
+    from ckptool.core.sharding.placement import POLICIES
+
+    return POLICIES
+
+
+def rank_state_words() -> Iterable[str]:
+    """Return what can be done with state that differs between ranks."""
+    from ckptool.commands.reshard.rank_state import WORDS
+
+    return WORDS
+
+
+def code_names() -> Iterable[str]:
+    """Return the codes of findings."""
+    from ckptool.commands.verify.codes import CODES
+
+    return CODES
+
+
+def strategy_names() -> Iterable[str]:
+    """Return the strategies that bench measures."""
+    from ckptool.commands.bench.strategies import STRATEGIES
+
+    return STRATEGIES

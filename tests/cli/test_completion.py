@@ -1,0 +1,88 @@
+"""Examples and groups of commands in the help, nearest options, and what a shell completes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from ckptool.cli.app import SUMMARIES, app, load_command
+from ckptool.cli.examples import EXAMPLES, GROUPS
+from ckptool.commands.keymap.maps import builtin_maps
+from ckptool.commands.verify.codes import CODES
+from ckptool.core.dtype import parse_dtype
+from ckptool.core.sharding.placement import POLICIES
+from ckptool.formats import FORMATS, targets
+
+
+def complete(line: str) -> list[str]:
+    """What bash is told of the last word of a line."""
+    words = {"_CKPTOOL_COMPLETE": "complete_bash", "COMP_WORDS": line}
+    count = {"COMP_CWORD": str(len(line.split(" ")) - 1)}
+    return CliRunner().invoke(app, [], prog_name="ckptool", env=words | count).stdout.split()
+
+
+def test_every_command_is_in_one_group_and_has_examples() -> None:
+    assert sorted(name for names in GROUPS.values() for name in names) == sorted(SUMMARIES)
+    assert EXAMPLES.keys() == SUMMARIES.keys()
+    shown = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200"}).stdout
+    order = [shown.index(f"─ {group} ─") for group in GROUPS]
+    assert order == sorted(order)
+
+
+@pytest.mark.parametrize("command", SUMMARIES)
+def test_the_help_of_a_command_ends_with_its_examples(command: str) -> None:
+    shown = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"}).stdout
+    lines = [line.strip() for line in shown.splitlines() if line.strip()]
+    examples = [f"$ {example}" for example in EXAMPLES[command]]
+    assert lines[-len(examples) - 1 :] == ["Examples:", *examples]
+    assert all("ckptool " in example for example in examples)
+
+
+@pytest.mark.parametrize(
+    ("words", "flag"),
+    [
+        (["inspect", "--tensor", "x"], "--tensors"),
+        (["convert", "a", "b", "--model_only"], "--model-only"),
+        (["verify", "--stric"], "--strict"),
+        (["inspect", "--map", "w"], "--shards"),
+    ],
+)
+def test_a_misspelt_option_is_answered_with_the_nearest(words: list[str], flag: str) -> None:
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 2
+    assert f"Did you mean {flag}?" in done.output
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("ckptool convert a b --to ", {*targets()}),
+        ("ckptool reshard a b --to ", {*targets(mesh=True)}),
+        ("ckptool inspect a --from ", {name for name, row in FORMATS.items() if row.reads}),
+        ("ckptool convert a b --map ", {"auto", *builtin_maps()}),
+        ("ckptool maps ", {*builtin_maps()}),
+        ("ckptool reshard a b --policy ", {*POLICIES}),
+        ("ckptool reshard a b --rank-state d", {"drop", "drop-rng"}),
+        ("ckptool verify a --ignore tensor-", {c for c in CODES if c.startswith("tensor-")}),
+        ("ckptool inspect a --sort ", {"name", "size"}),
+        ("ckptool help reci", {"recipes"}),
+        ("ckptool ins", {"inspect"}),
+    ],
+)
+def test_what_bash_completes(line: str, expected: set[str]) -> None:
+    assert set(complete(line)) == expected
+
+
+def test_types_that_are_completed_are_types() -> None:
+    words = complete("ckptool convert a b --dtype ")
+    assert {"bf16", "fp32", "float8_e4m3fn"} <= {*words}
+    assert all(parse_dtype(word) for word in words)
+
+
+def test_what_follows_a_glob_or_a_comma_is_completed() -> None:
+    named = {option.name: option for option in load_command("convert").params}
+    context: Any = type("Context", (), {"params": {}})()
+    found = named["dtype"].shell_complete(context, "*.w=bf")
+    assert [item.value for item in found] == ["*.w=bf16", "*.w=bfloat16"]
