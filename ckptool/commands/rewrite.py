@@ -5,14 +5,16 @@ from __future__ import annotations
 import importlib.util
 from collections import Counter
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ckptool.commands.keymap.assets import block_size
 from ckptool.commands.open import OpenedCheckpoint, require_readable
 from ckptool.commands.options.rewrite import MapOptions, RewriteOptions, Selection
+from ckptool.core.box import Box
 from ckptool.core.casts import NO_CASTS, Casts, cast, needs_torch
-from ckptool.core.catalog import Catalog
+from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.dtype import BY_NAME, DType
 from ckptool.core.quantization import DequantizeResult, dequantize, quantised_names
 from ckptool.core.selection import drop, rename, select, strip_prefix, strip_prefixes, substitution
@@ -25,9 +27,12 @@ from ckptool.core.state_category import (
     with_every_part,
 )
 from ckptool.errors import Refusal, Unsupported, UsageError
+from ckptool.storage.local import Files
 
 if TYPE_CHECKING:
     from ckptool.commands.keymap.maps import MapReport
+
+_MOST_DIMS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +94,28 @@ def _dequantize(opened: OpenedCheckpoint, dtype: DType | None) -> DequantizeResu
     inner = {name: entry for name, entry in catalog.tensors.items() if name in names}
     located = opened.open_containers(catalog.with_tensors(inner)).tensors
     catalog = catalog.with_tensors(catalog.tensors | located)
-    return dequantize(catalog, dtype or BY_NAME["bfloat16"], block_size(opened))
+    with closing(_SizeReader(opened.source)) as sizes:
+        return dequantize(catalog, dtype or BY_NAME["bfloat16"], sizes.read, block_size(opened))
+
+
+class _SizeReader:
+    """Reads the shapes that tensors hold, of the weights that compressed-tensors packs."""
+
+    def __init__(self, source: Files) -> None:
+        from ckptool.engine.read.gather import Gatherer
+
+        self._gatherer = Gatherer(source)
+
+    def read(self, entry: TensorEntry) -> tuple[int, ...]:
+        """Return a shape; empty where a tensor holds none. Raises as reading does."""
+        if entry.dtype.kind != "int" or len(entry.shape) != 1 or entry.elements > _MOST_DIMS:
+            return ()
+        stored = self._gatherer.gather(entry, Box.whole(entry.shape))
+        return tuple(map(int, stored.view(f"<i{entry.dtype.itemsize}")))
+
+    def close(self) -> None:
+        """Close all files."""
+        self._gatherer.close()
 
 
 def select_entries(catalog: Catalog, selection: Selection) -> Catalog:

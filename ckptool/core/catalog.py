@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from ckptool.core.box import Box, is_grid, overlapping_pair
 from ckptool.core.dtype import DType
@@ -106,20 +106,30 @@ class Container:
     opening: Opening | None = field(default=None, compare=False, repr=False)
 
 
+Scheme = Literal["scaled", "mxfp4", "nvfp4/", "nvfp4*", "int4", "int8"]
+"""How numbers are made of what is stored, as ``engine/read/dequantize.py`` does it."""
+
+
 @dataclass(frozen=True, slots=True)
 class ScaledBlocks:
     """Quantised numbers, each block of them with a scale of its own.
 
-    ``block`` is how many elements a block has in each dim. Where ``values`` are ``uint8``, each
-    byte holds two elements of four bits, the first in its lower half (MXFP4), and ``scales`` are
-    exponents that 127 was added to; else an element is the product of its value and scale.
-    ``part`` are those of the elements that the chunk consists of.
+    ``block`` is how many elements a block has in each dim. ``scheme`` says how numbers are made of
+    them, and of ``others``: a scale of all, or zero points. ``part`` are those of the elements that
+    the chunk consists of.
     """
 
     values: TensorEntry
     scales: TensorEntry
     block: tuple[int, ...]
     part: StridedPart
+    scheme: Scheme = "scaled"
+    others: tuple[TensorEntry, ...] = ()
+
+    @property
+    def stored(self) -> tuple[TensorEntry, ...]:
+        """The tensors in files that the numbers are made of."""
+        return (self.values, self.scales, *self.others)
 
     @property
     def file(self) -> str:
@@ -140,7 +150,7 @@ def stored_places(at: Place) -> Iterator[Extent | EncodedBlob | Container]:
     if not isinstance(at, ScaledBlocks):
         yield at
         return
-    for entry in (at.values, at.scales):
+    for entry in at.stored:
         for chunk in entry.chunks:
             yield from stored_places(chunk.at)
 

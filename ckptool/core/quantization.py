@@ -4,23 +4,33 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ckptool.core.box import Box, row_major_strides
-from ckptool.core.catalog import Catalog, Chunk, ScaledBlocks, StridedPart, TensorEntry
+from ckptool.core.catalog import (
+    Catalog,
+    Chunk,
+    ScaledBlocks,
+    Scheme,
+    StridedPart,
+    TensorEntry,
+)
 from ckptool.core.dtype import DType
 from ckptool.core.selection import renamed_path
 from ckptool.core.views import insert_dim
 from ckptool.errors import Unsupported
 
 _SCALE, _BLOCKS, _SCALES, _ONE_SCALE = "_scale_inv", "_blocks", "_scales", ".weight_scale"
+_PACKED_WEIGHT = ".weight_packed"
+_BITS = (4, 8)
 _BLOCK = (128, 128)
 _KINDS = {
     "bitsandbytes, 4 bit": re.compile(r".*\.quant_state\.bitsandbytes__(nf4|fp4)"),
     "bitsandbytes, 8 bit": re.compile(r".*\.SCB"),
     "GPTQ": re.compile(r".*\.g_idx"),
     "compressed-tensors, packed": re.compile(r".*\.weight_packed"),
+    "compressed-tensors, reordered": re.compile(r".*\.weight_g_idx"),
     "NVFP4": re.compile(r".*\.weight_scale_2"),
     "by torch (int_repr)": re.compile(r"(.*\.)?int_repr"),
     "HQQ": re.compile(r".*\.W_q"),
@@ -31,11 +41,24 @@ _PACKED = re.compile(r"(.*)\.qweight")
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """A quantised tensor, the scales of its blocks, and what its kind is called."""
+    """A quantised tensor: what its kind and its numbers are called, and what they are made of.
+
+    ``others`` are zero points or a scale of all; ``sizes`` is a tensor that holds the shape.
+    """
 
     kind: str
+    name: str
     values: TensorEntry
     scales: TensorEntry
+    scheme: Scheme = "scaled"
+    others: tuple[TensorEntry, ...] = ()
+    sizes: TensorEntry | None = None
+
+    @property
+    def stored(self) -> tuple[TensorEntry, ...]:
+        """All the tensors in whose place the numbers come."""
+        sizes = () if self.sizes is None else (self.sizes,)
+        return (self.values, self.scales, *self.others, *sizes)
 
 
 def pairs(catalog: Catalog) -> Iterator[Quantized]:
@@ -43,21 +66,43 @@ def pairs(catalog: Catalog) -> Iterator[Quantized]:
 
     DeepSeek-V3: ``X.weight`` in 8-bit floats and ``X.weight_scale_inv``. gpt-oss: ``X_blocks`` and
     ``X_scales`` in bytes. compressed-tensors, fbgemm and ModelOpt: ``X.weight`` in 8 bits and
-    ``X.weight_scale``, one for the tensor or one for each row.
+    ``X.weight_scale``, one for the tensor or one for each row. compressed-tensors:
+    ``X.weight_packed``. ModelOpt: ``X.weight`` in bytes with ``X.weight_scale_2``.
     """
-    for name, scales in catalog.tensors.items():
+    tensors = catalog.tensors
+    for name, entry in tensors.items():
         if name.endswith(_SCALE):
-            values = catalog.tensors.get(name.removesuffix(_SCALE))
+            values = tensors.get(own := name.removesuffix(_SCALE))
             if values is not None and values.dtype.name.startswith("float8"):
-                yield Quantized("FP8 in blocks", values, scales)
+                yield Quantized("FP8 in blocks", own, values, entry)
         elif name.endswith(_ONE_SCALE):
-            values = catalog.tensors.get(name.removesuffix("_scale"))
-            if values is not None and _has_one_scale(values, scales):
-                yield Quantized("FP8" if values.dtype.kind == "float" else "INT8", values, scales)
-        elif name.endswith(_SCALES) and scales.dtype.name == "uint8":
-            values = catalog.tensors.get(name.removesuffix(_SCALES) + _BLOCKS)
+            values = tensors.get(own := name.removesuffix("_scale"))
+            of_all = tensors.get(f"{name}_2")
+            if values is not None and of_all is not None and values.dtype.name == "uint8":
+                yield Quantized("NVFP4", own, values, entry, "nvfp4*", (of_all,))
+            elif values is not None and _has_one_scale(values, entry):
+                kind = "FP8" if values.dtype.kind == "float" else "INT8"
+                yield Quantized(kind, own, values, entry)
+        elif name.endswith(_SCALES) and entry.dtype.name == "uint8":
+            values = tensors.get((own := name.removesuffix(_SCALES)) + _BLOCKS)
             if values is not None and values.dtype.name == "uint8":
-                yield Quantized("MXFP4", values, scales)
+                yield Quantized("MXFP4", own, values, entry, "mxfp4")
+        elif name.endswith(_PACKED_WEIGHT):
+            yield from _packed(tensors, entry)
+
+
+def _packed(tensors: Mapping[str, TensorEntry], values: TensorEntry) -> Iterator[Quantized]:
+    """Yield what compressed-tensors packed, where all is there that its numbers are made of."""
+    own = values.name.removesuffix("_packed")
+    parts = ("scale", "shape", "global_scale", "zero_point", "g_idx")
+    scales, sizes, of_all, zeros, order = (tensors.get(f"{own}_{part}") for part in parts)
+    if scales is None or order is not None:
+        return
+    if values.dtype.name == "uint8" and of_all is not None:
+        yield Quantized("NVFP4", own, values, scales, "nvfp4/", (of_all,))
+    elif values.dtype.name == "int32" and sizes is not None:
+        others = () if zeros is None else (zeros,)
+        yield Quantized("packed integers", own, values, scales, "int4", others, sizes)
 
 
 def _has_one_scale(values: TensorEntry, scales: TensorEntry) -> bool:
@@ -72,8 +117,10 @@ def _has_one_scale(values: TensorEntry, scales: TensorEntry) -> bool:
 
 def kinds(catalog: Catalog) -> dict[str, int]:
     """Count the quantised tensors of each kind that names and types tell."""
-    counts = Counter(pair.kind for pair in pairs(catalog))
-    for name in catalog.tensors:
+    known = list(pairs(catalog))
+    counts = Counter(pair.kind for pair in known)
+    stored = {entry.name for pair in known for entry in pair.stored}
+    for name in catalog.tensors.keys() - stored:
         counts.update(kind for kind, pattern in _KINDS.items() if pattern.fullmatch(name))
         packed = _PACKED.fullmatch(name)
         if packed and f"{packed[1]}.g_idx" not in catalog.tensors:
@@ -86,9 +133,10 @@ def quantised_names(catalog: Catalog) -> set[str]:
 
     Of a module that is quantised in another way than by pairs, that is all but its bias.
     """
-    names = {entry.name for pair in pairs(catalog) for entry in (pair.values, pair.scales)}
+    names = {entry.name for pair in pairs(catalog) for entry in pair.stored}
     patterns = (*_KINDS.values(), _PACKED)
-    marked = (n for n in catalog.tensors if any(pattern.fullmatch(n) for pattern in patterns))
+    others = catalog.tensors.keys() - names
+    marked = (n for n in others if any(pattern.fullmatch(n) for pattern in patterns))
     modules = {_module(name) for name in marked} - {""}
     if not modules:
         return names
@@ -135,21 +183,25 @@ class DequantizeResult:
 
 
 def dequantize(
-    catalog: Catalog, dtype: DType, block: tuple[int, int] | None = None
+    catalog: Catalog,
+    dtype: DType,
+    read_sizes: Callable[[TensorEntry], tuple[int, ...]],
+    block: tuple[int, int] | None = None,
 ) -> DequantizeResult:
     """Put numbers of ``dtype`` in the place of values and scales.
 
-    ``block`` is the size of an FP8 block where the model's config says it. Raises Unsupported where
-    no tensor is quantised in a known way.
+    ``read_sizes`` reads the shape that a tensor holds; ``block`` is the size of an FP8 block where
+    the model's config says it. Raises Unsupported where no tensor is quantised in a known way, and
+    what ``read_sizes`` does.
     """
     by_values = {pair.values.name: pair for pair in pairs(catalog)}
     if not by_values:
         raise Unsupported(
             "--dequantize: no tensors with supported scales found",
-            hint="supported: X.weight with X.weight_scale_inv or X.weight_scale, and X_blocks with"
-            " X_scales",
+            hint="supported: X.weight with X.weight_scale_inv or X.weight_scale, X_blocks with"
+            " X_scales, X.weight_packed with X.weight_scale",
         )
-    scales = {pair.scales.name for pair in by_values.values()}
+    scales = {entry.name for pair in by_values.values() for entry in pair.stored[1:]}
     result = DequantizeResult(catalog, {}, {})
     tensors: dict[str, TensorEntry] = {}
     for name, entry in catalog.tensors.items():
@@ -158,7 +210,7 @@ def dequantize(
         pair = by_values.get(name)
         if pair is not None:
             try:
-                entry = _numbers(pair, dtype, block)
+                entry = _numbers(pair, dtype, read_sizes, block)
                 result.kinds[id(entry.chunks)] = pair.kind
             except Unsupported as error:
                 result.unfit[id(entry.chunks)] = error
@@ -168,10 +220,49 @@ def dequantize(
     return replace(result, catalog=catalog.with_tensors(tensors))
 
 
-def _numbers(pair: Quantized, dtype: DType, block: tuple[int, int] | None) -> TensorEntry:
-    if pair.kind == "MXFP4":
+def _numbers(
+    pair: Quantized,
+    dtype: DType,
+    read_sizes: Callable[[TensorEntry], tuple[int, ...]],
+    block: tuple[int, int] | None,
+) -> TensorEntry:
+    if pair.sizes is not None:
+        return _integers(pair, dtype, read_sizes(pair.sizes))
+    if pair.scheme == "mxfp4":
         return _four_bits(pair, dtype)
+    if pair.scheme != "scaled":
+        return _nvfp4(pair, dtype)
     return _blocks(pair, dtype, block) if pair.kind == "FP8 in blocks" else _rows(pair, dtype)
+
+
+def _integers(pair: Quantized, dtype: DType, shape: tuple[int, ...]) -> TensorEntry:
+    """Lay out integers that are packed in words, the rows of a tensor of ``shape`` by themselves.
+
+    A word holds as many as say the shape and the words of a row.
+    """
+    words, grid = pair.values.shape, pair.scales.shape
+    fits = [n for n in _BITS if shape and words == (*shape[:-1], -(-shape[-1] * n // 32))]
+    columns = grid[-1] if len(grid) == len(shape) and grid[:-1] == shape[:-1] else 0
+    if len(fits) != 1 or not columns or shape[-1] % columns:
+        raise _unfit(pair)
+    bits = fits[0]
+    zeros = (*shape[:-2], -(-shape[-2] * bits // 32), columns) if len(shape) > 1 else ()
+    if any(entry.shape != zeros or entry.dtype.name != "int32" for entry in pair.others):
+        raise _unfit(pair)
+    scheme: Scheme = "int4" if bits == 4 else "int8"
+    block = (*(1 for _ in shape[1:]), shape[-1] // columns)
+    return _scaled_entry(replace(pair, scheme=scheme), dtype, shape, block)
+
+
+def _nvfp4(pair: Quantized, dtype: DType) -> TensorEntry:
+    """Lay out floats of four bits, two a byte, with a scale for so many of a row and one of all."""
+    halves, grid = pair.values.shape, pair.scales.shape
+    shape = (*halves[:-1], 2 * halves[-1]) if halves else ()
+    columns = grid[-1] if len(grid) == len(shape) and grid[:-1] == shape[:-1] else 0
+    if not columns or shape[-1] % columns or any(entry.elements != 1 for entry in pair.others):
+        raise _unfit(pair)
+    block = (*(1 for _ in shape[1:]), shape[-1] // columns)
+    return _scaled_entry(pair, dtype, shape, block)
 
 
 def _rows(pair: Quantized, dtype: DType) -> TensorEntry:
@@ -180,7 +271,7 @@ def _rows(pair: Quantized, dtype: DType) -> TensorEntry:
     while len(scales.shape) < len(shape):
         scales = insert_dim(scales, len(scales.shape))
     block = shape if scales.elements == 1 else (*(1 for _ in shape[1:]), shape[-1])
-    return _scaled_entry(replace(pair, scales=scales), pair.values.name, dtype, shape, block)
+    return _scaled_entry(replace(pair, scales=scales), dtype, shape, block)
 
 
 def _blocks(pair: Quantized, dtype: DType, block: tuple[int, int] | None) -> TensorEntry:
@@ -189,9 +280,7 @@ def _blocks(pair: Quantized, dtype: DType, block: tuple[int, int] | None) -> Ten
         raise _unfit(pair)
     for sizes in (block or _BLOCK, _even(shape[-2:], grid[-2:])):
         if sizes and tuple(-(-n // b) for n, b in zip(shape[-2:], sizes, strict=True)) == grid[-2:]:
-            return _scaled_entry(
-                pair, pair.values.name, dtype, shape, (*(1 for _ in shape[2:]), *sizes)
-            )
+            return _scaled_entry(pair, dtype, shape, (*(1 for _ in shape[2:]), *sizes))
     raise _unfit(pair)
 
 
@@ -207,9 +296,8 @@ def _four_bits(pair: Quantized, dtype: DType) -> TensorEntry:
     if not grid or shape[:-1] != grid or not shape[-1]:
         raise _unfit(pair)
     size = 2 * shape[-1]
-    name = pair.values.name.removesuffix(_BLOCKS)
     whole = (*grid[:-1], grid[-1] * size)
-    return _scaled_entry(pair, name, dtype, whole, (*(1 for _ in grid[1:]), size))
+    return _scaled_entry(pair, dtype, whole, (*(1 for _ in grid[1:]), size))
 
 
 def _unfit(pair: Quantized) -> Unsupported:
@@ -221,14 +309,14 @@ def _unfit(pair: Quantized) -> Unsupported:
 
 
 def _scaled_entry(
-    pair: Quantized, name: str, dtype: DType, shape: tuple[int, ...], block: tuple[int, ...]
+    pair: Quantized, dtype: DType, shape: tuple[int, ...], block: tuple[int, ...]
 ) -> TensorEntry:
     whole = StridedPart(shape, 0, row_major_strides(shape, 1))
-    at = ScaledBlocks(pair.values, pair.scales, block, whole)
+    at = ScaledBlocks(pair.values, pair.scales, block, whole, pair.scheme, pair.others)
     return replace(
         pair.values,
-        name=name,
-        path=renamed_path(pair.values.path, name),
+        name=pair.name,
+        path=renamed_path(pair.values.path, pair.name),
         dtype=dtype,
         shape=shape,
         chunks=(Chunk(Box.whole(shape), at),),

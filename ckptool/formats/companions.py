@@ -66,8 +66,8 @@ def _relocated_entry(entry: TensorEntry, folder: str) -> TensorEntry:
 
 def _relocated_place(folder: str, at: Place) -> Place:
     if isinstance(at, ScaledBlocks):
-        values, scales = (_relocated_entry(part, folder) for part in (at.values, at.scales))
-        return replace(at, values=values, scales=scales)
+        values, scales, *others = (_relocated_entry(part, folder) for part in at.stored)
+        return replace(at, values=values, scales=scales, others=tuple(others))
     file = f"{folder}/{at.file}"
     if isinstance(at, Extent) and at.record is not None:
         return replace(at, file=file, record=at.record._replace(file=file))

@@ -86,5 +86,7 @@ class RewriteOptions(OptionSet):
         " (repeatable, first match wins). Integers and tensors without dims are never cast.",
     )
     dequantize: bool = option(
-        "--dequantize", FLAG, help="Dequantize FP8, INT8 and MXFP4, to bf16 or what --dtype says."
+        "--dequantize",
+        FLAG,
+        help="Dequantize FP8, INT8, INT4, MXFP4 and NVFP4, to bf16 or what --dtype says.",
     )

@@ -81,7 +81,7 @@ def place_runs(at: Place, local: Box, itemsize: int, block: int) -> Iterator[Nee
         start = at.offset + sum(i * s for i, s in zip(local.lo, at.strides, strict=True))
         yield from _strided_runs(at.file, start, local.shape, at.strides, itemsize, block)
     elif isinstance(at, ScaledBlocks):
-        for entry in (at.values, at.scales):
+        for entry in at.stored:
             yield from entry_runs(entry, [Box.whole(entry.shape)], block)
     else:
         yield at.file, at.offset, local.volume * itemsize

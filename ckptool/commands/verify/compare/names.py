@@ -232,7 +232,7 @@ def _stored_tensors(entry: TensorEntry) -> Iterator[TensorEntry]:
     made_of = [chunk.at for chunk in entry.chunks if isinstance(chunk.at, ScaledBlocks)]
     if not made_of:
         yield entry
-    yield from {id(one): one for at in made_of for one in (at.values, at.scales)}.values()
+    yield from {id(one): one for at in made_of for one in at.stored}.values()
 
 
 def differing_companions(

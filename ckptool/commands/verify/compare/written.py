@@ -47,7 +47,9 @@ def require_written(
     pairs = [TensorPair(entry, written[entry.name]) for entry in share if entry.name in written]
     reads = TensorSource(sides[0]), TensorSource(sides[1])
     found = compare(pairs, reads, CompareOptions(), workers, progress)
-    for name, (side, error) in found.unreadable.items():
+    unreadable = (pair.one.name for pair in pairs if pair.one.name in found.unreadable)
+    for name in unreadable:  # in the order of the tensors, not that in which threads came to them
+        side, error = found.unreadable[name]
         if side == 1 and isinstance(error, SourceError):
             raise _not_verified(f"{name} cannot be read back: {error.message}") from error
         raise error

@@ -1,0 +1,106 @@
+"""Integers and floats of four and eight bits in words: what compressed-tensors and ModelOpt read.
+
+Their own results are recorded beside, see ``compressed_weights.py``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from compressed_weights import recorded
+from conftest import bits, convert_to, read_back
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+import ckptool
+from ckptool.commands.open import open_checkpoint
+from ckptool.core.casts import Casts
+from ckptool.core.dtype import BY_NAME
+from ckptool.core.quantization import kinds
+from ckptool.errors import Unsupported
+
+STORED, TRUTH = recorded()
+
+
+def of_layer(name: str) -> dict[str, torch.Tensor]:
+    """What is stored of the weight of this name."""
+    return {n: t for n, t in STORED.items() if n.startswith(name)}
+
+
+def saved(state: dict[str, torch.Tensor], folder: Path) -> Path:
+    folder.mkdir()
+    save_file(state, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(STORED, tmp_path_factory.mktemp("packed") / "hf")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_numbers_are_those_of_who_packed_them(dtype: str, model: Path, out: Path) -> None:
+    convert_to("safetensors", model, out / "m", dequantize=True, casts=Casts(BY_NAME[dtype]))
+    written = read_back("safetensors", out / "m")
+    assert written.keys() == TRUTH.keys()
+    same = {name: t for name, t in TRUTH.items() if str(t.dtype) == f"torch.{dtype}"}
+    assert same
+    assert {name: written[name] for name in same} == {n: bits(t) for n, t in same.items()}
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_any_part_is_read_alone(model: Path, data: st.DataObject) -> None:
+    """Also one that begins or ends within a byte, a word or a group."""
+    name = data.draw(st.sampled_from(sorted(TRUTH)))
+    truth = TRUTH[name]
+    ranges = [
+        sorted((data.draw(st.integers(0, n)), data.draw(st.integers(0, n)))) for n in truth.shape
+    ]
+    index = tuple(slice(low, high) for low, high in ranges)
+    with ckptool.open(
+        model, dequantize=True, dtype=str(truth.dtype).removeprefix("torch.")
+    ) as opened:
+        assert torch.equal(opened[name][index], truth[index])
+
+
+def test_the_kinds_are_named(model: Path) -> None:
+    assert kinds(open_checkpoint(model).catalog) == {"packed integers": 7, "NVFP4": 3}
+
+
+def test_groups_in_another_order_are_refused_by_name(out: Path) -> None:
+    name = "layer.group.weight"
+    state = of_layer(name) | {f"{name}_g_idx": torch.arange(24) // 8}
+    source = saved(state | of_layer("layer.bytes.weight"), out / "hf")
+    assert "compressed-tensors, reordered" in kinds(open_checkpoint(source).catalog)
+    convert_to("safetensors", source, out / "m", dequantize=True)
+    written = read_back("safetensors", out / "m")
+    assert written["layer.bytes.weight"] == bits(TRUTH["layer.bytes.weight"])
+    assert written[f"{name}_packed"] == bits(state[f"{name}_packed"])
+
+
+@pytest.mark.parametrize(
+    ("layer", "part", "value"),
+    [
+        ("group", "shape", torch.tensor([6, 25])),
+        ("group", "shape", torch.tensor([6, 60])),
+        ("group", "shape", torch.tensor([6.0, 24.0])),
+        ("group", "scale", torch.ones(6, 5)),
+        ("group", "scale", torch.ones(3, 6)),
+        ("group_zeros", "zero_point", torch.ones(10, 2, dtype=torch.int32)),
+        ("group_zeros", "zero_point", torch.ones(2, 2)),
+        ("nvfp4", "scale", torch.ones(4, 5)),
+        ("nvfp4", "global_scale", torch.ones(2)),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(
+    layer: str, part: str, value: torch.Tensor, out: Path
+) -> None:
+    name = f"layer.{layer}.weight"
+    source = saved(of_layer(name) | {f"{name}_{part}": value}, out / "hf")
+    with pytest.raises(Unsupported, match=f"{name}_packed .* do not match"):
+        convert_to("safetensors", source, out / "m", dequantize=True)
+    assert not (out / "m").exists()
