@@ -1,8 +1,9 @@
-"""Ranged reads of S3 objects by obstore, a client in Rust: a sixth of s3fs's processor time.
+"""Ranged reads of S3 and the web by obstore, a client in Rust: a sixth of s3fs's processor time.
 
-s3fs stays in charge. Its first read of a bucket says where its requests go, redirects followed,
-and how they are signed; obstore then asks there, with the credentials that s3fs has. Whatever
-obstore cannot read, s3fs reads, or says why it cannot; but a refusal is not asked for twice.
+fsspec's client stays in charge. Of S3, its first read of a bucket says where its requests go,
+redirects followed, and how they are signed; obstore then asks there, with the credentials that s3fs
+has. Whatever obstore cannot read, fsspec's client reads, or says why it cannot; but a refusal of S3
+is not asked for twice.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
+from urllib.request import getproxies
 
 from ckptool.storage.block_cache import ObjectVersion
-from ckptool.storage.ranged_read import RangeReader, is_pinned, wait
+from ckptool.storage.ranged_read import RangeReader, is_pinned, is_s3, wait
+from ckptool.storage.url import WEB
 
 _SENDING = "before-send.s3.GetObject"
 _SIGNED = "AWS4-HMAC-SHA256 Credential="
@@ -38,6 +41,10 @@ _REFUSAL = re.compile(
 """How obstore (0.12) quotes an answer that asking again does not change."""
 _TRIALS = 3
 """Reads that obstore may fail, and s3fs not, before it is left alone for never having read."""
+_PLAIN = re.compile(r"[A-Za-z0-9][\w.\-]*", re.ASCII)
+"""Names that are the same in a URL."""
+_AMBIGUOUS = re.compile(r"/\.{1,2}(?:/|$)|%2e|#", re.IGNORECASE)
+"""Parts of a URL that clients may leave out, each in its own way."""
 _processes: set[int] = set()
 """The process in which obstore runs."""
 
@@ -115,6 +122,75 @@ class ObstoreReader:
                 self._buckets[bucket] = _connect(self._fs, request, bucket, key, self._timeout)
                 break
         return data
+
+
+class ObstoreWebReader:
+    """Reads parts of a web server's files by obstore; ``reader`` reads what that cannot."""
+
+    def __init__(self, fs: Any, reader: RangeReader, timeout: float) -> None:
+        self._fs = fs
+        self._reader = reader
+        self._timeout = timeout
+        self._folders: dict[str, Any] = {}
+        self._has_read = False
+        self._failed = 0
+
+    def read(self, file: ObjectVersion, start: int, end: int) -> memoryview:
+        """Return the bytes from ``start`` to ``end``, fewer where the file ends before."""
+        works = self._has_read or self._failed < _TRIALS
+        url = str(self._fs.encode_url(file.key))
+        if works and not is_forked() and not _AMBIGUOUS.search(url):
+            folder, name = split_url(url)
+            if folder not in self._folders:
+                self._folders[folder] = _connect_web(folder, self._timeout)
+            data = _read(self._folders[folder], name, None, start, end, refusals=False)
+            if data is not None:
+                self._has_read = True
+                return data
+            self._failed += 1
+        return self._reader.read(file, start, end)
+
+
+def split_url(url: str) -> tuple[str, str]:
+    """Return a folder and a name in it as obstore (0.12) asks for them, of the URL of a file.
+
+    The name is empty where it, or the folder, would be asked for under another: obstore quotes
+    names, and puts those of a folder behind its query.
+    """
+    folder, _, name = url.rpartition("/")
+    return (folder, name) if _PLAIN.fullmatch(name) and "?" not in folder else (url, "")
+
+
+def _connect_web(folder: str, timeout: float) -> Any:
+    """Return obstore's store for a URL; None where it knows no such URL."""
+    _processes.add(os.getpid())
+    try:
+        from obstore.store import HTTPStore
+
+        return HTTPStore.from_url(
+            folder,
+            client_options={
+                "allow_http": True,
+                "connect_timeout": timedelta(seconds=timeout),
+                "timeout": timedelta(seconds=timeout),
+            },
+            retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=timeout)},
+        )
+    except Exception:  # noqa: BLE001 (whatever it is, fsspec is asked and says so)
+        return None
+
+
+def by_obstore(fs: Any, scheme: str, reader: RangeReader, timeout: float) -> RangeReader:
+    """Return what reads by obstore where that asks as a file system does, else ``reader``.
+
+    A web server is not asked so with settings of aiohttp, nor where there are proxies: aiohttp
+    does not look for them.
+    """
+    if is_available() and is_s3(fs):
+        return ObstoreReader(fs, reader, timeout)
+    if is_available() and scheme in WEB and not (fs.kwargs or fs.client_kwargs or getproxies()):
+        return ObstoreWebReader(fs, reader, timeout)
+    return reader
 
 
 def is_available() -> bool:

@@ -17,7 +17,7 @@ from weakref import WeakSet
 from ckptool.errors import Changed, NotFound, Unsupported
 from ckptool.storage.block_cache import CAPACITY, BlockCache, ObjectVersion
 from ckptool.storage.file_system import open_file_system
-from ckptool.storage.obstore_read import ObstoreReader, is_available
+from ckptool.storage.obstore_read import by_obstore
 from ckptool.storage.planned_ranges import PlannedRanges
 from ckptool.storage.ranged_read import FsspecReader, RangeReader, call, is_pinned, is_s3
 from ckptool.storage.retry import (
@@ -108,10 +108,8 @@ class Store:
             timeout = self.policy.timeout
             if is_s3(fs):
                 fs.retries = 1  # ``ask`` tries again, and knows when it is enough
-            reader: RangeReader = FsspecReader(fs, self.scheme, self._sizes, timeout)
-            if is_s3(fs) and is_available():
-                reader = ObstoreReader(fs, reader, timeout)
-            self._opened = _Client(fs, reader)
+            reader = FsspecReader(fs, self.scheme, self._sizes, timeout)
+            self._opened = _Client(fs, by_obstore(fs, self.scheme, reader, timeout))
         return self._opened
 
     @property
