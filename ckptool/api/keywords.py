@@ -171,4 +171,7 @@ class BenchKeywords(TypedDict, total=False):
     strategies: Strings
     ranks: int | None
     repeat: int
+    step_time: float | str | None
+    interval: float | str | None
+    mtbf: float | str | None
     abort: bool

@@ -44,6 +44,10 @@ def bench(
     tolerance: Annotated[
         str, typer.Option("--tolerance", metavar="SHARE", help="Allowed slowdown for --compare.")
     ] = "10%",
+    recommend: Annotated[
+        bool,
+        typer.Option("--recommend", help="Print only which strategy to take and why, in a line."),
+    ] = False,
     transfer: Annotated[
         bool,
         typer.Option("--transfer", help="Measure ckptool's own commands against cp and torch's."),
@@ -67,7 +71,8 @@ def bench(
     _require_paths(source=source, plot=plot, compare=compare)
     if transfer or stores:
         _require_paths(out=options.out)
-        if (transfer and stores) or plot or compare or {*changed(options)} - _OF_TRANSFERS:
+        others = plot or compare or recommend or {*changed(options)} - _OF_TRANSFERS
+        if (transfer and stores) or others:
             raise UsageError(
                 f"--{'transfer' if transfer else 'stores'} can only be combined with --size,"
                 " --repeat, --out and --json"
@@ -86,7 +91,7 @@ def bench(
         raise UsageError("--like and --size cannot be combined")
     report, changes = _measured(options, plot, compare, tolerance, quiet=quiet)
     if report is not None:
-        _show(report, changes, plot, as_json=as_json)
+        _show(report, changes, plot, as_json=as_json, recommend=recommend)
 
 
 def _require_paths(**places: object) -> None:
@@ -123,17 +128,24 @@ def _measured(
 
 
 def _show(
-    report: BenchReport, changes: list[Change] | None, plot: Path | None, *, as_json: bool
+    report: BenchReport,
+    changes: list[Change] | None,
+    plot: Path | None,
+    *,
+    as_json: bool,
+    recommend: bool,
 ) -> None:
     """Show the report; exit 1 if something is slower than --tolerance allows."""
     from ckptool.render.bench.bars import write_plot
-    from ckptool.render.bench.report import bench_json, show_bench
+    from ckptool.render.bench.report import bench_json, show_bench, show_recommended
     from ckptool.render.messages import print_json
 
     if plot is not None:
         write_plot(report, plot)
     if as_json:
         print_json(bench_json(report, changes))
+    elif recommend:
+        show_recommended(report)
     else:
         show_bench(report, changes)
     if any(change.regressed for change in changes or ()):

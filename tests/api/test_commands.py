@@ -47,7 +47,7 @@ FOR_PEOPLE = {
     *("json", "quiet", "debug", "verbose", "color", "no_progress"),
     *("inspect tensors", "inspect shards", "inspect rank_bytes", "inspect export"),
     *("inspect depth", "inspect sort"),
-    *("verify format", "verify codes", "bench plot"),
+    *("verify format", "verify codes", "bench plot", "bench recommend"),
 }
 """Options of what is shown on the screen, and how."""
 
@@ -311,7 +311,7 @@ def test_what_a_benchmark_is_asked(monkeypatch: pytest.MonkeyPatch, out: Path) -
     ckptool.bench(size="2MiB", strategies="dcp-*", ranks=1, repeat=2, out=out, abort=True)
     ckptool.bench(like=SOURCE)
     assert asked == [
-        BenchOptions(2 << 20, None, out, ("dcp-*",), 1, 2, True),
+        BenchOptions(2 << 20, None, out, ("dcp-*",), 1, 2, abort=True),
         BenchOptions(like=SOURCE),
     ]
 

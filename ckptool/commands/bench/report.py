@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ckptool.commands.bench.cost import UNKNOWN, Cost, Training, cost_of
 from ckptool.errors import NotFound, Unsupported, UsageError
 
 SCHEMA = "ckptool.bench/2"
@@ -167,6 +168,7 @@ class BenchReport:
     results: tuple[Measured, ...]
     skipped: Mapping[str, str]
     failed: Mapping[str, str]
+    training: Training = UNKNOWN
 
     @property
     def ranked(self) -> list[Measured]:
@@ -175,8 +177,26 @@ class BenchReport:
 
     @property
     def best(self) -> Measured | None:
-        """The consistent strategy that blocks least."""
-        return next((result for result in self.ranked if result.is_consistent), None)
+        """The consistent strategy that costs least of training time, as far as that is known."""
+        consistent = [result for result in self.ranked if result.is_consistent]
+        return min(consistent, key=self.loss_of, default=None)
+
+    def cost(self, result: Measured) -> Cost:
+        """Return what a strategy costs the job that was described."""
+        return cost_of(
+            self.training,
+            blocked=result.blocked_median,
+            written=result.written_median,
+            durable=result.durable_median,
+            slowdown=result.slowdown,
+        )
+
+    def loss_of(self, result: Measured) -> float:
+        """Return the share of time that is lost, or what a save costs, or blocks, in seconds."""
+        if not self.training.is_known:
+            return result.blocked_median
+        cost = self.cost(result)
+        return cost.save if cost.lost is None else cost.lost
 
     @property
     def staging_limit(self) -> float | None:

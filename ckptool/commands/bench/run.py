@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ckptool.commands.bench.cost import UNKNOWN, Training
 from ckptool.commands.bench.files import (
     list_shared_memory,
     remove,
@@ -53,6 +54,7 @@ class PreparedBench:
     specs: list[TensorSpec]
     names: list[str]
     out: Location
+    training: Training = UNKNOWN
 
     def run(self, progress: Progress = lambda event: None) -> BenchReport | None:
         """Measure; None on all torchrun ranks but the first.
@@ -106,6 +108,7 @@ class PreparedBench:
             results=tuple(results),
             skipped=reasons("skipped"),
             failed=failed,
+            training=self.training,
         )
 
 
@@ -116,6 +119,7 @@ def prepare_bench(options: BenchOptions) -> PreparedBench:
     ``open_checkpoint`` raises for ``like``.
     """
     names = select_strategies(options.strategies)
+    training = Training.of(options.step_time, options.interval, options.mtbf)
     if isinstance(options.out, RemotePath):
         require_savable(options.out, abort=options.abort)
     require_proportional_memory()
@@ -135,7 +139,7 @@ def prepare_bench(options: BenchOptions) -> PreparedBench:
         folder=str(options.out.resolve()),
         abort=options.abort,
     )
-    return PreparedBench(settings, specs, names, options.out.resolve())
+    return PreparedBench(settings, specs, names, options.out.resolve(), training)
 
 
 def _require_torch() -> None:

@@ -55,6 +55,18 @@ def _casts(value: Any, name: str) -> Any:
     return parse_casts([str(each) for each in _texts(value)])
 
 
+def _duration(value: Any, name: str) -> float:
+    from ckptool.commands.bench.cost import parse_duration
+
+    return parse_duration(value, name)
+
+
+def _interval(value: Any, name: str) -> Any:
+    from ckptool.commands.bench.cost import parse_interval
+
+    return parse_interval(value, name)
+
+
 def _dims(value: Any, name: str) -> Mapping[str, int]:
     return value if isinstance(value, Mapping) else parse_dims(value)
 
@@ -79,6 +91,8 @@ def _storage_options(value: Any, name: str) -> Mapping[str, Any]:
 FILE = Kind(Path, "AnyPath", _file, metavar="FILE")
 PLACE = Kind(str, "AnyPath", _place)
 SHARE = Kind(str, "float | str", lambda v, name: parse_share(str(v), name), metavar="SHARE")
+DURATION = Kind(str, "float | str", _duration, metavar="TIME")
+INTERVAL = Kind(str, "float | str", _interval, metavar="TIME|STEPS")
 TP_RULES = Kind(list[str], "Strings", _tp_rules, (), "GLOB=RULE")
 MESH = Kind(str, "str", _mesh, metavar="MESH")
 SHARD_RULES = Kind(list[str], "Strings", _shard_rules, (), "GLOB=PLACEMENTS")

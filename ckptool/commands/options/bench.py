@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptool.commands.options import PLACE
+from ckptool.commands.options import DURATION, INTERVAL, PLACE
 from ckptool.commands.options.choices import strategy_names
 from ckptool.core.options import COUNT, FLAG, LIST, SIZE, OptionSet, option
 
 if TYPE_CHECKING:
+    from ckptool.commands.bench.cost import Interval
     from ckptool.storage.url import Location
 
 STATE_SIZE = 1 << 30
@@ -54,6 +55,23 @@ class BenchOptions(OptionSet):
         default=5,
         minimum=1,
         help="Save N times after the first; with --transfer or --stores, N rounds.",
+    )
+    step_time: float | None = option(
+        "--step-time",
+        DURATION,
+        help="What a training step of your job takes, such as 0.4s: say costs in steps too.",
+    )
+    interval: Interval | None = option(
+        "--interval",
+        INTERVAL,
+        help="How often your job saves, such as 30min or 500steps: say what saving costs of its"
+        " time.",
+    )
+    mtbf: float | None = option(
+        "--mtbf",
+        DURATION,
+        help="The mean time between failures of your job, such as 12h: say what they cost, and"
+        " how often to save.",
     )
     abort: bool = option(
         "--abort", FLAG, help="Also kill each strategy in mid-save, and report what is left."

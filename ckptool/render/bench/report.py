@@ -20,6 +20,7 @@ from ckptool.commands.bench.report import (
 from ckptool.commands.document import document
 from ckptool.core.text import plural
 from ckptool.render.bench.bars import draw_bars, rate, seconds
+from ckptool.render.bench.cost import cost_rows, cost_words
 from ckptool.render.messages import show_step
 from ckptool.render.progress import is_live
 from ckptool.render.text import columns, console, emit, size, visible
@@ -96,6 +97,8 @@ def show_bench(report: BenchReport, changes: Sequence[Change] | None = None) -> 
     blank = Text()
     emit(screen, [*_heading(report), blank, *columns(screen, rows, "lrrrrrrl", cuts=0), blank])
     emit(screen, [*draw_bars(report, screen), blank])
+    if costs := cost_rows(report):
+        emit(screen, [*columns(screen, costs, "lrrrrrr", cuts=0), blank])
     if report.settings.abort:
         emit(screen, [*columns(screen, _abort_rows(report), "lllll", cuts=2), blank])
     emit(screen, [*_notes(report), Text.assemble("  ", (advice(report), "bold"))])
@@ -234,7 +237,15 @@ def advice(report: BenchReport) -> str:
     than = f" against {seconds(peer.blocked_median)} for {peer.says}" if peer else ""
     durable = f"; until durable {seconds(best.durable_median)}"
     steps = "" if best.slowdown is None else f"; steps {slowdown(best.slowdown)} meanwhile"
+    if costs := cost_words(report):
+        return f"{best.name} ({best.says}){costs}"
     return f"{best.says} blocks {seconds(best.blocked_median)} per save{than}{durable}{steps}"
+
+
+def show_recommended(report: BenchReport) -> None:
+    """Print the name of the best strategy and why, in one line."""
+    named = "" if report.best is None or report.training.is_known else f"{report.best.name}: "
+    console().print(f"{visible(named)}{visible(advice(report))}", markup=False, soft_wrap=True)
 
 
 def slowdown(value: float) -> str:
@@ -253,6 +264,7 @@ def bench_json(report: BenchReport, changes: Sequence[Change] | None = None) -> 
         machine=report.machine,
         versions=report.versions,
         settings=asdict(report.settings),
+        training=report.training,
         limits=report.limits,
         strategies=[_strategy(report, result) for result in report.ranked],
         skipped=report.skipped,
@@ -268,6 +280,7 @@ def _strategy(report: BenchReport, result: Measured) -> dict[str, Any]:
     return {
         "name": result.name,
         "library": result.library,
+        "cost": report.cost(result) if report.training.is_known else None,
         "blocked": _times(result.blocked, nbytes, report.blocked_fraction(result)),
         "written": _times(result.written, nbytes, None),
         "durable": _times(result.durable, nbytes, report.durable_fraction(result)),

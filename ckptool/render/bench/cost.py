@@ -1,0 +1,68 @@
+"""What each way to save costs of training time, and which to take."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+
+from ckptool.render.bench.bars import seconds
+from ckptool.render.progress import duration
+from ckptool.render.text import visible
+
+if TYPE_CHECKING:
+    from ckptool.commands.bench.cost import Cost
+    from ckptool.commands.bench.report import BenchReport
+
+_HEADINGS = "  strategy|a save costs|steps|every|of training time|a week|best interval"
+
+
+def cost_rows(report: BenchReport) -> list[list[Text]]:
+    """Return a row per strategy, the cheapest first; none where nothing is known of the job."""
+    if not report.training.is_known:
+        return []
+    rows = [[Text(heading, "dim") for heading in _HEADINGS.split("|")]]
+    for result in sorted(report.results, key=report.loss_of):
+        best = result is report.best
+        style = "bold green" if best else "" if result.is_consistent else "dim"
+        cells = (f"{'▸' if best else ' '} {visible(result.name)}", *_cells(report.cost(result)))
+        rows.append([Text(cell, style) for cell in cells])
+    return rows
+
+
+def _cells(cost: Cost) -> tuple[str, ...]:
+    return (
+        seconds(cost.save),
+        "" if cost.steps is None else f"{cost.steps:.3g}",
+        "" if cost.interval is None else duration(cost.interval),
+        "" if cost.lost is None else share(cost.lost),
+        "" if cost.hours_a_week is None else f"{cost.hours_a_week:.2g} h",
+        "" if cost.daly is None else duration(cost.daly),
+    )
+
+
+def share(value: float) -> str:
+    """Write ``0.034 %``, ``3.4 %``: two digits."""
+    percent = value * 100
+    return f"{percent:.0f} %" if percent >= 9.95 else f"{percent:.2g} %"
+
+
+def cost_words(report: BenchReport) -> str:
+    """Return what the best strategy costs, and the next one; empty where nothing is known."""
+    best = report.best
+    if best is None or not report.training.is_known:
+        return ""
+    cost = report.cost(best)
+    if cost.lost is None or cost.interval is None or cost.hours_a_week is None:
+        return f" costs {seconds(cost.save)} of training per save" + (
+            f", {cost.steps:.3g} steps" if cost.steps is not None else ""
+        )
+    chosen = " (Daly's best interval)" if report.training.interval is None else ""
+    words = f" costs {share(cost.lost)} of training time, {cost.hours_a_week:.2g} h a week,"
+    words += f" with a save every {duration(cost.interval)}{chosen}"
+    others = [r for r in report.results if r.is_consistent and r is not best]
+    if others:
+        second = min(others, key=report.loss_of)
+        lost = report.cost(second).lost
+        words += "" if lost is None else f"; {visible(second.name)} would cost {share(lost)}"
+    return words
