@@ -14,11 +14,11 @@ from ckptool.commands.keymap.assets import (
 from ckptool.commands.open import no_collecting, open_checkpoint
 from ckptool.commands.options.rewrite import RewriteOptions, Selection
 from ckptool.commands.options.target import ConvertOptions
+from ckptool.commands.overwrite import may_open_late
 from ckptool.commands.rewrite import rewrite
 from ckptool.commands.transfer import (
     Transfer,
     TransferReport,
-    may_open_late,
     require_agreement,
     require_apart,
     resolve_target,
@@ -59,7 +59,7 @@ def prepare(source: Location, target: Location, options: ConvertOptions) -> Tran
         opened,
         options.rewrite,
         locate=True,
-        defers=may_open_late(target, options.transfer),
+        defers=may_open_late(target, overwrites=options.transfer.overwrite),
         check=lambda kept: _require_some(opened.path, kept),
     )
     catalog = rewritten.catalog

@@ -220,3 +220,11 @@ def _unknown(target: Location, error: Exception) -> Unsupported:
         f"{target}: cannot determine which files belong to the old checkpoint: {error}",
         hint="choose another target or move this one away; ckptool never deletes other files",
     )
+
+
+def may_open_late(target: Location, *, overwrites: bool) -> bool:
+    """Return whether items may be opened while they are read, however late damage then shows.
+
+    Not where the checkpoint at the target is removed before: stores cannot rename.
+    """
+    return isinstance(target, Path) or not overwrites

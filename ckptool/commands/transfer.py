@@ -18,6 +18,7 @@ from ckptool.core.catalog import Catalog
 from ckptool.core.plan import Plan
 from ckptool.engine.check.replicas import differing_replicas
 from ckptool.engine.ranks import NodeRanks, Ranks, begin_output, share_files
+from ckptool.engine.read.containers import likely_place
 from ckptool.engine.read.tiles import require_unchanged
 from ckptool.engine.write.run import fetched_ahead, workers_within_budget
 from ckptool.engine.write.stage import RESUME_HINT, Output, Stage, StageOptions
@@ -100,14 +101,6 @@ def resolve_target(target: Location) -> Location:
     if not target.name:
         raise UsageError(f"{target}: is the root folder", hint="name a folder below it")
     return target
-
-
-def may_open_late(target: Location, options: TransferOptions) -> bool:
-    """Return whether items may be opened while they are read, however late damage then shows.
-
-    Not where the checkpoint at the target is removed before: stores cannot rename.
-    """
-    return isinstance(target, Path) or not options.overwrite
 
 
 def target_notes(
@@ -382,8 +375,10 @@ class Transfer(Generic[AnyReport]):
             digest.update(repr((file.path, file.nbytes, file.rank)).encode())
         for entry in self.plan.entries:
             kind = (entry.name, entry.path, entry.shape, entry.dtype.name, entry.source_dtype.name)
-            places = [(chunk.box.lo, chunk.at.file, chunk.at.offset) for chunk in entry.chunks]
-            digest.update(repr((kind, places)).encode())
+            size = entry.source_dtype.itemsize  # a place is the same whenever it is opened
+            places = [(chunk.box.lo, likely_place(chunk.at, size)) for chunk in entry.chunks]
+            spots = [(lo, at.file, at.offset) for lo, at in places]
+            digest.update(repr((kind, spots)).encode())
         for value in self.plan.catalog.objects.values():
             digest.update(repr((value.name, value.path)).encode())
         return digest.hexdigest()

@@ -12,6 +12,7 @@ from ckptool.commands.keymap.assets import with_assets
 from ckptool.commands.keymap.records import records
 from ckptool.commands.open import OpenedCheckpoint, no_collecting, open_checkpoint, require_readable
 from ckptool.commands.options.target import ReshardOptions
+from ckptool.commands.overwrite import may_open_late
 from ckptool.commands.reshard.plan_file import read_plan, read_tp_plan
 from ckptool.commands.reshard.rank_state import (
     DroppedState,
@@ -24,7 +25,6 @@ from ckptool.commands.transfer import (
     Progress,
     Transfer,
     TransferReport,
-    may_open_late,
     no_progress,
     require_agreement,
     require_apart,
@@ -163,7 +163,9 @@ def prepare_reshard(source: Location, target: Location | None, options: ReshardO
     require_agreement(catalog)
     if not catalog.tensors:
         raise Unsupported(f"{opened.path}: no tensors to reshard")
-    defers = options.map.name is None and may_open_late(target, options.transfer)
+    defers = options.map.name is None and may_open_late(
+        target, overwrites=options.transfer.overwrite
+    )
     located = opened.open_containers(catalog, defers=defers)
     catalog, map_report = apply_key_map(opened, located, options.map)
     writer = _writer(options.to, opened)

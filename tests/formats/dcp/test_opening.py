@@ -15,9 +15,12 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 import ckptool
-from ckptool.core.catalog import Container
+from ckptool.commands.convert import prepare
+from ckptool.commands.options.target import ConvertOptions, TransferOptions
+from ckptool.core.catalog import Container, Extent
 from ckptool.errors import Damaged
 from ckptool.formats.dcp.metadata import parse
+from ckptool.storage.url import location
 
 SIDE, COUNT = 96, 6
 Change = Callable[[bytes], bytes]
@@ -143,3 +146,16 @@ def test_what_would_be_overwritten_in_a_store_stays_where_an_item_is_damaged(
         with pytest.raises(Damaged, match="no zip directory"):
             write()
         assert {name: memory.cat_file(name) for name in memory.find("/old")} == before
+
+
+def test_a_run_goes_on_whether_or_not_it_began_with_all_items_open(tmp_path: Path) -> None:
+    """With --overwrite all are opened before, without it when they are read: one and the same."""
+    saved(tmp_path / "m", 1)
+    source, target = location(uploaded(tmp_path / "m")), location("memory://other")
+    plans = [
+        prepare(source, target, ConvertOptions("dcp", transfer=TransferOptions(overwrite=removes)))
+        for removes in (True, False)
+    ]
+    kinds = [type(e.chunks[0].at) for plan in plans for e in plan.plan.entries[2:4]]
+    assert kinds == [Extent, Extent, Container, Container]
+    assert plans[0]._digest() == plans[1]._digest()
