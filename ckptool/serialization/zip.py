@@ -29,7 +29,8 @@ END = struct.Struct("<4s4H2LH")
 END64 = struct.Struct("<4sQ2H2L4Q")
 LOCATOR64 = struct.Struct("<4sLQL")
 _BLOCK = 512
-"""Bytes between the edges that are read at once."""
+"""Bytes between the edges that are read at once; twice as many each time that the next are near."""
+_LARGEST_BLOCK, _NEAR = 1 << 16, 1 << 12
 
 
 class Region:
@@ -99,7 +100,10 @@ class Region:
             raise Damaged(f"{self.file}: {what} are out of range")
         at = start - self._at
         if at < 0 or at + nbytes > len(self._block):
-            end = min(start + max(nbytes, _BLOCK), self.nbytes - len(self._tail))
+            known = len(self._block)
+            is_near = 0 <= at <= known + _NEAR
+            ahead = max(_BLOCK, min(2 * known, _LARGEST_BLOCK) if is_near else 0)
+            end = min(start + max(nbytes, ahead), self.nbytes - len(self._tail))
             nbytes_ahead = max(nbytes, end - start)
             block = self.source.read(self.file, self.offset + start, nbytes_ahead)
             self._at, self._block, at = start, block, 0
