@@ -193,6 +193,9 @@ def written_entries(layout: Layout, sources: dict[str, TensorEntry]) -> dict[str
 
 def _written_chunks(file: FileLayout, offset: int, part: Data | ScatteredData) -> Iterator[Chunk]:
     strides = row_major_strides(part.shape, part.itemsize)
+    if isinstance(part, Data):
+        yield Chunk(part.box, Extent(file.path, offset, strides), file.rank or 0)
+        return
     for box, local in part.pieces:
         start = offset + sum(i * s for i, s in zip(local.lo, strides, strict=True))
         yield Chunk(box, Extent(file.path, start, strides), file.rank or 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import ChainMap
+from collections import ChainMap, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -257,10 +257,13 @@ def _writer(to: str | None, opened: OpenedCheckpoint) -> Format:
 def _rank_bytes(catalog: Catalog, placed: PlacedTensors) -> tuple[int, ...]:
     """Return the bytes of tensor data that each rank of the new mesh holds."""
     totals = [0] * placed.mesh.size
+    alike: dict[object, list[TensorEntry]] = defaultdict(list)
     for entry in catalog.tensors.values():
+        alike[entry.shape, placed.placements[entry.name], entry.dtype].append(entry)
+    for entry, *others in alike.values():
         for position, shard in enumerate(placed.shards(entry)):
             elements = sum(piece.box.volume for piece in shard.pieces)
-            totals[position] += elements * entry.dtype.itemsize
+            totals[position] += elements * entry.dtype.itemsize * (1 + len(others))
     return tuple(totals)
 
 
@@ -280,7 +283,12 @@ def load_costs(entries: Iterable[TensorEntry], placed: PlacedTensors) -> tuple[L
     """
     files: list[set[str]] = [set() for _ in range(placed.mesh.size)]
     nbytes = [0] * placed.mesh.size
+    alike: dict[object, list[TensorEntry]] = defaultdict(list)
     for entry in entries:
+        stored = tuple((chunk.box, chunk.at.file) for chunk in entry.chunks)
+        placements = placed.placements[entry.name]
+        alike[entry.shape, placements, entry.source_dtype, stored].append(entry)
+    for entry, *others in alike.values():
         index = ChunkIndex(entry)
         for position, shard in enumerate(placed.shards(entry)):
             touched = {
@@ -288,5 +296,6 @@ def load_costs(entries: Iterable[TensorEntry], placed: PlacedTensors) -> tuple[L
             }
             for chunk in touched.values():
                 files[position].add(chunk.at.file)
-                nbytes[position] += chunk.box.volume * entry.source_dtype.itemsize
+                once = chunk.box.volume * entry.source_dtype.itemsize
+                nbytes[position] += once * (1 + len(others))
     return tuple(LoadCost(len(names), size) for names, size in zip(files, nbytes, strict=True))

@@ -73,7 +73,17 @@ def local_shards(
     Raises Damaged where the arguments contradict one another (a recorded shape that no reading
     gives, a dim out of range) and Unsupported for a partial placement.
     """
+    if not local_shapes and not shard_order:
+        return _nominal_shards(tuple(shape), tuple(mesh_shape), tuple(placements))
     return _every_shard(_decide(shape, mesh_shape, placements, local_shapes, shard_order))
+
+
+@lru_cache(maxsize=32)
+def _nominal_shards(
+    shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: tuple[Placement, ...]
+) -> tuple[LocalShard, ...]:
+    """Return what each position holds where nothing was recorded of it."""
+    return _every_shard(_decide(shape, mesh_shape, placements, None, None))
 
 
 def shard_at(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import chain
 
-from ckptool.core.catalog import Opening
+from ckptool.core.catalog import Extent, Opening
 from ckptool.core.plan import Group, Plan
 from ckptool.engine.read.containers import Need, runs_of
 from ckptool.engine.read.runs import place_runs, row_run
@@ -18,16 +18,38 @@ def bytes_to_read(plan: Plan, source: Files) -> int:
     More than the tensors hold where a gap costs less than another read, or where several files
     need one chunk that must be decoded whole. Of a store each byte is read once for some files.
     """
-    total = 0
+    total, known = 0, dict[object, int]()
     opened: set[Opening] = set()
     for batch in plan.batches(range(len(plan.layout.files))):
         groups = plan.groups(batch, source.tile)
-        needs = chain.from_iterable(_group_runs(plan, group, source.block) for group in groups)
-        runs = runs_of(needs, opened)
         if source.block == 1:
-            total += sum(nbytes for _, _, nbytes in runs)
+            total += sum(_group_bytes(plan, group, known, opened) for group in groups)
         else:
+            needs = chain.from_iterable(_group_runs(plan, group, source.block) for group in groups)
+            runs = runs_of(needs, opened)
             total += sum(part.nbytes for part in join_runs(unversioned(runs)))
+    return total
+
+
+def _group_bytes(plan: Plan, group: Group, known: dict[object, int], opened: set[Opening]) -> int:
+    """Return how many bytes a group reads of a disk; ``known`` are those of groups that are alike.
+
+    They are where their parts are, and where chunks lie as they are, by boxes and strides.
+    """
+    entry = plan.catalog.tensors[group.parts[0].part.name]
+    stored = tuple(
+        (chunk.box, chunk.at.strides, chunk.at.ops)
+        for chunk in entry.chunks
+        if isinstance(chunk.at, Extent)
+    )
+    parts = tuple(spot.part[1:] for spot in group.parts)
+    kind = group.rows, entry.source_dtype, parts, stored
+    lies_open = len(stored) == len(entry.chunks)
+    if lies_open and kind in known:
+        return known[kind]
+    total = sum(nbytes for _, _, nbytes in runs_of(_group_runs(plan, group, 1), opened))
+    if lies_open:
+        known[kind] = total
     return total
 
 

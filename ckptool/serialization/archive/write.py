@@ -165,7 +165,7 @@ def _join(group: list[Part]) -> Part:
 def _renumber(part: Part, number_of: Callable[[int], int]) -> Part:
     if not isinstance(part, Literal) or not part.patches:
         return part
-    return Literal(part.data, tuple(Patch(p.at, number_of(p.part)) for p in part.patches))
+    return Literal(part.data, tuple([Patch(at, number_of(number)) for at, number in part.patches]))
 
 
 def offset_parts(parts: list[Part], by: int) -> list[Part]:

@@ -9,10 +9,14 @@ import pytest
 from conftest import case
 
 from ckptool.commands.options.target import ReshardOptions, TransferOptions
-from ckptool.commands.reshard.reshard import prepare_reshard
+from ckptool.commands.reshard.reshard import load_costs, prepare_reshard
+from ckptool.core.plan import Plan
 from ckptool.core.sharding.placement import parse_mesh, parse_rule
 from ckptool.engine.checksum import RecordCheck
 from ckptool.engine.run_options import RunOptions
+from ckptool.engine.write.cost import bytes_to_read
+from ckptool.formats import FORMATS
+from ckptool.formats.base import Request
 from ckptool.storage.local import LocalReader
 
 COLUMNS = "*=Replicate(),Shard(-1)"
@@ -55,3 +59,23 @@ def test_bytes_to_read(
     monkeypatch.setattr(RecordCheck, "read_unseen", not_again)
     prepared.run()
     assert sum(read) == told > 0
+
+
+@pytest.mark.parametrize("name", ["dcp_fsdp2_tp", "rank_strided", "zip_zoo", "dcp_zstd"])
+def test_costs_are_those_of_each_tensor_by_itself(name: str, out: Path) -> None:
+    """Those that are alike are counted at once, and are not mixed up with others."""
+    options = ReshardOptions(mesh=parse_mesh("2x2"), rank_state="keep", to="dcp")
+    prepared = prepare_reshard(case(name).path, out / "r", options)
+    whole = prepared.costs()
+    catalog, placed = prepared.plan.catalog, prepared.placed
+    source = prepared.opened.source
+    nbytes, loaded = 0, [0] * 4
+    for entry in catalog.tensors.values():
+        alone = catalog.with_tensors({entry.name: entry})
+        layout = FORMATS["dcp"].lay_out(alone, Request("r", placed=placed))
+        nbytes += bytes_to_read(Plan(alone, layout), source)
+        for rank, cost in enumerate(load_costs([entry], placed)):
+            loaded[rank] += cost.nbytes
+    assert nbytes == whole.read_bytes
+    assert loaded == [cost.nbytes for cost in whole.from_source]
+    assert sum(prepared.report.rank_bytes) == sum(cost.nbytes for cost in whole.from_target)
