@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -13,7 +14,14 @@ from typing import Any, ClassVar, Literal
 from ckptool.commands.detect import folder_at, require_known, unfinished_problem
 from ckptool.commands.options.prune import PruneOptions
 from ckptool.commands.verify.codes import require_codes
-from ckptool.commands.verify.run_folder import Step, steps_of, verify_step
+from ckptool.commands.verify.run_folder import (
+    Step,
+    holds_steps,
+    name_pattern,
+    says_step,
+    steps_of,
+    verify_step,
+)
 from ckptool.engine.write.removal import clear, leftovers, remove
 from ckptool.errors import Changed, CkptoolError, NotFound, Unsupported
 from ckptool.storage.commit_note import side_name
@@ -80,10 +88,11 @@ class PruneReport:
 def prune(run: Location, options: PruneOptions, notify: Notify = lambda text: None) -> PruneReport:
     """Decide which steps of a run are kept, verify these, and with ``yes`` remove the others.
 
-    The steps of each folder in the run are counted by themselves. ``notify`` is called with what is
-    done next, as it takes long. Raises NotFound or Unrecognised
-    where there is no checkpoint, Unsupported where the run is one checkpoint, TransferError where
-    something cannot be removed, Changed where a step that is kept is gone meanwhile.
+    The steps of each folder in the run are counted by themselves, and of these each kind, by their
+    names without numbers. ``notify`` is called with what is done next, as it takes long. Raises
+    NotFound or Unrecognised where there is no checkpoint, Unsupported where the run is one
+    checkpoint, TransferError where something cannot be removed, Changed where a step that is kept
+    is gone meanwhile.
     """
     require_codes(options.verify.ignore)
     require_known(options.verify.read.from_format)
@@ -92,24 +101,35 @@ def prune(run: Location, options: PruneOptions, notify: Notify = lambda text: No
         raise Unsupported(f"{run}: is one checkpoint, not a run with several steps")
     folders = dict.fromkeys(step.path.parent for step in steps)
     left = tuple(path for folder in folders for path in leftovers(folder))
+    steps = [step for step in steps if step.path not in left]
+    pointers = find_links(run, steps) | find_pointers(run, steps)
+    kinds: dict[tuple[Location, str], list[Step]] = {}
+    for step in steps:
+        kinds.setdefault((step.path.parent, name_pattern(step.path.name)), []).append(step)
     fates: list[StepFate] = []
-    for folder in folders:
-        beside = [s for s in steps if s.path.parent == folder and s.path not in left]
-        fates += _Decision(run, beside, options, notify).fates()
+    for alike in kinds.values():
+        fates += _Decision(run, alike, pointers, options, notify).fates()
     report = PruneReport(run, tuple(fates), left)
     return _remove(report, notify) if options.yes else report
 
 
 class _Decision:
-    """Decides on the steps that lie beside one another, given the oldest first."""
+    """Decides on the steps of one kind beside one another, given the oldest first."""
 
     def __init__(
-        self, run: Location, steps: Sequence[Step], options: PruneOptions, notify: Notify
+        self,
+        run: Location,
+        steps: Sequence[Step],
+        pointers: Mapping[Location, str],
+        options: PruneOptions,
+        notify: Notify,
     ) -> None:
+        self._run = run
         self._steps = steps
+        self._pointers = pointers
         self._options = options
         self._notify = notify
-        self._pointers = find_links(steps) | find_pointers(run, steps)
+        self._numbers = Counter(step.number for step in steps if step.number is not None)
         self._good = 0
 
     def fates(self) -> Iterator[StepFate]:
@@ -119,7 +139,7 @@ class _Decision:
 
     def _fate(self, step: Step, older: Sequence[Step]) -> StepFate:
         nbytes = _nbytes_of(step.path)
-        unclear = _unclear(step)
+        unclear = _unclear(step) or self._ambiguous(step)
         reason = None if unclear else self._reason_to_keep(step)
         if reason is None and (unclear or self._good >= self._options.keep_last):
             fate: Fate = "leave" if unclear else "remove"
@@ -149,6 +169,23 @@ class _Decision:
             return f"every {every:,} steps"
         return None
 
+    def _ambiguous(self, step: Step) -> str | None:
+        """Return why a step may be another thing than its name says; None where it is clear."""
+        if step.number is None:
+            return None
+        if self._numbers[step.number] > 1:
+            return f"{self._numbers[step.number]} beside one another have the number {step.number}"
+        if len(self._steps) > 1 and not says_step(step):
+            if not step.path.name.partition(".")[0][-1:].isdigit():
+                return "its name does not say whether the number is a step"
+            if max(self._numbers) < 2 * len(self._numbers):
+                return "numbered one by one, as ranks and parts are"
+        if isinstance(step.path, Path) and isinstance(self._run, Path):
+            real, run = step.path.resolve(), self._run.resolve()
+            if run in real.parents and real != run / within(step.path, self._run):
+                return f"a symbolic link leads to {real}"
+        return None
+
 
 def _unclear(step: Step) -> str | None:
     """Return why nobody should decide on a step; None where it is a checkpoint of its own."""
@@ -159,6 +196,8 @@ def _unclear(step: Step) -> str | None:
         return "no known checkpoint in it"
     if path.is_dir() and unfinished_problem(folder_at(path)) is not None:
         return "unfinished output of ckptool"
+    if holds_steps(step):
+        return "holds steps of its own"
     return None
 
 
@@ -170,8 +209,7 @@ def _remove(report: PruneReport, notify: Notify) -> PruneReport:
     fates = {step.path: step for step in report.steps}
     for fate in reversed(report.of_fate("remove")):
         _require_kept(report)
-        beside = [step for step in steps if step.path.parent == fate.path.parent]
-        pointers = find_pointers(report.path, beside)
+        pointers = find_pointers(report.path, steps)
         if fate.path in pointers:
             reason = f"{pointers[fate.path]} points to it"
             fates[fate.path] = replace(fate, fate="keep", reason=reason)
@@ -192,39 +230,45 @@ def _require_kept(report: PruneReport) -> None:
 
 
 def find_pointers(run: Location, steps: Sequence[Step]) -> dict[Location, str]:
-    """Return the steps that something beside them names, each with what does.
+    """Return the steps that something beside them or in the run names, each with what does.
 
     That is a link, a small file such as ``latest`` (DeepSpeed, Megatron-LM), or the newest
     ``trainer_state.json`` of transformers' Trainer, which names the best checkpoint.
     """
     pointers: dict[Location, str] = {}
     for folder in dict.fromkeys([run, *(step.path.parent for step in steps)]):
+        beside = [step for step in steps if step.path.parent == folder]
         for path in _small_files(folder):
-            _add_named(_read_text(path), path.name, steps, pointers)
+            named = steps if folder == run else beside
+            _add_named(_read_text(path), path.name, named, pointers)
         if isinstance(folder, Path):
             for link in (path for path in folder.iterdir() if path.is_symlink()):
-                _add_target(link, link.name, steps, pointers)
-    for step in reversed(steps):
-        best = _best_checkpoint(step)
-        if best is not None:
-            _add_named(best, f"{step.path.name}/{_TRAINER_STATE}", steps, pointers)
-            break
+                _add_target(link, str(within(link, run)), steps, pointers)
+        for step in reversed(beside):
+            best = _best_checkpoint(step)
+            if best is not None:
+                _add_named(best, f"{step.path.name}/{_TRAINER_STATE}", beside, pointers)
+                break
     return pointers
 
 
-def find_links(steps: Sequence[Step]) -> dict[Location, str]:
-    """Return the steps whose files other steps link to, each with such a link."""
+def find_links(run: Location, steps: Sequence[Step]) -> dict[Location, str]:
+    """Return the steps that a link elsewhere in the run leads into, each with such a link."""
     pointers: dict[Location, str] = {}
-    for step in steps:
-        if not isinstance(step.path, Path) or step.path.is_symlink():
-            continue
-        others = [other for other in steps if other is not step]
-        for head, folders, files in os.walk(step.path):
-            for link in (Path(head, name) for name in (*folders, *files)):
-                if link.is_symlink():
-                    source = str(within(link, step.path.parent))
-                    _add_target(link, source, others, pointers)
+    for link in _links_below(run, steps) if isinstance(run, Path) else ():
+        others = [step for step in steps if step.path not in link.parents]
+        _add_target(link, str(within(link, run)), others, pointers)
     return pointers
+
+
+def _links_below(run: Path, steps: Sequence[Step]) -> Iterator[Path]:
+    """Yield the links in a run and in its steps, also where a link leads to a step's folder."""
+    paths = [s.path for s in steps if isinstance(s.path, Path) and not s.path.is_symlink()]
+    for root in (run, *paths):
+        for head, folders, files in os.walk(root):
+            below = [Path(head, name) for name in (*folders, *files)]
+            yield from (path for path in below if path.is_symlink())
+            folders[:] = [name for name in folders if Path(head, name) not in paths]
 
 
 def _small_files(folder: Location) -> Iterator[Location]:
@@ -249,11 +293,11 @@ def _read_text(path: Location) -> str:
 def _add_named(
     text: str, source: str, steps: Sequence[Step], pointers: dict[Location, str]
 ) -> None:
-    """Add the steps that a text is the name, the path or the number of."""
-    name = text.rstrip("/").rpartition("/")[2]
+    """Add the steps that a text is the name or the number of, or a path to or into."""
+    names = {part for part in text.split("/") if part}
     number = int(text) if text.isdecimal() and len(text) < 20 else None
     for step in steps:
-        if name and (step.path.name == name or (number is not None and step.number == number)):
+        if step.path.name.strip() in names or (number is not None and step.number == number):
             pointers.setdefault(step.path, source)
 
 

@@ -167,17 +167,17 @@ def _reason(report: VerifyReport, options: VerifyOptions) -> str:
     return f"{failures[0].code}: {message}{more}"
 
 
-_NUMBERS = tuple(
-    re.compile(pattern, re.IGNORECASE)
-    for pattern in (
-        r"(?<![a-z])(?:global[-_]?)?steps?[-_=]?(\d{1,18})(?!\d)",
-        r"(?<![a-z])iter(?:ation)?s?[-_=]?(\d{1,18})(?!\d)",
-        r"(?<![a-z])(?:checkpoint|ckpt)[-_=]?(\d{1,18})(?!\d)",
-        r"(?<![a-z])(?:epoch|ep)[-_=]?(\d{1,18})(?!\d)",
-    )
-)
+def _after(words: str) -> re.Pattern[str]:
+    return re.compile(rf"(?<![a-z]){words}[-_=]?(\d{{1,18}})(?!\d)", re.IGNORECASE)
+
+
+_STEP = _after("(?:global[-_]?)?steps?")
+_ITERATION = _after("iter(?:ation)?s?")
+_EPOCH = _after("(?:epoch|ep)")
+_NUMBERS = (_STEP, _ITERATION, _after("(?:checkpoint|ckpt)"), _EPOCH)
 """As in ``global_step100``, ``epoch=1-step=200.ckpt``, ``iter_0000100``, ``checkpoint-500``."""
 _LAST_NUMBER = re.compile(r"(\d{1,18})(?!.*\d)")
+_SHARD = re.compile(r"\d+-of-\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,10 +226,15 @@ def _is_step(path: Location, run: Location) -> bool:
 
     Files that are numbered from 0 without a gap are one a rank, not one a step.
     """
-    step = _step_in(within(path, run).parts)
-    if step is None or _is_folder(path):
-        return step is not None
-    alike = [name for name in _names_in(path.parent) if _pattern(name) == _pattern(path.name)]
+    parts = within(path, run).parts
+    step = _step_in(parts)
+    if step is None:
+        return False
+    if step[0] < len(parts) - 1 or _is_folder(path):
+        return True
+    alike = [
+        name for name in _names_in(path.parent) if name_pattern(name) == name_pattern(path.name)
+    ]
     numbers = {number for name in alike for _, number in filter(None, [_step_in((name,))])}
     return numbers != set(range(len(numbers)))
 
@@ -240,7 +245,7 @@ def _step_in(parts: tuple[str, ...]) -> tuple[int, int] | None:
         for at in range(len(parts) - 1, -1, -1):
             if match := pattern.search(parts[at]):
                 return at, int(match[1])
-    match = _LAST_NUMBER.search(Path(parts[-1]).stem) if parts else None
+    match = _LAST_NUMBER.search(_SHARD.sub("", Path(parts[-1]).stem)) if parts else None
     return (len(parts) - 1, int(match[1])) if match else None
 
 
@@ -260,11 +265,11 @@ def _group(run: Location, checkpoints: Iterable[Location]) -> list[Step]:
 def _without_checkpoint(steps: Iterable[Step]) -> Iterator[Step]:
     """Yield what lies beside steps and is called as they are, but holds no checkpoint."""
     known = {step.path for step in steps}
-    patterns = {(path.parent, _pattern(path.name)) for path in known if _step_in((path.name,))}
+    patterns = {(path.parent, name_pattern(path.name)) for path in known if _step_in((path.name,))}
     for parent in dict.fromkeys(parent for parent, _ in patterns):
         for name in _names_in(parent):
             path = parent / name
-            if path not in known and (parent, _pattern(name)) in patterns:
+            if path not in known and (parent, name_pattern(name)) in patterns:
                 step = _step_in((name,))
                 yield Step(path, step[1] if step else None, ())
 
@@ -288,5 +293,22 @@ def _names_in(folder: Location) -> list[str]:
         return []
 
 
-def _pattern(name: str) -> str:
-    return re.sub(r"\d+", "#", name)
+def name_pattern(name: str) -> str:
+    """Return what is left of a name without its numbers: steps of one kind have one pattern."""
+    return re.sub(r"\d+(?:\.\d+)?(?:e-?\d+)?", "#", name)
+
+
+def says_step(step: Step) -> bool:
+    """Return whether a step's name tells its number from that of a rank, a part or a version.
+
+    ``checkpoint_3`` is a step as a folder, as a file it may well be what rank 3 saved.
+    """
+    words = _NUMBERS if _is_folder(step.path) else [_STEP, _ITERATION, _EPOCH]
+    return any(pattern.search(step.path.name) for pattern in words)
+
+
+def holds_steps(step: Step) -> bool:
+    """Return whether a step's folder holds others, each in a folder or a file of its own."""
+    names = (name for part in step.parts for name in within(part, step.path).parts)
+    found = (pattern.search(name) for name in names for pattern in _NUMBERS)
+    return any(match is not None and int(match[1]) != step.number for match in found)

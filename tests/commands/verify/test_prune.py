@@ -13,8 +13,11 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from conftest import case
+from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
 import ckptool
@@ -154,6 +157,73 @@ def test_what_is_no_step_stays(tmp_path: Path) -> None:
     (run / "config.yaml").write_text("a: 1")
     pruned(run, yes=True)
     assert names_in(run) == ["config.yaml", "final", "step-0", "step-3"]
+
+
+def model_at(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    save_file({"w": np.ones(4, "f4")}, folder / "model.safetensors")
+    (folder / "config.json").write_text("{}")
+
+
+def test_shards_of_the_final_model_beside_the_steps_are_no_steps(tmp_path: Path) -> None:
+    shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    for at, shard in enumerate(shards):
+        save_file({f"w{at}": np.ones(4, "f4")}, tmp_path / shard)
+    index = {"metadata": {}, "weight_map": {f"w{at}": shard for at, shard in enumerate(shards)}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    model_at(tmp_path / "checkpoint-500")
+    (tmp_path / "checkpoint-1000").mkdir()
+    shutil.copy(tmp_path / "checkpoint-500" / "model.safetensors", tmp_path / "checkpoint-1000")
+    report = pruned(tmp_path, yes=True)
+    assert fates(report) == {"checkpoint-1000": "keep", "checkpoint-500": "remove"}
+    assert names_in(tmp_path) == ["checkpoint-1000", *shards, "model.safetensors.index.json"]
+
+
+def test_files_of_one_step_are_counted_by_their_kind(tmp_path: Path) -> None:
+    for step in (10000, 20000):
+        for kind in ("model", "opt", "ema_0.9999_"):
+            torch.save({kind: torch.ones(2)}, tmp_path / f"{kind}{step:06}.pt")
+    torch.save({"w": torch.ones(2)}, tmp_path / "final_v2.pt")
+    pruned(tmp_path, yes=True)
+    kept = ["ema_0.9999_020000.pt", "final_v2.pt", "model020000.pt", "opt020000.pt"]
+    assert names_in(tmp_path) == kept
+
+
+@pytest.mark.parametrize(
+    ("names", "reason"),
+    [
+        (["checkpoint_1.pt", "checkpoint_2.pt", "checkpoint_3.pt"], "numbered one by one"),
+        (["llama-7b.pt", "llama-70b.pt"], "does not say"),
+        (["step-1.pt", "step-01.pt"], "2 beside one another"),
+        (["step1/checkpoint-50.pt", "step2/checkpoint-90.pt"], "holds steps"),
+    ],
+)
+def test_what_may_be_no_step_is_left(tmp_path: Path, names: list[str], reason: str) -> None:
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        torch.save({"w": torch.ones(2)}, tmp_path / name)
+    report = pruned(tmp_path, yes=True)
+    assert [step.fate for step in report.steps] == ["leave"] * len(names)
+    assert all(reason in step.reason for step in report.steps)
+    assert all((tmp_path / name).exists() for name in names)
+
+
+def test_a_pointer_into_a_step_keeps_it_wherever_it_lies(tmp_path: Path) -> None:
+    run = run_of(tmp_path, 1, 2, 3, 4, 5)
+    (run / "latest").write_text("/other/run/step-1/.metadata\n")
+    (run / "eval" / "deep").mkdir(parents=True)
+    (run / "eval" / "best").symlink_to("../step-2")
+    (run / "eval" / "deep" / "head").symlink_to("../../step-3/.metadata")
+    pruned(run, yes=True)
+    assert names_in(run) == ["eval", "latest", "step-1", "step-2", "step-3", "step-5"]
+
+
+def test_a_second_way_to_the_same_steps_is_left(tmp_path: Path) -> None:
+    run = run_of(tmp_path, 1, 2)
+    run.rename(tmp_path / "all")
+    (tmp_path / "by-name").symlink_to("all")
+    pruned(tmp_path, yes=True)
+    assert names_in(tmp_path / "all") == ["step-2"]
 
 
 def test_files_go_with_what_is_beside_them(tmp_path: Path) -> None:
