@@ -280,7 +280,9 @@ def _detect_map(catalog: Catalog, known: list[Record], options: MapOptions) -> t
         way
         for key_map in builtin_maps().values()
         for inverse, way in ((False, key_map), (True, key_map.inverse))
-        if options.inverse in (None, inverse) and fits(catalog, kinds, way, facts(way, known, {}))
+        if options.inverse in (None, inverse)
+        and way.detected
+        and fits(catalog, kinds, way, facts(way, known, {}))
     ]
     if not candidates:
         raise _none_fits(catalog)

@@ -54,6 +54,8 @@ class Matcher:
 
     def __init__(self, key_map: KeyMap, facts: ModelFacts, part: str) -> None:
         self._facts = facts
+        self._keeps = key_map.keeps
+        self._kept: dict[str, Claim] = {}
         self._patterns: dict[str, list[tuple[Rule, Pattern]]] = defaultdict(list)
         for rule in key_map.rules:
             holds = rule.when is None or rule.when in facts.true
@@ -71,7 +73,14 @@ class Matcher:
             binding = self._match(pattern, numbers, rule.whole.text)
             if binding is not None and self._has_beside(rule, binding):
                 return Claim(rule, pattern, binding)
-        return None
+        return self._claim_kept(name, key, numbers) if key and self._keeps(name) else None
+
+    def _claim_kept(self, name: str, key: str, numbers: tuple[int, ...]) -> Claim:
+        """Return the claim of a name that stays as it is, by a rule of its own."""
+        if name not in self._kept:
+            pattern = Pattern(name, key, numbers)
+            self._kept[name] = Claim(Rule((pattern,), (pattern,)), pattern, {})
+        return self._kept[name]
 
     def _match(self, pattern: Pattern, numbers: Sequence[int], text: str) -> Binding | None:
         unknown = pattern.needs - self._facts.sizes.keys()
@@ -111,8 +120,9 @@ def fits(catalog: Catalog, kinds: frozenset[str], key_map: KeyMap, facts: ModelF
     """
     patterns = [*(p for rule in key_map.rules for p in rule.sources), *key_map.drop]
     known = {pattern.key for pattern in patterns}
-    if not all(known.intersection(unwrapped(kind)) for kind in kinds):
-        return False
+    for kind in kinds:
+        if not any(inner in known or key_map.keeps(inner) for inner in unwrapped(kind)):
+            return False
     matcher = Matcher(key_map, facts.of(catalog, key_map), "model")
     frames, unmatched = find_frames(catalog, matcher.knows, matcher.knows)
     names = {n for frame, inner in frames.items() if frame.part == "model" for n in inner}

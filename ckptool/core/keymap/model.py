@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.keymap.axes import (
@@ -176,7 +177,9 @@ class KeyMap:
     the number itself. ``drop`` are source names that are left out, ``marks`` names one of which
     tells a checkpoint to be of the source's kind, ``model_types`` those of config.json,
     ``unless`` facts about a model that it is not for, ``tells`` the facts that hold where each has
-    all of its names there. ``back_drop`` and ``back_marks`` are those of the other way.
+    all of its names there. ``keep`` are globs of names that no rule takes and that stay as they
+    are, both ways; ``detected`` says whether it is applied without being named. ``back_drop``,
+    ``back_marks`` and ``back_detected`` are those of the other way.
     """
 
     name: str
@@ -190,8 +193,11 @@ class KeyMap:
     model_types: tuple[str, ...] = ()
     unless: tuple[str, ...] = ()
     tells: Mapping[str, tuple[Pattern, ...]] = field(default_factory=dict)
+    keep: tuple[str, ...] = ()
     back_drop: tuple[Pattern, ...] = ()
     back_marks: tuple[Pattern, ...] = ()
+    detected: bool = True
+    back_detected: bool = True
 
     @property
     def axes(self) -> set[str]:
@@ -206,6 +212,10 @@ class KeyMap:
         patterns = (p for rule in self.rules for p in (*rule.sources, *rule.targets))
         return frozenset(axis for pattern in patterns for axis in pattern.spelled)
 
+    def keeps(self, name: str) -> bool:
+        """Return whether a parameter's name that no rule takes stays as it is."""
+        return any(fnmatchcase(name, glob) for glob in self.keep)
+
     @property
     def inverse(self) -> KeyMap:
         """The map the other way."""
@@ -218,6 +228,8 @@ class KeyMap:
             marks=self.back_marks,
             back_drop=self.drop,
             back_marks=self.marks,
+            detected=self.back_detected,
+            back_detected=self.detected,
         )
 
 

@@ -17,7 +17,7 @@ _STACKED = re.compile(r"<(\.\{(\w+)\})>")
 _NAMED = re.compile(r"(?P<name>\S+?)(?P<optional>\?)?(?:\s+\[(?P<axes>[^\[\]]*)\])?")
 _KEYS = {
     *("name", "summary", "from", "to", "dims", "rule"),
-    *("drop", "marks", "model_types", "unless", "facts"),
+    *("drop", "marks", "model_types", "unless", "facts", "keep", "detect"),
 }
 _RULE_KEYS = {"from", "to", "padding", "tie", "when", "unless", "only", "beside"}
 
@@ -46,6 +46,8 @@ def parse_map(content: Mapping[str, Any], where: str) -> KeyMap:
         marks=marks,
         model_types=tuple(map(str, content.get("model_types", ()))),
         unless=tuple(map(str, content.get("unless", ()))),
+        keep=tuple(_texts(content.get("keep", []))),
+        back_detected=_detect(content, where),
         tells={n: _patterns(v) for n, v in _table(content, "facts", where).items()},
         back_drop=back_drop,
         back_marks=back_marks,
@@ -56,6 +58,14 @@ def _require_keys(table: Mapping[str, Any], known: set[str], where: str) -> None
     unknown = sorted(table.keys() - known)
     if unknown:
         raise UsageError(f"{where}: {unknown[0]!r} is not one of {', '.join(sorted(known))}")
+
+
+def _detect(content: Mapping[str, Any], where: str) -> bool:
+    """Return whether ``--map auto`` takes the map from its `to` side, too."""
+    sides = content.get("detect", "both")
+    if sides not in ("both", "from"):
+        raise UsageError(f"{where}: detect = {sides!r} must be 'both' or 'from'")
+    return bool(sides == "both")
 
 
 def _table(content: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
