@@ -24,7 +24,7 @@ Cell = str | tuple[str, str] | Text
 
 _UNBOUNDED = 1 << 16
 _NARROWEST = 12
-_HEAD_SHARES = (0.5, 0.3, 0.15, 0.7)
+_HEAD_SHARES = (0.5, 0.3, 0.15, 0.7, 0.9)
 """Of a text that is cut, how much is before the ellipsis: what keeps most apart is taken."""
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
 _BATCH = 1 << 10

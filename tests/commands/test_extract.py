@@ -57,11 +57,11 @@ def sliced(whole: Bits, index: Any) -> Bits:
 @pytest.mark.parametrize("source", GOOD, ids=by_name)
 def test_slices_of_every_format(source: Case, out: Path) -> None:
     known = {n: b for n, b in source.truth.items() if BY_NAME[b[0]].safetensors}
-    asked = {n: "[1:, ...]" if b[1] and b[1][0] > 1 else "" for n, b in known.items()}
+    asked = {n: "[1::2, ...]" if b[1] and b[1][0] > 1 else "" for n, b in known.items()}
     names = [f"{name}{text}" for name, text in asked.items()]
     ckptool.extract(source.path, names, out / "m.safetensors")
     found = {name: bits(tensor) for name, tensor in load_file(out / "m.safetensors").items()}
-    expected = {n: sliced(b, np.s_[1:]) if asked[n] else b for n, b in known.items()}
+    expected = {n: sliced(b, np.s_[1::2]) if asked[n] else b for n, b in known.items()}
     assert found == expected
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -30,11 +32,17 @@ def steps_lines(run: RunSummary, screen: Console) -> list[Text]:
     result = [title, Text(), heads]
     for step, line in zip(run.steps, lines, strict=True):
         result.append(line)
-        result += [Text(f"      {visible(reason)}", "dim") for reason in step.reasons]
+        result += [Text(f"      {part}", "dim") for part in _wrapped(step.reasons, screen)]
     last = next((step for step in reversed(run.steps) if step.complete), None)
     if last is not None:
         result += [Text(), Text(f"  ckptool inspect {visible(str(last.path))}", "dim")]
     return result
+
+
+def _wrapped(reasons: Iterable[str], screen: Console) -> Iterator[str]:
+    """Yield reasons as lines that fit the screen behind their indent."""
+    for reason in map(visible, reasons):
+        yield from wrap(reason, max(20, screen.width - 7)) if screen.is_terminal else [reason]
 
 
 def _row(step: StepSummary, run: RunSummary, brief: bool) -> list[Cell]:

@@ -20,6 +20,7 @@ WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "
 """The steps that torch.compile, activation checkpointing, FSDP1 and DDP put into names."""
 _UNWRAP = rf"(^|\.)({'|'.join(WRAPPERS)})\.=\1"
 _MOST_PREFIXES = 3
+_MOST_COMPARED = 2000
 
 
 class Prefix(NamedTuple):
@@ -51,17 +52,18 @@ class Prefix(NamedTuple):
         return self.new + name.removeprefix(self.old) if name.startswith(self.old) else name
 
 
-def prefix_changes(names: Iterable[str], wanted: Iterable[str]) -> list[Prefix]:
+def prefix_changes(names: Iterable[str], wanted: Sequence[str]) -> list[Prefix]:
     """Return the changes of a prefix that give names wanted ones, those that give most first.
 
-    A wanted name is compared with the name that has most of its last steps, if any other has less.
+    A wanted name is compared with the first name that has most of its last steps; of many wanted
+    names a few thousand are.
     """
     by_tail: dict[str, str] = {}
     for name in names:
         for tail in _tails(name):
             by_tail.setdefault(tail, name)
     counts: Counter[Prefix] = Counter()
-    for name in wanted:
+    for name in wanted[:: 1 + len(wanted) // _MOST_COMPARED]:
         common = next((tail for tail in _tails(name) if tail in by_tail), None)
         if common is not None:
             found = by_tail[common]
@@ -99,25 +101,29 @@ def find_fit(
     None where nothing gives more of them, or as many and fewer others. Key maps are tried where
     nothing else gives half; ``assets`` is a folder with the config.json that they may need.
     """
-    wanted = set(wanted)
+    targets = dict.fromkeys(wanted)
     names = list(made.tensors)
 
     def score(candidate: _Candidate) -> tuple[int, int]:
-        common = len(wanted.intersection(candidate.names))
+        common = sum(name in targets for name in candidate.names)
         return common, common - len(candidate.names)
 
-    found = _Candidate("", names)
-    candidates = list(_candidates(names, made, wanted))
-    best = max([found, *candidates], key=score)
-    if 2 * score(best)[0] < len(wanted):
+    found = best = _Candidate("", names)
+    for candidate in _candidates(names, made, targets):
+        best = max(best, candidate, key=score)
+        if score(best) == (len(targets), 0):
+            break
+    if 2 * score(best)[0] < len(targets):
         best = max([best, *_mapped(opened, assets)], key=score)
     common, _ = score(best)
     if not common or score(best) <= score(found):
         return None
-    return Fit(best.option, common, len(wanted))
+    return Fit(best.option, common, len(targets))
 
 
-def _candidates(names: Sequence[str], made: Catalog, wanted: set[str]) -> Iterator[_Candidate]:
+def _candidates(
+    names: Sequence[str], made: Catalog, wanted: Collection[str]
+) -> Iterator[_Candidate]:
     yield from _renamed("", names, wanted)
     try:
         model = list(only_model(made).tensors)
@@ -127,7 +133,7 @@ def _candidates(names: Sequence[str], made: Catalog, wanted: set[str]) -> Iterat
     yield from _renamed("--model-only ", model, wanted)
 
 
-def _renamed(head: str, names: Sequence[str], wanted: set[str]) -> Iterator[_Candidate]:
+def _renamed(head: str, names: Sequence[str], wanted: Collection[str]) -> Iterator[_Candidate]:
     """Yield what prefixes and wrappers make of names."""
     known = set(names)
     missing = [name for name in wanted if name not in known]
