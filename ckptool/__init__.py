@@ -3,6 +3,7 @@
     checkpoint = ckptool.open(path)             # of any format, from its metadata alone
     checkpoint.read("w", (slice(0, 8),))        # any part of a tensor, only its bytes
     ckptool.load(path, model.state_dict())      # in place: each rank its own boxes
+    ckptool.save(state, "model.safetensors")    # from memory, in every format that is written
     torch.distributed.checkpoint.load(state, storage_reader=ckptool.dcp.CheckpointReader(path))
 
 The commands are functions too, with the same options as keywords, and return their reports:
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from ckptool.api.load import LoadReport as LoadReport
     from ckptool.api.load import load as load
     from ckptool.api.open import open as open
+    from ckptool.api.save import save as save
     from ckptool.api.state_dict import KeysDiffer as KeysDiffer
     from ckptool.core.box import Box as Box
     from ckptool.errors import CkptoolError as CkptoolError
@@ -57,6 +59,7 @@ _PLACES = {
     "api.load": "LoadReport load",
     "api.checkpoint": "Checkpoint",
     "api.open": "open",
+    "api.save": "save",
     "api.state_dict": "KeysDiffer",
     "core.box": "Box",
     "errors": "CkptoolError",

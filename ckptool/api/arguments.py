@@ -21,7 +21,7 @@ from ckptool.commands.options.extract import ExtractOptions
 from ckptool.commands.options.prune import PruneOptions
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.rewrite import RewriteOptions
-from ckptool.commands.options.target import ConvertOptions, ReshardOptions
+from ckptool.commands.options.target import ConvertOptions, ReshardOptions, SaveOptions
 from ckptool.commands.options.verify import (
     CompareOptions,
     ManifestOptions,
@@ -57,6 +57,7 @@ KEYWORDS: dict[str, tuple[OptionGroup, ...]] = {
     "DiffKeywords": (OptionGroup(DiffOptions),),
     "ExtractKeywords": (OptionGroup(ExtractOptions),),
     "ConvertKeywords": (OptionGroup(ConvertOptions, without=("to",)),),
+    "SaveKeywords": (OptionGroup(SaveOptions),),
     "ReshardKeywords": (OptionGroup(ReshardOptions),),
     "VerifyRunKeywords": (OptionGroup(VerifyOptions, without=_UNSTACKED),),
     "VerifyKeywords": (

@@ -60,7 +60,7 @@ Progress = Callable[[int, int], None]
 """Is told how many bytes are done, and how many there are in all."""
 
 
-def _started(progress: Progress | None) -> Callable[[int], Callable[[int], None]]:
+def started_progress(progress: Progress | None) -> Callable[[int], Callable[[int], None]]:
     """Return what is told the total, and then of each number of bytes; threads may tell."""
     lock = Lock()
 
@@ -145,7 +145,7 @@ def stats(
     place, _ = _place(path, options)
     opened = given.opened if given is not None else open_checkpoint(place, read)
     asked = [tensors] if isinstance(tensors, str) else tensors
-    return _stats(opened, asked, _started(progress))
+    return _stats(opened, asked, started_progress(progress))
 
 
 @with_keywords(DiffKeywords)
@@ -165,7 +165,7 @@ def diff(
 
     place, keywords = _place(path, options)
     parsed = Keywords("diff", keywords, DiffKeywords).options(DiffOptions)
-    return _diff(place, location(other), parsed, _started(progress))
+    return _diff(place, location(other), parsed, started_progress(progress))
 
 
 @with_keywords(ExtractKeywords)
@@ -188,7 +188,7 @@ def extract(
     parsed = Keywords("extract", keywords, ExtractKeywords).options(ExtractOptions)
     asked = [names] if isinstance(names, str) else names
     planned = prepare_extract(place, asked, location(out), parsed)
-    return planned.run(_started(progress)(planned.nbytes))
+    return planned.run(started_progress(progress)(planned.nbytes))
 
 
 @with_keywords(ConvertKeywords)
@@ -212,7 +212,7 @@ def convert(
     prepared = prepare(place, location(target), parsed)
     if parsed.transfer.dry_run:
         return prepared.report
-    return prepared.run(_started(progress)(prepared.nbytes))
+    return prepared.run(started_progress(progress)(prepared.nbytes))
 
 
 @with_keywords(ReshardKeywords)
@@ -236,7 +236,7 @@ def reshard(
         planned.require_possible(group)
         if parsed.transfer.dry_run:
             return planned.with_costs()
-        return planned.run(_started(progress)(planned.nbytes), group)
+        return planned.run(started_progress(progress)(planned.nbytes), group)
 
 
 @with_keywords(VerifyKeywords)
@@ -263,7 +263,7 @@ def verify(
     from ckptool.commands.verify.manifest.build import build_manifest
     from ckptool.commands.verify.manifest.check import check_manifest
 
-    overwrite, started = manifest.overwrite, _started(progress)
+    overwrite, started = manifest.overwrite, started_progress(progress)
     if target is not None:
         return build_manifest(place, target, parsed, rewrite, started, overwrite=overwrite)
     if recorded is not None:
@@ -291,7 +291,7 @@ def compare(
     keywords = Keywords("compare", given, CompareKeywords)
     parsed, rewrite = keywords.options(VerifyOptions), keywords.options(RewriteOptions)
     comparing = keywords.options(CompareOptions)
-    return against(place, location(other), parsed, rewrite, comparing, _started(progress))
+    return against(place, location(other), parsed, rewrite, comparing, started_progress(progress))
 
 
 @with_keywords(VerifyRunKeywords)
@@ -338,7 +338,7 @@ def salvage(
 
     parsed = Keywords("salvage", options, SalvageKeywords).options(SalvageOptions)
     planned = plan_salvage(location(path), location(target), parsed)
-    return planned.run(_started(progress)(planned.nbytes))
+    return planned.run(started_progress(progress)(planned.nbytes))
 
 
 def list_maps() -> Mapping[str, KeyMap]:

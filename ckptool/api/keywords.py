@@ -74,6 +74,17 @@ class ConvertKeywords(OpenKeywords, total=False):
     dry_run: bool
 
 
+class SaveKeywords(TypedDict, total=False):
+    """Keywords of ``SaveOptions``."""
+
+    max_shard_size: Size
+    overwrite: bool
+    verify: bool
+    workers: int | None
+    budget: Size
+    fsync: bool
+
+
 class ReshardKeywords(TypedDict, total=False):
     """Keywords of ``ReshardOptions``."""
 

@@ -51,20 +51,20 @@ def _leaves(head: str, container: Any) -> Iterator[tuple[str, StateLeaf]]:
     steps = container.items() if isinstance(container, Mapping) else enumerate(container)
     for key, value in steps:
         name = f"{head}{key}"
-        if isinstance(value, Mapping) or _is_entered(value):
+        if isinstance(value, Mapping) or is_entered(value):
             yield from _leaves(f"{name}.", value)
         else:
             yield name, StateLeaf(container, key, value)
 
 
-def _is_entered(value: Any) -> bool:
+def is_entered(value: Any) -> bool:
     """Return whether a list holds a dict or a tensor, or a tuple a tensor, at any depth."""
     import torch
 
     if not isinstance(value, list | tuple):
         return False
     kinds = (torch.Tensor, Mapping) if isinstance(value, list) else torch.Tensor
-    return any(isinstance(inner, kinds) or _is_entered(inner) for inner in value)
+    return any(isinstance(inner, kinds) or is_entered(inner) for inner in value)
 
 
 def _has_state(value: Any) -> bool:

@@ -11,9 +11,9 @@ from ckptool.commands.keymap.assets import (
     with_assets,
     with_true_config,
 )
-from ckptool.commands.open import no_collecting, open_checkpoint
+from ckptool.commands.open import OpenedCheckpoint, no_collecting, open_checkpoint
 from ckptool.commands.options.rewrite import RewriteOptions, Selection
-from ckptool.commands.options.target import ConvertOptions
+from ckptool.commands.options.target import ConvertOptions, SaveOptions
 from ckptool.commands.overwrite import may_open_late
 from ckptool.commands.rewrite import rewrite
 from ckptool.commands.transfer import (
@@ -93,6 +93,32 @@ def prepare(source: Location, target: Location, options: ConvertOptions) -> Tran
     moves = rewritten.map and rewritten.map.decided
     decided = (writer.name, options.max_shard_size, options.single_rank, moves)
     return Transfer(opened, plan, target, options.transfer, report, decided)
+
+
+def prepare_save(
+    opened: OpenedCheckpoint, target: Location, options: SaveOptions
+) -> Transfer[ConvertReport]:
+    """Plan to write all of an open checkpoint as it is."""
+    target = resolve_target(target)
+    writer, catalog = _writer(options.to, target), opened.catalog
+    if not catalog.tensors and not catalog.objects:
+        raise UsageError("no tensors or values to save")
+    layout = writer.lay_out(catalog, Request(target.name, options.max_shard_size, True))
+    plan = Plan(catalog, layout)
+    report = ConvertReport.of(
+        opened,
+        plan,
+        target,
+        writer.name,
+        options.transfer,
+        tensors=len(catalog.tensors),
+        excluded=(),
+        map=None,
+        cast={},
+        dequantized={},
+        notes=(*catalog.notes, *layout.notes),
+    )
+    return Transfer(opened, plan, target, options.transfer, report, (writer.name, "save"))
 
 
 def _require_some(source: Location, kept: Catalog) -> None:

@@ -20,6 +20,7 @@ def as_it_should_be(path: Path, model: torch.nn.Module) -> list[str]:
     row: torch.Tensor = checkpoint.read("embed.weight", (0, ..., slice(0, 8, 2)), device="cpu")
     row = checkpoint.read("embed.weight", 0, dtype=torch.float32, out=row)
     known: int = len(checkpoint) + (checkpoint.step or 0) + checkpoint.tensors["embed.weight"].numel
+    saved: int = ckptool.save(model.state_dict(), "m.safetensors", fsync=False).write_bytes
     model.load_state_dict(checkpoint.state_dict(device="cuda"), assign=True)
     report = ckptool.load(checkpoint, model.state_dict(), strict=False, workers=2)
     missing: tuple[str, ...] = report.missing
@@ -43,6 +44,7 @@ def as_it_should_be(path: Path, model: torch.nn.Module) -> list[str]:
         rows.shape,
         row.shape,
         known,
+        saved,
         bits.shape,
         written,
         ok,

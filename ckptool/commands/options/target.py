@@ -48,6 +48,25 @@ class TransferOptions(OptionSet):
     dry_run: bool = option("--dry-run", FLAG, help="Show the plan; write nothing.")
 
 
+def max_shard_size_option() -> Any:
+    """Declare where a new file begins; in bytes."""
+    return option(
+        "--max-shard-size",
+        SIZE,
+        default=5_000_000_000,
+        shown="5GB",
+        help="Start a new safetensors file beyond this size.",
+    )
+
+
+class SaveOptions(OptionSet):
+    """How to write what is in memory; ``to`` None is what the target's name says."""
+
+    to: str | None = None
+    max_shard_size: int = max_shard_size_option()
+    transfer: TransferOptions = group(TransferOptions, without=("resume", "dry_run"))
+
+
 class ConvertOptions(OptionSet):
     """How to read a checkpoint, what to make of it, and how to write it.
 
@@ -64,13 +83,7 @@ class ConvertOptions(OptionSet):
     )
     read: ReadOptions = group(ReadOptions, READING)
     rewrite: RewriteOptions = group(RewriteOptions)
-    max_shard_size: int = option(
-        "--max-shard-size",
-        SIZE,
-        default=5_000_000_000,
-        shown="5GB",
-        help="Start a new safetensors file beyond this size.",
-    )
+    max_shard_size: int = max_shard_size_option()
     single_rank: bool = option(
         "--single-rank",
         FLAG,

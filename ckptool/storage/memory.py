@@ -1,0 +1,89 @@
+"""Bytes in this process's memory, to be read as files are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from ckptool.errors import Problem
+from ckptool.storage.local import CORES, TILE, Run, read_exactly, too_short
+
+
+class MemoryReader:
+    """What one thread reads with."""
+
+    def __init__(self, buffers: Mapping[str, memoryview]) -> None:
+        self._buffers = buffers
+
+    def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` from ``offset``; Damaged where the file ends before."""
+        data = self._buffers[file]
+        if offset < 0 or offset + buffer.nbytes > len(data):
+            raise too_short(file, offset, buffer.nbytes, len(data))
+        buffer.cast("B")[:] = data[offset : offset + buffer.nbytes]
+
+    def read_runs(self, file: str, offset: int, step: int, runs: Sequence[memoryview]) -> None:
+        """Fill each run, the first from ``offset``, each other ``step`` bytes after the last."""
+        for number, run in enumerate(runs):
+            self.read_into(file, offset + number * step, run)
+
+    def close(self) -> None:
+        """Do nothing: the memory is its owner's."""
+
+
+class MemoryFiles:
+    """Buffers by the names of files that they stand for. They must not change meanwhile."""
+
+    tile = TILE
+    piece = 1 << 19
+    block = 1
+    workers = CORES
+    root = "memory"
+
+    def __init__(self, buffers: Mapping[str, memoryview]) -> None:
+        self._buffers = buffers
+        self.files: Mapping[str, int] = {name: len(data) for name, data in buffers.items()}
+        self.unlisted: Mapping[str, Problem] = {}
+
+    def narrowed(self, folder: str) -> MemoryFiles:
+        """Return those below a folder, by their paths relative to it."""
+        head = f"{folder}/"
+        below = {n.removeprefix(head): b for n, b in self._buffers.items() if n.startswith(head)}
+        return MemoryFiles(below)
+
+    def subfolders(self) -> Mapping[str, MemoryFiles]:
+        """Return none: names are flat."""
+        return {}
+
+    def alone(self, name: str) -> MemoryFiles:
+        """Return one of them by itself."""
+        return MemoryFiles({name: self._buffers[name]})
+
+    def fingerprint(self, files: Iterable[str]) -> str:
+        """Return the identity of the buffers: what is in memory is resumed by nobody."""
+        return str(id(self._buffers))
+
+    def changed(self, files: Iterable[str]) -> list[str]:
+        """Return none: nothing tells whether memory was written to."""
+        return []
+
+    def modified(self, file: str) -> float:
+        """Return 0: it is unknown."""
+        return 0.0
+
+    def expect(self, spans: Iterable[tuple[str, int, int]]) -> None:
+        """Do nothing: all is there."""
+
+    def read(self, file: str, offset: int, nbytes: int) -> bytes:
+        """Return exactly ``nbytes`` at ``offset``; Damaged where the file ends before."""
+        return read_exactly(self, file, offset, nbytes)
+
+    def plan_reads(self, runs: Iterable[Run]) -> Callable[[], None]:
+        """Do nothing: all is there."""
+        return lambda: None
+
+    def keep(self, nbytes: int) -> None:
+        """Do nothing: the memory is its owner's."""
+
+    def reader(self) -> MemoryReader:
+        """Return what one thread reads with."""
+        return MemoryReader(self._buffers)

@@ -1,0 +1,128 @@
+"""A state dict from memory, in every format that is written, as torch and safetensors load it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import bits, flat, load_dcp, load_torch, read_back
+from safetensors.torch import load_file
+
+import ckptool
+from ckptool.errors import NotVerified, Unsupported, UsageError
+from ckptool.storage.memory import MemoryFiles
+
+
+@pytest.fixture
+def state() -> dict[str, Any]:
+    """Strides, ties, all kinds of shapes and types, a list with tensors, values."""
+    generator = torch.Generator().manual_seed(3)
+    base = torch.randn(40, 30, generator=generator)
+    return {
+        "model": {
+            "w": base,
+            "tied": base,
+            "turned": base.T,
+            "part": base[3:9, ::2],
+            "half": torch.randn(5, 7, generator=generator).to(torch.bfloat16),
+            "conj": torch.randn(4, generator=generator, dtype=torch.complex64).conj(),
+            "scalar": torch.tensor(5),
+            "none": torch.empty(0, 4),
+            "parameter": torch.nn.Parameter(torch.ones(3)),
+        },
+        "optimizer": {"state": [{"step": torch.tensor(2.0)}, {"step": torch.tensor(3.0)}]},
+        "step": 7,
+        "betas": (0.9, 0.95),
+    }
+
+
+def tensors_of(state: Any) -> dict[str, Any]:
+    return {name: bits(each) for name, each in flat(state).items()}
+
+
+@pytest.mark.parametrize(
+    ("target", "to"),
+    [("m.pt", None), ("m.safetensors", None), ("m", "dcp"), ("m", "hf"), ("m", "dcp-safetensors")],
+)
+def test_it_loads_as_it_was(target: str, to: str | None, state: Any, out: Path) -> None:
+    report = ckptool.save(state, out / target, to=to, fsync=False)
+    names = {"hf": "safetensors"}
+    found = read_back(names.get(report.target_format, report.target_format), out / target)
+    assert found == tensors_of(state)
+    assert (report.written, report.tensors) == (True, len(found))
+
+
+def test_torch_loads_it_nested_with_values_and_ties(state: Any, out: Path) -> None:
+    ckptool.save(state, out / "m.pt", fsync=False)
+    loaded = load_torch(out / "m.pt")
+    assert (loaded["step"], loaded["betas"]) == (7, (0.9, 0.95))
+    assert isinstance(loaded["optimizer"]["state"], list)
+    one, other = loaded["model"]["w"], loaded["model"]["tied"]
+    assert one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    ckptool.save(state, out / "d", to="dcp", fsync=False)
+    assert load_dcp(out / "d")["step"] == 7
+
+
+def test_safetensors_of_a_plain_model(out: Path) -> None:
+    model = torch.nn.Linear(3, 4)
+    told: list[tuple[int, int]] = []
+    ckptool.save(
+        model.state_dict(), out / "m.safetensors", progress=lambda *of: told.append(of), fsync=False
+    )
+    loaded = load_file(out / "m.safetensors")
+    assert all(torch.equal(loaded[n], t) for n, t in model.state_dict().items())
+    assert told[-1][0] == told[-1][1] > 0
+
+
+class Custom:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("tree", "error", "says"),
+    [
+        ({}, UsageError, "no tensors or values"),
+        ({"m": torch.nn.Linear(1, 1)}, TypeError, "state_dict"),
+        ([torch.ones(1)], TypeError, "a list"),
+        ({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, UsageError, "named 'a.b'"),
+        ({"a": torch.ones(1, device="meta")}, Unsupported, "a: a Tensor .* on meta"),
+        ({"a": torch.ones(2, 2).to_sparse()}, Unsupported, "not a whole plain tensor"),
+        ({"a": torch.ones(1), "b": [Custom()]}, Unsupported, "b: a Custom, which is not plain"),
+    ],
+    ids=["empty", "module", "list", "names", "meta", "sparse", "object"],
+)
+def test_what_cannot_be_saved_is_refused(
+    tree: Any, error: type[Exception], says: str, out: Path
+) -> None:
+    with pytest.raises(error, match=says):
+        ckptool.save(tree, out / "m.pt")
+    assert not list(out.iterdir())
+
+
+def test_the_target_is_as_for_convert(state: Any, out: Path) -> None:
+    with pytest.raises(UsageError, match="does not say the format"):
+        ckptool.save(state, out / "m")
+    ckptool.save(state, out / "m.pt", fsync=False)
+    with pytest.raises(Unsupported, match="already exists"):
+        ckptool.save(state, out / "m.pt")
+    ckptool.save({"model": state["model"]}, out / "m.pt", overwrite=True, fsync=False)
+    assert set(load_torch(out / "m.pt")) == {"model"}
+
+
+def test_memory_that_is_changed_meanwhile_is_found(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was written is compared with memory before it takes its place."""
+    weight = torch.zeros(1000)
+    make = MemoryFiles.reader
+
+    def reader(files: MemoryFiles) -> Any:
+        weight.add_(1)
+        return make(files)
+
+    monkeypatch.setattr(MemoryFiles, "reader", reader)
+    with pytest.raises(NotVerified):
+        ckptool.save({"w": weight}, out / "m.pt", fsync=False)
+    assert not (out / "m.pt").exists()
