@@ -28,11 +28,11 @@ def prune(
     """
     from ckptool.commands.verify.prune import prune as _prune
     from ckptool.render.messages import print_json, show_step
-    from ckptool.render.prune import prune_json, show_prune
+    from ckptool.render.prune import show_prune
 
     report = _prune(parse_place(run, "RUN"), options, (lambda text: None) if quiet else show_step)
     if as_json:
-        print_json(prune_json(report))
+        print_json(report.to_dict())
     elif not quiet:
         show_prune(report)
     if not report.ok:

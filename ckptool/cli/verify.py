@@ -202,7 +202,7 @@ def _verify_steps(
 
     suites = [
         Suite(each, reasons=step.reasons if all(step.reports) else ())
-        for step in report.verified
+        for step in report.steps
         for each in step.reports
     ]
     output.show(Answer(suites, show, report.to_dict, is_data=True), strict=options.strict)

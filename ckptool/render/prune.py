@@ -1,10 +1,9 @@
-"""What becomes of the steps of a run, on the screen and as JSON."""
+"""What becomes of the steps of a run, on the screen."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ckptool.commands.document import document
 from ckptool.core.text import plural
 from ckptool.render.text import Cell, columns, console, emit, escaped, say, size
 
@@ -48,8 +47,3 @@ def _summary(report: PruneReport) -> str:
     if report.removed:
         return f"[bold]removed {what}[/]; {good}"
     return f"[bold]would remove {what}[/]; {good}. Add --yes to remove them"
-
-
-def prune_json(report: PruneReport) -> dict[str, Any]:
-    """Return the report as ``ckptool.prune/2``."""
-    return document("prune", report)

@@ -137,14 +137,14 @@ def show_latest_good(report: RunReport, *, quiet: bool) -> None:
     latest = report.latest_good
     if not quiet:
         screen = console(stderr=True)
-        for step in report.verified:
+        for step in report.steps:
             path, remarks = escaped(str(step.path)), escaped(_remarks(step))
             if not step.ok:
                 say(screen, f"[yellow]skipped[/] {path}: {remarks}")
             elif remarks:
                 say(screen, f"[yellow]not all checked[/] {path}: {remarks}")
         if latest is None:
-            run = f"{escaped(str(report.path))} ({plural(report.steps, 'step')})"
+            run = f"{escaped(str(report.path))} ({plural(report.total, 'step')})"
             say(screen, f"[bold red]no good checkpoint[/] in {run}")
     if latest is not None:
         sys.stdout.buffer.write(os.fsencode(str(latest.path)) + b"\n")
@@ -155,13 +155,13 @@ def show_steps(report: RunReport) -> None:
     """Show a table of the steps, the newest first, then what to resume from."""
     screen = console()
     heads = ("step", "checkpoint", "format", "", "why")
-    rows = [_step_row(step, report) for step in report.verified]
+    rows = [_step_row(step, report) for step in report.steps]
     emit(screen, columns(screen, rows, "rllll", heads=heads))
-    latest, good = report.latest_good, sum(step.ok for step in report.verified)
+    latest, good = report.latest_good, sum(step.ok for step in report.steps)
     if latest is None:
-        say(screen, f"\n[bold red]FAILED[/]: no good step of {report.steps:,}")
+        say(screen, f"\n[bold red]FAILED[/]: no good step of {report.total:,}")
         return
-    counts = f"[bold green]{good:,} of {report.steps:,} steps OK[/]"
+    counts = f"[bold green]{good:,} of {report.total:,} steps OK[/]"
     say(screen, f"\n{counts}; latest good: {escaped(str(latest.path))}")
 
 

@@ -290,7 +290,7 @@ def test_the_newest_good_step(run: Path) -> None:
     found = ckptool.verify_run(run)
     assert found.latest_good is not None
     assert found.latest_good.path == run / "step-20"
-    assert [one.ok for one in ckptool.verify_run(run, every=True).verified] == [
+    assert [one.ok for one in ckptool.verify_run(run, every=True).steps] == [
         False,
         True,
         True,

@@ -178,8 +178,8 @@ def test_json_has_the_views_that_are_asked_for():
     found = inspect_json(held, tensors=("a.*",), ranks=True, shards="b.w")
     assert [row["name"] for row in found["tensors"]] == ["a.w"]
     assert found["totals"]["tensors"] == 2
-    assert [(one["from"], one["to"]) for one in found["map"]] == [([0, 0], [4, 2])]
-    assert found["ranks"] == [{"rank": 0, "chunks": 2, "bytes": 64}]
+    assert [(one["from"], one["to"]) for one in found["shards"]] == [([0, 0], [4, 2])]
+    assert found["rank_bytes"] == [{"rank": 0, "chunks": 2, "bytes": 64}]
     with pytest.raises(UsageError, match="--tensors 'c' matches no tensor"):
         inspect_json(held, tensors=("c",))
 

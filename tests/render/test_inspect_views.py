@@ -89,7 +89,7 @@ def test_modules(path: str) -> None:
 def test_shards_of_several_tensors(path: str) -> None:
     pictures = [line for line in run(path, "--shards", "*.q_proj.*") if line.startswith("model.")]
     assert len(pictures) == 3
-    rows = json.loads("\n".join(run(path, "--shards", "q_proj", "--json")))["map"]
+    rows = json.loads("\n".join(run(path, "--shards", "q_proj", "--json")))["shards"]
     assert {row["tensor"] for row in rows} == {
         f"model.layers.{i}.attn.q_proj.weight" for i in (0, 2, 10)
     }

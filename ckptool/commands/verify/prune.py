@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from ckptool.commands.detect import folder_at, require_known, unfinished_problem
+from ckptool.commands.document import Report
 from ckptool.commands.options.prune import PruneOptions
 from ckptool.commands.verify.codes import require_codes
 from ckptool.commands.verify.run_folder import (
@@ -50,8 +51,8 @@ class StepFate:
     ok: bool | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class PruneReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class PruneReport(Report):
     """What becomes of each step of a run, the newest first.
 
     ``leftovers`` are what earlier removals did not finish; they go too. ``removed`` says whether
@@ -64,6 +65,11 @@ class PruneReport:
     steps: tuple[StepFate, ...]
     leftovers: tuple[Location, ...] = ()
     removed: bool = False
+
+    schema: ClassVar = "prune"
+
+    def __bool__(self) -> bool:
+        return self.ok
 
     @property
     def good(self) -> int:

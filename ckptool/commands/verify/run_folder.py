@@ -43,7 +43,7 @@ class StepReport(Report):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class RunReport(Report):
-    """The steps that were verified, the newest first; ``steps`` is how many there are.
+    """The steps that were verified, the newest first; ``total`` is how many the run has.
 
     It is true where there is a good one; where ``every`` step was verified, where all are good.
     """
@@ -51,8 +51,8 @@ class RunReport(Report):
     computed: ClassVar = ("ok",)
 
     path: Location
-    steps: int
-    verified: tuple[StepReport, ...]
+    steps: tuple[StepReport, ...]
+    total: int
     every: bool = field(default=False, metadata={"key": None})
 
     schema: ClassVar = "verify-run"
@@ -60,7 +60,7 @@ class RunReport(Report):
     @property
     def ok(self) -> bool:
         if self.every:
-            return all(step.ok for step in self.verified)
+            return all(step.ok for step in self.steps)
         return self.latest_good is not None
 
     def __bool__(self) -> bool:
@@ -73,7 +73,7 @@ class RunReport(Report):
     @property
     def latest_good(self) -> StepReport | None:
         """Return the newest step without errors."""
-        return next((step for step in self.verified if step.ok), None)
+        return next((step for step in self.steps if step.ok), None)
 
 
 def verify_run(run: Location, options: VerifyOptions, *, every: bool) -> RunReport:
@@ -94,7 +94,7 @@ def verify_run(run: Location, options: VerifyOptions, *, every: bool) -> RunRepo
         verified.append(report)
         if report.ok and not every:
             break
-    return RunReport(run, len(steps), tuple(verified), every)
+    return RunReport(run, tuple(verified), len(steps), every)
 
 
 def verify_step(

@@ -44,8 +44,8 @@ class StepSummary:
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON has it."""
         return {
-            "step": self.number,
             "path": self.path,
+            "number": self.number,
             "saved": None if self.saved is None else self.saved.isoformat(timespec="seconds"),
             "bytes": self.nbytes,
             "formats": self.formats,

@@ -90,7 +90,7 @@ def inspect_json(
     """Return the report as ``ckptool.inspect/2``; ``value`` is left out where JSON cannot hold it.
 
     With globs only the ``tensors`` that match, in the checkpoint's order unless they are to be
-    sorted; ``ranks``, ``map`` and ``modules`` only where asked for.
+    sorted; ``rank_bytes``, ``shards`` and ``modules`` only where asked for.
     """
     catalog = report.catalog
     names = matching(catalog, tensors) if tensors else catalog.tensors
@@ -100,10 +100,10 @@ def inspect_json(
         more["modules"] = sorted_modules(report, depth, sort or "name")
     if ranks:
         loads = sorted(loads_of(catalog)[0].items())
-        more["ranks"] = [{"rank": r, "chunks": n, "bytes": size} for r, (n, size) in loads]
+        more["rank_bytes"] = [{"rank": r, "chunks": n, "bytes": size} for r, (n, size) in loads]
     if shards is not None:
         wanted = matching(catalog, [shards], "--shards")
-        more["map"] = [row for name in wanted for row in _map_json(catalog.tensors[name])]
+        more["shards"] = [row for name in wanted for row in _shards_json(catalog.tensors[name])]
     mesh: dict[str, Any] | None = None
     if catalog.mesh is not None:
         mesh = {"shape": catalog.mesh.shape, "names": catalog.mesh.names}
@@ -149,7 +149,7 @@ def _object_json(entry: ObjectEntry) -> dict[str, Any]:
         return described
 
 
-def _map_json(entry: TensorEntry) -> list[dict[str, Any]]:
+def _shards_json(entry: TensorEntry) -> list[dict[str, Any]]:
     """List every box of a tensor, replicas included: which rank and file holds it, and where."""
     return [
         {

@@ -317,6 +317,19 @@ def test_killed_at_any_moment_it_never_leaves_fewer_than_promised(tmp_path: Path
     assert names_in(run) == ["step-7", "step-8"]
 
 
+def test_the_report_answers_and_is_short(tmp_path: Path) -> None:
+    run = run_of(tmp_path, 1, 2)
+    report = ckptool.prune(run, keep_last=1)
+    assert report
+    assert repr(report).startswith(
+        f"<ckptool.PruneReport path={str(run)!r}, removed=False, ok=True"
+    )
+    assert report.to_dict()["schema"] == "ckptool.prune/2"
+    damage(run / "step-1")
+    damage(run / "step-2")
+    assert not ckptool.prune(run, keep_last=1)
+
+
 def test_steps_of_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
     run = location(f"memory://{uuid.uuid4().hex}/run")
     assert isinstance(run, RemotePath)

@@ -85,7 +85,7 @@ def test_a_damaged_step_is_passed_over(name: str, tmp_path: Path) -> None:
     report = verify_run(run, VerifyOptions(), every=False)
     assert report.latest_good is not None
     assert report.latest_good.path == run / "step-2"
-    assert [bool(one.reasons) for one in report.verified] == [True, False]
+    assert [bool(one.reasons) for one in report.steps] == [True, False]
 
 
 EMPTY: dict[str, Callable[[Path], object]] = {
@@ -101,7 +101,7 @@ def test_a_save_that_was_only_begun_is_passed_over(state: str, tmp_path: Path) -
     run = saved(tmp_path, "step-1", "step-2")
     EMPTY[state](run)
     assert latest(run) == "step-2"
-    newest = checked(run).verified[0]
+    newest = checked(run).steps[0]
     assert newest.path.name == "step-3"
     assert newest.reasons
 
@@ -110,7 +110,7 @@ def test_an_empty_file_among_files_is_passed_over(tmp_path: Path) -> None:
     run = saved(tmp_path, "step=1.ckpt", "step=2.ckpt")
     (run / "step=3.ckpt").touch()
     assert latest(run) == "step=2.ckpt"
-    assert len(checked(run).verified) == 3
+    assert len(checked(run).steps) == 3
 
 
 def test_a_step_of_several_checkpoints_is_whole_when_all_are(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_the_table_and_its_json(tmp_path: Path) -> None:
     assert result.exit_code == 1
     content = json.loads(result.stdout)
     assert content["latest_good"] == str(run / "step-1")
-    assert [one["ok"] for one in content["verified"]] == [False, True]
+    assert [one["ok"] for one in content["steps"]] == [False, True]
     assert "1 of 2 steps" in CliRunner().invoke(app, ["verify", str(run), "--all"]).stdout
 
 
@@ -244,8 +244,8 @@ def test_no_error_of_one_step_ends_the_answer(
     monkeypatch.setattr(run_folder, "verify", failing)
     assert latest(run) == "step-2"
     report = checked(run)
-    assert [one.ok for one in report.verified] == [False, True, True]
-    assert report.verified[0].reasons == ("more than can be done",)
+    assert [one.ok for one in report.steps] == [False, True, True]
+    assert report.steps[0].reasons == ("more than can be done",)
 
 
 def test_a_store_that_gives_no_answer_ends_it(
@@ -301,8 +301,8 @@ def test_steps_that_rotate(
     monkeypatch.setattr(module, name, rotating)
     assert latest(run) == "step-2"
     report = checked(run)
-    assert {one.path.name for one in report.verified if one.ok} == {"step-1", "step-2"}
-    assert len(report.verified) == (3 if gone else 2)
+    assert {one.path.name for one in report.steps if one.ok} == {"step-1", "step-2"}
+    assert len(report.steps) == (3 if gone else 2)
 
 
 def test_a_step_that_is_saved_meanwhile_is_not_taken(

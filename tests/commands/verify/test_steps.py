@@ -48,6 +48,14 @@ def test_the_steps_of_a_run(run: Path) -> None:
     assert ".metadata" in listed.steps[3].reasons[0]
 
 
+def test_all_commands_name_the_steps_of_a_run_alike(run: Path) -> None:
+    numbers = [5, 7, 30, 100]
+    for words in (["inspect"], ["verify", "--all"], ["prune", "--keep-last", "9"]):
+        told = json.loads(invoke(*words, run, "--json").stdout)["steps"]
+        assert sorted(step["number"] for step in told) == numbers
+        assert sorted(step["path"] for step in told) == sorted(f"{run}/step-{n}" for n in numbers)
+
+
 def test_a_run_without_an_optimizer(tmp_path: Path) -> None:
     for step in (1, 2):
         shutil.copytree(case("hf_shards").path, tmp_path / f"checkpoint-{step}")
@@ -65,7 +73,7 @@ def test_inspect_of_a_run_lists_its_steps(words: tuple[str, ...], run: Path) -> 
     ]
     found = json.loads(invoke(*words, run, "--json").stdout)
     assert found["schema"] == "ckptool.inspect-run/2"
-    assert [(step["step"], step["complete"]) for step in found["steps"]] == [
+    assert [(step["number"], step["complete"]) for step in found["steps"]] == [
         (5, True), (7, True), (30, False), (100, False)
     ]  # fmt: skip
     assert found["steps"][1]["saved"] == "2001-09-09T01:46:40+00:00"
