@@ -34,6 +34,8 @@ _REFUSALS = {
 """What stores answer (S3's codes) to who is no longer, or not yet, accepted."""
 _REFUSAL = re.compile(rf"\b(?:{'|'.join(_REFUSALS)})")
 _BARE_400 = re.compile(r"\(400\)|: Bad Request$")
+_WRONG_NAME = re.compile(r"\b(?:InvalidResourceName|OutOfRangeInput|InvalidBucketName)\b")
+"""Codes of Azure and S3 for a container, a bucket or a key that cannot be called so."""
 _UNCONNECTED = re.compile(
     r"EndpointConnection|ClientConnector|Connection refused|ConnectionRefused|"
     r"Could not connect|[Nn]ame or service not known|failed to lookup|dns error"
@@ -163,7 +165,10 @@ def status_of(error: BaseException) -> int | None:
 def _lasts(error: Exception) -> bool:
     if isinstance(error, _LASTING) or _lacks_credentials(error) or _is_forbidden(error):
         return True
-    return status_of(error) in _REFUSED or _refusal(error) is not None
+    status = status_of(error)
+    if status == 400 and any(_WRONG_NAME.search(str(cause)) for cause in _causes(error)):
+        return True
+    return status in _REFUSED or _refusal(error) is not None
 
 
 def _refusal(error: Exception) -> tuple[str, str] | None:

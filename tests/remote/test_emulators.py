@@ -22,8 +22,10 @@ from test_s3 import big, files_of, resharded
 from ckptool.commands.convert import prepare
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.target import ConvertOptions
-from ckptool.errors import NotFound
+from ckptool.errors import CkptoolError, NotFound
 from ckptool.storage.remote import RemoteSource
+from ckptool.storage.retry import RetryPolicy
+from ckptool.storage.store import Store
 from ckptool.storage.url import RemotePath, location
 
 SOURCE = case("dcp_fsdp2_tp").path
@@ -134,9 +136,17 @@ def test_a_file_by_itself(box: str, out: Path) -> None:
 
 
 def test_what_is_not_there(box: str) -> None:
-    for url in (f"{box}/no", f"{box.partition('://')[0]}://no-such-bucket/m"):
+    scheme = box.partition("://")[0]
+    for url in (f"{box}/no", f"{scheme}://no-such-bucket/m"):
         with pytest.raises(NotFound, match="no such file or folder"):
             open_checkpoint(place(url))
+
+
+def test_a_name_that_none_can_have(box: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Store, "policy", RetryPolicy(attempts=2, pause=0.01))
+    target = place(f"{box.partition('://')[0]}://x/m")
+    with pytest.raises(CkptoolError):
+        prepare(SOURCE, target, ConvertOptions("dcp")).run()
 
 
 def test_what_was_replaced_since_it_was_listed(box: str) -> None:

@@ -85,6 +85,7 @@ def refused(code: str, status: int = 403) -> OSError:
         (caused(WithResponse(boto(301))), NotFound),
         (OSError("Forbidden: https://host/b\nno access"), Denied),
         (ValueError("no such region"), NotFound),
+        (refused("InvalidBucketName", 400), NotFound),
         (NotImplementedError(), NotFound),
     ],
 )
