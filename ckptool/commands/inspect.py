@@ -72,7 +72,7 @@ class ModuleShare:
     dtypes: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class InspectReport:
     """What ``inspect`` shows.
 
@@ -86,6 +86,10 @@ class InspectReport:
     shares: tuple[Share, ...]
     problems: tuple[str, ...]
     error: CkptoolError | None = None
+
+    def __repr__(self) -> str:
+        said = f"{self.path} {self.catalog.format}: {self.totals.tensors:,} tensors"
+        return f"<ckptool.InspectReport {said}, {self.totals.nbytes:,} bytes>"
 
     @property
     def traffic(self) -> Traffic | None:

@@ -220,6 +220,7 @@ def test_a_report_is_true_where_the_answer_is_yes(run: Path, out: Path) -> None:
 def test_commands_take_an_open_checkpoint(out: Path) -> None:
     """With what it was opened with."""
     one = ckptool.open(SOURCE, model_only=True, dtype="fp32")
+    assert repr(ckptool.inspect(one)).startswith(f"<ckptool.InspectReport {SOURCE} dcp: ")
     assert ckptool.inspect(one).totals.tensors == len(one.tensors)
     assert {item.entry.name for item in ckptool.stats(one)} == set(one.tensors)
     ckptool.convert(one, out / "m", to="dcp", fsync=False)
