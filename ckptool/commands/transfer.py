@@ -384,11 +384,17 @@ class Transfer(Generic[AnyReport]):
         return digest.hexdigest()
 
     def _verify(self, stage: Output, progress: Progress, node: NodeRanks) -> None:
-        """Compare this rank's share of tensors, as they lie in the output, with the source."""
-        from ckptool.commands.verify.compare.written import require_written
+        """Compare this rank's share of the output, as it lies there, with the source.
+
+        Of a store only tensors are: there the rest is a request for each of its many places.
+        """
+        from ckptool.commands.verify.compare.written import require_rest, require_written
 
         share = self.plan.entries[node.position :: node.size]
         source, staged = self.opened.source, stage.written
         workers = workers_within_budget(self.plan, self.options.run, source, staged)
         staged.keep(fetched_ahead(staged, self.options.run))
         require_written(self.plan, share, (source, staged), workers, progress)
+        if isinstance(stage, Stage):
+            files = self.plan.layout.files[node.position :: node.size]
+            require_rest(files, source, stage.folder)

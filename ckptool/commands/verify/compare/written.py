@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from ckptool.commands.options.verify import CompareOptions
 from ckptool.commands.verify.compare.tensors import compare, differing_tensor
 from ckptool.core.catalog import TensorEntry, tied_names
-from ckptool.core.layout import written_entries
+from ckptool.core.layout import FileLayout, written_entries
 from ckptool.core.plan import Plan
 from ckptool.core.text import plural
 from ckptool.core.views import narrow
 from ckptool.engine.check.pairs import TensorPair
 from ckptool.engine.check.replicas import differing_replicas
+from ckptool.engine.check.rest import differing_rest
 from ckptool.engine.read.tensors import TensorSource
 from ckptool.engine.read.tiles import Progress
 from ckptool.errors import NotVerified, SourceError
@@ -61,6 +63,16 @@ def require_written(
     copies = differing_replicas(written.values(), sides[1], workers)
     if copies:
         raise _not_verified(f"{plural(len(copies), 'replica')} differ after writing: {copies[0]}")
+
+
+def require_rest(files: Iterable[FileLayout], source: Files, folder: Path) -> None:
+    """Compare what is no tensor in files that are staged with what was to be written.
+
+    Raises NotVerified where it is not that, and what reading the source raises.
+    """
+    differing = differing_rest(files, source, folder)
+    if differing is not None:
+        raise _not_verified(differing)
 
 
 def _kept_rows(plan: Plan, entry: TensorEntry) -> TensorEntry:

@@ -14,7 +14,7 @@ from ckptool.commands.options.rewrite import RewriteOptions, Selection
 from ckptool.commands.options.target import ConvertOptions, TransferOptions
 from ckptool.commands.transfer import Transfer
 from ckptool.core.casts import parse_casts
-from ckptool.core.layout import Data, ScatteredData
+from ckptool.core.layout import Data, Literal, ScatteredData, Verbatim
 from ckptool.engine.run_options import RunOptions
 from ckptool.engine.write import stage as stage_module
 from ckptool.errors import NotVerified
@@ -107,6 +107,49 @@ def test_other_bytes_never_count(
     assert error.value.exit_code == 5
     assert not transfer.target.exists()
     assert [path.name for path in source.parent.iterdir()] == ["source.pt"]
+
+
+def spots(transfer: Transfer[ConvertReport]) -> dict[str, tuple[str, int]]:
+    """A byte of each run of bytes that is neither a tensor's nor its checksum's, and the last."""
+    found: dict[str, tuple[str, int]] = {}
+    for file in transfer.plan.layout.files:
+        offset = 0
+        for at, part in enumerate(file.parts):
+            if isinstance(part, Literal | Verbatim) and part.nbytes:
+                patched = [patch.at for patch in part.patches] if isinstance(part, Literal) else []
+                first = next(n for n in range(99) if not any(p <= n < p + 4 for p in patched))
+                found[f"{file.path} {at}"] = file.path, offset + first
+            offset += part.nbytes
+        found[f"{file.path} end"] = file.path, offset - 1
+    return found
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_other_values_headers_and_copied_files_never_count(
+    to: str, source: Path, damaging: Callable[..., None]
+) -> None:
+    transfer = planned(source, to)
+    if transfer.plan.layout.folder:
+        folder = source.with_name("in")
+        prepare(source, folder, ConvertOptions("safetensors")).run()
+        (folder / "config.json").write_text('{"model_type": "llama"}')
+        transfer = planned(folder, to)
+    for file, at in spots(transfer).values():
+        damaging(file, at, change)
+        with pytest.raises(NotVerified, match=rf"verification failed: .*{file}"):
+            transfer.run()
+        damaging(file, -1, cut_off)
+        with pytest.raises(NotVerified, match="verification failed: "):
+            transfer.run()
+    assert not transfer.target.exists()
+
+
+def change(data: bytearray, at: int) -> None:
+    data[at] ^= 0x20
+
+
+def cut_off(data: bytearray, at: int) -> None:
+    del data[at:]
 
 
 @pytest.mark.parametrize("to", TARGETS)
