@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from importlib import import_module
+from inspect import cleandoc
 from typing import Annotated, Any
 
 import typer
@@ -24,7 +25,7 @@ SUMMARIES = {
     "bench": "Measure ways to save on this machine: how long each blocks training, and until it is"
     " durable.",
     "formats": "List the formats that are read and written.",
-    "maps": "List the key maps that --map of convert and reshard takes by name, or print one.",
+    "maps": "List the key maps that --map takes by name, or print one.",
     "help": "List the pages of the documentation and the commands, or show one.",
 }
 """The commands, with the first lines of their docstrings."""
@@ -65,16 +66,23 @@ def load_command(name: str) -> Any:
 
     module = import_module(f"ckptool.cli.{MODULES.get(name, name)}")
     alone = typer.Typer(add_completion=False)
-    alone.command(name, cls=RenamingCommand, epilog=epilog(name))(
-        with_options(getattr(module, name))
+    command = getattr(module, name)
+    alone.command(name, cls=RenamingCommand, help=_unwrapped(command), epilog=epilog(name))(
+        with_options(command)
     )
     return get_command(alone)
+
+
+def _unwrapped(command: Any) -> str:
+    """Return the docstring with a line a paragraph: the terminal's width wraps them."""
+    paragraphs = cleandoc(command.__doc__).split("\n\n")
+    return "\n\n".join(paragraph.replace("\n", " ") for paragraph in paragraphs)
 
 
 app = typer.Typer(
     name="ckptool",
     cls=CommandGroup,
-    help="See, prove, convert and reshard distributed PyTorch checkpoints.",
+    help="See, verify, convert and reshard distributed PyTorch checkpoints.",
     epilog=ABOUT,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -97,6 +105,6 @@ def root(
         bool, typer.Option("--plugins", help="Load installed formats of others: they are code.")
     ] = False,
 ) -> None:
-    """See, prove, convert and reshard distributed PyTorch checkpoints."""
+    """See, verify, convert and reshard distributed PyTorch checkpoints."""
     if plugins:
         os.environ["CKPTOOL_PLUGINS"] = "1"

@@ -12,13 +12,17 @@ from ckptool.commands.options.diff import DiffOptions
 
 def diff(
     source: Annotated[
-        str, typer.Argument(metavar="A", help="A checkpoint of any format; a path or a URL.")
+        str,
+        typer.Argument(
+            metavar="SRC", help="A checkpoint of any format; a path or a URL: A on the screen."
+        ),
     ],
     other: Annotated[
         str,
         typer.Argument(
-            metavar="B",
-            help="Another one, or a model: its config.json, or a folder with no more than that.",
+            metavar="OTHER",
+            help="Another one, or a model: its config.json, or a folder with no more than that;"
+            " B on the screen.",
         ),
     ],
     *,
@@ -31,8 +35,8 @@ def diff(
 ) -> None:
     """Show what differs between two checkpoints, or between one and the model it is for.
 
-    Names, shapes and types of tensors, from metadata alone, and the option that would make A's
-    names those of B; with --values their content: what changed most, by its norm, comes first.
+    Names, shapes and types of tensors, from metadata alone, and the option that would make SRC's
+    names those of OTHER; with --values their content: what changed most, by its norm, comes first.
     Exits 0 if nothing differs, 1 if anything does, 3 if there is no checkpoint.
     """
     from ckptool.commands.verify.compare.diff import diff as run_diff
@@ -40,7 +44,7 @@ def diff(
     from ckptool.render.messages import print_json
     from ckptool.render.progress import started_progress
 
-    places = parse_place(source, "A"), parse_place(other, "B")
+    places = parse_place(source, "SRC"), parse_place(other, "OTHER")
     with started_progress(quiet=quiet) as started:
         report = run_diff(*places, options, started)
     if as_json:

@@ -35,7 +35,7 @@ def maps(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the key maps that --map of convert and reshard takes by name, or print one."""
+    """List the key maps that --map takes by name, or print one."""
     from ckptool.render.formats import maps_json, show_map, show_maps
     from ckptool.render.messages import print_json
 

@@ -7,12 +7,13 @@ import pty
 import re
 import subprocess
 import sys
+from inspect import cleandoc
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from ckptool.cli.app import SUMMARIES, app
+from ckptool.cli.app import SUMMARIES, app, load_command
 from ckptool.render.help import first_sentence
 
 DOCS = Path(__file__).parents[2] / "ckptool" / "docs"
@@ -150,3 +151,14 @@ def test_no_colour_where_none_is_wanted() -> None:
 def test_a_page_named_after_a_command_says_where_its_options_are() -> None:
     assert "ckptool verify --help" in on_terminal("verify").splitlines()[-1]
     assert "--help" not in on_terminal("stores")
+
+
+@pytest.mark.parametrize("command", SUMMARIES)
+def test_help_shows_every_word_and_wraps_by_the_terminal(command: str) -> None:
+    """Rich takes what is in brackets for its markup; docstrings are wrapped for source code."""
+    wide = {"COLUMNS": "2000"}
+    shown = CliRunner(env=wide).invoke(app, [command, "--help"]).stdout
+    texts = [option.help for option in load_command(command).params]
+    assert [text for text in texts if text not in shown] == []
+    paragraphs = cleandoc(load_command(command).help).split("\n\n")
+    assert [text for text in paragraphs if f"\n {text} " not in shown] == []

@@ -20,7 +20,9 @@ class BenchOptions(OptionSet):
     """What to measure: state of ``size`` bytes or shaped as in ``like``, written below ``out``."""
 
     size: int | None = option(
-        "--size", SIZE, help="State size [default: 1GiB; 2GB with --transfer, 256MB with --stores]."
+        "--size",
+        SIZE,
+        help="State size; default: 1GiB, 2GB with --transfer, 256MB with --stores.",
     )
     like: Location | None = option(
         "--like",

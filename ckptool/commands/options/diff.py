@@ -19,6 +19,6 @@ class DiffOptions(OptionSet):
         "--values", FLAG, help="Read both: compare the content of tensors, values and files too."
     )
     read: ReadOptions = group(ReadOptions, READING)
-    compare: CompareOptions = group(CompareOptions, "When values are equal, and how to read B")
+    compare: CompareOptions = group(CompareOptions, "When values are equal, and how to read OTHER")
     rewrite: RewriteOptions = group(RewriteOptions)
     workers: int | None = workers_option()

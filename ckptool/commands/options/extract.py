@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckptool.commands.options.read import READING, ReadOptions
 from ckptool.commands.options.rewrite import RewriteOptions
-from ckptool.commands.options.target import WRITING, TransferOptions
+from ckptool.commands.options.target import TransferOptions
 from ckptool.core.options import OptionSet, group
 
 _NAMES = ("select", "drop", "model_only", "strip_prefix", "rename")
@@ -17,5 +17,5 @@ class ExtractOptions(OptionSet):
     read: ReadOptions = group(ReadOptions, READING, without=("split_stacked",))
     rewrite: RewriteOptions = group(RewriteOptions, without=(*_NAMES, *_MAPS))
     transfer: TransferOptions = group(
-        TransferOptions, WRITING, without=("overwrite", "verify", "fsync", "dry_run")
+        TransferOptions, "How to write FILE", without=("overwrite", "verify", "fsync", "dry_run")
     )

@@ -13,7 +13,7 @@ from ckptool.core.options import COUNT, FLAG, OptionSet, option
 if TYPE_CHECKING:
     from ckptool.core.sharding.tensor_parallel import NamedRule
 
-READING = "How to read SRC"
+READING = "How to read the checkpoint"
 
 
 class ReadOptions(OptionSet):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ckptool.commands.options import PLACE, SHARE
 from ckptool.commands.options.choices import code_names, format_names
-from ckptool.commands.options.read import ReadOptions
+from ckptool.commands.options.read import READING, ReadOptions
 from ckptool.commands.options.target import TransferOptions, overwrite_option
 from ckptool.core.options import COUNT, FLAG, NUMBER, TEXTS, OptionSet, group, option
 from ckptool.engine.run_options import RunOptions, workers_option
@@ -21,7 +21,7 @@ class VerifyOptions(OptionSet):
     ``sample`` is the share of the data that is read, above 0 and up to 1.
     """
 
-    read: ReadOptions = group(ReadOptions)
+    read: ReadOptions = group(ReadOptions, READING)
     quick: bool = option("--quick", FLAG, help="Read metadata only, not the data.")
     sample: float = option(
         "--sample", SHARE, default=1.0, help="Read a share of the data, e.g. 5%."
