@@ -14,6 +14,10 @@ from ckptool.core.options import OptionGroup
 from ckptool.errors import Several, UsageError, damaged
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ckptool.commands.inspect import InspectReport
+    from ckptool.commands.stats import TensorStats
     from ckptool.storage.url import Location
 
 
@@ -85,50 +89,23 @@ def inspect(
     """
     from ckptool.commands.inspect import inspect_readable
     from ckptool.render.inspect.listing import stats_json
-    from ckptool.render.inspect.report import (
-        export_mark,
-        export_screen,
-        inspect_json,
-        require_exportable,
-        show,
-        show_traffic,
-    )
-    from ckptool.render.messages import print_json, show_error, show_notes
+    from ckptool.render.inspect.report import inspect_json, show, show_traffic
+    from ckptool.render.messages import print_json, show_notes
     from ckptool.render.text import console
-    from ckptool.storage.disk import require_marked, write_whole
 
     if export is not None:
-        if as_json:
-            raise UsageError(
-                "--export and --json cannot be combined: with --json the screen is empty"
-            )
-        require_exportable(export)
-        require_marked(export, export_mark(export), noun="screen that ckptool exported")
+        _require_exportable(export, as_json=as_json)
     place = parse_place(source, "SRC")
     reading = replace(reading, values=values or isinstance(place, Path))
     try:
         report = inspect_readable(place, reading)
     except Several:
-        if (
-            tensors
-            or shards
-            or depth
-            or rank_bytes
-            or values
-            or stats
-            or export
-            or not place.is_dir()
-        ):
+        asked = (tensors, shards, depth, rank_bytes, values, stats, export)
+        if any(asked) or not place.is_dir():
             raise
         _show_run(place, reading, as_json=as_json)
         return
-    statistics = None
-    if stats:
-        from ckptool.commands.stats import stats as run_stats
-        from ckptool.render.progress import started_progress
-
-        with started_progress(quiet=False) as started:
-            statistics = run_stats(report.opened, stats, started)
+    statistics = _read_stats(report, stats) if stats else None
     if as_json:
         content = inspect_json(
             report,
@@ -153,16 +130,51 @@ def inspect(
             sort=sort,
         )
         if export is not None:
-            write_whole(export, export_screen(screen, export), mark=export_mark(export))
+            _export(screen, export)
         show_notes(report.notes)
     if verbose:
         show_traffic(report)
     if report.problems:
-        error = report.error or damaged(list(report.problems), subject=str(report.path))
-        if not as_json:
-            raise error
-        show_error(error)
-        raise typer.Exit(error.exit_code)
+        _fail(report, as_json=as_json)
+
+
+def _require_exportable(export: Path, *, as_json: bool) -> None:
+    """Raise UsageError or Unsupported where the screen cannot be saved in a file."""
+    from ckptool.render.inspect.report import export_mark, require_exportable
+    from ckptool.storage.disk import require_marked
+
+    if as_json:
+        raise UsageError("--export and --json cannot be combined: with --json the screen is empty")
+    require_exportable(export)
+    require_marked(export, export_mark(export), noun="screen that ckptool exported")
+
+
+def _export(screen: Console, file: Path) -> None:
+    """Save what is on the screen."""
+    from ckptool.render.inspect.report import export_mark, export_screen
+    from ckptool.storage.disk import write_whole
+
+    write_whole(file, export_screen(screen, file), mark=export_mark(file))
+
+
+def _read_stats(report: InspectReport, names: list[str]) -> list[TensorStats]:
+    """Read the tensors of these names."""
+    from ckptool.commands.stats import stats
+    from ckptool.render.progress import started_progress
+
+    with started_progress(quiet=False) as started:
+        return stats(report.opened, names, started)
+
+
+def _fail(report: InspectReport, *, as_json: bool) -> None:
+    """Raise the error of a damaged checkpoint that was shown; with JSON, show it and exit."""
+    from ckptool.render.messages import show_error
+
+    error = report.error or damaged(list(report.problems), subject=str(report.path))
+    if not as_json:
+        raise error
+    show_error(error)
+    raise typer.Exit(error.exit_code)
 
 
 def _show_run(run: Location, reading: ReadOptions, *, as_json: bool) -> None:
