@@ -87,6 +87,7 @@ def locate(source: Source, catalog: Catalog, *, defers: bool = False) -> Catalog
     or is of a kind that is not read, Damaged where an item is not what the metadata says.
     Where it ``defers``, items as large as those of plain tensors are opened when they are read.
     """
+    whole = catalog
     if defers:
         catalog = Openings(source, catalog, partial(locate, source, catalog)).deferred()
     problems: list[Problem] = []
@@ -104,6 +105,8 @@ def locate(source: Source, catalog: Catalog, *, defers: bool = False) -> Catalog
                 contents.add(inner)
         except CkptoolError as error:
             problems += error.problems
+    if problems and defers:
+        locate(source, whole)  # raises what is wrong with the others, too
     if problems:
         raise damaged(problems, subject="the items", hint=DAMAGE_HINT)
     if unread:

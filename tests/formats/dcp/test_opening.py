@@ -127,6 +127,20 @@ def test_damaged_items_are_all_named_as_on_a_disk(how: Change, words: str, tmp_p
     assert errors[0] == errors[1]
 
 
+def test_an_item_that_is_opened_first_is_named_with_all_others(tmp_path: Path) -> None:
+    """One of a size of its own is opened before the others, and is damaged as one of these is."""
+    tensors = {f"w.{n}": torch.randn(SIDE, SIDE) for n in range(COUNT)} | {"b": torch.ones(7)}
+    dcp.save(tensors, checkpoint_id=tmp_path / "m", no_dist=True)
+    for name in ("b", "w.4"):
+        change(tmp_path / "m", name, endless)
+    messages = set()
+    for source in (tmp_path / "m", uploaded(tmp_path / "m")):
+        with pytest.raises(Damaged, match="2 problems in the items") as caught:
+            ckptool.convert(source, tmp_path / "out.safetensors", to="safetensors")
+        messages.add(caught.value.message)
+    assert len(messages) == 1
+
+
 def test_what_would_be_overwritten_in_a_store_stays_where_an_item_is_damaged(
     tmp_path: Path,
 ) -> None:
