@@ -7,6 +7,7 @@ trainers write around a checkpoint: Megatron-Bridge, NeMo 2, verl, the Trainer o
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -99,7 +100,13 @@ def _load_yaml(data: bytes) -> Any:
     import yaml
 
     class PlainLoader(yaml.SafeLoader):
-        """Makes dicts, lists and text of whatever is tagged."""
+        """Makes dicts, lists and text of whatever is tagged.
+
+        ``<<`` is a key as any other: what it merges may double with every line.
+        """
+
+        def flatten_mapping(self, node: Any) -> None:
+            pass
 
     def construct(loader: Any, tag: str, node: Any) -> Any:
         if isinstance(node, yaml.MappingNode):
@@ -113,6 +120,8 @@ def _load_yaml(data: bytes) -> Any:
         return yaml.load(data, PlainLoader)  # a SafeLoader: nothing is executed
     except yaml.YAMLError as error:
         raise ValueError(str(error).partition("\n")[0]) from None
+    except (LookupError, AttributeError) as error:  # PyYAML 6.0 of what is tagged, but no number
+        raise ValueError(f"a value is not of its tag's type: {error}") from None
 
 
 def _namespaces(value: Any, depth: int, *, named: bool) -> Iterator[Record]:
@@ -143,11 +152,13 @@ def records_around(path: Location, catalog: Catalog) -> dict[str, Record]:
     In its folder and the two above, the nearest first. A file that cannot be read, or that
     describes tensors of other sizes, is none.
     """
-    own = path if path.is_dir() else path.parent
+    is_folder = path.is_dir()
+    own = path if is_folder else path.parent
+    own = Path(os.path.abspath(own)) if isinstance(own, Path) else own
     found: dict[str, Record] = {}
     for folder in (own, *own.parents[:_FOLDERS_UP]):
         for name in _AROUND:
-            if folder == path and name == CONFIG:
+            if is_folder and folder == own and name == CONFIG:
                 continue  # a file of the checkpoint itself
             with suppress(CkptoolError, OSError):
                 record = _read_around(folder / name)
@@ -162,17 +173,23 @@ def _read_around(path: Location) -> Record:
     else:
         data = path.read_bytes()
         record = _parse(str(path), len(data), lambda: data)
-    return _of_megatron(_find_model(record, _DEEPEST) or {})
+    return _of_megatron(_find_model(record) or {})
 
 
-def _find_model(record: Any, depth: int) -> Record | None:
-    """Return the part of a configuration that says how large the model is."""
-    if not isinstance(record, Mapping):
-        return None
-    if any(name in record for name in _HIDDEN) and any(name in record for name in _LAYERS):
-        return record
-    inner = (_find_model(value, depth - 1) for value in record.values()) if depth else ()
-    return next((part for part in inner if part is not None), None)
+def _find_model(record: Record) -> Record | None:
+    """Return the part of a configuration that says how large the model is, the outermost.
+
+    An alias of YAML may put one part in many places: each is looked at once.
+    """
+    parts, seen = [record], {id(record)}
+    for _ in range(_DEEPEST + 1):
+        for part in parts:
+            if any(name in part for name in _HIDDEN) and any(name in part for name in _LAYERS):
+                return part
+        inner = [value for part in parts for value in part.values() if isinstance(value, Mapping)]
+        parts = list({id(part): part for part in inner if id(part) not in seen}.values())
+        seen.update(map(id, parts))
+    return None
 
 
 def _describes(record: Record, catalog: Catalog) -> bool:

@@ -94,7 +94,21 @@ def test_what_the_checkpoint_itself_says_is_stronger(tmp_path: Path) -> None:
     assert not any("with sizes from" in note for note in report.notes)
 
 
-@pytest.mark.parametrize("text", ["", "[1, 2]", "a: [", "a: " + "[" * 9_000, "x" * (2 << 20)])
+MERGES = "a0: &a0 {k: 1}\n" + "".join(
+    f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 10)}]}}\n" for n in range(1, 12)
+)
+"""Ten to the eleventh pairs where each merge is carried out."""
+ALIASES = "\n".join(
+    f"b{n}: &b{n} {{" + ", ".join(f"k{i}: {value}" for i in range(2_000)) + "}"
+    for n, value in enumerate(["{}", "*b0", "*b1"])
+)
+"""Eight thousand million parts where each place is looked at."""
+NO_YAML = ['!!int ""', '!!bool "x"', '!!timestamp "x"', MERGES, ALIASES]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[1, 2]", "a: [", "a: " + "[" * 9_000, "x" * (2 << 20), *NO_YAML]
+)
 def test_a_file_that_is_no_configuration_is_none(text: str, tmp_path: Path) -> None:
     source = save(tmp_path / "iter_1")
     for name in ("run_config.yaml", "transformer_config.json"):
@@ -110,3 +124,16 @@ def test_a_model_folder_without_config_is_told_where_one_is(tmp_path: Path) -> N
     lines = [note for note in report.notes if "config.json not written" in note]
     assert len(lines) == 1
     assert f"({source / 'huggingface'} has one); use --hf-assets" in lines[0]
+
+
+def test_folders_above_are_found_from_inside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = save(tmp_path / "actor" / "model" / "dist_ckpt")
+    write(tmp_path / "actor" / "transformer_config.json", json.dumps(SIZES))
+    write(source / "config.json", json.dumps(SIZES))
+    catalog = open_checkpoint(source).catalog
+    expected = [str(tmp_path / "actor" / "transformer_config.json")]
+    for folder, name in ((source.parent, "dist_ckpt"), (source, ".")):
+        monkeypatch.chdir(folder)
+        assert list(records_around(Path(name), catalog)) == expected
