@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -27,6 +26,7 @@ from ckptool.core.mesh import Mesh
 from ckptool.core.quantization import quantised_names
 from ckptool.core.state_category import state_category
 from ckptool.core.subscript import Pick, take
+from ckptool.core.text import did_you_mean
 from ckptool.engine.read.tiles import require_unchanged
 from ckptool.errors import Damaged, NoSuchName, UsageError
 from ckptool.storage.local import Files, LocalSource
@@ -303,8 +303,7 @@ class Checkpoint(Mapping[str, Any]):
         if name in self._catalog.objects:
             raise NoSuchName(f"{self.path}: {name} is a value, not a tensor", hint="objects has it")
         if name not in self._catalog.tensors:
-            close = get_close_matches(str(name), self._catalog.tensors, n=1)
-            hint = f"did you mean {close[0]!r} ?" if close else None
+            hint = did_you_mean(str(name), self._catalog.tensors)
             raise NoSuchName(f"{self.path}: no tensor named {name!r}", hint=hint)
 
 

@@ -9,6 +9,7 @@ import typer
 
 from ckptool.cli.app import SUMMARIES, app
 from ckptool.cli.parameters import complete_from
+from ckptool.core.text import did_you_mean
 from ckptool.errors import UsageError
 
 
@@ -42,7 +43,8 @@ def help(
     elif topic in SUMMARIES:
         app([topic, "--help"], prog_name=context.find_root().info_name)
     else:
-        raise UsageError(f"{topic}: no such topic or command", hint=_nearest(topic, pages))
+        hint = did_you_mean(topic, [*pages, *SUMMARIES], "list them: ckptool help")
+        raise UsageError(f"{topic}: no such topic or command", hint=hint)
 
 
 def _note_command(topic: str) -> None:
@@ -51,10 +53,3 @@ def _note_command(topic: str) -> None:
         from ckptool.render.messages import show_notes
 
         show_notes([f"options of the command: ckptool {topic} --help"])
-
-
-def _nearest(topic: str, pages: dict[str, str]) -> str:
-    import difflib
-
-    close = difflib.get_close_matches(topic, [*pages, *SUMMARIES], n=1)
-    return f"did you mean {close[0]}?" if close else "list them: ckptool help"

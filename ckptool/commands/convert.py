@@ -28,7 +28,7 @@ from ckptool.core.layout import Layout
 from ckptool.core.plan import Plan
 from ckptool.core.quantization import kinds, quantised_names
 from ckptool.core.state_category import state_category
-from ckptool.core.text import plural
+from ckptool.core.text import one_of, plural
 from ckptool.errors import Unsupported, UsageError
 from ckptool.formats import FORMATS, single_file_suffixes, targets
 from ckptool.formats.base import Format, Request
@@ -153,7 +153,7 @@ def _writer(to: str | None, target: Location) -> Format:
             " DST.safetensors and DST.pt are files",
         )
     if to is not None and (to not in FORMATS or FORMATS[to].convert is None):
-        raise UsageError(f"--to {to!r}: unknown format", hint="one of " + ", ".join(targets()))
+        raise UsageError(f"--to {to!r}: unknown format", hint=one_of(to, targets()))
     row = FORMATS[to] if to is not None else alone
     if row is None or (alone is not None and alone is not row):
         kind = "files" if row is not None and row.suffixes else "a folder"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from ckptool.commands.unread_files import require_listed, unlisted_problems
-from ckptool.core.text import list_some, plural
+from ckptool.core.text import list_some, nearest, one_of, plural
 from ckptool.errors import (
     CkptoolError,
     Damaged,
@@ -187,10 +187,8 @@ def _similar(path: Path) -> str | None:
         names = os.listdir(path.parent)
     except OSError:
         return None
-    import difflib
-
-    close = difflib.get_close_matches(path.name, names, n=1)
-    return f"did you mean {path.parent / close[0]}?" if close else None
+    close = nearest(path.name, names)
+    return f"did you mean {path.parent / close}?" if close else None
 
 
 def _detect(path: Location, format_name: str | None) -> Candidate:
@@ -206,9 +204,8 @@ def _detect(path: Location, format_name: str | None) -> Candidate:
 def require_known(format_name: str | None) -> None:
     """Raise UsageError where no format has this name."""
     if format_name is not None and format_name not in FORMATS:
-        raise UsageError(
-            f"--from {format_name!r}: unknown format", hint="one of " + ", ".join(FORMATS)
-        )
+        hint = one_of(format_name, FORMATS)
+        raise UsageError(f"--from {format_name!r}: unknown format", hint=hint)
 
 
 def _detect_from_file(path: Location) -> Candidate:

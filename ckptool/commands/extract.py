@@ -32,7 +32,7 @@ from ckptool.core.catalog import Catalog, TensorEntry, coverage_problem
 from ckptool.core.dtype import DType
 from ckptool.core.layout import Data, FileLayout, Layout, Literal
 from ckptool.core.plan import Plan
-from ckptool.core.selection import closest_names, is_glob, matching_names
+from ckptool.core.selection import is_glob, matching_names, unknown_tensor
 from ckptool.core.subscript import Pick, picks, split_subscript, take, without_other_chunks
 from ckptool.core.text import list_some
 from ckptool.engine.read.gather import unit
@@ -140,12 +140,7 @@ def _not_one(catalog: Catalog, name: str, names: Sequence[str]) -> UsageError:
     if names:
         hint = f"ask for one in full, or for all: '*{name}*'"
         return UsageError(f"{name!r} is in {len(names):,} names: {list_some(names, 3)}", hint=hint)
-    if name in catalog.objects:
-        hint = "`ckptool inspect --values` shows it"
-        return UsageError(f"{name!r}: not a tensor, but a value", hint=hint)
-    close = " or ".join(closest_names(name, catalog.tensors))
-    hint = f"did you mean {close} ?" if close else "`ckptool inspect --tensors '*'` lists all"
-    return UsageError(f"no tensor named {name!r}", hint=hint)
+    return unknown_tensor(f"no tensor named {name!r}", name, catalog)
 
 
 def _take(

@@ -13,10 +13,10 @@ import numpy as np
 from ckptool.commands.open import OpenedCheckpoint
 from ckptool.core.catalog import TensorEntry, coverage_problem
 from ckptool.core.dtype import DType
-from ckptool.core.selection import matching_names
+from ckptool.core.selection import tensors_named
 from ckptool.engine.read.tensors import TensorSource, TensorTile, tensor_job
 from ckptool.engine.read.tiles import read_tiles, require_unchanged
-from ckptool.errors import CkptoolError, Problem, UsageError, damaged
+from ckptool.errors import CkptoolError, Problem, damaged
 from ckptool.storage.local import Files
 
 _TILE_ELEMENTS = 1 << 20
@@ -103,17 +103,7 @@ def stats(
     Damaged where chunks are missing, Changed where the files were written to meanwhile.
     """
     catalog = opened.catalog
-    names: set[str] = set()
-    for pattern in globs:
-        found = matching_names(catalog.tensors, pattern)
-        if not found:
-            raise UsageError(
-                f"--stats {pattern!r} matches none of {len(catalog.tensors):,} tensors",
-                hint="a whole name, a glob or a part of names; `ckptool inspect --tensors '*'`"
-                " lists them",
-            )
-        names.update(found)
-    wanted = {name: entry for name, entry in catalog.tensors.items() if name in names}
+    wanted = {name: catalog.tensors[name] for name in tensors_named(catalog, globs, "--stats")}
     problems = [gap for gap in map(coverage_problem, wanted.values()) if gap is not None]
     if problems:
         raise damaged(problems, subject=str(opened.path))

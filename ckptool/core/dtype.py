@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ckptool.core.text import one_of
 from ckptool.errors import UsageError
 
 
@@ -98,6 +99,6 @@ def parse_dtype(text: str) -> DType:
         floating = [known.name for known in BY_NAME.values() if known.kind == "float"]
         raise UsageError(
             f"invalid --dtype {text!r}: not a floating-point type",
-            hint="one of " + ", ".join(floating),
+            hint=one_of(text, floating),
         )
     return dtype

@@ -47,6 +47,30 @@ def closest_names(asked: str, names: Collection[str]) -> list[str]:
     return get_close_matches(asked, list(names)[:20_000], n=3, cutoff=0.5)
 
 
+def tensors_named(catalog: Catalog, patterns: Sequence[str], option: str) -> list[str]:
+    """Return the names of tensors that someone means by any pattern; UsageError where one has none.
+
+    A pattern is a whole name, a glob, or a part of names.
+    """
+    found: set[str] = set()
+    for pattern in patterns:
+        names = matching_names(catalog.tensors, pattern)
+        if not names:
+            raise unknown_tensor(f"{option} {pattern!r} matches no tensors", pattern, catalog)
+        found.update(names)
+    return [name for name in catalog.tensors if name in found]
+
+
+def unknown_tensor(message: str, asked: str, catalog: Catalog) -> UsageError:
+    """Return an error that suggests the names most like the one that was asked for."""
+    if asked in catalog.objects:
+        hint = "`ckptool inspect --values` shows it"
+        return UsageError(f"{asked!r}: not a tensor, but a value", hint=hint)
+    close = " or ".join(closest_names(asked, catalog.tensors))
+    hint = f"did you mean {close}?" if close else "`ckptool inspect --tensors '*'` lists all"
+    return UsageError(message, hint=hint)
+
+
 def select(catalog: Catalog, globs: Sequence[str]) -> Catalog:
     """Keep only the tensors and values that match. UsageError where a glob matches nothing."""
     _require_used(catalog, globs, "--select")

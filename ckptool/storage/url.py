@@ -189,7 +189,7 @@ def location(text: str | Path) -> Location:
         if _HALF_URL.match(text) and not Path(text.partition("/")[0]).exists():
             scheme, _, rest = text.partition(":/")
             slashes = ":///" if scheme.lower() in _PATHS else "://"
-            raise UsageError(f"{text}: not a URL", hint=f"did you mean {scheme}{slashes}{rest} ?")
+            raise UsageError(f"{text}: not a URL", hint=f"did you mean {scheme}{slashes}{rest}?")
         return _path(text, text)
     if match["scheme"].lower() in _PATHS:
         host, slash, path = match["rest"].partition("/")
@@ -203,7 +203,7 @@ def location(text: str | Path) -> Location:
 def _path(text: str, path: str) -> Path:
     """Return a path; UsageError where it begins with ``~``, unless a folder here is called so."""
     if path.partition("/")[0] == "~" and not os.path.lexists("~"):
-        hint = f"did you mean {os.path.expanduser(path)} ?"
+        hint = f"did you mean {os.path.expanduser(path)}?"
         raise UsageError(f"{text}: ~ stands for a folder in the words of a shell alone", hint=hint)
     return Path(path)
 

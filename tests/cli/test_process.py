@@ -99,6 +99,30 @@ def test_a_former_name_is_answered_with_the_new_one(words: list[str], renamed: s
     assert f"Did you mean {renamed}?" in " ".join(done.output.split())
 
 
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["convert", DCP, "out", "--to", "safetensor"], "did you mean safetensors?"),
+        (["convert", DCP, "out.pt", "--dtype", "bfloat61"], "did you mean bfloat16?"),
+        (["reshard", DCP, "out", "--mesh", "2", "--to", "dpc"], "did you mean dcp?"),
+        (["reshard", DCP, "out", "--mesh", "2", "--policy", "fspd"], "did you mean fsdp?"),
+        (["verify", DCP, "--format", "juint"], "did you mean junit?"),
+        (["verify", DCP, "--from", "torch-svae"], "did you mean torch-save?"),
+        (["verify", DCP, "--ignore", "crc-mismach"], "did you mean crc-mismatch?"),
+        (["bench", "--strategies", "torch-svae"], "did you mean torch-save?"),
+        (["maps", "meta-lama"], "did you mean meta-llama?"),
+        (["inspect", DCP, "--shards", "plian"], "did you mean plain?"),
+        (["inspect", DCP, "--stats", "plian"], "did you mean plain?"),
+        (["extract", DCP, "plian"], "did you mean plain?"),
+        (["verify", DCP, "--format", "42"], "one of text, json, junit, github"),
+    ],
+)
+def test_every_misspelt_word_is_answered_alike(words: list[object], hint: str) -> None:
+    error = CliRunner().invoke(app, list(map(str, words))).exception
+    assert isinstance(error, UsageError)
+    assert error.hint == hint
+
+
 @pytest.mark.parametrize("words", [["verify", "--ranks"], ["formats", "--map"]])
 def test_no_option_of_another_command_is_suggested(words: list[str]) -> None:
     assert "Did you mean" not in CliRunner().invoke(app, words).output

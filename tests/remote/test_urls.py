@@ -104,7 +104,7 @@ def test_a_file_url_names_this_machine(tmp_path: Path) -> None:
         assert hint in (caught.value.hint or "")
     with pytest.raises(UsageError) as caught:
         location(f"file:{tmp_path}")
-    assert caught.value.hint == f"did you mean file://{tmp_path} ?"
+    assert caught.value.hint == f"did you mean file://{tmp_path}?"
 
 
 @pytest.mark.parametrize("text", ["~/m", "~", "file://~/m"])
@@ -191,8 +191,8 @@ SOURCE = case("dcp_fsdp2_tp").path
 ENDS: dict[str, tuple[list[Any], int, list[str]]] = {
     "a bucket that is not": (["inspect", "s3://no-such-bucket-here/m"], 3, ["s3://no-such-bucket"]),
     "a key that is not": (["inspect", "s3://BUCKET/no"], 3, ["no such file or folder"]),
-    "half a URL": (["inspect", "s3:/bucket/m"], 2, ["did you mean s3://bucket/m ?"]),
-    "half a URL as target": (["convert", SOURCE, "s3:/b/m", "--to", "dcp"], 2, ["s3://b/m ?"]),
+    "half a URL": (["inspect", "s3:/bucket/m"], 2, ["did you mean s3://bucket/m?"]),
+    "half a URL as target": (["convert", SOURCE, "s3:/b/m", "--to", "dcp"], 2, ["s3://b/m?"]),
     "no bucket": (["inspect", "s3://"], 2, ["s3://: names no bucket"]),
     "no bucket but a key": (["inspect", "s3:///m"], 2, ["names no bucket", "s3://NAME"]),
     "a version": (["inspect", "s3://b/m.pt?versionId=3"], 2, ["versions of objects", "copy"]),

@@ -184,7 +184,7 @@ def test_statistics_come_with_the_other_views():
 def test_an_unknown_name_brings_the_closest(view):
     with pytest.raises(UsageError) as caught:
         screen(tensor("l.0.wq.weight"), tensor("norm"), **view)
-    assert caught.value.hint == "did you mean l.0.wq.weight ?"
+    assert caught.value.hint == "did you mean l.0.wq.weight?"
 
 
 def test_map_of_a_value_says_that_it_is_no_tensor():

@@ -19,6 +19,7 @@ from ckptool.core.keymap.apply import Move, apply_map, list_lines
 from ckptool.core.keymap.match import Frames, Matcher, ModelFacts, find_frames, fits, kinds_of
 from ckptool.core.keymap.model import KeyMap, UnknownSizes
 from ckptool.core.keymap.parse import parse_map
+from ckptool.core.text import did_you_mean, one_of
 from ckptool.errors import UsageError
 
 AUTO = "auto"
@@ -89,7 +90,7 @@ def builtin_maps() -> dict[str, KeyMap]:
 def map_text(name: str) -> str:
     """Return the TOML of a built-in map; UsageError where there is none of that name."""
     if name not in builtin_maps():
-        raise UsageError(f"{name!r}: unknown map", hint=_nearest(name) or _known_maps())
+        raise UsageError(f"{name!r}: unknown map", hint=one_of(name, builtin_maps()))
     return resources.files("ckptool").joinpath("maps", f"{name}.toml").read_text("utf-8")
 
 
@@ -101,24 +102,17 @@ def load_map(name: str) -> KeyMap:
     if path.suffix != ".toml" and not path.is_file():
         raise UsageError(
             f"--map {name!r}: not a built-in map or a file",
-            hint=_nearest(name) or f"{AUTO}, {_known_maps()}, or a TOML file",
+            hint=did_you_mean(
+                name,
+                [AUTO, *builtin_maps()],
+                f"{AUTO}, one of {', '.join(builtin_maps())}, or a TOML file",
+            ),
         )
     try:
         content = tomllib.loads(text_of(path, "--map"))
     except ValueError as error:
         raise UsageError(f"--map {name}: {error}") from None
     return parse_map(content, name)
-
-
-def _known_maps() -> str:
-    return f"one of {', '.join(builtin_maps())}"
-
-
-def _nearest(name: str) -> str | None:
-    import difflib
-
-    close = difflib.get_close_matches(name, [AUTO, *builtin_maps()], n=1)
-    return f"did you mean {close[0]}?" if close else None
 
 
 def map_checkpoint(

@@ -34,6 +34,7 @@ from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.mesh import Mesh
 from ckptool.core.plan import ChunkIndex, Plan
 from ckptool.core.sharding.placement import POLICIES, Choice, PlacedTensors, Placer
+from ckptool.core.text import one_of
 from ckptool.engine.ranks import Ranks
 from ckptool.engine.write.run import peak_memory
 from ckptool.errors import Unsupported, UsageError
@@ -233,9 +234,8 @@ def _placer(options: ReshardOptions) -> Placer:
             "no mesh given", hint="give --mesh 2x4, --mesh dp=2,tp=4, or --plan FILE with a mesh"
         )
     if options.policy is not None and options.policy not in POLICIES:
-        raise UsageError(
-            f"--policy {options.policy!r}: unknown policy", hint="one of " + ", ".join(POLICIES)
-        )
+        hint = one_of(options.policy, POLICIES)
+        raise UsageError(f"--policy {options.policy!r}: unknown policy", hint=hint)
     return Placer(mesh, tuple(rules), options.policy)
 
 
@@ -246,8 +246,8 @@ def _writer(to: str | None, opened: OpenedCheckpoint) -> Format:
     """Return the target format: as asked, or the source's own where that is cut for a mesh."""
     if to is not None:
         if to not in FORMATS or FORMATS[to].reshard is None:
-            known = ", ".join(targets(mesh=True))
-            raise UsageError(f"--to {to!r}: unknown format", hint=f"one of {known}")
+            hint = one_of(to, targets(mesh=True))
+            raise UsageError(f"--to {to!r}: unknown format", hint=hint)
         return FORMATS[to]
     if opened.catalog.info.get("writer") == "torch_checkpointing":
         return FORMATS["torch-checkpointing"]

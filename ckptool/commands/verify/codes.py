@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from difflib import get_close_matches
 from enum import Enum
 from typing import NamedTuple
 
+from ckptool.core.text import did_you_mean
 from ckptool.errors import UsageError
 
 
@@ -281,6 +281,5 @@ def require_codes(codes: Iterable[str]) -> None:
     """Raise UsageError where one is no code."""
     for code in codes:
         if code not in CODES:
-            close = get_close_matches(code, CODES, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else "list them: ckptool verify --codes"
+            hint = did_you_mean(code, CODES, "list them: ckptool verify --codes")
             raise UsageError(f"--ignore {code}: no such code", hint=hint)

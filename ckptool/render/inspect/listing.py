@@ -13,13 +13,12 @@ from rich.text import Text
 
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.dtype import short_name
-from ckptool.core.selection import closest_names, matching_names
+from ckptool.core.selection import tensors_named
 from ckptool.core.state_category import STATE_CATEGORIES, state_category
 from ckptool.core.text import plural
-from ckptool.errors import UsageError
 from ckptool.render.inspect.records import content_of, simple_value
 from ckptool.render.inspect.values import preview
-from ckptool.render.text import Cell, columns, ranges, visible
+from ckptool.render.text import Cell, columns, ranges
 from ckptool.serialization.pickle.records import Call
 from ckptool.serialization.state_dict.values import type_name
 
@@ -35,7 +34,9 @@ def tensor_lines(
     catalog: Catalog, globs: Sequence[str], screen: Console, sort: str = "name"
 ) -> list[Text]:
     """List every tensor that matches, in order; UsageError where a glob matches none."""
-    entries = in_order([catalog.tensors[name] for name in matching(catalog, globs)], sort)
+    entries = in_order(
+        [catalog.tensors[name] for name in tensors_named(catalog, globs, "--tensors")], sort
+    )
     rows = [_tensor(entry) for entry in entries]
     return columns(screen, rows, "llllrr", heads=_HEADINGS, cuts=0)
 
@@ -44,20 +45,6 @@ def in_order(entries: Iterable[TensorEntry], sort: str) -> list[TensorEntry]:
     """Sort tensors by ``name``, layer 2 before layer 10, or by ``size``, the largest first."""
     by_name = sorted(entries, key=lambda entry: natural(entry.name))
     return sorted(by_name, key=lambda entry: -entry.nbytes) if sort == "size" else by_name
-
-
-def matching(catalog: Catalog, patterns: Sequence[str], option: str = "--tensors") -> list[str]:
-    """Return the names of tensors that someone means by any pattern; UsageError where one has none.
-
-    A pattern is a whole name, a glob, or a part of names.
-    """
-    found: set[str] = set()
-    for pattern in patterns:
-        names = matching_names(catalog.tensors, pattern)
-        if not names:
-            raise _no_such_tensor(f"{option} {pattern!r} matches no tensors", pattern, catalog)
-        found.update(names)
-    return [name for name in catalog.tensors if name in found]
 
 
 def _tensor(entry: TensorEntry) -> list[Cell]:
@@ -70,16 +57,6 @@ def _tensor(entry: TensorEntry) -> list[Cell]:
         f"{len(entry.chunks):,}",
         f"{entry.nbytes:,}",
     ]
-
-
-def _no_such_tensor(message: str, asked: str, catalog: Catalog) -> UsageError:
-    """Return an error that suggests the names most like the one that was asked for."""
-    if asked in catalog.objects:
-        return UsageError(f"{message}: not a tensor", hint="use --values to show it")
-    close = closest_names(asked, catalog.tensors)
-    if not close:
-        return UsageError(message, hint="--tensors '*' lists all names")
-    return UsageError(message, hint="did you mean " + " or ".join(map(visible, close)) + " ?")
 
 
 def value_lines(catalog: Catalog, screen: Console) -> list[Text]:

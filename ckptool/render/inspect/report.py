@@ -13,11 +13,11 @@ from ckptool.commands.document import document
 from ckptool.commands.inspect import InspectReport
 from ckptool.core.catalog import ObjectEntry, TensorEntry
 from ckptool.core.quantization import kinds
+from ckptool.core.selection import tensors_named
 from ckptool.core.text import plural
 from ckptool.errors import UsageError
 from ckptool.render.inspect.listing import (
     in_order,
-    matching,
     stats_lines,
     tensor_lines,
     value_lines,
@@ -93,7 +93,7 @@ def inspect_json(
     sorted; ``rank_bytes``, ``shards`` and ``modules`` only where asked for.
     """
     catalog = report.catalog
-    names = matching(catalog, tensors) if tensors else catalog.tensors
+    names = tensors_named(catalog, tensors, "--tensors") if tensors else catalog.tensors
     entries = [catalog.tensors[name] for name in names]
     more: dict[str, Any] = {}
     if depth is not None:
@@ -102,7 +102,7 @@ def inspect_json(
         loads = sorted(loads_of(catalog)[0].items())
         more["rank_bytes"] = [{"rank": r, "chunks": n, "bytes": size} for r, (n, size) in loads]
     if shards is not None:
-        wanted = matching(catalog, [shards], "--shards")
+        wanted = tensors_named(catalog, [shards], "--shards")
         more["shards"] = [row for name in wanted for row in _shards_json(catalog.tensors[name])]
     mesh: dict[str, Any] | None = None
     if catalog.mesh is not None:

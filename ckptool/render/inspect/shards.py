@@ -24,8 +24,8 @@ from ckptool.core.catalog import (
     contiguous,
 )
 from ckptool.core.plan import ChunkIndex
+from ckptool.core.selection import tensors_named
 from ckptool.core.text import plural
-from ckptool.render.inspect.listing import matching
 from ckptool.render.text import Cell, columns, ranges, size, visible
 
 _WIDEST = 64
@@ -47,7 +47,7 @@ def shard_lines(catalog: Catalog, pattern: str, screen: Console) -> list[Text]:
 
     Raises UsageError where none does.
     """
-    names = matching(catalog, [pattern], "--shards")
+    names = tensors_named(catalog, [pattern], "--shards")
     lines: list[Text] = []
     for name in names[:_MOST_PICTURES]:
         lines += [*([Text()] if lines else []), *_one_tensor(catalog.tensors[name], screen)]

@@ -97,7 +97,7 @@ def test_strict_and_ignore(copy_of: Callable[[str], Path]) -> None:
     assert not codes(ignored)
     with pytest.raises(UsageError, match="no such code") as caught:
         checked(folder, ignore=("file-unusd",))
-    assert caught.value.hint == "did you mean 'file-unused'?"
+    assert caught.value.hint == "did you mean file-unused?"
 
 
 def test_what_could_not_be_read_is_not_checked_though_it_is_ignored(

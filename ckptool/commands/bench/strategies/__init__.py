@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 from ckptool.commands.bench.strategies import nvrx, torch_checkpointing, torch_savers
 from ckptool.commands.bench.strategies.base import Strategy
+from ckptool.core.text import one_of
 from ckptool.errors import UsageError
 
 STRATEGIES: dict[str, Strategy] = {
@@ -38,9 +39,8 @@ def _match(word: str) -> list[str]:
     ]
     if not names:
         families = dict.fromkeys(name.partition("/")[0] for name in STRATEGIES)
-        raise UsageError(
-            f"--strategies {word!r}: no such strategy", hint="one of " + ", ".join(families)
-        )
+        hint = one_of(word, families)
+        raise UsageError(f"--strategies {word!r}: no such strategy", hint=hint)
     return names
 
 
