@@ -226,6 +226,7 @@ def _numbers(
     read_sizes: Callable[[TensorEntry], tuple[int, ...]],
     block: tuple[int, int] | None,
 ) -> TensorEntry:
+    _require_scale_types(pair)
     if pair.sizes is not None:
         return _integers(pair, dtype, read_sizes(pair.sizes))
     if pair.scheme == "mxfp4":
@@ -233,6 +234,18 @@ def _numbers(
     if pair.scheme != "scaled":
         return _nvfp4(pair, dtype)
     return _blocks(pair, dtype, block) if pair.kind == "FP8 in blocks" else _rows(pair, dtype)
+
+
+def _require_scale_types(pair: Quantized) -> None:
+    """Raise Unsupported where scales are of a type that would be read as other numbers."""
+    wanted = "float8_e4m3fn" if pair.scheme.startswith("nvfp4") else "float"
+    of_all = pair.others if wanted == "float8_e4m3fn" else ()
+    for entry, such in ((pair.scales, wanted), *((entry, "float") for entry in of_all)):
+        if pair.scheme != "mxfp4" and such not in (entry.dtype.name, entry.dtype.kind):
+            raise Unsupported(
+                f"{pair.values.name}: scales {entry.name} are {entry.dtype.name}, not {such}",
+                hint=f"use --drop '{pair.values.name}' to exclude it",
+            )
 
 
 def _integers(pair: Quantized, dtype: DType, shape: tuple[int, ...]) -> TensorEntry:

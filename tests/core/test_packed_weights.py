@@ -92,7 +92,7 @@ def test_groups_in_another_order_are_refused_by_name(out: Path) -> None:
         ("group", "scale", torch.ones(3, 6)),
         ("group_zeros", "zero_point", torch.ones(10, 2, dtype=torch.int32)),
         ("group_zeros", "zero_point", torch.ones(2, 2)),
-        ("nvfp4", "scale", torch.ones(4, 5)),
+        ("nvfp4", "scale", torch.ones(4, 5).to(torch.float8_e4m3fn)),
         ("nvfp4", "global_scale", torch.ones(2)),
     ],
 )
@@ -104,3 +104,31 @@ def test_parts_that_do_not_fit_are_refused(
     with pytest.raises(Unsupported, match=f"{name}_packed .* do not match"):
         convert_to("safetensors", source, out / "m", dequantize=True)
     assert not (out / "m").exists()
+
+
+@pytest.mark.parametrize(
+    ("layer", "part", "dtype"),
+    [
+        ("group", "scale", torch.int32),
+        ("nvfp4", "scale", torch.uint8),
+        ("nvfp4", "scale", torch.float32),
+        ("nvfp4", "global_scale", torch.int32),
+    ],
+)
+def test_scales_of_another_type_are_refused(
+    layer: str, part: str, dtype: torch.dtype, out: Path
+) -> None:
+    """Bytes of exponents would be read as the numbers 0 to 255."""
+    state = of_layer(name := f"layer.{layer}.weight")
+    scales = {f"{name}_{part}": state[f"{name}_{part}"].float().to(dtype)}
+    source = saved(state | scales, out / "hf")
+    with pytest.raises(Unsupported, match=rf"{name}_{part} are \w+, not float"):
+        convert_to("safetensors", source, out / "m", dequantize=True)
+
+
+def test_block_scales_of_bytes_are_refused(out: Path) -> None:
+    values = torch.ones(128, 128).to(torch.float8_e4m3fn)
+    scales = torch.full((1, 1), 127, dtype=torch.uint8)
+    source = saved({"a.weight": values, "a.weight_scale_inv": scales}, out / "hf")
+    with pytest.raises(Unsupported, match=r"a\.weight_scale_inv are uint8, not float"):
+        convert_to("safetensors", source, out / "m", dequantize=True)
