@@ -83,12 +83,13 @@ class RecordCheck:
         return [record for record in self._tensor if not self._covered(record)]
 
     def problems(self, without: Collection[Record] = ()) -> list[Problem]:
-        """Return a problem for each record whose bytes are not those that were written.
+        """Return a problem for each record whose bytes are not as written, in the files' order.
 
         All records that are touched must have been read whole, but for those left out.
         """
         problems: list[Problem] = []
-        for record, tensor in self._tensor.items():
+        by_place = sorted(self._tensor.items(), key=lambda item: (item[0].file, item[0].offset))
+        for record, tensor in by_place:
             if record in without:
                 continue
             pieces = [(o, n, c) for o, (n, c) in self._pieces[record].items()]

@@ -92,3 +92,13 @@ def test_a_file_that_ends_before_its_record_is_damaged(tmp_path: Path) -> None:
     check.touch(Record("f", 0, 100, 0), "w")
     with pytest.raises(Damaged, match="f"):
         check.read_unseen(LocalSource.folder(tmp_path), 1)
+
+
+def test_problems_come_in_the_order_of_the_files() -> None:
+    """Whichever thread touched a record first."""
+    check = RecordCheck()
+    for file, offset in (("b", 0), ("a", 64), ("a", 8)):
+        record = Record(file, offset, 4, 1)
+        check.touch(record, f"{file}{offset}")
+        check.note(record, offset, memoryview(b"1234"))
+    assert [problem.tensor for problem in check.problems()] == ["a8", "a64", "b0"]
