@@ -13,6 +13,7 @@ from typing import Any
 from ckptool.errors import NotFound, TransferError
 from ckptool.storage.commit_note import UNFINISHED, side_name
 from ckptool.storage.disk import sync_folder
+from ckptool.storage.multipart import hidden_name
 from ckptool.storage.url import Location, RemotePath
 
 _SUFFIX = ".ckptool-removed"
@@ -86,6 +87,8 @@ def _remove_from_store(path: RemotePath) -> None:
         store.remove([path.key, *others], str(path))
         return
     note = path / UNFINISHED
+    # Where nothing may be removed the note would stay for ever, on a checkpoint that is whole.
+    store.remove([note.with_name(hidden_name(note.name)).key], f"{path}: a trial removal")
     note.write_bytes(json.dumps({"schema": _SCHEMA}).encode())
     store.remove([(path / name).key for name in files if name != UNFINISHED], str(path))
     store.remove([note.key], str(path))

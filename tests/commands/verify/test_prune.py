@@ -360,3 +360,23 @@ def test_steps_of_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
     assert report.ok
     left = {name.partition("/")[0] for name in location(str(run)).listing}  # type: ignore[union-attr]
     assert left == {"latest", "step-1", "step-3"}
+
+
+def test_a_step_of_a_store_that_lets_nothing_go_stays_readable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = location(f"memory://{uuid.uuid4().hex}/run")
+    assert isinstance(run, RemotePath)
+    for number in (1, 2):
+        for file in SOURCE.iterdir():
+            (run / f"step-{number}" / file.name).write_bytes(file.read_bytes())
+    before = sorted(run.listing)
+
+    def deny(key: str) -> None:
+        raise PermissionError(13, "Permission denied", key)
+
+    monkeypatch.setattr(run.store.fs, "rm_file", deny)
+    with pytest.raises(TransferError, match=r"step-1: cannot be removed: .*denied"):
+        prune(location(str(run)), PruneOptions(keep_last=1, yes=True))
+    assert sorted(location(str(run)).listing) == before  # type: ignore[union-attr]
+    assert ckptool.verify(str(run / "step-1")).ok
