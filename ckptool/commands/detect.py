@@ -371,7 +371,8 @@ def _several(path: Location, candidates: list[Candidate]) -> Several:
     listed = ([f"  ... and {more} earlier"] if more else []) + shown
     return Several(
         f"{path}: contains {len(candidates)} checkpoints:\n" + "\n".join(listed),
-        hint=f"pass one of them, for example {candidates[-1].path}",
+        hint=f"pass one of them, for example {candidates[-1].path}; `ckptool {path}` says which are"
+        " complete",
     )
 
 

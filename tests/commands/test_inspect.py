@@ -246,7 +246,7 @@ def test_stats_of_packed_bits_are_null(tmp_path):
 
 def test_stats_of_a_missing_name_or_chunk_are_errors(tmp_path):
     gap = catalog(tensor("w", rows=[(0, 1)]))
-    with pytest.raises(UsageError, match="matches none"):
+    with pytest.raises(UsageError, match="matches no tensors"):
         stats(opened(gap, tmp_path), ["v"])
     with pytest.raises(Damaged, match="missing"):
         stats(opened(gap, tmp_path), ["w"])

@@ -155,7 +155,8 @@ def prepare_reshard(source: Location, target: Location | None, options: ReshardO
     placer = _placer(options)
     opened = open_checkpoint(source, replace(options.read, per_rank=True), whole=False)
     if target is None:
-        beside = opened.path.resolve()
+        named = opened.path.name not in ("", "..")
+        beside = opened.path if named else opened.path.resolve()
         target = beside.with_name(f"{beside.name}-{'x'.join(map(str, placer.mesh.shape))}")
     target = resolve_target(target)
     require_apart(opened, target)

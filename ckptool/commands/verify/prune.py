@@ -104,7 +104,7 @@ def prune(run: Location, options: PruneOptions, notify: Notify = lambda text: No
     require_known(options.verify.read.from_format)
     steps = steps_of(run)
     if [step.path for step in steps if step.parts] == [run]:
-        raise Unsupported(f"{run}: is one checkpoint, not a run with several steps")
+        raise Unsupported(f"{run} is one checkpoint, not a run with several steps")
     folders = dict.fromkeys(step.path.parent for step in steps)
     left = tuple(path for folder in folders for path in leftovers(folder))
     steps = [step for step in steps if step.path not in left]

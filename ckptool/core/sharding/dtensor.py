@@ -184,7 +184,8 @@ def _no_reading(
     names = ", ".join(map(str, placements))
     return Damaged(
         f"mesh position {position} of {'x'.join(map(str, sizes))} holds a local tensor of "
-        f"shape {recorded}, but [{names}] of a {tuple(shape)} tensor gives {expected}"
+        f"shape {list(recorded)}, but {names} of a tensor of shape {list(shape)} gives "
+        f"{list(expected)}"
     )
 
 

@@ -325,9 +325,10 @@ class Stage:
         paths = self.outputs()[-1:] if self._options.resume else self.outputs()
         existing = [path for path in paths if os.path.lexists(path)]
         if existing and not self._options.overwrite:
+            exist, them = ("exists", "it") if len(existing) == 1 else ("exist", "them")
             raise Unsupported(
-                f"{', '.join(map(str, existing))} already exists",
-                hint="--overwrite replaces it once all is written",
+                f"{', '.join(map(str, existing))} already {exist}",
+                hint=f"--overwrite replaces {them} once all is written",
             )
         for path in existing:
             self._require_replaceable(path)

@@ -17,6 +17,7 @@ from functools import partial
 
 from ckptool.core.catalog import Catalog, Path, TensorEntry, flat_name
 from ckptool.core.sharding.infer import with_inferred_mesh
+from ckptool.core.text import list_some
 from ckptool.errors import Damaged, Problem
 from ckptool.formats.base import Deferred, FileRole, FileRule, Format, ScanOptions
 from ckptool.formats.companions import companions, read_json_object
@@ -211,7 +212,8 @@ def _absent_members(merged: Assembled, ranks: Mapping[int, object]) -> list[Prob
     if not absent:
         return []
     size = max(mesh.size for mesh in merged.meshes)
-    message = f"the device mesh has {size} ranks; the file of rank {absent[:12]} is missing"
+    which = list_some(list(map(str, absent)), 12)
+    message = f"the device mesh has {size} ranks; the file of rank {which} is missing"
     return [Problem(message, "rank-missing")]
 
 

@@ -25,7 +25,7 @@ from ckptool.serialization.state_dict.values import type_name
 if TYPE_CHECKING:
     from ckptool.commands.stats import Number, TensorStats
 
-_HEADINGS = ("name", "dtype", "shape", "placements", "chunks", "bytes")
+_HEADINGS = ("name", "shape", "dtype", "placements", "chunks", "bytes")
 _STATISTICS = ("name", "shape", "dtype", "min", "max", "mean", "std", "zeros", "nan", "inf")
 _LONGEST_VALUE = 200
 
@@ -51,8 +51,8 @@ def _tensor(entry: TensorEntry) -> list[Cell]:
     placements = "-" if entry.placements is None else ", ".join(map(str, entry.placements))
     return [
         entry.name,
-        (entry.dtype.name, "yellow"),
         (str(list(entry.shape)), "green"),
+        (short_name(entry.dtype.name), "yellow"),
         (placements, "magenta"),
         f"{len(entry.chunks):,}",
         f"{entry.nbytes:,}",

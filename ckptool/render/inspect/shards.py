@@ -23,6 +23,7 @@ from ckptool.core.catalog import (
     TensorEntry,
     contiguous,
 )
+from ckptool.core.dtype import short_name
 from ckptool.core.plan import ChunkIndex
 from ckptool.core.selection import tensors_named
 from ckptool.core.text import plural
@@ -67,7 +68,8 @@ def _one_tensor(entry: TensorEntry, screen: Console) -> list[Text]:
 
 
 def _facts(entry: TensorEntry) -> Text:
-    facts = Text.assemble((f"  {list(entry.shape)}", "green"), "  ", (entry.dtype.name, "yellow"))
+    dtype = short_name(entry.dtype.name)
+    facts = Text.assemble((f"  {list(entry.shape)}", "green"), "  ", (dtype, "yellow"))
     if entry.placements is not None:
         facts.append("  " + ", ".join(map(str, entry.placements)), style="magenta")
     return facts.append(f"  {size(entry.nbytes)} in {plural(len(entry.chunks), 'chunk')}")

@@ -375,6 +375,18 @@ def test_the_target_is_named_after_the_mesh(mesh: str, name: str, source: Path) 
     assert prepared(source, None, mesh).report.target == source.with_name(name)
 
 
+@pytest.mark.parametrize(("named", "beside"), [("ckpt", "ckpt-8"), ("ckpt/..", ""), (".", "")])
+def test_the_target_is_named_as_the_source_is(
+    named: str, beside: str, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = out / "run" / ("ckpt" if beside else "")
+    shutil.copytree(case("dcp_base").path, folder)
+    (folder / "ckpt").mkdir(exist_ok=True)
+    monkeypatch.chdir(out / "run")
+    target = prepared(Path(named), None, "8").report.target
+    assert target == (Path(beside) if beside else out / "run-8")
+
+
 def test_what_a_rank_will_hold(source: Path, out: Path) -> None:
     whole = prepared(source, out / "r", "1").report.rank_bytes[0]
     assert prepared(source, out / "r", "2x2", policy="replicate").report.rank_bytes == (whole,) * 4
