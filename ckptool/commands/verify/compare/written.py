@@ -37,13 +37,7 @@ def require_written(
     """
     share = [_kept_rows(plan, entry) for entry in share]
     written = written_entries(plan.layout, {entry.name: entry for entry in share})
-    # Of tied tensors a layout may store one, and none of a tensor without elements.
-    aliases = {name for names in tied_names(plan.catalog) for name in names}
-    missing = [
-        entry.name
-        for entry in share
-        if entry.name not in written and entry.elements and entry.name not in aliases
-    ]
+    missing = _missing(plan, [entry for entry in share if entry.name not in written])
     if missing:
         raise _not_verified(f"{plural(len(missing), 'tensor')} not written, first {missing[0]}")
     pairs = [TensorPair(entry, written[entry.name]) for entry in share if entry.name in written]
@@ -73,6 +67,21 @@ def require_rest(files: Iterable[FileLayout], source: Files, folder: Path) -> No
     differing = differing_rest(files, source, folder)
     if differing is not None:
         raise _not_verified(differing)
+
+
+def _missing(plan: Plan, unwritten: Sequence[TensorEntry]) -> list[str]:
+    """Return the names of those that are not in the output, and should be.
+
+    Of tied tensors a layout may store one, and none of a tensor without elements.
+    """
+    names = {entry.name for entry in unwritten if entry.elements}
+    if not names:
+        return []
+    groups = [tied for tied in tied_names(plan.catalog) if not names.isdisjoint(tied)]
+    others = {n: plan.catalog.tensors[n] for tied in groups for n in tied if n not in names}
+    stored = written_entries(plan.layout, others) if others else {}
+    names -= {n for tied in groups if not stored.keys().isdisjoint(tied) for n in tied}
+    return [entry.name for entry in unwritten if entry.name in names]
 
 
 def _kept_rows(plan: Plan, entry: TensorEntry) -> TensorEntry:

@@ -236,6 +236,27 @@ def test_a_tensor_that_is_not_written_is_missed(
         planned(source, "dcp").run()
 
 
+def test_of_tied_tensors_one_must_be_written(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ckptool.commands.verify.compare import written
+
+    one = torch.ones(4, 4)
+    torch.save({"a": one, "b": one, "c": torch.ones(3)}, out / "source.pt")
+    real = written.written_entries
+    for lost in ("a", "b", "ab"):
+        monkeypatch.setattr(
+            written,
+            "written_entries",
+            lambda *words, lost=lost: {n: e for n, e in real(*words).items() if n not in lost},
+        )
+        transfer = planned(out / "source.pt", "torch-save")
+        if real(transfer.plan.layout, transfer.plan.catalog.tensors).keys() <= {*lost, "c"}:
+            with pytest.raises(NotVerified, match="2 tensors not written, first a"):
+                transfer.run()
+        else:
+            transfer.run()
+            transfer.target.unlink()
+
+
 def test_without_proof_it_is_taken_as_it_is(source: Path, damaging: Callable[..., None]) -> None:
     transfer = planned(source, "safetensors", verify=False)
     damaging(*first_byte(transfer, "a"), flip)
