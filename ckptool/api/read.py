@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.dtype import parse_dtype
 from ckptool.core.subscript import Pick
-from ckptool.errors import Unsupported
+from ckptool.errors import Unsupported, UsageError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -34,6 +34,7 @@ def read_torch(
     if out is None:
         out = torch.empty(shape, dtype=torch_dtype(entry.dtype.name), device=device)
     else:
+        _require_kind(out, torch.Tensor, "a torch tensor, or an array with as_='numpy'")
         _require_fits(entry, shape, tuple(out.shape), str(out.dtype).removeprefix("torch."))
     obstacle = why_not_filled(out)
     if obstacle is not None:
@@ -62,6 +63,7 @@ def read_numpy(
     if out is None:
         out = np.empty(shape, dtype)
     else:
+        _require_kind(out, np.ndarray, "a numpy array, or a tensor without as_='numpy'")
         _require_fits(entry, shape, out.shape, out.dtype.name)
     if not out.flags.writeable:
         raise Unsupported(f"{entry.name}: cannot be read into a read-only array")
@@ -71,6 +73,11 @@ def read_numpy(
 
 def _shape(wanted: Sequence[Pick]) -> tuple[int, ...]:
     return tuple(len(pick.indexes) for pick in wanted if not pick.is_one)
+
+
+def _require_kind(out: object, kind: type, expected: str) -> None:
+    if not isinstance(out, kind):
+        raise UsageError(f"out is a {type(out).__module__}.{type(out).__name__}: give {expected}")
 
 
 def _require_fits(

@@ -35,7 +35,7 @@ class FileKind(NamedTuple):
         return self.hint.replace("FILE", file)
 
 
-_AGAIN = "download the file again; a private one needs a token"
+_AGAIN = "if it was downloaded, download it again; a private one needs a token"
 _NO_TENSORS = "give the path of a checkpoint"
 _ORIGINAL = "use the model that it was converted from"
 _TAR = "tar -xf FILE -C FOLDER, then run ckptool on FOLDER"

@@ -169,6 +169,10 @@ def test_a_type_and_a_device_to_read_to(saved: tuple[Path, torch.Tensor]) -> Non
     read_only.flags.writeable = False
     with pytest.raises(Unsupported, match="read-only"):
         one.read("x", as_="numpy", out=read_only)
+    with pytest.raises(UsageError, match=r"numpy.ndarray: give a torch tensor"):
+        one.read("x", out=read_only)  # type: ignore[call-overload]
+    with pytest.raises(UsageError, match=r"torch.Tensor: give a numpy array"):
+        one.read("x", as_="numpy", out=torch.zeros(7, 5, 3))  # type: ignore[call-overload]
 
 
 # As a mapping
