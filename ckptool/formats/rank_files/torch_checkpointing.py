@@ -24,7 +24,8 @@ from ckptool.serialization.source import Source, read_metadata
 from ckptool.serialization.state_dict.leaves import Leaf, PlainLeaf, ShareLeaf
 
 METADATA = "metadata.pkl"
-_SHARD = re.compile(r"(.+)_([0-9]{1,9})\.safetensors")
+_SHARD = re.compile(r"([^/]+)_([0-9]{1,9})\.safetensors")
+"""In the folder itself: those of a run's steps below it have a ``metadata.pkl`` each."""
 
 
 def is_uncommitted(source: Source) -> bool:

@@ -56,6 +56,13 @@ def test_all_commands_name_the_steps_of_a_run_alike(run: Path) -> None:
         assert sorted(step["path"] for step in told) == sorted(f"{run}/step-{n}" for n in numbers)
 
 
+def test_a_run_of_shards_whose_metadata_lies_beside_each_step(tmp_path: Path) -> None:
+    for step in (1, 2):
+        shutil.copytree(case("torch_checkpointing_safetensors").path, tmp_path / f"step-{step}")
+    assert invoke("inspect", tmp_path).exit_code == 0
+    assert [step.complete for step in ckptool.list_steps(tmp_path).steps] == [True, True]
+
+
 def test_a_run_without_an_optimizer(tmp_path: Path) -> None:
     for step in (1, 2):
         shutil.copytree(case("hf_shards").path, tmp_path / f"checkpoint-{step}")
