@@ -245,7 +245,9 @@ def _step_in(parts: tuple[str, ...]) -> tuple[int, int] | None:
         for at in range(len(parts) - 1, -1, -1):
             if match := pattern.search(parts[at]):
                 return at, int(match[1])
-    match = _LAST_NUMBER.search(_SHARD.sub("", Path(parts[-1]).stem)) if parts else None
+    if not parts or _SHARD.search(parts[-1]):
+        return None
+    match = _LAST_NUMBER.search(Path(parts[-1]).stem)
     return (len(parts) - 1, int(match[1])) if match else None
 
 

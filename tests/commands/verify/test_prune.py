@@ -243,6 +243,14 @@ def test_one_checkpoint_is_no_run(tmp_path: Path) -> None:
         pruned(tmp_path / "empty")
 
 
+@pytest.mark.parametrize("name", ["hf_shards", "hf_sharded", "bin_shards", "rank_base"])
+def test_the_files_of_one_checkpoint_are_no_steps(name: str, tmp_path: Path) -> None:
+    shutil.copytree(case(name).path, tmp_path / "run")
+    with pytest.raises(Unsupported, match="is one checkpoint"):
+        pruned(tmp_path / "run", yes=True)
+    assert names_in(tmp_path / "run") == names_in(case(name).path)
+
+
 def test_a_step_to_be_kept_that_is_gone_ends_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
