@@ -217,6 +217,13 @@ def test_a_report_is_true_where_the_answer_is_yes(run: Path, out: Path) -> None:
     assert ckptool.convert(SOURCE, out / "m", to="dcp", fsync=False).written
 
 
+def test_a_report_says_of_what_it_is_and_its_answer() -> None:
+    compared = ckptool.compare(SOURCE, SOURCE)
+    assert f"path={str(SOURCE)!r}" in repr(compared)
+    assert "ok=True, summary='EQUAL: " in repr(compared)
+    assert f"latest_good={str(SOURCE)!r}" in repr(ckptool.verify_run(SOURCE))
+
+
 def test_commands_take_an_open_checkpoint(out: Path) -> None:
     """With what it was opened with."""
     one = ckptool.open(SOURCE, model_only=True, dtype="fp32")

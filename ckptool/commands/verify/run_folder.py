@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ckptool.commands.detect import find_checkpoints, natural_key, require_known
 from ckptool.commands.document import Report
@@ -69,6 +69,10 @@ class RunReport(Report):
     def more(self) -> Mapping[str, object]:
         """Return the path of the newest good step."""
         return {"latest_good": None if self.latest_good is None else self.latest_good.path}
+
+    def _short(self) -> dict[str, Any]:
+        newest = {name: str(path) for name, path in self.more().items() if path is not None}
+        return Report._short(self) | newest
 
     @property
     def latest_good(self) -> StepReport | None:

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ckptool.commands.bench.report import BenchReport, Measured
+from ckptool.core.text import plural
 from ckptool.errors import Unsupported, UsageError
 from ckptool.render.text import columns, size, visible
 
@@ -141,5 +142,5 @@ def _draw(axes: Any, place: int, result: Measured, *, best: bool) -> None:
 
 def _title(report: BenchReport) -> str:
     s = report.settings
-    ranks = "CPU ranks" if s.device == "cpu" else f"{s.device} ranks"
-    return f"Saving {size(s.nbytes)} from {s.ranks} {ranks}, torch {report.versions['torch']}"
+    ranks = plural(s.ranks, f"{'CPU' if s.device == 'cpu' else s.device} rank")
+    return f"Saving {size(s.nbytes)} from {ranks}, torch {report.versions['torch']}"

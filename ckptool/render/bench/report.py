@@ -119,7 +119,8 @@ def _blank_column(rows: Sequence[list[Text]], column: int) -> None:
 
 def _heading(report: BenchReport) -> list[Text]:
     settings, device = report.settings, report.settings.device
-    ranks = "CPU ranks with gloo, no accelerator" if device == "cpu" else f"{device} ranks"
+    ranks = plural(settings.ranks, f"{'CPU' if device == 'cpu' else device} rank")
+    ranks += " with gloo, no accelerator" if device == "cpu" else ""
     limits = {
         "pinned copy": report.limits.get("device_to_host_pinned"),
         "pageable copy": report.limits.get("device_to_host_pageable"),
@@ -132,7 +133,7 @@ def _heading(report: BenchReport) -> list[Text]:
         Text.assemble(
             (size(settings.nbytes), "bold"),
             f" in {plural(settings.tensors, 'tensor')}, {visible(settings.source)};"
-            f" {settings.ranks} {ranks}; first save and {settings.repeat} more",
+            f" {ranks}; first save and {settings.repeat} more",
         ),
         *describe_machine(report.machine, report.versions),
         Text.assemble(("limits  ", "dim"), shown or "could not be measured"),

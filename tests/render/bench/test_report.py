@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,12 @@ def test_the_screen_names_everything(capsys: pytest.CaptureFixture[str]) -> None
     assert "failed: direct: rank 0: OSError" in screen
     assert "2 CPU ranks with gloo, no accelerator" in screen
     assert advice(found) in screen
+
+
+def test_one_rank_is_one(capsys: pytest.CaptureFixture[str]) -> None:
+    found = report(measured("sync", 1.0, 1.0))
+    alone = replace(found, settings=replace(found.settings, ranks=1))
+    assert "; 1 CPU rank with gloo, no accelerator; first save" in shown(alone, capsys)
 
 
 def test_bars_tell_their_parts_without_colours(capsys: pytest.CaptureFixture[str]) -> None:

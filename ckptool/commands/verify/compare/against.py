@@ -86,6 +86,10 @@ class AgainstReport(Report):
             compared["coverage"] = dict(zip("ab", compared["coverage"], strict=True))
         return document(self.schema, self.verify, against=compared)
 
+    def _short(self) -> dict[str, Any]:
+        answer = {"ok": self.ok, "summary": self.verify.summary}
+        return {"path": str(self.verify.path)} | Report._short(self) | answer
+
 
 def against(
     path: Location,
