@@ -11,12 +11,13 @@ import signal
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import case
+from conftest import CASES, Case, by_name, case
 from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
@@ -25,7 +26,7 @@ from ckptool.cli.app import app
 from ckptool.commands.options.prune import PruneOptions
 from ckptool.commands.verify.prune import PruneReport, prune
 from ckptool.engine.write import removal
-from ckptool.errors import Changed, TransferError, Unrecognised, Unsupported
+from ckptool.errors import Changed, CkptoolError, TransferError, Unrecognised, Unsupported
 from ckptool.storage.commit_note import UNFINISHED
 from ckptool.storage.url import RemotePath, location
 
@@ -249,6 +250,13 @@ def test_the_files_of_one_checkpoint_are_no_steps(name: str, tmp_path: Path) -> 
     with pytest.raises(Unsupported, match="is one checkpoint"):
         pruned(tmp_path / "run", yes=True)
     assert names_in(tmp_path / "run") == names_in(case(name).path)
+
+
+@pytest.mark.parametrize("one", [c for c in CASES if c.path.is_dir()], ids=by_name)
+def test_nothing_of_one_checkpoint_would_go(one: Case) -> None:
+    with suppress(CkptoolError):
+        report = pruned(one.path, quick=True)
+        assert not report.of_fate("remove")
 
 
 def test_a_step_to_be_kept_that_is_gone_ends_it(
