@@ -161,7 +161,10 @@ SourcePath = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress and no notes.")]
+Quiet = Annotated[
+    bool,
+    typer.Option("--quiet", "-q", help="Show only errors, and data or a plan that is asked for."),
+]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 

@@ -33,7 +33,7 @@ def prune(
     report = _prune(parse_place(run, "RUN"), options, (lambda text: None) if quiet else show_step)
     if as_json:
         print_json(report.to_dict())
-    elif not quiet:
+    elif not quiet or not options.yes:
         show_prune(report)
     if not report.ok:
         raise typer.Exit(1)

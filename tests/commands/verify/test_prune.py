@@ -333,6 +333,12 @@ def test_killed_at_any_moment_it_never_leaves_fewer_than_promised(tmp_path: Path
     assert names_in(run) == ["step-7", "step-8"]
 
 
+def test_quiet_shows_a_plan_and_nothing_of_what_is_done(tmp_path: Path) -> None:
+    words = ["prune", str(run_of(tmp_path, 1, 2)), "--keep-last", "1", "--quiet"]
+    assert "would remove 1 step" in CliRunner().invoke(app, words).output
+    assert CliRunner().invoke(app, [*words, "--yes"]).output == ""
+
+
 def test_the_report_answers_and_is_short(tmp_path: Path) -> None:
     run = run_of(tmp_path, 1, 2)
     report = ckptool.prune(run, keep_last=1)
