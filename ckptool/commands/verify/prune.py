@@ -181,11 +181,8 @@ class _Decision:
             return None
         if self._numbers[step.number] > 1:
             return f"{self._numbers[step.number]} beside one another have the number {step.number}"
-        if len(self._steps) > 1 and not says_step(step):
-            if not step.path.name.partition(".")[0][-1:].isdigit():
-                return "its name does not say whether the number is a step"
-            if max(self._numbers) < 2 * len(self._numbers):
-                return "numbered one by one, as ranks and parts are"
+        if not says_step(step):
+            return "its name does not say that its number is a step"
         if isinstance(step.path, Path) and isinstance(self._run, Path):
             real, run = step.path.resolve(), self._run.resolve()
             if run in real.parents and real != run / within(step.path, self._run):

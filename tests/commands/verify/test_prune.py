@@ -182,18 +182,20 @@ def test_shards_of_the_final_model_beside_the_steps_are_no_steps(tmp_path: Path)
 
 def test_files_of_one_step_are_counted_by_their_kind(tmp_path: Path) -> None:
     for step in (10000, 20000):
-        for kind in ("model", "opt", "ema_0.9999_"):
-            torch.save({kind: torch.ones(2)}, tmp_path / f"{kind}{step:06}.pt")
+        for kind in ("model_", "opt_", "ema_0.9999_"):
+            torch.save({kind: torch.ones(2)}, tmp_path / f"{kind}step{step:06}.pt")
     torch.save({"w": torch.ones(2)}, tmp_path / "final_v2.pt")
     pruned(tmp_path, yes=True)
-    kept = ["ema_0.9999_020000.pt", "final_v2.pt", "model020000.pt", "opt020000.pt"]
+    kept = ["ema_0.9999_step020000.pt", "final_v2.pt", "model_step020000.pt", "opt_step020000.pt"]
     assert names_in(tmp_path) == kept
 
 
 @pytest.mark.parametrize(
     ("names", "reason"),
     [
-        (["checkpoint_1.pt", "checkpoint_2.pt", "checkpoint_3.pt"], "numbered one by one"),
+        (["checkpoint_1.pt", "checkpoint_2.pt", "checkpoint_3.pt"], "does not say"),
+        (["qwen-7.pt", "qwen-14.pt"], "does not say"),
+        (["model010000.pt", "model020000.pt"], "does not say"),
         (["llama-7b.pt", "llama-70b.pt"], "does not say"),
         (["step-1.pt", "step-01.pt"], "2 beside one another"),
         (["step1/checkpoint-50.pt", "step2/checkpoint-90.pt"], "holds steps"),
