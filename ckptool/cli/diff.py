@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ckptool.cli.parameters import AsJson, Debug, parse_place
+from ckptool.cli.parameters import AsJson, Debug, Silent, parse_place
 from ckptool.commands.options.diff import DiffOptions
 
 
@@ -28,9 +28,7 @@ def diff(
     *,
     options: DiffOptions,
     as_json: AsJson = False,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Print nothing; see the exit code.")
-    ] = False,
+    quiet: Silent = False,
     debug: Debug = False,
 ) -> None:
     """Show what differs between two checkpoints, or between one and the model it is for.

@@ -165,6 +165,7 @@ Quiet = Annotated[
     bool,
     typer.Option("--quiet", "-q", help="Show only errors, and data or a plan that is asked for."),
 ]
+Silent = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing; see the exit code.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 

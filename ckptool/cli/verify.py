@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from ckptool.cli.parameters import AsJson, Debug, SourcePath, parse_place
+from ckptool.cli.parameters import AsJson, Debug, Silent, SourcePath, parse_place
 from ckptool.cli.verify_output import Answer, Output
 from ckptool.commands.options.rewrite import RewriteOptions
 from ckptool.commands.options.verify import (
@@ -78,9 +78,7 @@ def verify(
         ),
     ] = None,
     as_json: AsJson = False,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Print nothing; see the exit code.")
-    ] = False,
+    quiet: Silent = False,
     debug: Debug = False,
 ) -> None:
     """Check that a checkpoint is complete, unchanged and safe, from its own files alone.

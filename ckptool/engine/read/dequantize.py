@@ -70,10 +70,7 @@ def _index(shape: tuple[int, ...], element: int) -> list[int]:
 
 def _dequantize_blocks(gather: Gather, at: ScaledBlocks, box: Box, wanted: Any) -> Any:
     """Multiply values by their scales, in 32 bits."""
-    import torch
-
-    values = _view_typed(gather(at.values, box), at.values.dtype).to(torch.float32)
-    return (values * _spread_scales(gather, at, box)).to(wanted)
+    return (_read_floats(gather, at.values, box) * _spread_scales(gather, at, box)).to(wanted)
 
 
 def _spread_scales(gather: Gather, at: ScaledBlocks, box: Box) -> Any:

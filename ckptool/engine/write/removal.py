@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +27,13 @@ def remove(path: Location) -> None:
     Whoever ends this midway leaves what ``leftovers`` finds. Raises TransferError.
     """
     side = side_name(path.name)
-    try:
+    with _removing(path):
         if isinstance(path, Path):
             _remove_named(path)
             if side is not None and path.with_name(side).is_file():
                 _remove_named(path.with_name(side))
         else:
             _remove_from_store(path)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise TransferError(f"{path}: cannot be removed: {reason}") from None
 
 
 def leftovers(folder: Location) -> Iterator[Location]:
@@ -52,14 +49,21 @@ def leftovers(folder: Location) -> Iterator[Location]:
 
 def clear(leftover: Location) -> None:
     """Remove what a removal that was cut short has left. Raises TransferError."""
-    try:
+    with _removing(leftover):
         if isinstance(leftover, Path):
             _delete(leftover)
         else:
             _remove_from_store(leftover)
+
+
+@contextmanager
+def _removing(path: Location) -> Iterator[None]:
+    """Raise TransferError where the disk or the store will not let a path go."""
+    try:
+        yield
     except OSError as error:
         reason = error.strerror or str(error)
-        raise TransferError(f"{leftover}: cannot be removed: {reason}") from None
+        raise TransferError(f"{path}: cannot be removed: {reason}") from None
 
 
 def _remove_named(path: Path) -> None:
