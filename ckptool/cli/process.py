@@ -17,6 +17,8 @@ from ckptool.errors import CkptoolError, Damaged, InternalError, Unsupported, fa
 
 _GRACE = 20.0
 """Seconds to unwind. Threads may wait longer for a disk or a store that does not respond."""
+_AGAIN = 0.01
+"""Seconds after which an ignored signal is sent again, when its place has been left."""
 _MMAP_THRESHOLD = -3
 """``M_MMAP_THRESHOLD`` of glibc's malloc.h."""
 
@@ -70,6 +72,7 @@ def end_on_signals() -> None:
     signal.signal(signal.SIGTERM, _terminate)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
+    sys.unraisablehook = _send_again
 
 
 def _terminate(number: int, frame: object) -> NoReturn:
@@ -80,6 +83,21 @@ def _terminate(number: int, frame: object) -> NoReturn:
 def _interrupt(number: int, frame: object) -> NoReturn:
     _end_at_last(128 + number)
     raise KeyboardInterrupt
+
+
+def _send_again(ignored: sys.UnraisableHookArgs) -> None:
+    """Repeat a signal whose exception was raised where Python ignores exceptions.
+
+    A handler runs between any two instructions, also within a weak reference's callback or a
+    ``__del__``: the command would run on as if the signal had never come.
+    """
+    number = {SystemExit: signal.SIGTERM, KeyboardInterrupt: signal.SIGINT}.get(ignored.exc_type)
+    if number is None:
+        sys.__unraisablehook__(ignored)
+        return
+    again = threading.Timer(_AGAIN, os.kill, [os.getpid(), number])
+    again.daemon = True
+    again.start()
 
 
 def _end_at_last(code: int) -> None:

@@ -352,3 +352,32 @@ def test_a_signal_always_ends(number: int) -> None:
     assert process.stdout.readline() == "waits\n"
     process.send_signal(number)
     assert process.wait(timeout=30) == 128 + number
+
+
+IGNORED = """
+import threading, time
+from ckptool.cli import process
+process.end_on_signals()
+
+class Slow:
+    def __del__(self):
+        print("waits", flush=True)
+        time.sleep(10)
+
+Slow()
+threading.Event().wait()
+"""
+"""What takes a signal where Python ignores exceptions."""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_is_not_lost_in_a_finalizer(number: int) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", IGNORED], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "waits\n"
+    process.send_signal(number)
+    _, told = process.communicate(timeout=30)
+    assert process.returncode == (143 if number == signal.SIGTERM else -signal.SIGINT), told
+    assert "Exception ignored" not in told
