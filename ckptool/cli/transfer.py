@@ -10,7 +10,8 @@ from ckptool.cli.parameters import AsJson, Debug, Quiet, SourcePath, parse_place
 from ckptool.commands.options.target import ConvertOptions, ReshardOptions
 
 if TYPE_CHECKING:
-    from ckptool.commands.transfer import Transfer, TransferReport
+    from ckptool.commands.transfer.report import TransferReport
+    from ckptool.commands.transfer.transfer import Transfer
     from ckptool.engine.ranks import Ranks
 
 Report = TypeVar("Report", bound="TransferReport")

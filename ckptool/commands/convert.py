@@ -14,11 +14,11 @@ from ckptool.commands.keymap.assets import (
 from ckptool.commands.open import OpenedCheckpoint, no_collecting, open_checkpoint
 from ckptool.commands.options.rewrite import RewriteOptions, Selection
 from ckptool.commands.options.target import ConvertOptions, SaveOptions
-from ckptool.commands.overwrite import may_open_late
 from ckptool.commands.rewrite import rewrite
-from ckptool.commands.transfer import (
+from ckptool.commands.transfer.overwrite import may_open_late
+from ckptool.commands.transfer.report import TransferReport
+from ckptool.commands.transfer.transfer import (
     Transfer,
-    TransferReport,
     require_agreement,
     require_apart,
     resolve_target,

@@ -19,9 +19,9 @@ from ckptool.commands.options.extract import ExtractOptions
 from ckptool.commands.options.rewrite import RewriteOptions, Selection
 from ckptool.commands.rewrite import rewrite
 from ckptool.commands.stats import decode, is_numeric
-from ckptool.commands.transfer import (
+from ckptool.commands.transfer.report import TransferReport
+from ckptool.commands.transfer.transfer import (
     Transfer,
-    TransferReport,
     require_agreement,
     require_apart,
     resolve_target,

@@ -19,7 +19,7 @@ from ckptool.render.text import columns, console, emit, escaped, free, size, vis
 if TYPE_CHECKING:
     from ckptool.commands.convert import ConvertReport
     from ckptool.commands.keymap.maps import MapReport
-    from ckptool.commands.transfer import TransferReport
+    from ckptool.commands.transfer.report import TransferReport
     from ckptool.core.keymap.apply import Move
 
 

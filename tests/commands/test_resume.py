@@ -25,7 +25,7 @@ from ckptool.commands.convert import ConvertReport, prepare
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.target import ConvertOptions, ReshardOptions, TransferOptions
 from ckptool.commands.reshard.reshard import Reshard, prepare_reshard
-from ckptool.commands.transfer import Transfer
+from ckptool.commands.transfer.transfer import Transfer
 from ckptool.core.sharding.placement import parse_mesh
 from ckptool.engine.run_options import RunOptions
 from ckptool.engine.write.stage import Stage, StageOptions

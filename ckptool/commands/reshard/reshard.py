@@ -12,7 +12,6 @@ from ckptool.commands.keymap.assets import with_assets
 from ckptool.commands.keymap.records import records
 from ckptool.commands.open import OpenedCheckpoint, no_collecting, open_checkpoint, require_readable
 from ckptool.commands.options.target import ReshardOptions
-from ckptool.commands.overwrite import may_open_late
 from ckptool.commands.reshard.plan_file import read_plan, read_tp_plan
 from ckptool.commands.reshard.rank_state import (
     DroppedState,
@@ -21,10 +20,11 @@ from ckptool.commands.reshard.rank_state import (
     resolve_rank_state,
 )
 from ckptool.commands.rewrite import apply_key_map
-from ckptool.commands.transfer import (
+from ckptool.commands.transfer.overwrite import may_open_late
+from ckptool.commands.transfer.report import TransferReport
+from ckptool.commands.transfer.transfer import (
     Progress,
     Transfer,
-    TransferReport,
     no_progress,
     require_agreement,
     require_apart,

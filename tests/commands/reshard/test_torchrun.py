@@ -254,7 +254,7 @@ def test_two_nodes_of_two_ranks(source: Path, nodes: list[Path]) -> None:
 def test_a_byte_that_turns_on_one_node_is_found(source: Path, nodes: list[Path]) -> None:
     turning = (
         "from ckptool.cli import main\n"
-        "from ckptool.commands.transfer import Transfer\n"
+        "from ckptool.commands.transfer.transfer import Transfer\n"
         "move = Transfer._move\n"
         "def move_and_turn(self, stage, progress, ranks):\n"
         "    move(self, stage, progress, ranks)\n"

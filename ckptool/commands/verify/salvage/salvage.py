@@ -12,13 +12,13 @@ from typing import ClassVar
 from ckptool.commands.document import Report
 from ckptool.commands.open import OpenedCheckpoint, survey
 from ckptool.commands.options.verify import SalvageOptions
-from ckptool.commands.transfer import (
+from ckptool.commands.transfer.report import target_notes
+from ckptool.commands.transfer.transfer import (
     Progress,
     Transfer,
     no_progress,
     require_apart,
     resolve_target,
-    target_notes,
 )
 from ckptool.commands.verify.salvage.intact import find_intact
 from ckptool.commands.verify.salvage.repair import rebuild

@@ -12,7 +12,7 @@ import torch
 from ckptool.commands.convert import ConvertReport, prepare
 from ckptool.commands.options.rewrite import RewriteOptions, Selection
 from ckptool.commands.options.target import ConvertOptions, TransferOptions
-from ckptool.commands.transfer import Transfer
+from ckptool.commands.transfer.transfer import Transfer
 from ckptool.core.casts import parse_casts
 from ckptool.core.layout import Data, Literal, ScatteredData, Verbatim
 from ckptool.engine.run_options import RunOptions

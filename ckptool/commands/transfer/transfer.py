@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import shutil
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ckptool import __version__
-from ckptool.commands.document import Report
 from ckptool.commands.open import OpenedCheckpoint
 from ckptool.commands.options.target import TransferOptions
-from ckptool.commands.overwrite import kept_note, own_files, require_unmixed
+from ckptool.commands.transfer.overwrite import own_files, require_unmixed
+from ckptool.commands.transfer.report import TransferReport
 from ckptool.core.catalog import Catalog
 from ckptool.core.plan import Plan
 from ckptool.engine.check.replicas import differing_replicas
@@ -37,8 +36,7 @@ from ckptool.errors import (
 )
 
 if TYPE_CHECKING:
-    from ckptool.commands.keymap.maps import MapReport
-    from ckptool.core.layout import FileLayout, Layout
+    from ckptool.core.layout import Layout
     from ckptool.core.sharding.placement import PlacedTensors
     from ckptool.storage.url import Location
 
@@ -103,34 +101,6 @@ def resolve_target(target: Location) -> Location:
     return target
 
 
-def target_notes(
-    opened: OpenedCheckpoint, target: Location, layout: Layout, options: TransferOptions
-) -> tuple[str, ...]:
-    """Return notes on the place that is written to, and on what stays there."""
-    kept = kept_note(target, layout, opened.source) if options.overwrite else None
-    notes = [] if kept is None else [kept]
-    if isinstance(target, Path):
-        return tuple(notes)
-    if options.overwrite and len(layout.files) > 1:
-        notes.append(
-            f"the checkpoint at {target} is removed before the new one is written: stores cannot"
-            " rename"
-        )
-    if target.store.scheme == "hf":
-        notes.append("hf:// stages each file on local disk before upload")
-    return tuple(notes)
-
-
-def free_bytes(folder: Location) -> int | None:
-    """Return the free bytes of a folder's disk, 0 where unknown; None of a store."""
-    if not isinstance(folder, Path):
-        return None
-    try:
-        return shutil.disk_usage(folder).free
-    except OSError:
-        return 0
-
-
 def _is_finished_by(stage: Output, ranks: Ranks) -> bool:
     """Finish what an earlier run was killed in; return whether nothing is left to be done.
 
@@ -140,61 +110,6 @@ def _is_finished_by(stage: Output, ranks: Ranks) -> bool:
     node = ranks.rank > 0 and ranks.local_rank == 0
     ranks.together(lambda: node and stage.finish_earlier())
     return ranks.gather(first)[0] and all(ranks.gather(stage.stands()))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class TransferReport(Report):
-    """What is to be written, or was ``written``. Sizes in bytes.
-
-    ``verify`` is whether the output is read back and compared before it takes its place.
-    """
-
-    source: Location
-    source_format: str
-    target: Location
-    target_format: str
-    files: tuple[FileLayout, ...] = field(metadata={"key": None})
-    read_bytes: int
-    write_bytes: int
-    free_bytes: int | None
-    objects: int = field(metadata={"key": "values"})
-    verify: bool
-    map: MapReport | None = field(metadata={"key": None})
-    notes: tuple[str, ...]
-    written: bool = False
-
-    def more(self) -> Mapping[str, object]:
-        """Return the files, and what a key map makes."""
-        files = [{"path": file.path, "bytes": file.nbytes} for file in self.files]
-        return {"files": files, "map": None if self.map is None else self.map.to_dict()}
-
-    @classmethod
-    def of(
-        cls,
-        opened: OpenedCheckpoint,
-        plan: Plan,
-        target: Location,
-        target_format: str,
-        options: TransferOptions,
-        *,
-        notes: Iterable[str],
-        **more: Any,
-    ) -> Self:
-        """Return the report of a plan; ``more`` are the fields that the plan does not say."""
-        return cls(
-            source=opened.path,
-            source_format=opened.format.name,
-            target=target,
-            target_format=target_format,
-            files=plan.layout.files,
-            read_bytes=plan.read_bytes,
-            write_bytes=plan.layout.nbytes,
-            free_bytes=free_bytes(target.parent),
-            objects=len(plan.catalog.objects),
-            verify=options.verify,
-            notes=(*notes, *target_notes(opened, target, plan.layout, options)),
-            **more,
-        )
 
 
 AnyReport = TypeVar("AnyReport")
