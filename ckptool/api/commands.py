@@ -45,7 +45,7 @@ from ckptool.storage.url import Location
 
 if TYPE_CHECKING:
     from ckptool.commands.extract import ExtractReport
-    from ckptool.commands.stats import TensorStats
+    from ckptool.commands.stats import StatsReport
     from ckptool.commands.verify.compare.against import AgainstReport
     from ckptool.commands.verify.compare.diff import DiffReport
     from ckptool.commands.verify.findings import VerifyReport
@@ -132,7 +132,7 @@ def stats(
     *,
     progress: Progress | None = None,
     **options: Unpack[ReadKeywords],
-) -> list[TensorStats]:
+) -> StatsReport:
     """Read the tensors that match a glob: min, max, mean, std, zeros, NaN and Inf of each.
 
     As ``ckptool inspect PATH --stats GLOB``; memory is bounded whatever their size.

@@ -136,14 +136,15 @@ def _show(
     recommend: bool,
 ) -> None:
     """Show the report; exit 1 if something is slower than --tolerance allows."""
+    from ckptool.commands.document import plain
     from ckptool.render.bench.bars import write_plot
-    from ckptool.render.bench.report import bench_json, show_bench, show_recommended
+    from ckptool.render.bench.report import show_bench, show_recommended
     from ckptool.render.messages import print_json
 
     if plot is not None:
         write_plot(report, plot)
     if as_json:
-        print_json(bench_json(report, changes))
+        print_json(report.to_dict() | ({} if changes is None else {"compared": plain(changes)}))
     elif recommend:
         show_recommended(report)
     else:
@@ -171,10 +172,10 @@ def _stores(options: BenchOptions, *, as_json: bool) -> None:
 
 
 def _show_transfers(report: TransferBenchReport, *, as_json: bool) -> None:
-    from ckptool.render.bench.transfer import show_transfer_bench, transfer_bench_json
+    from ckptool.render.bench.transfer import show_transfer_bench
     from ckptool.render.messages import print_json
 
     if as_json:
-        print_json(transfer_bench_json(report))
+        print_json(report.to_dict())
     else:
         show_transfer_bench(report)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ckptool.commands.inspect import InspectReport
-    from ckptool.commands.stats import TensorStats
+    from ckptool.commands.stats import StatsReport
     from ckptool.storage.url import Location
 
 
@@ -88,7 +88,6 @@ def inspect(
     damaged checkpoint what can be read, then the problems (exit code 3).
     """
     from ckptool.commands.inspect import inspect_readable
-    from ckptool.render.inspect.listing import stats_json
     from ckptool.render.inspect.report import inspect_json, show, show_traffic
     from ckptool.render.messages import print_json, show_notes
     from ckptool.render.text import console
@@ -115,7 +114,7 @@ def inspect(
             depth=depth,
             sort=None if sort == "name" else sort,
         )
-        print_json(content | (stats_json(statistics) if statistics is not None else {}))
+        print_json(content | ({} if statistics is None else {**statistics.more()}))
     else:
         screen = console(record=export is not None)
         show(
@@ -157,7 +156,7 @@ def _export(screen: Console, file: Path) -> None:
     write_whole(file, export_screen(screen, file), mark=export_mark(file))
 
 
-def _read_stats(report: InspectReport, names: list[str]) -> list[TensorStats]:
+def _read_stats(report: InspectReport, names: list[str]) -> StatsReport:
     """Read the tensors of these names."""
     from ckptool.commands.stats import stats
     from ckptool.render.progress import started_progress

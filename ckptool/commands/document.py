@@ -32,6 +32,10 @@ class Report:
         """Return what ``to_dict`` has beside the fields."""
         return {}
 
+    def __bool__(self) -> bool:
+        """Return whether the answer is yes: the report's ``ok``; one without it has no answer."""
+        return bool(getattr(self, "ok", True))
+
     def __repr__(self) -> str:
         said = ", ".join(f"{name}={value!r}" for name, value in self._short().items())
         return f"<ckptool.{type(self).__name__} {said}>"

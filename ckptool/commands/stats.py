@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar, overload
 
 import numpy as np
 
+from ckptool.commands.document import Report
 from ckptool.commands.open import OpenedCheckpoint
 from ckptool.core.catalog import TensorEntry, coverage_problem
 from ckptool.core.dtype import DType
@@ -41,6 +42,56 @@ class TensorStats:
     zeros: int | None = None
     nan: int | None = None
     inf: int | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what JSON says of them; null where there is no (finite) number."""
+        return {
+            "name": self.entry.name,
+            "of": "magnitudes" if self.entry.dtype.kind == "complex" else "values",
+            "min": _finite(self.minimum),
+            "max": _finite(self.maximum),
+            "mean": _finite(self.mean),
+            "std": _finite(self.std),
+            "zeros": self.zeros,
+            "nan": self.nan,
+            "inf": self.inf,
+        }
+
+
+def _finite(value: Number | None) -> Number | None:
+    return value if value is None or math.isfinite(value) else None
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class StatsReport(Report, Sequence[TensorStats]):
+    """The statistics of tensors, in order. It is true where no value is NaN or infinite."""
+
+    computed: ClassVar = ("ok",)
+
+    stats: tuple[TensorStats, ...] = field(metadata={"key": None})
+
+    schema: ClassVar = "stats"
+
+    @property
+    def ok(self) -> bool:
+        return not any(each.nan or each.inf for each in self.stats)
+
+    def __len__(self) -> int:
+        return len(self.stats)
+
+    @overload
+    def __getitem__(self, at: int) -> TensorStats: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[TensorStats]: ...
+    def __getitem__(self, at: int | slice) -> TensorStats | Sequence[TensorStats]:
+        return self.stats[at]
+
+    def more(self) -> Mapping[str, object]:
+        """Return a row per tensor."""
+        return {"stats": [each.to_dict() for each in self.stats]}
+
+    def _short(self) -> dict[str, Any]:
+        return {"tensors": len(self)} | Report._short(self)
 
 
 @dataclass(slots=True)
@@ -95,7 +146,7 @@ def stats(
     opened: OpenedCheckpoint,
     globs: Sequence[str],
     started: Callable[[int], Callable[[int], None]] = lambda total: lambda nbytes: None,
-) -> list[TensorStats]:
+) -> StatsReport:
     """Return statistics of every tensor that matches any of ``globs``, in the catalog's order.
 
     Each is a whole name, a glob, or a part of names. ``started`` is told how many bytes will be
@@ -113,7 +164,8 @@ def stats(
     total = sum(entry.elements * entry.source_dtype.itemsize for entry in entries)
     measured = _measure(entries, opened.source, started(total))
     require_unchanged(catalog, opened.source)
-    return [measured.get(name) or TensorStats(entry) for name, entry in wanted.items()]
+    rows = (measured.get(name) or TensorStats(entry) for name, entry in wanted.items())
+    return StatsReport(tuple(rows))
 
 
 def not_finite_count(entry: TensorEntry, source: Files) -> Problem:

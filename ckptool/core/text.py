@@ -34,3 +34,13 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 def one_of(word: str, known: Collection[str]) -> str | None:
     """Return the hint that names the known word most like a misspelt one, or else all."""
     return did_you_mean(word, known, f"one of {', '.join(known)}")
+
+
+def duration(seconds: float) -> str:
+    """Return ``12 s``, ``3 min 20 s`` or ``2 h 5 min``."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600:,} h {whole % 3600 // 60} min"

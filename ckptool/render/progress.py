@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 from rich.console import Console
 
+from ckptool.core.text import duration
 from ckptool.render.text import console, say, size
 
 NO_PROGRESS = "CKPTOOL_NO_PROGRESS"
@@ -105,13 +106,3 @@ class LogProgress:
         left = max(0, self._total - self._done) / rate if rate else 0.0
         line = f"{share:.0%} of {size(self._total)}, {size(int(rate))}/s, {duration(left)} left"
         say(self._screen, f"[dim]{line}[/]")
-
-
-def duration(seconds: float) -> str:
-    """Return ``12 s``, ``3 min 20 s`` or ``2 h 5 min``."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600:,} h {whole % 3600 // 60} min"

@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -114,6 +115,20 @@ def test_stats() -> None:
     assert (found.minimum, found.maximum) == (truth.min().item(), truth.max().item())
 
 
+def test_what_stats_reports_is_what_json_prints_of_it() -> None:
+    measured = ckptool.stats(SOURCE, "embed")
+    told = printed("inspect", SOURCE, "--stats", "embed")
+    assert told == ckptool.inspect(SOURCE).to_dict() | {"stats": measured.to_dict()["stats"]}
+    assert measured
+    assert [row["name"] for row in told["stats"]] == [each.entry.name for each in measured]
+
+
+def test_a_report_is_false_where_something_cannot_be_read_or_is_not_finite(tmp_path: Path) -> None:
+    torch.save({"w": torch.tensor([1.0, float("nan")])}, tmp_path / "m.pt")
+    assert not ckptool.stats(tmp_path / "m.pt")
+    assert not replace(ckptool.inspect(SOURCE), problems=("w: 2 rows missing",))
+
+
 def test_convert(out: Path) -> None:
     told: list[tuple[int, int]] = []
 
@@ -165,7 +180,7 @@ def test_reshard_and_verify_and_compare(out: Path) -> None:
 
 def printed(*words: object) -> dict[str, Any]:
     """What the command line prints as JSON."""
-    done = CliRunner().invoke(app, [*map(str, words), "--json", "-q"])
+    done = CliRunner().invoke(app, [*map(str, words), "--json"])
     content: dict[str, Any] = json.loads(done.stdout)
     return content
 
@@ -179,6 +194,7 @@ CALLS: dict[str, tuple[Callable[[Path], Any], Callable[[Path], list[object]]]] =
         lambda out: ckptool.reshard(SOURCE, out / "m", mesh="2", dry_run=True),
         lambda out: ["reshard", SOURCE, out / "m", "--mesh", "2", "--dry-run"],
     ),
+    "inspect": (lambda _: ckptool.inspect(SOURCE), lambda _: ["inspect", SOURCE]),
     "verify": (lambda _: ckptool.verify(SOURCE), lambda _: ["verify", SOURCE]),
     "compare": (
         lambda _: ckptool.compare(SOURCE, case("dcp_base").path),

@@ -17,7 +17,6 @@ from ckptool.core.dtype import BY_NAME
 from ckptool.core.mesh import Mesh, Replicate, Shard, StridedShard
 from ckptool.errors import Damaged, UsageError
 from ckptool.formats import FORMATS
-from ckptool.render.inspect.listing import stats_json
 from ckptool.render.inspect.report import inspect_json
 from ckptool.serialization.pickle.records import Call, Global
 from ckptool.storage.local import LocalSource
@@ -117,6 +116,7 @@ def test_json_of_a_sharded_checkpoint():
     assert found["totals"] == {"tensors": 2, "parameters": 9, "bytes": 36, "files": 1}
     assert found["tensors"][0] == {
         "name": "w",
+        "part": "model",
         "dtype": "float32",
         "shape": [4, 2],
         "bytes": 32,
@@ -221,14 +221,14 @@ def test_stats_count_nan_and_inf_apart(tmp_path):
 
 @pytest.mark.parametrize("values", [np.zeros((0,), "float32"), np.full(2, np.nan, "float32")])
 def test_stats_of_no_finite_value_are_null(tmp_path, values):
-    found = stats_json([_stats(tmp_path, values, "float32")])["stats"][0]
+    found = _stats(tmp_path, values, "float32").to_dict()
     assert (found["min"], found["max"], found["mean"], found["std"]) == (None,) * 4
 
 
 def test_stats_of_complex_numbers_are_of_magnitudes(tmp_path):
     found = _stats(tmp_path, np.array([3 + 4j, 0], "complex64"), "complex64")
     assert (found.minimum, found.maximum, found.zeros) == (0, 5, 1)
-    assert stats_json([found])["stats"][0]["of"] == "magnitudes"
+    assert found.to_dict()["of"] == "magnitudes"
 
 
 def test_stats_merge_tiles_without_losing_digits(tmp_path, monkeypatch):

@@ -12,8 +12,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from ckptool.cli.app import app
+from ckptool.core.text import duration
 from ckptool.render import progress as progress_module
-from ckptool.render.progress import INTERVAL, LogProgress, duration
+from ckptool.render.progress import INTERVAL, LogProgress
 
 GIB = 1 << 30
 

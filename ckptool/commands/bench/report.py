@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from ckptool.commands.bench.cost import UNKNOWN, Cost, Training, cost_of
+from ckptool.commands.bench.words import advice
+from ckptool.commands.document import Report, document
 from ckptool.errors import NotFound, Unsupported, UsageError
 
 SCHEMA = "ckptool.bench/2"
@@ -157,9 +159,12 @@ def _freeze(value: Any) -> Any:
     return tuple(map(_freeze, value)) if isinstance(value, list | tuple) else value
 
 
-@dataclass(frozen=True, slots=True)
-class BenchReport:
-    """All that was measured, where, and what could not be, with the reasons."""
+@dataclass(frozen=True, slots=True, repr=False)
+class BenchReport(Report):
+    """All that was measured, where, and what could not be, with the reasons.
+
+    It is true where a strategy saved what it should.
+    """
 
     settings: Settings
     machine: Mapping[str, str | int]
@@ -169,6 +174,31 @@ class BenchReport:
     skipped: Mapping[str, str]
     failed: Mapping[str, str]
     training: Training = UNKNOWN
+
+    schema: ClassVar = "bench"
+
+    @property
+    def ok(self) -> bool:
+        return self.best is not None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything with every sample: seconds, bytes, bytes a second."""
+        return document(
+            self.schema,
+            machine=self.machine,
+            versions=self.versions,
+            settings=asdict(self.settings),
+            training=self.training,
+            limits=self.limits,
+            strategies=[_strategy(self, result) for result in self.ranked],
+            skipped=self.skipped,
+            failed=self.failed,
+            best=self.best.name if self.best else None,
+            advice=advice(self),
+        )
+
+    def _short(self) -> dict[str, Any]:
+        return {"ok": self.ok, "advice": advice(self)}
 
     @property
     def ranked(self) -> list[Measured]:
@@ -219,6 +249,49 @@ class BenchReport:
 
     def _fraction(self, limit: float | None, seconds: float) -> float | None:
         return self.settings.nbytes / seconds / limit if limit else None
+
+
+def _strategy(report: BenchReport, result: Measured) -> dict[str, Any]:
+    nbytes = report.settings.nbytes
+    return {
+        "name": result.name,
+        "library": result.library,
+        "cost": report.cost(result) if report.training.is_known else None,
+        "blocked": _times(result.blocked, nbytes, report.blocked_fraction(result)),
+        "written": _times(result.written, nbytes, None),
+        "durable": _times(result.durable, nbytes, report.durable_fraction(result)),
+        "steps": {
+            "before": result.before,
+            "during": result.during,
+            "after": result.after,
+            "slowdown": result.slowdown,
+        },
+        "host_memory": {
+            "base": result.host_base,
+            "peak": result.host_peak,
+            "extra": result.host_extra,
+        },
+        "device_memory": result.device_peak,
+        "disk": {"bytes": result.nbytes, "files": result.files},
+        "consistency": result.consistency,
+        "abort": result.abort,
+        "remark": result.remark,
+    }
+
+
+def _times(samples: Sequence[float], nbytes: int, fraction: float | None) -> dict[str, Any]:
+    """Describe samples; ``median``, ``lowest`` and ``highest`` are without the first."""
+    later = steady(samples)
+    median = statistics.median(later)
+    return {
+        "first": samples[0],
+        "median": median,
+        "lowest": min(later),
+        "highest": max(later),
+        "bytes_per_second": nbytes / median,
+        "of_limit": fraction,
+        "samples": samples,
+    }
 
 
 _SAME = ("nbytes", "ranks", "device")

@@ -115,9 +115,6 @@ class VerifyReport(Report):
 
     schema: ClassVar = "verify"
 
-    def __bool__(self) -> bool:
-        return self.ok
-
     def of(self, severity: Severity) -> list[Finding]:
         """Return the findings of one severity."""
         return [finding for finding in self.findings if finding.severity is severity]

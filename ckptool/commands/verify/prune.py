@@ -68,9 +68,6 @@ class PruneReport(Report):
 
     schema: ClassVar = "prune"
 
-    def __bool__(self) -> bool:
-        return self.ok
-
     @property
     def good(self) -> int:
         """Steps that are kept and that verify found no error in."""

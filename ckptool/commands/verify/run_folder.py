@@ -37,9 +37,6 @@ class StepReport(Report):
     def ok(self) -> bool:
         return not self.reasons
 
-    def __bool__(self) -> bool:
-        return self.ok
-
 
 @dataclass(frozen=True, slots=True, repr=False)
 class RunReport(Report):
@@ -62,9 +59,6 @@ class RunReport(Report):
         if self.every:
             return all(step.ok for step in self.steps)
         return self.latest_good is not None
-
-    def __bool__(self) -> bool:
-        return self.ok
 
     def more(self) -> Mapping[str, object]:
         """Return the path of the newest good step."""

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ckptool.commands.bench.report import BenchReport, Measured
+from ckptool.commands.bench.words import seconds
 from ckptool.core.text import plural
 from ckptool.errors import Unsupported, UsageError
 from ckptool.render.text import columns, size, visible
@@ -21,13 +22,6 @@ _BESIDE = 36
 """Cells of a line that are neither a name's nor a bar's."""
 
 _INCHES_PER_BAR = 0.34
-
-
-def seconds(value: float) -> str:
-    """Write ``0.21 s``, ``34 ms``: two or three significant digits."""
-    if value < 0.0995:
-        return f"{value * 1000:.2g} ms" if value < 0.00995 else f"{value * 1000:.0f} ms"
-    return f"{value:.2f} s" if value < 99.5 else f"{value:,.0f} s"
 
 
 def rate(value: float) -> str:

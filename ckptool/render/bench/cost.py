@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from ckptool.render.bench.bars import seconds
-from ckptool.render.progress import duration
+from ckptool.commands.bench.words import seconds, share
+from ckptool.core.text import duration
 from ckptool.render.text import visible
 
 if TYPE_CHECKING:
@@ -39,30 +39,3 @@ def _cells(cost: Cost) -> tuple[str, ...]:
         "" if cost.hours_a_week is None else f"{cost.hours_a_week:.2g} h",
         "" if cost.daly is None else duration(cost.daly),
     )
-
-
-def share(value: float) -> str:
-    """Write ``0.034 %``, ``3.4 %``: two digits."""
-    percent = value * 100
-    return f"{percent:.0f} %" if percent >= 9.95 else f"{percent:.2g} %"
-
-
-def cost_words(report: BenchReport) -> str:
-    """Return what the best strategy costs, and the next one; empty where nothing is known."""
-    best = report.best
-    if best is None or not report.training.is_known:
-        return ""
-    cost = report.cost(best)
-    if cost.lost is None or cost.interval is None or cost.hours_a_week is None:
-        return f" costs {seconds(cost.save)} of training per save" + (
-            f", {cost.steps:.3g} steps" if cost.steps is not None else ""
-        )
-    chosen = " (Daly's best interval)" if report.training.interval is None else ""
-    words = f" costs {share(cost.lost)} of training time, {cost.hours_a_week:.2g} h a week,"
-    words += f" with a save every {duration(cost.interval)}{chosen}"
-    others = [r for r in report.results if r.is_consistent and r is not best]
-    if others:
-        second = min(others, key=report.loss_of)
-        lost = report.cost(second).lost
-        words += "" if lost is None else f"; {visible(second.name)} would cost {share(lost)}"
-    return words

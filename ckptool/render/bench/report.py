@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from typing import Any
 
 from rich.text import Text
@@ -15,12 +13,11 @@ from ckptool.commands.bench.report import (
     BenchReport,
     Change,
     Measured,
-    steady,
 )
-from ckptool.commands.document import document
+from ckptool.commands.bench.words import advice, seconds
 from ckptool.core.text import plural
-from ckptool.render.bench.bars import draw_bars, rate, seconds
-from ckptool.render.bench.cost import cost_rows, cost_words
+from ckptool.render.bench.bars import draw_bars, rate
+from ckptool.render.bench.cost import cost_rows
 from ckptool.render.messages import show_step
 from ckptool.render.progress import is_live
 from ckptool.render.text import columns, console, emit, size, visible
@@ -101,7 +98,7 @@ def show_bench(report: BenchReport, changes: Sequence[Change] | None = None) -> 
         emit(screen, [*columns(screen, costs, "lrrrrrr", cuts=0), blank])
     if report.settings.abort:
         emit(screen, [*columns(screen, _abort_rows(report), "lllll", cuts=2), blank])
-    emit(screen, [*_notes(report), Text.assemble("  ", (advice(report), "bold"))])
+    emit(screen, [*_notes(report), Text.assemble("  ", (visible(advice(report)), "bold"))])
     if changes is not None:
         emit(screen, [blank, *_change_lines(changes)])
 
@@ -225,95 +222,7 @@ def _change(change: Change) -> str:
     return visible(f"{change.name}: {change.value} {new}, was {old} ({more})")
 
 
-_SYNCHRONOUS = ("dcp-sync", "torch-save", "experimental-sync")
-
-
-def advice(report: BenchReport) -> str:
-    """Say in one sentence which is best, against the synchronous one that people would use."""
-    best = report.best
-    if best is None:
-        return "no strategy saved what the parameters were when it was called"
-    others = {result.name: result for result in report.results if result is not best}
-    peer = next((others[name] for name in _SYNCHRONOUS if name in others), None)
-    than = f" against {seconds(peer.blocked_median)} for {peer.says}" if peer else ""
-    durable = f"; until durable {seconds(best.durable_median)}"
-    steps = "" if best.slowdown is None else f"; steps {slowdown(best.slowdown)} meanwhile"
-    if costs := cost_words(report):
-        return f"{best.name} ({best.says}){costs}"
-    return f"{best.says} blocks {seconds(best.blocked_median)} per save{than}{durable}{steps}"
-
-
 def show_recommended(report: BenchReport) -> None:
     """Print the name of the best strategy and why, in one line."""
     named = "" if report.best is None or report.training.is_known else f"{report.best.name}: "
     console().print(f"{visible(named)}{visible(advice(report))}", markup=False, soft_wrap=True)
-
-
-def slowdown(value: float) -> str:
-    """Write ``6 % slower``, ``2 % faster``, ``as fast``."""
-    percent = round(abs(value) * 100)
-    if not percent:
-        return "as fast"
-    return f"{percent:,} % {'slower' if value > 0 else 'faster'}"
-
-
-def bench_json(report: BenchReport, changes: Sequence[Change] | None = None) -> dict[str, Any]:
-    """Return everything with every sample: seconds, bytes, bytes a second."""
-    compared = {} if changes is None else {"compared": changes}
-    return document(
-        "bench",
-        machine=report.machine,
-        versions=report.versions,
-        settings=asdict(report.settings),
-        training=report.training,
-        limits=report.limits,
-        strategies=[_strategy(report, result) for result in report.ranked],
-        skipped=report.skipped,
-        failed=report.failed,
-        best=report.best.name if report.best else None,
-        advice=advice(report),
-        **compared,
-    )
-
-
-def _strategy(report: BenchReport, result: Measured) -> dict[str, Any]:
-    nbytes = report.settings.nbytes
-    return {
-        "name": result.name,
-        "library": result.library,
-        "cost": report.cost(result) if report.training.is_known else None,
-        "blocked": _times(result.blocked, nbytes, report.blocked_fraction(result)),
-        "written": _times(result.written, nbytes, None),
-        "durable": _times(result.durable, nbytes, report.durable_fraction(result)),
-        "steps": {
-            "before": result.before,
-            "during": result.during,
-            "after": result.after,
-            "slowdown": result.slowdown,
-        },
-        "host_memory": {
-            "base": result.host_base,
-            "peak": result.host_peak,
-            "extra": result.host_extra,
-        },
-        "device_memory": result.device_peak,
-        "disk": {"bytes": result.nbytes, "files": result.files},
-        "consistency": result.consistency,
-        "abort": result.abort,
-        "remark": result.remark,
-    }
-
-
-def _times(samples: Sequence[float], nbytes: int, fraction: float | None) -> dict[str, Any]:
-    """Describe samples; ``median``, ``lowest`` and ``highest`` are without the first."""
-    later = steady(samples)
-    median = statistics.median(later)
-    return {
-        "first": samples[0],
-        "median": median,
-        "lowest": min(later),
-        "highest": max(later),
-        "bytes_per_second": nbytes / median,
-        "of_limit": fraction,
-        "samples": samples,
-    }

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from rich.text import Text
 
 from ckptool.commands.bench.transfer.report import Ratio, RowResult, TransferBenchReport
-from ckptool.commands.document import document
 from ckptool.core.text import plural
 from ckptool.render.bench.report import describe_machine
 from ckptool.render.text import columns, console, emit, size, visible
@@ -87,33 +84,3 @@ def _ratio(ratio: Ratio) -> Text:
     spread = f"({1 / ratio.highest:.1f} to {1 / ratio.lowest:.1f})"
     faster = (f"{1 / ratio.value:.1f} x faster", "bold")
     return Text.assemble(faster, f" than {ratio.peer} {spread}")
-
-
-def transfer_bench_json(report: TransferBenchReport) -> dict[str, Any]:
-    """Return the report with every sample as ``ckptool.transfer-bench/2``."""
-    settings = ("source", "conditions", "nbytes", "files", "light_tensors", "repeat")
-    return document(
-        "transfer-bench",
-        machine=report.machine,
-        versions=report.versions,
-        settings={name: getattr(report, name) for name in settings},
-        rows=[_row_json(report, result) for result in report.results],
-        skipped=report.skipped,
-    )
-
-
-def _row_json(report: TransferBenchReport, result: RowResult) -> dict[str, Any]:
-    return {
-        "name": result.row.name,
-        "command": result.row.command,
-        "measure": result.row.measure,
-        "nbytes": result.nbytes,
-        "median": result.median,
-        "peak_bytes": result.peak_bytes,
-        "read_bytes": result.read_bytes,
-        "written_bytes": result.written_bytes,
-        "requests": result.requests,
-        "ratios": report.ratios(result),
-        "imports_torch": result.imports_torch,
-        "samples": result.samples,
-    }

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
+from ckptool.commands.inspect.records import content_of, simple_value
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.dtype import short_name
 from ckptool.core.selection import tensors_named
 from ckptool.core.state_category import STATE_CATEGORIES, state_category
 from ckptool.core.text import plural
-from ckptool.render.inspect.records import content_of, simple_value
 from ckptool.render.inspect.values import preview
 from ckptool.render.text import Cell, columns, ranges
 from ckptool.serialization.pickle.records import Call
@@ -115,29 +115,6 @@ def _number(value: Number | None) -> str:
     if value is None:
         return "-"
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
-
-
-def stats_json(stats: Sequence[TensorStats]) -> dict[str, Any]:
-    """Return ``{"stats": [...]}``; null where there is no (finite) number."""
-    rows = [
-        {
-            "name": item.entry.name,
-            "of": "magnitudes" if item.entry.dtype.kind == "complex" else "values",
-            "min": _finite(item.minimum),
-            "max": _finite(item.maximum),
-            "mean": _finite(item.mean),
-            "std": _finite(item.std),
-            "zeros": item.zeros,
-            "nan": item.nan,
-            "inf": item.inf,
-        }
-        for item in stats
-    ]
-    return {"stats": rows}
-
-
-def _finite(value: Number | None) -> Number | None:
-    return value if value is None or math.isfinite(value) else None
 
 
 # Folding

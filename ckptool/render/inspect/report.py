@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
-from ckptool.commands.document import document
+from ckptool.commands.document import plain
 from ckptool.commands.inspect import InspectReport
-from ckptool.core.catalog import ObjectEntry, TensorEntry
-from ckptool.core.quantization import kinds
+from ckptool.core.catalog import TensorEntry
 from ckptool.core.selection import tensors_named
 from ckptool.core.text import plural
 from ckptool.errors import UsageError
@@ -30,10 +29,8 @@ from ckptool.render.inspect.overview import (
     sorted_modules,
 )
 from ckptool.render.inspect.shards import chunk_locations, shard_lines
-from ckptool.render.inspect.values import Inexact, content, plain
 from ckptool.render.text import console as standard_console
 from ckptool.render.text import emit, size
-from ckptool.serialization.state_dict.values import type_name
 
 if TYPE_CHECKING:
     from ckptool.commands.stats import TensorStats
@@ -95,58 +92,16 @@ def inspect_json(
     catalog = report.catalog
     names = tensors_named(catalog, tensors, "--tensors") if tensors else catalog.tensors
     entries = [catalog.tensors[name] for name in names]
-    more: dict[str, Any] = {}
+    content = report.to_dict(in_order(entries, sort) if sort else entries)
     if depth is not None:
-        more["modules"] = sorted_modules(report, depth, sort or "name")
+        content["modules"] = plain(sorted_modules(report, depth, sort or "name"))
     if ranks:
         loads = sorted(loads_of(catalog)[0].items())
-        more["rank_bytes"] = [{"rank": r, "chunks": n, "bytes": size} for r, (n, size) in loads]
+        content["rank_bytes"] = [{"rank": r, "chunks": n, "bytes": size} for r, (n, size) in loads]
     if shards is not None:
         wanted = tensors_named(catalog, [shards], "--shards")
-        more["shards"] = [row for name in wanted for row in _shards_json(catalog.tensors[name])]
-    mesh: dict[str, Any] | None = None
-    if catalog.mesh is not None:
-        mesh = {"shape": catalog.mesh.shape, "names": catalog.mesh.names}
-        mesh["source"] = catalog.mesh_source
-    whole = {
-        "path": report.path,
-        "format": catalog.format,
-        "info": catalog.info,
-        "quantized": kinds(catalog),
-        "step": report.step,
-        "world_size": catalog.world_size,
-        "mesh": mesh,
-        "totals": report.totals,
-        "tensors": [_tensor_json(each) for each in (in_order(entries, sort) if sort else entries)],
-        "values": [_object_json(entry) for entry in catalog.objects.values()],
-        "notes": report.notes,
-        "problems": report.problems,
-    }
-    return document("inspect", **whole, **more)
-
-
-def _tensor_json(entry: TensorEntry) -> dict[str, Any]:
-    placements = entry.placements
-    return {
-        "name": entry.name,
-        "dtype": entry.dtype.name,
-        "shape": entry.shape,
-        "bytes": entry.nbytes,
-        "placements": None if placements is None else list(map(str, placements)),
-        "chunks": len(entry.chunks),
-    }
-
-
-def _object_json(entry: ObjectEntry) -> dict[str, Any]:
-    described = {"name": entry.name, "type": type_name(entry.value)}
-    try:
-        return described | {"value": plain(entry.value)}
-    except Inexact:
-        pass
-    try:
-        return described | {"content": content(entry.value)}
-    except Inexact:
-        return described
+        content["shards"] = [row for n in wanted for row in _shards_json(catalog.tensors[n])]
+    return content
 
 
 def _shards_json(entry: TensorEntry) -> list[dict[str, Any]]:

@@ -1,84 +1,20 @@
-"""Non-tensor values, briefly on the screen and exactly in JSON."""
+"""Non-tensor values, briefly on the screen."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from datetime import date, time, timedelta
 from itertools import chain
 from typing import Any
 
+from ckptool.commands.inspect.records import content_of, simple_value
 from ckptool.core.catalog import ObjectEntry
 from ckptool.core.state_category import state_category
-from ckptool.render.inspect.records import content_of, simple_value
 from ckptool.render.text import visible
 from ckptool.serialization.pickle.records import Call, Global, Persistent
 from ckptool.serialization.state_dict.values import type_name
 
-_DEEPEST = 32
-_MOST_NODES = 1 << 20
-_LARGEST_INT = (1 << 63) - 1
 _HYPERPARAMETERS = ("lr", "initial_lr", "betas", "momentum", "eps", "weight_decay")
-
-
-class Inexact(Exception):
-    """JSON cannot hold the value exactly."""
-
-
-def plain(value: Any) -> Any:
-    """Return the value as JSON holds it: null, bool, 64-bit int, finite float, text, list, dict.
-
-    Tuples become lists. Raises Inexact for all else: bytes, sets, NaN and infinities, larger ints,
-    dicts whose keys are not all text, objects, and values too deep or too large to be written.
-    """
-    return _plain(value, _DEEPEST, iter(range(_MOST_NODES)))
-
-
-def _plain(value: Any, depth: int, budget: Iterator[int]) -> Any:
-    if next(budget, None) is None or not depth:
-        raise Inexact
-    if isinstance(value, list | tuple):
-        return [_plain(item, depth - 1, budget) for item in value]
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {key: _plain(item, depth - 1, budget) for key, item in value.items()}
-    if isinstance(value, float):
-        is_exact = math.isfinite(value)
-    elif isinstance(value, int):
-        is_exact = abs(value) <= _LARGEST_INT
-    else:
-        is_exact = value is None or isinstance(value, str)
-    if not is_exact:
-        raise Inexact
-    return value
-
-
-def content(value: Any) -> Any:
-    """Return what JSON can hold of a value that it cannot hold exactly.
-
-    A record is an object with its class under ``$type``, and its arguments and attributes.
-    Raises Inexact where nothing is known of a part of it.
-    """
-    return _content(value, _DEEPEST, iter(range(_MOST_NODES)))
-
-
-def _content(value: Any, depth: int, budget: Iterator[int]) -> Any:
-    if next(budget, None) is None or not depth:
-        raise Inexact
-
-    def inner(part: Any) -> Any:
-        return _content(part, depth - 1, budget)
-
-    if isinstance(value, list | tuple | set | frozenset):
-        return [inner(part) for part in value]
-    if isinstance(value, dict):
-        return {str(key): inner(part) for key, part in value.items()}
-    if isinstance(value, Call) and (simple := simple_value(value)) is not None:
-        return simple if isinstance(simple, bool | int | float) else str(simple)
-    if isinstance(value, Call) and (parts := content_of(value)) is not None:
-        arguments = {"$args": list(map(inner, parts[0]))} if parts[0] else {}
-        fields = {key: inner(part) for key, part in parts[1].items()}
-        return {"$type": type_name(value), **arguments, **fields}
-    return value if isinstance(value, float | str) else _plain(value, depth, budget)
 
 
 def preview(value: Any, limit: int = 60) -> str:

@@ -17,7 +17,6 @@ from ckptool.commands.bench.report import (
     parse_tolerance,
 )
 from ckptool.errors import CkptoolError, NotFound, Unsupported, UsageError
-from ckptool.render.bench.report import bench_json
 
 # Numbers
 
@@ -56,7 +55,7 @@ def test_the_slowdown_is_of_median_steps_beside_steady_saves() -> None:
 @pytest.fixture
 def old(tmp_path: Path) -> Path:
     path = tmp_path / "old.json"
-    path.write_text(json.dumps(bench_json(report(SYNC, FAST))))
+    path.write_text(json.dumps(report(SYNC, FAST).to_dict()))
     return path
 
 

@@ -18,9 +18,10 @@ from ckptool.commands.bench.report import (
     BenchReport,
     Consistency,
 )
+from ckptool.commands.bench.words import advice, seconds, slowdown
 from ckptool.errors import Unsupported, UsageError
-from ckptool.render.bench.bars import require_plottable, seconds, write_plot
-from ckptool.render.bench.report import advice, bench_json, show_bench, show_recommended, slowdown
+from ckptool.render.bench.bars import require_plottable, write_plot
+from ckptool.render.bench.report import show_bench, show_recommended
 
 
 def test_advice_is_one_sentence_with_all_numbers() -> None:
@@ -60,13 +61,13 @@ def test_what_each_strategy_costs_is_shown_and_in_the_json(
     text = shown(found, capsys)
     assert "a save costs" in text
     assert "best interval" in text
-    told = json.loads(json.dumps(bench_json(found), allow_nan=False))
+    told = json.loads(json.dumps(found.to_dict(), allow_nan=False))
     costs = {row["name"]: row["cost"] for row in told["strategies"]}
     assert told["training"] == {"step_time": 0.5, "interval": None, "mtbf": 86400.0}
     assert costs["fast"]["lost"] < costs["dcp-sync"]["lost"] < 0.01
     assert (told["best"], told["advice"]) == ("fast", advice(found))
     assert "a save costs" not in shown(report(SYNC, FAST), capsys)
-    assert bench_json(report(SYNC))["strategies"][0]["cost"] is None
+    assert report(SYNC).to_dict()["strategies"][0]["cost"] is None
 
 
 def test_the_recommendation_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,7 +139,7 @@ def test_what_is_dirty_unless_training_waits_is_said_so(capsys: pytest.CaptureFi
 
 
 def test_json_holds_every_sample_and_both_fractions() -> None:
-    told = json.loads(json.dumps(bench_json(report(SYNC, FAST, QUICKEST))))
+    told = json.loads(json.dumps(report(SYNC, FAST, QUICKEST).to_dict()))
     assert told["schema"] == "ckptool.bench/2"
     assert told["best"] == "fast"
     fast = told["strategies"][1]

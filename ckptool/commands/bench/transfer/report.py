@@ -5,9 +5,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from ckptool.commands.bench.transfer.rows import Row
 from ckptool.commands.bench.transfer.samples import Sample
+from ckptool.commands.document import Report, document
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +75,8 @@ class RowResult:
         return Ratio(peer.row.name, self.median / peer.median, min(rounds), max(rounds))
 
 
-@dataclass(frozen=True, slots=True)
-class TransferBenchReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class TransferBenchReport(Report):
     """All that was measured, on what, and what was left out with the reason."""
 
     source: str
@@ -88,7 +90,38 @@ class TransferBenchReport:
     results: tuple[RowResult, ...]
     skipped: Mapping[str, str]
 
+    schema: ClassVar = "transfer-bench"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report with every sample."""
+        settings = ("source", "conditions", "nbytes", "files", "light_tensors", "repeat")
+        return document(
+            self.schema,
+            machine=self.machine,
+            versions=self.versions,
+            settings={name: getattr(self, name) for name in settings},
+            rows=[_row_json(self, result) for result in self.results],
+            skipped=self.skipped,
+        )
+
     def ratios(self, result: RowResult) -> tuple[Ratio, ...]:
         """Return the row against each of its peers that was measured."""
         peers = {peer.row.name: peer for peer in self.results}
         return tuple(result.against(peers[name]) for name in result.row.peers if name in peers)
+
+
+def _row_json(report: TransferBenchReport, result: RowResult) -> dict[str, Any]:
+    return {
+        "name": result.row.name,
+        "command": result.row.command,
+        "measure": result.row.measure,
+        "nbytes": result.nbytes,
+        "median": result.median,
+        "peak_bytes": result.peak_bytes,
+        "read_bytes": result.read_bytes,
+        "written_bytes": result.written_bytes,
+        "requests": result.requests,
+        "ratios": report.ratios(result),
+        "imports_torch": result.imports_torch,
+        "samples": result.samples,
+    }

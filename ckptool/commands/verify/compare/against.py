@@ -76,9 +76,6 @@ class AgainstReport(Report):
         """Return whether both are equal, as far as that was asked."""
         return self.verify.ok
 
-    def __bool__(self) -> bool:
-        return self.ok
-
     def to_dict(self) -> dict[str, Any]:
         """Return what ``--json`` prints: the findings, with the comparison under ``against``."""
         compared = plain(self) | {"tensors_compared": self.verify.tensors}

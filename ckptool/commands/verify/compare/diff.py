@@ -88,9 +88,6 @@ class DiffReport(Report):
 
     schema: ClassVar = "diff"
 
-    def __bool__(self) -> bool:
-        return self.ok
-
     def to_dict(self) -> dict[str, Any]:
         """Return what ``--json`` prints."""
         return document(

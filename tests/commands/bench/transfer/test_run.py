@@ -21,7 +21,7 @@ from ckptool.commands.bench.transfer.rows import ROWS, Row
 from ckptool.commands.bench.transfer.run import transfer_bench
 from ckptool.commands.bench.transfer.samples import Sample, run_sample
 from ckptool.errors import TransferError, Unsupported
-from ckptool.render.bench.transfer import show_transfer_bench, transfer_bench_json
+from ckptool.render.bench.transfer import show_transfer_bench
 
 SIZE = 4_000_000
 ALIKE = (
@@ -87,7 +87,7 @@ def test_nothing_is_left_behind(report: TransferBenchReport, workdir: Path) -> N
 
 
 def test_json_holds_every_sample(report: TransferBenchReport) -> None:
-    told = json.loads(json.dumps(transfer_bench_json(report)))
+    told = json.loads(json.dumps(report.to_dict()))
     assert told["schema"] == "ckptool.transfer-bench/2"
     assert told["settings"]["repeat"] == 1
     assert [len(row["samples"]) for row in told["rows"]] == [1] * len(MEASURED)

@@ -17,7 +17,7 @@ from ckptool.commands.bench.transfer.rows import Row
 from ckptool.commands.bench.transfer.store_rows import STORE_ROWS
 from ckptool.commands.bench.transfer.stores import store_bench
 from ckptool.errors import Unsupported
-from ckptool.render.bench.transfer import show_transfer_bench, transfer_bench_json
+from ckptool.render.bench.transfer import show_transfer_bench
 
 SIZE = 4_000_000
 FOREIGN = {"s3torchconnector", "runai_model_streamer"}
@@ -46,7 +46,7 @@ def report(workdir: Path, tmp_path_factory: pytest.TempPathFactory) -> TransferB
 
 
 def row_of(report: TransferBenchReport, name: str) -> Any:
-    return next(row for row in transfer_bench_json(report)["rows"] if row["name"] == name)
+    return next(row for row in report.to_dict()["rows"] if row["name"] == name)
 
 
 def test_every_row_is_measured_that_can_be(report: TransferBenchReport) -> None:
@@ -81,7 +81,7 @@ def test_nothing_is_left_behind(report: TransferBenchReport, workdir: Path) -> N
 def test_json_and_the_table_hold_every_row(
     report: TransferBenchReport, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = json.loads(json.dumps(transfer_bench_json(report)))
+    told = json.loads(json.dumps(report.to_dict()))
     assert {row["name"] for row in told["rows"]} == {result.row.name for result in report.results}
     assert told["settings"]["conditions"] == "S3 on loopback, 0 ms and 200 MB/s"
     monkeypatch.setenv("COLUMNS", "200")

@@ -7,12 +7,15 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from ckptool.commands.document import Report, document, plain
+from ckptool.commands.inspect.values import tensor_row, value_row
 from ckptool.commands.open import OpenedCheckpoint, open_checkpoint, survey
 from ckptool.commands.options.read import AS_DETECTED, ReadOptions
 from ckptool.core.catalog import Catalog, TensorEntry, coverage_problem
 from ckptool.core.dtype import DType
+from ckptool.core.quantization import kinds
 from ckptool.core.state_category import STATE_CATEGORIES, state_category, weights
 from ckptool.errors import CkptoolError, Damaged, Hostile
 from ckptool.storage.url import Location
@@ -73,11 +76,11 @@ class ModuleShare:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class InspectReport:
-    """What ``inspect`` shows.
+class InspectReport(Report):
+    """What ``inspect`` shows. It is true where all of the checkpoint can be read.
 
-    ``problems`` make the checkpoint unreadable in part: ranks that contradict one another, tensors
-    that their chunks do not tile, and all that ``error`` says where it cannot be read as a whole.
+    ``problems`` make it unreadable in part: ranks that contradict one another, tensors that their
+    chunks do not tile, and all that ``error`` says where it cannot be read as a whole.
     """
 
     opened: OpenedCheckpoint
@@ -87,9 +90,41 @@ class InspectReport:
     problems: tuple[str, ...]
     error: CkptoolError | None = None
 
+    schema: ClassVar = "inspect"
+
     def __repr__(self) -> str:
         said = f"{self.path} {self.catalog.format}: {self.totals.tensors:,} tensors"
         return f"<ckptool.InspectReport {said}, {self.totals.nbytes:,} bytes>"
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+    def to_dict(self, tensors: Iterable[TensorEntry] | None = None) -> dict[str, Any]:
+        """Return what ``--json`` prints, with all ``tensors``, or these alone."""
+        catalog, mesh = self.catalog, self.catalog.mesh
+        entries = catalog.tensors.values() if tensors is None else tensors
+        return document(
+            self.schema,
+            path=self.path,
+            format=catalog.format,
+            info=catalog.info,
+            quantized=kinds(catalog),
+            step=self.step,
+            world_size=catalog.world_size,
+            mesh=mesh and {"shape": mesh.shape, "names": mesh.names, "source": catalog.mesh_source},
+            totals=self.totals,
+            shares=[plain(share) | {"dtype": share.dtype.name} for share in self.shares],
+            tensors=list(map(tensor_row, entries)),
+            values=list(map(value_row, catalog.objects.values())),
+            notes=self.notes,
+            problems=self.problems,
+            ok=self.ok,
+        )
+
+    def _short(self) -> dict[str, Any]:
+        size = {"tensors": self.totals.tensors, "bytes": self.totals.nbytes}
+        return {"path": str(self.path), "format": self.catalog.format, **size, "ok": self.ok}
 
     @property
     def traffic(self) -> Traffic | None:

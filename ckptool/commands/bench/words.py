@@ -1,0 +1,70 @@
+"""What a benchmark comes to in words: seconds, shares, and which way to save is best."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ckptool.core.text import duration
+
+if TYPE_CHECKING:
+    from ckptool.commands.bench.report import BenchReport
+
+
+def seconds(value: float) -> str:
+    """Write ``0.21 s``, ``34 ms``: two or three significant digits."""
+    if value < 0.0995:
+        return f"{value * 1000:.2g} ms" if value < 0.00995 else f"{value * 1000:.0f} ms"
+    return f"{value:.2f} s" if value < 99.5 else f"{value:,.0f} s"
+
+
+def slowdown(value: float) -> str:
+    """Write ``6 % slower``, ``2 % faster``, ``as fast``."""
+    percent = round(abs(value) * 100)
+    if not percent:
+        return "as fast"
+    return f"{percent:,} % {'slower' if value > 0 else 'faster'}"
+
+
+def share(value: float) -> str:
+    """Write ``0.034 %``, ``3.4 %``: two digits."""
+    percent = value * 100
+    return f"{percent:.0f} %" if percent >= 9.95 else f"{percent:.2g} %"
+
+
+def cost_words(report: BenchReport) -> str:
+    """Return what the best strategy costs, and the next one; empty where nothing is known."""
+    best = report.best
+    if best is None or not report.training.is_known:
+        return ""
+    cost = report.cost(best)
+    if cost.lost is None or cost.interval is None or cost.hours_a_week is None:
+        return f" costs {seconds(cost.save)} of training per save" + (
+            f", {cost.steps:.3g} steps" if cost.steps is not None else ""
+        )
+    chosen = " (Daly's best interval)" if report.training.interval is None else ""
+    words = f" costs {share(cost.lost)} of training time, {cost.hours_a_week:.2g} h a week,"
+    words += f" with a save every {duration(cost.interval)}{chosen}"
+    others = [r for r in report.results if r.is_consistent and r is not best]
+    if others:
+        second = min(others, key=report.loss_of)
+        lost = report.cost(second).lost
+        words += "" if lost is None else f"; {second.name} would cost {share(lost)}"
+    return words
+
+
+_SYNCHRONOUS = ("dcp-sync", "torch-save", "experimental-sync")
+
+
+def advice(report: BenchReport) -> str:
+    """Say in one sentence which is best, against the synchronous one that people would use."""
+    best = report.best
+    if best is None:
+        return "no strategy saved what the parameters were when it was called"
+    others = {result.name: result for result in report.results if result is not best}
+    peer = next((others[name] for name in _SYNCHRONOUS if name in others), None)
+    than = f" against {seconds(peer.blocked_median)} for {peer.says}" if peer else ""
+    durable = f"; until durable {seconds(best.durable_median)}"
+    steps = "" if best.slowdown is None else f"; steps {slowdown(best.slowdown)} meanwhile"
+    if costs := cost_words(report):
+        return f"{best.name} ({best.says}){costs}"
+    return f"{best.says} blocks {seconds(best.blocked_median)} per save{than}{durable}{steps}"
