@@ -166,6 +166,7 @@ class PruneKeywords(ReadKeywords, total=False):
     """Keywords of ``PruneOptions``."""
 
     keep_every: int | None
+    drop_optimizer_of_older: bool
     yes: bool
     quick: bool
     strict: bool

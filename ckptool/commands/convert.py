@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from ckptool.commands.keymap.assets import (
@@ -41,9 +41,9 @@ class ConvertReport(TransferReport):
     """What is to be written, or was. ``cast`` and ``dequantized`` count tensors by stored type."""
 
     tensors: int
-    excluded: tuple[str, ...]
-    cast: dict[str, int]
-    dequantized: dict[str, int]
+    excluded: tuple[str, ...] = ()
+    cast: dict[str, int] = field(default_factory=dict)
+    dequantized: dict[str, int] = field(default_factory=dict)
 
     schema: ClassVar = "convert"
 
@@ -103,7 +103,7 @@ def prepare_save(
     writer, catalog = _writer(options.to, target), opened.catalog
     if not catalog.tensors and not catalog.objects:
         raise UsageError("no tensors or values to save")
-    layout = writer.lay_out(catalog, Request(target.name, options.max_shard_size, True))
+    layout = writer.lay_out(catalog, Request(target.name, options.max_shard_size))
     plan = Plan(catalog, layout)
     report = ConvertReport.of(
         opened,
@@ -112,10 +112,6 @@ def prepare_save(
         writer.name,
         options.transfer,
         tensors=len(catalog.tensors),
-        excluded=(),
-        map=None,
-        cast={},
-        dequantized={},
         notes=(*catalog.notes, *layout.notes),
     )
     return Transfer(opened, plan, target, options.transfer, report, (writer.name, "save"))

@@ -10,8 +10,8 @@ from ckptool.render.text import Cell, columns, console, emit, escaped, say, size
 if TYPE_CHECKING:
     from ckptool.commands.verify.prune import PruneReport, StepFate
 
-_COLOURS = {"keep": "green", "remove": "red", "leave": "yellow"}
-_DONE = {"keep": "kept", "remove": "removed", "leave": "left"}
+_COLOURS = {"keep": "green", "strip": "cyan", "remove": "red", "leave": "yellow"}
+_DONE = {"keep": "kept", "strip": "stripped", "remove": "removed", "leave": "left"}
 
 
 def show_prune(report: PruneReport) -> None:
@@ -39,11 +39,14 @@ def _row(step: StepFate, report: PruneReport) -> list[Cell]:
 
 
 def _summary(report: PruneReport) -> str:
-    going = report.of_fate("remove")
+    going, stripped = report.of_fate("remove"), report.of_fate("strip")
     good = f"{plural(report.good, 'good step')} {'stay' if report.good != 1 else 'stays'}"
-    if not going and not report.leftovers:
+    parts = [(plural(len(going), "step"), going)] if going or not stripped else []
+    if stripped:
+        parts.append((f"the optimizer of {plural(len(stripped), 'step')}", stripped))
+    what = " and ".join(f"{name}, {size(sum(s.freed for s in steps))}" for name, steps in parts)
+    if not going and not stripped and not report.leftovers:
         return f"nothing to remove; {good}"
-    what = f"{plural(len(going), 'step')}, {size(report.freed)}"
     if report.removed:
         return f"[bold]removed {what}[/]; {good}"
     return f"[bold]would remove {what}[/]; {good}. Add --yes to remove them"

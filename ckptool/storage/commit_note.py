@@ -123,6 +123,14 @@ def note_path(target: Path) -> Path:
     return target.with_name(f"{staging_folder(target).name}.journal.commit")
 
 
+def targets_with_notes(folder: Path) -> list[Path]:
+    """Return the places in a folder that a run which was cut short was about to replace."""
+    head, tail = note_path(folder / "*").name.split("*")
+    found = (path.name for path in folder.iterdir())
+    names = (n for n in found if n.startswith(head) and n.endswith(tail))
+    return sorted(folder / name.removeprefix(head).removesuffix(tail) for name in names)
+
+
 def side_file(path: Path) -> Path | None:
     """Return the file that goes with a safetensors file, None where it has none.
 

@@ -25,6 +25,11 @@ class PruneOptions(OptionSet):
         metavar="K",
         help="Keep every step whose number is a multiple of K, too.",
     )
+    drop_optimizer_of_older: bool = option(
+        "--drop-optimizer-of-older",
+        FLAG,
+        help="Drop the optimizer's state of what --keep-every keeps beside the newest N.",
+    )
     yes: bool = option(
         "--yes", FLAG, help="Remove the others; without it, only what would be removed is shown."
     )

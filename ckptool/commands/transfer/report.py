@@ -37,7 +37,7 @@ class TransferReport(Report):
     free_bytes: int | None
     objects: int = field(metadata={"key": "values"})
     verify: bool
-    map: MapReport | None = field(metadata={"key": None})
+    map: MapReport | None = field(default=None, metadata={"key": None})
     notes: tuple[str, ...]
     written: bool = False
 

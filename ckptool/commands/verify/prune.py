@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from ckptool.commands.detect import folder_at, require_known, unfinished_problem
 from ckptool.commands.document import Report
 from ckptool.commands.options.prune import PruneOptions
+from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.verify.codes import require_codes
+from ckptool.commands.verify.pointers import find_links, find_pointers
 from ckptool.commands.verify.run_folder import (
     Step,
     holds_steps,
@@ -23,24 +23,22 @@ from ckptool.commands.verify.run_folder import (
     steps_of,
     verify_step,
 )
+from ckptool.commands.verify.strip import finish_strips, freed_bytes, plan_strip
 from ckptool.engine.write.removal import clear, leftovers, remove
-from ckptool.errors import Changed, CkptoolError, NotFound, Unsupported
+from ckptool.errors import Changed, CkptoolError, Unsupported, UsageError
 from ckptool.storage.commit_note import side_name
 from ckptool.storage.url import Location, within
 
-_LONGEST_POINTER = 4096
-_TRAINER_STATE = "trainer_state.json"
-_LARGEST_STATE = 64 << 20
-
 Notify = Callable[[str], None]
-Fate = Literal["keep", "remove", "leave"]
+Fate = Literal["keep", "strip", "remove", "leave"]
 
 
 @dataclass(frozen=True, slots=True)
 class StepFate:
     """What becomes of a step and why. ``leave`` is what no rule keeps and nobody removes.
 
-    ``ok`` says what verify found, None where it was not asked; ``nbytes`` is the size of its files.
+    ``strip`` keeps a step without its optimizer's state. ``ok`` says what verify found, None where
+    it was not asked; ``nbytes`` is the size of its files, ``freed`` how many of these bytes go.
     """
 
     path: Location
@@ -48,6 +46,7 @@ class StepFate:
     fate: Fate
     reason: str
     nbytes: int
+    freed: int = 0
     ok: bool | None = None
 
 
@@ -71,17 +70,22 @@ class PruneReport(Report):
     @property
     def good(self) -> int:
         """Steps that are kept and that verify found no error in."""
-        return sum(step.fate == "keep" and step.ok is True for step in self.steps)
+        return sum(step.ok is True for step in self.kept)
+
+    @property
+    def kept(self) -> list[StepFate]:
+        """Steps that are kept, with their optimizer's state or without it."""
+        return [step for step in self.steps if step.fate in ("keep", "strip")]
 
     @property
     def ok(self) -> bool:
         """Whether there is a good step, and no step that is kept is damaged."""
-        return self.good > 0 and all(s.ok is not False for s in self.steps if s.fate == "keep")
+        return self.good > 0 and all(step.ok is not False for step in self.kept)
 
     @property
     def freed(self) -> int:
-        """Bytes of the steps that go."""
-        return sum(step.nbytes for step in self.steps if step.fate == "remove")
+        """Bytes of the steps that go, and of the optimizers' state of those that lose it."""
+        return sum(step.freed for step in self.steps)
 
     def of_fate(self, fate: Fate) -> list[StepFate]:
         """Return the steps that have this fate."""
@@ -93,13 +97,22 @@ def prune(run: Location, options: PruneOptions, notify: Notify = lambda text: No
 
     The steps of each folder in the run are counted by themselves, and of these each kind, by their
     names without numbers. ``notify`` is called with what is done next, as it takes long. Raises
-    NotFound or Unrecognised where there is no checkpoint, Unsupported where the run is one
-    checkpoint, TransferError where something cannot be removed, Changed where a step that is kept
-    is gone meanwhile.
+    UsageError where nothing would lose its optimizer, NotFound or Unrecognised where there is no
+    checkpoint, Unsupported where the run is one checkpoint, TransferError where something cannot be
+    removed, Changed where a step that is kept is gone meanwhile.
     """
+    if options.drop_optimizer_of_older and options.keep_every is None:
+        raise UsageError(
+            "--drop-optimizer-of-older: requires --keep-every, which keeps older steps",
+            hint="--keep-every 1 keeps all: the newest as they are, older ones without optimizer",
+        )
     require_codes(options.verify.ignore)
     require_known(options.verify.read.from_format)
     steps = steps_of(run)
+    if options.yes:
+        for folder in {step.path.parent for step in steps}:
+            finish_strips(folder)
+        steps = steps_of(run)
     if [step.path for step in steps if step.parts] == [run]:
         raise Unsupported(f"{run} is one checkpoint, not a run with several steps")
     folders = dict.fromkeys(step.path.parent for step in steps)
@@ -113,7 +126,7 @@ def prune(run: Location, options: PruneOptions, notify: Notify = lambda text: No
     for alike in kinds.values():
         fates += _Decision(run, alike, pointers, options, notify).fates()
     report = PruneReport(run, tuple(fates), left)
-    return _remove(report, notify) if options.yes else report
+    return _remove(report, options.verify, notify) if options.yes else report
 
 
 class _Decision:
@@ -147,19 +160,36 @@ class _Decision:
         if reason is None and (unclear or self._good >= self._options.keep_last):
             fate: Fate = "leave" if unclear else "remove"
             reason = unclear or "no rule keeps it"
-            return StepFate(step.path, step.number, fate, reason, nbytes)
+            freed = nbytes if fate == "remove" else 0
+            return StepFate(step.path, step.number, fate, reason, nbytes, freed)
         self._notify(f"verifying {step.path}")
         report = verify_step(step, older, self._options.verify)
         if report.ok:
-            self._good += 1
             last = self._options.keep_last
+            is_older = self._good >= last
+            self._good += 1
             newest = "the newest good step" if last == 1 else f"one of the newest {last} good steps"
-            reason = reason or newest
-            return StepFate(step.path, step.number, "keep", reason, nbytes, ok=True)
+            kept = StepFate(step.path, step.number, "keep", reason or newest, nbytes, ok=True)
+            return self._stripped(step, kept) if is_older else kept
         damage = f"not good: {report.reasons[0]}"
         if reason is None:
             return StepFate(step.path, step.number, "leave", damage, nbytes, ok=False)
         return StepFate(step.path, step.number, "keep", f"{reason}; {damage}", nbytes, ok=False)
+
+    def _stripped(self, step: Step, kept: StepFate) -> StepFate:
+        """Return the fate of an older good step, which may lose its optimizer's state."""
+        pointed = step.number is None or step.path in self._pointers
+        if pointed or not self._options.drop_optimizer_of_older:
+            return kept
+        verify = self._options.verify
+        try:
+            strips = plan_strip(step.parts, verify.read, verify.workers)
+        except (CkptoolError, OSError) as error:
+            return replace(kept, reason=f"{kept.reason}; its optimizer stays: {error}")
+        if not strips:
+            return kept
+        reason = f"{kept.reason}, without its optimizer"
+        return replace(kept, fate="strip", reason=reason, freed=freed_bytes(strips))
 
     def _reason_to_keep(self, step: Step) -> str | None:
         """Return what keeps a step however old it is; None where nothing does."""
@@ -201,128 +231,39 @@ def _unclear(step: Step) -> str | None:
     return None
 
 
-def _remove(report: PruneReport, notify: Notify) -> PruneReport:
-    """Remove what the report says, the oldest first; what is pointed to meanwhile stays."""
+def _remove(report: PruneReport, verify: VerifyOptions, notify: Notify) -> PruneReport:
+    """Remove what the report says, and strip what it says, the oldest first.
+
+    What is pointed to meanwhile stays as it is.
+    """
     for leftover in report.leftovers:
         clear(leftover)
-    steps = steps_of(report.path)
+    steps = {step.path: step for step in steps_of(report.path)}
     fates = {step.path: step for step in report.steps}
-    for fate in reversed(report.of_fate("remove")):
+    for fate in reversed([*report.of_fate("strip"), *report.of_fate("remove")]):
         _require_kept(report)
-        pointers = find_pointers(report.path, steps)
+        pointers = find_pointers(report.path, list(steps.values()))
         if fate.path in pointers:
             reason = f"{pointers[fate.path]} points to it"
-            fates[fate.path] = replace(fate, fate="keep", reason=reason)
-        else:
+            fates[fate.path] = replace(fate, fate="keep", freed=0, reason=reason)
+        elif fate.fate == "remove":
             notify(f"removing {fate.path}")
             remove(fate.path)
+        else:
+            notify(f"dropping the optimizer of {fate.path}")
+            for strip in plan_strip(steps[fate.path].parts, verify.read, verify.workers):
+                strip.run()
     return replace(report, steps=tuple(fates.values()), removed=True)
 
 
 def _require_kept(report: PruneReport) -> None:
     """Raise Changed where a step that is kept is no longer there."""
-    for step in report.of_fate("keep"):
+    for step in report.kept:
         if isinstance(step.path, Path) and not os.path.lexists(step.path):
             raise Changed(
                 f"{step.path}: was to be kept and is gone; nothing more is removed",
                 hint="run ckptool prune again: it decides by what is there now",
             )
-
-
-def find_pointers(run: Location, steps: Sequence[Step]) -> dict[Location, str]:
-    """Return the steps that something beside them or in the run names, each with what does.
-
-    That is a link, a small file such as ``latest`` (DeepSpeed, Megatron-LM), or the newest
-    ``trainer_state.json`` of transformers' Trainer, which names the best checkpoint.
-    """
-    pointers: dict[Location, str] = {}
-    for folder in dict.fromkeys([run, *(step.path.parent for step in steps)]):
-        beside = [step for step in steps if step.path.parent == folder]
-        for path in _small_files(folder):
-            named = steps if folder == run else beside
-            _add_named(_read_text(path), path.name, named, pointers)
-        if isinstance(folder, Path):
-            for link in (path for path in folder.iterdir() if path.is_symlink()):
-                _add_target(link, str(within(link, run)), steps, pointers)
-        for step in reversed(beside):
-            best = _best_checkpoint(step)
-            if best is not None:
-                _add_named(best, f"{step.path.name}/{_TRAINER_STATE}", beside, pointers)
-                break
-    return pointers
-
-
-def find_links(run: Location, steps: Sequence[Step]) -> dict[Location, str]:
-    """Return the steps that a link elsewhere in the run leads into, each with such a link."""
-    pointers: dict[Location, str] = {}
-    for link in _links_below(run, steps) if isinstance(run, Path) else ():
-        others = [step for step in steps if step.path not in link.parents]
-        _add_target(link, str(within(link, run)), others, pointers)
-    return pointers
-
-
-def _links_below(run: Path, steps: Sequence[Step]) -> Iterator[Path]:
-    """Yield the links in a run and in its steps, also where a link leads to a step's folder."""
-    paths = [s.path for s in steps if isinstance(s.path, Path) and not s.path.is_symlink()]
-    for root in (run, *paths):
-        for head, folders, files in os.walk(root):
-            below = [Path(head, name) for name in (*folders, *files)]
-            yield from (path for path in below if path.is_symlink())
-            folders[:] = [name for name in folders if Path(head, name) not in paths]
-
-
-def _small_files(folder: Location) -> Iterator[Location]:
-    """Yield the files directly in a folder that are small enough to be a name."""
-    with suppress(NotFound):
-        if isinstance(folder, Path):
-            for path in sorted(folder.iterdir()):
-                if path.is_file() and path.stat().st_size <= _LONGEST_POINTER:
-                    yield path
-        else:
-            for name, info in folder.listing.items():
-                if name and "/" not in name and info.nbytes <= _LONGEST_POINTER:
-                    yield folder / name
-
-
-def _read_text(path: Location) -> str:
-    with suppress(CkptoolError, OSError):
-        return path.read_bytes().decode("utf-8", "replace").strip()
-    return ""
-
-
-def _add_named(
-    text: str, source: str, steps: Sequence[Step], pointers: dict[Location, str]
-) -> None:
-    """Add the steps that a text is the name or the number of, or a path to or into."""
-    names = {part for part in text.split("/") if part}
-    number = int(text) if text.isdecimal() and len(text) < 20 else None
-    for step in steps:
-        if step.path.name.strip() in names or (number is not None and step.number == number):
-            pointers.setdefault(step.path, source)
-
-
-def _add_target(
-    link: Path, source: str, steps: Sequence[Step], pointers: dict[Location, str]
-) -> None:
-    with suppress(OSError, RuntimeError):
-        target = link.resolve()
-        for step in steps:
-            if isinstance(step.path, Path) and not step.path.is_symlink():
-                real = step.path.resolve()
-                if real == target or real in target.parents:
-                    pointers.setdefault(step.path, source)
-
-
-def _best_checkpoint(step: Step) -> str | None:
-    """Return the checkpoint that the state of transformers' Trainer in a step calls the best."""
-    file = step.path / _TRAINER_STATE
-    with suppress(CkptoolError, OSError, ValueError):
-        if isinstance(file, Path) and file.stat().st_size > _LARGEST_STATE:
-            return None
-        state: Any = json.loads(file.read_bytes())
-        best = state.get("best_model_checkpoint") if isinstance(state, Mapping) else None
-        return best if isinstance(best, str) else None
-    return None
 
 
 def _nbytes_of(path: Location) -> int:

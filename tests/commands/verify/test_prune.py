@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import random
@@ -18,19 +17,20 @@ import numpy as np
 import pytest
 import torch
 from conftest import CASES, Case, by_name, case
+from prune_runs import damage, fates, hashes, names_in, pruned
 from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
 import ckptool
 from ckptool.cli.app import app
 from ckptool.commands.options.prune import PruneOptions
-from ckptool.commands.verify.prune import PruneReport, prune
+from ckptool.commands.verify.prune import prune
 from ckptool.engine.write import removal
 from ckptool.errors import Changed, CkptoolError, TransferError, Unrecognised, Unsupported
 from ckptool.storage.commit_note import UNFINISHED
 from ckptool.storage.url import RemotePath, location
 
-KILLS = int(os.environ.get("CKPTOOL_KILLS", "30"))
+KILLS = int(os.environ.get("CKPTOOL_KILLS", "15"))
 SOURCE = case("dcp_base").path
 
 
@@ -39,27 +39,6 @@ def run_of(folder: Path, *numbers: int, name: str = "step-{}") -> Path:
     for number in numbers:
         shutil.copytree(SOURCE, run / name.format(number))
     return run
-
-
-def damage(step: Path) -> None:
-    file = next(step.glob("*.distcp"))
-    os.truncate(file, file.stat().st_size - 1)
-
-
-def fates(report: PruneReport) -> dict[str, str]:
-    return {step.path.name: step.fate for step in report.steps}
-
-
-def pruned(run: Path, keep_last: int = 1, **options: object) -> PruneReport:
-    return ckptool.prune(run, keep_last=keep_last, **options)  # type: ignore[arg-type]
-
-
-def names_in(run: Path) -> list[str]:
-    return sorted(path.name for path in run.iterdir())
-
-
-def hashes(step: Path) -> dict[str, str]:
-    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(step.iterdir())}
 
 
 def test_nothing_goes_unless_it_is_said(tmp_path: Path) -> None:

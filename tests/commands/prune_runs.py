@@ -1,0 +1,31 @@
+"""Runs that tests prune, and what is left of them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+import ckptool
+from ckptool.commands.verify.prune import PruneReport
+
+
+def damage(step: Path) -> None:
+    file = next(step.glob("*.distcp"))
+    os.truncate(file, file.stat().st_size - 1)
+
+
+def fates(report: PruneReport) -> dict[str, str]:
+    return {step.path.name: step.fate for step in report.steps}
+
+
+def pruned(run: Path, keep_last: int = 1, **options: object) -> PruneReport:
+    return ckptool.prune(run, keep_last=keep_last, **options)  # type: ignore[arg-type]
+
+
+def names_in(run: Path) -> list[str]:
+    return sorted(path.name for path in run.iterdir())
+
+
+def hashes(step: Path) -> dict[str, str]:
+    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(step.iterdir())}

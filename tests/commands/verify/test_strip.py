@@ -1,0 +1,170 @@
+"""prune --drop-optimizer-of-older: what older steps keep, and what stands whenever it is killed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import uuid
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from conftest import case
+from fault_runs import Call
+from fault_runs import run as run_with_fault
+from prune_runs import damage, fates, hashes, names_in, pruned
+
+import ckptool
+from ckptool.commands.options.prune import PruneOptions
+from ckptool.commands.verify.prune import PruneReport, prune
+from ckptool.engine.write import commit
+from ckptool.errors import UsageError
+from ckptool.storage.url import RemotePath, location
+
+EVERY = int(os.environ.get("CKPTOOL_FAULTS", "0")) or 9
+"""1 for a kill at every call that changes the file system, n for each n-th."""
+OPTIONS = PruneOptions(keep_last=1, keep_every=100, drop_optimizer_of_older=True, yes=True)
+
+
+def run_of(folder: Path, *steps: int) -> Path:
+    """Save a small model and its optimizer with torch at each step."""
+    run = folder / "run"
+    for step in steps:
+        torch.manual_seed(step)
+        model = torch.nn.Linear(8, 4)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(1, 8)).sum().backward()
+        optimizer.step()
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+        dcp.save(state, checkpoint_id=run / f"step-{step}", no_dist=True)
+    return run
+
+
+def stripped(run: Path, **options: object) -> PruneReport:
+    return pruned(run, keep_every=100, drop_optimizer_of_older=True, **options)
+
+
+def model_in(step: Path) -> list[torch.Tensor]:
+    """Load the model with torch, which names its step."""
+    state = {"model": torch.nn.Linear(8, 4).state_dict(), "step": 0}
+    dcp.load(state, checkpoint_id=step, no_dist=True)
+    assert step.name == f"step-{state['step']}"
+    return list(state["model"].values())
+
+
+def optimizer_in(step: Path) -> bool:
+    return any(name.startswith("optimizer") for name in ckptool.open(step).tensors)
+
+
+def test_older_steps_lose_the_optimizer_and_nothing_else(tmp_path: Path) -> None:
+    run = run_of(tmp_path, 100, 150, 200, 300)
+    (run / "step-100" / "notes.txt").write_text("mine")
+    before = {step: model_in(run / f"step-{step}") for step in (100, 200)}
+    newest = hashes(run / "step-300")
+    nbytes = sum(p.stat().st_size for p in run.rglob("*") if p.is_file())
+    report = stripped(run, yes=True)
+    assert [step.fate for step in report.steps] == ["keep", "strip", "remove", "strip"]
+    assert names_in(run) == ["step-100", "step-200", "step-300"]
+    assert hashes(run / "step-300") == newest
+    assert (run / "step-100" / "notes.txt").read_text() == "mine"
+    for step, was in before.items():
+        assert all(
+            torch.equal(a, b) for a, b in zip(model_in(run / f"step-{step}"), was, strict=True)
+        )
+        assert not optimizer_in(run / f"step-{step}")
+        assert ckptool.verify(run / f"step-{step}", strict=step == 200).ok
+    now = sum(p.stat().st_size for p in run.rglob("*") if p.is_file())
+    assert nbytes - now == report.freed
+    assert not stripped(run).freed
+
+
+def test_files_of_torch_save_are_stripped_too(tmp_path: Path) -> None:
+    for step in (100, 200):
+        state = {"model": {"w": torch.ones(2)}, "optimizer": {"state": {0: torch.ones(2)}}}
+        torch.save(state, tmp_path / f"step-{step}.pt")
+    assert stripped(tmp_path, yes=True).freed > 0
+    assert list(torch.load(tmp_path / "step-100.pt", weights_only=True)) == ["model"]
+    assert names_in(tmp_path) == ["step-100.pt", "step-200.pt"]
+
+
+def test_nothing_is_stripped_unless_it_is_said(tmp_path: Path) -> None:
+    run = run_of(tmp_path, 100, 200)
+    before = hashes(run / "step-100")
+    assert fates(stripped(run)) == {"step-200": "keep", "step-100": "strip"}
+    assert hashes(run / "step-100") == before
+    with pytest.raises(UsageError, match="requires --keep-every"):
+        pruned(run, drop_optimizer_of_older=True)
+
+
+def test_what_is_pointed_to_or_damaged_stays_whole(tmp_path: Path) -> None:
+    run = run_of(tmp_path, 100, 200, 300, 400)
+    (run / "latest").write_text("step-100")
+    (run / "best").symlink_to("step-200")
+    damage(run / "step-300")
+    before = {step: hashes(run / f"step-{step}") for step in (100, 200, 300)}
+    stripped(run, yes=True)
+    assert {step: hashes(run / f"step-{step}") for step in before} == before
+
+
+def test_a_format_that_is_not_written_keeps_its_optimizer(tmp_path: Path) -> None:
+    for step in (100, 200):
+        shutil.copytree(case("deepspeed_zero_2").path, tmp_path / f"step-{step}")
+    before = hashes(tmp_path / "step-100" / "global_step1")
+    report = stripped(tmp_path, yes=True, quick=True)
+    older = next(step for step in report.steps if step.path.name == "step-100")
+    assert older.fate == "keep"
+    assert "its optimizer stays: ckptool does not write deepspeed" in older.reason
+    assert hashes(tmp_path / "step-100" / "global_step1") == before
+
+
+def test_a_step_of_a_store_keeps_its_optimizer(tmp_path: Path) -> None:
+    run = location(f"memory://{uuid.uuid4().hex}/run")
+    assert isinstance(run, RemotePath)
+    for step in run_of(tmp_path, 100, 200).iterdir():
+        for file in step.iterdir():
+            (run / step.name / file.name).write_bytes(file.read_bytes())
+    before = sorted(run.listing)
+    report = prune(location(str(run)), OPTIONS)
+    assert "its optimizer stays: stores cannot replace" in report.steps[-1].reason
+    assert sorted(location(str(run)).listing) == before  # type: ignore[union-attr]
+
+
+def test_killed_at_any_call_each_step_is_the_old_one_or_the_new_one(tmp_path: Path) -> None:
+    source = run_of(tmp_path, 100, 250, 300)
+    run, log = tmp_path / "copy", tmp_path / "log"
+    words = [*"prune --keep-last 1 --keep-every 100 --drop-optimizer-of-older --yes".split(), "-q"]
+    shutil.copytree(source, run)
+    ended = run_with_fault([*words, str(run)], log)
+    assert ended.code == 0, ended.words
+    after = {step.name: hashes(step) for step in run.iterdir()}
+    before = {name: hashes(source / name) for name in after}
+    assert after["step-100"] != before["step-100"]
+    for number in range(1, len(ended.calls) + 1, EVERY):
+        shutil.rmtree(run)
+        shutil.copytree(source, run)
+        killed = run_with_fault([*words, str(run)], log, "KILL", Call("call", number))
+        assert killed.code == -signal.SIGKILL
+        assert hashes(run / "step-300") == before["step-300"]
+        assert hashes(run / "step-100") in (before["step-100"], after["step-100"])
+        prune(run, OPTIONS)
+        assert {step.name: hashes(step) for step in run.iterdir()} == after
+
+
+def test_the_next_removal_finishes_what_was_exchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of(tmp_path, 100, 200)
+
+    def killed_here(self: object, note: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(commit.FolderCommit, "clear", killed_here)
+        with pytest.raises(KeyboardInterrupt):
+            prune(run, OPTIONS)
+    assert not optimizer_in(run / "step-100")
+    assert ".step-100.partial" in names_in(run)
+    pruned(run, 2, yes=True)
+    assert names_in(run) == ["step-100", "step-200"]
