@@ -171,7 +171,8 @@ def prepare_reshard(source: Location, target: Location | None, options: ReshardO
     located = opened.open_containers(catalog, defers=defers)
     catalog, map_report = apply_key_map(opened, located, options.map)
     writer = _writer(options.to, opened)
-    placer = replace(placer, rules=(*placer.rules, *writer.rules()))
+    mesh = _with_names(placer.mesh, catalog.mesh)
+    placer = replace(placer, mesh=mesh, rules=(*placer.rules, *writer.rules()))
     choices = placer.choose(catalog)
     placed = PlacedTensors(
         placer.mesh, {name: choice.placements for name, choice in choices.items()}
@@ -238,6 +239,16 @@ def _placer(options: ReshardOptions) -> Placer:
         hint = one_of(options.policy, POLICIES)
         raise UsageError(f"--policy {options.policy!r}: unknown policy", hint=hint)
     return Placer(mesh, tuple(rules), options.policy)
+
+
+def _with_names(mesh: Mesh, source: Mesh | None) -> Mesh:
+    """Return the mesh with the names of the source's dims, where it has as many and none itself.
+
+    A trainer that finds its mesh dims by name, as verl does, loads no others.
+    """
+    if mesh.names is not None or source is None or len(source.shape) != len(mesh.shape):
+        return mesh
+    return replace(mesh, names=source.names)
 
 
 # Where to

@@ -341,6 +341,18 @@ def test_rank_files_hold_dtensors(
                 assert tensor.device_mesh.mesh_dim_names == report.mesh.names
 
 
+@pytest.mark.parametrize(
+    ("mesh", "names"), [("3", ("fsdp",)), ("dp=3", ("dp",)), ("2x2", None)], ids=str
+)
+def test_the_sources_dims_keep_their_names(
+    mesh: str, names: tuple[str, ...] | None, out: Path
+) -> None:
+    source = case("rank_verl").path / "global_step_5" / "actor"
+    assert reshard(source, out / "r", mesh).mesh.names == names
+    states = torch.load(next((out / "r").glob("*_0.pt")), weights_only=False)
+    assert states["model"]["one"].device_mesh.mesh_dim_names == names
+
+
 # Without writing
 
 
