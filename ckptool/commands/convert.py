@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from ckptool.commands.keymap.assets import (
+    assets_in,
     drop_quantization_config,
     lacking_files,
     with_assets,
@@ -63,9 +64,10 @@ def prepare(source: Location, target: Location, options: ConvertOptions) -> Tran
         check=lambda kept: _require_some(opened.path, kept),
     )
     catalog = rewritten.catalog
-    request = Request(target.name, options.max_shard_size, options.single_rank)
-    layout = writer.lay_out(catalog, request)
     assets, selection = options.rewrite.map.assets, options.rewrite.selection
+    names = frozenset() if assets is None else frozenset(assets_in(assets)[1])
+    request = Request(target.name, options.max_shard_size, options.single_rank, assets=names)
+    layout = writer.lay_out(catalog, request)
     layout = with_assets(layout, assets, rewritten.map, catalog, model=writer.is_model_folder)
     if options.rewrite.dequantize:
         layout = drop_quantization_config(opened, catalog, layout)

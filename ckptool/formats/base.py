@@ -70,7 +70,8 @@ class Request:
 
     ``target`` is the last part of the target's path, ``max_shard_size`` the bytes of tensor data
     a file may hold, ``one_rank`` drops the source's own chunks, ``placed`` cuts the tensors for a
-    new mesh instead. ``config`` is what a Hugging Face config beside the source says of the model.
+    new mesh instead. ``config`` is what a Hugging Face config beside the source says of the model,
+    ``assets`` the names of files from elsewhere that are put beside what is written.
     """
 
     target: str
@@ -78,6 +79,7 @@ class Request:
     one_rank: bool = False
     placed: PlacedTensors | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
+    assets: frozenset[str] = frozenset()
 
 
 LayOut = Callable[[Catalog, Request], Layout]

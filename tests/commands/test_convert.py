@@ -259,6 +259,35 @@ def test_what_a_model_server_would_not_find_is_said(out: Path) -> None:
     assert any("an adapter: loading it needs its base model" in note for note in done.notes)
 
 
+ADAPTER = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("names", "config", "file"),
+    [
+        ((f"{ADAPTER}.lora_A.weight", f"{ADAPTER}.lora_B.weight"), None, "adapter_model"),
+        ((f"{ADAPTER}.lora_A.default.weight",), None, "adapter_model"),
+        ((f"{ADAPTER}.lora_A.weight", "lm_head.weight"), None, "model"),
+        ((f"{ADAPTER}.ia3_l",), "adapter_config.json", "adapter_model"),
+        ((f"{ADAPTER}.lora_A.weight",), "config.json", "model"),
+    ],
+    ids=["lora", "lora-of-a-run", "with-a-weight", "by-its-config", "a-model-by-its-config"],
+)
+def test_an_adapter_has_the_name_that_peft_opens(
+    names: tuple[str, ...], config: str | None, file: str, out: Path
+) -> None:
+    torch.save({name: torch.ones(4, 2) for name in names}, out / "run.pt")
+    (out / "assets").mkdir()
+    if config is not None:
+        (out / "assets" / config).write_text("{}")
+    assets = None if config is None else out / "assets"
+    ckptool.convert(
+        out / "run.pt", out / "m", to="hf", hf_assets=assets, max_shard_size=16, fsync=False
+    )
+    written = sorted(path.name for path in (out / "m").glob("*.safetensors"))
+    assert (written == ["adapter_model.safetensors"]) == (file == "adapter_model")
+
+
 @pytest.mark.parametrize("target", [".", ".."])
 def test_a_folder_without_a_name_is_replaced_by_its_own(
     target: str, out: Path, monkeypatch: pytest.MonkeyPatch

@@ -30,6 +30,7 @@ _DCP_SHARD = re.compile(r"shard-\d+-model-")
 _EXTRA = f"model{EXTRA}"
 _ADAPTER, _ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _CONFIGS = ("config.json", _ADAPTER_CONFIG)
+_LORA = re.compile(r"\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)\b")
 
 
 def _weights(source: Source) -> list[str]:
@@ -146,10 +147,11 @@ def _writer(headers: Mapping[str, Mapping[str, str]]) -> str:
 
 def _lay_out(catalog: Catalog, request: Request) -> Layout:
     fitting, extra, notes = split_extra(catalog, _EXTRA)
-    groups = group_by_size(fitting, request.max_shard_size)
+    is_adapter = _is_adapter(fitting, {*catalog.companions, *request.assets})
+    groups = [fitting] if is_adapter else group_by_size(fitting, request.max_shard_size)
     names = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
     if len(groups) == 1:
-        names = [_ADAPTER if _is_adapter(catalog) else "model.safetensors"]
+        names = [_ADAPTER if is_adapter else "model.safetensors"]
     files = [*lay_out_companions(catalog), *extra]
     for name, group in zip(names, groups, strict=True):
         slices = map(OutgoingSlice.whole, group)
@@ -159,9 +161,15 @@ def _lay_out(catalog: Catalog, request: Request) -> Layout:
     return Layout(tuple(files), folder=True, notes=(*notes, *note_tied(catalog)))
 
 
-def _is_adapter(catalog: Catalog) -> bool:
-    """Return whether this is PEFT's adapter, which it looks for in one file of that name."""
-    return [name for name in _CONFIGS if name in catalog.companions] == [_ADAPTER_CONFIG]
+def _is_adapter(tensors: list[TensorEntry], beside: set[str]) -> bool:
+    """Return whether this is PEFT's adapter, which it looks for in one file of that name.
+
+    By the configuration ``beside`` it or, without one, by the names: all are LoRA's (PEFT 0.21).
+    """
+    configs = [name for name in _CONFIGS if name in beside]
+    if configs:
+        return configs == [_ADAPTER_CONFIG]
+    return bool(tensors) and all(_LORA.search(entry.name) for entry in tensors)
 
 
 def _index_file(names: list[str], groups: list[list[TensorEntry]]) -> FileLayout:
