@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ckptool.cli.parameters import AsJson, Debug, SourcePath, parse_place
+from ckptool.cli.parameters import (
+    AsJson,
+    Debug,
+    SourcePath,
+    complete_from,
+    parse_form,
+    parse_place,
+)
 from ckptool.commands.options.read import READING, ReadOptions
 from ckptool.core.options import OptionGroup
 from ckptool.errors import Several, UsageError, damaged
@@ -19,6 +27,10 @@ if TYPE_CHECKING:
     from ckptool.commands.inspect import InspectReport
     from ckptool.commands.stats import StatsReport
     from ckptool.storage.url import Location
+
+
+TABLES = ("csv", "markdown")
+FORMATS = ("text", "json", *TABLES)
 
 
 def inspect(
@@ -77,6 +89,17 @@ def inspect(
             "--verbose", "-v", help="For a URL, show how much was requested from the store."
         ),
     ] = False,
+    form: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            metavar="FORMAT",
+            help="Print text, json (as --json does), or as csv or markdown a table of tensors;"
+            " with --depth, --shards, --rank-bytes, --values or --stats of these; of a run its"
+            " steps.",
+            autocompletion=complete_from(lambda: FORMATS),
+        ),
+    ] = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -89,32 +112,40 @@ def inspect(
     """
     from ckptool.commands.inspect import inspect_readable
     from ckptool.render.inspect.report import inspect_json, show, show_traffic
-    from ckptool.render.messages import print_json, show_notes
+    from ckptool.render.messages import show_notes
     from ckptool.render.text import console
 
+    form = parse_form(form, FORMATS, as_json=as_json) or "text"
+    asked = {
+        "stats": stats, "modules": depth, "shards": shards, "rank_bytes": rank_bytes,
+        "values": values, "tensors": tensors,
+    }  # fmt: skip
+    views = [view for view, option in asked.items() if option] or ["tensors"]
+    if form in TABLES and len(views) > 1:
+        raise UsageError(f"--format {form} prints one table, not {' and '.join(views)}")
     if export is not None:
-        _require_exportable(export, as_json=as_json)
+        _require_exportable(export, form)
     place = parse_place(source, "SRC")
     reading = replace(reading, values=values or isinstance(place, Path))
     try:
         report = inspect_readable(place, reading)
     except Several:
-        asked = (tensors, shards, depth, rank_bytes, values, stats, export)
-        if any(asked) or not place.is_dir():
+        if any((*asked.values(), export)) or not place.is_dir():
             raise
-        _show_run(place, reading, as_json=as_json)
+        _show_run(place, reading, form)
         return
     statistics = _read_stats(report, stats) if stats else None
-    if as_json:
+    if form != "text":
         content = inspect_json(
             report,
             tensors=tensors or (),
             ranks=rank_bytes,
             shards=shards,
             depth=depth,
-            sort=None if sort == "name" else sort,
+            sort=None if sort == "name" and form == "json" else sort,
         )
-        print_json(content | ({} if statistics is None else {**statistics.more()}))
+        content |= {} if statistics is None else statistics.more()
+        _print_content(content, form, views[0])
     else:
         screen = console(record=export is not None)
         show(
@@ -134,16 +165,27 @@ def inspect(
     if verbose:
         show_traffic(report)
     if report.problems:
-        _fail(report, as_json=as_json)
+        _fail(report, shown=form == "text")
 
 
-def _require_exportable(export: Path, *, as_json: bool) -> None:
+def _print_content(content: Mapping[str, Any], form: str, view: str) -> None:
+    """Print a report's JSON, or one of its lists as a table."""
+    from ckptool.render.messages import print_json
+    from ckptool.render.tables import print_table
+
+    if form == "json":
+        print_json(content)
+    else:
+        print_table(content[view], form)
+
+
+def _require_exportable(export: Path, form: str) -> None:
     """Raise UsageError or Unsupported where the screen cannot be saved in a file."""
     from ckptool.render.inspect.report import export_mark, require_exportable
     from ckptool.storage.disk import require_marked
 
-    if as_json:
-        raise UsageError("--export and --json cannot be combined: with --json the screen is empty")
+    if form != "text":
+        raise UsageError(f"--export saves the screen, which --format {form} leaves empty")
     require_exportable(export)
     require_marked(export, export_mark(export), noun="screen that ckptool exported")
 
@@ -165,27 +207,26 @@ def _read_stats(report: InspectReport, names: list[str]) -> StatsReport:
         return stats(report.opened, names, started)
 
 
-def _fail(report: InspectReport, *, as_json: bool) -> None:
-    """Raise the error of a damaged checkpoint that was shown; with JSON, show it and exit."""
+def _fail(report: InspectReport, *, shown: bool) -> None:
+    """Raise the error of a damaged checkpoint that was shown; with data on stdout, exit with it."""
     from ckptool.render.messages import show_error
 
     error = report.error or damaged(list(report.problems), subject=str(report.path))
-    if not as_json:
+    if shown:
         raise error
     show_error(error)
     raise typer.Exit(error.exit_code)
 
 
-def _show_run(run: Location, reading: ReadOptions, *, as_json: bool) -> None:
+def _show_run(run: Location, reading: ReadOptions, form: str) -> None:
     """Show the steps of a run."""
     from ckptool.commands.verify.steps import list_steps
     from ckptool.render.inspect.steps import steps_lines
-    from ckptool.render.messages import print_json
     from ckptool.render.text import console, emit
 
     listed = list_steps(run, reading)
-    if as_json:
-        print_json(listed.to_dict())
+    if form != "text":
+        _print_content(listed.to_dict(), form, "steps")
     else:
         screen = console()
         emit(screen, steps_lines(listed, screen))

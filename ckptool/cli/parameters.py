@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import is_dataclass
 from difflib import get_close_matches
 from functools import wraps
@@ -15,6 +15,7 @@ import typer
 from typer.core import TyperCommand
 
 from ckptool.core.options import Option, OptionGroup, build, options_of
+from ckptool.core.text import one_of
 from ckptool.errors import UsageError
 
 if TYPE_CHECKING:
@@ -167,6 +168,15 @@ Quiet = Annotated[
 ]
 Silent = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing; see the exit code.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+def parse_form(form: str | None, forms: Sequence[str], *, as_json: bool) -> str | None:
+    """Return what --format or --json ask for; UsageError where that is none of ``forms``."""
+    if form is not None and form not in forms:
+        raise UsageError(f"invalid --format {form!r}", hint=one_of(form, forms))
+    if as_json and form not in (None, "json"):
+        raise UsageError(f"--json is --format json: not with --format {form}")
+    return "json" if as_json else form
 
 
 def parse_place(text: str, argument: str) -> Location:

@@ -6,8 +6,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckptool.core.text import one_of
-from ckptool.errors import UsageError
+from ckptool.cli.parameters import parse_form
 
 if TYPE_CHECKING:
     from ckptool.render.ci import Suite
@@ -36,11 +35,8 @@ class Output(NamedTuple):
     @classmethod
     def of(cls, form: str | None, *, as_json: bool, quiet: bool) -> Output:
         """Return the form that was asked for, or else ``github`` where GitHub runs this."""
-        if form is not None and form not in FORMATS:
-            raise UsageError(f"invalid --format {form!r}", hint=one_of(form, FORMATS))
-        if as_json and form not in (None, "json"):
-            raise UsageError(f"--json is --format json: not with --format {form}")
-        return cls("json" if as_json else form or ("github" if _on_github() else "text"), quiet)
+        form = parse_form(form, FORMATS, as_json=as_json)
+        return cls(form or ("github" if _on_github() else "text"), quiet)
 
     def show(self, answer: Answer, *, strict: bool) -> None:
         """Print an answer. Annotations of GitHub go to stderr where stdout is data."""
