@@ -81,32 +81,26 @@ Sizes = Mapping[str, int]
 Shape = tuple[int, ...]
 
 
-def solve(
-    tensors: Sequence[tuple[Axes, Shape]], known: Sizes, *, padding: str | None = None
-) -> dict[str, int]:
+def solve(tensors: Sequence[tuple[Axes, Shape]], known: Sizes) -> dict[str, int]:
     """Return the size of every axis that follows from shapes and the sizes that are known.
 
-    What is left of a sum is shared equally by its axes of unknown size; but not where ``padding``
-    is one of them.
+    Two axes of a sum are never taken to be of one size: what is fused need not be in halves.
     """
     sizes = dict(known)
     equations = {
         (dim, length) for axes, shape in tensors for dim, length in zip(axes, shape, strict=True)
     }
-    for shared in (False, True):
-        progress = True
-        while progress:
-            solved: dict[str, int] = {}
-            for dim, length in equations:
-                solved |= _solve_dim(dim, length, sizes, shared=shared, padding=padding)
-            progress = bool(solved)
-            sizes |= solved
+    progress = True
+    while progress:
+        solved: dict[str, int] = {}
+        for dim, length in equations:
+            solved |= _solve_dim(dim, length, sizes)
+        progress = bool(solved)
+        sizes |= solved
     return sizes
 
 
-def _solve_dim(
-    dim: Dim, length: int, sizes: Sizes, *, shared: bool, padding: str | None
-) -> dict[str, int]:
+def _solve_dim(dim: Dim, length: int, sizes: Sizes) -> dict[str, int]:
     """Return the sizes that one dim of ``length`` indexes determines, if one axis is unknown."""
     unknown = [axis for axis in dim if size_of(axis, sizes) is None]
     if len(unknown) != 1:
@@ -116,11 +110,7 @@ def _solve_dim(
         return {}
     missing = [name for name in unknown[0] if name not in sizes]
     left = length // others - sum(sizes.get(name, 0) for name in unknown[0])
-    if left < 0 or left % len(missing):
-        return {}
-    if len(missing) > 1 and (not shared or padding in missing):
-        return {}
-    return dict.fromkeys(missing, left // len(missing))
+    return {missing[0]: left} if len(missing) == 1 and left >= 0 else {}
 
 
 def divides(axes: Axes, shape: Shape, sizes: Sizes) -> bool:

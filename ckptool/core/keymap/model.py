@@ -274,7 +274,7 @@ def group_sizes(rule: Rule, group: Sequence[BoundTensor], known: Sizes) -> dict[
         if len(tensor.axes) != len(tensor.entry.shape):
             raise _misfit(tensor, given)
     shapes = [(tensor.axes, tensor.entry.shape) for tensor in group]
-    sizes = solve(shapes, given, padding=rule.padding)
+    sizes = solve(shapes, given)
     unknown = {name for tensor in group for name in unknown_axes(tensor.axes, sizes)}
     unknown |= {a for p in (*rule.sources, *rule.targets) for a in p.spelled} - sizes.keys()
     for tensor in group:

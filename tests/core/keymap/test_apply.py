@@ -58,7 +58,8 @@ def test_axes_that_make_no_sense(text: str, words: str) -> None:
     ("axes", "shape", "known", "found"),
     [
         ("(head dim) hidden", (12, 5), {"head": 4}, {"dim": 3, "hidden": 5}),
-        ("(gate + up)", (12,), {}, {"gate": 6, "up": 6}),
+        ("(gate + up)", (12,), {}, {}),
+        ("((gate + up) ffn)", (12,), {"gate": 1, "up": 1}, {"ffn": 6}),
         ("(gate + up)", (12,), {"gate": 4}, {"up": 8}),
         ("(kv (q + k + v) dim)", (48,), {"kv": 2, "dim": 6, "k": 1, "v": 1}, {"q": 2}),
         ("(kv (q + k + v) dim)", (48,), {"kv": 2, "q": 2, "k": 1, "v": 1}, {"dim": 6}),
@@ -76,8 +77,8 @@ def test_sizes_are_told_from_shapes(
 
 def test_padding_is_never_half_of_a_dim() -> None:
     tensors = [(parse_axes("(vocab + extra) hidden"), (12, 4))]
-    assert solve(tensors, {}, padding="extra") == {"hidden": 4}
-    assert solve(tensors, {"vocab": 9}, padding="extra")["extra"] == 3
+    assert solve(tensors, {}) == {"hidden": 4}
+    assert solve(tensors, {"vocab": 9})["extra"] == 3
 
 
 # Names
