@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 from ckptool.api.checkpoint import Checkpoint
 from ckptool.commands.rewrite import only_model
-from ckptool.commands.verify.compare.fit import WRAPPERS, Prefix, prefix_changes
+from ckptool.commands.verify.compare.fit import Prefix, prefix_changes
+from ckptool.core.selection import WRAPPERS, substitution, unwrapping_rule
 from ckptool.errors import CkptoolError, Unsupported, UsageError
 
 
@@ -139,6 +140,9 @@ def _hint(checkpoint: Checkpoint, matched: NameMatch) -> str:
     prefix = _other_prefix(matched)
     if prefix is not None:
         return f"{prefix.keyword} fits the names"
+    rule = unwrapping_rule(matched.unexpected)
+    if rule and {*map(substitution(rule), matched.unexpected)} >= {*matched.missing}:
+        return f"rename=[{rule!r}] fits the names"
     if any({*WRAPPERS} & {*name.split(".")} for name in matched.missing):
         return "torch.distributed.checkpoint.state_dict.get_model_state_dict(model) has plain names"
     if matched.missing:

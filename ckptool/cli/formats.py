@@ -1,7 +1,4 @@
-"""``ckptool formats``.
-
-``ckptool maps``.
-"""
+"""``ckptool formats`` and ``ckptool maps``."""
 
 from __future__ import annotations
 
@@ -9,8 +6,10 @@ from typing import Annotated
 
 import typer
 
-from ckptool.cli.parameters import AsJson, complete_from
+from ckptool.cli.parameters import AsJson, Debug, complete_from, parse_place
 from ckptool.commands.options.choices import builtin_map_names
+from ckptool.commands.options.rewrite import MapOptions
+from ckptool.errors import UsageError
 
 
 def formats(as_json: AsJson = False) -> None:
@@ -29,17 +28,42 @@ def maps(
         str | None,
         typer.Argument(
             metavar="[NAME]",
-            help="Print this map, a TOML file.",
+            help="Print this map, a TOML file; with --check, a TOML file of your own, too.",
             autocompletion=complete_from(builtin_map_names),
         ),
     ] = None,
+    check: Annotated[
+        str | None,
+        typer.Option(
+            "--check",
+            metavar="CKPT",
+            help="List the names of this checkpoint's model that no rule of the map takes, and the"
+            " rules that take none, each with the nearest on the other side.",
+        ),
+    ] = None,
     as_json: AsJson = False,
+    debug: Debug = False,
 ) -> None:
-    """List the key maps that --map takes by name, or print one."""
-    from ckptool.render.formats import maps_json, show_map, show_maps
+    """List the key maps that --map takes by name, print one, or check one against a checkpoint.
+
+    With --check it exits 0 if the map can be applied to the checkpoint's model, 1 if it cannot.
+    """
+    from ckptool.render.formats import maps_json, show_map, show_map_check, show_maps
     from ckptool.render.messages import print_json
 
-    if as_json:
+    if check is not None:
+        from ckptool.commands.keymap.check import check_map
+
+        if name is None:
+            raise UsageError("--check requires a map", hint="ckptool maps NAME --check CKPT")
+        report = check_map(parse_place(check, "--check"), MapOptions(name))
+        if as_json:
+            print_json(report.to_dict())
+        else:
+            show_map_check(report)
+        if not report.ok:
+            raise typer.Exit(1)
+    elif as_json:
         print_json(maps_json(name))
     elif name is None:
         show_maps()

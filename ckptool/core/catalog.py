@@ -28,8 +28,9 @@ class Record(NamedTuple):
 class Extent:
     """Addressable bytes: element ``i`` lies at ``offset + sum(i * strides)`` (all in bytes).
 
-    ``ops`` are elementwise repairs that turn the stored bytes into the values: ``byteswap``,
-    ``conj`` and ``neg``. ``record`` is the checksummed span that the bytes are part of.
+    ``ops`` turn the stored bytes into the values, element by element: the repairs ``byteswap``,
+    ``conj`` and ``neg``, and what a key map adds, ``add+1``. ``record`` is the checksummed span
+    that the bytes are part of.
     """
 
     file: str

@@ -16,6 +16,37 @@ from ckptool.errors import Problem, UsageError
 AnyEntry = TypeVar("AnyEntry", TensorEntry, ObjectEntry)
 
 
+WRAPPERS = (
+    "_orig_mod",
+    "_checkpoint_wrapped_module",
+    "_fsdp_wrapped_module",
+    "_forward_module",
+    "module",
+    "pytorch_model_fsdp",
+)
+"""The steps that torch.compile, activation checkpointing, FSDP1, Fabric, DDP and accelerate put
+into names."""
+
+
+def unwrapping_rule(names: Collection[str]) -> str | None:
+    """Return the rule of ``--rename`` that takes wrappers off the names, None where there are none.
+
+    None also where two names would become one.
+    """
+    steps = {step for name in names for step in name.split(".")[:-1]}
+    found = [wrapper for wrapper in WRAPPERS if wrapper in steps]
+    rule = rf"(^|\.)(({'|'.join(found)})\.)+=\1"
+    return rule if found and len({*map(substitution(rule), names)}) == len(names) else None
+
+
+def unwrapping_hint(names: Sequence[str], known: Callable[[str], bool]) -> str | None:
+    """Return the hint on the option that makes each of the names, and not now, a known one."""
+    rule = unwrapping_rule(names)
+    if rule is None or not all(map(known, map(substitution(rule), names))):
+        return None
+    return f"--rename '{rule}' takes the wrappers off the names"
+
+
 def matches(name: str, globs: Sequence[str]) -> bool:
     """Return whether a name matches any of the globs (``*`` also matches dots)."""
     return any(fnmatchcase(name, glob) for glob in globs)

@@ -8,8 +8,10 @@ from typing import Any
 
 from ckptool.commands.detect import list_formats
 from ckptool.commands.document import document
+from ckptool.commands.keymap.check import MapCheck
 from ckptool.commands.keymap.maps import builtin_maps, map_text
-from ckptool.render.text import console, header_table
+from ckptool.core.text import plural
+from ckptool.render.text import columns, console, emit, escaped, header_table, say
 
 
 def show_formats() -> None:
@@ -40,6 +42,29 @@ def show_maps() -> None:
 def show_map(name: str) -> None:
     """Print the TOML of a map, as it is."""
     sys.stdout.write(map_text(name))
+
+
+def show_map_check(report: MapCheck) -> None:
+    """Show the names that no rule takes, the rules that take none, and why a map cannot be applied.
+
+    Of the rules that take none only those are listed that are like such a name.
+    """
+    out = console()
+    near = [each for each in report.rules if each.nearest]
+    names = ("no rule takes", "names", "nearest rule"), report.names
+    rules = ("takes no tensor", "", "nearest name"), near
+    for heads, found in (names, rules):
+        rows = [(e.name, f"{e.count:,}" if e.count else "", e.nearest or "-") for e in found]
+        emit(out, columns(out, rows, "lrl", heads=heads) if rows else [])
+    if rest := len(report.rules) - len(near):
+        say(out, f"{plural(rest, 'further rule')} took no tensor")
+    way = f"{report.map} ({report.source} to {report.target})"
+    taken = f"takes {report.matched:,} of {plural(report.tensors, 'tensor')}"
+    say(out, escaped(f"{'OK' if report.ok else 'FAILED'}: {way} {taken}"))
+    if report.problem:
+        say(out, escaped(report.problem))
+    if report.hint:
+        say(out, escaped(f"hint: {report.hint}"))
 
 
 def maps_json(name: str | None) -> dict[str, Any]:

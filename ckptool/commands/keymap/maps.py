@@ -19,7 +19,7 @@ from ckptool.core.keymap.apply import Move, apply_map, list_lines
 from ckptool.core.keymap.match import Frames, Matcher, ModelFacts, find_frames, fits, kinds_of
 from ckptool.core.keymap.model import KeyMap, UnknownSizes
 from ckptool.core.keymap.parse import parse_map
-from ckptool.core.text import did_you_mean, one_of
+from ckptool.core.text import did_you_mean, one_of, plural
 from ckptool.errors import UsageError
 
 AUTO = "auto"
@@ -40,6 +40,7 @@ class MapReport:
     reason: str
     moves: tuple[Move, ...]
     excluded: tuple[str, ...]
+    computed: tuple[str, ...]
     config: dict[str, Any] | None = None
     config_lacks: str = ""
 
@@ -48,7 +49,9 @@ class MapReport:
         """What a person should know of it."""
         applied = f"map {self.name}, {self.source} to {self.target}: {self.reason}"
         left = (f"excluded by the map: {', '.join(self.excluded)}",) if self.excluded else ()
-        return (applied, *left)
+        made = plural(len(self.computed), "tensor")
+        changed = f"computed, and rounded to their type, as the map says: {made}"
+        return (applied, *left, *([changed] if self.computed else []))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the map, and every tensor it makes."""
@@ -81,10 +84,15 @@ class MapReport:
 @cache
 def builtin_maps() -> dict[str, KeyMap]:
     """Return the maps that come with ckptool, by name."""
-    files = sorted(resources.files("ckptool").joinpath("maps").iterdir(), key=str)
-    texts = {file.name: file.read_text("utf-8") for file in files if file.name.endswith(".toml")}
-    maps = [parse_map(tomllib.loads(text), name) for name, text in texts.items()]
-    return {key_map.name: key_map for key_map in maps}
+    files = resources.files("ckptool").joinpath("maps").iterdir()
+    names = sorted(file.name for file in files if file.name.endswith(".toml"))
+    return {name: _builtin_map(name) for name in (n.removesuffix(".toml") for n in names)}
+
+
+@cache
+def _builtin_map(name: str) -> KeyMap:
+    text = resources.files("ckptool").joinpath("maps", f"{name}.toml").read_text("utf-8")
+    return parse_map(tomllib.loads(text), f"{name}.toml", _builtin_map)
 
 
 def map_text(name: str) -> str:
@@ -108,11 +116,33 @@ def load_map(name: str) -> KeyMap:
                 f"{AUTO}, one of {', '.join(builtin_maps())}, or a TOML file",
             ),
         )
+    return _map_in(path, name, ())
+
+
+def _map_in(path: Path, shown: str, seen: tuple[Path, ...]) -> KeyMap:
+    """Parse a TOML file, and the maps that it includes: built-in ones, or files beside it.
+
+    Raises UsageError.
+    """
+    if path in seen:
+        raise UsageError(f"--map {shown}: includes itself")
     try:
         content = tomllib.loads(text_of(path, "--map"))
     except ValueError as error:
-        raise UsageError(f"--map {name}: {error}") from None
-    return parse_map(content, name)
+        raise UsageError(f"--map {shown}: {error}") from None
+
+    def included(other: str) -> KeyMap:
+        if other in builtin_maps():
+            return builtin_maps()[other]
+        beside = path.parent / other
+        if not beside.is_file():
+            raise UsageError(
+                f"--map {shown}: includes {other!r}, not a built-in map or a file beside it",
+                hint=did_you_mean(other, list(builtin_maps()), "`ckptool maps` lists maps"),
+            )
+        return _map_in(beside, str(beside), (*seen, path))
+
+    return parse_map(content, shown, included)
 
 
 def map_checkpoint(
@@ -128,7 +158,7 @@ def map_checkpoint(
     key_map, reason = (
         _detect_map(catalog, known, options)
         if options.name == AUTO
-        else _requested_map(catalog, options)
+        else requested_map(catalog, options)
     )
     types = _model_types(known)
     if types and not _is_for(key_map, types):
@@ -153,6 +183,7 @@ def map_checkpoint(
         reason,
         mapped.moves,
         mapped.excluded,
+        mapped.computed,
         config,
         lacks,
     )
@@ -239,7 +270,7 @@ def _value(
     return None
 
 
-def _requested_map(catalog: Catalog, options: MapOptions) -> tuple[KeyMap, str]:
+def requested_map(catalog: Catalog, options: MapOptions) -> tuple[KeyMap, str]:
     """Return the map of ``--map``, turned as asked or as most names match, and the reason."""
     forward = load_map(options.name or "")
     if options.inverse is not None:

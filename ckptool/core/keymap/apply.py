@@ -8,14 +8,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptool.core.catalog import Catalog, ObjectEntry, TensorEntry
-from ckptool.core.keymap.carry import CarriedTensor, carry, one_value
+from ckptool.core.keymap.carry import CarriedTensor, carry, one_value, split_blocks
 from ckptool.core.keymap.match import Claim, Frame, Matcher, ModelFacts, find_frames
 from ckptool.core.keymap.model import BoundTensor, KeyMap, Rule, UnknownSizes, group_sizes
-from ckptool.core.selection import rename_entry
+from ckptool.core.selection import rename_entry, unwrapping_hint
 from ckptool.core.state_category import state_category
 from ckptool.errors import Unsupported, UsageError
 
 _MOST_SHOWN = 12
+_MOMENTS = (".exp_avg", ".exp_avg_sq", ".max_exp_avg_sq", ".momentum_buffer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +31,15 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class MapResult:
-    """A checkpoint under a map; ``excluded`` are the names that the map says to leave out."""
+    """A checkpoint under a map; ``excluded`` are the names that the map says to leave out.
+
+    ``computed`` are the tensors of the result whose elements the map changes.
+    """
 
     catalog: Catalog
     moves: tuple[Move, ...]
     excluded: tuple[str, ...]
+    computed: tuple[str, ...]
 
 
 def apply_map(catalog: Catalog, key_map: KeyMap, facts: ModelFacts) -> MapResult:
@@ -85,6 +90,7 @@ class _Application:
         self._moves: list[Move] = []
         self._values: list[ObjectEntry] = []
         self._excluded: list[str] = []
+        self._computed: list[str] = []
         self._refused: list[str] = []
         self._unknown: dict[str, UnknownSizes] = {}
 
@@ -109,7 +115,8 @@ class _Application:
             raise UsageError(
                 f"map {self._map.name} ({self._map.source} to {self._map.target}) has no rule for"
                 f" {len(unmatched):,} of the tensors:\n" + list_lines(unmatched),
-                hint="use --drop 'GLOB' to exclude tensors, or edit the map of `ckptool maps NAME`"
+                hint=unwrapping_hint(unmatched, self._matchers["model"].knows)
+                or "use --drop 'GLOB' to exclude tensors, or edit the map of `ckptool maps NAME`"
                 " and pass it as --map FILE",
             )
 
@@ -138,7 +145,7 @@ class _Application:
             targets = (
                 self._scalars(group)
                 if group.is_scalar
-                else self._elements(rule, group.tensors, exact=not of_model)
+                else self._elements(_for(rule, group.frame), group.tensors, exact=not of_model)
             )
         except UnknownSizes as error:
             self._unknown.setdefault(rule.whole.text, error)
@@ -154,10 +161,13 @@ class _Application:
             name = group.frame.around(target.name)
             entry = rename_entry(target.entry, name)
             self._moves.append(Move(sources, name, entry, target.operation))
+            if rule.add and of_model:
+                self._computed.append(name)
 
     def _elements(
         self, rule: Rule, tensors: list[BoundTensor], *, exact: bool
     ) -> list[CarriedTensor]:
+        tensors = split_blocks(rule, tensors, self._facts.sizes)
         sizes = group_sizes(rule, tensors, self._facts.sizes)
         self._require_alike(rule, tensors[0], sizes)
         return carry(rule, tensors, sizes, exact=exact)
@@ -248,7 +258,19 @@ class _Application:
         objects = {n: e for n, e in self._catalog.objects.items() if n not in handled}
         objects |= {value.name: value for value in self._values}
         catalog = replace(self._catalog, tensors=tensors | rest, objects=objects)
-        return MapResult(catalog, tuple(moves), tuple(self._excluded))
+        return MapResult(catalog, tuple(moves), tuple(self._excluded), tuple(self._computed))
+
+
+def _for(rule: Rule, frame: Frame) -> Rule:
+    """Return a rule for one part: gradients, and so their moments, are those of ``weight + 1``.
+
+    Raises Unsupported where it is not known what a rule that adds makes of an optimizer's state.
+    """
+    if not rule.add or frame.part == "model":
+        return rule
+    if frame.suffix not in _MOMENTS:
+        raise Unsupported(f"the model's tensor is changed by {rule.add}, this one may be or not")
+    return replace(rule, add=0)
 
 
 def _is_list_of_names(entry: ObjectEntry) -> bool:

@@ -7,10 +7,26 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ckptool.core.catalog import Chunk, TensorEntry, merge_copies
-from ckptool.core.keymap.axes import Axis, Sizes, axes_of, size_of
-from ckptool.core.keymap.model import Binding, BoundTensor, Pattern, Rule, kept_size
-from ckptool.core.views import insert_dim, merge_dims, narrow, pad, permute, split_dim, unstack
+from ckptool.core.catalog import Chunk, EncodedBlob, Extent, Place, TensorEntry, merge_copies
+from ckptool.core.keymap.axes import Axis, Sizes, axes_of, size_of, solve, unknown_axes
+from ckptool.core.keymap.model import (
+    Binding,
+    BoundTensor,
+    Pattern,
+    Rule,
+    UnknownSizes,
+    kept_size,
+)
+from ckptool.core.views import (
+    insert_dim,
+    join,
+    merge_dims,
+    narrow,
+    pad,
+    permute,
+    split_dim,
+    unstack,
+)
 from ckptool.errors import Unsupported
 
 _MOST_NAMED = 3
@@ -23,6 +39,53 @@ class CarriedTensor:
     name: str
     entry: TensorEntry
     operation: str
+
+
+def split_blocks(rule: Rule, group: Sequence[BoundTensor], known: Sizes) -> list[BoundTensor]:
+    """Return the group with each tensor that is several blocks as these blocks.
+
+    Raises UnknownSizes; Unsupported where the blocks are not as long as their dim.
+    """
+    if all(tensor.pattern.dim is None for tensor in group):
+        return list(group)
+    outer = []
+    for tensor in group:
+        dims = [d for d in range(len(tensor.entry.shape)) if d != tensor.pattern.dim]
+        if len(tensor.axes) != len(tensor.entry.shape):
+            raise _uneven(tensor, {})
+        outer.append(
+            (tuple(tensor.axes[d] for d in dims), tuple(tensor.entry.shape[d] for d in dims))
+        )
+    sizes = solve(outer, known)
+    return [block for tensor in group for block in _blocks(rule, tensor, sizes)]
+
+
+def _blocks(rule: Rule, tensor: BoundTensor, sizes: Sizes) -> Iterator[BoundTensor]:
+    dim = tensor.pattern.dim
+    if dim is None:
+        yield tensor
+        return
+    patterns = rule.blocks(tensor.pattern)
+    dims = tuple((pattern.axes or ())[dim] for pattern in patterns)
+    unknown = unknown_axes(dims, sizes)
+    if missing := sorted(set(unknown)):
+        raise UnknownSizes(missing, tensor.pattern.text)
+    lengths = [math.prod(size_of(axis, sizes) or 0 for axis in axes) for axes in dims]
+    if sum(lengths) != tensor.entry.shape[dim]:
+        raise _uneven(tensor, sizes)
+    start = 0
+    for pattern, length in zip(patterns, lengths, strict=True):
+        entry = narrow(tensor.entry, dim, start, start + length)
+        yield BoundTensor(pattern, tensor.binding, entry)
+        start += length
+
+
+def _uneven(tensor: BoundTensor, sizes: Sizes) -> Unsupported:
+    known = ", ".join(f"{name} {size:,}" for name, size in sizes.items())
+    return Unsupported(
+        f"{tensor.entry.name}: shape {list(tensor.entry.shape)} does not match"
+        f" {tensor.pattern.text}" + (f" with {known}" if known else "")
+    )
 
 
 def carry(
@@ -38,18 +101,40 @@ def carry(
         return _tie(rule, group, common, sizes)
     if rule.renames:
         name = rule.targets[0].name(group[0].binding, sizes)
-        return [CarriedTensor(name, group[0].entry, "rename")]
+        entry = _add(group[0].entry, rule.add)
+        return [CarriedTensor(name, entry, f"add {rule.add}" if rule.add else "rename")]
     _require_all(rule, group, common, sizes)
     if exact and rule.padding is not None and sizes[rule.padding]:
         raise Unsupported(f"{padding(rule, sizes)} is not a permutation of its elements")
     array = _assemble(rule, group, sizes)
-    return [
-        CarriedTensor(
-            pattern.name(common | binding, sizes), _shape(rule, pattern, part, sizes), what
-        )
-        for pattern, what in [(target, operation(rule, target, sizes)) for target in rule.targets]
-        for binding, part in _cut(rule, pattern, array, sizes)
-    ]
+    made: dict[str, CarriedTensor] = {}
+    for pattern in rule.targets:
+        what = operation(rule, pattern, sizes)
+        for binding, part in _cut(rule, pattern, array, sizes):
+            name = pattern.name(common | binding, sizes)
+            entry = _add(_shape(rule, pattern, part, sizes), rule.add)
+            if pattern.dim is not None and name in made:
+                entry = join([made[name].entry, entry], pattern.dim)
+            made[name] = CarriedTensor(name, entry, what)
+    return list(made.values())
+
+
+def _add(entry: TensorEntry, add: int) -> TensorEntry:
+    """Return a tensor with a number added to each element, rounded to its type as torch does.
+
+    Raises Unsupported where the elements are not floats of 16 bits or more.
+    """
+    if not add:
+        return entry
+
+    def added(at: Place) -> Place:
+        if not isinstance(at, Extent | EncodedBlob):
+            raise Unsupported(f"{entry.name}: quantized, so {add} cannot be added to it")
+        return replace(at, ops=(*at.ops, f"add{add:+d}"))
+
+    if entry.source_dtype.kind != "float" or entry.source_dtype.itemsize == 1:
+        raise Unsupported(f"{entry.name}: {add} cannot be added to {entry.source_dtype}")
+    return replace(entry, chunks=tuple(chunk.map_places(added) for chunk in entry.chunks))
 
 
 def one_value(names: Sequence[str], entries: Sequence[TensorEntry]) -> list[CarriedTensor]:
@@ -115,8 +200,9 @@ def _cut_at(entry: TensorEntry, dim: int, edges: Sequence[int]) -> Iterator[Chun
 
 def _require_all(rule: Rule, group: Sequence[BoundTensor], common: Binding, sizes: Sizes) -> None:
     """Raise Unsupported where one of the sources that belong together is missing."""
-    present = {(id(tensor.pattern), *sorted(tensor.binding.items())) for tensor in group}
-    spelled = {id(pattern): rule.varying(pattern) for pattern in rule.sources}
+    present = {(tensor.pattern.text, *sorted(tensor.binding.items())) for tensor in group}
+    patterns = {pattern.text: pattern for pattern in rule.sources}
+    spelled = {text: rule.varying(pattern) for text, pattern in patterns.items()}
     counts = (math.prod(sizes[axis] for axis in axes) for axes in spelled.values())
     lacks = sum(counts) - len(present)
     if lacks <= 0:
@@ -124,9 +210,9 @@ def _require_all(rule: Rule, group: Sequence[BoundTensor], common: Binding, size
     most = len(present) + _MOST_NAMED
     missing = (
         pattern.name(common | binding, sizes)
-        for pattern in rule.sources
-        for binding in _indexes(spelled[id(pattern)], sizes, most)
-        if (id(pattern), *sorted((common | binding).items())) not in present
+        for text, pattern in patterns.items()
+        for binding in _indexes(spelled[text], sizes, most)
+        if (text, *sorted((common | binding).items())) not in present
     )
     named = ", ".join(itertools.islice(missing, _MOST_NAMED))
     more = f", and {lacks - _MOST_NAMED:,} more" if lacks > _MOST_NAMED else ""
@@ -228,15 +314,19 @@ def operation(rule: Rule, target: Pattern, sizes: Sizes) -> str:
     """Say how a target of a rule is made, such as ``split q | k | v, permute``."""
     words = []
     whole = rule.whole
-    if whole is target and len(rule.sources) > 1:
-        words.append("join " + " + ".join(_parts_named(rule)))
-    if whole is not target and len(rule.targets) > 1:
-        words.append("split " + " | ".join(_parts_named(rule)))
+    if len({source.text for source in rule.sources}) > 1:
+        words.append("join " + " + ".join(_parts_named(rule, rule.sources)))
+    if len({part.text for part in rule.targets}) > 1:
+        words.append("split " + " | ".join(_parts_named(rule, rule.targets)))
+    if any(pattern.dim is not None for pattern in (*rule.sources, *rule.targets)):
+        words.append("reorder blocks")
     before = {axis for pattern in rule.sources for axis in rule.varying(pattern)}
     after = set(rule.varying(target))
     words += [f"stack {axis}" for axis in sorted(before - after)]
     words += [f"unstack {axis}" for axis in sorted(after - before)]
-    words += _order(rule, rule.parts if whole is target else (target,))
+    words += _order(rule, rule.parts if whole is target or rule.array else (target,))
+    if rule.add:
+        words.append(f"add {rule.add}")
     if rule.padding is not None and sizes[rule.padding]:
         words.append(padding(rule, sizes))
     return ", ".join(words) or "rename"
@@ -251,12 +341,12 @@ def padding(rule: Rule, sizes: Sizes) -> str:
     return f"unpad {total:,} to {full:,}"
 
 
-def _parts_named(rule: Rule) -> list[str]:
+def _parts_named(rule: Rule, parts: Sequence[Pattern]) -> list[str]:
     """Return the axes of the first sum that tell the parts apart."""
     sums = [axis for axis in axes_of(rule.whole.axes or ()) if len(axis) > 1]
     return [
         " ".join(" + ".join(own) for own in axes_of(part.axes or ()) if set(own) < set(axis))
-        for part in rule.parts
+        for part in parts
         for axis in sums[:1]
     ]
 

@@ -48,7 +48,8 @@ class Pattern:
     """Names of one kind of tensor, and its axes; ``axes`` is None where the shape does not matter.
 
     ``key`` is the name with ``#`` for each number, ``slots`` what stands for these. An ``optional``
-    one is accepted but never made.
+    one is accepted but never made. Where ``dim`` is given, the tensor is several blocks, one after
+    the other along that dim: this is one of them, and the others have the same text.
     """
 
     text: str
@@ -56,6 +57,7 @@ class Pattern:
     slots: tuple[Slot | int, ...]
     axes: Axes | None = None
     optional: bool = False
+    dim: int | None = None
 
     @property
     def spelled(self) -> tuple[str, ...]:
@@ -103,12 +105,14 @@ def abstract(name: str) -> tuple[str, tuple[int, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Sources and targets that hold the same elements; one of the two sides is a single tensor.
+    """Sources and targets that hold the same elements; one side is a single tensor, or an array.
 
     ``padding`` is the axis whose indexes only fill up, ``tie`` says that all patterns are one and
     the same tensor, ``when`` names a fact that must hold, ``unless`` one that must not, ``only``
     the part of the checkpoint (``model`` or ``optimizer``) that the rule is for. ``beside`` is a
     name that must be there, too, with the same indexes; ``back`` is that of the other way.
+    ``array`` has the axes of what both sides are parts of, where no tensor holds it all. ``add`` is
+    added to the elements of the sources.
 
     ``whole`` is the pattern that names all of the axes, ``common`` are the axes that all names
     spell out: there is one group of tensors for each of their indexes.
@@ -123,14 +127,18 @@ class Rule:
     unless: str | None = None
     beside: Pattern | None = None
     back: Pattern | None = None
+    array: Pattern | None = None
+    add: int = 0
     whole: Pattern = field(init=False, compare=False, repr=False)
     common: tuple[str, ...] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         single = [side[0] for side in (self.sources, self.targets) if len(side) == 1]
-        whole = max(single or self.sources, key=_names_axes)
+        whole = self.array or max(single or self.sources, key=_names_axes)
         patterns = (*self.sources, *self.targets)
-        common = tuple(a for a in whole.spelled if all(a in p.spelled for p in patterns))
+        inside = {name for axis in axes_of(whole.axes or ()) for name in axis}
+        spelled = (name for name in self.sources[0].spelled if name not in inside)
+        common = tuple(a for a in spelled if all(a in p.spelled for p in patterns))
         object.__setattr__(self, "whole", whole)
         object.__setattr__(self, "common", common)
 
@@ -142,12 +150,18 @@ class Rule:
             targets=self.sources,
             beside=self.back,
             back=self.beside,
+            add=-self.add,
         )
 
     @property
     def parts(self) -> tuple[Pattern, ...]:
-        """The patterns on the other side."""
-        return self.targets if self.sources[0] is self.whole else self.sources
+        """The patterns other than the whole."""
+        patterns = (*self.sources, *self.targets)
+        return tuple(pattern for pattern in patterns if pattern is not self.whole)
+
+    def blocks(self, pattern: Pattern) -> list[Pattern]:
+        """Return the patterns of the blocks that a source consists of."""
+        return [source for source in self.sources if source.text == pattern.text]
 
     @property
     def renames(self) -> bool:

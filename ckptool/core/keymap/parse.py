@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ckptool.core.keymap.axes import NAME, Axis, axes_of, parse_axes
@@ -14,16 +15,42 @@ from ckptool.errors import CkptoolError, UsageError
 _NUMBER = re.compile(r"[0-9]+")
 _SLOT = re.compile(r"\{(\w+)(?:\+(\w+))?\}")
 _STACKED = re.compile(r"<(\.\{(\w+)\})>")
+_OUTER = re.compile(r"\((?:[^()]|\([^()]*\))*\)")
 _NAMED = re.compile(r"(?P<name>\S+?)(?P<optional>\?)?(?:\s+\[(?P<axes>[^\[\]]*)\])?")
 _KEYS = {
     *("name", "summary", "from", "to", "dims", "rule"),
-    *("drop", "marks", "model_types", "unless", "facts", "keep", "detect"),
+    *("drop", "marks", "model_types", "unless", "facts", "keep", "detect", "include"),
 }
-_RULE_KEYS = {"from", "to", "padding", "tie", "when", "unless", "only", "beside"}
+_RULE_KEYS = {"from", "to", "padding", "tie", "when", "unless", "only", "beside", "array", "add"}
+
+Included = Callable[[str], KeyMap]
+"""Returns the map that another includes, by what it calls it."""
 
 
-def parse_map(content: Mapping[str, Any], where: str) -> KeyMap:
+def parse_map(content: Mapping[str, Any], where: str, included: Included) -> KeyMap:
     """Parse a TOML file's content; UsageError with the rule where something is wrong."""
+    names = _texts(content.get("include", []))
+    key_map = _parse_own(content, where, has_more=bool(names))
+    for name in names:
+        key_map = _with_included(key_map, included(name))
+    return key_map
+
+
+def _with_included(own: KeyMap, other: KeyMap) -> KeyMap:
+    """Add what another map says of names, after the own; which models it is for is the own's."""
+    return replace(
+        own,
+        rules=(*own.rules, *other.rules),
+        sizes={**other.sizes, **own.sizes},
+        drop=(*own.drop, *other.drop),
+        keep=(*own.keep, *other.keep),
+        tells={**other.tells, **own.tells},
+        back_drop=(*own.back_drop, *other.back_drop),
+    )
+
+
+def _parse_own(content: Mapping[str, Any], where: str, *, has_more: bool) -> KeyMap:
+    """Parse a map without what it includes."""
     _require_keys(content, _KEYS, where)
     rules = []
     for number, table in enumerate(content.get("rule", ()), 1):
@@ -31,7 +58,7 @@ def parse_map(content: Mapping[str, Any], where: str) -> KeyMap:
             rules += [_rule(variant) for variant in _variants(table)]
         except CkptoolError as error:
             raise UsageError(f"{where}: rule {number}: {error.message}") from None
-    if not rules:
+    if not rules and not has_more:
         raise UsageError(f"{where}: no [[rule]] found")
     drop, back_drop = _sides(content, "drop", where)
     marks, back_marks = _sides(content, "marks", where)
@@ -84,7 +111,25 @@ def _sides(
 
 
 def _patterns(value: Any) -> tuple[Pattern, ...]:
-    return tuple(map(parse_pattern, _texts(value)))
+    return tuple(pattern for text in _texts(value) for pattern in _blocks(text))
+
+
+def _blocks(text: str) -> list[Pattern]:
+    """Parse a name whose dim may be several blocks, ``[(q dim | k dim) hidden]``: one of each.
+
+    Raises UsageError.
+    """
+    name, bracket, axes = text.partition("[")
+    if "|" not in axes:
+        return [parse_pattern(text)]
+    spans = [match for match in _OUTER.finditer(axes) if "|" in match[0]]
+    before, _, after = axes.partition(spans[0][0]) if len(spans) == 1 else ("", "", "|")
+    if "|" in before + after:
+        raise UsageError(f"{text!r}: blocks are written (a b | c d), in one dim of a tensor")
+    words = [f"({block.strip()})" for block in spans[0][0][1:-1].split("|")]
+    dim = len(parse_axes(before))
+    parsed = [parse_pattern(f"{name}{bracket}{before}{word}{after}") for word in words]
+    return [replace(pattern, text=text, dim=dim) for pattern in parsed]
 
 
 def _lookups(name: str, value: Any, where: str) -> tuple[str | int, ...]:
@@ -119,9 +164,11 @@ def _variants(table: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         return [table]
     if "[" not in text:
         raise UsageError(f"{text!r}: a stacked name needs axes in brackets")
-    stacked = text.replace(match[0], "").replace("[", f"[{match[2]} ")
+    stacked = {"from": text.replace(match[0], "").replace("[", f"[{match[2]} ")}
+    if isinstance(array := table.get("array"), str):
+        stacked["array"] = array.replace("[", f"[{match[2]} ")
     return [
-        {"unless": "apart", **table, "from": stacked},
+        {"unless": "apart", **table, **stacked},
         {**table, "from": text.replace(match[0], match[1])},
     ]
 
@@ -132,6 +179,9 @@ def _rule(table: Mapping[str, Any]) -> Rule:
     if not sources or not targets:
         raise UsageError("requires both `from` and `to`")
     beside, back = _beside(table, sources, targets)
+    add = table.get("add", 0)
+    if type(add) is not int:
+        raise UsageError(f"add = {add!r} must be a whole number")
     rule = Rule(
         sources,
         targets,
@@ -142,9 +192,26 @@ def _rule(table: Mapping[str, Any]) -> Rule:
         unless=table.get("unless"),
         beside=beside,
         back=back,
+        array=_array(table, sources, targets),
+        add=add,
     )
     _require_invertible(rule)
     return rule
+
+
+def _array(table: Mapping[str, Any], *sides: Sequence[Pattern]) -> Pattern | None:
+    """Return the axes of what the tensors of both sides are parts of, where no tensor holds all."""
+    text = table.get("array")
+    if text is None:
+        if all(len(side) > 1 for side in sides) and not table.get("tie"):
+            raise UsageError(
+                "several tensors or blocks on both sides require `array`, the axes of what all are"
+                " parts of"
+            )
+        return None
+    if not isinstance(text, str) or not text.startswith("[") or not text.endswith("]"):
+        raise UsageError(f"array = {text!r} must be axes in brackets")
+    return Pattern(text, "", (), parse_axes(text[1:-1]))
 
 
 def _beside(
@@ -202,10 +269,13 @@ def _require_invertible(rule: Rule) -> None:
         _require_tie(rule)
     elif any(pattern.optional for pattern in patterns):
         raise UsageError("optional names are allowed in ties only")
-    elif len(rule.sources) > 1 and len(rule.targets) > 1:
-        raise UsageError("`from` or `to` must be a single name; split it into two rules")
+    elif rule.array is not None:
+        if rule.padding is not None:
+            raise UsageError("`array` cannot have padding")
+        for side in (rule.sources, rule.targets):
+            _require_same_axes(rule, side)
     else:
-        _require_same_axes(rule)
+        _require_same_axes(rule, rule.parts)
 
 
 def _require_tie(rule: Rule) -> None:
@@ -216,11 +286,12 @@ def _require_tie(rule: Rule) -> None:
         raise UsageError("a tie needs a non-optional name on each side")
 
 
-def _require_same_axes(rule: Rule) -> None:
+def _require_same_axes(rule: Rule, parts: Sequence[Pattern]) -> None:
     """Require that every part holds every axis, or one of each sum; together all but padding."""
     whole, padding = rule.whole, rule.padding
     sums = [axis for axis in axes_of(whole.axes or ()) if len(axis) > 1]
-    choices = [c for part in rule.parts for c in itertools.product(*_choice(part, whole, sums))]
+    picked = [_choice(part, rule, sums) for part in parts]
+    choices = [choice for pick in picked for choice in itertools.product(*pick)]
     repeated = [choice for choice in choices if choices.count(choice) > 1]
     if repeated:
         raise UsageError(f"two names contain {' '.join(repeated[0])} of {whole.text!r}")
@@ -232,8 +303,9 @@ def _require_same_axes(rule: Rule) -> None:
         raise UsageError(f"padding = {padding!r} must be the last of a sum and in no part")
 
 
-def _choice(part: Pattern, whole: Pattern, sums: list[Axis]) -> list[Axis]:
+def _choice(part: Pattern, rule: Rule, sums: list[Axis]) -> list[Axis]:
     """Return which of each sum's axes a part holds; UsageError where the axes differ."""
+    whole = rule.whole
     axes = {*((a,) for a in part.spelled), *axes_of(part.axes or ())}
     choices: list[Axis] = []
     for axis in sums:
@@ -242,7 +314,8 @@ def _choice(part: Pattern, whole: Pattern, sums: list[Axis]) -> list[Axis]:
             raise UsageError(f"{part.text!r} must contain exactly one of {' + '.join(axis)}")
         axes.remove(parts[0])
         choices.append(parts[0])
-    expected = {*((a,) for a in whole.spelled), *axes_of(whole.axes or ())} - set(sums)
+    spelled = {*whole.spelled, *rule.common}
+    expected = {*((a,) for a in spelled), *axes_of(whole.axes or ())} - set(sums)
     differing = sorted(itertools.chain(*(axes ^ expected)))
     if differing:
         raise UsageError(f"axis {differing[0]} must be in both {part.text!r} and {whole.text!r}")

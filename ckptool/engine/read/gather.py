@@ -20,7 +20,7 @@ from ckptool.core.catalog import (
     contiguous,
 )
 from ckptool.core.codec import decode
-from ckptool.core.dtype import DType
+from ckptool.core.dtype import BY_NAME, DType
 from ckptool.core.plan import ChunkIndex
 from ckptool.engine.read.containers import open_chunk
 from ckptool.engine.read.rounding import cast
@@ -231,12 +231,15 @@ def _strided(data: bytes, start: int, strides: tuple[int, ...], local: Box, item
 
 
 def _repair(out: Array, ops: tuple[str, ...], dtype: DType) -> None:
-    """Turn stored elements into values: swap bytes, resolve conjugate and negative bits."""
+    """Turn stored elements into values: swap bytes, resolve conjugate and negative bits, add."""
     if not ops or not out.size:
         return
     values = np.ascontiguousarray(out)
     for op in ops:
-        _REPAIRS[op](values, dtype)
+        if op.startswith("add"):
+            _add(values, dtype, int(op.removeprefix("add")))
+        else:
+            _REPAIRS[op](values, dtype)
     out[...] = values
 
 
@@ -256,6 +259,15 @@ def _negate(values: Array, dtype: DType) -> None:
         return
     parts = values.reshape(-1).view(f"u{dtype.swap}")
     parts ^= parts.dtype.type(1 << (dtype.swap * 8 - 1))
+
+
+def _add(values: Array, dtype: DType, amount: int) -> None:
+    """Add a number to floats, rounded once to their type, as torch does (in 32 bits, or 64)."""
+    wide = BY_NAME["float64" if dtype.itemsize == 8 else "float32"]
+    numbers = cast(values, dtype, wide).view(wide.name)
+    with np.errstate(all="ignore"):
+        numbers = numbers + numbers.dtype.type(amount)
+    values[...] = cast(numbers.view(f"u{wide.itemsize}"), wide, dtype)
 
 
 _REPAIRS: dict[str, Callable[[Array, DType], None]] = {

@@ -19,7 +19,7 @@ from ckptool.core.keymap.axes import Axes, axes_of, parse_axes, show_axes, solve
 from ckptool.core.keymap.match import ModelFacts
 from ckptool.core.keymap.model import KeyMap, abstract
 from ckptool.core.keymap.parse import parse_map, parse_pattern
-from ckptool.errors import UsageError
+from ckptool.errors import Unsupported, UsageError
 
 Array = np.ndarray[Any, Any]
 
@@ -114,7 +114,7 @@ def test_patterns_that_make_no_sense(text: str) -> None:
 
 
 def key_map(*rules: dict[str, Any], **more: Any) -> KeyMap:
-    return parse_map({"rule": list(rules), **more}, "m.toml")
+    return parse_map({"rule": list(rules), **more}, "m.toml", {}.__getitem__)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,14 @@ def key_map(*rules: dict[str, Any], **more: Any) -> KeyMap:
         ({"from": "a [(x + y)]", "to": ["b [x]", "c [x]"]}, "two names contain x"),
         ({"from": "a [(x + y + z)]", "to": ["b [(x + y)]", "c [(y + z)]"]}, "two names contain y"),
         ({"from": "a [(x + y) h]", "to": ["b [x h]", "c [h]"]}, "must contain exactly one of x"),
-        ({"from": ["a", "b"], "to": ["c", "d"]}, "single name"),
+        ({"from": ["a", "b"], "to": ["c", "d"]}, "both sides require `array`"),
+        ({"from": ["a [x]", "b [y]"], "to": "c [x y]", "array": "x y"}, "axes in brackets"),
+        ({"from": "a [x y]", "to": "c [y x]", "array": "[x z]"}, "axis y must be in both"),
+        ({"from": "a", "to": "b", "array": "[x]"}, "axis x must be in both"),
+        ({"from": "a [(x | y) (z | w)]", "to": "b"}, "in one dim"),
+        ({"from": "a [(x | y) h]", "to": "b [(x + z) h]"}, "exactly one of x"),
+        ({"from": "a [(x | y)]", "to": "b [(x + y + z)]"}, "no name contains z"),
+        ({"from": "a", "to": "b", "add": 0.5}, "must be a whole number"),
         ({"from": "a?", "to": "b"}, "optional names are allowed in ties only"),
         ({"from": "a", "to": "b?", "tie": True}, "a non-optional name on each side"),
         ({"from": ["a.{l}", "b"], "to": "c.{l}", "tie": True}, "same numbers"),
@@ -168,7 +175,7 @@ def test_files_that_make_no_sense(more: dict[str, Any], words: str) -> None:
 
 def test_a_file_without_rules() -> None:
     with pytest.raises(UsageError, match=r"no \[\[rule\]\]"):
-        parse_map({}, "m.toml")
+        parse_map({}, "m.toml", {}.__getitem__)
 
 
 # Which rule takes a name
@@ -328,6 +335,57 @@ def test_queries_keys_and_values_by_group(kv: int, q: int, dim: int, wide: int, 
         np.testing.assert_array_equal(store.array(there.tensors[name]), array)
     back = apply_map(there, rules.inverse, facts).catalog
     np.testing.assert_array_equal(store.array(back.tensors["qkv"]), fused)
+
+
+@given(
+    st.integers(1, 3), st.integers(1, 3), st.integers(1, 4), st.integers(1, 3), st.integers(0, 9)
+)
+def test_blocks_one_after_the_other(kv: int, q: int, dim: int, wide: int, cut: int) -> None:
+    """All queries, all keys, all values: into groups, and apart; and back."""
+    heads = {"q": kv * q, "k": kv, "v": kv}
+    parts = {n: np.arange(h * dim * wide).reshape(h * dim, wide) for n, h in heads.items()}
+    fused = np.concatenate([parts[n] + 1000 * at for at, n in enumerate("qkv")])
+    grouped = np.concatenate(
+        [part.reshape(kv, -1, dim, wide) for part in np.split(fused, [kv * q * dim, -kv * dim])], 1
+    ).reshape(-1, wide)
+    blocks = "qkv [(kv q dim | kv k dim | kv v dim) wide]"
+    whole = {"from": blocks, "to": "group [(kv (q + k + v) dim) wide]"}
+    apart = {
+        "from": blocks,
+        "to": ["q [(kv q dim) wide]", "kv [(kv k dim | kv v dim) wide]"],
+        "array": "[kv (q + k + v) dim wide]",
+    }
+    queries, others = np.split(fused, [kv * q * dim])
+    facts = ModelFacts({"kv": kv, "q": q, "k": 1, "v": 1, "dim": dim})
+    store = Store()
+    source = catalog([store.entry("qkv", fused, [cut])])
+    for rule, wanted in ((whole, {"group": grouped}), (apart, {"q": queries, "kv": others})):
+        rules = key_map(rule)
+        there = apply_map(source, rules, facts).catalog
+        assert there.tensors.keys() == wanted.keys()
+        for name, array in wanted.items():
+            np.testing.assert_array_equal(store.array(there.tensors[name]), array)
+        back = apply_map(there, rules.inverse, facts).catalog
+        np.testing.assert_array_equal(store.array(back.tensors["qkv"]), fused)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({"kv": 2, "k": 1, "v": 1, "dim": 3}, "unknown size of q"),
+        ({"kv": 2, "q": 2, "k": 1, "v": 1, "dim": 4}, r"shape \[24, 5\] does not match"),
+    ],
+)
+def test_blocks_of_unknown_or_wrong_length_are_not_guessed(
+    sizes: dict[str, int], words: str
+) -> None:
+    rule = {
+        "from": "qkv [(kv q dim | kv k dim | kv v dim) wide]",
+        "to": "group [(kv (q + k + v) dim) wide]",
+    }
+    source = catalog([Store().entry("qkv", np.zeros((24, 5), int), [])])
+    with pytest.raises((UsageError, Unsupported), match=words):
+        apply_map(source, key_map(rule), ModelFacts(sizes))
 
 
 def test_padding_is_taken_off_and_put_on_again_by_repeating_the_last_row() -> None:

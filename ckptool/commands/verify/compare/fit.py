@@ -13,12 +13,9 @@ from ckptool.commands.open import OpenedCheckpoint
 from ckptool.commands.options.rewrite import MapOptions, RewriteOptions, Selection
 from ckptool.commands.rewrite import only_model, rewrite
 from ckptool.core.catalog import Catalog
-from ckptool.core.selection import substitution
+from ckptool.core.selection import substitution, unwrapping_rule
 from ckptool.errors import CkptoolError
 
-WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module")
-"""The steps that torch.compile, activation checkpointing, FSDP1 and DDP put into names."""
-_UNWRAP = rf"(^|\.)({'|'.join(WRAPPERS)})\.=\1"
 _MOST_PREFIXES = 3
 _MOST_COMPARED = 2000
 
@@ -140,8 +137,8 @@ def _renamed(head: str, names: Sequence[str], wanted: Collection[str]) -> Iterat
     unexpected = [name for name in names if name not in wanted]
     prefixes = prefix_changes(unexpected, missing)[:_MOST_PREFIXES]
     changes: list[tuple[str, Callable[[str], str]]] = [(p.flag, p.changed) for p in prefixes]
-    if any(step in WRAPPERS for name in unexpected for step in name.split(".")):
-        changes.append((f"--rename '{_UNWRAP}'", substitution(_UNWRAP)))
+    if rule := unwrapping_rule(unexpected):
+        changes.append((f"--rename '{rule}'", substitution(rule)))
     for flag, change in changes:
         renamed = [change(name) for name in names]
         if len({*renamed}) == len(renamed):

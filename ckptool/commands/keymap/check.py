@@ -1,0 +1,112 @@
+"""What a key map and a checkpoint's names make of each other: ``maps NAME --check CKPT``."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ckptool.commands.document import Report
+from ckptool.commands.keymap.maps import facts, map_checkpoint, requested_map
+from ckptool.commands.keymap.records import records, records_around
+from ckptool.commands.open import open_checkpoint
+from ckptool.commands.options.rewrite import MapOptions
+from ckptool.commands.rewrite import only_model
+from ckptool.core.keymap.match import Frames, Matcher, find_frames
+from ckptool.core.keymap.model import KeyMap, abstract
+from ckptool.core.selection import unwrapping_hint
+from ckptool.core.text import nearest
+from ckptool.errors import CkptoolError
+from ckptool.storage.url import Location
+
+
+@dataclass(frozen=True, slots=True)
+class Unmatched:
+    """A name, or a rule's pattern, that nothing matches; ``count`` names differ in numbers only.
+
+    ``nearest`` is what it is most like on the other side, None where nothing is.
+    """
+
+    name: str
+    count: int
+    nearest: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class MapCheck(Report):
+    """How a map fits a checkpoint's model, applied from ``source`` to ``target``.
+
+    ``names`` are the model's tensors that no rule takes, ``rules`` the patterns that take none.
+    ``problem`` is why the map cannot be applied though it takes all names: sizes, shapes.
+    """
+
+    schema: ClassVar[str] = "map_check"
+    map: str
+    source: str
+    target: str
+    tensors: int
+    matched: int
+    names: tuple[Unmatched, ...]
+    rules: tuple[Unmatched, ...]
+    problem: str | None = None
+    hint: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether the map can be applied."""
+        return self.problem is None and not self.names
+
+
+def check_map(path: Location, options: MapOptions) -> MapCheck:
+    """Compare the names of a map's rules with those of a checkpoint's model, and try the map.
+
+    Raises UsageError where there is no such map, and what opening the checkpoint raises.
+    """
+    opened = open_checkpoint(path)
+    catalog = only_model(opened.catalog)
+    key_map, _ = requested_map(catalog, options)
+    known = [*records(opened.source, opened.catalog, options.assets)]
+    known += records_around(opened.path, opened.catalog).values()
+    matcher = Matcher(key_map, facts(key_map, known, options.dims).of(catalog, key_map), "model")
+    frames, left = find_frames(catalog, matcher.knows, matcher.knows)
+    problem, hint = None, unwrapping_hint(left, matcher.knows)
+    if not left:
+        try:
+            map_checkpoint(opened, opened.open_containers(catalog), options)
+        except CkptoolError as error:
+            problem, hint = error.message, error.hint
+    names = tuple(_unmatched_names(left, key_map))
+    return MapCheck(
+        key_map.name,
+        key_map.source,
+        key_map.target,
+        len(catalog.tensors),
+        len(catalog.tensors) - len(left),
+        names,
+        tuple(_unused(key_map, frames, matcher, [each.name for each in names])),
+        problem,
+        hint,
+    )
+
+
+def _unmatched_names(names: Iterable[str], key_map: KeyMap) -> Iterable[Unmatched]:
+    """Yield a name of each kind, with the pattern most like it."""
+    kinds: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        kinds[abstract(name)[0] or name].append(name)
+    plain = dict.fromkeys(p.text.partition(" ")[0] for r in key_map.rules for p in r.sources)
+    for alike in kinds.values():
+        yield Unmatched(alike[0], len(alike), nearest(alike[0], plain))
+
+
+def _unused(
+    key_map: KeyMap, frames: Frames, matcher: Matcher, left: Collection[str]
+) -> Iterable[Unmatched]:
+    """Yield the patterns that take no name, with the unmatched name most like each."""
+    names = (name for frame in frames.values() for name in frame)
+    claims = (matcher.claim(name) for name in names)
+    used = {claim.pattern.key for claim in claims if claim is not None}
+    unused = (p for rule in key_map.rules for p in rule.sources if p.key not in used)
+    for text in dict.fromkeys(pattern.text.partition(" ")[0] for pattern in unused):
+        yield Unmatched(text, 0, nearest(text, left))

@@ -1,0 +1,108 @@
+"""Maps of one's own: what they add to weights, what they include, what they refuse."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from conftest import bits, convert_to, flat, load_dcp
+from safetensors.torch import load_file
+
+from ckptool.commands.keymap.maps import load_map
+from ckptool.commands.options.rewrite import MapOptions
+from ckptool.errors import Unsupported, UsageError
+
+CENTRED = """
+[[rule]]
+from = "norm.{layer}.weight"
+to = "layers.{layer}.norm"
+add = -1
+
+[[rule]]
+from = "w"
+to = "weight"
+"""
+
+
+def saved(folder: Path, **more: torch.Tensor) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    types = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+    norms = {f"norm.{at}.weight": torch.randn(5).to(t) for at, t in enumerate(types)}
+    state = {**norms, "w": torch.randn(3), **more}
+    dcp.save(state, checkpoint_id=folder / "a", no_dist=True)
+    (folder / "m.toml").write_text(CENTRED)
+    return state
+
+
+def test_what_a_rule_adds_is_what_torch_adds(tmp_path: Path) -> None:
+    state = saved(tmp_path)
+    options = MapOptions(str(tmp_path / "m.toml"))
+    done = convert_to("safetensors", tmp_path / "a", tmp_path / "b", map=options)
+    found = load_file(tmp_path / "b" / "model.safetensors")
+    for layer in range(4):
+        wanted = state[f"norm.{layer}.weight"] - 1
+        assert bits(found[f"layers.{layer}.norm"]) == bits(wanted), wanted.dtype
+    assert torch.equal(found["weight"], state["w"])
+    assert any("computed, and rounded to their type" in note for note in done.map.notes)
+    convert_to("dcp", tmp_path / "b", tmp_path / "c", map=options)
+    back = flat(load_dcp(tmp_path / "c"))
+    assert all(bits(back[n]) == bits(state[n] - 1 + 1) for n in state if n != "w")
+
+
+def test_moments_are_those_of_the_weight_and_masters_are_not(tmp_path: Path) -> None:
+    moment = torch.randn(5)
+    saved(tmp_path, **{"optimizer.state.norm.0.weight.exp_avg": moment})
+    options = MapOptions(str(tmp_path / "m.toml"))
+    convert_to("dcp", tmp_path / "a", tmp_path / "b", map=options)
+    found = flat(load_dcp(tmp_path / "b"))
+    assert torch.equal(found["optimizer.state.layers.0.norm.exp_avg"], moment)
+    saved(tmp_path, **{"optimizer.state.norm.0.weight.fp32_param": moment})
+    with pytest.raises(Unsupported, match="fp32_param"):
+        convert_to("dcp", tmp_path / "a", tmp_path / "c", map=options)
+
+
+def test_what_has_no_sum_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path, **{"norm.4.weight": torch.arange(3)})
+    with pytest.raises(Unsupported, match="-1 cannot be added to int64"):
+        convert_to("dcp", tmp_path / "a", tmp_path / "b", map=MapOptions(str(tmp_path / "m.toml")))
+
+
+def written(folder: Path, **texts: str) -> Path:
+    for name, text in texts.items():
+        (folder / f"{name}.toml").write_text(text)
+    return folder / f"{next(iter(texts))}.toml"
+
+
+def test_own_rules_go_before_those_that_are_included(tmp_path: Path) -> None:
+    mine = """
+    include = ["theirs.toml", "meta-llama"]
+    [dims]
+    head = 3
+    [[rule]]
+    from = "a"
+    to = "mine"
+    """
+    theirs = '[dims]\nhead = 4\nkv = 2\n[[rule]]\nfrom = "a"\nto = "theirs"'
+    key_map = load_map(str(written(tmp_path, mine=mine, theirs=theirs)))
+    names = [rule.targets[0].text for rule in key_map.rules]
+    assert names[:2] == ["mine", "theirs"]
+    assert len(names) == 2 + len(load_map("meta-llama").rules)
+    assert (key_map.sizes["head"], key_map.sizes["kv"]) == ((3,), (2,))
+    assert key_map.model_types == ()
+
+
+@pytest.mark.parametrize(
+    ("texts", "words"),
+    [
+        ({"a": 'include = "b.toml"', "b": 'include = ["a.toml"]'}, "includes itself"),
+        ({"a": 'include = ["meta-lama"]'}, "not a built-in map or a file beside it"),
+        ({"a": 'include = ["b.toml"]', "b": "x = 1"}, "b.toml: 'x' is not one of"),
+        ({"a": "include = [3]"}, "is not a name"),
+    ],
+)
+def test_inclusions_that_cannot_be(texts: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=words):
+        load_map(str(written(tmp_path, **texts)))
