@@ -111,6 +111,7 @@ def inspect(
     damaged checkpoint what can be read, then the problems (exit code 3).
     """
     from ckptool.commands.inspect import inspect_readable
+    from ckptool.commands.verify.steps import is_run
     from ckptool.render.inspect.report import inspect_json, show, show_traffic
     from ckptool.render.messages import show_notes
     from ckptool.render.text import console
@@ -127,10 +128,14 @@ def inspect(
         _require_exportable(export, form)
     place = parse_place(source, "SRC")
     reading = replace(reading, values=values or isinstance(place, Path))
+    lists_steps = not any((*asked.values(), export))
+    if lists_steps and is_run(place):
+        _show_run(place, reading, form)
+        return
     try:
         report = inspect_readable(place, reading)
     except Several:
-        if any((*asked.values(), export)) or not place.is_dir():
+        if not lists_steps or not place.is_dir():
             raise
         _show_run(place, reading, form)
         return

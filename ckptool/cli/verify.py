@@ -16,7 +16,7 @@ from ckptool.commands.options.verify import (
     salvage_options,
 )
 from ckptool.core.options import OptionGroup, changed
-from ckptool.errors import UsageError
+from ckptool.errors import Several, UsageError
 
 if TYPE_CHECKING:
     from ckptool.commands.verify.verify import Started
@@ -103,11 +103,16 @@ def verify(
         _salvage(place, location(salvage), options, output, overwrite=manifest.overwrite)
     if latest_good or every:
         _verify_steps(place, options, output, every=every)
-    with started_progress(quiet=quiet) as started:
-        if against is not None:
-            answer = _compare(place, location(against), comparison, rewrite, options, started)
-        else:
-            answer = _check(place, options, manifest, rewrite, started)
+    try:
+        with started_progress(quiet=quiet) as started:
+            if against is not None:
+                answer = _compare(place, location(against), comparison, rewrite, options, started)
+            else:
+                answer = _check(place, options, manifest, rewrite, started)
+    except Several as error:
+        if not any(questions):
+            error.add_hint(f"`ckptool verify {source} --all` verifies each of them")
+        raise
     output.show(answer, strict=options.strict)
     _end(all(suite.report for suite in answer.suites))
 

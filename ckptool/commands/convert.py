@@ -159,6 +159,12 @@ def _writer(to: str | None, target: Location) -> Format:
             f"{target}: the name of a {target.suffix} file, but --to {to} writes {kind}",
             hint="choose another name for DST, or leave --to out",
         )
+    if row.suffixes and row.folder is None and alone is None:
+        raise UsageError(
+            f"{target}: --to {row.name} writes a file, whose name ends in one of"
+            f" {', '.join(row.suffixes)}",
+            hint=f"name it {target.name}{row.suffixes[0]}; --to dcp and --to hf write folders",
+        )
     return row if row.folder is None or alone is row else FORMATS[row.folder]
 
 

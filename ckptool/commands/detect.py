@@ -365,13 +365,13 @@ def _single_file(path: Location, source: Files, name: str) -> Candidate | None:
 
 
 def _several(path: Location, candidates: list[Candidate]) -> Several:
-    candidates = sorted(candidates, key=lambda candidate: natural_key(str(candidate.path)))
-    shown = [f"  {one.path}  ({one.format.name})" for one in candidates[-_MOST_SHOWN:]]
+    candidates.sort(key=lambda candidate: natural_key(str(candidate.path)), reverse=True)
+    shown = [f"  {one.path}  ({one.format.name})" for one in candidates[:_MOST_SHOWN]]
     more = len(candidates) - len(shown)
-    listed = ([f"  ... and {more} earlier"] if more else []) + shown
+    listed = shown + ([f"  ... and {more} earlier"] if more else [])
     return Several(
         f"{path}: contains {len(candidates)} checkpoints:\n" + "\n".join(listed),
-        hint=f"pass one of them, for example {candidates[-1].path}; `ckptool {path}` says which are"
+        hint=f"pass one of them, for example {candidates[0].path}; `ckptool {path}` says which are"
         " complete",
     )
 

@@ -212,6 +212,8 @@ def test_what_was_left_out_is_said(out: Path) -> None:
         ("m.pt", "safetensors", "the name of a .pt file"),
         ("m", None, "does not say the format"),
         ("step-1.0", None, "does not say the format"),
+        ("m", "torch-save", "writes a file, whose name ends in one of .pt, .pth"),
+        ("step-1.0", "torch-save", "writes a file, whose name"),
     ],
 )
 def test_targets_that_make_no_sense(target: str, to: str | None, says: str, out: Path) -> None:

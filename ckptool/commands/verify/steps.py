@@ -14,11 +14,13 @@ from ckptool.commands.open import Survey
 from ckptool.commands.options.read import AS_DETECTED, ReadOptions
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.verify.findings import VerifyReport
+from ckptool.commands.verify.pointers import find_pointers
 from ckptool.commands.verify.run_folder import Step, steps_of, verify_step
 from ckptool.commands.verify.verify import examine
 from ckptool.core.catalog import Catalog
 from ckptool.core.mesh import Mesh
 from ckptool.core.state_category import state_category
+from ckptool.formats import FORMATS
 from ckptool.storage.url import Location
 
 
@@ -27,7 +29,8 @@ class StepSummary:
     """One step. ``saved`` is when its last file was written, None in a store.
 
     ``complete`` is what its metadata, names and sizes say; ``reasons`` why it is not. ``optimizer``
-    says that it has an optimizer's state. ``mesh`` is None where nothing records one.
+    says that it has an optimizer's state. ``mesh`` is None where nothing records one. ``pointer``
+    is what in the run names the step: a file such as ``latest``, or a link.
     """
 
     path: Location
@@ -40,6 +43,7 @@ class StepSummary:
     optimizer: bool
     ranks: int | None
     mesh: Mesh | None
+    pointer: str | None
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON has it."""
@@ -54,12 +58,13 @@ class StepSummary:
             "optimizer": self.optimizer,
             "ranks": self.ranks,
             "mesh": self.mesh and {"shape": self.mesh.shape, "names": self.mesh.names},
+            "pointer": self.pointer,
         }
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class RunSummary(Report):
-    """The steps of the run at ``path``, the oldest first."""
+    """The steps of the run at ``path``, the newest first."""
 
     path: Location
     steps: tuple[StepSummary, ...] = field(metadata={"key": None})
@@ -77,11 +82,28 @@ def list_steps(run: Location, options: ReadOptions = AS_DETECTED) -> RunSummary:
     Raises NotFound or Unrecognised where there is no checkpoint.
     """
     steps = steps_of(run)
-    described = [_describe(step, steps[:at], options) for at, step in enumerate(steps)]
-    return RunSummary(run, tuple(described))
+    pointers = find_pointers(run, steps)
+    described = [
+        _describe(step, steps[:at], options, pointers.get(step.path))
+        for at, step in enumerate(steps)
+    ]
+    return RunSummary(run, tuple(reversed(described)))
 
 
-def _describe(step: Step, older: Sequence[Step], options: ReadOptions) -> StepSummary:
+def is_run(place: Location) -> bool:
+    """Return whether a folder has several steps, and a file of its trainer that names the latest.
+
+    ``open_checkpoint`` opens that one; without such a file it raises Several.
+    """
+    markers = {row.latest.file for row in FORMATS.values() if row.latest is not None}
+    if not place.is_dir() or not any((place / file).exists() for file in markers):
+        return False
+    return len(steps_of(place)) > 1
+
+
+def _describe(
+    step: Step, older: Sequence[Step], options: ReadOptions, pointer: str | None
+) -> StepSummary:
     found: list[Survey] = []
 
     def check(part: Location, options: VerifyOptions) -> VerifyReport:
@@ -102,6 +124,7 @@ def _describe(step: Step, older: Sequence[Step], options: ReadOptions) -> StepSu
         any(map(_has_optimizer, catalogs)),
         next((each.world_size for each in catalogs if each.world_size is not None), None),
         next((each.mesh for each in catalogs if each.mesh is not None), None),
+        pointer,
     )
 
 

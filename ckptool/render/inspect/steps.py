@@ -21,7 +21,7 @@ _ROOMY = 78
 
 
 def steps_lines(run: RunSummary, screen: Console) -> list[Text]:
-    """Return a row per step, the oldest first, below each that is not complete why."""
+    """Return a row per step, the newest first, below each that is not complete why."""
     good = sum(step.complete for step in run.steps)
     title = Text.assemble((visible(str(run.path)), "bold"), f"  {plural(len(run.steps), 'step')}, ")
     title.append(f"{good:,} complete", "green" if good == len(run.steps) else "yellow")
@@ -33,7 +33,10 @@ def steps_lines(run: RunSummary, screen: Console) -> list[Text]:
     for step, line in zip(run.steps, lines, strict=True):
         result.append(line)
         result += [Text(f"      {part}", "dim") for part in _wrapped(step.reasons, screen)]
-    last = next((step for step in reversed(run.steps) if step.complete), None)
+    pointed = [step for step in run.steps if step.pointer is not None]
+    result += [Text()] if pointed else []
+    result += [Text(f"  {visible(f'{s.pointer} points to {_name(s, run)}')}") for s in pointed]
+    last = next((step for step in run.steps if step.complete), None)
     if last is not None:
         result += [Text(), Text(f"  ckptool inspect {visible(str(last.path))}", "dim")]
     return result
@@ -46,18 +49,21 @@ def _wrapped(reasons: Iterable[str], screen: Console) -> Iterator[str]:
 
 
 def _row(step: StepSummary, run: RunSummary, brief: bool) -> list[Cell]:
-    name = str(step.path).removeprefix(f"{run.path}/")
     how = "%m-%d %H:%M" if brief else "%Y-%m-%d %H:%M"
     saved = "" if step.saved is None else step.saved.astimezone().strftime(how)
     row: list[Cell] = [
         "" if step.number is None else str(step.number),
-        (name, "bold"),
+        (_name(step, run), "bold"),
         (saved, "dim"),
         size(step.nbytes),
         ("complete", "green") if step.complete else ("INCOMPLETE", "red"),
         "yes" if step.optimizer else "-",
     ]
     return row if brief else [*row, _mesh(step.mesh, step.ranks)]
+
+
+def _name(step: StepSummary, run: RunSummary) -> str:
+    return str(step.path).removeprefix(f"{run.path}/")
 
 
 def _mesh(mesh: Mesh | None, ranks: int | None) -> str:

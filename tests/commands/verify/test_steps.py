@@ -37,23 +37,23 @@ def invoke(*words: object) -> Any:
 def test_the_steps_of_a_run(run: Path) -> None:
     listed = ckptool.list_steps(run)
     assert [(step.number, step.complete) for step in listed.steps] == [
-        (5, True), (7, True), (30, False), (100, False)
+        (100, False), (30, False), (7, True), (5, True)
     ]  # fmt: skip
-    old = listed.steps[1]
+    old = listed.steps[2]
     assert old.saved is not None
     assert old.saved.timestamp() == 1_000_000_000
     assert old.nbytes == sum(file.stat().st_size for file in old.path.iterdir())
     assert (old.optimizer, old.ranks, old.mesh.shape, old.formats) == (True, 4, (2, 2), ("dcp",))
-    assert "__1_0.distcp" in listed.steps[2].reasons[0]
-    assert ".metadata" in listed.steps[3].reasons[0]
+    assert "__1_0.distcp" in listed.steps[1].reasons[0]
+    assert ".metadata" in listed.steps[0].reasons[0]
 
 
-def test_all_commands_name_the_steps_of_a_run_alike(run: Path) -> None:
-    numbers = [5, 7, 30, 100]
+def test_all_commands_list_the_steps_of_a_run_alike(run: Path) -> None:
+    numbers = [100, 30, 7, 5]
     for words in (["inspect"], ["verify", "--all"], ["prune", "--keep-last", "9"]):
         told = json.loads(invoke(*words, run, "--json").stdout)["steps"]
-        assert sorted(step["number"] for step in told) == numbers
-        assert sorted(step["path"] for step in told) == sorted(f"{run}/step-{n}" for n in numbers)
+        assert [step["number"] for step in told] == numbers
+        assert [step["path"] for step in told] == [f"{run}/step-{n}" for n in numbers]
 
 
 def test_a_run_of_shards_whose_metadata_lies_beside_each_step(tmp_path: Path) -> None:
@@ -69,6 +69,23 @@ def test_a_run_without_an_optimizer(tmp_path: Path) -> None:
     assert [step.optimizer for step in ckptool.list_steps(tmp_path).steps] == [False, False]
 
 
+@pytest.mark.parametrize(("name", "step"), [("deepspeed_zero_2", 1), ("megatron_torch_dist", 100)])
+def test_a_run_whose_trainer_names_the_latest_is_listed(
+    name: str, step: int, tmp_path: Path
+) -> None:
+    shutil.copytree(case(name).path, tmp_path, dirs_exist_ok=True)
+    alone = invoke(tmp_path).stdout
+    latest = next(path for path in tmp_path.iterdir() if path.is_dir())
+    shutil.copytree(latest, later := tmp_path / latest.name.replace(str(step), str(step + 50)))
+    told = json.loads(invoke(tmp_path, "--json").stdout)
+    assert [(one["path"], one["pointer"]) for one in told["steps"]] == [
+        (str(later), None), (str(latest), next(p.name for p in tmp_path.glob("latest*")))
+    ]  # fmt: skip
+    assert f"points to {latest.name}" in invoke(tmp_path).stdout
+    assert " tensors, " in alone
+    assert ckptool.open(tmp_path).step == step
+
+
 @pytest.mark.parametrize("words", [("inspect",), ()])
 def test_inspect_of_a_run_lists_its_steps(words: tuple[str, ...], run: Path) -> None:
     done = invoke(*words, run)
@@ -76,20 +93,26 @@ def test_inspect_of_a_run_lists_its_steps(words: tuple[str, ...], run: Path) -> 
     lines = done.stdout.splitlines()
     assert lines[0] == f"{run}  4 steps, 2 complete"
     assert [line.split()[:2] for line in lines if " step-" in line] == [
-        [str(n), f"step-{n}"] for n in (5, 7, 30, 100)
+        [str(n), f"step-{n}"] for n in (100, 30, 7, 5)
     ]
     found = json.loads(invoke(*words, run, "--json").stdout)
     assert found["schema"] == "ckptool.inspect-run/2"
     assert [(step["number"], step["complete"]) for step in found["steps"]] == [
-        (5, True), (7, True), (30, False), (100, False)
+        (100, False), (30, False), (7, True), (5, True)
     ]  # fmt: skip
-    assert found["steps"][1]["saved"] == "2001-09-09T01:46:40+00:00"
+    assert found["steps"][2]["saved"] == "2001-09-09T01:46:40+00:00"
 
 
 def test_what_is_asked_of_one_checkpoint_needs_one(run: Path) -> None:
     done = invoke("inspect", run, "--tensors", "*")
     assert isinstance(done.exception, Several)
     assert isinstance(done.exception, Unrecognised)
+
+
+def test_verify_of_a_run_says_how_to_verify_all(run: Path) -> None:
+    hint = invoke("verify", run).exception.hint
+    assert f"`ckptool verify {run} --all`" in hint
+    assert "--all" not in str(invoke("verify", run, "--against", run).exception.hint)
 
 
 def test_a_path_is_inspected(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
