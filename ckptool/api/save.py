@@ -10,11 +10,10 @@ from ckptool.api.arguments import AnyPath, Keywords, location, with_keywords
 from ckptool.api.commands import Progress, started_progress
 from ckptool.api.keywords import SaveKeywords
 from ckptool.api.state_dict import is_entered, leaves_of
-from ckptool.api.tensors import bits_of
+from ckptool.api.tensors import bits_of, global_shape, local_parts, local_tensors, why_not_held
 from ckptool.commands.convert import ConvertReport, prepare_save
 from ckptool.commands.open import OpenedCheckpoint, no_collecting
 from ckptool.commands.options.target import SaveOptions
-from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, Chunk, Extent, Index, ObjectEntry, Path, TensorEntry
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.state_category import with_parts
@@ -41,8 +40,9 @@ def save(
 
     Through the same layouts as ``convert``; without ``to`` the target's name says it. Tensors that
     share memory are tied where the format can say so. What was written is compared with memory
-    before it takes its place. Raises Unsupported for tensors that are not whole here, such as
-    DTensors, and for values that are not plain data; UsageError where it makes no sense.
+    before it takes its place. A DTensor is written whole where this process holds all of it. Raises
+    Unsupported for tensors of which other ranks hold a part, and for values that are not plain
+    data; UsageError where it makes no sense.
     """
     parsed = Keywords("save", options, SaveKeywords).options(SaveOptions, to=to)
     with no_collecting():
@@ -88,29 +88,59 @@ def _walk(path: Path, container: Any) -> Iterator[tuple[Path, Any]]:
 def _entry(
     name: str, path: Path, tensor: torch.Tensor, buffers: dict[str, memoryview]
 ) -> TensorEntry:
-    """Return where a tensor lies in memory; Unsupported where it is not whole and plain there."""
+    """Return where a tensor lies in memory; Unsupported where not all of it is there."""
+    dtype = BY_NAME.get(str(tensor.dtype).removeprefix("torch."))
+    reasons = [why_not_held(tensor), *map(_why_not_plain, local_tensors(tensor))]
+    why = next((reason for reason in reasons if reason is not None), None)
+    if dtype is None or why is not None:
+        kind = f"{type(tensor).__name__} of {tensor.dtype} on {tensor.device}"
+        raise Unsupported(f"{name}: a {kind}: {why or 'no format has it'}", hint=_TO_SAVE_WHOLE)
+    shape = global_shape(tensor)
+    chunks = [
+        Chunk(box, _place(part, dtype.itemsize, buffers))
+        for box, part in local_parts(tensor)
+        if box.volume or not tensor.numel()
+    ]
+    entry = TensorEntry(name, path, dtype, shape, tuple(chunks))
+    held = sum(chunk.box.volume for chunk in chunks)
+    if held != entry.elements:
+        raise Unsupported(
+            f"{name}: a {type(tensor).__name__}, of which this process holds {held:,} of"
+            f" {entry.elements:,} elements",
+            hint=_TO_SAVE_SHARDS,
+        )
+    return entry
+
+
+_TO_SAVE_WHOLE = "full_tensor() of a DTensor makes a plain one, dequantize() of a quantized one"
+_TO_SAVE_SHARDS = (
+    "each rank writes its own with torch.distributed.checkpoint.save(state, checkpoint_id=DIR), and"
+    " `ckptool convert DIR DST` makes every other format of it; or save full_tensor() on one rank"
+)
+
+
+def _why_not_plain(tensor: torch.Tensor) -> str | None:
+    """Return why a tensor is none of elements in memory, None where it is."""
     import torch
 
-    plain = tensor.detach()
-    is_plain = type(plain) is torch.Tensor and tensor.layout == torch.strided
-    dtype = BY_NAME.get(str(tensor.dtype).removeprefix("torch."))
-    if not is_plain or tensor.is_quantized or tensor.is_meta or dtype is None:
-        kind = f"{type(tensor).__name__} of {tensor.dtype} on {tensor.device}"
-        raise Unsupported(
-            f"{name}: a {kind}, which is not a whole plain tensor in memory",
-            hint="full_tensor() of a DTensor is; torch.distributed.checkpoint.save writes shards",
-        )
-    plain = plain.cpu().resolve_conj().resolve_neg()
+    if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_quantized:
+        return "not a plain tensor"
+    return "it has no memory" if tensor.is_meta else None
+
+
+def _place(part: torch.Tensor, itemsize: int, buffers: dict[str, memoryview]) -> Extent:
+    """Return where a plain tensor lies in memory, among the storages that are seen by now."""
+    import torch
+
+    plain = part.cpu().resolve_conj().resolve_neg()
     storage = plain.untyped_storage()
     file = f"storage-{storage.data_ptr():x}-{storage.nbytes()}"
     if file not in buffers:
         whole = torch.empty(0, dtype=torch.uint8).set_(storage)
         data: Any = bits_of(whole)
         buffers[file] = memoryview(data).cast("B")
-    itemsize, shape = dtype.itemsize, tuple(plain.shape)
     strides = tuple(stride * itemsize for stride in plain.stride())
-    place = Extent(file, int(plain.storage_offset()) * itemsize, strides)
-    return TensorEntry(name, path, dtype, shape, (Chunk(Box.whole(shape), place),))
+    return Extent(file, int(plain.storage_offset()) * itemsize, strides)
 
 
 def _require_plain(name: str, value: object) -> None:

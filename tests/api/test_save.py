@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import bits, flat, load_dcp, load_torch, read_back
 from safetensors.torch import load_file
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.testing._internal.distributed import fake_pg  # noqa: F401 (registers the backend)
 
 import ckptool
 from ckptool.errors import NotVerified, Unsupported, UsageError
@@ -88,7 +93,7 @@ class Custom:
         ([torch.ones(1)], TypeError, "a list"),
         ({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, UsageError, "named 'a.b'"),
         ({"a": torch.ones(1, device="meta")}, Unsupported, "a: a Tensor .* on meta"),
-        ({"a": torch.ones(2, 2).to_sparse()}, Unsupported, "not a whole plain tensor"),
+        ({"a": torch.ones(2, 2).to_sparse()}, Unsupported, "not a plain tensor"),
         ({"a": torch.ones(1), "b": [Custom()]}, Unsupported, "b: a Custom, which is not plain"),
     ],
     ids=["empty", "module", "list", "names", "meta", "sparse", "object"],
@@ -98,6 +103,41 @@ def test_what_cannot_be_saved_is_refused(
 ) -> None:
     with pytest.raises(error, match=says):
         ckptool.save(tree, out / "m.pt")
+    assert not list(out.iterdir())
+
+
+@pytest.fixture
+def mesh() -> Iterator[Any]:
+    """A device mesh of this process, as one of two."""
+    store = dist.HashStore()
+    dist.init_process_group("fake", rank=0, world_size=2, store=store)
+    yield lambda size: DeviceMesh("cpu", list(range(size)))
+    dist.destroy_process_group()
+
+
+def test_a_dtensor_that_is_whole_here_is_written(mesh: Any, out: Path) -> None:
+    whole = torch.arange(24.0).reshape(6, 4)
+    state = {
+        "cut": DTensor.from_local(whole, mesh(1), [Shard(0)], run_check=False),
+        "copied": DTensor.from_local(whole, mesh(2), [Replicate()], run_check=False),
+        "empty": DTensor.from_local(whole[:0], mesh(1), [Shard(0)], run_check=False),
+    }
+    ckptool.save(state, out / "m.safetensors", fsync=False)
+    loaded = load_file(out / "m.safetensors")
+    assert torch.equal(loaded["cut"], whole)
+    assert torch.equal(loaded["copied"], whole)
+    assert loaded["empty"].shape == (0, 4)
+
+
+def test_a_part_of_a_dtensor_is_refused_with_what_to_do(mesh: Any, out: Path) -> None:
+    local = torch.ones(3, 4)
+    half = DTensor.from_local(local, mesh(2), [Shard(0)], run_check=False)
+    with pytest.raises(Unsupported, match=r"w: a DTensor, of which .* 12 of 24 elements") as caught:
+        ckptool.save({"w": half}, out / "m.pt")
+    assert "torch.distributed.checkpoint.save" in str(caught.value.hint)
+    partial = DTensor.from_local(local, mesh(2), [Partial()], run_check=False)
+    with pytest.raises(Unsupported, match=r"w: a DTensor .*: a partial placement"):
+        ckptool.save({"w": partial}, out / "m.pt")
     assert not list(out.iterdir())
 
 
