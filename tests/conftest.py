@@ -188,10 +188,15 @@ def _tensors_of_dcp_safetensors(path: Path) -> dict[str, Any]:
     return state | _extra(path)
 
 
+def _tensors_of_meta(path: Path) -> dict[str, Any]:
+    """What Lightning keeps beside DCP's files."""
+    return flat(load_torch(path), "meta") if path.exists() else {}
+
+
 TENSORS_OF: dict[str, Callable[[Path], dict[str, Any]]] = {
     "safetensors": _tensors_of_safetensors,
     "torch-save": lambda path: flat(load_torch(path)),
-    "dcp": lambda path: flat(load_dcp(path)),
+    "dcp": lambda path: flat(load_dcp(path)) | _tensors_of_meta(path / "meta.pt"),
     "dcp-safetensors": _tensors_of_dcp_safetensors,
 }
 """Target format to a loader that is not ours."""
@@ -202,6 +207,16 @@ SUFFIX = {"safetensors": "", "torch-save": ".pt", "dcp": "", "dcp-safetensors": 
 def read_back(target: str, path: Path) -> dict[str, Bits]:
     """What the framework's own loader finds, by name."""
     return {name: bits(tensor) for name, tensor in TENSORS_OF[target](path).items()}
+
+
+def truth_of(one: Case, target: str) -> dict[str, Bits]:
+    """The truth by the names that tensors have in a target; Lightning's own file has others."""
+    if (one.name, target) != ("dcp_lightning", "torch-save"):
+        return one.truth
+    return {
+        name.removeprefix("meta.").replace("optimizer_0.", "optimizer_states.0."): value
+        for name, value in one.truth.items()
+    }
 
 
 def taken(kind: Any, options: dict[str, Any]) -> Any:

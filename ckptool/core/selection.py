@@ -227,7 +227,7 @@ def with_loadable_paths(catalog: Catalog) -> Catalog:
     key, or at a path that another entry has the name of, lies under its name.
     """
     positions: dict[Path, set[int]] = {}
-    entries = _entries(catalog)
+    entries = entries_of(catalog)
     for entry in entries:
         for at, step in enumerate(entry.path):
             if isinstance(step, Index):
@@ -246,13 +246,14 @@ def with_loadable_paths(catalog: Catalog) -> Catalog:
     return with_entries(catalog, loadable)
 
 
-def _entries(catalog: Catalog) -> list[TensorEntry | ObjectEntry]:
+def entries_of(catalog: Catalog) -> list[TensorEntry | ObjectEntry]:
+    """Return all tensors and values."""
     return [*catalog.tensors.values(), *catalog.objects.values()]
 
 
 def root_problem(catalog: Catalog) -> str | None:
     """Return what DCP cannot hold of the catalog's root, and how it is written; None if it can."""
-    for entry in _entries(catalog):
+    for entry in entries_of(catalog):
         if not entry.path:
             return f"DCP stores dicts only: the value is written as {{{entry.name!r}: ...}}"
         if isinstance(entry.path[0], Index):

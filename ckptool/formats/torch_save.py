@@ -14,6 +14,7 @@ from ckptool.core.layout import FileLayout, Layout
 from ckptool.errors import Unrecognised
 from ckptool.formats.base import FileRole, FileRule, Format, Request, ScanOptions
 from ckptool.formats.companions import companions, describe_config, describe_framework
+from ckptool.formats.lightning import as_one_file
 from ckptool.formats.shards import list_misplaced, read_index, read_shards
 from ckptool.formats.writing import nest_state, note_companions, select_plain
 from ckptool.serialization.archive.read import is_legacy, is_zip
@@ -109,6 +110,7 @@ def _scan_shards(source: Source, options: ScanOptions) -> Catalog:
 
 
 def _lay_out(catalog: Catalog, request: Request) -> Layout:
+    catalog = as_one_file(catalog)
     objects, notes = select_plain(catalog)
     state = nest_state(list(catalog.tensors.values()), objects)
     root = request.target.rpartition(".")[0] or "archive"

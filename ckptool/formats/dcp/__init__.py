@@ -28,6 +28,7 @@ from ckptool.formats.dcp.inventory import (
 )
 from ckptool.formats.dcp.items import locate, read_values
 from ckptool.formats.dcp.metadata import DcpMetadata, SavePlan
+from ckptool.formats.lightning import META, WRITER
 from ckptool.serialization.source import Source, expect_edges
 from ckptool.serialization.state_dict.assemble import assemble
 from ckptool.serialization.state_dict.flat_params import HINT, find_members, is_flat, unflatten
@@ -36,8 +37,6 @@ from ckptool.serialization.state_dict.tree import find_free_name
 from ckptool.serialization.state_dict.values import note_unread
 
 __all__ = ["FORMAT", "DcpMetadata", "SavePlan", "locate", "read_folder", "scan"]
-
-_LIGHTNING = "meta.pt"
 
 
 def _probe(source: Source) -> bool:
@@ -79,7 +78,7 @@ def read_folder(
         names = inventory.values
         contents.objects |= {n: ObjectEntry(n, inventory.path(n), UNREAD) for n in names}
         contents.notes.append(f"{len(names):,} values in data files not read; --values reads them")
-    if _LIGHTNING in source.files:
+    if META in source.files:
         _add(contents, options.attempt(partial(_read_lightning, source)))
     options.report(contents.take_problems(), subject=source.root, hint=DAMAGE_HINT)
     return _catalog(source, parsed, inventory, contents), parsed
@@ -126,13 +125,13 @@ def _unflatten(source: Source, catalog: Catalog, options: ScanOptions) -> Catalo
 
 def _read_lightning(source: Source) -> Assembled:
     """Read Lightning's ``meta.pt``, a family of its own beside the DCP files."""
-    return assemble({0: read_file_leaves(source, _LIGHTNING, prefix=("meta",))})
+    return assemble({0: read_file_leaves(source, META, prefix=("meta",))})
 
 
 def _catalog(
     source: Source, parsed: dict[str, DcpMetadata], inventory: Inventory, contents: Assembled
 ) -> Catalog:
-    used = {file for file, _, _, _ in inventory.extents} | set(parsed) | {_LIGHTNING}
+    used = {file for file, _, _, _ in inventory.extents} | set(parsed) | {META}
     data = [name for name in source.files if DATA.fullmatch(name)]
     stale = [name for name in data if name not in used and source.files[name]]
     ranks = {int(m[1]) for name in data if name not in stale and (m := DATA.fullmatch(name))}
@@ -151,8 +150,8 @@ def _catalog(
         if RANK_METADATA.fullmatch(name) and name not in parsed and METADATA in parsed
     ]
     version = next((m.version for m in parsed.values() if m.version), None)
-    is_lightning = _LIGHTNING in source.files
-    info = {"writer": "Lightning" if is_lightning else "torch.distributed.checkpoint"}
+    is_lightning = META in source.files
+    info = {"writer": WRITER if is_lightning else "torch.distributed.checkpoint"}
     info |= {"metadata version": version} if version else {}
     return Catalog(
         "dcp",

@@ -18,8 +18,9 @@ from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, Index, ObjectEntry, TensorEntry
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.layout import Data, FileLayout, Layout, Literal, Part
-from ckptool.core.selection import root_problem, with_loadable_paths
+from ckptool.core.selection import keep_names, root_problem, with_loadable_paths
 from ckptool.formats.base import Request
+from ckptool.formats.lightning import split_meta
 from ckptool.formats.writing import WriterAssignment, lay_out_companions, note_tied
 from ckptool.serialization.archive.write import lay_out_archive, offset_parts
 from ckptool.serialization.pickle.write import TensorRef
@@ -27,6 +28,7 @@ from ckptool.serialization.state_dict.values import NUMPY, UNREAD_TENSOR, Foreig
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _BATCH = 1000
+_ITS_OWN = {UNREAD_TENSOR, NUMPY}
 _END = pickle.SETITEMS + pickle.BUILD
 
 
@@ -44,6 +46,11 @@ _WrittenValue = tuple[ObjectEntry, _WrittenAt]
 
 def lay_out(catalog: Catalog, request: Request) -> Layout:
     """Lay out a DCP folder: cut for the request's mesh, or in the source's own chunks."""
+    classes = Foreign()
+    made_of = {name: classes.of(entry.value) for name, entry in catalog.objects.items()}
+    foreign = sorted({name for names in made_of.values() for name in names} - _ITS_OWN)
+    catalog = keep_names(catalog, lambda name: UNREAD_TENSOR not in made_of.get(name, ()))
+    catalog, beside = split_meta(catalog)
     changed_root = root_problem(catalog)
     catalog = with_loadable_paths(catalog)
     files: dict[int, _RankData] = {}
@@ -53,14 +60,7 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
             files[rank] = _RankData(f"__{rank}_0.distcp")
         return files[rank]
 
-    classes = Foreign()
-    values = [
-        (entry, file_of(0).add_value(entry))
-        for entry in catalog.objects.values()
-        if UNREAD_TENSOR not in classes.of(entry.value)
-    ]
-    names = {name for entry in catalog.objects.values() for name in classes.of(entry.value)}
-    foreign = sorted(names - {UNREAD_TENSOR, NUMPY})
+    values = [(entry, file_of(0).add_value(entry)) for entry in catalog.objects.values()]
     assignment = WriterAssignment(request)
     tensors = []
     for entry in catalog.tensors.values():
@@ -68,7 +68,7 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
         tensors.append(
             (entry, [(box, file_of(rank).add_chunk(entry, box)) for box, rank in boxes.items()])
         )
-    layouts = lay_out_companions(catalog)
+    layouts = [*lay_out_companions(catalog), *beside]
     layouts += [
         FileLayout.lazy(files[rank].name, files[rank].nbytes, files[rank].parts, rank)
         for rank in sorted(files)

@@ -49,6 +49,8 @@ from ckptool.core.text import plural
 from ckptool.engine.check.pairs import TensorPair
 from ckptool.engine.read.tensors import CheckedSource
 from ckptool.errors import Damaged, Hostile, Problem, UsageError
+from ckptool.formats import torch_save
+from ckptool.formats.lightning import named_as_one_file
 from ckptool.formats.writing import NOT_CARRIED
 from ckptool.storage.url import Location
 
@@ -108,6 +110,9 @@ def against(
     read = ReadOptions(comparing.other_format, per_rank=options.read.per_rank)
     one = Side(SIDES[0], path, lambda: open_checkpoint(path, options.read, whole=False))
     two = Side(SIDES[1], other, lambda: open_checkpoint(other, read, whole=False))
+    if torch_save.FORMAT.name in (one.format, two.format) and one.format != two.format:
+        one.rename_as_one_file()
+        two.rename_as_one_file()
     comparison = Comparison((one, two), rewriting, options, comparing)
     comparison.compare_structure()
     comparison.compare_content(started or (lambda total: lambda nbytes: None))
@@ -128,6 +133,16 @@ class Side:
             self.opened = open_side()
         except (Damaged, Hostile) as error:
             self.problems += error.problems
+
+    @property
+    def format(self) -> str | None:
+        """The name of its format; None where it cannot be read."""
+        return None if self.opened is None else self.opened.format.name
+
+    def rename_as_one_file(self) -> None:
+        """Call what Lightning saved as it is called in a checkpoint of one file."""
+        if self.opened is not None:
+            self.opened = replace(self.opened, catalog=named_as_one_file(self.opened.catalog))
 
     def select(self, catalog: Catalog) -> None:
         """Set what is compared, and note what of it is contradictory, unused or not written."""
