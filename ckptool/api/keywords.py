@@ -71,6 +71,8 @@ class ConvertKeywords(OpenKeywords, total=False):
     workers: int | None
     budget: Size
     fsync: bool
+    part: str | None
+    finish: bool
     dry_run: bool
 
 
@@ -111,6 +113,8 @@ class ReshardKeywords(TypedDict, total=False):
     workers: int | None
     budget: Size
     fsync: bool
+    part: str | None
+    finish: bool
     dry_run: bool
     check: bool
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
@@ -31,22 +32,22 @@ def convert(
     """Write a checkpoint in another format, bit for bit.
 
     Everything is kept unless an option excludes it; what the target cannot hold goes into a side
-    file or is named in a note. The target appears complete or not at all.
+    file or is named in a note. The target appears complete or not at all. Several processes share
+    the work under torchrun, or with --part and --finish.
     """
     from ckptool.commands.convert import prepare
-    from ckptool.engine.ranks import Ranks
-    from ckptool.render.messages import print_json
+    from ckptool.engine.ranks import join_ranks
 
     dry_run = options.transfer.dry_run
-    planned = prepare(parse_place(source, "SRC"), parse_place(target, "DST"), options)
-    report = _run(planned, Ranks(), dry_run=dry_run, quiet=quiet)
-    if as_json or dry_run or not quiet:
-        from ckptool.render.convert import show_convert
+    options.transfer.require_one_way()
+    with join_ranks() as ranks:
+        places = parse_place(source, "SRC"), parse_place(target, "DST")
+        planned = ranks.together(lambda: prepare(*places, options))
+        report = _run(planned, ranks, dry_run=dry_run, quiet=quiet or ranks.rank > 0)
+        if ranks.rank == 0 and (as_json or dry_run or not quiet):
+            from ckptool.render.convert import show_convert
 
-        if as_json:
-            print_json(report.to_dict())
-        else:
-            show_convert(report)
+            _show(report, show_convert, as_json=as_json)
 
 
 def reshard(
@@ -70,9 +71,9 @@ def reshard(
     """
     from ckptool.commands.reshard.reshard import Reshard, prepare_reshard
     from ckptool.engine.ranks import join_ranks
-    from ckptool.render.messages import print_json
 
     dry_run = options.transfer.dry_run
+    options.transfer.require_one_way()
 
     def prepare() -> Reshard:
         place = None if target is None else parse_place(target, "DST")
@@ -85,10 +86,20 @@ def reshard(
             from ckptool.render.reshard import show_reshard
 
             report = planned.with_costs() if dry_run else report
-            if as_json:
-                print_json(report.to_dict())
-            else:
-                show_reshard(report)
+            _show(report, show_reshard, as_json=as_json)
+
+
+def _show(report: Report, show: Callable[[Report], None], *, as_json: bool) -> None:
+    """Show what was done, or would be; of a part only that."""
+    from ckptool.render.convert import show_part
+    from ckptool.render.messages import print_json
+
+    if as_json:
+        print_json(report.to_dict())
+    elif report.part is not None and report.part.done:
+        show_part(report, report.part)
+    else:
+        show(report)
 
 
 def _run(planned: Transfer[Report], ranks: Ranks, *, dry_run: bool, quiet: bool) -> Report:

@@ -54,17 +54,22 @@ class RecordCheck:
     """Compares the records that are touched with the CRC-32 their writer stored.
 
     Pieces that are read in passing are noted; ``unseen`` names the records that must still be read.
+    Where the work is ``shared`` these are only the ``required`` ones: others read the rest.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, shared: bool = False) -> None:
+        self._shared = shared
+        self._required: set[Record] = set()
         self._lock = threading.Lock()
         self._pieces: dict[Record, dict[int, tuple[int, int]]] = defaultdict(dict)
         self._tensor: dict[Record, str] = {}
 
-    def touch(self, record: Record, tensor: str) -> None:
+    def touch(self, record: Record, tensor: str, *, required: bool = False) -> None:
         """Note that bytes of this record are needed for this tensor."""
         with self._lock:
             self._tensor.setdefault(record, tensor)
+            if required or not self._shared:
+                self._required.add(record)
 
     def piece(self, record: Record, offset: int, nbytes: int, crc: int) -> None:
         """Note that these bytes of the file, part of the record, have this CRC-32."""
@@ -79,18 +84,19 @@ class RecordCheck:
             self.piece(record, offset, len(data), crc32(data))
 
     def unseen(self) -> list[Record]:
-        """Return the records whose noted pieces do not cover them exactly."""
-        return [record for record in self._tensor if not self._covered(record)]
+        """Return the required records whose noted pieces do not cover them exactly."""
+        required = (record for record in self._tensor if record in self._required)
+        return [record for record in required if not self._covered(record)]
 
     def problems(self, without: Collection[Record] = ()) -> list[Problem]:
         """Return a problem for each record whose bytes are not as written, in the files' order.
 
-        All records that are touched must have been read whole, but for those left out.
+        All records that are required must have been read whole, but for those left out.
         """
         problems: list[Problem] = []
         by_place = sorted(self._tensor.items(), key=lambda item: (item[0].file, item[0].offset))
         for record, tensor in by_place:
-            if record in without:
+            if record in without or not (record in self._required or self._covered(record)):
                 continue
             pieces = [(o, n, c) for o, (n, c) in self._pieces[record].items()]
             actual = join_crcs(pieces)

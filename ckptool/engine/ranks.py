@@ -5,15 +5,15 @@ from __future__ import annotations
 import gc
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+from ckptool.engine.share import Share
 from ckptool.errors import CkptoolError, TransferError, Unsupported, UsageError, failure_of
 from ckptool.storage.retry import error_text
 
 if TYPE_CHECKING:
-    from ckptool.core.layout import Layout
     from ckptool.engine.write.stage import Output
 
 Value = TypeVar("Value")
@@ -172,33 +172,6 @@ def _no_meeting(launch: Launch, why: str) -> Unsupported:
     )
 
 
-def share_files(layout: Layout, rank: int, size: int, mesh_size: int | None) -> list[int]:
-    """Return the places in the layout of the files that ``rank`` of ``size`` writes.
-
-    Where there are as many ranks as the mesh has, each writes its own files; else files go to the
-    rank with the fewest bytes so far. What belongs to all ranks is written by rank 0.
-    """
-    if size == mesh_size:
-        owners = [file.rank or 0 for file in layout.files]
-    else:
-        owners = _balanced([file.nbytes for file in layout.files], size)
-    return [
-        number
-        for number, file in enumerate(layout.files)
-        if rank == (0 if file.rank is None else owners[number])
-    ]
-
-
-def _balanced(sizes: Sequence[int], count: int) -> list[int]:
-    load = [0] * count
-    owners = []
-    for size in sizes:
-        owner = load.index(min(load))
-        load[owner] += size
-        owners.append(owner)
-    return owners
-
-
 class NodeRanks(NamedTuple):
     """The ranks that write into the place that this one writes into, out of all ``places``.
 
@@ -215,14 +188,9 @@ class NodeRanks(NamedTuple):
         return self.rank == self.ranks[0]
 
     @property
-    def position(self) -> int:
-        """The number of this rank among those of the node."""
-        return self.ranks.index(self.rank)
-
-    @property
-    def size(self) -> int:
-        """The number of ranks of the node."""
-        return len(self.ranks)
+    def share(self) -> Share:
+        """What this rank does of all that is done at the node."""
+        return Share(self.ranks.index(self.rank), len(self.ranks))
 
 
 def begin_output(stage: Output, ranks: Ranks) -> NodeRanks:

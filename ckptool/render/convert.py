@@ -19,7 +19,7 @@ from ckptool.render.text import columns, console, emit, escaped, free, size, vis
 if TYPE_CHECKING:
     from ckptool.commands.convert import ConvertReport
     from ckptool.commands.keymap.maps import MapReport
-    from ckptool.commands.transfer.report import TransferReport
+    from ckptool.commands.transfer.report import Part, TransferReport
     from ckptool.core.keymap.apply import Move
 
 
@@ -52,6 +52,16 @@ def show_convert(report: ConvertReport) -> None:
         if report.map is not None:
             show_moves(report.map, screen)
         show_files(report.files, screen)
+
+
+def show_part(report: TransferReport, part: Part) -> None:
+    """Show what one part wrote, and what comes next."""
+    target = visible(str(report.target))
+    what = f"{plural(part.files, 'file')}, {size(part.nbytes)}"
+    line = Text.assemble(
+        f"part {part.number} of {part.of} of ", (target, "bold"), f" is done: {what}"
+    )
+    emit(console(), [line, Text("  once all are: the same command with --finish for --part")])
 
 
 def compares(report: TransferReport) -> str:

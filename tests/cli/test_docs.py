@@ -33,7 +33,15 @@ COMMAND = re.compile(
 )
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 MODULE = re.compile(r"`([a-z_]+/[a-z_/]+\.py)`")
-OTHER_PROGRAMS = {"--nproc-per-node", "--format"}
+OTHER_PROGRAMS = {
+    "--array",
+    "--dependency",
+    "--parsable",
+    "--requeue",
+    "--wrap",
+    "--nproc-per-node",
+    "--format",
+}
 
 
 def commands() -> dict[str, list[str]]:

@@ -67,6 +67,12 @@ def _interval(value: Any, name: str) -> Any:
     return parse_interval(value, name)
 
 
+def _part(value: Any, name: str) -> Any:
+    from ckptool.engine.share import parse_part
+
+    return parse_part(str(value), name)
+
+
 def _dims(value: Any, name: str) -> Mapping[str, int]:
     return value if isinstance(value, Mapping) else parse_dims(value)
 
@@ -90,6 +96,7 @@ def _storage_options(value: Any, name: str) -> Mapping[str, Any]:
 
 FILE = Kind(Path, "AnyPath", _file, metavar="FILE")
 PLACE = Kind(str, "AnyPath", _place)
+PART = Kind(str, "str", _part, metavar="K/N")
 SHARE = Kind(str, "float | str", lambda v, name: parse_share(str(v), name), metavar="SHARE")
 DURATION = Kind(str, "float | str", _duration, metavar="TIME")
 INTERVAL = Kind(str, "float | str", _interval, metavar="TIME|STEPS")

@@ -8,6 +8,7 @@ from ckptool.commands.options.target import TransferOptions
 from ckptool.core.options import OptionSet, group
 
 _NAMES = ("select", "drop", "model_only", "strip_prefix", "rename")
+_WRITING = ("overwrite", "verify", "fsync", "part", "finish", "dry_run")
 _MAPS = ("map", "dim", "hf_assets", "inverse")
 
 
@@ -17,5 +18,7 @@ class ExtractOptions(OptionSet):
     read: ReadOptions = group(ReadOptions, READING, without=("split_stacked",))
     rewrite: RewriteOptions = group(RewriteOptions, without=(*_NAMES, *_MAPS))
     transfer: TransferOptions = group(
-        TransferOptions, "How to write FILE", without=("overwrite", "verify", "fsync", "dry_run")
+        TransferOptions,
+        "How to write FILE",
+        without=_WRITING,
     )

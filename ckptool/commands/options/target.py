@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckptool.commands.options import FILE, MESH, SHARD_RULES
+from ckptool.commands.options import FILE, MESH, PART, SHARD_RULES
 from ckptool.commands.options.choices import (
     mesh_target_names,
     policy_names,
@@ -16,10 +16,12 @@ from ckptool.commands.options.read import READING, ReadOptions
 from ckptool.commands.options.rewrite import MapOptions, RewriteOptions
 from ckptool.core.options import FLAG, SIZE, OptionSet, group, option
 from ckptool.engine.run_options import RunOptions
+from ckptool.errors import UsageError
 
 if TYPE_CHECKING:
     from ckptool.core.mesh import Mesh
     from ckptool.core.sharding.placement import PlacementRule
+    from ckptool.engine.share import Share
 
 WRITING = "How to write DST"
 
@@ -45,7 +47,24 @@ class TransferOptions(OptionSet):
         help="Read the output back and compare every tensor with SRC before committing.",
     )
     run: RunOptions = group(RunOptions)
+    part: Share | None = option(
+        "--part",
+        PART,
+        help="Write the K-th of N parts, and nothing at DST yet: each in any process, on any"
+        " machine that sees SRC and DST; the same command continues it.",
+    )
+    finish: bool = option(
+        "--finish", FLAG, help="Once all parts are done, check them and put them in place."
+    )
     dry_run: bool = option("--dry-run", FLAG, help="Show the plan; write nothing.")
+
+    def require_one_way(self) -> None:
+        """Raise UsageError for options that do not go together."""
+        if self.part is not None and self.finish:
+            raise UsageError("--part and --finish: one at a time; --finish once all parts are done")
+        if self.resume and (self.part is not None or self.finish):
+            which = "--finish" if self.finish else "--part"
+            raise UsageError(f"--resume: leave it out; {which} always goes on from what is there")
 
 
 def max_shard_size_option() -> Any:
@@ -64,7 +83,9 @@ class SaveOptions(OptionSet):
 
     to: str | None = None
     max_shard_size: int = max_shard_size_option()
-    transfer: TransferOptions = group(TransferOptions, without=("resume", "dry_run"))
+    transfer: TransferOptions = group(
+        TransferOptions, without=("resume", "part", "finish", "dry_run")
+    )
 
 
 class ConvertOptions(OptionSet):

@@ -99,7 +99,8 @@ class SalvageOptions(OptionSet):
 
     read: ReadOptions = group(ReadOptions, without=("split_stacked",))
     transfer: TransferOptions = group(
-        TransferOptions, without=("resume", "verify", "budget", "fsync", "dry_run")
+        TransferOptions,
+        without=("resume", "verify", "budget", "fsync", "part", "finish", "dry_run"),
     )
 
 

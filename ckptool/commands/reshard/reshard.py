@@ -120,7 +120,12 @@ class Reshard(Transfer[ReshardReport]):
         return report
 
     def require_possible(self, ranks: Ranks) -> None:
-        """Raise Unsupported where the result is to be loaded, and these ranks cannot."""
+        """Raise Unsupported where the result is to be loaded, and these ranks cannot.
+
+        UsageError where it is not to be written whole.
+        """
+        if self.check and self.options.part is not None:
+            raise UsageError("--check loads what is whole: give it with --finish, not with --part")
         if self.check:
             from ckptool.commands.reshard.load_check import require_loadable
 
@@ -189,6 +194,7 @@ def prepare_reshard(source: Location, target: Location | None, options: ReshardO
         target,
         writer.name,
         options.transfer,
+        mesh_size=placer.mesh.size,
         mesh=placer.mesh,
         choices=choices,
         rank_bytes=_rank_bytes(catalog, placed),

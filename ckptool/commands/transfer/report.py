@@ -14,17 +14,37 @@ from ckptool.commands.options.target import TransferOptions
 from ckptool.commands.transfer.overwrite import kept_note
 from ckptool.core.layout import FileLayout, Layout
 from ckptool.core.plan import Plan
+from ckptool.engine.share import Share
 from ckptool.storage.url import Location
 
 if TYPE_CHECKING:
     from ckptool.commands.keymap.maps import MapReport
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one of ``of`` parts is to write, or wrote if it is ``done``; the first is number 1."""
+
+    number: int
+    of: int
+    files: int
+    nbytes: int
+    done: bool = False
+
+    @classmethod
+    def of_layout(cls, share: Share, layout: Layout, mesh_size: int | None) -> Self:
+        """Return what a share of the files of a layout is."""
+        files = [layout.files[number] for number in share.files(layout, mesh_size)]
+        nbytes = sum(file.nbytes for file in files)
+        return cls(share.position + 1, share.size, len(files), nbytes)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class TransferReport(Report):
     """What is to be written, or was ``written``. Sizes in bytes.
 
-    ``verify`` is whether the output is read back and compared before it takes its place.
+    ``verify`` is whether the output is read back and compared before it takes its place. Of what
+    is done in parts ``part`` is the one that was asked for; ``written`` is true once all are.
     """
 
     source: Location
@@ -40,6 +60,7 @@ class TransferReport(Report):
     map: MapReport | None = field(default=None, metadata={"key": None})
     notes: tuple[str, ...]
     written: bool = False
+    part: Part | None = None
 
     def more(self) -> Mapping[str, object]:
         """Return the files, and what a key map makes."""
@@ -56,9 +77,16 @@ class TransferReport(Report):
         options: TransferOptions,
         *,
         notes: Iterable[str],
+        mesh_size: int | None = None,
         **more: Any,
     ) -> Self:
-        """Return the report of a plan; ``more`` are the fields that the plan does not say."""
+        """Return the report of a plan; ``more`` are the fields that the plan does not say.
+
+        ``mesh_size`` is the number of ranks that the layout is for, None where it is for none.
+        """
+        part = (
+            None if options.part is None else Part.of_layout(options.part, plan.layout, mesh_size)
+        )
         return cls(
             source=opened.path,
             source_format=opened.format.name,
@@ -71,6 +99,7 @@ class TransferReport(Report):
             objects=len(plan.catalog.objects),
             verify=options.verify,
             notes=(*notes, *target_notes(opened, target, plan.layout, options)),
+            part=part,
             **more,
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -12,15 +12,16 @@ from ckptool import __version__
 from ckptool.commands.open import OpenedCheckpoint
 from ckptool.commands.options.target import TransferOptions
 from ckptool.commands.transfer.overwrite import own_files, require_unmixed
-from ckptool.commands.transfer.report import TransferReport
+from ckptool.commands.transfer.report import Part, TransferReport
 from ckptool.core.catalog import Catalog
 from ckptool.core.plan import Plan
 from ckptool.engine.check.replicas import differing_replicas
-from ckptool.engine.ranks import NodeRanks, Ranks, begin_output, share_files
+from ckptool.engine.ranks import Ranks, begin_output
 from ckptool.engine.read.containers import likely_place
 from ckptool.engine.read.tiles import require_unchanged
+from ckptool.engine.share import ALL, Share
 from ckptool.engine.write.run import fetched_ahead, workers_within_budget
-from ckptool.engine.write.stage import RESUME_HINT, Output, Stage, StageOptions
+from ckptool.engine.write.stage import Output, Stage, StageOptions
 from ckptool.errors import (
     Changed,
     CkptoolError,
@@ -43,13 +44,31 @@ if TYPE_CHECKING:
 Progress = Callable[[int], None]
 
 
-def stage_at(target: Location, layout: Layout, options: StageOptions) -> Output:
-    """Return the stage in which output for a target is made."""
+def stage_at(
+    target: Location, layout: Layout, options: StageOptions, how: TransferOptions
+) -> Output:
+    """Return the stage in which output for a target is made: all of it, a part, or the end."""
     if isinstance(target, Path):
-        return Stage(target, layout, options)
-    from ckptool.engine.write.remote_stage import RemoteStage
+        if how.part is None and not how.finish:
+            return Stage(target, layout, options)
+        from ckptool.engine.write.parts import PartsStage, PartStage
 
-    return RemoteStage(target, layout, options)
+        return (
+            PartsStage(target, layout, options)
+            if how.part is None
+            else PartStage(target, layout, options, how.part)
+        )
+    if how.part is None and not how.finish:
+        from ckptool.engine.write.remote_stage import RemoteStage
+
+        return RemoteStage(target, layout, options)
+    from ckptool.engine.write.remote_parts import RemotePartsStage, RemotePartStage
+
+    return (
+        RemotePartsStage(target, layout, options)
+        if how.part is None
+        else RemotePartStage(target, layout, options, how.part)
+    )
 
 
 def no_progress(nbytes: int) -> None:
@@ -135,8 +154,15 @@ class Transfer(Generic[AnyReport]):
     @property
     def nbytes(self) -> int:
         """Bytes that progress counts: those written, with ``verify`` those read of both sides."""
+        part: Part | None = getattr(self.report, "part", None)
         written = self.plan.layout.nbytes
-        return written + self.plan.compared_bytes if self.options.verify else written
+        compared = self.plan.compared_bytes if self.options.verify else 0
+        if self.options.finish:
+            return 0
+        if part is not None:
+            compared = compared * part.nbytes // max(1, written)
+            written = part.nbytes
+        return written + compared
 
     def obstacle(self) -> str | None:
         """Return why a run would be refused as the target is now; None where it would not.
@@ -145,7 +171,7 @@ class Transfer(Generic[AnyReport]):
         """
         if not isinstance(self.target, Path):
             return None
-        stage = stage_at(self.target, self.plan.layout, self._stage_options())
+        stage = stage_at(self.target, self.plan.layout, self._stage_options(), self.options)
         try:
             stage.require_possible()
         except Unsupported as error:
@@ -183,17 +209,20 @@ class Transfer(Generic[AnyReport]):
                 error.add_hint(remains)
             raise
         except (KeyboardInterrupt, SystemExit) as error:
-            for note in (RESUME_HINT if stage.is_partial() else None, stage.remains()):
+            for note in (stage.next_step(), stage.remains()):
                 if note is not None:
                     error.add_note(note)
             raise
         finally:
-            stage.journal.close()
+            stage.close()
 
     def _written(self, notes: Iterable[str]) -> AnyReport:
         """Return the report, now that it is of what was written."""
         report: Any = self.report
-        more = {"written": True} if isinstance(report, TransferReport) else {}
+        more: dict[str, Any] = {}
+        if isinstance(report, TransferReport):
+            part = report.part
+            more = {"written": True} if part is None else {"part": replace(part, done=True)}
         return replace(report, notes=(*report.notes, *notes), **more)  # type: ignore[no-any-return]
 
     def _failure(self, error: OSError | TransferError, stage: Output) -> TransferError:
@@ -202,7 +231,7 @@ class Transfer(Generic[AnyReport]):
         if isinstance(error, OSError):
             error = failure_of(error, head)
         message = Problem(head + error.message.removeprefix(head), error.message.code)
-        hints = (error.hint, RESUME_HINT if stage.is_partial() else None, stage.remains())
+        hints = (error.hint, stage.next_step(), stage.remains())
         return TransferError(message, hint="; ".join(filter(None, hints)) or None)
 
     def _open_stage(self, ranks: Ranks) -> Output | None:
@@ -210,10 +239,12 @@ class Transfer(Generic[AnyReport]):
 
         Damaged where replicas differ, Unsupported where plans differ.
         """
+        if ranks.size > 1 and self.options.part is not None:
+            raise UsageError("--part: torchrun shares the work among its ranks by itself")
         options = ranks.together(self._stage_options)
         if len(set(ranks.gather((options.plan, options.source)))) > 1:
             raise Unsupported("ranks see different sources or made different plans")
-        stage = stage_at(self.target, self.plan.layout, options)
+        stage = stage_at(self.target, self.plan.layout, options, self.options)
         if _is_finished_by(stage, ranks):
             return None
         ranks.together(lambda: stage.require_possible() if ranks.rank == 0 else None)
@@ -221,7 +252,8 @@ class Transfer(Generic[AnyReport]):
         return stage
 
     def _require_equal_replicas(self, ranks: Ranks) -> None:
-        mine = self.plan.entries[ranks.rank :: ranks.size]
+        share = self.options.part or Share(ranks.rank, ranks.size)
+        mine = [] if self.options.finish else self.plan.entries[share.position :: share.size]
         problems = differing_replicas(mine, self.opened.source)
         if problems:
             raise damaged(
@@ -239,14 +271,16 @@ class Transfer(Generic[AnyReport]):
     def _write(self, stage: Output, progress: Progress, ranks: Ranks) -> tuple[str, ...]:
         node = begin_output(stage, ranks)
         ranks.together(lambda: stage.join(ranks.rank))
-        parts = None if self.placed is None else self.placed.mesh.size
-        numbers = share_files(self.plan.layout, node.position, node.size, parts)
-        numbers = [number for number in numbers if number not in stage.last_files]
-        ranks.together(lambda: self._move(stage, progress, numbers))
+        share = self.options.part or node.share
+        numbers = stage.takes(self._files_of(share))
+        ranks.together(lambda: self._move(stage, progress, numbers, share))
         if self.options.verify:
-            ranks.together(lambda: self._verify(stage, progress, node))
+            ranks.together(lambda: self._verify(stage, progress, numbers))
         ranks.together(lambda: require_unchanged(self.plan.catalog, self.opened.source))
-        remark = ranks.together(lambda: self._commit(stage, progress) if node.leads else None)
+        shared = not node.share.is_all
+        remark = ranks.together(
+            lambda: self._commit(stage, progress, shared=shared) if node.leads else None
+        )
         remarks = [remark] if remark is not None else []
         if node.places > 1:
             remarks.append(
@@ -257,25 +291,40 @@ class Transfer(Generic[AnyReport]):
     def before_commit(self) -> None:
         """Do what is to be done when all is written, just before it takes its place."""
 
-    def _move(self, stage: Output, progress: Progress, numbers: Collection[int]) -> None:
-        stage.write(self.plan, self.opened.source, self.options.run, progress, numbers)
+    def _files_of(self, share: Share) -> list[int]:
+        """Return the places in the layout of the files of a share of the work."""
+        return share.files(self.plan.layout, None if self.placed is None else self.placed.mesh.size)
 
-    def _commit(self, stage: Output, progress: Progress) -> str | None:
+    def _move(
+        self, stage: Output, progress: Progress, numbers: Collection[int], share: Share
+    ) -> None:
+        stage.write(self.plan, self.opened.source, self.options.run, progress, numbers, share)
+
+    def _commit(self, stage: Output, progress: Progress, *, shared: bool) -> str | None:
+        """Put the output in its place, or say of a part that it is done."""
+        if self.options.part is not None:
+            return stage.commit()
+        if self.options.verify and (shared or self.options.finish):
+            from ckptool.commands.verify.compare.written import require_complete
+
+            require_complete(self.plan)
         if stage.last_files:
-            self._move(stage, progress, stage.last_files)
+            self._move(stage, progress, stage.last_files, ALL)
         if isinstance(stage, Stage) and self.plan.layout.folder and stage.target.is_dir():
             require_unmixed(stage.target, stage.folder, stage.own or ())
         self.before_commit()
         return stage.commit()
 
     def _stage_options(self) -> StageOptions:
+        self.options.require_one_way()
         catalog = self.plan.catalog
         return StageOptions(
             self._digest(),
             self.opened.source.fingerprint([*catalog.files, *catalog.companions]),
             self.options.overwrite,
-            self.options.resume,
+            self.options.resume or self.options.finish or self.options.part is not None,
             self.options.run.fsync,
+            self.options.verify,
             lambda: (
                 own_files(self.target, self.plan.layout, self.opened.source)
                 if self.options.overwrite
@@ -298,18 +347,17 @@ class Transfer(Generic[AnyReport]):
             digest.update(repr((value.name, value.path)).encode())
         return digest.hexdigest()
 
-    def _verify(self, stage: Output, progress: Progress, node: NodeRanks) -> None:
-        """Compare this rank's share of the output, as it lies there, with the source.
+    def _verify(self, stage: Output, progress: Progress, numbers: Sequence[int]) -> None:
+        """Compare the files that were written here, as they lie there, with the source.
 
         Of a store only tensors are: there the rest is a request for each of its many places.
         """
         from ckptool.commands.verify.compare.written import require_rest, require_written
 
-        share = self.plan.entries[node.position :: node.size]
         source, staged = self.opened.source, stage.written
         workers = workers_within_budget(self.plan, self.options.run, source, staged)
         staged.keep(fetched_ahead(staged, self.options.run))
-        require_written(self.plan, share, (source, staged), workers, progress)
+        both = sorted({*numbers, *stage.last_files})  # these hold no tensors
+        require_written(self.plan, both, (source, staged), workers, progress)
         if isinstance(stage, Stage):
-            files = self.plan.layout.files[node.position :: node.size]
-            require_rest(files, source, stage.folder)
+            require_rest((self.plan.layout.files[n] for n in numbers), source, stage.folder)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -25,16 +25,21 @@ _TILES_PER_JOB = 8
 
 @dataclass(frozen=True, slots=True)
 class TensorPair:
-    """Two tensors of one shape; ``is_cast`` rounds or widens the first to the second's type."""
+    """Two tensors of one shape; ``is_cast`` rounds or widens the first to the second's type.
+
+    Only the ``boxes`` are compared; all of it where none are given.
+    """
 
     one: TensorEntry
     other: TensorEntry
     is_cast: bool = False
+    boxes: tuple[Box, ...] = ()
 
     @property
     def nbytes(self) -> int:
         """Return the bytes that are read to compare the two."""
-        return self.one.elements * self.itemsize
+        elements = sum(box.volume for box in self.boxes) if self.boxes else self.one.elements
+        return elements * self.itemsize
 
     @property
     def itemsize(self) -> int:
@@ -90,11 +95,12 @@ class PairSource(NamedTuple):
 def pair_jobs(pairs: Iterable[TensorPair]) -> Iterator[Job[TensorPair, SideReaders, PairTile]]:
     """Yield jobs that read some tiles of a pair each, in row-major order.
 
-    The chunks of every tensor must tile it exactly. Reading a tile raises Unreadable.
+    The chunks of every tensor must tile what is compared of it. Reading a tile raises Unreadable.
     """
     for pair in pairs:
         itemsize = max(pair.one.source_dtype.itemsize, pair.other.source_dtype.itemsize)
-        boxes = tiles(Box.whole(pair.one.shape), itemsize, TILE)
+        parts = pair.boxes or (Box.whole(pair.one.shape),)
+        boxes = chain.from_iterable(tiles(part, itemsize, TILE) for part in parts)
         while batch := list(islice(boxes, _TILES_PER_JOB)):
             runs = [partial(entry_runs, entry, batch) for entry in (pair.one, pair.other)]
             yield Job(pair, partial(_read_both, pair, batch), runs)

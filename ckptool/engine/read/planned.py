@@ -38,11 +38,13 @@ def run_of(tile: Tile, source: TileSource) -> ExtentRun | None:
     return at, start, skip, source.box.volume * itemsize
 
 
-def touch(records: RecordCheck, entry: TensorEntry, chunk: Chunk) -> None:
+def touch(
+    records: RecordCheck, entry: TensorEntry, chunk: Chunk, *, required: bool = False
+) -> None:
     """Note which records a chunk of a tensor is made from."""
     for at in stored_places(open_chunk(chunk).at):
         if isinstance(at, Extent) and at.record is not None:
-            records.touch(at.record, entry.name)
+            records.touch(at.record, entry.name, required=required)
 
 
 class PlannedPiece(NamedTuple):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
@@ -59,6 +60,20 @@ def require_no_foreign(folder: Path, sizes: Mapping[str, int]) -> None:
             " nothing in it was removed",
             hint=f"check what it is, then move it away: mv {folder / foreign[0]} ELSEWHERE",
         )
+
+
+def require_space(folder: Path, needed: int, staged: Path, sizes: Mapping[str, int]) -> None:
+    """Raise Unsupported where a folder has no room for what is to be written into it.
+
+    What was ``staged`` of the files with these ``sizes`` before has its room.
+    """
+    if not folder.is_dir():
+        raise Unsupported(f"{folder}: no such folder to write into", hint=f"mkdir -p {folder}")
+    names = _written_files(staged, sizes) if staged.is_dir() else ()
+    free = shutil.disk_usage(folder).free
+    free += sum(512 * os.lstat(staged / name).st_blocks for name in names)
+    if needed > free:
+        raise Unsupported(f"{folder}: {needed:,} bytes are needed, {free:,} are free")
 
 
 def _written_files(folder: Path, sizes: Mapping[str, int]) -> list[str]:

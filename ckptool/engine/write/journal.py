@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from ckptool.core.layout import FileLayout
 from ckptool.core.plan import Plan
@@ -49,11 +49,11 @@ class Journal:
         """Open the journal as it is and lock it; Unsupported where another process has it."""
         return cls(_open_locked(path))
 
-    def begin(self, plan: str, source: str, files: Mapping[str, int] | None = None) -> None:
-        """Forget what was noted, and begin with these digests and the sizes of these files."""
+    def begin(self, plan: str, source: str, **more: object) -> None:
+        """Forget what was noted, and begin with these digests and what else is to be known."""
         if self._stream is not None:
             self._stream.truncate(0)
-        self._append(journal_head(plan, source) | ({} if files is None else {"files": {**files}}))
+        self._append(journal_head(plan, source) | more)
 
     @classmethod
     def resume(
@@ -63,25 +63,28 @@ class Journal:
         source: str,
         others: Iterable[Path] = (),
         files: Mapping[str, int] | None = None,
+        parts: int | None = None,
     ) -> Journal:
         """Open the journal of an earlier run of the same plan over the same source.
 
         ``others`` are journals that further ranks kept of the same output, ``files`` the sizes of
-        those that are to be written, to be noted if they are not. Raises Unsupported where plan or
-        source are not those of the earlier run.
+        those that are to be written, to be noted if they are not; ``parts`` is into how many the
+        run is shared. Raises Unsupported where these are not those of the earlier run.
         """
         stream = _open_locked(path)
         finished: dict[str, int] = {}
+        head = {"plan": plan, "source": source} | ({} if parts is None else {"parts": parts})
         try:
             begun = [journal for journal in {path, *others} if journal.stat().st_size]
             for journal in begun:
-                finished |= _read_finished(journal, {"source": source, "plan": plan})
+                finished |= _read_finished(journal, head)
         except Unsupported:
             stream.close()
             raise
         resumed = cls(stream, finished)
         if path not in begun:
-            resumed.begin(plan, source, files)
+            more = {"parts": parts, "files": files}
+            resumed.begin(plan, source, **{k: v for k, v in more.items() if v is not None})
         return resumed
 
     def crc_of(self, path: str) -> int | None:
@@ -91,6 +94,17 @@ class Journal:
     def done(self, path: str, crc: int) -> None:
         """Note that a file is written (and synced, where asked); its bytes have this CRC-32."""
         self._append({"done": path, "crc32": crc})
+
+    def end(self, part: Mapping[str, object]) -> None:
+        """Note that the part of a run that this journal is of is done, and what it is."""
+        self._append({"part": part})
+        if self._stream is not None:
+            os.fsync(self._stream.fileno())
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this process holds the file."""
+        return self._stream is not None and not self._stream.closed
 
     def close(self) -> None:
         """Close the file, which unlocks it."""
@@ -106,6 +120,13 @@ class Journal:
 
 
 NO_JOURNAL = Journal(None)
+
+
+def read_part(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return how a part's journal begins, and what it ends with; empty where it is not done."""
+    lines = [_parse_line(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+    part = lines[-1].get("part") if lines else None
+    return (lines[0] if lines else {}), (part if isinstance(part, dict) else {})
 
 
 def journal_head(plan: str, source: str) -> dict[str, object]:
@@ -148,7 +169,7 @@ def _open_locked(path: Path) -> IO[str]:
     return stream
 
 
-def _read_finished(path: Path, expected: dict[str, str]) -> dict[str, int]:
+def _read_finished(path: Path, expected: Mapping[str, object]) -> dict[str, int]:
     """Return the files that a journal lists with their CRC-32; its head must be as expected."""
     lines = path.read_text(encoding="utf-8").split("\n")[:-1]
     head = _parse_line(lines[0]) if lines else {}
@@ -157,14 +178,23 @@ def _read_finished(path: Path, expected: dict[str, str]) -> dict[str, int]:
     return {name: crc for name, crc in files if isinstance(name, str) and isinstance(crc, int)}
 
 
-def require_same_run(path: str, head: Mapping[str, object], expected: Mapping[str, str]) -> None:
-    """Raise Unsupported where a journal begins with other digests than expected."""
-    for what, digest in expected.items():
-        if head.get(what) != digest:
+def require_same_run(path: str, head: Mapping[str, object], expected: Mapping[str, object]) -> None:
+    """Raise Unsupported where a journal begins with other digests, or parts, than expected."""
+    for what, value in expected.items():
+        if head.get(what) == value:
+            continue
+        if "parts" not in expected:
             raise Unsupported(
                 f"{path}: cannot resume: the {what} has changed since the run began",
                 hint="run again without --resume to start over",
             )
+        begun = f"in {head['parts']} parts" if "parts" in head else "without --part"
+        why = f"the run began {begun}" if what == "parts" else f"the {what} is another"
+        raise Unsupported(
+            f"{path}: cannot continue: {why}",
+            hint="all parts need the same SRC, options and number of parts; to start over, remove"
+            " what the others wrote: this file and those beside it whose names begin alike",
+        )
 
 
 def _parse_line(line: str) -> dict[str, object]:

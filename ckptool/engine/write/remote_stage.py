@@ -9,7 +9,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,10 @@ from ckptool.core.layout import Data, Layout, ScatteredData
 from ckptool.core.plan import Plan
 from ckptool.core.text import list_some
 from ckptool.engine.run_options import RunOptions
+from ckptool.engine.share import Share
 from ckptool.engine.write.existing import require_no_conflict
 from ckptool.engine.write.journal import NO_JOURNAL, journal_head, require_same_run
-from ckptool.engine.write.stage import StageOptions
+from ckptool.engine.write.stage import RESUME_HINT, StageOptions
 from ckptool.errors import CkptoolError, NotFound, TransferError, Unsupported
 from ckptool.storage.commit_note import UNFINISHED
 from ckptool.storage.local import Files
@@ -52,7 +53,9 @@ class RemoteStage:
         self._options = options
         self._store = target.store
         beside = target.with_name(f".{target.name}.partial.journal")
-        self._note = target / UNFINISHED if layout.folder else beside
+        self._note = self._claim = target / UNFINISHED if layout.folder else beside
+        self._parts = 0
+        self._names = [file.path for file in layout.files]
         self._is_new = False
         self._writer: object = None
         self._finished: frozenset[str] = frozenset()
@@ -91,11 +94,9 @@ class RemoteStage:
 
     def require_possible(self) -> None:
         """Raise Unsupported where what is there may not be replaced, or nothing is to resume."""
-        if self._store.scheme in WEB:
-            raise Unsupported(f"{self.target}: cannot be written to: web servers are read-only")
-        if self._store.atomic_put and not self.target.parent.name:
-            raise Unsupported(f"{self.target}: is a whole bucket", hint="name a folder in it")
-        note = self._read_note()
+        self._require_writable()
+        note = self._read_note(self._note)
+        self._parts = (note or {}).get("parts", 0)
         self._require_left(note)
         if self._options.resume:
             if note is None:
@@ -115,6 +116,13 @@ class RemoteStage:
             )
         if others:
             self._require_replaceable(others, begun=note is not None)
+
+    def _require_writable(self) -> None:
+        """Raise Unsupported where nothing can be written, whoever asks."""
+        if self._store.scheme in WEB:
+            raise Unsupported(f"{self.target}: cannot be written to: web servers are read-only")
+        if self._store.atomic_put and not self.target.parent.name:
+            raise Unsupported(f"{self.target}: is a whole bucket", hint="name a folder in it")
 
     def _noted_files(self, note: Mapping[str, Any] | None) -> frozenset[str]:
         """Return the files that an unfinished run wrote, and those that it was replacing."""
@@ -138,7 +146,7 @@ class RemoteStage:
 
     def join(self, rank: int = 0) -> None:
         """Look who began, and what an earlier run finished, after ``begin``."""
-        self._writer = (self._read_note() or {}).get("writer")
+        self._writer = (self._read_note(self._claim) or {}).get("writer")
         if self._options.resume:
             sizes = {file.path: file.nbytes for file in self._layout.files[:-1]}
             existing = self._list_existing()
@@ -164,12 +172,18 @@ class RemoteStage:
         options: RunOptions,
         progress: Callable[[int], None],
         numbers: Collection[int],
+        share: Share,
     ) -> None:
-        """Write files of the plan, those of ``numbers``."""
+        """Write files of the plan, those of ``numbers``, as a share of all that is done."""
         from ckptool.engine.write.send import send
 
         self._require_mine()
-        send(plan, source, self.folder, options, progress, numbers=numbers, finished=self._finished)
+        folder, done = self.folder, self._finished
+        send(plan, source, folder, options, progress, numbers=numbers, finished=done, share=share)
+
+    def takes(self, numbers: Iterable[int]) -> list[int]:
+        """Return those of the files of a share that are written before the commit."""
+        return [number for number in numbers if number not in self.last_files]
 
     def commit(self) -> None:
         """Remove the note: there is nothing partial any more."""
@@ -177,7 +191,9 @@ class RemoteStage:
         self._forget()
 
     def _forget(self) -> None:
-        self._store.remove([self._note.key], str(self._note))
+        """Remove the note, and those of parts."""
+        notes = [self._claim, *(part_note(self._note, number) for number in range(self._parts))]
+        self._store.remove([note.key for note in notes], str(self._claim))
         self._writer = None
 
     def _require_removal(self) -> None:
@@ -192,12 +208,18 @@ class RemoteStage:
         """Return whether there is something that a run with ``resume`` continues."""
         return self._writer is not None
 
+    def next_step(self) -> str | None:
+        """Return how a run that ended midway goes on; None where there is nothing to go on from."""
+        return RESUME_HINT if self.is_partial() else None
+
+    def close(self) -> None:
+        """Do nothing: a store has no locks."""
+
     def discard(self, *, resumed: bool = False) -> None:
         """Remove what was written; an output that was resumed only where that is asked."""
         if not self._is_new and not resumed:
             return
-        names = [file.path for file in self._layout.files]
-        own_files = {*names, *map(hidden_name, names)}
+        own_files = {*self._names, *map(hidden_name, self._names)}
         with suppress(CkptoolError, NoAnswer):
             self._require_mine()
             written = {n: info for n, info in self._list_existing().items() if n in own_files}
@@ -220,35 +242,43 @@ class RemoteStage:
         )
 
     def _write_note(self) -> None:
-        writer = self._writer or _this_writer()
+        writer = self._writer or this_writer()
+        files = [file.path for file in self._layout.files]
+        self._put_note(self._note, files=files, writer=writer, old=sorted(self._old))
+        self._writer = writer
+
+    def _put_note(self, place: RemotePath, **more: object) -> None:
+        """Write a note of this run at a place, with more than whose plan and source it is."""
         if not self._store.atomic_put:
             self._writing(lambda: self._store.make_folder(self.folder.key, str(self.folder)))
-        head: dict[str, Any] = dict(journal_head(self._options.plan, self._options.source))
-        head |= {"files": [file.path for file in self._layout.files], "writer": writer}
-        head["old"] = sorted(self._old)
-        self._writing(lambda: self._note.write_bytes(json.dumps(head).encode()))
-        self._writer = writer
+        note = journal_head(self._options.plan, self._options.source) | more
+        self._writing(lambda: place.write_bytes(json.dumps(note).encode()))
 
     def _require_left(self, note: dict[str, Any] | None) -> None:
         """Raise Unsupported where another run may still be writing here."""
+        if note is not None and note.get("parts") and not self._options.overwrite:
+            raise Unsupported(
+                f"{self.target}: holds the unfinished output of a run in {note['parts']} parts",
+                hint="--part K/N continues each, --finish ends it, and --overwrite starts over",
+            )
         writer = note.get("writer") if note is not None else None
         if not isinstance(writer, dict):
             return
-        if _is_running(writer):
+        if is_running(writer):
             raise Unsupported(
-                f"{self.target}: another ckptool is writing it: {_describe_writer(writer)}"
+                f"{self.target}: another ckptool is writing it: {describe_writer(writer)}"
             )
         if not _is_here(writer) and not self._options.resume and not self._options.overwrite:
             raise Unsupported(
-                f"{self.target}: holds the unfinished output of {_describe_writer(writer)}",
+                f"{self.target}: holds the unfinished output of {describe_writer(writer)}",
                 hint="once that has ended, --resume continues it and --overwrite starts over",
             )
 
     def _require_mine(self) -> None:
         """Raise TransferError where another run has begun to write here since."""
-        writer = (self._read_note() or {}).get("writer")
+        writer = (self._read_note(self._claim) or {}).get("writer")
         if writer != self._writer:
-            who = _describe_writer(writer) if isinstance(writer, dict) else "it is no longer noted"
+            who = describe_writer(writer) if isinstance(writer, dict) else "it is no longer noted"
             raise TransferError(f"{self.target}: another ckptool is writing it too: {who}")
 
     def _list_existing(self) -> dict[str, ObjectInfo]:
@@ -265,11 +295,12 @@ class RemoteStage:
             infos = self._store.find(place.key, str(place))
         except NotFound:
             return {}
-        return {n: i for n, i in infos.items() if bool(n) is below and n != self._note.name}
+        files = {n: i for n, i in infos.items() if not n.startswith(self._note.name)}
+        return {n: i for n, i in files.items() if bool(n) is below}
 
-    def _read_note(self) -> dict[str, Any] | None:
+    def _read_note(self, place: RemotePath) -> dict[str, Any] | None:
         try:
-            note = json.loads(self._note.read_bytes())
+            note = json.loads(place.read_bytes())
         except (NotFound, ValueError):
             return None
         return note if isinstance(note, dict) else None
@@ -302,12 +333,17 @@ class RemoteStage:
 
     def _abort_old_uploads(self) -> None:
         """Throw away the parts that a killed run left."""
-        names = {file.path for file in self._layout.files} | self._noted
+        names = {*self._names, *self._noted}
         keys = {(self.folder / name).key for name in names}
         abort_uploads(self._store, f"{self.folder.key}/", keys.__contains__)
 
 
-def _this_writer() -> dict[str, Any]:
+def part_note(note: RemotePath, number: int) -> RemotePath:
+    """Return where a part, counted from 0, says who writes it and what it has written."""
+    return note.with_name(f"{note.name}.{number + 1}")
+
+
+def this_writer() -> dict[str, Any]:
     """Return what a note says of this process; no two runs say the same."""
     return {
         "host": platform.node(),
@@ -323,7 +359,7 @@ def _is_here(writer: Mapping[str, Any]) -> bool:
     return writer.get("host") == platform.node()
 
 
-def _is_running(writer: Mapping[str, Any]) -> bool:
+def is_running(writer: Mapping[str, Any]) -> bool:
     """Return whether a writer is another process of this machine that has not ended."""
     process = writer.get("process")
     if not _is_here(writer) or not isinstance(process, int) or process == os.getpid():
@@ -332,7 +368,7 @@ def _is_running(writer: Mapping[str, Any]) -> bool:
     return started is not None and started == writer.get("started")
 
 
-def _describe_writer(writer: Mapping[str, Any]) -> str:
+def describe_writer(writer: Mapping[str, Any]) -> str:
     """Describe a writer in a few words."""
     return f"process {writer.get('process')} on {writer.get('host')}, {writer.get('begun')}"
 

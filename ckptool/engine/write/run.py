@@ -24,6 +24,7 @@ from ckptool.engine.read.containers import openings, runs_of
 from ckptool.engine.read.planned import PlannedPiece, PlanReader, plan_job, touch
 from ckptool.engine.read.tiles import ByteReader, read_tiles
 from ckptool.engine.run_options import RunOptions
+from ckptool.engine.share import ALL, Share
 from ckptool.engine.write.journal import NO_JOURNAL, Journal, find_finished
 from ckptool.errors import Damaged, TransferError, Unsupported
 from ckptool.storage.disk import allocate, open_unfollowed
@@ -45,6 +46,7 @@ def run(
     *,
     numbers: Collection[int] | None = None,
     journal: Journal = NO_JOURNAL,
+    share: Share = ALL,
 ) -> None:
     """Write the plan's files below ``folder``: all, or those of ``numbers`` (places in the layout).
 
@@ -57,7 +59,7 @@ def run(
     wanted = range(len(plan.layout.files)) if numbers is None else numbers
     finished = find_finished(plan, wanted, folder, options, journal)
     todo = [number for number in wanted if number not in finished]
-    writer = _PlanWriter(plan, source, folder, options, progress)
+    writer = _PlanWriter(plan, source, folder, options, progress, share)
     writer.write(todo, finished, journal)
 
 
@@ -105,8 +107,10 @@ class _PlanWriter:
         folder: Path,
         options: RunOptions,
         progress: Callable[[int], None],
+        share: Share,
     ) -> None:
         self._plan = plan
+        self._share = share
         self._files = plan.layout.files
         self._source = source
         self._folder = folder
@@ -114,7 +118,7 @@ class _PlanWriter:
         self._workers = workers_within_budget(plan, options, source)
         self._fsync = options.fsync
         self._progress = progress
-        self._records = RecordCheck()
+        self._records = RecordCheck(shared=not share.is_all)
         self._crcs: dict[int, dict[int, list[CrcPiece]]] = defaultdict(lambda: defaultdict(list))
         self._lock = threading.Lock()
         self._left: dict[int, int] = {}
@@ -122,7 +126,7 @@ class _PlanWriter:
     def write(self, todo: Sequence[int], finished: Sequence[int], journal: Journal) -> None:
         """Write the files ``todo``; what the ``finished`` ones were made from is checked again."""
         self._journal = journal
-        touch_files(self._plan, finished, self._source, self._records)
+        touch_files(self._plan, finished, self._source, self._records, self._share)
         self._progress(sum(self._files[number].nbytes for number in finished))
         jobs = map(plan_job, self._write_jobs(todo))
         tiles = _PlanTiles(self._source, self._records, self._output)
@@ -282,13 +286,15 @@ def _close_all(descriptors: dict[str, int]) -> None:
         os.close(descriptors.popitem()[1])
 
 
-def touch_files(plan: Plan, numbers: Sequence[int], source: Files, records: RecordCheck) -> None:
-    """Note which records some files of the layout are made from."""
-    chunks = list(plan.chunks(numbers))
+def touch_files(
+    plan: Plan, numbers: Sequence[int], source: Files, records: RecordCheck, share: Share
+) -> None:
+    """Note the records that must be read: of finished files, or those that a share checks."""
+    chunks = list(plan.chunks(numbers) if share.is_all else share.records(plan))
     needs = (need for _, chunk in chunks for need in openings(chunk.at))
     source.expect(runs_of(needs, set()))
     for entry, chunk in chunks:
-        touch(records, entry, chunk)
+        touch(records, entry, chunk, required=True)
 
 
 def apply_patches(literal: Literal, part_crc: Callable[[int], int]) -> bytes:

@@ -18,6 +18,7 @@ from ckptool.engine.read.planned import PlanReader
 from ckptool.engine.read.runs import tile_runs
 from ckptool.engine.read.tiles import Job, read_tiles, require_unchanged
 from ckptool.engine.run_options import RunOptions
+from ckptool.engine.share import ALL, Share
 from ckptool.engine.write.run import apply_patches, fetched_ahead, read_verbatim, touch_files
 from ckptool.errors import Unsupported
 from ckptool.storage.local import SPAN, Files
@@ -49,6 +50,7 @@ def send(
     *,
     numbers: Collection[int],
     finished: Collection[str],
+    share: Share = ALL,
 ) -> None:
     """Write those of the plan's files in ``numbers`` that are not ``finished`` yet.
 
@@ -59,8 +61,9 @@ def send(
     todo = [number for number in numbers if files[number].path not in finished]
     done = [number for number in numbers if number not in todo]
     capacity = within_budget(plan, source, options, todo)
-    contents = _FileContents(plan, source, RecordCheck(), capacity.readers)
-    touch_files(plan, done, source, contents.records)
+    records = RecordCheck(shared=not share.is_all)
+    contents = _FileContents(plan, source, records, capacity.readers)
+    touch_files(plan, done, source, records, share)
     progress(sum(files[number].nbytes for number in done))
     uploads: list[Upload] = []
 

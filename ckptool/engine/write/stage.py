@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
-import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,12 +14,14 @@ from typing import TYPE_CHECKING, TypeAlias
 from ckptool.core.layout import Layout
 from ckptool.core.plan import Plan
 from ckptool.engine.run_options import RunOptions
+from ckptool.engine.share import Share
 from ckptool.engine.write.commit import Commit, FileCommit, FolderCommit, aside_of
 from ckptool.engine.write.existing import (
     in_conflict,
     remove_staged,
     require_no_conflict,
     require_no_foreign,
+    require_space,
     stamps,
 )
 from ckptool.engine.write.journal import Journal, is_journal, noted_sizes
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 Output: TypeAlias = "Stage | RemoteStage"
 """Where a transfer writes. One process begins it; others that write into it join."""
 
+
 RESUME_HINT = "the finished files are kept; the same command with --resume continues"
 
 
@@ -51,8 +53,9 @@ RESUME_HINT = "the finished files are kept; the same command with --resume conti
 class StageOptions:
     """``overwrite`` replaces an existing target at the end; ``resume`` continues a partial one.
 
-    ``plan`` and ``source`` are the digests that a resumed run must share with the first; ``own``
-    returns the files of the checkpoint at the target, which are replaced; None where none is there.
+    ``plan`` and ``source`` are the digests that a resumed run must share with the first, ``verify``
+    is whether what is written is compared with the source before it counts; ``own`` returns the
+    files of the checkpoint at the target, which are replaced; None where none is there.
     """
 
     plan: str
@@ -60,6 +63,7 @@ class StageOptions:
     overwrite: bool = False
     resume: bool = False
     fsync: bool = True
+    verify: bool = True
     own: Callable[[], Collection[str] | None] = lambda: None
 
 
@@ -128,13 +132,14 @@ class Stage:
         self.finish_earlier()
         self.require_possible()
         if self._options.resume:
+            self._require_idle(self._journals())
             self._require_no_link()
             return
         try:
             self._first = Journal.lock(self._journal_path(0))
             self._remove_earlier()
             self._is_new = True
-            self._first.begin(self._options.plan, self._options.source, self._sizes)
+            self._first.begin(self._options.plan, self._options.source, files=self._sizes)
             self.folder.mkdir()
         except OSError as error:
             raise Unsupported(
@@ -147,11 +152,18 @@ class Stage:
     def _remove_earlier(self) -> None:
         """Remove what an earlier run staged; Unsupported where something else lies there."""
         journals = self._journals()
+        self._require_idle(journals)
         if is_real_folder(self.folder):
             remove_staged(self.folder, noted_sizes(journals, self._sizes))
         for path in journals:
             if path != self._journal_path(0):
                 path.unlink()
+
+    def _require_idle(self, journals: Iterable[Path]) -> None:
+        """Raise Unsupported where another process writes by one of the journals, as a part does."""
+        for path in journals:
+            if path != self._journal_path(0):
+                Journal.lock(path).close()
 
     @property
     def _sizes(self) -> dict[str, int]:
@@ -170,7 +182,7 @@ class Stage:
         self._require_ours()
         self._refuse_existing()
         if not self._options.resume:
-            self._require_space()
+            require_space(self.target.parent, self._layout.nbytes, self.folder, self._sizes)
         elif not self.is_partial():
             raise Unsupported(f"{self.target}: there is no partial output to resume")
 
@@ -208,9 +220,15 @@ class Stage:
         options: RunOptions,
         progress: Callable[[int], None],
         numbers: Collection[int],
+        share: Share,
     ) -> None:
-        """Write files of the plan, those of ``numbers``."""
-        run(plan, source, self.folder, options, progress, numbers=numbers, journal=self.journal)
+        """Write files of the plan, those of ``numbers``, as a share of all that is done."""
+        folder, journal = self.folder, self.journal
+        run(plan, source, folder, options, progress, numbers=numbers, journal=journal, share=share)
+
+    def takes(self, numbers: Iterable[int]) -> list[int]:
+        """Return those of the files of a share that are written before the commit: here all."""
+        return list(numbers)
 
     @property
     def written(self) -> LocalSource:
@@ -277,6 +295,14 @@ class Stage:
     def is_partial(self) -> bool:
         """Return whether there is something that a run with ``resume`` continues."""
         return bool(self._journals())
+
+    def next_step(self) -> str | None:
+        """Return how a run that ended midway goes on; None where there is nothing to go on from."""
+        return RESUME_HINT if self.is_partial() else None
+
+    def close(self) -> None:
+        """Let others write here."""
+        self.journal.close()
 
     def remains(self) -> str | None:
         """Return None: a disk refuses nobody what he wrote himself."""
@@ -351,14 +377,6 @@ class Stage:
             raise _no_checkpoint(path)
         names = [file.path for file in self._layout.files]
         require_no_conflict(path, in_conflict(path, own or (), names))
-
-    def _require_space(self) -> None:
-        folder, needed = self.target.parent, self._layout.nbytes
-        if not folder.is_dir():
-            raise Unsupported(f"{folder}: no such folder to write into", hint=f"mkdir -p {folder}")
-        free = shutil.disk_usage(folder).free
-        if needed > free:
-            raise Unsupported(f"{folder}: {needed:,} bytes are needed, {free:,} are free")
 
 
 def _no_checkpoint(path: Path) -> Unsupported:

@@ -229,7 +229,6 @@ def plan_large(tensors: int, chunks: int, mesh: str) -> Plan:
     from ckptool.core.mesh import Shard
     from ckptool.core.plan import Plan
     from ckptool.core.sharding.placement import PlacedTensors, parse_mesh
-    from ckptool.engine.ranks import share_files
     from ckptool.formats import FORMATS
     from ckptool.formats.base import Request
     from ckptool.storage.local import TILE
@@ -238,7 +237,7 @@ def plan_large(tensors: int, chunks: int, mesh: str) -> Plan:
     target = parse_mesh(mesh)
     placed = PlacedTensors(target, {name: (Shard(0), Shard(1)) for name in catalog.tensors})
     plan = Plan(catalog, FORMATS["dcp"].lay_out(catalog, Request("out", placed=placed)))
-    for group in plan.groups(next(plan.batches(share_files(plan.layout, 0, 1, target.size))), TILE):
+    for group in plan.groups(next(plan.batches(range(len(plan.layout.files)))), TILE):
         for _ in plan.jobs(group, TILE):
             pass
     return plan

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ckptool.commands.options.verify import CompareOptions
 from ckptool.commands.verify.compare.tensors import compare, differing_tensor
-from ckptool.core.catalog import TensorEntry, tied_names
+from ckptool.core.box import Box
+from ckptool.core.catalog import TensorEntry, coverage_problem, tied_names
 from ckptool.core.layout import FileLayout, written_entries
 from ckptool.core.plan import Plan
 from ckptool.core.text import plural
@@ -23,24 +25,29 @@ from ckptool.storage.local import Files
 
 def require_written(
     plan: Plan,
-    share: Sequence[TensorEntry],
+    numbers: Sequence[int],
     sides: tuple[Files, Files],
     workers: int,
     progress: Progress,
 ) -> None:
-    """Compare a ``share`` of the plan's tensors in the output with the source, bit by bit.
+    """Compare what some files of the layout hold of the plan's tensors with the source, by bits.
 
     ``sides`` are the files of the source and of the output. The elements of the source are those to
     be written: renamed, cast and dequantized. Neither side is read by the tiles of the plan, but
     row by row, where its own description says that a row lies. Raises NotVerified where the
     output is not what it should be, and what reading the source raises.
     """
-    share = [_kept_rows(plan, entry) for entry in share]
-    written = written_entries(plan.layout, {entry.name: entry for entry in share})
-    missing = _missing(plan, [entry for entry in share if entry.name not in written])
-    if missing:
-        raise _not_verified(f"{plural(len(missing), 'tensor')} not written, first {missing[0]}")
-    pairs = [TensorPair(entry, written[entry.name]) for entry in share if entry.name in written]
+    entries = [_kept_rows(plan, entry) for entry in plan.entries]
+    layout = replace(plan.layout, files=tuple(plan.layout.files[number] for number in numbers))
+    written = written_entries(layout, {entry.name: entry for entry in entries})
+    is_whole = len(layout.files) == len(plan.layout.files)
+    if is_whole:
+        _require_none_missing(plan, entries, written)
+    pairs = [
+        TensorPair(entry, other, boxes=() if is_whole else _boxes(other))
+        for entry in entries
+        if (other := written.get(entry.name)) is not None
+    ]
     reads = TensorSource(sides[0]), TensorSource(sides[1])
     found = compare(pairs, reads, CompareOptions(), workers, progress)
     unreadable = (pair.one.name for pair in pairs if pair.one.name in found.unreadable)
@@ -57,6 +64,34 @@ def require_written(
     copies = differing_replicas(written.values(), sides[1], workers)
     if copies:
         raise _not_verified(f"{plural(len(copies), 'replica')} differ after writing: {copies[0]}")
+
+
+def require_complete(plan: Plan) -> None:
+    """Raise NotVerified where the files of the layout do not hold each tensor, all of it.
+
+    Who compares all files by himself reads that; who compares some does not.
+    """
+    entries = [_kept_rows(plan, entry) for entry in plan.entries]
+    written = written_entries(plan.layout, {entry.name: entry for entry in entries})
+    _require_none_missing(plan, entries, written)
+    problem = next((p for p in map(coverage_problem, written.values()) if p is not None), None)
+    if problem is not None:
+        raise _not_verified(f"not written whole: {problem}")
+
+
+def _require_none_missing(
+    plan: Plan, entries: Sequence[TensorEntry], written: Mapping[str, TensorEntry]
+) -> None:
+    missing = _missing(plan, [entry for entry in entries if entry.name not in written])
+    if missing:
+        raise _not_verified(f"{plural(len(missing), 'tensor')} not written, first {missing[0]}")
+
+
+def _boxes(written: TensorEntry) -> tuple[Box, ...]:
+    """Return the parts of a tensor that are written; none where all of it is."""
+    whole = Box.whole(written.shape)
+    boxes = tuple(chunk.box for chunk in written.chunks)
+    return () if boxes == (whole,) else boxes
 
 
 def require_rest(files: Iterable[FileLayout], source: Files, folder: Path) -> None:

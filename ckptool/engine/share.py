@@ -1,0 +1,97 @@
+"""What one of several processes does of a work: decided by each alone, and by all alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from heapq import heapify, heapreplace
+from typing import TYPE_CHECKING, NamedTuple
+
+from ckptool.core.catalog import Extent
+from ckptool.errors import UsageError
+
+if TYPE_CHECKING:
+    from ckptool.core.catalog import Chunk, TensorEntry
+    from ckptool.core.layout import Layout
+    from ckptool.core.plan import Plan
+
+
+class Share(NamedTuple):
+    """One of ``size`` shares of a work, counted from 0; the only one where nothing is shared."""
+
+    position: int = 0
+    size: int = 1
+
+    @property
+    def is_all(self) -> bool:
+        """Whether nothing is shared."""
+        return self.size == 1
+
+    def takes(self, sizes: Sequence[int]) -> list[int]:
+        """Return the places of the items that are this share's, in order, of all with ``sizes``."""
+        if self.is_all:
+            return list(range(len(sizes)))
+        owners = _balanced(sizes, self.size)
+        return [at for at, owner in enumerate(owners) if owner == self.position]
+
+    def files(self, layout: Layout, mesh_size: int | None) -> list[int]:
+        """Return the places in the layout of the files that this share writes.
+
+        Where there are as many shares as the mesh has ranks, each has one rank's files; else they
+        are balanced by bytes. What belongs to all ranks is then written by the first.
+        """
+        if self.size == mesh_size:
+            owners = [file.rank or 0 for file in layout.files]
+            return [at for at, owner in enumerate(owners) if owner == self.position]
+        return self.takes([file.nbytes for file in layout.files])
+
+    def records(self, plan: Plan) -> Iterator[tuple[TensorEntry, Chunk]]:
+        """Yield the chunks, with their tensors, whose records this share checks: each is one's.
+
+        A record that several shares need is so read whole by one of them, and not by all.
+        """
+        places: dict[object, list[tuple[TensorEntry, Chunk]]] = {}
+        sizes: dict[object, int] = {}
+        for entry in plan.entries:
+            for chunk in entry.chunks:
+                at = chunk.at
+                if isinstance(at, Extent) and at.record is None:
+                    continue
+                place = at.record if isinstance(at, Extent) else (at.file, at.offset)
+                places.setdefault(place, []).append((entry, chunk))
+                nbytes = chunk.box.volume * entry.source_dtype.itemsize
+                sizes[place] = max(nbytes, sizes.get(place, 0))
+        chunks = list(places.values())
+        for number in self.takes(list(sizes.values())):
+            yield from chunks[number]
+
+
+ALL = Share()
+"""All that is to be done."""
+
+
+def _balanced(sizes: Sequence[int], count: int) -> list[int]:
+    """Return who gets each item: the largest first, to whoever has the fewest bytes so far."""
+    owners = [0] * len(sizes)
+    load = [(0, owner) for owner in range(count)]
+    heapify(load)
+    for at in sorted(range(len(sizes)), key=lambda at: -sizes[at]):
+        nbytes, owner = load[0]
+        owners[at] = owner
+        heapreplace(load, (nbytes + sizes[at], owner))
+    return owners
+
+
+def parse_part(text: str, option: str) -> Share:
+    """Return the share that ``3/8`` names: the third of eight. UsageError where it names none."""
+    number, slash, count = text.partition("/")
+    if (
+        not (slash and number.isdecimal() and count.isdecimal())
+        or max(map(len, (number, count))) > 6
+    ):
+        raise UsageError(f"invalid {option} {text!r}: expected K/N", hint=f"such as {option} 1/8")
+    if not 1 <= int(number) <= int(count):
+        raise UsageError(
+            f"invalid {option} {text!r}: no such part",
+            hint=f"the parts of {count} are 1 to {count}",
+        )
+    return Share(int(number) - 1, int(count))

@@ -1,0 +1,130 @@
+"""Output in a store that processes make which do not know one another; another commits it.
+
+The note that keeps readers away says of how many parts the run is. Beside it each part has a note
+of its own: who writes it, and once it is done what it has written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ckptool.core.layout import Layout
+from ckptool.engine.share import Share
+from ckptool.engine.write.journal import require_same_run
+from ckptool.engine.write.parts import COMMITS, CONTINUES, damaged_part, require_parts, run_head
+from ckptool.engine.write.remote_stage import (
+    RemoteStage,
+    describe_writer,
+    is_running,
+    part_note,
+    this_writer,
+)
+from ckptool.engine.write.stage import StageOptions
+from ckptool.errors import Unsupported
+from ckptool.storage.url import RemotePath
+
+
+class RemotePartStage(RemoteStage):
+    """One part of what a store will hold. The file that makes it a checkpoint is no part's."""
+
+    def __init__(
+        self, target: RemotePath, layout: Layout, options: StageOptions, share: Share
+    ) -> None:
+        super().__init__(target, layout, options)
+        self._share = share
+        self._claim = part_note(self._note, share.position)
+        self._names = []
+
+    def require_possible(self) -> None:
+        """Raise Unsupported where something exists, this part is being written, or others differ.
+
+        What a store holds cannot be replaced in parts: it would be removed first, by one of them.
+        """
+        self._require_writable()
+        note = self._read_note(self._note)
+        if note is not None:
+            self._require_same_run()
+        elif existing := self._list_existing():
+            raise Unsupported(
+                f"{self.target} already exists ({len(existing):,} files, such as"
+                f" {next(iter(existing))})",
+                hint="parts replace nothing in a store: write elsewhere, or remove it before",
+            )
+        writer = (self._read_note(self._claim) or {}).get("writer")
+        if isinstance(writer, dict) and is_running(writer):
+            who = describe_writer(writer)
+            raise Unsupported(f"{self.target}: another ckptool is writing this part: {who}")
+
+    def begin(self) -> None:
+        """Note whose output this is, unless another part has, and who writes this part."""
+        self.require_possible()
+        self._require_removal()
+        if self._read_note(self._note) is None:
+            files = [file.path for file in self._layout.files]
+            self._put_note(self._note, parts=self._share.size, files=files)
+        self._require_same_run()
+        self._is_new = self._read_note(self._claim) is None
+        self._writer = this_writer()
+        self._put_note(self._claim, parts=self._share.size, writer=self._writer)
+
+    def _require_same_run(self) -> None:
+        options = self._options
+        expected = run_head(options.plan, options.source, self._share.size)
+        require_same_run(str(self._note), self._read_note(self._note) or {}, expected)
+
+    def takes(self, numbers: Iterable[int]) -> list[int]:
+        """Return the files of this part; what earlier runs of it left half sent is removed."""
+        last = len(self._layout.files) - 1
+        taken = [number for number in numbers if number != last]
+        self._names = [self._layout.files[number].path for number in taken]
+        self._abort_old_uploads()
+        return taken
+
+    def commit(self) -> None:
+        """Note that this part is done."""
+        self._require_mine()
+        existing = self._list_existing()
+        files = {name: existing[name][:2] for name in self._names if name in existing}
+        part = {"verified": self._options.verify, "files": files}
+        self._put_note(self._claim, parts=self._share.size, part=part)
+
+    def next_step(self) -> str | None:
+        """Return how a part that ended midway goes on."""
+        return CONTINUES if self.is_partial() else None
+
+
+class RemotePartsStage(RemoteStage):
+    """What all parts have written to a store, to be made a checkpoint by its last file."""
+
+    def require_possible(self) -> None:
+        """Raise Unsupported where a part is not done, or what it wrote is not there."""
+        self._require_writable()
+        note = self._read_note(self._note) or {}
+        self._parts = note.get("parts", 0)
+        notes = {n: self._read_note(part_note(self._note, n)) for n in range(self._parts)}
+        parts = {n: (each, each.get("part") or {}) for n, each in notes.items() if each}
+        existing = self._list_existing()
+        for number, part in enumerate(require_parts(self.target, parts, self._options)):
+            noted = {name: (size, version) for name, (size, version) in part.items()}
+            changed = [name for name in noted if existing.get(name, ())[:2] != noted[name]]
+            if changed:
+                raise damaged_part(self.target, number, self._parts, changed)
+
+    def begin(self) -> None:
+        """Note who commits; raise Unsupported where a part is not done."""
+        self.require_possible()
+        self._writer = this_writer()
+        files = [file.path for file in self._layout.files]
+        self._put_note(self._note, parts=self._parts, files=files, writer=self._writer)
+
+    def takes(self, numbers: Iterable[int]) -> list[int]:
+        """Return the last file where that holds tensors: it makes a whole of the others."""
+        last = len(self._layout.files) - 1
+        return [] if self.last_files else [last]
+
+    def next_step(self) -> str | None:
+        """Return how to go on where the commit failed."""
+        return COMMITS
+
+    def discard(self, *, resumed: bool = False) -> None:
+        """Keep what the parts wrote."""

@@ -1,0 +1,472 @@
+"""Parts that processes write which do not know one another: together what one process writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import uuid
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from conftest import on_ranks
+from fault_runs import Faults, run
+from fsspec.implementations.memory import MemoryFileSystem
+
+from ckptool.commands.convert import prepare
+from ckptool.commands.open import open_checkpoint
+from ckptool.commands.options.target import ConvertOptions, ReshardOptions, TransferOptions
+from ckptool.commands.reshard.reshard import prepare_reshard
+from ckptool.core.sharding.placement import parse_mesh, parse_rule
+from ckptool.engine.run_options import RunOptions
+from ckptool.engine.share import Share, parse_part
+from ckptool.engine.write import stage as stage_module
+from ckptool.errors import (
+    Changed,
+    CkptoolError,
+    Damaged,
+    NotVerified,
+    Unrecognised,
+    Unsupported,
+    UsageError,
+)
+from ckptool.storage.url import RemotePath, location
+
+MANY = {"max_shard_size": 1_500}
+Place = Path | RemotePath
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tensors that are cut by rows and by columns, replicated, small and empty, and values."""
+    path = tmp_path_factory.mktemp("source") / "ckpt"
+    generator = torch.Generator().manual_seed(5)
+    state: dict[str, Any] = {
+        f"layers.{n}.w": torch.randn(16, 24, generator=generator) for n in range(6)
+    }
+    state |= {"norm": torch.ones(7), "none": torch.empty(0, 3), "step": 3}
+    dcp.save(state, checkpoint_id=path, no_dist=True)
+    return path
+
+
+def asked(part: str | None = None, **more: Any) -> TransferOptions:
+    share = None if part is None else parse_part(part, "--part")
+    return TransferOptions(part=share, run=RunOptions(workers=1, fsync=False), **more)
+
+
+def convert(to: str, **more: Any) -> Callable[..., Any]:
+    def planned(source: Path, target: Place, transfer: TransferOptions) -> Any:
+        return prepare(source, target, ConvertOptions(to, transfer=transfer, **more))
+
+    return planned
+
+
+def reshard(mesh: str, to: str | None = None) -> Callable[..., Any]:
+    def planned(source: Path, target: Place, transfer: TransferOptions) -> Any:
+        rules = (parse_rule("layers.0.w=Shard(1)"), parse_rule("layers.1.w=Replicate()"))
+        options = ReshardOptions(parse_mesh(mesh), rules=rules, to=to, transfer=transfer)
+        return prepare_reshard(source, target, options)
+
+    return planned
+
+
+KINDS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "folder of models": ("m", convert("hf", **MANY)),
+    "dcp": ("m", convert("dcp")),
+    "safetensors": ("m.safetensors", convert("safetensors")),
+    "torch-save": ("m.pt", convert("torch-save")),
+    "reshard": ("m", reshard("4")),
+    "rank files": ("m", reshard("3", "rank-local")),
+}
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    found = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in found}
+
+
+def alone(kind: str, source: Path, folder: Path) -> dict[str, bytes]:
+    """What one process writes."""
+    name, planned = KINDS[kind]
+    folder.mkdir()
+    planned(source, folder / name, asked()).run()
+    return content(folder)
+
+
+def write(planned: Callable[..., Any], source: Path, target: Place, *parts: str) -> None:
+    for part in parts:
+        report = planned(source, target, asked(part)).run()
+        assert not report.written
+        assert report.part.done
+
+
+def finish(planned: Callable[..., Any], source: Path, target: Place, **more: Any) -> Any:
+    return planned(source, target, asked(finish=True, **more)).run()
+
+
+@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_in_any_order_make_what_one_process_makes(
+    kind: str, count: int, source: Path, tmp_path: Path
+) -> None:
+    name, planned = KINDS[kind]
+    truth = alone(kind, source, tmp_path / "alone")
+    (tmp_path / "out").mkdir()
+    target = tmp_path / "out" / name
+    order = random.Random(count).sample(range(1, count + 1), count)
+    for number in order:
+        write(planned, source, target, f"{number}/{count}")
+        assert not target.exists()
+    report = finish(planned, source, target)
+    assert report.written
+    assert content(tmp_path / "out") == truth
+
+
+def test_each_file_is_one_part_s_and_parts_are_balanced(source: Path, tmp_path: Path) -> None:
+    planned = convert("hf", **MANY)(source, tmp_path / "m", asked())
+    layout = planned.plan.layout
+    shares = [Share(at, 4).files(layout, None) for at in range(4)]
+    assert sorted(number for share in shares for number in share) == [*range(len(layout.files))]
+    loads = [sum(layout.files[number].nbytes for number in share) for share in shares]
+    assert max(loads) - min(loads) <= max(file.nbytes for file in layout.files)
+
+
+def test_64_parts_killed_at_random_end_equal(source: Path, tmp_path: Path) -> None:
+    """One process after the other goes on until it is killed at some call that changes the disk."""
+    name, planned = KINDS["folder of models"]
+    truth = alone("folder of models", source, tmp_path / "alone")
+    (tmp_path / "out").mkdir()
+    target, chance = tmp_path / "out" / name, random.Random(7)
+    order = chance.sample(range(1, 65), 64)
+    log = tmp_path / "log"
+    log.write_text("")
+
+    def go_on() -> None:
+        for number in order[len(log.read_text().split()) :]:
+            write(planned, source, target, f"{number}/64")
+            with open(log, "a") as done:
+                done.write(f"{number}\n")
+        finish(planned, source, target)
+
+    kills = 0
+    while killed(go_on, chance.randrange(1, 400) if log.read_text().count("\n") < 64 else kills):
+        kills += 1
+        done = log.read_text().count("\n")
+        assert done == 64 or not target.exists()
+    assert kills > 5
+    assert content(tmp_path / "out") == truth
+
+
+def killed(work: Callable[[], None], call: int) -> bool:
+    """Do the work in a process of its own; return whether it was killed at this call."""
+    process = os.fork()
+    if process == 0:
+        code = 1
+        try:
+            Faults("KILL", call).install()
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(process, 0)
+    assert os.WIFSIGNALED(status) or not os.WEXITSTATUS(status)
+    return os.WIFSIGNALED(status)
+
+
+# What does not fit together
+
+
+def refused(work: Callable[[], object], match: str, kind: type[CkptoolError] = Unsupported) -> str:
+    with pytest.raises(kind, match=match) as error:
+        work()
+    return f"{error.value.message} {error.value.hint}"
+
+
+@pytest.fixture
+def three(source: Path, tmp_path: Path) -> tuple[Callable[..., Any], Path]:
+    """Two of three parts of a conversion."""
+    planned, target = convert("hf", **MANY), tmp_path / "m"
+    write(planned, source, target, "1/3", "3/3")
+    return planned, target
+
+
+def test_a_part_that_is_missing_is_named(three: Any, source: Path, tmp_path: Path) -> None:
+    planned, target = three
+    before = content(tmp_path)
+    said = refused(lambda: finish(planned, source, target), "part 2 of 3 is not done")
+    assert "--part 2/3" in said
+    assert content(tmp_path) == before
+    write(planned, source, target, "2/3")
+    finish(planned, source, target)
+    before = content(tmp_path)
+    refused(lambda: finish(planned, source, target), "already exists")
+    refused(lambda: write(planned, source, target, "1/3"), "already exists")
+    assert content(tmp_path) == before
+
+
+def test_without_parts_there_is_nothing_to_finish(source: Path, tmp_path: Path) -> None:
+    refused(lambda: finish(convert("dcp"), source, tmp_path / "m"), "no parts are there")
+    assert not list(tmp_path.iterdir())
+
+
+def test_parts_of_another_run_are_refused(three: Any, source: Path, tmp_path: Path) -> None:
+    planned, target = three
+    before = content(tmp_path)
+    refused(lambda: write(planned, source, target, "2/4"), "the run began in 3 parts")
+    refused(lambda: write(planned, source, target, "1/4"), "the run began in 3 parts")
+    other = convert("hf", max_shard_size=2_000)
+    for words in ("1/3", "2/3"):
+        refused(lambda words=words: write(other, source, target, words), "the plan is another")
+    refused(lambda: finish(other, source, target), "the plan is another")
+    assert content(tmp_path) == before
+
+
+def test_a_source_that_changed_between_is_refused(source: Path, tmp_path: Path) -> None:
+    import shutil
+
+    shutil.copytree(source, tmp_path / "ckpt")
+    planned, target, mine = convert("hf", **MANY), tmp_path / "m", tmp_path / "ckpt"
+    write(planned, mine, target, "1/2")
+    file = next(mine.glob("*.distcp"))
+    file.write_bytes(file.read_bytes())
+    refused(lambda: write(planned, mine, target, "2/2"), "the source is another")
+    refused(lambda: finish(planned, mine, target), "the source is another")
+
+
+def test_files_of_a_part_that_are_gone_or_changed_are_written_again(
+    source: Path, tmp_path: Path
+) -> None:
+    name, planned = KINDS["folder of models"]
+    truth = alone("folder of models", source, tmp_path / "alone")
+    target = tmp_path / name
+    write(planned, source, target, "1/2", "2/2")
+    staged = sorted((tmp_path / f".{name}.partial").glob("*.safetensors"))
+    staged[0].unlink()
+    staged[-1].write_bytes(bytes(staged[-1].stat().st_size))
+    for _ in range(2):
+        said = refused(lambda: finish(planned, source, target), "missing, or changed since")
+        write(planned, source, target, said.split("--part ")[1].split()[0])
+    finish(planned, source, target)
+    assert content(target) == {key.removeprefix("m/"): data for key, data in truth.items()}
+
+
+def test_one_process_writes_a_part_at_a_time(three: Any, source: Path, tmp_path: Path) -> None:
+    """Nor is it committed, or begun afresh, while one does."""
+    planned, target = three
+    second = planned(source, target, asked("2/3"))
+    real = type(second)._move
+
+    def meanwhile(self: Any, *words: Any) -> None:
+        refused(lambda: finish(planned, source, target), "part 2 of 3 is not done")
+        for work in (
+            lambda: write(planned, source, target, "2/3"),
+            lambda: planned(source, target, asked()).run(),
+            lambda: planned(source, target, asked(resume=True)).run(),
+        ):
+            refused(work, "another ckptool is writing")
+        real(self, *words)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(type(second), "_move", once(real, meanwhile))
+        second.run()
+    finish(planned, source, target)
+    assert target.is_dir()
+
+
+def once(real: Callable[..., None], first: Callable[..., None]) -> Callable[..., None]:
+    called: list[int] = []
+
+    def call(*words: Any) -> None:
+        called.append(1)
+        (first if len(called) == 1 else real)(*words)
+
+    return call
+
+
+def test_one_process_takes_over_what_parts_have_done(three: Any, source: Path) -> None:
+    planned, target = three
+    planned(source, target, asked(resume=True)).run()
+    assert target.is_dir()
+    assert sorted(path.name for path in target.parent.iterdir()) == ["m"]
+
+
+def test_what_stands_is_replaced_at_the_end_alone(source: Path, tmp_path: Path) -> None:
+    old, planned, target = convert("hf"), convert("hf", **MANY), tmp_path / "m"
+    old(source, target, asked()).run()
+    (target / "notes.txt").write_text("mine")
+    before = content(target)
+    refused(lambda: write(planned, source, target, "1/2"), "already exists")
+    for part in ("1/2", "2/2"):
+        planned(source, target, asked(part, overwrite=True)).run()
+        assert content(target) == before
+    refused(lambda: finish(planned, source, target), "already exists")
+    finish(planned, source, target, overwrite=True)
+    assert (target / "notes.txt").read_text() == "mine"
+    assert len(content(target)) > len(before)
+
+
+# The proof
+
+
+def test_each_part_proves_what_it_wrote(
+    three: Any, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned, target = three
+    before, real = content(tmp_path), stage_module.run
+
+    def damaging(*words: Any, **more: Any) -> None:
+        real(*words, **more)
+        names = [words[0].layout.files[number].path for number in more["numbers"]]
+        path = next(words[2] / name for name in names if name.endswith(".safetensors"))
+        data = bytearray(path.read_bytes())
+        data[-3] ^= 1
+        path.write_bytes(data)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(stage_module, "run", damaging)
+        refused(lambda: write(planned, source, target, "2/3"), "tensors? differ", NotVerified)
+    assert content(tmp_path) == before, "the other parts stay"
+    refused(lambda: finish(planned, source, target), "part 2 of 3 is not done")
+
+
+def test_a_part_without_proof_is_committed_only_so(three: Any, source: Path) -> None:
+    planned, target = three
+    planned(source, target, asked("2/3", verify=False)).run()
+    said = refused(lambda: finish(planned, source, target), "part 2 of 3 is not verified")
+    assert "--no-verify" in said
+    write(planned, source, target, "2/3")
+    finish(planned, source, target)
+
+
+def test_each_checksum_of_the_source_is_one_part_s(source: Path, tmp_path: Path) -> None:
+    """Also of records that several parts need, and none reads whole."""
+    import shutil
+
+    mine, target = tmp_path / "ckpt", tmp_path / "m"
+    shutil.copytree(source, mine)
+    file = next(mine.glob("*.distcp"))
+    data = file.read_bytes()
+    at = open_checkpoint(mine).catalog.tensors["layers.0.w"].chunks[0].at
+    changed = bytearray(data)
+    changed[at.offset + at.nbytes // 2] ^= 1
+    file.write_bytes(changed)
+    found = 0
+    for part in ("1/4", "2/4", "3/4", "4/4"):
+        try:
+            write(reshard("4"), mine, target, part)
+        except Damaged as error:
+            found += "CRC-32" in error.message
+    assert found
+
+
+def test_a_source_that_changes_meanwhile_ends_only_this_part(
+    three: Any, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ckptool.commands.transfer import transfer as module
+
+    planned, target = three
+    before = content(tmp_path)
+
+    def changed(*words: Any) -> None:
+        raise Changed("the source changed")
+
+    monkeypatch.setattr(module, "require_unchanged", changed)
+    refused(lambda: write(planned, source, target, "2/3"), "the source changed", Changed)
+    assert content(tmp_path) == before
+
+
+# The command line
+
+
+@pytest.mark.parametrize("part", ["0/3", "4/3", "3", "a/3", "-1/3", "1/", "1/0", "1/2/3"])
+def test_a_part_that_is_none_is_refused(part: str) -> None:
+    refused(lambda: parse_part(part, "--part"), "invalid --part", UsageError)
+
+
+def test_options_that_do_not_go_together(source: Path, tmp_path: Path) -> None:
+    both = asked("1/2", finish=True)
+    for transfer in (both, asked("1/2", resume=True), asked(finish=True, resume=True)):
+        planned = convert("dcp")(source, tmp_path / "m", transfer)
+        refused(planned.run, "--part|--finish", UsageError)
+    checked = reshard("2")(source, tmp_path / "m", asked("1/2"))
+    refused(replace(checked, check=True).run, "--finish", UsageError)
+
+
+def test_what_is_said_of_a_part(source: Path, tmp_path: Path) -> None:
+    log, target = tmp_path / "log", tmp_path / "m"
+    line = ["convert", str(source), str(target), "--to", "dcp", "--part", "1/1"]
+    ended = run([*line, "--json"], log)
+    report = json.loads(ended.words)
+    assert (report["written"], report["part"]["done"]) == (False, True)
+    assert (report["part"]["number"], report["part"]["of"]) == (1, 1)
+    assert report["part"]["bytes"] == sum(file["bytes"] for file in report["files"])
+    assert "part 1 of 1 of" in run(line, log).words
+    finished = run([*line[:-2], "--finish", "--json"], log)
+    report = json.loads(finished.words)
+    assert (report["written"], report["part"]) == (True, None)
+
+
+def test_torchrun_shares_a_conversion(source: Path, out: Path) -> None:
+    truth = alone("folder of models", source, out / "alone")
+    words = (source, out / "m", "--to", "hf", "--max-shard-size", "1500")
+    ended = on_ranks(2, ("-m", "ckptool", "convert", *words))
+    assert [one.code for one in ended] == [0, 0], ended[0].stderr
+    assert [bool(one.stdout) for one in ended] == [True, False]
+    assert content(out / "m") == {key.removeprefix("m/"): data for key, data in truth.items()}
+
+
+# A store
+
+
+def in_memory() -> RemotePath:
+    found = location(f"memory://{uuid.uuid4().hex}/run/m")
+    assert isinstance(found, RemotePath)
+    return found
+
+
+def stored(place: RemotePath) -> dict[str, bytes]:
+    folder = MemoryFileSystem().store
+    head = f"{place.parent.key}/"
+    return {key.removeprefix(head): file.getvalue() for key, file in folder.items() if head in key}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_make_the_same_in_a_store(kind: str, source: Path, tmp_path: Path) -> None:
+    name, planned = KINDS[kind]
+    truth = alone(kind, source, tmp_path / "alone")
+    place = in_memory().with_name(name)
+    for part in ("2/3", "3/3"):
+        write(planned, source, place, part)
+    again = location(place.url)
+    with pytest.raises((Damaged, Unrecognised, CkptoolError)):
+        open_checkpoint(again)
+    refused(lambda: finish(planned, source, again), "part 1 of 3 is not done")
+    refused(lambda: write(planned, source, again, "1/2"), "the run began in 3 parts")
+    refused(lambda: planned(source, again, asked()).run(), "unfinished output of a run in 3 parts")
+    write(planned, source, again, "1/3", "2/3")
+    assert finish(planned, source, location(place.url)).written
+    assert stored(place) == truth
+
+
+def test_in_a_store_files_that_are_gone_are_written_again(source: Path) -> None:
+    planned, place = convert("hf", **MANY), in_memory()
+    write(planned, source, place, "1/2", "2/2")
+    lost = next(name for name in sorted(stored(place)) if "/model-00001-of" in name)
+    place.store.remove([f"{place.parent.key}/{lost}"], str(place))
+    said = refused(lambda: finish(planned, source, location(place.url)), "missing, or changed")
+    write(planned, source, location(place.url), said.split("--part ")[1].split()[0])
+    finish(planned, source, location(place.url))
+
+
+def test_parts_replace_nothing_in_a_store(source: Path) -> None:
+    planned, place = convert("hf", **MANY), in_memory()
+    planned(source, place, asked()).run()
+    before = stored(place)
+    part = planned(source, location(place.url), asked("1/2", overwrite=True))
+    refused(part.run, "already exists")
+    assert stored(place) == before
