@@ -16,10 +16,11 @@ from weakref import WeakSet
 
 from ckptool.errors import Changed, NotFound, Unsupported
 from ckptool.storage.block_cache import CAPACITY, BlockCache, ObjectVersion
-from ckptool.storage.file_system import open_file_system
-from ckptool.storage.obstore_read import by_obstore
+from ckptool.storage.clients.direct import StoreClient, by_obstore_alone
+from ckptool.storage.clients.file_system import open_file_system
+from ckptool.storage.clients.obstore_read import by_obstore
+from ckptool.storage.clients.ranged_read import S3, FsspecClient, FsspecReader, is_pinned, is_s3
 from ckptool.storage.planned_ranges import PlannedRanges
-from ckptool.storage.ranged_read import FsspecReader, RangeReader, call, is_pinned, is_s3
 from ckptool.storage.retry import (
     Denied,
     RetryPolicy,
@@ -59,13 +60,6 @@ class Traffic:
             self.received += received
 
 
-class _Client(NamedTuple):
-    """What speaks with a store: a file system of fsspec, and what reads parts of files."""
-
-    fs: Any
-    reader: RangeReader
-
-
 class Store:
     """A store, or a file system of fsspec. ``traffic`` counts what is asked of it.
 
@@ -87,7 +81,9 @@ class Store:
         self._sizes: dict[str, int] = {}
         self._named: set[str] = set()
         """Folders that may not be listed, and whose metadata file was named."""
-        self._opened: _Client | None = None
+        self._fs: Any = None
+        self._client: StoreClient | None = None
+        self._others: StoreClient | None = None
         _stores.add(self)
 
     def __reduce__(self) -> tuple[type[Store], tuple[str, Mapping[str, Any]]]:
@@ -101,25 +97,35 @@ class Store:
         return store
 
     @property
-    def client(self) -> _Client:
-        """What speaks with the store, connected when it is first needed."""
-        if self._opened is None:
-            fs = open_file_system(self._url, self._options)
-            timeout = self.policy.timeout
-            if is_s3(fs):
-                fs.retries = 1  # ``ask`` tries again, and knows when it is enough
-            reader = FsspecReader(fs, self.scheme, self._sizes, timeout)
-            self._opened = _Client(fs, by_obstore(fs, self.scheme, reader, timeout))
-        return self._opened
+    def client(self) -> StoreClient:
+        """What lists and reads the store, connected when it is first needed."""
+        if self._client is None:
+            by_fsspec, timeout = self._by_fsspec, self.policy.timeout
+            alone = by_obstore_alone(self.scheme, self._options, by_fsspec, timeout)
+            self._client = alone or by_fsspec()
+        return self._client
 
     @property
     def fs(self) -> Any:
-        """The file system of fsspec."""
-        return self.client.fs
+        """The file system of fsspec, which writes and removes: opened when it is first needed."""
+        if self._fs is None:
+            self._fs = open_file_system(self._url, self._options)
+            if is_s3(self._fs):
+                self._fs.retries = 1  # ``ask`` tries again, and knows when it is enough
+        return self._fs
+
+    def _by_fsspec(self) -> StoreClient:
+        """Return what lists and reads with the file system."""
+        if self._others is None:
+            fs, timeout = self.fs, self.policy.timeout
+            reader = FsspecReader(fs, self.scheme, self._sizes, timeout)
+            ranges = by_obstore(fs, self.scheme, reader, timeout)
+            self._others = FsspecClient(fs, ranges, timeout)
+        return self._others
 
     def disconnect(self) -> None:
         """Forget all connections, locks and what is on its way: they are another process's."""
-        self._opened = None
+        self._fs = self._client = self._others = None
         self.blocks = BlockCache(self.read, self.blocks.capacity)
         self.ranges = PlannedRanges(self.read, self.ranges.capacity)
         self.traffic = Traffic(self.traffic.requests, self.traffic.received)
@@ -136,6 +142,8 @@ class Store:
 
     def key(self, url: str) -> str:
         """Return what the file system calls the place that a URL names."""
+        if self.scheme in S3:
+            return url.partition("://")[2].strip("/")
         return str(self.fs._strip_protocol(url))
 
     def changed(self, key: str, nbytes: int) -> None:
@@ -143,10 +151,11 @@ class Store:
         self._sizes[key] = nbytes
         self.blocks.clear()
         self.ranges.clear()
-        self.fs.invalidate_cache()
 
     def url(self, key: str) -> str:
         """Return a place of the store as messages show it."""
+        if self.scheme in S3:
+            return redact_url(f"s3://{key}")
         return redact_url(self.fs.unstrip_protocol(key))
 
     def find(self, key: str, what: str) -> dict[str, ObjectInfo]:
@@ -154,7 +163,6 @@ class Store:
 
         Raises NotFound where there is none, or it cannot be listed; errors call it ``what``.
         """
-        self.fs.invalidate_cache()
         infos = self._list_web(key) if self.scheme in WEB else self._list_files(key, what)
         files = {}
         for name, info in infos.items():
@@ -172,10 +180,10 @@ class Store:
         There a file may have the name of a folder; and one request tells of it, a listing takes
         two more. Where there is no such file, s3fs (2024.6 to 2026.9) looks for a folder.
         """
-        if is_s3(self.fs) and is_file(key) and key.rpartition("/")[2] not in INDEXES:
+        if self.scheme in S3 and is_file(key) and key.rpartition("/")[2] not in INDEXES:
             self.traffic.count()
             try:
-                info = self.ask(what, lambda: self.fs.info(key))
+                info = self.ask(what, lambda: self.client.info(key))
             except Unaccepted:
                 raise
             except Denied:  # S3 says so of what is not there, to who may not list
@@ -188,15 +196,15 @@ class Store:
         self.traffic.count()
         policy = self.policy.of_listings()
         try:
-            infos = retry(policy, what, lambda: self.fs.find(key, detail=True))
+            infos = retry(policy, what, lambda: self.client.find(key))
         except Unaccepted:
             raise
         except Denied as error:
             return self._look_up(key, what, error)
-        if isinstance(infos, dict):
-            return infos
+        if isinstance(infos, Mapping):
+            return dict(infos)
         # adlfs (2024.7 to 2026.8) has no details of a file that is asked for by its name.
-        return {name: self.ask(what, partial(self.fs.info, name)) for name in infos}
+        return {name: self.ask(what, partial(self.client.info, name)) for name in infos}
 
     def _look_up(self, key: str, what: str, error: Denied) -> dict[str, Any]:
         """Return what can be known where listing is denied: of a metadata file, and by that.
@@ -219,7 +227,7 @@ class Store:
         """Return what the store says of a file; None where it is not there, or is not shown."""
         self.traffic.count()
         try:
-            return dict(self.ask(self.url(key), lambda: self.fs.info(key)))
+            return self.ask(self.url(key), lambda: self.client.info(key))
         except Unaccepted:
             raise
         except (NotFound, Denied):
@@ -249,11 +257,8 @@ class Store:
     def _web_info(self, key: str) -> dict[str, Any] | None:
         """Return what the server says of a file, its size at least; None where there is none."""
         self.traffic.count()
-        timeout = self.policy.timeout
         try:
-            info: dict[str, Any] = self.ask(
-                redact_url(key), lambda: call(self.fs, "_info", timeout, key)
-            )
+            info = self.ask(redact_url(key), lambda: self.client.info(key))
         except NotFound:
             return None
         if info["size"] is None:
@@ -283,7 +288,7 @@ class Store:
         """Send one ranged request; OSError where fewer bytes came than there are, or more."""
         key = file.key
         try:
-            data = self.client.reader.read(file, start, end)
+            data = self.client.read(file, start, end)
         except Exception as error:
             if status_of(error) == _ANOTHER_VERSION:
                 raise Changed(f"{self.url(key)}: it was replaced while it was read") from None
@@ -299,12 +304,11 @@ class Store:
 
     def _size_now(self, key: str) -> int:
         """Return the size of a file as the store says it now, not as it was listed."""
-        self.fs.invalidate_cache()
-        return int(call(self.fs, "_info", self.policy.timeout, key)["size"] or 0)
+        return int(self.client.info(key)["size"] or 0)
 
     def reads_version(self, version: str) -> bool:
         """Return whether a read that names this version fails where another is there."""
-        return is_pinned(self.fs, version)
+        return is_pinned(self.scheme, version)
 
     def make_folder(self, key: str, what: str) -> None:
         """Make a folder where the store has folders."""
@@ -316,7 +320,7 @@ class Store:
 
     def get(self, key: str, what: str) -> bytes:
         """Return all of a small file; NotFound where there is none."""
-        data: bytes = self.ask(what, lambda: self.fs.cat_file(key))
+        data = bytes(self.ask(what, lambda: self.client.get(key)))
         self.traffic.count(len(data))
         return data
 

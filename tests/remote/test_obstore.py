@@ -1,4 +1,4 @@
-"""Reads of S3 by obstore: the same bytes as by s3fs, asked for with the same credentials."""
+"""Reads of S3 by obstore where s3fs is in charge: the same bytes, with the same credentials."""
 
 from __future__ import annotations
 
@@ -15,14 +15,20 @@ from fault_server import EXPIRED, SLOW_DOWN, Answer, Request, refuse
 from store_server import S3, s3, server
 
 from ckptool.errors import Changed
-from ckptool.storage import obstore_read
 from ckptool.storage.block_cache import ObjectVersion
+from ckptool.storage.clients import obstore_read
 from ckptool.storage.retry import Denied
 from ckptool.storage.url import RemotePath, location
 
 pytest.importorskip("obstore")
 
 DATA = bytes(range(256)) * 40
+
+
+@pytest.fixture(autouse=True)
+def in_charge(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let s3fs lead, as wherever the environment says what only botocore knows."""
+    monkeypatch.setenv("AWS_USE_DUALSTACK_ENDPOINT", "false")
 
 
 def put(s3: S3, key: str = "m/a.bin") -> RemotePath:

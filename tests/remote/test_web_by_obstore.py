@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from ckptool.errors import Unsupported
-from ckptool.storage import obstore_read
 from ckptool.storage.block_cache import ObjectVersion
+from ckptool.storage.clients import obstore_read
 from ckptool.storage.retry import NoAnswer, RetryPolicy
 from ckptool.storage.store import Store
 
@@ -76,7 +76,7 @@ def unsized(start: int, end: int) -> tuple[int, str, bytes]:
 
 @pytest.fixture
 def web(monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
-    monkeypatch.setattr(obstore_read, "getproxies", dict)
+    monkeypatch.setattr(obstore_read, "has_proxies", lambda: False)
     monkeypatch.setattr(Store, "policy", RetryPolicy(attempts=2, pause=0.01))
     running = Web()
     threading.Thread(target=running.serve_forever, args=(0.05,), daemon=True).start()
@@ -149,7 +149,7 @@ def test_settings_of_aiohttp_hold(options: dict[str, Any], web: Web) -> None:
 def test_proxies_that_aiohttp_does_not_ask_are_not_asked(
     web: Web, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(obstore_read, "getproxies", lambda: {"http": "http://127.0.0.1:1"})
+    monkeypatch.setattr(obstore_read, "has_proxies", lambda: True)
     url = f"{web.base}/m.bin"
     assert read(Store(url, {}), url, 0, 10) == DATA[:10]
     assert [client for client, _ in web.asked] == ["aiohttp"]

@@ -1,6 +1,6 @@
 """Ranged reads of S3 and the web by obstore, a client in Rust: a sixth of s3fs's processor time.
 
-fsspec's client stays in charge. Of S3, its first read of a bucket says where its requests go,
+fsspec's client is in charge. Of S3, its first read of a bucket says where its requests go,
 redirects followed, and how they are signed; obstore then asks there, with the credentials that s3fs
 has. Whatever obstore cannot read, fsspec's client reads, or says why it cannot; but a refusal of S3
 is not asked for twice.
@@ -15,12 +15,11 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime, timedelta
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import unquote, urlsplit
-from urllib.request import getproxies
 
 from ckptool.storage.block_cache import ObjectVersion
-from ckptool.storage.ranged_read import RangeReader, is_pinned, is_s3, wait
+from ckptool.storage.clients.ranged_read import S3, RangeReader, is_pinned, is_s3, wait
 from ckptool.storage.url import WEB
 
 _SENDING = "before-send.s3.GetObject"
@@ -74,7 +73,7 @@ class ObstoreReader:
                 self._lock.release()
         if (store := self._buckets.get(bucket)) is None:
             return self._reader.read(file, start, end)
-        version = file.version if is_pinned(self._fs, file.version) else None
+        version = file.version if is_pinned(S3[0], file.version) else None
         if self._has_read:
             data = _read(store, key, version, start, end, refusals=True)
             return self._reader.read(file, start, end) if data is None else data
@@ -188,7 +187,7 @@ def by_obstore(fs: Any, scheme: str, reader: RangeReader, timeout: float) -> Ran
     """
     if is_available() and is_s3(fs):
         return ObstoreReader(fs, reader, timeout)
-    if is_available() and scheme in WEB and not (fs.kwargs or fs.client_kwargs or getproxies()):
+    if is_available() and scheme in WEB and not (fs.kwargs or fs.client_kwargs or has_proxies()):
         return ObstoreWebReader(fs, reader, timeout)
     return reader
 
@@ -203,6 +202,12 @@ def is_forked() -> bool:
     return bool(_processes) and os.getpid() not in _processes
 
 
+def has_proxies() -> bool:
+    """Return whether the environment names proxies: each client goes by them in its own way."""
+    names = {name.lower() for name, value in os.environ.items() if value}
+    return any(name.endswith("_proxy") for name in names - {"no_proxy"})
+
+
 async def _listen(fs: Any, note: Callable[..., None]) -> Any:
     """Have each request of a read noted as it is sent; return where that is ended."""
     client = await fs.set_session()
@@ -215,24 +220,38 @@ def _read(
 ) -> memoryview | None:
     """Return bytes of an object; None where there is no answer, or not of what was asked for.
 
-    Raises a refusal as s3fs does where they are wanted. obstore (0.12) itself checks the status
-    and Content-Range, not how many bytes come.
+    Raises a refusal as s3fs does where they are wanted.
+    """
+    try:
+        return read_range(store, key, version, start, end)
+    except Exception as error:  # noqa: BLE001 (whatever else it is, s3fs is asked and says so)
+        refusal = refusal_of(error) if refusals else None
+        if refusal is not None:
+            raise refusal from refusal.__cause__
+        return None
+
+
+def read_range(
+    store: Any, key: str, version: str | None, start: int, end: int
+) -> memoryview | None:
+    """Return bytes of an object; None where the answer is of others. Raises what obstore does.
+
+    obstore (0.12) itself checks the status and Content-Range, not how many bytes come.
     """
     import obstore
 
     options: Any = {"range": (start, end)} | ({"if_match": version} if version else {})
-    try:
-        answer = obstore.get(store, key, options=options)
-        data = memoryview(answer.bytes())
-    except Exception as error:  # noqa: BLE001 (whatever else it is, s3fs is asked and says so)
-        refusal = _REFUSAL.search(str(error)) if refusals else None
-        if refusal is not None:
-            translated = _translated(*refusal.groups())
-            raise translated from translated.__cause__
-        return None
+    answer = obstore.get(store, key, options=options)
+    data = memoryview(answer.bytes())
     meta = answer.meta
     is_whole = len(data) == min(end, meta["size"]) - start
     return data if is_whole and version in (None, meta["e_tag"]) else None
+
+
+def refusal_of(error: Exception) -> Exception | None:
+    """Return the error that s3fs raises where S3 refuses; None where asking again may help."""
+    refusal = _REFUSAL.search(str(error))
+    return None if refusal is None else _translated(*refusal.groups())
 
 
 def _translated(status: str, code: str, message: str) -> Exception:
@@ -250,28 +269,45 @@ def _translated(status: str, code: str, message: str) -> Exception:
 
 def _connect(fs: Any, request: Any, bucket: str, key: str, timeout: float) -> Any:
     """Return obstore's store for a bucket; None where it would not ask as ``request`` did."""
-    settings: Any = s3_settings(request.url, request.headers, bucket, key)
+    settings = s3_settings(request.url, request.headers, bucket, key)
     config = fs._s3.meta.config
     if settings is None or config.proxies or config.client_cert:
         return None
-    _processes.add(os.getpid())
-    options: Any = {
-        "allow_http": settings["endpoint"].startswith("http:"),
+    options = {
         "connect_timeout": timedelta(seconds=config.connect_timeout),
         "read_timeout": timedelta(seconds=config.read_timeout),
         "timeout": timedelta(seconds=timeout),
     }
+
+    def credentials() -> Any:
+        return wait(fs, _credentials(fs), timeout)
+
+    return open_s3(bucket, settings, options | _trust(fs), credentials)
+
+
+def open_s3(
+    bucket: str,
+    settings: Mapping[str, Any],
+    client_options: Mapping[str, Any],
+    credentials: Callable[[], Any],
+) -> Any:
+    """Return obstore's store for a bucket; None where this version does not know a setting."""
+    _processes.add(os.getpid())
+    endpoint = settings["endpoint"]
     try:
         from obstore.store import S3Store
 
         return S3Store(
             bucket,
-            config=settings,
-            client_options=options | _trust(fs),
-            retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=timeout)},
-            credential_provider=lambda: wait(fs, _credentials(fs), timeout),
+            # obstore takes the endpoint that the environment has for S3 first
+            config=cast("Any", {**settings, "aws_endpoint_url_s3": endpoint}),
+            client_options=cast(
+                "Any", {**client_options, "allow_http": endpoint.startswith("http:")}
+            ),
+            retry_config={"max_retries": 0, "retry_timeout": client_options["timeout"]},
+            credential_provider=credentials,
         )
-    except Exception:  # noqa: BLE001 (settings that this version does not know)
+    except Exception:  # noqa: BLE001
         return None
 
 
@@ -297,7 +333,6 @@ def s3_settings(
     endpoint = f"{parts.scheme}://{parts.netloc}{before}"
     return {
         "endpoint": endpoint,
-        "aws_endpoint_url_s3": endpoint,  # obstore takes that of the environment first
         "region": scope[2] if signature is not None else "us-east-1",
         "virtual_hosted_style_request": not path.endswith(inside),
         "skip_signature": signature is None,

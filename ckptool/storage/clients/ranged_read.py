@@ -11,6 +11,7 @@ from ckptool.errors import Changed, Unsupported
 from ckptool.storage.block_cache import ObjectVersion
 from ckptool.storage.url import WEB, redact_url
 
+S3 = ("s3", "s3a")
 _PARTIAL = 206
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(?:\d+|\*)")
 
@@ -59,14 +60,43 @@ class FsspecReader:
         return not (own or self._fs.async_impl)
 
 
+class FsspecClient:
+    """Lists and reads with a file system of fsspec; ``reader`` reads parts of files."""
+
+    def __init__(self, fs: Any, reader: RangeReader, timeout: float) -> None:
+        self._fs = fs
+        self._reader = reader
+        self._timeout = timeout
+
+    def find(self, key: str) -> Mapping[str, dict[str, Any]] | list[str]:
+        """Return all files below a place, or the file there (adlfs 2026.8: its name)."""
+        self._fs.invalidate_cache()
+        found: Mapping[str, dict[str, Any]] | list[str] = self._fs.find(key, detail=True)
+        return found
+
+    def info(self, key: str) -> dict[str, Any]:
+        """Return what the store says of a file now, or that there is a folder."""
+        self._fs.invalidate_cache()
+        return dict(call(self._fs, "_info", self._timeout, key))
+
+    def get(self, key: str) -> bytes:
+        """Return all of a small file."""
+        data: bytes = self._fs.cat_file(key)
+        return data
+
+    def read(self, file: ObjectVersion, start: int, end: int) -> memoryview:
+        """Return the bytes from ``start`` to ``end``, fewer where the file ends before."""
+        return self._reader.read(file, start, end)
+
+
 def is_s3(fs: Any) -> bool:
     """Return whether a file system is s3fs's."""
     return hasattr(fs, "_call_s3")
 
 
-def is_pinned(fs: Any, version: str) -> bool:
+def is_pinned(scheme: str, version: str) -> bool:
     """Return whether a read that names this version fails where another is there."""
-    return is_s3(fs) and version.startswith('"')
+    return scheme in S3 and version.startswith('"')
 
 
 def call(fs: Any, method: str, timeout: float, *arguments: Any, **named: Any) -> Any:
@@ -89,7 +119,7 @@ async def _read_s3_range(fs: Any, file: ObjectVersion, start: int, end: int) -> 
     s3fs itself (2026.9) looks neither at the version nor at what range was answered.
     """
     bucket, key, _ = fs.split_path(file.key)
-    pinned = is_pinned(fs, file.version)
+    pinned = is_pinned(S3[0], file.version)
     version = {"IfMatch": file.version} if pinned else {}
     wanted = {"Bucket": bucket, "Key": key, "Range": f"bytes={start}-{end - 1}"}
     answer = await fs._call_s3("get_object", **wanted, **version)

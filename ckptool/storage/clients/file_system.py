@@ -8,7 +8,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from ckptool.errors import Unsupported, UsageError
-from ckptool.storage.ranged_read import is_s3
+from ckptool.storage.clients.ranged_read import is_s3
 from ckptool.storage.retry import error_text, unreachable
 from ckptool.storage.url import redact_url
 

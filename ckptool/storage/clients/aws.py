@@ -1,0 +1,131 @@
+"""Who asks S3, and where, as far as that is written down: in the environment and in profiles.
+
+What botocore (1.43) finds in other ways, or what changes how it asks, is left to it: roles, SSO,
+programs that give credentials, other certificates, other kinds of addresses.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+_UNDERSTOOD = {
+    "AWS_ACCESS_KEY_ID",
+    "AWS_SECRET_ACCESS_KEY",
+    "AWS_SESSION_TOKEN",
+    "AWS_PROFILE",
+    "AWS_SHARED_CREDENTIALS_FILE",
+    "AWS_CONFIG_FILE",
+    "AWS_DEFAULT_REGION",
+    "AWS_ENDPOINT_URL",
+    "AWS_ENDPOINT_URL_S3",
+    "AWS_CA_BUNDLE",
+    "AWS_REGION",  # botocore does not look at this one and the next
+    "AWS_EXECUTION_ENV",
+    "AWS_EC2_METADATA_DISABLED",
+    "AWS_MAX_ATTEMPTS",
+    "AWS_RETRY_MODE",
+    "AWS_PAGER",
+}
+_KEYS = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
+_IN_A_PROFILE = {*_KEYS, "region", "endpoint_url", "output", "cli_pager"}
+_COMMERCIAL = re.compile(r"(?:us|ca|mx|sa|eu|il|af|me|ap)-(?!iso|gov)[a-z]+-\d")
+"""Regions whose hosts are called ``s3.REGION.amazonaws.com``."""
+_IN_A_HOST = re.compile(r"[a-z0-9][a-z0-9-]{1,61}[a-z0-9](?<!--x-s3)")
+"""Buckets that botocore names in the host; obstore asks for those of S3 Express in another way."""
+
+
+class Signer(NamedTuple):
+    """Who asks S3 in which region, and at which endpoint; empty where it is AWS's own."""
+
+    key: str
+    secret: str
+    token: str | None
+    region: str
+    endpoint: str
+
+    def settings(self, bucket: str) -> dict[str, object] | None:
+        """Return obstore's settings for a bucket; None where botocore would ask in another way."""
+        if not self.endpoint and not _IN_A_HOST.fullmatch(bucket):
+            return None
+        endpoint = self.endpoint or f"https://{bucket}.s3.{self.region}.amazonaws.com"
+        return {
+            "endpoint": endpoint,
+            "region": self.region,
+            "virtual_hosted_style_request": not self.endpoint,
+        }
+
+
+def find_signer(environment: Mapping[str, str]) -> Signer | None:
+    """Return who asks S3 as botocore finds it; None where it has to be asked itself."""
+    names = {name for name, value in environment.items() if name.startswith("AWS_") and value}
+    if names - _UNDERSTOOD or _has_fsspec_settings(environment):
+        return None
+    stored = _profile(environment)
+    if stored is None:
+        return None
+    given = {name: environment.get(name.upper(), "") for name in _KEYS}
+    keys = given if any(given[name] for name in _KEYS[:2]) else stored
+    region = environment.get("AWS_DEFAULT_REGION") or stored.get("region", "us-east-1")
+    places = (environment.get(name) for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"))
+    endpoint = next(filter(None, places), stored.get("endpoint_url", "")).rstrip("/")
+    if not all(keys.get(name) for name in _KEYS[:2]):
+        return None
+    if not (endpoint or _COMMERCIAL.fullmatch(region)):
+        return None
+    if "AWS_CA_BUNDLE" in names and not endpoint.startswith("http:"):
+        return None
+    return Signer(keys[_KEYS[0]], keys[_KEYS[1]], keys.get(_KEYS[2]) or None, region, endpoint)
+
+
+def _profile(environment: Mapping[str, str]) -> dict[str, str] | None:
+    """Return what the profile in use says; None where it is not there, or not understood.
+
+    Keys of both files are not put together: which of them count is botocore's to say.
+    """
+    name = environment.get("AWS_PROFILE") or "default"
+    try:
+        stored = _sections(environment.get("AWS_SHARED_CREDENTIALS_FILE") or "~/.aws/credentials")
+        config = _sections(environment.get("AWS_CONFIG_FILE") or "~/.aws/config")
+    except (OSError, ValueError):
+        return None
+    if name == "default" and "profile default" in config:
+        return None
+    said = [stored.get(name), config.get(name if name == "default" else f"profile {name}")]
+    found = [section for section in said if section is not None]
+    if not found and "AWS_PROFILE" in environment:
+        return None
+    if any(section.keys() - _IN_A_PROFILE for section in found):
+        return None
+    if sum(not section.keys().isdisjoint(_KEYS) for section in found) > 1:
+        return None
+    return {key: value for section in reversed(found) for key, value in section.items()}
+
+
+def _sections(file: str) -> dict[str, dict[str, str]]:
+    """Return the sections of a file, none where it is not there; ValueError where it is not one."""
+    path = Path(file).expanduser()
+    if not path.exists():
+        return {}
+    from configparser import Error, RawConfigParser
+
+    parser = RawConfigParser()
+    try:
+        parser.read_string(path.read_text())
+    except Error as error:
+        raise ValueError(str(error)) from None
+    return {name: dict(parser.items(name)) for name in parser.sections()}
+
+
+def _has_fsspec_settings(environment: Mapping[str, str]) -> bool:
+    """Return whether fsspec (2026.9) may have settings for s3fs: variables, files, or in memory."""
+    if any(name.startswith("FSSPEC_") for name in environment):
+        return True
+    loaded = getattr(sys.modules.get("fsspec.config"), "conf", {})
+    if "s3" in loaded or "s3a" in loaded:
+        return True
+    return os.path.isdir(os.path.expanduser("~/.config/fsspec"))

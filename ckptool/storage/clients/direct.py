@@ -1,0 +1,212 @@
+"""Lists and reads S3 by obstore alone: s3fs, which takes long to load, is not needed.
+
+So it is where who asks, and where, is written down. The first answer of a bucket decides: whatever
+fails before that is s3fs's to ask, and to find out about (a region, a redirect), for good.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol, TypeVar
+
+from ckptool.storage.block_cache import ObjectVersion
+from ckptool.storage.clients.aws import Signer, find_signer
+from ckptool.storage.clients.obstore_read import (
+    has_proxies,
+    is_available,
+    is_forked,
+    open_s3,
+    read_range,
+    refusal_of,
+)
+from ckptool.storage.clients.ranged_read import S3, is_pinned
+
+_T = TypeVar("_T")
+_CONNECT, _READ = 5.0, 15.0
+"""Seconds to wait for a connection and between bytes: those of s3fs (2026.9)."""
+
+
+class StoreClient(Protocol):
+    """Lists and reads files of a store; each raises what the store's client raises."""
+
+    def find(self, key: str) -> Mapping[str, dict[str, Any]] | list[str]:
+        """Return all files below a place, or the file there, by their keys."""
+
+    def info(self, key: str) -> dict[str, Any]:
+        """Return what the store says of a file, or that there is a folder."""
+
+    def get(self, key: str) -> bytes | memoryview:
+        """Return all of a small file."""
+
+    def read(self, file: ObjectVersion, start: int, end: int) -> memoryview:
+        """Return the bytes from ``start`` to ``end``, fewer where the file ends before."""
+
+
+@dataclass
+class _Bucket:
+    """A bucket as obstore asks for it; None once that is left to s3fs."""
+
+    store: Any
+    has_answered: bool = False
+
+
+class DirectClient:
+    """Asks obstore; what that cannot answer is asked of ``others``, s3fs, which is then loaded."""
+
+    def __init__(self, signer: Signer, others: Callable[[], StoreClient], timeout: float) -> None:
+        self._signer = signer
+        self._others = others
+        self._timeout = timeout
+        self._buckets: dict[str, _Bucket] = {}
+
+    def find(self, key: str) -> Mapping[str, dict[str, Any]] | list[str]:
+        """Return all files below a place, or the file there, by their keys."""
+        found = self._ask(key, _list)
+        return self._others().find(key) if found is None else found
+
+    def info(self, key: str) -> dict[str, Any]:
+        """Return what S3 says of a file, or that there is a folder; FileNotFoundError for none."""
+        found = self._ask(key, _look_up)
+        if found is None:
+            return self._others().info(key)
+        if not found:
+            raise FileNotFoundError(key)
+        return found
+
+    def get(self, key: str) -> bytes | memoryview:
+        """Return all of a small file."""
+        data = self._ask(key, _get)
+        return self._others().get(key) if data is None else data
+
+    def read(self, file: ObjectVersion, start: int, end: int) -> memoryview:
+        """Return the bytes from ``start`` to ``end``, fewer where the file ends before."""
+        version = file.version if is_pinned(S3[0], file.version) else None
+
+        def read(store: Any, bucket: str, key: str) -> memoryview | None:
+            return read_range(store, key, version, start, end)
+
+        data = self._ask(file.key, read)
+        return self._others().read(file, start, end) if data is None else data
+
+    def _ask(self, place: str, work: Callable[[Any, str, str], _T | None]) -> _T | None:
+        """Return obstore's answer about a place; None where it gives none. Raises refusals."""
+        name, _, key = place.partition("/")
+        if is_forked() or key != key.strip("/"):
+            return None
+        bucket = self._open(name)
+        if bucket.store is None:
+            return None
+        try:
+            found = work(bucket.store, name, key)
+        except Exception as error:  # noqa: BLE001 (whatever else it is, s3fs is asked and says so)
+            if bucket.has_answered and isinstance(error, FileNotFoundError):
+                raise FileNotFoundError(place) from None
+            refusal = refusal_of(error) if bucket.has_answered else None
+            if refusal is not None:
+                raise refusal from refusal.__cause__
+            found = None
+        if found is None and not bucket.has_answered:
+            bucket.store = None
+        bucket.has_answered |= found is not None
+        return found
+
+    def _open(self, name: str) -> _Bucket:
+        if name not in self._buckets:
+            settings = self._signer.settings(name)
+            timeouts = {"connect_timeout": _CONNECT, "read_timeout": _READ}
+            seconds = timeouts | {"timeout": self._timeout}
+            store = None
+            if settings is not None:
+                options = {word: timedelta(seconds=time) for word, time in seconds.items()}
+                store = open_s3(name, settings, options, self._credentials)
+            self._buckets.setdefault(name, _Bucket(store))
+        return self._buckets[name]
+
+    def _credentials(self) -> dict[str, Any]:
+        return {
+            "access_key_id": self._signer.key,
+            "secret_access_key": self._signer.secret,
+            "token": self._signer.token,
+            "expires_at": None,
+        }
+
+
+def by_obstore_alone(
+    scheme: str,
+    options: Mapping[str, Any],
+    others: Callable[[], StoreClient],
+    timeout: float,
+) -> DirectClient | None:
+    """Return what asks obstore, where that knows who asks and where; None where it does not."""
+    if scheme not in S3 or options or has_proxies() or not is_available():
+        return None
+    signer = find_signer(os.environ)
+    return None if signer is None else DirectClient(signer, others, timeout)
+
+
+def _list(store: Any, bucket: str, key: str) -> dict[str, dict[str, Any]] | None:
+    """Return all files below a key, or the one there; None where s3fs has to say what they are.
+
+    obstore (0.12) shows the mark of a folder, which is empty and ends with a slash, without that.
+    """
+    import obstore
+
+    listed = obstore.list(store, key or None, chunk_size=1000)
+    found = [one for one in listed.collect() if one["path"] != key]
+    files = {one["path"]: one for one in found}
+    folders = {path[:at] for path in files for at in _slashes(path)}
+    if len(files) < len(found) or not folders.isdisjoint(files):
+        return None
+    if not all(one["size"] for one in found):
+        return None
+    if not found and key:
+        return _head(store, bucket, key)
+    return {f"{bucket}/{path}": _described(bucket, one) for path, one in files.items()}
+
+
+def _slashes(path: str) -> list[int]:
+    return [at for at, letter in enumerate(path) if letter == "/"]
+
+
+def _head(store: Any, bucket: str, key: str) -> dict[str, dict[str, Any]]:
+    import obstore
+
+    try:
+        return {f"{bucket}/{key}": _described(bucket, obstore.head(store, key))}
+    except FileNotFoundError:
+        return {}
+
+
+def _look_up(store: Any, bucket: str, key: str) -> dict[str, Any] | None:
+    """Return what is said of a file, or that it is a folder; empty where there is neither.
+
+    That there is no such key is no answer by itself, as long as there was none: the bucket may be
+    called otherwise where the store is asked so.
+    """
+    found = _head(store, bucket, key)
+    if not found:
+        import obstore
+
+        name, first = f"{bucket}/{key}", next(iter(obstore.list(store, key, chunk_size=1)), [])
+        return {"name": name, "size": 0, "type": "directory"} if first else {}
+    return found[f"{bucket}/{key}"]
+
+
+def _get(store: Any, bucket: str, key: str) -> memoryview:
+    import obstore
+
+    return memoryview(obstore.get(store, key).bytes())
+
+
+def _described(bucket: str, meta: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what obstore says of an object as s3fs does."""
+    return {
+        "name": f"{bucket}/{meta['path']}",
+        "size": meta["size"],
+        "type": "file",
+        "ETag": meta["e_tag"],
+        "LastModified": meta["last_modified"],
+    }
