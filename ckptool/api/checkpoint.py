@@ -23,7 +23,7 @@ from ckptool.core.casts import as_type
 from ckptool.core.catalog import Catalog, TensorEntry, coverage_problem
 from ckptool.core.dtype import DType
 from ckptool.core.mesh import Mesh
-from ckptool.core.quantization import quantised_names
+from ckptool.core.quantization.names import quantised_names
 from ckptool.core.state_category import state_category
 from ckptool.core.subscript import Pick, take
 from ckptool.core.text import did_you_mean

@@ -27,7 +27,7 @@ from ckptool.commands.transfer.transfer import (
 from ckptool.core.catalog import Catalog
 from ckptool.core.layout import Layout
 from ckptool.core.plan import Plan
-from ckptool.core.quantization import kinds, quantised_names
+from ckptool.core.quantization.names import kinds, quantised_names
 from ckptool.core.state_category import state_category
 from ckptool.core.text import one_of, plural
 from ckptool.errors import Unsupported, UsageError
@@ -70,7 +70,7 @@ def prepare(source: Location, target: Location, options: ConvertOptions) -> Tran
     layout = writer.lay_out(catalog, request)
     layout = with_assets(layout, assets, rewritten.map, catalog, model=writer.is_model_folder)
     if options.rewrite.dequantize:
-        layout = drop_quantization_config(opened, catalog, layout)
+        layout = drop_quantization_config(opened, layout)
     layout = with_true_config(
         opened,
         catalog,

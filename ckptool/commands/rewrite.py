@@ -7,16 +7,19 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptool.commands.keymap.assets import block_size
+from ckptool.commands.keymap.assets import quantization_config
 from ckptool.commands.open import OpenedCheckpoint, require_readable
 from ckptool.commands.options.rewrite import MapOptions, RewriteOptions, Selection
 from ckptool.core.box import Box
 from ckptool.core.casts import NO_CASTS, Casts, cast, needs_torch
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.dtype import BY_NAME, DType
-from ckptool.core.quantization import DequantizeResult, dequantize, quantised_names
+from ckptool.core.quantization.apply import DequantizeResult, dequantize
+from ckptool.core.quantization.model import QuantizationConfig, Surroundings
+from ckptool.core.quantization.names import quantised_names
 from ckptool.core.selection import drop, rename, select, strip_prefix, strip_prefixes, substitution
 from ckptool.core.state_category import (
     is_master,
@@ -32,7 +35,7 @@ from ckptool.storage.local import Files
 if TYPE_CHECKING:
     from ckptool.commands.keymap.maps import MapReport
 
-_MOST_DIMS = 8
+_MOST_DESCRIBED = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,7 @@ def rewrite(
     casts = options.casts or NO_CASTS
     source = DequantizeResult(opened.catalog, {}, {})
     if options.dequantize:
-        source = _dequantize(opened, casts.model)
+        source = _dequantize(opened, casts.model, options.map.assets)
     kept = select_entries(source.catalog, options.selection)
     counts = source.counts(kept)
     require_readable(kept, opened.source, "what was selected")
@@ -83,7 +86,9 @@ def rewrite(
     return RewriteResult(source.catalog, kept, catalog, report, cast_counts, counts)
 
 
-def _dequantize(opened: OpenedCheckpoint, dtype: DType | None) -> DequantizeResult:
+def _dequantize(
+    opened: OpenedCheckpoint, dtype: DType | None, assets: Path | None
+) -> DequantizeResult:
     """Put numbers of ``dtype``, or bf16, in the place of a checkpoint's quantised tensors.
 
     Raises Unsupported without torch, and where no tensor is quantised in a known way.
@@ -94,24 +99,24 @@ def _dequantize(opened: OpenedCheckpoint, dtype: DType | None) -> DequantizeResu
     inner = {name: entry for name, entry in catalog.tensors.items() if name in names}
     located = opened.open_containers(catalog.with_tensors(inner)).tensors
     catalog = catalog.with_tensors(catalog.tensors | located)
-    with closing(_SizeReader(opened.source)) as sizes:
-        return dequantize(catalog, dtype or BY_NAME["bfloat16"], sizes.read, block_size(opened))
+    config = QuantizationConfig(quantization_config(opened, assets))
+    with closing(_SmallReader(opened.source)) as small:
+        return dequantize(catalog, Surroundings(dtype or BY_NAME["bfloat16"], small.read, config))
 
 
-class _SizeReader:
-    """Reads the shapes that tensors hold, of the weights that compressed-tensors packs."""
+class _SmallReader:
+    """Reads tensors that describe others: a shape, a quantiser's state."""
 
     def __init__(self, source: Files) -> None:
         from ckptool.engine.read.gather import Gatherer
 
         self._gatherer = Gatherer(source)
 
-    def read(self, entry: TensorEntry) -> tuple[int, ...]:
-        """Return a shape; empty where a tensor holds none. Raises as reading does."""
-        if entry.dtype.kind != "int" or len(entry.shape) != 1 or entry.elements > _MOST_DIMS:
-            return ()
-        stored = self._gatherer.gather(entry, Box.whole(entry.shape))
-        return tuple(map(int, stored.view(f"<i{entry.dtype.itemsize}")))
+    def read(self, entry: TensorEntry) -> bytes:
+        """Return the bytes of a tensor; none of a large one. Raises as reading does."""
+        if entry.nbytes > _MOST_DESCRIBED:
+            return b""
+        return self._gatherer.gather(entry, Box.whole(entry.shape)).tobytes()
 
     def close(self) -> None:
         """Close all files."""

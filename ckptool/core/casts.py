@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 from ckptool.core.catalog import Catalog, ScaledBlocks, TensorEntry
 from ckptool.core.dtype import DType, parse_dtype
-from ckptool.core.quantization import quantised_names
+from ckptool.core.quantization.names import quantised_names
 from ckptool.core.state_category import state_category
 from ckptool.core.text import list_some, plural
 from ckptool.errors import UsageError

@@ -107,7 +107,9 @@ class Container:
     opening: Opening | None = field(default=None, compare=False, repr=False)
 
 
-Scheme = Literal["scaled", "mxfp4", "nvfp4/", "nvfp4*", "int4", "int8"]
+Scheme = Literal[
+    "scaled", "affine", "mxfp4", "nvfp4/", "nvfp4*", "packed", "gptq", "awq", "codes", "rows"
+]
 """How numbers are made of what is stored, as ``engine/read/dequantize.py`` does it."""
 
 
@@ -115,9 +117,9 @@ Scheme = Literal["scaled", "mxfp4", "nvfp4/", "nvfp4*", "int4", "int8"]
 class ScaledBlocks:
     """Quantised numbers, each block of them with a scale of its own.
 
-    ``block`` is how many elements a block has in each dim. ``scheme`` says how numbers are made of
-    them, and of ``others``: a scale of all, or zero points. ``part`` are those of the elements that
-    the chunk consists of.
+    ``block`` is how many elements a block has in each dim. ``scheme`` says what numbers are made
+    of: these, ``others`` (a scale of all, zero points, a table), and ``settings``, numbers such as
+    bits. ``part`` are those of the elements that the chunk consists of.
     """
 
     values: TensorEntry
@@ -126,6 +128,7 @@ class ScaledBlocks:
     part: StridedPart
     scheme: Scheme = "scaled"
     others: tuple[TensorEntry, ...] = ()
+    settings: tuple[float, ...] = ()
 
     @property
     def stored(self) -> tuple[TensorEntry, ...]:
@@ -134,12 +137,10 @@ class ScaledBlocks:
 
     @property
     def file(self) -> str:
-        """The file in which the first of the values lie."""
         return self.values.chunks[0].at.file
 
     @property
     def offset(self) -> int:
-        """Where in it they begin, in bytes."""
         return self.values.chunks[0].at.offset
 
 

@@ -15,7 +15,7 @@ from ckptool.commands.open import OpenedCheckpoint, open_checkpoint, survey
 from ckptool.commands.options.read import AS_DETECTED, ReadOptions
 from ckptool.core.catalog import Catalog, TensorEntry, coverage_problem
 from ckptool.core.dtype import DType
-from ckptool.core.quantization import kinds
+from ckptool.core.quantization.names import kinds
 from ckptool.core.state_category import STATE_CATEGORIES, state_category, weights
 from ckptool.errors import CkptoolError, Damaged, Hostile
 from ckptool.storage.url import Location

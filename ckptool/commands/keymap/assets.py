@@ -8,7 +8,7 @@ describe the tensors.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,6 @@ from ckptool.commands.open import OpenedCheckpoint
 from ckptool.commands.unread_files import require_listed, unlisted_problems
 from ckptool.core.catalog import Catalog
 from ckptool.core.layout import FileLayout, Layout, Literal, Part, Verbatim
-from ckptool.core.quantization import kinds
 from ckptool.errors import Unsupported, UsageError
 from ckptool.storage.local import LocalSource
 
@@ -38,6 +37,8 @@ _ADAPTER = "adapter_config.json"
 _TOKENIZERS = frozenset(
     "tokenizer.json tokenizer.model tokenizer_config.json vocab.json vocab.txt spiece.model".split()
 )
+_QUANTIZATION_METHODS = {CONFIG: None, "quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""The files that describe a quantisation, and whose they are: AutoGPTQ's and AutoAWQ's own."""
 _QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 
 
@@ -107,16 +108,8 @@ def assets_in(folder: Path) -> tuple[LocalSource, dict[str, int]]:
     return source, sizes
 
 
-def drop_quantization_config(opened: OpenedCheckpoint, catalog: Catalog, layout: Layout) -> Layout:
-    """Drop from a layout what says that the weights are quantised.
-
-    All of it stays, with a note, where some still are in a way that cannot be dequantized.
-    """
-    left = kinds(catalog)
-    if left:
-        listed = ", ".join(f"{count} {kind}" for kind, count in left.items())
-        note = f"still quantized (not supported by --dequantize): {listed}"
-        return replace(layout, notes=(*layout.notes, note))
+def drop_quantization_config(opened: OpenedCheckpoint, layout: Layout) -> Layout:
+    """Drop from a layout what says that the weights are quantised."""
     kept = tuple(file for file in layout.files if file.path not in _QUANTIZATION_FILES)
     files = tuple(
         _drop_quantization(opened, file) if file.path == CONFIG else file for file in kept
@@ -178,19 +171,26 @@ def _with_main_dtype(catalog: Catalog, layout: Layout, config: Record) -> tuple[
     return replace(layout, files=files, notes=(*layout.notes, note)), config
 
 
-def block_size(opened: OpenedCheckpoint) -> tuple[int, int] | None:
-    """Return the size of an FP8 block as the model's config.json says it (DeepSeek-V3)."""
-    companions = opened.catalog.companions
-    name = next((name for name in companions if name.rpartition("/")[2] == CONFIG), None)
-    config = {} if name is None else _content(opened, Verbatim(name, companions[name]))
-    for part in _models(config):
-        try:
-            rows, columns = map(int, part["quantization_config"]["weight_block_size"])
-        except (ValueError, KeyError, TypeError):
-            continue
-        if rows > 0 and columns > 0:
-            return rows, columns
-    return None
+def quantization_config(opened: OpenedCheckpoint, assets: Path | None) -> Mapping[str, Any]:
+    """Return what a model's config.json says of its quantisation, or an older file beside it.
+
+    That of ``assets`` goes before the checkpoint's own. {} where none says anything.
+    """
+    found = opened.catalog.companions
+    lying = [Verbatim(name, size) for name, size in found.items()]
+    if assets is not None:
+        root = assets.resolve()
+        lying = [Verbatim(str(root / n), size) for n, size in assets_in(assets)[1].items()] + lying
+    for name, method in _QUANTIZATION_METHODS.items():
+        for part in lying:
+            if Path(part.file).name != name:
+                continue
+            content = _content(opened, part)
+            inside = [c[key] for c in _models(content) for key in _QUANTIZATION_KEYS if key in c]
+            for config in [content] if method else inside:
+                if isinstance(config, dict) and config:
+                    return {"quant_method": method, **config} if method else config
+    return {}
 
 
 def _content(opened: OpenedCheckpoint, part: Part) -> dict[str, Any]:

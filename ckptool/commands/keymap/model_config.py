@@ -10,7 +10,7 @@ from typing import Any
 from ckptool.commands.keymap.records import Record
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.dtype import BY_NAME
-from ckptool.core.quantization import kinds
+from ckptool.core.quantization.names import kinds
 from ckptool.errors import Problem
 
 _MODEL = (

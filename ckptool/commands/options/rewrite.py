@@ -88,5 +88,6 @@ class RewriteOptions(OptionSet):
     dequantize: bool = option(
         "--dequantize",
         FLAG,
-        help="Dequantize FP8, INT8, INT4, MXFP4 and NVFP4, to bf16 or what --dtype says.",
+        help="Dequantize FP8, INT8, INT4, MXFP4, NVFP4, GPTQ, AWQ, bitsandbytes, torchao, to"
+        " bf16 or what --dtype says; refuse other kinds.",
     )

@@ -1,8 +1,9 @@
 """Dequantize: numbers from coarse ones and the scales of their blocks, as torch computes them.
 
 The formulas are those of ``torch.distributed.checkpoint.quantized_hf_storage`` (torch 2.13): FP8
-in blocks as DeepSeek-V3 stores it, and MXFP4 as gpt-oss does; and those of compressed-tensors
-(0.20): packed integers, and NVFP4, of which ModelOpt has a dialect.
+in blocks as DeepSeek-V3 stores it, and MXFP4 as gpt-oss does; those of compressed-tensors (0.20):
+packed integers, and NVFP4, of which ModelOpt has a dialect; of AutoGPTQ (0.7), AutoAWQ (0.2),
+bitsandbytes (0.50) and torchao (0.18).
 """
 
 from __future__ import annotations
@@ -15,10 +16,20 @@ import numpy as np
 from ckptool.core.box import Box, row_major_strides
 from ckptool.core.catalog import ScaledBlocks, Scheme, StridedPart, TensorEntry
 from ckptool.core.dtype import DType
+from ckptool.engine.read.packed_integers import (
+    dequantize_awq,
+    dequantize_gptq,
+    dequantize_packed,
+)
+from ckptool.engine.read.scaled import (
+    Array,
+    Gather,
+    blocks_of,
+    read_floats,
+    spread,
+    spread_scales,
+)
 from ckptool.errors import Unsupported
-
-Array = np.ndarray[Any, np.dtype[Any]]
-Gather = Callable[[TensorEntry, Box], Array]
 
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The values of a four-bit float (E2M1) without its sign."""
@@ -70,30 +81,80 @@ def _index(shape: tuple[int, ...], element: int) -> list[int]:
 
 def _dequantize_blocks(gather: Gather, at: ScaledBlocks, box: Box, wanted: Any) -> Any:
     """Multiply values by their scales, in 32 bits."""
-    return (_read_floats(gather, at.values, box) * _spread_scales(gather, at, box)).to(wanted)
+    return (read_floats(gather, at.values, box) * spread_scales(gather, at, box)).to(wanted)
 
 
-def _spread_scales(gather: Gather, at: ScaledBlocks, box: Box) -> Any:
-    """Return the scale of each element, in 32 bits."""
-    grid = _blocks(box, at.block)
-    return _spread(_read_floats(gather, at.scales, grid), at, box, grid)
+def _dequantize_affine(gather: Gather, at: ScaledBlocks, box: Box, wanted: Any) -> Any:
+    """Subtract the zero points of blocks, which are integers, and multiply by their scales."""
+    zeros = read_floats(gather, at.others[0], blocks_of(box, at.block))
+    numbers = read_floats(gather, at.values, box) - spread(zeros, at, box)
+    return (numbers * spread_scales(gather, at, box)).to(wanted)
 
 
-def _spread(of_blocks: Any, at: ScaledBlocks, box: Box, grid: Box) -> Any:
-    """Return for each element what its block has."""
+_ROW_FACTOR = 7.874015718698502e-3
+"""1 / 127 as bitsandbytes has it: ``int8_vectorwise_dequant`` (0.50)."""
+
+
+def _dequantize_rows(gather: Gather, at: ScaledBlocks, box: Box, wanted: Any) -> Any:
+    """Multiply integers by the largest of their row and by 1 / 127, rounding each time."""
+    scales = read_floats(gather, at.scales, Box(box.lo[:1], box.hi[:1])).unsqueeze(1)
+    return (read_floats(gather, at.values, box) * scales * _ROW_FACTOR).to(wanted)
+
+
+def _dequantize_codes(gather: Gather, at: ScaledBlocks, box: Box, wanted: Any) -> Any:
+    """Look up codes of four bits, the upper half of a byte first, and multiply by their scales.
+
+    The scales of a nested quantisation are codes of eight bits with scales of their own.
+    """
     import torch
 
-    for dim, size in enumerate(at.block):
-        which = torch.arange(box.lo[dim], box.hi[dim]) // size - grid.lo[dim]
-        of_blocks = of_blocks.index_select(dim, which)
-    return of_blocks
+    table = read_floats(gather, at.others[0], Box.whole(at.others[0].shape))
+    lo, hi = box.lo[0] // 2, -(-box.hi[0] // 2)
+    pairs = _bytes_of(gather, at.values, lo, hi)
+    codes = torch.stack((pairs >> 4, pairs & 0x0F), -1).flatten()
+    first = box.lo[0] - 2 * lo
+    numbers = table[codes[first : first + box.shape[0]].to(torch.long)]
+    grid = blocks_of(box, at.block)
+    return (numbers * spread(_absmax(gather, at, grid), at, box)).to(wanted)
 
 
-def _read_floats(gather: Gather, entry: TensorEntry, box: Box) -> Any:
-    """Read a box of a tensor as floats of 32 bits."""
+def _absmax(gather: Gather, at: ScaledBlocks, grid: Box) -> Any:
+    """Return the scales of blocks in 32 bits, nested ones multiplied out and moved."""
     import torch
 
-    return _view_typed(gather(entry, box), entry.dtype).to(torch.float32)
+    scales = _flat(gather, at.scales, grid)
+    if not at.settings:
+        return scales
+    size, offset = at.settings
+    outer = blocks_of(grid, (int(size),))
+    which = torch.arange(grid.lo[0], grid.hi[0]) // int(size) - outer.lo[0]
+    of_all, table = at.others[1:]
+    codes = read_floats(gather, table, Box.whole(table.shape))[scales.to(torch.long)]
+    return codes * _flat(gather, of_all, outer)[which] + offset
+
+
+def _flat(gather: Gather, entry: TensorEntry, box: Box) -> Any:
+    """Read a run of the elements of a tensor of one dim, or of several of which one is not 1."""
+    return read_floats(gather, entry, _widened(entry, box.lo[0], box.hi[0])).flatten()
+
+
+def _widened(entry: TensorEntry, lo: int, hi: int) -> Box:
+    """Return the box of a run of elements of a tensor all of whose dims but one are 1."""
+    longest = max(range(len(entry.shape)), key=lambda dim: entry.shape[dim])
+    start = tuple(lo if dim == longest else 0 for dim in range(len(entry.shape)))
+    stop = tuple(hi if dim == longest else 1 for dim in range(len(entry.shape)))
+    return Box(start, stop)
+
+
+def _bytes_of(gather: Gather, entry: TensorEntry, lo: int, hi: int) -> Any:
+    """Read a run of the bytes of a tensor all of whose dims but one are 1."""
+    import torch
+
+    size = entry.source_dtype.itemsize
+    start = lo // size
+    stored = gather(entry, _widened(entry, start, -(-hi // size)))
+    flat = np.ascontiguousarray(stored).reshape(-1).view("u1")
+    return torch.from_numpy(flat)[lo - start * size : hi - start * size]
 
 
 def _dequantize_nvfp4(gather: Gather, at: ScaledBlocks, box: Box, wanted: Any) -> Any:
@@ -112,52 +173,19 @@ def _dequantize_nvfp4(gather: Gather, at: ScaledBlocks, box: Box, wanted: Any) -
     numbers = table[torch.stack((pairs & 0x0F, pairs >> 4), -1).to(torch.long)].flatten(-2)
     first = box.lo[-1] - 2 * lo
     (whole,) = at.others
-    of_all = _read_floats(gather, whole, Box.whole(whole.shape)).reshape(())
-    grid = _blocks(box, at.block)
-    scales = _read_floats(gather, at.scales, grid)
+    of_all = read_floats(gather, whole, Box.whole(whole.shape)).reshape(())
+    grid = blocks_of(box, at.block)
+    scales = read_floats(gather, at.scales, grid)
     scales = scales / of_all if divides else scales * of_all
     part = numbers[..., first : first + box.shape[-1]]
-    return (part * _spread(scales, at, box, grid)).to(wanted)
-
-
-def _dequantize_integers(gather: Gather, at: ScaledBlocks, box: Box, wanted: Any) -> Any:
-    """Subtract the zero points of packed integers, if any, and multiply by scales, in 32 bits.
-
-    Integers are packed along the columns, zero points along the rows, in words of 32 bits, the
-    lowest bits first, with half of their range added.
-    """
-    import torch
-
-    bits = int(at.scheme.removeprefix("int"))
-    numbers = _unpack(gather, at.values, box, -1, bits)
-    if at.others:
-        grid = _blocks(box, at.block)
-        zeros = _unpack(gather, at.others[0], grid, -2, bits)
-        numbers = numbers - _spread(zeros, at, box, grid)
-    return (numbers.to(torch.float32) * _spread_scales(gather, at, box)).to(wanted)
-
-
-def _unpack(gather: Gather, words: TensorEntry, box: Box, dim: int, bits: int) -> Any:
-    """Return a box of integers that are packed along a dim, as integers of 32 bits."""
-    import torch
-
-    each = 32 // bits
-    lo, hi = list(box.lo), list(box.hi)
-    lo[dim], hi[dim] = box.lo[dim] // each, -(-box.hi[dim] // each)
-    stored = np.ascontiguousarray(gather(words, Box(tuple(lo), tuple(hi)))).view("<u4")
-    shifts = torch.arange(0, 32, bits)
-    wide = torch.from_numpy(stored.astype(np.int64)).movedim(dim, -1).unsqueeze(-1)
-    integers = ((wide >> shifts) & ((1 << bits) - 1)).flatten(-2) - (1 << (bits - 1))
-    first = box.lo[dim] - lo[dim] * each
-    kept = integers[..., first : first + box.shape[dim]]
-    return kept.to(torch.int32).movedim(-1, dim)
+    return (part * spread(scales, at, box)).to(wanted)
 
 
 def _dequantize_mxfp4(gather: Gather, at: ScaledBlocks, box: Box, wanted: Any) -> Any:
     """Decode two numbers per byte, the lower half first, times 2 ** (scale - 127)."""
     import torch
 
-    grid, size = _blocks(box, at.block), at.block[-1]
+    grid, size = blocks_of(box, at.block), at.block[-1]
     pairs = torch.from_numpy(gather(at.values, Box((*grid.lo, 0), (*grid.hi, size // 2))))
     exponents = torch.from_numpy(gather(at.scales, grid)).to(torch.int32) - 127
     table = torch.tensor([*_FP4, *(-number for number in _FP4)], dtype=wanted)
@@ -170,28 +198,16 @@ def _dequantize_mxfp4(gather: Gather, at: ScaledBlocks, box: Box, wanted: Any) -
     return rows[..., start : start + box.shape[-1]]
 
 
-def _blocks(box: Box, block: tuple[int, ...]) -> Box:
-    """Return the blocks that a box touches, in counts of blocks."""
-    return Box(
-        tuple(lo // size for lo, size in zip(box.lo, block, strict=True)),
-        tuple(-(-hi // size) for hi, size in zip(box.hi, block, strict=True)),
-    )
-
-
-def _view_typed(bits: Array, dtype: DType) -> Any:
-    """View stored elements as a torch tensor of their type."""
-    import torch
-
-    flat = torch.from_numpy(np.ascontiguousarray(bits).reshape(-1).view("u1"))
-    return flat.view(getattr(torch, dtype.name)).reshape(bits.shape)
-
-
 _SCHEMES: Mapping[Scheme, Callable[[Gather, ScaledBlocks, Box, Any], Any]] = {
     "scaled": _dequantize_blocks,
     "mxfp4": _dequantize_mxfp4,
     "nvfp4/": _dequantize_nvfp4,
     "nvfp4*": _dequantize_nvfp4,
-    "int4": _dequantize_integers,
-    "int8": _dequantize_integers,
+    "affine": _dequantize_affine,
+    "packed": dequantize_packed,
+    "gptq": dequantize_gptq,
+    "awq": dequantize_awq,
+    "rows": _dequantize_rows,
+    "codes": _dequantize_codes,
 }
 """What computes a box of the numbers in 32 bits, rounded once to the type that is wanted."""

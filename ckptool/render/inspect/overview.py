@@ -10,7 +10,7 @@ from rich.text import Text
 from ckptool.commands.inspect import InspectReport, ModuleShare, Share, modules_of
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.dtype import short_name
-from ckptool.core.quantization import kinds
+from ckptool.core.quantization.names import kinds
 from ckptool.core.state_category import state_category
 from ckptool.core.text import plural
 from ckptool.render.inspect.listing import TensorLine, fold, natural

@@ -246,12 +246,26 @@ def test_nor_does_the_config_of_assets(out: Path) -> None:
     assert json.loads((out / "m/config.json").read_text()) == {"model_type": "x"}
 
 
-def test_the_config_stays_where_some_tensors_stay_quantised(out: Path) -> None:
-    config = {"quantization_config": QUANTISED}
-    source = saved(deepseek() | {"a.SCB": torch.ones(2)}, out / "hf", config)
-    report = convert_to("safetensors", source, out / "m", dequantize=True)
-    assert json.loads((out / "m/config.json").read_text()) == config
-    assert any("still quantized" in note and "8 bit" in note for note in report.notes)
+@pytest.mark.parametrize(
+    ("name", "tensor", "kind"),
+    [
+        ("a.SCB", torch.ones(2), "bitsandbytes, 8 bit"),
+        ("a.W_q", torch.ones(2, 2), "HQQ"),
+        ("a.qweight", torch.ones(2, 2, dtype=torch.int32), "AWQ"),
+        ("a.weight", torch.ones(2, 2, dtype=torch.int8), "int8 without scales"),
+        ("a.weight", torch.ones(2, 2).to(torch.float8_e4m3fn), "float8_e4m3fn without scales"),
+    ],
+    ids=str,
+)
+def test_what_would_stay_quantised_is_refused_by_name(
+    name: str, tensor: torch.Tensor, kind: str, out: Path
+) -> None:
+    source = saved(deepseek() | {name: tensor}, out / "hf")
+    with pytest.raises(Unsupported, match=f"{name}: {kind}, which") as raised:
+        convert_to("safetensors", source, out / "m", dequantize=True)
+    assert raised.value.hint == "use --drop 'a.*' to exclude it"
+    convert_to("safetensors", source, out / "m", dequantize=True, drop=("a.*",))
+    assert set(read_back("safetensors", out / "m")) == {"mlp.up_proj.weight", "norm.weight"}
 
 
 STACKED = """

@@ -1,0 +1,71 @@
+"""Put numbers in the place of quantised tensors: a catalog in, a catalog out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+from ckptool.core.catalog import Catalog, TensorEntry
+from ckptool.core.quantization.model import Surroundings
+from ckptool.core.quantization.names import pairs, unknown_kind
+from ckptool.errors import Unsupported
+
+
+@dataclass(frozen=True, slots=True)
+class DequantizeResult:
+    """A catalog with numbers in the place of values and scales.
+
+    ``kinds`` are those of the dequantized tensors, ``unfit`` why values whose scales do not fit, or
+    whose kind is not known, are none of them: both by the identity of the entry's chunks, which
+    selecting and renaming leave as it is.
+    """
+
+    catalog: Catalog
+    kinds: dict[int, str]
+    unfit: dict[int, Unsupported]
+
+    def counts(self, kept: Catalog) -> dict[str, int]:
+        """Count those of each kind that a selection keeps; Unsupported where one is unfit."""
+        identities = [id(entry.chunks) for entry in kept.tensors.values()]
+        for identity in identities:
+            if identity in self.unfit:
+                raise self.unfit[identity]
+        return dict(Counter(self.kinds[i] for i in identities if i in self.kinds))
+
+
+def dequantize(catalog: Catalog, around: Surroundings) -> DequantizeResult:
+    """Put numbers in the place of values and scales.
+
+    Raises Unsupported where no tensor is quantised in a known way, and what reading does.
+    """
+    found = list(pairs(catalog))
+    by_values = {pair.values.name: pair for pair in found}
+    if not by_values:
+        raise Unsupported(
+            "--dequantize: no tensors with supported scales found",
+            hint="`ckptool help formats` lists what is supported, and what it is called",
+        )
+    beside = {entry.name for pair in found for entry in pair.stored} - by_values.keys()
+    result = DequantizeResult(catalog, {}, {})
+    tensors: dict[str, TensorEntry] = {}
+    for name, entry in catalog.tensors.items():
+        if name in beside:
+            continue
+        pair = by_values.get(name)
+        try:
+            if pair is not None:
+                entry = pair.lay_out(pair, around)
+                result.kinds[id(entry.chunks)] = pair.kind
+            elif kind := unknown_kind(catalog, entry):
+                raise Unsupported(
+                    f"{name}: {kind}, which --dequantize does not support",
+                    hint=f"use --drop '{name.rpartition('.')[0]}.*' to exclude it",
+                )
+        except Unsupported as error:
+            result.unfit[id(entry.chunks)] = error
+        if entry.name in tensors:
+            raise Unsupported(f"--dequantize: tensor {entry.name} already exists")
+        tensors[entry.name] = entry
+    values = {name for pair in found for name in pair.objects}
+    objects = {name: entry for name, entry in catalog.objects.items() if name not in values}
+    return replace(result, catalog=replace(catalog, tensors=tensors, objects=objects))

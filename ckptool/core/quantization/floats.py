@@ -1,0 +1,120 @@
+"""Floats of 8 and 4 bits, and integers of 8, with scales for a tensor, rows, groups or blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ckptool.core.catalog import Scheme, TensorEntry
+from ckptool.core.quantization.model import Quantized, Surroundings, Tensors
+from ckptool.core.views import insert_dim
+
+_INVERSE, _BLOCKS, _SCALES, _SCALE = "_scale_inv", "_blocks", "_scales", ".weight_scale"
+_PACKED = ".weight_packed"
+_E8M0 = "float8_e8m0fnu"
+
+
+def find_floats(tensors: Tensors) -> Iterator[Quantized]:
+    """Yield 8-bit numbers with scales, and floats of 4 bits.
+
+    DeepSeek-V3: ``X.weight`` in 8-bit floats and ``X.weight_scale_inv``. compressed-tensors, fbgemm
+    and ModelOpt: ``X.weight`` in 8 bits and ``X.weight_scale``. gpt-oss: ``X_blocks`` and
+    ``X_scales`` in bytes. NVFP4 of ModelOpt: ``X.weight`` in bytes with ``X.weight_scale_2``; of
+    compressed-tensors: ``X.weight_packed`` in bytes with ``X.weight_global_scale``.
+    """
+    for name, entry in tensors.items():
+        if name.endswith(_INVERSE):
+            values = tensors.get(own := name.removesuffix(_INVERSE))
+            if values is not None and values.dtype.name.startswith(("float8_e4", "float8_e5")):
+                yield Quantized("FP8 in blocks", own, values, entry, _lay_out_scaled)
+        elif name.endswith(_SCALE):
+            values = tensors.get(own := name.removesuffix("_scale"))
+            if values is not None:
+                yield from _of_scale(tensors, values, entry, own)
+        elif name.endswith(_SCALES) and entry.dtype.name in ("uint8", _E8M0):
+            values = tensors.get((own := name.removesuffix(_SCALES)) + _BLOCKS)
+            if values is not None and values.dtype.name == "uint8":
+                yield Quantized("MXFP4", own, values, entry, _lay_out_mxfp4, "mxfp4")
+        elif name.endswith(_PACKED) and entry.dtype.name == "uint8":
+            own = name.removesuffix("_packed")
+            scales, of_all = tensors.get(f"{own}_scale"), tensors.get(f"{own}_global_scale")
+            if scales is not None and of_all is not None:
+                yield Quantized("NVFP4", own, entry, scales, _lay_out_nvfp4, "nvfp4/", (of_all,))
+
+
+def _of_scale(
+    tensors: Tensors, values: TensorEntry, scales: TensorEntry, name: str
+) -> Iterator[Quantized]:
+    """Yield what a weight and its scale are."""
+    of_all = tensors.get(f"{scales.name}_2")
+    kind = values.dtype.name
+    if of_all is not None and kind == "uint8":
+        yield Quantized("NVFP4", name, values, scales, _lay_out_nvfp4, "nvfp4*", (of_all,))
+    elif kind.startswith(("float8_e4", "float8_e5")) or kind == "int8":
+        zeros = tensors.get(f"{name}_zero_point")
+        order = tensors.get(f"{name}_g_idx")
+        kind = "INT8" if kind == "int8" else "FP8"
+        if order is None and values.shape:
+            scheme: Scheme = "scaled" if zeros is None else "affine"
+            others = () if zeros is None else (zeros,)
+            yield Quantized(kind, name, values, scales, _lay_out_scaled, scheme, others)
+
+
+def _lay_out_scaled(pair: Quantized, around: Surroundings) -> TensorEntry:
+    """Lay out numbers with one scale, one a row, one a group of a row, or one a block."""
+    pair.require_type(pair.scales, "float")
+    shape, grid = pair.values.shape, pair.scales.shape
+    for entry in pair.others:
+        if entry.shape != grid or entry.dtype.kind != "int":
+            raise pair.unfit(
+                f"zero points {entry.name} {list(entry.shape)} do not match its scales"
+            )
+    rows = shape[:-1]
+    if pair.scales.elements == 1 or (rows and grid in (rows, (*rows, 1))):
+        block = shape if pair.scales.elements == 1 else (*(1 for _ in shape[1:]), shape[-1])
+        scales, *others = (_with_dims(e, len(shape)) for e in (pair.scales, *pair.others))
+        pair = replace(pair, scales=scales, others=tuple(others))
+        return pair.numbers(around.dtype, shape, block)
+    if len(shape) != len(grid) or len(shape) < 2 or shape[:-2] != grid[:-2]:
+        raise pair.unfit()
+    for sizes in (around.config.block_of(pair.module), _even(shape[-2:], grid[-2:])):
+        if sizes and tuple(-(-n // b) for n, b in zip(shape[-2:], sizes, strict=True)) == grid[-2:]:
+            return pair.numbers(around.dtype, shape, (*(1 for _ in shape[2:]), *sizes))
+    raise pair.unfit()
+
+
+def _with_dims(entry: TensorEntry, count: int) -> TensorEntry:
+    """Return a tensor with dims of one index added at the end."""
+    while len(entry.shape) < count:
+        entry = insert_dim(entry, len(entry.shape))
+    return entry
+
+
+def _even(shape: tuple[int, ...], grid: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return the size of the blocks where they divide a tensor without a rest."""
+    if any(not count or size % count for size, count in zip(shape, grid, strict=True)):
+        return None
+    return tuple(size // count for size, count in zip(shape, grid, strict=True))
+
+
+def _lay_out_nvfp4(pair: Quantized, around: Surroundings) -> TensorEntry:
+    """Lay out floats of four bits, two a byte, with a scale for so many of a row and one of all."""
+    pair.require_type(pair.scales, "float8_e4m3fn")
+    for of_all in pair.others:
+        pair.require_type(of_all, "float")
+    halves, grid = pair.values.shape, pair.scales.shape
+    shape = (*halves[:-1], 2 * halves[-1]) if halves else ()
+    columns = grid[-1] if len(grid) == len(shape) and grid[:-1] == shape[:-1] else 0
+    if not columns or shape[-1] % columns or any(entry.elements != 1 for entry in pair.others):
+        raise pair.unfit()
+    block = (*(1 for _ in shape[1:]), shape[-1] // columns)
+    return pair.numbers(around.dtype, shape, block)
+
+
+def _lay_out_mxfp4(pair: Quantized, around: Surroundings) -> TensorEntry:
+    shape, grid = pair.values.shape, pair.scales.shape
+    if not grid or shape[:-1] != grid or not shape[-1]:
+        raise pair.unfit()
+    size = 2 * shape[-1]
+    whole = (*grid[:-1], grid[-1] * size)
+    return pair.numbers(around.dtype, whole, (*(1 for _ in grid[1:]), size))

@@ -1,0 +1,170 @@
+"""A quantised tensor, what its scheme has to know, and the entry of the numbers it becomes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ckptool.core.box import Box, row_major_strides
+from ckptool.core.catalog import Chunk, ScaledBlocks, Scheme, StridedPart, TensorEntry
+from ckptool.core.dtype import DType
+from ckptool.core.selection import renamed_path
+from ckptool.errors import Unsupported
+
+Tensors = Mapping[str, TensorEntry]
+_BLOCK = (128, 128)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizationConfig:
+    """What lies beside a model of its quantisation: ``quantization_config`` of config.json.
+
+    ``fields`` are as transformers reads them; empty where nothing lies there.
+    """
+
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def method(self) -> str | None:
+        """The ``quant_method``, None where none is said."""
+        method = self.fields.get("quant_method")
+        return None if method is None else str(method)
+
+    def block_of(self, module: str) -> tuple[int, int]:
+        """Return the size of the blocks of a module's weight: 128 x 128 where none is said.
+
+        That is DeepSeek-V3's. A group of part of a row is a block of one row.
+        """
+        weights = self.weights_of(module)
+        group = _pair([1, weights.get("group_size")])
+        said = _pair(weights.get("block_structure")) or group
+        return said or _pair(self.fields.get("weight_block_size")) or _BLOCK
+
+    def weights_of(self, module: str) -> Mapping[str, Any]:
+        """Return what the group of a module says of its weights (compressed-tensors 0.20).
+
+        A target is the name of a module, ``re:`` and a pattern of such, or a class: the first two
+        go before the last. {} where no group takes the module.
+        """
+        groups = self.fields.get("config_groups")
+        found = list(groups.values()) if isinstance(groups, dict) else []
+        found = [group for group in found if isinstance(group, dict)]
+        of_class = [g for g in found if any(_is_class(target) for target in _targets(g))]
+        named = [g for g in found if any(_names(target, module) for target in _targets(g))]
+        for group in (*named, *(of_class if len(of_class) == 1 else ())):
+            weights = group.get("weights")
+            return weights if isinstance(weights, dict) else {}
+        return {}
+
+
+def _targets(group: Mapping[str, Any]) -> list[str]:
+    targets = group.get("targets")
+    return [str(target) for target in targets] if isinstance(targets, list) else []
+
+
+def _is_class(target: str) -> bool:
+    return not target.startswith("re:") and "." not in target and target[:1].isupper()
+
+
+def _names(target: str, module: str) -> bool:
+    """Return whether a target names a module, or its pattern matches the beginning of its name."""
+    if not target.startswith("re:"):
+        return target == module
+    try:
+        return re.match(target.removeprefix("re:"), module) is not None
+    except re.error:
+        return False
+
+
+def _pair(value: Any) -> tuple[int, int] | None:
+    if not isinstance(value, list) or len(value) != 2 or any(type(n) is not int for n in value):
+        return None
+    return (value[0], value[1]) if min(value) > 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a scheme needs besides the tensors: the type that is wanted, small tensors, the config.
+
+    ``read`` returns the bytes of a tensor, and none of one that is not small.
+    """
+
+    dtype: DType
+    read: Callable[[TensorEntry], bytes]
+    config: QuantizationConfig = QuantizationConfig()
+
+
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """A quantised tensor: what its kind and its numbers are called, and what they are made of.
+
+    ``others`` are zero points, a scale of all, and the like; ``about`` are tensors that only
+    describe it, ``values_beside`` plain values that do, and ``objects`` what these are called.
+    ``lay_out`` makes the entry of its numbers, and raises Unsupported where what is
+    stored does not fit together.
+    """
+
+    kind: str
+    name: str
+    values: TensorEntry
+    scales: TensorEntry
+    lay_out: Callable[[Quantized, Surroundings], TensorEntry]
+    scheme: Scheme = "scaled"
+    others: tuple[TensorEntry, ...] = ()
+    about: tuple[TensorEntry, ...] = ()
+    settings: tuple[float, ...] = ()
+    values_beside: Mapping[str, Any] = field(default_factory=dict)
+    objects: tuple[str, ...] = ()
+
+    @property
+    def stored(self) -> tuple[TensorEntry, ...]:
+        """All the tensors in whose place the numbers come."""
+        return (self.values, self.scales, *self.others, *self.about)
+
+    @property
+    def module(self) -> str:
+        """The name of the module whose weight it is."""
+        return self.name.rpartition(".")[0]
+
+    def numbers(
+        self,
+        dtype: DType,
+        shape: tuple[int, ...],
+        block: tuple[int, ...],
+        flat: tuple[int, ...] | None = None,
+    ) -> TensorEntry:
+        """Return the entry of the numbers, of ``shape``, a scale for each ``block`` of them.
+
+        ``block`` counts in the dims of ``flat`` where that is another shape of the same elements.
+        """
+        part = StridedPart(flat or shape, 0, row_major_strides(shape, 1))
+        stored = (self.values, self.scales, block, part, self.scheme, self.others, self.settings)
+        return replace(
+            self.values,
+            name=self.name,
+            path=renamed_path(self.values.path, self.name),
+            dtype=dtype,
+            shape=shape,
+            chunks=(Chunk(Box.whole(shape), ScaledBlocks(*stored)),),
+            placements=None,
+            mesh=None,
+            stored=None,
+        )
+
+    def unfit(self, why: str | None = None) -> Unsupported:
+        """Return the error that its parts do not fit together."""
+        why = why or f"scales {self.scales.name} {list(self.scales.shape)} do not match its blocks"
+        return Unsupported(
+            f"{self.values.name} {list(self.values.shape)}: {why}",
+            hint=f"use --drop '{self.values.name}' to exclude it",
+        )
+
+    def require_type(self, entry: TensorEntry, wanted: str) -> None:
+        """Raise Unsupported where a part is of a type that would be read as other numbers."""
+        if wanted not in (entry.dtype.name, entry.dtype.kind):
+            raise Unsupported(
+                f"{self.values.name}: scales {entry.name} are {entry.dtype.name}, not {wanted}",
+                hint=f"use --drop '{self.values.name}' to exclude it",
+            )

@@ -1,0 +1,102 @@
+"""Which tensors of a catalog are quantised, and of what kind."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+
+from ckptool.core.catalog import Catalog, TensorEntry
+from ckptool.core.quantization.bitsandbytes import find_bitsandbytes
+from ckptool.core.quantization.floats import find_floats
+from ckptool.core.quantization.model import Quantized
+from ckptool.core.quantization.packed import find_packed
+from ckptool.core.quantization.torchao import find_torchao
+
+_KINDS = {
+    "bitsandbytes, 4 bit": re.compile(r".*\.quant_state\.bitsandbytes__\w+"),
+    "bitsandbytes, 8 bit": re.compile(r".*\.SCB"),
+    "GPTQ": re.compile(r".*\.g_idx"),
+    "compressed-tensors, packed": re.compile(r".*\.weight_packed"),
+    "compressed-tensors, reordered": re.compile(r".*\.weight_g_idx"),
+    "NVFP4": re.compile(r".*\.weight_scale_2"),
+    "by torch (int_repr)": re.compile(r"(.*\.)?int_repr"),
+    "HQQ": re.compile(r".*\.W_q"),
+    "torchao": re.compile(r".*\.(qdata|tensor_impl\..+)"),
+}
+"""How names tell quantised tensors whose parts are not all there, or of another kind."""
+_WORDS = re.compile(r"(.*)\.qweight")
+_COARSE = re.compile(r"(float8_e[45].*|float4.*|u?int[1-8])")
+_DEEPEST = 3
+
+
+def pairs(catalog: Catalog) -> Iterator[Quantized]:
+    """Yield the tensors that are quantised in a known way, with all that their numbers need."""
+    yield from find_floats(catalog.tensors)
+    yield from find_packed(catalog.tensors)
+    yield from find_bitsandbytes(catalog.tensors)
+    yield from find_torchao(catalog)
+
+
+def kinds(catalog: Catalog) -> dict[str, int]:
+    """Count the quantised tensors of each kind that names and types tell."""
+    known = list(pairs(catalog))
+    counts = Counter(pair.kind for pair in known)
+    stored = {entry.name for pair in known for entry in pair.stored}
+    counts.update(
+        kind for name in catalog.tensors if name not in stored if (kind := _kind(catalog, name))
+    )
+    return dict(counts)
+
+
+def _kind(catalog: Catalog, name: str) -> str | None:
+    """Return the kind that a name alone tells; None for all others."""
+    for kind, pattern in _KINDS.items():
+        if pattern.fullmatch(name):
+            return kind
+    packed = _WORDS.fullmatch(name)
+    is_awq = packed and f"{packed[1]}.g_idx" not in catalog.tensors
+    return "AWQ" if is_awq else None
+
+
+def unknown_kind(catalog: Catalog, entry: TensorEntry) -> str | None:
+    """Return what stays quantised where all known kinds are dequantized; None for all else.
+
+    Weights of integers and of floats of 8 bits and less are that too: without scales they are no
+    numbers that a model was trained with.
+    """
+    kind = _kind(catalog, entry.name)
+    is_coarse = _COARSE.fullmatch(entry.dtype.name) and len(entry.shape) > 1
+    if kind is None and is_coarse and entry.name.endswith(".weight"):
+        return f"{entry.dtype} without scales"
+    return kind
+
+
+def quantised_names(catalog: Catalog) -> set[str]:
+    """Return the names of quantised tensors and their scales, those of unsupported kinds too.
+
+    Of a module that is quantised in another way than by pairs, that is all but its bias.
+    """
+    names = {entry.name for pair in pairs(catalog) for entry in pair.stored}
+    marked = (name for name in catalog.tensors.keys() - names if _kind(catalog, name))
+    modules = {_module(name) for name in marked} - {""}
+    if not modules:
+        return names
+    return names | {
+        name
+        for name in catalog.tensors
+        if not name.endswith(".bias") and not modules.isdisjoint(_parents(name))
+    }
+
+
+def _module(name: str) -> str:
+    """Return the module that a name of a quantised tensor belongs to."""
+    head, state, _ = name.partition(".weight.quant_state.")
+    return head if state else name.rpartition(".")[0]
+
+
+def _parents(name: str) -> Iterator[str]:
+    """Yield the names that a name lies in, from the nearest."""
+    for _ in range(_DEEPEST):
+        name = name.rpartition(".")[0]
+        yield name

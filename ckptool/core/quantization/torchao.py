@@ -1,0 +1,109 @@
+"""torchao's tensor subclasses, as torch.save stores them: the tensors inside, and plain values.
+
+torchao 0.18: ``Int8Tensor``, ``Float8Tensor``, ``IntxUnpackedToInt8Tensor``; before (0.13):
+``AffineQuantizedTensor`` in the plain and the float8 layout, also where activations are quantised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from ckptool.core.catalog import Catalog, TensorEntry
+from ckptool.core.quantization.model import Quantized, Surroundings
+from ckptool.core.views import insert_dim
+
+_INNER = ".original_weight_tensor"
+_VALUES = {
+    ".qdata": "",
+    ".tensor_impl.int_data": ".tensor_impl",
+    ".tensor_impl.float8_data": ".tensor_impl",
+}
+"""What the integers or floats are called, and where their scales lie."""
+_PLAIN = ("PlainLayout", "QDQLayout", "Float8Layout")
+_INTEGER_ZEROS, _NO_ZEROS = 1, 3
+"""``ZeroPointDomain.INT`` and ``NONE``: a zero point that is a float is added, not subtracted."""
+
+
+def find_torchao(catalog: Catalog) -> Iterator[Quantized]:
+    """Yield what has a block size among its plain values, and scales."""
+    tensors = catalog.tensors
+    for name, values in tensors.items():
+        for suffix, inner in _VALUES.items():
+            own = name.removesuffix(suffix)
+            scales = tensors.get(f"{own}{inner}.scale")
+            if own == name or scales is None or f"{own}.block_size" not in catalog.objects:
+                continue
+            outer = own.removesuffix(_INNER)
+            zeros = tensors.get(f"{own}{inner}.zero_point")
+            others = () if zeros is None else (zeros,)
+            known = {name, scales.name, *(entry.name for entry in others)}
+            more = tuple(
+                e for n, e in tensors.items() if n.startswith(f"{outer}.") and n not in known
+            )
+            objects = {n: o.value for n, o in catalog.objects.items() if n.startswith(f"{outer}.")}
+            inside = {n.removeprefix(f"{own}."): value for n, value in objects.items()}
+            yield Quantized(
+                "torchao",
+                outer,
+                values,
+                scales,
+                _lay_out,
+                "scaled" if zeros is None else "affine",
+                others,
+                about=more,
+                values_beside=inside,
+                objects=tuple(objects),
+            )
+
+
+def _lay_out(pair: Quantized, around: Surroundings) -> TensorEntry:
+    """Lay out numbers in blocks of the recorded size, each with a scale, and maybe a zero point."""
+    if pair.about:
+        raise pair.unfit(f"{pair.about[0].name} is not supported by --dequantize")
+    beside, shape = pair.values_beside, pair.values.shape
+    layout = getattr(beside.get("tensor_impl._layout"), "name", None)
+    kind = None if layout is None else str(layout).rpartition(".")[2]
+    if kind is not None and kind not in _PLAIN:
+        raise pair.unfit(f"torchao's {kind} is not supported, only {', '.join(_PLAIN)}")
+    if beside.get("tensor_impl.transposed"):
+        raise pair.unfit("it is stored transposed, which is not supported")
+    domain = getattr(beside.get("zero_point_domain"), "args", (_INTEGER_ZEROS,))
+    if domain not in ((_INTEGER_ZEROS,), (_NO_ZEROS,)):
+        raise pair.unfit("zero points that are floats are not supported")
+    if pair.values.dtype.name != "int8" and not pair.values.dtype.name.startswith(
+        ("float8_e4", "float8_e5", "uint8")
+    ):
+        raise pair.unfit(f"torchao's {pair.values.dtype} is not supported, only int8 and float8")
+    block = _block(beside.get("block_size"))
+    if len(block) != len(shape) or any(
+        n < 1 or size % n for n, size in zip(block, shape, strict=False)
+    ):
+        raise pair.unfit("its block_size does not divide it")
+    grid = tuple(size // n for size, n in zip(shape, block, strict=True))
+    pair.require_type(pair.scales, "float")
+    has_domain = "zero_point_domain" in beside
+    if not has_domain and any(entry.dtype.kind != "int" for entry in pair.others):
+        raise pair.unfit("zero points that are no integers are not supported")
+    scales = _as_grid(pair, pair.scales, grid)
+    others = tuple(_as_grid(pair, entry, grid) for entry in pair.others)
+    return replace(pair, scales=scales, others=others).numbers(around.dtype, shape, block)
+
+
+def _block(value: Any) -> tuple[int, ...]:
+    """Return a block size; () where it is none."""
+    is_block = isinstance(value, list | tuple) and all(type(n) is int for n in value)
+    return tuple(value) if is_block else ()
+
+
+def _as_grid(pair: Quantized, entry: TensorEntry, grid: tuple[int, ...]) -> TensorEntry:
+    """View scales with a dim for each of the tensor, those of one index added where they lack."""
+    if entry.shape == grid:
+        return entry
+    if entry.shape != tuple(n for n in grid if n != 1):
+        raise pair.unfit()
+    for dim, size in enumerate(grid):
+        if size == 1:
+            entry = insert_dim(entry, dim)
+    return entry

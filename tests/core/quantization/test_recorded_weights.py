@@ -1,0 +1,275 @@
+"""GPTQ, AWQ, bitsandbytes, compressed-tensors and torchao: numbers as their libraries make them.
+
+These are recorded beside, see ``recorded_weights.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from conftest import bits, convert_to, read_back
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from recorded_weights import HERE, recorded
+from safetensors.torch import save_file
+
+import ckptool
+from ckptool.commands.open import open_checkpoint
+from ckptool.commands.options.rewrite import MapOptions
+from ckptool.core.casts import Casts
+from ckptool.core.dtype import BY_NAME
+from ckptool.core.quantization.names import kinds
+from ckptool.errors import Damaged, Unsupported
+
+GPTQ = {"quant_method": "gptq", "bits": 4}
+EIGHT_BITS = {
+    "quant_method": "compressed-tensors",
+    "config_groups": {
+        "a": {"targets": ["re:.*block$"], "weights": {"block_structure": [32, 32]}},
+        "b": {"targets": ["Linear"], "weights": {"num_bits": 8, "group_size": 16}},
+    },
+}
+FILES: dict[str, dict[str, Any] | None] = {
+    "bitsandbytes_0_50_2": {"quant_method": "bitsandbytes"},
+    "autogptq_0_7_1": GPTQ,
+    "autoawq_0_2_9": {"quant_method": "awq", "version": "gemm"},
+    "compressed_tensors_0_12_2": None,
+    "compressed_tensors_0_20_0_eight_bits": EIGHT_BITS,
+}
+"""The recorded files, and the quantization_config that lies beside such a model."""
+FORMATS = {"v1": "gptq", "v2": "gptq_v2"}
+
+
+def saved(name: str, folder: Path, only: str = "") -> tuple[Path, dict[str, torch.Tensor]]:
+    """A folder with what is stored under names that begin with ``only``, and its numbers."""
+    head = f"layer.{only}"
+    parts = [{n: t for n, t in part.items() if n.startswith(head)} for part in recorded(name)]
+    folder.mkdir()
+    save_file(parts[0], folder / "model.safetensors")
+    config = FILES[name]
+    if config is not None:
+        form = {"checkpoint_format": FORMATS[only[:2]]} if config is GPTQ else {}
+        text = json.dumps({"quantization_config": config | form})
+        (folder / "config.json").write_text(text)
+    return folder, parts[1]
+
+
+CASES = [
+    (name, only)
+    for name, config in FILES.items()
+    for only in (("v1", "v2") if config is GPTQ else ("",))
+]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(case))
+def model(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, torch.Tensor]]:
+    name, only = request.param
+    return saved(name, tmp_path_factory.mktemp("model") / "hf", only)
+
+
+Model = tuple[Path, dict[str, torch.Tensor]]
+
+
+def dtypes_of(truth: dict[str, torch.Tensor]) -> set[str]:
+    return {str(tensor.dtype).removeprefix("torch.") for tensor in truth.values()}
+
+
+def test_numbers_are_those_of_who_packed_them(model: Model, out: Path) -> None:
+    source, truth = model
+    for dtype in dtypes_of(truth):
+        target = out / dtype
+        convert_to("safetensors", source, target, dequantize=True, casts=Casts(BY_NAME[dtype]))
+        written = read_back("safetensors", target)
+        assert written.keys() == truth.keys()
+        same = {name: bits(t) for name, t in truth.items() if str(t.dtype) == f"torch.{dtype}"}
+        assert {name: written[name] for name in same} == same
+        assert "quantization_config" not in _config(target)
+
+
+def _config(folder: Path) -> Any:
+    path = folder / "config.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+@given(st.data())
+@settings(max_examples=40, deadline=None)
+def test_any_part_is_read_alone(model: Model, data: st.DataObject) -> None:
+    """Also one that begins or ends within a byte, a word or a group."""
+    source, truths = model
+    name = data.draw(st.sampled_from(sorted(truths)))
+    truth = truths[name]
+    ranges = [
+        sorted((data.draw(st.integers(0, n)), data.draw(st.integers(0, n)))) for n in truth.shape
+    ]
+    index = tuple(slice(low, high) for low, high in ranges)
+    dtype = str(truth.dtype).removeprefix("torch.")
+    with ckptool.open(source, dequantize=True, dtype=dtype) as opened:
+        assert torch.equal(opened[name][index], truth[index])
+
+
+def test_load_diff_and_dcp_read_them_too(model: Model, out: Path) -> None:
+    source, truth = model
+    (dtype, *_) = dtypes_of(truth)
+    wanted = {n: t for n, t in truth.items() if str(t.dtype) == f"torch.{dtype}"}
+    options: dict[str, Any] = {"dequantize": True, "dtype": dtype, "select": sorted(wanted)}
+    plain = out / "plain.safetensors"
+    save_file(wanted, plain)
+    for read in (_load, _load_by_dcp):
+        state = {name: torch.empty_like(tensor) for name, tensor in wanted.items()}
+        read(source, state, options)
+        assert all(torch.equal(state[name], wanted[name]) for name in wanted)
+    difference = ckptool.diff(source, plain, values=True, **options)
+    assert difference.ok
+
+
+def _load(source: Path, state: dict[str, torch.Tensor], options: dict[str, Any]) -> None:
+    ckptool.load(source, state, **options)
+
+
+def _load_by_dcp(source: Path, state: dict[str, torch.Tensor], options: dict[str, Any]) -> None:
+    dcp.load(state, storage_reader=ckptool.dcp.CheckpointReader(source, **options), no_dist=True)
+
+
+TURNED = """
+name = "turned"
+from = "stored"
+to = "turned"
+
+[[rule]]
+from = "layer.{name}.weight [out in]"
+to = "turned.{name} [in out]"
+"""
+
+
+def test_a_map_takes_them(model: Model, out: Path) -> None:
+    """Weights turned round: a tile of the target is a column of what is stored."""
+    source, truth = model
+    (out / "turned.toml").write_text(TURNED.replace("{name}", "{layer}"))
+    (dtype, *_) = sorted(dtypes_of(truth))
+    wanted = [n for n, t in truth.items() if str(t.dtype) == f"torch.{dtype}"]
+    names = {name: f"layer.{at}.weight" for at, name in enumerate(wanted)}
+    rules = tuple(f"^{re.escape(name)}$={to}" for name, to in names.items())
+    mapped = MapOptions(str(out / "turned.toml"))
+    casts = Casts(BY_NAME[dtype])
+    options: dict[str, Any] = {"select": tuple(wanted), "rename": rules, "map": mapped}
+    convert_to("safetensors", source, out / "m", dequantize=True, casts=casts, **options)
+    written = read_back("safetensors", out / "m")
+    assert written == {
+        f"turned.{at}": bits(truth[name].T.contiguous()) for at, name in enumerate(wanted)
+    }
+
+
+@pytest.mark.parametrize("version", ["0_18_0", "0_13_0"])
+def test_torchao_makes_the_same_numbers(version: str, out: Path) -> None:
+    source = HERE / f"torchao_{version}.pt"
+    _, truth = recorded(f"torchao_{version}")
+    for dtype in dtypes_of(truth):
+        same = {n: bits(t) for n, t in truth.items() if str(t.dtype) == f"torch.{dtype}"}
+        drop = ("layer.packed.*",) if version == "0_13_0" else ()
+        target, casts = out / dtype, Casts(BY_NAME[dtype])
+        report = convert_to("safetensors", source, target, dequantize=True, casts=casts, drop=drop)
+        written = read_back("safetensors", target)
+        assert written.keys() == truth.keys() - {"layer.packed.weight"}
+        same.pop("layer.packed.weight", None)
+        assert {name: written[name] for name in same} == same
+        assert not [path for path in target.iterdir() if path.name.endswith(".extra.pt")]
+        assert set(report.dequantized) == {"torchao"}
+
+
+def test_packed_layouts_of_torchao_are_refused_by_name(out: Path) -> None:
+    source = HERE / "torchao_0_13_0.pt"
+    with pytest.raises(Unsupported, match=r"layer\.packed\.weight\..*: torchao, which"):
+        convert_to("safetensors", source, out / "m", dequantize=True)
+
+
+def changed(
+    name: str, only: str, folder: Path, part: str, value: torch.Tensor, config: Any = None
+) -> Path:
+    """A folder of recorded weights of which one part is another."""
+    source, _ = saved(name, folder, only)
+    (path,) = source.glob("*.safetensors")
+    stored = {n: t for n, t in recorded(name)[0].items() if n.startswith(f"layer.{only}")}
+    if part:
+        (key,) = [n for n in stored if n.endswith(part)]
+        stored[key] = value
+    save_file(stored, path)
+    if config is not None:
+        (source / "config.json").write_text(json.dumps({"quantization_config": config}))
+    return source
+
+
+V1, V2 = "v1.4_16_ordered", "v2.4_16_ordered"
+ZEROS = torch.full((4, 4), -1, dtype=torch.int32)
+BNB, AWQ, EARLIER = "bitsandbytes_0_50_2", "autoawq_0_2_9", "compressed_tensors_0_12_2"
+LATER = {"config_groups": {"a": {"targets": ["Linear"], "weights": {"num_bits": 8}}}}
+STATE = torch.tensor(list(b"[]"), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("name", "only", "part", "value", "config", "words"),
+    [
+        ("autogptq_0_7_1", V1, "", None, {}, "zero points in two ways"),
+        (
+            "autogptq_0_7_1",
+            V1,
+            "",
+            None,
+            {"checkpoint_format": "marlin"},
+            "marlin is not supported",
+        ),
+        ("autogptq_0_7_1", V1, "", None, {"quant_method": "vptq"}, "says vptq"),
+        ("autogptq_0_7_1", V1, "qzeros", ZEROS, None, "a zero point of 15"),
+        ("autogptq_0_7_1", V1, "g_idx", torch.arange(64).int(), None, "none of the 4"),
+        ("autogptq_0_7_1", V1, "g_idx", torch.arange(63).int(), None, "does not match its columns"),
+        ("autogptq_0_7_1", V1, "scales", torch.ones(4, 32).int(), None, "not float"),
+        (AWQ, "group", "", None, {"version": "gemv"}, "version gemv is not supported"),
+        (AWQ, "group", "qzeros", ZEROS, None, "do not match it"),
+        (BNB, "int8_bfloat16", "_format", torch.tensor(1, dtype=torch.uint8), None, "is not row"),
+        (BNB, "int8_bfloat16", "SCB", torch.ones(3), None, "do not match"),
+        (BNB, "nf4_odd", "bitsandbytes__nf4", STATE, None, "says no shape"),
+        (BNB, "nf4_odd", "absmax", torch.ones(2), None, "do not match the shape"),
+        (BNB, "nf4_nested", "nested_absmax", torch.ones(3), None, "nested scales do not match"),
+        (EARLIER, "four", "g_idx", (torch.arange(64) // 17).int(), None, "of 16 columns each"),
+        (EARLIER, "four", "g_idx", torch.arange(64), None, "do not match"),
+        (EARLIER, "four", "", None, LATER, "says num_bits 8, the tensors 4"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(
+    name: str, only: str, part: str, value: Any, config: Any, words: str, out: Path
+) -> None:
+    source = changed(name, only, out / "hf", part, value, config)
+    with pytest.raises((Unsupported, Damaged), match=words) as raised:
+        convert_to("safetensors", source, out / "m", dequantize=True)
+    assert f"layer.{only}." in str(raised.value)
+    assert not (out / "m").exists()
+
+
+def test_the_config_may_lie_elsewhere(out: Path) -> None:
+    """AutoGPTQ's own file, and that of ``--hf-assets``."""
+    source, truth = saved("autogptq_0_7_1", out / "hf", "v2")
+    assets = out / "assets"
+    assets.mkdir()
+    (source / "config.json").rename(assets / "config.json")
+    options: dict[str, Any] = {"dequantize": True, "casts": Casts(BY_NAME["float16"])}
+    convert_to("safetensors", source, out / "a", map=MapOptions(assets=assets), **options)
+    form = {"bits": 4, "checkpoint_format": "gptq_v2"}
+    (source / "quantize_config.json").write_text(json.dumps(form))
+    convert_to("safetensors", source, out / "b", **options)
+    wanted = {name: bits(tensor) for name, tensor in truth.items()}
+    assert read_back("safetensors", out / "a") == read_back("safetensors", out / "b") == wanted
+    assert not (out / "b" / "quantize_config.json").exists()
+
+
+def test_the_kinds_are_named() -> None:
+    found = kinds(open_checkpoint(HERE / "torchao_0_18_0.pt").catalog)
+    assert found == {"torchao": 7}
+    found = kinds(open_checkpoint(HERE / "bitsandbytes_0_50_2.safetensors").catalog)
+    assert found == {"bitsandbytes NF4": 6, "bitsandbytes FP4": 2, "bitsandbytes INT8": 2}
