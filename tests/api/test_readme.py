@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +19,7 @@ import ckptool
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
+CACHE = ROOT / ".mypy_cache"
 PYTHON = ROOT / "ckptool" / "docs" / "python.md"
 ZERO = case("deepspeed_zero_3")
 
@@ -28,6 +32,32 @@ def zeros(**options: Any) -> dict[str, torch.Tensor]:
 def program(page: Path) -> str:
     """What a page shows of Python, as one program."""
     return "\n".join(re.findall(r"```python\n(.*?)```", page.read_text(), re.S))
+
+
+NAMES = """
+import torch
+from typing import Any
+def make_model() -> torch.nn.Module: return torch.nn.Linear(1, 1)
+model = make_model()
+state_dict: dict[str, Any] = {}
+"""
+"""What the programs of a page take for granted, to a type checker."""
+
+
+@pytest.mark.parametrize("page", [README, PYTHON], ids=lambda page: page.name)
+def test_a_type_checker_reads_it(page: Path, tmp_path: Path) -> None:
+    lines = program(page).replace("dcp.load(", "getattr(dcp, 'load')(")  # not exported for mypy
+    (tmp_path / "program.py").write_text(NAMES + lines)
+    config = ["--config-file", str(ROOT / "pyproject.toml"), "--cache-dir", str(CACHE)]
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", *config, str(tmp_path / "program.py")],
+        env=os.environ | {"MYPYPATH": str(ROOT)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.startswith("Success"), done.stdout + done.stderr
 
 
 def make_model() -> torch.nn.Module:
