@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from ckptool.cli.completion import complete_names
 from ckptool.cli.parameters import AsJson, Debug, Quiet, SourcePath, parse_place
 from ckptool.commands.options.extract import ExtractOptions
 
@@ -16,6 +17,7 @@ def extract(
         list[str],
         typer.Argument(
             metavar="NAME[...]",
+            autocompletion=complete_names,
             help="A tensor, with numpy's syntax for a slice of it: 'w', 'w[0:4, :8]', 'w[..., -1]'."
             " A glob, or part of the only name that contains it. Quote it for the shell.",
         ),

@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from ckptool.cli.parameters import AsJson, Debug, complete_from, parse_place
+from ckptool.cli.completion import complete_from
+from ckptool.cli.parameters import AsJson, Debug, parse_place
 from ckptool.commands.options.choices import builtin_map_names
 from ckptool.commands.options.rewrite import MapOptions
 from ckptool.errors import UsageError

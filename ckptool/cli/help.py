@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ckptool.cli.app import SUMMARIES, app
-from ckptool.cli.parameters import complete_from
+from ckptool.cli.completion import complete_from
 from ckptool.core.text import did_you_mean
 from ckptool.errors import UsageError
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from ckptool.cli.completion import complete_from, complete_names
 from ckptool.cli.parameters import (
     AsJson,
     Debug,
     SourcePath,
-    complete_from,
     parse_form,
     parse_place,
 )
@@ -41,6 +41,7 @@ def inspect(
         typer.Option(
             "--tensors",
             metavar="NAME",
+            autocompletion=complete_names,
             help="List every matching tensor in full: a name, a part of names, or a glob"
             " (repeatable).",
         ),
@@ -50,6 +51,7 @@ def inspect(
         typer.Option(
             "--shards",
             metavar="NAME",
+            autocompletion=complete_names,
             help="Draw a tensor, or all that match: which rank and file holds which box.",
         ),
     ] = None,
@@ -75,6 +77,7 @@ def inspect(
         typer.Option(
             "--stats",
             metavar="NAME",
+            autocompletion=complete_names,
             help="Read matching tensors: min, max, mean, std, NaN, Inf (repeatable).",
         ),
     ] = None,

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import is_dataclass
 from difflib import get_close_matches
 from functools import wraps
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type
 import typer
 from typer.core import TyperCommand
 
+from ckptool.cli.completion import complete_from
 from ckptool.core.options import Option, OptionGroup, build, options_of
 from ckptool.core.text import one_of
 from ckptool.errors import UsageError
@@ -141,17 +141,6 @@ def _parameter(option: Option) -> Parameter:
         default=Parameter.empty if option.required else default,
         annotation=Annotated[kind, shape],
     )
-
-
-def complete_from(choices: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
-    """Return the function that completes a word, or the last one of ``GLOB=WORD`` and ``A,B``."""
-
-    def complete(incomplete: str) -> list[str]:
-        begun = re.split(r"[=,]", incomplete)[-1]
-        head = incomplete[: len(incomplete) - len(begun)]
-        return [f"{head}{word}" for word in choices() if word.startswith(begun)]
-
-    return complete
 
 
 SourcePath = Annotated[

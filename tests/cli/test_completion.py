@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import signal
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
+from ckptool.cli import completion
 from ckptool.cli.app import SUMMARIES, app, load_command
 from ckptool.cli.examples import EXAMPLES, GROUPS
 from ckptool.commands.keymap.maps import builtin_maps
@@ -86,3 +91,23 @@ def test_what_follows_a_glob_or_a_comma_is_completed() -> None:
     context: Any = type("Context", (), {"params": {}})()
     found = named["dtype"].shell_complete(context, "*.w=bf")
     assert [item.value for item in found] == ["*.w=bf16", "*.w=bfloat16"]
+
+
+def test_names_of_tensors_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_file({n: np.ones(1, "f4") for n in ("a.w", "a.b", "c")}, "m.safetensors")
+    for head in (
+        "inspect m.safetensors --tensors",
+        "extract m.safetensors c",
+        "m.safetensors --stats",
+    ):
+        assert complete(f"ckptool {head} a.") == ["a.b", "a.w"]
+    assert complete("ckptool inspect missing.pt --shards a.") == []
+    assert complete("ckptool inspect s3://bucket/x --shards a.") == []
+    assert complete("ckptool inspect --tensors ") == ["a.b", "a.w", "c"]
+
+
+def test_nobody_waits_for_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(completion, "_PATIENCE", 0.01)
+    monkeypatch.setattr(completion, "_names_in", lambda source: signal.pause())
+    assert complete("ckptool inspect m --tensors a") == []
