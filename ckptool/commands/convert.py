@@ -41,7 +41,6 @@ from ckptool.storage.url import Location
 class ConvertReport(TransferReport):
     """What is to be written, or was. ``cast`` and ``dequantized`` count tensors by stored type."""
 
-    tensors: int
     excluded: tuple[str, ...] = ()
     cast: dict[str, int] = field(default_factory=dict)
     dequantized: dict[str, int] = field(default_factory=dict)
@@ -85,7 +84,6 @@ def prepare(source: Location, target: Location, options: ConvertOptions) -> Tran
         target,
         writer.name,
         options.transfer,
-        tensors=len(catalog.tensors),
         excluded=_exclusions(rewritten.whole, rewritten.kept, selection),
         map=rewritten.map,
         cast=rewritten.cast,
@@ -113,7 +111,6 @@ def prepare_save(
         target,
         writer.name,
         options.transfer,
-        tensors=len(catalog.tensors),
         notes=(*catalog.notes, *layout.notes),
     )
     return Transfer(opened, plan, target, options.transfer, report, (writer.name, "save"))

@@ -1,7 +1,9 @@
 """The JSON of a report, derived from its dataclass: keys are the names of its fields.
 
 ``nbytes`` is the key ``bytes``; a field whose metadata has ``key`` is under that, or left out where
-it is None. Properties that a class names in ``computed`` come last.
+it is None. Counts, whose metadata has ``total``, are under ``totals``; so ``tensors`` and
+``values`` of a report are lists wherever it has them. Properties that a class names in ``computed``
+come last.
 """
 
 from __future__ import annotations
@@ -16,6 +18,10 @@ from typing import Any, ClassVar
 
 VERSION = 2
 """Of all schemas: the major version of what ``--json`` prints."""
+
+
+TOTAL: Mapping[str, Any] = {"total": None}
+"""The metadata of a field that counts: JSON has it under ``totals``, by its name or another."""
 
 
 class Report:
@@ -81,10 +87,14 @@ def plain(value: object) -> Any:
 
 def _content(report: Any) -> dict[str, Any]:
     renamed = {"nbytes": "bytes"}
-    content = {
-        key: plain(getattr(report, field.name))
-        for field in fields(report)
-        if (key := field.metadata.get("key", renamed.get(field.name, field.name))) is not None
-    }
+    content: dict[str, Any] = {}
+    totals: dict[str, Any] = {}
+    for each in fields(report):
+        name, value = renamed.get(each.name, each.name), getattr(report, each.name)
+        if "total" in each.metadata:
+            totals[each.metadata["total"] or name] = plain(value)
+        elif (key := each.metadata.get("key", name)) is not None:
+            content[key] = plain(value)
     computed = getattr(report, "computed", ())
+    content |= {"totals": totals} if totals else {}
     return content | {name: plain(getattr(report, name)) for name in computed}

@@ -45,7 +45,7 @@ ALL = [one for functions in FUNCTIONS.values() for one in functions] + [
     *(ckptool.open, ckptool.load, ckptool.dcp.CheckpointReader.__init__)
 ]
 FOR_PEOPLE = {
-    *("json", "quiet", "debug", "verbose", "color", "no_progress"),
+    *("json", "html", "quiet", "debug", "verbose", "color", "no_progress"),
     *("inspect tensors", "inspect shards", "inspect rank_bytes", "inspect export"),
     *("inspect depth", "inspect sort"),
     *("verify format", "verify codes", "bench plot", "bench recommend"),
@@ -211,6 +211,12 @@ CALLS: dict[str, tuple[Callable[[Path], Any], Callable[[Path], list[object]]]] =
 }
 
 
+def totalled(told: dict[str, Any]) -> list[dict[str, Any]]:
+    """The report, or both sides of a diff, or each step's reports: what says how many it has."""
+    steps = [each for step in told.get("steps", ()) for each in step["reports"]]
+    return steps or ([told["a"], told["b"]] if "a" in told else [told])
+
+
 @pytest.mark.parametrize("call", CALLS)
 def test_a_report_as_a_dict_is_what_the_command_prints(call: str, out: Path) -> None:
     run, words = CALLS[call]
@@ -218,6 +224,8 @@ def test_a_report_as_a_dict_is_what_the_command_prints(call: str, out: Path) -> 
     told = json.loads(json.dumps(report.to_dict(), allow_nan=False))
     shown = printed(*words(out))
     assert told | {"free_bytes": 0} == shown | {"free_bytes": 0}
+    assert isinstance(told.get("tensors", []), list)
+    assert all(isinstance(each["totals"]["tensors"], int) for each in totalled(told))
     assert repr(report).startswith(f"<ckptool.{type(report).__name__} ")
     assert len(repr(report)) < 700
     assert "<table>" in report._repr_html_()

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from ckptool.commands.document import document, plain
+from ckptool.commands.document import TOTAL, document, plain
 from ckptool.errors import Problem
 
 
@@ -30,7 +30,9 @@ class Report:
     computed: ClassVar = ("ok",)
 
     inner: tuple[Inner, ...]
-    objects: int = field(default=3, metadata={"key": "values"})
+    objects: int = field(default=3, metadata={"total": "values"})
+    tensors: int = field(default=2, metadata=TOTAL)
+    left: int = field(default=1, metadata={"key": "rest"})
     secret: object = field(default=None, metadata={"key": None})
 
     @property
@@ -43,7 +45,8 @@ def test_a_report_is_its_fields_under_their_keys() -> None:
     assert made == {
         "schema": "ckptool.thing/2",
         "inner": [{"bytes": 7, "path": "/a"}],
-        "values": 3,
+        "rest": 1,
+        "totals": {"values": 3, "tensors": 2},
         "ok": False,
         "more": "good",
     }

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from ckptool.commands.document import Report
+from ckptool.commands.document import TOTAL, Report
 from ckptool.commands.open import OpenedCheckpoint
 from ckptool.commands.options.target import TransferOptions
 from ckptool.commands.transfer.overwrite import kept_note
@@ -55,7 +55,8 @@ class TransferReport(Report):
     read_bytes: int
     write_bytes: int
     free_bytes: int | None
-    objects: int = field(metadata={"key": "values"})
+    tensors: int = field(metadata=TOTAL)
+    objects: int = field(metadata={"total": "values"})
     verify: bool
     map: MapReport | None = field(default=None, metadata={"key": None})
     notes: tuple[str, ...]
@@ -96,6 +97,7 @@ class TransferReport(Report):
             read_bytes=plan.read_bytes,
             write_bytes=plan.layout.nbytes,
             free_bytes=free_bytes(target.parent),
+            tensors=len(plan.catalog.tensors),
             objects=len(plan.catalog.objects),
             verify=options.verify,
             notes=(*notes, *target_notes(opened, target, plan.layout, options)),

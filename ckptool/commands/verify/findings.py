@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from ckptool.commands.document import Report
+from ckptool.commands.document import TOTAL, Report
 from ckptool.commands.verify.codes import CODES, Severity
 from ckptool.core.catalog import Catalog, places
 from ckptool.core.text import list_some, plural
@@ -109,8 +109,8 @@ class VerifyReport(Report):
     summary: str = ""
     depth: str = "full"
     nbytes: int = field(default=0, metadata={"key": "bytes_read"})
-    files: int = 0
-    tensors: int = 0
+    files: int = field(default=0, metadata=TOTAL)
+    tensors: int = field(default=0, metadata=TOTAL)
     ignored: tuple[Finding, ...] = field(default=(), metadata={"key": None})
 
     schema: ClassVar = "verify"

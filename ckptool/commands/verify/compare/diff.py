@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ckptool.commands.document import Report, document, plain
+from ckptool.commands.document import TOTAL, Report, document, plain
 from ckptool.commands.open import no_collecting, open_checkpoint
 from ckptool.commands.options.diff import DiffOptions
 from ckptool.commands.options.read import ReadOptions
@@ -43,8 +43,8 @@ class DiffSide:
 
     path: Location
     format: str | None
-    tensors: int
-    nbytes: int
+    tensors: int = field(metadata=TOTAL)
+    nbytes: int = field(metadata=TOTAL)
     model: str | None = None
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-from ckptool.commands.document import Report
+from ckptool.commands.document import TOTAL, Report
 from ckptool.commands.open import OpenedCheckpoint, survey
 from ckptool.commands.options.verify import SalvageOptions
 from ckptool.commands.transfer.report import target_notes
@@ -52,8 +52,8 @@ class SalvageReport(Report):
     format: str
     target: str
     target_format: str
-    tensors: int
-    values: int
+    tensors: int = field(metadata=TOTAL)
+    values: int = field(metadata=TOTAL)
     nbytes: int
     unproved: int
     lost: Mapping[str, str]
