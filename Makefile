@@ -9,7 +9,7 @@ CORE := tests/core tests/serialization tests/formats tests/engine tests/matrix
 READY := .venv/ready-$(shell (pwd; cat pyproject.toml) | cksum | cut -d' ' -f1)
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 
-.PHONY: help test check lint coverage demo bench fuzz mutations stores faults matrix clean
+.PHONY: help test check lint coverage demo bench fuzz mutations stores faults pages matrix clean
 
 help: ## Show this list.
 	@sed -n 's/^\([a-z]*\):.*## /  make \1 - /p' Makefile
@@ -65,6 +65,9 @@ stores: $(READY) ## Read and write emulators of Google Cloud Storage and, where 
 		|| echo "no npm here: Azure is skipped"
 	@PATH="$(CURDIR)/.venv/npm/node_modules/.bin:$$PATH" GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT=false \
 		$(BIN)/python -m pytest -q tests/remote/test_emulators.py
+
+pages: $(READY) ## Draw --html's pages in a browser (needs chromium); pictures are in build/pages.
+	@mkdir -p build/pages && CKPTOOL_PAGES=build/pages $(BIN)/python -m pytest -q tests/render/html
 
 faults: $(READY) ## Kill and fail each command at every system call that changes the disk (needs strace).
 	@command -v strace > /dev/null || { echo "make faults needs strace: apt-get install strace"; exit 1; }

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from ckptool.cli.page import Html, require_page, write_page
 from ckptool.cli.parameters import AsJson, Debug, Quiet
 from ckptool.commands.options.bench import BenchOptions
 from ckptool.core.options import changed
@@ -58,6 +60,7 @@ def bench(
             "--stores", help="Measure ckptool's own commands on a store against plain downloads."
         ),
     ] = False,
+    html: Html = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -69,29 +72,47 @@ def bench(
     during a save, and what was saved is loaded back and compared.
     """
     _require_paths(source=source, plot=plot, compare=compare)
+    output = _Output(require_page(html), as_json, quiet)
     if transfer or stores:
         _require_paths(out=options.out)
         others = plot or compare or recommend or {*changed(options)} - _OF_TRANSFERS
         if (transfer and stores) or others:
             raise UsageError(
                 f"--{'transfer' if transfer else 'stores'} can only be combined with --size,"
-                " --repeat, --out and --json"
+                " --repeat, --out, --html and --json"
             )
     if transfer:
-        _transfer(source, options, as_json=as_json)
+        _transfer(source, options, output)
         return
     if source is not None:
         raise UsageError(
             f"{source}: unexpected argument without --transfer", hint=f"--like {source}"
         )
     if stores:
-        _stores(options, as_json=as_json)
+        _stores(options, output)
         return
     if options.like is not None and options.size is not None:
         raise UsageError("--like and --size cannot be combined")
     report, changes = _measured(options, plot, compare, tolerance, quiet=quiet)
     if report is not None:
-        _show(report, changes, plot, as_json=as_json, recommend=recommend)
+        _show(report, changes, plot, output, recommend=recommend)
+
+
+class _Output(NamedTuple):
+    """Where a report goes beside the screen."""
+
+    page: Path | None
+    as_json: bool
+    quiet: bool
+
+    def put(self, content: Mapping[str, Any]) -> bool:
+        """Write the page, print the JSON; return whether that was asked for, and not the screen."""
+        from ckptool.render.messages import print_json
+
+        write_page(self.page, lambda: content, quiet=self.quiet)
+        if self.as_json:
+            print_json(content)
+        return self.as_json
 
 
 def _require_paths(**places: object) -> None:
@@ -131,51 +152,47 @@ def _show(
     report: BenchReport,
     changes: list[Change] | None,
     plot: Path | None,
+    output: _Output,
     *,
-    as_json: bool,
     recommend: bool,
 ) -> None:
     """Show the report; exit 1 if something is slower than --tolerance allows."""
     from ckptool.commands.document import plain
     from ckptool.render.bench.bars import write_plot
     from ckptool.render.bench.report import show_bench, show_recommended
-    from ckptool.render.messages import print_json
 
     if plot is not None:
         write_plot(report, plot)
-    if as_json:
-        print_json(report.to_dict() | ({} if changes is None else {"compared": plain(changes)}))
-    elif recommend:
-        show_recommended(report)
-    else:
-        show_bench(report, changes)
+    more = {} if changes is None else {"compared": plain(changes)}
+    if not output.put(report.to_dict() | more):
+        if recommend:
+            show_recommended(report)
+        else:
+            show_bench(report, changes)
     if any(change.regressed for change in changes or ()):
         raise typer.Exit(1)
 
 
-def _transfer(source: Path | None, options: BenchOptions, *, as_json: bool) -> None:
+def _transfer(source: Path | None, options: BenchOptions, output: _Output) -> None:
     from ckptool.commands.bench.transfer.run import transfer_bench
     from ckptool.render.messages import show_step
 
     size, out = options.size or _TRANSFER_SIZE, Path(str(options.out))
     report = transfer_bench(source, size, out, options.repeat, progress=show_step)
-    _show_transfers(report, as_json=as_json)
+    _show_transfers(report, output)
 
 
-def _stores(options: BenchOptions, *, as_json: bool) -> None:
+def _stores(options: BenchOptions, output: _Output) -> None:
     from ckptool.commands.bench.transfer.stores import store_bench
     from ckptool.render.messages import show_step
 
     size, out = options.size or _STORES_SIZE, Path(str(options.out))
     report = store_bench(size, out, options.repeat, progress=show_step)
-    _show_transfers(report, as_json=as_json)
+    _show_transfers(report, output)
 
 
-def _show_transfers(report: TransferBenchReport, *, as_json: bool) -> None:
+def _show_transfers(report: TransferBenchReport, output: _Output) -> None:
     from ckptool.render.bench.transfer import show_transfer_bench
-    from ckptool.render.messages import print_json
 
-    if as_json:
-        print_json(report.to_dict())
-    else:
+    if not output.put(report.to_dict()):
         show_transfer_bench(report)

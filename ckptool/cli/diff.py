@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from ckptool.cli.page import Html, require_page, write_page
 from ckptool.cli.parameters import AsJson, Debug, Silent, parse_place
 from ckptool.commands.options.diff import DiffOptions
 
@@ -27,6 +28,7 @@ def diff(
     ],
     *,
     options: DiffOptions,
+    html: Html = None,
     as_json: AsJson = False,
     quiet: Silent = False,
     debug: Debug = False,
@@ -42,9 +44,11 @@ def diff(
     from ckptool.render.messages import print_json
     from ckptool.render.progress import started_progress
 
+    file = require_page(html)
     places = parse_place(source, "SRC"), parse_place(other, "OTHER")
     with started_progress(quiet=quiet) as started:
         report = run_diff(*places, options, started)
+    write_page(file, report.to_dict, quiet=quiet)
     if as_json:
         print_json(report.to_dict())
     elif not quiet:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ckptool.cli.completion import complete_from, complete_names
+from ckptool.cli.page import Html, require_page, write_inspect_page, write_page
 from ckptool.cli.parameters import (
     AsJson,
     Debug,
@@ -85,6 +86,7 @@ def inspect(
         Path | None,
         typer.Option("--export", metavar="FILE", help="Also save the screen as .svg or .html."),
     ] = None,
+    html: Html = None,
     reading: Annotated[ReadOptions, OptionGroup(panel=READING, without=("split_stacked",))],
     verbose: Annotated[
         bool,
@@ -129,20 +131,22 @@ def inspect(
         raise UsageError(f"--format {form} prints one table, not {' and '.join(views)}")
     if export is not None:
         _require_exportable(export, form)
+    page_file = require_page(html)
     place = parse_place(source, "SRC")
     reading = replace(reading, values=values or isinstance(place, Path))
     lists_steps = not any((*asked.values(), export))
     if lists_steps and is_run(place):
-        _show_run(place, reading, form)
+        _show_run(place, reading, page_file, form)
         return
     try:
         report = inspect_readable(place, reading)
     except Several:
         if not lists_steps or not place.is_dir():
             raise
-        _show_run(place, reading, form)
+        _show_run(place, reading, page_file, form)
         return
     statistics = _read_stats(report, stats) if stats else None
+    write_inspect_page(page_file, report, statistics)
     if form != "text":
         content = inspect_json(
             report,
@@ -226,13 +230,14 @@ def _fail(report: InspectReport, *, shown: bool) -> None:
     raise typer.Exit(error.exit_code)
 
 
-def _show_run(run: Location, reading: ReadOptions, form: str) -> None:
+def _show_run(run: Location, reading: ReadOptions, page_file: Path | None, form: str) -> None:
     """Show the steps of a run."""
     from ckptool.commands.verify.steps import list_steps
     from ckptool.render.inspect.steps import steps_lines
     from ckptool.render.text import console, emit
 
     listed = list_steps(run, reading)
+    write_page(page_file, listed.to_dict)
     if form != "text":
         _print_content(listed.to_dict(), form, "steps")
     else:

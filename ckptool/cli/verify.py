@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from ckptool.cli.page import Html, require_page
 from ckptool.cli.parameters import AsJson, Debug, Silent, SourcePath, parse_place
 from ckptool.cli.verify_output import Answer, Output
 from ckptool.commands.options.rewrite import RewriteOptions
@@ -77,6 +78,7 @@ def verify(
             " default: github where GITHUB_ACTIONS is true, else text.",
         ),
     ] = None,
+    html: Html = None,
     as_json: AsJson = False,
     quiet: Silent = False,
     debug: Debug = False,
@@ -89,7 +91,7 @@ def verify(
     that `ckptool convert SRC DST` took, `--against DST` proves that DST is what it should be.
     If GITHUB_ACTIONS is true, json and junit leave annotations to stderr.
     """
-    output = Output.of(form, as_json=as_json, quiet=quiet)
+    output = Output.of(form, as_json=as_json, quiet=quiet)._replace(page=require_page(html))
     if codes:
         output.show_codes()
         return
@@ -228,6 +230,8 @@ def _salvage(
 
     if output.form == "junit":
         raise UsageError("--format junit: a salvage is no check")
+    if output.page is not None:
+        raise UsageError("--html: a salvage has a list beside what it writes, and no page")
     planned = plan_salvage(source, target, salvage_options(options, overwrite=overwrite))
     with progress(planned.nbytes, quiet=output.quiet) as advance:
         report = planned.run(advance)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ckptool.cli.page import write_page
 from ckptool.cli.parameters import parse_form
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ class Output(NamedTuple):
 
     form: str
     quiet: bool
+    page: Path | None = None
 
     @classmethod
     def of(cls, form: str | None, *, as_json: bool, quiet: bool) -> Output:
@@ -43,6 +46,7 @@ class Output(NamedTuple):
         from ckptool.render.ci import print_junit, show_annotations
         from ckptool.render.messages import print_json
 
+        write_page(self.page, answer.content, quiet=self.quiet)
         data = answer.is_data or self.form in ("json", "junit")
         if not self.quiet and (self.form == "github" or _on_github()):
             show_annotations([suite.report for suite in answer.suites], stderr=data)

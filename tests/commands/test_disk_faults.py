@@ -45,7 +45,7 @@ COMMANDS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     ),
     "manifest": (["verify", "{new}", "--write-manifest", "m.json"], ("m.json",)),
     "export": (["inspect", "{new}", "--export", "m.svg"], ("m.svg",)),
-    "export to HTML": (["inspect", "{new}", "--export", "m.html"], ("m.html",)),
+    "page": (["inspect", "{new}", "--html", "m.html"], ("m.html",)),
 }
 """The words of a command, and what it writes."""
 
@@ -75,7 +75,7 @@ def words_of(kind: str, source: Path, place: Path, *, overwrite: bool) -> list[s
     words, targets = COMMANDS[kind]
     line = [str(source) if word == "{new}" else word for word in words]
     line = [str(place / word) if word in targets else word for word in line]
-    if "--export" in line:
+    if line[0] == "inspect":
         return line
     line += ["-q", "--workers", "1"]
     return [*line, "--overwrite"] if overwrite else line

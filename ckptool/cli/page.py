@@ -1,0 +1,81 @@
+"""``--html`` of the commands that show something: a page, beside what they print."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckptool.errors import Unsupported, UsageError
+
+if TYPE_CHECKING:
+    from ckptool.commands.inspect import InspectReport
+    from ckptool.commands.stats import StatsReport
+
+Html = Annotated[
+    str | None,
+    typer.Option(
+        "--html",
+        metavar="FILE",
+        help="Also write all of it as one HTML page, to open offline or to share.",
+    ),
+]
+
+
+def require_page(html: str | None) -> Path | None:
+    """Return the file of ``--html``, before anything is read or measured.
+
+    UsageError where it is no name of a file on a disk, Unsupported where its folder is missing, or
+    something that is no page of ckptool's is there.
+    """
+    if html is None:
+        return None
+    from ckptool.render.html.page import MARK
+    from ckptool.storage.disk import require_marked
+
+    named = "such as --html page.html"
+    if html in ("", "-"):
+        raise UsageError(f"--html {html!r}: a page needs the name of a file", hint=named)
+    if "://" in html:
+        raise UsageError(f"--html {html}: needs a local path, not a URL", hint=named)
+    file = Path(html)
+    if file.is_dir():
+        raise UsageError(
+            f"--html {html}: a folder, not a file", hint=f"--html {file / 'page.html'}"
+        )
+    if not file.parent.is_dir():
+        raise Unsupported(f"{file.parent}: no such folder", hint=f"mkdir -p {file.parent}")
+    require_marked(file, MARK, noun="page that ckptool wrote")
+    return file
+
+
+def write_page(
+    file: Path | None, content: Callable[[], Mapping[str, Any]], *, quiet: bool = False
+) -> None:
+    """Write the page of what a report's ``to_dict`` returns, where one is asked for."""
+    if file is not None:
+        from ckptool.render.html.page import page
+
+        _write(file, page(content()), quiet=quiet)
+
+
+def write_inspect_page(file: Path | None, report: InspectReport, stats: StatsReport | None) -> None:
+    """Write the page of a checkpoint where one is asked for, with statistics that were read."""
+    if file is not None:
+        from ckptool.render.html.page import inspect_page
+
+        _write(file, inspect_page(report, stats), quiet=False)
+
+
+def _write(file: Path, made: bytes, *, quiet: bool) -> None:
+    """Write a page: an earlier one is replaced by a rename."""
+    from ckptool.render.html.page import MARK
+    from ckptool.render.messages import show_step
+    from ckptool.render.text import size
+    from ckptool.storage.disk import write_whole
+
+    write_whole(file, made, mark=MARK)
+    if not quiet:
+        show_step(f"wrote {file} ({size(len(made))})")

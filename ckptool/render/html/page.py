@@ -1,0 +1,92 @@
+"""Write a report as one HTML page: its JSON, a style sheet and scripts; nothing is fetched.
+
+What is untrusted is in the JSON, where it cannot end its element, and in the title, escaped. The
+policy of the page allows the one style sheet and script by their SHA-256, and no request.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from html import escape
+from importlib.resources import files
+from string import Template
+from typing import Any
+
+from ckptool import __version__
+from ckptool.commands.inspect import InspectReport
+from ckptool.commands.stats import StatsReport
+from ckptool.commands.verify.codes import CODES
+from ckptool.render.html.holdings import holdings
+from ckptool.render.text import visible
+
+MARK = b"<!doctype html>\n<!-- ckptool page -->\n"
+"""How every page begins."""
+_SCRIPTS = "base table tree treemap mesh inspect verify diff bench main".split()
+_LONG = {"only_a": "name", "only_b": "name", "shape_differs": "tensor", "dtype_differs": "tensor"}
+"""The lists of a diff that may be as long as the checkpoints, and the key that names a row."""
+
+
+def page(report: Mapping[str, Any]) -> bytes:
+    """Return the page of what ``to_dict`` of a report returns."""
+    packed = {rows: _packed(report[rows], key) for rows, key in _LONG.items() if rows in report}
+    codes = {finding["code"]: None for finding in _findings(report)}
+    meanings = {"meanings": {code: CODES[code].meaning for code in codes}}
+    return _filled({**report, **packed, **meanings})
+
+
+def _findings(report: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    yield from report.get("findings", ())
+    for step in report.get("steps", ()):
+        for each in step.get("reports", ()):
+            yield from _findings(each)
+
+
+def inspect_page(report: InspectReport, stats: StatsReport | None = None) -> bytes:
+    """Return the page of a checkpoint, with which rank holds what of each tensor."""
+    content = report.to_dict() | ({} if stats is None else {**stats.more()})
+    held = holdings(report.catalog)
+    rows = [row | held.of[row["name"]] for row in content["tensors"]]
+    tables = {"boxes": held.boxes, "ranks": held.ranks}
+    return _filled(content | {"tensors": _packed(rows, "name"), "held": tables})
+
+
+def _packed(rows: Iterable[Mapping[str, Any]], key: str) -> dict[str, Any]:
+    """Return rows of which many differ in one key alone, such as the name, as the scripts read."""
+    looks: dict[str, int] = {}
+    pairs = []
+    for row in rows:
+        look = json.dumps({name: value for name, value in row.items() if name != key})
+        pairs.append([row[key], looks.setdefault(look, len(looks))])
+    return {"key": key, "looks": list(map(json.loads, looks)), "rows": pairs}
+
+
+def _filled(content: Mapping[str, Any]) -> bytes:
+    folder = files("ckptool.render.html")
+    style = (folder / "page.css").read_text("utf-8")
+    script = "\n".join((folder / f"{name}.js").read_text("utf-8") for name in _SCRIPTS)
+    allowed = f"style-src {_hash(style)}; script-src {_hash(script)}"
+    said = content.get("path") or content.get("advice") or "diff"
+    command = str(content["schema"]).removeprefix("ckptool.").partition("/")[0]
+    text = Template((folder / "page.html").read_text("utf-8")).substitute(
+        policy=f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none';"
+        " require-trusted-types-for 'script'",
+        title=escape(visible(f"{command} {said}")),
+        version=__version__,
+        style=style,
+        data=_inert(content),
+        script=script,
+    )
+    return MARK + text.encode()
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _inert(content: Mapping[str, Any]) -> str:
+    """Return JSON in ASCII that no parser of HTML takes for a tag, comment or entity."""
+    text = json.dumps(content, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    return text.replace("&", r"\u0026").replace("<", r"\u003c").replace(">", r"\u003e")

@@ -1,0 +1,69 @@
+"""A browser draws the pages, hostile names too, and reports no error: ``make pages``.
+
+Pictures are in the folder that ``CKPTOOL_PAGES`` names: light and dark, wide and narrow, printed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from bench_samples import measured
+from bench_samples import report as bench_report
+from conftest import case
+from large_checkpoint import large_report
+
+import ckptool
+from ckptool.render.html.page import inspect_page, page
+
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome") or ""
+PICTURES = os.environ.get("CKPTOOL_PAGES", "")
+DARK = ["--blink-settings=preferredColorScheme=0"]
+pytestmark = pytest.mark.skipif(not PICTURES or not BROWSER, reason="make pages, with chromium")
+
+
+def pages() -> dict[str, tuple[bytes, list[str]]]:
+    """Each page, with texts that must be on it."""
+    large = large_report()
+    hostile = {"</script><img src=x onerror=alert(1)>": "w", "__proto__.x": "w", "\u202ea": "w"}
+    first = next(iter(large.catalog.tensors.values()))
+    tensors = {name: replace(first, name=name) for name in hostile}
+    odd = replace(large.opened, catalog=replace(large.catalog, tensors=tensors))
+    a, b = (case(name).path for name in ("dcp_fsdp2_tp", "dcp_base"))
+    benched = bench_report(measured("dcp-sync", 2.0, 2.5), measured("fast", 0.5, 3.0))
+    return {
+        "inspect": (inspect_page(large), ["1,008", "feed_forward", "rank 0", "layers.{0..36}"]),
+        "hostile": (
+            inspect_page(ckptool.commands.inspect.report(odd)),  # type: ignore[attr-defined]
+            ["&lt;/script&gt;&lt;", "__proto__", r"\u202ea"],
+        ),
+        "diff": (page(ckptool.diff(a, b, values=True).to_dict()), ["Only in A", "DIFFERENT"]),
+        "verify": (page(ckptool.verify(a).to_dict()), ["verification", "OK"]),
+        "bench": (page(benched.to_dict()), ["training blocked", "best"]),
+    }
+
+
+def browse(file: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    line = [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+    line += ["--enable-logging=stderr", "--virtual-time-budget=4000", *options, file.as_uri()]
+    return subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_a_browser_draws_every_page_without_an_error(tmp_path: Path) -> None:
+    for name, (data, texts) in pages().items():
+        file = tmp_path / f"{name}.html"
+        file.write_bytes(data)
+        drawn = browse(file, "--dump-dom")
+        assert not re.search(r"CONSOLE|Refused", drawn.stderr), (name, drawn.stderr)
+        body = drawn.stdout.split("<main")[1].split('id="report"')[0].replace("<wbr>", "")
+        assert [text for text in texts if text not in body] == [], name
+        assert "<img" not in body
+        for look, wide in {"light": 1400, "dark": 1400, "narrow": 500}.items():
+            picture = f"--screenshot={Path(PICTURES).absolute() / f'{name}-{look}.png'}"
+            browse(file, picture, f"--window-size={wide},2200", *(DARK * (look == "dark")))
+        browse(file, f"--print-to-pdf={Path(PICTURES).absolute() / f'{name}.pdf'}")
