@@ -8,7 +8,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptool.core.catalog import Catalog, ObjectEntry, TensorEntry
-from ckptool.core.keymap.carry import CarriedTensor, carry, one_value, split_blocks
+from ckptool.core.keymap.carry import (
+    CarriedTensor,
+    carry,
+    join_blocks,
+    one_value,
+    split_blocks,
+)
 from ckptool.core.keymap.match import Claim, Frame, Matcher, ModelFacts, find_frames
 from ckptool.core.keymap.model import BoundTensor, KeyMap, Rule, UnknownSizes, group_sizes
 from ckptool.core.selection import rename_entry, unwrapping_hint
@@ -168,9 +174,18 @@ class _Application:
         self, rule: Rule, tensors: list[BoundTensor], *, exact: bool
     ) -> list[CarriedTensor]:
         tensors = split_blocks(rule, tensors, self._facts.sizes)
-        sizes = group_sizes(rule, tensors, self._facts.sizes)
-        self._require_alike(rule, tensors[0], sizes)
-        return carry(rule, tensors, sizes, exact=exact)
+        made = []
+        for part in rule.pairs or [rule]:
+            group = [t for t in tensors if t.pattern in part.sources]
+            if not group:
+                raise Unsupported(
+                    f"{tensors[0].entry.name}: no {part.sources[0].text} found, required to make"
+                    f" {part.targets[0].text}"
+                )
+            sizes = group_sizes(part, group, self._facts.sizes)
+            self._require_alike(part, group[0], sizes)
+            made += carry(part, group, sizes, exact=exact)
+        return join_blocks(made)
 
     def _require_alike(self, rule: Rule, first: BoundTensor, sizes: Mapping[str, int]) -> None:
         """Raise Unsupported where a dim of the model, or a number of names, has two sizes.

@@ -8,9 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ckptool.core.catalog import Chunk, EncodedBlob, Extent, Place, TensorEntry, merge_copies
-from ckptool.core.keymap.axes import Axis, Sizes, axes_of, size_of, solve, unknown_axes
+from ckptool.core.keymap.axes import Axis, Dim, Sizes, axes_of, size_of, solve, unknown_axes
 from ckptool.core.keymap.model import (
     Binding,
+    Block,
     BoundTensor,
     Pattern,
     Rule,
@@ -34,58 +35,87 @@ _MOST_NAMED = 3
 
 @dataclass(frozen=True, slots=True)
 class CarriedTensor:
-    """A tensor that a rule's target pattern makes; ``entry`` still has its source's name."""
+    """A tensor that a rule's target pattern makes; ``entry`` still has its source's name.
+
+    ``block`` of a tensor that is one of several blocks is their dim, and the indexes of it outside
+    and inside of them.
+    """
 
     name: str
     entry: TensorEntry
     operation: str
+    block: tuple[int, int, int] | None = None
+
+    def followed_by(self, other: CarriedTensor) -> CarriedTensor:
+        """Return two blocks of one tensor as one."""
+        if self.block is None:
+            raise TypeError(f"{self.name} has no blocks")
+        dim, outer, inner = self.block
+        parts = []
+        for entry in (self.entry, other.entry):
+            middle = entry.shape[dim] // (outer * inner) if outer * inner else 0
+            parts.append(split_dim(entry, dim, [outer, middle, inner]))
+        return replace(self, entry=merge_dims(join(parts, dim + 1), dim, 3))
 
 
 def split_blocks(rule: Rule, group: Sequence[BoundTensor], known: Sizes) -> list[BoundTensor]:
-    """Return the group with each tensor that is several blocks as these blocks.
+    """Return the group with each tensor of several blocks as these blocks.
 
     Raises UnknownSizes; Unsupported where the blocks are not as long as their dim.
     """
-    if all(tensor.pattern.dim is None for tensor in group):
-        return list(group)
-    outer = []
-    for tensor in group:
-        dims = [d for d in range(len(tensor.entry.shape)) if d != tensor.pattern.dim]
-        if len(tensor.axes) != len(tensor.entry.shape):
-            raise _uneven(tensor, {})
-        outer.append(
-            (tuple(tensor.axes[d] for d in dims), tuple(tensor.entry.shape[d] for d in dims))
-        )
-    sizes = solve(outer, known)
-    return [block for tensor in group for block in _blocks(rule, tensor, sizes)]
+    return [block for tensor in group for block in _blocks(rule, tensor, known)]
 
 
-def _blocks(rule: Rule, tensor: BoundTensor, sizes: Sizes) -> Iterator[BoundTensor]:
-    dim = tensor.pattern.dim
-    if dim is None:
+def _blocks(rule: Rule, tensor: BoundTensor, known: Sizes) -> Iterator[BoundTensor]:
+    lies, entry = tensor.pattern.block, tensor.entry
+    if lies is None:
         yield tensor
         return
-    patterns = rule.blocks(tensor.pattern)
-    dims = tuple((pattern.axes or ())[dim] for pattern in patterns)
-    unknown = unknown_axes(dims, sizes)
-    if missing := sorted(set(unknown)):
+    patterns = [pattern for pattern in rule.sources if pattern.text == tensor.pattern.text]
+    dims = [d for d in range(len(tensor.axes)) if d != lies.dim]
+    if len(tensor.axes) != len(entry.shape):
+        raise _uneven(tensor, known)
+    rest = tuple(tensor.axes[d] for d in dims), tuple(entry.shape[d] for d in dims)
+    sizes = solve([rest], known)
+    whole = [(pattern.axes or ())[lies.dim] for pattern in patterns]
+    if missing := sorted({*unknown_axes(tuple(whole), sizes)}):
         raise UnknownSizes(missing, tensor.pattern.text)
-    lengths = [math.prod(size_of(axis, sizes) or 0 for axis in axes) for axes in dims]
-    if sum(lengths) != tensor.entry.shape[dim]:
+    outer, inner = _lengths(lies, sizes)
+    lengths = [_length(dim, sizes) // (outer * inner) if outer * inner else 0 for dim in whole]
+    if outer * sum(lengths) * inner != entry.shape[lies.dim]:
         raise _uneven(tensor, sizes)
-    start = 0
+    entry, start = split_dim(entry, lies.dim, [outer, sum(lengths), inner]), 0
     for pattern, length in zip(patterns, lengths, strict=True):
-        entry = narrow(tensor.entry, dim, start, start + length)
-        yield BoundTensor(pattern, tensor.binding, entry)
+        part = narrow(entry, lies.dim + 1, start, start + length)
+        yield BoundTensor(pattern, tensor.binding, merge_dims(part, lies.dim, 3))
         start += length
 
 
+def _length(dim: Dim, sizes: Sizes) -> int:
+    return math.prod(size_of(axis, sizes) or 0 for axis in dim)
+
+
+def _lengths(lies: Block, sizes: Sizes) -> tuple[int, int]:
+    """Return how many indexes the axes outside and inside of blocks have."""
+    return _length(lies.outer, sizes), _length(lies.inner, sizes)
+
+
 def _uneven(tensor: BoundTensor, sizes: Sizes) -> Unsupported:
-    known = ", ".join(f"{name} {size:,}" for name, size in sizes.items())
+    inside = {name for axis in axes_of(tensor.axes) for name in axis}
+    known = ", ".join(f"{name} {size:,}" for name, size in sizes.items() if name in inside)
     return Unsupported(
         f"{tensor.entry.name}: shape {list(tensor.entry.shape)} does not match"
         f" {tensor.pattern.text}" + (f" with {known}" if known else "")
     )
+
+
+def join_blocks(made: Sequence[CarriedTensor]) -> list[CarriedTensor]:
+    """Return the tensors with the blocks of each, in order, as one."""
+    joined: dict[str, CarriedTensor] = {}
+    for block in made:
+        first = joined.get(block.name)
+        joined[block.name] = block if first is None else first.followed_by(block)
+    return list(joined.values())
 
 
 def carry(
@@ -107,16 +137,16 @@ def carry(
     if exact and rule.padding is not None and sizes[rule.padding]:
         raise Unsupported(f"{padding(rule, sizes)} is not a permutation of its elements")
     array = _assemble(rule, group, sizes)
-    made: dict[str, CarriedTensor] = {}
+    made = []
     for pattern in rule.targets:
         what = operation(rule, pattern, sizes)
+        at = pattern.block
+        lies = None if at is None else (at.dim, *_lengths(at, sizes))
         for binding, part in _cut(rule, pattern, array, sizes):
             name = pattern.name(common | binding, sizes)
             entry = _add(_shape(rule, pattern, part, sizes), rule.add)
-            if pattern.dim is not None and name in made:
-                entry = join([made[name].entry, entry], pattern.dim)
-            made[name] = CarriedTensor(name, entry, what)
-    return list(made.values())
+            made.append(CarriedTensor(name, entry, what, lies))
+    return made
 
 
 def _add(entry: TensorEntry, add: int) -> TensorEntry:
@@ -318,13 +348,13 @@ def operation(rule: Rule, target: Pattern, sizes: Sizes) -> str:
         words.append("join " + " + ".join(_parts_named(rule, rule.sources)))
     if len({part.text for part in rule.targets}) > 1:
         words.append("split " + " | ".join(_parts_named(rule, rule.targets)))
-    if any(pattern.dim is not None for pattern in (*rule.sources, *rule.targets)):
+    if any(pattern.block is not None for pattern in (*rule.sources, *rule.targets)):
         words.append("reorder blocks")
     before = {axis for pattern in rule.sources for axis in rule.varying(pattern)}
     after = set(rule.varying(target))
     words += [f"stack {axis}" for axis in sorted(before - after)]
     words += [f"unstack {axis}" for axis in sorted(after - before)]
-    words += _order(rule, rule.parts if whole is target or rule.array else (target,))
+    words += _order(rule, rule.parts if whole is target else (target,))
     if rule.add:
         words.append(f"add {rule.add}")
     if rule.padding is not None and sizes[rule.padding]:

@@ -19,6 +19,7 @@ from ckptool.core.catalog import TensorEntry
 from ckptool.core.keymap.axes import (
     Axes,
     Axis,
+    Dim,
     Sizes,
     axes_of,
     divides,
@@ -44,12 +45,21 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
+class Block:
+    """Where in a dim a block lies that others follow: the dim, and its axes outside and inside."""
+
+    dim: int
+    outer: Dim
+    inner: Dim
+
+
+@dataclass(frozen=True, slots=True)
 class Pattern:
     """Names of one kind of tensor, and its axes; ``axes`` is None where the shape does not matter.
 
     ``key`` is the name with ``#`` for each number, ``slots`` what stands for these. An ``optional``
-    one is accepted but never made. Where ``dim`` is given, the tensor is several blocks, one after
-    the other along that dim: this is one of them, and the others have the same text.
+    one is accepted but never made. A tensor of several blocks has a pattern for each: ``block``
+    says where they lie, all have the same text, and the axes of the tensor without the others.
     """
 
     text: str
@@ -57,7 +67,7 @@ class Pattern:
     slots: tuple[Slot | int, ...]
     axes: Axes | None = None
     optional: bool = False
-    dim: int | None = None
+    block: Block | None = None
 
     @property
     def spelled(self) -> tuple[str, ...]:
@@ -105,17 +115,17 @@ def abstract(name: str) -> tuple[str, tuple[int, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Sources and targets that hold the same elements; one side is a single tensor, or an array.
+    """Sources and targets that hold the same elements; one side is one tensor, or they are pairs.
 
     ``padding`` is the axis whose indexes only fill up, ``tie`` says that all patterns are one and
     the same tensor, ``when`` names a fact that must hold, ``unless`` one that must not, ``only``
     the part of the checkpoint (``model`` or ``optimizer``) that the rule is for. ``beside`` is a
     name that must be there, too, with the same indexes; ``back`` is that of the other way.
-    ``array`` has the axes of what both sides are parts of, where no tensor holds it all. ``add`` is
-    added to the elements of the sources.
+    ``add`` is added to the elements of the sources.
 
     ``whole`` is the pattern that names all of the axes, ``common`` are the axes that all names
-    spell out: there is one group of tensors for each of their indexes.
+    spell out: there is one group of tensors for each of their indexes. ``pairs`` are rules of a
+    source and a target each, where several sources make as many targets.
     """
 
     sources: tuple[Pattern, ...]
@@ -127,18 +137,15 @@ class Rule:
     unless: str | None = None
     beside: Pattern | None = None
     back: Pattern | None = None
-    array: Pattern | None = None
     add: int = 0
     whole: Pattern = field(init=False, compare=False, repr=False)
     common: tuple[str, ...] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         single = [side[0] for side in (self.sources, self.targets) if len(side) == 1]
-        whole = self.array or max(single or self.sources, key=_names_axes)
+        whole = max(single or self.sources, key=_names_axes)
         patterns = (*self.sources, *self.targets)
-        inside = {name for axis in axes_of(whole.axes or ()) for name in axis}
-        spelled = (name for name in self.sources[0].spelled if name not in inside)
-        common = tuple(a for a in spelled if all(a in p.spelled for p in patterns))
+        common = tuple(a for a in whole.spelled if all(a in p.spelled for p in patterns))
         object.__setattr__(self, "whole", whole)
         object.__setattr__(self, "common", common)
 
@@ -155,9 +162,15 @@ class Rule:
 
     @property
     def parts(self) -> tuple[Pattern, ...]:
-        """The patterns other than the whole."""
-        patterns = (*self.sources, *self.targets)
-        return tuple(pattern for pattern in patterns if pattern is not self.whole)
+        """The patterns on the other side."""
+        return self.targets if self.sources[0] is self.whole else self.sources
+
+    @property
+    def pairs(self) -> list[Rule]:
+        if self.tie or len(self.sources) == 1 or len(self.targets) == 1:
+            return []
+        both = zip(self.sources, self.targets, strict=True)
+        return [replace(self, sources=(one,), targets=(other,)) for one, other in both]
 
     def blocks(self, pattern: Pattern) -> list[Pattern]:
         """Return the patterns of the blocks that a source consists of."""

@@ -8,20 +8,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ckptool.core.keymap.axes import NAME, Axis, axes_of, parse_axes
-from ckptool.core.keymap.model import KeyMap, Pattern, Rule, Slot
+from ckptool.core.keymap.axes import NAME, Axis, Dim, axes_of, parse_axes
+from ckptool.core.keymap.model import Block, KeyMap, Pattern, Rule, Slot
 from ckptool.errors import CkptoolError, UsageError
 
 _NUMBER = re.compile(r"[0-9]+")
 _SLOT = re.compile(r"\{(\w+)(?:\+(\w+))?\}")
 _STACKED = re.compile(r"<(\.\{(\w+)\})>")
-_OUTER = re.compile(r"\((?:[^()]|\([^()]*\))*\)")
+_BLOCKS = re.compile(r"([^|]*?)\((?:([^()|]*)\()?([^()]*\|[^()]*)(?:\)([^()|]*))?\)([^|]*)")
 _NAMED = re.compile(r"(?P<name>\S+?)(?P<optional>\?)?(?:\s+\[(?P<axes>[^\[\]]*)\])?")
 _KEYS = {
     *("name", "summary", "from", "to", "dims", "rule"),
     *("drop", "marks", "model_types", "unless", "facts", "keep", "detect", "include"),
 }
-_RULE_KEYS = {"from", "to", "padding", "tie", "when", "unless", "only", "beside", "array", "add"}
+_RULE_KEYS = {"from", "to", "padding", "tie", "when", "unless", "only", "beside", "add"}
 
 Included = Callable[[str], KeyMap]
 """Returns the map that another includes, by what it calls it."""
@@ -115,21 +115,25 @@ def _patterns(value: Any) -> tuple[Pattern, ...]:
 
 
 def _blocks(text: str) -> list[Pattern]:
-    """Parse a name whose dim may be several blocks, ``[(q dim | k dim) hidden]``: one of each.
+    """Parse a name whose dim may hold several blocks, ``[(kv (q | k) dim) hidden]``: one of each.
 
     Raises UsageError.
     """
     name, bracket, axes = text.partition("[")
     if "|" not in axes:
         return [parse_pattern(text)]
-    spans = [match for match in _OUTER.finditer(axes) if "|" in match[0]]
-    before, _, after = axes.partition(spans[0][0]) if len(spans) == 1 else ("", "", "|")
-    if "|" in before + after:
-        raise UsageError(f"{text!r}: blocks are written (a b | c d), in one dim of a tensor")
-    words = [f"({block.strip()})" for block in spans[0][0][1:-1].split("|")]
-    dim = len(parse_axes(before))
-    parsed = [parse_pattern(f"{name}{bracket}{before}{word}{after}") for word in words]
-    return [replace(pattern, text=text, dim=dim) for pattern in parsed]
+    match = _BLOCKS.fullmatch(axes)
+    if match is None or (match[2] is None) != (match[4] is None):
+        raise UsageError(f"{text!r}: blocks are (a b | c) or (x (a b | c) y), in one dim")
+    before, outer, blocks, inner, after = (part or "" for part in match.groups())
+    lies = Block(len(parse_axes(before)), *(_dim(part) for part in (outer, inner)))
+    words = [f"{before}({outer} {block.strip()} {inner}){after}" for block in blocks.split("|")]
+    parsed = [parse_pattern(f"{name}{bracket}{word}") for word in words]
+    return [replace(pattern, text=text, block=lies) for pattern in parsed]
+
+
+def _dim(text: str) -> Dim:
+    return tuple(axes_of(parse_axes(text)))
 
 
 def _lookups(name: str, value: Any, where: str) -> tuple[str | int, ...]:
@@ -164,11 +168,9 @@ def _variants(table: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         return [table]
     if "[" not in text:
         raise UsageError(f"{text!r}: a stacked name needs axes in brackets")
-    stacked = {"from": text.replace(match[0], "").replace("[", f"[{match[2]} ")}
-    if isinstance(array := table.get("array"), str):
-        stacked["array"] = array.replace("[", f"[{match[2]} ")
+    stacked = text.replace(match[0], "").replace("[", f"[{match[2]} ")
     return [
-        {"unless": "apart", **table, **stacked},
+        {"unless": "apart", **table, "from": stacked},
         {**table, "from": text.replace(match[0], match[1])},
     ]
 
@@ -192,26 +194,10 @@ def _rule(table: Mapping[str, Any]) -> Rule:
         unless=table.get("unless"),
         beside=beside,
         back=back,
-        array=_array(table, sources, targets),
         add=add,
     )
     _require_invertible(rule)
     return rule
-
-
-def _array(table: Mapping[str, Any], *sides: Sequence[Pattern]) -> Pattern | None:
-    """Return the axes of what the tensors of both sides are parts of, where no tensor holds all."""
-    text = table.get("array")
-    if text is None:
-        if all(len(side) > 1 for side in sides) and not table.get("tie"):
-            raise UsageError(
-                "several tensors or blocks on both sides require `array`, the axes of what all are"
-                " parts of"
-            )
-        return None
-    if not isinstance(text, str) or not text.startswith("[") or not text.endswith("]"):
-        raise UsageError(f"array = {text!r} must be axes in brackets")
-    return Pattern(text, "", (), parse_axes(text[1:-1]))
 
 
 def _beside(
@@ -269,13 +255,16 @@ def _require_invertible(rule: Rule) -> None:
         _require_tie(rule)
     elif any(pattern.optional for pattern in patterns):
         raise UsageError("optional names are allowed in ties only")
-    elif rule.array is not None:
-        if rule.padding is not None:
-            raise UsageError("`array` cannot have padding")
-        for side in (rule.sources, rule.targets):
-            _require_same_axes(rule, side)
+    elif len(rule.sources) > 1 and len(rule.targets) > 1:
+        if len(rule.sources) != len(rule.targets) or rule.padding is not None:
+            raise UsageError(
+                f"several tensors or blocks on both sides are pairs, in order and without padding:"
+                f" `from` has {len(rule.sources)}, `to` {len(rule.targets)}"
+            )
+        for pair in rule.pairs:
+            _require_same_axes(pair)
     else:
-        _require_same_axes(rule, rule.parts)
+        _require_same_axes(rule)
 
 
 def _require_tie(rule: Rule) -> None:
@@ -286,12 +275,11 @@ def _require_tie(rule: Rule) -> None:
         raise UsageError("a tie needs a non-optional name on each side")
 
 
-def _require_same_axes(rule: Rule, parts: Sequence[Pattern]) -> None:
+def _require_same_axes(rule: Rule) -> None:
     """Require that every part holds every axis, or one of each sum; together all but padding."""
     whole, padding = rule.whole, rule.padding
     sums = [axis for axis in axes_of(whole.axes or ()) if len(axis) > 1]
-    picked = [_choice(part, rule, sums) for part in parts]
-    choices = [choice for pick in picked for choice in itertools.product(*pick)]
+    choices = [c for part in rule.parts for c in itertools.product(*_choice(part, whole, sums))]
     repeated = [choice for choice in choices if choices.count(choice) > 1]
     if repeated:
         raise UsageError(f"two names contain {' '.join(repeated[0])} of {whole.text!r}")
@@ -303,9 +291,8 @@ def _require_same_axes(rule: Rule, parts: Sequence[Pattern]) -> None:
         raise UsageError(f"padding = {padding!r} must be the last of a sum and in no part")
 
 
-def _choice(part: Pattern, rule: Rule, sums: list[Axis]) -> list[Axis]:
+def _choice(part: Pattern, whole: Pattern, sums: list[Axis]) -> list[Axis]:
     """Return which of each sum's axes a part holds; UsageError where the axes differ."""
-    whole = rule.whole
     axes = {*((a,) for a in part.spelled), *axes_of(part.axes or ())}
     choices: list[Axis] = []
     for axis in sums:
@@ -314,8 +301,7 @@ def _choice(part: Pattern, rule: Rule, sums: list[Axis]) -> list[Axis]:
             raise UsageError(f"{part.text!r} must contain exactly one of {' + '.join(axis)}")
         axes.remove(parts[0])
         choices.append(parts[0])
-    spelled = {*whole.spelled, *rule.common}
-    expected = {*((a,) for a in spelled), *axes_of(whole.axes or ())} - set(sums)
+    expected = {*((a,) for a in whole.spelled), *axes_of(whole.axes or ())} - set(sums)
     differing = sorted(itertools.chain(*(axes ^ expected)))
     if differing:
         raise UsageError(f"axis {differing[0]} must be in both {part.text!r} and {whole.text!r}")

@@ -129,11 +129,10 @@ def key_map(*rules: dict[str, Any], **more: Any) -> KeyMap:
         ({"from": "a [(x + y)]", "to": ["b [x]", "c [x]"]}, "two names contain x"),
         ({"from": "a [(x + y + z)]", "to": ["b [(x + y)]", "c [(y + z)]"]}, "two names contain y"),
         ({"from": "a [(x + y) h]", "to": ["b [x h]", "c [h]"]}, "must contain exactly one of x"),
-        ({"from": ["a", "b"], "to": ["c", "d"]}, "both sides require `array`"),
-        ({"from": ["a [x]", "b [y]"], "to": "c [x y]", "array": "x y"}, "axes in brackets"),
-        ({"from": "a [x y]", "to": "c [y x]", "array": "[x z]"}, "axis y must be in both"),
-        ({"from": "a", "to": "b", "array": "[x]"}, "axis x must be in both"),
+        ({"from": ["a", "b", "c"], "to": ["d", "e"]}, "are pairs, in order"),
+        ({"from": ["a [x]", "b [y]"], "to": ["c [x]", "d [z]"]}, "axis y must be in both"),
         ({"from": "a [(x | y) (z | w)]", "to": "b"}, "in one dim"),
+        ({"from": "a [(x (y | z)]", "to": "b"}, "blocks are"),
         ({"from": "a [(x | y) h]", "to": "b [(x + z) h]"}, "exactly one of x"),
         ({"from": "a [(x | y)]", "to": "b [(x + y + z)]"}, "no name contains z"),
         ({"from": "a", "to": "b", "add": 0.5}, "must be a whole number"),
@@ -352,14 +351,17 @@ def test_blocks_one_after_the_other(kv: int, q: int, dim: int, wide: int, cut: i
     whole = {"from": blocks, "to": "group [(kv (q + k + v) dim) wide]"}
     apart = {
         "from": blocks,
-        "to": ["q [(kv q dim) wide]", "kv [(kv k dim | kv v dim) wide]"],
-        "array": "[kv (q + k + v) dim wide]",
+        "to": ["q [wide (q kv dim)]", "kv [(kv (k | v) dim) wide]"],
     }
+    pairs = {"from": blocks, "to": "group [(kv (q | k | v) dim) wide]"}
     queries, others = np.split(fused, [kv * q * dim])
+    queries = queries.reshape(kv, q, dim, wide).transpose(3, 1, 0, 2).reshape(wide, -1)
+    others = others.reshape(2, kv, dim, wide).transpose(1, 0, 2, 3).reshape(-1, wide)
     facts = ModelFacts({"kv": kv, "q": q, "k": 1, "v": 1, "dim": dim})
     store = Store()
     source = catalog([store.entry("qkv", fused, [cut])])
-    for rule, wanted in ((whole, {"group": grouped}), (apart, {"q": queries, "kv": others})):
+    wanted_of = [(whole, {"group": grouped}), (pairs, {"group": grouped})]
+    for rule, wanted in (*wanted_of, (apart, {"q": queries, "kv": others})):
         rules = key_map(rule)
         there = apply_map(source, rules, facts).catalog
         assert there.tensors.keys() == wanted.keys()
