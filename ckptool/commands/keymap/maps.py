@@ -300,18 +300,18 @@ def _match(catalog: Catalog, key_map: KeyMap) -> tuple[Frames, list[str]]:
 
 def _detect_map(catalog: Catalog, known: list[Record], options: MapOptions) -> tuple[KeyMap, str]:
     """Return the one built-in map that takes every tensor of the model, and the reason."""
-    kinds = kinds_of(catalog)
+    kinds, types = kinds_of(catalog), _model_types(known)
     candidates = [
         way
         for key_map in builtin_maps().values()
         for inverse, way in ((False, key_map), (True, key_map.inverse))
         if options.inverse in (None, inverse)
         and way.detected
+        and (not way.needs_model_type or (types and _is_for(way, types)))
         and fits(catalog, kinds, way, facts(way, known, {}))
     ]
     if not candidates:
         raise _none_fits(catalog)
-    types = _model_types(known)
     if types:
         _require_for(types, candidates)
         candidates = [key_map for key_map in candidates if _is_for(key_map, types)]

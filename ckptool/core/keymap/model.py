@@ -46,11 +46,12 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Where in a dim a block lies that others follow: the dim, and its axes outside and inside."""
+    """Which of the blocks of a dim one is: its dim, the axes around the blocks, its place."""
 
     dim: int
     outer: Dim
     inner: Dim
+    place: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +206,8 @@ class KeyMap:
     tells a checkpoint to be of the source's kind, ``model_types`` those of config.json,
     ``unless`` facts about a model that it is not for, ``tells`` the facts that hold where each has
     all of its names there. ``keep`` are globs of names that no rule takes and that stay as they
-    are, both ways; ``detected`` says whether it is applied without being named. ``back_drop``,
+    are, both ways; ``detected`` says whether it is applied without being named, and
+    ``needs_model_type`` that it is so only where config.json names a model's type. ``back_drop``,
     ``back_marks`` and ``back_detected`` are those of the other way.
     """
 
@@ -225,6 +227,7 @@ class KeyMap:
     back_marks: tuple[Pattern, ...] = ()
     detected: bool = True
     back_detected: bool = True
+    needs_model_type: bool = False
 
     @property
     def axes(self) -> set[str]:

@@ -6,6 +6,7 @@ import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 from ckptool.core.keymap.axes import NAME, Axis, Dim, axes_of, parse_axes
@@ -19,7 +20,7 @@ _BLOCKS = re.compile(r"([^|]*?)\((?:([^()|]*)\()?([^()]*\|[^()]*)(?:\)([^()|]*))
 _NAMED = re.compile(r"(?P<name>\S+?)(?P<optional>\?)?(?:\s+\[(?P<axes>[^\[\]]*)\])?")
 _KEYS = {
     *("name", "summary", "from", "to", "dims", "rule"),
-    *("drop", "marks", "model_types", "unless", "facts", "keep", "detect", "include"),
+    *("drop", "marks", "model_types", "unless", "facts", "keep", "detect", "include", "without"),
 }
 _RULE_KEYS = {"from", "to", "padding", "tie", "when", "unless", "only", "beside", "add"}
 
@@ -31,16 +32,28 @@ def parse_map(content: Mapping[str, Any], where: str, included: Included) -> Key
     """Parse a TOML file's content; UsageError with the rule where something is wrong."""
     names = _texts(content.get("include", []))
     key_map = _parse_own(content, where, has_more=bool(names))
-    for name in names:
-        key_map = _with_included(key_map, included(name))
+    without = _texts(content.get("without", []))
+    others = [included(name) for name in names]
+    rules = [rule for other in others for rule in other.rules]
+    for glob in without:
+        if not any(_is_about(rule, glob) for rule in rules):
+            raise UsageError(f"{where}: without = {glob!r} matches no name of what is included")
+    for other in others:
+        key_map = _with_included(key_map, other, without)
     return key_map
 
 
-def _with_included(own: KeyMap, other: KeyMap) -> KeyMap:
+def _is_about(rule: Rule, glob: str) -> bool:
+    names = (p.text.partition(" ")[0] for p in (*rule.sources, *rule.targets))
+    return any(fnmatchcase(name, glob) for name in names)
+
+
+def _with_included(own: KeyMap, other: KeyMap, without: Sequence[str]) -> KeyMap:
     """Add what another map says of names, after the own; which models it is for is the own's."""
+    more = (rule for rule in other.rules if not any(_is_about(rule, glob) for glob in without))
     return replace(
         own,
-        rules=(*own.rules, *other.rules),
+        rules=(*own.rules, *more),
         sizes={**other.sizes, **own.sizes},
         drop=(*own.drop, *other.drop),
         keep=(*own.keep, *other.keep),
@@ -74,7 +87,8 @@ def _parse_own(content: Mapping[str, Any], where: str, *, has_more: bool) -> Key
         model_types=tuple(map(str, content.get("model_types", ()))),
         unless=tuple(map(str, content.get("unless", ()))),
         keep=tuple(_texts(content.get("keep", []))),
-        back_detected=_detect(content, where),
+        back_detected=_detect(content, where) != "from",
+        needs_model_type=_detect(content, where) == "config",
         tells={n: _patterns(v) for n, v in _table(content, "facts", where).items()},
         back_drop=back_drop,
         back_marks=back_marks,
@@ -87,12 +101,12 @@ def _require_keys(table: Mapping[str, Any], known: set[str], where: str) -> None
         raise UsageError(f"{where}: {unknown[0]!r} is not one of {', '.join(sorted(known))}")
 
 
-def _detect(content: Mapping[str, Any], where: str) -> bool:
-    """Return whether ``--map auto`` takes the map from its `to` side, too."""
-    sides = content.get("detect", "both")
-    if sides not in ("both", "from"):
-        raise UsageError(f"{where}: detect = {sides!r} must be 'both' or 'from'")
-    return bool(sides == "both")
+def _detect(content: Mapping[str, Any], where: str) -> str:
+    """Return when ``--map auto`` takes the map."""
+    how = content.get("detect", "both")
+    if how not in ("both", "from", "config"):
+        raise UsageError(f"{where}: detect = {how!r} must be 'both', 'from' or 'config'")
+    return str(how)
 
 
 def _table(content: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
@@ -126,10 +140,13 @@ def _blocks(text: str) -> list[Pattern]:
     if match is None or (match[2] is None) != (match[4] is None):
         raise UsageError(f"{text!r}: blocks are (a b | c) or (x (a b | c) y), in one dim")
     before, outer, blocks, inner, after = (part or "" for part in match.groups())
-    lies = Block(len(parse_axes(before)), *(_dim(part) for part in (outer, inner)))
+    dim, around = len(parse_axes(before)), (_dim(outer), _dim(inner))
     words = [f"{before}({outer} {block.strip()} {inner}){after}" for block in blocks.split("|")]
     parsed = [parse_pattern(f"{name}{bracket}{word}") for word in words]
-    return [replace(pattern, text=text, block=lies) for pattern in parsed]
+    return [
+        replace(pattern, text=text, block=Block(dim, *around, place))
+        for place, pattern in enumerate(parsed)
+    ]
 
 
 def _dim(text: str) -> Dim:

@@ -79,6 +79,7 @@ def written(folder: Path, **texts: str) -> Path:
 def test_own_rules_go_before_those_that_are_included(tmp_path: Path) -> None:
     mine = """
     include = ["theirs.toml", "meta-llama"]
+    without = ["norm.*"]
     [dims]
     head = 3
     [[rule]]
@@ -89,7 +90,8 @@ def test_own_rules_go_before_those_that_are_included(tmp_path: Path) -> None:
     key_map = load_map(str(written(tmp_path, mine=mine, theirs=theirs)))
     names = [rule.targets[0].text for rule in key_map.rules]
     assert names[:2] == ["mine", "theirs"]
-    assert len(names) == 2 + len(load_map("meta-llama").rules)
+    assert "model.norm.weight" not in names
+    assert len(names) == 1 + len(load_map("meta-llama").rules)
     assert (key_map.sizes["head"], key_map.sizes["kv"]) == ((3,), (2,))
     assert key_map.model_types == ()
 
@@ -101,6 +103,7 @@ def test_own_rules_go_before_those_that_are_included(tmp_path: Path) -> None:
         ({"a": 'include = ["meta-lama"]'}, "not a built-in map or a file beside it"),
         ({"a": 'include = ["b.toml"]', "b": "x = 1"}, "b.toml: 'x' is not one of"),
         ({"a": "include = [3]"}, "is not a name"),
+        ({"a": 'include = ["meta-llama"]\nwithout = ["nrom.*"]'}, "'nrom.*' matches no name"),
     ],
 )
 def test_inclusions_that_cannot_be(texts: dict[str, Any], words: str, tmp_path: Path) -> None:

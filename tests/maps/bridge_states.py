@@ -1,0 +1,236 @@
+"""What Megatron-Bridge makes of small models of transformers, and a record of it.
+
+``python tests/maps/bridge_states.py`` writes the record anew: with Megatron-Bridge 0.7.0 (commit
+067f987df of its repository), Megatron-core 0.20.0 and transformers 5.23, on a CPU, where
+``transformer_engine`` and ``triton`` are empty modules. Each parameter goes through Bridge's own
+mapping, in one process; where a name of Hugging Face has several in Megatron (norms that are fused
+into what follows), it is the one that Transformer Engine's layers have. Names and shapes are those
+that ``save_pretrained`` writes, every element is random.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import re
+import sys
+import tempfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+RECORD = Path(__file__).parent / "megatron_bridge_0_7_0.json.gz"
+SMALL = {
+    "hidden_size": 24,
+    "intermediate_size": 28,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 10,
+    "vocab_size": 37,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+MOE = {"moe_intermediate_size": 11, "num_experts_per_tok": 2}
+LOCAL = {"num_local_experts": 3, "num_experts_per_tok": 2}
+DELTA = {
+    "linear_key_head_dim": 5,
+    "linear_value_head_dim": 7,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_conv_kernel_dim": 3,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+SHARED = {"num_experts": 3, "shared_expert_intermediate_size": 8}
+GLM = {
+    "n_routed_experts": 3,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "use_qk_norm": True,
+    "attention_bias": True,
+}
+MAMBA = {
+    "num_hidden_layers": 4,
+    "layers_block_type": ["mamba", "attention", "mlp", "moe"],
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 5,
+    "n_groups": 2,
+    "ssm_state_size": 3,
+    "n_routed_experts": 3,
+    "moe_shared_expert_intermediate_size": 8,
+}
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("megatron-gpt", "Llama", {}),
+    "qwen2": ("megatron-gpt", "Qwen2", {}),
+    "qwen3_tied": ("megatron-gpt", "Qwen3", {"tie_word_embeddings": True}),
+    "qwen3_moe": ("megatron-moe", "Qwen3Moe", MOE | {"num_experts": 3}),
+    "gemma2": ("megatron-gemma", "Gemma2", {}),
+    "gemma3": ("megatron-gemma", "Gemma3", {}),
+    "glm4_moe": ("megatron-glm4-moe", "Glm4Moe", MOE | GLM),
+    "gpt_oss": ("megatron-gpt-oss", "GptOss", LOCAL),
+    "minimax_m2": ("megatron-minimax-m2", "MiniMaxM2", LOCAL),
+    "olmoe": ("megatron-olmoe", "Olmoe", {"num_experts": 3, "num_experts_per_tok": 2}),
+    "qwen3_next": ("megatron-qwen3-next", "Qwen3Next", MOE | SHARED | DELTA),
+    "qwen3_5": ("megatron-qwen3.5", "Qwen3_5", DELTA),
+    "qwen3_5_moe": ("megatron-qwen3.5", "Qwen3_5Moe", MOE | SHARED | DELTA),
+    "nemotron_h": ("megatron-nemotron-h", "NemotronH", MOE | MAMBA),
+}  # fmt: skip
+"""The map, the class of transformers, and what its configuration has beside ``SMALL``."""
+
+
+def values(name: str, shape: list[int]) -> np.ndarray[Any, Any]:
+    """Random numbers that a tensor's name decides."""
+    return np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape).astype("f4")
+
+
+def digest(array: np.ndarray[Any, Any]) -> str:
+    """The beginning of the SHA-256 of its bytes."""
+    return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()[:16]
+
+
+def recorded() -> dict[str, Any]:
+    """For each model: ``config``, shapes under ``hf``, shapes and digests under ``megatron``."""
+    return json.loads(gzip.decompress(RECORD.read_bytes()))
+
+
+def _bridge(architecture: str, config: Any, shapes: dict[str, list[int]]) -> Any:
+    from fnmatch import fnmatchcase
+
+    from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
+
+    def kinds(kind: Any) -> Iterator[Any]:
+        for one in kind.__subclasses__():
+            yield one
+            yield from kinds(one)
+
+    named = (b for b in kinds(MegatronModelBridge) if getattr(b, "SOURCE_NAME", "") == architecture)
+    bridge = next(named)()
+    source = SimpleNamespace(
+        get_all_keys=lambda: list(shapes),
+        has_glob=lambda glob: any(fnmatchcase(name, glob) for name in shapes),
+    )
+    bridge.hf_config = bridge._hf_config = config
+    state = SimpleNamespace(source=source)
+    bridge.hf_pretrained = SimpleNamespace(config=config, generation_config=None, state=state)
+    return bridge
+
+
+def _is_there(name: str, layer: list[str]) -> bool:
+    """Whether Megatron's layer has the parameter, by what the layer of Hugging Face has."""
+
+    def has(*words: str) -> bool:
+        return any(word in other for other in layer for word in words)
+
+    if re.search(r"local_experts|conv1d_|final_layernorm_|\d\.(input_layernorm|norm)\.", name):
+        return False
+    moe = has("experts.", "experts.gate_up_proj")
+    for part, there in {
+        "pre_mlp_layernorm": moe,
+        "linear_fc1.layer_norm": has("up_proj", "w1") and not moe,
+        "self_attention.in_proj.layer_norm": has("linear_attn"),
+        "mixer.in_proj.layer_norm": has("A_log"),
+        "linear_qkv.layer_norm": has("q_proj"),
+    }.items():
+        if part in name:
+            return there
+    return True
+
+
+def _resolved(registry: Any, names: list[str], experts: int) -> Iterator[tuple[Any, bool]]:
+    """Each parameter's mapping, and whether it is one of the experts that a tensor packs."""
+    mappings = registry.get_all_mappings()
+    if any(mapping.megatron_param == "decoder.final_norm.weight" for mapping in mappings):
+        mappings = [m for m in mappings if m.megatron_param != "decoder.final_layernorm.weight"]
+    for mapping in mappings:
+        given = mapping.hf_param
+        first = given if isinstance(given, str) else next(iter(given.values()))
+        pattern = registry._convert_pattern_to_regex(first)
+        stars = mapping.megatron_param.count("*")
+        for match in filter(None, (re.fullmatch(pattern, name) for name in names)):
+            packed = stars > len(match.groups())
+            head = re.match(r".*?layers\.\d+\.", match[0])
+            layer = [name for name in names if head and name.startswith(head[0])]
+            for rest in [(str(e),) for e in range(experts)] if packed else [()]:
+                if stars == len(match.groups()) + len(rest):
+                    one = mapping.resolve((*match.groups(), *rest))
+                    if _is_there(one.megatron_param, layer):
+                        yield one, packed
+
+
+def _target_of(one: Any, weights: Any, *, packed: bool) -> Any:
+    """A parameter of the shape that Megatron's has: what it makes by what it takes."""
+    import torch
+
+    shape = list(weights[0].shape if packed else getattr(weights, "shape", ()))
+    turned = (
+        packed and len(shape) == 2 and shape["fc1" in one.megatron_param] != SMALL["hidden_size"]
+    )
+    return torch.empty(shape[::-1] if turned else shape)
+
+
+def _mapped(bridge: Any, hf: dict[str, Any], experts: int) -> dict[str, Any]:
+    """What the mappings of a bridge make of a state dict; every tensor of it is used."""
+    import torch
+
+    class ColumnParallelLinear(torch.nn.Module):
+        def __init__(self, config: Any) -> None:
+            super().__init__()
+            self.config, self.weight = config, torch.nn.Parameter(torch.empty(0))
+
+    module = ColumnParallelLinear(bridge.provider_bridge(bridge.hf_pretrained))
+    made: dict[str, Any] = {}
+    used: set[str] = set()
+    for one, packed in _resolved(bridge.mapping_registry(), list(hf), experts):
+        weights = bridge.maybe_modify_loaded_hf_weight(one.hf_param, hf)
+        found = module, _target_of(one, weights, packed=packed)
+        for each in list(sys.modules.values()):
+            if hasattr(each, "get_module_and_param_from_name"):
+                each.get_module_and_param_from_name = lambda *_, found=found, **__: found
+        made[one.megatron_param] = one.hf_to_megatron(weights, module)
+        used |= {one.hf_param} if isinstance(one.hf_param, str) else {*one.hf_param.values()}
+    if hf.keys() - used:
+        raise ValueError(f"not used: {hf.keys() - used}")
+    return made
+
+
+def _record_of(name: str, more: dict[str, Any]) -> dict[str, Any]:
+    import torch
+    import transformers
+    from safetensors.torch import load_file
+
+    kind = "Gemma3Text" if name == "Gemma3" else name
+    kind += "Text" if name.startswith("Qwen3_5") else ""
+    config = getattr(transformers, f"{kind}Config")(**SMALL | more)
+    config.architectures = [f"{name}ForCausalLM"]
+    with tempfile.TemporaryDirectory() as folder:
+        getattr(transformers, f"{name}ForCausalLM")(config).save_pretrained(folder)
+        files = Path(folder).glob("*.safetensors")
+        shapes = {n: list(t.shape) for file in files for n, t in load_file(file).items()}
+        written = json.loads((Path(folder) / "config.json").read_text())
+    hf = {n: torch.from_numpy(values(n, shape)) for n, shape in shapes.items()}
+    made = _mapped(_bridge(f"{name}ForCausalLM", config, shapes), hf, 3)
+    megatron = {n: [list(t.shape), digest(t.numpy())] for n, t in made.items()}
+    return {"config": written, "hf": shapes, "megatron": megatron}
+
+
+def record() -> None:
+    """Write what Megatron-Bridge makes of all models into the record."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    with tempfile.NamedTemporaryFile() as file:
+        dist.init_process_group("gloo", init_method=f"file://{file.name}", rank=0, world_size=1)
+        parallel_state.initialize_model_parallel()
+        found = {model: _record_of(name, more) for model, (_, name, more) in MODELS.items()}
+    RECORD.write_bytes(gzip.compress(json.dumps(found, sort_keys=True).encode(), mtime=0))
+
+
+if __name__ == "__main__":
+    record()

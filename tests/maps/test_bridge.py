@@ -1,0 +1,65 @@
+"""The maps to Megatron-core's names agree with Megatron-Bridge's own mappings, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from bridge_states import MODELS, digest, recorded, values
+from conftest import convert_to
+from safetensors.numpy import load_file, save_file
+
+from ckptool.commands.options.rewrite import MapOptions
+
+RECORDED = recorded()
+Arrays = dict[str, np.ndarray]
+
+
+def save(model: str, folder: Path) -> Arrays:
+    """Write the model as Hugging Face has it; return its tensors."""
+    truth = RECORDED[model]
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(truth["config"]))
+    tensors = {name: values(name, shape) for name, shape in truth["hf"].items()}
+    save_file(tensors, folder / "model.safetensors")
+    return tensors
+
+
+def of_modules(stored: Arrays) -> Arrays:
+    """What torch_dist stacks, as the modules of Megatron have it, whose names Bridge maps."""
+    apart: Arrays = {}
+    for name, array in stored.items():
+        stacked = re.fullmatch(r"(decoder\.layers\.)(?!\d)(.*)", name)
+        layers = list(enumerate(array)) if stacked else [(None, array)]
+        for layer, part in layers:
+            inner = name if stacked is None else f"{stacked[1]}{layer}.{stacked[2]}"
+            if ".experts.experts." in inner:
+                plain = inner.replace(".experts.experts.", ".experts.")
+                apart |= {f"{plain}{e}": np.ascontiguousarray(one) for e, one in enumerate(part)}
+            else:
+                apart[inner] = np.ascontiguousarray(part)
+    return apart
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_as_megatron_bridge_maps_and_back(model: str, out: Path) -> None:
+    tensors = save(model, out / "hf")
+    convert_to("safetensors", out / "hf", out / "stored", map=MapOptions(MODELS[model][0]))
+    found = of_modules(load_file(out / "stored" / "model.safetensors"))
+    truth = RECORDED[model]["megatron"]
+    assert found.keys() == truth.keys()
+    assert {n: [list(a.shape), digest(a)] for n, a in found.items()} == truth
+
+    save_file(found, out / "modules.safetensors")
+    for at, source in enumerate((out / "stored", out / "modules.safetensors")):
+        options = MapOptions("auto", assets=out / "hf")
+        done = convert_to("safetensors", source, out / f"back-{at}", map=options)
+        assert (done.map.name, done.map.target) == (MODELS[model][0], "Hugging Face")
+        back = load_file(out / f"back-{at}" / "model.safetensors")
+        assert back.keys() == tensors.keys()
+        for name, array in tensors.items():
+            one = np.float32("linear_attn.norm" in name)
+            assert digest(back[name]) == digest(array - one + one), name
