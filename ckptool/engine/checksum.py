@@ -50,6 +50,10 @@ def record_job(record: Record) -> Job[Record, ByteReader, memoryview]:
     return byte_job(record, record.file, record.offset, record.nbytes)
 
 
+_MOST_GAPS = 16
+"""Runs of a record that are read one by one: one read of all of it costs no more."""
+
+
 class RecordCheck:
     """Compares the records that are touched with the CRC-32 their writer stored.
 
@@ -108,17 +112,29 @@ class RecordCheck:
         return problems
 
     def read_unseen(self, source: Files, workers: int) -> None:
-        """Read the records that pieces do not cover; Damaged where a file ends before one does."""
-        jobs = map(record_job, self.unseen())
-        read_tiles(ByteSource(source), jobs, self._note_whole, workers)
+        """Read what pieces do not cover of records; Damaged where a file ends before one does."""
+        gaps = (gap for record in self.unseen() for gap in self._gaps(record))
+        jobs = (byte_job(gap, gap[0].file, *gap[1:]) for gap in gaps)
+        read_tiles(ByteSource(source), jobs, self._note_gap, workers)
 
-    def whole(self, record: Record, crc: int) -> None:
-        """Note that the whole record was read and has this CRC-32."""
-        with self._lock:
-            self._pieces[record] = {record.offset: (record.nbytes, crc)}
+    def _gaps(self, record: Record) -> list[tuple[Record, int, int]]:
+        """Return the runs of a record that are still to be read; all of it where they are many."""
+        gaps, position, end = [], record.offset, record.offset + record.nbytes
+        overlaps = False
+        for offset, (nbytes, _) in sorted(self._pieces[record].items()):
+            overlaps |= offset < position or offset + nbytes > end
+            if offset > position:
+                gaps.append((record, position, offset - position))
+            position = offset + nbytes
+        if position < end or not record.nbytes:
+            gaps.append((record, position, end - position))
+        if overlaps or len(gaps) > _MOST_GAPS:
+            self._pieces[record].clear()
+            return [(record, record.offset, record.nbytes)]
+        return gaps
 
-    def _note_whole(self, record: Record, tiles: Iterator[memoryview]) -> None:
-        self.whole(record, crc_of(tiles))
+    def _note_gap(self, gap: tuple[Record, int, int], tiles: Iterator[memoryview]) -> None:
+        self.piece(*gap, crc_of(tiles))
 
     def _covered(self, record: Record) -> bool:
         position = record.offset

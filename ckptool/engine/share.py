@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from heapq import heapify, heapreplace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -44,29 +44,29 @@ class Share(NamedTuple):
             return [at for at, owner in enumerate(owners) if owner == self.position]
         return self.takes([file.nbytes for file in layout.files])
 
-    def records(self, plan: Plan) -> Iterator[tuple[TensorEntry, Chunk]]:
-        """Yield the chunks, with their tensors, whose records this share checks: each is one's.
-
-        A record that several shares need is so read whole by one of them, and not by all.
-        """
-        places: dict[object, list[tuple[TensorEntry, Chunk]]] = {}
-        sizes: dict[object, int] = {}
-        for entry in plan.entries:
-            for chunk in entry.chunks:
-                at = chunk.at
-                if isinstance(at, Extent) and at.record is None:
-                    continue
-                place = at.record if isinstance(at, Extent) else (at.file, at.offset)
-                places.setdefault(place, []).append((entry, chunk))
-                nbytes = chunk.box.volume * entry.source_dtype.itemsize
-                sizes[place] = max(nbytes, sizes.get(place, 0))
-        chunks = list(places.values())
-        for number in self.takes(list(sizes.values())):
-            yield from chunks[number]
-
 
 ALL = Share()
 """All that is to be done."""
+
+
+def checked_chunks(plan: Plan, numbers: Collection[int]) -> Iterator[tuple[TensorEntry, Chunk]]:
+    """Yield the chunks, with their tensors, whose records whoever writes some files checks.
+
+    ``numbers`` are places in the layout. A record that several files need is checked whole by who
+    writes the first of them, and not by all.
+    """
+    seen: set[object] = set()
+    mine = frozenset(numbers)
+    for number in range(len(plan.layout.files)):
+        for entry, chunk in plan.chunks([number]):
+            at = chunk.at
+            if isinstance(at, Extent) and at.record is None:
+                continue
+            place = at.record if isinstance(at, Extent) else (at.file, at.offset)
+            if place not in seen:
+                seen.add(place)
+                if number in mine:
+                    yield entry, chunk
 
 
 def _balanced(sizes: Sequence[int], count: int) -> list[int]:

@@ -60,7 +60,7 @@ def test_a_piece_that_is_lacking_leaves_the_record_unseen(
         if piece != left_out:
             check.piece(record, *piece)
     assert check.unseen() == [record]
-    check.whole(record, zlib.crc32(whole))
+    check.piece(record, *left_out)
     assert check.unseen() == []
     assert check.problems() == []
 
@@ -69,7 +69,7 @@ def test_a_problem_names_the_file_the_tensor_and_both_checksums() -> None:
     check = RecordCheck()
     record = Record("shard.pt", 1000, 4, 0x12345678)
     check.touch(record, "model.w")
-    check.whole(record, 0x9ABCDEF0)
+    check.piece(record, 1000, 4, 0x9ABCDEF0)
     (line,) = check.problems()
     assert all(word in line for word in ("shard.pt", "model.w", "12345678", "9abcdef0", "1,000"))
 
@@ -84,6 +84,37 @@ def test_records_that_no_piece_covers_are_read(tmp_path: Path) -> None:
         check.read_unseen(source, 2)
         assert check.unseen() == []
         assert len(check.problems()) == problems
+
+
+@pytest.mark.parametrize("count", [3, 40])
+@pytest.mark.parametrize("step", [50, 90, 110])
+def test_what_no_piece_covers_is_read_to_the_last_byte(
+    count: int, step: int, tmp_path: Path
+) -> None:
+    """Of pieces of 100 bytes with gaps, also many, or that overlap."""
+    data = bytes(n % 251 for n in range(count * 120))
+    (tmp_path / "f").write_bytes(data)
+    for stored, problems in ((zlib.crc32(data), 0), (1, 1)):
+        check, record = RecordCheck(), Record("f", 0, len(data), stored)
+        check.touch(record, "w")
+        for start in range(0, count * step, step):
+            check.note(record, start, memoryview(data)[start : start + 100])
+        check.read_unseen(LocalSource.folder(tmp_path), 2)
+        assert check.unseen() == []
+        assert len(check.problems()) == problems
+
+
+def test_of_shared_work_only_what_is_required_must_be_read(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(b"abcd" * 2)
+    check = RecordCheck(shared=True)
+    mine, seen, others = (Record("f", at, 4, zlib.crc32(b"abcd") ^ (at == 1)) for at in (0, 4, 1))
+    check.touch(mine, "mine", required=True)
+    check.touch(seen, "seen")
+    check.touch(others, "others")
+    check.note(seen, 4, memoryview(b"abcx"))
+    assert check.unseen() == [mine]
+    check.read_unseen(LocalSource.folder(tmp_path), 1)
+    assert [problem.tensor for problem in check.problems()] == ["seen"]
 
 
 def test_a_file_that_ends_before_its_record_is_damaged(tmp_path: Path) -> None:

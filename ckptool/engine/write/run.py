@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
 from typing import IO, NamedTuple
 
+from ckptool.core.catalog import Chunk, TensorEntry
 from ckptool.core.layout import FileLayout, Literal, Part, Verbatim
 from ckptool.core.plan import Plan, Tile
 from ckptool.engine.checksum import (
@@ -24,7 +25,7 @@ from ckptool.engine.read.containers import openings, runs_of
 from ckptool.engine.read.planned import PlannedPiece, PlanReader, plan_job, touch
 from ckptool.engine.read.tiles import ByteReader, read_tiles
 from ckptool.engine.run_options import RunOptions
-from ckptool.engine.share import ALL, Share
+from ckptool.engine.share import ALL, Share, checked_chunks
 from ckptool.engine.write.journal import NO_JOURNAL, Journal, find_finished
 from ckptool.errors import Damaged, TransferError, Unsupported
 from ckptool.storage.disk import allocate, open_unfollowed
@@ -126,7 +127,11 @@ class _PlanWriter:
     def write(self, todo: Sequence[int], finished: Sequence[int], journal: Journal) -> None:
         """Write the files ``todo``; what the ``finished`` ones were made from is checked again."""
         self._journal = journal
-        touch_files(self._plan, finished, self._source, self._records, self._share)
+        if self._share.is_all:
+            chunks = self._plan.chunks(finished)
+        else:
+            chunks = checked_chunks(self._plan, [*todo, *finished])
+        touch_chunks(chunks, self._source, self._records)
         self._progress(sum(self._files[number].nbytes for number in finished))
         jobs = map(plan_job, self._write_jobs(todo))
         tiles = _PlanTiles(self._source, self._records, self._output)
@@ -286,11 +291,11 @@ def _close_all(descriptors: dict[str, int]) -> None:
         os.close(descriptors.popitem()[1])
 
 
-def touch_files(
-    plan: Plan, numbers: Sequence[int], source: Files, records: RecordCheck, share: Share
+def touch_chunks(
+    some: Iterable[tuple[TensorEntry, Chunk]], source: Files, records: RecordCheck
 ) -> None:
-    """Note the records that must be read: of finished files, or those that a share checks."""
-    chunks = list(plan.chunks(numbers) if share.is_all else share.records(plan))
+    """Note that the records of some chunks, each with its tensor, must be read."""
+    chunks = list(some)
     needs = (need for _, chunk in chunks for need in openings(chunk.at))
     source.expect(runs_of(needs, set()))
     for entry, chunk in chunks:

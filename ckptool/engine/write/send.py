@@ -18,8 +18,8 @@ from ckptool.engine.read.planned import PlanReader
 from ckptool.engine.read.runs import tile_runs
 from ckptool.engine.read.tiles import Job, read_tiles, require_unchanged
 from ckptool.engine.run_options import RunOptions
-from ckptool.engine.share import ALL, Share
-from ckptool.engine.write.run import apply_patches, fetched_ahead, read_verbatim, touch_files
+from ckptool.engine.share import ALL, Share, checked_chunks
+from ckptool.engine.write.run import apply_patches, fetched_ahead, read_verbatim, touch_chunks
 from ckptool.errors import Unsupported
 from ckptool.storage.local import SPAN, Files
 from ckptool.storage.multipart import Upload, memory_of_part
@@ -63,7 +63,8 @@ def send(
     capacity = within_budget(plan, source, options, todo)
     records = RecordCheck(shared=not share.is_all)
     contents = _FileContents(plan, source, records, capacity.readers)
-    touch_files(plan, done, source, records, share)
+    chunks = plan.chunks(done) if share.is_all else checked_chunks(plan, numbers)
+    touch_chunks(chunks, source, records)
     progress(sum(files[number].nbytes for number in done))
     uploads: list[Upload] = []
 
