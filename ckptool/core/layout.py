@@ -104,6 +104,10 @@ class FileLayout:
     def parts(self) -> tuple[Part, ...]:
         return self._make()
 
+    def within(self, folder: str) -> FileLayout:
+        """Return the file in a folder of the target."""
+        return FileLayout.lazy(f"{folder}/{self.path}", self.nbytes, self._make, self.rank)
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:

@@ -106,6 +106,7 @@ FORMATS = Registry(
         "safetensors": "safetensors.FORMAT",
         "torch-save": "torch_save.FORMAT",
         "orbax": "orbax.FORMAT",
+        "verl": "rank_files.VERL_FORMAT",
         "torch-checkpointing": "rank_files.TORCH_CHECKPOINTING_FORMAT",
     }
 )

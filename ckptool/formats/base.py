@@ -175,6 +175,8 @@ class Format:
     - ``reads`` is False where the format is only recognised, to say why it cannot be read.
     - ``takes_tp_rules`` says that ``scan`` heeds ``ScanOptions.tp_rules``.
     - ``takes_world_size`` says that ``scan`` heeds ``ScanOptions.world_size``.
+    - ``has_rank_state`` says that each rank finds state of its own, such as that of random number
+      generators, where ``reshard`` puts what only it has.
     - ``has_values`` is False where the files have no place for values that are no tensors.
     - ``is_model_folder`` says that what is written is a folder which a model is loaded from, with
       its config.json.
@@ -200,6 +202,7 @@ class Format:
     reads: bool = True
     takes_tp_rules: bool = False
     takes_world_size: bool = False
+    has_rank_state: bool = False
     has_values: bool = True
     is_model_folder: bool = False
     config: Literal["required", "optional"] | None = None

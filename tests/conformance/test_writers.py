@@ -151,6 +151,16 @@ def by_items(folder: Path) -> dict[str, Bits]:
     return as_bits(found)
 
 
+def by_verl(folder: Path) -> dict[str, Bits]:
+    """As each rank of verl finds them; not its own random states."""
+    found: Tensors = {}
+    for family in ("model", "optim"):
+        files = [folder / f"{family}_world_size_{RANKS}_rank_{rank}.pt" for rank in range(RANKS)]
+        ranks = [flat(load_torch(file), family) for file in files]
+        found |= {name: joined(rank[name] for rank in ranks) for name in ranks[0]}
+    return as_bits(found)
+
+
 def by_vllm(folder: Path) -> dict[str, Bits]:
     """As vLLM's layers hold them: columns and rows cut, key-value heads copied, words padded."""
     config = json.loads((folder / "config.json").read_text())
@@ -208,6 +218,7 @@ RESHARDED = {
     "dcp": Written(FSDP, "m", lambda path: read_back("dcp", path)),
     "rank-local": Written(FSDP, "m", by_rank_files),
     "torch-checkpointing": Written(FSDP, "m", by_items),
+    "verl": Written(("rank_verl",), "m", by_verl),
     "dcp-safetensors": Written(FSDP, "m", lambda path: read_back("dcp-safetensors", path)),
     "sharded-state": Written(("vllm_sharded_state",), "m", by_vllm),
     "llama": Written(("llama_consolidated",), "m", by_meta),

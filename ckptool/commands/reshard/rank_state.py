@@ -47,10 +47,13 @@ def require_rank_state(what: str) -> None:
         )
 
 
-def resolve_rank_state(catalog: Catalog, what: str) -> tuple[Catalog, tuple[DroppedState, ...]]:
+def resolve_rank_state(
+    catalog: Catalog, what: str, *, same_ranks: bool = False
+) -> tuple[Catalog, tuple[DroppedState, ...]]:
     """Return the catalog with what is kept of the state that differs between ranks, and the rest.
 
-    ``what`` is ``drop-rng``, ``drop``, ``keep``, ``stop`` or the number of a rank. Raises
+    ``what`` is ``drop-rng``, ``drop``, ``keep``, ``stop`` or the number of a rank. ``same_ranks``
+    says that as many ranks as the source has find their own again: ``drop-rng`` drops none. Raises
     Unsupported, with the list, where there is state that is neither to be kept nor to be dropped;
     UsageError where that rank has none. What cannot be read and is kept is refused elsewhere.
     """
@@ -65,6 +68,8 @@ def resolve_rank_state(catalog: Catalog, what: str) -> tuple[Catalog, tuple[Drop
     }.get(what, [])
     if what in ("stop", "drop-rng"):
         _require_none([name for name in readable if name not in gone])
+    if what == "drop-rng" and same_ranks:
+        return catalog, ()
     dropped = [DroppedState(name, kinds[name], tuple(states[name])) for name in gone]
     rest = drop_names(catalog, _own_names(states, gone))
     agreed = list(_list_agreed(rest, gone))

@@ -40,6 +40,7 @@ from ckptool.engine.write.run import peak_memory
 from ckptool.errors import Unsupported, UsageError
 from ckptool.formats import FORMATS, targets
 from ckptool.formats.base import Format, Request
+from ckptool.formats.rank_files import WRITERS
 from ckptool.storage.url import Location
 
 
@@ -165,7 +166,9 @@ def prepare_reshard(source: Location, target: Location | None, options: ReshardO
         target = beside.with_name(f"{beside.name}-{'x'.join(map(str, placer.mesh.shape))}")
     target = resolve_target(target)
     require_apart(opened, target)
-    catalog, dropped = resolve_rank_state(opened.catalog, options.rank_state)
+    writer = _writer(options.to, opened)
+    same_ranks = writer.has_rank_state and opened.catalog.world_size == placer.mesh.size
+    catalog, dropped = resolve_rank_state(opened.catalog, options.rank_state, same_ranks=same_ranks)
     require_readable(catalog, opened.source, str(opened.path))
     require_agreement(catalog)
     if not catalog.tensors:
@@ -175,7 +178,6 @@ def prepare_reshard(source: Location, target: Location | None, options: ReshardO
     )
     located = opened.open_containers(catalog, defers=defers)
     catalog, map_report = apply_key_map(opened, located, options.map)
-    writer = _writer(options.to, opened)
     mesh = _with_names(placer.mesh, catalog.mesh)
     placer = replace(placer, mesh=mesh, rules=(*placer.rules, *writer.rules()))
     choices = placer.choose(catalog)
@@ -267,8 +269,8 @@ def _writer(to: str | None, opened: OpenedCheckpoint) -> Format:
             hint = one_of(to, targets(mesh=True))
             raise UsageError(f"--to {to!r}: unknown format", hint=hint)
         return FORMATS[to]
-    if opened.catalog.info.get("writer") == "torch_checkpointing":
-        return FORMATS["torch-checkpointing"]
+    if (same := WRITERS.get(opened.catalog.info.get("writer", ""))) is not None:
+        return FORMATS[same]
     return FORMATS["dcp"] if opened.format.reshard is None else opened.format
 
 

@@ -60,6 +60,9 @@ from ckptool.serialization.state_dict.leaves import (
 from ckptool.serialization.state_dict.values import note_unread
 
 _VERL_CONFIG = "fsdp_config.json"
+_VERL, _TORCH_CHECKPOINTING = "verl (by its file names)", "torch_checkpointing"
+WRITERS = {_VERL: "verl", _TORCH_CHECKPOINTING: "torch-checkpointing"}
+"""The format in which the files of a writer, as ``Catalog.info`` has it, are written again."""
 
 
 def _probe(source: Source) -> bool:
@@ -128,6 +131,8 @@ def _catalog(
     full = [mesh for mesh in merged.meshes if mesh.size == world]
     mesh = max(full, key=lambda mesh: (len(mesh.shape), mesh.names is not None), default=None)
     names = {item.file for item in files} | {METADATA}
+    info = {"writer": _TORCH_CHECKPOINTING if checkpointing else _writer(files)}
+    version = _fsdp_version(source)
     catalog = Catalog(
         "rank-local",
         merged.tensors,
@@ -136,7 +141,7 @@ def _catalog(
         world_size=world,
         mesh=mesh,
         mesh_source="declared" if mesh else None,
-        info={"writer": "torch_checkpointing" if checkpointing else _writer(files)},
+        info=info | ({"FSDP version": version} if version else {}),
         notes=(*merged.notes, *note_unread(merged.objects)),
         conflicts=merged.conflicts,
         companions=companions(source) or companions(source, "huggingface/"),
@@ -149,7 +154,7 @@ def _writer(files: list[RankFile]) -> str:
     if all(re.fullmatch(r"checkpoint_\d+\.pt", name) for name in names):
         return "torch.distributed.checkpoint._experimental (by its file names)"
     if any(item.world for item in files):
-        return "verl (by its file names)"
+        return _VERL
     if any(name.startswith(("pytorch_model_fsdp", "random_states_")) for name in names):
         return "accelerate (by its file names)"
     return "torch.save, one file a rank"
@@ -167,10 +172,15 @@ def _read(source: Source, item: RankFile, declared: Declared | None) -> dict[str
 
 def _is_flat_optimizer(source: Source, item: RankFile) -> bool:
     """Return whether a rank's file is its part of flat optimizer state, as verl saves FSDP1's."""
-    if item.family != "optim" or _VERL_CONFIG not in source.files:
-        return False
-    text = read_metadata(source, _VERL_CONFIG)
-    return re.search(rb'"FSDP_version"\s*:\s*1\b', text) is not None
+    return item.family == "optim" and _fsdp_version(source) == "1"
+
+
+def _fsdp_version(source: Source) -> str | None:
+    """Return the version of FSDP that verl records; None where it records none."""
+    if _VERL_CONFIG not in source.files:
+        return None
+    match = re.search(rb'"FSDP_version"\s*:\s*(\d)\b', read_metadata(source, _VERL_CONFIG))
+    return match[1].decode() if match else None
 
 
 def _join_families(
@@ -313,6 +323,7 @@ FORMAT = Format(
     reshard=Deferred("ckptool.formats.rank_files.write:lay_out_rank_files"),
     files=(FileRule(r"metadata\.pkl", FileRole.METADATA),),
     takes_world_size=True,
+    has_rank_state=True,
 )
 
 TORCH_CHECKPOINTING_FORMAT = replace(
@@ -321,4 +332,13 @@ TORCH_CHECKPOINTING_FORMAT = replace(
     summary="torch_checkpointing's rank files",
     probe=None,
     reshard=Deferred("ckptool.formats.rank_files.write:lay_out_torch_checkpointing"),
+    has_rank_state=False,
+)
+
+VERL_FORMAT = replace(
+    FORMAT,
+    name="verl",
+    summary="verl's rank files of model, optimizer and extra state",
+    probe=None,
+    reshard=Deferred("ckptool.formats.rank_files.verl:lay_out"),
 )

@@ -10,13 +10,21 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from ckptool.core.box import Box
-from ckptool.core.catalog import Catalog, Index, Path, TensorEntry, tied_names
+from ckptool.core.catalog import (
+    Catalog,
+    Index,
+    ObjectEntry,
+    Path,
+    RankStep,
+    TensorEntry,
+    tied_names,
+)
 from ckptool.core.layout import FileLayout, Layout, Literal
-from ckptool.core.mesh import Placement, Placements, Shard, StridedShard
+from ckptool.core.mesh import Mesh, Placement, Placements, Shard, StridedShard
 from ckptool.core.sharding.placement import PlacedTensors
 from ckptool.core.text import list_some
 from ckptool.errors import Unsupported
@@ -32,11 +40,10 @@ def lay_out_rank_files(catalog: Catalog, request: Request) -> Layout:
     """Lay out one file a rank: its shards of the tensors, and the same values in each."""
     tensors = RankTensors(catalog, require_placed(request))
     objects, notes = select_plain(catalog)
-    values: list[tuple[Path, Any]] = [(entry.path, entry.value) for entry in objects]
     files = lay_out_companions(catalog)
     for rank in range(tensors.mesh.size):
         stem = f"checkpoint_{rank}"
-        state = nest([*tensors.leaves(rank), *values])
+        state = nest([*tensors.leaves(rank), *values_of(objects, rank, tensors.mesh)])
         files.append(FileLayout(f"{stem}.pt", tuple(lay_out_archive(state, root=stem)), rank))
     return Layout(tuple(files), folder=True, notes=(*notes, *tensors.notes))
 
@@ -51,6 +58,28 @@ def stays_plain(catalog: Catalog, entry: TensorEntry) -> bool:
     return not entry.shape
 
 
+def values_of(objects: Iterable[ObjectEntry], rank: int, mesh: Mesh) -> Iterator[tuple[Path, Any]]:
+    """Yield the values of a rank's file with their paths."""
+    for entry in objects:
+        if (path := own_path(entry.path, rank, mesh)) is not None:
+            yield path, entry.value
+
+
+def own_path(path: Path, rank: int, mesh: Mesh) -> Path | None:
+    """Return the path of an entry in the file of ``rank``; None where it is another rank's alone.
+
+    State of a rank that the mesh lacks lies in all files, its rank in its name.
+    """
+    last = path[-1] if path else None
+    if not isinstance(last, RankStep) or last.rank not in mesh.ranks:
+        return path
+    return (*path[:-1], last.step) if last.rank == rank else None
+
+
+def _is_of_a_rank(entry: TensorEntry) -> bool:
+    return bool(entry.path) and isinstance(entry.path[-1], RankStep)
+
+
 class RankTensors:
     """What the file of each rank holds of a catalog's tensors, once they are cut for a mesh.
 
@@ -61,7 +90,11 @@ class RankTensors:
         self.mesh = placed.mesh
         self._entries = list(catalog.tensors.values())
         self._placements = placed.placements
-        self._plain = {entry.name for entry in self._entries if stays_plain(catalog, entry)}
+        self._plain = {
+            entry.name
+            for entry in self._entries
+            if stays_plain(catalog, entry) or _is_of_a_rank(entry)
+        }
         self._shards = {
             entry.name: placed.shards(entry)
             for entry in self._entries
@@ -95,7 +128,12 @@ class RankTensors:
         """Return the tensors of a rank's file with their paths, for ``lay_out_archive``."""
         records = RankRecords(self.mesh, rank)
         position = self.mesh.ranks.index(rank)
-        return [(entry.path, self._leaf(entry, records, position)) for entry in self._entries]
+        paths = {entry.name: own_path(entry.path, rank, self.mesh) for entry in self._entries}
+        return [
+            (path, self._leaf(entry, records, position))
+            for entry in self._entries
+            if (path := paths[entry.name]) is not None
+        ]
 
     def _leaf(self, entry: TensorEntry, records: RankRecords, position: int) -> Any:
         stored = self._stored[entry.name]

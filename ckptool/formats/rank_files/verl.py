@@ -1,0 +1,60 @@
+"""Lay out the files of verl's FSDPCheckpointManager (verl 0.9) on a new mesh.
+
+Each rank has ``model_world_size_W_rank_R.pt``, ``optim_...`` and ``extra_state_...``, the last with
+the scheduler and its own random states; beside them lie ``fsdp_config.json`` and the model's
+configuration and tokenizer in ``huggingface/``. The number of ranks is in the names, so that
+nothing loads on another number of them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from ckptool.core.catalog import Catalog, Path
+from ckptool.core.layout import FileLayout, Layout, Literal
+from ckptool.core.selection import entries_of
+from ckptool.errors import Unsupported
+from ckptool.formats.base import Request
+from ckptool.formats.rank_files.write import RankTensors, values_of
+from ckptool.formats.writing import lay_out_companions, require_placed, select_plain
+from ckptool.serialization.archive.write import lay_out_archive
+from ckptool.serialization.state_dict.tree import nest
+
+CONFIG = "fsdp_config.json"
+FAMILIES = ("model", "optim", "extra_state")
+_FOLDER = "huggingface"
+
+
+def lay_out(catalog: Catalog, request: Request) -> Layout:
+    """Lay out a file of each family for each rank. Unsupported where a name is of no family."""
+    placed = require_placed(request)
+    for entry in entries_of(catalog):
+        if len(entry.path) < 2 or entry.path[0] not in FAMILIES:
+            raise Unsupported(
+                f"{entry.name}: verl has files of {', '.join(FAMILIES)} alone",
+                hint="ckptool convert SRC TMP --to dcp --rename '^optimizer=optim' renames first",
+            )
+    tensors = RankTensors(catalog, placed)
+    objects, notes = select_plain(catalog)
+    size = placed.mesh.size
+    files = [file.within(_FOLDER) for file in lay_out_companions(catalog)]
+    for rank in range(size):
+        leaves = [*tensors.leaves(rank), *values_of(objects, rank, placed.mesh)]
+        for family, state in _by_family(leaves).items():
+            stem = f"{family}_world_size_{size}_rank_{rank}"
+            files.append(FileLayout(f"{stem}.pt", tuple(lay_out_archive(state, root=stem)), rank))
+    version = catalog.info.get("FSDP version")
+    if version is not None:
+        config = {"FSDP_version": int(version), "world_size": size}
+        files.append(FileLayout(CONFIG, (Literal(json.dumps(config, indent=4).encode()),)))
+    return Layout(tuple(files), folder=True, notes=(*notes, *tensors.notes))
+
+
+def _by_family(leaves: Iterable[tuple[Path, Any]]) -> dict[str, Any]:
+    """Return the nested state of each family."""
+    inside: dict[str, list[tuple[Path, Any]]] = {}
+    for path, leaf in leaves:
+        inside.setdefault(str(path[0]), []).append((path[1:], leaf))
+    return {family: nest(inside[family]) for family in FAMILIES if family in inside}

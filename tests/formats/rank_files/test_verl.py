@@ -1,0 +1,95 @@
+"""The files of verl's checkpoint manager, written again for other ranks."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.distributed.tensor  # its files hold DTensors
+from conftest import bits, case, flat, load_torch
+
+import ckptool
+from ckptool.errors import Unsupported
+
+SOURCE = case("rank_verl").path / "global_step_5" / "actor"
+FAMILIES = ("model", "optim", "extra_state")
+
+
+def state(path: Path, family: str, rank: int, size: int) -> Any:
+    return load_torch(path / f"{family}_world_size_{size}_rank_{rank}.pt")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_each_rank_finds_its_files_and_no_others_are_there(size: int, out: Path) -> None:
+    report = ckptool.reshard(SOURCE, out / "r", mesh=str(size), fsync=False)
+    assert report.target_format == "verl"
+    files = {str(p.relative_to(out / "r")) for p in (out / "r").rglob("*") if p.is_file()}
+    ranks = {f"{f}_world_size_{size}_rank_{r}.pt" for f in FAMILIES for r in range(size)}
+    assert files == {"fsdp_config.json", "huggingface/config.json", *ranks}
+    config = json.loads((out / "r" / "fsdp_config.json").read_text())
+    assert config == {"FSDP_version": 2, "world_size": size}
+    truth = case("rank_verl").truth
+    for rank in range(size):
+        extra = state(out / "r", "extra_state", rank, size)
+        assert extra["lr_scheduler"] == {"last_epoch": 5}
+        assert ("rng" in extra) == (size == 2), "as many ranks find their own states again"
+        for family in FAMILIES[:2]:
+            tensors = flat(state(out / "r", family, rank, size))
+            assert tensors.keys() == {
+                name.removeprefix(f"{family}.") for name in truth if name.startswith(family)
+            }
+            for name, tensor in tensors.items():
+                if hasattr(tensor, "device_mesh"):
+                    assert tensor.device_mesh.mesh_dim_names == ("fsdp",)
+                else:
+                    assert bits(tensor) == truth[f"{family}.{name}"]
+
+
+def test_as_many_ranks_find_their_random_states_again(out: Path) -> None:
+    source = out / "source"
+    shutil.copytree(SOURCE, source)
+    kept = []
+    for rank in range(2):
+        numpy_state = np.random.RandomState(rank).get_state()
+        rng = {"cpu": torch.arange(8) + rank, "numpy": numpy_state}
+        rng["random"] = random.Random(rank).getstate()
+        extra = {"lr_scheduler": None, "rng": rng}
+        torch.save(extra, source / f"extra_state_world_size_2_rank_{rank}.pt")
+        kept.append(extra)
+    ckptool.reshard(source, out / "r", mesh="2", fsync=False)
+    for rank, extra in enumerate(kept):
+        found = state(out / "r", "extra_state", rank, 2)
+        assert found["lr_scheduler"] is None
+        assert torch.equal(found["rng"]["cpu"], extra["rng"]["cpu"])
+        assert found["rng"]["random"] == extra["rng"]["random"]
+        kind, words, *rest = found["rng"]["numpy"]
+        assert (kind, rest) == ("MT19937", list(extra["rng"]["numpy"][2:]))
+        assert np.array_equal(words, extra["rng"]["numpy"][1])
+    again = ckptool.reshard(out / "r", out / "again", mesh="3", fsync=False)
+    assert {dropped.name for dropped in again.dropped} == {
+        f"extra_state.rng.{name}" for name in ("cpu", "numpy", "random")
+    }
+
+
+def test_on_demand_from_a_dcp_folder(out: Path) -> None:
+    names = {"model": {"w": torch.ones(4, 3)}, "optim": {"state": {"w": torch.zeros(4, 3)}}}
+    extra = {"lr_scheduler": {"last_epoch": 1}}
+    dcp.save({**names, "extra_state": extra}, checkpoint_id=out / "dcp", no_dist=True)
+    ckptool.reshard(out / "dcp", out / "r", mesh="fsdp=2", to="verl", fsync=False)
+    weight = state(out / "r", "model", 1, 2)["w"]
+    assert weight.device_mesh.mesh_dim_names == ("fsdp",)
+    assert weight.to_local().shape == (2, 3)
+    assert state(out / "r", "extra_state", 1, 2) == extra
+
+
+def test_what_verl_has_no_file_for_is_refused(out: Path) -> None:
+    torch.save({"model": {"w": torch.ones(2)}, "optimizer": {"m": torch.ones(2)}}, out / "a.pt")
+    with pytest.raises(Unsupported, match=r"optimizer\.m: verl has files of model, optim, extra"):
+        ckptool.reshard(out / "a.pt", out / "r", mesh="2", to="verl", fsync=False)
