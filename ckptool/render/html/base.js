@@ -28,6 +28,7 @@ function shown(text) {
 const count = (n) => Number(n).toLocaleString("en-US");
 const plural = (n, noun) => `${count(n)} ${noun}${n === 1 ? "" : "s"}`;
 const sum = (numbers) => numbers.reduce((a, b) => a + b, 0);
+const most = (numbers, least = 0) => numbers.reduce((a, b) => Math.max(a, b), least);
 const digits = (value) => value >= 99.95 ? count(Math.round(value)) : value.toFixed(value >= 9.995 ? 1 : 2);
 
 function size(bytes) {

@@ -6,16 +6,16 @@ function diffPage(report) {
   const only = (side, packed) => {
     const rows = unpack(packed);
     return rows.length ? section(`Only in ${side}`, plural(rows.length, "tensor"), table([
-      { head: "tensor", of: (t) => t.name, cell: (t, text) => nameOf(t.name, text) },
+      { head: "tensor", of: labelOf, cell: (t, text) => foldedName(t, text, (_, name) => name) },
       { head: "shape", cell: (t) => h("code", null, shape(t.shape)) }, { head: "dtype", of: (t) => t.dtype, cell: (t) => dtype(t.dtype) },
-    ], rows, { search: (t) => t.name, label: "Filter tensors", sort: 0 })) : null;
+    ], alike(rows), { search: namesOf, label: "Filter tensors", sort: 0 })) : null;
   };
   const pairs = (title, packed) => {
     const rows = unpack(packed);
     return rows.length ? section(title, plural(rows.length, "tensor"), table([
-      { head: "tensor", of: (t) => t.tensor, cell: (t, text) => nameOf(t.tensor, text) },
+      { head: "tensor", of: labelOf, cell: (t, text) => foldedName(t, text, (_, name) => name) },
       { head: "A", cell: (t) => looks(t.a) }, { head: "B", cell: (t) => looks(t.b) },
-    ], rows, { search: (t) => t.tensor, label: "Filter tensors", sort: 0 })) : null;
+    ], alike(rows, "tensor"), { search: namesOf, label: "Filter tensors", sort: 0 })) : null;
   };
   const side = (name, each) => h("div", { class: "side-card" }, h("b", null, name), nameOf(each.path), chip(each.model || each.format || "cannot be read"),
     h("p", { class: "remark" }, `${plural(each.totals.tensors, "tensor")}, ${size(each.totals.bytes)}`));
@@ -52,8 +52,8 @@ function changedModules({ modules }) {
   ], modules, { search: (m) => m.module, label: "Filter modules" }));
 }
 
-function changedTensors({ changed, values_compared: compared }) {
-  if (!compared) return null;
+function changedTensors({ changed, values_compared: compared, alike: common }) {
+  if (!compared || !common) return null;
   if (!changed.length) return section("Changed", null, h("p", { class: "empty good" }, "no tensor that both have changed"));
   const length = scaleOf(changed);
   return section("Changed tensors", `${plural(changed.length, "tensor")}; change: |B − A| / |A|`, table([

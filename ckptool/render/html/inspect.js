@@ -93,64 +93,18 @@ function moduleDetail(node, root, select, tree) {
   return [
     h("header", null, h("h2", null, node.parent ? nameOf(node.name) : "Everything"),
       h("span", { class: "remark" }, `${plural(rows.length, "tensor")}, ${size(node.bytes)}, ${percent(root.bytes ? node.bytes / root.bytes : 0)} of all`)),
-    tensorTable(alike(rows, cut), (tensor) => select(tree.find(tensor)), node.bytes),
+    tensorTable(alike(rows, "name", cut), (tensor) => select(tree.find(tensor)), node.bytes),
   ];
 }
 
-const NUMBER = /(?<![^.])(?:0|[1-9]\d{0,8})(?![^.])/g;
-
-/** Rows of tensors that look alike and differ only in the numbers of their names. */
-function alike(tensors, cut) {
-  const groups = new Map();
-  for (const tensor of tensors) {
-    const key = `${tensor.look} ${tensor.name.slice(cut).replace(NUMBER, "\0")}`, group = groups.get(key);
-    if (group) group.members.push(tensor);
-    else groups.set(key, { ...tensor, cut, members: [tensor] });
-  }
-  for (const group of groups.values()) group.bytes *= group.members.length;
-  return [...groups.values()];
-}
-
-/** The name of such a row: `layers.{0..31}.weight`. */
-function labelOf(group) {
-  if (group.label === undefined) {
-    const names = group.members.map((tensor) => tensor.name.slice(group.cut) || tensor.name);
-    const found = names.map((name) => name.match(NUMBER));
-    let at = 0;
-    group.possible = 1;
-    group.label = names.length === 1 ? names[0] : names[0].replace(NUMBER, () => {
-      const set = new Set(found.map((each) => Number(each[at])));
-      at += 1;
-      group.possible *= set.size;
-      return numbers(set);
-    });
-  }
-  return group.label;
-}
-
-/** Write `7`, or `{0..31}`. */
-function numbers(set) {
-  const list = [...set].sort((a, b) => a - b), runs = [];
-  for (const n of list) {
-    const last = runs[runs.length - 1];
-    if (last && n === last[1] + 1) last[1] = n; else runs.push([n, n]);
-  }
-  const text = runs.map(([a, b]) => a === b ? a : b === a + 1 ? `${a},${b}` : `${a}..${b}`).join(",");
-  return list.length > 1 ? `{${text}}` : text;
-}
-
 function tensorTable(rows, select, whole) {
-  const one = (t, text, label) => h("button", { type: "button", class: "link", on: { click: () => select(t) } }, nameOf(label, text.split(" ")[0]));
-  const many = (t, text) => h("details", { on: { toggle: ({ target }) => {
-    if (target.children.length === 1) target.append(some(t.members, (each) => h("li", null, one(each, text, each.name)), 50));
-  } } }, h("summary", null, nameOf(labelOf(t), text.split(" ")[0]), h("span", { class: "times" }, ` ×${count(t.members.length)}${t.possible > t.members.length ? ` of ${count(t.possible)}` : ""}`)));
   return table([
-    { head: "tensor", of: labelOf, cell: (t, text) => t.members.length > 1 ? many(t, text) : one(t.members[0], text, labelOf(t)) },
+    { head: "tensor", of: labelOf, cell: (t, text) => foldedName(t, text, (each, name) => h("button", { type: "button", class: "link", on: { click: () => select(each) } }, name)) },
     { head: "shape", of: (t) => t.shape.reduce((a, b) => a * b, 1), cell: (t) => h("code", { class: "shape" }, shape(t.shape)) },
     { head: "dtype", of: (t) => t.dtype, cell: (t) => dtype(t.dtype) },
     { head: "placements", of: (t) => (t.placements || []).join(), cell: (t) => placements(t) },
     { head: "bytes", of: (t) => t.bytes, right: true, cell: (t) => [size(t.bytes), bar(whole ? t.bytes / whole : 0, t.part)] },
-  ], rows, { search: (t) => `${t.members.map((each) => each.name).join(" ")} ${dtype(t.dtype)}`, label: "Filter these tensors", most: 20, sort: 4, down: true });
+  ], rows, { search: (t) => `${namesOf(t)} ${dtype(t.dtype)}`, label: "Filter these tensors", most: 20, sort: 4, down: true });
 }
 
 const placements = (tensor) => tensor.placements ? h("span", { class: "placements" }, tensor.placements.map((each) => chip(shown(each))))
@@ -208,7 +162,7 @@ function runPage(report) {
     section("Steps", null, table([
       { head: "step", right: true, of: (s) => s.number ?? -1, cell: (s) => s.number === null ? "" : count(s.number) },
       { head: "checkpoint", of: (s) => s.path, cell: (s) => nameOf(s.path.startsWith(`${report.path}/`) ? s.path.slice(report.path.length + 1) : s.path) },
-      { head: "saved", of: (s) => s.saved || "", cell: (s) => s.saved ? s.saved.slice(0, 16).replace("T", " ") : "–" },
+      { head: "saved", of: (s) => s.saved || "", cell: (s) => h("span", { class: "whole" }, s.saved ? `${s.saved.slice(0, 16).replace("T", " ")} UTC` : "–") },
       { head: "bytes", right: true, of: (s) => s.bytes, cell: (s) => size(s.bytes) },
       { head: "format", cell: (s) => s.formats.join(" + ") },
       { head: "", cell: (s) => [chip(s.complete ? "complete" : "incomplete", s.complete ? "good" : "bad"), h("ul", { class: "reasons" }, s.reasons.map((why) => h("li", null, shown(why))))] },

@@ -39,11 +39,14 @@ class MeshView {
     Object.assign(this, { report, tensors, held, select });
     const seen = new Set();
     for (const sets of report.held.ranks) for (const said of sets) for (const rank of ranksOf(said)) seen.add(rank);
-    const world = Math.max(report.world_size || 0, report.mesh ? report.mesh.shape.reduce((a, b) => a * b, 1) : 0, ...seen.size ? [Math.max(...seen) + 1] : [0]);
+    const world = most([report.world_size || 0, report.mesh ? report.mesh.shape.reduce((a, b) => a * b, 1) : 0, most([...seen], -1) + 1]);
     this.known = seen.size > 0;
-    this.ranks = Array.from({ length: Math.min(world, MOST_RANKS) }, (_, rank) => rank);
+    this.order = report.held.order;
+    const inside = new Set(this.order), few = world <= MOST_RANKS;
+    const others = few ? Array.from({ length: world }, (_, rank) => rank) : [...seen].sort((a, b) => a - b);
+    this.ranks = [...this.order || [], ...others.filter((rank) => !inside.has(rank))].slice(0, MOST_RANKS);
     this.hidden = world - this.ranks.length;
-    this.cells = [];
+    this.cells = new Map();
     this.pinned = null;
     this.says = h("div", { class: "rank", "aria-live": "polite" });
     this.legend = h("p", { class: "remark" });
@@ -51,11 +54,12 @@ class MeshView {
       world > 1 ? `${plural(world, "rank")}, but the files do not say which of them wrote what`
         : "one process wrote these files, or they do not say which rank did: there is no mesh to show"));
   }
+  /** Where a rank sits in the mesh, an index per dim; null where it does not. */
   coordinates(rank) {
-    const { mesh } = this.report;
-    if (!mesh || rank >= mesh.shape.reduce((a, b) => a * b, 1)) return null;
-    const at = [];
-    for (const length of [...mesh.shape].reverse()) { at.unshift(rank % length); rank = Math.floor(rank / length); }
+    const { mesh } = this.report, at = [];
+    let position = this.order ? this.order.indexOf(rank) : rank;
+    if (!mesh || position < 0 || position >= mesh.shape.reduce((a, b) => a * b, 1)) return null;
+    for (const length of [...mesh.shape].reverse()) { at.unshift(position % length); position = Math.floor(position / length); }
     return at;
   }
   grid() {
@@ -67,7 +71,7 @@ class MeshView {
     const blocks = [];
     for (let start = 0; start < whole; start += block) {
       const members = this.ranks.slice(start, start + block).map((rank) => this.cell(rank));
-      const label = block < whole ? this.coordinates(start).slice(0, -2).map((n, d) => this.dim(d, n)).join(", ") : null;
+      const label = block < whole ? this.coordinates(this.ranks[start])?.slice(0, -2).map((n, d) => this.dim(d, n)).join(", ") ?? "outside the mesh" : null;
       blocks.push(h("figure", null, label ? h("figcaption", null, label) : null,
         h("div", { class: `grid ${kind}`, css: { "--columns": Math.min(columns, whole) } }, members)));
     }
@@ -80,32 +84,32 @@ class MeshView {
   dimName(d) { return shown(this.report.mesh.names?.[d] ?? `mesh dim ${d}`); }
   dim(d, n) { return this.report.mesh.names ? `${this.dimName(d)} ${n}` : `${this.dimName(d)} at ${n}`; }
   cell(rank) {
-    const made = h("button", { type: "button", class: "device", tabindex: rank ? "-1" : "0", "aria-pressed": "false", on: {
+    const made = h("button", { type: "button", class: "device", tabindex: rank === this.ranks[0] ? "0" : "-1", "aria-pressed": "false", on: {
       mouseenter: () => this.point(rank), focus: () => this.point(rank), blur: () => this.point(null),
       click: () => { this.pinned = this.pinned === rank ? null : rank; this.point(rank); },
     } }, String(rank));
-    this.cells[rank] = made;
+    this.cells.set(rank, made);
     return made;
   }
   key(event) {
-    const rank = this.cells.indexOf(event.target);
-    const to = { ArrowRight: rank + 1, ArrowLeft: rank - 1, ArrowDown: rank + this.columns, ArrowUp: rank - this.columns, Home: 0, End: this.cells.length - 1 }[event.key];
-    if (rank < 0 || !this.cells[to]) return;
+    const cells = [...this.cells.values()], at = cells.indexOf(event.target);
+    const to = cells[{ ArrowRight: at + 1, ArrowLeft: at - 1, ArrowDown: at + this.columns, ArrowUp: at - this.columns, Home: 0, End: cells.length - 1 }[event.key]];
+    if (at < 0 || !to) return;
     event.preventDefault();
-    this.cells[rank].tabIndex = -1;
-    this.cells[to].tabIndex = 0;
-    this.cells[to].focus();
+    cells[at].tabIndex = -1;
+    to.tabIndex = 0;
+    to.focus();
   }
   /** Show what ranks hold of a module, or of a tensor. */
   show(node) {
     this.node = node;
     if (!this.known) return;
-    const bytes = this.bytes = this.bytesOf(node), most = Math.max(1, ...bytes.values());
+    const bytes = this.bytes = this.bytesOf(node), whole = most([...bytes.values()], 1);
     const boxes = node.tensor && !node.children.size ? this.held.of(node.tensor) : null;
     const colours = new Map();
     if (boxes && boxes.length > 1) for (const box of boxes) for (const rank of box.ranks) if (!colours.has(rank)) colours.set(rank, hue(box.at));
     for (const rank of this.ranks) {
-      const cell = this.cells[rank], share = (bytes.get(rank) || 0) / most, colour = colours.get(rank);
+      const cell = this.cells.get(rank), share = (bytes.get(rank) || 0) / whole, colour = colours.get(rank);
       cell.classList.toggle("none", !bytes.get(rank));
       cell.classList.toggle("coloured", colour !== undefined);
       cell.style.setProperty("--share", share.toFixed(3));
@@ -113,10 +117,11 @@ class MeshView {
       cell.setAttribute("aria-label", `rank ${rank}: ${size(bytes.get(rank) || 0)}`);
     }
     const held = [...bytes.values()], of = node.parent ? `of ${shown(node.name)}` : "in all";
-    const even = held.length && Math.min(...held) === Math.max(...held) && held.length === this.ranks.length + this.hidden;
+    const high = most(held), low = held.reduce((a, b) => Math.min(a, b), high);
+    const even = held.length && low === high && held.length === this.ranks.length + this.hidden;
     this.legend.textContent = !held.length ? `no rank is known to hold any ${of}`
       : even ? `each rank holds ${size(held[0])} ${of}`
-        : `${plural(held.length, "rank")} ${held.length === 1 ? "holds" : "hold"} ${size(Math.min(...held))} to ${size(Math.max(...held))} ${of}`;
+        : `${plural(held.length, "rank")} ${held.length === 1 ? "holds" : "hold"} ${low === high ? size(low) : `${size(low)} to ${size(high)}`} ${of}`;
     this.point(null);
   }
   bytesOf(node) {
@@ -130,8 +135,8 @@ class MeshView {
   }
   /** Show what one rank holds; without one, of what is pinned. */
   point(rank) {
-    const at = rank ?? this.pinned ?? 0;
-    this.cells.forEach((cell, n) => { if (cell) cell.setAttribute("aria-pressed", String(n === this.pinned)); });
+    const at = rank ?? this.pinned ?? this.ranks[0];
+    for (const [each, cell] of this.cells) cell.setAttribute("aria-pressed", String(each === this.pinned));
     this.onpoint?.(rank ?? this.pinned ?? null);
     const where = this.coordinates(at), { looks } = this.report.tensors, found = new Map();
     for (const [look, times] of looksOf(this.node)) {

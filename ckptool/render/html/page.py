@@ -19,12 +19,13 @@ from ckptool import __version__
 from ckptool.commands.inspect import InspectReport
 from ckptool.commands.stats import StatsReport
 from ckptool.commands.verify.codes import CODES
+from ckptool.core.mesh import Mesh
 from ckptool.render.html.holdings import holdings
 from ckptool.render.text import visible
 
 MARK = b"<!doctype html>\n<!-- ckptool page -->\n"
 """How every page begins."""
-_SCRIPTS = "base table tree treemap mesh inspect verify diff bench main".split()
+_SCRIPTS = "base table fold tree treemap mesh inspect verify diff bench main".split()
 _LONG = {"only_a": "name", "only_b": "name", "shape_differs": "tensor", "dtype_differs": "tensor"}
 """The lists of a diff that may be as long as the checkpoints, and the key that names a row."""
 
@@ -49,8 +50,13 @@ def inspect_page(report: InspectReport, stats: StatsReport | None = None) -> byt
     content = report.to_dict() | ({} if stats is None else {**stats.more()})
     held = holdings(report.catalog)
     rows = [row | held.of[row["name"]] for row in content["tensors"]]
-    tables = {"boxes": held.boxes, "ranks": held.ranks}
+    tables = {"boxes": held.boxes, "ranks": held.ranks, "order": _order(report.catalog.mesh)}
     return _filled(content | {"tensors": _packed(rows, "name"), "held": tables})
+
+
+def _order(mesh: Mesh | None) -> tuple[int, ...] | None:
+    """Return the ranks of a mesh by position where they do not count from 0."""
+    return None if mesh is None or mesh.ranks == tuple(range(mesh.size)) else mesh.ranks
 
 
 def _packed(rows: Iterable[Mapping[str, Any]], key: str) -> dict[str, Any]:

@@ -175,6 +175,15 @@ def test_who_holds_what_is_what_dtensor_says(mesh: tuple[int, ...], shape: Seque
         assert found.of["w"]["by"] == "placements"
 
 
+def test_a_mesh_whose_ranks_are_not_in_order_says_where_each_is() -> None:
+    mesh = Mesh((2, 2), None, (3, 1, 0, 2))
+    made = replace(entry("w", (8, 4), "float32", mesh, (Shard(0), Shard(1))), chunks=())
+    content = Page(inspect_page(with_tensors({"w": made}, mesh=mesh, world_size=4))).json
+    assert content["held"]["order"] == [3, 1, 0, 2]
+    assert content["held"]["ranks"] == [["3", "1", "0", "2"]]
+    assert Page(inspect_page(large_report(1))).json["held"]["order"] is None
+
+
 def test_without_placements_it_is_who_wrote_each_box() -> None:
     whole = with_tensors({"w": ragged(1)})
     found = holdings(whole.catalog)
