@@ -31,7 +31,8 @@ class MapReport:
     """The map that was applied, why this one, and every tensor that it makes.
 
     ``config`` is the model's configuration as config.json has it, None where the target is not
-    Hugging Face's or the checkpoint does not record enough: ``config_lacks`` says what.
+    Hugging Face's or the checkpoint does not record enough: ``config_lacks`` says what. ``differs``
+    says where config.json names a model that the map is not for.
     """
 
     name: str
@@ -41,6 +42,7 @@ class MapReport:
     moves: tuple[Move, ...]
     excluded: tuple[str, ...]
     computed: tuple[str, ...]
+    differs: str = ""
     config: dict[str, Any] | None = None
     config_lacks: str = ""
 
@@ -51,7 +53,11 @@ class MapReport:
         left = (f"excluded by the map: {', '.join(self.excluded)}",) if self.excluded else ()
         made = plural(len(self.computed), "tensor")
         changed = f"computed, and rounded to their type, as the map says: {made}"
-        return (applied, *left, *([changed] if self.computed else []))
+        return (
+            *filter(None, [applied, self.differs]),
+            *left,
+            *([changed] if self.computed else []),
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the map, and every tensor it makes."""
@@ -161,8 +167,12 @@ def map_checkpoint(
         else requested_map(catalog, options)
     )
     types = _model_types(known)
-    if types and not _is_for(key_map, types):
-        reason += f", but the model_type in config.json is {', '.join(types)}"
+    differs = (
+        f"{key_map.name} is for {', '.join(key_map.model_types)}, but the model_type in config.json"
+        f" is {', '.join(types)}: names that fit do not say that both compute the same"
+        if types and not _is_for(key_map, types)
+        else ""
+    )
     facts_known = facts(key_map, known, options.dims)
     if facts_known != facts(key_map, inside, options.dims):
         reason += f", with sizes from {', '.join(around)}"
@@ -184,6 +194,7 @@ def map_checkpoint(
         mapped.moves,
         mapped.excluded,
         mapped.computed,
+        differs,
         config,
         lacks,
     )

@@ -529,7 +529,8 @@ def test_names_of_a_model_that_config_says_is_another_are_not_enough(
         mapped(source, out / "b", MapOptions("auto", assets=gemma))
     named = (caught.value.hint or "").split()[2]  # use --map NAME
     report = convert_to("dcp", source, out / "b", map=MapOptions(named, assets=gemma))
-    assert "but the model_type in config.json is gemma" in report.map.reason
+    assert "but the model_type in config.json is gemma" in report.map.differs
+    assert report.map.differs in report.map.notes
 
 
 def test_heads_that_are_normed_are_none_of_mixtrals(out: Path) -> None:
