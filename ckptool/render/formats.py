@@ -11,15 +11,18 @@ from ckptool.commands.document import document
 from ckptool.commands.keymap.check import MapCheck
 from ckptool.commands.keymap.maps import builtin_maps, map_text
 from ckptool.core.text import plural
-from ckptool.render.text import columns, console, emit, escaped, header_table, say
+from ckptool.render.text import Cell, columns, console, emit, escaped, say
 
 
 def show_formats() -> None:
     """Show a row per format: its name, what reads and writes it, and what it is."""
-    table = header_table("format", "read", "convert", "reshard", folded=["description"])
-    for name, *marks, summary in list_formats():
-        table.add_row(str(name), *("yes" if mark else "-" for mark in marks), str(summary))
-    console().print(table)
+    heads = ("format", "read", "convert", "reshard", "description")
+    rows = [
+        [(str(name), "bold"), *("yes" if mark else "-" for mark in marks), str(summary)]
+        for name, *marks, summary in list_formats()
+    ]
+    screen = console()
+    emit(screen, columns(screen, rows, "lllll", heads=heads))
 
 
 def formats_json() -> dict[str, Any]:
@@ -30,13 +33,14 @@ def formats_json() -> dict[str, Any]:
 
 def show_maps() -> None:
     """Show a row per map: its name, and what it maps."""
-    table = header_table("map", folded=["description", "dims"])
+    rows: list[list[Cell]] = []
     for keymap in builtin_maps().values():
         sizes = keymap.sizes.items()
         # those that are looked up, neither fixed nor computed
         dims = [dim for dim, keys in sizes if keys and re.fullmatch("[a-z_]+", str(keys[0]))]
-        table.add_row(keymap.name, keymap.summary, ", ".join(dims))
-    console().print(table)
+        rows.append([(keymap.name, "bold"), ", ".join(dims), keymap.summary])
+    screen = console()
+    emit(screen, columns(screen, rows, "lll", heads=("map", "dims", "description")))
 
 
 def show_map(name: str) -> None:

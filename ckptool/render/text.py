@@ -24,6 +24,7 @@ Cell = str | tuple[str, str] | Text
 
 _UNBOUNDED = 1 << 16
 _NARROWEST = 12
+_NARROWEST_WORDS = 26
 _HEAD_SHARES = (0.5, 0.3, 0.15, 0.7, 0.9)
 """Of a text that is cut, how much is before the ellipsis: what keeps most apart is taken."""
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
@@ -116,19 +117,28 @@ def columns(
     """Align rows as lines, indented by two cells. ``aligns`` has an ``l`` or ``r`` per column.
 
     On a terminal that is too narrow, the cells of column ``cuts`` lose a part inside, so that no
-    two that differ look alike; where that cannot be, they keep it.
+    two that differ look alike. Where that cannot be, and for rows without such a column, the one
+    that takes most has lines of its own: it comes first, or last where it is the last one. A row
+    is one text, whatever lines it takes.
     """
     headings = [[_part((head, "dim")) for head in heads]] if heads else []
     parts = [*headings, *([_part(cell) for cell in row] for row in rows)]
     widths = [max((row[i].width for row in parts), default=0) for i in range(len(aligns))]
-    if cuts is not None and screen.is_terminal:
-        excess = sum(width + 2 for width in widths if width) - screen.width
-        widths[cuts] = max(min(widths[cuts], _NARROWEST), widths[cuts] - max(0, excess))
-        cells = _shorten([row[cuts] for row in parts], widths[cuts])
-        parts = [
-            [*row[:cuts], cell, *row[cuts + 1 :]] for row, cell in zip(parts, cells, strict=True)
-        ]
-    return [_line(row, widths, aligns) for row in parts]
+    excess = sum(width + 2 for width in widths if width) - screen.width
+    if excess <= 0 or not screen.is_terminal:
+        return [_line(row, widths, aligns) for row in parts]
+    kept = min(widths[cuts], max(_NARROWEST, widths[cuts] - excess)) if cuts is not None else 0
+    if cuts is not None and widths[cuts] - kept >= excess:
+        cells = _shorten([row[cuts] for row in parts], kept)
+        if all(cell.width <= kept for cell in cells):
+            widths[cuts] = kept
+            parts = [
+                [*row[:cuts], cell, *row[cuts + 1 :]]
+                for row, cell in zip(parts, cells, strict=True)
+            ]
+            return [_line(row, widths, aligns) for row in parts]
+    longest = max(range(len(widths)), key=widths.__getitem__)
+    return [_stacked(row, widths, aligns, longest, screen.width) for row in parts]
 
 
 class _Part(NamedTuple):
@@ -167,6 +177,63 @@ def _line(row: Sequence[_Part], widths: Sequence[int], aligns: str) -> Text:
     line = Text("".join(pieces), spans=spans)
     line.rstrip()
     return line
+
+
+def _stacked(
+    row: Sequence[_Part], widths: Sequence[int], aligns: str, longest: int, room: int
+) -> Text:
+    """Return a row with lines of its own for one of its cells, before or after the others.
+
+    The last cell begins beside the others where there is room for some words.
+    """
+    rest = [0 if at == longest else width for at, width in enumerate(widths)]
+    others = _line(row, rest, aligns)
+    cell = _line([row[longest]], [row[longest].width], "l")
+    if longest < len(widths) - 1:
+        lines = [cell, Text.assemble(_indent(cell), others)]
+        return _NEW_LINE.join(_folded(line, room) for line in lines if line.plain.strip())
+    beside = sum(width + 2 for width in rest if width)
+    if room - beside < _NARROWEST_WORDS:
+        lines = [others, Text.assemble(_indent(others), cell)]
+        return _NEW_LINE.join(_folded(line, room) for line in lines if line.plain.strip())
+    first, *more = _folded(cell, room - beside, deeper=0).split("\n")
+    others.pad_right(beside - others.cell_len)
+    line = _NEW_LINE.join([others + first, *(Text(" " * beside) + each for each in more)])
+    line.rstrip()
+    return line
+
+
+def _indent(line: Text) -> str:
+    return " " * (len(line.plain) - len(line.plain.lstrip()))
+
+
+def _folded(line: Text, room: int, deeper: int = 2) -> Text:
+    """Fold a line at spaces, else behind a mark of a name; further lines are indented more."""
+    indent = _indent(line)
+    further = indent + " " * deeper
+    pieces: list[Text] = []
+    while line.cell_len > room:
+        at = _break_in(line.plain, room, len(indent if not pieces else further))
+        pieces.append(line[:at])
+        pieces[-1].rstrip()
+        rest = line[at:]
+        line = Text.assemble(further, rest[len(_indent(rest)) :])
+    return _NEW_LINE.join([*pieces, line])
+
+
+def _break_in(text: str, room: int, indent: int) -> int:
+    """Return where to break a text, so that what is before takes ``room`` cells at most."""
+    end = indent + 1
+    while end < len(text) and cell_len(text[: end + 1]) <= room:
+        end += 1
+    for marks in (" ", "./_,"):
+        at = max(text.rfind(mark, indent + 1, end) for mark in marks) + 1
+        if at > max(indent + 1, end // 3):
+            return at
+    return end
+
+
+_NEW_LINE = Text("\n")
 
 
 def _shorten(parts: Sequence[_Part], width: int) -> list[_Part]:

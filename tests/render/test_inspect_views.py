@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import case
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.cells import cell_len
 from rich.console import Console
 from safetensors.torch import save_file
 from typer.testing import CliRunner
@@ -17,6 +20,8 @@ from typer.testing import CliRunner
 import ckptool
 from ckptool.cli.app import app
 from ckptool.errors import UsageError
+from ckptool.render.inspect.listing import stats_lines, tensor_lines, value_lines
+from ckptool.render.inspect.overview import module_lines, overview
 from ckptool.render.text import columns
 
 STATE = {
@@ -107,6 +112,45 @@ def test_cut_rows_never_look_alike(cells: list[str], width: int) -> None:
     lines = columns(screen, [(cell, "[4, 4]") for cell in cells], "ll", cuts=0)
     shown = [line.plain for line in lines]
     assert len({*shown}) == len(cells)
+
+
+CELLS = st.text("abc .(/é漢", max_size=50)
+
+
+@given(
+    st.lists(st.tuples(CELLS, CELLS, CELLS), min_size=1, max_size=6),
+    st.integers(30, 120),
+    st.sampled_from([None, 0, 1, 2]),
+)
+def test_no_line_of_a_table_is_wider_than_the_terminal(
+    rows: list[tuple[str, ...]], width: int, cuts: int | None
+) -> None:
+    screen = Console(file=StringIO(), force_terminal=True, width=width)
+    lines = columns(screen, rows, "lrl", cuts=cuts)
+    assert len(lines) == len(rows)
+    for row, line in zip(rows, lines, strict=True):
+        assert all(cell_len(part) <= width for part in line.plain.split("\n"))
+        shown = re.sub(r"\s", "", line.plain)
+        if "…" not in shown:
+            assert sorted(shown) == sorted(re.sub(r"\s", "", "".join(row)))
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 200])
+@pytest.mark.parametrize("name", ["dcp_fsdp2_tp", "deepspeed_experts"])
+def test_no_line_of_a_listing_is_wider_than_the_terminal(name: str, width: int) -> None:
+    screen = Console(file=StringIO(), force_terminal=True, width=width)
+    report = ckptool.inspect(case(name).path)
+    stats = ckptool.stats(case(name).path, "*")
+    views = (
+        overview(report, screen)[1:],  # the path comes first, whole
+        tensor_lines(report.catalog, ["*"], screen),
+        module_lines(report, 2, screen),
+        value_lines(report.catalog, screen),
+        stats_lines(tuple(stats), screen),
+    )
+    lines = [part for view in views for line in view for part in line.plain.split("\n")]
+    wide = [line for line in lines if cell_len(line) > width and "use --values" not in line]
+    assert not wide
 
 
 def test_the_cut_is_where_the_rows_are_alike() -> None:

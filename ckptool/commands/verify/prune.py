@@ -199,7 +199,7 @@ class _Decision:
         if step.path in self._pointers:
             return f"{self._pointers[step.path]} points to it"
         if every is not None and step.number % every == 0:
-            return f"every {every:,} steps"
+            return f"every {every:,} steps" if every > 1 else "every step"
         return None
 
     def _ambiguous(self, step: Step) -> str | None:

@@ -14,6 +14,7 @@ from rich.text import Text
 from ckptool.commands.inspect.records import content_of, simple_value
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.dtype import short_name
+from ckptool.core.mesh import Placement
 from ckptool.core.selection import tensors_named
 from ckptool.core.state_category import STATE_CATEGORIES, state_category
 from ckptool.core.text import plural
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 _HEADINGS = ("name", "shape", "dtype", "placements", "chunks", "bytes")
 _STATISTICS = ("name", "shape", "dtype", "min", "max", "mean", "std", "zeros", "nan", "inf")
 _LONGEST_VALUE = 200
+_ROOMY = 100
+_BRIEF = {"Shard": "S", "StridedShard": "_S", "Partial": "P", "Replicate()": "R"}
 
 
 def tensor_lines(
@@ -37,7 +40,8 @@ def tensor_lines(
     entries = in_order(
         [catalog.tensors[name] for name in tensors_named(catalog, globs, "--tensors")], sort
     )
-    rows = [_tensor(entry) for entry in entries]
+    brief = screen.is_terminal and screen.width < _ROOMY
+    rows = [_tensor(entry, brief) for entry in entries]
     return columns(screen, rows, "llllrr", heads=_HEADINGS, cuts=0)
 
 
@@ -47,8 +51,16 @@ def in_order(entries: Iterable[TensorEntry], sort: str) -> list[TensorEntry]:
     return sorted(by_name, key=lambda entry: -entry.nbytes) if sort == "size" else by_name
 
 
-def _tensor(entry: TensorEntry) -> list[Cell]:
-    placements = "-" if entry.placements is None else ", ".join(map(str, entry.placements))
+def placements_text(placements: Sequence[Placement], brief: bool) -> str:
+    """Return placements as torch writes them; ``brief``, as DTensor's own short form does."""
+    text = ", ".join(map(str, placements))
+    if not brief:
+        return text
+    return re.sub(r"Replicate\(\)|[A-Z]\w+", lambda match: _BRIEF[match[0]], text)
+
+
+def _tensor(entry: TensorEntry, brief: bool) -> list[Cell]:
+    placements = "-" if entry.placements is None else placements_text(entry.placements, brief)
     return [
         entry.name,
         (str(list(entry.shape)), "green"),

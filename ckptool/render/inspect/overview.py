@@ -13,7 +13,7 @@ from ckptool.core.dtype import short_name
 from ckptool.core.quantization.names import kinds
 from ckptool.core.state_category import state_category
 from ckptool.core.text import plural
-from ckptool.render.inspect.listing import TensorLine, fold, natural
+from ckptool.render.inspect.listing import TensorLine, fold, natural, placements_text
 from ckptool.render.inspect.values import notable_values
 from ckptool.render.text import Cell, bar, columns, magnitude, ranges, size, visible
 
@@ -23,9 +23,9 @@ _MOST_LINES = 200
 _BAR = 24
 _RANK_BAR = 32
 _ROOMY = 110
+_ROOM_FOR_BARS = 76
 _STATES = re.compile(r"\{[A-Za-z][^{}]*\}$")
 _ROWS = ("framework", "version", "parallelism", "step", "arguments")
-_BRIEF = {"Shard": "S", "StridedShard": "_S", "Partial": "P", "Replicate()": "R"}
 
 
 def overview(report: InspectReport, screen: Console, sort: str = "name") -> list[Text]:
@@ -108,8 +108,15 @@ def _share(share: Share, whole: int, screen: Console) -> list[Cell]:
         magnitude(share.elements),
         size(share.nbytes),
         f"{part:.1%}",
-        (bar(part, _BAR, ascii_only=screen.options.ascii_only), colour),
+        (_bar(part, _BAR, screen), colour),
     ]
+
+
+def _bar(part: float, width: int, screen: Console) -> str:
+    """Draw a bar of a share; none where the screen has no room for it."""
+    if screen.is_terminal and screen.width < _ROOM_FOR_BARS:
+        return ""
+    return bar(part, width, ascii_only=screen.options.ascii_only)
 
 
 def module_lines(
@@ -129,7 +136,7 @@ def module_lines(
                 magnitude(each.elements),
                 size(each.nbytes),
                 f"{part:.1%}",
-                (bar(part, _BAR // 2, ascii_only=screen.options.ascii_only), "green"),
+                (_bar(part, _BAR // 2, screen), "green"),
             ]
         )
     heads = ("module", "dtype", "tensors", "elements", "bytes", "", "")
@@ -182,10 +189,7 @@ def _placements(entry: TensorEntry, brief: bool) -> Cell:
     if entry.placements is None:
         chunks = len(entry.chunks)
         return plural(chunks, "chunk") if chunks != 1 else "", "dim"
-    names = ", ".join(map(str, entry.placements))
-    if brief:
-        names = re.sub(r"Replicate\(\)|[A-Z]\w+", lambda match: _BRIEF[match[0]], names)
-    return names, "magenta"
+    return placements_text(entry.placements, brief), "magenta"
 
 
 def _values(catalog: Catalog, screen: Console) -> list[Text]:
@@ -220,7 +224,7 @@ def rank_lines(catalog: Catalog, screen: Console) -> list[Text]:
         groups.setdefault(loads[rank], []).append(rank)
     rows: list[list[Cell]] = []
     for (chunks, nbytes), members in groups.items():
-        drawn = bar(nbytes / max(heaviest, 1), _RANK_BAR, ascii_only=screen.options.ascii_only)
+        drawn = _bar(nbytes / max(heaviest, 1), _RANK_BAR, screen)
         rows.append([(ranges(members), "bold"), f"{chunks:,}", size(nbytes), (drawn, "green")])
     heads = ("rank", "chunks per rank", "bytes per rank", "")
     return [*columns(screen, rows, "lrrl", heads=heads, cuts=0), *_imbalance(loads, unknown)]

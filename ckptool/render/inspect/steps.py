@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _HEADS = ("step", "checkpoint", "saved", "bytes", "", "optimizer", "mesh")
 _ROOMY = 78
+_NARROW = 66
 
 
 def steps_lines(run: RunSummary, screen: Console) -> list[Text]:
@@ -26,7 +27,7 @@ def steps_lines(run: RunSummary, screen: Console) -> list[Text]:
     title = Text.assemble((visible(str(run.path)), "bold"), f"  {plural(len(run.steps), 'step')}, ")
     title.append(f"{good:,} complete", "green" if good == len(run.steps) else "yellow")
     brief = screen.is_terminal and screen.width < _ROOMY
-    rows = [_row(step, run, brief) for step in run.steps]
+    rows = [_row(step, run, brief, screen.width) for step in run.steps]
     shown = _HEADS[: len(rows[0])]
     heads, *lines = columns(screen, rows, "rllrlll"[: len(shown)], heads=shown, cuts=1)
     result = [title, Text(), heads]
@@ -48,8 +49,8 @@ def _wrapped(reasons: Iterable[str], screen: Console) -> Iterator[str]:
         yield from wrap(reason, max(20, screen.width - 7)) if screen.is_terminal else [reason]
 
 
-def _row(step: StepSummary, run: RunSummary, brief: bool) -> list[Cell]:
-    how = "%m-%d %H:%M" if brief else "%Y-%m-%d %H:%M"
+def _row(step: StepSummary, run: RunSummary, brief: bool, width: int) -> list[Cell]:
+    how = "%Y-%m-%d %H:%M" if not brief else "%m-%d %H:%M" if width >= _NARROW else "%m-%d"
     saved = "" if step.saved is None else step.saved.astimezone().strftime(how)
     row: list[Cell] = [
         "" if step.number is None else str(step.number),
