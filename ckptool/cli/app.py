@@ -25,7 +25,8 @@ SUMMARIES = {
     "bench": "Measure ways to save on this machine: how long each blocks training, and until it is"
     " durable.",
     "formats": "List the formats that are read and written.",
-    "maps": "List the key maps that --map takes by name, print one, or check one.",
+    "maps": "List the key maps that --map takes by name, print one, or check one against a"
+    " checkpoint.",
     "help": "List the pages of the documentation and the commands, or show one.",
 }
 """The commands, with the first lines of their docstrings."""
