@@ -15,6 +15,7 @@ from ckptool.serialization.pickle.records import (
     Persistent,
     PickleValue,
 )
+from ckptool.serialization.pickle.rows import Rows, expand_rows
 
 
 class _Mark:
@@ -68,22 +69,35 @@ class Stack:
         self._marks.append(len(self._stack))
         self._stack.append(MARK)
 
-    def _pop_mark(self) -> list[Any]:
-        """Pop what lies above the last mark. POP may have dropped marks that are still noted."""
+    def _pop_mark(self, *, rows: bool = False) -> list[Any]:
+        """Pop what lies above the last mark. POP may have dropped marks that are still noted.
+
+        Rows are among it only where ``rows`` says so.
+        """
         stack, marks = self._stack, self._marks
         while marks:
             position = marks.pop()
             if position < len(stack) and stack[position] is MARK:
                 items = stack[position + 1 :]
                 del stack[position:]
-                return items
+                return items if rows else expand_rows(items)
         raise self.malformed("no mark on the stack")
 
     def _pop(self) -> Any:
         value = self._stack.pop()
         if value is MARK:
             raise self.malformed("a mark where a value is expected")
+        if type(value) is Rows:
+            self._stack += value
+            return self._stack.pop()
         return value
+
+    def _drop(self) -> None:
+        """Pop a value or a mark."""
+        value = self._stack.pop()
+        if type(value) is Rows:
+            self._stack += value
+            self._stack.pop()
 
     def _push(self, value: PickleValue) -> None:
         self._stack.append(value)
@@ -92,7 +106,20 @@ class Stack:
         value = self._stack[-1]
         if value is MARK:
             raise self.malformed("a mark where a value is expected")
+        if type(value) is Rows:
+            self._stack[-1:] = value
+            return self._stack[-1]
         return value
+
+
+def _are_paired(values: list[Any]) -> bool:
+    """Return whether the keys among values that stand for many have as many values each."""
+    pairs = zip(values[::2], values[1::2], strict=False)
+    return len(values) % 2 == 0 and all(
+        type(key) is type(value) is Rows and len(key) == len(value)
+        for key, value in pairs
+        if Rows in (type(key), type(value))
+    )
 
 
 _RECORDS = Global | Call | Persistent
@@ -171,6 +198,8 @@ class Builder(Stack):
     def _tuple(self, count: int) -> None:
         """Push a tuple of the last ``count`` values. Where it is a ``torch.Size`` at once, that."""
         stack = self._stack
+        if Rows in map(type, stack[-count:]):
+            stack[-count:] = expand_rows(stack[-count:])
         items = tuple(stack[-count:])
         if len(items) < count:
             raise IndexError
@@ -194,10 +223,15 @@ class Builder(Stack):
         return True
 
     def _changed(self) -> Any:
-        """Return what an opcode adds to: no torch.Size, for equal ones can be one record."""
-        target = self._stack[-1]
+        """Return what an opcode adds to: no torch.Size, for equal ones can be one record.
+
+        Nor what the memo has of rows, whose columns would not change.
+        """
+        target = self._stack[-1] if type(self._stack[-1]) is not Rows else self._top()
         if isinstance(target, Call) and target.function is TORCH_SIZE:
             raise self.malformed("a torch.Size that is changed")
+        if self._memo.made and id(target) in self._memo.made:
+            raise self.malformed("one of many instances that is changed")
         return target
 
     def _extend(self, values: list[PickleValue]) -> None:
@@ -205,18 +239,20 @@ class Builder(Stack):
         if isinstance(target, list):
             target.extend(values)
         elif isinstance(target, Call):
-            target.items.extend(values)
+            target.items.extend(expand_rows(values))
         else:
             raise self.malformed(f"APPEND to {type(target).__name__}")
 
-    def _set_items(self, values: list[PickleValue]) -> None:
+    def _set_items(self, values: list[Any]) -> None:
+        target = self._changed()
+        if Rows in set(map(type, values)) and not (isinstance(target, dict) and _are_paired(values)):
+            values = expand_rows(values)
         if len(values) % 2:
             raise self.malformed("a key without a value")
-        target = self._changed()
         keys = values[::2]
         pairs = zip(keys, values[1::2], strict=True)
         if isinstance(target, dict):
-            self.require_keys(keys)
+            self.require_keys([key for key in keys if type(key) is not Rows])
             target.update(pairs)
         elif isinstance(target, Call):
             target.entries.extend(pairs)
@@ -225,7 +261,7 @@ class Builder(Stack):
 
     def _set_items_to_mark(self) -> None:
         """Set items of a dict. Where it is the state of an object, build that too."""
-        self._set_items(self._pop_mark())
+        self._set_items(self._pop_mark(rows=True))
         if self._follows(b"b"):
             self._build()
 

@@ -9,37 +9,68 @@ and memo become what the opcodes one by one would make of them; what does not fi
 from __future__ import annotations
 
 import re
+import sys
+from bisect import bisect_right
 from typing import Any, NamedTuple
 
 from ckptool.serialization.pickle.records import TORCH_SIZE, Call, Global
+from ckptool.serialization.pickle.rows import RowClass, RowReader, Run
 
 
 class Memo:
     """What a pickle has noted, by number: ``dense`` from 0 on, ``sparse`` what comes behind a gap.
 
-    ``changes`` counts how often a number was given to something else.
+    What runs of rows note is made when it is asked for: ``hidden`` is how much that is. Numbers
+    below ``plain`` are places in ``dense``; ``made`` is what was asked for, by its id. ``changes``
+    counts how often a number was given to something else.
     """
 
     def __init__(self) -> None:
         self.dense: list[Any] = []
         self.sparse: dict[int, Any] = {}
         self.changes = 0
+        self.hidden = 0
+        self.plain = sys.maxsize
+        self.made: dict[int, Any] = {}
+        self._firsts: list[int] = []
+        self._runs: list[tuple[int, Run]] = []
 
     def __len__(self) -> int:
-        return len(self.dense) + len(self.sparse)
+        return len(self.dense) + len(self.sparse) + self.hidden
 
     def __getitem__(self, index: int) -> Any:
         """Return what has this number; LookupError where nothing has."""
-        return self.dense[index] if 0 <= index < len(self.dense) else self.sparse[index]
+        if index < self.plain:
+            return self.dense[index] if 0 <= index < len(self.dense) else self.sparse[index]
+        at = bisect_right(self._firsts, index) - 1
+        after, run = self._runs[at]
+        if index < self._firsts[at] + run.noted:
+            value = run[index - self._firsts[at]]
+            self.made[id(value)] = value
+            return value
+        return self.dense[index - after] if index < self.next_number else self.sparse[index]
+
+    @property
+    def next_number(self) -> int:
+        """The number under which the next value is noted."""
+        return len(self.dense) + self.hidden
+
+    def add_run(self, run: Run) -> None:
+        """Note all that a run of rows does."""
+        first = self.next_number
+        self.plain = min(self.plain, first)
+        self.hidden += run.noted
+        self._firsts.append(first)
+        self._runs.append((self.hidden, run))
 
     def put(self, index: int, value: Any) -> None:
-        """Note a value under this number; ValueError where it is none."""
-        if index < 0:
+        """Note a value under this number; ValueError where it is none, or a row's."""
+        if index < 0 or self.plain <= index < self.next_number:
             raise ValueError(index)
-        if index < len(self.dense):
+        if index < self.next_number:
             self.dense[index] = value
             self.changes += 1
-        elif index == len(self.dense):
+        elif index == self.next_number:
             self.sparse.pop(index, None)
             self.dense.append(value)
         else:
@@ -63,6 +94,7 @@ _ANY_FIELD = re.compile(_FIELD, re.DOTALL)
 _ANY_INTEGER = re.compile(_INTEGER, re.DOTALL)
 _MOST_PATTERNS = 64
 _MOST_VALUES = 1 << 14
+_LONGEST_WAIT = 63
 _KEY = 5
 """Bytes that tell a class: LONG_BINGET and its number, or BINGET's with EMPTY_TUPLE, NEWOBJ."""
 _SHORT, _TUPLE, _SHORT_TEXT = ord("h"), ord("t"), 0x8C
@@ -75,8 +107,15 @@ class _InstancePattern(NamedTuple):
     """The instances of one class: what finds one, and the names of its fields."""
 
     expression: re.Pattern[bytes]
-    function: Global
-    names: tuple[str, ...]
+    rows: RowClass
+
+    @property
+    def function(self) -> Global:
+        return self.rows.function
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.rows.names
 
 
 class InstanceReader:
@@ -90,15 +129,61 @@ class InstanceReader:
         self._values = _Values(memo)
         self._patterns_left = _MOST_PATTERNS
         self._changes = 0
+        self._row_reader: RowReader | None = None
+        self._attempts = self._waits = 0
 
-    def read(self, pos: int) -> tuple[int, int]:
-        """Read the instances from ``pos`` on; return the offset after them and their number."""
+    def read_rows(self, pos: int, end: int, *, is_key: bool) -> int:
+        """Read many instances from ``pos`` to ``end`` as columns; return the offset after them.
+
+        Those of two classes only where the first ``is_key`` of the second. After an attempt that
+        finds few the next ones are left out, more of them each time.
+        """
+        self._attempts += 1
+        if self._attempts <= self._waits or self._memo.sparse:
+            return pos
+        self._forget_changes()
+        classes = self._find_classes(pos)
+        if not classes or (len(classes) > 1 and not is_key):
+            return pos
+        if self._row_reader is None:
+            self._row_reader = RowReader(self._data, self._memo.__getitem__)
+        run = self._row_reader.read(pos, end, classes, self._memo.next_number)
+        self._attempts = 0
+        if run is None:
+            self._waits = min(_LONGEST_WAIT, 2 * self._waits + 1)
+            return pos
+        self._waits = 0
+        self._memo.add_run(run)
+        self._stack += run.rows
+        return pos + run.nbytes
+
+    def _find_classes(self, pos: int) -> tuple[RowClass, ...]:
+        """Return the class of the instances from ``pos`` on, or the two that take turns."""
+        classes: list[RowClass] = []
+        for _ in range(3):
+            pattern = self._patterns.get(self._data[pos : pos + _KEY])
+            match = pattern.expression.match(self._data, pos) if pattern else None
+            if pattern is None or match is None:
+                if not self._add_pattern(pos):
+                    return ()
+                pattern = self._patterns[self._data[pos : pos + _KEY]]
+                match = pattern.expression.match(self._data, pos)
+            if match is None:
+                return ()
+            if classes and pattern.rows is classes[0]:
+                return tuple(classes)
+            classes.append(pattern.rows)
+            pos = match.end()
+        return ()
+
+    def read(self, pos: int, most: int) -> tuple[int, int]:
+        """Read up to ``most`` instances from ``pos`` on; return where they end, and how many."""
         data, patterns, note, stack = self._data, self._patterns, self._memo.dense, self._stack
         values = self._values
         value_of, noted = values.__getitem__, values.noted
         before = len(stack)
         self._forget_changes()
-        while not self._memo.sparse:
+        while not self._memo.sparse and len(stack) - before < most:
             pattern = patterns.get(data[pos : pos + _KEY])
             match = pattern.expression.match(data, pos) if pattern else None
             if pattern is None or match is None:
@@ -138,7 +223,8 @@ class InstanceReader:
             return False
         fields = b"".join(b"%b(%b)" % (re.escape(item), _VALUE) for item in references)
         expression = re.compile(re.escape(reference) + _BEGIN + fields + _END, re.DOTALL)
-        pattern = _InstancePattern(expression, function, tuple(names))
+        rows = RowClass(function, tuple(names), reference, tuple(references))
+        pattern = _InstancePattern(expression, rows)
         self._patterns[self._data[pos : pos + _KEY]] = pattern
         return True
 
@@ -148,6 +234,8 @@ class InstanceReader:
             self._changes = self._memo.changes
             self._patterns.clear()
             self._values.forget()
+            if self._row_reader is not None:
+                self._row_reader.forget()
 
 
 class _Values(dict[bytes, Any]):

@@ -38,13 +38,18 @@ class Loaded:
     hostile: dict[Global, Problem]
 
 
-def read_pickle(data: bytes, *, what: str, start: int = 0, judges: bool = True) -> Loaded:
+def read_pickle(
+    data: bytes, *, what: str, start: int = 0, judges: bool = True, rows: bool = False
+) -> Loaded:
     """Read the pickle that begins at ``start``; ``what`` names it in errors.
+
+    With ``rows`` lists and dicts may have ``Rows`` in them, each of which stands for many records;
+    as keys of a dict those have as many values.
 
     Raises Damaged where it is malformed and, where it ``judges``, Hostile where it names a global
     that can run code.
     """
-    machine = Machine(data, start, what, judges=judges)
+    machine = Machine(data, start, what, judges=judges, rows=rows)
     try:
         value = _run(machine, len(data))
     except Truncated:
@@ -107,7 +112,7 @@ def find_globals(data: bytes, *, pickles: int = 1) -> dict[Global, int]:
     offsets: dict[Global, int] = {}
     start = 0
     for _ in range(pickles):
-        machine = Machine(data, start, "", judges=False)
+        machine = Machine(data, start, "", judges=False, rows=True)
         is_whole = True
         try:
             _run(machine, len(data))

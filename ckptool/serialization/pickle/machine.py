@@ -22,6 +22,7 @@ from ckptool.serialization.pickle.records import (
     Persistent,
     PickleValue,
 )
+from ckptool.serialization.pickle.rows import LEAST
 
 _STOP, _MEMOIZE = pickle.STOP[0], pickle.MEMOIZE[0]
 _BININT1, _BININT2 = pickle.BININT1[0], pickle.BININT2[0]
@@ -36,12 +37,17 @@ class Machine(Builder):
     """Follows one program. With ``judges`` it raises Hostile at a global that can run code.
 
     ``globals`` are the byte of the opcode that first names each, ``persistent`` all persistent ids,
-    ``hostile`` what is wrong with each global that can run code, where it does not judge.
+    ``hostile`` what is wrong with each global that can run code, where it does not judge. Where it
+    may leave ``rows``, these stand in lists and dicts for many instances.
     """
 
-    def __init__(self, data: bytes, start: int, what: str, *, judges: bool = True) -> None:
+    def __init__(
+        self, data: bytes, start: int, what: str, *, judges: bool = True, rows: bool = False
+    ) -> None:
         super().__init__(data, start, what)
         self._judges = judges
+        self._has_rows = rows
+        self._frame_end = 0
         self._reader = InstanceReader(data, self._stack, self._memo)
         self.globals: dict[Global, int] = {}
         self.persistent: list[Persistent] = []
@@ -51,26 +57,28 @@ class Machine(Builder):
         """Run the program and return what it leaves. Opcodes by the million are done here."""
         data, table, stack, pos = self._data, _TABLE, self._stack, self.pos
         memo, sparse = self._memo.dense, self._memo.sparse
-        last = len(data) - 8
+        last, plain, hidden = len(data) - 8, self._memo.plain, self._memo.hidden
         while True:
             opcode = data[pos]
             if pos < last:
                 if opcode == _BINGET and (index := data[pos + 1]) < len(memo):
                     if data[pos + 4] == _MEMOIZE and (end := self._instances(pos)) > pos:
-                        pos = end
+                        pos, plain, hidden = end, self._memo.plain, self._memo.hidden
                         continue
-                    stack.append(memo[index])
+                    stack.append(memo[index] if index < plain else self._memo[index])
                     pos += 2
                     continue
-                if opcode == _LONG_BINGET and (index := _UINT4(data, pos + 1)[0]) < len(memo):
+                if opcode == _LONG_BINGET and (
+                    (index := _UINT4(data, pos + 1)[0]) < len(memo) + hidden
+                ):
                     if data[pos + 7] == _MEMOIZE and (end := self._instances(pos)) > pos:
-                        pos = end
+                        pos, plain, hidden = end, self._memo.plain, self._memo.hidden
                         continue
-                    stack.append(memo[index])
+                    stack.append(memo[index] if index < plain else self._memo[index])
                     pos += 5
                     continue
                 is_next = opcode == _MEMOIZE or (
-                    opcode == _LONG_BINPUT and _UINT4(data, pos + 1)[0] == len(memo)
+                    opcode == _LONG_BINPUT and _UINT4(data, pos + 1)[0] == len(memo) + hidden
                 )
                 if is_next and stack and stack[-1] is not MARK and not sparse:
                     memo.append(stack[-1])
@@ -96,8 +104,16 @@ class Machine(Builder):
 
     def _instances(self, pos: int) -> int:
         """Return the offset after all instances that begin at ``pos`` and were read at once."""
+        most = len(self._data)
+        if self._has_rows and self._marks:
+            is_key = (len(self._stack) - self._marks[-1]) % 2 == 1
+            limit = self._frame_end if self._frame_end > pos else len(self._data)
+            end = self._reader.read_rows(pos, limit, is_key=is_key)
+            if end > pos:
+                return end
+            most = LEAST if is_key else 1
         noted = len(self._memo)
-        end, instances = self._reader.read(pos)
+        end, instances = self._reader.read(pos, most)
         self._containers -= instances
         self._require_containers()
         self.charge(len(self._memo) - noted)
@@ -114,6 +130,11 @@ class Machine(Builder):
         self._container({})
         self._memoize(stack[-1])
         self._mark()
+
+    def _frame(self) -> None:
+        """Note where a frame ends: no instance before that is cut by the next one's length."""
+        size = self._uint(8)
+        self._frame_end = self.pos + size
 
     def _name_global(self, module: PickleValue, name: PickleValue, at: int) -> None:
         if not isinstance(module, str) or not isinstance(name, str):
@@ -202,7 +223,7 @@ class Machine(Builder):
 
 _HANDLERS: dict[bytes, Callable[[Machine], object]] = {
     pickle.MARK: Machine._mark,
-    pickle.POP: lambda m: m._stack.pop(),
+    pickle.POP: Machine._drop,
     pickle.POP_MARK: Machine._pop_mark,
     pickle.DUP: lambda m: m._push(m._top()),
     pickle.FLOAT: lambda m: m._push(float(m._line())),
@@ -225,7 +246,7 @@ _HANDLERS: dict[bytes, Callable[[Machine], object]] = {
     pickle.GLOBAL: Machine._global_line,
     pickle.DICT: Machine._dict_from_mark,
     pickle.EMPTY_DICT: lambda m: m._container({}),
-    pickle.APPENDS: lambda m: m._extend(m._pop_mark()),
+    pickle.APPENDS: lambda m: m._extend(m._pop_mark(rows=True)),
     pickle.GET: lambda m: m._get(int(m._line())),
     pickle.BINGET: lambda m: m._get(m._uint(1)),
     pickle.INST: Machine._inst,
@@ -261,7 +282,7 @@ _HANDLERS: dict[bytes, Callable[[Machine], object]] = {
     pickle.NEWOBJ_EX: Machine._new_object_ex,
     pickle.STACK_GLOBAL: Machine._stack_global,
     pickle.MEMOIZE: lambda m: m._memoize(m._top()),
-    pickle.FRAME: lambda m: m._uint(8),
+    pickle.FRAME: Machine._frame,
     pickle.BYTEARRAY8: lambda m: m._push(bytearray(m._take(m._uint(8)))),
 }
 _TABLE = {opcode[0]: handler for opcode, handler in _HANDLERS.items()}

@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 
 from ckptool.errors import Damaged, SourceError
 from ckptool.serialization.pickle import instances as pickle_instances
+from ckptool.serialization.pickle import rows as pickle_rows
 from ckptool.serialization.pickle.instances import InstanceReader, Memo
 from ckptool.serialization.pickle.load import read_pickle
 from ckptool.serialization.pickle.records import Call
+from ckptool.serialization.pickle.rows import Rows, expand_rows
 
 torch = pytest.importorskip("torch")
 
@@ -66,19 +68,25 @@ def seen(value: Any, depth: int = 0) -> Any:
         inner = [value.function, value.args, value.state, value.is_new, value.items, value.entries]
         return [seen(item, depth + 1) for item in inner]
     if isinstance(value, dict):
-        return [(seen(key, depth + 1), seen(item, depth + 1)) for key, item in value.items()]
+        pairs = zip(expand_rows([*value]), expand_rows([*value.values()]), strict=True)
+        return [(seen(key, depth + 1), seen(item, depth + 1)) for key, item in pairs]
     if isinstance(value, list | tuple):
-        return type(value), [seen(item, depth + 1) for item in value]
+        return type(value), [seen(item, depth + 1) for item in expand_rows([*value])]
     return type(value), repr(value) if isinstance(value, int | float | str) else ""
 
 
-def outcome(data: bytes, *, at_once: bool = True) -> Any:
+def outcome(data: bytes, *, at_once: bool = True, rows: bool = False) -> Any:
     """What the pickle holds, or the kind of error."""
-    with mock.patch.object(
-        InstanceReader, "read", InstanceReader.read if at_once else lambda self, pos: (pos, 0)
+    with (
+        mock.patch.object(
+            InstanceReader,
+            "read",
+            InstanceReader.read if at_once else lambda self, pos, most: (pos, 0),
+        ),
+        mock.patch.object(pickle_rows, "LEAST", 3),
     ):
         try:
-            return seen(read_pickle(data, what="p").value)
+            return seen(read_pickle(data, what="p", rows=rows).value)
         except SourceError as error:
             return type(error)
 
@@ -95,7 +103,78 @@ def test_instances_in_a_row_are_as_one_by_one(
     }
     data = pickle.dumps(value, protocol)
     data = pickletools.optimize(data) if optimised else data
-    assert outcome(data) == outcome(data, at_once=False)
+    assert outcome(data) == outcome(data, at_once=False) == outcome(data, rows=True)
+
+
+KINDS = [
+    INTEGERS,
+    st.just(None) | st.booleans(),
+    st.text(max_size=60),
+    st.sampled_from(SHARED),
+    st.sampled_from(SHARED) | st.text("ab", max_size=20),
+    SIZES,
+    st.lists(st.integers(-9, 2**63), max_size=10).map(torch.Size),
+]
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> list[Any]:
+    """Instances of one class, whose fields are each of one kind."""
+    kind = draw(st.sampled_from([Index, Info]))
+    names = draw(st.lists(st.sampled_from(["fqn", "offset", "index"]), min_size=1, unique=True))
+    fields = {name: draw(st.sampled_from(KINDS)) for name in names}
+    count = draw(st.integers(3, 40))
+    return [kind({name: draw(of) for name, of in fields.items()}) for _ in range(count)]
+
+
+@given(tables(), tables(), st.booleans())
+def test_rows_are_as_one_by_one(keys: list[Any], values: list[Any], repeats: bool) -> None:
+    pairs = [(key, value) for key, value in zip(keys, values, strict=False)]
+    value = [SHARED, torch.Size([1]), keys, dict(pairs), values[::-1] if repeats else [], keys[:2]]
+    data = pickle.dumps(value, 4)
+    assert outcome(data, rows=True) == outcome(data, at_once=False)
+
+
+def count_rows(value: Any) -> int:
+    """How many instances are in columns, of a list or of a dict's keys."""
+    return sum(len(item) for item in value if type(item) is Rows)
+
+
+def test_the_rows_of_a_large_table_are_columns() -> None:
+    keys = [
+        Index(
+            {
+                "fqn": f"layers.{n % 50}",
+                "index": n,
+                "offset": torch.Size([n << n % 40] * (1 + n % 3)),
+            }
+        )
+        for n in range(5000)
+    ]
+    values = [Info({"path": f"__{n // 1000}", "offset": n**4, "length": n}) for n in range(5000)]
+    data = pickle.dumps([torch.Size([1]), keys[::-1], dict(zip(keys, values, strict=True))], 4)
+    _, alone, table = read_pickle(data, what="p", rows=True).value
+    assert count_rows(alone) > 4500
+    assert count_rows(table) == 0  # its keys are records already
+    data = pickle.dumps([torch.Size([1]), dict(zip(keys, values, strict=True)), values], 4)
+    _, table, _ = read_pickle(data, what="p", rows=True).value
+    assert count_rows(table) > 4500
+    assert outcome(data, rows=True) == outcome(data, at_once=False)
+
+
+@pytest.mark.parametrize("change", [b"h\x21Nb", b"h\x20(h\x03Nu", b"h\x20h\x03Ns"])
+def test_a_row_is_never_changed(change: bytes) -> None:
+    data = HEAD + b"](" + instance(b"K\x01") * 200 + b"e"
+    assert read_pickle(data + b".", what="p", rows=True)
+    with pytest.raises(Damaged, match="many instances that is changed"):
+        read_pickle(data + change + b".", what="p", rows=True)
+
+
+@pytest.mark.parametrize("end", [b"0e.", b"\x85.", b"\x87.", b"t.", b"(e.", b"Nb.", b"2e.", b"\x90."])
+def test_rows_are_instances_to_other_opcodes(end: bytes) -> None:
+    for start in (b"](", b"(", b"\x8f("):
+        data = HEAD + start + instance(b"K\x01") * 9 + end
+        assert outcome(data, rows=True) == outcome(data, at_once=False)
 
 
 @given(instances(), st.data())
@@ -104,7 +183,8 @@ def test_changed_instances_are_as_one_by_one(rows: list[Any], data: st.DataObjec
     for _ in range(data.draw(st.integers(1, 3))):
         at = data.draw(st.integers(len(changed) // 4, len(changed) - 1))
         changed[at] = data.draw(st.integers(0, 255) | st.sampled_from(b"hjq\x94K(u\x85"))
-    assert outcome(bytes(changed)) == outcome(bytes(changed), at_once=False)
+    one_by_one = outcome(bytes(changed), at_once=False)
+    assert outcome(bytes(changed)) == one_by_one == outcome(bytes(changed), rows=True)
 
 
 def steps(data: bytes) -> int:
@@ -112,8 +192,8 @@ def steps(data: bytes) -> int:
     counts: list[int] = []
     plain = InstanceReader.read
 
-    def read(self: InstanceReader, pos: int) -> tuple[int, int]:
-        end, count = plain(self, pos)
+    def read(self: InstanceReader, pos: int, most: int) -> tuple[int, int]:
+        end, count = plain(self, pos, most)
         counts.append(count)
         return end, count
 
@@ -137,7 +217,7 @@ def test_all_but_the_first_instance_are_read_at_once(value: Any) -> None:
     rows = [Index({"fqn": value(number), "more": None}) for number in range(300)]
     data = pickle.dumps([SHARED, torch.Size([0]), rows], 4)
     assert steps(data) >= 295
-    assert outcome(data) == outcome(data, at_once=False)
+    assert outcome(data) == outcome(data, at_once=False) == outcome(data, rows=True)
 
 
 HEAD = (
@@ -177,7 +257,8 @@ def instance(value: bytes) -> bytes:
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_left_to_the_opcodes(program: bytes) -> None:
-    assert outcome(HEAD + program) == outcome(HEAD + program, at_once=False)
+    one_by_one = outcome(HEAD + program, at_once=False)
+    assert outcome(HEAD + program) == one_by_one == outcome(HEAD + program, rows=True)
 
 
 def test_more_values_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +266,7 @@ def test_more_values_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [Index({"offset": torch.Size([n, 4]), "fqn": 70_000 + n}) for n in range(1500)]
     data = pickle.dumps([rows, rows[::-1]], 4)
     assert steps(data) > 1400
-    assert outcome(data) == outcome(data, at_once=False)
+    assert outcome(data) == outcome(data, at_once=False) == outcome(data, rows=True)
 
 
 @pytest.mark.parametrize("change", [b"Nb", b"(e", b"Na", b"(NNu", b"NNs", b"(N\x90"])
@@ -219,4 +300,4 @@ def test_the_memo_is_a_dict(steps: list[int | None]) -> None:
 def test_a_class_whose_fields_change_is_learnt_anew(period: int) -> None:
     rows = [Index({f"x{n % (period + 1)}": n, "y": 1}) for n in range(200)]
     data = pickle.dumps(rows, 4)
-    assert outcome(data) == outcome(data, at_once=False)
+    assert outcome(data) == outcome(data, at_once=False) == outcome(data, rows=True)
