@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from operator import ge, le, lt, sub
-from typing import NamedTuple
+from typing import Any, NamedTuple, overload
 
 
 class Box(NamedTuple):
@@ -57,6 +57,75 @@ class Box(NamedTuple):
 
     def __str__(self) -> str:
         return "[" + ", ".join(f"{l}:{h}" for l, h in zip(self.lo, self.hi, strict=True)) + "]"
+
+
+class BoxTable(Sequence[Box]):
+    """Many boxes as two columns: numpy arrays ``[n, dims]`` of their lows and their highs."""
+
+    __slots__ = ("_hash", "highs", "lows")
+
+    def __init__(self, lows: Any, highs: Any) -> None:
+        self.lows = lows
+        self.highs = highs
+        self._hash: int | None = None
+
+    def __len__(self) -> int:
+        return len(self.lows)
+
+    @overload
+    def __getitem__(self, at: int) -> Box: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Box]: ...
+
+    def __getitem__(self, at: int | slice) -> Box | Sequence[Box]:
+        if isinstance(at, slice):
+            return BoxTable(self.lows[at], self.highs[at])
+        return Box(tuple(self.lows[at].tolist()), tuple(self.highs[at].tolist()))
+
+    def __iter__(self) -> Iterator[Box]:
+        lows, highs = self.lows.tolist(), self.highs.tolist()
+        return map(Box, map(tuple, lows), map(tuple, highs))
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, BoxTable):
+            pairs = ((self.lows, other.lows), (self.highs, other.highs))
+            return all(a.shape == b.shape and bool((a == b).all()) for a, b in pairs)
+        return NotImplemented
+
+    def __hash__(self) -> int:
+        if self._hash is None:
+            self._hash = hash((self.lows.tobytes(), self.highs.tobytes()))
+        return self._hash
+
+    def is_grid(self, shape: Sequence[int]) -> bool:
+        """Return whether the boxes are those of a grid over the whole shape, as ``is_grid``."""
+        import numpy as np
+
+        if not len(self) or self.lows.shape[1] != len(shape) or max(shape, default=0) >= 1 << 31:
+            return False
+        cells, count = np.zeros(len(self), np.int64), 1
+        for size, low, high in zip(shape, self.lows.T, self.highs.T, strict=True):
+            if low.min() < 0 or high.max() > size or (low > high).any():
+                return False
+            spans, cell = np.unique(low * (size + 1) + high, return_inverse=True)
+            lows, highs = np.divmod(spans, size + 1)
+            if lows[0] or (lows[1:] != highs[:-1]).any() or highs[-1] != size:
+                return False
+            cells, count = cells * len(spans) + cell, count * len(spans)
+            if count > len(self):
+                return False
+        return count == len(self) == len(np.unique(cells))
+
+
+def spans_of(boxes: Sequence[Box]) -> list[list[tuple[int, int]]]:
+    """Return for each dim where each of some boxes begins and ends; all have as many dims."""
+    if isinstance(boxes, BoxTable):
+        sides = zip(boxes.lows.T.tolist(), boxes.highs.T.tolist(), strict=True)
+    else:
+        lows, highs = (zip(*side, strict=True) for side in zip(*boxes, strict=True))
+        sides = zip(lows, highs, strict=True)
+    return [list(zip(low, high, strict=True)) for low, high in sides]
 
 
 class Piece(NamedTuple):
@@ -129,6 +198,8 @@ def is_grid(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
 
     Other boxes may tile it too.
     """
+    if isinstance(boxes, BoxTable):
+        return boxes.is_grid(shape)
     if len(boxes) == 1:
         return tuple(boxes[0]) == ((0,) * len(shape), tuple(shape)) and min(shape, default=0) >= 0
     if not boxes or len(set(boxes)) != len(boxes):
@@ -136,9 +207,8 @@ def is_grid(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
     if any(len(box.lo) != len(shape) for box in boxes):
         return False
     count = 1
-    lows, highs = (zip(*side, strict=True) for side in zip(*boxes, strict=True))
-    for size, *columns in zip(shape, lows, highs, strict=True):
-        spans = sorted(set(zip(*columns, strict=True)))
+    for size, column in zip(shape, spans_of(boxes), strict=True):
+        spans = sorted(set(column))
         edges = [0, *(high for _, high in spans)]
         if [low for low, _ in spans] != edges[:-1] or edges != sorted(edges) or edges[-1] != size:
             return False

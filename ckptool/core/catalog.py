@@ -223,7 +223,7 @@ class TensorEntry:
     path: Path
     dtype: DType
     shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
+    chunks: Sequence[Chunk]
     placements: tuple[Placement, ...] | None = None
     mesh: Mesh | None = None
     stored: DType | None = None
@@ -313,7 +313,7 @@ class Catalog:
     companions: dict[str, int] = field(default_factory=dict)
     copies: frozenset[str] = frozenset()
     bare: frozenset[str] = frozenset()
-    archives: tuple[Container, ...] = ()
+    archives: Sequence[Container] = ()
     named: dict[str, dict[tuple[str, str], int]] = field(default_factory=dict)
 
     def with_tensors(self, tensors: dict[str, TensorEntry]) -> Catalog:
@@ -353,7 +353,7 @@ def merge_copies(chunks: Iterable[Chunk]) -> tuple[Chunk, ...]:
 
 def coverage_problem(entry: TensorEntry) -> Problem | None:
     """Return why the chunks do not tile the tensor exactly, in numbers; None where they do."""
-    boxes = [chunk.box for chunk in entry.chunks]
+    boxes = getattr(entry.chunks, "boxes", None) or [chunk.box for chunk in entry.chunks]
     if is_grid(boxes, entry.shape):
         return None
     whole = Box.whole(entry.shape)

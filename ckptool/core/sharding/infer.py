@@ -17,10 +17,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from ckptool.core.box import Box
+from ckptool.core.box import spans_of
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.mesh import Mesh, Placements, Replicate, StridedShard
 from ckptool.core.sharding.cuts import Order, chunk_bounds, placements_of
+from ckptool.core.sharding.table import Spans, spans_and_writers
 
 _MOST_DIMS = 3
 _MOST_RANKS = 1 << 17
@@ -68,19 +69,17 @@ def infer(tensors: Iterable[TensorEntry], world_size: int) -> Inference:
 
 def _signature(entry: TensorEntry) -> _Signature:
     """Return a tensor's shape, and its boxes with the ranks that wrote each (None if unknown)."""
-    chunks = tuple((chunk.box, chunk.rank) for chunk in entry.chunks)
-    copies = tuple((chunk.box, copy.rank) for chunk in entry.chunks for copy in chunk.copies)
-    return entry.shape, chunks + copies
+    return entry.shape, spans_and_writers(entry.chunks)
 
 
 def _world(signatures: Iterable[_Signature], seen: int) -> int:
-    writers = (rank for _, chunks in signatures for _, rank in chunks if rank is not None)
+    writers = (rank for _, stored in signatures for rank in stored.ranks if rank is not None)
     return max(seen, 1 + max(writers, default=0))
 
 
 _Shape = tuple[int, ...]
 _Span = tuple[int, int]
-_Signature = tuple[_Shape, tuple[tuple[Box, int | None], ...]]
+_Signature = tuple[_Shape, Spans]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,26 +109,24 @@ _Evidence = tuple[_CutDim | None, ...]
 """For each tensor dim how it is cut, None where it is whole."""
 
 
-def _evidence(shape: _Shape, chunks: Sequence[tuple[Box, int | None]]) -> _Evidence | None:
+def _evidence(shape: _Shape, stored: Spans) -> _Evidence | None:
     """Return what the chunks tell of each tensor dim; None where no mesh cuts a tensor so."""
-    if not chunks or any(len(box.lo) != len(shape) for box, _ in chunks):
+    boxes, ranks = stored
+    if not boxes or any(len(box.lo) != len(shape) for box in boxes):
         return None
     if not math.prod(shape):
         return (None,) * len(shape)
-    ranks = [rank for _, rank in chunks]
-    lows = zip(*(box.lo for box, _ in chunks), strict=True)
-    highs = zip(*(box.hi for box, _ in chunks), strict=True)
-    columns = [list(zip(*pair, strict=True)) for pair in zip(lows, highs, strict=True)]
+    columns = spans_of(boxes)
     dims = tuple(_cut_dim(n, spans, ranks) for n, spans in zip(shape, columns, strict=True))
     cut = [(dim, spans) for dim, spans in zip(dims, columns, strict=True) if dim is not None]
-    boxes = set(zip(*(spans for _, spans in cut), strict=True))
-    solid = sum(all(low < high for low, high in box) for box in boxes)
+    cells = set(zip(*(spans for _, spans in cut), strict=True))
+    solid = sum(all(low < high for low, high in cell) for cell in cells)
     if solid != math.prod(len(dim.spans) for dim, _ in cut) and cut:
         return None
     return dims if all(dim.is_possible() for dim, _ in cut) else None
 
 
-def _cut_dim(length: int, spans: list[_Span], ranks: list[int | None]) -> _CutDim | None:
+def _cut_dim(length: int, spans: list[_Span], ranks: Sequence[int | None]) -> _CutDim | None:
     distinct = set(spans)
     if distinct == {(0, length)}:
         return None

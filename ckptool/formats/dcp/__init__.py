@@ -14,12 +14,12 @@ from typing import Any
 
 from ckptool.core.catalog import UNREAD, Catalog, ObjectEntry, TensorEntry, merge_copies
 from ckptool.core.sharding.infer import with_inferred_mesh
+from ckptool.core.sharding.table import Joined
 from ckptool.errors import Problem
 from ckptool.formats.base import Deferred, FileRole, FileRule, Format, ScanOptions
 from ckptool.formats.companions import add_tensor_parallelism, describe_framework
 from ckptool.formats.dcp.inventory import (
     DAMAGE_HINT,
-    DATA,
     METADATA,
     RANK_METADATA,
     Inventory,
@@ -28,6 +28,7 @@ from ckptool.formats.dcp.inventory import (
 )
 from ckptool.formats.dcp.items import locate, read_values
 from ckptool.formats.dcp.metadata import DcpMetadata, SavePlan
+from ckptool.formats.dcp.tables import DATA
 from ckptool.formats.lightning import META, WRITER
 from ckptool.serialization.source import Source, expect_edges
 from ckptool.serialization.state_dict.assemble import assemble
@@ -69,7 +70,7 @@ def read_folder(
     options.report(inventory.problems, subject=source.root, hint=DAMAGE_HINT)
     contents = Assembled()
     for name, entry in inventory.types.items():
-        chunks = merge_copies(inventory.chunks[name])
+        chunks = inventory.tables.get(name) or merge_copies(inventory.chunks[name])
         tensor = TensorEntry(name, inventory.path(name), entry.dtype, entry.shape, chunks)
         contents.tensors[name] = tensor
     if values:
@@ -132,6 +133,8 @@ def _catalog(
     source: Source, parsed: dict[str, DcpMetadata], inventory: Inventory, contents: Assembled
 ) -> Catalog:
     used = {file for file, _, _, _ in inventory.extents} | set(parsed) | {META}
+    items = [table.items for table in inventory.tables.values()]
+    used |= {file for table in items[:1] for file in table.files}
     data = [name for name in source.files if DATA.fullmatch(name)]
     stale = [name for name in data if name not in used and source.files[name]]
     ranks = {int(m[1]) for name in data if name not in stale and (m := DATA.fullmatch(name))}
@@ -162,7 +165,7 @@ def _catalog(
         info=info | describe_framework(contents.objects),
         notes=(*notes, *contents.notes, *note_unread(contents.objects)),
         conflicts=contents.conflicts,
-        archives=tuple(inventory.archives),
+        archives=Joined([inventory.archives, *items]) if items else tuple(inventory.archives),
         named={file: metadata.named for file, metadata in parsed.items()},
     )
 

@@ -6,13 +6,15 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from itertools import pairwise
 
 from ckptool.core.catalog import Chunk, Container, Path
+from ckptool.core.sharding.table import ChunkTable
 from ckptool.errors import Damaged, Problem
 from ckptool.formats.base import ScanOptions
 from ckptool.formats.dcp.metadata import DcpMetadata, TensorMetadata, parse
+from ckptool.formats.dcp.tables import DATA, find_sound_tables, rank_of
 from ckptool.serialization.source import (
     Source,
     find_missing_ranks,
@@ -23,7 +25,6 @@ from ckptool.serialization.source import (
 
 METADATA = ".metadata"
 RANK_METADATA = re.compile(r"__([0-9]{1,9})\.metadata")
-DATA = re.compile(r"[^/]*?__([0-9]{1,9})_([0-9]+)\.distcp")
 ZSTD = "stream.zstd/1"
 
 DAMAGE_HINT = "the save was interrupted, or files were lost or mixed with those of another save"
@@ -33,12 +34,14 @@ DAMAGE_HINT = "the save was interrupted, or files were lost or mixed with those 
 class Inventory:
     """What the metadata files say together.
 
-    ``chunks`` and ``values`` are by name, values with the rank of each item; ``extents`` are file,
-    offset and bytes of every item, with its name; ``archives`` those that can be opened.
+    ``tables``, ``chunks`` and ``values`` are by name, values with the rank of each item;
+    ``extents`` are file, offset and bytes of every item that is in no table, with its name;
+    ``archives`` those of them that can be opened.
     ``damaged_files`` have a problem of their own, which stands for all of their items.
     """
 
     types: dict[str, TensorMetadata] = field(default_factory=dict)
+    tables: dict[str, ChunkTable] = field(default_factory=dict)
     chunks: dict[str, list[Chunk]] = field(default_factory=lambda: defaultdict(list))
     values: dict[str, list[tuple[int, Container]]] = field(
         default_factory=lambda: defaultdict(list)
@@ -58,6 +61,8 @@ def take_inventory(source: Source, parsed: Mapping[str, DcpMetadata]) -> Invento
     """Collect all that the metadata files say, with what contradicts them or one another."""
     inventory = Inventory()
     for file, metadata in parsed.items():
+        if len(parsed) == 1:
+            inventory.tables = find_sound_tables(metadata.tensors, metadata.items, source.files)
         _add_metadata(source, file, metadata, inventory)
     inventory.problems += _shared_bytes(inventory.extents)
     inventory.problems += [
@@ -139,6 +144,13 @@ def _add_metadata(source: Source, file: str, metadata: DcpMetadata, inventory: I
             message = f"{name}: {file} says {entry.dtype} {list(entry.shape)}, another"
             message += f" {known.dtype} {list(known.shape)}"
             inventory.problems.append(Problem(message, "ranks-disagree", file=file, tensor=name))
+        if name in inventory.tables:
+            continue
+        if entry.table is not None:
+            inventory.chunks[name] += entry.table
+            for stored in entry.table.items:
+                _add_item(source, file, name, stored, inventory)
+            continue
         for box in entry.chunks:
             index = name, box.lo
             item = metadata.items.get(index)
@@ -211,10 +223,3 @@ def _shared_bytes(extents: list[tuple[str, int, int, str]]) -> list[Problem]:
             message += f" {name} ({offset:,} to {offset + length:,})"
             problems.append(Problem(message, "items-overlap", file=file, tensor=other))
     return problems
-
-
-@lru_cache(maxsize=4096)
-def rank_of(file: str) -> int | None:
-    """Return the rank that wrote a data file, by its name."""
-    match = DATA.fullmatch(file)
-    return int(match[1]) if match else None

@@ -10,10 +10,13 @@ from typing import Any
 from ckptool.core.box import Box
 from ckptool.core.catalog import Container, Index, Path
 from ckptool.core.dtype import DType
+from ckptool.core.sharding.table import ChunkTable
 from ckptool.errors import Damaged, coded
+from ckptool.formats.dcp.tables import StoredItems
 from ckptool.serialization.archive.tensors import read_dtype, read_natural, read_sizes
 from ckptool.serialization.pickle.load import read_pickle
 from ckptool.serialization.pickle.records import Call, Global
+from ckptool.serialization.pickle.rows import expand_rows
 
 _MOST_STEPS = 100
 _CLASSES = ("Metadata", "MCoreMetadata")
@@ -23,11 +26,12 @@ _QUANTISED = ("qint8", "quint8", "qint32", "quint4x2", "quint2x4")
 
 @dataclass(frozen=True, slots=True)
 class TensorMetadata:
-    """A tensor's element type, shape, and its chunks."""
+    """A tensor's element type, shape, and its chunks; ``table`` has these with their items."""
 
     dtype: DType
     shape: tuple[int, ...]
-    chunks: tuple[Box, ...]
+    chunks: Sequence[Box]
+    table: ChunkTable | None = None
 
 
 MetadataIndex = tuple[str, tuple[int, ...] | None]
@@ -40,8 +44,9 @@ SavePlan = tuple[MetadataIndex, ...]
 class DcpMetadata:
     """What one metadata file says.
 
-    ``items`` is keyed by name and chunk offset; the offset is None for a bytes item. ``named`` are
-    the globals of the pickle, with the byte where each first is.
+    ``items`` is keyed by name and chunk offset; the offset is None for a bytes item. Those of
+    tensors with a table are not among them. ``named`` are the globals of the pickle, with the byte
+    where each first is.
 
     Megatron-core records more. ``plans`` are, for each rank, the name and offset of every chunk it
     meant to save, in its own order (None where they were not recorded). ``reformulated`` are the
@@ -68,7 +73,7 @@ def parse(data: bytes, what: str) -> DcpMetadata:
     """Read a metadata pickle; Damaged where it is not one."""
     with coded("metadata-unreadable", file=what):
         try:
-            loaded = read_pickle(data, what=what)
+            loaded = read_pickle(data, what=what, rows=True)
         except Damaged as error:
             raise Damaged(error.message.recoded("metadata-unreadable")) from None
         named = {(item.module, item.name): at for item, at in loaded.globals.items()}
@@ -81,14 +86,14 @@ def _metadata(value: Any, named: dict[tuple[str, str], int], what: str) -> DcpMe
     fields = value.fields
     try:
         entries = fields["state_dict_metadata"]
-        boxes = _Boxes()
+        boxes = _Boxes(StoredItems(fields["storage_data"]))
         tensors = {
-            _text(name): _tensor(entry, f"{what}: {name}", boxes)
+            _text(name): _tensor(name, entry, f"{what}: {name}", boxes)
             for name, entry in entries.items()
             if entry.name.endswith(".TensorStorageMetadata") and not _is_quantised(entry)
         }
         bytes_names = tuple(_text(name) for name in entries if name not in tensors)
-        items = dict(_items(fields["storage_data"]))
+        items = dict(_items(boxes.stored))
         if whole := {name for name in bytes_names if entries[name].fields.get("chunks")}:
             items = {(n, None if n in whole else at): item for (n, at), item in items.items()}
         paths = _paths(fields.get("planner_data"))
@@ -131,12 +136,15 @@ def _dtype(entry: Call) -> Any:
     return properties["dtype"] if isinstance(properties, dict) else properties[0]
 
 
-def _tensor(entry: Call, what: str, boxes: _Boxes) -> TensorMetadata:
+def _tensor(name: str, entry: Call, what: str, boxes: _Boxes) -> TensorMetadata:
     fields = entry.fields
     try:
-        dtype = _dtype(entry)
-        chunks = tuple(map(boxes.of, fields["chunks"]))
-        return TensorMetadata(read_dtype(dtype), read_sizes(fields["size"]), chunks)
+        dtype, shape = read_dtype(_dtype(entry)), read_sizes(fields["size"])
+        table = boxes.stored.take(name, shape, fields["chunks"])
+        if table is not None:
+            return TensorMetadata(dtype, shape, table.boxes, table)
+        chunks = tuple(map(boxes.of, expand_rows([*fields["chunks"]])))
+        return TensorMetadata(dtype, shape, chunks)
     except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
         raise Damaged(f"{what}: not as DCP writes it: {error}") from None
     except Damaged as error:
@@ -156,9 +164,10 @@ class _Sizes(dict[Call, tuple[int, ...]]):
 
 
 class _Boxes(dict[tuple[tuple[int, ...], tuple[int, ...]], Box]):
-    """The boxes of chunks, one for each offset and shape."""
+    """The boxes of chunks, one for each offset and shape; ``stored`` are the items."""
 
-    def __init__(self) -> None:
+    def __init__(self, stored: StoredItems) -> None:
+        self.stored = stored
         self._sizes = _Sizes()
 
     def __missing__(self, key: tuple[tuple[int, ...], tuple[int, ...]]) -> Box:
@@ -174,9 +183,12 @@ class _Boxes(dict[tuple[tuple[int, ...], tuple[int, ...]], Box]):
         return self[self._sizes.of(fields["offsets"]), self._sizes.of(fields["sizes"])]
 
 
-def _items(storage_data: Any) -> Iterator[tuple[MetadataIndex, Container]]:
+def _items(stored: StoredItems) -> Iterator[tuple[MetadataIndex, Container]]:
+    """Yield the items that are in no table."""
     shapes = _Sizes()
-    for record, info in storage_data.items():
+    for name, low, file, start, length in stored.left():
+        yield (name, low), Container(file, start, length)
+    for record, info in stored.others:
         where = info.fields
         transforms = where.get("transform_descriptors") or ()
         file, start, length = where["relative_path"], where["offset"], where["length"]

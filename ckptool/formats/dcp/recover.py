@@ -15,7 +15,8 @@ from ckptool.core.catalog import Catalog, Chunk, Container, ObjectEntry, TensorE
 from ckptool.errors import CkptoolError, Problem
 from ckptool.formats.base import Recovery, ScanOptions
 from ckptool.formats.dcp import scan
-from ckptool.formats.dcp.inventory import DATA, METADATA, rank_of
+from ckptool.formats.dcp.inventory import METADATA
+from ckptool.formats.dcp.tables import DATA, rank_of
 from ckptool.serialization.archive.read import read_torch_zip
 from ckptool.serialization.archive.recover import find_archives
 from ckptool.serialization.archive.tensors import locate_tensor, read_tensor

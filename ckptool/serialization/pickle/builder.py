@@ -245,7 +245,9 @@ class Builder(Stack):
 
     def _set_items(self, values: list[Any]) -> None:
         target = self._changed()
-        if Rows in set(map(type, values)) and not (isinstance(target, dict) and _are_paired(values)):
+        if Rows in set(map(type, values)) and not (
+            isinstance(target, dict) and _are_paired(values)
+        ):
             values = expand_rows(values)
         if len(values) % 2:
             raise self.malformed("a key without a value")

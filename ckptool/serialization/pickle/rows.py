@@ -54,12 +54,12 @@ class Rows:
     instances. ``made`` are those that were asked for one by one.
     """
 
-    __slots__ = ("_objects", "columns", "function", "made")
+    __slots__ = ("columns", "function", "made", "objects")
 
     def __init__(self, of: RowClass, columns: list[Column], objects: list[Any]) -> None:
         self.function = of.function
         self.columns = dict(zip(of.names, columns, strict=True))
-        self._objects = objects
+        self.objects = objects
         self.made: dict[int, tuple[Any, ...]] = {}
 
     def __len__(self) -> int:
@@ -75,7 +75,7 @@ class Rows:
                 if kind == INTEGER:
                     state[name] = values[0]
                 elif kind < 0:
-                    state[name] = self._objects[values[0]]
+                    state[name] = self.objects[values[0]]
                     noted += [state[name]] * (kind == TEXT)
                 else:
                     sizes = tuple(values[:kind])
@@ -289,39 +289,47 @@ class RowReader:
         counts = np.stack([_count_notes(columns) for columns in table], axis=1)
         begins = (noted + np.cumsum(counts) - counts.ravel()).reshape(counts.shape)
         texts: dict[int, int] = {}
-        found: list[list[tuple[Any, Any]]] = []
         for columns, begin in zip(table, begins.T, strict=True):
-            at, codes = begin + 2, []
+            at = begin + 2
             for kinds, numbers in columns:
                 is_text = kinds == TEXT
                 if is_text.any():
-                    of_texts = list(map(self._text, numbers[is_text, 0].tolist()))
-                    texts |= zip(at[is_text].tolist(), of_texts, strict=True)
-                    codes.append((is_text, np.array(of_texts, np.int64)))
-                else:
-                    codes.append((is_text, 0))
+                    codes = list(map(self._text, numbers[is_text, 0].tolist()))
+                    texts |= zip(at[is_text].tolist(), codes, strict=True)
                 at = at + _count_of_kinds(kinds)
-            found.append(codes)
         done: list[list[Column]] = [[] for _ in table]
-        for number, begin in enumerate(begins.T):
-            for place, (kinds, numbers) in enumerate(table[number]):
-                is_object = kinds == OBJECT
-                unique, inverse = np.unique(numbers[is_object, 0], return_inverse=True)
-                inner = [texts.get(n) if n >= noted else self._code(n) for n in unique.tolist()]
-                known = np.array([-1 if code is None else code for code in inner], np.int64)
-                holds = np.ones(len(kinds), bool)
-                holds[is_object] = (known[inverse] >= 0) & (
-                    (numbers[is_object, 0] < noted) | (numbers[is_object, 0] < begin[is_object])
-                )
-                if not holds.all():
-                    return _first_false(holds)
-                resolved = numbers.copy()
-                resolved[is_object, 0] = known[inverse]
-                is_text, of_texts = found[number][place]
-                resolved[is_text, 0] = of_texts
-                done[number].append(Column(kinds.copy(), _narrow(resolved)))
+        for each, columns, begin in zip(done, table, begins.T, strict=True):
+            at = begin + 2
+            for column in columns:
+                resolved = column
+                if column.kinds[0] in (OBJECT, TEXT):
+                    resolved, holds = self._resolve_column(column, noted, begin, at, texts)
+                    if not holds.all():
+                        return _first_false(holds)
+                numbers = resolved.numbers[:, : max(1, int(column.kinds.max()))]
+                each.append(Column(resolved.kinds.copy(), _narrow(numbers)))
+                at = at + _count_of_kinds(column.kinds)
         table[:] = done
         return len(counts)
+
+    def _resolve_column(
+        self, column: Column, noted: int, begin: Any, at: Any, texts: dict[int, int]
+    ) -> tuple[Column, Any]:
+        """Return a column of codes, and which rows are known.
+
+        Rows begin to note at ``begin``, the column's text at ``at``; ``texts`` are codes of those
+        of the run, by number. A row can refer to what an earlier one noted.
+        """
+        import numpy as np
+
+        kinds, numbers = column
+        is_text = kinds == TEXT
+        references = np.where(is_text, at, numbers[:, 0])
+        unique, inverse = np.unique(references, return_inverse=True)
+        codes = [texts.get(n) if n >= noted else self._code(n) for n in unique.tolist()]
+        known = np.array([-1 if code is None else code for code in codes], np.int64)[inverse]
+        holds = (known >= 0) & (is_text | (references < noted) | (references < begin))
+        return Column(kinds, known[:, None]), holds
 
     def _value(self, reference: int) -> Any:
         """Return what the memo has under a number, and for an opcode's negative what it pushes."""
@@ -357,16 +365,25 @@ def _narrow(numbers: Any) -> Any:
     """Return numbers in 32 bits where they fit."""
     import numpy as np
 
-    return numbers.astype(np.int32) if abs(numbers).max(initial=0) < 1 << 31 else numbers
+    return numbers.astype(np.int32 if abs(numbers).max() < 1 << 31 else np.int64)
 
 
 def _count_of_kinds(kinds: Any) -> Any:
-    """Return how much values put into the memo: a text itself, a size three, an empty one two."""
-    return (kinds == TEXT) + 2 * (kinds >= 0) + (kinds > 0)
+    """Return how much values put into the memo: a text itself, a size three, an empty one two.
+
+    All are integers, or all are sizes, or none is either.
+    """
+    if kinds[0] == INTEGER:
+        return 0
+    return 2 + (kinds > 0) if kinds[0] >= 0 else kinds == TEXT
 
 
 def _count_notes(columns: Iterable[Column]) -> Any:
     """Return how much each row puts into the memo."""
-    return 2 + sum(_count_of_kinds(column.kinds) for column in columns)
+    import numpy as np
 
-
+    every = list(columns)
+    counts = np.full(len(every[0].kinds), 2, np.int64)
+    for column in every:
+        counts += _count_of_kinds(column.kinds)
+    return counts

@@ -170,7 +170,9 @@ def test_a_row_is_never_changed(change: bytes) -> None:
         read_pickle(data + change + b".", what="p", rows=True)
 
 
-@pytest.mark.parametrize("end", [b"0e.", b"\x85.", b"\x87.", b"t.", b"(e.", b"Nb.", b"2e.", b"\x90."])
+@pytest.mark.parametrize(
+    "end", [b"0e.", b"\x85.", b"\x87.", b"t.", b"(e.", b"Nb.", b"2e.", b"\x90."]
+)
 def test_rows_are_instances_to_other_opcodes(end: bytes) -> None:
     for start in (b"](", b"(", b"\x8f("):
         data = HEAD + start + instance(b"K\x01") * 9 + end

@@ -1,0 +1,129 @@
+"""The chunks of a tensor as columns: those of a checkpoint of thousands of ranks are millions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Any, Generic, NamedTuple, TypeVar, overload
+
+from ckptool.core.box import BoxTable
+from ckptool.core.catalog import Chunk, Container
+
+_T = TypeVar("_T")
+
+
+class ItemTable(Sequence[Container]):
+    """Items in files: the number of each one's file, its offset and its bytes, as numpy arrays."""
+
+    __slots__ = ("file_numbers", "files", "lengths", "offsets")
+
+    def __init__(self, files: Sequence[str], file_numbers: Any, offsets: Any, lengths: Any) -> None:
+        self.files = files
+        self.file_numbers = file_numbers
+        self.offsets = offsets
+        self.lengths = lengths
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    @overload
+    def __getitem__(self, at: int) -> Container: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Container]: ...
+
+    def __getitem__(self, at: int | slice) -> Container | Sequence[Container]:
+        if isinstance(at, slice):
+            columns = (self.file_numbers[at], self.offsets[at], self.lengths[at])
+            return ItemTable(self.files, *columns)
+        file = self.files[self.file_numbers[at]]
+        return Container(file, int(self.offsets[at]), int(self.lengths[at]))
+
+    def __iter__(self) -> Iterator[Container]:
+        columns = (self.file_numbers.tolist(), self.offsets.tolist(), self.lengths.tolist())
+        return (Container(self.files[file], *span) for file, *span in zip(*columns, strict=True))
+
+
+class ChunkTable(Sequence[Chunk]):
+    """Chunks with their boxes and items in columns; each becomes a ``Chunk`` when asked for.
+
+    ``file_ranks`` are the ranks that wrote the items' files. No two chunks are of the same box.
+    """
+
+    __slots__ = ("boxes", "file_ranks", "items")
+
+    def __init__(self, boxes: BoxTable, items: ItemTable, file_ranks: Sequence[int | None]) -> None:
+        self.boxes = boxes
+        self.items = items
+        self.file_ranks = file_ranks
+
+    @property
+    def ranks(self) -> list[int | None]:
+        """The rank that wrote each chunk, None where that is not known."""
+        return [self.file_ranks[number] for number in self.items.file_numbers.tolist()]
+
+    def __len__(self) -> int:
+        return len(self.boxes)
+
+    @overload
+    def __getitem__(self, at: int) -> Chunk: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Chunk]: ...
+
+    def __getitem__(self, at: int | slice) -> Chunk | Sequence[Chunk]:
+        if isinstance(at, slice):
+            return tuple(self)[at]
+        rank = self.file_ranks[self.items.file_numbers[at]]
+        return Chunk(self.boxes[at], self.items[at], rank)
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return map(Chunk, self.boxes, self.items, self.ranks)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Sequence):
+            return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
+        return NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.boxes)
+
+
+class Joined(Sequence[_T], Generic[_T]):
+    """Sequences behind one another, as one."""
+
+    __slots__ = ("_parts",)
+
+    def __init__(self, parts: Sequence[Sequence[_T]]) -> None:
+        self._parts = parts
+
+    def __len__(self) -> int:
+        return sum(map(len, self._parts))
+
+    @overload
+    def __getitem__(self, at: int) -> _T: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[_T]: ...
+
+    def __getitem__(self, at: int | slice) -> _T | Sequence[_T]:
+        return tuple(self)[at]
+
+    def __iter__(self) -> Iterator[_T]:
+        return chain.from_iterable(self._parts)
+
+
+class Spans(NamedTuple):
+    """A geometry: boxes, and the ranks that wrote them; equal for tensors that are cut alike."""
+
+    boxes: Sequence[Any]
+    ranks: tuple[int | None, ...]
+
+
+def spans_and_writers(chunks: Sequence[Chunk]) -> Spans:
+    """Return the boxes of chunks and of their copies, with the rank that wrote each."""
+    if isinstance(chunks, ChunkTable):
+        return Spans(chunks.boxes, tuple(chunks.ranks))
+    stored = [(chunk.box, chunk.rank) for chunk in chunks]
+    stored += [(chunk.box, copy.rank) for chunk in chunks for copy in chunk.copies]
+    return Spans(tuple(box for box, _ in stored), tuple(rank for _, rank in stored))

@@ -1,0 +1,305 @@
+"""The chunks of a ``.metadata`` whose records were read into columns, as tables.
+
+A tensor gets a table where each of its chunks has just one item, none of them packed; that of any
+other is read record by record.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Protocol
+
+from ckptool.core.box import BoxTable
+from ckptool.core.catalog import Container
+from ckptool.core.sharding.table import ChunkTable, ItemTable
+from ckptool.errors import Damaged
+from ckptool.serialization.archive.tensors import read_sizes
+from ckptool.serialization.pickle.rows import INTEGER, OBJECT, Rows
+
+_LARGEST = 1 << 62
+_INDEX, _INFO = {"fqn", "offset"}, {"relative_path", "offset", "length"}
+
+
+DATA = re.compile(r"[^/]*?__([0-9]{1,9})_([0-9]+)\.distcp")
+
+
+@lru_cache(maxsize=4096)
+def rank_of(file: str) -> int | None:
+    """Return the rank that wrote a data file, by its name."""
+    match = DATA.fullmatch(file)
+    return int(match[1]) if match else None
+
+
+class TensorItems(Protocol):
+    """What the metadata says of a tensor, as far as tables go."""
+
+    @property
+    def table(self) -> ChunkTable | None: ...
+
+
+class Unfit(Exception):
+    """Records are not as most are; they are read one by one."""
+
+
+@dataclass(slots=True)
+class _Columns:
+    """Items of all tensors: numbers of names and files, offsets of chunks, and where each lies."""
+
+    names: list[Any] = field(default_factory=list)
+    dims: list[Any] = field(default_factory=list)
+    lows: list[Any] = field(default_factory=list)
+    files: list[Any] = field(default_factory=list)
+    offsets: list[Any] = field(default_factory=list)
+    lengths: list[Any] = field(default_factory=list)
+
+
+class StoredItems:
+    """The items of a ``.metadata``: ``others`` are the records that are in no column.
+
+    ``tables`` are by tensor name; those that are taken are ``claimed``.
+    """
+
+    def __init__(self, storage_data: Mapping[Any, Any]) -> None:
+        self.others: list[tuple[Any, Any]] = []
+        self._columns = _Columns()
+        self._names: dict[str, int] = {}
+        self._files: dict[str, int] = {}
+        self._by_name: dict[str, Any] = {}
+        self._boxes: dict[BoxTable, BoxTable] = {}
+        singles = []
+        for key, info in storage_data.items():
+            if type(key) is not Rows:
+                singles.append((key, info))
+                continue
+            try:
+                self._add_rows(key, info)
+            except Unfit:
+                self.others += zip(key, info, strict=True)
+        self._add_singles(singles)
+        self._sort()
+        self.files = list(self._files)
+        self._ranks = list(map(rank_of, self.files))
+
+    def _add_rows(self, key: Rows, info: Rows) -> None:
+        names = _texts(key, "fqn", self._names)
+        lows, dims = _sizes(key, "offset")
+        files = _texts(info, "relative_path", self._files)
+        offsets, lengths = _naturals(info, "offset"), _naturals(info, "length")
+        if set(info.columns) - _INFO - {"transform_descriptors"}:
+            raise Unfit
+        if "transform_descriptors" in info.columns and any(_objects(info, "transform_descriptors")):
+            raise Unfit
+        self._add(names, dims, lows, files, offsets, lengths)
+
+    def _add(self, *columns: Any) -> None:
+        every = self._columns
+        lists = (every.names, every.dims, every.lows, every.files, every.offsets, every.lengths)
+        for known, column in zip(lists, columns, strict=True):
+            known.append(column)
+
+    def _add_singles(self, singles: list[tuple[Any, Any]]) -> None:
+        """Add the records between rows that are of the same tensors."""
+        import numpy as np
+
+        for key, info in singles:
+            fields, where = key.fields, info.fields
+            is_like = fields.get("fqn") in self._names and fields.get("offset") is not None
+            if not is_like or where.get("transform_descriptors"):
+                self.others.append((key, info))
+                continue
+            low = read_sizes(fields["offset"])
+            file, *span = (where[name] for name in ("relative_path", "offset", "length"))
+            if type(file) is not str or any(
+                type(n) is not int or not 0 <= n < _LARGEST for n in span
+            ):
+                self.others.append((key, info))
+                continue
+            numbers = self._names[fields["fqn"]], self._files.setdefault(file, len(self._files))
+            width = np.int32 if max(low, default=0) < 1 << 31 else np.int64
+            column = np.array([low or (0,)], width)
+            self._add(
+                np.array(numbers[:1], np.int32),
+                np.array([len(low)], np.int8),
+                column,
+                np.array(numbers[1:], np.int32),
+                *(np.array([number], np.int64) for number in span),
+            )
+
+    def _sort(self) -> None:
+        """Put the items of each tensor together, in their own order."""
+        import numpy as np
+
+        every = self._columns
+        if not every.names:
+            return
+        names = np.concatenate(every.names)
+        order = np.argsort(names, kind="stable")
+        ends = np.cumsum(np.bincount(names, minlength=len(self._names)))
+        widest = max(low.shape[1] for low in every.lows)
+        wide = [np.pad(low, ((0, 0), (0, widest - low.shape[1]))) for low in every.lows]
+        every.names.clear()
+        every.lows.clear()
+        lows, dims = np.concatenate(wide)[order], np.concatenate(every.dims)[order]
+        spans = (every.files, every.offsets, every.lengths)
+        files, offsets, lengths = (np.concatenate(column)[order] for column in spans)
+        begins = [0, *ends.tolist()]
+        for name, number in self._names.items():
+            rows = slice(begins[number], begins[number + 1])
+            items = ItemTable((), files[rows], offsets[rows], lengths[rows])
+            self._by_name[name] = (dims[rows], lows[rows], items)
+
+    def take(self, name: str, shape: tuple[int, ...], chunks: list[Any]) -> ChunkTable | None:
+        """Return the table of a tensor; None where it has none, or none that fits its chunks."""
+        if name not in self._by_name:
+            return None
+        dims, lows, items = self._by_name[name]
+        try:
+            boxes = _boxes(shape, chunks)
+            order = _match(shape, boxes, dims, lows)
+        except (Unfit, Damaged, KeyError, TypeError, AttributeError, ValueError):
+            return None
+        del self._by_name[name]
+        files, offsets, lengths = items.file_numbers, items.offsets, items.lengths
+        if order is not None:
+            files, offsets, lengths = files[order], offsets[order], lengths[order]
+        boxes = self._boxes.setdefault(boxes, boxes)
+        items = ItemTable(self.files, files, offsets, lengths)
+        return ChunkTable(boxes, items, self._ranks)
+
+    def left(self) -> Iterator[tuple[str, tuple[int, ...], str, int, int]]:
+        """Yield the items that no table took: name, chunk offset, file, offset and bytes."""
+        files = self.files
+        for name, (dims, lows, items) in self._by_name.items():
+            spans = (items.file_numbers.tolist(), items.offsets.tolist(), items.lengths.tolist())
+            for count, low, file, *span in zip(dims.tolist(), lows.tolist(), *spans, strict=True):
+                yield name, tuple(low[:count]), files[file], *span
+
+
+def _boxes(shape: tuple[int, ...], chunks: list[Any]) -> BoxTable:
+    """Return the boxes of a tensor's chunks; Unfit where one is of other dims."""
+    import numpy as np
+
+    lows: list[Any] = []
+    sizes: list[Any] = []
+    for chunk in chunks:
+        if type(chunk) is Rows:
+            for field, into in (("offsets", lows), ("sizes", sizes)):
+                numbers, dims = _sizes(chunk, field)
+                if (dims != len(shape)).any():
+                    raise Unfit
+                into.append(numbers)
+        else:
+            fields = chunk.fields
+            low, size = read_sizes(fields["offsets"]), read_sizes(fields["sizes"])
+            if not len(low) == len(size) == len(shape):
+                raise Unfit
+            lows.append(np.array([low or (0,)], np.int64))
+            sizes.append(np.array([size or (0,)], np.int64))
+    lowest, sized = (np.concatenate(column).astype(np.int64) for column in (lows, sizes))
+    lowest = lowest[:, : len(shape)]
+    return BoxTable(lowest, lowest + sized[:, : len(shape)])
+
+
+def _match(shape: tuple[int, ...], boxes: BoxTable, dims: Any, lows: Any) -> Any:
+    """Return for each chunk the place of its item, None where these are in the same order.
+
+    Unfit where not each chunk has just one, at an offset of its own.
+    """
+    import numpy as np
+
+    strides = [1]
+    for size in reversed(shape):
+        strides.append(strides[-1] * (size + 1))
+    if len(lows) != len(boxes) or (dims != len(shape)).any() or strides.pop() >= _LARGEST:
+        raise Unfit
+    if any((boxes.lows > shape).ravel()) or any((lows[:, : len(shape)] > shape).ravel()):
+        raise Unfit
+    weights = np.array(strides[::-1], np.int64)[: len(shape)]
+    wanted, stored = boxes.lows @ weights, lows[:, : len(shape)].astype(np.int64) @ weights
+    if (np.diff(wanted) > 0).all() and (wanted == stored).all():
+        return None
+    by_wanted, by_stored = np.argsort(wanted), np.argsort(stored)
+    ordered = wanted[by_wanted]
+    if (ordered != stored[by_stored]).any() or (np.diff(ordered) == 0).any():
+        raise Unfit
+    order = np.empty(len(wanted), np.int64)
+    order[by_wanted] = by_stored
+    return order
+
+
+def _objects(rows: Rows, name: str) -> list[Any]:
+    """Return what a field refers to, each once."""
+    import numpy as np
+
+    kinds, numbers = rows.columns[name]
+    return [rows.objects[code] for code in np.unique(numbers[kinds == OBJECT, 0]).tolist()]
+
+
+def _texts(rows: Rows, name: str, known: dict[str, int]) -> Any:
+    """Return the numbers of a field's texts among those that are known; Unfit where one is none."""
+    import numpy as np
+
+    if name not in rows.columns or (rows.columns[name].kinds <= INTEGER).any():
+        raise Unfit
+    kinds, numbers = rows.columns[name]
+    if (kinds >= 0).any():
+        raise Unfit
+    codes, inverse = np.unique(numbers[:, 0], return_inverse=True)
+    texts = [rows.objects[code] for code in codes.tolist()]
+    if not all(type(text) is str and text.isascii() for text in texts):
+        raise Unfit
+    return np.array([known.setdefault(text, len(known)) for text in texts], np.int32)[inverse]
+
+
+def _naturals(rows: Rows, name: str) -> Any:
+    """Return a field's integers; Unfit where one is negative or none."""
+    if name not in rows.columns:
+        raise Unfit
+    kinds, numbers = rows.columns[name]
+    if (kinds != INTEGER).any() or numbers.min() < 0 or numbers.max() >= _LARGEST:
+        raise Unfit
+    return numbers[:, 0]
+
+
+def _sizes(rows: Rows, name: str) -> tuple[Any, Any]:
+    """Return a field's sizes ``[n, widest]`` and how many each has; Unfit where one is none."""
+    if name not in rows.columns:
+        raise Unfit
+    kinds, numbers = rows.columns[name]
+    if (kinds < 0).any() or numbers.min() < 0 or numbers.max() >= _LARGEST:
+        raise Unfit
+    return numbers, kinds
+
+
+def find_sound_tables(
+    tensors: Mapping[str, TensorItems], others: Mapping[Any, Container], sizes: Mapping[str, int]
+) -> dict[str, ChunkTable]:
+    """Return the tables by tensor where each item of all lies in its file, and by itself.
+
+    Else return none: what is wrong is found item by item. ``others`` are the items of no table,
+    ``sizes`` the bytes of each file.
+    """
+    import numpy as np
+
+    tables = {name: entry.table for name, entry in tensors.items() if entry.table is not None}
+    if not tables:
+        return {}
+    every = [table.items for table in tables.values()]
+    numbers = {file: number for number, file in enumerate(every[0].files)}
+    alone = [at for at in others.values() if at.file in numbers]
+    spans = [(numbers[at.file], at.offset, at.nbytes) for at in alone]
+    own = np.array(spans, np.int64).reshape(-1, 3)
+    file = np.concatenate([own[:, 0], *(items.file_numbers for items in every)])
+    begin = np.concatenate([own[:, 1], *(items.offsets for items in every)])
+    end = begin + np.concatenate([own[:, 2], *(items.lengths for items in every)])
+    limits = np.array([sizes.get(name, 0) for name in every[0].files], np.int64)
+    first = len(alone)
+    if (end[first:] > limits[file[first:]]).any() or (limits[file[first:]] == 0).any():
+        return {}
+    order = np.lexsort((begin, file))
+    file, begin, end = file[order], begin[order], end[order]
+    overlap = (begin[1:] < end[:-1]) & (file[1:] == file[:-1])
+    return {} if overlap.any() else tables

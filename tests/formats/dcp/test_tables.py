@@ -1,0 +1,167 @@
+"""Metadata whose chunks are columns, against the same read record by record."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptool.core.catalog import Catalog, Chunk, coverage_problem
+from ckptool.core.sharding.table import ChunkTable
+from ckptool.errors import Problem, SourceError
+from ckptool.formats.base import ScanOptions
+from ckptool.formats.dcp import FORMAT
+from ckptool.formats.dcp.metadata import parse
+from ckptool.serialization.pickle import rows as pickle_rows
+from ckptool.storage.local import LocalSource
+
+torch = pytest.importorskip("torch")
+metadata = pytest.importorskip("torch.distributed.checkpoint.metadata")
+filesystem = pytest.importorskip("torch.distributed.checkpoint.filesystem")
+
+Change = tuple[str, int, int]
+CHANGES = [
+    "item lost", "item twice", "item of another name", "chunk lost", "chunk twice", "chunk moved",
+    "of other dims", "packed", "overlapping", "outside the file", "file missing", "negative",
+]  # fmt: skip
+
+
+def make(shapes: list[tuple[int, ...]], ranks: int, changes: list[Change]) -> bytes:
+    """Metadata of tensors of these shapes a rank, cut by rows, as torch writes it."""
+    tensors: dict[str, Any] = {}
+    items: list[tuple[str, int, Any, list[Any]]] = []
+    for number, shape in enumerate(shapes):
+        whole = torch.Size([shape[0] * ranks, *shape[1:]]) if shape else torch.Size()
+        lows = (
+            [[rank * shape[0], *[0] * (len(shape) - 1)] for rank in range(ranks)] if shape else [[]]
+        )
+        name = f"layers.{number}.weight"
+        chunks = [[torch.Size(low), torch.Size(shape)] for low in lows]
+        tensors[name] = [whole, chunks]
+        items += [
+            (name, rank, low, [f"__{rank}_0.distcp", number]) for rank, low in enumerate(lows)
+        ]
+    items.sort(key=lambda item: item[1])
+    stored: dict[Any, Any] = {"value": ("__0_0.distcp", 90, 10, None)}
+    for name, rank, low, (file, number) in items:
+        stored["".join([*name]), tuple(low), rank] = (file, number * 10, 10, None)
+    for change, first, second in changes:
+        _change(change, first, second, tensors, stored)
+    state: dict[str, Any] = {
+        name: metadata.TensorStorageMetadata(
+            metadata.TensorProperties(torch.float32),
+            whole,
+            [metadata.ChunkStorageMetadata(*chunk) for chunk in chunks],
+        )
+        for name, (whole, chunks) in tensors.items()
+    }
+    state["value"] = metadata.BytesStorageMetadata()
+    storage = {}
+    for key, (file, offset, length, packed) in stored.items():
+        where = filesystem._StorageInfo(file, offset, length, [packed] if packed else None)
+        name, low, rank = (key, None, None) if key == "value" else key
+        index = metadata.MetadataIndex(name, None if low is None else torch.Size(low), rank)
+        storage[index] = where
+    paths = {name: tuple(name.split(".")) for name in state}
+    return pickle.dumps(metadata.Metadata(state, paths, storage))
+
+
+def _change(
+    change: str, first: int, second: int, tensors: dict[str, Any], stored: dict[Any, Any]
+) -> None:
+    keys = [key for key in stored if key[0] in tensors]
+    if not keys:
+        return
+    key, other = keys[first % len(keys)], keys[second % len(keys)]
+    chunks = tensors[key[0]][1]
+    if not chunks:
+        return
+    at, to = first % len(chunks), second % len(chunks)
+    if change == "item lost":
+        del stored[key]
+    elif change == "item twice":
+        stored[key[0], key[1], 99] = stored[other]
+    elif change == "item of another name":
+        stored["other", key[1], 0] = stored.pop(key)
+    elif change == "chunk lost":
+        del chunks[at]
+    elif change == "chunk twice":
+        chunks.append([*chunks[at]])
+    elif change == "chunk moved":
+        chunks[at], chunks[to] = chunks[to], chunks[at]
+    elif change == "of other dims":
+        chunks[at] = [torch.Size([*chunks[at][0], 0]), torch.Size([*chunks[at][1], 1])]
+    elif change == "negative":
+        stored[key] = (stored[key][0], -1, 10, None)
+    else:
+        file, offset, length, packed = stored[key]
+        stored[key] = {
+            "packed": (file, offset, length, "stream.zstd/1"),
+            "overlapping": (*stored[other][:2], length, packed),
+            "outside the file": (file, offset + 1000, length, packed),
+            "file missing": ("__99_0.distcp", offset, length, packed),
+        }[change]
+
+
+def scanned(folder: Path, *, as_rows: bool) -> Any:
+    """The tensors of a folder with their chunks, and what is wrong with them; or the error."""
+    problems: list[Problem] = []
+    options = ScanOptions(problems=problems, values=False)
+    with mock.patch.object(pickle_rows, "LEAST", 3 if as_rows else 1 << 30):
+        try:
+            catalog: Catalog = FORMAT.scan(LocalSource.folder(folder), options)
+        except SourceError as error:
+            return str(error)
+    tensors = {
+        name: (entry.shape, entry.placements, coverage_problem(entry), [*entry.chunks])
+        for name, entry in catalog.tensors.items()
+    }
+    archives = sorted((at.file, at.offset, at.nbytes) for at in catalog.archives)
+    return tensors, catalog.mesh, sorted(problems), archives, catalog.files, catalog.notes
+
+
+SHAPES = st.lists(st.integers(0, 3), max_size=4).map(tuple)
+
+
+@given(
+    st.lists(SHAPES | st.just((2, 3)), min_size=1, max_size=5),
+    st.integers(1, 12),
+    st.lists(
+        st.tuples(st.sampled_from(CHANGES), st.integers(0, 99), st.integers(0, 99)), max_size=2
+    ),
+)
+def test_columns_say_what_records_say(
+    tmp_path_factory: pytest.TempPathFactory,
+    shapes: list[tuple[int, ...]],
+    ranks: int,
+    changes: list[Change],
+) -> None:
+    folder = tmp_path_factory.mktemp("columns")
+    (folder / ".metadata").write_bytes(make(shapes, ranks, changes))
+    for rank in range(ranks):
+        (folder / f"__{rank}_0.distcp").write_bytes(bytes(100))
+    assert scanned(folder, as_rows=True) == scanned(folder, as_rows=False)
+
+
+def test_a_large_table_makes_chunks_on_demand(tmp_path: Path) -> None:
+    data = make([(2, 3), (4,), (1, 2, 3)], 200, [("chunk moved", 3, 150)])
+    tables = [entry.table for entry in parse(data, ".metadata").tensors.values()]
+    assert all(type(table) is ChunkTable and len(table) == 200 for table in tables)
+    (tmp_path / ".metadata").write_bytes(data)
+    for rank in range(200):
+        (tmp_path / f"__{rank}_0.distcp").write_bytes(bytes(100))
+    catalog = FORMAT.scan(LocalSource.folder(tmp_path), ScanOptions(values=False))
+    chunks = catalog.tensors["layers.1.weight"].chunks
+    assert type(chunks) is ChunkTable
+    assert isinstance(chunks[7], Chunk)
+    assert chunks[7] == [*chunks][7]
+    assert chunks == tuple(chunks)
+    assert [*chunks[3:6]] == [*chunks][3:6]
+    assert [*chunks.boxes[3:6]] == [chunk.box for chunk in chunks[3:6]]
+    assert [*chunks.items[3:6]] == [chunk.at for chunk in chunks[3:6]]
+    assert str(catalog.mesh) == str(scanned(tmp_path, as_rows=False)[1])
