@@ -32,6 +32,7 @@ class OpenKeywords(ReadKeywords, total=False):
     strip_prefix: str | None
     rename: Strings
     map: str | None
+    experts: str | None
     dim: Mapping[str, int]
     hf_assets: AnyPath | None
     inverse: bool | None
@@ -53,6 +54,7 @@ class DiffKeywords(OpenKeywords, total=False):
 class ExtractKeywords(ReadKeywords, total=False):
     """Keywords of ``ExtractOptions``."""
 
+    experts: str | None
     dtype: AnyDType | Sequence[AnyDType] | None
     dequantize: bool
     resume: bool
@@ -104,6 +106,7 @@ class ReshardKeywords(TypedDict, total=False):
     world_size: int | None
     rank_state: str
     map: str | None
+    experts: str | None
     dim: Mapping[str, int]
     hf_assets: AnyPath | None
     inverse: bool | None

@@ -78,7 +78,7 @@ def rewrite(
     counts = source.counts(kept)
     require_readable(kept, opened.source, "what was selected")
     check(kept)
-    catalog, has_map = kept, options.map.name is not None
+    catalog, has_map = kept, options.map.is_asked
     if locate or has_map:  # a map may ask for parts that not all strides can express
         catalog = opened.open_containers(kept, defers=defers and not has_map)
     catalog, report = apply_key_map(opened, catalog, options.map)
@@ -177,9 +177,9 @@ def apply_key_map(
 
     Raises UsageError or Unsupported where that is not possible.
     """
-    if options.name is None:
-        if options.dims or options.inverse is not None:
-            raise UsageError("--dim and --inverse require --map")
+    if options.name is None and (options.dims or options.inverse is not None):
+        raise UsageError("--dim and --inverse require --map")
+    if not options.is_asked:
         return catalog, None
     from ckptool.commands.keymap.maps import map_checkpoint
 

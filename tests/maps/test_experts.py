@@ -27,6 +27,7 @@ SMALL = {
 }
 MOE = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+UNTIED = {"tie_word_embeddings": False}
 DEEPSEEK = ROUTED | {
     "num_key_value_heads": 4,
     "kv_lora_rank": 8,
@@ -48,6 +49,32 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "HunYuanMoEV1": {"num_experts": 3},
     "Mixtral": {"num_local_experts": 3},
     "MiniMaxM2": {"num_local_experts": 3},
+    "MiniMax": {"num_local_experts": 3},
+    "DeepseekV2": DEEPSEEK,
+    "DeepseekV32": DEEPSEEK,
+    "Glm4MoeLite": DEEPSEEK,
+    "Dots1": ROUTED | {"n_shared_experts": 1, "n_group": 1, "topk_group": 1},
+    "SolarOpen": ROUTED | {"n_group": 1, "topk_group": 1},
+    "Afmoe": MOE,
+    "Cohere2Moe": MOE | UNTIED,
+    "FlexOlmo": {"num_experts": 3, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+    "LongcatFlash": DEEPSEEK
+    | {"zero_expert_num": 0, "expert_ffn_hidden_size": 12, "ffn_hidden_size": 20, "num_layers": 1},
+    "Qwen3_5MoeText": MOE | {"shared_expert_intermediate_size": 8},
+    "Phimoe": {"num_local_experts": 3},
+    "Ernie4_5_Moe": UNTIED | {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 12},
+    "Jamba": {"num_experts": 3},
+    "Lfm2Moe": MOE | UNTIED | {"layer_types": ["full_attention", "conv"], "num_dense_layers": 1},
+    "NemotronH": {
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 12,
+        "moe_shared_expert_intermediate_size": 12,
+        "hybrid_override_pattern": "ME",
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 8,
+        "n_groups": 1,
+        "ssm_state_size": 4,
+    },
 }
 Saved = tuple[Path, dict[str, torch.Tensor], dict[str, torch.Tensor]]
 
@@ -67,13 +94,12 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Saved:
 
 def test_files_are_those_of_transformers_and_back(model: Saved) -> None:
     folder, state, files = model
-    options = MapOptions("auto", assets=folder / "hf")
-    convert_to("hf", folder / "dcp", folder / "out", map=options, model_only=True)
+    options = MapOptions(experts="separate", assets=folder / "hf")
+    report = convert_to("hf", folder / "dcp", folder / "out", map=options, model_only=True)
+    assert any("detected from names and config.json" in note for note in report.notes)
     written = read_back("safetensors", folder / "out")
     assert written == {name: bits(tensor) for name, tensor in files.items()}
-    name = "mixtral" if any("block_sparse_moe" in n for n in files) else "experts"
-    packing = MapOptions(f"transformers-{name}")
-    convert_to("dcp", folder / "out", folder / "back", map=packing)
+    convert_to("dcp", folder / "out", folder / "back", map=MapOptions(experts="packed"))
     again = flat(load_dcp(folder / "back"))
     assert {n: bits(t) for n, t in again.items()} == {n: bits(t) for n, t in state.items()}
 
@@ -88,6 +114,99 @@ def test_moments_go_with_their_experts(model: Saved) -> None:
     for name, tensor in moments.items():
         weight = files[name.removeprefix("optimizer.state.").removesuffix(".exp_avg")]
         assert torch.equal(tensor, weight + 1)
+
+
+OF_THEIR_OWN: dict[str, dict[str, Any]] = {
+    "GptOss": {"num_local_experts": 3},
+    "Llama4Text": {
+        "num_local_experts": 3,
+        "interleave_moe_layer_step": 2,
+        "intermediate_size_mlp": 24,
+    },
+}
+
+
+@pytest.mark.parametrize("family", OF_THEIR_OWN)
+def test_experts_that_files_hold_packed_are_linears_one_by_one(family: str, tmp_path: Path) -> None:
+    """The model gives the same with its experts computed from the separate tensors."""
+    torch.manual_seed(3)
+    config = getattr(transformers, f"{family}Config")(**SMALL | OF_THEIR_OWN[family])
+    made = transformers.AutoModelForCausalLM.from_config(config).eval()
+    for tensor in made.parameters():
+        tensor.data.normal_(std=0.2)
+    made.save_pretrained(tmp_path / "hf")
+    convert_to("hf", tmp_path / "hf", tmp_path / "out", map=MapOptions(experts="separate"))
+    separate = load_file(tmp_path / "out" / "model.safetensors")
+    modules = {n: m for n, m in made.named_modules() if n.endswith(".experts")}
+    assert modules
+    for name, module in modules.items():
+        first = f"{name}.0."
+        assert {n for n in separate if n.startswith(first)} >= {
+            f"{first}{part}_proj.weight" for part in ("gate", "up", "down")
+        }
+        assert not [n for n in separate if n.startswith(f"{name}.gate_up_proj")]
+        states = torch.randn(3, 5, SMALL["hidden_size"])
+        for expert in range(3):
+            wanted = _packed(module, states[expert], expert)
+            assert torch.allclose(
+                _linears(separate, f"{name}.{expert}", states[expert], family), wanted
+            )
+    convert_to("hf", tmp_path / "out", tmp_path / "back", map=MapOptions(experts="packed"))
+    back, first = (read_back("safetensors", tmp_path / name) for name in ("back", "hf"))
+    assert back == first
+
+
+def _packed(module: Any, states: torch.Tensor, expert: int) -> torch.Tensor:
+    """What the model's own module makes of states that all go to one expert."""
+    if hasattr(module, "gate_up_proj_bias"):
+        chosen = torch.full((len(states), 1), expert)
+        return module(states, chosen, torch.ones(len(states), 1)).detach()
+    others = torch.zeros(module.num_experts, *states.shape)
+    others[expert] = states
+    return module(others.flatten(0, 1)).view_as(others)[expert].detach()
+
+
+def _linears(
+    separate: dict[str, torch.Tensor], name: str, states: torch.Tensor, family: str
+) -> torch.Tensor:
+    """An expert as it is written down for one: a gate, an up and a down projection."""
+
+    def project(part: str, states: torch.Tensor) -> torch.Tensor:
+        bias = separate.get(f"{name}.{part}_proj.bias")
+        return torch.nn.functional.linear(states, separate[f"{name}.{part}_proj.weight"], bias)
+
+    gate, up = project("gate", states), project("up", states)
+    if family == "GptOss":
+        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+        return project("down", (up + 1) * gate * torch.sigmoid(gate * 1.702))
+    return project("down", torch.nn.functional.silu(gate) * up)
+
+
+def test_granite_has_other_names_in_memory(tmp_path: Path) -> None:
+    config = transformers.GraniteMoeConfig(**SMALL, num_local_experts=3)
+    made = transformers.AutoModelForCausalLM.from_config(config)
+    made.save_pretrained(tmp_path / "hf")
+    dcp.save(made.state_dict(), checkpoint_id=tmp_path / "dcp", no_dist=True)
+    options = MapOptions("auto", assets=tmp_path / "hf")
+    convert_to("hf", tmp_path / "dcp", tmp_path / "out", map=options)
+    assert read_back("safetensors", tmp_path / "out") == read_back("safetensors", tmp_path / "hf")
+    with pytest.raises(UsageError, match="no map takes all of the model"):
+        convert_to("hf", tmp_path / "dcp", tmp_path / "a", map=MapOptions(experts="separate"))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (MapOptions(experts="separate"), "the experts are separate already"),
+        (MapOptions("auto", experts="packed"), "exclude one another"),
+        (MapOptions(experts="apart"), "not packed or separate"),
+    ],
+)
+def test_what_experts_cannot_be(options: MapOptions, words: str, tmp_path: Path) -> None:
+    config = transformers.Qwen3MoeConfig(**SMALL, **MOE)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "hf")
+    with pytest.raises(UsageError, match=words):
+        convert_to("hf", tmp_path / "hf", tmp_path / "out", map=options)
 
 
 def test_another_way_to_pack_is_refused(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
@@ -12,6 +12,7 @@ from typing import Any
 
 from ckptool.commands.keymap.hf_config import recorded_config
 from ckptool.commands.keymap.records import CONFIG, Record, records, records_around
+from ckptool.commands.keymap.sizes import facts
 from ckptool.commands.open import OpenedCheckpoint, text_of
 from ckptool.commands.options.rewrite import MapOptions
 from ckptool.core.catalog import Catalog
@@ -23,6 +24,10 @@ from ckptool.core.text import did_you_mean, one_of, plural
 from ckptool.errors import UsageError
 
 AUTO = "auto"
+EXPERTS = ("packed", "separate")
+"""How a mixture of experts is held: one tensor for all of them, or one for each."""
+_PACKED = "transformers 5 in memory"
+"""What maps call the side whose experts are packed."""
 HUGGING_FACE = "Hugging Face"
 
 
@@ -161,11 +166,12 @@ def map_checkpoint(
     inside = records(opened.source, opened.catalog, options.assets)
     around = records_around(opened.path, opened.catalog)
     known = [*inside, *around.values()]
-    key_map, reason = (
-        _detect_map(catalog, known, options)
-        if options.name == AUTO
-        else requested_map(catalog, options)
-    )
+    if options.experts is not None:
+        key_map, reason = _map_of_experts(catalog, known, options)
+    elif options.name == AUTO:
+        key_map, reason = _detect_map(catalog, known, options)
+    else:
+        key_map, reason = requested_map(catalog, options)
     types = _model_types(known)
     differs = (
         f"{key_map.name} is for {', '.join(key_map.model_types)}, but the model_type in config.json"
@@ -220,67 +226,6 @@ def _keys(lookups: Sequence[str | int]) -> list[str]:
     return [look for look in lookups if isinstance(look, str) and " " not in look]
 
 
-def facts(key_map: KeyMap, records: Sequence[Record], given: Mapping[str, int]) -> ModelFacts:
-    """Return the sizes of a map's axes, as given or as recorded, and all facts that hold."""
-    merged: dict[str, Any] = {}
-    for record in reversed(records):
-        merged |= {name: value for name, value in record.items() if value is not None}
-    unknown = given.keys() - key_map.axes
-    if unknown:
-        named = key_map.sizes or sorted(key_map.axes)
-        raise UsageError(
-            f"--dim {min(unknown)}: unknown dim of map {key_map.name}",
-            hint="known dims: " + ", ".join(named) if named else None,
-        )
-    sizes = {**given}
-    for name in key_map.sizes:
-        size = sizes[name] if name in sizes else _look_up(name, key_map, merged, sizes, ())
-        if size is not None:
-            sizes[name] = size
-    return ModelFacts(sizes, frozenset(n for n, value in merged.items() if value is True))
-
-
-def _look_up(
-    name: str, key_map: KeyMap, merged: Record, sizes: Mapping[str, int], seen: tuple[str, ...]
-) -> int | None:
-    """Return the first size that a dim's keys and expressions (``a / b``, ``a * b``) give.
-
-    An expression gives none where a size of it is unknown, or does not divide.
-    A dim that is as large as another by default is so only where that one is recorded: a size that
-    was given says nothing of the other.
-    """
-    for lookup in key_map.sizes[name]:
-        if isinstance(lookup, int):
-            return lookup
-        words = lookup.split()
-        known = sizes if len(words) > 1 else {}
-        value, *others = (
-            _value(word, key_map, merged, known, (*seen, name)) for word in words[::2]
-        )
-        for sign, other in zip(words[1::2], others, strict=False):
-            if value is None or not other or (sign == "/" and value % other):
-                value = None
-                break
-            value = value // other if sign == "/" else value * other
-        if value is not None:
-            return value
-    return None
-
-
-def _value(
-    word: str, key_map: KeyMap, merged: Record, sizes: Mapping[str, int], seen: tuple[str, ...]
-) -> int | None:
-    """Return a record's number, or the size of another dim."""
-    if word in sizes:
-        return sizes[word]
-    number = merged.get(word)
-    if type(number) is int and number > 0:
-        return number
-    if word in key_map.sizes and word not in seen:
-        return _look_up(word, key_map, merged, sizes, seen)
-    return None
-
-
 def requested_map(catalog: Catalog, options: MapOptions) -> tuple[KeyMap, str]:
     """Return the map of ``--map``, turned as asked or as most names match, and the reason."""
     forward = load_map(options.name or "")
@@ -311,27 +256,65 @@ def _match(catalog: Catalog, key_map: KeyMap) -> tuple[Frames, list[str]]:
 
 def _detect_map(catalog: Catalog, known: list[Record], options: MapOptions) -> tuple[KeyMap, str]:
     """Return the one built-in map that takes every tensor of the model, and the reason."""
-    kinds, types = kinds_of(catalog), _model_types(known)
-    candidates = [
+    ways = [
         way
         for key_map in builtin_maps().values()
         for inverse, way in ((False, key_map), (True, key_map.inverse))
-        if options.inverse in (None, inverse)
-        and way.detected
-        and (not way.needs_model_type or (types and _is_for(way, types)))
-        and fits(catalog, kinds, way, facts(way, known, {}))
+        if options.inverse in (None, inverse) and way.detected
     ]
+    candidates = _fitting(catalog, known, ways)
     if not candidates:
         raise _none_fits(catalog)
+    return _only_one(candidates, known, f"--map {AUTO}")
+
+
+def _map_of_experts(
+    catalog: Catalog, known: list[Record], options: MapOptions
+) -> tuple[KeyMap, str]:
+    """Return the one built-in map that packs a model's experts, or takes them apart, as asked.
+
+    Raises UsageError where they are so already, or no map takes every tensor of the model.
+    """
+    asked = f"--experts {options.experts}"
+    if options.experts not in EXPERTS:
+        raise UsageError(f"{asked}: not {' or '.join(EXPERTS)}")
+    if options.name is not None:
+        raise UsageError(f"--map and {asked} exclude one another", hint="use one after the other")
+    forward = [key_map for key_map in builtin_maps().values() if key_map.source == _PACKED]
+    ways = [(key_map, key_map.inverse) for key_map in forward]
+    wanted = options.experts == EXPERTS[1]
+    candidates = _fitting(catalog, known, [there if wanted else back for there, back in ways])
+    if candidates:
+        return _only_one(candidates, known, asked)
+    if _fitting(catalog, known, [back if wanted else there for there, back in ways]):
+        raise UsageError(f"{asked}: the experts are {options.experts} already")
+    names = ", ".join(dict.fromkeys(kind for way in forward for kind in way.model_types))
+    raise UsageError(f"{asked}: no map takes all of the model", hint=f"known: {names}")
+
+
+def _fitting(catalog: Catalog, known: list[Record], ways: Sequence[KeyMap]) -> list[KeyMap]:
+    """Return the maps that take every tensor of the model."""
+    kinds, types = kinds_of(catalog), _model_types(known)
+    return [
+        way
+        for way in ways
+        if (not way.needs_model_type or (types and _is_for(way, types)))
+        and fits(catalog, kinds, way, facts(way, known, {}))
+    ]
+
+
+def _only_one(candidates: list[KeyMap], known: list[Record], asked: str) -> tuple[KeyMap, str]:
+    """Return the only one of the maps that is for the model, and the reason."""
+    types = _model_types(known)
     if types:
-        _require_for(types, candidates)
+        _require_for(types, candidates, asked)
         candidates = [key_map for key_map in candidates if _is_for(key_map, types)]
     if len(candidates) == 1:
         by = "names and config.json" if types else "names"
         return candidates[0], f"detected from {by}"
     matches = [f"{way.name} ({way.source} to {way.target})" for way in candidates]
     raise UsageError(
-        f"--map auto: {len(candidates)} maps match:\n" + list_lines(matches),
+        f"{asked}: {len(candidates)} maps match:\n" + list_lines(matches),
         hint=f"choose one, for example --map {candidates[0].name}",
     )
 
@@ -346,13 +329,13 @@ def _is_for(key_map: KeyMap, types: Collection[str]) -> bool:
     return not key_map.model_types or not {*types}.isdisjoint(key_map.model_types)
 
 
-def _require_for(types: Sequence[str], candidates: Sequence[KeyMap]) -> None:
+def _require_for(types: Sequence[str], candidates: Sequence[KeyMap], asked: str) -> None:
     """Raise UsageError where names fit, but config.json says that the model is another."""
     if any(_is_for(key_map, types) for key_map in candidates):
         return
     first = candidates[0]
     raise UsageError(
-        f"--map auto: {first.name} matches all names, but is for"
+        f"{asked}: {first.name} matches all names, but is for"
         f" {', '.join(first.model_types)}, and the model_type in config.json is {', '.join(types)}",
         hint=f"use --map {first.name} to apply it anyway",
     )

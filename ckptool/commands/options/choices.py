@@ -43,6 +43,13 @@ def map_names() -> Iterable[str]:
     return (AUTO, *builtin_map_names())
 
 
+def expert_words() -> Iterable[str]:
+    """Return how a mixture of experts can be held."""
+    from ckptool.commands.keymap.maps import EXPERTS
+
+    return EXPERTS
+
+
 def dtype_names() -> Iterable[str]:
     """Return the floating-point types, under the names that people use first."""
     from ckptool.core.dtype import BY_NAME, short_name

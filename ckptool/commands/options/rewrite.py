@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptool.commands.options import CASTS, DIMS, FILE
-from ckptool.commands.options.choices import dtype_names, map_names
+from ckptool.commands.options.choices import dtype_names, expert_words, map_names
 from ckptool.core.options import FLAG, TEXTS, OptionSet, group, option
 
 if TYPE_CHECKING:
@@ -50,6 +50,13 @@ class MapOptions(OptionSet):
         help="Convert names and layout to another framework's: a built-in key map (`ckptool maps`"
         " lists them), a TOML file, or auto.",
     )
+    experts: str | None = option(
+        "--experts",
+        metavar="HOW",
+        choices=expert_words,
+        help="Hold a mixture of experts as one tensor for all (packed, as transformers 5 does in"
+        " memory and FSDP2 saves it) or for each (separate, as files and vLLM have it).",
+    )
     dims: Mapping[str, int] = option(
         "--dim",
         DIMS,
@@ -70,6 +77,11 @@ class MapOptions(OptionSet):
         help="Apply the key map backwards, from its `to` names to its `from` names; default:"
         " whichever way the names fit.",
     )
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether a key map is to be applied."""
+        return self.name is not None or self.experts is not None
 
 
 class RewriteOptions(OptionSet):

@@ -1,0 +1,72 @@
+"""How large the axes of a key map are: as given, or as the model's configuration says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ckptool.commands.keymap.records import Record
+from ckptool.core.keymap.match import ModelFacts
+from ckptool.core.keymap.model import KeyMap
+from ckptool.errors import UsageError
+
+
+def facts(key_map: KeyMap, records: Sequence[Record], given: Mapping[str, int]) -> ModelFacts:
+    """Return the sizes of a map's axes, as given or as recorded, and all facts that hold."""
+    merged: dict[str, Any] = {}
+    for record in reversed(records):
+        merged |= {name: value for name, value in record.items() if value is not None}
+    unknown = given.keys() - key_map.axes
+    if unknown:
+        named = key_map.sizes or sorted(key_map.axes)
+        raise UsageError(
+            f"--dim {min(unknown)}: unknown dim of map {key_map.name}",
+            hint="known dims: " + ", ".join(named) if named else None,
+        )
+    sizes = {**given}
+    for name in key_map.sizes:
+        size = sizes[name] if name in sizes else _look_up(name, key_map, merged, sizes, ())
+        if size is not None:
+            sizes[name] = size
+    return ModelFacts(sizes, frozenset(n for n, value in merged.items() if value is True))
+
+
+def _look_up(
+    name: str, key_map: KeyMap, merged: Record, sizes: Mapping[str, int], seen: tuple[str, ...]
+) -> int | None:
+    """Return the first size that a dim's keys and expressions (``a / b``, ``a * b``) give.
+
+    An expression gives none where a size of it is unknown, or does not divide.
+    A dim that is as large as another by default is so only where that one is recorded: a size that
+    was given says nothing of the other.
+    """
+    for lookup in key_map.sizes[name]:
+        if isinstance(lookup, int):
+            return lookup
+        words = lookup.split()
+        known = sizes if len(words) > 1 else {}
+        value, *others = (
+            _value(word, key_map, merged, known, (*seen, name)) for word in words[::2]
+        )
+        for sign, other in zip(words[1::2], others, strict=False):
+            if value is None or not other or (sign == "/" and value % other):
+                value = None
+                break
+            value = value // other if sign == "/" else value * other
+        if value is not None:
+            return value
+    return None
+
+
+def _value(
+    word: str, key_map: KeyMap, merged: Record, sizes: Mapping[str, int], seen: tuple[str, ...]
+) -> int | None:
+    """Return a record's number, or the size of another dim."""
+    if word in sizes:
+        return sizes[word]
+    number = merged.get(word)
+    if type(number) is int and number > 0:
+        return number
+    if word in key_map.sizes and word not in seen:
+        return _look_up(word, key_map, merged, sizes, seen)
+    return None
