@@ -94,14 +94,24 @@ def _dequantize(
     Raises Unsupported without torch, and where no tensor is quantised in a known way.
     """
     _require_torch("--dequantize")
-    catalog = opened.catalog
-    names = quantised_names(catalog)
-    inner = {name: entry for name, entry in catalog.tensors.items() if name in names}
-    located = opened.open_containers(catalog.with_tensors(inner)).tensors
-    catalog = catalog.with_tensors(catalog.tensors | located)
+    catalog = _located(opened)
     config = QuantizationConfig(quantization_config(opened, assets))
     with closing(_SmallReader(opened.source)) as small:
         return dequantize(catalog, Surroundings(dtype or BY_NAME["bfloat16"], small.read, config))
+
+
+def _located(opened: OpenedCheckpoint) -> Catalog:
+    """Return a checkpoint's catalog with its quantised tensors opened, or all where none shows.
+
+    An item of DCP may hold a tensor subclass, which its metadata does not tell: the tensors inside
+    then take its place.
+    """
+    catalog = opened.catalog
+    names = quantised_names(catalog)
+    wanted = {n: e for n, e in catalog.tensors.items() if n in names} or catalog.tensors
+    located = opened.open_containers(catalog.with_tensors(wanted))
+    rest = {n: e for n, e in catalog.tensors.items() if n not in wanted or n in located.tensors}
+    return located.with_tensors(rest | located.tensors)
 
 
 class _SmallReader:

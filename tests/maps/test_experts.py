@@ -53,6 +53,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "DeepseekV2": DEEPSEEK,
     "DeepseekV32": DEEPSEEK,
     "Glm4MoeLite": DEEPSEEK,
+    "GlmMoeDsa": DEEPSEEK,
     "Dots1": ROUTED | {"n_shared_experts": 1, "n_group": 1, "topk_group": 1},
     "SolarOpen": ROUTED | {"n_group": 1, "topk_group": 1},
     "Afmoe": MOE,

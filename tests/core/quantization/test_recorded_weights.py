@@ -184,6 +184,24 @@ def test_torchao_makes_the_same_numbers(version: str, out: Path) -> None:
         assert set(report.dequantized) == {"torchao"}
 
 
+def test_torchao_in_dcp_too(out: Path) -> None:
+    """The metadata has types and shapes alone: each item holds a tensor subclass."""
+    source = HERE / "torchao_0_18_0_dcp"
+    _, truth = recorded("torchao_0_18_0")
+    saved = [name for name in truth if ".int8" in name or ".float8" in name]
+    for dtype in dtypes_of(truth):
+        target, casts = out / dtype, Casts(BY_NAME[dtype])
+        report = convert_to("safetensors", source, target, dequantize=True, casts=casts)
+        written = read_back("safetensors", target)
+        assert sorted(written) == sorted(saved)
+        same = [name for name in saved if str(truth[name].dtype) == f"torch.{dtype}"]
+        assert {n: written[n] for n in same} == {n: bits(truth[n]) for n in same}
+        assert report.dequantized == {"torchao": 5}
+        state = {name: torch.empty_like(truth[name]) for name in same}
+        _load_by_dcp(source, state, {"dequantize": True, "dtype": dtype, "select": same})
+        assert all(torch.equal(state[name], truth[name]) for name in same)
+
+
 def test_packed_layouts_of_torchao_are_refused_by_name(out: Path) -> None:
     source = HERE / "torchao_0_13_0.pt"
     with pytest.raises(Unsupported, match=r"layer\.packed\.weight\..*: torchao, which"):
