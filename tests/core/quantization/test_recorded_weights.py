@@ -290,4 +290,4 @@ def test_the_kinds_are_named() -> None:
     found = kinds(open_checkpoint(HERE / "torchao_0_18_0.pt").catalog)
     assert found == {"torchao": 7}
     found = kinds(open_checkpoint(HERE / "bitsandbytes_0_50_2.safetensors").catalog)
-    assert found == {"bitsandbytes NF4": 6, "bitsandbytes FP4": 2, "bitsandbytes INT8": 2}
+    assert found == {"bitsandbytes NF4": 7, "bitsandbytes FP4": 2, "bitsandbytes INT8": 2}
