@@ -58,10 +58,11 @@ class Treemap {
       h("button", { type: "button", "aria-current": at === this.node ? "true" : null, on: { click: () => this.select(at) } },
         i ? shown(at.step) || "(no name)" : "everything"),
     ]).filter(Boolean), h("span", { class: "bytes" }, size(this.node.bytes)));
-    this.box.replaceChildren(...this.cells(this.node, 0, 0, width, height, 0));
+    this.box.replaceChildren(...this.cells(this.node, 0, 0, width, height, 0, [width, height]));
     if (!this.node.bytes) this.box.append(h("p", { class: "empty" }, "no bytes: every tensor here is empty"));
   }
-  cells(node, x, y, width, height, depth) {
+  /** The cells of a module in a part of a box of size `whole`, of which all places are shares: so they can be printed. */
+  cells(node, x, y, width, height, depth, whole) {
     const items = branches(node).map(({ node: child, label }) => ({ node: child, label, bytes: child.bytes }));
     if (node.tensor) items.push({ node, label: "(itself)", bytes: node.tensor.bytes, leaf: true });
     items.sort((a, b) => b.bytes - a.bytes);
@@ -69,22 +70,23 @@ class Treemap {
     if (rest.length) items.push({ node, label: `${count(rest.length)} more`, bytes: sum(rest.map((r) => r.bytes)), leaf: true });
     items.sort((a, b) => b.bytes - a.bytes);
     return squarify(items, x, y, width, height).map(([item, left, top, wide, high]) =>
-      wide < 1.5 || high < 1.5 ? null : this.cell(item, left, top, wide, high, depth)).filter(Boolean);
+      wide < 1.5 || high < 1.5 ? null : this.cell(item, left, top, wide, high, depth, whole)).filter(Boolean);
   }
-  cell(item, x, y, width, height, depth) {
+  cell(item, x, y, width, height, depth, [across, down]) {
+    const share = (length, of) => `${((100 * length) / of).toFixed(3)}%`;
     const { node, label, bytes } = item, inner = width > 70 && height > 46 && depth < 3 && !item.leaf && node.children.size > 1;
-    const named = width > 38 && height > 15;
+    const named = height > 15 && width > Math.min(38, 10 + 7 * label.length);
     const made = h("div", {
       class: `cell ${partOf(node)} ${inner ? "group" : ""} ${node === this.selected && !item.leaf ? "selected" : ""}`,
       title: `${shown(node.name)}${item.leaf ? ` ${label}` : ""}\n${size(bytes)}, ${plural(item.leaf ? 1 : node.tensors, "tensor")}`,
       tabindex: depth ? "-1" : "0", role: "button", "aria-label": `${label}, ${size(bytes)}`,
-      css: { left: `${x}px`, top: `${y}px`, width: `${width - 1}px`, height: `${height - 1}px`, "--depth": depth },
+      css: { left: share(x, across), top: share(y, down), width: share(width - 1, across), height: share(height - 1, down), "--depth": depth },
       on: {
         click: (event) => { event.stopPropagation(); this.select(node); },
         keydown: (event) => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); event.stopPropagation(); this.select(node); } },
       },
     }, named ? h("span", { class: "cap" }, h("span", null, label), width > 110 ? h("em", null, size(bytes)) : null) : null);
-    if (inner) made.append(...this.cells(node, 3, HEAD, width - 7, height - HEAD - 4, depth + 1));
+    if (inner) made.append(...this.cells(node, 3, HEAD, width - 7, height - HEAD - 4, depth + 1, [width - 1, height - 1]));
     return made;
   }
 }
