@@ -23,6 +23,9 @@ _NAMES = frozenset(
     " README.md LICENSE LICENSE.txt USE_POLICY.md NOTICE params.json video_preprocessor_config.json"
     " quantize_config.json hf_quant_config.json quant_config.json adapter_config.json".split()
 )
+TRAINER_STATE = "trainer_state.json"
+TRAINER_FILES = frozenset([TRAINER_STATE, "training_args.bin"])
+"""What transformers' Trainer writes once beside a checkpoint (transformers 5)."""
 _SUFFIXES = (".py", ".tiktoken")
 _PROSE = frozenset("README.md LICENSE LICENSE.txt USE_POLICY.md NOTICE".split())
 

@@ -13,6 +13,7 @@ from ckptool.core.sharding.placement import PlacedTensors
 from ckptool.core.text import list_some
 from ckptool.errors import Problem, Unsupported
 from ckptool.formats.base import Request
+from ckptool.formats.companions import TRAINER_FILES
 from ckptool.serialization.archive.write import lay_out_archive
 from ckptool.serialization.pickle.write import TensorRef
 from ckptool.serialization.state_dict.tree import nest
@@ -77,11 +78,15 @@ def note_companions(catalog: Catalog) -> list[str]:
     return [f"not carried into one file: {files}"] if files else []
 
 
-def lay_out_companions(catalog: Catalog) -> list[FileLayout]:
-    """Lay out config.json, tokenizer files and their like, as they are."""
+def lay_out_companions(catalog: Catalog, *, of_trainer: bool = False) -> list[FileLayout]:
+    """Lay out config.json, tokenizer files and their like, as they are.
+
+    Those in which a trainer says how far it is are for itself, ``of_trainer``, alone.
+    """
     return [
         FileLayout(name.rpartition("/")[2], (Verbatim(name, size),))
         for name, size in catalog.companions.items()
+        if of_trainer or name not in TRAINER_FILES
     ]
 
 

@@ -161,6 +161,12 @@ def by_verl(folder: Path) -> dict[str, Bits]:
     return as_bits(found)
 
 
+def by_folders(folder: Path) -> dict[str, Bits]:
+    """As accelerate finds them: the model in one DCP folder, the optimizer in another."""
+    parts = ("pytorch_model_fsdp_0", "optimizer_0")
+    return {n: tensor for part in parts for n, tensor in read_back("dcp", folder / part).items()}
+
+
 def by_vllm(folder: Path) -> dict[str, Bits]:
     """As vLLM's layers hold them: columns and rows cut, key-value heads copied, words padded."""
     config = json.loads((folder / "config.json").read_text())
@@ -218,6 +224,7 @@ RESHARDED = {
     "dcp": Written(FSDP, "m", lambda path: read_back("dcp", path)),
     "rank-local": Written(FSDP, "m", by_rank_files),
     "torch-checkpointing": Written(FSDP, "m", by_items),
+    "accelerate": Written(("accelerate_folders",), "m", by_folders),
     "verl": Written(("rank_verl",), "m", by_verl),
     "dcp-safetensors": Written(FSDP, "m", lambda path: read_back("dcp-safetensors", path)),
     "sharded-state": Written(("vllm_sharded_state",), "m", by_vllm),

@@ -16,7 +16,14 @@ from ckptool.core.catalog import Catalog
 from ckptool.core.selection import with_prefix
 from ckptool.formats import FORMATS, torch_save
 from ckptool.formats.base import Deferred, Format, ScanOptions
-from ckptool.formats.companions import RANDOM_STATES, join_catalogs, relocate, scan_subfolder
+from ckptool.formats.companions import (
+    RANDOM_STATES,
+    TRAINER_FILES,
+    companions,
+    join_catalogs,
+    relocate,
+    scan_subfolder,
+)
 from ckptool.formats.rank_files.names import accelerate_family
 from ckptool.serialization.source import Source
 
@@ -60,7 +67,9 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     if FORMATS["rank-local"].matches(source):
         catalogs.append(FORMATS["rank-local"].scan(source, options))
     writer = {"writer": "accelerate (by its file names)"}
-    return replace(join_catalogs(*catalogs), format="accelerate", info=writer)
+    joined = join_catalogs(*catalogs)
+    beside = companions(source) | {n: source.files[n] for n in TRAINER_FILES if n in source.files}
+    return replace(joined, format="accelerate", info=writer, companions=joined.companions | beside)
 
 
 def _in_family(catalog: Catalog, family: str) -> Catalog:
@@ -75,5 +84,7 @@ FORMAT = Format(
     _probe,
     _scan,
     locate=Deferred("ckptool.formats.dcp:locate"),
+    reshard=Deferred("ckptool.formats.rank_files.accelerate_write:lay_out"),
     takes_world_size=True,
+    has_rank_state=True,
 )

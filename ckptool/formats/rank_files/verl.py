@@ -9,18 +9,15 @@ nothing loads on another number of them.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from typing import Any
 
-from ckptool.core.catalog import Catalog, Path
+from ckptool.core.catalog import Catalog
 from ckptool.core.layout import FileLayout, Layout, Literal
 from ckptool.core.selection import entries_of
 from ckptool.errors import Unsupported
 from ckptool.formats.base import Request
-from ckptool.formats.rank_files.write import RankTensors, values_of
+from ckptool.formats.rank_files.write import RankTensors, by_family, values_of
 from ckptool.formats.writing import lay_out_companions, require_placed, select_plain
 from ckptool.serialization.archive.write import lay_out_archive
-from ckptool.serialization.state_dict.tree import nest
 
 CONFIG = "fsdp_config.json"
 FAMILIES = ("model", "optim", "extra_state")
@@ -42,7 +39,7 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
     files = [file.within(_FOLDER) for file in lay_out_companions(catalog)]
     for rank in range(size):
         leaves = [*tensors.leaves(rank), *values_of(objects, rank, placed.mesh)]
-        for family, state in _by_family(leaves).items():
+        for family, state in by_family(leaves).items():
             stem = f"{family}_world_size_{size}_rank_{rank}"
             files.append(FileLayout(f"{stem}.pt", tuple(lay_out_archive(state, root=stem)), rank))
     version = catalog.info.get("FSDP version")
@@ -50,11 +47,3 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
         config = {"FSDP_version": int(version), "world_size": size}
         files.append(FileLayout(CONFIG, (Literal(json.dumps(config, indent=4).encode()),)))
     return Layout(tuple(files), folder=True, notes=(*notes, *tensors.notes))
-
-
-def _by_family(leaves: Iterable[tuple[Path, Any]]) -> dict[str, Any]:
-    """Return the nested state of each family."""
-    inside: dict[str, list[tuple[Path, Any]]] = {}
-    for path, leaf in leaves:
-        inside.setdefault(str(path[0]), []).append((path[1:], leaf))
-    return {family: nest(inside[family]) for family in FAMILIES if family in inside}

@@ -65,6 +65,14 @@ def values_of(objects: Iterable[ObjectEntry], rank: int, mesh: Mesh) -> Iterator
             yield path, entry.value
 
 
+def by_family(leaves: Iterable[tuple[Path, Any]]) -> dict[str, Any]:
+    """Return the nested state of each family, by which paths begin."""
+    inside: dict[str, list[tuple[Path, Any]]] = {}
+    for path, leaf in leaves:
+        inside.setdefault(str(path[0]), []).append((path[1:], leaf))
+    return {family: nest(parts) for family, parts in inside.items()}
+
+
 def own_path(path: Path, rank: int, mesh: Mesh) -> Path | None:
     """Return the path of an entry in the file of ``rank``; None where it is another rank's alone.
 

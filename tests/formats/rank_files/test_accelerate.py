@@ -5,13 +5,18 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from conftest import Bits, case, convert_to, read_back
+import torch.distributed.checkpoint as dcp
+from conftest import Bits, case, convert_to, load_dcp, load_torch, read_back
 
+import ckptool
 from ckptool.commands.open import open_checkpoint
-from ckptool.errors import Damaged
+from ckptool.errors import Damaged, Unsupported
+
+FOLDERS = case("accelerate_folders").path
 
 
 def test_what_transformers_trainer_saves_beside(copy_of: Callable[[str], Path], out: Path) -> None:
@@ -129,3 +134,73 @@ def test_an_adapter_stays_one(copy_of: Callable[[str], Path], out: Path) -> None
     assert (out / "m/adapter_config.json").exists()
     convert_to("safetensors", folder, out / "again")
     assert (out / "again/adapter_model.safetensors").exists()
+
+
+# Written
+
+
+def files_of(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_it_is_written_as_accelerate_opens_it(size: int, out: Path) -> None:
+    report = ckptool.reshard(FOLDERS, out / "r", mesh=str(size), fsync=False)
+    assert report.target_format == "accelerate"
+    inner = {".metadata", *(f"__{rank}_0.distcp" for rank in range(size))}
+    folders = {f"{at}/{file}" for at in ("pytorch_model_fsdp_0", "optimizer_0") for file in inner}
+    states = {f"random_states_{rank}.pkl" for rank in range(size)}
+    assert files_of(out / "r") == {"scheduler.bin", *folders, *states}
+    assert load_torch(out / "r" / "scheduler.bin") == {"last_epoch": 3}
+    for rank in range(size):
+        found = load_torch(out / "r" / f"random_states_{rank}.pkl")
+        if size != 2:
+            assert found == {"step": 3}, "as many ranks find their own states again"
+            continue
+        wanted = load_torch(FOLDERS / f"random_states_{rank}.pkl")
+        assert found.keys() == wanted.keys()
+        assert torch.equal(found["torch_manual_seed"], wanted["torch_manual_seed"])
+        assert found["random_state"] == wanted["random_state"]
+
+
+def test_the_trainers_files_keep_its_names(out: Path) -> None:
+    run = out / "checkpoint-7"
+    shutil.copytree(FOLDERS, run)
+    (run / "scheduler.bin").rename(run / "scheduler.pt")
+    for rank in range(2):
+        (run / f"random_states_{rank}.pkl").rename(run / f"rng_state_{rank}.pth")
+    (run / "trainer_state.json").write_text('{"global_step": 7}')
+    (run / "config.json").write_text("{}")
+    ckptool.reshard(run, out / "two", mesh="2", fsync=False)
+    beside = {file for file in files_of(out / "two") if "/" not in file}
+    copied = {"trainer_state.json", "config.json"}
+    assert beside == {"scheduler.pt", "rng_state_0.pth", "rng_state_1.pth", *copied}
+    assert (out / "two" / "trainer_state.json").read_text() == '{"global_step": 7}'
+    ckptool.reshard(run, out / "one", mesh="1", rank_state="1", fsync=False)
+    assert "rng_state.pth" in files_of(out / "one")
+    ckptool.convert(out / "two", out / "dcp", to="dcp", per_rank=True, fsync=False)
+    assert "trainer_state.json" not in files_of(out / "dcp")
+
+
+def test_on_demand_from_a_dcp_folder(out: Path) -> None:
+    state = {"model": {"w": torch.ones(4, 3)}, "optimizer": {"state": {"w": {"m": torch.ones(4)}}}}
+    dcp.save(state, checkpoint_id=out / "dcp", no_dist=True)
+    ckptool.reshard(out / "dcp", out / "r", mesh="2", to="accelerate", fsync=False)
+    found = load_dcp(out / "r" / "optimizer_0")
+    assert torch.equal(found["optimizer"]["state"]["w"]["m"], torch.ones(4))
+    assert load_dcp(out / "r" / "pytorch_model_fsdp_0").keys() == {"model"}
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ({"optim": {"w": torch.ones(2)}}, r"optim\.w: accelerate has no file for it"),
+        ({"model": {"w": torch.ones(2)}, "epoch": 3}, "epoch: accelerate has no file for it"),
+        ({"optimizer": {"state": {0: {"m": torch.ones(2)}}}}, "optimizer state by number"),
+    ],
+    ids=["a-tensor", "a-value", "by-number"],
+)
+def test_what_it_would_not_find_is_refused(state: Any, words: str, out: Path) -> None:
+    torch.save(state, out / "a.pt")
+    with pytest.raises(Unsupported, match=words):
+        ckptool.reshard(out / "a.pt", out / "r", mesh="2", to="accelerate", fsync=False)

@@ -1,0 +1,107 @@
+"""Lay out the folder that accelerate opens again under FSDP, and transformers' Trainer with it.
+
+``pytorch_model_fsdp_0/`` and ``optimizer_0/`` are DCP folders (accelerate 1.15, sharded state).
+Beside them lie what is the same on all ranks, in a file each, and random states, in a file for each
+rank. The Trainer's (transformers 5) have names of their own: ``scheduler.pt`` for
+``scheduler.bin``, ``rng_state_0.pth`` for ``random_states_0.pkl``; its ``trainer_state.json``, in
+which the step is, is copied.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from ckptool.core.catalog import Catalog, Path, TensorEntry
+from ckptool.core.layout import FileLayout, Layout
+from ckptool.core.mesh import Mesh
+from ckptool.core.selection import entries_of, keep_names
+from ckptool.errors import Unsupported
+from ckptool.formats import FORMATS
+from ckptool.formats.base import Request
+from ckptool.formats.companions import TRAINER_STATE
+from ckptool.formats.rank_files.write import by_family, own_path, values_of
+from ckptool.formats.writing import lay_out_companions, require_placed, select_plain
+from ckptool.serialization.archive.write import lay_out_archive
+from ckptool.serialization.pickle.write import TensorRef
+
+_FOLDERS = {"model": "pytorch_model_fsdp_0", "optimizer": "optimizer_0"}
+_OF_A_RANK = {"random_states": "random_states_{}.pkl", "rng_state": "rng_state_{}.pth"}
+_ONCE = re.compile(r"(?:scheduler|sampler|dl_state_dict|(scaler)|(custom_checkpoint))(?:_\d+)?")
+
+
+def lay_out(catalog: Catalog, request: Request) -> Layout:
+    """Lay out the two folders and the files beside them.
+
+    Raises Unsupported where something has no place there, or FSDP would not find its name.
+    """
+    mesh = require_placed(request).mesh
+    for entry in entries_of(catalog):
+        _require_place(entry.name, entry.path)
+    families = {entry.name: str(entry.path[0]) for entry in entries_of(catalog)}
+    beside = {name for name, family in families.items() if family not in _FOLDERS}
+    files, notes = _files_beside(keep_names(catalog, beside.__contains__), mesh)
+    files = [*lay_out_companions(catalog, of_trainer=True), *files]
+    for family, folder in _FOLDERS.items():
+        names = {name for name, other in families.items() if other == family}
+        part = keep_names(catalog, names.__contains__)
+        if part.tensors or part.objects:
+            inner = FORMATS["dcp"].lay_out(replace(part, companions={}), request)
+            files += [file.within(folder) for file in inner.files]
+            notes += inner.notes
+    return Layout(tuple(files), folder=True, notes=tuple(notes))
+
+
+def _require_place(name: str, path: Path) -> None:
+    family = str(path[0]) if path else ""
+    if family not in _FOLDERS and family not in _OF_A_RANK and not _ONCE.fullmatch(family):
+        raise Unsupported(
+            f"{name}: accelerate has no file for it: model.*, optimizer.*, scheduler.* and the like"
+            " have one",
+            hint="`ckptool convert SRC TMP --to dcp --rename REGEX=REPLACEMENT` renames first,"
+            " --drop leaves out",
+        )
+    if path[:2] == ("optimizer", "state") and str(path[2]).isdecimal():
+        raise Unsupported(
+            f"{name}: optimizer state by number, of which FSDP finds none",
+            hint="`ckptool convert --model-only` takes the model alone",
+        )
+
+
+def _files_beside(catalog: Catalog, mesh: Mesh) -> tuple[list[FileLayout], list[str]]:
+    """Lay out the files that are no DCP folder, and return notes on what they cannot hold."""
+    objects, notes = select_plain(catalog)
+    tensors = list(catalog.tensors.values())
+    is_trainers = TRAINER_STATE in catalog.companions
+    files = []
+    for rank in mesh.ranks:
+        leaves = [*_tensors_of(tensors, rank, mesh), *values_of(objects, rank, mesh)]
+        for family, state in by_family(leaves).items():
+            own = _OF_A_RANK.get(family)
+            if own is None and rank > 0:
+                continue
+            name = own.format(rank) if own else _name(family, is_trainers=is_trainers)
+            if own and is_trainers and mesh.size == 1:
+                name = "rng_state.pth"
+            parts = tuple(lay_out_archive(state, root=name.partition(".")[0]))
+            files.append(FileLayout(name, parts, rank if own else None))
+    return files, notes
+
+
+def _name(family: str, *, is_trainers: bool) -> str:
+    """Return the name of a file that is written once."""
+    match = _ONCE.fullmatch(family)
+    if match and match[2]:
+        return f"{family}.pkl"
+    return f"{family}.pt" if is_trainers or (match and match[1]) else f"{family}.bin"
+
+
+def _tensors_of(
+    tensors: Iterable[TensorEntry], rank: int, mesh: Mesh
+) -> Iterable[tuple[Path, Any]]:
+    """Yield the whole tensors of a rank's files with their paths."""
+    for entry in tensors:
+        if (path := own_path(entry.path, rank, mesh)) is not None:
+            yield path, TensorRef.whole(entry)
