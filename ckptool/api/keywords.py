@@ -32,10 +32,10 @@ class OpenKeywords(ReadKeywords, total=False):
     strip_prefix: str | None
     rename: Strings
     map: str | None
-    experts: str | None
     dim: Mapping[str, int]
     hf_assets: AnyPath | None
     inverse: bool | None
+    experts: str | None
     dtype: AnyDType | Sequence[AnyDType] | None
     dequantize: bool
 
@@ -106,10 +106,10 @@ class ReshardKeywords(TypedDict, total=False):
     world_size: int | None
     rank_state: str
     map: str | None
-    experts: str | None
     dim: Mapping[str, int]
     hf_assets: AnyPath | None
     inverse: bool | None
+    experts: str | None
     overwrite: bool
     resume: bool
     verify: bool

@@ -50,13 +50,6 @@ class MapOptions(OptionSet):
         help="Convert names and layout to another framework's: a built-in key map (`ckptool maps`"
         " lists them), a TOML file, or auto.",
     )
-    experts: str | None = option(
-        "--experts",
-        metavar="HOW",
-        choices=expert_words,
-        help="Hold a mixture of experts as one tensor for all (packed, as transformers 5 does in"
-        " memory and FSDP2 saves it) or for each (separate, as files and vLLM have it).",
-    )
     dims: Mapping[str, int] = option(
         "--dim",
         DIMS,
@@ -76,6 +69,13 @@ class MapOptions(OptionSet):
         default=None,
         help="Apply the key map backwards, from its `to` names to its `from` names; default:"
         " whichever way the names fit.",
+    )
+    experts: str | None = option(
+        "--experts",
+        metavar="HOW",
+        choices=expert_words,
+        help="Hold a mixture of experts as one tensor for all (packed, as transformers 5 does in"
+        " memory and FSDP2 saves it) or for each (separate, as files and vLLM have it).",
     )
 
     @property
