@@ -22,7 +22,7 @@ _KINDS = {
     "NVFP4": re.compile(r".*\.weight_scale_2"),
     "by torch (int_repr)": re.compile(r"(.*\.)?int_repr"),
     "HQQ": re.compile(r".*\.W_q"),
-    "torchao": re.compile(r".*\.(qdata|tensor_impl\..+)"),
+    "torchao": re.compile(r".*\.(qdata|_\w+_qdata|tensor_impl\..+)"),
 }
 """How names tell quantised tensors whose parts are not all there, or of another kind."""
 _WORDS = re.compile(r"(.*)\.qweight")
@@ -62,12 +62,12 @@ def _kind(catalog: Catalog, name: str) -> str | None:
 def unknown_kind(catalog: Catalog, entry: TensorEntry) -> str | None:
     """Return what stays quantised where all known kinds are dequantized; None for all else.
 
-    Weights of integers and of floats of 8 bits and less are that too: without scales they are no
+    Matrices of integers and floats of 8 bits and less are that too: without scales they are no
     numbers that a model was trained with.
     """
     kind = _kind(catalog, entry.name)
     is_coarse = _COARSE.fullmatch(entry.dtype.name) and len(entry.shape) > 1
-    if kind is None and is_coarse and entry.name.endswith(".weight"):
+    if kind is None and is_coarse:
         return f"{entry.dtype} without scales"
     return kind
 

@@ -1,11 +1,14 @@
-"""torchao's tensor subclasses, as torch.save stores them: the tensors inside, and plain values.
+"""torchao's tensor subclasses, as files store them: the tensors inside, and plain values.
 
 torchao 0.18: ``Int8Tensor``, ``Float8Tensor``, ``IntxUnpackedToInt8Tensor``; before (0.13):
 ``AffineQuantizedTensor`` in the plain and the float8 layout, also where activations are quantised.
+In safetensors, as transformers 5 writes them, the class and the size of blocks are in the header's
+metadata alone; there a block is what the scales divide a tensor into.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -14,6 +17,7 @@ from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.quantization.model import Quantized, Surroundings
 from ckptool.core.views import insert_dim
 
+_FLAT = re.compile(r"(.*)\._(\w+)_qdata")
 _INNER = ".original_weight_tensor"
 _VALUES = {
     ".qdata": "",
@@ -27,35 +31,45 @@ _INTEGER_ZEROS, _NO_ZEROS = 1, 3
 
 
 def find_torchao(catalog: Catalog) -> Iterator[Quantized]:
-    """Yield what has a block size among its plain values, and scales."""
-    tensors = catalog.tensors
-    for name, values in tensors.items():
+    """Yield what has scales beside its values, and a block size among its plain values.
+
+    In safetensors ``X.weight`` is ``X._weight_qdata``, ``X._weight_scale`` and so on.
+    """
+    for name, values in catalog.tensors.items():
         for suffix, inner in _VALUES.items():
             own = name.removesuffix(suffix)
-            scales = tensors.get(f"{own}{inner}.scale")
-            if own == name or scales is None or f"{own}.block_size" not in catalog.objects:
-                continue
-            outer = own.removesuffix(_INNER)
-            zeros = tensors.get(f"{own}{inner}.zero_point")
-            others = () if zeros is None else (zeros,)
-            known = {name, scales.name, *(entry.name for entry in others)}
-            more = tuple(
-                e for n, e in tensors.items() if n.startswith(f"{outer}.") and n not in known
-            )
-            objects = {n: o.value for n, o in catalog.objects.items() if n.startswith(f"{outer}.")}
-            inside = {n.removeprefix(f"{own}."): value for n, value in objects.items()}
-            yield Quantized(
-                "torchao",
-                outer,
-                values,
-                scales,
-                _lay_out,
-                "scaled" if zeros is None else "affine",
-                others,
-                about=more,
-                values_beside=inside,
-                objects=tuple(objects),
-            )
+            if own != name and f"{own}.block_size" in catalog.objects:
+                outer = own.removesuffix(_INNER)
+                yield from _of_parts(catalog, values, outer, f"{own}{inner}.", f"{outer}.")
+        if match := _FLAT.fullmatch(name):
+            head = f"{match[1]}._{match[2]}_"
+            yield from _of_parts(catalog, values, f"{match[1]}.{match[2]}", head, head)
+
+
+def _of_parts(
+    catalog: Catalog, values: TensorEntry, name: str, head: str, whole: str
+) -> Iterator[Quantized]:
+    """Yield what begins with ``head``: scales and zero points. All of it begins with ``whole``."""
+    tensors = catalog.tensors
+    scales, zeros = tensors.get(f"{head}scale"), tensors.get(f"{head}zero_point")
+    if scales is None:
+        return
+    others = () if zeros is None else (zeros,)
+    known = {values.name, scales.name, *(entry.name for entry in others)}
+    objects = {n: o.value for n, o in catalog.objects.items() if n.startswith(whole)}
+    inside = {n.removeprefix(whole).removeprefix(f"{_INNER[1:]}."): v for n, v in objects.items()}
+    yield Quantized(
+        "torchao",
+        name,
+        values,
+        scales,
+        _lay_out,
+        "scaled" if zeros is None else "affine",
+        others,
+        about=tuple(e for n, e in tensors.items() if n.startswith(whole) and n not in known),
+        values_beside=inside,
+        objects=tuple(objects),
+    )
 
 
 def _lay_out(pair: Quantized, around: Surroundings) -> TensorEntry:
@@ -76,7 +90,7 @@ def _lay_out(pair: Quantized, around: Surroundings) -> TensorEntry:
         ("float8_e4", "float8_e5", "uint8")
     ):
         raise pair.unfit(f"torchao's {pair.values.dtype} is not supported, only int8 and float8")
-    block = _block(beside.get("block_size"))
+    block = _block(beside.get("block_size")) if beside else _even(shape, pair.scales.shape)
     if len(block) != len(shape) or any(
         n < 1 or size % n for n, size in zip(block, shape, strict=False)
     ):
@@ -95,6 +109,13 @@ def _block(value: Any) -> tuple[int, ...]:
     """Return a block size; () where it is none."""
     is_block = isinstance(value, list | tuple) and all(type(n) is int for n in value)
     return tuple(value) if is_block else ()
+
+
+def _even(shape: tuple[int, ...], grid: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the size of blocks that divide a tensor into a grid; () where none does."""
+    if len(shape) != len(grid) or any(n < 1 or s % n for s, n in zip(shape, grid, strict=True)):
+        return ()
+    return tuple(size // count for size, count in zip(shape, grid, strict=True))
 
 
 def _as_grid(pair: Quantized, entry: TensorEntry, grid: tuple[int, ...]) -> TensorEntry:

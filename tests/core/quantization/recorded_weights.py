@@ -8,6 +8,7 @@ knows an order of groups, and 0.20.0, torchao 0.18.0 and 0.13.0.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -197,6 +198,7 @@ def _torchao(cases: dict[str, Any], file: str) -> Iterator[Named]:
 def _torchao_now() -> Iterator[Named]:
     import torch.distributed.checkpoint as dcp
     import torchao.quantization as ao
+    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
 
     of_groups = ao.PerGroup(16)
     cases = {
@@ -211,7 +213,10 @@ def _torchao_now() -> Iterator[Named]:
     yield from _torchao(cases, "torchao_0_18_0.pt")
     state = torch.load(HERE / "torchao_0_18_0.pt", weights_only=False)
     saved = {n: t for n, t in state.items() if ".int8" in n or ".float8" in n}  # others it refuses
-    dcp.save(saved, checkpoint_id=HERE / "torchao_0_18_0_dcp", no_dist=True)
+    with contextlib.chdir(HERE):  # the metadata records the folder as it is given
+        dcp.save(saved, checkpoint_id="torchao_0_18_0_dcp", no_dist=True)
+    tensors, metadata = flatten_tensor_state_dict(state)
+    save_file(tensors, HERE / "torchao_0_18_0_flat.safetensors", metadata)
 
 
 def _torchao_before() -> Iterator[Named]:

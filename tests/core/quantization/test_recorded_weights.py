@@ -167,9 +167,9 @@ def test_a_map_takes_them(model: Model, out: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("version", ["0_18_0", "0_13_0"])
-def test_torchao_makes_the_same_numbers(version: str, out: Path) -> None:
-    source = HERE / f"torchao_{version}.pt"
+@pytest.mark.parametrize("file", ["0_18_0.pt", "0_18_0_flat.safetensors", "0_13_0.pt"])
+def test_torchao_makes_the_same_numbers(file: str, out: Path) -> None:
+    source, version = HERE / f"torchao_{file}", file[:6]
     _, truth = recorded(f"torchao_{version}")
     for dtype in dtypes_of(truth):
         same = {n: bits(t) for n, t in truth.items() if str(t.dtype) == f"torch.{dtype}"}
@@ -206,6 +206,19 @@ def test_packed_layouts_of_torchao_are_refused_by_name(out: Path) -> None:
     source = HERE / "torchao_0_13_0.pt"
     with pytest.raises(Unsupported, match=r"layer\.packed\.weight\..*: torchao, which"):
         convert_to("safetensors", source, out / "m", dequantize=True)
+
+
+def test_integers_of_torchao_with_zero_points_that_are_floats_are_refused(out: Path) -> None:
+    """``Int4Tensor``: two numbers a byte, and no reader but kernels of GPUs."""
+    shapes = {"scale": (4, 8), "zero_point": (4, 8)}
+    state = {f"a._weight_{part}": torch.ones(s).bfloat16() for part, s in shapes.items()}
+    (out / "hf").mkdir()
+    save_file(
+        state | {"a._weight_qdata": torch.ones(8, 64, dtype=torch.int8)},
+        out / "hf" / "model.safetensors",
+    )
+    with pytest.raises(Unsupported, match=r"a\._weight_qdata .* are no integers"):
+        convert_to("safetensors", out / "hf", out / "m", dequantize=True)
 
 
 def changed(
