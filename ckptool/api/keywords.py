@@ -128,6 +128,7 @@ class VerifyRunKeywords(ReadKeywords, total=False):
     quick: bool
     sample: float | str
     seed: int
+    part: str | None
     fail_nonfinite: bool
     strict: bool
     ignore: Strings
@@ -140,6 +141,7 @@ class VerifyKeywords(OpenKeywords, total=False):
     quick: bool
     sample: float | str
     seed: int
+    part: str | None
     fail_nonfinite: bool
     strict: bool
     ignore: Strings
@@ -152,6 +154,7 @@ class VerifyKeywords(OpenKeywords, total=False):
 class CompareKeywords(OpenKeywords, total=False):
     """Keywords of ``VerifyOptions``, ``RewriteOptions``, ``CompareOptions``."""
 
+    part: str | None
     fail_nonfinite: bool
     strict: bool
     ignore: Strings
@@ -176,6 +179,7 @@ class PruneKeywords(ReadKeywords, total=False):
     drop_optimizer_of_older: bool
     yes: bool
     quick: bool
+    part: str | None
     strict: bool
     ignore: Strings
     workers: int | None

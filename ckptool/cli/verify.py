@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
@@ -21,6 +22,7 @@ from ckptool.errors import Several, UsageError
 
 if TYPE_CHECKING:
     from ckptool.commands.verify.verify import Started
+    from ckptool.engine.ranks import Ranks
     from ckptool.storage.url import Location
 
 AGAINST = "Compare with another checkpoint"
@@ -106,17 +108,28 @@ def verify(
     if latest_good or every:
         _verify_steps(place, options, output, every=every)
     try:
-        with started_progress(quiet=quiet) as started:
+        with (
+            _ranks(alone=any(questions) or options.quick) as ranks,
+            started_progress(quiet=quiet or ranks.rank > 0) as started,
+        ):
             if against is not None:
                 answer = _compare(place, location(against), comparison, rewrite, options, started)
             else:
-                answer = _check(place, options, manifest, rewrite, started)
+                answer = _check(place, options, manifest, rewrite, started, ranks)
     except Several as error:
         if not any(questions):
             error.add_hint(f"`ckptool verify {source} --all` verifies each of them")
         raise
-    output.show(answer, strict=options.strict)
+    if ranks.rank == 0:
+        output.show(answer, strict=options.strict)
     _end(all(suite.report for suite in answer.suites))
+
+
+def _ranks(*, alone: bool) -> AbstractContextManager[Ranks]:
+    """Join the ranks of a torchrun job that share the reading of the data; else work alone."""
+    from ckptool.engine.ranks import Ranks, join_ranks
+
+    return nullcontext(Ranks()) if alone else join_ranks()
 
 
 def _require_possible(
@@ -134,6 +147,8 @@ def _require_possible(
     against, write_manifest, manifest, *_ = questions
     if against is not None and (options.quick or options.sample < 1):
         raise UsageError("--against compares every byte: not with --quick or --sample")
+    if options.part is not None and any(questions):
+        raise UsageError("--part: of the check of a checkpoint by itself, not of other questions")
     if against is None and (flags := changed(comparison)):
         raise UsageError(f"{flags[0]} says what to compare: it needs --against OTHER")
     if (against, write_manifest, manifest) == (None, None, None) and (flags := changed(rewrite)):
@@ -147,6 +162,7 @@ def _check(
     manifest: ManifestOptions,
     rewrite: RewriteOptions,
     started: Started,
+    ranks: Ranks,
 ) -> Answer:
     """Verify a checkpoint by itself or by a manifest, or write its manifest if it has no errors."""
     from ckptool.commands.verify.verify import verify as run_verify
@@ -163,7 +179,7 @@ def _check(
 
         report = check_manifest(source, manifest.manifest, options, rewrite, started)
     else:
-        report = run_verify(source, options, started)
+        report = run_verify(source, options, started, ranks)
     by_manifest = manifest.write_manifest or manifest.manifest
     suite = Suite(report, ("manifest",) if by_manifest else ())
     return Answer([suite], lambda: show_verify(report), report.to_dict)

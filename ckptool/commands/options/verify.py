@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckptool.commands.options import PLACE, SHARE
+from ckptool.commands.options import PART, PLACE, SHARE
 from ckptool.commands.options.choices import code_names, format_names
 from ckptool.commands.options.read import READING, ReadOptions
 from ckptool.commands.options.target import TransferOptions, overwrite_option
@@ -12,6 +12,7 @@ from ckptool.core.options import COUNT, FLAG, NUMBER, TEXTS, OptionSet, group, o
 from ckptool.engine.run_options import RunOptions, workers_option
 
 if TYPE_CHECKING:
+    from ckptool.engine.share import Share
     from ckptool.storage.url import Location
 
 
@@ -27,6 +28,12 @@ class VerifyOptions(OptionSet):
         "--sample", SHARE, default=1.0, help="Read a share of the data, e.g. 5%."
     )
     seed: int = option("--seed", COUNT, default=0, help="Seed that selects the --sample.")
+    part: Share | None = option(
+        "--part",
+        PART,
+        help="Check the K-th of N parts of the data, each in any process: where all exit 0, the"
+        " checkpoint has no errors.",
+    )
     fail_nonfinite: bool = option(
         "--fail-nonfinite",
         FLAG,
@@ -45,8 +52,10 @@ class VerifyOptions(OptionSet):
 
     @property
     def depth(self) -> str:
-        """Return how much is read: ``quick``, ``sample`` or ``content``."""
-        return "quick" if self.quick else "sample" if self.sample < 1 else "full"
+        """Return how much is read: ``quick``, ``part``, ``sample`` or ``full``."""
+        if self.quick:
+            return "quick"
+        return "part" if self.part is not None else "sample" if self.sample < 1 else "full"
 
 
 class CompareOptions(OptionSet):

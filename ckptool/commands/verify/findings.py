@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from ckptool.commands.document import TOTAL, Report
+from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.verify.codes import CODES, Severity
 from ckptool.core.catalog import Catalog, places
 from ckptool.core.text import list_some, plural
@@ -97,9 +98,9 @@ def finding_of(problem: Problem, affected: tuple[Affected, ...] = ()) -> Finding
 class VerifyReport(Report):
     """What verify found at ``path``. It is true where no errors were found.
 
-    ``depth`` says what was read (``full``, ``quick``, ``sample``), ``nbytes`` how many bytes of
-    data. ``ignored`` are errors that the options leave out of the findings. ``summary`` sums it
-    up; ``ok`` decides the exit code.
+    ``depth`` says what was read (``full``, ``quick``, ``sample``, ``part``), ``nbytes`` how many
+    bytes of data. ``ignored`` are errors that the options leave out of the findings. ``summary``
+    sums it up; ``ok`` decides the exit code.
     """
 
     path: Location
@@ -145,10 +146,14 @@ class VerifyReport(Report):
 _READ = {"full": "all data read and checked", "quick": "metadata checked, data not read"}
 
 
-def summarize(report: VerifyReport, sample: float, seed: int) -> str:
-    """Return one line on a verification; ``sample`` is the share of data that ``seed`` chose."""
-    sampled = f"a sample of {sample:.3g} of the data read and checked (seed {seed})"
+def summarize(report: VerifyReport, options: VerifyOptions) -> str:
+    """Return one line on a verification with these options."""
+    sampled = f"a sample of {options.sample:.3g} of the data read and checked (seed {options.seed})"
     read = _READ.get(report.depth, sampled)
+    if options.part is not None:
+        read = (
+            f"part {options.part.position + 1} of {options.part.size} of the data read and checked"
+        )
     ignored = report.ignored_text
     counts = [
         plural(len(report.of(severity)), severity.value)

@@ -6,10 +6,10 @@ then the content is read once, or the share of it that is asked for.
 
 from __future__ import annotations
 
-import random
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from ckptool.commands.open import Survey, survey
 from ckptool.commands.options.verify import VerifyOptions
@@ -31,6 +31,7 @@ from ckptool.commands.verify.checks.content import (
 from ckptool.commands.verify.checks.files import FileCheck, name_problems, newer_than_metadata
 from ckptool.commands.verify.checks.parts import parts
 from ckptool.commands.verify.checks.pickles import odd_values
+from ckptool.commands.verify.checks.sample import DataPart, DataSample
 from ckptool.commands.verify.checks.training import (
     StepCounters,
     differing_step_values,
@@ -38,13 +39,15 @@ from ckptool.commands.verify.checks.training import (
 )
 from ckptool.commands.verify.codes import CODES, Severity, require_codes
 from ckptool.commands.verify.findings import Findings, VerifyReport, summarize
-from ckptool.core.catalog import Catalog, Container, TensorEntry
+from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.state_category import state_category
 from ckptool.core.text import list_some
 from ckptool.engine.check.content import ContentReport, check_spans
 from ckptool.engine.check.spans import ByteSpan
+from ckptool.engine.ranks import Ranks
 from ckptool.engine.read.tiles import Progress
-from ckptool.errors import Problem
+from ckptool.engine.share import ALL, Share
+from ckptool.errors import Problem, UsageError
 from ckptool.formats.companions import lost_random_states
 from ckptool.storage.file_status import changed
 from ckptool.storage.local import Files
@@ -53,21 +56,38 @@ from ckptool.storage.url import Location
 Started = Callable[[int], Progress]
 
 
-def verify(path: Location, options: VerifyOptions, started: Started | None = None) -> VerifyReport:
-    """Check the checkpoint at ``path``; all findings are collected.
+def verify(
+    path: Location,
+    options: VerifyOptions,
+    started: Started | None = None,
+    ranks: Ranks | None = None,
+) -> VerifyReport:
+    """Check the checkpoint at ``path``, all of it or a part, sharing the work with ``ranks``.
 
-    ``started`` is told how many bytes will be read, and returns what is told of them as they are.
-    Raises NotFound and Unrecognised where there is no checkpoint, UsageError for an unknown code.
+    All findings are collected. ``started`` is told how many bytes will be read, and returns what is
+    told of them as they are. Raises NotFound and Unrecognised where there is no checkpoint,
+    UsageError for an unknown code.
     """
-    return examine(path, options, started).report()
+    ranks = ranks or Ranks()
+    if options.part is not None and (ranks.size > 1 or options.quick or options.sample < 1):
+        raise UsageError("--part shares all of the data: not with --quick, --sample or torchrun")
+    share = options.part or Share(ranks.rank, ranks.size)
+    verification = ranks.together(lambda: examine(path, options, started, share=share))
+    verification.join(ranks)
+    return verification.report()
 
 
 def examine(
-    path: Location, options: VerifyOptions, started: Started | None = None, *, digest: bool = False
+    path: Location,
+    options: VerifyOptions,
+    started: Started | None = None,
+    *,
+    digest: bool = False,
+    share: Share = ALL,
 ) -> Verification:
     """Check as ``verify`` does; where all content is read, digest its files too if asked to."""
     require_codes(options.ignore)
-    verification = Verification(survey(path, options.read), options)
+    verification = Verification(survey(path, options.read), options, share)
     verification.check_structure(path)
     if not options.quick:
         started = started or (lambda total: lambda nbytes: None)
@@ -81,14 +101,21 @@ class Verification:
     ``digests`` are the SHA-256 (hex) of files that were read whole.
     """
 
-    def __init__(self, surveyed: Survey, options: VerifyOptions) -> None:
+    def __init__(self, surveyed: Survey, options: VerifyOptions, share: Share = ALL) -> None:
         self.surveyed = surveyed
         self._options = options
         self._problems: list[Problem] = []
-        self._sample = DataSample(options.sample, options.seed)
+        self._sample = (
+            DataSample(options.sample, options.seed)
+            if share.is_all
+            else DataPart(share, surveyed.catalog, surveyed.source.files)
+        )
         self._files = FileCheck(surveyed.source, surveyed.format, self._sample.takes)
         self._nbytes = 0
         self._lock = threading.Lock()
+        self._unchecked: set[str] = set()
+        self._of_files: list[Problem] | None = None
+        self._of_pickles: list[Problem] | None = None
         self.digests: Mapping[str, str] = {}
 
     @property
@@ -114,7 +141,7 @@ class Verification:
     def check_content(self, started: Started, *, digest: bool) -> None:
         """Open every archive, and read every record and tensor once, or every file."""
         catalog, source = self._catalog, self.surveyed.source
-        if self._sample.is_all:
+        if self._sample.checks_whole:
             self._problems += integrity_problems(source)
         content = _Content()
         if catalog is None:
@@ -152,6 +179,7 @@ class Verification:
         tensors: dict[str, TensorEntry] = {}
         if part is not None:
             tensors, problems = located(row, source, part, self._sample.takes)
+            tensors = self._sample.narrow(tensors)
             content.problems += problems
             self._files.look_at_items(part.archives)
         trim = row.trim
@@ -162,25 +190,40 @@ class Verification:
         spans = self._sample.of([*stored, *attach(views, stored)], inner)
         content.add(tensors, trimmed, views, spans)
         content.read.add(self._read(spans, started, whole or {}, announced=announced))
-        if self._sample.is_all:
-            content.counters.read(tensors.values(), source, announced=announced)
+        if self._sample.checks_whole:
+            counters = tensors if self._sample.is_all else self._counters()
+            content.counters.read(counters.values(), source, announced=announced)
+
+    def _counters(self) -> Mapping[str, TensorEntry]:
+        """Return the tensors of one element of the whole checkpoint."""
+        tensors = self._catalog.tensors if self._catalog else {}
+        return self._locate(name for name, entry in tensors.items() if entry.elements == 1)
+
+    def _locate(self, names: Iterable[str]) -> dict[str, TensorEntry]:
+        """Return whole tensors with their containers opened, whatever part of them is read here."""
+        row, source, catalog = self.surveyed.format, self.surveyed.source, self._catalog
+        if catalog is None:
+            return {}
+        chosen = catalog.with_tensors({name: catalog.tensors[name] for name in names})
+        return located(row, source, chosen, lambda item: True)[0]
 
     def _check_elements(self, content: _Content) -> None:
         """Note what is odd in the elements that were read, or are read again."""
         source, spans, names = self.surveyed.source, content.spans, content.read.not_finite
-        if self._sample.is_all:
-            self._problems += unwritten_ends(spans, content.read.written, source.files)
+        written = self._sample.whole_files(content.read.written)
+        self._problems += unwritten_ends(spans, written, source.files)
+        if self._sample.is_all or isinstance(self._sample, DataPart):
             names |= self._read_again(content)
+        found = content.trimmed
+        if isinstance(self._sample, DataPart):
+            trim, whole = self.surveyed.format.trim, self._locate(names)
+            found = {name: trim(each) for name, each in whole.items()} if trim else whole
         self._problems += [
-            not_finite_count(content.trimmed[name], source)
+            not_finite_count(found[name], source)
             for name in sorted(names)
-            if state_category(content.trimmed[name]) != "other"
+            if state_category(found[name]) != "other"
         ]
-        unchecked = sorted({span.file for span in spans if span.crc32 is None and span.nbytes})
-        if unchecked:
-            message = "no checksum stored; changed values cannot be detected"
-            message = f"{list_some(unchecked, 1)}: {message}"
-            self._problems.append(Problem(message, "no-checksum", file=unchecked[0]))
+        self._unchecked = {span.file for span in spans if span.crc32 is None and span.nbytes}
 
     def _read(
         self, spans: list[ByteSpan], started: Started, whole: Mapping[str, int], *, announced: bool
@@ -204,10 +247,31 @@ class Verification:
         names, problems = scattered_not_finite(content.views, source)
         self._problems += problems
         self._problems += replica_problems(content.tensors.values(), source)
-        if self._catalog is not None:
+        if self._catalog is not None and self._sample.checks_whole:
             self._problems += differing_step_values(self._catalog)
         self._problems += content.counters.problems()
         return names
+
+    def join(self, ranks: Ranks) -> None:
+        """Take over what other ranks found in their shares."""
+        files = self._files
+        mine = self._problems, files.problems, files.pickles.problems, self._unchecked, self._nbytes
+        found = ranks.gather(mine)
+        if len(found) > 1:
+            self._problems = _distinct(each[0] for each in found)
+            self._of_files = _distinct(each[1] for each in found)
+            self._of_pickles = _distinct(each[2] for each in found)
+            self._unchecked = set[str]().union(*(each[3] for each in found))
+            self._nbytes = sum(each[4] for each in found)
+
+    def _unchecked_problems(self) -> Iterator[Problem]:
+        """Yield one remark on all files whose values no checksum covers."""
+        files = sorted(self._unchecked)
+        if files:
+            message = (
+                f"{list_some(files, 1)}: no checksum stored; changed values cannot be detected"
+            )
+            yield Problem(message, "no-checksum", file=files[0])
 
     def report(
         self, more: Iterable[Problem] = (), *, compared: Catalog | None = None, nbytes: int = 0
@@ -218,15 +282,18 @@ class Verification:
         """
         options, catalog, source = self._options, self._catalog, self.surveyed.source
         files = catalog.files | catalog.companions if catalog else source.files
+        of_files = self._files.problems if self._of_files is None else self._of_files
+        of_pickles = self._files.pickles.problems if self._of_pickles is None else self._of_pickles
+        own = [*self._problems, *self._unchecked_problems(), *of_files]
         problems = [
             *changes(source, files),
             *self.surveyed.problems,
-            *map(self._of_a_copy, [*self._problems, *self._files.problems]),
+            *map(self._of_a_copy, own),
             *more,
         ]
         findings, ignored = Findings(
             compared or catalog, source.files, options.ignore, options.fail_nonfinite
-        ).of(problems, self._files.pickles.problems)
+        ).of(problems, of_pickles)
         report = VerifyReport(
             self.surveyed.path,
             self.surveyed.format.name,
@@ -238,13 +305,21 @@ class Verification:
             ignored=tuple(ignored),
         )
         report = replace(report, ok=not report.fails(options.strict))
-        return replace(report, summary=summarize(report, options.sample, options.seed))
+        return replace(report, summary=summarize(report, options))
 
     def _of_a_copy(self, problem: Problem) -> Problem:
         """Return damage of a copy that is not read as no damage of the checkpoint."""
         copies = self._catalog.copies if self._catalog else frozenset()
         is_error = CODES[problem.code].severity is Severity.ERROR
         return problem.recoded("copy-damaged") if is_error and problem.file in copies else problem
+
+
+def _distinct(found: Iterable[Iterable[Problem]]) -> list[Problem]:
+    """Return the problems that several ranks found, each once."""
+    problems = chain.from_iterable(found)
+    return list(
+        {(str(each), each.code, each.file, each.tensor): each for each in problems}.values()
+    )
 
 
 def changes(source: Files, files: Iterable[str]) -> list[Problem]:
@@ -282,27 +357,3 @@ class _Content:
                 mine[name] = replace(entry, chunks=(*known, *entry.chunks))
         self.views.scattered += views.scattered
         self.spans += spans
-
-
-class DataSample:
-    """A ``share`` of the items and of the spans outside them, chosen by ``seed``; or all."""
-
-    def __init__(self, share: float, seed: int) -> None:
-        self.is_all = share >= 1
-        self._share = share
-        self._chance = random.Random(seed)
-        self._choices: dict[Container, bool] = {}
-
-    def takes(self, item: Container) -> bool:
-        """Return whether an item is in the sample, however often that is asked."""
-        if self.is_all:
-            return True
-        if item not in self._choices:
-            self._choices[item] = self._chance.random() < self._share
-        return self._choices[item]
-
-    def of(self, spans: list[ByteSpan], chosen: Collection[str]) -> list[ByteSpan]:
-        """Return the spans to be read: all in files of ``chosen`` items, some of the others."""
-        if self.is_all:
-            return spans
-        return [s for s in spans if s.file in chosen or self._chance.random() < self._share]

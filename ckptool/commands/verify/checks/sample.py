@@ -1,0 +1,92 @@
+"""Which of a checkpoint's data is read: all, a sample of it, or what is one part's."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+
+from ckptool.core.catalog import Catalog, Chunk, Container, Place, TensorEntry
+from ckptool.engine.check.spans import ByteSpan
+from ckptool.engine.share import Share
+
+
+class DataSample:
+    """A ``share`` of the items and of the spans outside them, chosen by ``seed``; or all.
+
+    What concerns no data in particular is checked by who reads all, and the first part.
+    """
+
+    def __init__(self, share: float, seed: int) -> None:
+        self.is_all = self.checks_whole = share >= 1
+        self._share = share
+        self._chance = random.Random(seed)
+        self._choices: dict[Container, bool] = {}
+
+    def takes(self, item: Container) -> bool:
+        """Return whether an item is in the sample, however often that is asked."""
+        if self.is_all:
+            return True
+        if item not in self._choices:
+            self._choices[item] = self._chance.random() < self._share
+        return self._choices[item]
+
+    def of(self, spans: list[ByteSpan], chosen: Collection[str]) -> list[ByteSpan]:
+        """Return the spans to be read: all in files of ``chosen`` items, some of the others."""
+        if self.is_all:
+            return spans
+        return [s for s in spans if s.file in chosen or self._chance.random() < self._share]
+
+    def narrow(self, tensors: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
+        """Return tensors without the chunks that others read; here all."""
+        return tensors
+
+    def whole_files(self, files: Mapping[str, int]) -> dict[str, int]:
+        """Return those of the files all of whose data is read here."""
+        return {**files} if self.is_all else {}
+
+
+class DataPart(DataSample):
+    """The items, and the files without items, that are one share of all, balanced by bytes."""
+
+    def __init__(self, share: Share, catalog: Catalog | None, sizes: Mapping[str, int]) -> None:
+        super().__init__(0, 0)
+        self.checks_whole = share.position == 0
+        items = set(catalog.archives) if catalog else set()
+        units: dict[Container | str, int] = {item: item.nbytes for item in items}
+        self._inner = {item.file for item in items}
+        units |= {file: nbytes for file, nbytes in sizes.items() if file not in self._inner}
+        ordered = sorted(units, key=_place)
+        self._mine = {ordered[at] for at in share.takes([units[unit] for unit in ordered])}
+
+    def takes(self, item: Container) -> bool:
+        """Return whether an item is of this part."""
+        return item in self._mine or item.file in self._mine
+
+    def of(self, spans: list[ByteSpan], chosen: Collection[str]) -> list[ByteSpan]:
+        """Return the spans of this part; of files of ``chosen`` items only its items gave some."""
+        return [span for span in spans if span.file in chosen or span.file in self._mine]
+
+    def narrow(self, tensors: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
+        """Return tensors without the chunks that others read."""
+        return {name: self._narrowed(entry) for name, entry in tensors.items()}
+
+    def _narrowed(self, entry: TensorEntry) -> TensorEntry:
+        chunks = tuple(chunk for chunk in entry.chunks if any(map(self._holds, _places(chunk))))
+        return entry if len(chunks) == len(entry.chunks) else replace(entry, chunks=chunks)
+
+    def _holds(self, at: Place) -> bool:
+        return at.file in self._inner or at.file in self._mine
+
+    def whole_files(self, files: Mapping[str, int]) -> dict[str, int]:
+        """Return those of the files all of whose data is read here."""
+        return {file: nbytes for file, nbytes in files.items() if file in self._mine}
+
+
+def _places(chunk: Chunk) -> Iterator[Place]:
+    yield chunk.at
+    yield from (copy.at for copy in chunk.copies)
+
+
+def _place(unit: Container | str) -> tuple[str, int]:
+    return (unit, 0) if isinstance(unit, str) else (unit.file, unit.offset)

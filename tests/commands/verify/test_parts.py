@@ -1,0 +1,151 @@
+"""Parts of a verification, and ranks: together they find what one process finds."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from conftest import GOOD, Case, by_name, on_ranks
+from safetensors.torch import save_file
+
+from ckptool.cli import _run
+from ckptool.commands.open import open_checkpoint
+from ckptool.commands.options.verify import VerifyOptions
+from ckptool.commands.verify.findings import VerifyReport
+from ckptool.commands.verify.verify import verify
+from ckptool.engine.ranks import Ranks
+from ckptool.engine.share import Share
+from ckptool.errors import UsageError
+
+COUNT = 3
+
+
+def in_parts(path: Path) -> list[VerifyReport]:
+    return [verify(path, VerifyOptions(part=Share(at, COUNT))) for at in range(COUNT)]
+
+
+def seen(*reports: VerifyReport) -> set[tuple[str, str]]:
+    """What was found in data; what metadata shows, each part says."""
+    found = (finding for report in reports for finding in report.findings)
+    return {(f.code, f.message) for f in found if f.code != "no-checksum"}
+
+
+@pytest.mark.parametrize("one", [c for c in GOOD if c.path.is_dir()][::4], ids=by_name)
+def test_all_parts_read_what_one_process_reads(one: Case) -> None:
+    whole, parts = verify(one.path, VerifyOptions()), in_parts(one.path)
+    assert seen(*parts) == seen(whole)
+    assert all(part.ok for part in parts) == whole.ok
+    assert sum(part.nbytes for part in parts) == whole.nbytes
+    assert parts[0].depth == "part"
+
+
+@pytest.fixture
+def folder(out: Path) -> Path:
+    """A DCP folder of many items, with NaN in one of them."""
+    generator = torch.Generator().manual_seed(3)
+    state: dict[str, Any] = {f"w.{n}": torch.randn(8, 9, generator=generator) for n in range(12)}
+    state["w.5"][2, 3] = float("nan")
+    dcp.save(state, checkpoint_id=out / "ckpt", no_dist=True)
+    return out / "ckpt"
+
+
+def turn_byte(folder: Path, name: str) -> None:
+    at = open_checkpoint(folder).catalog.tensors[name].chunks[0].at
+    path = folder / at.file
+    data = bytearray(path.read_bytes())
+    data[at.offset + at.nbytes // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", ["w.0", "w.7", "w.11"])
+def test_damage_is_found_by_the_part_that_has_it(name: str, folder: Path) -> None:
+    before = seen(verify(folder, VerifyOptions()))
+    turn_byte(folder, name)
+    whole, parts = verify(folder, VerifyOptions()), in_parts(folder)
+    assert seen(*parts) == seen(whole) != before
+    assert [part.ok for part in parts].count(False) == 1
+
+
+def zeros(folder: Path) -> None:
+    """A safetensors file whose last half was never written."""
+    path = next(folder.glob("*2.safetensors"))
+    data = bytearray(path.read_bytes())
+    half = len(data) // 2 // 4096 * 4096
+    data[half:] = bytes(len(data) - half)
+    path.write_bytes(data)
+
+
+def infinity(folder: Path) -> None:
+    path = folder / "model-3.safetensors"
+    save_file({"w.3": torch.full((100, 99), float("inf"))}, path)
+
+
+@pytest.mark.parametrize("damage", [zeros, infinity])
+def test_damage_without_checksums_is_found(damage: Callable[[Path], None], out: Path) -> None:
+    generator = torch.Generator().manual_seed(3)
+    names = {f"w.{n}": f"model-{n}.safetensors" for n in range(5)}
+    for name, file in names.items():
+        save_file({name: torch.randn(100, 99, generator=generator)}, out / file)
+    (out / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": names})
+    )
+    before = seen(verify(out, VerifyOptions()))
+    damage(out)
+    whole, parts = verify(out, VerifyOptions()), in_parts(out)
+    assert seen(*parts) == seen(whole) != before
+
+
+class Two(Ranks):
+    """One of two ranks, once it is known what the other one says."""
+
+    size = 2
+
+    def __init__(self, rank: int, said: list[Any]) -> None:
+        self.rank, self._said = rank, said
+
+    def gather(self, value: Any) -> list[Any]:
+        self._said.append(value)
+        return [*self._said]
+
+
+def test_ranks_report_as_one_process(folder: Path) -> None:
+    turn_byte(folder, "w.7")
+    (folder / "notes.txt").write_text("mine")
+    said: list[Any] = []
+    first = verify(folder, VerifyOptions(), ranks=Two(0, said))
+    both = verify(folder, VerifyOptions(), ranks=Two(1, said))
+    alone = verify(folder, VerifyOptions())
+    assert first.nbytes < both.nbytes == alone.nbytes
+    assert seen(both) == seen(alone)
+    assert (both.summary, both.depth, both.ok) == (alone.summary, "full", False)
+
+
+def test_under_torchrun_one_rank_speaks_and_all_answer(folder: Path, out: Path) -> None:
+    shutil.copytree(folder, out / "good")
+    turn_byte(folder, "w.7")
+    ended = on_ranks(2, ("-m", "ckptool", "verify", folder, "--json"))
+    assert [one.code for one in ended] == [1, 1], ended[0].stderr
+    assert json.loads(ended[0].stdout)["ok"] is False
+    assert not ended[1].stdout
+
+
+def test_parts_are_of_the_whole_data_alone(folder: Path, capsys: pytest.CaptureFixture[str],
+                                           monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    for options in (VerifyOptions(part=Share(0, 2), quick=True),
+                    VerifyOptions(part=Share(0, 2), sample=0.5)):  # fmt: skip
+        with pytest.raises(UsageError, match="--part"):
+            verify(folder, options)
+    line = ["ckptool", "verify", str(folder), "--part", "1/2"]
+    for more in (["--against", str(folder)], ["--manifest", "m.json"], ["--all"]):
+        monkeypatch.setattr("sys.argv", [*line, *more])
+        assert _run() == 2
+        assert "--part" in capsys.readouterr().err
+    monkeypatch.setattr("sys.argv", line)
+    assert _run() == 0
+    assert "part 1 of 2 of the data read and checked" in capsys.readouterr().out
