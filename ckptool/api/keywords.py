@@ -29,6 +29,7 @@ class OpenKeywords(ReadKeywords, total=False):
     select: Strings
     drop: Strings
     model_only: bool
+    peft_adapter: bool
     strip_prefix: str | None
     rename: Strings
     map: str | None

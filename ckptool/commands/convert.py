@@ -12,6 +12,8 @@ from ckptool.commands.keymap.assets import (
     with_assets,
     with_true_config,
 )
+from ckptool.commands.keymap.peft import ADAPTER_CONFIG, with_adapter_config
+from ckptool.commands.keymap.records import CONFIG
 from ckptool.commands.open import OpenedCheckpoint, no_collecting, open_checkpoint
 from ckptool.commands.options.rewrite import RewriteOptions, Selection
 from ckptool.commands.options.target import ConvertOptions, SaveOptions
@@ -65,9 +67,13 @@ def prepare(source: Location, target: Location, options: ConvertOptions) -> Tran
     catalog = rewritten.catalog
     assets, selection = options.rewrite.map.assets, options.rewrite.selection
     names = frozenset() if assets is None else frozenset(assets_in(assets)[1])
+    if selection.peft_adapter:
+        names = names - {CONFIG} | {ADAPTER_CONFIG}
     request = Request(target.name, options.max_shard_size, options.single_rank, assets=names)
     layout = writer.lay_out(catalog, request)
     layout = with_assets(layout, assets, rewritten.map, catalog, model=writer.is_model_folder)
+    if selection.peft_adapter and writer.is_model_folder:
+        layout = with_adapter_config(opened, catalog, layout)
     if options.rewrite.dequantize:
         layout = drop_quantization_config(opened, layout)
     layout = with_true_config(
@@ -199,6 +205,7 @@ def _exclusions(before: Catalog, after: Catalog, selection: Selection) -> tuple[
         "--select": selection.select,
         "--drop": selection.drop,
         "--model-only": selection.model_only,
+        "--peft-adapter": selection.peft_adapter,
     }
     options = ", ".join(option for option, value in given.items() if value)
     tensors = len(before.tensors) - len(after.tensors)

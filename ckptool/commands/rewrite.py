@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptool.commands.keymap.assets import quantization_config
+from ckptool.commands.keymap.peft import adapter_of
 from ckptool.commands.open import OpenedCheckpoint, require_readable
 from ckptool.commands.options.rewrite import MapOptions, RewriteOptions, Selection
 from ckptool.core.box import Box
@@ -143,8 +144,10 @@ def select_entries(catalog: Catalog, selection: Selection) -> Catalog:
         catalog = select(catalog, selection.select)
     if selection.drop:
         catalog = drop(catalog, selection.drop)
-    if selection.model_only:
+    if selection.model_only or selection.peft_adapter:
         catalog = only_model(catalog)
+    if selection.peft_adapter:
+        catalog = adapter_of(catalog)
     if selection.strip_prefix is not None:
         catalog = strip_prefix(catalog, selection.strip_prefix)
     for rule in selection.rename:

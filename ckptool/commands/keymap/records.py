@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -153,10 +153,9 @@ def records_around(path: Location, catalog: Catalog) -> dict[str, Record]:
     describes tensors of other sizes, is none.
     """
     is_folder = path.is_dir()
-    own = path if is_folder else path.parent
-    own = Path(os.path.abspath(own)) if isinstance(own, Path) else own
     found: dict[str, Record] = {}
-    for folder in (own, *own.parents[:_FOLDERS_UP]):
+    own, *_ = folders = _folders_around(path)
+    for folder in folders:
         for name in _AROUND:
             if is_folder and folder == own and name == CONFIG:
                 continue  # a file of the checkpoint itself
@@ -167,13 +166,35 @@ def records_around(path: Location, catalog: Catalog) -> dict[str, Record]:
     return found
 
 
+def read_nearest(path: Location, names: Sequence[str]) -> tuple[str, Record]:
+    """Return the place and content of the nearest JSON file of one of these names, or nothing.
+
+    In a checkpoint's folder, or up to two above.
+    """
+    for folder in _folders_around(path):
+        for name in names:
+            with suppress(CkptoolError, OSError):
+                if record := _read(folder / name):
+                    return str(folder / name), record
+    return "", {}
+
+
+def _folders_around(path: Location) -> list[Location]:
+    """Return a checkpoint's folder and those above that may be its own, the nearest first."""
+    own = path if path.is_dir() else path.parent
+    own = Path(os.path.abspath(own)) if isinstance(own, Path) else own
+    return [own, *own.parents[:_FOLDERS_UP]]
+
+
 def _read_around(path: Location) -> Record:
+    return _of_megatron(_find_model(_read(path)) or {})
+
+
+def _read(path: Location) -> Record:
     if isinstance(path, Path):
-        record = _read_file(path)
-    else:
-        data = path.read_bytes()
-        record = _parse(str(path), len(data), lambda: data)
-    return _of_megatron(_find_model(record) or {})
+        return _read_file(path)
+    data = path.read_bytes()
+    return _parse(str(path), len(data), lambda: data)
 
 
 def _find_model(record: Record) -> Record | None:

@@ -7,7 +7,7 @@ from ckptool.commands.options.rewrite import RewriteOptions
 from ckptool.commands.options.target import TransferOptions
 from ckptool.core.options import OptionSet, group
 
-_NAMES = ("select", "drop", "model_only", "strip_prefix", "rename")
+_NAMES = ("select", "drop", "model_only", "peft_adapter", "strip_prefix", "rename")
 _WRITING = ("overwrite", "verify", "fsync", "part", "finish", "dry_run")
 _MAPS = ("map", "dim", "hf_assets", "inverse")
 

@@ -26,6 +26,12 @@ class Selection(OptionSet):
     model_only: bool = option(
         "--model-only", FLAG, help="Keep the model only, under its own names."
     )
+    peft_adapter: bool = option(
+        "--peft-adapter",
+        FLAG,
+        help="Keep a LoRA adapter only, under the names that PEFT saves, with adapter_config.json"
+        " from what is recorded.",
+    )
     strip_prefix: str | None = option(
         "--strip-prefix", metavar="PREFIX", help="Remove PREFIX from the names."
     )

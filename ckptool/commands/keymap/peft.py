@@ -1,0 +1,122 @@
+"""PEFT's adapter out of a trainer's checkpoint: its tensors, its names, adapter_config.json.
+
+Names are those that PEFT 0.21 saves: without the adapter's name, ``base_layer`` and what wraps the
+module that a LoRA is on, and with what is beside them in ``modules_to_save``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from dataclasses import replace
+from typing import Any
+
+from ckptool.commands.keymap.records import CONFIG, Record, read_beside, read_nearest
+from ckptool.commands.open import OpenedCheckpoint
+from ckptool.core.catalog import Catalog
+from ckptool.core.layout import FileLayout, Layout, Literal
+from ckptool.core.selection import rename_entry, substitution, unwrapping_rule
+from ckptool.core.text import list_some
+from ckptool.errors import Unsupported, UsageError
+
+ADAPTER_CONFIG = "adapter_config.json"
+_VERL = "lora_train_meta.json"
+"""What verl (0.9) writes beside an actor's shards: ``r``, ``lora_alpha`` and ``task_type``."""
+_PREFIX = "base_model.model."
+_NAME = r"(?!weight$|bias$)(?P<adapter>[^.]+)"
+_KINDS = (
+    rf"(?P<name>.+\.lora_[AB])(?:\.{_NAME})?(?P<rest>\.(?:weight|bias))",
+    rf"(?P<name>.+\.lora_embedding_[AB])(?:\.{_NAME})?(?P<rest>)",
+    rf"(?P<name>.+\.lora_magnitude_vector)(?:\.{_NAME}(?:\.weight)?)?(?P<rest>)",
+    rf"(?P<name>.+)\.modules_to_save\.{_NAME}(?P<rest>\..+)",
+)
+_TENSOR = re.compile(
+    "|".join(re.sub(r"P<(\w+)>", rf"P<\g<1>{i}>", k) for i, k in enumerate(_KINDS))
+)
+_OF_A = re.compile(r".+\.lora_(?:A\.weight|embedding_A)")
+
+
+def adapter_of(catalog: Catalog) -> Catalog:
+    """Return the tensors of a model's adapter alone, under PEFT's names.
+
+    Raises UsageError where there is none, or several.
+    """
+    rule = unwrapping_rule([name for name in catalog.tensors if ".lora_" in name])
+    unwrap = substitution(rule) if rule else str
+    tensors = {}
+    named: dict[str, list[str]] = defaultdict(list)
+    for name, entry in catalog.tensors.items():
+        match = _TENSOR.fullmatch(unwrap(name))
+        if match is not None:
+            groups = {k[:-1]: v for k, v in match.groupdict().items() if v is not None}
+            inner = groups["name"].rpartition(_PREFIX)[2]
+            new = _PREFIX + inner + groups["rest"]
+            named[groups.get("adapter", "")].append(name)
+            tensors[new] = rename_entry(entry, new)
+    if not any(".lora_" in name for name in tensors):
+        raise UsageError(f"--peft-adapter: no LoRA among {len(catalog.tensors):,} tensors")
+    if len(named) > 1:
+        raise UsageError(
+            f"--peft-adapter: {len(named)} adapters: {list_some(sorted(named))}",
+            hint=f"choose one: --select '*.{max(named)}*'",
+        )
+    kept = {n: size for n, size in catalog.companions.items() if n.rpartition("/")[2] != CONFIG}
+    return replace(catalog.with_tensors(tensors), objects={}, companions=kept)
+
+
+def with_adapter_config(opened: OpenedCheckpoint, catalog: Catalog, layout: Layout) -> Layout:
+    """Add adapter_config.json to a folder, as recorded in or around the checkpoint.
+
+    A config.json, which is of the model, is left out. Where nothing records ``lora_alpha`` a note
+    says what to give. Unsupported where what is recorded has another rank than the tensors.
+    """
+    files = tuple(file for file in layout.files if file.path != CONFIG)
+    layout = replace(layout, files=files)
+    if any(file.path == ADAPTER_CONFIG for file in files):
+        if ADAPTER_CONFIG in catalog.companions:
+            _require_rank(read_beside(opened.source, ADAPTER_CONFIG), ADAPTER_CONFIG, catalog)
+        return layout
+    modules = sorted({name.split(".")[-3] for name in catalog.tensors if _is_plain(name)})
+    place, record = read_nearest(opened.path, (ADAPTER_CONFIG, _VERL))
+    if not place:
+        ranks = list_some([str(rank) for rank in sorted(_ranks(catalog))])
+        note = (
+            f"{ADAPTER_CONFIG} not written: lora_alpha is not recorded (r {ranks}, target_modules"
+            f" {', '.join(modules)}); --hf-assets FOLDER copies one"
+        )
+        return replace(layout, notes=(*layout.notes, note))
+    _require_rank(record, place, catalog)
+    config = dict(record)
+    if place.endswith(_VERL):
+        config = {"peft_type": "LORA", "base_model_name_or_path": None, "bias": "none"}
+        config |= {key: record.get(key) for key in ("task_type", "r", "lora_alpha")}
+        config |= {"target_modules": modules}
+    note = f"{ADAPTER_CONFIG} written from {place}"
+    return replace(layout, files=(_written(config), *files), notes=(*layout.notes, note))
+
+
+def _is_plain(name: str) -> bool:
+    return name.endswith(".lora_A.weight")
+
+
+def _written(config: dict[str, Any]) -> FileLayout:
+    text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+    return FileLayout(ADAPTER_CONFIG, (Literal(text.encode()),))
+
+
+def _ranks(catalog: Catalog) -> set[int]:
+    """Return the ranks of all LoRAs: the rows of their first matrix."""
+    return {e.shape[0] for name, e in catalog.tensors.items() if _OF_A.fullmatch(name) and e.shape}
+
+
+def _require_rank(record: Record, place: str, catalog: Catalog) -> None:
+    """Raise Unsupported where a configuration's rank is not that of the tensors."""
+    pattern = record.get("rank_pattern")
+    known = {record.get("r"), *(pattern.values() if isinstance(pattern, dict) else ())}
+    other = _ranks(catalog) - known
+    if other and record:
+        raise Unsupported(
+            f"{place} says r {record.get('r')}, but tensors have rank {min(other)}",
+            hint="use --hf-assets FOLDER to copy the adapter_config.json of this adapter",
+        )
