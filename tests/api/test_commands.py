@@ -47,14 +47,14 @@ ALL = [one for functions in FUNCTIONS.values() for one in functions] + [
 FOR_PEOPLE = {
     *("json", "html", "quiet", "debug", "verbose", "color", "no_progress"),
     *("inspect tensors", "inspect shards", "inspect rank_bytes", "inspect export"),
-    *("inspect depth", "inspect sort"),
+    *("inspect depth", "inspect sort", "inspect format"),
     *("verify format", "verify codes", "bench plot", "bench recommend"),
 }
 """Options of what is shown on the screen, and how."""
 
 QUESTIONS = {
     *("inspect stats", "verify against", "verify latest_good", "verify salvage"),
-    *("bench transfer", "bench stores", "bench compare"),
+    *("bench transfer", "bench stores", "bench compare", "maps check"),
 }
 """Options that ask another question: functions of their own."""
 
