@@ -66,6 +66,16 @@ MAMBA = {
     "n_routed_experts": 3,
     "moe_shared_expert_intermediate_size": 8,
 }
+VISION = {
+    "depth": 2,
+    "hidden_size": 16,
+    "intermediate_size": 20,
+    "num_heads": 2,
+    "out_hidden_size": 24,
+    "patch_size": 4,
+}
+OF_25 = VISION | {"fullatt_block_indexes": [1]}
+OF_3 = VISION | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("megatron-gpt", "Llama", {}),
     "qwen2": ("megatron-gpt", "Qwen2", {}),
@@ -80,6 +90,8 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_next": ("megatron-qwen3-next", "Qwen3Next", MOE | SHARED | DELTA),
     "qwen3_5": ("megatron-qwen3.5", "Qwen3_5", DELTA),
     "qwen3_5_moe": ("megatron-qwen3.5", "Qwen3_5Moe", MOE | SHARED | DELTA),
+    "qwen2_5_vl": ("megatron-qwen2.5-vl", "Qwen2_5_VL", {"vision_config": OF_25}),
+    "qwen3_vl": ("megatron-qwen3-vl", "Qwen3VL", {"vision_config": OF_3}),
     "nemotron_h": ("megatron-nemotron-h", "NemotronH", MOE | MAMBA),
 }  # fmt: skip
 """The map, the class of transformers, and what its configuration has beside ``SMALL``."""
@@ -133,10 +145,10 @@ def _is_there(name: str, layer: list[str]) -> bool:
     moe = has("experts.", "experts.gate_up_proj")
     for part, there in {
         "pre_mlp_layernorm": moe,
-        "linear_fc1.layer_norm": has("up_proj", "w1") and not moe,
+        "linear_fc1.layer_norm": has("up_proj", "w1", "linear_fc1") and not moe,
         "self_attention.in_proj.layer_norm": has("linear_attn"),
         "mixer.in_proj.layer_norm": has("A_log"),
-        "linear_qkv.layer_norm": has("q_proj"),
+        "linear_qkv.layer_norm": has("q_proj", "attn.qkv"),
     }.items():
         if part in name:
             return there
@@ -155,7 +167,7 @@ def _resolved(registry: Any, names: list[str], experts: int) -> Iterator[tuple[A
         stars = mapping.megatron_param.count("*")
         for match in filter(None, (re.fullmatch(pattern, name) for name in names)):
             packed = stars > len(match.groups())
-            head = re.match(r".*?layers\.\d+\.", match[0])
+            head = re.match(r".*?(layers|blocks)\.\d+\.", match[0])
             layer = [name for name in names if head and name.startswith(head[0])]
             for rest in [(str(e),) for e in range(experts)] if packed else [()]:
                 if stars == len(match.groups()) + len(rest):
@@ -185,6 +197,17 @@ def _mapped(bridge: Any, hf: dict[str, Any], experts: int) -> dict[str, Any]:
             self.config, self.weight = config, torch.nn.Parameter(torch.empty(0))
 
     module = ColumnParallelLinear(bridge.provider_bridge(bridge.hf_pretrained))
+    vision = getattr(bridge.hf_config, "vision_config", None)
+    if vision is not None:
+        heads, hidden = vision.num_heads, vision.hidden_size
+        vision = ColumnParallelLinear(
+            SimpleNamespace(
+                num_attention_heads=heads,
+                num_query_groups=heads,
+                kv_channels=hidden // heads,
+                hidden_size=hidden,
+            )
+        )
     made: dict[str, Any] = {}
     used: set[str] = set()
     for one, packed in _resolved(bridge.mapping_registry(), list(hf), experts):
@@ -193,7 +216,8 @@ def _mapped(bridge: Any, hf: dict[str, Any], experts: int) -> dict[str, Any]:
         for each in list(sys.modules.values()):
             if hasattr(each, "get_module_and_param_from_name"):
                 each.get_module_and_param_from_name = lambda *_, found=found, **__: found
-        made[one.megatron_param] = one.hf_to_megatron(weights, module)
+        of_vision = vision is not None and one.megatron_param.startswith("vision_model.")
+        made[one.megatron_param] = one.hf_to_megatron(weights, vision if of_vision else module)
         used |= {one.hf_param} if isinstance(one.hf_param, str) else {*one.hf_param.values()}
     if hf.keys() - used:
         raise ValueError(f"not used: {hf.keys() - used}")
@@ -207,15 +231,18 @@ def _record_of(name: str, more: dict[str, Any]) -> dict[str, Any]:
 
     kind = "Gemma3Text" if name == "Gemma3" else name
     kind += "Text" if name.startswith("Qwen3_5") else ""
-    config = getattr(transformers, f"{kind}Config")(**SMALL | more)
-    config.architectures = [f"{name}ForCausalLM"]
+    sizes = {key: size for key, size in SMALL.items() if key != "head_dim" or "2_5" not in name}
+    given = {"text_config": sizes} if "vision_config" in more else SMALL
+    config = getattr(transformers, f"{kind}Config")(**given | more)
+    full = f"{name}For{'ConditionalGeneration' if 'vision_config' in more else 'CausalLM'}"
+    config.architectures = [full]
     with tempfile.TemporaryDirectory() as folder:
-        getattr(transformers, f"{name}ForCausalLM")(config).save_pretrained(folder)
+        getattr(transformers, full)(config).save_pretrained(folder)
         files = Path(folder).glob("*.safetensors")
         shapes = {n: list(t.shape) for file in files for n, t in load_file(file).items()}
         written = json.loads((Path(folder) / "config.json").read_text())
     hf = {n: torch.from_numpy(values(n, shape)) for n, shape in shapes.items()}
-    made = _mapped(_bridge(f"{name}ForCausalLM", config, shapes), hf, 3)
+    made = _mapped(_bridge(full, config, shapes), hf, 3)
     megatron = {n: [list(t.shape), digest(t.numpy())] for n, t in made.items()}
     return {"config": written, "hf": shapes, "megatron": megatron}
 

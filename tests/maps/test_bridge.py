@@ -32,7 +32,7 @@ def of_modules(stored: Arrays) -> Arrays:
     """What torch_dist stacks, as the modules of Megatron have it, whose names Bridge maps."""
     apart: Arrays = {}
     for name, array in stored.items():
-        stacked = re.fullmatch(r"(decoder\.layers\.)(?!\d)(.*)", name)
+        stacked = re.fullmatch(r"(.*decoder\.layers\.)(?!\d)(.*)", name)
         layers = list(enumerate(array)) if stacked else [(None, array)]
         for layer, part in layers:
             inner = name if stacked is None else f"{stacked[1]}{layer}.{stacked[2]}"

@@ -76,7 +76,10 @@ def _read_file(path: Path) -> Record:
 
 
 def _parse(path: str, nbytes: int, read: Callable[[], bytes]) -> Record:
-    """Parse an object of JSON or YAML, with its ``text_config`` as part of it."""
+    """Parse an object of JSON or YAML, with its ``text_config`` as part of it.
+
+    What ``vision_config`` has is there as ``vision_config.NAME``, too.
+    """
     is_yaml = path.endswith(".yaml")
     most = _LARGEST_YAML if is_yaml else _LARGEST
     if nbytes > most:
@@ -88,7 +91,9 @@ def _parse(path: str, nbytes: int, read: Callable[[], bytes]) -> Record:
         raise UsageError(f"{path}: cannot be read as {kind}: {error}") from None
     if not isinstance(content, dict):
         raise UsageError(f"{path}: not a {kind} object")
-    inner = content.get("text_config")
+    inner, vision = content.get("text_config"), content.get("vision_config")
+    if isinstance(vision, dict):
+        content |= {f"vision_config.{name}": value for name, value in vision.items()}
     return {**content, **inner} if isinstance(inner, dict) else content
 
 

@@ -16,11 +16,23 @@ from ckptool.errors import CkptoolError, UsageError
 _NUMBER = re.compile(r"[0-9]+")
 _SLOT = re.compile(r"\{(\w+)(?:\+(\w+))?\}")
 _STACKED = re.compile(r"<(\.\{(\w+)\})>")
+_PLAIN = re.compile(r"[^\s\d{}\[\]<>?#]*")
 _BLOCKS = re.compile(r"([^|]*?)\((?:([^()|]*)\()?([^()]*\|[^()]*)(?:\)([^()|]*))?\)([^|]*)")
 _NAMED = re.compile(r"(?P<name>\S+?)(?P<optional>\?)?(?:\s+\[(?P<axes>[^\[\]]*)\])?")
 _KEYS = {
     *("name", "summary", "from", "to", "dims", "rule"),
-    *("drop", "marks", "model_types", "unless", "facts", "keep", "detect", "include", "without"),
+    *(
+        "drop",
+        "marks",
+        "model_types",
+        "unless",
+        "facts",
+        "keep",
+        "detect",
+        "include",
+        "without",
+        "within",
+    ),
 }
 _RULE_KEYS = {"from", "to", "padding", "tie", "when", "unless", "only", "beside", "add"}
 
@@ -33,7 +45,8 @@ def parse_map(content: Mapping[str, Any], where: str, included: Included) -> Key
     names = _texts(content.get("include", []))
     key_map = _parse_own(content, where, has_more=bool(names))
     without = _texts(content.get("without", []))
-    others = [included(name) for name in names]
+    within = _within(content, where)
+    others = [_moved(included(name), within) for name in names]
     rules = [rule for other in others for rule in other.rules]
     for glob in without:
         if not any(_is_about(rule, glob) for rule in rules):
@@ -41,6 +54,49 @@ def parse_map(content: Mapping[str, Any], where: str, included: Included) -> Key
     for other in others:
         key_map = _with_included(key_map, other, without)
     return key_map
+
+
+def _within(content: Mapping[str, Any], where: str) -> list[Mapping[str, str]]:
+    """Return how names of what is included begin, and begin here, by side."""
+    table = _table(content, "within", where)
+    _require_keys(table, {"from", "to"}, f"{where}: [within]")
+    sides = [_table(table, side, f"{where}: [within]") for side in ("from", "to")]
+    for text in (text for side in sides for pair in side.items() for text in pair):
+        if not isinstance(text, str) or not _PLAIN.fullmatch(text):
+            raise UsageError(f"{where}: [within] {text!r} must be the beginning of a name")
+    return sides
+
+
+def _moved(key_map: KeyMap, within: Sequence[Mapping[str, str]]) -> KeyMap:
+    """Return a map whose names begin otherwise."""
+
+    def move(pattern: Pattern, starts: Mapping[str, str]) -> Pattern:
+        old = next((old for old in starts if pattern.text.startswith(old)), None)
+        if old is None:
+            return pattern
+        text, key = (starts[old] + name.removeprefix(old) for name in (pattern.text, pattern.key))
+        return replace(pattern, text=text, key=key)
+
+    def all_of(patterns: Sequence[Pattern], side: int) -> tuple[Pattern, ...]:
+        return tuple(move(pattern, within[side]) for pattern in patterns)
+
+    rules = (
+        replace(
+            rule,
+            sources=all_of(rule.sources, 0),
+            targets=all_of(rule.targets, 1),
+            beside=rule.beside and move(rule.beside, within[0]),
+            back=rule.back and move(rule.back, within[1]),
+        )
+        for rule in key_map.rules
+    )
+    return replace(
+        key_map,
+        rules=tuple(rules),
+        drop=all_of(key_map.drop, 0),
+        back_drop=all_of(key_map.back_drop, 1),
+        tells={name: all_of(patterns, 1) for name, patterns in key_map.tells.items()},
+    )
 
 
 def _is_about(rule: Rule, glob: str) -> bool:

@@ -103,6 +103,7 @@ def test_own_rules_go_before_those_that_are_included(tmp_path: Path) -> None:
         ({"a": 'include = ["meta-lama"]'}, "not a built-in map or a file beside it"),
         ({"a": 'include = ["b.toml"]', "b": "x = 1"}, "b.toml: 'x' is not one of"),
         ({"a": "include = [3]"}, "is not a name"),
+        ({"a": 'include = ["meta-llama"]\nwithin.to."model." = "m.0."'}, "the beginning of a name"),
         ({"a": 'include = ["meta-llama"]\nwithout = ["nrom.*"]'}, "'nrom.*' matches no name"),
     ],
 )
