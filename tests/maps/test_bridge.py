@@ -16,6 +16,8 @@ from ckptool.commands.options.rewrite import MapOptions
 
 RECORDED = recorded()
 Arrays = dict[str, np.ndarray]
+PARTS = ["query", "key", "value", "z", "x", "B", "C", "dt", "beta", "alpha"]
+"""In their order in DeltaNet's and Mamba's projections (Megatron-core 0.20.0, core/ssm)."""
 
 
 def save(model: str, folder: Path) -> Arrays:
@@ -29,8 +31,9 @@ def save(model: str, folder: Path) -> Arrays:
 
 
 def of_modules(stored: Arrays) -> Arrays:
-    """What torch_dist stacks, as the modules of Megatron have it, whose names Bridge maps."""
+    """What torch_dist stacks or parts, as Megatron's modules have it, whose names Bridge maps."""
     apart: Arrays = {}
+    fused: dict[str, Arrays] = {}
     for name, array in stored.items():
         stacked = re.fullmatch(r"(.*decoder\.layers\.)(?!\d)(.*)", name)
         layers = list(enumerate(array)) if stacked else [(None, array)]
@@ -39,8 +42,12 @@ def of_modules(stored: Arrays) -> Arrays:
             if ".experts.experts." in inner:
                 plain = inner.replace(".experts.experts.", ".experts.")
                 apart |= {f"{plain}{e}": np.ascontiguousarray(one) for e, one in enumerate(part)}
+            elif parted := re.fullmatch(r"(.*\.(?:in_proj|conv1d)\.(?:weight|bias))\.(\w+)", inner):
+                fused.setdefault(parted[1], {})[parted[2]] = part
             else:
                 apart[inner] = np.ascontiguousarray(part)
+    for name, parts in fused.items():
+        apart[name] = np.concatenate([parts[at] for at in sorted(parts, key=PARTS.index)])
     return apart
 
 
