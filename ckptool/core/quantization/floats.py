@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ckptool.core.catalog import Scheme, TensorEntry
+from ckptool.core.dtype import BY_NAME
 from ckptool.core.quantization.model import Quantized, Surroundings, Tensors
 from ckptool.core.views import insert_dim
 
 _INVERSE, _BLOCKS, _SCALES, _SCALE = "_scale_inv", "_blocks", "_scales", ".weight_scale"
 _PACKED = ".weight_packed"
 _E8M0 = "float8_e8m0fnu"
+_MX_GROUP = 32
 
 
 def find_floats(tensors: Tensors) -> Iterator[Quantized]:
@@ -20,7 +22,8 @@ def find_floats(tensors: Tensors) -> Iterator[Quantized]:
     DeepSeek-V3: ``X.weight`` in 8-bit floats and ``X.weight_scale_inv``. compressed-tensors, fbgemm
     and ModelOpt: ``X.weight`` in 8 bits and ``X.weight_scale``. gpt-oss: ``X_blocks`` and
     ``X_scales`` in bytes. NVFP4 of ModelOpt: ``X.weight`` in bytes with ``X.weight_scale_2``; of
-    compressed-tensors: ``X.weight_packed`` in bytes with ``X.weight_global_scale``.
+    compressed-tensors: ``X.weight_packed`` in bytes with ``X.weight_global_scale``; without that
+    one, and with scales in bytes, MXFP4. MXFP8: ``X.weight`` in 8-bit floats, scales in bytes.
     """
     for name, entry in tensors.items():
         if name.endswith(_INVERSE):
@@ -31,7 +34,7 @@ def find_floats(tensors: Tensors) -> Iterator[Quantized]:
             values = tensors.get(own := name.removesuffix("_scale"))
             if values is not None:
                 yield from _of_scale(tensors, values, entry, own)
-        elif name.endswith(_SCALES) and entry.dtype.name in ("uint8", _E8M0):
+        elif name.endswith(_SCALES) and _is_mx(entry):
             values = tensors.get((own := name.removesuffix(_SCALES)) + _BLOCKS)
             if values is not None and values.dtype.name == "uint8":
                 yield Quantized("MXFP4", own, values, entry, _lay_out_mxfp4, "mxfp4")
@@ -40,6 +43,8 @@ def find_floats(tensors: Tensors) -> Iterator[Quantized]:
             scales, of_all = tensors.get(f"{own}_scale"), tensors.get(f"{own}_global_scale")
             if scales is not None and of_all is not None:
                 yield Quantized("NVFP4", own, entry, scales, _lay_out_nvfp4, "nvfp4/", (of_all,))
+            elif scales is not None and _is_mx(scales) and f"{own}_shape" not in tensors:
+                yield Quantized("MXFP4", own, entry, _powers(scales), _lay_out_nvfp4, "nvfp4/")
 
 
 def _of_scale(
@@ -50,6 +55,8 @@ def _of_scale(
     kind = values.dtype.name
     if of_all is not None and kind == "uint8":
         yield Quantized("NVFP4", name, values, scales, _lay_out_nvfp4, "nvfp4*", (of_all,))
+    elif kind.startswith(("float8_e4", "float8_e5")) and _is_mx(scales):
+        yield Quantized("MXFP8", name, values, _powers(scales), _lay_out_mxfp8)
     elif kind.startswith(("float8_e4", "float8_e5")) or kind == "int8":
         zeros = tensors.get(f"{name}_zero_point")
         order = tensors.get(f"{name}_g_idx")
@@ -58,6 +65,28 @@ def _of_scale(
             scheme: Scheme = "scaled" if zeros is None else "affine"
             others = () if zeros is None else (zeros,)
             yield Quantized(kind, name, values, scales, _lay_out_scaled, scheme, others)
+
+
+def _is_mx(scales: TensorEntry) -> bool:
+    """Return whether scales are exponents of two, in bytes."""
+    return scales.dtype.name in ("uint8", _E8M0)
+
+
+def _powers(scales: TensorEntry) -> TensorEntry:
+    """Return bytes that are exponents of two as what they are."""
+    return replace(scales, dtype=BY_NAME[_E8M0])
+
+
+def _lay_out_mxfp8(pair: Quantized, around: Surroundings) -> TensorEntry:
+    """Lay out floats of eight bits with an exponent for 32 of a row."""
+    shape = pair.values.shape
+    if (
+        not shape
+        or pair.scales.shape != (*shape[:-1], shape[-1] // _MX_GROUP)
+        or shape[-1] % _MX_GROUP
+    ):
+        raise pair.unfit()
+    return pair.numbers(around.dtype, shape, (*(1 for _ in shape[1:]), _MX_GROUP))
 
 
 def _lay_out_scaled(pair: Quantized, around: Surroundings) -> TensorEntry:
@@ -99,7 +128,7 @@ def _even(shape: tuple[int, ...], grid: tuple[int, ...]) -> tuple[int, ...] | No
 
 def _lay_out_nvfp4(pair: Quantized, around: Surroundings) -> TensorEntry:
     """Lay out floats of four bits, two a byte, with a scale for so many of a row and one of all."""
-    pair.require_type(pair.scales, "float8_e4m3fn")
+    pair.require_type(pair.scales, "float8_e4m3fn" if pair.others else _E8M0)
     for of_all in pair.others:
         pair.require_type(of_all, "float")
     halves, grid = pair.values.shape, pair.scales.shape
@@ -108,6 +137,8 @@ def _lay_out_nvfp4(pair: Quantized, around: Surroundings) -> TensorEntry:
     if not columns or shape[-1] % columns or any(entry.elements != 1 for entry in pair.others):
         raise pair.unfit()
     block = (*(1 for _ in shape[1:]), shape[-1] // columns)
+    if not pair.others and block[-1] != _MX_GROUP:
+        raise pair.unfit()
     return pair.numbers(around.dtype, shape, block)
 
 

@@ -161,7 +161,7 @@ def _dequantize_nvfp4(gather: Gather, at: ScaledBlocks, box: Box, wanted: Any) -
     """Multiply floats of four bits by scales of 8 bits and one of all, in 32 bits.
 
     Two floats are in a byte, the first in its lower half. The scale of all divides the others
-    (compressed-tensors) or multiplies them (ModelOpt).
+    (compressed-tensors) or multiplies them (ModelOpt); MXFP4 has none.
     """
     import torch
 
@@ -172,11 +172,10 @@ def _dequantize_nvfp4(gather: Gather, at: ScaledBlocks, box: Box, wanted: Any) -
     table = torch.tensor([*_FP4, -0.0 if divides else 0.0, *(-n for n in _FP4[1:])])
     numbers = table[torch.stack((pairs & 0x0F, pairs >> 4), -1).to(torch.long)].flatten(-2)
     first = box.lo[-1] - 2 * lo
-    (whole,) = at.others
-    of_all = read_floats(gather, whole, Box.whole(whole.shape)).reshape(())
-    grid = blocks_of(box, at.block)
-    scales = read_floats(gather, at.scales, grid)
-    scales = scales / of_all if divides else scales * of_all
+    scales = read_floats(gather, at.scales, blocks_of(box, at.block))
+    for whole in at.others:
+        of_all = read_floats(gather, whole, Box.whole(whole.shape)).reshape(())
+        scales = scales / of_all if divides else scales * of_all
     part = numbers[..., first : first + box.shape[-1]]
     return (part * spread(scales, at, box)).to(wanted)
 

@@ -178,6 +178,27 @@ def _compressed_tensors_eight_bits() -> Iterator[Named]:
         yield name, stored, truth
 
 
+def _compressed_tensors_exponents() -> Iterator[Named]:
+    """MXFP4 and MXFP8: bytes of exponents for 32 numbers each."""
+    from compressed_tensors import compressors
+    from compressed_tensors.compressors.mxfp8.base import MXFP8QuantizationCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    both = {4: compressors.MXFP4PackedCompressor, 8: MXFP8QuantizationCompressor}
+    for bits, compressor in both.items():
+        weights = QuantizationArgs(
+            num_bits=bits, type="float", strategy="group", group_size=32, scale_dtype=torch.uint8
+        )
+        scheme = QuantizationScheme(targets=["Linear"], weights=weights)
+        state = {
+            "weight": torch.randn(6, 96, dtype=torch.bfloat16),
+            "weight_scale": torch.exp2(torch.randint(-9, 3, (6, 3)).float()).bfloat16(),
+        }
+        stored = compressor.compress(dict(state), scheme)
+        truth = compressor.decompress(dict(stored), scheme)["weight"]
+        yield f"mxfp{bits}", stored, truth
+
+
 def _torchao(cases: dict[str, Any], file: str) -> Iterator[Named]:
     """What is stored is a file of its own: a pickle of tensor subclasses."""
     from torchao.quantization import quantize_
@@ -242,6 +263,7 @@ WRITERS: dict[str, Callable[[], Iterator[Named]]] = {
     "autoawq_0_2_9": _autoawq,
     "compressed_tensors_0_12_2": _compressed_tensors_ordered,
     "compressed_tensors_0_20_0_eight_bits": _compressed_tensors_eight_bits,
+    "compressed_tensors_0_20_0_exponents": _compressed_tensors_exponents,
     "torchao_0_18_0": _torchao_now,
     "torchao_0_13_0": _torchao_before,
 }

@@ -41,6 +41,7 @@ FILES: dict[str, dict[str, Any] | None] = {
     "autoawq_0_2_9": {"quant_method": "awq", "version": "gemm"},
     "compressed_tensors_0_12_2": None,
     "compressed_tensors_0_20_0_eight_bits": EIGHT_BITS,
+    "compressed_tensors_0_20_0_exponents": None,
 }
 """The recorded files, and the quantization_config that lies beside such a model."""
 FORMATS = {"v1": "gptq", "v2": "gptq_v2"}
