@@ -96,7 +96,13 @@ def is_run(place: Location) -> bool:
     ``open_checkpoint`` opens that one; without such a file it raises Several.
     """
     markers = {row.latest.file for row in FORMATS.values() if row.latest is not None}
-    if not place.is_dir() or not any((place / file).exists() for file in markers):
+    if not place.is_dir():
+        return False
+    if isinstance(place, Path):
+        markers = {file for file in markers if (place / file).exists()}
+    else:
+        markers &= place.listing.keys()  # which was asked for already
+    if not markers:
         return False
     return len(steps_of(place)) > 1
 
