@@ -8,7 +8,7 @@ from contextlib import suppress
 from ckptool.errors import Changed, NotFound, Problem
 from ckptool.storage.block_cache import BLOCK, ObjectVersion
 from ckptool.storage.file_status import changed, version_digest
-from ckptool.storage.local import Run, by_folder, read_exactly, too_short, within_folder
+from ckptool.storage.local import CORES, Run, by_folder, read_exactly, too_short, within_folder
 from ckptool.storage.store import ObjectInfo
 from ckptool.storage.url import WEB, RemotePath
 
@@ -27,7 +27,8 @@ class RemoteSource:
 
     tile = piece = 2 << 20
     block = BLOCK
-    workers = AT_ONCE
+    workers = max(4, CORES)
+    """Threads that check and write what is fetched ahead of them, on threads that only wait."""
 
     def __init__(self, place: RemotePath, infos: Mapping[str, ObjectInfo]) -> None:
         self.root = str(place)

