@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
@@ -11,7 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from ckptool.commands.keymap.hf_config import recorded_config
-from ckptool.commands.keymap.records import CONFIG, Record, records, records_around
+from ckptool.commands.keymap.records import (
+    CONFIG,
+    Record,
+    records,
+    records_around,
+    records_model,
+)
 from ckptool.commands.keymap.sizes import facts
 from ckptool.commands.open import OpenedCheckpoint, text_of
 from ckptool.commands.options.rewrite import MapOptions
@@ -164,7 +171,24 @@ def map_checkpoint(
     Raises UsageError or Unsupported as ``apply_map``, and where no map or several would do.
     """
     inside = records(opened.source, opened.catalog, options.assets)
-    around = records_around(opened.path, opened.catalog)
+    if records_model(inside):
+        with suppress(_MissingSizes):
+            return _map_by(opened, catalog, options, inside, {})
+    return _map_by(opened, catalog, options, inside, records_around(opened.path, opened.catalog))
+
+
+class _MissingSizes(UsageError):
+    """Sizes that a map needs are neither given nor recorded."""
+
+
+def _map_by(
+    opened: OpenedCheckpoint,
+    catalog: Catalog,
+    options: MapOptions,
+    inside: Sequence[Record],
+    around: Mapping[str, Record],
+) -> tuple[Catalog, MapReport]:
+    """Map a catalog by what is recorded in a checkpoint, and around it by the files' places."""
     known = [*inside, *around.values()]
     if options.experts is not None:
         key_map, reason = _map_of_experts(catalog, known, options)
@@ -207,13 +231,13 @@ def map_checkpoint(
     return replace(mapped.catalog, notes=(*mapped.catalog.notes, *report.notes)), report
 
 
-def _unknown_sizes(error: UnknownSizes, key_map: KeyMap) -> UsageError:
+def _unknown_sizes(error: UnknownSizes, key_map: KeyMap) -> _MissingSizes:
     """Return the error that names the dims that can be looked up or given."""
     keys = {n: _keys(key_map.sizes.get(n, ())) for n in error.names}
     names = [name for name in error.names if keys[name]] or list(error.names)
     written = ", ".join(keys[name][0] for name in names if keys[name])
     given = " ".join(f"--dim {name}=N" for name in names)
-    return UsageError(
+    return _MissingSizes(
         f"map {key_map.name}: size of {', '.join(names)} not found in config",
         hint=f"pass {given}, or --hf-assets FOLDER with a config.json that has {written}"
         if written

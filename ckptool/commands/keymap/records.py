@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -149,6 +149,11 @@ def _of_megatron(arguments: Record) -> Record:
     if isinstance(untied, bool):
         record["tie_word_embeddings"] = not untied
     return record
+
+
+def records_model(found: Iterable[Record]) -> bool:
+    """Return whether one of some records says how large the model is."""
+    return any(map(_find_model, found))
 
 
 def records_around(path: Location, catalog: Catalog) -> dict[str, Record]:

@@ -13,6 +13,7 @@ from conftest import convert_to, flat, load_dcp
 from torchtitan_states import recorded
 
 import ckptool
+from ckptool.commands.keymap import maps
 from ckptool.commands.keymap.records import records_around
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.rewrite import MapOptions
@@ -92,6 +93,15 @@ def test_what_the_checkpoint_itself_says_is_stronger(tmp_path: Path) -> None:
     write(tmp_path / "run" / "config.json", json.dumps(SIZES | {"num_key_value_heads": 4}))
     report = convert_to("dcp", source, tmp_path / "out", map=MAP)
     assert not any("with sizes from" in note for note in report.notes)
+
+
+def test_where_it_says_all_nothing_is_looked_for_around_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = save(tmp_path / "run" / "step-1")
+    write(source / "config.json", json.dumps(SIZES))
+    monkeypatch.setattr(maps, "records_around", lambda path, catalog: pytest.fail("looked around"))
+    convert_to("dcp", source, tmp_path / "out", map=MAP)
 
 
 MERGES = "a0: &a0 {k: 1}\n" + "".join(
