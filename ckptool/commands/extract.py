@@ -148,7 +148,7 @@ def _take(
 ) -> Catalog:
     """Return a catalog of the wanted elements alone; containers without any are not opened."""
     needed = {n: without_other_chunks(catalog.tensors[n], at) for n, at in wanted.items()}
-    located = opened.open_containers(replace(catalog, tensors=needed, objects={}))
+    located = opened.open_containers(replace(catalog, tensors=needed, objects={}), defers=True)
     for name in wanted:
         if name not in located.tensors:
             raise Unsupported(

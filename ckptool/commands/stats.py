@@ -159,7 +159,9 @@ def stats(
     if problems:
         raise damaged(problems, subject=str(opened.path))
     numeric = {name: entry for name, entry in wanted.items() if is_numeric(entry.source_dtype)}
-    located = opened.open_containers(replace(catalog, tensors=numeric, objects={})).tensors
+    located = opened.open_containers(
+        replace(catalog, tensors=numeric, objects={}), defers=True
+    ).tensors
     entries = [located[name] for name in wanted if name in located]
     total = sum(entry.elements * entry.source_dtype.itemsize for entry in entries)
     measured = _measure(entries, opened.source, started(total))

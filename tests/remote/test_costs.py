@@ -22,9 +22,12 @@ from ckptool.commands.convert import prepare
 from ckptool.commands.inspect import inspect
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.read import ReadOptions
+from ckptool.commands.options.rewrite import RewriteOptions
 from ckptool.commands.options.target import ConvertOptions, ReshardOptions, TransferOptions
-from ckptool.commands.options.verify import VerifyOptions
+from ckptool.commands.options.verify import CompareOptions, VerifyOptions
 from ckptool.commands.reshard.reshard import prepare_reshard
+from ckptool.commands.stats import stats
+from ckptool.commands.verify.compare.against import against
 from ckptool.commands.verify.verify import verify
 from ckptool.core.sharding.placement import parse_mesh, parse_rule
 from ckptool.engine.run_options import RunOptions
@@ -251,6 +254,18 @@ def test_a_convert_of_many_items_fetches_what_it_would_of_one(many: Path, out: P
     assert place.store.traffic.requests <= few_requests(size)
     written, tensors = load_file(out / "out.safetensors"), load_file(many / "m.safetensors")
     assert all(torch.equal(written[name], tensor) for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("command", ["stats", "against"])
+def test_whoever_reads_items_opens_them_from_what_is_read(command: str, many: Path) -> None:
+    place, size = uploaded(many / "dcp")
+    if command == "stats":
+        assert len(stats(open_checkpoint(place), ["*"]).stats) == 480
+    else:
+        options = VerifyOptions(), RewriteOptions(), CompareOptions()
+        assert against(place, many / "m.safetensors", *options).verify.ok
+    assert place.store.traffic.received <= 1.02 * size
+    assert place.store.traffic.requests <= few_requests(size)
 
 
 def test_a_verify_fetches_each_byte_once(sharded: Path) -> None:

@@ -158,7 +158,8 @@ class Side:
         if self.opened is None or self.catalog is None:
             return {}
         chosen = {name: self.catalog.tensors[name] for name in names}
-        catalog, lost = readable(self.opened, self.catalog.with_tensors(chosen))
+        chosen_catalog = self.catalog.with_tensors(chosen)
+        catalog, lost = readable(self.opened, chosen_catalog, defers=True)
         self.problems += lost.values()
         return catalog.tensors
 
@@ -255,7 +256,8 @@ class Comparison:
         result = compare(self.pairs, reads, self._comparing, workers, started(self._nbytes))
         for name, (number, error) in result.unreadable.items():
             problems = (p if p.tensor else p.within(name, tensor=name) for p in error.problems)
-            self._sides[number].problems += problems
+            known = self._sides[number].problems  # one item that is opened late names all others
+            known += [problem for problem in problems if problem not in known]
         self.pairs = [pair for pair in self.pairs if pair.one.name not in result.unreadable]
         self.differing = [
             differing_tensor(pair, result.differences[pair.one.name])

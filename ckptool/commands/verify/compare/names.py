@@ -194,16 +194,19 @@ def _short(value: object) -> str:
     return f"a {type_name(value)}"
 
 
-def readable(opened: OpenedCheckpoint, catalog: Catalog) -> tuple[Catalog, dict[str, Problem]]:
+def readable(
+    opened: OpenedCheckpoint, catalog: Catalog, *, defers: bool = False
+) -> tuple[Catalog, dict[str, Problem]]:
     """Return the catalog's tensors with containers opened, and why others cannot be read.
 
-    ``catalog`` is that of ``opened``, rewritten or not. No tensor byte is read.
+    ``catalog`` is that of ``opened``, rewritten or not. No tensor byte is read. Where it
+    ``defers``, items of a store that can be opened by who reads them are not opened.
     """
     gaps = {entry.name: coverage_problem(entry) for entry in catalog.tensors.values()}
     lost = {name: problem for name, problem in gaps.items() if problem is not None}
     tiled = {name: entry for name, entry in catalog.tensors.items() if name not in lost}
     try:
-        return opened.open_containers(catalog.with_tensors(tiled)), lost
+        return opened.open_containers(catalog.with_tensors(tiled), defers=defers), lost
     except (Unsupported, Damaged, Hostile):
         pass  # then each tensor by itself, to find those that cannot be opened
     tensors: dict[str, TensorEntry] = {}
