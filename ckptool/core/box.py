@@ -128,6 +128,20 @@ def spans_of(boxes: Sequence[Box]) -> list[list[tuple[int, int]]]:
     return [list(zip(low, high, strict=True)) for low, high in sides]
 
 
+def boxes_of(chunks: Sequence[Any]) -> Sequence[Box]:
+    """Return the boxes of chunks; a table of chunks has a table of them."""
+    boxes: Sequence[Box] | None = getattr(chunks, "boxes", None)
+    return boxes if boxes is not None else [chunk.box for chunk in chunks]
+
+
+def solid_places(boxes: Sequence[Box]) -> list[int]:
+    """Return the places of the boxes that hold an element."""
+    if isinstance(boxes, BoxTable):
+        places: list[int] = (boxes.highs > boxes.lows).all(axis=1).nonzero()[0].tolist()
+        return places
+    return [place for place, box in enumerate(boxes) if box.volume]
+
+
 class Piece(NamedTuple):
     """``box`` of the global tensor lies at ``local`` of a rank's local tensor (same shapes)."""
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
-from ckptool.core.box import Box, is_grid, overlapping_pair
+from ckptool.core.box import Box, boxes_of, is_grid, overlapping_pair
 from ckptool.core.dtype import DType
 from ckptool.errors import Problem
 
@@ -353,7 +353,7 @@ def merge_copies(chunks: Iterable[Chunk]) -> tuple[Chunk, ...]:
 
 def coverage_problem(entry: TensorEntry) -> Problem | None:
     """Return why the chunks do not tile the tensor exactly, in numbers; None where they do."""
-    boxes = getattr(entry.chunks, "boxes", None) or [chunk.box for chunk in entry.chunks]
+    boxes = boxes_of(entry.chunks)
     if is_grid(boxes, entry.shape):
         return None
     whole = Box.whole(entry.shape)

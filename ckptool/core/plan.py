@@ -11,7 +11,7 @@ from itertools import accumulate
 from operator import add, sub
 from typing import NamedTuple
 
-from ckptool.core.box import Box
+from ckptool.core.box import Box, boxes_of, solid_places, spans_of
 from ckptool.core.catalog import (
     Catalog,
     Chunk,
@@ -24,30 +24,38 @@ from ckptool.core.layout import Data, Layout, Part, ScatteredData, row_tiles, ti
 from ckptool.errors import Damaged, Unsupported, damaged
 
 _BATCH = 16
+_MOST_RECENT = 256
 
 
 class ChunkIndex:
     """Finds the chunks of one tensor that share elements with a box."""
 
     def __init__(self, entry: TensorEntry) -> None:
-        solid = [chunk for chunk in entry.chunks if chunk.box.volume]
-        dims = range(len(entry.shape))
-        self._dim = max(dims, key=lambda d: len({c.box.lo[d] for c in solid}), default=None)
-        dim = self._dim
-        if dim is not None:
-            solid.sort(key=lambda chunk: chunk.box.lo[dim])
-        self._chunks = solid
-        self._starts = [] if dim is None else [chunk.box.lo[dim] for chunk in solid]
-        ends = [] if dim is None else [chunk.box.hi[dim] for chunk in solid]
-        self._ends_so_far = list(accumulate(ends, max))
+        boxes = boxes_of(entry.chunks)
+        spans = spans_of(boxes) if boxes and entry.shape else []
+        solid = solid_places(boxes)
+        dims = range(len(spans))
+        self._dim = max(dims, key=lambda d: len(set(spans[d])), default=None)
+        along = spans[self._dim] if self._dim is not None else []
+        if along:
+            solid.sort(key=along.__getitem__)
+        self._chunks, self._order = entry.chunks, solid
+        self._recent: dict[int, Chunk] = {}
+        self._starts = [along[at][0] for at in solid] if along else []
+        self._ends_so_far = list(accumulate((along[at][1] for at in solid if along), max))
 
     def find(self, box: Box) -> Iterator[tuple[Chunk, Box]]:
         """Yield each chunk that overlaps ``box``, with the common box."""
-        first, last = 0, len(self._chunks)
+        first, last = 0, len(self._order)
         if self._dim is not None:
             first = bisect_right(self._ends_so_far, box.lo[self._dim])
             last = bisect_left(self._starts, box.hi[self._dim])
-        for chunk in self._chunks[first:last]:
+        if len(self._recent) > _MOST_RECENT:
+            self._recent.clear()
+        for at in self._order[first:last]:
+            chunk = self._recent.get(at)
+            if chunk is None:
+                chunk = self._recent[at] = self._chunks[at]
             common = chunk.box.intersect(box)
             if common is not None:
                 yield chunk, common

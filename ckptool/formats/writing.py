@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, TypeVar
 
 from ckptool.core.box import Box
@@ -136,11 +136,14 @@ class WriterAssignment:
         self._request = request
         self._load: dict[int, int] = defaultdict(int)
         self._holders: dict[object, list[tuple[Box, list[int]]]] = {}
+        self._alike: dict[object, dict[Box, int]] = {}
+        self._not_counted: Counter[tuple[object, int]] = Counter()
 
-    def boxes(self, entry: TensorEntry) -> dict[Box, int]:
+    def boxes(self, entry: TensorEntry) -> Mapping[Box, int]:
         """Return boxes that tile the tensor, each with the rank that writes it.
 
-        Cut for the request's mesh where it has one; else the source's own chunks; else, where
+        One and the same for tensors that are cut alike, where no rank is chosen. Cut for the
+        request's mesh where it has one; else the source's own chunks; else, where
         ranks are unknown or one is asked for, the whole tensor on rank 0.
         """
         placed = self._request.placed
@@ -155,7 +158,13 @@ class WriterAssignment:
         """Return the mesh's boxes; of several ranks the one with the fewest bytes so far writes."""
         kind = (entry.shape, placed.placements[entry.name])
         if kind not in self._holders:
-            self._holders[kind] = _holders(entry, placed)
+            self._holders[kind] = holders = _holders(entry, placed)
+            if all(len(ranks) == 1 for _, ranks in holders):
+                self._alike[kind] = {box: rank for box, (rank,) in holders}
+        if kind in self._alike:
+            self._not_counted[kind, entry.dtype.itemsize] += 1
+            return self._alike[kind]
+        self._count_loads()
         writers = {}
         for box, ranks in self._holders[kind]:
             rank = ranks[0]
@@ -164,6 +173,13 @@ class WriterAssignment:
             self._load[rank] += box.volume * entry.dtype.itemsize
             writers[box] = rank
         return writers
+
+    def _count_loads(self) -> None:
+        """Add up the bytes that ranks write of tensors whose writers were not chosen."""
+        for (kind, itemsize), count in self._not_counted.items():
+            for box, rank in self._alike[kind].items():
+                self._load[rank] += box.volume * itemsize * count
+        self._not_counted.clear()
 
 
 def _holders(entry: TensorEntry, placed: PlacedTensors) -> list[tuple[Box, list[int]]]:

@@ -11,12 +11,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptool.core.catalog import Catalog, Chunk, coverage_problem
+from ckptool.core.box import Box, is_grid
+from ckptool.core.catalog import Catalog, Chunk, ObjectEntry, TensorEntry, coverage_problem
+from ckptool.core.dtype import BY_NAME
+from ckptool.core.layout import Literal
+from ckptool.core.mesh import Replicate, Shard
+from ckptool.core.sharding.placement import PlacedTensors, parse_mesh
 from ckptool.core.sharding.table import ChunkTable
 from ckptool.errors import Problem, SourceError
-from ckptool.formats.base import ScanOptions
+from ckptool.formats.base import Request, ScanOptions
 from ckptool.formats.dcp import FORMAT
 from ckptool.formats.dcp.metadata import parse
+from ckptool.formats.dcp.write import lay_out
 from ckptool.serialization.pickle import rows as pickle_rows
 from ckptool.storage.local import LocalSource
 
@@ -165,3 +171,43 @@ def test_a_large_table_makes_chunks_on_demand(tmp_path: Path) -> None:
     assert [*chunks.boxes[3:6]] == [chunk.box for chunk in chunks[3:6]]
     assert [*chunks.items[3:6]] == [chunk.at for chunk in chunks[3:6]]
     assert str(catalog.mesh) == str(scanned(tmp_path, as_rows=False)[1])
+
+
+WHOLE = {
+    "a.weight": (70, 64, 2),
+    "b.weight": (70, 64, 2),
+    "bias": (3,),
+    "cube": (2,) * 5,
+    "step": (),
+}
+
+
+def test_what_is_written_for_many_ranks_is_read_by_torch_and_as_columns() -> None:
+    entries = {
+        name: TensorEntry(name, (name,), BY_NAME["bfloat16"], shape, ())
+        for name, shape in WHOLE.items()
+    }
+    cuts = {name: (Shard(0), Shard(1)) for name in ("a.weight", "b.weight")}
+    plain = dict.fromkeys(WHOLE, (Replicate(), Replicate()))
+    placed = PlacedTensors(parse_mesh("8x16"), plain | cuts)
+    values = {"lr": ObjectEntry("lr", ("lr",), 0.5)}
+    catalog = Catalog("dcp", entries, values, {})
+    files = {file.path: file for file in lay_out(catalog, Request("out", placed=placed)).files}
+    (literal,) = files[".metadata"].parts
+    assert isinstance(literal, Literal)
+    assert literal.nbytes == files[".metadata"].nbytes
+    loaded, parsed = pickle.loads(literal.data), parse(literal.data, ".metadata")
+    for name, shape in WHOLE.items():
+        entry = loaded.state_dict_metadata[name]
+        assert tuple(entry.size) == shape
+        boxes = [Box.at(chunk.offsets, chunk.sizes) for chunk in entry.chunks]
+        assert boxes == [*parsed.tensors[name].chunks]
+        assert is_grid([box for box in boxes if box.volume], shape)
+    assert parsed.tensors["a.weight"].table is not None
+    where = sorted((at.relative_path, at.offset, at.length) for at in loaded.storage_data.values())
+    for path in {path for path, _, _ in where}:
+        of_file = [(offset, length) for file, offset, length in where if file == path]
+        ends = [0, *(offset + length for offset, length in of_file)]
+        assert [offset for offset, _ in of_file] == ends[:-1]
+        assert ends[-1] == files[path].nbytes == sum(part.nbytes for part in files[path].parts)
+    assert len(where) == sum(len(e.chunks) for e in parsed.tensors.values()) + len(values)

@@ -245,26 +245,27 @@ def plan_large(tensors: int, chunks: int, mesh: str) -> Plan:
 
 def _make_catalog(tensors: int, chunks: int) -> Catalog:
     """Describe a DCP checkpoint of ``chunks`` ranks, each with 4 rows of each of the tensors."""
-    from ckptool.core.box import Box
-    from ckptool.core.catalog import Catalog, Chunk, Extent, TensorEntry
-    from ckptool.core.dtype import BY_NAME
+    import numpy as np
 
+    from ckptool.core.box import BoxTable
+    from ckptool.core.catalog import Catalog, TensorEntry
+    from ckptool.core.dtype import BY_NAME
+    from ckptool.core.sharding.table import ChunkTable, ItemTable
+
+    files = [f"__{rank}_0.distcp" for rank in range(chunks)]
+    numbers = np.arange(chunks)
+    lows = np.stack([numbers * _ROWS_PER_CHUNK, numbers * 0], axis=1)
+    boxes = BoxTable(lows, lows + np.array([_ROWS_PER_CHUNK, _COLUMNS]))
+    lengths = np.full(chunks, _ITEM)
+    shape = (chunks * _ROWS_PER_CHUNK, _COLUMNS)
     entries = {}
     for number in range(tensors):
         name = f"layers.{number}.weight"
-        stored = tuple(
-            Chunk(
-                Box((rank * _ROWS_PER_CHUNK, 0), ((rank + 1) * _ROWS_PER_CHUNK, _COLUMNS)),
-                Extent(f"__{rank}_0.distcp", number * _ITEM + 704, (_COLUMNS * 4, 4)),
-                rank,
-            )
-            for rank in range(chunks)
-        )
-        shape = (chunks * _ROWS_PER_CHUNK, _COLUMNS)
+        stored = ItemTable(files, numbers, lengths * number, lengths)
+        table = ChunkTable(boxes, stored, range(chunks))
         path = ("layers", str(number), "weight")
-        entries[name] = TensorEntry(name, path, BY_NAME["float32"], shape, stored)
-    files = {f"__{rank}_0.distcp": tensors * _ITEM for rank in range(chunks)}
-    return Catalog("dcp", entries, {}, files, chunks)
+        entries[name] = TensorEntry(name, path, BY_NAME["float32"], shape, table)
+    return Catalog("dcp", entries, {}, dict.fromkeys(files, tensors * _ITEM), chunks)
 
 
 _TASKS: dict[str, Callable[..., object]] = {

@@ -1,0 +1,108 @@
+"""How the chunks of all tensors are cut for a DCP folder, and where in its files each lies.
+
+A checkpoint may be cut into millions of chunks. So an archive's frame is made once for each
+element type and chunk shape, tensors that are cut alike share their boxes, and a file's parts are
+put together only when the file is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from ckptool.core.box import Box
+from ckptool.core.catalog import TensorEntry
+from ckptool.core.dtype import BY_NAME
+from ckptool.core.layout import Data, Part
+from ckptool.serialization.archive.write import lay_out_archive, offset_parts
+from ckptool.serialization.pickle.write import TensorRef
+
+
+def data_file(rank: int) -> str:
+    """Return the name of a rank's data file."""
+    return f"__{rank}_0.distcp"
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Where tensors that are cut alike are cut: boxes, the rank that writes each, its bytes."""
+
+    boxes: tuple[Box, ...]
+    ranks: Any
+    lengths: Any
+    lows: Any
+
+    @classmethod
+    def of(cls, entry: TensorEntry, boxes: Mapping[Box, int]) -> Cut:
+        """Return how a tensor is cut."""
+        import numpy as np
+
+        lengths = [_frame(entry.dtype.name, box.shape)[1] for box in boxes]
+        lows = np.array([box.lo for box in boxes], np.int64).reshape(len(boxes), -1)
+        ranks = np.array([*boxes.values()], np.int32)
+        return cls((*boxes,), ranks, np.array(lengths, np.int64), lows)
+
+
+class Chunks:
+    """The chunks of all tensors, in columns: which rank's file each lies in, and where.
+
+    ``values`` are the bytes of rank 0's file before any chunk.
+    """
+
+    def __init__(self, tensors: Sequence[tuple[TensorEntry, Cut]], values: int) -> None:
+        import numpy as np
+
+        self.tensors = tensors
+        cuts = [cut for _, cut in tensors]
+        none = np.zeros(0, np.int32)
+        self.ranks = np.concatenate([none, *(cut.ranks for cut in cuts)])
+        self.lengths = np.concatenate([none, *(cut.lengths for cut in cuts)])
+        counts = [len(cut.ranks) for cut in cuts]
+        self.firsts = np.cumsum([0, *counts])
+        self._order = np.argsort(self.ranks, kind="stable")
+        lengths = self.lengths[self._order]
+        ends = np.cumsum(lengths)
+        world = int(self.ranks.max(initial=0)) + 1
+        self._edges = np.searchsorted(self.ranks[self._order], np.arange(world + 1))
+        before = np.concatenate([[0], ends])[self._edges]
+        self.nbytes = np.diff(before)
+        self.nbytes[0] += values
+        begins = ends - lengths - np.repeat(before[:-1], np.diff(self._edges))
+        self.offsets = np.empty(len(ends), np.int64)
+        self.offsets[self._order] = begins
+        self.offsets[self.ranks == 0] += values
+
+    @property
+    def written(self) -> list[int]:
+        """The ranks that have a chunk."""
+        import numpy as np
+
+        return [int(rank) for rank in np.flatnonzero(np.diff(self._edges))]
+
+    def parts(self, rank: int, values: Sequence[Part]) -> tuple[Part, ...]:
+        """Return all parts of a rank's file, made anew: its ``values``, then its chunks."""
+        import numpy as np
+
+        parts = list(values)
+        rows = self._order[self._edges[rank] : self._edges[rank + 1]]
+        numbers = np.searchsorted(self.firsts, rows, side="right") - 1
+        places = (rows - self.firsts[numbers]).tolist()
+        for number, place in zip(numbers.tolist(), places, strict=True):
+            entry, cut = self.tensors[number]
+            box = cut.boxes[place]
+            frame, _ = _frame(entry.dtype.name, box.shape)
+            parts += [
+                Data(entry.name, box, part.itemsize) if isinstance(part, Data) else part
+                for part in offset_parts(frame, len(parts))
+            ]
+        return tuple(parts)
+
+
+@lru_cache(maxsize=4096)
+def _frame(dtype: str, shape: tuple[int, ...]) -> tuple[list[Part], int]:
+    """Return the archive of one tensor, whatever tensor it is, and its bytes."""
+    stand_in = TensorEntry("", (), BY_NAME[dtype], shape, ())
+    parts = lay_out_archive(TensorRef.whole(stand_in))
+    return parts, sum(part.nbytes for part in parts)
