@@ -76,6 +76,18 @@ VISION = {
 }
 OF_25 = VISION | {"fullatt_block_indexes": [1]}
 OF_3 = VISION | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
+LATENT = {
+    "num_key_value_heads": 6,
+    "q_lora_rank": 14,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+    "n_routed_experts": 3,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("megatron-gpt", "Llama", {}),
     "qwen2": ("megatron-gpt", "Qwen2", {}),
@@ -92,6 +104,8 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_5_moe": ("megatron-qwen3.5", "Qwen3_5Moe", MOE | SHARED | DELTA),
     "qwen2_5_vl": ("megatron-qwen2.5-vl", "Qwen2_5_VL", {"vision_config": OF_25}),
     "qwen3_vl": ("megatron-qwen3-vl", "Qwen3VL", {"vision_config": OF_3}),
+    "deepseek_v3": ("megatron-deepseek-v3", "DeepseekV3", MOE | LATENT),
+    "kimi_k2": ("megatron-deepseek-v3", "DeepseekV3", MOE | LATENT | {"model_type": "kimi_k2"}),
     "nemotron_h": ("megatron-nemotron-h", "NemotronH", MOE | MAMBA),
 }  # fmt: skip
 """The map, the class of transformers, and what its configuration has beside ``SMALL``."""
@@ -140,15 +154,17 @@ def _is_there(name: str, layer: list[str]) -> bool:
     def has(*words: str) -> bool:
         return any(word in other for other in layer for word in words)
 
-    if re.search(r"local_experts|conv1d_|final_layernorm_|\d\.(input_layernorm|norm)\.", name):
+    if re.search(r"local_experts|conv1d_|mtp\.final|\.kv_layernorm|\d\.norm\.", name):
         return False
     moe = has("experts.", "experts.gate_up_proj")
     for part, there in {
+        ".input_layernorm": has("kv_a_proj"),
+        ".q_layernorm": not has("kv_a_proj"),
         "pre_mlp_layernorm": moe,
         "linear_fc1.layer_norm": has("up_proj", "w1", "linear_fc1") and not moe,
         "self_attention.in_proj.layer_norm": has("linear_attn"),
         "mixer.in_proj.layer_norm": has("A_log"),
-        "linear_qkv.layer_norm": has("q_proj", "attn.qkv"),
+        "linear_qkv.layer_norm": has("q_proj", "attn.qkv") and not has("kv_a_proj"),
     }.items():
         if part in name:
             return there
@@ -233,18 +249,25 @@ def _record_of(name: str, more: dict[str, Any]) -> dict[str, Any]:
     kind += "Text" if name.startswith("Qwen3_5") else ""
     sizes = {key: size for key, size in SMALL.items() if key != "head_dim" or "2_5" not in name}
     given = {"text_config": sizes} if "vision_config" in more else SMALL
-    config = getattr(transformers, f"{kind}Config")(**given | more)
+    config = getattr(transformers, f"{kind}Config")(
+        **given | {k: v for k, v in more.items() if k != "model_type"}
+    )
     full = f"{name}For{'ConditionalGeneration' if 'vision_config' in more else 'CausalLM'}"
     config.architectures = [full]
+    source = "KimiK2ForCausalLM" if more.get("model_type") == "kimi_k2" else full
     with tempfile.TemporaryDirectory() as folder:
         getattr(transformers, full)(config).save_pretrained(folder)
         files = Path(folder).glob("*.safetensors")
         shapes = {n: list(t.shape) for file in files for n, t in load_file(file).items()}
         written = json.loads((Path(folder) / "config.json").read_text())
     hf = {n: torch.from_numpy(values(n, shape)) for n, shape in shapes.items()}
-    made = _mapped(_bridge(full, config, shapes), hf, 3)
+    made = _mapped(_bridge(source, config, shapes), hf, 3)
     megatron = {n: [list(t.shape), digest(t.numpy())] for n, t in made.items()}
-    return {"config": written, "hf": shapes, "megatron": megatron}
+    return {
+        "config": written | {"model_type": more.get("model_type", written["model_type"])},
+        "hf": shapes,
+        "megatron": megatron,
+    }
 
 
 def record() -> None:
