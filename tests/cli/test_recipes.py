@@ -1,0 +1,90 @@
+"""Every command of the recipes runs as it stands there, on a run that torch saved."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import types
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from typer.testing import CliRunner
+
+import ckptool
+from ckptool.cli.app import app
+
+PAGE = (Path(ckptool.__file__).parent / "docs" / "recipes.md").read_text()
+COMMANDS = re.findall(r"^\$ ckptool (.*)$", PAGE, re.M)
+ELSEWHERE = ("s3://", "bench", "transformers-experts")
+"""What needs a store, minutes, or another model; these have tests of their own."""
+DIFFERENT = ("diff runs/step-1000 model", "diff runs/step-1000 runs/step-2000 --values")
+"""Questions whose answer here is that something differs."""
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 128, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def model() -> dict[str, torch.Tensor]:
+    """Make a small Llama under torchtitan's names."""
+    shapes = {"tok_embeddings": (128, 64), "output": (128, 64), "norm": (64,)}
+    for layer in range(2):
+        attention = {"wq": (64, 64), "wk": (32, 64), "wv": (32, 64), "wo": (64, 64)}
+        forward = {"w1": (96, 64), "w2": (64, 96), "w3": (96, 64)}
+        shapes |= {f"layers.{layer}.attention.{n}": s for n, s in attention.items()}
+        shapes |= {f"layers.{layer}.feed_forward.{n}": s for n, s in forward.items()}
+        shapes |= {f"layers.{layer}.{n}": (64,) for n in ("attention_norm", "ffn_norm")}
+    return {f"{name}.weight": torch.randn(shape) for name, shape in shapes.items()}
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("recipes")
+    for step in (1000, 2000):
+        torch.manual_seed(step)
+        weights = model()
+        moments = {name: {"exp_avg": torch.randn_like(w)} for name, w in weights.items()}
+        state = {
+            "model": weights,
+            "optimizer": {"state": moments, "param_groups": [{"lr": 3e-4}]},
+            "args": types.SimpleNamespace(seq_len=128),
+            "step": step,
+        }
+        dcp.save(state, checkpoint_id=folder / "runs" / f"step-{step}", no_dist=True)
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **SIZES, **HEADS}
+    for name in ("model", "assets"):
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(config))
+    (folder / "assets" / "tokenizer.json").write_text("{}")
+    return folder
+
+
+ANSWERS = {
+    "runs/step-1000": "step    1,000",
+    "inspect runs/step-1000 --depth 3 --sort size": "model.layers.0",
+    "inspect runs/step-1000 --shards 'model.layers.0.*'": "__0_0.distcp",
+    "inspect runs/step-1000 --stats model.layers.0": "nan",
+    "inspect runs/step-1000 --values": "args.seq_len",
+    "inspect runs/step-1000 --values | grep '\\.lr '": "0.0003",
+    "runs/": "optimizer",
+    "verify runs/step-1000 --quick": "OK: ",
+    "diff runs/step-1000 model/config.json": "only in A",
+    "extract runs/step-1000 'model.layers.0.attention.wq.weight[0:4, :8]'": "[4, 8] of [64, 64]",
+    "prune runs --keep-last 3 --keep-every 1000": "2 good steps stay",
+}
+"""What is in the answer to some of the questions."""
+
+
+@pytest.mark.parametrize("line", [c for c in COMMANDS if not any(w in c for w in ELSEWHERE)])
+def test_a_recipe_answers(line: str, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(workspace)
+    words = shlex.split(re.split(r" [|>] ", line)[0])
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == (1 if line.startswith(DIFFERENT) else 0), (done.output, done.exception)
+    assert ANSWERS.get(line, "") in done.output
+    assert "EQUAL: " in done.output or "--against" not in line
+
+
+def test_the_recipes_have_what_is_expected_of_them() -> None:
+    assert set(ANSWERS) <= set(COMMANDS)
