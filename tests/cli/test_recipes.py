@@ -18,7 +18,7 @@ from ckptool.cli.app import app
 
 PAGE = (Path(ckptool.__file__).parent / "docs" / "recipes.md").read_text()
 COMMANDS = re.findall(r"^\$ ckptool (.*)$", PAGE, re.M)
-ELSEWHERE = ("s3://", "bench", "transformers-experts")
+ELSEWHERE = ("s3://", "bench", "--experts")
 """What needs a store, minutes, or another model; these have tests of their own."""
 DIFFERENT = ("diff runs/step-1000 model", "diff runs/step-1000 runs/step-2000 --values")
 """Questions whose answer here is that something differs."""

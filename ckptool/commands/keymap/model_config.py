@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ckptool.commands.keymap.records import Record
+from ckptool.commands.keymap.records import HIDDEN_SIZES, LAYER_COUNTS, Record
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.quantization.names import kinds
@@ -26,8 +26,6 @@ _PROJECTION = re.compile(r".+\.layers\.\d+\.self_attn\.([qk])_proj\.weight")
 _GATE = re.compile(r".+\.layers\.\d+\.mlp\.gate_proj\.weight")
 
 _VOCABULARY = ("vocab_size", "padded_vocab_size")
-_HIDDEN = ("hidden_size", "n_embd", "d_model")
-_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _MORE_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_layers")
 _NARROW = ("embedding_size", "word_embed_proj_dim", "embedding_dim")
 DTYPE_KEYS = ("dtype", "torch_dtype")
@@ -77,7 +75,7 @@ def _numbers(config: Record, keys: tuple[str, ...]) -> dict[str, int]:
 def _compare_sizes(config: Record, tensors: Mapping[str, TensorEntry]) -> Iterator[Difference]:
     """Compare vocabulary and hidden size with the embeddings, the head and the last norm."""
     vocabulary = _numbers(config, _VOCABULARY)
-    hidden = {} if _numbers(config, _NARROW) else _numbers(config, _HIDDEN)
+    hidden = {} if _numbers(config, _NARROW) else _numbers(config, HIDDEN_SIZES)
     for name, entry in tensors.items():
         shape = entry.shape
         if len(shape) == 2 and (_EMBEDDING.fullmatch(name) or _HEAD.fullmatch(name)):
@@ -105,7 +103,7 @@ def _compare_layers(config: Record, catalog: Catalog) -> Iterator[Difference]:
     Those that predict join the last hidden state with an embedding by ``eh_proj`` (DeepSeek V3,
     GLM 4.5); transformers skips them, and its config need not count them.
     """
-    counts = _numbers(config, _LAYERS)
+    counts = _numbers(config, LAYER_COUNTS)
     matches = [match for name in catalog.tensors if (match := _LAYER.fullmatch(name))]
     numbers = {int(match[2]) for match in matches}
     if not counts or len({match[1] for match in matches}) != 1:

@@ -32,8 +32,9 @@ _AROUND = (
 """Of transformers; verl (0.9, for FSDP and for Megatron-LM); Megatron-Bridge (0.3); NeMo 2."""
 _FOLDERS_UP = 2
 """verl (0.9) has the model's shards in ``model/dist_ckpt``, its config two folders above."""
-_HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
-_LAYERS = ("num_layers", "num_hidden_layers")
+HIDDEN_SIZES = ("hidden_size", "n_embd", "d_model", "dim")
+LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+"""What configs call the width of the hidden state, and how many layers there are."""
 _NAMESPACES = ("argparse.Namespace", "types.SimpleNamespace")
 _DEEPEST = 3
 _LARGEST = 1 << 24
@@ -215,7 +216,9 @@ def _find_model(record: Record) -> Record | None:
     parts, seen = [record], {id(record)}
     for _ in range(_DEEPEST + 1):
         for part in parts:
-            if any(name in part for name in _HIDDEN) and any(name in part for name in _LAYERS):
+            if any(name in part for name in HIDDEN_SIZES) and any(
+                name in part for name in LAYER_COUNTS
+            ):
                 return part
         inner = [value for part in parts for value in part.values() if isinstance(value, Mapping)]
         parts = list({id(part): part for part in inner if id(part) not in seen}.values())
@@ -225,7 +228,7 @@ def _find_model(record: Record) -> Record | None:
 
 def _describes(record: Record, catalog: Catalog) -> bool:
     """Return whether most of the model's matrices have a dim of the size that is recorded."""
-    hidden = next((record[name] for name in _HIDDEN if type(record.get(name)) is int), None)
+    hidden = next((record[name] for name in HIDDEN_SIZES if type(record.get(name)) is int), None)
     shapes = [
         entry.shape
         for entry in catalog.tensors.values()
