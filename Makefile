@@ -84,6 +84,9 @@ matrix: $(READY) ## The core's tests on other Pythons; saves and loads by other 
 	done
 	@test -z "$$CKPTOOL_TORCH_AT" || CKPTOOL_TORCHES="$(TORCHES)" $(BIN)/python -m pytest tests/matrix
 
+compatibility: $(READY) ## Read what each version of a framework writes, and resume from what is made of it .
+	@$(BIN)/python tests/compatibility $(WRITERS)
+
 clean: ## Remove all that make makes.
 	@rm -rf .venv .venv-* demo bench-out build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

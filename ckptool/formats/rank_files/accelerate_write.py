@@ -35,7 +35,7 @@ _ONCE = re.compile(r"(?:scheduler|sampler|dl_state_dict|(scaler)|(custom_checkpo
 def lay_out(catalog: Catalog, request: Request) -> Layout:
     """Lay out the two folders and the files beside them.
 
-    Raises Unsupported where something has no place there, or FSDP would not find its name.
+    Raises Unsupported where something has no place there.
     """
     mesh = require_placed(request).mesh
     for entry in entries_of(catalog):
@@ -51,7 +51,7 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
             inner = FORMATS["dcp"].lay_out(replace(part, companions={}), request)
             files += [file.within(folder) for file in inner.files]
             notes += inner.notes
-    return Layout(tuple(files), folder=True, notes=tuple(notes))
+    return Layout(tuple(files), folder=True, notes=(*notes, *_note_numbers(catalog)))
 
 
 def _require_place(name: str, path: Path) -> None:
@@ -63,11 +63,17 @@ def _require_place(name: str, path: Path) -> None:
             hint="`ckptool convert SRC TMP --to dcp --rename REGEX=REPLACEMENT` renames first,"
             " --drop leaves out",
         )
-    if path[:2] == ("optimizer", "state") and str(path[2]).isdecimal():
-        raise Unsupported(
-            f"{name}: optimizer state by number, of which FSDP finds none",
-            hint="`ckptool convert --model-only` takes the model alone",
-        )
+
+
+def _note_numbers(catalog: Catalog) -> list[str]:
+    """Return a note where optimizer state is by number, as accelerate 1.6 has it under FSDP2."""
+    paths = [entry.path for entry in catalog.tensors.values() if len(entry.path) > 2]
+    numbered = any(
+        path[:2] == ("optimizer", "state") and str(path[2]).isdecimal() for path in paths
+    )
+    return [
+        "optimizer state is by number, as in the source; accelerate 1.15 wants names"
+    ] * numbered
 
 
 def _files_beside(catalog: Catalog, mesh: Mesh) -> tuple[list[FileLayout], list[str]]:

@@ -1,0 +1,240 @@
+"""What was written by which version of a framework is read bit-equal: measured, not remembered.
+
+``make compatibility`` installs each version beside one torch, has the recipes of ``fixtures/`` save
+small checkpoints with it, reads them with ckptool and compares every tensor, bit by bit, with what
+the writer had in memory. For those of ``RESUMES`` the framework then resumes from its own folder
+and from what ckptool made of that, on other numbers of ranks: losses must be equal to the last bit.
+The table is put into ``ckptool/docs/formats.md``. It needs a package registry, and takes about a
+minute a version.
+Arguments are the packages to measure; rows of others stay as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ckptool
+
+ROOT = Path(__file__).parents[2]
+DOC = ROOT / "ckptool" / "docs" / "formats.md"
+HOME = ROOT / ".venv-compatibility"
+TORCH = "2.13.0"
+BASE = (f"torch=={TORCH}", "numpy", "safetensors", "zstandard", "setuptools", "wheel")
+HEAD = "| writer | versions | with torch | checkpoints | read bit-equal | resumes from ckptool's |"
+PATIENCE = 600
+"""Seconds that one version may take to save, or to resume once."""
+
+
+@dataclass(frozen=True)
+class Writer:
+    """A package, its versions, and the recipes that it makes. ``needs`` are installed once."""
+
+    versions: tuple[str, ...]
+    recipes: tuple[str, ...]
+    needs: tuple[str, ...] = ()
+    resume: str = ""
+
+
+WRITERS = {
+    "accelerate": Writer(
+        ("1.6.0", "1.10.1", "1.15.0"),
+        ("accelerate_folders", "accelerate_rank_files", "accelerate_whole"),
+        ("psutil", "pyyaml", "packaging", "huggingface_hub"),
+        "accelerate",
+    ),
+    "lightning": Writer(
+        ("2.5.6", "2.6.6"),
+        ("dcp_lightning",),
+        ("pyyaml", "packaging", "tqdm", "fsspec", "torchmetrics", "lightning-utilities"),
+        "lightning",
+    ),
+    "deepspeed": Writer(
+        ("0.14.5", "0.15.4", "0.16.9", "0.17.6", "0.18.9", "0.19.0"),
+        ("deepspeed_zero_2", "deepspeed_zero_3", "deepspeed_universal"),
+        ("hjson", "msgpack", "ninja", "psutil", "py-cpuinfo", "pydantic", "tqdm", "einops"),
+    ),
+    "verl": Writer(
+        ("0.9.1",),
+        (),
+        (
+            *("accelerate", "transformers", "omegaconf", "peft", "msgpack", "protobuf", "pillow"),
+            *("requests", "jsonschema", "torchdata", "pylatexenc", "codetiming", "tensordict"),
+            *("datasets", "hydra-core", "ray"),
+        ),
+        "verl",
+    ),
+    "megatron-core": Writer(
+        ("0.12.3", "0.14.0", "0.16.1"),
+        ("megatron_torch", "megatron_torch_dist"),
+        ("einops", "packaging"),
+    ),
+}
+RESUMES = {"accelerate": ("2", "4"), "lightning": ("4", "1", "file"), "verl": ("2", "4")}
+"""The programs beside this one, and what ckptool makes of their checkpoint of 2 ranks."""
+
+
+def main(names: list[str]) -> int:
+    """Measure, put the rows into the page, and return 1 where something was read as it is not."""
+    unknown = set(names) - WRITERS.keys()
+    if unknown:
+        raise SystemExit(f"{', '.join(unknown)}: not one of {', '.join(WRITERS)}")
+    wrong = False
+    for name in names or WRITERS:
+        writer = WRITERS[name]
+        install(writer.needs)
+        for version in writer.versions:
+            with tempfile.TemporaryDirectory() as folder:
+                row = measure(name, version, writer, Path(folder))
+            print(name, version, *row, sep=" | ", flush=True)
+            put(known_rows() | {(name, version): row})
+            wrong |= any("differs" in cell for cell in row)
+    return wrong
+
+
+def measure(name: str, version: str, writer: Writer, folder: Path) -> list[str]:
+    """Return the cells of one version: torch, recipes, whether read, whether resumed from."""
+    site = HOME / "versions" / f"{name}-{version}"
+    try:
+        if not site.exists():
+            options = ["--no-deps", "--no-build-isolation", "--target", str(site)]
+            install([f"{name}=={version}"], options)
+    except subprocess.CalledProcessError as error:
+        return [TORCH, "-", f"not installed: {reason(error)}", "-"]
+    read, problems, tensors = [], [], 0
+    for recipe in writer.recipes:
+        try:
+            run(site, ["-m", "recipes", str(folder), recipe], ROOT / "fixtures")
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+            problems.append(f"not written: {recipe}, {reason(error)}")
+            continue
+        same, wrong = compare(folder / recipe)
+        tensors += same
+        read += [] if wrong else [recipe]
+        problems += [f"differs: {recipe}, {wrong}"] if wrong else []
+    cells = [f"{tensors} tensors"] * bool(tensors) + problems
+    resumed = resume(writer.resume, site, folder) if read or not writer.recipes else "-"
+    return [TORCH, ", ".join(read) or "-", "; ".join(cells) or "-", resumed]
+
+
+def compare(case: Path) -> tuple[int, str]:
+    """Return how many tensors are those of the truth, and the first that is not."""
+    truth = json.loads((case / "truth.json").read_text())["tensors"]
+    wanted = bytes_of(case / "truth.safetensors")
+    checkpoint = ckptool.open(case / "ckpt")
+    for name, facts in truth.items():
+        entry = checkpoint.tensors.get(name)
+        if entry is None:
+            return 0, f"{name} is missing"
+        if list(entry.shape) != facts["shape"] or raw(checkpoint.read(name)) != wanted[name]:
+            return 0, name
+    return len(truth), ""
+
+
+def raw(tensor: Any) -> bytes:
+    """Return the bytes of the values, in C order."""
+    import torch
+
+    flat = tensor.contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+def bytes_of(path: Path) -> dict[str, bytes]:
+    from safetensors.numpy import load_file
+
+    return {name: values.tobytes() for name, values in load_file(path).items()}
+
+
+def resume(program: str, site: Path, folder: Path) -> str:
+    """Return from what a framework resumes with the losses of its own folder."""
+    if not program:
+        return "-"
+    script = str(Path(__file__).with_name(f"{program}_program.py"))
+    own = folder / "own"
+    try:
+        run(site, [script, "write", str(own), "2"], folder)
+        made = []
+        for kind in RESUMES[program]:
+            target = folder / (f"{kind}.ckpt" if kind == "file" else kind)
+            if kind == "file":
+                ckptool.convert(own, target)
+            else:
+                ckptool.reshard(own, target, mesh=kind)
+            ranks = "2" if kind == "file" else kind
+            one, other = (
+                losses(run(site, [script, "resume", str(path), ranks], folder))
+                for path in (own, target)
+            )
+            if one != other:
+                return f"differs: {kind}"
+            made.append("one file" if kind == "file" else f"{kind} rank{'s' * (kind != '1')}")
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        return f"not run: {reason(error)}"
+    return f"{', '.join(made)}: equal losses"
+
+
+def losses(text: str) -> str:
+    return next(line for line in text.splitlines() if line.startswith("LOSSES"))
+
+
+def install(packages: tuple[str, ...] | list[str], more: list[str] | None = None) -> None:
+    """Install packages where all versions find them, or one version by itself."""
+    if not (HOME / "bin" / "python").exists():
+        subprocess.run([sys.executable, "-m", "venv", str(HOME)], check=True)
+        install(BASE)
+    command = [str(HOME / "bin" / "python"), "-m", "pip", "-qq", "--disable-pip-version-check"]
+    environment = os.environ | {"DS_BUILD_OPS": "0"}
+    subprocess.run(
+        [*command, "install", *(more or []), *packages],
+        check=True, capture_output=True, text=True, env=environment,
+    )  # fmt: skip
+
+
+def run(site: Path, arguments: list[str], folder: Path) -> str:
+    """Run Python with one version in front; CalledProcessError where it fails."""
+    paths = os.pathsep.join([str(site), str(ROOT / "fixtures")])
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [str(HOME / "bin" / "python"), *arguments], cwd=folder, env=environment,
+        check=True, capture_output=True, text=True, timeout=PATIENCE,
+    )  # fmt: skip
+    return done.stdout
+
+
+def reason(error: subprocess.CalledProcessError | subprocess.TimeoutExpired) -> str:
+    """Return the last line that says why, fit for a table."""
+    if isinstance(error, subprocess.TimeoutExpired):
+        return f"longer than {error.timeout:.0f} s"
+    lines = [line for line in (error.stderr or "").splitlines() if re.match(r"\w*Error", line)]
+    return (lines or ["failed"])[-1].replace("|", "/").replace(str(ROOT), "")[:90]
+
+
+def known_rows() -> dict[tuple[str, str], list[str]]:
+    """Return the rows that the page has, by package and version."""
+    lines = DOC.read_text().splitlines()
+    rows = lines[lines.index(HEAD) + 2 :] if HEAD in lines else []
+    cells = [[c.strip() for c in row.strip("|").split("|")] for row in rows if row.startswith("|")]
+    return {(name, version): rest for name, version, *rest in cells}
+
+
+def put(rows: dict[tuple[str, str], list[str]]) -> None:
+    """Put the table in the place of the one that the page ends with."""
+    text = DOC.read_text()
+    head, found, _ = text.partition(HEAD)
+    if not found:
+        raise SystemExit(f"{DOC}: the head of the table is not there")
+    order = {name: at for at, name in enumerate(WRITERS)}
+    known = sorted(rows, key=lambda key: (order.get(key[0], 99), [*map(int, key[1].split("."))]))
+    lines = ["| " + " | ".join([*key, *rows[key]]) + " |" for key in known]
+    DOC.write_text(head + "\n".join([HEAD, "|---" * 6 + "|", *lines]) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
