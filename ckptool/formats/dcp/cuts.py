@@ -15,7 +15,7 @@ from typing import Any
 from ckptool.core.box import Box
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.dtype import BY_NAME
-from ckptool.core.layout import Data, Part
+from ckptool.core.layout import Data, Literal, Part
 from ckptool.serialization.archive.write import lay_out_archive, offset_parts
 from ckptool.serialization.pickle.write import TensorRef
 
@@ -93,10 +93,14 @@ class Chunks:
             entry, cut = self.tensors[number]
             box = cut.boxes[place]
             frame, _ = _frame(entry.dtype.name, box.shape)
-            parts += [
-                Data(entry.name, box, part.itemsize) if isinstance(part, Data) else part
-                for part in offset_parts(frame, len(parts))
-            ]
+            before = len(parts)
+            for part in frame:
+                if type(part) is Data:
+                    parts.append(Data(entry.name, box, part.itemsize))
+                elif type(part) is Literal and part.patches:
+                    parts += offset_parts([part], before)
+                else:
+                    parts.append(part)
         return tuple(parts)
 
 

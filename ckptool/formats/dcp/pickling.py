@@ -67,14 +67,19 @@ class MetadataPickler:
         yield self._text("1.0.0") + _END + pickle.STOP
 
     def _entries(self) -> Iterator[bytes]:
+        records: dict[object, bytes] = {}
         for entry, cut in self._chunks.tensors:
-            yield self._text(entry.name) + self._object(
-                _METADATA,
-                "TensorStorageMetadata",
-                properties=self._properties(entry.dtype.name),
-                size=self._size(entry.shape),
-                chunks=self._list(cut),
-            )
+            kind = entry.dtype.name, entry.shape, id(cut)
+            if kind not in records:
+                records[kind] = self._object(
+                    _METADATA,
+                    "TensorStorageMetadata",
+                    properties=self._properties(entry.dtype.name),
+                    size=self._size(entry.shape),
+                    chunks=self._list(cut),
+                )
+            yield self._text(entry.name)
+            yield records[kind]
         nothing = self._global(_METADATA, "BytesStorageMetadata")
         for value, _ in self._values:
             yield self._text(value.name) + nothing + pickle.EMPTY_TUPLE + pickle.NEWOBJ
