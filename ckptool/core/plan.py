@@ -24,11 +24,10 @@ from ckptool.core.layout import Data, Layout, Part, ScatteredData, row_tiles, ti
 from ckptool.errors import Damaged, Unsupported, damaged
 
 _BATCH = 16
-_MOST_RECENT = 256
 
 
 class ChunkIndex:
-    """Finds the chunks of one tensor that share elements with a box."""
+    """Finds the chunks of one tensor that share elements with a box; each is always one object."""
 
     def __init__(self, entry: TensorEntry) -> None:
         boxes = boxes_of(entry.chunks)
@@ -40,7 +39,7 @@ class ChunkIndex:
         if along:
             solid.sort(key=along.__getitem__)
         self._chunks, self._order = entry.chunks, solid
-        self._recent: dict[int, Chunk] = {}
+        self._found: dict[int, Chunk] = {}
         self._starts = [along[at][0] for at in solid] if along else []
         self._ends_so_far = list(accumulate((along[at][1] for at in solid if along), max))
 
@@ -50,12 +49,10 @@ class ChunkIndex:
         if self._dim is not None:
             first = bisect_right(self._ends_so_far, box.lo[self._dim])
             last = bisect_left(self._starts, box.hi[self._dim])
-        if len(self._recent) > _MOST_RECENT:
-            self._recent.clear()
         for at in self._order[first:last]:
-            chunk = self._recent.get(at)
+            chunk = self._found.get(at)
             if chunk is None:
-                chunk = self._recent[at] = self._chunks[at]
+                chunk = self._found[at] = self._chunks[at]
             common = chunk.box.intersect(box)
             if common is not None:
                 yield chunk, common
