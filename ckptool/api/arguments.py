@@ -59,14 +59,14 @@ KEYWORDS: dict[str, tuple[OptionGroup, ...]] = {
     "ConvertKeywords": (OptionGroup(ConvertOptions, without=("to",)),),
     "SaveKeywords": (OptionGroup(SaveOptions),),
     "ReshardKeywords": (OptionGroup(ReshardOptions),),
-    "VerifyRunKeywords": (OptionGroup(VerifyOptions, without=_UNSTACKED),),
+    "VerifyRunKeywords": (OptionGroup(VerifyOptions, without=(*_UNSTACKED, "part")),),
     "VerifyKeywords": (
         OptionGroup(VerifyOptions),
         OptionGroup(RewriteOptions),
         OptionGroup(ManifestOptions),
     ),
     "CompareKeywords": (
-        OptionGroup(VerifyOptions, without=("quick", "sample", "seed")),
+        OptionGroup(VerifyOptions, without=("quick", "sample", "seed", "part")),
         OptionGroup(RewriteOptions),
         OptionGroup(CompareOptions),
     ),

@@ -259,6 +259,8 @@ def verify(
     target, recorded = manifest.write_manifest, manifest.manifest
     if target is not None and recorded is not None:
         raise UsageError("manifest and write_manifest cannot be combined")
+    if parsed.part is not None and (target is not None or recorded is not None):
+        raise UsageError("part: of the check of a checkpoint by itself, not by a manifest")
     from ckptool.commands.verify import verify as _verify
     from ckptool.commands.verify.manifest.build import build_manifest
     from ckptool.commands.verify.manifest.check import check_manifest

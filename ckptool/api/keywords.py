@@ -129,7 +129,6 @@ class VerifyRunKeywords(ReadKeywords, total=False):
     quick: bool
     sample: float | str
     seed: int
-    part: str | None
     fail_nonfinite: bool
     strict: bool
     ignore: Strings
@@ -155,7 +154,6 @@ class VerifyKeywords(OpenKeywords, total=False):
 class CompareKeywords(OpenKeywords, total=False):
     """Keywords of ``VerifyOptions``, ``RewriteOptions``, ``CompareOptions``."""
 
-    part: str | None
     fail_nonfinite: bool
     strict: bool
     ignore: Strings
@@ -180,7 +178,6 @@ class PruneKeywords(ReadKeywords, total=False):
     drop_optimizer_of_older: bool
     yes: bool
     quick: bool
-    part: str | None
     strict: bool
     ignore: Strings
     workers: int | None

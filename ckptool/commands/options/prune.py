@@ -34,5 +34,5 @@ class PruneOptions(OptionSet):
         "--yes", FLAG, help="Remove the others; without it, only what would be removed is shown."
     )
     verify: VerifyOptions = group(
-        VerifyOptions, without=("sample", "seed", "fail_nonfinite", "split_stacked")
+        VerifyOptions, without=("sample", "seed", "part", "fail_nonfinite", "split_stacked")
     )

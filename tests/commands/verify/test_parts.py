@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from conftest import GOOD, Case, by_name, on_ranks
 from safetensors.torch import save_file
 
+import ckptool
 from ckptool.cli import _run
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.verify import VerifyOptions
@@ -141,6 +142,8 @@ def test_parts_are_of_the_whole_data_alone(folder: Path, capsys: pytest.CaptureF
                     VerifyOptions(part=Share(0, 2), sample=0.5)):  # fmt: skip
         with pytest.raises(UsageError, match="--part"):
             verify(folder, options)
+    with pytest.raises(UsageError, match="part"):
+        ckptool.verify(folder, part="1/2", write_manifest=folder.with_name("m.json"))
     line = ["ckptool", "verify", str(folder), "--part", "1/2"]
     for more in (["--against", str(folder)], ["--manifest", "m.json"], ["--all"]):
         monkeypatch.setattr("sys.argv", [*line, *more])
