@@ -226,6 +226,29 @@ def test_parts_of_another_run_are_refused(three: Any, source: Path, tmp_path: Pa
     assert content(tmp_path) == before
 
 
+def test_parts_with_other_values_or_assets_are_refused(tmp_path: Path) -> None:
+    """Though names and sizes are the same: a mix of both would be committed."""
+    source, target = tmp_path / "s.pt", tmp_path / "m"
+    torch.save({"w": torch.ones(40), "step": 3}, source)
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        for file in ("config.json", "tokenizer.json"):
+            (tmp_path / name / file).write_text(json.dumps({"model_type": name}))
+    one, two = (
+        ["convert", source, target, "--to", "hf", "--hf-assets", tmp_path / name]
+        for name in ("one", "two")
+    )
+    log = tmp_path / "log"
+    for part in ("1/2", "2/2"):
+        assert run([*map(str, one), "--part", part], log).code == 0
+    for way in (["--part", "2/2"], ["--finish"], ["--resume"]):
+        ended = run([*map(str, two), *way], log)
+        assert ended.code != 0
+        assert "the plan" in ended.words
+    assert run([*map(str, one), "--finish"], log).code == 0
+    assert json.loads((target / "config.json").read_text()) == {"model_type": "one"}
+
+
 def test_a_source_that_changed_between_is_refused(source: Path, tmp_path: Path) -> None:
     import shutil
 

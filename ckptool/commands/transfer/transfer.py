@@ -14,13 +14,14 @@ from ckptool.commands.options.target import TransferOptions
 from ckptool.commands.transfer.overwrite import own_files, require_unmixed
 from ckptool.commands.transfer.report import Part, TransferReport
 from ckptool.core.catalog import Catalog
+from ckptool.core.layout import Literal, Verbatim
 from ckptool.core.plan import Plan
 from ckptool.engine.check.replicas import differing_replicas
 from ckptool.engine.ranks import Ranks, begin_output
 from ckptool.engine.read.containers import likely_place
 from ckptool.engine.read.tiles import require_unchanged
 from ckptool.engine.share import ALL, Share
-from ckptool.engine.write.run import fetched_ahead, workers_within_budget
+from ckptool.engine.write.run import fetched_ahead, read_verbatim, workers_within_budget
 from ckptool.engine.write.stage import Output, Stage, StageOptions
 from ckptool.errors import (
     Changed,
@@ -333,10 +334,19 @@ class Transfer(Generic[AnyReport]):
         )
 
     def _digest(self) -> str:
-        """Hash all that decides the output, but for the source's own bytes, with SHA-256."""
+        """Hash all that decides the output, but for the source's own bytes, with SHA-256.
+
+        That are headers, values and configs too, which options decide on, and files from elsewhere.
+        """
         digest = hashlib.sha256(repr((__version__, self.decided)).encode())
         for file in self.plan.layout.files:
             digest.update(repr((file.path, file.nbytes, file.rank)).encode())
+            for part in file.parts:
+                if isinstance(part, Literal):
+                    digest.update(part.data)
+                elif isinstance(part, Verbatim) and part.file not in self.opened.source.files:
+                    for piece in read_verbatim(part, self.opened.source):
+                        digest.update(piece)
         for entry in self.plan.entries:
             kind = (entry.name, entry.path, entry.shape, entry.dtype.name, entry.source_dtype.name)
             size = entry.source_dtype.itemsize  # a place is the same whenever it is opened

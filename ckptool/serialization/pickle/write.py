@@ -125,10 +125,16 @@ class _RecordPickler(_PurePickler):  # type: ignore[misc]
             self.save(state)
             self.write(pickle.BUILD)
 
+    def save_set(self, items: Any) -> None:
+        # Written alike by every process: the order of a set differs between processes.
+        ordered = sorted(items, key=lambda item: (type(item).__name__, repr(item)))
+        self.save_reduce(type(items), (ordered,), obj=items)
+
     dispatch[TensorRef] = save_tensor
     dispatch[Global] = save_named
     dispatch[Call] = save_call
     dispatch[OrderedMapping] = save_ordered
+    dispatch[set] = dispatch[frozenset] = save_set
 
 
 _ORDERED = Global("collections", "OrderedDict")

@@ -81,6 +81,14 @@ def test_what_is_written_is_read_again(value: Any) -> None:
     assert typed(pickle.loads(data)) == typed(value)
 
 
+@pytest.mark.parametrize("kind", [set, frozenset])
+def test_sets_are_written_in_one_order(kind: Any) -> None:
+    one, other = kind([0, 8]), kind([8, 0])
+    assert list(one) != list(other)
+    assert dump(one)[0] == dump(other)[0]
+    assert pickle.loads(dump(one)[0]) == one
+
+
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_shared_and_ordered(protocol: int) -> None:
     shared = [1]
