@@ -78,8 +78,11 @@ class StoredItems:
                 self._add_rows(key, info)
             except Unfit:
                 self.others += zip(key, info, strict=True)
-        self._add_singles(singles)
-        self._sort()
+        if self._names:
+            self._add_singles(singles)
+            self._sort()
+        else:
+            self.others += singles
         self.files = list(self._files)
         self._ranks = list(map(rank_of, self.files))
 
@@ -282,11 +285,11 @@ def find_sound_tables(
     Else return none: what is wrong is found item by item. ``others`` are the items of no table,
     ``sizes`` the bytes of each file.
     """
-    import numpy as np
-
     tables = {name: entry.table for name, entry in tensors.items() if entry.table is not None}
     if not tables:
         return {}
+    import numpy as np
+
     every = [table.items for table in tables.values()]
     numbers = {file: number for number, file in enumerate(every[0].files)}
     alone = [at for at in others.values() if at.file in numbers]

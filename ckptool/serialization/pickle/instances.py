@@ -13,6 +13,7 @@ import sys
 from bisect import bisect_right
 from typing import Any, NamedTuple
 
+from ckptool.serialization.pickle import rows
 from ckptool.serialization.pickle.records import TORCH_SIZE, Call, Global
 from ckptool.serialization.pickle.rows import RowClass, RowReader, Run
 
@@ -95,6 +96,8 @@ _ANY_INTEGER = re.compile(_INTEGER, re.DOTALL)
 _MOST_PATTERNS = 64
 _MOST_VALUES = 1 << 14
 _LONGEST_WAIT = 63
+_FAR = 1 << 16
+"""Bytes within which many rows are, so that numpy is worth its start."""
 _KEY = 5
 """Bytes that tell a class: LONG_BINGET and its number, or BINGET's with EMPTY_TUPLE, NEWOBJ."""
 _SHORT, _TUPLE, _SHORT_TEXT = ord("h"), ord("t"), 0x8C
@@ -146,6 +149,9 @@ class InstanceReader:
         if not classes or (len(classes) > 1 and not is_key):
             return pos
         if self._row_reader is None:
+            start = classes[0].reference + rows.BEGIN
+            if self._data.count(start, pos, min(end, pos + _FAR)) < rows.LEAST:
+                return pos
             self._row_reader = RowReader(self._data, self._memo.__getitem__)
         run = self._row_reader.read(pos, end, classes, self._memo.next_number)
         self._attempts = 0
@@ -223,8 +229,8 @@ class InstanceReader:
             return False
         fields = b"".join(b"%b(%b)" % (re.escape(item), _VALUE) for item in references)
         expression = re.compile(re.escape(reference) + _BEGIN + fields + _END, re.DOTALL)
-        rows = RowClass(function, tuple(names), reference, tuple(references))
-        pattern = _InstancePattern(expression, rows)
+        of_rows = RowClass(function, tuple(names), reference, tuple(references))
+        pattern = _InstancePattern(expression, of_rows)
         self._patterns[self._data[pos : pos + _KEY]] = pattern
         return True
 
