@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -127,10 +127,7 @@ def inspect(
         "values": values, "tensors": tensors,
     }  # fmt: skip
     views = [view for view, option in asked.items() if option] or ["tensors"]
-    if form in TABLES and len(views) > 1:
-        raise UsageError(f"--format {form} prints one table, not {' and '.join(views)}")
-    if export is not None:
-        _require_exportable(export, form)
+    _require_printable(form, views, export)
     page_file = require_page(html)
     place = parse_place(source, "SRC")
     reading = replace(reading, values=values or isinstance(place, Path))
@@ -191,11 +188,15 @@ def _print_content(content: Mapping[str, Any], form: str, view: str) -> None:
         print_table(content[view], form)
 
 
-def _require_exportable(export: Path, form: str) -> None:
-    """Raise UsageError or Unsupported where the screen cannot be saved in a file."""
+def _require_printable(form: str, views: Sequence[str], export: Path | None) -> None:
+    """Raise UsageError for several tables, or Unsupported for a file that cannot be written."""
     from ckptool.render.inspect.report import export_mark, require_exportable
     from ckptool.storage.disk import require_marked
 
+    if form in TABLES and len(views) > 1:
+        raise UsageError(f"--format {form} prints one table, not {' and '.join(views)}")
+    if export is None:
+        return
     if form != "text":
         raise UsageError(f"--export saves the screen, which --format {form} leaves empty")
     require_exportable(export)

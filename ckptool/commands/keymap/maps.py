@@ -102,22 +102,29 @@ class MapReport:
 @cache
 def builtin_maps() -> dict[str, KeyMap]:
     """Return the maps that come with ckptool, by name."""
-    files = resources.files("ckptool").joinpath("maps").iterdir()
-    names = sorted(file.name for file in files if file.name.endswith(".toml"))
-    return {name: _builtin_map(name) for name in (n.removesuffix(".toml") for n in names)}
+    return {name: _builtin_map(name) for name in sorted(_builtin_files())}
 
 
 @cache
 def _builtin_map(name: str) -> KeyMap:
-    text = resources.files("ckptool").joinpath("maps", f"{name}.toml").read_text("utf-8")
-    return parse_map(tomllib.loads(text), f"{name}.toml", _builtin_map)
+    return parse_map(tomllib.loads(_builtin_files()[name]), f"{name}.toml", _builtin_map)
+
+
+@cache
+def _builtin_files() -> dict[str, str]:
+    """Return the text of each map: that of ``maps/megatron/gpt.toml`` by ``megatron-gpt``."""
+    return {
+        f"{folder.name}-{file.name.removesuffix('.toml')}": file.read_text("utf-8")
+        for folder in resources.files("ckptool").joinpath("maps").iterdir()
+        for file in folder.iterdir()
+    }
 
 
 def map_text(name: str) -> str:
     """Return the TOML of a built-in map; UsageError where there is none of that name."""
     if name not in builtin_maps():
         raise UsageError(f"{name!r}: unknown map", hint=one_of(name, builtin_maps()))
-    return resources.files("ckptool").joinpath("maps", f"{name}.toml").read_text("utf-8")
+    return _builtin_files()[name]
 
 
 def load_map(name: str) -> KeyMap:

@@ -160,11 +160,7 @@ def prepare_reshard(source: Location, target: Location | None, options: ReshardO
     require_rank_state(options.rank_state)
     placer = _placer(options)
     opened = open_checkpoint(source, replace(options.read, per_rank=True), whole=False)
-    if target is None:
-        named = opened.path.name not in ("", "..")
-        beside = opened.path if named else opened.path.resolve()
-        target = beside.with_name(f"{beside.name}-{'x'.join(map(str, placer.mesh.shape))}")
-    target = resolve_target(target)
+    target = resolve_target(_sibling(opened, placer.mesh) if target is None else target)
     require_apart(opened, target)
     writer = _writer(options.to, opened)
     same_ranks = writer.has_rank_state and opened.catalog.world_size == placer.mesh.size
@@ -213,6 +209,13 @@ def prepare_reshard(source: Location, target: Location | None, options: ReshardO
     return Reshard(
         opened, plan, target, transfer, report, decided, placed=placed, check=options.check
     )
+
+
+def _sibling(opened: OpenedCheckpoint, mesh: Mesh) -> Location:
+    """Return the folder beside the source that is named after the mesh."""
+    named = opened.path.name not in ("", "..")
+    beside = opened.path if named else opened.path.resolve()
+    return beside.with_name(f"{beside.name}-{'x'.join(map(str, mesh.shape))}")
 
 
 def _request(
