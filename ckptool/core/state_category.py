@@ -33,6 +33,7 @@ _OF_AN_OPTIMIZER = re.compile(
 )
 """Names of an optimizer's state dict that lies somewhere in another state dict."""
 _GROUPS = ".param_groups"
+_STATE = frozenset(["state", "param_groups", "base_optimizer_state"])
 _OF_A_LAYER = re.compile(r".+\.(weight|bias|running_mean|running_var|num_batches_tracked)")
 
 
@@ -45,6 +46,15 @@ def state_category_of_name(name: str, path: Path) -> str:
     """Return ``model``, ``optimizer`` or ``other``, by a name alone."""
     first = (str(path[0]) if path else name).partition(".")[0].partition("@")[0]
     return _category_of_step(first) or ("optimizer" if _is_of_optimizer(name) else "model")
+
+
+def is_state_of_optimizer(name: str) -> bool:
+    """Return whether a name says that a tensor is state: no module of a model is called so.
+
+    ``optimizer.weight`` is a model's where that has a module ``optimizer``.
+    """
+    steps = name.split(".")
+    return not _STATE.isdisjoint(steps) or _KINDS.fullmatch(_head(name)) is not None
 
 
 def _is_of_optimizer(name: str) -> bool:

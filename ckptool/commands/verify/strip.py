@@ -13,7 +13,8 @@ from ckptool.commands.options.target import SaveOptions, TransferOptions
 from ckptool.commands.transfer.transfer import Transfer, require_agreement
 from ckptool.core.catalog import Catalog
 from ckptool.core.layout import Layout
-from ckptool.core.state_category import state_category, with_every_part
+from ckptool.core.state_category import is_state_of_optimizer, state_category, with_every_part
+from ckptool.core.text import list_some
 from ckptool.engine.run_options import RunOptions
 from ckptool.engine.write.stage import Stage, StageOptions
 from ckptool.errors import Unsupported
@@ -28,7 +29,8 @@ def plan_strip(parts: Sequence[Location], read: ReadOptions, workers: int | None
 
     Names, shards and values stay as they are. The new one is compared with the old one before both
     exchange their names; only then the old one goes. Raises Unsupported where the optimizer cannot
-    be separated: in a store, in a format that is not written, or beside what this cannot write.
+    be separated: in a store, in a format that is not written, beside what this cannot write, or
+    where a tensor may be a model's module of an optimizer's name.
     """
     strips = [_plan(part, read, RunOptions(workers)) for part in parts]
     return [strip for strip in strips if strip is not None]
@@ -54,9 +56,12 @@ def _plan(part: Location, read: ReadOptions, run: RunOptions) -> Strip | None:
     opened = open_checkpoint(part, read)
     catalog = with_every_part(opened.catalog)
     kept = _without_optimizer(catalog)
-    dropped = len(catalog.tensors) - len(kept.tensors) + len(catalog.objects) - len(kept.objects)
+    dropped = catalog.tensors.keys() - kept.tensors.keys()
     if not dropped:
         return None
+    unsure = sorted(name for name in dropped if not is_state_of_optimizer(name))
+    if unsure:
+        raise Unsupported(f"{list_some(unsure)} may be the model's")
     name = opened.format.name
     if not isinstance(opened.path, Path):
         raise Unsupported("stores cannot replace a checkpoint in one step")
@@ -79,6 +84,12 @@ def _plan(part: Location, read: ReadOptions, run: RunOptions) -> Strip | None:
 
 
 def _without_optimizer(catalog: Catalog) -> Catalog:
+    """Leave out an optimizer's tensors and the values beside them: a value alone is a setting."""
     tensors = {n: e for n, e in catalog.tensors.items() if state_category(e) != "optimizer"}
-    objects = {n: e for n, e in catalog.objects.items() if state_category(e) != "optimizer"}
+    heads = {name.partition(".")[0] for name in catalog.tensors.keys() - tensors.keys()}
+    objects = {
+        name: entry
+        for name, entry in catalog.objects.items()
+        if state_category(entry) != "optimizer" or name.partition(".")[0] not in heads
+    }
     return replace(catalog, tensors=tensors, objects=objects)

@@ -89,6 +89,27 @@ def test_files_of_torch_save_are_stripped_too(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["step-100.pt", "step-200.pt"]
 
 
+def test_a_module_that_is_called_like_an_optimizer_stays(tmp_path: Path) -> None:
+    model = torch.nn.ModuleDict({"optimizer": torch.nn.Linear(2, 2), "body": torch.nn.Linear(2, 2)})
+    for step in (100, 200):
+        state = {**model.state_dict(), "adam": torch.ones(2), "step": step}
+        torch.save(state, tmp_path / f"step-{step}.pt")
+    before = hashes(tmp_path)
+    report = stripped(tmp_path, yes=True)
+    assert "adam, optimizer.bias, optimizer.weight may be the model's" in report.steps[-1].reason
+    assert hashes(tmp_path) == before
+
+
+def test_settings_of_an_optimizer_stay(tmp_path: Path) -> None:
+    for step in (100, 200):
+        optimizer = {"state": {0: torch.ones(2)}, "param_groups": [{"lr": 0.1}]}
+        state = {"model": {"w": torch.ones(2)}, "optim": optimizer, "opt": "adamw"}
+        torch.save(state, tmp_path / f"step-{step}.pt")
+    assert stripped(tmp_path, yes=True).freed > 0
+    left = torch.load(tmp_path / "step-100.pt", weights_only=True)
+    assert sorted(left) == ["model", "opt"]
+
+
 def test_nothing_is_stripped_unless_it_is_said(tmp_path: Path) -> None:
     run = run_of(tmp_path, 100, 200)
     before = hashes(run / "step-100")
