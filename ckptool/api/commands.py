@@ -45,6 +45,7 @@ from ckptool.storage.url import Location
 
 if TYPE_CHECKING:
     from ckptool.commands.extract import ExtractReport
+    from ckptool.commands.inspect.steps import RunSummary
     from ckptool.commands.stats import StatsReport
     from ckptool.commands.verify.compare.against import AgainstReport
     from ckptool.commands.verify.compare.diff import DiffReport
@@ -52,7 +53,6 @@ if TYPE_CHECKING:
     from ckptool.commands.verify.prune import PruneReport
     from ckptool.commands.verify.run_folder import RunReport
     from ckptool.commands.verify.salvage.salvage import SalvageReport
-    from ckptool.commands.verify.steps import RunSummary
     from ckptool.core.keymap.model import KeyMap
 
 
@@ -119,7 +119,7 @@ def list_steps(run: AnyPath, **options: Unpack[ReadKeywords]) -> RunSummary:
 
     As ``ckptool inspect RUN``: when each was saved, how large it is, whether it is complete.
     """
-    from ckptool.commands.verify.steps import list_steps as _list_steps
+    from ckptool.commands.inspect.steps import list_steps as _list_steps
 
     read = Keywords("list_steps", options, ReadKeywords).options(ReadOptions)
     return _list_steps(location(run), read)

@@ -233,7 +233,7 @@ def _fail(report: InspectReport, *, shown: bool) -> None:
 
 def _show_run(run: Location, reading: ReadOptions, page_file: Path | None, form: str) -> None:
     """Show the steps of a run."""
-    from ckptool.commands.verify.steps import list_steps
+    from ckptool.commands.inspect.steps import list_steps
     from ckptool.render.inspect.steps import steps_lines
     from ckptool.render.text import console, emit
 

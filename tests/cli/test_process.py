@@ -148,6 +148,17 @@ def test_the_list_of_commands_imports_none(option: str) -> None:
     assert done.stderr.strip() == "[]"
 
 
+def test_inspecting_a_small_checkpoint_imports_no_numpy() -> None:
+    code = (
+        "import sys; from ckptool.cli import _run; sys.argv = ['ckptool', 'inspect', sys.argv[1]]\n"
+        "code = _run(); sys.exit(str([code, 'numpy' in sys.modules, 'torch' in sys.modules]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(DCP)], capture_output=True, text=True, check=False
+    )
+    assert done.stderr.strip() == "[0, False, False]"
+
+
 # Words
 
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ckptool.commands.verify.run_folder import Step
+from ckptool.commands.verify.steps import Step
 from ckptool.errors import CkptoolError, NotFound
 from ckptool.storage.url import Location, within
 

@@ -15,14 +15,8 @@ from ckptool.commands.options.prune import PruneOptions
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.verify.codes import require_codes
 from ckptool.commands.verify.pointers import find_links, find_pointers
-from ckptool.commands.verify.run_folder import (
-    Step,
-    holds_steps,
-    name_pattern,
-    says_step,
-    steps_of,
-    verify_step,
-)
+from ckptool.commands.verify.run_folder import verify_step
+from ckptool.commands.verify.steps import Step, holds_steps, name_pattern, says_step, steps_of
 from ckptool.commands.verify.strip import finish_strips, freed_bytes, plan_strip
 from ckptool.engine.write.removal import clear, leftovers, remove
 from ckptool.errors import Changed, CkptoolError, Unsupported, UsageError

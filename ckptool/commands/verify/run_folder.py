@@ -1,21 +1,21 @@
-"""The steps of a run's folder, by the names that trainers give them, and which have no errors."""
+"""Which steps of a run's folder have no errors."""
 
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ckptool.commands.detect import find_checkpoints, natural_key, require_known
+from ckptool.commands.detect import require_known
 from ckptool.commands.document import Report
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.verify.codes import require_codes
 from ckptool.commands.verify.findings import VerifyReport
+from ckptool.commands.verify.steps import Step, steps_of
 from ckptool.commands.verify.verify import verify
-from ckptool.errors import CkptoolError, NotFound, Unrecognised
+from ckptool.errors import CkptoolError, NotFound
 from ckptool.storage.retry import NoAnswer
 from ckptool.storage.url import Location, within
 
@@ -163,152 +163,3 @@ def _reason(report: VerifyReport, options: VerifyOptions) -> str:
     more = f" (and {len(failures) - 1:,} more)" if len(failures) > 1 else ""
     message = failures[0].message.partition("\n")[0].removeprefix(f"{report.path}: ")
     return f"{failures[0].code}: {message}{more}"
-
-
-def _after(words: str) -> re.Pattern[str]:
-    return re.compile(rf"(?<![a-z]){words}[-_=]?(\d{{1,18}})(?!\d)", re.IGNORECASE)
-
-
-_STEP = _after("(?:global[-_]?)?steps?")
-_ITERATION = _after("iter(?:ation)?s?")
-_EPOCH = _after("(?:epoch|ep)")
-_NUMBERS = (_STEP, _ITERATION, _after("(?:checkpoint|ckpt)"), _EPOCH)
-"""As in ``global_step100``, ``epoch=1-step=200.ckpt``, ``iter_0000100``, ``checkpoint-500``."""
-_LAST_NUMBER = re.compile(r"(\d{1,18})(?!.*\d)")
-_SHARD = re.compile(r"\d+-of-\d+")
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One step of a run: where it lies, its number if its name has one, and its checkpoints.
-
-    Most are one checkpoint; some trainers save several side by side (``actor``, ``critic``).
-    """
-
-    path: Location
-    number: int | None
-    parts: tuple[Location, ...]
-
-    @property
-    def names(self) -> frozenset[str]:
-        """Return what its checkpoints are called inside it."""
-        return frozenset(str(within(part, self.path)) for part in self.parts)
-
-
-def steps_of(run: Location) -> list[Step]:
-    """Return the steps of a run's folder, the oldest first; those without a number before all.
-
-    What is hidden in it is none: it is being written, or removed.
-    A folder that is named as the others are and holds no checkpoint is a step without parts. Where
-    nothing below the folder is one, the folder itself may be. Raises NotFound or Unrecognised
-    where there is no checkpoint at all.
-    """
-    itself, inner = find_checkpoints(run)
-    if itself is not None:
-        inner = [path for path in inner if _is_step(path, run)] or [itself]
-    hidden = [path for path in inner if any(p.startswith(".") for p in within(path, run).parts)]
-    inner = [path for path in inner if path not in hidden]
-    if not inner:
-        raise Unrecognised(
-            f"{run}: no checkpoint in this folder",
-            hint="list the known formats: ckptool formats",
-        )
-    steps = _group(run, inner)
-    steps += _without_checkpoint(steps)
-    steps.sort(key=lambda step: natural_key(str(step.path)))
-    return sorted(steps, key=lambda step: -1 if step.number is None else step.number)
-
-
-def _is_step(path: Location, run: Location) -> bool:
-    """Return whether a checkpoint below a folder that is one itself is a step of its own.
-
-    Files that are numbered from 0 without a gap are one a rank, not one a step.
-    """
-    parts = within(path, run).parts
-    step = _step_in(parts)
-    if step is None:
-        return False
-    if step[0] < len(parts) - 1 or _is_folder(path):
-        return True
-    alike = [
-        name for name in _names_in(path.parent) if name_pattern(name) == name_pattern(path.name)
-    ]
-    numbers = {number for name in alike for _, number in filter(None, [_step_in((name,))])}
-    return numbers != set(range(len(numbers)))
-
-
-def _step_in(parts: tuple[str, ...]) -> tuple[int, int] | None:
-    """Return which part of a relative path says the step, and the step."""
-    for pattern in _NUMBERS:
-        for at in range(len(parts) - 1, -1, -1):
-            if match := pattern.search(parts[at]):
-                return at, int(match[1])
-    if not parts or _SHARD.search(parts[-1]):
-        return None
-    match = _LAST_NUMBER.search(Path(parts[-1]).stem)
-    return (len(parts) - 1, int(match[1])) if match else None
-
-
-def _group(run: Location, checkpoints: Iterable[Location]) -> list[Step]:
-    """Return checkpoints that lie in one step's folder as one step."""
-    groups: dict[Location, tuple[int | None, list[Location]]] = {}
-    for checkpoint in checkpoints:
-        parts = within(checkpoint, run).parts
-        path, number = checkpoint, None
-        if (step := _step_in(parts)) is not None:
-            at, number = step
-            path = run.joinpath(*parts[: at + 1])
-        groups.setdefault(path, (number, []))[1].append(checkpoint)
-    return [Step(path, number, tuple(inner)) for path, (number, inner) in groups.items()]
-
-
-def _without_checkpoint(steps: Iterable[Step]) -> Iterator[Step]:
-    """Yield what lies beside steps and is called as they are, but holds no checkpoint."""
-    known = {step.path for step in steps}
-    patterns = {(path.parent, name_pattern(path.name)) for path in known if _step_in((path.name,))}
-    for parent in dict.fromkeys(parent for parent, _ in patterns):
-        for name in _names_in(parent):
-            path = parent / name
-            if path not in known and (parent, name_pattern(name)) in patterns:
-                step = _step_in((name,))
-                yield Step(path, step[1] if step else None, ())
-
-
-def _is_folder(path: Location) -> bool:
-    try:
-        return path.is_dir()
-    except NoAnswer:
-        raise
-    except OSError:
-        return False
-
-
-def _names_in(folder: Location) -> list[str]:
-    """Return what lies directly in a folder; nothing where it is gone or cannot be listed."""
-    try:
-        return [path.name for path in folder.iterdir()]
-    except NoAnswer:
-        raise
-    except (NotFound, OSError):
-        return []
-
-
-def name_pattern(name: str) -> str:
-    """Return what is left of a name without its numbers: steps of one kind have one pattern."""
-    return re.sub(r"\d+(?:\.\d+)?(?:e-?\d+)?", "#", name)
-
-
-def says_step(step: Step) -> bool:
-    """Return whether a step's name tells its number from that of a rank, a part or a version.
-
-    ``checkpoint_3`` is a step as a folder, as a file it may well be what rank 3 saved.
-    """
-    words = _NUMBERS if _is_folder(step.path) else [_STEP, _ITERATION, _EPOCH]
-    return any(pattern.search(step.path.name) for pattern in words)
-
-
-def holds_steps(step: Step) -> bool:
-    """Return whether a step's folder holds others, each in a folder or a file of its own."""
-    names = (name for part in step.parts for name in within(part, step.path).parts)
-    found = (pattern.search(name) for name in names for pattern in _NUMBERS)
-    return any(match is not None and int(match[1]) != step.number for match in found)

@@ -1,93 +1,71 @@
-"""The steps of a run: when each was saved, how large it is, and whether it is complete."""
+"""The steps of a run's folder, by the names that trainers give them."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
 
-from ckptool.commands.document import Report
-from ckptool.commands.open import Survey
-from ckptool.commands.options.read import AS_DETECTED, ReadOptions
-from ckptool.commands.options.verify import VerifyOptions
-from ckptool.commands.verify.findings import VerifyReport
-from ckptool.commands.verify.pointers import find_pointers
-from ckptool.commands.verify.run_folder import Step, steps_of, verify_step
-from ckptool.commands.verify.verify import examine
-from ckptool.core.catalog import Catalog
-from ckptool.core.mesh import Mesh
-from ckptool.core.state_category import state_category
+from ckptool.commands.detect import find_checkpoints, natural_key
+from ckptool.errors import NotFound, Unrecognised
 from ckptool.formats import FORMATS
-from ckptool.storage.url import Location
+from ckptool.storage.retry import NoAnswer
+from ckptool.storage.url import Location, within
+
+
+def _after(words: str) -> re.Pattern[str]:
+    return re.compile(rf"(?<![a-z]){words}[-_=]?(\d{{1,18}})(?!\d)", re.IGNORECASE)
+
+
+_STEP = _after("(?:global[-_]?)?steps?")
+_ITERATION = _after("iter(?:ation)?s?")
+_EPOCH = _after("(?:epoch|ep)")
+_NUMBERS = (_STEP, _ITERATION, _after("(?:checkpoint|ckpt)"), _EPOCH)
+"""As in ``global_step100``, ``epoch=1-step=200.ckpt``, ``iter_0000100``, ``checkpoint-500``."""
+_LAST_NUMBER = re.compile(r"(\d{1,18})(?!.*\d)")
+_SHARD = re.compile(r"\d+-of-\d+")
 
 
 @dataclass(frozen=True, slots=True)
-class StepSummary:
-    """One step. ``saved`` is when its last file was written, None in a store.
+class Step:
+    """One step of a run: where it lies, its number if its name has one, and its checkpoints.
 
-    ``complete`` is what its metadata, names and sizes say; ``reasons`` why it is not. ``optimizer``
-    says that it has an optimizer's state. ``mesh`` is None where nothing records one. ``pointer``
-    is what in the run names the step: a file such as ``latest``, or a link.
+    Most are one checkpoint; some trainers save several side by side (``actor``, ``critic``).
     """
 
     path: Location
     number: int | None
-    saved: datetime | None
-    nbytes: int
-    formats: tuple[str, ...]
-    complete: bool
-    reasons: tuple[str, ...]
-    optimizer: bool
-    ranks: int | None
-    mesh: Mesh | None
-    pointer: str | None
+    parts: tuple[Location, ...]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
-        return {
-            "path": self.path,
-            "number": self.number,
-            "saved": None if self.saved is None else self.saved.isoformat(timespec="seconds"),
-            "bytes": self.nbytes,
-            "formats": self.formats,
-            "complete": self.complete,
-            "reasons": self.reasons,
-            "optimizer": self.optimizer,
-            "ranks": self.ranks,
-            "mesh": self.mesh and {"shape": self.mesh.shape, "names": self.mesh.names},
-            "pointer": self.pointer,
-        }
+    @property
+    def names(self) -> frozenset[str]:
+        """Return what its checkpoints are called inside it."""
+        return frozenset(str(within(part, self.path)) for part in self.parts)
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class RunSummary(Report):
-    """The steps of the run at ``path``, the newest first."""
+def steps_of(run: Location) -> list[Step]:
+    """Return the steps of a run's folder, the oldest first; those without a number before all.
 
-    path: Location
-    steps: tuple[StepSummary, ...] = field(metadata={"key": None})
-
-    schema: ClassVar = "inspect-run"
-
-    def more(self) -> Mapping[str, object]:
-        """Return the steps."""
-        return {"steps": [step.to_dict() for step in self.steps]}
-
-
-def list_steps(run: Location, options: ReadOptions = AS_DETECTED) -> RunSummary:
-    """Describe every step of a run from its metadata; no tensor byte is read.
-
-    Raises NotFound or Unrecognised where there is no checkpoint.
+    What is hidden in it is none: it is being written, or removed.
+    A folder that is named as the others are and holds no checkpoint is a step without parts. Where
+    nothing below the folder is one, the folder itself may be. Raises NotFound or Unrecognised
+    where there is no checkpoint at all.
     """
-    steps = steps_of(run)
-    pointers = find_pointers(run, steps)
-    described = [
-        _describe(step, steps[:at], options, pointers.get(step.path))
-        for at, step in enumerate(steps)
-    ]
-    return RunSummary(run, tuple(reversed(described)))
+    itself, inner = find_checkpoints(run)
+    if itself is not None:
+        inner = [path for path in inner if _is_step(path, run)] or [itself]
+    hidden = [path for path in inner if any(p.startswith(".") for p in within(path, run).parts)]
+    inner = [path for path in inner if path not in hidden]
+    if not inner:
+        raise Unrecognised(
+            f"{run}: no checkpoint in this folder",
+            hint="list the known formats: ckptool formats",
+        )
+    steps = _group(run, inner)
+    steps += _without_checkpoint(steps)
+    steps.sort(key=lambda step: natural_key(str(step.path)))
+    return sorted(steps, key=lambda step: -1 if step.number is None else step.number)
 
 
 def is_run(place: Location) -> bool:
@@ -107,49 +85,96 @@ def is_run(place: Location) -> bool:
     return len(steps_of(place)) > 1
 
 
-def _describe(
-    step: Step, older: Sequence[Step], options: ReadOptions, pointer: str | None
-) -> StepSummary:
-    found: list[Survey] = []
+def _is_step(path: Location, run: Location) -> bool:
+    """Return whether a checkpoint below a folder that is one itself is a step of its own.
 
-    def check(part: Location, options: VerifyOptions) -> VerifyReport:
-        examined = examine(part, options)
-        found.append(examined.surveyed)
-        return examined.report()
-
-    verified = verify_step(step, older, VerifyOptions(read=options, quick=True), check)
-    catalogs = [each.catalog for each in found if each.catalog is not None]
-    return StepSummary(
-        step.path,
-        step.number,
-        _saved(found),
-        sum(sum(each.source.files.values()) for each in found),
-        tuple(dict.fromkeys(each.format.name for each in found)),
-        verified.ok,
-        verified.reasons,
-        any(map(_has_optimizer, catalogs)),
-        next((each.world_size for each in catalogs if each.world_size is not None), None),
-        next((each.mesh for each in catalogs if each.mesh is not None), None),
-        pointer,
-    )
+    Files that are numbered from 0 without a gap are one a rank, not one a step.
+    """
+    parts = within(path, run).parts
+    step = _step_in(parts)
+    if step is None:
+        return False
+    if step[0] < len(parts) - 1 or _is_folder(path):
+        return True
+    alike = [
+        name for name in _names_in(path.parent) if name_pattern(name) == name_pattern(path.name)
+    ]
+    numbers = {number for name in alike for _, number in filter(None, [_step_in((name,))])}
+    return numbers != set(range(len(numbers)))
 
 
-def _saved(found: Iterable[Survey]) -> datetime | None:
-    """Return when the last file was written, as far as a disk says so."""
-    times = []
-    for each in found:
-        if not isinstance(each.path, Path):
-            return None
-        folder = each.path if each.path.is_dir() else each.path.parent
-        for file in each.source.files:
-            try:
-                times.append(os.stat(folder / file).st_mtime)
-            except OSError:  # removed meanwhile, as old steps of a run are
-                continue
-    return datetime.fromtimestamp(max(times), UTC) if times else None
+def _step_in(parts: tuple[str, ...]) -> tuple[int, int] | None:
+    """Return which part of a relative path says the step, and the step."""
+    for pattern in _NUMBERS:
+        for at in range(len(parts) - 1, -1, -1):
+            if match := pattern.search(parts[at]):
+                return at, int(match[1])
+    if not parts or _SHARD.search(parts[-1]):
+        return None
+    match = _LAST_NUMBER.search(Path(parts[-1]).stem)
+    return (len(parts) - 1, int(match[1])) if match else None
 
 
-def _has_optimizer(catalog: Catalog) -> bool:
-    parts = {state_category(entry) for entry in catalog.tensors.values()}
-    parts |= {state_category(entry) for entry in catalog.objects.values()}
-    return "optimizer" in parts
+def _group(run: Location, checkpoints: Iterable[Location]) -> list[Step]:
+    """Return checkpoints that lie in one step's folder as one step."""
+    groups: dict[Location, tuple[int | None, list[Location]]] = {}
+    for checkpoint in checkpoints:
+        parts = within(checkpoint, run).parts
+        path, number = checkpoint, None
+        if (step := _step_in(parts)) is not None:
+            at, number = step
+            path = run.joinpath(*parts[: at + 1])
+        groups.setdefault(path, (number, []))[1].append(checkpoint)
+    return [Step(path, number, tuple(inner)) for path, (number, inner) in groups.items()]
+
+
+def _without_checkpoint(steps: Iterable[Step]) -> Iterator[Step]:
+    """Yield what lies beside steps and is called as they are, but holds no checkpoint."""
+    known = {step.path for step in steps}
+    patterns = {(path.parent, name_pattern(path.name)) for path in known if _step_in((path.name,))}
+    for parent in dict.fromkeys(parent for parent, _ in patterns):
+        for name in _names_in(parent):
+            path = parent / name
+            if path not in known and (parent, name_pattern(name)) in patterns:
+                step = _step_in((name,))
+                yield Step(path, step[1] if step else None, ())
+
+
+def _is_folder(path: Location) -> bool:
+    try:
+        return path.is_dir()
+    except NoAnswer:
+        raise
+    except OSError:
+        return False
+
+
+def _names_in(folder: Location) -> list[str]:
+    """Return what lies directly in a folder; nothing where it is gone or cannot be listed."""
+    try:
+        return [path.name for path in folder.iterdir()]
+    except NoAnswer:
+        raise
+    except (NotFound, OSError):
+        return []
+
+
+def name_pattern(name: str) -> str:
+    """Return what is left of a name without its numbers: steps of one kind have one pattern."""
+    return re.sub(r"\d+(?:\.\d+)?(?:e-?\d+)?", "#", name)
+
+
+def says_step(step: Step) -> bool:
+    """Return whether a step's name tells its number from that of a rank, a part or a version.
+
+    ``checkpoint_3`` is a step as a folder, as a file it may well be what rank 3 saved.
+    """
+    words = _NUMBERS if _is_folder(step.path) else [_STEP, _ITERATION, _EPOCH]
+    return any(pattern.search(step.path.name) for pattern in words)
+
+
+def holds_steps(step: Step) -> bool:
+    """Return whether a step's folder holds others, each in a folder or a file of its own."""
+    names = (name for part in step.parts for name in within(part, step.path).parts)
+    found = (pattern.search(name) for name in names for pattern in _NUMBERS)
+    return any(match is not None and int(match[1]) != step.number for match in found)

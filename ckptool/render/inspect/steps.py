@@ -14,7 +14,7 @@ from ckptool.core.text import plural
 from ckptool.render.text import Cell, columns, size, visible
 
 if TYPE_CHECKING:
-    from ckptool.commands.verify.steps import RunSummary, StepSummary
+    from ckptool.commands.inspect.steps import RunSummary, StepSummary
 
 _HEADS = ("step", "checkpoint", "saved", "bytes", "", "optimizer", "mesh")
 _ROOMY = 78

@@ -676,7 +676,7 @@ def test_exit_codes(words: tuple[str, ...], code: int, source: Path, out: Path) 
 def test_the_plans_notes_are_shown_before_the_check_is_refused(
     more: tuple[str, ...], out: Path
 ) -> None:
-    words = ("--mesh", "2", "--rank-state", "drop", "--check", *more)
+    words = ("--mesh", "2", "--to", "dcp", "--rank-state", "drop", "--check", *more)
     done = command(case("accelerate_folders").path, out / "r", *words)
     assert done.returncode == 4, done.stderr
     note, error = done.stderr.index("note: "), done.stderr.index("error: --check: the mesh has")

@@ -23,7 +23,8 @@ from ckptool.commands import detect as detect_checkpoint
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.verify import run_folder
-from ckptool.commands.verify.run_folder import RunReport, steps_of, verify_run
+from ckptool.commands.verify.run_folder import RunReport, verify_run
+from ckptool.commands.verify.steps import steps_of
 from ckptool.commands.verify.verify import verify
 from ckptool.errors import Changed, CkptoolError, NotFound, Unrecognised, Unsupported, UsageError
 from ckptool.storage.retry import NoAnswer

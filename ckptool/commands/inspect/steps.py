@@ -1,0 +1,138 @@
+"""The steps of a run: when each was saved, how large it is, and whether it is complete."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, ClassVar
+
+from ckptool.commands.document import Report
+from ckptool.commands.open import Survey
+from ckptool.commands.options.read import AS_DETECTED, ReadOptions
+from ckptool.commands.options.verify import VerifyOptions
+from ckptool.commands.verify.findings import VerifyReport
+from ckptool.commands.verify.pointers import find_pointers
+from ckptool.commands.verify.run_folder import verify_step
+from ckptool.commands.verify.steps import Step, steps_of
+from ckptool.commands.verify.verify import examine
+from ckptool.core.catalog import Catalog
+from ckptool.core.mesh import Mesh
+from ckptool.core.state_category import state_category
+from ckptool.storage.url import Location
+
+
+@dataclass(frozen=True, slots=True)
+class StepSummary:
+    """One step. ``saved`` is when its last file was written, None in a store.
+
+    ``complete`` is what its metadata, names and sizes say; ``reasons`` why it is not. ``optimizer``
+    says that it has an optimizer's state. ``mesh`` is None where nothing records one. ``pointer``
+    is what in the run names the step: a file such as ``latest``, or a link.
+    """
+
+    path: Location
+    number: int | None
+    saved: datetime | None
+    nbytes: int
+    formats: tuple[str, ...]
+    complete: bool
+    reasons: tuple[str, ...]
+    optimizer: bool
+    ranks: int | None
+    mesh: Mesh | None
+    pointer: str | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON has it."""
+        return {
+            "path": self.path,
+            "number": self.number,
+            "saved": None if self.saved is None else self.saved.isoformat(timespec="seconds"),
+            "bytes": self.nbytes,
+            "formats": self.formats,
+            "complete": self.complete,
+            "reasons": self.reasons,
+            "optimizer": self.optimizer,
+            "ranks": self.ranks,
+            "mesh": self.mesh and {"shape": self.mesh.shape, "names": self.mesh.names},
+            "pointer": self.pointer,
+        }
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class RunSummary(Report):
+    """The steps of the run at ``path``, the newest first."""
+
+    path: Location
+    steps: tuple[StepSummary, ...] = field(metadata={"key": None})
+
+    schema: ClassVar = "inspect-run"
+
+    def more(self) -> Mapping[str, object]:
+        """Return the steps."""
+        return {"steps": [step.to_dict() for step in self.steps]}
+
+
+def list_steps(run: Location, options: ReadOptions = AS_DETECTED) -> RunSummary:
+    """Describe every step of a run from its metadata; no tensor byte is read.
+
+    Raises NotFound or Unrecognised where there is no checkpoint.
+    """
+    steps = steps_of(run)
+    pointers = find_pointers(run, steps)
+    described = [
+        _describe(step, steps[:at], options, pointers.get(step.path))
+        for at, step in enumerate(steps)
+    ]
+    return RunSummary(run, tuple(reversed(described)))
+
+
+def _describe(
+    step: Step, older: Sequence[Step], options: ReadOptions, pointer: str | None
+) -> StepSummary:
+    found: list[Survey] = []
+
+    def check(part: Location, options: VerifyOptions) -> VerifyReport:
+        examined = examine(part, options)
+        found.append(examined.surveyed)
+        return examined.report()
+
+    verified = verify_step(step, older, VerifyOptions(read=options, quick=True), check)
+    catalogs = [each.catalog for each in found if each.catalog is not None]
+    return StepSummary(
+        step.path,
+        step.number,
+        _saved(found),
+        sum(sum(each.source.files.values()) for each in found),
+        tuple(dict.fromkeys(each.format.name for each in found)),
+        verified.ok,
+        verified.reasons,
+        any(map(_has_optimizer, catalogs)),
+        next((each.world_size for each in catalogs if each.world_size is not None), None),
+        next((each.mesh for each in catalogs if each.mesh is not None), None),
+        pointer,
+    )
+
+
+def _saved(found: Iterable[Survey]) -> datetime | None:
+    """Return when the last file was written, as far as a disk says so."""
+    times = []
+    for each in found:
+        if not isinstance(each.path, Path):
+            return None
+        folder = each.path if each.path.is_dir() else each.path.parent
+        for file in each.source.files:
+            try:
+                times.append(os.stat(folder / file).st_mtime)
+            except OSError:  # removed meanwhile, as old steps of a run are
+                continue
+    return datetime.fromtimestamp(max(times), UTC) if times else None
+
+
+def _has_optimizer(catalog: Catalog) -> bool:
+    parts = {state_category(entry) for entry in catalog.tensors.values()}
+    parts |= {state_category(entry) for entry in catalog.objects.values()}
+    return "optimizer" in parts
