@@ -93,9 +93,11 @@ def _metadata(value: Any, named: dict[tuple[str, str], int], what: str) -> DcpMe
             if entry.name.endswith(".TensorStorageMetadata") and not _is_quantised(entry)
         }
         bytes_names = tuple(_text(name) for name in entries if name not in tensors)
-        items = dict(_items(boxes.stored))
-        if whole := {name for name in bytes_names if entries[name].fields.get("chunks")}:
-            items = {(n, None if n in whole else at): item for (n, at), item in items.items()}
+        whole = {name for name in bytes_names if entries[name].fields.get("chunks")}
+        items: dict[MetadataIndex, Container] = {}
+        for (name, at), item in _items(boxes.stored):
+            if items.setdefault(index := (name, None if name in whole else at), item) is not item:
+                raise Damaged(f"{what}: {name}: two items for {index[1] or 'a value'}")
         paths = _paths(fields.get("planner_data"))
         plans = _plans(fields.get("all_local_plans"))
         reformulated = dict(_reformulated(fields.get("mcore_data")))

@@ -113,10 +113,10 @@ class Stack:
 
 
 def _are_paired(values: list[Any]) -> bool:
-    """Return whether the keys among values that stand for many have as many values each."""
+    """Return whether the keys among values that stand for many take turns with their values."""
     pairs = zip(values[::2], values[1::2], strict=False)
     return len(values) % 2 == 0 and all(
-        type(key) is type(value) is Rows and len(key) == len(value)
+        type(key) is type(value) is Rows and key.begin == value.begin
         for key, value in pairs
         if Rows in (type(key), type(value))
     )

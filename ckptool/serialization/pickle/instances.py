@@ -225,7 +225,7 @@ class InstanceReader:
             return False
         if type(function) is not Global or function.name == "getattr":
             return False
-        if not all(type(name) is str for name in names):
+        if not all(type(name) is str for name in names) or len({*names}) < len(names):
             return False
         fields = b"".join(b"%b(%b)" % (re.escape(item), _VALUE) for item in references)
         expression = re.compile(re.escape(reference) + _BEGIN + fields + _END, re.DOTALL)

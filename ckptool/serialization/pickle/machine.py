@@ -22,7 +22,7 @@ from ckptool.serialization.pickle.records import (
     Persistent,
     PickleValue,
 )
-from ckptool.serialization.pickle.rows import LEAST
+from ckptool.serialization.pickle.rows import LEAST, Rows
 
 _STOP, _MEMOIZE = pickle.STOP[0], pickle.MEMOIZE[0]
 _BININT1, _BININT2 = pickle.BININT1[0], pickle.BININT2[0]
@@ -30,6 +30,7 @@ _BINGET, _LONG_BINGET, _LONG_BINPUT = pickle.BINGET[0], pickle.LONG_BINGET[0], p
 _BEGIN = b"\x81\x94}\x94("
 """NEWOBJ, MEMOIZE, EMPTY_DICT, MEMOIZE, MARK: behind the empty tuple that makes an object."""
 HOSTILE_HINT = "do not load this file with torch.load(weights_only=False) or pickle"
+_NO_VALUES = (type(MARK), Rows)
 _UINT4 = struct.Struct("<I").unpack_from
 
 
@@ -80,7 +81,7 @@ class Machine(Builder):
                 is_next = opcode == _MEMOIZE or (
                     opcode == _LONG_BINPUT and _UINT4(data, pos + 1)[0] == len(memo) + hidden
                 )
-                if is_next and stack and stack[-1] is not MARK and not sparse:
+                if is_next and stack and type(stack[-1]) not in _NO_VALUES and not sparse:
                     memo.append(stack[-1])
                     pos += 1 if opcode == _MEMOIZE else 5
                     continue

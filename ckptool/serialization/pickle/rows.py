@@ -51,12 +51,14 @@ class Rows:
     """Instances of one class in a row, as columns; ``objects`` are what these refer to.
 
     It stands on the machine's stack, and in the lists and dicts that are made of it, for all of its
-    instances. ``made`` are those that were asked for one by one.
+    instances. ``begin`` is where these begin in the pickle, those of a class that they take turns
+    with, too. ``made`` are those that were asked for one by one.
     """
 
-    __slots__ = ("columns", "function", "made", "objects")
+    __slots__ = ("begin", "columns", "function", "made", "objects")
 
-    def __init__(self, of: RowClass, columns: list[Column], objects: list[Any]) -> None:
+    def __init__(self, of: RowClass, columns: list[Column], objects: list[Any], begin: int) -> None:
+        self.begin = begin
         self.function = of.function
         self.columns = dict(zip(of.names, columns, strict=True))
         self.objects = objects
@@ -181,7 +183,7 @@ class RowReader:
             count = self._resolve(table, noted)
             if count == len(table[0][0].kinds):
                 pairs = zip(classes, table, strict=True)
-                rows = tuple(Rows(each, columns, self._objects) for each, columns in pairs)
+                rows = tuple(Rows(each, columns, self._objects, pos) for each, columns in pairs)
                 return Run(rows, int(cursor[count - 1]) - pos)
         return None
 
@@ -365,7 +367,8 @@ def _narrow(numbers: Any) -> Any:
     """Return numbers in 32 bits where they fit."""
     import numpy as np
 
-    return numbers.astype(np.int32 if abs(numbers).max() < 1 << 31 else np.int64)
+    fits = numbers.min() >= -1 << 31 and numbers.max() < 1 << 31
+    return numbers.astype(np.int32 if fits else np.int64)
 
 
 def _count_of_kinds(kinds: Any) -> Any:

@@ -18,7 +18,7 @@ from ckptool.core.layout import Literal
 from ckptool.core.mesh import Replicate, Shard
 from ckptool.core.sharding.placement import PlacedTensors, parse_mesh
 from ckptool.core.sharding.table import ChunkTable
-from ckptool.errors import Problem, SourceError
+from ckptool.errors import Damaged, Problem, SourceError
 from ckptool.formats.base import Request, ScanOptions
 from ckptool.formats.dcp import FORMAT
 from ckptool.formats.dcp.metadata import parse
@@ -171,6 +171,14 @@ def test_a_large_table_makes_chunks_on_demand(tmp_path: Path) -> None:
     assert [*chunks.boxes[3:6]] == [chunk.box for chunk in chunks[3:6]]
     assert [*chunks.items[3:6]] == [chunk.at for chunk in chunks[3:6]]
     assert str(catalog.mesh) == str(scanned(tmp_path, as_rows=False)[1])
+
+
+@pytest.mark.parametrize("ranks", [2, 9])
+def test_of_two_items_of_a_quantised_tensor_none_is_taken(ranks: int) -> None:
+    data = make([(2, 3)], ranks, [])
+    assert parse(data, ".metadata").tensors
+    with pytest.raises(Damaged, match=r"layers\.0\.weight: two items for a value"):
+        parse(data.replace(b"\x07float32", b"\x06quint8"), ".metadata")
 
 
 WHOLE = {

@@ -263,6 +263,37 @@ def test_what_does_not_fit_is_left_to_the_opcodes(program: bytes) -> None:
     assert outcome(HEAD + program) == one_by_one == outcome(HEAD + program, rows=True)
 
 
+LEAST_INTEGER = b"\x8a\x08" + (-(2**63)).to_bytes(8, "little", signed=True)
+NUMBERED = [instance(b"K" + bytes([number])) for number in range(8)]
+OTHERS = [row.replace(b"h\x02", b"h\x08", 1) for row in NUMBERED]
+"""Of a class that is noted as 8."""
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(b"](" + instance(LEAST_INTEGER) * 9 + b"e.", id="the least integer"),
+        pytest.param(
+            b"](" + instance(b"\x8c\x01a\x94h\x03K\x01") * 9 + b"h\x0fh\x10h\x12e.",
+            id="a field twice",
+        ),
+        pytest.param(b"](" + b"".join(NUMBERED) + b"\x94h\x17e.", id="the last one noted"),
+        pytest.param(b"](" + b"".join(NUMBERED) + b"r\x17\0\0\0h\x17e.", id="noted by number"),
+        pytest.param(b"}(" + b"".join(NUMBERED) + b"u.", id="keys and values of a class"),
+        pytest.param(
+            b"\x8c\x01D\x940h\x04h\x07\x93\x94}(" + b"".join([*NUMBERED[:4], *OTHERS[:4]]) + b"u.",
+            id="keys and values of a class, then of another",
+        ),
+    ],
+)
+def test_rows_of_odd_programs_are_as_one_by_one(
+    program: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pickle_rows, "_MOST", 4)
+    data = HEAD + program + b"." * 40
+    assert outcome(data, rows=True) == outcome(data, at_once=False)
+
+
 def test_more_values_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pickle_instances, "_MOST_VALUES", 1 << 9)
     rows = [Index({"offset": torch.Size([n, 4]), "fqn": 70_000 + n}) for n in range(1500)]
