@@ -122,7 +122,7 @@ def drop_quantization_config(opened: OpenedCheckpoint, layout: Layout) -> Layout
 
 def _drop_quantization(opened: OpenedCheckpoint, file: FileLayout) -> FileLayout:
     """Drop from a config.json, and the models it is made of, their quantization."""
-    config = _content(opened, file.parts[0])
+    config = read_object(opened, file.parts[0])
     keys = [(part, key) for part in _models(config) for key in _QUANTIZATION_KEYS if key in part]
     for part, key in keys:
         del part[key]
@@ -138,7 +138,7 @@ def with_true_config(
     than the tensors; of a ``partial`` checkpoint that is only noted.
     """
     file = next((file for file in layout.files if file.path == CONFIG), None)
-    config: Record = _content(opened, file.parts[0]) if file and file.parts else {}
+    config: Record = read_object(opened, file.parts[0]) if file and file.parts else {}
     if not config:
         return layout
     if cast:
@@ -185,7 +185,7 @@ def quantization_config(opened: OpenedCheckpoint, assets: Path | None) -> Mappin
         for part in lying:
             if Path(part.file).name != name:
                 continue
-            content = _content(opened, part)
+            content = read_object(opened, part)
             inside = [c[key] for c in _models(content) for key in _QUANTIZATION_KEYS if key in c]
             for config in [content] if method else inside:
                 if isinstance(config, dict) and config:
@@ -193,7 +193,7 @@ def quantization_config(opened: OpenedCheckpoint, assets: Path | None) -> Mappin
     return {}
 
 
-def _content(opened: OpenedCheckpoint, part: Part) -> dict[str, Any]:
+def read_object(opened: OpenedCheckpoint, part: Part) -> dict[str, Any]:
     """Read the JSON object of a file of the source, or of ``--hf-assets``; {} where it is none."""
     if not isinstance(part, Verbatim | Literal) or part.nbytes > _LARGEST:
         return {}

@@ -12,9 +12,10 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
-from ckptool.commands.keymap.records import CONFIG, Record, read_beside, read_nearest
+from ckptool.commands.keymap.assets import read_object
+from ckptool.commands.keymap.records import CONFIG, Record, read_nearest
 from ckptool.commands.open import OpenedCheckpoint
-from ckptool.core.catalog import Catalog
+from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.layout import FileLayout, Layout, Literal
 from ckptool.core.selection import rename_entry, substitution, unwrapping_rule
 from ckptool.core.text import list_some
@@ -34,17 +35,20 @@ _KINDS = (
 _TENSOR = re.compile(
     "|".join(re.sub(r"P<(\w+)>", rf"P<\g<1>{i}>", k) for i, k in enumerate(_KINDS))
 )
+_TOKENS = ".token_adapter.trainable_tokens_"
 _OF_A = re.compile(r".+\.lora_(?:A\.weight|embedding_A)")
 
 
 def adapter_of(catalog: Catalog) -> Catalog:
     """Return the tensors of a model's adapter alone, under PEFT's names.
 
-    Raises UsageError where there is none, or several.
+    Raises UsageError where there is none, or several; Unsupported where two models have one, and of
+    tokens that are trained by themselves.
     """
     rule = unwrapping_rule([name for name in catalog.tensors if ".lora_" in name])
     unwrap = substitution(rule) if rule else str
-    tensors = {}
+    tensors: dict[str, TensorEntry] = {}
+    of_models: dict[str, str] = {}
     named: dict[str, list[str]] = defaultdict(list)
     for name, entry in catalog.tensors.items():
         match = _TENSOR.fullmatch(unwrap(name))
@@ -52,8 +56,19 @@ def adapter_of(catalog: Catalog) -> Catalog:
             groups = {k[:-1]: v for k, v in match.groupdict().items() if v is not None}
             inner = groups["name"].rpartition(_PREFIX)[2]
             new = _PREFIX + inner + groups["rest"]
-            named[groups.get("adapter", "")].append(name)
+            adapter = groups.get("adapter", "")
+            named[adapter].append(name)
+            if of_models.setdefault(f"{adapter}/{new}", name) != name:
+                raise Unsupported(
+                    f"--peft-adapter: {of_models[f'{adapter}/{new}']} and {name} are both {new}",
+                    hint=f"choose a model: --select '{name.partition(_PREFIX)[0] or name[:1]}*'",
+                )
             tensors[new] = rename_entry(entry, new)
+        elif _TOKENS in name:
+            raise Unsupported(
+                f"--peft-adapter: {name}: trainable_token_indices are not supported",
+                hint=f"use --drop '*{_TOKENS}*' to exclude them",
+            )
     if not any(".lora_" in name for name in tensors):
         raise UsageError(f"--peft-adapter: no LoRA among {len(catalog.tensors):,} tensors")
     if len(named) > 1:
@@ -73,9 +88,9 @@ def with_adapter_config(opened: OpenedCheckpoint, catalog: Catalog, layout: Layo
     """
     files = tuple(file for file in layout.files if file.path != CONFIG)
     layout = replace(layout, files=files)
-    if any(file.path == ADAPTER_CONFIG for file in files):
-        if ADAPTER_CONFIG in catalog.companions:
-            _require_rank(read_beside(opened.source, ADAPTER_CONFIG), ADAPTER_CONFIG, catalog)
+    given = next((file.parts[0] for file in files if file.path == ADAPTER_CONFIG), None)
+    if given is not None:
+        _require_true(read_object(opened, given), ADAPTER_CONFIG, catalog)
         return layout
     modules = sorted({name.split(".")[-3] for name in catalog.tensors if _is_plain(name)})
     place, record = read_nearest(opened.path, (ADAPTER_CONFIG, _VERL))
@@ -86,7 +101,7 @@ def with_adapter_config(opened: OpenedCheckpoint, catalog: Catalog, layout: Layo
             f" {', '.join(modules)}); --hf-assets FOLDER copies one"
         )
         return replace(layout, notes=(*layout.notes, note))
-    _require_rank(record, place, catalog)
+    _require_true(record, place, catalog)
     config = dict(record)
     if place.endswith(_VERL):
         config = {"peft_type": "LORA", "base_model_name_or_path": None, "bias": "none"}
@@ -110,8 +125,13 @@ def _ranks(catalog: Catalog) -> set[int]:
     return {e.shape[0] for name, e in catalog.tensors.items() if _OF_A.fullmatch(name) and e.shape}
 
 
-def _require_rank(record: Record, place: str, catalog: Catalog) -> None:
-    """Raise Unsupported where a configuration's rank is not that of the tensors."""
+def _require_true(record: Record, place: str, catalog: Catalog) -> None:
+    """Raise Unsupported where a configuration has another rank than the tensors, or biases."""
+    if record.get("bias", "none") != "none":
+        raise Unsupported(
+            f"{place} says bias {record['bias']}: the base model's biases are not supported",
+            hint="convert the whole model, without --peft-adapter",
+        )
     pattern = record.get("rank_pattern")
     known = {record.get("r"), *(pattern.values() if isinstance(pattern, dict) else ())}
     other = _ranks(catalog) - known

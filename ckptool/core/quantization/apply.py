@@ -56,11 +56,8 @@ def dequantize(catalog: Catalog, around: Surroundings) -> DequantizeResult:
             if pair is not None:
                 entry = pair.lay_out(pair, around)
                 result.kinds[id(entry.chunks)] = pair.kind
-            elif kind := unknown_kind(catalog, entry):
-                raise Unsupported(
-                    f"{name}: {kind}, which --dequantize does not support",
-                    hint=f"use --drop '{name.rpartition('.')[0]}.*' to exclude it",
-                )
+            elif unknown := unknown_kind(catalog, entry):
+                raise unknown
         except Unsupported as error:
             result.unfit[id(entry.chunks)] = error
         if entry.name in tensors:

@@ -12,6 +12,7 @@ from ckptool.core.quantization.floats import find_floats
 from ckptool.core.quantization.model import Quantized
 from ckptool.core.quantization.packed import find_packed
 from ckptool.core.quantization.torchao import find_torchao
+from ckptool.errors import Unsupported
 
 _KINDS = {
     "bitsandbytes, 4 bit": re.compile(r".*\.quant_state\.bitsandbytes__\w+"),
@@ -59,17 +60,24 @@ def _kind(catalog: Catalog, name: str) -> str | None:
     return "AWQ" if is_awq else None
 
 
-def unknown_kind(catalog: Catalog, entry: TensorEntry) -> str | None:
-    """Return what stays quantised where all known kinds are dequantized; None for all else.
+def unknown_kind(catalog: Catalog, entry: TensorEntry) -> Unsupported | None:
+    """Return why what stays quantised is not dequantized; None for all else.
 
     Matrices of integers and floats of 8 bits and less are that too: without scales they are no
-    numbers that a model was trained with.
+    numbers that a model was trained with. A bias of bytes is none: so GPT-2 and GPT-NeoX of
+    transformers (up to 4.27) store their causal masks.
     """
-    kind = _kind(catalog, entry.name)
-    is_coarse = _COARSE.fullmatch(entry.dtype.name) and len(entry.shape) > 1
-    if kind is None and is_coarse:
-        return f"{entry.dtype} without scales"
-    return kind
+    name, dtype = entry.name, entry.dtype
+    kind, left_out = _kind(catalog, name), f"{name.rpartition('.')[0]}.*"
+    if kind is None:
+        is_mask = dtype.name == "uint8" and name.endswith(".bias")
+        if not _COARSE.fullmatch(dtype.name) or len(entry.shape) < 2 or is_mask:
+            return None
+        kind, left_out = f"{dtype} without scales", name
+    return Unsupported(
+        f"{name}: {kind}, which --dequantize does not support",
+        hint=f"use --drop '{left_out}' to exclude it",
+    )
 
 
 def quantised_names(catalog: Catalog) -> set[str]:

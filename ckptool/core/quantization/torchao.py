@@ -86,9 +86,8 @@ def _lay_out(pair: Quantized, around: Surroundings) -> TensorEntry:
     domain = getattr(beside.get("zero_point_domain"), "args", (_INTEGER_ZEROS,))
     if domain not in ((_INTEGER_ZEROS,), (_NO_ZEROS,)):
         raise pair.unfit("zero points that are floats are not supported")
-    if pair.values.dtype.name != "int8" and not pair.values.dtype.name.startswith(
-        ("float8_e4", "float8_e5", "uint8")
-    ):
+    types = ("int8", "float8_e4", "float8_e5", *(["uint8"] if beside else []))
+    if not pair.values.dtype.name.startswith(types):
         raise pair.unfit(f"torchao's {pair.values.dtype} is not supported, only int8 and float8")
     block = _block(beside.get("block_size")) if beside else _even(shape, pair.scales.shape)
     if len(block) != len(shape) or any(

@@ -107,3 +107,32 @@ def test_several_adapters_and_none(tmp_path: Path) -> None:
     dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "c", no_dist=True)
     with pytest.raises(UsageError, match="no LoRA among 1 tensors"):
         convert_to("hf", tmp_path / "c", tmp_path / "d", peft_adapter=True)
+
+
+def test_the_adapters_of_two_models_are_not_one(tmp_path: Path) -> None:
+    names = [name for name in NAMES if name.startswith(QUERY)]
+    two = {f"{model}.{name}": torch.ones(3, 4) for model in ("policy", "value") for name in names}
+    dcp.save({f"model.{name}": two[name] for name in two}, checkpoint_id=tmp_path / "a")
+    with pytest.raises(Unsupported, match=r"policy\..* and .*value\..* are both base_model"):
+        convert_to("hf", tmp_path / "a", tmp_path / "b", peft_adapter=True)
+
+
+def test_what_is_trained_besides_is_not_lost(tmp_path: Path) -> None:
+    tokens = f"{BASE}.embed_tokens.token_adapter.trainable_tokens_delta.default"
+    trained(tmp_path / "a", **{f"model.{tokens}": torch.ones(2, 4)})
+    with pytest.raises(Unsupported, match="trainable_token_indices") as raised:
+        convert_to("hf", tmp_path / "a", tmp_path / "b", peft_adapter=True)
+    assert "--drop '*.token_adapter." in str(raised.value.hint)
+    assets = tmp_path / "assets"
+    assets.mkdir()
+    for wrong, words in (({"r": 3, "bias": "all"}, "says bias all"), ({"r": 8}, "says r 8")):
+        (assets / "adapter_config.json").write_text(json.dumps(wrong))
+        with pytest.raises(Unsupported, match=words):
+            convert_to(
+                "hf",
+                tmp_path / "a",
+                tmp_path / "b",
+                peft_adapter=True,
+                drop=("*.token_adapter.*",),
+                map=MapOptions(assets=assets),
+            )

@@ -263,9 +263,17 @@ def test_what_would_stay_quantised_is_refused_by_name(
     source = saved(deepseek() | {name: tensor}, out / "hf")
     with pytest.raises(Unsupported, match=f"{name}: {kind}, which") as raised:
         convert_to("safetensors", source, out / "m", dequantize=True)
-    assert raised.value.hint == "use --drop 'a.*' to exclude it"
-    convert_to("safetensors", source, out / "m", dequantize=True, drop=("a.*",))
+    left_out = name if "without" in kind else "a.*"
+    assert raised.value.hint == f"use --drop '{left_out}' to exclude it"
+    convert_to("safetensors", source, out / "m", dequantize=True, drop=(left_out,))
     assert set(read_back("safetensors", out / "m")) == {"mlp.up_proj.weight", "norm.weight"}
+
+
+def test_a_causal_mask_of_bytes_is_no_quantised_matrix(out: Path) -> None:
+    mask = torch.ones(1, 1, 4, 4, dtype=torch.uint8).tril()
+    source = saved(deepseek() | {"h.0.attn.bias": mask}, out / "hf")
+    convert_to("safetensors", source, out / "m", dequantize=True)
+    assert read_back("safetensors", out / "m")["h.0.attn.bias"] == bits(mask)
 
 
 STACKED = """

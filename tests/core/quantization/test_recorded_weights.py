@@ -222,6 +222,17 @@ def test_integers_of_torchao_with_zero_points_that_are_floats_are_refused(out: P
         convert_to("safetensors", out / "hf", out / "m", dequantize=True)
 
 
+@pytest.mark.parametrize("scale", [torch.float8_e8m0fnu, torch.float8_e4m3fn])
+def test_packed_floats_of_torchao_are_refused(scale: torch.dtype, out: Path) -> None:
+    """``MXTensor`` and ``NVFP4Tensor``: two floats a byte, which are not integers of eight bits."""
+    state = {"a._weight_qdata": torch.ones(8, 64).byte(), "a._weight_scale": torch.ones(8, 4)}
+    (out / "hf").mkdir()
+    state["a._weight_scale"] = state["a._weight_scale"].to(scale)
+    save_file(state, out / "hf" / "model.safetensors")
+    with pytest.raises(Unsupported, match="torchao's uint8 is not supported"):
+        convert_to("safetensors", out / "hf", out / "m", dequantize=True)
+
+
 def changed(
     name: str, only: str, folder: Path, part: str, value: torch.Tensor, config: Any = None
 ) -> Path:
