@@ -23,6 +23,7 @@ from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.target import ConvertOptions, ReshardOptions, TransferOptions
 from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.core.sharding.placement import parse_mesh, parse_rule
+from ckptool.engine.ranks import Ranks
 from ckptool.engine.run_options import RunOptions
 from ckptool.engine.share import Share, parse_part
 from ckptool.engine.write import stage as stage_module
@@ -31,6 +32,7 @@ from ckptool.errors import (
     CkptoolError,
     Damaged,
     NotVerified,
+    TransferError,
     Unrecognised,
     Unsupported,
     UsageError,
@@ -316,6 +318,95 @@ def test_one_process_takes_over_what_parts_have_done(three: Any, source: Path) -
     planned(source, target, asked(resume=True)).run()
     assert target.is_dir()
     assert sorted(path.name for path in target.parent.iterdir()) == ["m"]
+
+
+def test_no_part_begins_once_one_process_has_taken_over(
+    three: Any, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part that failed would remove its files from what the other commits."""
+    planned, target = three
+    write(planned, source, target, "2/3")
+    whole = planned(source, target, asked(resume=True))
+    real = type(whole)._verify
+
+    def meanwhile(self: Any, *words: Any) -> None:
+        for part in ("1/3", "2/3"):
+            refused(
+                lambda part=part: write(planned, source, target, part),
+                "the run began without --part|another ckptool",
+            )
+        monkeypatch.setattr(type(whole), "_verify", real)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(type(whole), "_verify", meanwhile)
+    with pytest.raises(KeyboardInterrupt):
+        whole.run()
+    refused(lambda: finish(planned, source, target), "the run began without --part")
+    planned(source, target, asked(resume=True)).run()
+    assert sorted(path.name for path in target.parent.iterdir()) == ["m"]
+
+
+def test_a_part_that_begins_while_others_are_removed_ends_the_new_run(
+    three: Any, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned, target = three
+    real = stage_module.remove_staged
+    opened: list[Any] = []
+
+    def meanwhile(*words: Any) -> None:
+        real(*words)
+        part = planned(source, target, asked("2/3"))
+        stage = part._open_stage(Ranks())
+        stage.begin()
+        opened.append(stage)
+
+    monkeypatch.setattr(stage_module, "remove_staged", meanwhile)
+    refused(lambda: planned(source, target, asked()).run(), "another ckptool is writing")
+    opened[0].close()
+    assert not target.exists()
+
+
+def test_files_that_go_before_a_part_is_done_end_it(
+    three: Any, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned, target = three
+    last = planned(source, target, asked("2/3", verify=False))
+    real = type(last)._move
+
+    def losing(self: Any, stage: Any, *words: Any) -> None:
+        real(self, stage, *words)
+        (stage.folder / stage._names[0]).unlink()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(last), "_move", losing)
+        refused(last.run, "removed or cut short", TransferError)
+    refused(lambda: finish(planned, source, target, verify=False), "part 2 of 3 is not done")
+    write(planned, source, target, "2/3")
+    finish(planned, source, target)
+
+
+def test_files_that_go_before_the_commit_end_it(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned, target = convert("hf", **MANY), tmp_path / "m"
+    whole = planned(source, target, asked())
+    real = type(whole)._verify
+
+    def losing(self: Any, stage: Any, *words: Any) -> None:
+        real(self, stage, *words)
+        next(stage.folder.glob("model-*.safetensors")).unlink()
+
+    monkeypatch.setattr(type(whole), "_verify", losing)
+    refused(whole.run, "removed or cut short", TransferError)
+    assert not target.exists()
+
+
+def test_a_part_that_was_killed_as_it_began_is_named(three: Any, source: Path) -> None:
+    planned, target = three
+    (target.parent / ".m.partial.journal.1").touch()
+    refused(lambda: finish(planned, source, target), "part 2 of 3 is not done")
+    write(planned, source, target, "2/3")
+    finish(planned, source, target)
 
 
 def test_what_stands_is_replaced_at_the_end_alone(source: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from ckptool.core.text import list_some
-from ckptool.errors import Unsupported
+from ckptool.errors import TransferError, Unsupported
 from ckptool.storage.commit_note import stamp
 from ckptool.storage.disk import identity, is_real_file, rename_new
 
@@ -60,6 +60,14 @@ def require_no_foreign(folder: Path, sizes: Mapping[str, int]) -> None:
             " nothing in it was removed",
             hint=f"check what it is, then move it away: mv {folder / foreign[0]} ELSEWHERE",
         )
+
+
+def require_whole(folder: Path, sizes: Mapping[str, int]) -> None:
+    """Raise TransferError where a file that was written is gone, or not of its size in bytes."""
+    now = {name: nbytes for name, (nbytes, _) in stamps(folder, sizes).items()}
+    lost = [name for name, nbytes in sizes.items() if now.get(name) != nbytes]
+    if lost:
+        raise TransferError(f"{list_some(lost)}: removed or cut short after it was written")
 
 
 def require_space(folder: Path, needed: int, staged: Path, sizes: Mapping[str, int]) -> None:

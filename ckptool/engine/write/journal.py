@@ -16,7 +16,7 @@ from ckptool.engine.checksum import crc_of
 from ckptool.engine.read.tiles import ByteSource, byte_job, read_tiles
 from ckptool.engine.run_options import RunOptions
 from ckptool.errors import Unsupported
-from ckptool.storage.disk import begins_with, in_the_way, is_real_file, open_unfollowed
+from ckptool.storage.disk import begins_with, identity, in_the_way, is_real_file, open_unfollowed
 from ckptool.storage.local import CORES, LocalSource
 
 _SCHEMA = "ckptool.journal/1"
@@ -69,7 +69,8 @@ class Journal:
 
         ``others`` are journals that further ranks kept of the same output, ``files`` the sizes of
         those that are to be written, to be noted if they are not; ``parts`` is into how many the
-        run is shared. Raises Unsupported where these are not those of the earlier run.
+        run is shared. What parts noted is kept where the run is no longer shared, and no part goes
+        on from then. Raises Unsupported where these are not those of the earlier run.
         """
         stream = _open_locked(path)
         finished: dict[str, int] = {}
@@ -82,9 +83,13 @@ class Journal:
             stream.close()
             raise
         resumed = cls(stream, finished)
-        if path not in begun:
+        was_part = parts is None and path in begun and "parts" in read_part(path)[0]
+        if path not in begun or was_part:
             more = {"parts": parts, "files": files}
             resumed.begin(plan, source, **{k: v for k, v in more.items() if v is not None})
+        if was_part:
+            for name, crc in finished.items():
+                resumed.done(name, crc)
         return resumed
 
     def crc_of(self, path: str) -> int | None:
@@ -163,6 +168,8 @@ def _open_locked(path: Path) -> IO[str]:
     stream = open(descriptor, "a+", encoding="utf-8")  # noqa: SIM115 (kept open for its lock)
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if identity(path) != os.fstat(descriptor).st_ino:
+            raise BlockingIOError  # who had it is done, and has removed it
     except OSError:
         stream.close()
         raise Unsupported(f"{path}: another ckptool is writing this target") from None

@@ -14,7 +14,7 @@ from typing import Any
 from ckptool.core.layout import Layout
 from ckptool.core.text import list_some
 from ckptool.engine.share import Share
-from ckptool.engine.write.existing import remove_own, require_space, stamps
+from ckptool.engine.write.existing import remove_own, require_space, require_whole, stamps
 from ckptool.engine.write.journal import Journal, is_journal, read_part, require_same_run
 from ckptool.engine.write.stage import Stage, StageOptions
 from ckptool.errors import Unsupported
@@ -79,6 +79,7 @@ class PartStage(Stage):
 
     def commit(self) -> str | None:
         """Note that this part is done."""
+        require_whole(self.folder, {name: self._sizes[name] for name in self._names})
         if self._options.fsync:
             for folder in {self.folder, *((self.folder / name).parent for name in self._names)}:
                 sync_folder(folder)
@@ -114,7 +115,8 @@ class PartsStage(Stage):
         self._refuse_existing()
         prefix = f"{self.folder.name}.journal."
         numbered = {path.name.removeprefix(prefix): path for path in self._journals()}
-        parts = {int(n): read_part(path) for n, path in numbered.items() if n.isdecimal()}
+        read = {int(n): read_part(path) for n, path in numbered.items() if n.isdecimal()}
+        parts = {number: part for number, part in read.items() if part[0]}  # others had just begun
         ended = require_parts(self.target, parts, self._options)
         for number, files in enumerate(ended):
             expected = {name: (size, time) for name, (size, time) in files.items()}

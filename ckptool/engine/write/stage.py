@@ -22,6 +22,7 @@ from ckptool.engine.write.existing import (
     require_no_conflict,
     require_no_foreign,
     require_space,
+    require_whole,
     stamps,
 )
 from ckptool.engine.write.journal import Journal, is_journal, noted_sizes
@@ -131,15 +132,19 @@ class Stage:
         """
         self.finish_earlier()
         self.require_possible()
+        path, run = self._journal_path(0), (self._options.plan, self._options.source)
         if self._options.resume:
             self._require_idle(self._journals())
+            Journal.resume(path, *run, self._journals(), self._sizes).close()
+            self._require_idle(self._journals())  # no part begins from here on
             self._require_no_link()
             return
         try:
-            self._first = Journal.lock(self._journal_path(0))
+            self._first = Journal.lock(path)
             self._remove_earlier()
             self._is_new = True
-            self._first.begin(self._options.plan, self._options.source, files=self._sizes)
+            self._first.begin(*run, files=self._sizes)
+            self._require_idle(self._journals())
             self.folder.mkdir()
         except OSError as error:
             raise Unsupported(
@@ -266,6 +271,7 @@ class Stage:
         """
         self._refuse_existing()
         require_no_foreign(self.folder, self._sizes)
+        require_whole(self.folder, self._sizes)
         if self._options.fsync:
             for path, _, _ in os.walk(self.folder):
                 sync_folder(Path(path))
