@@ -324,6 +324,18 @@ def with_chunks(entry: TensorEntry, shape: tuple[int, ...], chunks: list[Chunk])
     return replace(entry, shape=shape, chunks=tuple(solid), placements=None, mesh=None)
 
 
+def require_one_type(entries: Sequence[TensorEntry]) -> None:
+    """Raise Unsupported where tensors that are to be one are of several types."""
+    first = entries[0]
+    for entry in entries:
+        if (entry.dtype, entry.source_dtype) != (first.dtype, first.source_dtype):
+            raise Unsupported(
+                f"{first.name} is {first.dtype}, {entry.name} {entry.dtype}: they cannot be parts"
+                " of one tensor",
+                hint="convert with --dtype first, which makes all weights of one type",
+            )
+
+
 def _require_alike(first: TensorEntry, entry: TensorEntry, dim: int) -> None:
     kinds = [(e.dtype, e.source_dtype, without_dim(e.shape, dim)) for e in (first, entry)]
     if kinds[0] != kinds[1]:

@@ -14,7 +14,7 @@ from ckptool.errors import Unsupported, UsageError
 transformers = pytest.importorskip("transformers")
 import torch  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402
-from safetensors.torch import load_file  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
 
 SMALL = {
     "hidden_size": 16,
@@ -224,3 +224,14 @@ def test_another_way_to_pack_is_refused(tmp_path: Path) -> None:
         convert_to(
             "hf", tmp_path / "unbiased", tmp_path / "b", map=MapOptions("transformers-experts")
         )
+
+
+def test_experts_of_several_types_are_never_one_tensor(tmp_path: Path) -> None:
+    config = transformers.Qwen3MoeConfig(**SMALL, **MOE)
+    model = transformers.AutoModelForCausalLM.from_config(config).bfloat16()
+    model.save_pretrained(tmp_path / "hf")
+    file = tmp_path / "hf" / "model.safetensors"
+    state, odd = load_file(file), "model.layers.1.mlp.experts.2.up_proj.weight"
+    save_file(state | {odd: state[odd].half()}, file, {"format": "pt"})
+    with pytest.raises(Unsupported, match=rf"is bfloat16, {odd} float16: they cannot be parts"):
+        convert_to("hf", tmp_path / "hf", tmp_path / "out", map=MapOptions(experts="packed"))

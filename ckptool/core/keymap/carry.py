@@ -25,6 +25,7 @@ from ckptool.core.views import (
     narrow,
     pad,
     permute,
+    require_one_type,
     split_dim,
     unstack,
 )
@@ -259,6 +260,7 @@ def _indexes(axes: Sequence[str], sizes: Sizes, most: int) -> Iterator[Binding]:
 
 def _assemble(rule: Rule, group: Sequence[BoundTensor], sizes: Sizes) -> TensorEntry:
     """Return the array that the sources are boxes of, without padding."""
+    require_one_type([tensor.entry for tensor in group])
     chunks: list[Chunk] = []
     for tensor in group:
         entry, axes = _split_axes(tensor, rule, sizes)
