@@ -29,7 +29,7 @@ from ckptool.core.subscript import Pick, take
 from ckptool.core.text import did_you_mean
 from ckptool.engine.read.tiles import require_unchanged
 from ckptool.errors import Damaged, NoSuchName, UsageError
-from ckptool.storage.local import Files, LocalSource
+from ckptool.storage.local import Files
 from ckptool.storage.url import Location
 
 if TYPE_CHECKING:
@@ -334,7 +334,7 @@ class LazyStateDict(Mapping[str, Any]):
 
 def workers_of_this_rank(source: Files) -> int:
     """Return the threads of this process: ranks of torchrun share a disk's, not a store's."""
-    if not isinstance(source, LocalSource):
+    if source.block > 1:
         return source.workers
     local_ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
     return max(1, source.workers // int(local_ranks if local_ranks.isdecimal() else 1))

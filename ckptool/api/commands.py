@@ -24,7 +24,6 @@ from ckptool.api.keywords import (
 from ckptool.api.open import checkpoint_at
 from ckptool.commands import inspect as _inspect
 from ckptool.commands.convert import ConvertReport, prepare
-from ckptool.commands.detect import list_formats as list_formats
 from ckptool.commands.inspect import InspectReport
 from ckptool.commands.options.diff import DiffOptions
 from ckptool.commands.options.extract import ExtractOptions
@@ -41,6 +40,7 @@ from ckptool.commands.options.verify import (
 from ckptool.commands.reshard.reshard import ReshardReport, prepare_reshard
 from ckptool.engine.ranks import join_ranks
 from ckptool.errors import UsageError
+from ckptool.formats import list_formats as list_formats
 from ckptool.storage.url import Location
 
 if TYPE_CHECKING:

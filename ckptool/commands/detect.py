@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from ckptool.commands.unread_files import require_listed, unlisted_problems
 from ckptool.core.text import list_some, nearest, one_of, plural
@@ -28,31 +28,15 @@ from ckptool.formats.companions import latest_folder
 from ckptool.serialization.file_kinds import FileKind, detect_kind, read_head
 from ckptool.storage.commit_note import UNFINISHED
 from ckptool.storage.local import Files, LocalSource
+from ckptool.storage.tar import TarFiles, is_tar
 from ckptool.storage.url import Location, within
 
 _LEVELS = 4
 _T = TypeVar("_T")
 _MOST_SHOWN = 12
-
-
-class KnownFormat(NamedTuple):
-    """A format: whether it is read, and written by convert and by reshard."""
-
-    name: str
-    reads: bool
-    converts: bool
-    reshards: bool
-    summary: str
-
-
-def list_formats() -> tuple[KnownFormat, ...]:
-    """Return every format: whether it is read, and written by ``convert`` and by ``reshard``."""
-    return tuple(
-        KnownFormat(
-            row.name, row.reads, row.convert is not None, row.reshard is not None, row.summary
-        )
-        for row in FORMATS.values()
-    )
+_ARCHIVE = ".nemo"
+_WEIGHTS = ("model_weights.ckpt", "model_weights")
+"""NeMo 1.7 to 2.6 packs a folder as a tar: one file, or torch_dist for Megatron-core's models."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +179,9 @@ def _detect(path: Location, format_name: str | None) -> Candidate:
     if format_name is not None:
         require_known(format_name)
         source = folder_at(path) if path.is_dir() else file_at(path)
-        return Candidate(path, source, FORMATS[format_name])
+        archive = archive_in(source, path)
+        inside = None if archive is None else _detect_in_archive(path, archive)
+        return Candidate(path, inside.source if inside else source, FORMATS[format_name])
     if path.is_dir():
         return _detect_in_folder(path)
     return _detect_from_file(path)
@@ -214,6 +200,14 @@ def _detect_from_file(path: Location) -> Candidate:
     if whole is not None:
         return whole
     source = file_at(path)
+    archive = archive_in(source, path)
+    if archive is not None:
+        inside = _detect_in_archive(path, archive)
+        if inside is None:
+            what = f"a NeMo archive without one of {', '.join(_WEIGHTS)} at its top"
+            hint = f"tar -xf {path} -C FOLDER, then run ckptool on a part of FOLDER"
+            raise Unrecognised(f"{path}: {what}: {list_some(list(archive.files))}", hint=hint)
+        return inside
     alone = detect(source)
     if alone is not None:
         return Candidate(path, source, alone)
@@ -227,6 +221,25 @@ def _detect_from_file(path: Location) -> Candidate:
         f"{path}: unknown checkpoint format (begins with {head[:8].hex(' ')})",
         hint="run `ckptool formats` to list known formats; use --from FORMAT to force one",
     )
+
+
+def archive_in(source: Files, path: Location) -> TarFiles | None:
+    """Return what a ``.nemo`` file holds, read in place; None for all other files.
+
+    Raises Damaged where its members cannot be read as they are.
+    """
+    is_archive = path.name.endswith(_ARCHIVE) and path.name in source.files
+    return TarFiles.of(source, path.name) if is_archive and is_tar(source, path.name) else None
+
+
+def _detect_in_archive(path: Location, archive: TarFiles) -> Candidate | None:
+    """Return the model that an archive holds at its top; None where that is not one."""
+    found = [one for one in _candidates(path, archive) if str(within(one.path, path)) in _WEIGHTS]
+    if len(found) != 1:
+        return None
+    inner = str(within(found[0].path, path))
+    rest = (n for n in archive.files if n != inner and not n.startswith(f"{inner}/"))
+    return replace(found[0], path=path, beside=tuple(f"{path.name}/{name}" for name in rest))
 
 
 def _find_enclosing(path: Location) -> Candidate | None:
@@ -302,7 +315,7 @@ def _with_beside(only: Candidate, path: Location, source: Files) -> Candidate:
     own |= {inner.removesuffix(".safetensors") + EXTRA}
     beside = tuple(name for name in source.files if name not in own)
     unlisted = {n: why for n, why in source.unlisted.items() if not n.startswith(f"{inner}/")}
-    return replace(only, beside=beside, unlisted_beside=unlisted)
+    return replace(only, beside=(*only.beside, *beside), unlisted_beside=unlisted)
 
 
 def detect_folder(source: Files) -> Format | None:
@@ -355,11 +368,14 @@ def _candidates(
 
 
 def _single_file(path: Location, source: Files, name: str) -> Candidate | None:
-    if not name.endswith(tuple(single_file_suffixes())):
+    if not name.endswith((_ARCHIVE, *single_file_suffixes())):
         return None
     if name.endswith(EXTRA) and name.removesuffix(EXTRA) + ".safetensors" in source.files:
         return None
     alone = source.alone(name)
+    archive = archive_in(alone, path / name)
+    if archive is not None:
+        return _detect_in_archive(path / name, archive)
     row = detect(alone)
     return None if row is None else Candidate(path / name, alone, row)
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from functools import cache, cached_property, lru_cache
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckptool.errors import UsageError
 from ckptool.formats.base import FileRule, Format
@@ -141,3 +141,23 @@ def _shared_rule(file: str) -> FileRule | None:
 def single_file_suffixes() -> dict[str, Format]:
     """Return the formats whose checkpoint is one file, by the suffixes of such files."""
     return {suffix: row for row in FORMATS.values() for suffix in row.suffixes}
+
+
+class KnownFormat(NamedTuple):
+    """A format: whether it is read, and written by convert and by reshard."""
+
+    name: str
+    reads: bool
+    converts: bool
+    reshards: bool
+    summary: str
+
+
+def list_formats() -> tuple[KnownFormat, ...]:
+    """Return every format: whether it is read, and written by ``convert`` and by ``reshard``."""
+    return tuple(
+        KnownFormat(
+            row.name, row.reads, row.convert is not None, row.reshard is not None, row.summary
+        )
+        for row in FORMATS.values()
+    )

@@ -92,8 +92,7 @@ def show_annotations(reports: Iterable[VerifyReport], *, stderr: bool) -> None:
 def annotation(report: VerifyReport, finding: Finding) -> str:
     """Return the workflow command of a finding, which its text cannot leave."""
     path = report.path
-    folder = path if path.is_dir() else path.parent
-    file = folder / finding.file if finding.file else path
+    file = path / finding.file if finding.file and path.is_dir() else path
     if isinstance(file, Path) and file.is_absolute() and file.is_relative_to(Path.cwd()):
         file = file.relative_to(Path.cwd())  # GitHub marks files of the checkout by such paths
     fields = {"file": str(file), "title": f"ckptool {finding.code}"}

@@ -6,11 +6,11 @@ import re
 import sys
 from typing import Any
 
-from ckptool.commands.detect import list_formats
 from ckptool.commands.document import document
 from ckptool.commands.keymap.check import MapCheck
 from ckptool.commands.keymap.maps import builtin_maps, map_text
 from ckptool.core.text import plural
+from ckptool.formats import list_formats
 from ckptool.render.text import Cell, columns, console, emit, escaped, say
 
 

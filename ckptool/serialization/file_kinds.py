@@ -77,6 +77,12 @@ _KERAS = FileKind(
 )
 _KINDS = (
     *_PLACEHOLDERS,
+    FileKind(
+        "a NeMo archive that is compressed (gzip), as NeMo before 1.7 wrote it",
+        "tar -xzf FILE -C FOLDER, then run ckptool on FOLDER/model_weights.ckpt",
+        rb"\x1f\x8b",
+        r".*\.nemo",
+    ),
     FileKind("gzip-compressed", "gzip -d FILE, or for a .tar.gz: tar -xzf FILE", rb"\x1f\x8b"),
     FileKind("zstd-compressed", "zstd -d FILE", rb"\x28\xb5\x2f\xfd"),
     FileKind("xz-compressed", "xz -d FILE", rb"\xfd7zXZ\x00"),

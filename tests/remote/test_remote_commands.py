@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import case
+from conftest import case, read_back
 from fault_server import READS, call
 from fork_server import forking_python
 from store_server import S3, s3, server
@@ -50,6 +50,14 @@ def test_two_checkpoints_are_compared_wherever_they_lie(s3: S3, out: Path) -> No
     assert told("verify", out / "m", "--against", url).exit_code == 0
     other = s3.put(case("hf_shards").path, "other")
     assert told("verify", url, "--against", other).exit_code == 1
+
+
+def test_an_archive_is_read_in_place(s3: S3, out: Path) -> None:
+    one = case("nemo_archive")
+    url = s3.put(one.path, "nemo") + "/model.nemo"
+    assert told("verify", url, "--against", one.path / "model.nemo").exit_code == 0
+    assert told("convert", url, out / "m.pt").exit_code == 0
+    assert read_back("torch-save", out / "m.pt") == one.truth
 
 
 def test_a_manifest_proves_a_copy_and_may_lie_in_the_store(s3: S3) -> None:

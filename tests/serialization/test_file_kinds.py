@@ -77,6 +77,7 @@ KINDS: dict[str, tuple[str, Callable[[], bytes], str, str]] = {
     "pt2": (".pt2", lambda: written(exported), "torch.export", "state_dict"),
     "keras": (".keras", lambda: written(keras), "a Keras model", "unzip"),
     "nemo": (".nemo", lambda: written(tar), "a NeMo archive", "tar -xf"),
+    "nemo.gz": (".nemo", lambda: gzip.compress(written(tar)), "a NeMo archive", "tar -xzf"),
     "tar": (".tar", lambda: written(tar), "a tar archive", "tar -xf"),
     "pickle": (".pkl", lambda: pickle.dumps([1, 2]), "a plain pickle", "pickle.load"),
     "dvc": (".pt.dvc", lambda: b"outs:\n- md5: 0123", "a DVC pointer", "dvc pull"),

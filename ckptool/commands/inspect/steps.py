@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,6 +21,7 @@ from ckptool.commands.verify.verify import examine
 from ckptool.core.catalog import Catalog
 from ckptool.core.mesh import Mesh
 from ckptool.core.state_category import state_category
+from ckptool.errors import NotFound
 from ckptool.storage.url import Location
 
 
@@ -123,12 +124,9 @@ def _saved(found: Iterable[Survey]) -> datetime | None:
     for each in found:
         if not isinstance(each.path, Path):
             return None
-        folder = each.path if each.path.is_dir() else each.path.parent
         for file in each.source.files:
-            try:
-                times.append(os.stat(folder / file).st_mtime)
-            except OSError:  # removed meanwhile, as old steps of a run are
-                continue
+            with suppress(NotFound):  # removed meanwhile, as old steps of a run are
+                times.append(each.source.modified(file))
     return datetime.fromtimestamp(max(times), UTC) if times else None
 
 

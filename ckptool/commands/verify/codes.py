@@ -106,6 +106,9 @@ _CODES: dict[str, dict[str, Code]] = {
         "zip-structure": Code(_ERROR, "a zip directory is damaged or contradicts itself", _AGAIN),
         "zip-headers": Code(_ERROR, "a zip directory and a record's header differ", _AGAIN),
         "archive-content": Code(_ERROR, "a zip that torch.save would not write", _AGAIN),
+        "tar-structure": Code(
+            _ERROR, "a tar archive is damaged, or has members that are not plain files", _AGAIN
+        ),
         "crc-mismatch": Code(_ERROR, "data does not match its checksum", _AGAIN),
         "sha256-mismatch": Code(_ERROR, "a file does not match its listed SHA-256", _AGAIN),
         "md5-mismatch": Code(_ERROR, "a file does not match its listed MD5", _AGAIN),

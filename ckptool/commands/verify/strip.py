@@ -19,6 +19,7 @@ from ckptool.engine.run_options import RunOptions
 from ckptool.engine.write.stage import Stage, StageOptions
 from ckptool.errors import Unsupported
 from ckptool.storage.commit_note import targets_with_notes
+from ckptool.storage.tar import TarFiles
 from ckptool.storage.url import Location
 
 Strip = Transfer[ConvertReport]
@@ -67,6 +68,8 @@ def _plan(part: Location, read: ReadOptions, run: RunOptions) -> Strip | None:
         raise Unsupported("stores cannot replace a checkpoint in one step")
     if opened.format.convert is None:
         raise Unsupported(f"ckptool does not write {name}")
+    if isinstance(opened.source, TarFiles):
+        raise Unsupported("ckptool does not write archives")
     if not any(state_category(entry) == "model" for entry in kept.tensors.values()):
         raise Unsupported("it has no tensors of a model")
     require_agreement(catalog)
