@@ -127,6 +127,8 @@ def test_a_dtensor_that_is_whole_here_is_written(mesh: Any, out: Path) -> None:
     assert torch.equal(loaded["cut"], whole)
     assert torch.equal(loaded["copied"], whole)
     assert loaded["empty"].shape == (0, 4)
+    ckptool.save(state, out / "dcp", to="dcp", fsync=False)
+    assert ckptool.open(out / "dcp").tensors["empty"].shape == (0, 4)
 
 
 def test_a_part_of_a_dtensor_is_refused_with_what_to_do(mesh: Any, out: Path) -> None:

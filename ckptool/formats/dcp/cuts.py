@@ -40,7 +40,7 @@ class Cut:
         import numpy as np
 
         lengths = [_frame(entry.dtype.name, box.shape)[1] for box in boxes]
-        lows = np.array([box.lo for box in boxes], np.int64).reshape(len(boxes), -1)
+        lows = np.array([box.lo for box in boxes], np.int64).reshape(len(boxes), len(entry.shape))
         ranks = np.array([*boxes.values()], np.int32)
         return cls((*boxes,), ranks, np.array(lengths, np.int64), lows)
 
