@@ -18,7 +18,7 @@ from ckptool.cli.app import app
 from ckptool.commands.convert import prepare
 from ckptool.commands.options.target import ConvertOptions, TransferOptions
 from ckptool.engine.run_options import RunOptions
-from ckptool.errors import Committed, TransferError, Unsupported
+from ckptool.errors import Committed, TransferError, Unsupported, UsageError
 from ckptool.storage import disk
 
 FOREIGN = {
@@ -168,7 +168,7 @@ def test_a_link_to_a_folder_is_not_replaced(out: Path) -> None:
 
 def test_a_file_that_is_no_checkpoint_is_not_replaced(out: Path) -> None:
     (out / "m.txt").write_bytes(b"dear diary")
-    with pytest.raises(Unsupported, match="not a checkpoint"):
+    with pytest.raises(UsageError, match="whose name ends in one of"):
         convert_to("torch-save", case("dcp_base").path, out / "m.txt", overwrite=True)
     assert (out / "m.txt").read_bytes() == b"dear diary"
 
