@@ -401,6 +401,20 @@ def test_files_that_go_before_the_commit_end_it(
     assert not target.exists()
 
 
+@pytest.mark.parametrize("end", [b"", b"\xff\xfe\n", b'{"part": {"verified": true}}\n'])
+def test_a_part_of_which_the_journal_is_cut_or_damaged_is_not_done(
+    end: bytes, three: Any, source: Path
+) -> None:
+    planned, target = three
+    write(planned, source, target, "2/3")
+    journal = target.parent / ".m.partial.journal.1"
+    lines = journal.read_bytes().splitlines(keepends=True)
+    journal.write_bytes(b"".join([*lines[:-1], end]))
+    refused(lambda: finish(planned, source, target), "part 2 of 3 is not done")
+    write(planned, source, target, "2/3")
+    finish(planned, source, target)
+
+
 def test_a_part_that_was_killed_as_it_began_is_named(three: Any, source: Path) -> None:
     planned, target = three
     (target.parent / ".m.partial.journal.1").touch()

@@ -129,9 +129,10 @@ NO_JOURNAL = Journal(None)
 
 def read_part(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return how a part's journal begins, and what it ends with; empty where it is not done."""
-    lines = [_parse_line(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
-    part = lines[-1].get("part") if lines else None
-    return (lines[0] if lines else {}), (part if isinstance(part, dict) else {})
+    lines = _read_lines(path)
+    part: Any = lines[-1].get("part") if lines else None
+    is_done = isinstance(part, dict) and isinstance(part.get("files"), dict)
+    return (lines[0] if lines else {}), (part if is_done else {})
 
 
 def journal_head(plan: str, source: str) -> dict[str, object]:
@@ -151,7 +152,7 @@ def noted_sizes(paths: Iterable[Path], expected: Mapping[str, int]) -> dict[str,
     """
     sizes = dict(expected)
     for path in paths:
-        with open(path, encoding="utf-8") as stream:
+        with open(path, encoding="utf-8", errors="replace") as stream:
             files = _parse_line(stream.readline()).get("files")
         if isinstance(files, dict):
             for name, size in files.items():
@@ -178,10 +179,9 @@ def _open_locked(path: Path) -> IO[str]:
 
 def _read_finished(path: Path, expected: Mapping[str, object]) -> dict[str, int]:
     """Return the files that a journal lists with their CRC-32; its head must be as expected."""
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1]
-    head = _parse_line(lines[0]) if lines else {}
-    require_same_run(str(path), head, expected)
-    files = ((line.get("done"), line.get("crc32")) for line in map(_parse_line, lines[1:]))
+    lines = _read_lines(path)
+    require_same_run(str(path), lines[0] if lines else {}, expected)
+    files = ((line.get("done"), line.get("crc32")) for line in lines[1:])
     return {name: crc for name, crc in files if isinstance(name, str) and isinstance(crc, int)}
 
 
@@ -202,6 +202,12 @@ def require_same_run(path: str, head: Mapping[str, object], expected: Mapping[st
             hint="all parts need the same SRC, options and number of parts; to start over, remove"
             " what the others wrote: this file and those beside it whose names begin alike",
         )
+
+
+def _read_lines(path: Path) -> list[dict[str, object]]:
+    """Return the lines of a journal, {} for one that is damaged, but for one that was cut short."""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    return [_parse_line(line) for line in text.split("\n")[:-1]]
 
 
 def _parse_line(line: str) -> dict[str, object]:
