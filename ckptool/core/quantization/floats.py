@@ -14,6 +14,8 @@ _INVERSE, _BLOCKS, _SCALES, _SCALE = "_scale_inv", "_blocks", "_scales", ".weigh
 _PACKED = ".weight_packed"
 _E8M0 = "float8_e8m0fnu"
 _MX_GROUP = 32
+_BLOCK = (128, 128)
+"""DeepSeek-V3's, where no config says another size."""
 
 
 def find_floats(tensors: Tensors) -> Iterator[Quantized]:
@@ -106,10 +108,16 @@ def _lay_out_scaled(pair: Quantized, around: Surroundings) -> TensorEntry:
         return pair.numbers(around.dtype, shape, block)
     if len(shape) != len(grid) or len(shape) < 2 or shape[:-2] != grid[:-2]:
         raise pair.unfit()
-    for sizes in (around.config.block_of(pair.module), _even(shape[-2:], grid[-2:])):
+    said = around.config.block_of(pair.module)
+    for sizes in [said] if said else [_BLOCK, _even(shape[-2:], grid[-2:])]:
         if sizes and tuple(-(-n // b) for n, b in zip(shape[-2:], sizes, strict=True)) == grid[-2:]:
             return pair.numbers(around.dtype, shape, (*(1 for _ in shape[2:]), *sizes))
-    raise pair.unfit()
+    raise pair.unfit(
+        f"scales {pair.scales.name} {list(grid)} do not match the blocks of {said[0]} x {said[1]}"
+        " that quantization_config says"
+        if said
+        else None
+    )
 
 
 def _with_dims(entry: TensorEntry, count: int) -> TensorEntry:

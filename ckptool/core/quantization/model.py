@@ -14,7 +14,6 @@ from ckptool.core.selection import renamed_path
 from ckptool.errors import Unsupported
 
 Tensors = Mapping[str, TensorEntry]
-_BLOCK = (128, 128)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +31,15 @@ class QuantizationConfig:
         method = self.fields.get("quant_method")
         return None if method is None else str(method)
 
-    def block_of(self, module: str) -> tuple[int, int]:
-        """Return the size of the blocks of a module's weight: 128 x 128 where none is said.
+    def block_of(self, module: str) -> tuple[int, int] | None:
+        """Return the size of the blocks of a module's weight, None where none is said.
 
-        That is DeepSeek-V3's. A group of part of a row is a block of one row.
+        A group of part of a row is a block of one row.
         """
         weights = self.weights_of(module)
         group = _pair([1, weights.get("group_size")])
         said = _pair(weights.get("block_structure")) or group
-        return said or _pair(self.fields.get("weight_block_size")) or _BLOCK
+        return said or _pair(self.fields.get("weight_block_size"))
 
     def weights_of(self, module: str) -> Mapping[str, Any]:
         """Return what the group of a module says of its weights (compressed-tensors 0.20).

@@ -233,6 +233,18 @@ def test_packed_floats_of_torchao_are_refused(scale: torch.dtype, out: Path) -> 
         convert_to("safetensors", out / "hf", out / "m", dequantize=True)
 
 
+def test_scales_of_other_blocks_than_the_config_says_are_refused(out: Path) -> None:
+    """Those of a tensor turned around would divide it evenly, too."""
+    state = {"w.weight": torch.ones(256, 512).to(torch.float8_e4m3fn)}
+    state["w.weight_scale_inv"] = torch.ones(4, 2)
+    (out / "hf").mkdir()
+    save_file(state, out / "hf" / "model.safetensors")
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    (out / "hf" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(Unsupported, match="do not match the blocks of 128 x 128 that"):
+        convert_to("safetensors", out / "hf", out / "m", dequantize=True)
+
+
 def changed(
     name: str, only: str, folder: Path, part: str, value: torch.Tensor, config: Any = None
 ) -> Path:
