@@ -16,6 +16,8 @@ import numpy as np
 from safetensors.numpy import load, save
 
 RECORD = Path(__file__).parent / "torchtitan_0_3_0.safetensors.gz"
+JOBS = Path(__file__).parent / "torchtitan_0_3_0_jobs.json"
+"""By family, of the job config that torchtitan's Trainer writes what it has of the model."""
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama3": {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 2},
     "llama3_tied": {
@@ -34,9 +36,9 @@ States = dict[str, dict[str, np.ndarray[Any, Any]]]
 """``trainer``, ``hf`` and ``back``: a state dict, what ``to_hf`` makes of it, and ``from_hf``."""
 
 
-def _small(config: Any) -> None:
+def _small(config: Any, layer: int = 0) -> None:
     """Heads as the small shapes have them."""
-    attention = config.layers[0].attention
+    attention = config.layers[layer].attention
     config.dim, attention.n_heads, attention.n_kv_heads, attention.head_dim = 16, 4, 2, 4
 
 
@@ -112,13 +114,35 @@ def _families() -> dict[str, Callable[[], States]]:
     }
 
 
+def jobs() -> dict[str, dict[str, Any]]:
+    """What ``Trainer.Config.to_dict`` says of the models, made as small as their states."""
+    from torchtitan.models.deepseek_v3 import model_registry as deepseek
+    from torchtitan.models.llama3 import model_registry as llama
+
+    found = {}
+    for family, spec, layers in (
+        ("llama3", llama("8B"), slice(0, 2)),
+        ("llama3_tied", llama("1B"), slice(0, 2)),
+        ("deepseek_v3", deepseek("671B"), slice(2, 4)),
+    ):
+        spec.model.layers = spec.model.layers[layers]
+        if family == "deepseek_v3":
+            (spec.model.dim,) = _shape((spec.model.dim,), {})
+        else:
+            for layer in range(2):
+                _small(spec.model, layer)
+        model = {"name": spec.name, "flavor": spec.flavor, "model": spec.model.to_dict()}
+        found[family] = {"model_spec": model}
+    return found
+
+
 def states(family: str) -> States:
     """What the adapter that is installed makes of a family's state dict."""
     return _families()[family]()
 
 
 def record() -> None:
-    """Write what all adapters make into the record."""
+    """Write what all adapters make into the record, and the job configs."""
     arrays = {
         f"{family}|{side}|{name}": values
         for family in _families()
@@ -126,6 +150,7 @@ def record() -> None:
         for name, values in state.items()
     }
     RECORD.write_bytes(gzip.compress(save(arrays), mtime=0))
+    JOBS.write_text(json.dumps(jobs(), indent=1) + "\n")
 
 
 def recorded(family: str) -> States:

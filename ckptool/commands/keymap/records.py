@@ -1,7 +1,8 @@
 """What is recorded of a model: in the checkpoint, beside it, and one folder up.
 
 Records are the config.json of transformers, Meta's params.json, Megatron-LM's arguments, and what
-trainers write around a checkpoint: Megatron-Bridge, NeMo 2, verl, the Trainer of transformers.
+trainers write around a checkpoint: Megatron-Bridge, NeMo 1 and 2, verl, the Trainer of
+transformers, torchtitan.
 """
 
 from __future__ import annotations
@@ -10,9 +11,12 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from ckptool.commands.detect import archive_in, file_at
 from ckptool.core.catalog import Catalog
 from ckptool.core.state_category import state_category
 from ckptool.errors import CkptoolError, UsageError
@@ -28,8 +32,12 @@ _AROUND = (
     "transformer_config.json",
     "run_config.yaml",
     "context/model.yaml",
+    "model_config.yaml",
 )
-"""Of transformers; verl (0.9, for FSDP and for Megatron-LM); Megatron-Bridge (0.3); NeMo 2."""
+"""Of transformers; verl (0.9, for FSDP and for Megatron-LM); Megatron-Bridge (0.3); NeMo 2, 1."""
+_JOB = b'"model_spec"'
+"""What is in a job config of torchtitan (0.3), JSON of any name (``debug.save_config_file``)."""
+_MOST_JOBS = 64
 _FOLDERS_UP = 2
 """verl (0.9) has the model's shards in ``model/dist_ckpt``, its config two folders above."""
 HIDDEN_SIZES = ("hidden_size", "n_embd", "d_model", "dim")
@@ -163,18 +171,33 @@ def records_around(path: Location, catalog: Catalog) -> dict[str, Record]:
     In its folder and the two above, the nearest first. A file that cannot be read, or that
     describes tensors of other sizes, is none.
     """
-    is_folder = path.is_dir()
     found: dict[str, Record] = {}
+    for place, read in _files_around(path):
+        with suppress(CkptoolError, OSError):
+            record = _of_trainer(read())
+            if record and _describes(record, catalog):
+                found[place] = record
+    return found
+
+
+def _files_around(path: Location) -> Iterator[tuple[str, Callable[[], Record]]]:
+    """Yield the places where trainers leave configurations, and what reads each.
+
+    Those of a ``.nemo`` archive are in it; torchtitan's are looked for on a disk.
+    """
+    is_folder = path.is_dir()
+    archive = None if is_folder else archive_in(file_at(path), path)
+    if archive is not None:
+        for name in _AROUND:
+            yield f"{archive.root}/{name}", partial(read_beside, archive, name)
     own, *_ = folders = _folders_around(path)
     for folder in folders:
         for name in _AROUND:
-            if is_folder and folder == own and name == CONFIG:
-                continue  # a file of the checkpoint itself
-            with suppress(CkptoolError, OSError):
-                record = _read_around(folder / name)
-                if record and _describes(record, catalog):
-                    found[str(folder / name)] = record
-    return found
+            if not (is_folder and folder == own and name == CONFIG):  # a file of the checkpoint
+                yield str(folder / name), partial(_read, folder / name)
+        if isinstance(folder, Path):
+            for job in islice(sorted(folder.glob("*.json")), _MOST_JOBS):
+                yield str(job), partial(_read_job, job)
 
 
 def read_nearest(path: Location, names: Sequence[str]) -> tuple[str, Record]:
@@ -197,8 +220,40 @@ def _folders_around(path: Location) -> list[Location]:
     return [own, *own.parents[:_FOLDERS_UP]]
 
 
-def _read_around(path: Location) -> Record:
-    return _of_megatron(_find_model(_read(path)) or {})
+def _of_trainer(content: Record) -> Record:
+    """Return what a trainer's configuration says of the model; empty where that is nothing."""
+    job = content.get("model_spec")
+    if isinstance(job, Mapping) and isinstance(job.get("model"), Mapping):
+        return _of_torchtitan(job["model"])
+    return _of_megatron(_find_model(content) or {})
+
+
+def _of_torchtitan(model: Record) -> Record:
+    """Return what torchtitan (0.3) records of a model, under transformers' names.
+
+    Layers are a list there: what differs among them is left out.
+    """
+    layers = model.get("layers")
+    layers = layers if isinstance(layers, list) else []
+    parts = [layer.get("attention") for layer in layers if isinstance(layer, Mapping)]
+    attention = [part for part in parts if isinstance(part, Mapping)]
+    heads = [part.get("n_heads") for part in attention]
+    kv = [part.get("n_kv_heads") or part.get("n_heads") for part in attention]
+    return {
+        "hidden_size": model.get("dim"),
+        "num_hidden_layers": len(layers),
+        "num_attention_heads": heads[0] if heads and heads == heads[:1] * len(heads) else None,
+        "num_key_value_heads": kv[0] if kv and kv == kv[:1] * len(kv) else None,
+        "vocab_size": model.get("vocab_size"),
+        "tie_word_embeddings": model.get("enable_weight_tying"),
+    }
+
+
+def _read_job(path: Path) -> Record:
+    """Read a job config of torchtitan; empty where the file is another."""
+    if path.stat().st_size > _LARGEST or _JOB not in path.read_bytes():
+        return {}
+    return _read_file(path)
 
 
 def _read(path: Location) -> Record:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from conftest import convert_to, flat, load_dcp
-from torchtitan_states import recorded
+from torchtitan_states import JOBS, recorded
 
 import ckptool
 from ckptool.commands.keymap import maps
@@ -46,8 +47,8 @@ optim: {_target_: y.Optimizer, hidden_size: 3}
 """
 
 
-def save(folder: Path) -> Path:
-    tensors = {n: torch.from_numpy(a).float() for n, a in recorded("llama3")["trainer"].items()}
+def save(folder: Path, family: str = "llama3") -> Path:
+    tensors = {n: torch.from_numpy(a).float() for n, a in recorded(family)["trainer"].items()}
     dcp.save(tensors, checkpoint_id=folder, no_dist=True)
     return folder
 
@@ -78,6 +79,49 @@ def test_sizes_are_found(folder: str, file: str, text: str, tmp_path: Path) -> N
     assert written.keys() == expected.keys()
     assert all(torch.equal(written[n], torch.from_numpy(a).float()) for n, a in expected.items())
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("family", ["llama3", "llama3_tied", "deepseek_v3"])
+def test_torchtitans_job_config_is_found_under_any_name(family: str, tmp_path: Path) -> None:
+    source = save(tmp_path / "dump" / "checkpoint" / "step-5", family)
+    job = json.loads(JOBS.read_text())[family]
+    write(tmp_path / "dump" / "other.json", json.dumps({"hidden_size": 16, "num_layers": 2}))
+    write(tmp_path / "dump" / "run-7.json", json.dumps({"training": {"steps": 5}, **job}))
+    name = "torchtitan-" + family.removesuffix("_tied").replace("_", "-")
+    report = convert_to("dcp", source, tmp_path / "out", map=MapOptions(name))
+    assert any(f"with sizes from {tmp_path / 'dump' / 'run-7.json'}" in n for n in report.notes)
+    expected = recorded(family)["hf"]
+    written = flat(load_dcp(tmp_path / "out"))
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(written[n], torch.from_numpy(a).float()) for n, a in expected.items())
+
+
+def test_what_differs_among_torchtitans_layers_is_not_taken(tmp_path: Path) -> None:
+    source = save(tmp_path / "step-5")
+    job = json.loads(JOBS.read_text())["llama3"]
+    job["model_spec"]["model"]["layers"][1]["attention"]["n_kv_heads"] = None
+    write(tmp_path / "job.json", json.dumps(job))
+    (record,) = records_around(source, open_checkpoint(source).catalog).values()
+    assert record["num_attention_heads"] == 4
+    assert record["num_key_value_heads"] is None
+
+
+def test_the_configuration_in_a_nemo_archive_is_found(tmp_path: Path) -> None:
+    tensors = {n: torch.from_numpy(a).float() for n, a in recorded("llama3")["trainer"].items()}
+    config = "hidden_size: 16\nnum_layers: 2\nnum_attention_heads: 4\nnum_query_groups: 2\n"
+    torch.save(tensors, tmp_path / "model_weights.ckpt")
+    write(tmp_path / "model_config.yaml", config)
+    with tarfile.open(tmp_path / "model.nemo", "w:") as archive:
+        for name in ("model_config.yaml", "model_weights.ckpt"):
+            archive.add(tmp_path / name, arcname=f"./{name}")
+    unpacked = open_checkpoint(tmp_path / "model_weights.ckpt")
+    found = records_around(unpacked.path, unpacked.catalog)
+    assert [*found] == [str(tmp_path / "model_config.yaml")]
+    (tmp_path / "model_config.yaml").unlink()
+    packed = open_checkpoint(tmp_path / "model.nemo")
+    inside = records_around(packed.path, packed.catalog)
+    assert [*inside.values()] == [*found.values()]
+    assert [*inside] == [str(tmp_path / "model.nemo" / "model_config.yaml")]
 
 
 def test_the_config_of_another_model_is_none(tmp_path: Path) -> None:
