@@ -52,7 +52,13 @@ class CommandGroup(TyperGroup):
         """
         if args[0] not in self.commands and _is_place(args[0]):
             args = ["inspect", *args]
-        name, _, rest = super().resolve_command(ctx, args)
+        try:
+            name, _, rest = super().resolve_command(ctx, args)
+        except Exception as error:
+            message: str = getattr(error, "message", "")
+            if message.startswith("No such command") and "Did you mean" not in message:
+                error.message = f"No such command, file or folder: {args[0]!r}."  # type: ignore[attr-defined]
+            raise
         return name, name and load_command(name), rest
 
 

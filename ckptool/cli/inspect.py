@@ -84,7 +84,7 @@ def inspect(
     ] = None,
     export: Annotated[
         Path | None,
-        typer.Option("--export", metavar="FILE", help="Also save the screen as .svg or .html."),
+        typer.Option("--export", metavar="FILE", help="Also save the screen as an .svg file."),
     ] = None,
     html: Html = None,
     reading: Annotated[ReadOptions, OptionGroup(panel=READING, without=("split_stacked",))],
@@ -190,7 +190,7 @@ def _print_content(content: Mapping[str, Any], form: str, view: str) -> None:
 
 def _require_printable(form: str, views: Sequence[str], export: Path | None) -> None:
     """Raise UsageError for several tables, or Unsupported for a file that cannot be written."""
-    from ckptool.render.inspect.report import export_mark, require_exportable
+    from ckptool.render.inspect.report import EXPORT_MARK, require_exportable
     from ckptool.storage.disk import require_marked
 
     if form in TABLES and len(views) > 1:
@@ -200,15 +200,15 @@ def _require_printable(form: str, views: Sequence[str], export: Path | None) -> 
     if form != "text":
         raise UsageError(f"--export saves the screen, which --format {form} leaves empty")
     require_exportable(export)
-    require_marked(export, export_mark(export), noun="screen that ckptool exported")
+    require_marked(export, EXPORT_MARK, noun="screen that ckptool exported")
 
 
 def _export(screen: Console, file: Path) -> None:
     """Save what is on the screen."""
-    from ckptool.render.inspect.report import export_mark, export_screen
+    from ckptool.render.inspect.report import EXPORT_MARK, export_screen
     from ckptool.storage.disk import write_whole
 
-    write_whole(file, export_screen(screen, file), mark=export_mark(file))
+    write_whole(file, export_screen(screen), mark=EXPORT_MARK)
 
 
 def _read_stats(report: InspectReport, names: list[str]) -> StatsReport:

@@ -41,7 +41,7 @@ class RenamingCommand(TyperCommand):
             close = get_close_matches(wrong, flags, n=1, cutoff=0.75)
             if renamed.partition(" ")[0] in flags:
                 close = [renamed]
-            if close:
+            if close and wrong not in flags:
                 message = f"{error.message}. Did you mean {close[0]}?"  # type: ignore[attr-defined]
                 error.message, error.possibilities = message, None  # type: ignore[attr-defined]
             raise

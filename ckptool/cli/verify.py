@@ -148,7 +148,10 @@ def _require_possible(
     if against is not None and (options.quick or options.sample < 1):
         raise UsageError("--against compares every byte: not with --quick or --sample")
     if options.part is not None and any(questions):
-        raise UsageError("--part: of the check of a checkpoint by itself, not of other questions")
+        raise UsageError(
+            "--part: only where one checkpoint is checked by itself",
+            hint="not with --against, a manifest, --latest-good, --all or --salvage",
+        )
     if against is None and (flags := changed(comparison)):
         raise UsageError(f"{flags[0]} says what to compare: it needs --against OTHER")
     if (against, write_manifest, manifest) == (None, None, None) and (flags := changed(rewrite)):

@@ -123,6 +123,26 @@ def test_every_misspelt_word_is_answered_alike(words: list[object], hint: str) -
     assert error.hint == hint
 
 
+def test_an_option_without_its_word_is_not_suggested_for_itself() -> None:
+    said = CliRunner().invoke(app, ["inspect", str(DCP), "--html"]).output
+    assert "requires an argument" in said
+    assert "Did you mean" not in said
+
+
+def test_a_word_that_is_neither_a_command_nor_a_file() -> None:
+    done = CliRunner().invoke(app, ["elsewhere"])
+    assert done.exit_code == 2
+    assert "No such command, file or folder: 'elsewhere'." in done.output
+
+
+def test_a_screen_is_exported_as_a_picture_and_a_page_has_its_own_option(tmp_path: Path) -> None:
+    page = tmp_path / "screen.html"
+    error = CliRunner().invoke(app, ["inspect", str(DCP), "--export", str(page)]).exception
+    assert isinstance(error, UsageError)
+    assert error.hint == f"--html {page} writes a page"
+    assert not page.exists()
+
+
 @pytest.mark.parametrize("words", [["verify", "--ranks"], ["formats", "--map"]])
 def test_no_option_of_another_command_is_suggested(words: list[str]) -> None:
     assert "Did you mean" not in CliRunner().invoke(app, words).output

@@ -120,22 +120,17 @@ def _shards_json(entry: TensorEntry) -> list[dict[str, Any]]:
     ]
 
 
-_HTML = b'<!DOCTYPE html>\n<html>\n<head>\n<meta charset="UTF-8">\n<style>\n'
+EXPORT_MARK = b'<svg class="rich-terminal"'
+"""How every exported screen begins."""
 
 
 def require_exportable(path: Path) -> None:
-    """Raise UsageError where the suffix of ``path`` is neither of SVG nor of HTML."""
-    if path.suffix not in (".svg", ".html"):
-        raise UsageError(f"--export {path}: file name must end in .svg or .html")
+    """Raise UsageError where the suffix of ``path`` is not that of SVG."""
+    if path.suffix != ".svg":
+        hint = f"--html {path} writes a page" if path.suffix in (".html", ".htm") else None
+        raise UsageError(f"--export {path}: file name must end in .svg", hint=hint)
 
 
-def export_screen(screen: Console, path: Path) -> bytes:
-    """Return what ``screen`` recorded as SVG or HTML, by the suffix of ``path``."""
-    svg = path.suffix == ".svg"
-    text = screen.export_svg(title="ckptool") if svg else screen.export_html(inline_styles=True)
-    return text.encode()
-
-
-def export_mark(path: Path) -> bytes:
-    """Return how every export begins that has the suffix of ``path``."""
-    return b'<svg class="rich-terminal"' if path.suffix == ".svg" else _HTML
+def export_screen(screen: Console) -> bytes:
+    """Return what ``screen`` recorded as SVG."""
+    return screen.export_svg(title="ckptool").encode()
