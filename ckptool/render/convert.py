@@ -47,6 +47,7 @@ def show_convert(report: ConvertReport) -> None:
         read, written = size(report.read_bytes), size(report.write_bytes)
         room = free(report.free_bytes)
         lines.append(Text(f"  reads {read}, writes {written}{room}{compares(report)}"))
+        lines += map(Text, planned_part(report))
     emit(screen, lines)
     if dry_run:
         if report.map is not None:
@@ -57,11 +58,23 @@ def show_convert(report: ConvertReport) -> None:
 def show_part(report: TransferReport, part: Part) -> None:
     """Show what one part wrote, and what comes next."""
     target = visible(str(report.target))
-    what = f"{plural(part.files, 'file')}, {size(part.nbytes)}"
     line = Text.assemble(
-        f"part {part.number} of {part.of} of ", (target, "bold"), f" is done: {what}"
+        f"wrote part {part.number} of {part.of} of ", (target, "bold"), f": {_size_of(part)}"
     )
-    emit(console(), [line, Text("  once all are: the same command with --finish for --part")])
+    after = "  once all parts are written, run the same command with --finish in place of --part"
+    emit(console(), [line, Text(after)])
+
+
+def planned_part(report: TransferReport) -> list[str]:
+    """Return the line on what the part that is asked for would write; none for the whole."""
+    part = report.part
+    if part is None:
+        return []
+    return [f"  of this, part {part.number} of {part.of} writes {_size_of(part)}"]
+
+
+def _size_of(part: Part) -> str:
+    return f"{plural(part.files, 'file')}, {size(part.nbytes)}"
 
 
 def compares(report: TransferReport) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from ckptool.core.text import plural
-from ckptool.render.convert import compares, show_files, show_moves
+from ckptool.render.convert import compares, planned_part, show_files, show_moves
 from ckptool.render.text import columns, console, emit, free, size, visible
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def show_reshard(report: ReshardReport) -> None:
     if costs is None:
         emit(screen, lines)
         return
-    emit(screen, [*lines, *map(Text, _costs(report, costs))])
+    emit(screen, [*lines, *map(Text, [*_costs(report, costs), *planned_part(report)])])
     if report.map is not None:
         show_moves(report.map, screen)
     rows = [

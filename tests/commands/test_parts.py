@@ -533,10 +533,21 @@ def test_what_is_said_of_a_part(source: Path, tmp_path: Path) -> None:
     assert (report["written"], report["part"]["done"]) == (False, True)
     assert (report["part"]["number"], report["part"]["of"]) == (1, 1)
     assert report["part"]["bytes"] == sum(file["bytes"] for file in report["files"])
-    assert "part 1 of 1 of" in run(line, log).words
+    assert "wrote part 1 of 1 of" in run(line, log).words
     finished = run([*line[:-2], "--finish", "--json"], log)
     report = json.loads(finished.words)
     assert (report["written"], report["part"]) == (True, None)
+
+
+def test_a_dry_run_says_what_a_part_would_write(source: Path, tmp_path: Path) -> None:
+    for words in (["convert", "--to", "dcp"], ["reshard", "--mesh", "2"]):
+        line = [words[0], str(source), str(tmp_path / "m"), *words[1:], "--dry-run"]
+        part = json.loads(run([*line, "--part", "1/2", "--json"], tmp_path / "log").words)["part"]
+        files = "1 file" if part["files"] == 1 else f"{part['files']} files"
+        said = run([*line, "--part", "1/2"], tmp_path / "log").words
+        assert f"of this, part 1 of 2 writes {files}, " in said
+        assert not part["done"]
+        assert "of this" not in run(line, tmp_path / "log").words
 
 
 def test_torchrun_shares_a_conversion(source: Path, out: Path) -> None:
