@@ -40,8 +40,8 @@ def select_plain(catalog: Catalog, *, numpy: bool = True) -> tuple[list[ObjectEn
             continue
         if foreign - carried:
             what = f"{entry.name} ({type_name(entry.value)})"
-            made_of = ", ".join(sorted(foreign - carried))
-            note = f"not carried: {what} is made of {made_of}"
+            classes_in = ", ".join(sorted(foreign - carried))
+            note = f"not carried: {what}: torch.load(weights_only=True) refuses {classes_in}"
             notes.append(Problem(note, NOT_CARRIED, tensor=entry.name))
             continue
         plain.append(entry)

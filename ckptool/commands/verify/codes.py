@@ -268,7 +268,7 @@ _CODES: dict[str, dict[str, Code]] = {
             "no checksum stored; changed values cannot be detected",
             "use --write-manifest to detect changes",
         ),
-        "value-not-written": Code(_INFO, "a value that convert and reshard do not write"),
+        "value-not-written": Code(_INFO, "a value that convert does not write in other formats"),
         "note": Code(_INFO, "a remark"),
         "damaged": Code(_ERROR, "the files contradict each other", _MIXED),
     },
