@@ -95,10 +95,10 @@ def tensors_named(catalog: Catalog, patterns: Sequence[str], option: str) -> lis
 def unknown_tensor(message: str, asked: str, catalog: Catalog) -> UsageError:
     """Return an error that suggests the names most like the one that was asked for."""
     if asked in catalog.objects:
-        hint = "`ckptool inspect --values` shows it"
+        hint = "`ckptool inspect CKPT --values` shows it"
         return UsageError(f"{asked!r}: not a tensor, but a value", hint=hint)
     close = " or ".join(closest_names(asked, catalog.tensors))
-    hint = f"did you mean {close}?" if close else "`ckptool inspect --tensors '*'` lists all"
+    hint = f"did you mean {close}?" if close else "`ckptool inspect CKPT --tensors '*'` lists all"
     return UsageError(message, hint=hint)
 
 

@@ -17,8 +17,9 @@ def show_error(error: CkptoolError) -> None:
     """Show the problem in red, then the hint."""
     screen = console(stderr=True)
     say(screen, f"[bold red]error:[/] {_lines(error.message)}")
-    if error.hint:
-        say(screen, f"[bold cyan]hint:[/] {_lines(error.hint)}")
+    hint = _hint(error)
+    if hint:
+        say(screen, f"[bold cyan]hint:[/] {_lines(hint)}")
 
 
 def error_json(error: CkptoolError) -> dict[str, Any]:
@@ -33,8 +34,18 @@ def error_json(error: CkptoolError) -> dict[str, Any]:
         }
         for problem in error.problems
     ]
-    more = {"message": error.message, "hint": error.hint, "exit_code": error.exit_code}
+    more = {"message": error.message, "hint": _hint(error), "exit_code": error.exit_code}
     return document("error", **more, problems=problems)
+
+
+def _hint(error: CkptoolError) -> str | None:
+    """Return what to do next: of damage without a hint of its own, what verify says of its code."""
+    if error.hint is not None or not isinstance(error, Damaged):
+        return error.hint
+    from ckptool.commands.verify.codes import CODES
+
+    code = CODES.get(error.message.code)
+    return None if code is None else code.hint
 
 
 def show_notes(notes: Iterable[str]) -> None:

@@ -123,6 +123,20 @@ def test_every_misspelt_word_is_answered_alike(words: list[object], hint: str) -
     assert error.hint == hint
 
 
+def test_damage_without_a_hint_of_its_own_has_that_of_its_code(tmp_path: Path) -> None:
+    file = tmp_path / "m.safetensors"
+    file.write_bytes(b"\x10" + bytes(7) + b'{"w":')
+    done = subprocess.run(
+        [sys.executable, "-m", "ckptool", "inspect", str(file), "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    hint = "use another copy of the file, or the previous checkpoint"
+    assert (done.returncode, json.loads(done.stdout)["hint"]) == (3, hint), done.stderr
+    assert done.stderr.splitlines()[-1] == f"hint: {hint}"
+
+
 def test_an_option_without_its_word_is_not_suggested_for_itself() -> None:
     said = CliRunner().invoke(app, ["inspect", str(DCP), "--html"]).output
     assert "requires an argument" in said
