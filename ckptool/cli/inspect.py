@@ -164,7 +164,7 @@ def inspect(
             ranks=rank_bytes,
             values=values,
             shards=shards,
-            stats=statistics or (),
+            stats=() if statistics is None else statistics,
             depth=depth,
             sort=sort,
         )

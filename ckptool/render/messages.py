@@ -44,8 +44,8 @@ def _hint(error: CkptoolError) -> str | None:
         return error.hint
     from ckptool.commands.verify.codes import CODES
 
-    code = CODES.get(error.message.code)
-    return None if code is None else code.hint
+    code = error.message.code
+    return CODES[code].hint if code != UNCODED and code in CODES else None
 
 
 def show_notes(notes: Iterable[str]) -> None:

@@ -66,6 +66,7 @@ ANSWERS = {
     "runs/step-1000": "step    1,000",
     "inspect runs/step-1000 --depth 3 --sort size": "model.layers.0",
     "inspect runs/step-1000 --shards 'model.layers.0.*'": "__0_0.distcp",
+    "inspect runs/step-1000 --tensors attention.wq": "model.layers.1.attention.wq.weight",
     "inspect runs/step-1000 --stats model.layers.0": "nan",
     "inspect runs/step-1000 --values": "args.seq_len",
     "inspect runs/step-1000 --values | grep '\\.lr '": "0.0003",
@@ -73,6 +74,11 @@ ANSWERS = {
     "verify runs/step-1000 --quick": "OK: ",
     "diff runs/step-1000 model/config.json": "only in A",
     "extract runs/step-1000 'model.layers.0.attention.wq.weight[0:4, :8]'": "[4, 8] of [64, 64]",
+    "diff runs/step-1000 runs/step-2000 --values": "DIFFERENT: 42 tensors changed",
+    "convert runs/step-1000 half/ --to dcp --dtype bf16": "cast: 21 tensors",
+    "convert runs/step-1000 renamed/ --to dcp --rename '^model\\.=policy.'": "wrote renamed",
+    "convert runs/step-1000 model.pt --model-only": "excluded: 21 tensors",
+    "reshard runs/step-1000 on-8/ --mesh 8": "for mesh 8",
     "prune runs --keep-last 3 --keep-every 1000": "2 good steps stay",
 }
 """What is in the answer to some of the questions."""
@@ -86,6 +92,24 @@ def test_a_recipe_answers(line: str, workspace: Path, monkeypatch: pytest.Monkey
     assert done.exit_code == (1 if line.startswith(DIFFERENT) else 0), (done.output, done.exception)
     assert ANSWERS.get(line, "") in done.output
     assert "EQUAL: " in done.output or "--against" not in line
+
+
+def test_the_recipes_find_a_nan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = (
+        "inspect runs/step-1000 --stats model.layers.0",
+        "verify runs/step-1000 --fail-nonfinite",
+    )
+    assert set(lines) <= set(RUN)
+    weights = model()
+    weights["layers.0.attention.wk.weight"][3, 5] = torch.nan
+    dcp.save({"model": weights}, checkpoint_id=tmp_path / "runs" / "step-1000", no_dist=True)
+    monkeypatch.chdir(tmp_path)
+    shown, verified = (CliRunner().invoke(app, line.split()) for line in lines)
+    rows = [line.split() for line in shown.stdout.splitlines() if "wk.weight" in line]
+    assert [row[-2:] for row in rows] == [["1", "0"]], shown.output
+    assert (shown.exit_code, verified.exit_code) == (0, 1)
+    assert "model.layers.0.attention.wk.weight: 1 NaN" in verified.stdout
+    assert "--fail-nonfinite" not in verified.stdout
 
 
 def test_the_recipes_have_what_is_expected_of_them() -> None:

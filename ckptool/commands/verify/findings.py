@@ -228,7 +228,7 @@ class Findings:
         else:
             finding = finding_of(cause)
         if cause.code == "not-finite" and self.fail_nonfinite:
-            return replace(finding, severity=Severity.ERROR)
+            return replace(finding, severity=Severity.ERROR, hint=None)
         return finding
 
     def _of_parts(self, group: Sequence[Problem]) -> Finding:

@@ -50,7 +50,9 @@ def show(
 ) -> None:
     """Print the whole picture, or only the views that are asked for."""
     catalog = report.catalog
-    views = [stats_lines(stats, console)] if stats else []
+    views = (
+        [stats_lines(stats, console)] if len(stats) else []
+    )  # a report is false where it has NaN
     if depth is not None:
         views.append(module_lines(report, depth, console, sort))
     if tensors:
