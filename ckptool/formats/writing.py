@@ -20,6 +20,8 @@ from ckptool.serialization.state_dict.tree import nest
 from ckptool.serialization.state_dict.values import NUMPY, UNREAD_TENSOR, Foreign, type_name
 
 NOT_CARRIED = "value-not-written"
+CARRIED = "carried as they are, for those who trust the source"
+"""How a note on values begins that are written as the source has them, classes and all."""
 """The code of a note on what no writer carries over, or only one that writes pickles of its own."""
 
 

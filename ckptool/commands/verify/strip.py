@@ -18,6 +18,7 @@ from ckptool.core.text import list_some
 from ckptool.engine.run_options import RunOptions
 from ckptool.engine.write.stage import Stage, StageOptions
 from ckptool.errors import Unsupported
+from ckptool.formats.writing import CARRIED
 from ckptool.storage.commit_note import targets_with_notes
 from ckptool.storage.tar import TarFiles
 from ckptool.storage.url import Location
@@ -79,8 +80,8 @@ def _plan(part: Location, read: ReadOptions, run: RunOptions) -> Strip | None:
     layout = strip.plan.layout
     if layout.folder != opened.path.is_dir():
         raise Unsupported(f"ckptool writes {name} in one file")
-    if layout.notes:
-        raise Unsupported(layout.notes[0])
+    if changes := [note for note in layout.notes if not note.startswith(CARRIED)]:
+        raise Unsupported(changes[0])
     if (obstacle := strip.obstacle()) is not None:
         raise Unsupported(obstacle)
     return strip

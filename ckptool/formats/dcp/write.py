@@ -12,7 +12,7 @@ from ckptool.core.selection import root_problem, with_loadable_paths
 from ckptool.formats.base import Request
 from ckptool.formats.dcp.cuts import Chunks, Cut, data_file
 from ckptool.formats.dcp.pickling import MetadataPickler, WrittenAt, WrittenValue
-from ckptool.formats.writing import WriterAssignment, lay_out_companions, note_tied
+from ckptool.formats.writing import CARRIED, WriterAssignment, lay_out_companions, note_tied
 from ckptool.serialization.archive.write import lay_out_archive, offset_parts
 from ckptool.serialization.state_dict.values import NUMPY, UNREAD_TENSOR, Foreign
 
@@ -42,7 +42,7 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
     layouts.append(MetadataPickler(chunks, values).lay_out())
     notes = [*([changed_root] if changed_root else []), *note_tied(catalog)]
     if foreign:
-        notes.append(f"carried as they are, for those who trust the source: {', '.join(foreign)}")
+        notes.append(f"{CARRIED}: {', '.join(foreign)}")
     return Layout(tuple(layouts), folder=True, notes=tuple(notes))
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import signal
 import uuid
+import warnings
 from pathlib import Path
 
 import pytest
@@ -78,6 +80,22 @@ def test_older_steps_lose_the_optimizer_and_nothing_else(tmp_path: Path) -> None
     now = sum(p.stat().st_size for p in run.rglob("*") if p.is_file())
     assert nbytes - now == report.freed
     assert not stripped(run).freed
+
+
+def test_objects_are_carried_into_the_copy_as_they_are(tmp_path: Path) -> None:
+    run = run_of(tmp_path, 300)
+    state = {
+        "model": {"w": torch.ones(2)},
+        "optimizer": {"state": {"w": {"exp_avg": torch.ones(2)}}, "param_groups": [{"lr": 1.0}]},
+        "args": argparse.Namespace(lr=3e-4, name="run"),
+    }
+    dcp.save(state, checkpoint_id=run / "step-100", no_dist=True)
+    assert [step.fate for step in stripped(run, yes=True).steps] == ["keep", "strip"]
+    assert not optimizer_in(run / "step-100")
+    loaded = {"args": None}
+    with warnings.catch_warnings(action="ignore"):
+        dcp.load(loaded, checkpoint_id=run / "step-100", no_dist=True)
+    assert loaded["args"] == state["args"]
 
 
 def test_files_of_torch_save_are_stripped_too(tmp_path: Path) -> None:
