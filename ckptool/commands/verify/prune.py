@@ -181,7 +181,7 @@ class _Decision:
         except (CkptoolError, OSError) as error:
             return replace(kept, reason=f"{kept.reason}; its optimizer stays: {error}")
         if not strips:
-            return kept
+            return replace(kept, reason=f"{kept.reason}; no optimizer found in it")
         reason = f"{kept.reason}, without its optimizer"
         return replace(kept, fate="strip", reason=reason, freed=freed_bytes(strips))
 

@@ -158,6 +158,12 @@ def test_a_format_that_is_not_written_keeps_its_optimizer(tmp_path: Path) -> Non
     assert hashes(tmp_path / "step-100" / "global_step1") == before
 
 
+def test_a_step_of_which_no_optimizer_is_read_says_so(tmp_path: Path) -> None:
+    for step in (100, 200):
+        torch.save({"model": {"w": torch.ones(2)}}, tmp_path / f"step-{step}.pt")
+    assert stripped(tmp_path, yes=True).steps[-1].reason.endswith("no optimizer found in it")
+
+
 def test_a_step_of_a_store_keeps_its_optimizer(tmp_path: Path) -> None:
     run = location(f"memory://{uuid.uuid4().hex}/run")
     assert isinstance(run, RemotePath)
