@@ -609,3 +609,25 @@ def test_parts_replace_nothing_in_a_store(source: Path) -> None:
     part = planned(source, location(place.url), asked("1/2", overwrite=True))
     refused(part.run, "already exists")
     assert stored(place) == before
+
+
+def test_in_a_store_nothing_is_begun_afresh_while_a_part_is_written(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As another process: its files would be mixed with those of the part."""
+    planned, place = convert("hf", **MANY), in_memory()
+    write(planned, source, place, "1/2")
+    part = planned(source, location(place.url), asked("2/2"))
+    real, mine = type(part)._move, os.getpid()
+
+    def meanwhile(self: Any, *words: Any) -> None:
+        for more in ({"overwrite": True}, {"overwrite": True, "resume": True}):
+            monkeypatch.setattr(os, "getpid", lambda: 1)
+            other = planned(source, location(place.url), asked(**more))
+            refused(other.run, "another ckptool is writing a part of it")
+            monkeypatch.setattr(os, "getpid", lambda: mine)
+        real(self, *words)
+
+    monkeypatch.setattr(type(part), "_move", once(real, meanwhile))
+    part.run()
+    finish(planned, source, location(place.url))

@@ -12,13 +12,7 @@ from ckptool.core.layout import Layout
 from ckptool.engine.share import Share
 from ckptool.engine.write.journal import require_same_run
 from ckptool.engine.write.parts import COMMITS, CONTINUES, damaged_part, require_parts, run_head
-from ckptool.engine.write.remote_stage import (
-    RemoteStage,
-    describe_writer,
-    is_running,
-    part_note,
-    this_writer,
-)
+from ckptool.engine.write.remote_stage import RemoteStage, part_note, this_writer
 from ckptool.engine.write.stage import StageOptions
 from ckptool.errors import Unsupported
 from ckptool.storage.url import RemotePath
@@ -50,10 +44,7 @@ class RemotePartStage(RemoteStage):
                 f" {next(iter(existing))})",
                 hint="parts replace nothing in a store: write elsewhere, or remove it before",
             )
-        writer = (self._read_note(self._claim) or {}).get("writer")
-        if isinstance(writer, dict) and is_running(writer):
-            who = describe_writer(writer)
-            raise Unsupported(f"{self.target}: another ckptool is writing this part: {who}")
+        self._require_ended(self._read_note(self._claim), "this part")
 
     def begin(self) -> None:
         """Note whose output this is, unless another part has, and who writes this part."""
@@ -100,6 +91,7 @@ class RemotePartsStage(RemoteStage):
         """Raise Unsupported where a part is not done, or what it wrote is not there."""
         self._require_writable()
         note = self._read_note(self._note) or {}
+        self._require_ended(note, "it")
         self._parts = note.get("parts", 0)
         notes = {n: self._read_note(part_note(self._note, n)) for n in range(self._parts)}
         parts = {n: (each, each.get("part") or {}) for n, each in notes.items() if each}

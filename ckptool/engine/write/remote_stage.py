@@ -261,18 +261,24 @@ class RemoteStage:
                 f"{self.target}: holds the unfinished output of a run in {note['parts']} parts",
                 hint="--part K/N continues each, --finish ends it, and --overwrite starts over",
             )
+        for number in range(self._parts):
+            self._require_ended(self._read_note(part_note(self._note, number)), "a part of it")
+        self._require_ended(note, "it")
         writer = note.get("writer") if note is not None else None
         if not isinstance(writer, dict):
             return
-        if is_running(writer):
-            raise Unsupported(
-                f"{self.target}: another ckptool is writing it: {describe_writer(writer)}"
-            )
         if not _is_here(writer) and not self._options.resume and not self._options.overwrite:
             raise Unsupported(
                 f"{self.target}: holds the unfinished output of {describe_writer(writer)}",
                 hint="once that has ended, --resume continues it and --overwrite starts over",
             )
+
+    def _require_ended(self, note: Mapping[str, Any] | None, what: str) -> None:
+        """Raise Unsupported where who wrote a note is another process here that is at work."""
+        writer = (note or {}).get("writer")
+        if isinstance(writer, dict) and is_running(writer):
+            who = describe_writer(writer)
+            raise Unsupported(f"{self.target}: another ckptool is writing {what}: {who}")
 
     def _require_mine(self) -> None:
         """Raise TransferError where another run has begun to write here since."""
