@@ -166,6 +166,16 @@ def test_a_link_to_a_folder_is_not_replaced(out: Path) -> None:
     assert read_back("dcp", out / "real") == case("dcp_base").truth
 
 
+def test_a_kept_file_that_transformers_opens_first_ends_the_commit(out: Path) -> None:
+    """Shards take the place of a torch checkpoint, and old weights lie beside it."""
+    convert_to("dcp", case("dcp_base").path, out / "m")
+    (out / "m" / "model.safetensors").write_bytes(b"old")
+    before = {path.name: path.read_bytes() for path in (out / "m").iterdir()}
+    with pytest.raises(TransferError, match=r"model\.safetensors: .*would be read"):
+        convert_to("hf", case("dcp_base").path, out / "m", overwrite=True, max_shard_size=1_000)
+    assert {path.name: path.read_bytes() for path in (out / "m").iterdir()} == before
+
+
 def test_a_file_that_is_no_checkpoint_is_not_replaced(out: Path) -> None:
     (out / "m.txt").write_bytes(b"dear diary")
     with pytest.raises(UsageError, match="whose name ends in one of"):

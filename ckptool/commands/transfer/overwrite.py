@@ -25,6 +25,8 @@ from ckptool.storage.local import Files, LocalSource
 from ckptool.storage.url import Location
 
 _LARGEST_TEXT = 64 << 20
+_WHOLE = "model.safetensors"
+_INDEX = f"{_WHOLE}.index.json"
 _UNFINISHED = (".metadata", ".metadata.tmp", ".distcp")
 _SCAN = ScanOptions(per_rank=True, values=False)
 
@@ -84,6 +86,8 @@ def require_unmixed(target: Path, staged: Path, own: Iterable[str]) -> None:
     alone = LocalSource.folder(staged)
     mixed = _MixedSource(alone, LocalSource(target, kept))
     read = _read_with(target, alone, mixed)
+    if _INDEX in alone.files and _WHOLE in kept and _WHOLE not in alone.files:
+        read = [_WHOLE]  # which transformers (4, 5) opens before it looks for an index
     if read:
         raise TransferError(
             f"{target}: {list_some(read)}: not part of the old checkpoint, but would be read as"
