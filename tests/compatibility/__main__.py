@@ -57,7 +57,7 @@ WRITERS = {
         "lightning",
     ),
     "deepspeed": Writer(
-        ("0.14.5", "0.15.4", "0.16.9", "0.17.6", "0.18.9", "0.19.0"),
+        ("0.14.5", "0.15.4", "0.16.9", "0.17.6", "0.18.9", "0.19.8"),
         ("deepspeed_zero_2", "deepspeed_zero_3", "deepspeed_universal"),
         ("hjson", "msgpack", "ninja", "psutil", "py-cpuinfo", "pydantic", "tqdm", "einops"),
     ),
@@ -212,7 +212,7 @@ def reason(error: subprocess.CalledProcessError | subprocess.TimeoutExpired) -> 
     """Return the last line that says why, fit for a table."""
     if isinstance(error, subprocess.TimeoutExpired):
         return f"longer than {error.timeout:.0f} s"
-    lines = [line for line in (error.stderr or "").splitlines() if re.match(r"\w*Error", line)]
+    lines = [line for line in (error.stderr or "").splitlines() if re.match(r"[\w.]*Error", line)]
     return (lines or ["failed"])[-1].replace("|", "/").replace(str(ROOT), "")[:90]
 
 
