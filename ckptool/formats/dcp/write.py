@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from itertools import chain
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.layout import FileLayout, Layout, Part
-from ckptool.core.selection import root_problem, with_loadable_paths
+from ckptool.core.selection import keep_names, root_problem, with_loadable_paths
 from ckptool.formats.base import Request
 from ckptool.formats.dcp.cuts import Chunks, Cut, data_file
 from ckptool.formats.dcp.pickling import MetadataPickler, WrittenAt, WrittenValue
+from ckptool.formats.lightning import split_meta
 from ckptool.formats.writing import CARRIED, WriterAssignment, lay_out_companions, note_tied
 from ckptool.serialization.archive.write import lay_out_archive, offset_parts
 from ckptool.serialization.state_dict.values import NUMPY, UNREAD_TENSOR, Foreign
@@ -19,23 +21,24 @@ from ckptool.serialization.state_dict.values import NUMPY, UNREAD_TENSOR, Foreig
 
 def lay_out(catalog: Catalog, request: Request) -> Layout:
     """Lay out a DCP folder: cut for the request's mesh, or in the source's own chunks."""
+    classes = Foreign()
+    made_of = {name: set(classes.of(entry.value)) for name, entry in catalog.objects.items()}
+    catalog = keep_names(catalog, lambda name: UNREAD_TENSOR not in made_of.get(name, ()))
+    catalog, beside = split_meta(catalog)
     changed_root = root_problem(catalog)
     catalog = with_loadable_paths(catalog)
-    classes = Foreign()
     parts: list[Part] = []
     values: list[WrittenValue] = []
     nbytes = 0
     for value in catalog.objects.values():
-        if UNREAD_TENSOR not in classes.of(value.value):
-            archive = lay_out_archive(value.value)
-            parts += offset_parts(archive, len(parts))
-            length = sum(part.nbytes for part in archive)
-            values.append((value, WrittenAt(data_file(0), nbytes, length)))
-            nbytes += length
-    names = {name for entry in catalog.objects.values() for name in classes.of(entry.value)}
-    foreign = sorted(names - {UNREAD_TENSOR, NUMPY})
+        archive = lay_out_archive(value.value)
+        parts += offset_parts(archive, len(parts))
+        length = sum(part.nbytes for part in archive)
+        values.append((value, WrittenAt(data_file(0), nbytes, length)))
+        nbytes += length
+    foreign = sorted({*chain(*made_of.values())} - {UNREAD_TENSOR, NUMPY})
     chunks = Chunks(_cut_all(catalog, WriterAssignment(request)), nbytes)
-    layouts = lay_out_companions(catalog)
+    layouts = [*lay_out_companions(catalog), *beside]
     for rank in sorted({*chunks.written, *([0] if values else [])}):
         make = partial(chunks.parts, rank, () if rank else parts)
         layouts.append(FileLayout.lazy(data_file(rank), int(chunks.nbytes[rank]), make, rank))
