@@ -47,30 +47,52 @@ def fill_scaled(gather: Gather, at: ScaledBlocks, out: Array, box: Box, dtype: D
     if not out.size:
         return
     wanted = getattr(torch, dtype.name)
-    region, first = _part_region(at.part, box)
-    numbers = _SCHEMES[at.scheme](gather, at, region, wanted)
-    if first is not None:
-        numbers = numbers.contiguous().as_strided(box.shape, at.part.strides, first)
+    region, first, strides = least_box(at.part, box) or run_of_rows(at.part, box)
+    numbers = _SCHEMES[at.scheme](gather, at, region, wanted).contiguous()
+    numbers = numbers.as_strided(box.shape, strides, numbers.storage_offset() + first)
     flat = numbers.contiguous().reshape(-1).view(torch.uint8).numpy()
     out[...] = flat.view(out.dtype).reshape(out.shape)
 
 
-def _part_region(part: StridedPart, box: Box) -> tuple[Box, int | None]:
-    """Return what of the whole tensor holds all of a part's ``box``, and where in it that begins.
+_Region = tuple[Box, int, tuple[int, ...]]
+"""A box of the whole tensor, where in it a part's box begins, and with what strides it goes on."""
 
-    Where the part is a box of the tensor, so is this, and the second value is None; else it is the
-    least run of rows, along the first dim in which they are several.
+
+def least_box(part: StridedPart, box: Box) -> _Region | None:
+    """Return the least box of the whole tensor that holds a part's ``box``.
+
+    None where a dim of the part does not run along one of the whole tensor.
     """
-    rows, origin = row_major_strides(part.shape, 1), part.start
-    if part.strides == rows:
-        return box.relative_to([-n for n in _index(part.shape, origin)]), None
-    first = origin + sum(i * s for i, s in zip(box.lo, part.strides, strict=True))
+    rows = row_major_strides(part.shape, 1)
+    first = part.start + sum(i * s for i, s in zip(box.lo, part.strides, strict=True))
+    low = _index(part.shape, first)
+    high, along = list(low), []
+    for size, stride in zip(box.shape, part.strides, strict=True):
+        dim = next((dim for dim, row in enumerate(rows) if row <= stride), None)
+        if size > 1 and (dim is None or stride % rows[dim]):
+            return None
+        dim, step = (0, 0) if size == 1 or dim is None else (dim, stride // rows[dim])
+        if step:
+            high[dim] += (size - 1) * step
+        along.append((dim, step))
+    if any(n >= size for n, size in zip(high, part.shape, strict=True)):
+        return None
+    region = Box(tuple(low), tuple(n + 1 for n in high))
+    inner = row_major_strides(region.shape, 1)
+    return region, 0, tuple(step * inner[dim] if step else 1 for dim, step in along)
+
+
+def run_of_rows(part: StridedPart, box: Box) -> _Region:
+    """Return the least run of rows that holds a part's ``box``, along the first dim of several."""
+    rows = row_major_strides(part.shape, 1)
+    first = part.start + sum(i * s for i, s in zip(box.lo, part.strides, strict=True))
     last = first + sum((n - 1) * s for n, s in zip(box.shape, part.strides, strict=True))
     lo, hi = _index(part.shape, first), _index(part.shape, last)
     dim = next((d for d, low in enumerate(lo) if low != hi[d]), len(lo))
     start = (*lo[: dim + 1], *(0 for _ in lo[dim + 1 :]))
     stop = (*(n + 1 for n in hi[: dim + 1]), *part.shape[dim + 1 :])
-    return Box(start, stop), first - sum(i * row for i, row in zip(start, rows, strict=True))
+    inside = first - sum(i * row for i, row in zip(start, rows, strict=True))
+    return Box(start, stop), inside, part.strides
 
 
 def _index(shape: tuple[int, ...], element: int) -> list[int]:
