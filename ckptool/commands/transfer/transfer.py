@@ -50,26 +50,17 @@ def stage_at(
 ) -> Output:
     """Return the stage in which output for a target is made: all of it, a part, or the end."""
     if isinstance(target, Path):
-        if how.part is None and not how.finish:
-            return Stage(target, layout, options)
         from ckptool.engine.write.parts import PartsStage, PartStage
 
-        return (
-            PartsStage(target, layout, options)
-            if how.part is None
-            else PartStage(target, layout, options, how.part)
-        )
-    if how.part is None and not how.finish:
-        from ckptool.engine.write.remote_stage import RemoteStage
-
-        return RemoteStage(target, layout, options)
+        if how.part is not None:
+            return PartStage(target, layout, options, how.part)
+        return (PartsStage if how.finish else Stage)(target, layout, options)
     from ckptool.engine.write.remote_parts import RemotePartsStage, RemotePartStage
+    from ckptool.engine.write.remote_stage import RemoteStage
 
-    return (
-        RemotePartsStage(target, layout, options)
-        if how.part is None
-        else RemotePartStage(target, layout, options, how.part)
-    )
+    if how.part is not None:
+        return RemotePartStage(target, layout, options, how.part)
+    return (RemotePartsStage if how.finish else RemoteStage)(target, layout, options)
 
 
 def no_progress(nbytes: int) -> None:
