@@ -54,7 +54,7 @@ class Totals:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class PartShare:
     """What one part of the checkpoint holds in one element type."""
 
     part: str
@@ -86,7 +86,7 @@ class InspectReport(Report):
     opened: OpenedCheckpoint
     step: int | None
     totals: Totals
-    shares: tuple[Share, ...]
+    shares: tuple[PartShare, ...]
     problems: tuple[str, ...]
     error: CkptoolError | None = None
 
@@ -181,13 +181,13 @@ def report(opened: OpenedCheckpoint) -> InspectReport:
     return InspectReport(opened, step_of(opened.path, catalog), totals, shares, problems)
 
 
-def shares_of(entries: Iterable[TensorEntry]) -> tuple[Share, ...]:
+def shares_of(entries: Iterable[TensorEntry]) -> tuple[PartShare, ...]:
     """Sum up tensors by part and element type, the largest type of a part first."""
     groups: dict[tuple[str, DType], list[TensorEntry]] = {}
     for entry in entries:
         groups.setdefault((state_category(entry), entry.dtype), []).append(entry)
     shares = [
-        Share(
+        PartShare(
             part,
             dtype,
             len(members),

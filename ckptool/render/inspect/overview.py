@@ -7,7 +7,7 @@ import re
 from rich.console import Console
 from rich.text import Text
 
-from ckptool.commands.inspect import InspectReport, ModuleShare, Share, modules_of
+from ckptool.commands.inspect import InspectReport, ModuleShare, PartShare, modules_of
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.dtype import short_name
 from ckptool.core.quantization.names import kinds
@@ -98,7 +98,7 @@ def _shares(report: InspectReport, screen: Console) -> list[Text]:
     return columns(screen, rows, "llrrrrl", heads=heads)
 
 
-def _share(share: Share, whole: int, screen: Console) -> list[Cell]:
+def _share(share: PartShare, whole: int, screen: Console) -> list[Cell]:
     part = share.nbytes / whole
     colour = _PART_COLOURS[share.part]
     return [
