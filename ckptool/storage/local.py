@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -80,8 +81,11 @@ class Files(Protocol):
     def alone(self, name: str) -> Files:
         """Return one of the files by itself, with the ``.extra.pt`` file beside it."""
 
-    def fingerprint(self, files: Iterable[str]) -> str:
-        """Return a SHA-256 (hex) over what changes when some of the files do, as listed."""
+    def fingerprint(self, files: Iterable[str], *, exact: bool = False) -> str:
+        """Return a SHA-256 (hex) over what changes when some of the files do, as listed.
+
+        ``exact``: also where their times were set back, or only their access was changed.
+        """
 
     def changed(self, files: Iterable[str]) -> list[str]:
         """Return those of the files that were written, replaced or removed since listed."""
@@ -200,9 +204,17 @@ class LocalSource:
         """Return what one thread reads with."""
         return LocalReader(self.root, self._listed, self._places)
 
-    def fingerprint(self, files: Iterable[str]) -> str:
-        """Return a SHA-256 (hex) over names, sizes and modification times of some files."""
-        return version_digest(self._listed, files)
+    def fingerprint(self, files: Iterable[str], *, exact: bool = False) -> str:
+        """Return a SHA-256 (hex) over names, sizes and modification times of some files.
+
+        ``exact``: also over the times of their last change, which nothing sets back.
+        """
+        names = list(files)
+        digest = version_digest(self._listed, names)
+        if not exact:
+            return digest
+        changed = [self._listed[name].changed for name in sorted(names)]
+        return hashlib.sha256(repr((digest, changed)).encode()).hexdigest()
 
     def changed(self, files: Iterable[str]) -> list[str]:
         """Return those of the files that were written, replaced or removed since listed."""

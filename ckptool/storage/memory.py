@@ -58,7 +58,7 @@ class MemoryFiles:
         """Return one of them by itself."""
         return MemoryFiles({name: self._buffers[name]})
 
-    def fingerprint(self, files: Iterable[str]) -> str:
+    def fingerprint(self, files: Iterable[str], *, exact: bool = False) -> str:
         """Return the identity of the buffers: what is in memory is resumed by nobody."""
         return str(id(self._buffers))
 

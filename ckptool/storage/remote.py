@@ -69,7 +69,7 @@ class RemoteSource:
         grouped = by_folder(self._infos)
         return {name: RemoteSource(self._place / name, files) for name, files in grouped.items()}
 
-    def fingerprint(self, files: Iterable[str]) -> str:
+    def fingerprint(self, files: Iterable[str], *, exact: bool = False) -> str:
         """Return a SHA-256 (hex) over names, sizes and versions (ETags or times) of some files."""
         return version_digest(self._infos, files)
 

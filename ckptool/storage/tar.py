@@ -87,9 +87,9 @@ class TarFiles:
         root = f"{self.root}/{folder}" if folder else self.root
         return self._part(root, {last: self._spans[name]})
 
-    def fingerprint(self, files: Iterable[str]) -> str:
+    def fingerprint(self, files: Iterable[str], *, exact: bool = False) -> str:
         """Return a SHA-256 (hex) over what changes when the archive does."""
-        return self._holder.fingerprint([self._archive])
+        return self._holder.fingerprint([self._archive], exact=exact)
 
     def changed(self, files: Iterable[str]) -> list[str]:
         """Return all of the files where the archive was written, replaced or removed."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
@@ -46,8 +47,11 @@ Place = Path | RemotePath
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Tensors that are cut by rows and by columns, replicated, small and empty, and values."""
-    path = tmp_path_factory.mktemp("source") / "ckpt"
-    generator = torch.Generator().manual_seed(5)
+    return save(tmp_path_factory.mktemp("source") / "ckpt", seed=5)
+
+
+def save(path: Path, seed: int) -> Path:
+    generator = torch.Generator().manual_seed(seed)
     state: dict[str, Any] = {
         f"layers.{n}.w": torch.randn(16, 24, generator=generator) for n in range(6)
     }
@@ -631,3 +635,43 @@ def test_in_a_store_nothing_is_begun_afresh_while_a_part_is_written(
     monkeypatch.setattr(type(part), "_move", once(real, meanwhile))
     part.run()
     finish(planned, source, location(place.url))
+
+
+@pytest.mark.parametrize("kind", ["folder of models", "reshard"])
+def test_parts_of_a_source_that_was_rewritten_with_its_time_set_back_are_not_put_together(
+    kind: str, source: Path, tmp_path: Path
+) -> None:
+    """As a step that was unpacked over another: of the same sizes, times and plan."""
+    name, planned = KINDS[kind]
+    mine, target = tmp_path / "mine", tmp_path / "out" / name
+    shutil.copytree(source, mine)
+    target.parent.mkdir()
+    data = next(mine.glob("*.distcp"))
+    status = data.stat()
+    write(planned, mine, target, "1/2")
+    data.write_bytes((save(tmp_path / "other", seed=6) / data.name).read_bytes())
+    os.utime(data, ns=(status.st_atime_ns, status.st_mtime_ns))
+    write(planned, mine, target, "2/2")
+    with pytest.raises(Unsupported, match="part 1 of 2 is of a source that was written to") as why:
+        finish(planned, mine, target)
+    assert "--part 1/2" in str(why.value.hint)
+    assert not target.exists()
+    with pytest.raises(NotVerified):  # what it had written is of what is gone
+        write(planned, mine, target, "1/2")
+    write(planned, mine, target, "1/2")
+    finish(planned, mine, target)
+    assert content(target.parent) == alone(kind, mine, tmp_path / "alone")
+
+
+def test_parts_of_a_source_that_was_only_touched_are_compared_again(
+    source: Path, tmp_path: Path
+) -> None:
+    name, planned = KINDS["folder of models"]
+    mine, target = tmp_path / "mine", tmp_path / name
+    shutil.copytree(source, mine)
+    write(planned, mine, target, "1/2", "2/2")
+    next(mine.glob("*.distcp")).chmod(0o600)
+    with pytest.raises(Unsupported, match="2 parts of 2 are of a source"):
+        finish(planned, mine, target)
+    write(planned, mine, target, "1/2", "2/2")
+    assert finish(planned, mine, target).written

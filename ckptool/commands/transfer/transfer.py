@@ -309,10 +309,12 @@ class Transfer(Generic[AnyReport]):
 
     def _stage_options(self) -> StageOptions:
         self.options.require_one_way()
-        catalog = self.plan.catalog
+        source, catalog = self.opened.source, self.plan.catalog
+        read = [*catalog.files, *catalog.companions]
         return StageOptions(
             self._digest(),
-            self.opened.source.fingerprint([*catalog.files, *catalog.companions]),
+            source.fingerprint(read),
+            source.fingerprint(read, exact=True),
             self.options.overwrite,
             self.options.resume or self.options.finish or self.options.part is not None,
             self.options.run.fsync,

@@ -84,7 +84,7 @@ class PartStage(Stage):
             for folder in {self.folder, *((self.folder / name).parent for name in self._names)}:
                 sync_folder(folder)
         files = stamps(self.folder, self._names)
-        self.journal.end({"verified": self._options.verify, "files": files})
+        self.journal.end(end_of_part(self._options, files))
         return None
 
     def next_step(self) -> str | None:
@@ -164,6 +164,11 @@ def run_head(plan: str, source: str, parts: int) -> dict[str, object]:
     return {"plan": plan, "source": source, "parts": parts}
 
 
+def end_of_part(options: StageOptions, files: Mapping[str, Any]) -> dict[str, object]:
+    """Return what is noted of a part that is done, with the stamps or versions of its files."""
+    return {"verified": options.verify, "source": options.source_state, "files": files}
+
+
 def require_parts(
     target: object,
     parts: Mapping[int, tuple[Mapping[str, Any], Mapping[str, Any]]],
@@ -188,6 +193,8 @@ def require_parts(
     if options.verify:
         wrong = [number + 1 for number in range(count) if not parts[number][1].get("verified")]
         _require_none(target, wrong, count, "not verified", or_else=", or give --no-verify")
+    wrong = [n + 1 for n in range(count) if parts[n][1].get("source") != options.source_state]
+    _require_none(target, wrong, count, "of a source that was written to, or touched, since")
     return [parts[number][1]["files"] for number in range(count)]
 
 

@@ -11,7 +11,14 @@ from collections.abc import Iterable
 from ckptool.core.layout import Layout
 from ckptool.engine.share import Share
 from ckptool.engine.write.journal import require_same_run
-from ckptool.engine.write.parts import COMMITS, CONTINUES, damaged_part, require_parts, run_head
+from ckptool.engine.write.parts import (
+    COMMITS,
+    CONTINUES,
+    damaged_part,
+    end_of_part,
+    require_parts,
+    run_head,
+)
 from ckptool.engine.write.remote_stage import RemoteStage, part_note, this_writer
 from ckptool.engine.write.stage import StageOptions
 from ckptool.errors import Unsupported
@@ -76,7 +83,7 @@ class RemotePartStage(RemoteStage):
         self._require_mine()
         existing = self._list_existing()
         files = {name: existing[name][:2] for name in self._names if name in existing}
-        part = {"verified": self._options.verify, "files": files}
+        part = end_of_part(self._options, files)
         self._put_note(self._claim, parts=self._share.size, part=part)
 
     def next_step(self) -> str | None:

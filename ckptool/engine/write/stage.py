@@ -46,21 +46,21 @@ if TYPE_CHECKING:
 Output: TypeAlias = "Stage | RemoteStage"
 """Where a transfer writes. One process begins it; others that write into it join."""
 
-
 RESUME_HINT = "the finished files are kept; the same command with --resume continues"
 
 
 @dataclass(frozen=True, slots=True)
 class StageOptions:
-    """``overwrite`` replaces an existing target at the end; ``resume`` continues a partial one.
+    """``overwrite`` replaces what stands at the target; ``resume`` continues a partial output.
 
-    ``plan`` and ``source`` are the digests that a resumed run must share with the first, ``verify``
-    is whether what is written is compared with the source before it counts; ``own`` returns the
-    files of the checkpoint at the target, which are replaced; None where none is there.
+    ``plan`` and ``source`` are the digests that a resumed run must share with the first, the parts
+    of a run ``source_state``, too; ``verify`` is whether output is compared with the source before
+    it counts; ``own`` returns the files of the checkpoint at the target, None where none is there.
     """
 
     plan: str
     source: str
+    source_state: str = ""
     overwrite: bool = False
     resume: bool = False
     fsync: bool = True
