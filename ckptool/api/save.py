@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any, Unpack
 
 from ckptool.api.arguments import AnyPath, Keywords, location, with_keywords
 from ckptool.api.commands import Progress, started_progress
 from ckptool.api.keywords import SaveKeywords
+from ckptool.api.save_shards import TO_SAVE_SHARDS, Held, save_shards
 from ckptool.api.state_dict import is_entered, leaves_of
-from ckptool.api.tensors import bits_of, global_shape, local_parts, local_tensors, why_not_held
+from ckptool.api.tensors import (
+    bits_of,
+    global_shape,
+    is_shared,
+    local_parts,
+    local_tensors,
+    why_not_held,
+)
 from ckptool.commands.convert import ConvertReport, prepare_save
 from ckptool.commands.open import OpenedCheckpoint, no_collecting
 from ckptool.commands.options.target import SaveOptions
@@ -40,36 +48,62 @@ def save(
 
     Through the same layouts as ``convert``; without ``to`` the target's name says it. Tensors that
     share memory are tied where the format can say so. What was written is compared with memory
-    before it takes its place. A DTensor is written whole where this process holds all of it. Raises
-    Unsupported for tensors of which other ranks hold a part, and for values that are not plain
-    data; UsageError where it makes no sense.
+    before it takes its place. Where the state dict has tensors that are sharded over ranks, as
+    DTensors are, every rank must call this, and each writes its own shards: ``to="dcp"``. Raises
+    Unsupported where other ranks hold a part and cannot be asked, and for values that are not plain
+    data; UsageError where it makes no sense; Damaged where ranks contradict one another.
     """
     parsed = Keywords("save", options, SaveKeywords).options(SaveOptions, to=to)
+    started, place = started_progress(progress), location(target)
+    leaves = leaves_of(tree)  # refuses modules, and names that two leaves have
+    if _is_shared(leaf.value for leaf in leaves.values()):
+        return save_shards(lambda rank: _held(tree, rank), place, parsed, started)
     with no_collecting():
-        opened = _opened(tree)
-        planned = prepare_save(opened, location(target), parsed)
-    return planned.run(started_progress(progress)(planned.nbytes))
+        planned = prepare_save(_opened(tree), place, parsed)
+    return planned.run(started(planned.nbytes))
+
+
+def _is_shared(values: Iterable[Any]) -> bool:
+    """Return whether the ranks of a process group hold parts of the tensors among values."""
+    import torch
+    import torch.distributed as distributed
+
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return False
+    return any(isinstance(value, torch.Tensor) and is_shared(value) for value in values)
 
 
 def _opened(tree: dict[str, Any]) -> OpenedCheckpoint:
     """Return the state dict as an open checkpoint, each storage of its tensors as a file."""
+    held = _held(tree)
+    for name, entry in held.tensors.items():
+        here = sum(chunk.box.volume for chunk in entry.chunks)
+        if here != entry.elements:
+            raise Unsupported(
+                f"{name}: this process holds {here:,} of {entry.elements:,} elements",
+                hint=TO_SAVE_SHARDS,
+            )
+    files = {file: len(data) for file, data in held.buffers.items()}
+    catalog = with_parts(Catalog("memory", held.tensors, held.objects, files))
+    row = Format("memory", "tensors in memory", None, lambda source, options: catalog)
+    return OpenedCheckpoint(FilePath("memory"), MemoryFiles(held.buffers), row, catalog)
+
+
+def _held(tree: dict[str, Any], rank: int = 0) -> Held:
+    """Return what this rank holds of a state dict, each storage of its tensors as a file."""
     import torch
 
-    leaves_of(tree)  # refuses modules, and names that two leaves have
     tensors: dict[str, TensorEntry] = {}
     objects: dict[str, ObjectEntry] = {}
     buffers: dict[str, memoryview] = {}
     for path, value in _walk((), tree):
         name = ".".join(map(str, path))
         if isinstance(value, torch.Tensor):
-            tensors[name] = _entry(name, path, value, buffers)
+            tensors[name] = _entry(name, path, value, buffers, f"rank-{rank}")
         else:
             _require_plain(name, value)
             objects[name] = ObjectEntry(name, path, value)
-    files = {file: len(data) for file, data in buffers.items()}
-    catalog = with_parts(Catalog("memory", tensors, objects, files))
-    row = Format("memory", "tensors in memory", None, lambda source, options: catalog)
-    return OpenedCheckpoint(FilePath("memory"), MemoryFiles(buffers), row, catalog)
+    return Held(tensors, objects, buffers)
 
 
 def _walk(path: Path, container: Any) -> Iterator[tuple[Path, Any]]:
@@ -86,9 +120,12 @@ def _walk(path: Path, container: Any) -> Iterator[tuple[Path, Any]]:
 
 
 def _entry(
-    name: str, path: Path, tensor: torch.Tensor, buffers: dict[str, memoryview]
+    name: str, path: Path, tensor: torch.Tensor, buffers: dict[str, memoryview], head: str
 ) -> TensorEntry:
-    """Return where a tensor lies in memory; Unsupported where not all of it is there."""
+    """Return where what this rank holds of a tensor lies; Unsupported where it is no memory.
+
+    ``head`` begins the names of its files.
+    """
     dtype = BY_NAME.get(str(tensor.dtype).removeprefix("torch."))
     reasons = [why_not_held(tensor), *map(_why_not_plain, local_tensors(tensor))]
     why = next((reason for reason in reasons if reason is not None), None)
@@ -97,26 +134,14 @@ def _entry(
         raise Unsupported(f"{name}: a {kind}: {why or 'no format has it'}", hint=_TO_SAVE_WHOLE)
     shape = global_shape(tensor)
     chunks = [
-        Chunk(box, _place(part, dtype.itemsize, buffers))
+        Chunk(box, _place(part, dtype.itemsize, buffers, head))
         for box, part in local_parts(tensor)
         if box.volume or not tensor.numel()
     ]
-    entry = TensorEntry(name, path, dtype, shape, tuple(chunks))
-    held = sum(chunk.box.volume for chunk in chunks)
-    if held != entry.elements:
-        raise Unsupported(
-            f"{name}: a {type(tensor).__name__}, of which this process holds {held:,} of"
-            f" {entry.elements:,} elements",
-            hint=_TO_SAVE_SHARDS,
-        )
-    return entry
+    return TensorEntry(name, path, dtype, shape, tuple(chunks))
 
 
 _TO_SAVE_WHOLE = "full_tensor() of a DTensor makes a plain one, dequantize() of a quantized one"
-_TO_SAVE_SHARDS = (
-    "each rank writes its own with torch.distributed.checkpoint.save(state, checkpoint_id=DIR), and"
-    " `ckptool convert DIR DST` makes every other format of it; or save full_tensor() on one rank"
-)
 
 
 def _why_not_plain(tensor: torch.Tensor) -> str | None:
@@ -128,13 +153,13 @@ def _why_not_plain(tensor: torch.Tensor) -> str | None:
     return "it has no memory" if tensor.is_meta else None
 
 
-def _place(part: torch.Tensor, itemsize: int, buffers: dict[str, memoryview]) -> Extent:
+def _place(part: torch.Tensor, itemsize: int, buffers: dict[str, memoryview], head: str) -> Extent:
     """Return where a plain tensor lies in memory, among the storages that are seen by now."""
     import torch
 
     plain = part.cpu().resolve_conj().resolve_neg()
     storage = plain.untyped_storage()
-    file = f"storage-{storage.data_ptr():x}-{storage.nbytes()}"
+    file = f"{head}/storage-{storage.data_ptr():x}-{storage.nbytes()}"
     if file not in buffers:
         whole = torch.empty(0, dtype=torch.uint8).set_(storage)
         data: Any = bits_of(whole)

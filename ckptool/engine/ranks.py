@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ckptool.engine.share import Share
 from ckptool.errors import CkptoolError, TransferError, Unsupported, UsageError, failure_of
@@ -89,6 +89,7 @@ class TorchRanks(Ranks):
         import torch.distributed.nn  # noqa: F401 (must precede the group: it keeps WORLD in defaults)
 
         self._distributed = distributed
+        self._group: Any = None
         self.rank, self.size = launch.rank, launch.size
         self.local_rank = launch.local_rank
         try:
@@ -102,7 +103,7 @@ class TorchRanks(Ranks):
         """Return what every rank passed, in the order of ranks."""
         values: list[Value | None] = [None] * self.size
         try:
-            wait_for(lambda: self._distributed.all_gather_object(values, value))
+            wait_for(lambda: self._distributed.all_gather_object(values, value, self._group))
         except RuntimeError as error:
             raise TransferError(
                 f"rank {self.rank}: lost the connection to other ranks: {error_text(error)}",
@@ -131,8 +132,28 @@ class TorchRanks(Ranks):
         Groups that lie in garbage still own threads; gloo (torch 2.13) aborts the process when the
         interpreter ends before they are collected.
         """
-        self._distributed.destroy_process_group()
+        self._distributed.destroy_process_group(self._group)
         gc.collect()
+
+
+class RunningRanks(TorchRanks):
+    """The ranks of the process group that a program has already, over a group of their own."""
+
+    def __init__(self) -> None:
+        import torch.distributed as distributed
+
+        self._distributed = distributed
+        self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
+        is_local = os.environ.get("LOCAL_RANK", "").isdecimal()
+        self.local_rank = read_number(os.environ, "LOCAL_RANK") if is_local else self.rank
+        try:
+            self._group = wait_for(lambda: distributed.new_group(backend="gloo"), MEETING)
+        except (TimeoutError, RuntimeError, ValueError) as error:
+            why = f"within {MEETING:g} s" if isinstance(error, TimeoutError) else error_text(error)
+            raise Unsupported(
+                f"rank {self.rank} of {self.size} reached no other ranks: {why}",
+                hint="all ranks of the process group must do this, each with its own shards",
+            ) from None
 
 
 def _as_report(error: CkptoolError | None) -> tuple[type[CkptoolError], str, str | None] | None:

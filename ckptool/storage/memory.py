@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ckptool.errors import Problem
@@ -31,7 +32,10 @@ class MemoryReader:
 
 
 class MemoryFiles:
-    """Buffers by the names of files that they stand for. They must not change meanwhile."""
+    """Buffers by the names of files that they stand for. They must not change meanwhile.
+
+    ``token`` is their identity: what is in memory is resumed by nobody.
+    """
 
     tile = TILE
     piece = 1 << 19
@@ -41,6 +45,7 @@ class MemoryFiles:
 
     def __init__(self, buffers: Mapping[str, memoryview]) -> None:
         self._buffers = buffers
+        self.token = os.urandom(8).hex()
         self.files: Mapping[str, int] = {name: len(data) for name, data in buffers.items()}
         self.unlisted: Mapping[str, Problem] = {}
 
@@ -59,8 +64,8 @@ class MemoryFiles:
         return MemoryFiles({name: self._buffers[name]})
 
     def fingerprint(self, files: Iterable[str], *, exact: bool = False) -> str:
-        """Return the identity of the buffers: what is in memory is resumed by nobody."""
-        return str(id(self._buffers))
+        """Return the identity of the buffers."""
+        return self.token
 
     def changed(self, files: Iterable[str]) -> list[str]:
         """Return none: nothing tells whether memory was written to."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from conftest import bits, flat, load_dcp, load_torch, read_back
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 (registers the backend)
 
 import ckptool
@@ -131,16 +131,23 @@ def test_a_dtensor_that_is_whole_here_is_written(mesh: Any, out: Path) -> None:
     assert ckptool.open(out / "dcp").tensors["empty"].shape == (0, 4)
 
 
-def test_a_part_of_a_dtensor_is_refused_with_what_to_do(mesh: Any, out: Path) -> None:
-    local = torch.ones(3, 4)
-    half = DTensor.from_local(local, mesh(2), [Shard(0)], run_check=False)
-    with pytest.raises(Unsupported, match=r"w: a DTensor, of which .* 12 of 24 elements") as caught:
+def test_a_part_without_the_other_ranks_is_refused(mesh: Any, out: Path) -> None:
+    half = DTensor.from_local(torch.ones(3, 4), mesh(2), [Shard(0)], run_check=False)
+    dist.destroy_process_group()
+    with pytest.raises(Unsupported, match=r"w: this process holds 12 of 24 elements") as caught:
         ckptool.save({"w": half}, out / "m.pt")
-    assert "torch.distributed.checkpoint.save" in str(caught.value.hint)
-    partial = DTensor.from_local(local, mesh(2), [Partial()], run_check=False)
-    with pytest.raises(Unsupported, match=r"w: a DTensor .*: a partial placement"):
-        ckptool.save({"w": partial}, out / "m.pt")
+    assert "to='dcp' writes the shards of all ranks" in str(caught.value.hint)
     assert not list(out.iterdir())
+    dist.init_process_group("fake", rank=0, world_size=2, store=dist.HashStore())
+
+
+def test_ranks_that_do_not_come_are_named(
+    mesh: Any, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckptool.engine.ranks.MEETING", 0.01)
+    half = DTensor.from_local(torch.ones(3, 4), mesh(2), [Shard(0)], run_check=False)
+    with pytest.raises(Unsupported, match="reached no other ranks: within 0"):
+        ckptool.save({"w": half}, out / "m", to="dcp")
 
 
 def test_the_target_is_as_for_convert(state: Any, out: Path) -> None:

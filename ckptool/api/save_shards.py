@@ -1,0 +1,199 @@
+"""Save what several ranks hold together: each writes its own shards, as torch's DCP does."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path as FilePath
+from typing import NamedTuple
+
+from ckptool.commands.convert import ConvertReport, prepare_save
+from ckptool.commands.open import OpenedCheckpoint, no_collecting
+from ckptool.commands.options.target import SaveOptions
+from ckptool.commands.transfer.transfer import Progress, Transfer
+from ckptool.core.box import Box
+from ckptool.core.catalog import Catalog, Chunk, ObjectEntry, TensorEntry
+from ckptool.core.state_category import with_parts
+from ckptool.engine.check.digest import digests
+from ckptool.engine.ranks import Ranks, RunningRanks
+from ckptool.engine.read.tensors import TensorSource
+from ckptool.engine.share import Share
+from ckptool.errors import Problem, Unsupported, damaged
+from ckptool.formats.base import Format
+from ckptool.serialization.state_dict.values import same_value
+from ckptool.storage.memory import MemoryFiles
+from ckptool.storage.url import Location
+
+TO_SAVE_SHARDS = (
+    "to='dcp' writes the shards of all ranks, and `ckptool convert` makes every other format of"
+    " that; or save full_tensor() on one rank"
+)
+_TO_NAME_APART = "give what differs a name of its own on each rank, such as rng.0 on rank 0"
+
+
+class Held(NamedTuple):
+    """What a rank has in memory: ``buffers`` are its bytes, by the names that its chunks use."""
+
+    tensors: dict[str, TensorEntry]
+    objects: dict[str, ObjectEntry]
+    buffers: dict[str, memoryview]
+
+
+class _Told(NamedTuple):
+    """What a rank tells the others: all but the bytes. ``token`` names its memory."""
+
+    tensors: dict[str, TensorEntry]
+    objects: dict[str, ObjectEntry]
+    files: dict[str, int]
+    token: str
+
+
+Holders = dict[tuple[str, Box], dict[int, Chunk]]
+"""For each box of a tensor of a name: where it lies on the ranks that hold it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardsTransfer(Transfer[ConvertReport]):
+    """Writes from the memory of ``world`` ranks: each the files that are made of its own."""
+
+    world: int = field(kw_only=True)
+
+    def require_possible(self, ranks: Ranks) -> None:
+        """Raise Unsupported where a file is made of what several ranks hold."""
+        for number, file in enumerate(self.plan.layout.files):
+            if any(chunk.rank != (file.rank or 0) for _, chunk in self.plan.chunks([number])):
+                kind = self.report.target_format
+                raise Unsupported(
+                    f"{kind}: {file.path} would hold shards of several ranks", hint=TO_SAVE_SHARDS
+                )
+
+    def _files_of(self, share: Share) -> list[int]:
+        """Return the files of the rank that this share is; Unsupported without a common disk."""
+        if share.size < self.world:
+            raise Unsupported(
+                f"{self.target}: is on several disks, and each rank has only its own shards",
+                hint="save to a folder that all ranks see, or to a store, such as s3://bucket/name",
+            )
+        files = enumerate(self.plan.layout.files)
+        return [at for at, file in files if (file.rank or 0) == share.position]
+
+
+def save_shards(
+    hold: Callable[[int], Held],
+    target: Location,
+    options: SaveOptions,
+    started: Callable[[int], Progress],
+) -> ConvertReport:
+    """Write what all ranks of the program's process group hold; all of them must call it.
+
+    ``hold`` returns what this one does, given its rank. Raises Damaged where ranks hold different
+    values of one name, Unsupported where the format has no file a rank, on every rank the same.
+    """
+    ranks = RunningRanks()
+    try:
+        with no_collecting():
+            held = ranks.together(lambda: hold(ranks.rank))
+            planned = _prepare(held, target, options, ranks)
+        return planned.run(started(planned.nbytes), ranks)
+    finally:
+        ranks.close()
+
+
+def _prepare(held: Held, target: Location, options: SaveOptions, ranks: Ranks) -> ShardsTransfer:
+    """Plan the save: the same on every rank."""
+    source = MemoryFiles(held.buffers)
+    told = ranks.gather(_Told(held.tensors, held.objects, dict(source.files), source.token))
+    source.token = told[0].token
+    holders = ranks.together(lambda: _holders([each.tensors for each in told]))
+    shared = [place for place, chunks in holders.items() if len(chunks) > 1]
+    mine = (_box_alone(held.tensors[name], holders[name, box][ranks.rank])
+            for name, box in shared if ranks.rank in holders[name, box])  # fmt: skip
+    found = ranks.gather(digests(mine, TensorSource(source), source.workers))
+    ranks.together(lambda: _require_equal(holders, found))
+    catalog = ranks.together(lambda: _catalog(told, holders))
+    row = Format("memory", "tensors in memory", None, lambda source, options: catalog)
+    opened = OpenedCheckpoint(FilePath("memory"), source, row, catalog)
+    one = ranks.together(lambda: prepare_save(opened, target, options))
+    planned = ShardsTransfer(
+        opened, one.plan, one.target, one.options, one.report, one.decided, world=ranks.size
+    )
+    ranks.together(lambda: planned.require_possible(ranks))
+    return planned
+
+
+def _holders(of_ranks: Sequence[Mapping[str, TensorEntry]]) -> Holders:
+    """Return each box of each tensor with the ranks that hold it, in the order of ranks.
+
+    Raises Damaged where ranks give one name to tensors of different shapes or types.
+    """
+    first: dict[str, tuple[int, TensorEntry]] = {}
+    holders: Holders = defaultdict(dict)
+    problems = []
+    for rank, tensors in enumerate(of_ranks):
+        for name, entry in tensors.items():
+            other, known = first.setdefault(name, (rank, entry))
+            if (entry.shape, entry.dtype, entry.path) != (known.shape, known.dtype, known.path):
+                looks = [f"{e.dtype.name} {list(e.shape)}" for e in (known, entry)]
+                problem = f"{name}: {looks[0]} on rank {other}, {looks[1]} on rank {rank}"
+                problems.append(Problem(problem, tensor=name))
+            for chunk in entry.chunks:
+                holders[name, chunk.box][rank] = replace(chunk, rank=rank)
+    if problems:
+        raise damaged(problems, subject="the tensors of ranks", hint=_TO_NAME_APART)
+    return holders
+
+
+def _box_alone(entry: TensorEntry, chunk: Chunk) -> TensorEntry:
+    """Return a box of a tensor as a tensor by itself, named after both."""
+    whole = Box.whole(chunk.box.shape)
+    name = f"{entry.name} {chunk.box}"
+    return replace(entry, name=name, shape=whole.shape, chunks=(replace(chunk, box=whole),))
+
+
+def _require_equal(holders: Holders, found: Sequence[Mapping[str, str]]) -> None:
+    """Raise Damaged where ranks hold different values of a box that several have."""
+    problems = []
+    for name, box in holders:
+        label = f"{name} {box}"
+        hexes = {rank: of_rank[label] for rank, of_rank in enumerate(found) if label in of_rank}
+        first = next(iter(hexes), 0)
+        for rank, digest in hexes.items():
+            if digest != hexes[first]:
+                problem = f"{label}: rank {first} and rank {rank} hold different values"
+                problems.append(Problem(problem, "replicas-differ", tensor=name))
+                break
+    if problems:
+        raise damaged(problems, subject="the tensors of ranks", hint=_TO_NAME_APART)
+
+
+def _catalog(told: Sequence[_Told], holders: Holders) -> Catalog:
+    """Return all ranks' tensors and values as one checkpoint.
+
+    Of several ranks that hold a box, the one with the fewest bytes so far is to write it.
+    """
+    loads = [0] * len(told)
+    chunks: dict[str, list[Chunk]] = defaultdict(list)
+    first = {name: entry for each in reversed(told) for name, entry in each.tensors.items()}
+    for (name, box), of_ranks in holders.items():
+        rank = min(of_ranks, key=lambda rank: (loads[rank], rank))
+        loads[rank] += box.volume * first[name].dtype.itemsize
+        chunks[name].append(of_ranks[rank])
+    names = dict.fromkeys(name for each in told for name in each.tensors)
+    tensors = {name: replace(first[name], chunks=tuple(chunks[name])) for name in names}
+    files = {file: nbytes for each in told for file, nbytes in each.files.items()}
+    return with_parts(Catalog("memory", tensors, _agreed(told), files))
+
+
+def _agreed(told: Sequence[_Told]) -> dict[str, ObjectEntry]:
+    """Return the values of all ranks; Damaged where two of one name differ."""
+    agreed: dict[str, tuple[int, ObjectEntry]] = {}
+    problems = []
+    for rank, each in enumerate(told):
+        for name, entry in each.objects.items():
+            first, known = agreed.setdefault(name, (rank, entry))
+            if not same_value(entry.value, known.value) or name in told[first].tensors:
+                problems.append(Problem(f"{name}: ranks {first} and {rank} hold different values"))
+    if problems:
+        raise damaged(problems, subject="the values of ranks", hint=_TO_NAME_APART)
+    return {name: entry for name, (_, entry) in agreed.items()}
