@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -34,6 +35,22 @@ def pytest_configure(config: pytest.Config) -> None:
     for category in ("UserWarning", "FutureWarning", "DeprecationWarning"):
         config.addinivalue_line("filterwarnings", f"ignore::{category}:torch")
         config.addinivalue_line("filterwarnings", f"ignore::{category}:recipes")
+
+
+def pytest_collection_finish() -> None:
+    """Never again look for garbage among what the imports and the collected tests left."""
+    _forget_garbage()
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Let go of a module's garbage at its end: open connections hang on some of it."""
+    if nextitem is None or nextitem.path != item.path:
+        _forget_garbage()
+
+
+def _forget_garbage() -> None:
+    gc.collect()
+    gc.freeze()
 
 
 SPREAD = ("test_pickle_zoo", "test_verify_mutation", "test_disk_faults")

@@ -12,7 +12,6 @@ import gc
 import json
 import os
 import runpy
-import select
 import shutil
 import signal
 import socket
@@ -24,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from importlib import import_module
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +140,7 @@ def _serve(listening: socket.socket, ended: int) -> dict[str, Any]:
     signal.set_wakeup_fd(wakened)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     while True:
-        readable = select.select([listening, ended, wake, *running.values()], [], [])[0]
+        readable = wait([listening, ended, wake, *running.values()])
         if ended in readable:
             os._exit(0)
         if wake in readable:

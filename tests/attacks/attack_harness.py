@@ -11,13 +11,13 @@ import json
 import os
 import pickle
 import resource
-import select
 import shutil
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from multiprocessing.connection import wait
 from pathlib import Path
 
 from ckptool.commands.convert import prepare
@@ -123,7 +123,7 @@ def _in_child(
     outcomes: list[Outcome] = []
     with os.fdopen(reading, "rb") as stream:
         while len(outcomes) < len(sources):
-            ready, _, _ = select.select([stream], [], [], ASLEEP * seconds)
+            ready = wait([stream], ASLEEP * seconds)
             if not ready and not stream.peek(0):
                 os.kill(child, signal.SIGKILL)
                 outcomes.append(Outcome("hang", message=f"no end after {seconds} s"))

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptool.commands.inspect import InspectReport, report, step_of
+from ckptool.commands.inspect import InspectReport, report, step_of, values
 from ckptool.commands.open import OpenedCheckpoint
 from ckptool.commands.stats import decode, stats
 from ckptool.core.box import Box, row_major_strides
@@ -169,7 +169,8 @@ def _shared():
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_json_leaves_out_a_value_it_cannot_hold(value):
+def test_json_leaves_out_a_value_it_cannot_hold(value, monkeypatch):
+    monkeypatch.setattr(values, "_MOST_NODES", 1 << 12)
     assert "value" not in inspect_json(described(objects={"v": value}))["values"][0]
 
 
