@@ -96,7 +96,7 @@ def _show(report: Report, show: Callable[[Report], None], *, as_json: bool) -> N
 
     if as_json:
         print_json(report.to_dict())
-    elif report.part is not None and report.part.done:
+    elif report.part is not None and report.part.done and not report.written:
         show_part(report, report.part)
     else:
         show(report)

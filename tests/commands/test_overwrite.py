@@ -370,3 +370,29 @@ def test_overwriting_ones_own_output(target: str, out: Path) -> None:
     for name in ("hf_shards", "dcp_base", "dcp_base"):
         convert_to(target, case(name).path, path, overwrite=True)
     assert read_back(target, path) == case("dcp_base").truth
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_what_was_private_stays_private(
+    exchanges: bool, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not exchanges:
+        monkeypatch.setattr("ckptool.engine.write.commit.exchange", lambda *_: False)
+    target = out / "run"
+    for _ in range(2):
+        convert_to("dcp", case("dcp_base").path, target, overwrite=True)
+        target.chmod(0o2750)
+        (target / ".metadata").chmod(0o600)
+    convert_to("dcp", case("dcp_base").path, target, overwrite=True)
+    modes = [path.stat().st_mode & 0o7777 for path in (target, target / ".metadata")]
+    assert modes == [0o2750, 0o600]
+    assert read_back("dcp", target) == case("dcp_base").truth
+
+
+def test_a_file_keeps_its_mode(out: Path) -> None:
+    path = out / "m.safetensors"
+    for mode in (0o640, 0o400):
+        convert_to("safetensors", case("dcp_base").path, path, overwrite=True)
+        path.chmod(mode)
+    convert_to("safetensors", case("hf_shards").path, path, overwrite=True)
+    assert path.stat().st_mode & 0o777 == 0o400

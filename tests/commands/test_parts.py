@@ -28,6 +28,7 @@ from ckptool.engine.ranks import Ranks
 from ckptool.engine.run_options import RunOptions
 from ckptool.engine.share import Share, parse_part
 from ckptool.engine.write import stage as stage_module
+from ckptool.engine.write.commit import FolderCommit
 from ckptool.errors import (
     Changed,
     CkptoolError,
@@ -294,7 +295,7 @@ def test_one_process_writes_a_part_at_a_time(three: Any, source: Path, tmp_path:
         refused(lambda: finish(planned, source, target), "part 2 of 3 is not done")
         for work in (
             lambda: write(planned, source, target, "2/3"),
-            lambda: planned(source, target, asked()).run(),
+            lambda: planned(source, target, asked(overwrite=True)).run(),
             lambda: planned(source, target, asked(resume=True)).run(),
         ):
             refused(work, "another ckptool is writing")
@@ -322,6 +323,36 @@ def test_one_process_takes_over_what_parts_have_done(three: Any, source: Path) -
     planned(source, target, asked(resume=True)).run()
     assert target.is_dir()
     assert sorted(path.name for path in target.parent.iterdir()) == ["m"]
+
+
+def test_no_run_that_begins_afresh_removes_parts_unasked(three: Any, source: Path) -> None:
+    planned, target = three
+    before = content(target.parent)
+    again = planned(source, target, asked())
+    refused(again.run, "holds the unfinished output of a run in 3 parts")
+    assert "a run in 3 parts" in again.obstacle()
+    assert content(target.parent) == before
+    planned(source, target, asked(overwrite=True)).run()
+    assert sorted(path.name for path in target.parent.iterdir()) == ["m"]
+
+
+def test_a_part_that_ends_a_commit_cut_short_says_so(
+    three: Any, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned, target = three
+    write(planned, source, target, "2/3")
+    with monkeypatch.context() as patched:
+        patched.setattr(FolderCommit, "clear", once(FolderCommit.clear, _interrupt))
+        with pytest.raises(KeyboardInterrupt):
+            finish(planned, source, target)
+    report = planned(source, target, asked("1/3")).run()
+    assert (report.written, report.part.done) == (True, True)
+    assert "whose commit was cut short" in report.notes[-1]
+    assert sorted(path.name for path in target.parent.iterdir()) == ["m"]
+
+
+def _interrupt(*words: Any) -> None:
+    raise KeyboardInterrupt
 
 
 def test_no_part_begins_once_one_process_has_taken_over(
@@ -365,7 +396,9 @@ def test_a_part_that_begins_while_others_are_removed_ends_the_new_run(
         opened.append(stage)
 
     monkeypatch.setattr(stage_module, "remove_staged", meanwhile)
-    refused(lambda: planned(source, target, asked()).run(), "another ckptool is writing")
+    refused(
+        lambda: planned(source, target, asked(overwrite=True)).run(), "another ckptool is writing"
+    )
     opened[0].close()
     assert not target.exists()
 

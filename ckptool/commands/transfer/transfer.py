@@ -125,6 +125,8 @@ def _is_finished_by(stage: Output, ranks: Ranks) -> bool:
 
 AnyReport = TypeVar("AnyReport")
 
+_FINISHED = "all was written by an earlier run, whose commit was cut short; that is finished now"
+
 
 @dataclass(frozen=True, slots=True)
 class Transfer(Generic[AnyReport]):
@@ -183,7 +185,7 @@ class Transfer(Generic[AnyReport]):
         ranks = ranks or Ranks()
         stage = self._open_stage(ranks)
         if stage is None:
-            return self._written(())
+            return self._written((_FINISHED,), whole=True)
         try:
             return self._written(self._write_unchanged(stage, progress, ranks))
         except (NotVerified, Changed) as error:
@@ -208,13 +210,14 @@ class Transfer(Generic[AnyReport]):
         finally:
             stage.close()
 
-    def _written(self, notes: Iterable[str]) -> AnyReport:
-        """Return the report, now that it is of what was written."""
+    def _written(self, notes: Iterable[str], *, whole: bool = False) -> AnyReport:
+        """Return the report, now that it is of what was written: a part, or the ``whole``."""
         report: Any = self.report
         more: dict[str, Any] = {}
         if isinstance(report, TransferReport):
             part = report.part
-            more = {"written": True} if part is None else {"part": replace(part, done=True)}
+            done = {} if part is None else {"part": replace(part, done=True)}
+            more = done | ({"written": True} if whole or part is None else {})
         return replace(report, notes=(*report.notes, *notes), **more)  # type: ignore[no-any-return]
 
     def _failure(self, error: OSError | TransferError, stage: Output) -> TransferError:

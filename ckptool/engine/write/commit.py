@@ -21,6 +21,8 @@ from pathlib import Path
 from ckptool.core.text import list_some
 from ckptool.engine.write.existing import (
     changed_files,
+    keep_mode,
+    keep_modes,
     kept_entries,
     move_kept,
     remove_emptied,
@@ -73,6 +75,8 @@ class FolderCommit:
         Raises OSError or Unsupported where it fails: then the old one stands as it did.
         """
         self._note.write(note)
+        if note.old is not None:
+            keep_modes(self._target, self._staged, note.names)
         if note.old is None:
             rename_new(self._staged, self._target)
         elif not exchange(self._staged, self._target):
@@ -253,6 +257,8 @@ class FileCommit:
     def replace(self, note: CommitNote) -> str | None:
         """Make the staged files the target's; OSError where it fails: then the old ones stand."""
         self._note.write(note)
+        for name in note.names:
+            keep_mode(self._target.with_name(name), self._staged / name)
         try:
             self._put_side_away()
             self._put_main()

@@ -9,7 +9,9 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import stat
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
@@ -176,6 +178,30 @@ def _make_parents(old: Path, new: Path, name: PurePosixPath) -> None:
         if not (new / parent).is_dir():
             (new / parent).mkdir()
             (new / parent).chmod((old / parent).stat().st_mode & 0o7777)
+
+
+def keep_modes(old: Path, new: Path, files: Iterable[str]) -> None:
+    """Give a new folder, and what in it the old one has too, the old one's owner and mode."""
+    names = list(files)
+    for name in sorted({*_parents(names), *names}):
+        keep_mode(old / name, new / name)
+
+
+def keep_mode(old: Path, new: Path) -> None:
+    """Give a file or folder the owner and the mode of the one it replaces, where one stands.
+
+    The owner and the group as far as the user may: what was private to a group stays so.
+    """
+    with suppress(FileNotFoundError, NotADirectoryError):
+        was, now = os.lstat(old), os.lstat(new)
+        if stat.S_IFMT(was.st_mode) != stat.S_IFMT(now.st_mode):
+            return
+        for owner, group in ((-1, was.st_gid), (was.st_uid, -1)):
+            if owner not in (-1, now.st_uid) or group not in (-1, now.st_gid):
+                with suppress(PermissionError):
+                    os.chown(new, owner, group)
+        if stat.S_IMODE(was.st_mode) != stat.S_IMODE(now.st_mode):
+            new.chmod(stat.S_IMODE(was.st_mode))
 
 
 def remove_own(folder: Path, own: Iterable[str]) -> None:

@@ -135,6 +135,22 @@ def read_part(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return (lines[0] if lines else {}), (part if is_done else {})
 
 
+def require_no_parts(target: object, journals: Iterable[Path]) -> None:
+    """Raise Unsupported where a journal says that a run in parts writes a target."""
+    for path in journals:
+        head, _ = read_part(path)
+        if head.get("parts"):
+            raise unfinished_parts(target, head["parts"])
+
+
+def unfinished_parts(target: object, count: int) -> Unsupported:
+    """Return the error where a run that is not one in parts would remove what these wrote."""
+    return Unsupported(
+        f"{target}: holds the unfinished output of a run in {count} parts",
+        hint="--part K/N continues each, --finish ends it, and --overwrite starts over",
+    )
+
+
 def journal_head(plan: str, source: str) -> dict[str, object]:
     """Return what the note of an output begins with: the digests of the plan and the source."""
     return {"schema": _SCHEMA, "plan": plan, "source": source}

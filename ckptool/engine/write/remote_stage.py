@@ -20,7 +20,12 @@ from ckptool.core.text import list_some
 from ckptool.engine.run_options import RunOptions
 from ckptool.engine.share import Share
 from ckptool.engine.write.existing import require_no_conflict
-from ckptool.engine.write.journal import NO_JOURNAL, journal_head, require_same_run
+from ckptool.engine.write.journal import (
+    NO_JOURNAL,
+    journal_head,
+    require_same_run,
+    unfinished_parts,
+)
 from ckptool.engine.write.stage import RESUME_HINT, StageOptions
 from ckptool.errors import CkptoolError, NotFound, TransferError, Unsupported
 from ckptool.storage.commit_note import UNFINISHED
@@ -257,10 +262,7 @@ class RemoteStage:
     def _require_left(self, note: dict[str, Any] | None) -> None:
         """Raise Unsupported where another run may still be writing here."""
         if note is not None and note.get("parts") and not self._options.overwrite:
-            raise Unsupported(
-                f"{self.target}: holds the unfinished output of a run in {note['parts']} parts",
-                hint="--part K/N continues each, --finish ends it, and --overwrite starts over",
-            )
+            raise unfinished_parts(self.target, note["parts"])
         for number in range(self._parts):
             self._require_ended(self._read_note(part_note(self._note, number)), "a part of it")
         self._require_ended(note, "it")

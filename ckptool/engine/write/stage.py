@@ -25,7 +25,7 @@ from ckptool.engine.write.existing import (
     require_whole,
     stamps,
 )
-from ckptool.engine.write.journal import Journal, is_journal, noted_sizes
+from ckptool.engine.write.journal import Journal, is_journal, noted_sizes, require_no_parts
 from ckptool.engine.write.run import run
 from ckptool.errors import Committed, Unsupported
 from ckptool.storage.commit_note import CommitNote, NoteFile, note_path, side_name, staging_folder
@@ -82,9 +82,8 @@ class Stage:
         self.folder = staging_folder(target)
         self._layout = layout
         self._options = options
-        self.journal = Journal(None)
+        self.journal = self._first = Journal(None)
         self._is_new = False
-        self._first = Journal(None)
         self._note = NoteFile(note_path(target), fsync=options.fsync)
 
     def finish_earlier(self) -> bool:
@@ -95,7 +94,6 @@ class Stage:
         note = self._note.read()
         if note is None:
             return False
-        options = self._options
         self._first = Journal.lock(self._journal_path(0))
         try:
             commit = self._commit(folder=note.folder)
@@ -109,8 +107,8 @@ class Stage:
             raise _unfinished(self.target, error) from None
         finally:
             self._first.close()
-        asked = (options.plan, options.source)
-        return done and options.resume and (note.plan, note.source) == asked
+        asked = (self._options.plan, self._options.source)
+        return done and self._options.resume and (note.plan, note.source) == asked
 
     def _is_gone(self) -> bool:
         """Return whether the target was removed after it was put in place: nothing is left of it.
@@ -186,6 +184,8 @@ class Stage:
         """Raise Unsupported where the target exists and may not be replaced, or does not fit."""
         self._require_ours()
         self._refuse_existing()
+        if not (self._options.resume or self._options.overwrite):
+            require_no_parts(self.target, self._journals())
         if not self._options.resume:
             require_space(self.target.parent, self._layout.nbytes, self.folder, self._sizes)
         elif not self.is_partial():
