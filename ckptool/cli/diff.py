@@ -9,6 +9,7 @@ import typer
 from ckptool.cli.page import Html, require_page, write_page
 from ckptool.cli.parameters import AsJson, Debug, Silent, parse_place
 from ckptool.commands.options.diff import DiffOptions
+from ckptool.errors import Damaged
 
 
 def diff(
@@ -37,7 +38,7 @@ def diff(
 
     Names, shapes and types of tensors, from metadata alone, and the option that would make SRC's
     names those of OTHER; with --values their content: what changed most, by its norm, comes first.
-    Exits 0 if nothing differs, 1 if anything does, 3 if there is no checkpoint.
+    Exits 0 if nothing differs, 1 if anything does, 3 if one of the two cannot be read.
     """
     from ckptool.commands.verify.compare.diff import diff as run_diff
     from ckptool.render.diff import show_diff
@@ -54,4 +55,4 @@ def diff(
     elif not quiet:
         show_diff(report)
     if not report.ok:
-        raise typer.Exit(1)
+        raise typer.Exit(1 if report.readable else Damaged.exit_code)

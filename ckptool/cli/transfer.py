@@ -107,15 +107,18 @@ def _run(planned: Transfer[Report], ranks: Ranks, *, dry_run: bool, quiet: bool)
     from ckptool.render.messages import show_notes, show_obstacle
     from ckptool.render.progress import progress
 
-    if not quiet:
-        show_notes(planned.report.notes)
-        if dry_run:
-            show_obstacle(planned.obstacle())
+    def begun() -> None:
+        if not quiet:
+            show_notes(planned.report.notes)
+
     if dry_run:
+        begun()
+        if not quiet:
+            show_obstacle(planned.obstacle())
         planned.require_possible(ranks)
         return planned.report
     with progress(planned.nbytes, quiet=quiet) as advance:
-        report = planned.run(advance, ranks)
+        report = planned.run(advance, ranks, begun)
     if not quiet:
         show_notes(report.notes[len(planned.report.notes) :])
     return report

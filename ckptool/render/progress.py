@@ -54,6 +54,7 @@ def started_progress(*, quiet: bool) -> Iterator[Callable[[int], Advance]]:
 
 @contextmanager
 def _bar() -> Iterator[Callable[[int], Advance]]:
+    """Yield how to begin a bar, which appears with the first bytes: notes come before it."""
     from rich.progress import (
         BarColumn,
         DownloadColumn,
@@ -71,16 +72,23 @@ def _bar() -> Iterator[Callable[[int], Advance]]:
             """Return the speed of a task."""
             return Text("" if task.speed is None else f"{size(int(task.speed))}/s")
 
-    columns = (BarColumn(), DownloadColumn(binary_units=True), Speed())
-    with Progress(
-        *columns, TimeRemainingColumn(), console=console(stderr=True), transient=True
-    ) as bar:
+    columns = (BarColumn(), DownloadColumn(binary_units=True), Speed(), TimeRemainingColumn())
+    bar = Progress(*columns, console=console(stderr=True), transient=True)
 
-        def start(total: int) -> Advance:
-            task = bar.add_task("", total=total)
-            return lambda nbytes: bar.advance(task, nbytes)
+    def start(total: int) -> Advance:
+        task = bar.add_task("", total=total)
 
+        def advance(nbytes: int) -> None:
+            if not bar.live.is_started:
+                bar.start()
+            bar.advance(task, nbytes)
+
+        return advance
+
+    try:
         yield start
+    finally:
+        bar.stop()
 
 
 class LogProgress:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -83,6 +84,15 @@ def test_what_is_given_to_the_action_is_never_run(
     assert not (tmp_path / "EXECUTED").exists()
     runs = [step["run"] for step in ACTION["runs"]["steps"]]
     assert not [run for run in runs if "${{" in run]
+
+
+def test_the_documentation_uses_what_there_is() -> None:
+    page = (ROOT / "ckptool" / "docs" / "verify.md").read_text()
+    blocks = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", page, re.S)]
+    used = {key: value for block in blocks for item in block for key, value in item.items()}
+    assert (ROOT / used["uses"].removeprefix("./tools/ckptool/") / "action.yml").is_file()
+    assert set(used["with"]) <= set(ACTION["inputs"])
+    assert [hook["id"] for hook in used["hooks"]] == [HOOK["id"]]
 
 
 def test_the_hook_of_pre_commit(environment: dict[str, str], flipped: Path, tmp_path: Path) -> None:

@@ -83,6 +83,8 @@ def test_contradictions_and_gaps_are_problems_and_the_rest_is_still_shown():
         ("global_step_10/actor", {}, 10),
         ("global_step20", {}, 20),
         ("iter_0000100", {}, 100),
+        ("llama-step=7", {}, 7),
+        ("step1_sft", {}, None),
         ("out", {"step": True}, None),
         ("out", {"step": "7"}, None),
         ("out", {"random_states.step": 7}, None),

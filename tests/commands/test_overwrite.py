@@ -396,3 +396,13 @@ def test_a_file_keeps_its_mode(out: Path) -> None:
         path.chmod(mode)
     convert_to("safetensors", case("hf_shards").path, path, overwrite=True)
     assert path.stat().st_mode & 0o777 == 0o400
+
+
+def test_notes_are_for_what_is_written(out: Path) -> None:
+    """What is refused says why, and nothing of what would have been written."""
+    words = ["convert", str(case("dcp_base").path), str(out / "m"), "--to", "hf", "--no-fsync"]
+    written = CliRunner().invoke(app, words)
+    refused = CliRunner().invoke(app, words)
+    assert "note:" in written.stderr
+    assert "already exists" in str(refused.exception)
+    assert refused.stderr == ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from ckptool.commands.document import Report, document, plain
 from ckptool.commands.inspect.values import tensor_row, value_row
 from ckptool.commands.open import OpenedCheckpoint, open_checkpoint, survey
 from ckptool.commands.options.read import AS_DETECTED, ReadOptions
+from ckptool.commands.verify.steps import step_named
 from ckptool.core.catalog import Catalog, TensorEntry, coverage_problem
 from ckptool.core.dtype import DType
 from ckptool.core.quantization.names import kinds
@@ -34,10 +34,6 @@ _STEP_NAMES = (
     "step",
     "iteration",
 )
-_STEP_FOLDER = re.compile(
-    r"(?:.*[-_.])?(?:global_?)?step[-_=]?(\d{1,18})|checkpoint-(\d{1,18})|iter(?:ation)?_(\d{1,18})"
-)
-
 
 if TYPE_CHECKING:
     from ckptool.storage.store import Traffic
@@ -230,7 +226,6 @@ def step_of(path: Location, catalog: Catalog) -> int | None:
         return int(recorded)
     place = Path(os.path.realpath(path)) if isinstance(path, Path) else path
     for name in (place.stem if not place.is_dir() else place.name, place.parent.name):
-        match = _STEP_FOLDER.fullmatch(name)
-        if match:
-            return int(next(filter(None, match.groups())))
+        if (step := step_named(name)) is not None:
+            return step
     return None

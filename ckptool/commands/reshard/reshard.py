@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import ChainMap, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
@@ -109,11 +109,16 @@ class Reshard(Transfer[ReshardReport]):
     placed: PlacedTensors = field(kw_only=True)
     check: bool = field(kw_only=True)
 
-    def run(self, progress: Progress = no_progress, ranks: Ranks | None = None) -> ReshardReport:
+    def run(
+        self,
+        progress: Progress = no_progress,
+        ranks: Ranks | None = None,
+        begun: Callable[[], None] = lambda: None,
+    ) -> ReshardReport:
         """Write the target as a transfer does, and load it where that is asked for."""
         ranks = ranks or Ranks()
         self.require_possible(ranks)
-        report = Transfer.run(self, progress, ranks)
+        report = Transfer.run(self, progress, ranks, begun)
         if self.check:
             from ckptool.commands.reshard.load_check import check_loads
 

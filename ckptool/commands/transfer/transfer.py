@@ -175,15 +175,22 @@ class Transfer(Generic[AnyReport]):
     def require_possible(self, ranks: Ranks) -> None:
         """Raise Unsupported where these ``ranks`` cannot do what was asked; any can transfer."""
 
-    def run(self, progress: Progress = no_progress, ranks: Ranks | None = None) -> AnyReport:
+    def run(
+        self,
+        progress: Progress = no_progress,
+        ranks: Ranks | None = None,
+        begun: Callable[[], None] = lambda: None,
+    ) -> AnyReport:
         """Write the layout at the target, whole or not at all, sharing the work with ``ranks``.
 
-        Returns the report, with notes on how it took its place. Raises Damaged where the source
-        contradicts itself, Changed where it is another than was planned for, TransferError where
-        writing fails or what was written is not what should have been.
+        ``begun`` is called once the target is found free. Returns the report, with notes on how it
+        took its place. Raises Damaged where the source contradicts itself, Changed where it is
+        another than was planned for, TransferError where writing fails or what was written is not
+        what should have been.
         """
         ranks = ranks or Ranks()
         stage = self._open_stage(ranks)
+        begun()
         if stage is None:
             return self._written((_FINISHED,), whole=True)
         try:

@@ -23,6 +23,8 @@ _ITERATION = _after("iter(?:ation)?s?")
 _EPOCH = _after("(?:epoch|ep)")
 _NUMBERS = (_STEP, _ITERATION, _after("(?:checkpoint|ckpt)"), _EPOCH)
 """As in ``global_step100``, ``epoch=1-step=200.ckpt``, ``iter_0000100``, ``checkpoint-500``."""
+_OF_TRAINER = re.compile(r"^checkpoint-(\d{1,18})")
+"""As transformers' Trainer counts steps; ``checkpoint_0`` of accelerate counts saves."""
 _LAST_NUMBER = re.compile(r"(\d{1,18})(?!.*\d)")
 _SHARD = re.compile(r"\d+-of-\d+")
 
@@ -162,6 +164,12 @@ def _names_in(folder: Location) -> list[str]:
 def name_pattern(name: str) -> str:
     """Return what is left of a name without its numbers: steps of one kind have one pattern."""
     return re.sub(r"\d+(?:\.\d+)?(?:e-?\d+)?", "#", name)
+
+
+def step_named(name: str) -> int | None:
+    """Return the training step that a name says at its end; None where that may be no step."""
+    matches = (pattern.search(name) for pattern in (_STEP, _ITERATION, _OF_TRAINER))
+    return next((int(m[1]) for m in matches if m is not None and m.end() == len(name)), None)
 
 
 def says_step(step: Step) -> bool:

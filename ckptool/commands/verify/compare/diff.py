@@ -68,7 +68,8 @@ class DiffReport(Report):
 
     ``changed`` and ``modules`` are empty where values were not compared.
     ``alike`` tensors have the same name, shape and element type; ``findings`` are all differences
-    that are none of tensors. ``fit`` is what would give A more of B's names.
+    that are none of tensors. ``fit`` is what would give A more of B's names. ``readable`` is false
+    where one of the two is damaged, so that nothing could be compared.
     """
 
     a: DiffSide
@@ -83,6 +84,7 @@ class DiffReport(Report):
     modules: tuple[ChangedModule, ...]
     findings: tuple[Finding, ...]
     fit: Fit | None
+    readable: bool
     ok: bool
     summary: str
 
@@ -104,6 +106,7 @@ class DiffReport(Report):
             modules=self.modules,
             findings=self.findings,
             fit=self.fit,
+            readable=self.readable,
             ok=self.ok,
             summary=self.summary,
         )
@@ -184,6 +187,7 @@ def _report(
         modules=modules,
         findings=tuple(findings),
         fit=_fit(sides, mine, theirs, options) if only_b else None,
+        readable=whole.coverage is not None,
         ok=whole.coverage is not None and not different,
         summary=_summary(whole, counts, findings, len(comparison.alike), options),
     )

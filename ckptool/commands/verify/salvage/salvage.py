@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -80,12 +80,17 @@ class Salvage(Transfer[SalvageReport]):
 
     listing: Listing = field(kw_only=True)
 
-    def run(self, progress: Progress = no_progress, ranks: Ranks | None = None) -> SalvageReport:
+    def run(
+        self,
+        progress: Progress = no_progress,
+        ranks: Ranks | None = None,
+        begun: Callable[[], None] = lambda: None,
+    ) -> SalvageReport:
         """Write the target, whole or not at all, then the list beside it."""
         late: Committed | None = None
         report = self.report
         try:
-            report = Transfer.run(self, progress, ranks)
+            report = Transfer.run(self, progress, ranks, begun)
         except Committed as error:
             late = error
         except TransferError as error:
