@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,6 +30,7 @@ _HEAD_SHARES = (0.5, 0.3, 0.15, 0.7, 0.9)
 """Of a text that is cut, how much is before the ellipsis: what keeps most apart is taken."""
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
 _BATCH = 1 << 10
+_WORD = re.compile(r"(?:`[^`]*`|\S)+")
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
@@ -270,8 +272,8 @@ def without_inside(text: Text, width: int, head: float) -> Text:
 
 
 def say(screen: Console, markup: str) -> None:
-    """Print a line of rich markup, however long; untrusted text in it must be ``escaped``."""
-    screen.print(markup, highlight=False, soft_wrap=True)
+    """Print lines of rich markup, however long; untrusted text in it must be ``escaped``."""
+    emit(screen, Text.from_markup(markup, emoji=False).split(allow_blank=True))
 
 
 def header_table(*fixed: str, folded: Sequence[str], width: int | None = None) -> Table:
@@ -287,12 +289,39 @@ def header_table(*fixed: str, folded: Sequence[str], width: int | None = None) -
 
 
 def emit(screen: Console, lines: Iterable[Text]) -> None:
-    """Print lines as they are; a recording that nobody watches becomes as wide as they need."""
+    """Print lines; a recording that nobody watches becomes as wide as they need.
+
+    On a terminal a line that is too long is wrapped between words.
+    """
     lines = list(lines)
+    if screen.is_terminal:
+        lines = [_wrapped(part, screen.width) for line in lines for part in _parts_of(line)]
     if screen.record and not screen.is_terminal:
         screen.width = max((cell_len(line.plain) for line in lines), default=0) + 2
     for start in range(0, len(lines), _BATCH):
         screen.print(_Lines(lines[start : start + _BATCH]), end="", soft_wrap=True)
+
+
+def _parts_of(line: Text) -> Iterable[Text]:
+    return line.split(allow_blank=True) if "\n" in line.plain else [line]
+
+
+def _wrapped(line: Text, room: int) -> Text:
+    """Wrap a line between words; a command in backticks is one, so that it can be copied.
+
+    Further lines are indented by two more cells. A word that is longer is the terminal's to wrap.
+    """
+    if line.cell_len <= room:
+        return line
+    further = f"{_indent(line)}  "
+    pieces, begin, end = list[Text](), 0, 0
+    for word in _WORD.finditer(line.plain):
+        taken = cell_len(line.plain[begin : word.end()]) + (len(further) if pieces else 0)
+        if taken > room and end > begin:
+            pieces.append(line[begin:end])
+            begin = word.start()
+        end = word.end()
+    return Text(f"\n{further}").join([*pieces, line[begin:end]])
 
 
 class _Lines(list[Text]):

@@ -7,6 +7,7 @@ import itertools
 from pathlib import Path
 
 import pytest
+from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
@@ -31,7 +32,17 @@ from ckptool.formats import FORMATS
 from ckptool.render.inspect.listing import fold, products
 from ckptool.render.inspect.report import show
 from ckptool.render.inspect.values import preview
-from ckptool.render.text import bar, escaped, magnitude, ranges, size, visible, without_inside
+from ckptool.render.text import (
+    bar,
+    console,
+    escaped,
+    magnitude,
+    ranges,
+    say,
+    size,
+    visible,
+    without_inside,
+)
 from ckptool.serialization.pickle.records import Call, Global
 from ckptool.storage.local import LocalSource
 
@@ -352,3 +363,26 @@ def test_small_words():
     assert bar(0.0, 4) == ""
     assert bar(0.001, 4) == "▏"
     assert without_inside(Text("abcdefghij"), 5, 0.5).plain == "ab…ij"
+
+
+@pytest.mark.parametrize("width", [24, 40, 60])
+def test_a_sentence_is_wrapped_between_words(width: int) -> None:
+    command = "`ckptool verify runs/step-1000 --quick`"
+    sentence = f"use another copy of the file, or the previous checkpoint: {command}, by [name]"
+    file = io.StringIO()
+    screen = Console(file=file, width=width, force_terminal=True, highlight=False)
+    say(screen, f"\n  [cyan]hint:[/] {escaped(sentence)}")
+    shown = Text.from_ansi(file.getvalue()).plain
+    blank, first, *more = shown.splitlines()
+    assert blank == ""
+    assert first.startswith("  hint: use")
+    assert all(line.startswith("    ") for line in more)
+    assert shown.split() == f"hint: {sentence}".split()
+    assert command in shown
+    longest = max(cell_len(line) for line in shown.splitlines() if command not in line)
+    assert longest <= width
+
+
+def test_nobody_watches_a_log(capsys: pytest.CaptureFixture[str]) -> None:
+    say(console(), "words " * 100)
+    assert capsys.readouterr().out.count("\n") == 1
