@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
-from itertools import repeat
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
+from itertools import chain, islice, repeat, starmap
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from ckptool.errors import Damaged, NotFound, Problem
+from ckptool.errors import CkptoolError, Damaged, NotFound, Problem
 from ckptool.storage.commit_note import side_file, side_name
 from ckptool.storage.file_status import (
     DEPTH,
@@ -22,6 +22,7 @@ from ckptool.storage.file_status import (
     status_now,
     version_digest,
 )
+from ckptool.storage.read_ahead import ReadAhead, ask_aside
 
 _T = TypeVar("_T")
 Run = tuple[str, int, int]
@@ -33,6 +34,9 @@ TILE = 1 << 20
 """Bytes that are moved at a time on a disk, as long as one element is not larger."""
 CORES = min(8, os.cpu_count() or 1)
 """Threads that read a disk: more only wait for each other, its reads are the kernel's to order."""
+
+_MOST_EXPECTED = 1 << 12
+"""Small reads of a disk that are asked for together: enough to keep it busy."""
 
 
 class FileReader(Protocol):
@@ -139,6 +143,7 @@ class LocalSource:
         self.unlisted = unlisted or {}
         self._listed = listed or {}
         self._places = places or {}
+        self._ahead = ReadAhead()
 
     @classmethod
     def of(
@@ -191,18 +196,26 @@ class LocalSource:
         return LocalSource.file(Path(self.root, name))
 
     def expect(self, spans: Iterable[tuple[str, int, int]]) -> None:
-        """Do nothing: the kernel reads a disk ahead."""
+        """Ask the disk for what is read next: file, offset and bytes of each."""
+        with closing(self.reader()) as reader, suppress(CkptoolError, OSError):
+            for span in islice(spans, _MOST_EXPECTED):
+                reader.expect(*span)
 
     def plan_reads(self, runs: Iterable[Run]) -> Callable[[], None]:
-        """Do nothing: the kernel reads a disk ahead."""
-        return lambda: None
+        """Ask the disk for all that is read next, in order, as far as memory is free."""
+
+        def asked() -> Generator[int, None, None]:
+            with closing(self.reader()) as reader, suppress(CkptoolError, OSError):
+                yield from chain.from_iterable(starmap(reader.ask, runs))
+
+        return ask_aside(asked())
 
     def keep(self, nbytes: int) -> None:
         """Do nothing: the kernel keeps what was read of a disk."""
 
     def reader(self) -> LocalReader:
         """Return what one thread reads with."""
-        return LocalReader(self.root, self._listed, self._places)
+        return LocalReader(self.root, self._listed, self._places, ahead=self._ahead)
 
     def fingerprint(self, files: Iterable[str], *, exact: bool = False) -> str:
         """Return a SHA-256 (hex) over names, sizes and modification times of some files.
@@ -329,7 +342,9 @@ class LocalReader:
         listed: Mapping[str, FileStatus] | None = None,
         places: Mapping[str, str] | None = None,
         limit: int = 64,
+        ahead: ReadAhead | None = None,
     ) -> None:
+        self._ahead = ahead or ReadAhead()
         self._root = root
         self._listed = listed or {}
         self._places = places or {}
@@ -338,7 +353,18 @@ class LocalReader:
 
     def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` from ``offset``; Damaged where the file ends before."""
-        _read_into(self._descriptor(file), file, offset, buffer)
+        descriptor = self._descriptor(file)
+        self._ahead.begin(descriptor, file, offset, len(buffer))
+        _read_into(descriptor, file, offset, buffer)
+        self._ahead.end(descriptor, file, offset, len(buffer))
+
+    def expect(self, file: str, offset: int, nbytes: int) -> None:
+        """Have a few bytes read that are asked for soon."""
+        self._ahead.expect(self._descriptor(file), file, offset, nbytes)
+
+    def ask(self, file: str, offset: int, nbytes: int) -> Iterator[int]:
+        """Have bytes read that are asked for soon; yield how many at a time."""
+        return self._ahead.ask(self._descriptor(file), file, offset, offset + nbytes)
 
     def read_runs(self, file: str, offset: int, step: int, runs: Sequence[memoryview]) -> None:
         """Fill each run, the first from ``offset``, each other ``step`` bytes after the last.

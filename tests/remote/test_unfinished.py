@@ -25,9 +25,9 @@ from ckptool.core.sharding.placement import parse_mesh
 from ckptool.engine.run_options import RunOptions
 from ckptool.engine.write import send
 from ckptool.errors import CkptoolError, Damaged, SourceError, Unrecognised, Unsupported
+from ckptool.storage.clients.unfinished_uploads import abort_uploads
 from ckptool.storage.commit_note import UNFINISHED
 from ckptool.storage.multipart import Upload
-from ckptool.storage.unfinished_uploads import abort_uploads
 from ckptool.storage.url import RemotePath, location
 
 SOURCE = case("dcp_fsdp2_tp").path

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import psutil
 
 from ckptool.errors import NotFound, TransferError, Unsupported, UsageError
+from ckptool.storage.clients.unfinished_uploads import abort_uploads
 from ckptool.storage.retry import Denied
-from ckptool.storage.unfinished_uploads import abort_uploads
 from ckptool.storage.url import WEB, Location, RemotePath
 
 if TYPE_CHECKING:

@@ -149,7 +149,11 @@ class Verification:
             self._check_part(None, content, started)
         elif digest or not self._sample.is_all or self.surveyed.format.trim or source.block == 1:
             whole = catalog.files | catalog.companions if self._sample.is_all else {}
-            self._check_part(catalog, content, started, whole if digest else {})
+            end = source.plan_reads((f, 0, n) for f, n in whole.items() if f in source.files)
+            try:
+                self._check_part(catalog, content, started, whole if digest else {})
+            finally:
+                end()
         else:
             progress = started(sum(catalog.files.values()))
             archives = self._files.archives

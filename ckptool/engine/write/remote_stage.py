@@ -28,13 +28,13 @@ from ckptool.engine.write.journal import (
 )
 from ckptool.engine.write.stage import RESUME_HINT, StageOptions
 from ckptool.errors import CkptoolError, NotFound, TransferError, Unsupported
+from ckptool.storage.clients.unfinished_uploads import abort_uploads
 from ckptool.storage.commit_note import UNFINISHED
 from ckptool.storage.local import Files
 from ckptool.storage.multipart import hidden_name
 from ckptool.storage.remote import RemoteSource
 from ckptool.storage.retry import Denied, NoAnswer
 from ckptool.storage.store import ObjectInfo
-from ckptool.storage.unfinished_uploads import abort_uploads
 from ckptool.storage.url import WEB, RemotePath
 
 _MARKS = (".metadata", ".json", ".pkl", "latest", "meta.pt")

@@ -1,0 +1,173 @@
+"""Ask a disk early for what the page cache does not hold, and do not fill memory with it.
+
+The kernel reads 128 KiB ahead unless the disk is set to more, which leaves a fast one idle most of
+the time: where a file is read on from where the last read ended, some MiB are asked for instead
+(``POSIX_FADV_WILLNEED``). What is cached says ``cachestat`` (Linux 6.5); before that nothing is
+given up, for it may be others'.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+
+_STEP = 1 << 20
+"""Bytes that are asked for at a time."""
+_PIECE = 256 << 10
+"""Bytes of one such call: of more the kernel takes no more than the disk does at a time."""
+_MOST = 16 << 20
+"""Bytes that are asked for beyond what was read of a file."""
+_GAP = 4 << 10
+"""Bytes that may be left out between two reads, one of which goes on where the other ended."""
+_SHORT = 16
+"""Memory is short where less than the 16th part of it is free."""
+_CACHESTAT = 451
+
+
+@dataclass(slots=True)
+class _Stream:
+    """Reads of a file that go on: how far they came, what was asked, and how far to be ahead."""
+
+    reached: int
+    asked: int
+    ahead: int = 0
+
+    def goes_on(self, offset: int) -> bool:
+        """Return whether a read continues it; threads take turns, so it may come late."""
+        return self.reached - _MOST <= offset <= self.reached + _GAP
+
+
+class ReadAhead:
+    """What all threads read of the files of a folder.
+
+    Where memory is short, steps that were not cached are given up once they were read: pages that
+    are in use would have to go for them. Where memory is free they stay, and are read again fast.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._streams: dict[str, _Stream] = {}
+        self._unread: dict[tuple[str, int], int] = {}
+        self._cached: dict[str, bool] = {}
+
+    def begin(self, descriptor: int, file: str, offset: int, nbytes: int) -> None:
+        """Ask for bytes that are read now, and where reads go on for more and more after them.
+
+        Of what it is asked for before, the kernel reads nothing ahead by itself, which would be
+        taken for another's. Of small reads, such as of headers, it does.
+        """
+        with self._lock:
+            stream = self._streams.get(file)
+            if stream is None or not stream.goes_on(offset):
+                stream = self._streams[file] = _Stream(offset, offset)
+            else:
+                stream.ahead = min(_MOST, 2 * stream.ahead or nbytes)
+            stream.reached = max(stream.reached, offset + nbytes)
+            start = stream.asked
+            wanted = stream.reached + stream.ahead + (_STEP - 1 if nbytes >= _PIECE else 0)
+            stream.asked = max(start, wanted // _STEP * _STEP)
+            end = stream.asked
+        if start < end:
+            end = min(end, os.fstat(descriptor).st_size)
+        deque(self.ask(descriptor, file, start, end), maxlen=0)
+
+    def expect(self, descriptor: int, file: str, offset: int, nbytes: int) -> None:
+        """Ask for a few bytes of a file, unless the first that were expected of it are cached."""
+        if file not in self._cached:
+            self._cached[file] = cached_bytes(descriptor, offset, nbytes) != 0
+        if not self._cached[file]:
+            os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_WILLNEED)
+
+    def ask(self, descriptor: int, file: str, start: int, end: int) -> Iterator[int]:
+        """Ask for some bytes of a file, yield how many at a time.
+
+        The kernel is slow to take what is asked: other threads need not wait for it.
+        """
+        while start < end:
+            step = start // _STEP
+            nbytes = min(end, (step + 1) * _STEP) - start
+            if ask(descriptor, start, nbytes):
+                self._unread[file, step] = nbytes
+            start += nbytes
+            yield nbytes
+
+    def end(self, descriptor: int, file: str, offset: int, nbytes: int) -> None:
+        """Give up the steps that are read to their end now, where memory is short."""
+        if not self._unread:
+            return
+        end = offset + nbytes
+        for step in range(offset // _STEP, -(-end // _STEP)):
+            start = step * _STEP
+            with self._lock:
+                left = self._unread.pop((file, step), None)
+                if left is None:
+                    continue
+                left -= min(end, start + _STEP) - max(offset, start)
+                if left > 0:
+                    self._unread[file, step] = left
+            if left <= 0 and memory_is_short():
+                os.posix_fadvise(descriptor, start, _STEP, os.POSIX_FADV_DONTNEED)
+
+
+def ask_aside(asked: Generator[int, None, None]) -> Callable[[], None]:
+    """Ask on a thread of its own, some bytes at a time, until no memory is to spare for more.
+
+    Returns what ends that.
+    """
+    stop = threading.Event()
+
+    def work() -> None:
+        left = spare_memory()
+        with closing(asked):
+            for nbytes in asked:
+                left -= nbytes
+                if left <= 0 or stop.is_set():
+                    return
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+
+    def end() -> None:
+        stop.set()
+        thread.join()
+
+    return end
+
+
+def ask(descriptor: int, offset: int, nbytes: int) -> bool:
+    """Have some bytes of a file read into the page cache; return whether it had none of them."""
+    cached = cached_bytes(descriptor, offset, nbytes)
+    if cached is None or cached < nbytes:
+        for start in range(offset, offset + nbytes, _PIECE):
+            piece = min(_PIECE, offset + nbytes - start)
+            os.posix_fadvise(descriptor, start, piece, os.POSIX_FADV_WILLNEED)
+    return cached == 0
+
+
+_libc = ctypes.CDLL(None)
+
+
+def cached_bytes(descriptor: int, offset: int, nbytes: int) -> int | None:
+    """Return how many bytes of some of a file are in the page cache; None where nobody says it.
+
+    ``cachestat`` fills five counts of pages, the first of those that are cached.
+    """
+    span, pages = (ctypes.c_uint64 * 2)(offset, nbytes), (ctypes.c_uint64 * 5)()
+    answer: int = _libc.syscall(_CACHESTAT, descriptor, span, pages, 0)
+    return None if answer else pages[0] * os.sysconf("SC_PAGE_SIZE")
+
+
+def spare_memory() -> int:
+    """Return how many bytes may be read long before they are needed."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(free // 8, 4 << 30)
+
+
+def memory_is_short() -> bool:
+    """Return whether what is read takes memory that other files are cached in."""
+    return os.sysconf("SC_AVPHYS_PAGES") * _SHORT < os.sysconf("SC_PHYS_PAGES")
