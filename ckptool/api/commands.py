@@ -345,13 +345,13 @@ def salvage(
 
 def list_maps() -> Mapping[str, KeyMap]:
     """Return the key maps that come with ckptool, by the name that ``map=`` takes."""
-    from ckptool.commands.keymap.maps import builtin_maps
+    from ckptool.commands.keymap.library import builtin_maps
 
     return dict(builtin_maps())
 
 
 def map_text(name: str) -> str:
     """Return a built-in key map as the TOML file that it is, to begin one's own with."""
-    from ckptool.commands.keymap import maps
+    from ckptool.commands.keymap import library
 
-    return maps.map_text(name)
+    return library.map_text(name)

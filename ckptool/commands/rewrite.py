@@ -82,7 +82,8 @@ def rewrite(
     catalog, has_map = kept, options.map.is_asked
     if locate or has_map:  # a map may ask for parts that not all strides can express
         catalog = opened.open_containers(kept, defers=defers and not has_map)
-    catalog, report = apply_key_map(opened, catalog, options.map)
+    is_part = bool(options.selection.select or options.selection.drop)
+    catalog, report = apply_key_map(opened, catalog, options.map, whole=not is_part)
     catalog, cast_counts = _cast(catalog, casts)
     return RewriteResult(source.catalog, kept, catalog, report, cast_counts, counts)
 
@@ -184,11 +185,12 @@ def only_model(catalog: Catalog) -> Catalog:
 
 
 def apply_key_map(
-    opened: OpenedCheckpoint, catalog: Catalog, options: MapOptions
+    opened: OpenedCheckpoint, catalog: Catalog, options: MapOptions, *, whole: bool
 ) -> tuple[Catalog, MapReport | None]:
     """Return the (located) catalog under the key map asked for, if any, and what it did.
 
-    Raises UsageError or Unsupported where that is not possible.
+    ``whole`` says that the catalog should have all of the model. Raises UsageError or Unsupported
+    where that is not possible.
     """
     if options.name is None and (options.dims or options.inverse is not None):
         raise UsageError("--dim and --inverse require --map")
@@ -196,7 +198,7 @@ def apply_key_map(
         return catalog, None
     from ckptool.commands.keymap.maps import map_checkpoint
 
-    return map_checkpoint(opened, catalog, options)
+    return map_checkpoint(opened, catalog, options, whole=whole)
 
 
 def _cast(catalog: Catalog, casts: Casts) -> tuple[Catalog, dict[str, int]]:

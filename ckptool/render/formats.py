@@ -8,7 +8,7 @@ from typing import Any
 
 from ckptool.commands.document import document
 from ckptool.commands.keymap.check import MapCheck
-from ckptool.commands.keymap.maps import builtin_maps, map_text
+from ckptool.commands.keymap.library import builtin_maps, map_text
 from ckptool.core.text import plural
 from ckptool.formats import list_formats
 from ckptool.render.text import Cell, columns, console, emit, escaped, say

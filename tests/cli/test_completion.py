@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from ckptool.cli import completion
 from ckptool.cli.app import SUMMARIES, app, load_command
 from ckptool.cli.examples import EXAMPLES, GROUPS
-from ckptool.commands.keymap.maps import builtin_maps
+from ckptool.commands.keymap.library import builtin_maps
 from ckptool.commands.verify.codes import CODES
 from ckptool.core.dtype import parse_dtype
 from ckptool.core.sharding.placement import POLICIES

@@ -226,6 +226,65 @@ def test_another_way_to_pack_is_refused(tmp_path: Path) -> None:
         )
 
 
+@pytest.fixture
+def moe(tmp_path: Path) -> Path:
+    """A folder of Qwen3Moe with 3 experts in each of 2 layers."""
+    made = transformers.AutoModelForCausalLM.from_config(
+        transformers.Qwen3MoeConfig(**SMALL, **MOE)
+    )
+    made.save_pretrained(tmp_path / "hf")
+    return tmp_path / "hf"
+
+
+def without(folder: Path, part: str) -> dict[str, torch.Tensor]:
+    """Take tensors out of a model's file; return what is left."""
+    file = folder / "model.safetensors"
+    left = {n: t for n, t in load_file(file).items() if part not in n}
+    save_file(left, file, {"format": "pt"})
+    return left
+
+
+LACKING = {
+    ".experts.2.": r"num_(local_)?experts 3, but found 2 in model\.layers\.0\.mlp\.experts",
+    ".experts.1.": r"model\.layers\.0\.mlp\.experts\.1\.\w+_proj\.weight not found",
+    ".layers.1.": "num_hidden_layers 2, but found tensors of 1 layers",
+}
+
+
+@pytest.mark.parametrize("part", LACKING)
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_experts_and_layers_that_are_missing_everywhere_are_missed(
+    moe: Path, part: str, wrapped: bool, tmp_path: Path
+) -> None:
+    state = without(moe, part)
+    source, options = moe, MapOptions(experts="packed")
+    if wrapped:  # as a trainer saves it, with the config in the folder above
+        dcp.save({"app": state}, checkpoint_id=moe / "step-1", no_dist=True)
+        source = moe / "step-1"
+    with pytest.raises(Unsupported, match=LACKING[part]):
+        convert_to("dcp", source, tmp_path / "out", map=options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_number_of_experts_is_said_where_names_alone_tell_it(moe: Path, tmp_path: Path) -> None:
+    without(moe, ".experts.2.")
+    (moe / "config.json").unlink()
+    report = convert_to("dcp", moe, tmp_path / "a", map=MapOptions(experts="packed"))
+    assert "2 experts a layer, by names alone: no config says how many" in report.notes
+    options = MapOptions("transformers-experts", {"expert": 3})
+    with pytest.raises(Unsupported, match=r"expert is 3 .* is .*experts\.1\..*: 1 are missing"):
+        convert_to("dcp", moe, tmp_path / "b", map=options)
+
+
+def test_packed_experts_are_as_many_as_config_says(moe: Path, tmp_path: Path) -> None:
+    convert_to("dcp", moe, tmp_path / "packed", map=MapOptions(experts="packed"))
+    config = (moe / "config.json").read_text()
+    (moe / "config.json").write_text(config.replace('experts": 3', 'experts": 4'))
+    options = MapOptions(experts="separate", assets=moe)
+    with pytest.raises(Unsupported, match=r"experts 4, but found 3 in"):
+        convert_to("dcp", tmp_path / "packed", tmp_path / "out", map=options)
+
+
 def test_experts_of_several_types_are_never_one_tensor(tmp_path: Path) -> None:
     config = transformers.Qwen3MoeConfig(**SMALL, **MOE)
     model = transformers.AutoModelForCausalLM.from_config(config).bfloat16()

@@ -34,7 +34,7 @@ def tensors(folder: Path) -> dict[str, bytes]:
 
 
 def test_every_built_in_map_is_on_the_page() -> None:
-    from ckptool.commands.keymap.maps import builtin_maps
+    from ckptool.commands.keymap.library import builtin_maps
 
     table = PAGE.read_text().partition("## The grammar")[0].replace("`-", "`torchtitan-")
     named = set(re.findall(r"`([a-z0-9.-]+)`", table))

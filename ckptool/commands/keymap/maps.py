@@ -1,17 +1,16 @@
-"""Key maps by name or file: found, chosen, turned the right way, and applied."""
+"""Key maps: chosen, turned the right way, held against what is recorded, and applied."""
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
-from importlib import resources
-from pathlib import Path
 from typing import Any
 
+from ckptool.commands.keymap.functions import differing_function
 from ckptool.commands.keymap.hf_config import recorded_config
+from ckptool.commands.keymap.library import AUTO, builtin_maps, load_map
+from ckptool.commands.keymap.model_config import count_problems, uncounted_experts
 from ckptool.commands.keymap.records import (
     CONFIG,
     Record,
@@ -19,18 +18,16 @@ from ckptool.commands.keymap.records import (
     records_around,
     records_model,
 )
-from ckptool.commands.keymap.sizes import facts
-from ckptool.commands.open import OpenedCheckpoint, text_of
+from ckptool.commands.keymap.sizes import facts, merge
+from ckptool.commands.open import OpenedCheckpoint
 from ckptool.commands.options.rewrite import MapOptions
 from ckptool.core.catalog import Catalog
 from ckptool.core.keymap.apply import Move, apply_map, list_lines
 from ckptool.core.keymap.match import Frames, Matcher, ModelFacts, find_frames, fits, kinds_of
 from ckptool.core.keymap.model import KeyMap, UnknownSizes
-from ckptool.core.keymap.parse import parse_map
-from ckptool.core.text import did_you_mean, one_of, plural
-from ckptool.errors import UsageError
+from ckptool.core.text import plural
+from ckptool.errors import Unsupported, UsageError
 
-AUTO = "auto"
 EXPERTS = ("packed", "separate")
 """How a mixture of experts is held: one tensor for all of them, or one for each."""
 _PACKED = "transformers 5 in memory"
@@ -43,8 +40,9 @@ class MapReport:
     """The map that was applied, why this one, and every tensor that it makes.
 
     ``config`` is the model's configuration as config.json has it, None where the target is not
-    Hugging Face's or the checkpoint does not record enough: ``config_lacks`` says what. ``differs``
-    says where config.json names a model that the map is not for.
+    Hugging Face's or the checkpoint does not record enough: ``config_lacks`` says what.
+    ``warnings`` say where config.json names a model that the map is not for, and what it does not
+    say of the model's size.
     """
 
     name: str
@@ -54,7 +52,7 @@ class MapReport:
     moves: tuple[Move, ...]
     excluded: tuple[str, ...]
     computed: tuple[str, ...]
-    differs: str = ""
+    warnings: tuple[str, ...] = ()
     config: dict[str, Any] | None = None
     config_lacks: str = ""
 
@@ -66,7 +64,8 @@ class MapReport:
         made = plural(len(self.computed), "tensor")
         changed = f"computed, and rounded to their type, as the map says: {made}"
         return (
-            *filter(None, [applied, self.differs]),
+            applied,
+            *self.warnings,
             *left,
             *([changed] if self.computed else []),
         )
@@ -99,89 +98,20 @@ class MapReport:
         ]
 
 
-@cache
-def builtin_maps() -> dict[str, KeyMap]:
-    """Return the maps that come with ckptool, by name."""
-    return {name: _builtin_map(name) for name in sorted(_builtin_files())}
-
-
-@cache
-def _builtin_map(name: str) -> KeyMap:
-    return parse_map(tomllib.loads(_builtin_files()[name]), f"{name}.toml", _builtin_map)
-
-
-@cache
-def _builtin_files() -> dict[str, str]:
-    """Return the text of each map: that of ``maps/megatron/gpt.toml`` by ``megatron-gpt``."""
-    return {
-        f"{folder.name}-{file.name.removesuffix('.toml')}": file.read_text("utf-8")
-        for folder in resources.files("ckptool").joinpath("maps").iterdir()
-        for file in folder.iterdir()
-    }
-
-
-def map_text(name: str) -> str:
-    """Return the TOML of a built-in map; UsageError where there is none of that name."""
-    if name not in builtin_maps():
-        raise UsageError(f"{name!r}: unknown map", hint=one_of(name, builtin_maps()))
-    return _builtin_files()[name]
-
-
-def load_map(name: str) -> KeyMap:
-    """Return the built-in map of a name, or that of a TOML file; UsageError where it is neither."""
-    path = Path(name)
-    if name in builtin_maps():
-        return builtin_maps()[name]
-    if path.suffix != ".toml" and not path.is_file():
-        raise UsageError(
-            f"--map {name!r}: not a built-in map or a file",
-            hint=did_you_mean(
-                name,
-                [AUTO, *builtin_maps()],
-                f"{AUTO}, one of {', '.join(builtin_maps())}, or a TOML file",
-            ),
-        )
-    return _map_in(path, name, ())
-
-
-def _map_in(path: Path, shown: str, seen: tuple[Path, ...]) -> KeyMap:
-    """Parse a TOML file, and the maps that it includes: built-in ones, or files beside it.
-
-    Raises UsageError.
-    """
-    if path in seen:
-        raise UsageError(f"--map {shown}: includes itself")
-    try:
-        content = tomllib.loads(text_of(path, "--map"))
-    except ValueError as error:
-        raise UsageError(f"--map {shown}: {error}") from None
-
-    def included(other: str) -> KeyMap:
-        if other in builtin_maps():
-            return builtin_maps()[other]
-        beside = path.parent / other
-        if not beside.is_file():
-            raise UsageError(
-                f"--map {shown}: includes {other!r}, not a built-in map or a file beside it",
-                hint=did_you_mean(other, list(builtin_maps()), "`ckptool maps` lists maps"),
-            )
-        return _map_in(beside, str(beside), (*seen, path))
-
-    return parse_map(content, shown, included)
-
-
 def map_checkpoint(
-    opened: OpenedCheckpoint, catalog: Catalog, options: MapOptions
+    opened: OpenedCheckpoint, catalog: Catalog, options: MapOptions, *, whole: bool = True
 ) -> tuple[Catalog, MapReport]:
     """Return the (located) catalog under the map that is asked for, and what was done.
 
+    ``whole`` says that the catalog should have all of the model.
     Raises UsageError or Unsupported as ``apply_map``, and where no map or several would do.
     """
     inside = records(opened.source, opened.catalog, options.assets)
     if records_model(inside):
         with suppress(_MissingSizes):
-            return _map_by(opened, catalog, options, inside, {})
-    return _map_by(opened, catalog, options, inside, records_around(opened.path, opened.catalog))
+            return _map_by(opened, catalog, options, inside, {}, whole=whole)
+    around = records_around(opened.path, opened.catalog)
+    return _map_by(opened, catalog, options, inside, around, whole=whole)
 
 
 class _MissingSizes(UsageError):
@@ -194,6 +124,8 @@ def _map_by(
     options: MapOptions,
     inside: Sequence[Record],
     around: Mapping[str, Record],
+    *,
+    whole: bool,
 ) -> tuple[Catalog, MapReport]:
     """Map a catalog by what is recorded in a checkpoint, and around it by the files' places."""
     known = [*inside, *around.values()]
@@ -204,12 +136,8 @@ def _map_by(
     else:
         key_map, reason = requested_map(catalog, options)
     types = _model_types(known)
-    differs = (
-        f"{key_map.name} is for {', '.join(key_map.model_types)}, but the model_type in config.json"
-        f" is {', '.join(types)}: names that fit do not say that both compute the same"
-        if types and not _is_for(key_map, types)
-        else ""
-    )
+    recorded = merge(known)
+    differs = "" if not types or _is_for(key_map, types) else _other_model(key_map, recorded, types)
     facts_known = facts(key_map, known, options.dims)
     if facts_known != facts(key_map, inside, options.dims):
         reason += f", with sizes from {', '.join(around)}"
@@ -217,6 +145,7 @@ def _map_by(
         mapped = apply_map(catalog, key_map, facts_known)
     except UnknownSizes as error:
         raise _unknown_sizes(error, key_map) from None
+    counted = _compare_counts(key_map, catalog, mapped.catalog, recorded, whole=whole)
     config, lacks = (None, "")
     if key_map.target == HUGGING_FACE:
         config, lacks = recorded_config(inside, mapped.catalog)
@@ -231,11 +160,60 @@ def _map_by(
         mapped.moves,
         mapped.excluded,
         mapped.computed,
-        differs,
+        tuple(filter(None, [differs, *counted])),
         config,
         lacks,
     )
     return replace(mapped.catalog, notes=(*mapped.catalog.notes, *report.notes)), report
+
+
+def _other_model(key_map: KeyMap, recorded: Record, types: Sequence[str]) -> str:
+    """Return what is said of a map that is applied to a model that it is not for.
+
+    Raises Unsupported where that model is known to compute something else.
+    """
+    is_for = f"{key_map.name} is for {', '.join(key_map.model_types)}"
+    is_of = f"the model_type in config.json is {', '.join(types)}"
+    differs = "" if key_map.source == _PACKED else differing_function(recorded, types)
+    if differs:
+        raise Unsupported(
+            f"map {is_for}, and {is_of}, which computes something else though its names fit:"
+            f" {differs}",
+            hint=f"a map file with include = ['{key_map.name}'] and model_types = {list(types)}"
+            " says that the target computes it, too",
+        )
+    return f"{is_for}, but {is_of}: names that fit do not say that both compute the same"
+
+
+def _compare_counts(
+    key_map: KeyMap, source: Catalog, target: Catalog, recorded: Record, *, whole: bool
+) -> list[str]:
+    """Hold a model's layers, experts and heads against what is recorded; return what is to be said.
+
+    The names of Hugging Face's side tell them. Raises Unsupported where they are not as many.
+    """
+    way, catalog = key_map, source
+    if key_map.target == HUGGING_FACE:
+        way, catalog = key_map.inverse, target
+    if way.source not in (HUGGING_FACE, _PACKED):
+        return []
+    problems: list[str] = []
+    counted: set[int] = set()
+    for frame, names in _match(catalog, way)[0].items():
+        if frame.part == "model":
+            tensors = {inner: catalog.tensors[name] for inner, name in names.items()}
+            model = catalog.with_tensors(tensors)
+            problems += count_problems(recorded, model)
+            counted |= uncounted_experts(recorded, model)
+    if problems and whole:
+        raise Unsupported(
+            "the tensors are not those of the model that is recorded:\n" + list_lines(problems),
+            hint="--hf-assets FOLDER gives the config.json of this model; a part of a model is"
+            " taken with --select or --drop",
+        )
+    numbers = " or ".join(f"{number:,}" for number in sorted(counted))
+    by_name = f"{numbers} experts a layer, by names alone: no config says how many"
+    return [*problems, *([by_name] if counted else [])]
 
 
 def _unknown_sizes(error: UnknownSizes, key_map: KeyMap) -> _MissingSizes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -24,9 +24,15 @@ _LAYER = re.compile(rf"({_MODEL})(?:layers|h)\.(\d+)\..+")
 _PREDICTING = re.compile(rf"{_MODEL}layers\.(\d+)\.eh_proj\.weight")
 _PROJECTION = re.compile(r".+\.layers\.\d+\.self_attn\.([qk])_proj\.weight")
 _GATE = re.compile(r".+\.layers\.\d+\.mlp\.gate_proj\.weight")
+_EXPERT = re.compile(rf"({_MODEL}(?:layers|h)\.\d+\..*\bexperts)\.(\d+)\..+")
+_EXPERTS = re.compile(rf"({_MODEL}(?:layers|h)\.\d+\..*\bexperts)\.(?:gate_up|down)_proj")
 
 _VOCABULARY = ("vocab_size", "padded_vocab_size")
 _MORE_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_layers")
+_EXPERT_COUNTS = (
+    *("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    "num_moe_experts",  # Megatron-core's configuration
+)
 _NARROW = ("embedding_size", "word_embed_proj_dim", "embedding_dim")
 DTYPE_KEYS = ("dtype", "torch_dtype")
 _PLAIN = frozenset(
@@ -45,16 +51,10 @@ def config_problems(config: Record, catalog: Catalog) -> list[Problem]:
     """
     inner = config.get("text_config")
     merged = {**config, **inner} if isinstance(inner, dict) else dict(config)
-    tensors = {
-        name: entry
-        for name, entry in catalog.tensors.items()
-        if entry.dtype.kind == "float" and entry.dtype.itemsize > 1 and entry.shape
-    }
     differences = [
-        *_compare_sizes(merged, tensors),
-        *_compare_layers(merged, catalog),
+        *_compare_sizes(merged, _numbers_in(catalog)),
         *_compare_ties(merged, catalog),
-        *_compare_attention(merged, tensors),
+        *_compare_counts(merged, catalog),
     ]
     if not kinds(catalog) and "quantization_config" not in merged:
         differences += _compare_dtypes(merged, catalog)
@@ -66,6 +66,36 @@ def config_problems(config: Record, catalog: Catalog) -> list[Problem]:
 
 Difference = tuple[str, str | None]
 """What the config says and what is true instead, and the tensor that shows it."""
+
+
+def count_problems(recorded: Record, catalog: Catalog) -> list[str]:
+    """Find where what is recorded of a model contradicts how many layers, experts and heads it has.
+
+    The tensors have transformers' names; ``recorded`` may come from another's configuration.
+    """
+    return [f"recorded is {text}" for text, _ in _compare_counts(recorded, catalog)]
+
+
+def uncounted_experts(recorded: Record, catalog: Catalog) -> set[int]:
+    """Return how many experts layers have by their names alone, as no configuration says it."""
+    if _numbers(recorded, _EXPERT_COUNTS):
+        return set()
+    return {len(found) for found in _experts(catalog).values()}
+
+
+def _compare_counts(config: Record, catalog: Catalog) -> Iterator[Difference]:
+    yield from _compare_layers(config, catalog)
+    yield from _compare_experts(config, catalog)
+    yield from _compare_attention(config, _numbers_in(catalog))
+
+
+def _numbers_in(catalog: Catalog) -> dict[str, TensorEntry]:
+    """Return the tensors that are not scalars, and hold weights as they are."""
+    return {
+        name: entry
+        for name, entry in catalog.tensors.items()
+        if entry.dtype.kind == "float" and entry.dtype.itemsize > 1 and entry.shape
+    }
 
 
 def _numbers(config: Record, keys: tuple[str, ...]) -> dict[str, int]:
@@ -86,7 +116,7 @@ def _compare_sizes(config: Record, tensors: Mapping[str, TensorEntry]) -> Iterat
 
 
 def _difference(
-    config: Mapping[str, int], size: int, measured: str, name: str
+    config: Mapping[str, int], size: int, measured: str, name: str | None
 ) -> Iterator[Difference]:
     """Yield the difference of a size from all those that the config gives, if any."""
     if config and size not in config.values():
@@ -112,6 +142,25 @@ def _compare_layers(config: Record, catalog: Catalog) -> Iterator[Difference]:
     more = max(_numbers(config, _MORE_LAYERS).values(), default=len(predicting))
     if not any(len(numbers) in (n, n + more) for n in counts.values()):
         yield f"{_join(counts)}, but found tensors of {len(numbers):,} layers", None
+
+
+def _experts(catalog: Catalog) -> dict[str, set[int]]:
+    """Return the numbers of the experts of each layer that has a tensor for each."""
+    found: dict[str, set[int]] = defaultdict(set)
+    for match in filter(None, map(_EXPERT.fullmatch, catalog.tensors)):
+        found[match[1]].add(int(match[2]))
+    return found
+
+
+def _compare_experts(config: Record, catalog: Catalog) -> Iterator[Difference]:
+    """Count the experts of each layer: tensors by their names, or the first dim of packed ones."""
+    counts = _numbers(config, _EXPERT_COUNTS)
+    for prefix, numbers in _experts(catalog).items() if counts else ():
+        yield from _difference(counts, len(numbers), f"found {len(numbers):,} in {prefix}", None)
+    for name, entry in catalog.tensors.items() if counts else ():
+        if _EXPERTS.fullmatch(name) and entry.shape:
+            experts = entry.shape[0]
+            yield from _difference(counts, experts, f"{name} has {experts:,}", name)
 
 
 def _compare_attention(config: Record, tensors: Mapping[str, TensorEntry]) -> Iterator[Difference]:

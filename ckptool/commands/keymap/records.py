@@ -241,7 +241,7 @@ def _of_torchtitan(model: Record) -> Record:
     kv = [part.get("n_kv_heads") or part.get("n_heads") for part in attention]
     return {
         "hidden_size": model.get("dim"),
-        "num_hidden_layers": len(layers),
+        "num_hidden_layers": len(layers) or None,
         "num_attention_heads": heads[0] if heads and heads == heads[:1] * len(heads) else None,
         "num_key_value_heads": kv[0] if kv and kv == kv[:1] * len(kv) else None,
         "vocab_size": model.get("vocab_size"),

@@ -13,9 +13,7 @@ from ckptool.errors import UsageError
 
 def facts(key_map: KeyMap, records: Sequence[Record], given: Mapping[str, int]) -> ModelFacts:
     """Return the sizes of a map's axes, as given or as recorded, and all facts that hold."""
-    merged: dict[str, Any] = {}
-    for record in reversed(records):
-        merged |= {name: value for name, value in record.items() if value is not None}
+    merged = merge(records)
     unknown = given.keys() - key_map.axes
     if unknown:
         named = key_map.sizes or sorted(key_map.axes)
@@ -29,6 +27,14 @@ def facts(key_map: KeyMap, records: Sequence[Record], given: Mapping[str, int]) 
         if size is not None:
             sizes[name] = size
     return ModelFacts(sizes, frozenset(n for n, value in merged.items() if value is True))
+
+
+def merge(records: Sequence[Record]) -> dict[str, Any]:
+    """Return what is recorded of a model, each value from the strongest record that has it."""
+    merged: dict[str, Any] = {}
+    for record in reversed(records):
+        merged |= {name: value for name, value in record.items() if value is not None}
+    return merged
 
 
 def _look_up(

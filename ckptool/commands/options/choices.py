@@ -31,14 +31,14 @@ def mesh_target_names() -> Iterable[str]:
 
 def builtin_map_names() -> Iterable[str]:
     """Return the key maps that come with ckptool."""
-    from ckptool.commands.keymap.maps import builtin_maps
+    from ckptool.commands.keymap.library import builtin_maps
 
     return builtin_maps()
 
 
 def map_names() -> Iterable[str]:
     """Return what names a key map: the word for the one that fits, and those of ckptool."""
-    from ckptool.commands.keymap.maps import AUTO
+    from ckptool.commands.keymap.library import AUTO
 
     return (AUTO, *builtin_map_names())
 

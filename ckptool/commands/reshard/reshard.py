@@ -174,11 +174,11 @@ def prepare_reshard(source: Location, target: Location | None, options: ReshardO
     require_agreement(catalog)
     if not catalog.tensors:
         raise Unsupported(f"{opened.path}: no tensors to reshard")
-    defers = options.map.name is None and may_open_late(
+    defers = not options.map.is_asked and may_open_late(
         target, overwrites=options.transfer.overwrite
     )
     located = opened.open_containers(catalog, defers=defers)
-    catalog, map_report = apply_key_map(opened, located, options.map)
+    catalog, map_report = apply_key_map(opened, located, options.map, whole=True)
     mesh = _with_names(placer.mesh, catalog.mesh)
     placer = replace(placer, mesh=mesh, rules=(*placer.rules, *writer.rules()))
     choices = placer.choose(catalog)

@@ -297,7 +297,15 @@ def group_sizes(rule: Rule, group: Sequence[BoundTensor], known: Sizes) -> dict[
     """
     if rule.renames:
         return dict(known)
-    given = {**known, **_spelled_sizes(rule, group)}
+    spelled = _spelled_sizes(rule, group)
+    for axis, (size, name) in spelled.items():
+        if known.get(axis, size) != size:
+            raise Unsupported(
+                f"{axis} is {known[axis]:,} as given or recorded, but the last of these tensors"
+                f" is {name}: {abs(known[axis] - size):,} are"
+                f" {'missing' if known[axis] > size else 'too many'}"
+            )
+    given = {**known, **{axis: size for axis, (size, _) in spelled.items()}}
     if rule.padding is not None and rule.whole in rule.targets:
         given.setdefault(rule.padding, 0)
     for tensor in group:
@@ -319,13 +327,16 @@ def group_sizes(rule: Rule, group: Sequence[BoundTensor], known: Sizes) -> dict[
     return sizes
 
 
-def _spelled_sizes(rule: Rule, group: Sequence[BoundTensor]) -> dict[str, int]:
-    """Count the indexes the sources' names spell out of each axis that the targets' do not."""
-    sizes: dict[str, int] = {}
+def _spelled_sizes(rule: Rule, group: Sequence[BoundTensor]) -> dict[str, tuple[int, str]]:
+    """Count the indexes the sources' names spell out of each axis that the targets' do not.
+
+    Each with the name of the last.
+    """
+    sizes: dict[str, tuple[int, str]] = {}
     for tensor in group:
         for axis, index in tensor.binding.items():
             if axis not in rule.common:
-                sizes[axis] = max(sizes.get(axis, 0), index + 1)
+                sizes[axis] = max(sizes.get(axis, (0, "")), (index + 1, tensor.entry.name))
     return sizes
 
 

@@ -6,10 +6,10 @@ import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from typing import Any
 
 from ckptool.core.keymap.axes import NAME, Axis, Dim, axes_of, parse_axes
+from ckptool.core.keymap.include import is_about, moved, with_included
 from ckptool.core.keymap.model import Block, KeyMap, Pattern, Rule, Slot
 from ckptool.errors import CkptoolError, UsageError
 
@@ -36,6 +36,8 @@ _KEYS = {
 }
 _RULE_KEYS = {"from", "to", "padding", "tie", "when", "unless", "only", "beside", "add"}
 
+_MOST_RULES = 10_000
+
 Included = Callable[[str], KeyMap]
 """Returns the map that another includes, by what it calls it."""
 
@@ -46,13 +48,15 @@ def parse_map(content: Mapping[str, Any], where: str, included: Included) -> Key
     key_map = _parse_own(content, where, has_more=bool(names))
     without = _texts(content.get("without", []))
     within = _within(content, where)
-    others = [_moved(included(name), within) for name in names]
+    others = [moved(included(name), within) for name in names]
     rules = [rule for other in others for rule in other.rules]
     for glob in without:
-        if not any(_is_about(rule, glob) for rule in rules):
+        if not any(is_about(rule, glob) for rule in rules):
             raise UsageError(f"{where}: without = {glob!r} matches no name of what is included")
     for other in others:
-        key_map = _with_included(key_map, other, without)
+        key_map = with_included(key_map, other, without)
+        if len(key_map.rules) > _MOST_RULES:
+            raise UsageError(f"{where}: more than {_MOST_RULES:,} rules, with those included")
     return key_map
 
 
@@ -65,57 +69,6 @@ def _within(content: Mapping[str, Any], where: str) -> list[Mapping[str, str]]:
         if not isinstance(text, str) or not _PLAIN.fullmatch(text):
             raise UsageError(f"{where}: [within] {text!r} must be the beginning of a name")
     return sides
-
-
-def _moved(key_map: KeyMap, within: Sequence[Mapping[str, str]]) -> KeyMap:
-    """Return a map whose names begin otherwise."""
-
-    def move(pattern: Pattern, starts: Mapping[str, str]) -> Pattern:
-        old = next((old for old in starts if pattern.text.startswith(old)), None)
-        if old is None:
-            return pattern
-        text, key = (starts[old] + name.removeprefix(old) for name in (pattern.text, pattern.key))
-        return replace(pattern, text=text, key=key)
-
-    def all_of(patterns: Sequence[Pattern], side: int) -> tuple[Pattern, ...]:
-        return tuple(move(pattern, within[side]) for pattern in patterns)
-
-    rules = (
-        replace(
-            rule,
-            sources=all_of(rule.sources, 0),
-            targets=all_of(rule.targets, 1),
-            beside=rule.beside and move(rule.beside, within[0]),
-            back=rule.back and move(rule.back, within[1]),
-        )
-        for rule in key_map.rules
-    )
-    return replace(
-        key_map,
-        rules=tuple(rules),
-        drop=all_of(key_map.drop, 0),
-        back_drop=all_of(key_map.back_drop, 1),
-        tells={name: all_of(patterns, 1) for name, patterns in key_map.tells.items()},
-    )
-
-
-def _is_about(rule: Rule, glob: str) -> bool:
-    names = (p.text.partition(" ")[0] for p in (*rule.sources, *rule.targets))
-    return any(fnmatchcase(name, glob) for name in names)
-
-
-def _with_included(own: KeyMap, other: KeyMap, without: Sequence[str]) -> KeyMap:
-    """Add what another map says of names, after the own; which models it is for is the own's."""
-    more = (rule for rule in other.rules if not any(_is_about(rule, glob) for glob in without))
-    return replace(
-        own,
-        rules=(*own.rules, *more),
-        sizes={**other.sizes, **own.sizes},
-        drop=(*own.drop, *other.drop),
-        keep=(*own.keep, *other.keep),
-        tells={**other.tells, **own.tells},
-        back_drop=(*own.back_drop, *other.back_drop),
-    )
 
 
 def _parse_own(content: Mapping[str, Any], where: str, *, has_more: bool) -> KeyMap:

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from conftest import Bits, bits, convert_to, flat, load_dcp, read_back
 from torchtitan_states import CONFIGS, recorded, write_config
 
-from ckptool.commands.keymap.maps import builtin_maps, load_map, map_text
+from ckptool.commands.keymap.library import builtin_maps, load_map, map_text
 from ckptool.commands.options.rewrite import MapOptions
 from ckptool.commands.options.target import ReshardOptions, TransferOptions
 from ckptool.commands.reshard.reshard import prepare_reshard
@@ -512,25 +512,66 @@ def test_experts_that_lie_the_other_way_are_not_taken_for_the_usual_ones(out: Pa
 # Models that are nearly those of a map
 
 
-def assets(folder: Path, model_type: str) -> Path:
+def assets(folder: Path, model_type: str, **more: Any) -> Path:
     folder.mkdir()
     config = {"model_type": model_type, "num_attention_heads": 4, "num_key_value_heads": 2}
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config | more))
     return folder
 
 
 def test_names_of_a_model_that_config_says_is_another_are_not_enough(
     tmp_path: Path, out: Path
 ) -> None:
-    """Gemma's names are Llama's, and its values mean something else."""
+    """SeedOSS' names are Llama's, and no config says whether both compute the same."""
     source = save(out / "a", state(side="hf"))
-    gemma = assets(tmp_path / "gemma", "gemma")
-    with pytest.raises(UsageError, match=r"model_type in config\.json is gemma") as caught:
-        mapped(source, out / "b", MapOptions("auto", assets=gemma))
+    other = assets(tmp_path / "other", "seed_oss")
+    with pytest.raises(UsageError, match=r"model_type in config\.json is seed_oss") as caught:
+        mapped(source, out / "b", MapOptions("auto", assets=other))
     named = (caught.value.hint or "").split()[2]  # use --map NAME
-    report = convert_to("dcp", source, out / "b", map=MapOptions(named, assets=gemma))
-    assert "but the model_type in config.json is gemma" in report.map.differs
-    assert report.map.differs in report.map.notes
+    report = convert_to("dcp", source, out / "b", map=MapOptions(named, assets=other))
+    (warning,) = report.map.warnings
+    assert "but the model_type in config.json is seed_oss" in warning
+    assert warning in report.notes
+
+
+FUNCTIONS = {
+    "Granite": ({"embedding_multiplier": 12.0, "logits_scaling": 8}, "embedding_multiplier is 12"),
+    "Cohere": ({"use_qk_norm": True}, "attention and MLP are in parallel"),
+    "SmolLM3": ({"no_rope_layer_interval": 2}, "layers 1 have no rotary embeddings"),
+    "Gemma": ({"head_dim": 4}, "norms multiply by weight"),
+    "Arcee": ({}, "the activation is relu2"),
+}
+
+
+@pytest.mark.parametrize("family", FUNCTIONS)
+def test_a_map_forced_on_a_model_that_computes_otherwise_is_refused(
+    family: str, tmp_path: Path, out: Path
+) -> None:
+    """By what transformers itself writes into the model's config.json."""
+    transformers = pytest.importorskip("transformers")
+    more, words = FUNCTIONS[family]
+    config = getattr(transformers, f"{family}Config")(
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        hidden_size=16,
+        intermediate_size=6,
+        vocab_size=10,
+        tie_word_embeddings=False,
+        num_hidden_layers=2,
+        **more,
+    )
+    config.save_pretrained(tmp_path / "other")
+    source = save(out / "a", state(side="hf"))
+    forced = MapOptions("torchtitan-llama3", assets=tmp_path / "other")
+    error = refusal(mapped, source, out / "b", forced)
+    assert words in error.message
+    assert not (out / "b").exists()
+    own = tmp_path / "own.toml"
+    own.write_text(
+        f"include = ['torchtitan-llama3']\nmodel_types = ['{config.model_type}']\n"
+        "from = 'torchtitan'\nto = 'Hugging Face'\n"
+    )
+    mapped(source, out / "c", MapOptions(str(own), assets=tmp_path / "other"))
 
 
 def test_heads_that_are_normed_are_none_of_mixtrals(out: Path) -> None:

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from conftest import bits, convert_to, flat, load_dcp
 from safetensors.torch import load_file
 
-from ckptool.commands.keymap.maps import load_map
+from ckptool.commands.keymap.library import load_map
 from ckptool.commands.options.rewrite import MapOptions
 from ckptool.errors import Unsupported, UsageError
 
@@ -110,3 +110,39 @@ def test_own_rules_go_before_those_that_are_included(tmp_path: Path) -> None:
 def test_inclusions_that_cannot_be(texts: dict[str, Any], words: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=words):
         load_map(str(written(tmp_path, **texts)))
+
+
+def test_a_file_that_is_included_twice_at_each_of_many_levels_is_read_once(tmp_path: Path) -> None:
+    written(tmp_path, level0=CENTRED)
+    for level in range(1, 26):
+        text = f"include = ['level{level - 1}.toml', 'level{level - 1}.toml']\n"
+        written(tmp_path, **{f"level{level}": text})
+    assert len(load_map(str(tmp_path / "level25.toml")).rules) == 2
+
+
+def test_rules_that_double_with_every_level_are_refused(tmp_path: Path) -> None:
+    written(tmp_path, level0=CENTRED)
+    for level in range(1, 16):
+        below = f"include = ['level{level - 1}.toml']\n"
+        start = "abcdefghijklmno"[level - 1]
+        side = below + f"[within]\nfrom = {{ '' = '{start}.' }}\nto = {{ '' = '{start}.' }}\n"
+        text = f"include = ['side{level}.toml', 'level{level - 1}.toml']\n"
+        written(tmp_path, **{f"level{level}": text, f"side{level}": side})
+    with pytest.raises(UsageError, match="more than 10,000 rules"):
+        load_map(str(tmp_path / "level15.toml"))
+
+
+def test_a_file_that_includes_itself_by_another_path_is_refused(tmp_path: Path) -> None:
+    mine = written(tmp_path, mine=f"include = ['../{tmp_path.name}/mine.toml']\n")
+    with pytest.raises(UsageError, match="includes itself"):
+        load_map(str(mine))
+
+
+def test_what_an_included_map_keeps_begins_otherwise_too(tmp_path: Path) -> None:
+    written(tmp_path, base="keep = ['norm.*', '*.bias']\n" + CENTRED)
+    inner = "include = ['base.toml']\n[within]\nfrom = { '' = 'llm.' }\nto = { '' = 'llm.' }\n"
+    mine = written(tmp_path, mine=inner)
+    assert load_map(str(mine)).keep == ("llm.norm.*", "llm.*.bias")
+    mine.write_text(inner.replace("to = { '' = 'llm.' }", "to = { '' = 'text.' }"))
+    with pytest.raises(UsageError, match=r"'norm\.\*', which .* keeps .* two beginnings"):
+        load_map(str(mine))

@@ -1,0 +1,97 @@
+"""Key maps by name, those that come with ckptool, and by file."""
+
+from __future__ import annotations
+
+import tomllib
+from functools import cache
+from importlib import resources
+from pathlib import Path
+
+from ckptool.commands.open import text_of
+from ckptool.core.keymap.model import KeyMap
+from ckptool.core.keymap.parse import parse_map
+from ckptool.core.text import did_you_mean, one_of
+from ckptool.errors import UsageError
+
+AUTO = "auto"
+"""Asks for the built-in map that a checkpoint's names fit."""
+_DEEPEST = 50
+"""How deep map files may include one another."""
+
+
+@cache
+def builtin_maps() -> dict[str, KeyMap]:
+    """Return the maps that come with ckptool, by name."""
+    return {name: _builtin_map(name) for name in sorted(_builtin_files())}
+
+
+@cache
+def _builtin_map(name: str) -> KeyMap:
+    return parse_map(tomllib.loads(_builtin_files()[name]), f"{name}.toml", _builtin_map)
+
+
+@cache
+def _builtin_files() -> dict[str, str]:
+    """Return the text of each map: that of ``maps/megatron/gpt.toml`` by ``megatron-gpt``."""
+    return {
+        f"{folder.name}-{file.name.removesuffix('.toml')}": file.read_text("utf-8")
+        for folder in resources.files("ckptool").joinpath("maps").iterdir()
+        for file in folder.iterdir()
+    }
+
+
+def map_text(name: str) -> str:
+    """Return the TOML of a built-in map; UsageError where there is none of that name."""
+    if name not in builtin_maps():
+        raise UsageError(f"{name!r}: unknown map", hint=one_of(name, builtin_maps()))
+    return _builtin_files()[name]
+
+
+def load_map(name: str) -> KeyMap:
+    """Return the built-in map of a name, or that of a TOML file; UsageError where it is neither."""
+    path = Path(name)
+    if name in builtin_maps():
+        return builtin_maps()[name]
+    if path.suffix != ".toml" and not path.is_file():
+        raise UsageError(
+            f"--map {name!r}: not a built-in map or a file",
+            hint=did_you_mean(
+                name,
+                [AUTO, *builtin_maps()],
+                f"{AUTO}, one of {', '.join(builtin_maps())}, or a TOML file",
+            ),
+        )
+    return _map_in(path, name, (), {})
+
+
+def _map_in(path: Path, shown: str, within: tuple[Path, ...], parsed: dict[Path, KeyMap]) -> KeyMap:
+    """Parse a TOML file, and the maps that it includes: built-in ones, or files beside it.
+
+    ``within`` are the files that include it, ``parsed`` those that were read: each is once.
+    Raises UsageError.
+    """
+    file = path.resolve()
+    if file in within:
+        raise UsageError(f"--map {shown}: includes itself")
+    if len(within) > _DEEPEST:
+        raise UsageError(f"--map {shown}: included {len(within)} files deep")
+    if file in parsed:
+        return parsed[file]
+    try:
+        content = tomllib.loads(text_of(path, "--map"))
+    except ValueError as error:
+        raise UsageError(f"--map {shown}: {error}") from None
+
+    def included(other: str) -> KeyMap:
+        if other in builtin_maps():
+            return builtin_maps()[other]
+        beside = path.parent / other
+        if not beside.is_file():
+            raise UsageError(
+                f"--map {shown}: includes {other!r}, not a built-in map or a file beside it",
+                hint=did_you_mean(other, list(builtin_maps()), "`ckptool maps` lists maps"),
+            )
+        return _map_in(beside, str(beside), (*within, file), parsed)
+
+    parsed[file] = parse_map(content, shown, included)
+    return parsed[file]

@@ -1,0 +1,81 @@
+"""Include a map in another: what begins otherwise, what is left out, what goes first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+from ckptool.core.keymap.model import KeyMap, Pattern, Rule
+from ckptool.errors import UsageError
+
+
+def moved(key_map: KeyMap, within: Sequence[Mapping[str, str]]) -> KeyMap:
+    """Return a map whose names begin otherwise, as ``within`` says of either side.
+
+    Raises UsageError where names that stay as they are would begin in two ways.
+    """
+
+    def move(pattern: Pattern, starts: Mapping[str, str]) -> Pattern:
+        text, key = (_begin(name, starts) for name in (pattern.text, pattern.key))
+        return replace(pattern, text=text, key=key) if text and key else pattern
+
+    def all_of(patterns: Sequence[Pattern], side: int) -> tuple[Pattern, ...]:
+        return tuple(move(pattern, within[side]) for pattern in patterns)
+
+    def kept(glob: str) -> str:
+        new = {_begin(glob, starts) or glob for starts in within}
+        if len(new) > 1:
+            raise UsageError(
+                f"[within] gives {glob!r}, which {key_map.name} keeps as it is, two beginnings:"
+                f" {' and '.join(sorted(new))}: write rules for these names"
+            )
+        return new.pop()
+
+    rules = (
+        replace(
+            rule,
+            sources=all_of(rule.sources, 0),
+            targets=all_of(rule.targets, 1),
+            beside=rule.beside and move(rule.beside, within[0]),
+            back=rule.back and move(rule.back, within[1]),
+        )
+        for rule in key_map.rules
+    )
+    return replace(
+        key_map,
+        rules=tuple(rules),
+        drop=all_of(key_map.drop, 0),
+        back_drop=all_of(key_map.back_drop, 1),
+        keep=tuple(map(kept, key_map.keep)),
+        tells={name: all_of(patterns, 1) for name, patterns in key_map.tells.items()},
+    )
+
+
+def _begin(name: str, starts: Mapping[str, str]) -> str | None:
+    """Return a name that begins otherwise; None where it has none of the beginnings."""
+    old = next((old for old in starts if name.startswith(old)), None)
+    return None if old is None else starts[old] + name.removeprefix(old)
+
+
+def is_about(rule: Rule, glob: str) -> bool:
+    """Return whether a glob matches one of a rule's names."""
+    names = (p.text.partition(" ")[0] for p in (*rule.sources, *rule.targets))
+    return any(fnmatchcase(name, glob) for name in names)
+
+
+def with_included(own: KeyMap, other: KeyMap, without: Sequence[str]) -> KeyMap:
+    """Add what another map says of names, after the own; which models it is for is the own's.
+
+    What is there already, as of a map that several include, is not there twice.
+    """
+    more = (rule for rule in other.rules if not any(is_about(rule, glob) for glob in without))
+    return replace(
+        own,
+        rules=tuple(dict.fromkeys((*own.rules, *more))),
+        sizes={**other.sizes, **own.sizes},
+        drop=tuple(dict.fromkeys((*own.drop, *other.drop))),
+        keep=tuple(dict.fromkeys((*own.keep, *other.keep))),
+        tells={**other.tells, **own.tells},
+        back_drop=tuple(dict.fromkeys((*own.back_drop, *other.back_drop))),
+    )
