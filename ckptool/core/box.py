@@ -176,6 +176,16 @@ def row_major_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
     return tuple(strides)
 
 
+def contiguous(strides: tuple[int, ...], shape: tuple[int, ...], itemsize: int) -> bool:
+    """Return whether a box of ``shape`` with these byte strides is one C-ordered run of bytes."""
+    row = itemsize
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size != 1 and stride != row:
+            return False
+        row *= size
+    return True
+
+
 def flat_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     """Return the boxes that hold elements ``start`` to ``stop`` of a row-major tensor, in order.
 

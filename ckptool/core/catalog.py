@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
@@ -382,19 +383,11 @@ def tied_names(catalog: Catalog) -> list[tuple[str, ...]]:
     one: whoever loads them changes each by itself.
     """
     groups: dict[object, list[str]] = {}
-    for entry in catalog.tensors.values():
-        solid = entry.shape and entry.elements
-        if solid and all(isinstance(chunk.at, Extent) for chunk in entry.chunks):
+    solid = [e for e in catalog.tensors.values() if e.shape and e.elements and len(e.chunks)]
+    firsts = [(entry.chunks[0].at.file, entry.chunks[0].at.offset) for entry in solid]
+    counts = Counter(firsts)
+    for entry, first in zip(solid, firsts, strict=True):
+        if counts[first] > 1 and all(isinstance(chunk.at, Extent) for chunk in entry.chunks):
             extents = tuple((chunk.box, chunk.at) for chunk in entry.chunks)
             groups.setdefault((entry.dtype, entry.shape, extents), []).append(entry.name)
     return [tuple(names) for names in groups.values() if len(names) > 1]
-
-
-def contiguous(strides: tuple[int, ...], shape: tuple[int, ...], itemsize: int) -> bool:
-    """Return whether a box of ``shape`` with these byte strides is one C-ordered run of bytes."""
-    row = itemsize
-    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
-        if size != 1 and stride != row:
-            return False
-        row *= size
-    return True

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple, overload
 
 from ckptool.core.box import Box, Piece, row_major_strides
 from ckptool.core.catalog import Chunk, Extent, TensorEntry, merge_copies
@@ -79,34 +79,97 @@ class FileLayout:
     """One output file: its path relative to the target folder, and its parts in order.
 
     ``rank`` is the rank whose data it holds, None where it belongs to all. The parts of a lazy
-    file are made each time they are asked for: a plan of millions of chunks stays small.
+    file are made each time they are asked for: a plan of millions of chunks stays small. So are
+    the ``fixed`` ones, all but those of tensors; adjoining literals among them may be one.
     """
 
-    __slots__ = ("_make", "nbytes", "path", "rank")
+    __slots__ = ("_make", "_make_fixed", "nbytes", "path", "rank")
 
     def __init__(self, path: str, parts: tuple[Part, ...], rank: int | None = None) -> None:
         self.path = path
         self.rank = rank
         self.nbytes = sum(part.nbytes for part in parts)
         self._make: Callable[[], tuple[Part, ...]] = lambda: parts
+        self._make_fixed: Callable[[], Iterable[Part]] | None = None
 
     @classmethod
     def lazy(
-        cls, path: str, nbytes: int, make: Callable[[], tuple[Part, ...]], rank: int | None
+        cls,
+        path: str,
+        nbytes: int,
+        make: Callable[[], tuple[Part, ...]],
+        rank: int | None,
+        make_fixed: Callable[[], Iterable[Part]] | None = None,
     ) -> FileLayout:
-        """Make a file of ``nbytes`` bytes whose parts ``make`` returns."""
+        """Make a file of ``nbytes`` bytes whose parts ``make`` returns, ``make_fixed`` some."""
         file = cls(path, (), rank)
         file.nbytes = nbytes
-        file._make = make
+        file._make, file._make_fixed = make, make_fixed
         return file
 
     @property
     def parts(self) -> tuple[Part, ...]:
         return self._make()
 
+    @property
+    def fixed(self) -> Iterable[Part]:
+        """The parts that hold no tensor."""
+        return self.parts if self._make_fixed is None else self._make_fixed()
+
     def within(self, folder: str) -> FileLayout:
         """Return the file in a folder of the target."""
-        return FileLayout.lazy(f"{folder}/{self.path}", self.nbytes, self._make, self.rank)
+        path = f"{folder}/{self.path}"
+        return FileLayout.lazy(path, self.nbytes, self._make, self.rank, self._make_fixed)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WrittenCut:
+    """How tensors that are written alike are cut: each box, and the file and rank that it is of.
+
+    No box is there twice.
+    """
+
+    boxes: Sequence[Box]
+    files: Sequence[tuple[str, int]]
+
+    def places(self, paths: Collection[str]) -> list[int]:
+        """Return which of the boxes lie in some files."""
+        return [at for at, (path, _) in enumerate(self.files) if path in paths]
+
+
+class WrittenChunks(Sequence[Chunk]):
+    """Where one tensor is written: ``offsets`` is a numpy array of the byte where each box begins.
+
+    A box is C-ordered, of elements of ``itemsize`` bytes. Each becomes a ``Chunk`` when asked for.
+    """
+
+    __slots__ = ("cut", "itemsize", "offsets")
+
+    def __init__(self, cut: WrittenCut, offsets: Any, itemsize: int) -> None:
+        self.cut = cut
+        self.offsets = offsets
+        self.itemsize = itemsize
+
+    @property
+    def boxes(self) -> Sequence[Box]:
+        """The boxes alone."""
+        return self.cut.boxes
+
+    def __len__(self) -> int:
+        return len(self.cut.boxes)
+
+    @overload
+    def __getitem__(self, at: int) -> Chunk: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Chunk]: ...
+
+    def __getitem__(self, at: int | slice) -> Chunk | Sequence[Chunk]:
+        if isinstance(at, slice):
+            return tuple(self)[at]
+        box, (path, rank) = self.cut.boxes[at], self.cut.files[at]
+        strides = row_major_strides(box.shape, self.itemsize)
+        return Chunk(box, Extent(path, int(self.offsets[at]), strides), rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,13 +178,15 @@ class Layout:
 
     ``folder`` says whether the target is a folder or the single file ``files[-1]`` (and what
     lies beside it). ``notes`` name what the target format cannot hold as it is. ``rows`` says how
-    many rows of a tensor are written, for those whose last rows are left out.
+    many rows of a tensor are written, for those whose last rows are left out. ``tables`` say where
+    each tensor is written, as the parts of the files do; None where these alone do.
     """
 
     files: tuple[FileLayout, ...]
     folder: bool
     notes: tuple[str, ...] = field(default=())
     rows: Mapping[str, int] = field(default_factory=dict)
+    tables: Mapping[str, WrittenChunks] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -181,6 +246,8 @@ def written_entries(layout: Layout, sources: dict[str, TensorEntry]) -> dict[str
 
     ``sources`` are the wanted ones of the entries that the layout was made from.
     """
+    if layout.tables is not None:
+        return _tabled_entries(layout, layout.tables, sources)
     chunks: dict[str, list[Chunk]] = defaultdict(list)
     for file in layout.files:
         offset = 0
@@ -192,6 +259,27 @@ def written_entries(layout: Layout, sources: dict[str, TensorEntry]) -> dict[str
     for name, written in chunks.items():
         source, merged = sources[name], merge_copies(written)
         entries[name] = TensorEntry(name, source.path, source.dtype, source.shape, merged)
+    return entries
+
+
+def _tabled_entries(
+    layout: Layout, tables: Mapping[str, WrittenChunks], sources: dict[str, TensorEntry]
+) -> dict[str, TensorEntry]:
+    paths = frozenset(file.path for file in layout.files)
+    cuts: dict[WrittenCut, tuple[WrittenCut, list[int]]] = {}
+    entries = {}
+    for name, source in sources.items():
+        table = tables.get(name)
+        if table is None:
+            continue
+        if table.cut not in cuts:
+            at = table.cut.places(paths)
+            boxes, files = [table.cut.boxes[n] for n in at], [table.cut.files[n] for n in at]
+            cuts[table.cut] = WrittenCut(boxes, files), at
+        cut, at = cuts[table.cut]
+        if at:
+            chunks = WrittenChunks(cut, table.offsets[at], table.itemsize)
+            entries[name] = TensorEntry(name, source.path, source.dtype, source.shape, chunks)
     return entries
 
 

@@ -20,7 +20,16 @@ from ckptool.core.catalog import (
     coverage_problem,
     stored_places,
 )
-from ckptool.core.layout import Data, Layout, Part, ScatteredData, row_tiles, tile_count, tiles
+from ckptool.core.layout import (
+    Data,
+    Layout,
+    Part,
+    ScatteredData,
+    WrittenChunks,
+    row_tiles,
+    tile_count,
+    tiles,
+)
 from ckptool.errors import Damaged, Unsupported, damaged
 
 _BATCH = 16
@@ -119,11 +128,11 @@ class Plan:
         self.catalog = catalog
         self.layout = layout
         self.entries = list(catalog.tensors.values())
+        self.numbers = {file.path: number for number, file in enumerate(layout.files)}
         self._indexes: dict[str, ChunkIndex] = {}
-        paths = Counter(file.path for file in layout.files)
-        twice = [path for path, count in paths.items() if count > 1]
-        if twice:
-            raise Unsupported(f"duplicate output file name {twice[0]}")
+        if len(self.numbers) < len(layout.files):
+            paths = Counter(file.path for file in layout.files)
+            raise Unsupported(f"duplicate output file name {paths.most_common(1)[0][0]}")
         problems = [p for p in map(coverage_problem, self.entries) if p is not None]
         if problems:
             raise damaged(
@@ -179,6 +188,16 @@ class Plan:
                     place = LayoutPart(number, position, offset, part)
                     by_rows.setdefault(_rows_of(place), []).append(place)
                 offset += part.nbytes
+        return [group for places in by_rows.values() for group in _group(places, limit)]
+
+    def groups_of(self, name: str, table: WrittenChunks, limit: int) -> list[Group]:
+        """Group the parts of one tensor as ``groups`` does those of each of the ``batches``."""
+        by_rows: dict[object, list[LayoutPart]] = {}
+        for at, chunk in enumerate(table):
+            number = self.numbers[chunk.at.file]
+            part = Data(name, chunk.box, table.itemsize)
+            place = LayoutPart(number, at, chunk.at.offset, part)
+            by_rows.setdefault((number // _BATCH, _rows_of(place)), []).append(place)
         return [group for places in by_rows.values() for group in _group(places, limit)]
 
     def jobs(self, group: Group, limit: int) -> Iterator[list[Tile]]:

@@ -329,5 +329,10 @@ class _Lines(list[Text]):
 
     def __rich_console__(self, screen: Console, options: ConsoleOptions) -> Iterator[Segment]:
         """Yield the pieces of all lines, none of which is cut or wrapped."""
+        from rich.segment import Segment
+
+        if screen.color_system is None and not screen.record:  # all that rich would leave of them
+            yield Segment("".join(f"{line.plain}\n" for line in self))
+            return
         for line in self:
             yield from line.render(screen, end="\n")

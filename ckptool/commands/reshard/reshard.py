@@ -313,7 +313,9 @@ def load_costs(entries: Iterable[TensorEntry], placed: PlacedTensors) -> tuple[L
     nbytes = [0] * placed.mesh.size
     alike: dict[object, list[TensorEntry]] = defaultdict(list)
     for entry in entries:
-        stored = tuple((chunk.box, chunk.at.file) for chunk in entry.chunks)
+        stored: object = getattr(entry.chunks, "cut", None)
+        if stored is None:
+            stored = tuple((chunk.box, chunk.at.file) for chunk in entry.chunks)
         placements = placed.placements[entry.name]
         alike[entry.shape, placements, entry.source_dtype, stored].append(entry)
     for entry, *others in alike.values():

@@ -344,7 +344,7 @@ class Transfer(Generic[AnyReport]):
         digest = hashlib.sha256(repr((__version__, self.decided)).encode())
         for file in self.plan.layout.files:
             digest.update(repr((file.path, file.nbytes, file.rank)).encode())
-            for part in file.parts:
+            for part in file.fixed:
                 if isinstance(part, Literal):
                     digest.update(part.data)
                 elif isinstance(part, Verbatim) and part.file not in self.opened.source.files:

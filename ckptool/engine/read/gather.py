@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ckptool.core.box import Box
+from ckptool.core.box import Box, contiguous
 from ckptool.core.catalog import (
     Chunk,
     EncodedBlob,
@@ -17,7 +17,6 @@ from ckptool.core.catalog import (
     Place,
     ScaledBlocks,
     TensorEntry,
-    contiguous,
 )
 from ckptool.core.codec import decode
 from ckptool.core.dtype import BY_NAME, DType

@@ -8,7 +8,8 @@ from functools import cached_property, partial
 from operator import mul, sub
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckptool.core.catalog import Chunk, Extent, TensorEntry, contiguous, stored_places
+from ckptool.core.box import contiguous
+from ckptool.core.catalog import Chunk, Extent, TensorEntry, stored_places
 from ckptool.core.plan import Tile, TileSource
 from ckptool.engine.checksum import RecordCheck, crc32, crc32_combine
 from ckptool.engine.read.containers import open_chunk, open_tile

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ckptool.core.catalog import Extent, Record, contiguous
+from ckptool.core.box import contiguous
+from ckptool.core.catalog import Extent, Record
 from ckptool.core.plan import Tile, TileSource
 from ckptool.storage.local import SPAN, FileReader
 

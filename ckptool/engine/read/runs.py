@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
-from ckptool.core.box import Box
+from ckptool.core.box import Box, contiguous
 from ckptool.core.catalog import (
     Chunk,
     EncodedBlob,
@@ -13,7 +13,6 @@ from ckptool.core.catalog import (
     Place,
     ScaledBlocks,
     TensorEntry,
-    contiguous,
 )
 from ckptool.core.plan import ChunkIndex, Tile
 from ckptool.engine.read.containers import Need, likely_place, openings

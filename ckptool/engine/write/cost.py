@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from itertools import chain
 
-from ckptool.core.catalog import Extent, Opening
+from ckptool.core.catalog import Extent, Opening, TensorEntry
+from ckptool.core.layout import WrittenChunks
 from ckptool.core.plan import Group, Plan
 from ckptool.engine.read.containers import Need, runs_of
 from ckptool.engine.read.runs import place_runs, row_run
@@ -20,6 +21,10 @@ def bytes_to_read(plan: Plan, source: Files) -> int:
     """
     total, known = 0, dict[object, int]()
     opened: set[Opening] = set()
+    tables = plan.layout.tables
+    if source.block == 1 and tables is not None:
+        tile = source.tile
+        return sum(_table_bytes(plan, name, tables[name], tile, known, opened) for name in tables)
     for batch in plan.batches(range(len(plan.layout.files))):
         groups = plan.groups(batch, source.tile)
         if source.block == 1:
@@ -31,24 +36,50 @@ def bytes_to_read(plan: Plan, source: Files) -> int:
     return total
 
 
+def _table_bytes(
+    plan: Plan,
+    name: str,
+    table: WrittenChunks,
+    limit: int,
+    known: dict[object, int],
+    opened: set[Opening],
+) -> int:
+    """Return how many bytes of a disk are read for a tensor, once for all that are alike."""
+    entry = plan.catalog.tensors[name]
+    stored = _stored(entry)
+    kind = table.cut, table.itemsize, entry.source_dtype, stored
+    if stored is not None and kind in known:
+        return known[kind]
+    groups = plan.groups_of(name, table, limit)
+    total = sum(_group_bytes(plan, group, known, opened) for group in groups)
+    if stored is not None:
+        known[kind] = total
+    return total
+
+
+def _stored(entry: TensorEntry) -> object:
+    """Return how the chunks of a tensor lie in files, wherever; None where one must be opened."""
+    stored = tuple(
+        (chunk.box, chunk.at.strides, chunk.at.ops)
+        for chunk in entry.chunks
+        if isinstance(chunk.at, Extent)
+    )
+    return stored if len(stored) == len(entry.chunks) else None
+
+
 def _group_bytes(plan: Plan, group: Group, known: dict[object, int], opened: set[Opening]) -> int:
     """Return how many bytes a group reads of a disk; ``known`` are those of groups that are alike.
 
     They are where their parts are, and where chunks lie as they are, by boxes and strides.
     """
     entry = plan.catalog.tensors[group.parts[0].part.name]
-    stored = tuple(
-        (chunk.box, chunk.at.strides, chunk.at.ops)
-        for chunk in entry.chunks
-        if isinstance(chunk.at, Extent)
-    )
+    stored = _stored(entry)
     parts = tuple(spot.part[1:] for spot in group.parts)
     kind = group.rows, entry.source_dtype, parts, stored
-    lies_open = len(stored) == len(entry.chunks)
-    if lies_open and kind in known:
+    if stored is not None and kind in known:
         return known[kind]
     total = sum(nbytes for _, _, nbytes in runs_of(_group_runs(plan, group, 1), opened))
-    if lies_open:
+    if stored is not None:
         known[kind] = total
     return total
 

@@ -7,7 +7,7 @@ put together only when the file is written.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 from ckptool.core.box import Box
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.dtype import BY_NAME
-from ckptool.core.layout import Data, Literal, Part
+from ckptool.core.layout import Data, Literal, Part, WrittenChunks, WrittenCut
 from ckptool.serialization.archive.write import lay_out_archive, offset_parts
 from ckptool.serialization.pickle.write import TensorRef
 
@@ -27,11 +27,16 @@ def data_file(rank: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Where tensors that are cut alike are cut: boxes, the rank that writes each, its bytes."""
+    """Where tensors that are cut alike are cut: boxes, the rank that writes each, its bytes.
+
+    ``starts`` is where in a box's archive its elements begin, ``frames`` all other bytes of it.
+    """
 
     boxes: tuple[Box, ...]
     ranks: Any
     lengths: Any
+    starts: Any
+    frames: tuple[bytes, ...]
     lows: Any
 
     @classmethod
@@ -39,10 +44,11 @@ class Cut:
         """Return how a tensor is cut."""
         import numpy as np
 
-        lengths = [_frame(entry.dtype.name, box.shape)[1] for box in boxes]
+        frames = [_frame(entry.dtype.name, box.shape) for box in boxes]
+        lengths, starts = (np.array([f[at] for f in frames], np.int64) for at in (1, 2))
         lows = np.array([box.lo for box in boxes], np.int64).reshape(len(boxes), len(entry.shape))
         ranks = np.array([*boxes.values()], np.int32)
-        return cls((*boxes,), ranks, np.array(lengths, np.int64), lows)
+        return cls((*boxes,), ranks, lengths, starts, tuple(f[3] for f in frames), lows)
 
 
 class Chunks:
@@ -81,18 +87,31 @@ class Chunks:
 
         return [int(rank) for rank in np.flatnonzero(np.diff(self._edges))]
 
+    def tables(self) -> dict[str, WrittenChunks]:
+        """Return where the elements of each tensor are written."""
+        cuts: dict[int, WrittenCut] = {}
+        tables = {}
+        for (entry, cut), first in zip(self.tensors, self.firsts.tolist(), strict=False):
+            if id(cut) not in cuts:
+                files = [(data_file(rank), rank) for rank in cut.ranks.tolist()]
+                cuts[id(cut)] = WrittenCut(cut.boxes, files)
+            offsets = self.offsets[first : first + len(cut.boxes)] + cut.starts
+            tables[entry.name] = WrittenChunks(cuts[id(cut)], offsets, entry.dtype.itemsize)
+        return tables
+
+    def fixed(self, rank: int, values: Sequence[Part]) -> Iterator[Part]:
+        """Yield what of a rank's file holds no tensor, the frames of its chunks as one literal."""
+        yield from values
+        chunks = ((self.tensors[number][1], place) for number, place in self._rows(rank))
+        yield Literal(b"".join(cut.frames[place] for cut, place in chunks))
+
     def parts(self, rank: int, values: Sequence[Part]) -> tuple[Part, ...]:
         """Return all parts of a rank's file, made anew: its ``values``, then its chunks."""
-        import numpy as np
-
         parts = list(values)
-        rows = self._order[self._edges[rank] : self._edges[rank + 1]]
-        numbers = np.searchsorted(self.firsts, rows, side="right") - 1
-        places = (rows - self.firsts[numbers]).tolist()
-        for number, place in zip(numbers.tolist(), places, strict=True):
+        for number, place in self._rows(rank):
             entry, cut = self.tensors[number]
             box = cut.boxes[place]
-            frame, _ = _frame(entry.dtype.name, box.shape)
+            frame = _frame(entry.dtype.name, box.shape)[0]
             before = len(parts)
             for part in frame:
                 if type(part) is Data:
@@ -103,10 +122,24 @@ class Chunks:
                     parts.append(part)
         return tuple(parts)
 
+    def _rows(self, rank: int) -> Iterator[tuple[int, int]]:
+        """Return the chunks of a rank's file, in order: the number of the tensor, and the box's."""
+        import numpy as np
+
+        rows = self._order[self._edges[rank] : self._edges[rank + 1]]
+        numbers = np.searchsorted(self.firsts, rows, side="right") - 1
+        return zip(numbers.tolist(), (rows - self.firsts[numbers]).tolist(), strict=True)
+
 
 @lru_cache(maxsize=4096)
-def _frame(dtype: str, shape: tuple[int, ...]) -> tuple[list[Part], int]:
-    """Return the archive of one tensor, whatever tensor it is, and its bytes."""
+def _frame(dtype: str, shape: tuple[int, ...]) -> tuple[list[Part], int, int, bytes]:
+    """Return the archive of one tensor, whatever tensor it is, and its bytes.
+
+    Then where in it the elements begin, and all that is not they.
+    """
     stand_in = TensorEntry("", (), BY_NAME[dtype], shape, ())
     parts = lay_out_archive(TensorRef.whole(stand_in))
-    return parts, sum(part.nbytes for part in parts)
+    first = next(at for at, part in enumerate(parts) if isinstance(part, Data))
+    start = sum(part.nbytes for part in parts[:first])
+    frame = b"".join(part.data for part in parts if isinstance(part, Literal))
+    return parts, sum(part.nbytes for part in parts), start, frame

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from ckptool.core.box import Box, row_major_strides
+from ckptool.core.box import Box, contiguous, row_major_strides
 from ckptool.core.catalog import (
     Catalog,
     Chunk,
@@ -24,7 +24,6 @@ from ckptool.core.catalog import (
     Place,
     StridedPart,
     TensorEntry,
-    contiguous,
 )
 from ckptool.core.dtype import DType
 from ckptool.core.views import part_of_place

@@ -8,7 +8,7 @@ from itertools import chain
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, TensorEntry
-from ckptool.core.layout import FileLayout, Layout, Part
+from ckptool.core.layout import Data, FileLayout, Layout, Part, ScatteredData
 from ckptool.core.selection import keep_names, root_problem, with_loadable_paths
 from ckptool.formats.base import Request
 from ckptool.formats.dcp.cuts import Chunks, Cut, data_file
@@ -40,13 +40,18 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
     chunks = Chunks(_cut_all(catalog, WriterAssignment(request)), nbytes)
     layouts = [*lay_out_companions(catalog), *beside]
     for rank in sorted({*chunks.written, *([0] if values else [])}):
-        make = partial(chunks.parts, rank, () if rank else parts)
-        layouts.append(FileLayout.lazy(data_file(rank), int(chunks.nbytes[rank]), make, rank))
+        own = () if rank else parts
+        make, fixed = partial(chunks.parts, rank, own), partial(chunks.fixed, rank, own)
+        nbytes = int(chunks.nbytes[rank])
+        layouts.append(FileLayout.lazy(data_file(rank), nbytes, make, rank, fixed))
     layouts.append(MetadataPickler(chunks, values).lay_out())
     notes = [*([changed_root] if changed_root else []), *note_tied(catalog)]
     if foreign:
         notes.append(f"{CARRIED}: {', '.join(foreign)}")
-    return Layout(tuple(layouts), folder=True, notes=tuple(notes))
+    elsewhere = [*parts, *chain(*(file.parts for file in beside))]
+    holds_tensors = any(isinstance(part, Data | ScatteredData) for part in elsewhere)
+    tables = None if holds_tensors else chunks.tables()
+    return Layout(tuple(layouts), folder=True, notes=tuple(notes), tables=tables)
 
 
 def _cut_all(catalog: Catalog, assignment: WriterAssignment) -> list[tuple[TensorEntry, Cut]]:

@@ -12,7 +12,7 @@ from itertools import groupby, pairwise
 from rich.console import Console
 from rich.text import Text
 
-from ckptool.core.box import Box
+from ckptool.core.box import Box, contiguous
 from ckptool.core.catalog import (
     Catalog,
     Chunk,
@@ -21,7 +21,6 @@ from ckptool.core.catalog import (
     Place,
     ScaledBlocks,
     TensorEntry,
-    contiguous,
 )
 from ckptool.core.dtype import short_name
 from ckptool.core.plan import ChunkIndex

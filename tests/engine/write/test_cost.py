@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from conftest import case
 
 from ckptool.commands.options.target import ReshardOptions, TransferOptions
 from ckptool.commands.reshard.reshard import load_costs, prepare_reshard
+from ckptool.core.layout import Literal, written_entries
 from ckptool.core.plan import Plan
 from ckptool.core.sharding.placement import parse_mesh, parse_rule
 from ckptool.engine.checksum import RecordCheck
@@ -59,6 +61,46 @@ def test_bytes_to_read(
     monkeypatch.setattr(RecordCheck, "read_unseen", not_again)
     prepared.run()
     assert sum(read) == told > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "rules"),
+    [
+        ("dcp_fsdp2_tp", "2x4", ()),
+        ("dcp_base", "5", ("*=Replicate()",)),
+        ("safetensors_file", "20", ()),
+        ("dcp_hsdp", "2x2", (COLUMNS, "*=Replicate(),Replicate()")),
+        ("dcp_lightning", "2", ()),
+    ],
+)
+def test_tables_say_what_the_parts_of_files_say(
+    name: str, mesh: str, rules: tuple[str, ...], out: Path
+) -> None:
+    """Where each box of a tensor is written, in all files or some, and what is read for them."""
+    options = ReshardOptions(
+        mesh=parse_mesh(mesh),
+        rules=tuple(map(parse_rule, rules)),
+        rank_state="drop",
+        to="dcp",
+    )
+    prepared = prepare_reshard(case(name).path, out / "r", options)
+    plan, source = prepared.plan, prepared.opened.source
+    by_parts = replace(plan.layout, tables=None)
+    assert (plan.layout.tables is None) == (name == "dcp_lightning")
+    entries = {entry.name: entry for entry in plan.entries}
+    for some in (slice(None), slice(0, None, 2), slice(1, 2)):
+        both = (replace(one, files=one.files[some]) for one in (plan.layout, by_parts))
+        told, read = (written_entries(layout, entries) for layout in both)
+        assert {n: set(e.chunks) for n, e in told.items()} == {
+            n: set(e.chunks) for n, e in read.items()
+        }
+    assert bytes_to_read(plan, source) == bytes_to_read(Plan(plan.catalog, by_parts), source)
+    for file in plan.layout.files:
+        fixed, parts = (
+            b"".join(part.data for part in some if isinstance(part, Literal))
+            for some in (file.fixed, file.parts)
+        )
+        assert fixed == parts
 
 
 @pytest.mark.parametrize("name", ["dcp_fsdp2_tp", "rank_strided", "zip_zoo", "dcp_zstd"])
