@@ -56,8 +56,29 @@ _CONFIG, _COMMON = "metadata.json", "common.pt"
 _LARGEST_CONFIG = 1 << 16
 
 
+_METADATA = ".metadata"
+_HEAD = 1 << 20
+_SHARDED_OBJECT = re.compile(rb"/shard_[0-9]+(\.[0-9]+)*_[0-9]")
+_COMMON_STATE = b"common_state/shard_"
+
+
 def _probe_torch_dist(source: Source) -> bool:
-    return _read_config(source) is not None or {_COMMON, ".metadata"} <= source.files.keys()
+    """Whether ``metadata.json`` says so, or its other files do where that is lost or damaged."""
+    if _read_config(source) is not None:
+        return True
+    if _METADATA not in source.files:
+        return False
+    if _COMMON in source.files:
+        return True
+    head = _read_head(source)
+    return _COMMON_STATE in head or (
+        _CONFIG in source.files and _SHARDED_OBJECT.search(head) is not None
+    )
+
+
+def _read_head(source: Source) -> bytes:
+    """Return the begin of the DCP metadata, which has the first names."""
+    return source.read(_METADATA, 0, min(source.files[_METADATA], _HEAD))
 
 
 def _read_config(source: Source) -> dict[str, Any] | None:
@@ -90,8 +111,6 @@ TORCH_DIST_FORMAT = Format(
 )
 
 
-_METADATA = ".metadata"
-_HEAD = 1 << 20
 _GROUPS, _MODULES = b"optimizer.param_to_group_meta.", b"model.module."
 _STEP_FOLDER = re.compile(r"(.*[/\\])?(iter_[0-9]{7,}|release)[/\\]?")
 
@@ -100,7 +119,7 @@ def _probe_fsdp_dtensor(source: Source) -> bool:
     """Whether the first names in the metadata are Megatron's: those of another DCP are not."""
     if _METADATA not in source.files:
         return False
-    head = source.read(_METADATA, 0, min(source.files[_METADATA], _HEAD))
+    head = _read_head(source)
     return _GROUPS in head or (_MODULES in head and _STEP_FOLDER.fullmatch(source.root) is not None)
 
 

@@ -22,6 +22,7 @@ from ckptool.core.sharding.tensor_parallel import parse_tp_rules
 from ckptool.errors import Damaged, UsageError
 
 torch = pytest.importorskip("torch")
+dcp = pytest.importorskip("torch.distributed.checkpoint")
 Copy = Callable[[str], Path]
 
 
@@ -83,6 +84,26 @@ def test_a_file_that_all_saves_have(
 def test_a_config_that_names_no_backend_is_damaged(copy_of: Copy) -> None:
     run = copy_of("megatron_torch_dist")
     (run / "iter_0000100" / "metadata.json").write_text("{")
+    with pytest.raises(Damaged, match=r"metadata\.json names no backend"):
+        open_checkpoint(run)
+
+
+@pytest.mark.parametrize("left", ["\0{", '{"sharded_backenc": "torch_dist"}', None])
+def test_a_folder_without_common_pt_is_still_known_where_its_config_is_damaged(
+    left: str | None, tmp_path: Path
+) -> None:
+    """As of Megatron-core 0.20, whose common state is a ShardedObject: a bytes item of a list."""
+    run = tmp_path / "iter_0000100"
+    state = {"common_state/shard_0_1": [{"iteration": 100}], "decoder.w": torch.ones(3)}
+    dcp.save(state, checkpoint_id=run, planner=dcp.DefaultSavePlanner(False), no_dist=True)
+    config = run / "metadata.json"
+    if left is None:
+        catalog = open_checkpoint(run).catalog
+        assert catalog.format == "megatron-torch_dist"
+        assert "never finished" in " ".join(catalog.notes)
+        assert not verify(run, VerifyOptions()).ok
+        return
+    config.write_text(left)
     with pytest.raises(Damaged, match=r"metadata\.json names no backend"):
         open_checkpoint(run)
 
