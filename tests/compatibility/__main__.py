@@ -6,7 +6,7 @@ the writer had in memory. For those of ``RESUMES`` the framework then resumes fr
 and from what ckptool made of that, on other numbers of ranks: losses must be equal to the last bit.
 The table is put into ``ckptool/docs/formats.md``. It needs a package registry, and takes about a
 minute a version.
-Arguments are the packages to measure; rows of others stay as they are.
+Arguments are what to measure, as ``deepspeed`` or ``deepspeed==0.19.8``; other rows stay.
 """
 
 from __future__ import annotations
@@ -17,9 +17,12 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from ranks import FORGOTTEN
 
 import ckptool
 
@@ -41,6 +44,13 @@ class Writer:
     recipes: tuple[str, ...]
     needs: tuple[str, ...] = ()
     resume: str = ""
+    first: Mapping[str, str] = field(default_factory=dict)
+    """The version that first wrote what a recipe makes, where not all of them did."""
+
+    def recipes_of(self, version: str) -> list[str]:
+        """Return the recipes that a version can write."""
+        since = {recipe: numbers(self.first.get(recipe, "0")) for recipe in self.recipes}
+        return [recipe for recipe in self.recipes if since[recipe] <= numbers(version)]
 
 
 WRITERS = {
@@ -49,6 +59,13 @@ WRITERS = {
         ("accelerate_folders", "accelerate_rank_files", "accelerate_whole"),
         ("psutil", "pyyaml", "packaging", "huggingface_hub"),
         "accelerate",
+        {"accelerate_rank_files": "1.15.0"},
+    ),
+    "transformers": Writer(
+        ("5.23.0",),
+        (),
+        ("psutil", "pyyaml", "packaging", "accelerate", "tokenizers", "regex", "tqdm", "typer"),
+        "transformers",
     ),
     "lightning": Writer(
         ("2.5.6", "2.6.6"),
@@ -77,20 +94,26 @@ WRITERS = {
         ("einops", "packaging"),
     ),
 }
-RESUMES = {"accelerate": ("2", "4"), "lightning": ("4", "1", "file"), "verl": ("2", "4")}
+RESUMES = {
+    "accelerate": ("2", "4"),
+    "transformers": ("2", "4"),
+    "lightning": ("4", "1", "file"),
+    "verl": ("2", "4"),
+}
 """The programs beside this one, and what ckptool makes of their checkpoint of 2 ranks."""
 
 
 def main(names: list[str]) -> int:
     """Measure, put the rows into the page, and return 1 where something was read as it is not."""
-    unknown = set(names) - WRITERS.keys()
+    asked = [name.partition("==")[::2] for name in names or WRITERS]
+    unknown = {name for name, _ in asked} - WRITERS.keys()
     if unknown:
         raise SystemExit(f"{', '.join(unknown)}: not one of {', '.join(WRITERS)}")
     wrong = False
-    for name in names or WRITERS:
+    for name, only in asked:
         writer = WRITERS[name]
         install(writer.needs)
-        for version in writer.versions:
+        for version in [only] if only else writer.versions:
             with tempfile.TemporaryDirectory() as folder:
                 row = measure(name, version, writer, Path(folder))
             print(name, version, *row, sep=" | ", flush=True)
@@ -109,7 +132,7 @@ def measure(name: str, version: str, writer: Writer, folder: Path) -> list[str]:
     except subprocess.CalledProcessError as error:
         return [TORCH, "-", f"not installed: {reason(error)}", "-"]
     read, problems, tensors = [], [], 0
-    for recipe in writer.recipes:
+    for recipe in writer.recipes_of(version):
         try:
             run(site, ["-m", "recipes", str(folder), recipe], ROOT / "fixtures")
         except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
@@ -133,7 +156,11 @@ def compare(case: Path) -> tuple[int, str]:
         entry = checkpoint.tensors.get(name)
         if entry is None:
             return 0, f"{name} is missing"
-        if list(entry.shape) != facts["shape"] or raw(checkpoint.read(name)) != wanted[name]:
+        tensor = checkpoint.read(name)
+        kind = str(tensor.dtype).removeprefix("torch.")
+        if (kind, list(tensor.shape)) != (facts["dtype"], facts["shape"]):
+            return 0, f"{name} is {kind} {list(tensor.shape)}"
+        if raw(tensor) != wanted[name]:
             return 0, name
     return len(truth), ""
 
@@ -177,11 +204,15 @@ def resume(program: str, site: Path, folder: Path) -> str:
             made.append("one file" if kind == "file" else f"{kind} rank{'s' * (kind != '1')}")
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
         return f"not run: {reason(error)}"
-    return f"{', '.join(made)}: equal losses"
+    return f"{', '.join(made)}: equal losses{f', {FORGOTTEN}' * (FORGOTTEN in one)}"
 
 
 def losses(text: str) -> str:
     return next(line for line in text.splitlines() if line.startswith("LOSSES"))
+
+
+def numbers(version: str) -> list[int]:
+    return [int(part) for part in version.split(".")]
 
 
 def install(packages: tuple[str, ...] | list[str], more: list[str] | None = None) -> None:
@@ -231,7 +262,7 @@ def put(rows: dict[tuple[str, str], list[str]]) -> None:
     if not found:
         raise SystemExit(f"{DOC}: the head of the table is not there")
     order = {name: at for at, name in enumerate(WRITERS)}
-    known = sorted(rows, key=lambda key: (order.get(key[0], 99), [*map(int, key[1].split("."))]))
+    known = sorted(rows, key=lambda key: (order.get(key[0], 99), numbers(key[1])))
     lines = ["| " + " | ".join([*key, *rows[key]]) + " |" for key in known]
     DOC.write_text(head + "\n".join([HEAD, "|---" * 6 + "|", *lines]) + "\n")
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-import random
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from ranks import LAST, start, steps_of
+from ranks import LAST, Job, spawn, train
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     ShardedOptimStateDictConfig,
@@ -20,11 +18,8 @@ from torch.distributed.fsdp import (
 )
 
 
-def train(mode: str, path: str) -> Any:
-    """Return the losses, and the next random numbers where ranks are as many as those that saved.
-
-    Dropout is on with them alone: on other numbers of ranks it draws other numbers.
-    """
+def build(path: str) -> Job:
+    """Dropout is on with 2 ranks alone: on other numbers of ranks it draws other numbers."""
     from accelerate import checkpointing
     from accelerate.utils import fsdp_utils
 
@@ -37,28 +32,22 @@ def train(mode: str, path: str) -> Any:
     fully_shard(model, mesh=init_device_mesh("cpu", (world,), mesh_dim_names=("dp",)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.8)
-    for seed in (random.seed, np.random.seed, torch.manual_seed):
-        seed(rank + 9 * (mode == "write"))
-    if mode == "resume":
-        fsdp_utils.load_fsdp_model(plugin, accelerator, model, path)
-        fsdp_utils.load_fsdp_optimizer(plugin, accelerator, optimizer, model, path)
-        checkpointing.load_accelerator_state(path, [], [], [scheduler], [], rank)
-    generator = torch.Generator().manual_seed(7)
-    data = torch.randn(LAST, 8, 7, generator=generator)
-    losses = []
-    for step in steps_of(mode):
-        loss = (model(data[step, :, :6]) - data[step, :, 6:]).square().mean()
-        loss.backward()
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        losses.append(loss.item().hex())
-    if mode == "write":
+    data = torch.randn(LAST, 8, 7, generator=torch.Generator().manual_seed(7))
+
+    def loss(step: int) -> torch.Tensor:
+        return (model(data[step, :, :6]) - data[step, :, 6:]).square().mean()
+
+    def save() -> None:
         fsdp_utils.save_fsdp_model(plugin, accelerator, model, path)
         fsdp_utils.save_fsdp_optimizer(plugin, accelerator, optimizer, model, path)
         checkpointing.save_accelerator_state(path, [], [], [scheduler], [], rank, 3)
-    draws = [torch.rand(1).item(), random.random(), np.random.rand()]
-    return losses, draws if world == 2 else None, scheduler.last_epoch
+
+    def load() -> None:
+        fsdp_utils.load_fsdp_model(plugin, accelerator, model, path)
+        fsdp_utils.load_fsdp_optimizer(plugin, accelerator, optimizer, model, path)
+        checkpointing.load_accelerator_state(path, [], [], [scheduler], [], rank)
+
+    return Job(optimizer, scheduler, loss, save, load)
 
 
 def stand_ins(rank: int, world: int) -> tuple[SimpleNamespace, SimpleNamespace]:
@@ -84,4 +73,4 @@ def stand_ins(rank: int, world: int) -> tuple[SimpleNamespace, SimpleNamespace]:
 
 
 if __name__ == "__main__":
-    start(train)
+    spawn(partial(train, build))
