@@ -44,6 +44,8 @@ class Writer:
     recipes: tuple[str, ...]
     needs: tuple[str, ...] = ()
     resume: str = ""
+    step: str = ""
+    """What the folder of a step is called, for those that open no other."""
     first: Mapping[str, str] = field(default_factory=dict)
     """The version that first wrote what a recipe makes, where not all of them did."""
 
@@ -59,13 +61,29 @@ WRITERS = {
         ("accelerate_folders", "accelerate_rank_files", "accelerate_whole"),
         ("psutil", "pyyaml", "packaging", "huggingface_hub"),
         "accelerate",
-        {"accelerate_rank_files": "1.15.0"},
+        first={"accelerate_rank_files": "1.15.0"},
     ),
     "transformers": Writer(
         ("5.23.0",),
         (),
         ("psutil", "pyyaml", "packaging", "accelerate", "tokenizers", "regex", "tqdm", "typer"),
         "transformers",
+        step="checkpoint-2",
+    ),
+    "torchtitan": Writer(
+        ("0.3.0",),
+        (),
+        (
+            "torchdata",
+            "datasets",
+            "tokenizers",
+            "tyro",
+            "tensorboard",
+            "fsspec",
+            "spmd_types==0.2.3",
+        ),
+        "torchtitan",
+        step="step-2",
     ),
     "lightning": Writer(
         ("2.5.6", "2.6.6"),
@@ -84,7 +102,7 @@ WRITERS = {
         (
             *("accelerate", "transformers", "omegaconf", "peft", "msgpack", "protobuf", "pillow"),
             *("requests", "jsonschema", "torchdata", "pylatexenc", "codetiming", "tensordict"),
-            *("datasets", "hydra-core", "ray"),
+            *("datasets", "hydra-core", "ray", "orjson"),
         ),
         "verl",
     ),
@@ -92,11 +110,14 @@ WRITERS = {
         ("0.12.3", "0.14.0", "0.16.1"),
         ("megatron_torch", "megatron_torch_dist"),
         ("einops", "packaging"),
+        # the distributed optimizer of older ones asks for Adams that only GPUs have
+        first={"megatron_torch_dist": "0.15.0"},
     ),
 }
 RESUMES = {
     "accelerate": ("2", "4"),
     "transformers": ("2", "4"),
+    "torchtitan": ("2", "4"),
     "lightning": ("4", "1", "file"),
     "verl": ("2", "4"),
 }
@@ -143,7 +164,7 @@ def measure(name: str, version: str, writer: Writer, folder: Path) -> list[str]:
         read += [] if wrong else [recipe]
         problems += [f"differs: {recipe}, {wrong}"] if wrong else []
     cells = [f"{tensors} tensors"] * bool(tensors) + problems
-    resumed = resume(writer.resume, site, folder) if read or not writer.recipes else "-"
+    resumed = resume(writer, site, folder) if read or not writer.recipes else "-"
     return [TORCH, ", ".join(read) or "-", "; ".join(cells) or "-", resumed]
 
 
@@ -179,17 +200,18 @@ def bytes_of(path: Path) -> dict[str, bytes]:
     return {name: values.tobytes() for name, values in load_file(path).items()}
 
 
-def resume(program: str, site: Path, folder: Path) -> str:
+def resume(writer: Writer, site: Path, folder: Path) -> str:
     """Return from what a framework resumes with the losses of its own folder."""
-    if not program:
+    if not writer.resume:
         return "-"
-    script = str(Path(__file__).with_name(f"{program}_program.py"))
-    own = folder / "own"
+    script = str(Path(__file__).with_name(f"{writer.resume}_program.py"))
+    own = folder / "own" / writer.step
     try:
         run(site, [script, "write", str(own), "2"], folder)
         made = []
-        for kind in RESUMES[program]:
-            target = folder / (f"{kind}.ckpt" if kind == "file" else kind)
+        for kind in RESUMES[writer.resume]:
+            target = folder / f"{kind}.ckpt" / (writer.step if kind != "file" else "")
+            target.parent.mkdir(exist_ok=True)
             if kind == "file":
                 ckptool.convert(own, target)
             else:

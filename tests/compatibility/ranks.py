@@ -64,7 +64,7 @@ def _rank(rank: int, program: Program, mode: str, path: str, world: int, meeting
 def train(build: Callable[[str], Job], mode: str, path: str, rank: int, world: int) -> Any:
     """Train ``build(path)``, and save or resume.
 
-    Returns the losses, the schedule's epoch, what was forgotten, and the next random numbers.
+    Returns the losses, the schedule, what was forgotten, and the next random numbers.
 
     The last only where ranks are as many as saved: others have no states of their own.
     """
@@ -77,7 +77,8 @@ def train(build: Callable[[str], Job], mode: str, path: str, rank: int, world: i
     forgotten = None
     if mode == "resume":
         job.load()
-        forgotten = None if job.optimizer.state_dict()["state"] else FORGOTTEN
+        optimizers = getattr(job.optimizer, "optimizers", [job.optimizer])
+        forgotten = None if all(one.state for one in optimizers) else FORGOTTEN
     losses = []
     for step in range(SAVED) if mode == "write" else range(SAVED, LAST):
         loss = job.loss(step)
@@ -89,4 +90,4 @@ def train(build: Callable[[str], Job], mode: str, path: str, rank: int, world: i
     if mode == "write":
         job.save()
     draws = [torch.rand(1).item(), random.random(), np.random.rand()]
-    return losses, job.scheduler.last_epoch, forgotten, draws if world == 2 else None
+    return losses, job.scheduler.state_dict(), forgotten, draws if world == 2 else None

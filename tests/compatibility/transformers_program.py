@@ -53,7 +53,7 @@ def train(mode: str, path: str, rank: int, world: int) -> Any:
     dropout = 0.2 * (world == 2)
     model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, attention_dropout=dropout))
     arguments = TrainingArguments(
-        f"{path}.run", use_cpu=True, report_to=[], disable_tqdm=True, seed=rank,
+        str(Path(path).parent), use_cpu=True, report_to=[], disable_tqdm=True, seed=rank,
         max_steps=SAVED if mode == "write" else LAST, save_steps=SAVED, learning_rate=1e-2,
         per_device_train_batch_size=4, train_sampling_strategy="sequential",
         fsdp=True,
@@ -64,8 +64,6 @@ def train(mode: str, path: str, rank: int, world: int) -> Any:
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     trainer = Recorded(model, arguments, train_dataset=Data(world))
     trainer.train(resume_from_checkpoint=path if mode == "resume" else None)
-    if mode == "write" and rank == 0:
-        Path(f"{path}.run", f"checkpoint-{SAVED}").rename(path)
     draws = [torch.rand(1).item(), random.random(), np.random.rand()]
     epoch = trainer.lr_scheduler.last_epoch
     return losses, epoch, forgotten, draws if world == 2 else None
