@@ -11,6 +11,8 @@ from ckptool.serialization.file_kinds import HEAD, detect_placeholder
 
 LARGEST = 1 << 29
 """Bytes of the largest pickle that is read."""
+LARGEST_IN_ROWS = 1 << 32
+"""Bytes of the largest one of which all but ``LARGEST`` are rows that become columns."""
 
 
 class Source(Protocol):
@@ -55,11 +57,11 @@ _OF_A_FILE = 128
 """Of a file no more than one in so many of its bytes is read for its directory at first."""
 
 
-def read_metadata(source: Source, file: str) -> bytes:
+def read_metadata(source: Source, file: str, largest: int = LARGEST) -> bytes:
     """Return a whole file of metadata, JSON or pickle; Damaged where it is too large to be one."""
     size = source.files[file]
-    if size > LARGEST:
-        raise Damaged(f"{file}: {size:,} bytes; metadata is read up to {LARGEST:,} bytes")
+    if size > largest:
+        raise Damaged(f"{file}: {size:,} bytes; metadata is read up to {largest:,} bytes")
     data = source.read(file, 0, size)
     kind = detect_placeholder(data[:HEAD])
     if kind is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -270,10 +271,10 @@ def read_exactly(source: Files, file: str, offset: int, nbytes: int) -> bytes:
         raise missing(file)
     if offset < 0 or nbytes < 0 or offset + nbytes > source.files[file]:
         raise too_short(file, offset, nbytes, source.files[file])
-    data = bytearray(nbytes)
-    with closing(source.reader()) as reader:
-        reader.read_into(file, offset, memoryview(data))
-    return bytes(data)
+    stream = io.BytesIO(bytes(nbytes))  # whose value is these bytes, not a copy
+    with closing(source.reader()) as reader, stream.getbuffer() as memory:
+        reader.read_into(file, offset, memory)
+    return stream.getvalue()
 
 
 def unreadable(file: str, error: OSError) -> NotFound:

@@ -16,6 +16,7 @@ from ckptool.formats.base import ScanOptions
 from ckptool.formats.dcp.metadata import DcpMetadata, TensorMetadata, parse
 from ckptool.formats.dcp.tables import DATA, find_sound_tables, rank_of
 from ckptool.serialization.source import (
+    LARGEST_IN_ROWS,
     Source,
     find_missing_ranks,
     read_metadata,
@@ -116,7 +117,7 @@ def _data_files(source: Source) -> str:
 
 
 def _read(source: Source, file: str) -> DcpMetadata:
-    return parse(read_metadata(source, file), file)
+    return parse(read_metadata(source, file, LARGEST_IN_ROWS), file)
 
 
 def _require_ranks(source: Source) -> None:

@@ -76,6 +76,7 @@ def parse(data: bytes, what: str) -> DcpMetadata:
             loaded = read_pickle(data, what=what, rows=True)
         except Damaged as error:
             raise Damaged(error.message.recoded("metadata-unreadable")) from None
+        del data  # of a large one as much as all columns take
         named = {(item.module, item.name): at for item, at in loaded.globals.items()}
         return _metadata(loaded.value, named, what)
 

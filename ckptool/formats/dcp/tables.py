@@ -20,6 +20,7 @@ from ckptool.serialization.archive.tensors import read_sizes
 from ckptool.serialization.pickle.rows import INTEGER, OBJECT, Rows
 
 _LARGEST = 1 << 62
+_MOST_LEFT = 1 << 23
 _INDEX, _INFO = {"fqn", "offset"}, {"relative_path", "offset", "length"}
 
 
@@ -175,6 +176,8 @@ class StoredItems:
     def left(self) -> Iterator[tuple[str, tuple[int, ...], str, int, int]]:
         """Yield the items that no table took: name, chunk offset, file, offset and bytes."""
         files = self.files
+        if sum(len(dims) for dims, _, _ in self._by_name.values()) > _MOST_LEFT:
+            raise Damaged(f"more than {_MOST_LEFT:,} items that do not fit their chunks")
         for name, (dims, lows, items) in self._by_name.items():
             spans = (items.file_numbers.tolist(), items.offsets.tolist(), items.lengths.tolist())
             for count, low, file, *span in zip(dims.tolist(), lows.tolist(), *spans, strict=True):

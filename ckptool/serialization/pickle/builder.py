@@ -8,6 +8,7 @@ from typing import Any
 from ckptool.errors import Damaged
 from ckptool.serialization.pickle.instances import Memo
 from ckptool.serialization.pickle.records import (
+    MOST_SINGLE,
     TORCH_SIZE,
     Call,
     Global,
@@ -46,7 +47,7 @@ class Stack:
 
     def _take(self, count: int) -> bytes:
         end = self.pos + count
-        if count < 0 or end > len(self._data):
+        if count < 0 or end > len(self._data) or count > MOST_SINGLE:
             self.pos = len(self._data)
             raise IndexError
         piece = self._data[self.pos : end]
@@ -149,8 +150,9 @@ class Builder(Stack):
     def __init__(self, data: bytes, start: int, what: str) -> None:
         super().__init__(data, start, what)
         self._memo = Memo()
-        self._budget = 4 * len(data) + (1 << 20)
-        self._containers = len(data) // 3 + 10_000
+        size = min(len(data), MOST_SINGLE)
+        self._budget = 4 * size + (1 << 20)
+        self._containers = size // 3 + 10_000
         self._tuples: set[int] = set()
         self._collisions: dict[int, int] = {}
 

@@ -10,11 +10,12 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from ckptool.errors import Hostile, Problem
+from ckptool.errors import Damaged, Hostile, Problem
 from ckptool.serialization.pickle.builder import MARK, Builder
 from ckptool.serialization.pickle.globals import GETATTR, SHARDED_MODULE, can_run_code, is_name
 from ckptool.serialization.pickle.instances import InstanceReader
 from ckptool.serialization.pickle.records import (
+    MOST_SINGLE,
     TORCH_SIZE,
     Call,
     Global,
@@ -49,6 +50,7 @@ class Machine(Builder):
         self._judges = judges
         self._has_rows = rows
         self._frame_end = 0
+        self._end = start + MOST_SINGLE
         self._reader = InstanceReader(data, self._stack, self._memo)
         self.globals: dict[Global, int] = {}
         self.persistent: list[Persistent] = []
@@ -58,13 +60,14 @@ class Machine(Builder):
         """Run the program and return what it leaves. Opcodes by the million are done here."""
         data, table, stack, pos = self._data, _TABLE, self._stack, self.pos
         memo, sparse = self._memo.dense, self._memo.sparse
-        last, plain, hidden = len(data) - 8, self._memo.plain, self._memo.hidden
+        last, plain, hidden = min(len(data) - 8, self._end), self._memo.plain, self._memo.hidden
         while True:
             opcode = data[pos]
             if pos < last:
                 if opcode == _BINGET and (index := data[pos + 1]) < len(memo):
                     if data[pos + 4] == _MEMOIZE and (end := self._instances(pos)) > pos:
                         pos, plain, hidden = end, self._memo.plain, self._memo.hidden
+                        last = min(len(data) - 8, self._end)
                         continue
                     stack.append(memo[index] if index < plain else self._memo[index])
                     pos += 2
@@ -74,6 +77,7 @@ class Machine(Builder):
                 ):
                     if data[pos + 7] == _MEMOIZE and (end := self._instances(pos)) > pos:
                         pos, plain, hidden = end, self._memo.plain, self._memo.hidden
+                        last = min(len(data) - 8, self._end)
                         continue
                     stack.append(memo[index] if index < plain else self._memo[index])
                     pos += 5
@@ -98,10 +102,16 @@ class Machine(Builder):
                 value: PickleValue = self._pop()
                 return value
             handler = table.get(opcode)
-            if handler is None:
-                raise self.malformed(f"unknown opcode 0x{opcode:02x}")
+            if handler is None or pos > self._end:
+                raise self._stopped(opcode)
             handler(self)
             pos = self.pos
+
+    def _stopped(self, opcode: int) -> Damaged:
+        """Return why an opcode is not followed: it is none, or too many were."""
+        if opcode not in _TABLE:
+            return self.malformed(f"unknown opcode 0x{opcode:02x}")
+        return self.malformed(f"more than {MOST_SINGLE:,} bytes that are not records alike")
 
     def _instances(self, pos: int) -> int:
         """Return the offset after all instances that begin at ``pos`` and were read at once."""
@@ -111,6 +121,7 @@ class Machine(Builder):
             limit = self._frame_end if self._frame_end > pos else len(self._data)
             end = self._reader.read_rows(pos, limit, is_key=is_key)
             if end > pos:
+                self._end += end - pos
                 return end
             most = LEAST if is_key else 1
         noted = len(self._memo)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, TypeAlias, Union
 
+from ckptool.errors import Damaged
+
 
 @dataclass(frozen=True, slots=True)
 class Global:
@@ -102,6 +104,25 @@ class OrderedMapping(dict[Any, Any]):
 
 
 _Scalar: TypeAlias = bool | int | float | complex | str | bytes | bytearray | None
+MOST_SINGLE = 1 << 29
+"""Bytes of a pickle, beside its rows, that are followed opcode by opcode."""
+_MOST_OF_ROWS = MOST_SINGLE >> 6
+
+
+class RowObjects(list[Any]):
+    """What rows of a pickle refer to; it counts what is made of them, however large the pickle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._left = _MOST_OF_ROWS
+
+    def count_one(self) -> None:
+        """Count a text, or a row of which an object is made; Damaged where they are too many."""
+        self._left -= 1
+        if self._left < 0:
+            raise Damaged(f"more than {_MOST_OF_ROWS:,} objects made of a pickle's rows")
+
+
 PickleValue: TypeAlias = Union[
     _Scalar,
     Global,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
-from ckptool.serialization.pickle.records import TORCH_SIZE, Call, Global
+from ckptool.serialization.pickle.records import TORCH_SIZE, Call, Global, RowObjects
 
 OBJECT, TEXT, INTEGER = -1, -2, -3
 """What a field of a row is, where it is no size: those are the number of its dims."""
@@ -57,7 +57,9 @@ class Rows:
 
     __slots__ = ("begin", "columns", "function", "made", "objects")
 
-    def __init__(self, of: RowClass, columns: list[Column], objects: list[Any], begin: int) -> None:
+    def __init__(
+        self, of: RowClass, columns: list[Column], objects: RowObjects, begin: int
+    ) -> None:
         self.begin = begin
         self.function = of.function
         self.columns = dict(zip(of.names, columns, strict=True))
@@ -70,6 +72,7 @@ class Rows:
     def notes(self, row: int) -> tuple[Any, ...]:
         """Return what a row puts into the memo: the record, its state, what its fields hold."""
         if row not in self.made:
+            self.objects.count_one()
             state: dict[str, Any] = {}
             noted: list[Any] = [Call(self.function, (), True, state), state]
             for name, (kinds, numbers) in self.columns.items():
@@ -137,7 +140,7 @@ class RowReader:
         self._last = len(data) - _PADDING
         self._words: Any = np.ndarray((len(data) - 7,), "<u8", data, strides=(1,))
         self._value_of = value_of
-        self._objects: list[Any] = []
+        self._objects = RowObjects()
         self._codes: dict[int, int] = {}
         self._texts: dict[bytes, int] = {}
         self._lengths, self._signs = np.zeros(256, np.int64), np.zeros(256, np.int64)
@@ -353,6 +356,7 @@ class RowReader:
         """Return the place among the objects of the text whose opcode is at an offset."""
         written = self._data[at + 2 : at + 2 + self._data[at + 1]]
         if written not in self._texts:
+            self._objects.count_one()
             self._texts[written] = len(self._objects)
             self._objects.append(written.decode("utf-8", "surrogatepass"))
         return self._texts[written]

@@ -23,7 +23,9 @@ from ckptool.formats.base import Request, ScanOptions
 from ckptool.formats.dcp import FORMAT
 from ckptool.formats.dcp.metadata import parse
 from ckptool.formats.dcp.write import lay_out
+from ckptool.serialization.pickle import machine, records
 from ckptool.serialization.pickle import rows as pickle_rows
+from ckptool.serialization.pickle.load import read_pickle
 from ckptool.storage.local import LocalSource
 
 torch = pytest.importorskip("torch")
@@ -179,6 +181,23 @@ def test_of_two_items_of_a_quantised_tensor_none_is_taken(ranks: int) -> None:
     assert parse(data, ".metadata").tensors
     with pytest.raises(Damaged, match=r"layers\.0\.weight: two items for a value"):
         parse(data.replace(b"\x07float32", b"\x06quint8"), ".metadata")
+
+
+def test_what_is_no_row_is_bounded_however_large_the_pickle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a large one only rows are read beyond the limit of others; few become objects."""
+    data = make([(2, 3), (4,), (1, 2, 3)], 400, [])
+    monkeypatch.setattr(machine, "MOST_SINGLE", len(data) // 3)
+    monkeypatch.setattr(records, "_MOST_OF_ROWS", 800)
+    assert parse(data, ".metadata") == parse(data, ".metadata")
+    with pytest.raises(Damaged, match=r"more than 800 objects made of a pickle's rows"):
+        parse(data.replace(b"\x06length", b"\x06lengti"), ".metadata")
+    monkeypatch.setattr(machine, "MOST_SINGLE", 600)
+    with pytest.raises(Damaged, match="more than 600 bytes that are not records alike"):
+        parse(data, ".metadata")
+    with pytest.raises(Damaged, match="more than 600 bytes that are not records alike"):
+        read_pickle(pickle.dumps([float(n) for n in range(100)]), what="floats")
 
 
 WHOLE = {

@@ -17,7 +17,7 @@ from ckptool.serialization.archive.read import is_legacy, is_zip, read_torch_fil
 from ckptool.serialization.archive.recover import find_archives
 from ckptool.serialization.pickle.records import Global
 from ckptool.serialization.safetensors import read_safetensors
-from ckptool.serialization.source import Source, expect_edges, read_metadata
+from ckptool.serialization.source import LARGEST_IN_ROWS, Source, expect_edges, read_metadata
 from ckptool.storage.local import Files
 
 _LEGACY_HEAD = 1 << 24
@@ -168,7 +168,7 @@ class FileCheck:
         elif role is FileRole.INDEX:
             read_index(self._source, file)
         elif role is FileRole.METADATA:
-            self.pickles.look_at(read_metadata(self._source, file), file, 0)
+            self.pickles.look_at(read_metadata(self._source, file, LARGEST_IN_ROWS), file, 0)
         elif size and role is not FileRole.ITEMS:
             self._look_at_torch_file(file, size)
 
