@@ -14,7 +14,7 @@ from ckptool.core.layout import FileLayout
 from ckptool.core.state_category import STATE_CATEGORIES, state_category
 from ckptool.core.text import plural
 from ckptool.render.inspect.listing import Numbers, natural, split_numbers, with_numbers
-from ckptool.render.text import columns, console, emit, escaped, free, size, visible
+from ckptool.render.text import columns, console, emit, escaped, first_lines, free, size, visible
 
 if TYPE_CHECKING:
     from ckptool.commands.convert import ConvertReport
@@ -85,7 +85,7 @@ def compares(report: TransferReport) -> str:
 def show_files(files: Iterable[FileLayout], screen: Console) -> None:
     """Show every file with its size."""
     rows = [(size(file.nbytes), file.path) for file in files]
-    emit(screen, columns(screen, rows, "rl", cuts=1))
+    emit(screen, first_lines(screen, columns(screen, rows, "rl", cuts=1)))
 
 
 # Key maps

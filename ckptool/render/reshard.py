@@ -10,7 +10,8 @@ from rich.text import Text
 
 from ckptool.core.text import plural
 from ckptool.render.convert import compares, planned_part, show_files, show_moves
-from ckptool.render.text import columns, console, emit, free, size, visible
+from ckptool.render.inspect.listing import ROOMY, fold_names, placements_text
+from ckptool.render.text import columns, console, emit, first_lines, free, size, visible
 
 if TYPE_CHECKING:
     from ckptool.commands.reshard.reshard import Costs, LoadCost, ReshardReport
@@ -41,11 +42,17 @@ def show_reshard(report: ReshardReport) -> None:
     emit(screen, [*lines, *map(Text, [*_costs(report, costs), *planned_part(report)])])
     if report.map is not None:
         show_moves(report.map, screen)
+    brief = screen.is_terminal and screen.width < ROOMY
     rows = [
-        (f"  {name}", (_placed(choice), "magenta"), (f"({choice.reason})", "dim"))
-        for name, choice in report.choices.items()
+        (
+            f"  {name}",
+            (placements_text(choice.placements, brief), "magenta"),
+            (f"({choice.reason})", "dim"),
+            (f"x{count}" if count > 1 else "", "bold"),
+        )
+        for name, _, choice, count in fold_names(report.choices)
     ]
-    emit(screen, columns(screen, rows, "lll", cuts=0))
+    emit(screen, first_lines(screen, columns(screen, rows, "llll", cuts=0)))
     show_files(report.files, screen)
 
 

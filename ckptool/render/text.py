@@ -30,6 +30,8 @@ _HEAD_SHARES = (0.5, 0.3, 0.15, 0.7, 0.9)
 """Of a text that is cut, how much is before the ellipsis: what keeps most apart is taken."""
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
 _BATCH = 1 << 10
+MOST_LINES = 200
+"""Of a list, on a terminal."""
 _WORD = re.compile(r"(?:`[^`]*`|\S)+")
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 
@@ -189,12 +191,13 @@ def _stacked(
     The last cell begins beside the others where there is room for some words.
     """
     rest = [0 if at == longest else width for at, width in enumerate(widths)]
+    beside = sum(width + 2 for width in rest if width)
     others = _line(row, rest, aligns)
     cell = _line([row[longest]], [row[longest].width], "l")
     if longest < len(widths) - 1:
-        lines = [cell, Text.assemble(_indent(cell), others)]
+        deeper = "" if beside <= room < beside + 2 else _indent(cell)
+        lines = [cell, Text.assemble(deeper, others)]
         return _NEW_LINE.join(_folded(line, room) for line in lines if line.plain.strip())
-    beside = sum(width + 2 for width in rest if width)
     if room - beside < _NARROWEST_WORDS:
         lines = [others, Text.assemble(_indent(others), cell)]
         return _NEW_LINE.join(_folded(line, room) for line in lines if line.plain.strip())
@@ -300,6 +303,14 @@ def emit(screen: Console, lines: Iterable[Text]) -> None:
         screen.width = max((cell_len(line.plain) for line in lines), default=0) + 2
     for start in range(0, len(lines), _BATCH):
         screen.print(_Lines(lines[start : start + _BATCH]), end="", soft_wrap=True)
+
+
+def first_lines(screen: Console, lines: Sequence[Text]) -> list[Text]:
+    """Return the lines that somebody who watches can read, and how many there are more."""
+    if not screen.is_terminal or len(lines) <= MOST_LINES:
+        return list(lines)
+    rest = f"  ... and {len(lines) - MOST_LINES:,} more lines; --json lists all"
+    return [*lines[:MOST_LINES], Text(rest, style="dim")]
 
 
 def _parts_of(line: Text) -> Iterable[Text]:

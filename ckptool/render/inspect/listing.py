@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 from rich.text import Text
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _HEADINGS = ("name", "shape", "dtype", "placements", "chunks", "bytes")
 _STATISTICS = ("name", "shape", "dtype", "min", "max", "mean", "std", "zeros", "nan", "inf")
 _LONGEST_VALUE = 200
-_ROOMY = 100
+ROOMY = 100
 _BRIEF = {"Shard": "S", "StridedShard": "_S", "Partial": "P", "Replicate()": "R"}
 
 
@@ -40,7 +40,7 @@ def tensor_lines(
     entries = in_order(
         [catalog.tensors[name] for name in tensors_named(catalog, globs, "--tensors")], sort
     )
-    brief = screen.is_terminal and screen.width < _ROOMY
+    brief = screen.is_terminal and screen.width < ROOMY
     rows = [_tensor(entry, brief) for entry in entries]
     return columns(screen, rows, "llllrr", heads=_HEADINGS, cuts=0)
 
@@ -134,6 +134,7 @@ def _number(value: Number | None) -> str:
 _NUMBER = re.compile(r"((?:(?<![^.])|(?<=@rank))(?:0|[1-9][0-9]{0,8})(?![^.@]))")
 
 Numbers = tuple[int, ...]
+Kind = TypeVar("Kind", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,18 +149,31 @@ class TensorLine:
 
 def fold(entries: Collection[TensorEntry]) -> list[TensorLine]:
     """Return few lines that name every tensor once, in natural order within each part."""
-    alike: dict[tuple[str, tuple[str, ...], object], dict[Numbers, TensorEntry]] = {}
-    for entry in entries:
-        words, numbers = split_numbers(entry.name)
-        alike.setdefault((state_category(entry), words, _looks(entry)), {})[numbers] = entry
+    known = {entry.name: entry for entry in entries}
+    kinds = {name: (state_category(entry), _looks(entry)) for name, entry in known.items()}
+    lines = [
+        TensorLine(part, name, known[first], count)
+        for name, first, (part, _), count in fold_names(kinds)
+    ]
+    lines.sort(key=lambda line: STATE_CATEGORIES.index(line.part))
+    return _fold_states(_fold_scalars(lines, list(known)))
+
+
+def fold_names(kinds: Mapping[str, Kind]) -> list[tuple[str, str, Kind, int]]:
+    """Join names of one kind that differ only in numbers, in natural order.
+
+    Each line has the name with braces, the first of its names, their kind, and how many they are.
+    """
+    alike: dict[tuple[tuple[str, ...], Kind], dict[Numbers, str]] = {}
+    for name, kind in kinds.items():
+        words, numbers = split_numbers(name)
+        alike.setdefault((words, kind), {})[numbers] = name
     lines = []
-    for (part, words, _), members in alike.items():
+    for (words, kind), members in alike.items():
         for axes in products(members):
             first = members[tuple(axis[0] for axis in axes)]
-            count = math.prod(map(len, axes))
-            lines.append(TensorLine(part, with_numbers(words, axes), first, count))
-    lines.sort(key=lambda line: (STATE_CATEGORIES.index(line.part), natural(line.entry.name)))
-    return _fold_states(_fold_scalars(lines, [entry.name for entry in entries]))
+            lines.append((with_numbers(words, axes), first, kind, math.prod(map(len, axes))))
+    return sorted(lines, key=lambda line: natural(line[1]))
 
 
 def _looks(entry: TensorEntry) -> tuple[object, ...]:

@@ -15,14 +15,13 @@ from ckptool.core.state_category import state_category
 from ckptool.core.text import plural
 from ckptool.render.inspect.listing import TensorLine, fold, natural, placements_text
 from ckptool.render.inspect.values import notable_values
-from ckptool.render.text import Cell, bar, columns, magnitude, ranges, size, visible
+from ckptool.render.text import MOST_LINES, Cell, bar, columns, magnitude, ranges, size, visible
 
 _PART_COLOURS = {"model": "green", "optimizer": "blue", "other": "yellow"}
 
-_MOST_LINES = 200
 _BAR = 24
 _RANK_BAR = 32
-_ROOMY = 110
+ROOMY = 110
 _ROOM_FOR_BARS = 76
 _STATES = re.compile(r"\{[A-Za-z][^{}]*\}$")
 _ROWS = ("framework", "version", "parallelism", "step", "arguments")
@@ -155,8 +154,8 @@ def _tensors(catalog: Catalog, screen: Console, sort: str) -> list[Text]:
     by_size = sort == "size"
     if by_size:
         lines.sort(key=lambda line: -line.entry.nbytes * line.count)
-    most = _MOST_LINES if screen.is_terminal else len(lines)
-    brief = screen.is_terminal and screen.width < _ROOMY
+    most = MOST_LINES if screen.is_terminal else len(lines)
+    brief = screen.is_terminal and screen.width < ROOMY
     rows = [_tensor(line, brief) for line in lines[:most]]
     sizes: list[Cell] = [(size(line.entry.nbytes * line.count), "bold") for line in lines[:most]]
     if by_size:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ckptool.commands.inspect.steps import RunSummary, StepSummary
 
 _HEADS = ("step", "checkpoint", "saved", "bytes", "", "optimizer", "mesh")
-_ROOMY = 78
+ROOMY = 78
 _NARROW = 66
 
 
@@ -26,7 +26,7 @@ def steps_lines(run: RunSummary, screen: Console) -> list[Text]:
     good = sum(step.complete for step in run.steps)
     title = Text.assemble((visible(str(run.path)), "bold"), f"  {plural(len(run.steps), 'step')}, ")
     title.append(f"{good:,} complete", "green" if good == len(run.steps) else "yellow")
-    brief = screen.is_terminal and screen.width < _ROOMY
+    brief = screen.is_terminal and screen.width < ROOMY
     rows = [_row(step, run, brief, screen.width) for step in run.steps]
     shown = _HEADS[: len(rows[0])]
     heads, *lines = columns(screen, rows, "rllrlll"[: len(shown)], heads=shown, cuts=1)
