@@ -6,7 +6,7 @@ import hashlib
 import io
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from itertools import chain, islice, repeat, starmap
 from pathlib import Path
@@ -155,15 +155,15 @@ class LocalSource:
         return cls(root, sizes, listed, unlisted=unlisted)
 
     @classmethod
-    def folder(cls, root: Path) -> LocalSource:
-        """List everything below ``root``; ``unlisted`` names the folders that lie too deep."""
+    def folder(cls, root: Path, without: Collection[str] = ()) -> LocalSource:
+        """List all below ``root`` but some; ``unlisted`` names the folders that lie too deep."""
         listing = FileListing(root)
         try:
             listing.enter("", (), DEPTH)
         except OSError as error:
             raise NotFound(f"{root}: cannot be listed: {error.strerror}") from None
         files, unlisted = sorted(listing.files.items()), sorted(listing.unlisted.items())
-        return cls.of(root, dict(files), dict(unlisted))
+        return cls.of(root, {n: s for n, s in files if n not in without}, dict(unlisted))
 
     @classmethod
     def file(cls, path: Path) -> LocalSource:
@@ -185,10 +185,9 @@ class LocalSource:
     def subfolders(self) -> dict[str, LocalSource]:
         """Return every folder below, at any depth, as a source of its own."""
         listed, unlisted = by_folder(self._listed), by_folder(self.unlisted)
+        root = Path(self.root)
         return {
-            name: LocalSource.of(
-                Path(self.root, name), listed.get(name, {}), unlisted.get(name, {})
-            )
+            name: LocalSource.of(root / name, listed.get(name, {}), unlisted.get(name, {}))
             for name in dict.fromkeys([*listed, *unlisted])
         }
 

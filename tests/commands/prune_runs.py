@@ -28,4 +28,5 @@ def names_in(run: Path) -> list[str]:
 
 
 def hashes(step: Path) -> dict[str, str]:
-    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(step.iterdir())}
+    files = sorted(path for path in step.rglob("*") if path.is_file())
+    return {str(p.relative_to(step)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}

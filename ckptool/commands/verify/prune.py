@@ -17,7 +17,7 @@ from ckptool.commands.verify.codes import require_codes
 from ckptool.commands.verify.pointers import find_links, find_pointers
 from ckptool.commands.verify.run_folder import verify_step
 from ckptool.commands.verify.steps import Step, holds_steps, name_pattern, says_step, steps_of
-from ckptool.commands.verify.strip import finish_strips, freed_bytes, plan_strip
+from ckptool.commands.verify.strip import finish_strips, plan_strip
 from ckptool.engine.write.removal import clear, leftovers, remove
 from ckptool.errors import Changed, CkptoolError, Unsupported, UsageError
 from ckptool.storage.commit_note import side_name
@@ -183,7 +183,7 @@ class _Decision:
         if not strips:
             return replace(kept, reason=f"{kept.reason}; no optimizer found in it")
         reason = f"{kept.reason}, without its optimizer"
-        return replace(kept, fate="strip", reason=reason, freed=freed_bytes(strips))
+        return replace(kept, fate="strip", reason=reason, freed=sum(each.freed for each in strips))
 
     def _reason_to_keep(self, step: Step) -> str | None:
         """Return what keeps a step however old it is; None where nothing does."""

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptool.commands.convert import ConvertReport, prepare_save
-from ckptool.commands.open import open_checkpoint
+from ckptool.commands.open import OpenedCheckpoint, open_checkpoint
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.target import SaveOptions, TransferOptions
 from ckptool.commands.transfer.transfer import Transfer, require_agreement
+from ckptool.commands.verify.optimizer_files import files_apart, require_optimizer, trainer_file
 from ckptool.core.catalog import Catalog
-from ckptool.core.layout import Layout
+from ckptool.core.layout import FileLayout, Layout, Verbatim
+from ckptool.core.plan import Plan
 from ckptool.core.state_category import is_state_of_optimizer, state_category, with_every_part
 from ckptool.core.text import list_some
 from ckptool.engine.run_options import RunOptions
+from ckptool.engine.write.removal import remove_file
 from ckptool.engine.write.stage import Stage, StageOptions
 from ckptool.errors import Unsupported
 from ckptool.formats.writing import CARRIED
@@ -23,25 +26,26 @@ from ckptool.storage.commit_note import targets_with_notes
 from ckptool.storage.tar import TarFiles
 from ckptool.storage.url import Location
 
-Strip = Transfer[ConvertReport]
+
+@dataclass(frozen=True, slots=True)
+class Strip:
+    """How a checkpoint loses its optimizer's state; ``freed`` bytes go."""
+
+    freed: int
+    run: Callable[[], object]
 
 
 def plan_strip(parts: Sequence[Location], read: ReadOptions, workers: int | None) -> list[Strip]:
-    """Plan to replace each checkpoint of a step that has an optimizer's state by one without.
+    """Plan to take the optimizer's state out of each checkpoint of a step that has one.
 
-    Names, shards and values stay as they are. The new one is compared with the old one before both
-    exchange their names; only then the old one goes. Raises Unsupported where the optimizer cannot
-    be separated: in a store, in a format that is not written, beside what this cannot write, or
-    where a tensor may be a model's module of an optimizer's name.
+    Names, shards and values stay as they are. Where it is a file of its own, that goes; else a new
+    checkpoint is compared with the old one before both exchange their names; only then the old one
+    goes. Raises Unsupported where the optimizer cannot be separated: from other files in a store,
+    from what ckptool does not write, or where a tensor may be a model's module of an optimizer's
+    name.
     """
     strips = [_plan(part, read, RunOptions(workers)) for part in parts]
     return [strip for strip in strips if strip is not None]
-
-
-def freed_bytes(strips: Sequence[Strip]) -> int:
-    """Return how much less the new checkpoints take than the old ones, in bytes."""
-    old = sum(sum(strip.opened.catalog.files.values()) for strip in strips)
-    return old - sum(strip.plan.layout.nbytes for strip in strips)
 
 
 def finish_strips(folder: Location) -> None:
@@ -60,31 +64,65 @@ def _plan(part: Location, read: ReadOptions, run: RunOptions) -> Strip | None:
     kept = _without_optimizer(catalog)
     dropped = catalog.tensors.keys() - kept.tensors.keys()
     if not dropped:
-        return None
+        return _plan_removal(opened)
     unsure = sorted(name for name in dropped if not is_state_of_optimizer(name))
     if unsure:
         raise Unsupported(f"{list_some(unsure)} may be the model's")
-    name = opened.format.name
     if not isinstance(opened.path, Path):
         raise Unsupported("stores cannot replace a checkpoint in one step")
-    if opened.format.convert is None:
-        raise Unsupported(f"ckptool does not write {name}")
     if isinstance(opened.source, TarFiles):
         raise Unsupported("ckptool does not write archives")
     if not any(state_category(entry) == "model" for entry in kept.tensors.values()):
         raise Unsupported("it has no tensors of a model")
     require_agreement(catalog)
+    options = TransferOptions(overwrite=True, run=run)
+    if opened.format.convert is None:
+        gone = files_apart(opened, kept, [catalog.tensors[name] for name in dropped])
+        return _exchange(opened, _copy_without(opened, gone, options))
     opened = replace(opened, catalog=opened.open_containers(kept))
-    transfer = TransferOptions(overwrite=True, run=run)
-    strip = prepare_save(opened, opened.path, SaveOptions(name, transfer=transfer))
+    name = opened.format.name
+    strip = prepare_save(opened, opened.path, SaveOptions(name, transfer=options))
     layout = strip.plan.layout
     if layout.folder != opened.path.is_dir():
         raise Unsupported(f"ckptool writes {name} in one file")
     if changes := [note for note in layout.notes if not note.startswith(CARRIED)]:
         raise Unsupported(changes[0])
+    return _exchange(opened, strip)
+
+
+def _plan_removal(opened: OpenedCheckpoint) -> Strip | None:
+    """Plan to remove the optimizer's file of transformers' Trainer; None where there is none."""
+    name = trainer_file(opened.source, opened.catalog)
+    if name is None:
+        return None
+    file = opened.path / name
+    require_optimizer(file)
+    if isinstance(file, Path) and file.is_symlink():
+        raise Unsupported(f"{name} is a symbolic link")
+    return Strip(opened.source.files[name], lambda: remove_file(file))
+
+
+def _copy_without(
+    opened: OpenedCheckpoint, gone: Collection[str], options: TransferOptions
+) -> Transfer[ConvertReport]:
+    """Plan to write all files of a folder but some, as they are."""
+    files = {name: size for name, size in opened.source.files.items() if name not in gone}
+    parts = (FileLayout(name, (Verbatim(name, size),)) for name, size in files.items())
+    plan = Plan(Catalog(opened.format.name, {}, {}, files), Layout(tuple(parts), folder=True))
+    report = ConvertReport.of(
+        opened, plan, opened.path, opened.format.name, options, notes=()
+    )  # fmt: skip
+    return Transfer(opened, plan, opened.path, options, report, sorted(gone))
+
+
+def _exchange(opened: OpenedCheckpoint, strip: Transfer[ConvertReport]) -> Strip:
+    """Return the strip that exchanges a checkpoint for its copy; Unsupported where it cannot."""
     if (obstacle := strip.obstacle()) is not None:
         raise Unsupported(obstacle)
-    return strip
+    old = {*opened.catalog.files, *(file.path for file in strip.plan.layout.files)}
+    sizes = opened.source.files
+    freed = sum(sizes.get(name, 0) for name in old) - strip.plan.layout.nbytes
+    return Strip(freed, strip.run)
 
 
 def _without_optimizer(catalog: Catalog) -> Catalog:

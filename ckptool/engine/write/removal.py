@@ -36,6 +36,16 @@ def remove(path: Location) -> None:
             _remove_from_store(path)
 
 
+def remove_file(path: Location) -> None:
+    """Remove one file of a checkpoint that is whole without it, at once. Raises TransferError."""
+    with _removing(path):
+        if isinstance(path, Path):
+            path.unlink()
+            sync_folder(path.parent)
+        else:
+            path.store.remove([path.key], str(path))
+
+
 def leftovers(folder: Location) -> Iterator[Location]:
     """Yield what removals that were cut short have left directly in a folder."""
     if isinstance(folder, Path):

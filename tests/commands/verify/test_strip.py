@@ -17,6 +17,7 @@ from conftest import case
 from fault_runs import Call
 from fault_runs import run as run_with_fault
 from prune_runs import damage, fates, hashes, names_in, pruned
+from safetensors.torch import save_file
 
 import ckptool
 from ckptool.commands.options.prune import PruneOptions
@@ -156,6 +157,75 @@ def test_a_format_that_is_not_written_keeps_its_optimizer(tmp_path: Path) -> Non
     assert older.fate == "keep"
     assert "its optimizer stays: ckptool does not write deepspeed" in older.reason
     assert hashes(tmp_path / "step-100" / "global_step1") == before
+
+
+@pytest.mark.parametrize(
+    ("name", "inner", "files"),
+    [
+        ("rank_verl", "global_step_5/actor", [f"optim_world_size_2_rank_{r}.pt" for r in (0, 1)]),
+        ("accelerate_folders", "",
+         [f"optimizer_0/{name}" for name in (".metadata", "__0_0.distcp", "__1_0.distcp")]),
+        ("accelerate_rank_files", "", ["optimizer_0_rank0.bin", "optimizer_0_rank1.bin"]),
+    ],
+    ids=["verl", "folders", "rank files"],
+)  # fmt: skip
+def test_files_that_hold_an_optimizer_alone_go(
+    name: str, inner: str, files: list[str], tmp_path: Path
+) -> None:
+    for step in (100, 200):
+        shutil.copytree(case(name).path / inner, tmp_path / f"step-{step}")
+        (tmp_path / f"step-{step}" / "notes.txt").write_text("mine")
+    before = hashes(tmp_path / "step-100")
+    freed = stripped(tmp_path, yes=True).freed
+    after = hashes(tmp_path / "step-100")
+    assert before.keys() - after.keys() == {*files}
+    assert {name: before[name] for name in after} == after
+    sizes = [(tmp_path / "step-200" / file).stat().st_size for file in files]
+    assert freed == sum(sizes)
+    assert ckptool.verify(tmp_path / "step-100").ok
+    assert not stripped(tmp_path).freed
+
+
+def trainer_steps(folder: Path) -> Path:
+    """Leave what transformers' Trainer leaves at two steps."""
+    for step in (100, 200):
+        model = torch.nn.Linear(8, 4)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(1, 8)).sum().backward()
+        optimizer.step()
+        at = folder / f"checkpoint-{step}"
+        at.mkdir(parents=True)
+        save_file(model.state_dict(), at / "model.safetensors", {"format": "pt"})
+        torch.save(optimizer.state_dict(), at / "optimizer.pt")
+        torch.save({"last_epoch": 3}, at / "scheduler.pt")
+    return folder
+
+
+def test_the_optimizer_of_transformers_trainer_is_seen_and_goes(tmp_path: Path) -> None:
+    run = trainer_steps(tmp_path / "run")
+    assert [step.optimizer for step in ckptool.list_steps(run).steps] == [True, True]
+    before = hashes(run / "checkpoint-100")
+    assert stripped(run, yes=True).freed == (run / "checkpoint-200" / "optimizer.pt").stat().st_size
+    assert [step.optimizer for step in ckptool.list_steps(run).steps] == [True, False]
+    before.pop("optimizer.pt")
+    assert hashes(run / "checkpoint-100") == before
+    other = trainer_steps(tmp_path / "other")
+    torch.save({"state": {}, "ema": torch.ones(2)}, other / "checkpoint-100" / "optimizer.pt")
+    assert "optimizer.pt is no optimizer's state dict" in stripped(other).steps[-1].reason
+
+
+def test_a_single_file_goes_from_a_store_too(tmp_path: Path) -> None:
+    run = location(f"memory://{uuid.uuid4().hex}/run")
+    assert isinstance(run, RemotePath)
+    for file in trainer_steps(tmp_path / "run").rglob("*.*"):
+        (run / file.parent.name / file.name).write_bytes(file.read_bytes())
+    report = prune(location(str(run)), OPTIONS)
+    assert [step.fate for step in report.steps] == ["keep", "strip"]
+    left = location(str(run))
+    assert isinstance(left, RemotePath)
+    assert "checkpoint-200/optimizer.pt" in left.listing
+    assert "checkpoint-100/optimizer.pt" not in left.listing
+    assert len(left.listing) == 5
 
 
 def test_a_step_of_which_no_optimizer_is_read_says_so(tmp_path: Path) -> None:

@@ -1,0 +1,74 @@
+"""The files that hold an optimizer's state and nothing else, beside those of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+from ckptool.commands.open import OpenedCheckpoint, open_checkpoint
+from ckptool.commands.options.read import ReadOptions
+from ckptool.core.catalog import Catalog, TensorEntry, places, stored_places
+from ckptool.core.state_category import with_every_part
+from ckptool.core.text import list_some
+from ckptool.errors import CkptoolError, Unsupported
+from ckptool.formats.base import ScanOptions
+from ckptool.storage.local import Files, LocalSource
+from ckptool.storage.url import Location
+
+_OF_TRAINER = ("optimizer.pt", "optimizer.bin")
+"""``OPTIMIZER_NAME`` and ``OPTIMIZER_NAME_BIN`` of transformers' Trainer (4.20 to 5.23)."""
+_STATE_DICT = frozenset(["state", "param_groups"])
+
+
+def trainer_file(source: Files, catalog: Catalog) -> str | None:
+    """Return the file of a model's folder in which transformers' Trainer saved its optimizer."""
+    names = (name for name in _OF_TRAINER if source.files.get(name) and name not in catalog.files)
+    return next(names, None)
+
+
+def require_optimizer(path: Location) -> None:
+    """Raise Unsupported where a file holds more than the state dict of an optimizer."""
+    try:
+        found = open_checkpoint(path, ReadOptions("torch-save")).catalog
+    except CkptoolError as error:
+        raise Unsupported(f"{path.name} cannot be read: {error.message}") from None
+    heads = {name.partition(".")[0] for name in (*found.tensors, *found.objects)}
+    if not found.tensors or not heads <= _STATE_DICT:
+        raise Unsupported(f"{path.name} is no optimizer's state dict")
+
+
+def files_apart(
+    opened: OpenedCheckpoint, kept: Catalog, dropped: Collection[TensorEntry]
+) -> frozenset[str]:
+    """Return the files of the ``dropped`` tensors, without which the rest is a whole checkpoint.
+
+    Raises Unsupported where what is ``kept`` lies in them too, or would no longer be read.
+    """
+    name = opened.format.name
+    theirs, others = _files_of(dropped), _files_of(kept.tensors.values())
+    if shared := sorted(theirs & others):
+        raise Unsupported(f"ckptool does not write {name}, and {shared[0]} holds the model too")
+    used = {file.rpartition("/")[0] for file in others}
+    folders = {file.rpartition("/")[0] for file in theirs} - used - {""}
+    below = tuple(f"{folder}/" for folder in folders)
+    theirs |= {file for file in opened.source.files if file.startswith(below)}
+    view = LocalSource.folder(Path(str(opened.path)), theirs)
+    lost = list_some(sorted(theirs), 1)
+    try:
+        left = with_every_part(opened.format.scan(view, ScanOptions()))
+    except CkptoolError as error:
+        raise Unsupported(f"{name} is not whole without {lost}: {error.problems[0]}") from None
+    values = sorted(kept.objects.keys() - left.objects.keys())
+    if values or _looks(left) != _looks(kept):
+        what = list_some(values, 1) if values else "tensors"
+        raise Unsupported(f"{name}: {what} would not be as before without {lost}")
+    return theirs
+
+
+def _files_of(entries: Iterable[TensorEntry]) -> frozenset[str]:
+    found = (place for entry in entries for at in places(entry) for place in stored_places(at))
+    return frozenset(place.file for place in found)
+
+
+def _looks(catalog: Catalog) -> dict[str, object]:
+    return {name: (e.dtype, e.shape, len(e.chunks)) for name, e in catalog.tensors.items()}
