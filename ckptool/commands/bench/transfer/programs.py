@@ -24,7 +24,8 @@ RANKS = 4
 _BYTES_PER_SQUARE = 1620
 """Bytes of a generated checkpoint, as a multiple of its model dimension squared."""
 
-_WIDE_TENSORS, _WIDE_ROW = 8, 32 << 10
+_TENSORS = 8
+"""Tensors of a checkpoint of large ones."""
 
 
 def write_checkpoint(folder: str, size: int) -> None:
@@ -35,13 +36,18 @@ def write_checkpoint(folder: str, size: int) -> None:
     _save_on_ranks(folder, [spec for spec in specs_of_width(dim, "bfloat16") if spec.shape])
 
 
-def write_wide_checkpoint(folder: str, size: int) -> None:
-    """Save about ``size`` bytes of fp32 tensors whose rows have 128 KiB."""
+def write_shape(folder: str, size: int, rows: int, columns: int, dtype: str) -> None:
+    """Save about ``size`` bytes of tensors of one shape, of as many rows as fit 8 where it is 0."""
     from ckptool.commands.bench.specs import TensorSpec
 
-    rows = RANKS * max(1, round(size / _WIDE_TENSORS / _WIDE_ROW / 4 / RANKS))
-    shape = (rows, _WIDE_ROW)
-    _save_on_ranks(folder, [TensorSpec((f"w{n}",), shape, "float32") for n in range(_WIDE_TENSORS)])
+    tensors = _TENSORS
+    row = TensorSpec(("w",), (1, columns), dtype).nbytes
+    if rows:
+        tensors = max(1, size // (rows * row))
+    else:
+        rows = RANKS * max(1, round(size / tensors / row / RANKS))
+    specs = [TensorSpec((f"w{n}",), (rows, columns), dtype) for n in range(tensors)]
+    _save_on_ranks(folder, specs)
 
 
 def _save_on_ranks(folder: str, specs: list[TensorSpec]) -> None:
@@ -270,7 +276,7 @@ def _make_catalog(tensors: int, chunks: int) -> Catalog:
 
 _TASKS: dict[str, Callable[..., object]] = {
     "write": write_checkpoint,
-    "write-wide": write_wide_checkpoint,
+    "write-shape": write_shape,
     "write-many": write_many,
     "to-safetensors": torch_to_safetensors,
     "reshard": torch_reshard,

@@ -24,9 +24,10 @@ class Ratio:
 
 @dataclass(frozen=True, slots=True)
 class RowResult:
-    """A row's samples, one a round. ``imports_torch`` is None where it was not looked at.
+    """A row's samples, one a round, or one in all.
 
-    ``nbytes`` is the size of the checkpoint that the row's command moves, 0 where it moves none.
+    ``imports_torch`` is None where it was not looked at. ``nbytes`` is the size of the checkpoint
+    that the row's command moves, 0 where it moves none.
     """
 
     row: Row
@@ -70,8 +71,8 @@ class RowResult:
         return statistics.median(sample.cpu for sample in self.samples)
 
     def against(self, peer: RowResult) -> Ratio:
-        """Return this row as a multiple of another."""
-        rounds = [own / theirs for own, theirs in zip(self.values, peer.values, strict=True)]
+        """Return this row as a multiple of another, which may have been measured but once."""
+        rounds = [own / theirs for own, theirs in zip(self.values, peer.values, strict=False)]
         return Ratio(peer.row.name, self.median / peer.median, min(rounds), max(rounds))
 
 

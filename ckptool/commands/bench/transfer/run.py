@@ -2,14 +2,15 @@
 
 A row of the report is one of ``rows.ROWS``: a name, a command line and its peers. Every sample is
 one process from start to end, its output removed afterwards; before it, all is synced and its
-source is read, so that the page cache is warm. A round is every row once. The checkpoint is one
-that torch itself wrote: ``torch.distributed.checkpoint.save`` on four gloo ranks, tensors sharded
-as FSDP2 shards them.
+source is read, so that the page cache is warm, or given up. A round is every row once, but for some
+that take long. The checkpoints are what torch itself wrote: ``torch.distributed.checkpoint.save``
+on four gloo ranks, tensors sharded as FSDP2 shards them.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import tempfile
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ from ckptool.commands.bench.machine import describe_machine, list_versions, requ
 from ckptool.commands.bench.specs import parameter_shapes
 from ckptool.commands.bench.transfer.programs import RANKS
 from ckptool.commands.bench.transfer.report import TransferBenchReport
-from ckptool.commands.bench.transfer.rows import OTHERS, PROGRAM, ROWS, Row
+from ckptool.commands.bench.transfer.rows import OTHERS, PROGRAM, ROWS, Other, Row
 from ckptool.commands.bench.transfer.samples import run_sample
 from ckptool.commands.bench.transfer.scene import (
     Progress,
@@ -55,17 +56,20 @@ def transfer_bench(
     has_torch = importlib.util.find_spec("torch") is not None
     opened, nbytes, dcp = (None, size, True) if source is None else _open_source(source)
     # room for the largest output, and for the sources too where they are made here
-    checkpoints = 1.0 if source else 1 + sum(OTHERS.values()) + max(OTHERS.values())
+    times = [other.times for other in OTHERS.values()]
+    checkpoints = 1.0 if source else 1 + sum(times) + max(times)
     require_disk(workdir, int(nbytes * checkpoints * 1.05) + 4 * _LIGHT_BYTES)
     with tempfile.TemporaryDirectory(prefix="ckptool-bench-", dir=workdir) as scratch:
         paths = _prepare_paths(rows, opened, size, Path(scratch), has_torch, progress)
         obstacles = {row.name: _obstacle(row, paths, dcp=dcp) for row in rows}
         skipped = {name: reason for name, reason in obstacles.items() if reason}
+        before = os.getloadavg()[0]
         results = measure(rows, Scene(paths), repeat, skipped, progress)
+        load = f"load {before:.0f} before, {os.getloadavg()[0]:.0f} after"
         measured = Path(paths["{source}"])
         return TransferBenchReport(
             source=str(source) if source else f"written by torch on {RANKS} gloo ranks",
-            conditions="page cache warm",
+            conditions=f"page cache warm unless a row says cold, {load}",
             nbytes=count_bytes(measured),
             files=sum(1 for _ in walk_files(measured)),
             light_tensors=len(parameter_shapes()) * 3 if has_torch else 0,
@@ -117,14 +121,18 @@ def _prepare_paths(
     if opened is not None:
         paths["{source}"] = str(opened)
     else:
-        for mark, times in {"{source}": 1.0, **OTHERS}.items():
-            tasks[mark] = ("write-wide" if mark == "{wide}" else "write", str(int(size * times)))
+        for mark, (times, shape, dtype) in {"{source}": Other(1.0), **OTHERS}.items():
+            nbytes = str(int(size * times))
+            if shape is None:
+                tasks[mark] = ("write", nbytes)
+            else:
+                tasks[mark] = ("write-shape", nbytes, *map(str, shape), dtype)
     if has_torch:
         tasks |= {"{light}": ("write", str(_LIGHT_BYTES)), "{many}": ("write-many", *_MANY)}
     used = {"{source}"} | {word for row in rows for word in row.command}
     for mark, (task, *words) in tasks.items():
         if mark in used:
-            progress("writing " + _describe(*words))
+            progress("writing " + _describe(task, *words))
             paths[mark] = str(scratch / mark.strip("{}"))
             run_sample((*PROGRAM, task, paths[mark], *words))
     paths.setdefault("{light}", paths["{source}"])
@@ -138,10 +146,11 @@ def output_paths(scratch: Path) -> dict[str, str]:
     return {"{target}": str(outputs / "target"), "{result}": str(outputs / "result")}
 
 
-def _describe(number: str, ranks: str | None = None) -> str:
-    if ranks is not None:
-        return f"what {ranks} ranks save of {number} tensors"
-    return f"a checkpoint of {int(number):,} bytes with torch on {RANKS} gloo ranks"
+def _describe(task: str, number: str, *words: str) -> str:
+    if task == "write-many":
+        return f"what {words[0]} ranks save of {number} tensors"
+    shape = f" in {words[2]} of {words[1]} columns" if words else ""
+    return f"a checkpoint of {int(number):,} bytes{shape} with torch on {RANKS} gloo ranks"
 
 
 def _obstacle(row: Row, paths: Mapping[str, str], *, dcp: bool) -> str | None:
