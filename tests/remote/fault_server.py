@@ -99,6 +99,17 @@ def cut(request: Request, carry_out: Callable[[Request], Answer]) -> Answer:
     return answer
 
 
+def altered(at: int) -> Fault:
+    """What is written is stored with a bit of its byte ``at`` flipped, and nobody is told."""
+
+    def fault(request: Request, carry_out: Callable[..., Answer]) -> Answer:
+        body = bytearray(carry_out.keywords["body"])  # type: ignore[attr-defined]
+        body[at] ^= 0x20
+        return carry_out(request, body=bytes(body))
+
+    return fault
+
+
 def call(function: Callable[[Request], object]) -> Fault:
     """Something happens before the server answers as always."""
 

@@ -229,7 +229,7 @@ def test_a_read_without_an_answer_ends(clock: Clock, s3: S3) -> None:
     with pytest.raises(NoAnswer, match=f"no answer after {RetryPolicy().attempts} attempts"):
         open_checkpoint(location(s3.url("m")))
     assert clock.now <= RetryPolicy().total
-    assert rule.seen == 2 * RetryPolicy().attempts  # s3fs says each time how long to wait
+    assert rule.seen == RetryPolicy().attempts
 
 
 def test_nobody_who_listens_is_found_out_within_ten_seconds(

@@ -312,6 +312,8 @@ class Transfer(Generic[AnyReport]):
             require_complete(self.plan)
         if stage.last_files:
             self._move(stage, progress, stage.last_files, ALL)
+            if self.options.verify:
+                self._verify(stage, progress, stage.last_files)
         if isinstance(stage, Stage) and self.plan.layout.folder and stage.target.is_dir():
             require_unmixed(stage.target, stage.folder, stage.own or ())
         self.before_commit()
@@ -361,16 +363,11 @@ class Transfer(Generic[AnyReport]):
         return digest.hexdigest()
 
     def _verify(self, stage: Output, progress: Progress, numbers: Sequence[int]) -> None:
-        """Compare the files that were written here, as they lie there, with the source.
-
-        Of a store only tensors are: there the rest is a request for each of its many places.
-        """
-        from ckptool.commands.verify.compare.written import require_rest, require_written
+        """Compare files that were written here, as they lie there, with what they should be."""
+        from ckptool.commands.verify.compare.written import require_written
 
         source, staged = self.opened.source, stage.written
         workers = workers_within_budget(self.plan, self.options.run, source, staged)
         staged.keep(fetched_ahead(staged, self.options.run))
-        both = sorted({*numbers, *stage.last_files})  # these hold no tensors
-        require_written(self.plan, both, (source, staged), workers, progress)
-        if isinstance(stage, Stage):
-            require_rest((self.plan.layout.files[n] for n in numbers), source, stage.folder)
+        sides, later = (source, staged), stage.last_files
+        require_written(self.plan, numbers, sides, workers, progress, later=later)

@@ -2,59 +2,190 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
-from ckptool.core.layout import FileLayout, Literal, Part, Verbatim
-from ckptool.engine.read.tiles import ByteReader
+from ckptool.core.layout import FileLayout, Literal, Verbatim
+from ckptool.engine.check.pairs import SideReaders, TensorPair
+from ckptool.engine.read.containers import runs_of
+from ckptool.engine.read.tiles import Job, known_runs
 from ckptool.engine.write.run import read_verbatim
-from ckptool.storage.local import Files, LocalSource
+from ckptool.errors import Changed, SourceError
+from ckptool.storage.local import Files
+
+_SUM = 4
+"""Bytes of the checksum of a part, which is known once that is written."""
 
 
-def differing_rest(files: Iterable[FileLayout], source: Files, folder: Path) -> str | None:
-    """Return where a file below ``folder`` is first not as it was laid out; None where all are.
+class RestRun(NamedTuple):
+    """Bytes of a file that are no tensor's, by their digest.
 
-    That is its length, and all bytes but those of tensors and the checksums of these, which whoever
-    reads them compares. Raises what reading a file of the source does that is copied.
+    ``sums`` are where in the file checksums of tensors lie, which count as zeros: whoever reads
+    these tensors compares them.
     """
-    reader = ByteReader(LocalSource(folder, {}))
-    try:
-        for file in files:
-            nbytes = os.stat(folder / file.path).st_size
+
+    file: str
+    offset: int
+    nbytes: int
+    digest: bytes
+    sums: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        """Where the run ends in its file, in bytes."""
+        return self.offset + self.nbytes
+
+
+class _Copy(NamedTuple):
+    """A file of the source that lies in another as it is."""
+
+    file: str
+    offset: int
+    part: Verbatim
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the file."""
+        return self.part.nbytes
+
+
+class RestTile(NamedTuple):
+    """How bytes that are no tensor's are not as they were made; None where they are."""
+
+    problem: str | None
+    nbytes: int = 0
+    """Progress counts the bytes of tensors alone."""
+
+
+class Rest:
+    """What of written files is no tensor, to be read back; ``sides`` are source and output."""
+
+    def __init__(self, files: Sequence[FileLayout], sides: tuple[Files, Files]) -> None:
+        self._files = files
+        self._source, self._written = sides
+        self._problems: list[str] = []
+
+    def jobs(
+        self, of_tensors: Iterable[Job[TensorPair, SideReaders, Any]]
+    ) -> Iterator[Job[Any, SideReaders, Any]]:
+        """Yield the jobs of tensors, and those that read the rest.
+
+        In a store the rest is read together with the tensors beside it: a request would else be
+        sent for each header.
+        """
+        if self._written.block == 1:
+            yield from of_tensors
+            for file in self._files:
+                yield Job(file.path, partial(self._read, self._rest_of(file)))
+            return
+        rest = [one for file in self._files for one in self._rest_of(file)]
+        runs = [one for one in rest if isinstance(one, RestRun)]
+        ends = {(run.file, run.end): run for run in runs}
+        starts = {(run.file, run.offset): run for run in runs}
+        for job in of_tensors:
+            read = list(runs_of(job.runs[1](self._written.block), set()))
+            for name, start, nbytes in read:
+                for run in (ends.get((name, start)), starts.get((name, start + nbytes))):
+                    if run is not None and starts.pop((name, run.offset), None) is not None:
+                        yield self._job_of(run)
+            yield job._replace(runs=[job.runs[0], known_runs(*read)])
+        yield from map(self._job_of, starts.values())
+        yield from (self._job_of(one) for one in rest if isinstance(one, _Copy))
+
+    def look(self, file: str, tiles: Iterator[RestTile]) -> None:
+        """Note what of a file is not as it was made. Raises what reading the source does."""
+        self._problems += [tile.problem for tile in tiles if tile.problem is not None]
+
+    def problem(self) -> str | None:
+        """Return where a file is first not as it was laid out, once all was read; None if none."""
+        for file in self._files:
+            nbytes = self._written.files.get(file.path)
+            if nbytes is None:
+                return f"{file.path} is not there"
             if nbytes != file.nbytes:
                 return f"{file.path} has {nbytes:,} bytes, not {file.nbytes:,}"
-            for start, expected in _expected(file, source):
-                length = len(expected)
-                if reader.read(file.path, start, length) != expected:
-                    return f"{file.path}: bytes {start:,} to {start + length:,} are not as made"
-    finally:
-        reader.close()
-    return None
+        return min(self._problems, default=None)
 
+    def _rest_of(self, file: FileLayout) -> Iterator[RestRun | _Copy]:
+        """Yield what of a file is no tensor, in order, in runs of about a tile at most."""
+        tile = self._written.tile
+        pending, sums, offset = bytearray(), list[int](), 0
+        for part in file.parts:
+            if isinstance(part, Literal):
+                sums += [offset + patch.at for patch in part.patches]
+                for at in range(0, part.nbytes, tile):
+                    if len(pending) >= tile:
+                        yield _run(file.path, offset + at, pending, sums)
+                        pending = bytearray()
+                    pending += memoryview(part.data)[at : at + tile]
+            elif part.nbytes:
+                if pending:
+                    yield _run(file.path, offset, pending, sums)
+                pending, sums = bytearray(), []
+            if isinstance(part, Verbatim):
+                yield _Copy(file.path, offset, part)
+            offset += part.nbytes
+        if pending:
+            yield _run(file.path, offset, pending, sums)
 
-def _expected(file: FileLayout, source: Files) -> Iterator[tuple[int, memoryview]]:
-    """Yield the bytes of a file that are no tensor's, a tile at most, each with its offset."""
-    offset = 0
-    for part in file.parts:
-        start = offset
-        for skip, data in _contents(part, source):
-            for at in range(0, len(data), source.tile):
-                piece = data[at : at + source.tile]
-                yield start + skip + at, piece
-        offset += part.nbytes
+    def _job_of(self, one: RestRun | _Copy) -> Job[str, SideReaders, RestTile]:
+        copied = known_runs()
+        if isinstance(one, _Copy) and one.part.file in self._source.files:
+            copied = known_runs((one.part.file, 0, one.nbytes))
+        written = known_runs((one.file, one.offset, one.nbytes))
+        return Job(one.file, partial(self._read, (one,)), [copied, written])
 
+    def _read(self, rest: Iterable[RestRun | _Copy], readers: SideReaders) -> Iterator[RestTile]:
+        for one in rest:
+            try:
+                is_equal = self._is_as_made(one, readers)
+            except _Unreadable as error:
+                yield RestTile(f"{one.file} cannot be read back: {error}")
+                return
+            where = f"{one.file}: bytes {one.offset:,} to {one.offset + one.nbytes:,}"
+            yield RestTile(None if is_equal else f"{where} are not as made")
 
-def _contents(part: Part, source: Files) -> Iterator[tuple[int, memoryview]]:
-    """Yield what is known of a part, each run of bytes with its offset in the part."""
-    if isinstance(part, Literal):
-        data, at = memoryview(part.data), 0
-        for patch in sorted(part.patches):
-            yield at, data[at : patch.at]
-            at = patch.at + 4
-        yield at, data[at:]
-    elif isinstance(part, Verbatim):
-        at = 0
-        for piece in read_verbatim(part, source):
-            yield at, piece
+    def _is_as_made(self, one: RestRun | _Copy, readers: SideReaders) -> bool:
+        if isinstance(one, RestRun):
+            data = _read_back(readers, one.file, one.offset, one.nbytes)
+            _blank(data, one.offset, one.sums)
+            return _digest(data) == one.digest
+        at = one.offset
+        for piece in read_verbatim(one.part, self._source):
+            if _read_back(readers, one.file, at, len(piece)) != piece:
+                return False
             at += len(piece)
+        return True
+
+
+class _Unreadable(Exception):
+    """A file of the output cannot be read back."""
+
+
+def _read_back(readers: SideReaders, file: str, offset: int, nbytes: int) -> memoryview:
+    try:
+        return readers.other.read_bytes(file, offset, nbytes)
+    except (SourceError, Changed) as error:
+        raise _Unreadable(error.message) from error
+
+
+def _run(file: str, end: int, data: bytearray, sums: Iterable[int]) -> RestRun:
+    """Return the run of bytes that ends at an offset of a file."""
+    start = end - len(data)
+    inside = tuple(at for at in sums if start - _SUM < at < end)
+    view = memoryview(data)
+    _blank(view, start, inside)
+    return RestRun(file, start, len(data), _digest(view), inside)
+
+
+def _blank(data: memoryview, start: int, sums: Iterable[int]) -> None:
+    """Put zeros in the place of checksums, which may lie in part in the bytes from ``start`` on."""
+    for at in sums:
+        low, high = max(0, at - start), min(len(data), at - start + _SUM)
+        data[low:high] = bytes(high - low)
+
+
+def _digest(data: memoryview) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()

@@ -72,6 +72,18 @@ class Gatherer:
         """Keep no rows any longer: the next boxes lie elsewhere."""
         self._rows.forget()
 
+    def read_bytes(self, file: str, offset: int, nbytes: int) -> memoryview:
+        """Return bytes of a file, in memory that the next call may use again."""
+        data = self._memory(nbytes)[:nbytes]
+        self._reader.read_into(file, offset, data)
+        return data
+
+    def _memory(self, nbytes: int) -> memoryview:
+        """Return memory of at least so many bytes, which the next call may return again."""
+        if nbytes > len(self._buffer):
+            self._buffer = memoryview(bytearray(nbytes))
+        return self._buffer
+
     def _note_run(self, values: Array, chunk: Chunk, box: Box) -> None:
         """Note what was read of a chunk where that is one run of a record."""
         at = chunk.at
@@ -127,9 +139,7 @@ class Gatherer:
     def read_stored(self, entry: TensorEntry, box: Box) -> Array:
         """Return the same as ``gather``, in memory that the next call may use again."""
         nbytes = box.volume * entry.source_dtype.itemsize
-        if nbytes > len(self._buffer):
-            self._buffer = memoryview(bytearray(nbytes))
-        values = array(box.shape, entry.source_dtype, self._buffer)
+        values = array(box.shape, entry.source_dtype, self._memory(nbytes))
         self.gather_into(values, entry, box)
         return values
 

@@ -19,6 +19,7 @@ from ckptool.core.text import list_some
 from ckptool.errors import TransferError, Unsupported
 from ckptool.storage.commit_note import stamp
 from ckptool.storage.disk import identity, is_real_file, rename_new
+from ckptool.storage.local import LocalSource
 
 if TYPE_CHECKING:
     from ckptool.storage.commit_note import Stamp
@@ -28,6 +29,11 @@ def stamps(folder: Path, names: Iterable[str]) -> dict[str, Stamp]:
     """Return the stamps of those of the files that stand in a folder."""
     now = {name: stamp(folder / name) for name in names}
     return {name: status for name, status in now.items() if status is not None}
+
+
+def staged_files(folder: Path, names: Iterable[str]) -> LocalSource:
+    """Return those of some files that are in a folder."""
+    return LocalSource(folder, {name: size for name, (size, _) in stamps(folder, names).items()})
 
 
 def stands_whole(folder: Path, inode: int | None, files: Mapping[str, Stamp]) -> bool:

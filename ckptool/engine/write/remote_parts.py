@@ -6,7 +6,9 @@ of its own: who writes it, and once it is done what it has written.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
 
 from ckptool.core.layout import Layout
 from ckptool.engine.share import Share
@@ -19,8 +21,9 @@ from ckptool.engine.write.parts import (
     require_parts,
     run_head,
 )
-from ckptool.engine.write.remote_stage import RemoteStage, part_note, this_writer
+from ckptool.engine.write.remote_stage import RemoteStage, part_note
 from ckptool.engine.write.stage import StageOptions
+from ckptool.engine.write.writer import this_writer
 from ckptool.errors import Unsupported
 from ckptool.storage.url import RemotePath
 
@@ -81,8 +84,7 @@ class RemotePartStage(RemoteStage):
     def commit(self) -> None:
         """Note that this part is done."""
         self._require_mine()
-        existing = self._list_existing()
-        files = {name: existing[name][:2] for name in self._names if name in existing}
+        files = {name: info[:2] for name, info in self._require_whole(self._names).items()}
         part = end_of_part(self._options, files)
         self._put_note(self._claim, parts=self._share.size, part=part)
 
@@ -92,7 +94,12 @@ class RemotePartStage(RemoteStage):
 
 
 class RemotePartsStage(RemoteStage):
-    """What all parts have written to a store, to be made a checkpoint by its last file."""
+    """What all parts have written to a store, to be made a checkpoint by its last file.
+
+    The note then says what each part has written: theirs are removed one by one.
+    """
+
+    _ended: Mapping[str, Any] = MappingProxyType({})
 
     def require_possible(self) -> None:
         """Raise Unsupported where a part is not done, or what it wrote is not there."""
@@ -100,21 +107,28 @@ class RemotePartsStage(RemoteStage):
         note = self._read_note(self._note) or {}
         self._require_ended(note, "it")
         self._parts = note.get("parts", 0)
-        notes = {n: self._read_note(part_note(self._note, n)) for n in range(self._parts)}
+        known = note.get("ended", {})
+        notes = {
+            n: self._read_note(part_note(self._note, n)) or known.get(str(n))
+            for n in range(self._parts)
+        }
         parts = {n: (each, each.get("part") or {}) for n, each in notes.items() if each}
+        self._ended = {str(n): each for n, each in notes.items()}
         existing = self._list_existing()
         for number, part in enumerate(require_parts(self.target, parts, self._options)):
             noted = {name: (size, version) for name, (size, version) in part.items()}
             changed = [name for name in noted if existing.get(name, ())[:2] != noted[name]]
             if changed:
                 raise damaged_part(self.target, number, self._parts, changed)
+            self._read_back |= {name: existing[name] for name in noted}
 
     def begin(self) -> None:
         """Note who commits; raise Unsupported where a part is not done."""
         self.require_possible()
         self._writer = this_writer()
         files = [file.path for file in self._layout.files]
-        self._put_note(self._note, parts=self._parts, files=files, writer=self._writer)
+        more = {"writer": self._writer, "ended": self._ended}
+        self._put_note(self._note, parts=self._parts, files=files, **more)
 
     def takes(self, numbers: Iterable[int]) -> list[int]:
         """Return the last file where that holds tensors: it makes a whole of the others."""

@@ -6,12 +6,8 @@ A store has no locks either: a note there names the process that writes an unfin
 from __future__ import annotations
 
 import json
-import os
-import platform
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from ckptool.core.layout import Data, Layout, ScatteredData
@@ -27,6 +23,7 @@ from ckptool.engine.write.journal import (
     unfinished_parts,
 )
 from ckptool.engine.write.stage import RESUME_HINT, StageOptions
+from ckptool.engine.write.writer import describe_writer, is_here, is_running, this_writer
 from ckptool.errors import CkptoolError, NotFound, TransferError, Unsupported
 from ckptool.storage.clients.unfinished_uploads import abort_uploads
 from ckptool.storage.commit_note import UNFINISHED
@@ -66,6 +63,7 @@ class RemoteStage:
         self._finished: frozenset[str] = frozenset()
         self._noted: frozenset[str] = frozenset()
         self._old: frozenset[str] = frozenset()
+        self._read_back: dict[str, ObjectInfo] = {}
         last = len(layout.files) - 1
         tensors = any(isinstance(part, Data | ScatteredData) for part in layout.files[last].parts)
         self.last_files: tuple[int, ...] = () if tensors else (last,)
@@ -153,9 +151,9 @@ class RemoteStage:
         """Look who began, and what an earlier run finished, after ``begin``."""
         self._writer = (self._read_note(self._claim) or {}).get("writer")
         if self._options.resume:
-            sizes = {file.path: file.nbytes for file in self._layout.files[:-1]}
-            existing = self._list_existing()
-            self._finished = frozenset(n for n, i in existing.items() if sizes.get(n) == i.nbytes)
+            existing, sizes = self._list_existing(), self._sizes()
+            done = {n for n, i in existing.items() if sizes.get(n) == i.nbytes}
+            self._finished = frozenset(done - {self._layout.files[-1].path})
 
     def mark(self, token: str) -> None:
         """Do nothing: all ranks see one store."""
@@ -166,9 +164,34 @@ class RemoteStage:
 
     @property
     def written(self) -> RemoteSource:
-        """The files that were written, to be read back."""
-        sizes = {file.path: ObjectInfo(file.nbytes, "", 0) for file in self._layout.files}
-        return RemoteSource(self.folder, sizes)
+        """The files that were written, to be read back in the version that is there now."""
+        sizes = self._sizes()
+        now = {name: info for name, info in self._list_existing().items() if name in sizes}
+        self._read_back = now | self._read_back
+        return RemoteSource(self.folder, self._read_back)
+
+    def _sizes(self) -> dict[str, int]:
+        return {file.path: file.nbytes for file in self._layout.files}
+
+    def _require_whole(self, names: Iterable[str]) -> dict[str, ObjectInfo]:
+        """Return files as they are there now; TransferError where one is not as it was written.
+
+        That is of its size, and of the version that was read back where it was.
+        """
+        existing, sizes = self._list_existing(), self._sizes()
+        here = {name: existing[name] for name in names if name in existing}
+        wrong = [
+            name
+            for name in names
+            if name not in here
+            or here[name].nbytes != sizes[name]
+            or here[name].version != self._read_back.get(name, here[name]).version
+        ]
+        if wrong:
+            raise TransferError(
+                f"{self.target}: missing, or changed since written: {list_some(wrong)}"
+            )
+        return here
 
     def write(
         self,
@@ -183,6 +206,8 @@ class RemoteStage:
         from ckptool.engine.write.send import send
 
         self._require_mine()
+        if numbers and set(numbers) <= set(self.last_files):
+            self._require_whole([file.path for file in self._layout.files[:-1]])
         folder, done = self.folder, self._finished
         send(plan, source, folder, options, progress, numbers=numbers, finished=done, share=share)
 
@@ -191,13 +216,22 @@ class RemoteStage:
         return [number for number in numbers if number not in self.last_files]
 
     def commit(self) -> None:
-        """Remove the note: there is nothing partial any more."""
+        """Remove the note: there is nothing partial any more.
+
+        TransferError where a file is not as it was; what makes a checkpoint of the others is gone
+        then.
+        """
         self._require_mine()
+        try:
+            self._require_whole(self._sizes())
+        except TransferError:
+            self._remove([self._layout.files[number].path for number in self.last_files])
+            raise
         self._forget()
 
     def _forget(self) -> None:
-        """Remove the note, and those of parts."""
-        notes = [self._claim, *(part_note(self._note, number) for number in range(self._parts))]
+        """Remove the notes of parts, and the note that says how many there are."""
+        notes = [*(part_note(self._note, number) for number in range(self._parts)), self._claim]
         self._store.remove([note.key for note in notes], str(self._claim))
         self._writer = None
 
@@ -227,7 +261,12 @@ class RemoteStage:
         own_files = {*self._names, *map(hidden_name, self._names)}
         with suppress(CkptoolError, NoAnswer):
             self._require_mine()
-            written = {n: info for n, info in self._list_existing().items() if n in own_files}
+            existing, mine = self._list_existing(), self._read_back
+            written = {
+                name: info
+                for name, info in existing.items()
+                if name in own_files and mine.get(name, info).version == info.version
+            }
             urls = {str(self.folder / name): info.nbytes for name, info in written.items()}
             self._store.remains |= urls
             self._remove(written)
@@ -269,7 +308,7 @@ class RemoteStage:
         writer = note.get("writer") if note is not None else None
         if not isinstance(writer, dict):
             return
-        if not _is_here(writer) and not self._options.resume and not self._options.overwrite:
+        if not is_here(writer) and not self._options.resume and not self._options.overwrite:
             raise Unsupported(
                 f"{self.target}: holds the unfinished output of {describe_writer(writer)}",
                 hint="once that has ended, --resume continues it and --overwrite starts over",
@@ -349,41 +388,3 @@ class RemoteStage:
 def part_note(note: RemotePath, number: int) -> RemotePath:
     """Return where a part, counted from 0, says who writes it and what it has written."""
     return note.with_name(f"{note.name}.{number + 1}")
-
-
-def this_writer() -> dict[str, Any]:
-    """Return what a note says of this process; no two runs say the same."""
-    return {
-        "host": platform.node(),
-        "process": os.getpid(),
-        "started": _start_of(os.getpid()),
-        "begun": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
-        "token": os.urandom(8).hex(),
-    }
-
-
-def _is_here(writer: Mapping[str, Any]) -> bool:
-    """Return whether a writer ran on this machine."""
-    return writer.get("host") == platform.node()
-
-
-def is_running(writer: Mapping[str, Any]) -> bool:
-    """Return whether a writer is another process of this machine that has not ended."""
-    process = writer.get("process")
-    if not _is_here(writer) or not isinstance(process, int) or process == os.getpid():
-        return False
-    started = _start_of(process)
-    return started is not None and started == writer.get("started")
-
-
-def describe_writer(writer: Mapping[str, Any]) -> str:
-    """Describe a writer in a few words."""
-    return f"process {writer.get('process')} on {writer.get('host')}, {writer.get('begun')}"
-
-
-def _start_of(process: int) -> str | None:
-    """Return when a process started, in the kernel's ticks; None where it has ended."""
-    with suppress(OSError, IndexError):
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-        return None if fields[0] == "Z" else fields[19]
-    return None

@@ -23,6 +23,7 @@ from ckptool.engine.write.existing import (
     require_no_foreign,
     require_space,
     require_whole,
+    staged_files,
     stamps,
 )
 from ckptool.engine.write.journal import Journal, is_journal, noted_sizes, require_no_parts
@@ -145,9 +146,8 @@ class Stage:
             self._require_idle(self._journals())
             self.folder.mkdir()
         except OSError as error:
-            raise Unsupported(
-                f"{self.target.parent}: cannot be written to: {error.strerror}"
-            ) from None
+            place, why = self.target.parent, error.strerror
+            raise Unsupported(f"{place}: cannot be written to: {why}") from None
         finally:
             if not self._is_new:
                 self._first.close()
@@ -238,7 +238,7 @@ class Stage:
     @property
     def written(self) -> LocalSource:
         """The files that are staged, to be read back."""
-        return LocalSource(self.folder, {})
+        return staged_files(self.folder, self._sizes)
 
     def mark(self, token: str) -> None:
         """Leave a mark that whoever shares this disk can see."""

@@ -23,6 +23,7 @@ from ckptool.storage.clients.obstore_read import (
     refusal_of,
 )
 from ckptool.storage.clients.ranged_read import S3, is_pinned
+from ckptool.storage.clients.turns import Turns
 
 _T = TypeVar("_T")
 _CONNECT, _READ = 5.0, 15.0
@@ -61,6 +62,7 @@ class DirectClient:
         self._others = others
         self._timeout = timeout
         self._buckets: dict[str, _Bucket] = {}
+        self._turns = Turns()
 
     def find(self, key: str) -> Mapping[str, dict[str, Any]] | list[str]:
         """Return all files below a place, or the file there, by their keys."""
@@ -92,9 +94,12 @@ class DirectClient:
         return self._others().read(file, start, end) if data is None else data
 
     def _ask(self, place: str, work: Callable[[Any, str, str], _T | None]) -> _T | None:
-        """Return obstore's answer about a place; None where it gives none. Raises refusals."""
+        """Return obstore's answer about a place; None where it gives none.
+
+        Raises refusals, and Busy, after which the place is asked of others once.
+        """
         name, _, key = place.partition("/")
-        if is_forked() or key != key.strip("/"):
+        if is_forked() or key != key.strip("/") or self._turns.are_others(place):
             return None
         bucket = self._open(name)
         if bucket.store is None:
@@ -104,9 +109,10 @@ class DirectClient:
         except Exception as error:  # noqa: BLE001 (whatever else it is, s3fs is asked and says so)
             if bucket.has_answered and isinstance(error, FileNotFoundError):
                 raise FileNotFoundError(place) from None
-            refusal = refusal_of(error) if bucket.has_answered else None
-            if refusal is not None:
-                raise refusal from refusal.__cause__
+            if bucket.has_answered:
+                self._turns.require_answer(place, error)
+                if (refusal := refusal_of(error)) is not None:
+                    raise refusal from refusal.__cause__
             found = None
         if found is None and not bucket.has_answered:
             bucket.store = None

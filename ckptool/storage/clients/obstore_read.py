@@ -20,6 +20,7 @@ from urllib.parse import unquote, urlsplit
 
 from ckptool.storage.block_cache import ObjectVersion
 from ckptool.storage.clients.ranged_read import S3, RangeReader, is_pinned, is_s3, wait
+from ckptool.storage.clients.turns import Turns
 from ckptool.storage.url import WEB
 
 _SENDING = "before-send.s3.GetObject"
@@ -60,11 +61,13 @@ class ObstoreReader:
         self._trial = threading.Lock()
         self._has_read = False
         self._failed = 0
+        self._turns = Turns()
 
     def read(self, file: ObjectVersion, start: int, end: int) -> memoryview:
         """Return the bytes from ``start`` to ``end``, fewer where the file ends before."""
         bucket, key, version_id = self._fs.split_path(file.key)
-        if not self._is_usable(key) or version_id is not None:
+        is_usable = self._is_usable(key) and version_id is None
+        if not is_usable or self._turns.are_others(key):
             return self._reader.read(file, start, end)
         if bucket not in self._buckets and self._lock.acquire(blocking=False):
             try:
@@ -75,7 +78,7 @@ class ObstoreReader:
             return self._reader.read(file, start, end)
         version = file.version if is_pinned(S3[0], file.version) else None
         if self._has_read:
-            data = _read(store, key, version, start, end, refusals=True)
+            data = _read(store, key, version, start, end, self._turns)
             return self._reader.read(file, start, end) if data is None else data
         if not self._trial.acquire(blocking=False):
             return self._reader.read(file, start, end)
@@ -88,7 +91,7 @@ class ObstoreReader:
         self, store: Any, key: str, version: str | None, file: ObjectVersion, start: int, end: int
     ) -> memoryview:
         """Read by obstore as long as it never did: what it cannot read may be its own fault."""
-        data = _read(store, key, version, start, end, refusals=False)
+        data = _read(store, key, version, start, end)
         if data is not None:
             self._has_read = True
             return data
@@ -142,7 +145,7 @@ class ObstoreWebReader:
             folder, name = split_url(url)
             if folder not in self._folders:
                 self._folders[folder] = _connect_web(folder, self._timeout)
-            data = _read(self._folders[folder], name, None, start, end, refusals=False)
+            data = _read(self._folders[folder], name, None, start, end)
             if data is not None:
                 self._has_read = True
                 return data
@@ -216,18 +219,19 @@ async def _listen(fs: Any, note: Callable[..., None]) -> Any:
 
 
 def _read(
-    store: Any, key: str, version: str | None, start: int, end: int, *, refusals: bool
+    store: Any, key: str, version: str | None, start: int, end: int, turns: Turns | None = None
 ) -> memoryview | None:
     """Return bytes of an object; None where there is no answer, or not of what was asked for.
 
-    Raises a refusal as s3fs does where they are wanted.
+    With ``turns`` raises a refusal as s3fs does, and Busy.
     """
     try:
         return read_range(store, key, version, start, end)
     except Exception as error:  # noqa: BLE001 (whatever else it is, s3fs is asked and says so)
-        refusal = refusal_of(error) if refusals else None
-        if refusal is not None:
-            raise refusal from refusal.__cause__
+        if turns is not None:
+            turns.require_answer(key, error)
+            if (refusal := refusal_of(error)) is not None:
+                raise refusal from refusal.__cause__
         return None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -117,7 +117,17 @@ def compare(
     to NaN. The chunks of every tensor must tile it exactly. Raises Unsupported where a cast needs
     torch and it is not there.
     """
-    found, lock = TensorComparison(), threading.Lock()
+    found = TensorComparison()
+    look = note_differences(found, options)
+    read_tiles(PairSource(*reads), pair_jobs(pairs), look, workers, progress)
+    return found
+
+
+def note_differences(
+    found: TensorComparison, options: CompareOptions
+) -> Callable[[TensorPair, Iterator[PairTile]], None]:
+    """Return what notes the differences of a pair in its tiles, on any of several threads."""
+    lock = threading.Lock()
 
     def look(pair: TensorPair, tiles: Iterator[PairTile]) -> None:
         name = pair.one.name
@@ -134,8 +144,7 @@ def compare(
             with lock:
                 found.unreadable.setdefault(name, (failure.side, failure.error))
 
-    read_tiles(PairSource(*reads), pair_jobs(pairs), look, workers, progress)
-    return found
+    return look
 
 
 def _sum(one: Difference, other: Difference) -> Difference:

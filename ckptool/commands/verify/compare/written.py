@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 from ckptool.commands.options.verify import CompareOptions
-from ckptool.commands.verify.compare.tensors import compare, differing_tensor
+from ckptool.commands.verify.compare.tensors import (
+    TensorComparison,
+    differing_tensor,
+    note_differences,
+)
 from ckptool.core.box import Box
 from ckptool.core.catalog import TensorEntry, coverage_problem, tied_names
 from ckptool.core.layout import FileLayout, written_entries
 from ckptool.core.plan import Plan
 from ckptool.core.text import plural
 from ckptool.core.views import narrow
-from ckptool.engine.check.pairs import TensorPair
+from ckptool.engine.check.pairs import PairSource, TensorPair, pair_jobs
 from ckptool.engine.check.replicas import differing_replicas
-from ckptool.engine.check.rest import differing_rest
+from ckptool.engine.check.rest import Rest
 from ckptool.engine.read.tensors import TensorSource
-from ckptool.engine.read.tiles import Progress
-from ckptool.errors import NotVerified, SourceError
+from ckptool.engine.read.tiles import Progress, read_tiles
+from ckptool.errors import Changed, NotVerified, SourceError
 from ckptool.storage.local import Files
 
 
@@ -29,18 +33,21 @@ def require_written(
     sides: tuple[Files, Files],
     workers: int,
     progress: Progress,
+    *,
+    later: Collection[int] = (),
 ) -> None:
-    """Compare what some files of the layout hold of the plan's tensors with the source, by bits.
+    """Compare all bytes of some files of the layout with the source and what was to be written.
 
-    ``sides`` are the files of the source and of the output. The elements of the source are those to
-    be written: renamed, cast and dequantized. Neither side is read by the tiles of the plan, but
-    row by row, where its own description says that a row lies. Raises NotVerified where the
-    output is not what it should be, and what reading the source raises.
+    Files that are written ``later`` hold no tensors. ``sides`` are the files of the source and of
+    the output. The elements of the source are those to be written: renamed, cast and dequantized.
+    Neither side is read by the tiles of the plan, but row by row, where its own description says
+    that a row lies. Raises NotVerified where the output is not what it should be, and what reading
+    the source raises.
     """
     entries = [_kept_rows(plan, entry) for entry in plan.entries]
     layout = replace(plan.layout, files=tuple(plan.layout.files[number] for number in numbers))
     written = written_entries(layout, {entry.name: entry for entry in entries})
-    is_whole = len(layout.files) == len(plan.layout.files)
+    is_whole = len({*numbers, *later}) == len(plan.layout.files)
     if is_whole:
         _require_none_missing(plan, entries, written)
     pairs = [
@@ -48,12 +55,12 @@ def require_written(
         for entry in entries
         if (other := written.get(entry.name)) is not None
     ]
-    reads = TensorSource(sides[0]), TensorSource(sides[1])
-    found = compare(pairs, reads, CompareOptions(), workers, progress)
+    found = TensorComparison()
+    rest = _read_back(pairs, layout.files, sides, found, (workers, progress))
     unreadable = (pair.one.name for pair in pairs if pair.one.name in found.unreadable)
     for name in unreadable:  # in the order of the tensors, not that in which threads came to them
         side, error = found.unreadable[name]
-        if side == 1 and isinstance(error, SourceError):
+        if side == 1 and isinstance(error, SourceError | Changed):
             raise _not_verified(f"{name} cannot be read back: {error.message}") from error
         raise error
     differing = [pair for pair in pairs if pair.one.name in found.differences]
@@ -64,6 +71,8 @@ def require_written(
     copies = differing_replicas(written.values(), sides[1], workers)
     if copies:
         raise _not_verified(f"{plural(len(copies), 'replica')} differ after writing: {copies[0]}")
+    if (problem := rest.problem()) is not None:
+        raise _not_verified(problem)
 
 
 def require_complete(plan: Plan) -> None:
@@ -94,14 +103,26 @@ def _boxes(written: TensorEntry) -> tuple[Box, ...]:
     return () if boxes == (whole,) else boxes
 
 
-def require_rest(files: Iterable[FileLayout], source: Files, folder: Path) -> None:
-    """Compare what is no tensor in files that are staged with what was to be written.
+def _read_back(
+    pairs: Sequence[TensorPair],
+    files: Sequence[FileLayout],
+    sides: tuple[Files, Files],
+    found: TensorComparison,
+    how: tuple[int, Progress],
+) -> Rest:
+    """Read all of some files once, and note in ``found`` and what is returned how they differ."""
+    rest = Rest(files, sides)
+    look = note_differences(found, CompareOptions())
 
-    Raises NotVerified where it is not that, and what reading the source raises.
-    """
-    differing = differing_rest(files, source, folder)
-    if differing is not None:
-        raise _not_verified(differing)
+    def sink(subject: TensorPair | str, tiles: Iterator[Any]) -> None:
+        if isinstance(subject, TensorPair):
+            look(subject, tiles)
+        else:
+            rest.look(subject, tiles)
+
+    source = PairSource(TensorSource(sides[0]), TensorSource(sides[1]))
+    read_tiles(source, rest.jobs(pair_jobs(pairs)), sink, *how)
+    return rest
 
 
 def _missing(plan: Plan, unwritten: Sequence[TensorEntry]) -> list[str]:

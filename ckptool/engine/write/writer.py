@@ -1,0 +1,49 @@
+"""Who writes an unfinished output in a store, as a note there says: stores have no locks."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+
+def this_writer() -> dict[str, Any]:
+    """Return what a note says of this process; no two runs say the same."""
+    return {
+        "host": platform.node(),
+        "process": os.getpid(),
+        "started": _start_of(os.getpid()),
+        "begun": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+        "token": os.urandom(8).hex(),
+    }
+
+
+def is_here(writer: Mapping[str, Any]) -> bool:
+    """Return whether a writer ran on this machine."""
+    return writer.get("host") == platform.node()
+
+
+def is_running(writer: Mapping[str, Any]) -> bool:
+    """Return whether a writer is another process of this machine that has not ended."""
+    process = writer.get("process")
+    if not is_here(writer) or not isinstance(process, int) or process == os.getpid():
+        return False
+    started = _start_of(process)
+    return started is not None and started == writer.get("started")
+
+
+def describe_writer(writer: Mapping[str, Any]) -> str:
+    """Describe a writer in a few words."""
+    return f"process {writer.get('process')} on {writer.get('host')}, {writer.get('begun')}"
+
+
+def _start_of(process: int) -> str | None:
+    """Return when a process started, in the kernel's ticks; None where it has ended."""
+    with suppress(OSError, IndexError):
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        return None if fields[0] == "Z" else fields[19]
+    return None
