@@ -39,6 +39,28 @@ DEEPSEEK = ROUTED | {
     "topk_group": 1,
     "first_k_dense_replace": 1,
 }
+SPARSE = {"mlp_layer_types": ["dense", "sparse"], "layer_types": ["full_attention"] * 2}
+VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 20,
+    "num_heads": 2,
+    "out_hidden_size": 16,
+    "patch_size": 4,
+}
+WITH_VISION: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "Glm4vMoe": (
+        ROUTED | {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+        {"image_size": 16, "spatial_merge_size": 2},
+    ),
+    "Qwen3_5Moe": (
+        MOE
+        | {"shared_expert_intermediate_size": 8, "linear_key_head_dim": 4}
+        | {"linear_value_head_dim": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 2},
+        {"num_position_embeddings": 16},
+    ),
+}
+"""Families inside a model of images, and what their vision has beside ``VISION``."""
 FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3Moe": MOE | {"mlp_only_layers": [1]},
     "Qwen2Moe": MOE | {"shared_expert_intermediate_size": 8},
@@ -66,6 +88,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Ernie4_5_Moe": UNTIED | {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 12},
     "Jamba": {"num_experts": 3},
     "Lfm2Moe": MOE | UNTIED | {"layer_types": ["full_attention", "conv"], "num_dense_layers": 1},
+    "ExaoneMoe": MOE | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1} | SPARSE,
+    "HYV3": MOE | {"first_k_dense_replace": 1},
     "NemotronH": {
         "n_routed_experts": 4,
         "moe_intermediate_size": 12,
@@ -80,11 +104,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
 Saved = tuple[Path, dict[str, torch.Tensor], dict[str, torch.Tensor]]
 
 
-@pytest.fixture(params=FAMILIES)
+def made_of(family: str) -> Any:
+    """A random model of a family, tiny."""
+    configured = getattr(transformers, f"{family}Config")
+    if family not in WITH_VISION:
+        config = configured(**SMALL | FAMILIES[family])
+        return transformers.AutoModelForCausalLM.from_config(config)
+    text, vision = WITH_VISION[family]
+    config = configured(text_config=SMALL | text, vision_config=VISION | vision)
+    return getattr(transformers, f"{family}ForConditionalGeneration")(config)
+
+
+@pytest.fixture(params=[*FAMILIES, *WITH_VISION])
 def model(request: pytest.FixtureRequest, tmp_path: Path) -> Saved:
     """A DCP folder of a model's state dict, that state dict, and what its files hold."""
-    config = getattr(transformers, f"{request.param}Config")(**SMALL | FAMILIES[request.param])
-    made = transformers.AutoModelForCausalLM.from_config(config)
+    made = made_of(request.param)
     made.save_pretrained(tmp_path / "hf")
     state = {name: tensor.clone() for name, tensor in made.state_dict().items()}
     moments = {f"optimizer.state.{n}.exp_avg": t.detach() + 1 for n, t in made.named_parameters()}

@@ -12,6 +12,7 @@ from ckptool.core.views import insert_dim
 
 _INVERSE, _BLOCKS, _SCALES, _SCALE = "_scale_inv", "_blocks", "_scales", ".weight_scale"
 _PACKED = ".weight_packed"
+_PLAIN_SCALE = ".scale"
 _E8M0 = "float8_e8m0fnu"
 _MX_GROUP = 32
 _BLOCK = (128, 128)
@@ -26,12 +27,19 @@ def find_floats(tensors: Tensors) -> Iterator[Quantized]:
     ``X_scales`` in bytes. NVFP4 of ModelOpt: ``X.weight`` in bytes with ``X.weight_scale_2``; of
     compressed-tensors: ``X.weight_packed`` in bytes with ``X.weight_global_scale``; without that
     one, and with scales in bytes, MXFP4. MXFP8: ``X.weight`` in 8-bit floats, scales in bytes.
+    DeepSeek-V4: ``X.scale`` for ``X.weight_scale_inv``, in exponents; ``X.weight`` in int8 is two
+    floats of four bits each, as transformers 5.23 reads them.
     """
     for name, entry in tensors.items():
-        if name.endswith(_INVERSE):
-            values = tensors.get(own := name.removesuffix(_INVERSE))
+        if name.endswith((_INVERSE, _PLAIN_SCALE)):
+            own = name.removesuffix(_INVERSE)
+            own = own if own != name else f"{name.removesuffix(_PLAIN_SCALE)}.weight"
+            values = tensors.get(own)
             if values is not None and values.dtype.name.startswith(("float8_e4", "float8_e5")):
                 yield Quantized("FP8 in blocks", own, values, entry, _lay_out_scaled)
+            elif values is not None and values.dtype.name == "int8" and entry.dtype.name == _E8M0:
+                pairs = replace(values, dtype=BY_NAME["uint8"])
+                yield Quantized("MXFP4", own, pairs, entry, _lay_out_nvfp4, "nvfp4/")
         elif name.endswith(_SCALE):
             values = tensors.get(own := name.removesuffix("_scale"))
             if values is not None:

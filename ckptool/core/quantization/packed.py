@@ -11,6 +11,7 @@ from ckptool.errors import Unsupported
 
 _PACKED, _WORDS = ".weight_packed", ".qweight"
 _BITS = (4, 8)
+"""Those that the tensors tell; others are what ``num_bits`` of quantization_config says."""
 _GPTQ_BITS = (2, 3, 4, 8)
 _AWQ_BITS = 4
 _ADDED = {"gptq": 1.0, "gptq_v2": 0.0}
@@ -72,12 +73,16 @@ def _lay_out_integers(pair: Quantized, around: Surroundings) -> TensorEntry:
     pair.require_type(pair.scales, "float")
     shape = _shape(pair.about[0], around)
     words, grid = pair.values.shape, pair.scales.shape
-    fits = [n for n in _BITS if shape and words == (*shape[:-1], -(-shape[-1] * n // 32))]
+    said = around.config.weights_of(pair.module)
+    asked = said.get("num_bits")
+    may_be = (asked,) if type(asked) is int and 1 < asked < 8 and asked not in _BITS else _BITS
+    fits = [n for n in may_be if shape and words == (*shape[:-1], -(-shape[-1] * n // 32))]
+    if fits and 32 % fits[0] and 1 < words[-1] == -(-shape[-1] // (32 // fits[0])):
+        raise pair.unfit("compressed-tensors before 0.13 has as many words, in another order")
     columns = grid[-1] if len(grid) == len(shape) and grid[:-1] == shape[:-1] else 0
     if len(fits) != 1 or not columns or shape[-1] % columns:
         raise pair.unfit()
     bits, group = fits[0], shape[-1] // columns
-    said = around.config.weights_of(pair.module)
     for key, found in (("num_bits", bits), ("group_size", group)):
         if isinstance(said.get(key), int) and said[key] > 0 and said[key] != found:
             raise pair.unfit(f"quantization_config says {key} {said[key]}, the tensors {found}")

@@ -3,7 +3,7 @@
 ``python tests/core/quantization/recorded_weights.py NAME`` records one of ``WRITERS`` again, where
 that library is installed: bitsandbytes 0.50.2, AutoGPTQ 0.7.1 and AutoAWQ 0.2.9 (of these two the
 modules that are imported here, in otherwise empty packages), compressed-tensors 0.12.2, which still
-knows an order of groups, and 0.20.0, torchao 0.18.0 and 0.13.0.
+knows an order of groups, and 0.20.0, transformers 5.23.0, torchao 0.18.0 and 0.13.0.
 """
 
 from __future__ import annotations
@@ -199,6 +199,46 @@ def _compressed_tensors_exponents() -> Iterator[Named]:
         yield f"mxfp{bits}", stored, truth
 
 
+def _compressed_tensors_odd_bits() -> Iterator[Named]:
+    """Integers of all other widths, that run on from one word into the next."""
+    from compressed_tensors.compressors import PackedQuantizationCompressor as Compressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    for bits in (2, 3, 5, 6, 7):
+        for symmetric in (True, False):
+            weights = QuantizationArgs(
+                num_bits=bits, type="int", strategy="group", group_size=20, symmetric=symmetric
+            )
+            half = 1 << (bits - 1)
+            state = {
+                "weight": torch.randn(9, 160, dtype=torch.bfloat16),
+                "weight_scale": (torch.rand(9, 8) / 4 + 0.01).bfloat16(),
+                "weight_zero_point": torch.randint(-half, half, (9, 8)).to(torch.int8),
+            }
+            if symmetric:
+                state["weight_zero_point"].zero_()
+            scheme = QuantizationScheme(targets=["Linear"], weights=weights)
+            stored = Compressor.compress(dict(state), scheme)
+            truth = Compressor.decompress(dict(stored), scheme)["weight"]
+            yield f"bits{bits}{'' if symmetric else '_zeros'}", stored, truth
+
+
+def _deepseek_v4() -> Iterator[Named]:
+    """FP8 in blocks and two floats of four bits a byte, both with ``X.scale`` in exponents."""
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    exponents = torch.float8_e8m0fnu
+    for dtype in (torch.bfloat16, torch.float32):
+        eight = torch.randn(48, 64).to(torch.float8_e4m3fn)
+        grid = torch.exp2(torch.randint(-9, 9, (3, 2)).float()).to(exponents)
+        four = torch.randint(-128, 128, (10, 48)).to(torch.int8)
+        groups = torch.exp2(torch.randint(-9, 9, (10, 3)).float()).to(exponents)
+        for kind, weight, scale in (("wq", eight, grid), ("w1", four, groups)):
+            truth = Fp8Dequantize(None)._dequantize_one(weight, scale, dtype)
+            name = f"{kind}.{str(dtype).removeprefix('torch.')}"
+            yield name, {"weight": weight, "scale": scale}, truth
+
+
 def _torchao(cases: dict[str, Any], file: str) -> Iterator[Named]:
     """What is stored is a file of its own: a pickle of tensor subclasses."""
     from torchao.quantization import quantize_
@@ -264,6 +304,8 @@ WRITERS: dict[str, Callable[[], Iterator[Named]]] = {
     "compressed_tensors_0_12_2": _compressed_tensors_ordered,
     "compressed_tensors_0_20_0_eight_bits": _compressed_tensors_eight_bits,
     "compressed_tensors_0_20_0_exponents": _compressed_tensors_exponents,
+    "compressed_tensors_0_20_0_odd_bits": _compressed_tensors_odd_bits,
+    "transformers_5_23_0_deepseek_v4": _deepseek_v4,
     "torchao_0_18_0": _torchao_now,
     "torchao_0_13_0": _torchao_before,
 }

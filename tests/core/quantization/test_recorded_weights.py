@@ -35,6 +35,16 @@ EIGHT_BITS = {
         "b": {"targets": ["Linear"], "weights": {"num_bits": 8, "group_size": 16}},
     },
 }
+ODD_BITS = {
+    "quant_method": "compressed-tensors",
+    "config_groups": {
+        str(n): {
+            "targets": [rf"re:layer\.bits{n}"],
+            "weights": {"num_bits": n, "group_size": 20},
+        }
+        for n in (2, 3, 5, 6, 7)
+    },
+}
 FILES: dict[str, dict[str, Any] | None] = {
     "bitsandbytes_0_50_2": {"quant_method": "bitsandbytes"},
     "autogptq_0_7_1": GPTQ,
@@ -42,6 +52,8 @@ FILES: dict[str, dict[str, Any] | None] = {
     "compressed_tensors_0_12_2": None,
     "compressed_tensors_0_20_0_eight_bits": EIGHT_BITS,
     "compressed_tensors_0_20_0_exponents": None,
+    "compressed_tensors_0_20_0_odd_bits": ODD_BITS,
+    "transformers_5_23_0_deepseek_v4": {"quant_method": "fp8", "weight_block_size": [16, 32]},
 }
 """The recorded files, and the quantization_config that lies beside such a model."""
 FORMATS = {"v1": "gptq", "v2": "gptq_v2"}
@@ -261,6 +273,7 @@ def changed(
     return source
 
 
+ODD = "compressed_tensors_0_20_0_odd_bits"
 V1, V2 = "v1.4_16_ordered", "v2.4_16_ordered"
 ZEROS = torch.full((4, 4), -1, dtype=torch.int32)
 BNB, AWQ, EARLIER = "bitsandbytes_0_50_2", "autoawq_0_2_9", "compressed_tensors_0_12_2"
@@ -295,6 +308,10 @@ STATE = torch.tensor(list(b"[]"), dtype=torch.uint8)
         (EARLIER, "four", "g_idx", (torch.arange(64) // 17).int(), None, "of 16 columns each"),
         (EARLIER, "four", "g_idx", torch.arange(64), None, "do not match"),
         (EARLIER, "four", "", None, LATER, "says num_bits 8, the tensors 4"),
+        (ODD, "bits3", "", None, {}, "do not match its blocks"),
+        (ODD, "bits3_zeros", "packed", torch.ones(9, 11).int(), None, "do not match its blocks"),
+        (ODD, "bits3_zeros", "shape", torch.tensor([9, 150]), None, "as many words, in another order"),
+        (ODD, "bits7_zeros", "shape", torch.tensor([9, 140]), None, "do not match its blocks"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(
