@@ -104,6 +104,11 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_5_moe": ("megatron-qwen3.5", "Qwen3_5Moe", MOE | SHARED | DELTA),
     "qwen2_5_vl": ("megatron-qwen2.5-vl", "Qwen2_5_VL", {"vision_config": OF_25}),
     "qwen3_vl": ("megatron-qwen3-vl", "Qwen3VL", {"vision_config": OF_3}),
+    "qwen3_vl_moe": (
+        "megatron-qwen3-vl-moe",
+        "Qwen3VLMoe",
+        MOE | {"num_experts": 3, "vision_config": OF_3},
+    ),
     "deepseek_v3": ("megatron-deepseek-v3", "DeepseekV3", MOE | LATENT),
     "kimi_k2": ("megatron-deepseek-v3", "DeepseekV3", MOE | LATENT | {"model_type": "kimi_k2"}),
     "nemotron_h": ("megatron-nemotron-h", "NemotronH", MOE | MAMBA),
@@ -248,10 +253,11 @@ def _record_of(name: str, more: dict[str, Any]) -> dict[str, Any]:
     kind = "Gemma3Text" if name == "Gemma3" else name
     kind += "Text" if name.startswith("Qwen3_5") else ""
     sizes = {key: size for key, size in SMALL.items() if key != "head_dim" or "2_5" not in name}
-    given = {"text_config": sizes} if "vision_config" in more else SMALL
-    config = getattr(transformers, f"{kind}Config")(
-        **given | {k: v for k, v in more.items() if k != "model_type"}
-    )
+    own = {k: v for k, v in more.items() if k not in ("model_type", "vision_config")}
+    given = SMALL | own
+    if vision := more.get("vision_config"):
+        given = {"text_config": sizes | own, "vision_config": vision}
+    config = getattr(transformers, f"{kind}Config")(**given)
     full = f"{name}For{'ConditionalGeneration' if 'vision_config' in more else 'CausalLM'}"
     config.architectures = [full]
     source = "KimiK2ForCausalLM" if more.get("model_type") == "kimi_k2" else full
