@@ -310,7 +310,7 @@ STATE = torch.tensor(list(b"[]"), dtype=torch.uint8)
         (EARLIER, "four", "", None, LATER, "says num_bits 8, the tensors 4"),
         (ODD, "bits3", "", None, {}, "do not match its blocks"),
         (ODD, "bits3_zeros", "packed", torch.ones(9, 11).int(), None, "do not match its blocks"),
-        (ODD, "bits3_zeros", "shape", torch.tensor([9, 150]), None, "as many words, in another order"),
+        (ODD, "bits3_zeros", "shape", torch.tensor([9, 150]), None, "in another order"),
         (ODD, "bits7_zeros", "shape", torch.tensor([9, 140]), None, "do not match its blocks"),
     ],
 )
