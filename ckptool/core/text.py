@@ -37,10 +37,10 @@ def one_of(word: str, known: Collection[str]) -> str | None:
 
 
 def duration(seconds: float) -> str:
-    """Return ``12 s``, ``3 min 20 s`` or ``2 h 5 min``."""
+    """Return ``12 s``, ``3 min 20 s``, ``30 min`` or ``2 h 5 min``."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
     if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600:,} h {whole % 3600 // 60} min"
+        return f"{whole // 60} min {whole % 60} s".removesuffix(" 0 s")
+    return f"{whole // 3600:,} h {whole % 3600 // 60} min".removesuffix(" 0 min")

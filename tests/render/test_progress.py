@@ -39,7 +39,15 @@ def test_a_line_comes_ten_seconds_after_the_last_one(clock: list[float]) -> None
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0.2, "0 s"), (59.4, "59 s"), (200, "3 min 20 s"), (7500, "2 h 5 min")]
+    ("seconds", "text"),
+    [
+        (0.2, "0 s"),
+        (59.4, "59 s"),
+        (200, "3 min 20 s"),
+        (1800, "30 min"),
+        (7200, "2 h"),
+        (7500, "2 h 5 min"),
+    ],
 )
 def test_times_as_people_say_them(seconds: float, text: str) -> None:
     assert duration(seconds) == text

@@ -30,12 +30,26 @@ function benchPage(report) {
         { head: "a save costs", right: true, of: (r) => r.cost.save, cell: (r) => seconds(r.cost.save) },
         { head: "of training time", right: true, of: (r) => r.cost.lost ?? 0, cell: (r) => r.cost.lost === null ? "–" : `${(100 * r.cost.lost).toPrecision(2)} %` },
         { head: "hours a week", right: true, of: (r) => r.cost.hours_a_week ?? 0, cell: (r) => r.cost.hours_a_week === null ? "–" : r.cost.hours_a_week.toPrecision(2) },
+        { head: "best interval", right: true, of: (r) => r.cost.daly ?? 0, cell: (r) => r.cost.daly === null ? "–" : every(r.cost.daly) },
       ] : []),
     ], strategies)),
+    strategies.some((row) => row.abort) ? aborted(strategies) : null,
     report.compared ? compared(report.compared) : null,
     reasons("Failed", report.failed, "error"), reasons("Skipped", report.skipped, "note"),
     machine(report), facts(limit),
   ];
+}
+
+const every = (value) => value < 60 ? `${Math.round(value)} s` : value < 600 ? `${Math.floor(value / 60)} min ${Math.floor(value % 60)} s` : value < 3600 ? `${Math.round(value / 60)} min` : `${(value / 3600).toFixed(1)} h`;
+
+function aborted(strategies) {
+  const left = (names) => names.length ? h("span", { title: shown(names.join("\n")) }, `${count(names.length)} left`) : "none";
+  return section("Killed in mid-save", "what was left", table([
+    { head: "strategy", of: (r) => r.name, cell: (r) => shown(r.name) },
+    { head: "the folder", cell: ({ abort }) => [chip(abort.folder, /NOT WHOLE/.test(abort.folder) ? "bad" : "good"), abort.finished ? " the save was over before the kill" : ""] },
+    { head: "processes", right: true, cell: (r) => left(r.abort.processes) }, { head: "shared memory", right: true, cell: (r) => left(r.abort.shared) },
+    { head: "temporary files", right: true, cell: (r) => left(r.abort.files) },
+  ], strategies.filter((row) => row.abort)));
 }
 
 function chart({ strategies }, mark) {
@@ -58,19 +72,31 @@ function compared(changes) {
   ], changes));
 }
 
+// A row beside what it is compared with, on a scale of their own; rows without peers are in the table.
+function besidePeers(rows) {
+  const named = new Map(rows.map((row) => [row.name, row]));
+  return rows.filter((row) => row.ratios.length).map((row) => {
+    const group = [row, ...row.ratios.map((ratio) => named.get(ratio.peer)).filter(Boolean)], longest = Math.max(...group.map((each) => each.median));
+    return h("div", { class: "group" }, group.map((each) => h("div", { class: "bars" }, h("span", { class: "who" }, each === row ? h("b", null, shown(each.name)) : shown(each.name)),
+      h("span", { class: "track" }, h("i", { class: each === row ? "written" : "durable", css: { width: `${((100 * each.median) / longest).toFixed(2)}%` } })),
+      h("span", { class: "numbers" }, h("b", null, seconds(each.median)), each.measure === "cpu" ? " CPU" : ""))));
+  });
+}
+
+const ratio = ({ value, peer, lowest, highest }) => `${value.toFixed(2)} × ${shown(peer)}${lowest < highest ? ` (${lowest.toFixed(2)} to ${highest.toFixed(2)})` : ""}`;
+
 function transferPage(report) {
-  const { settings, rows } = report, longest = Math.max(...rows.map((row) => row.median));
+  const { settings, rows } = report;
   return [
-    h("header", { class: "masthead" }, h("p", { class: "kind" }, "bench: ckptool's commands"), h("h1", null, nameOf(settings.source))),
-    tiles([[size(settings.nbytes), "in the checkpoint"], [count(settings.files), "files"], [count(settings.repeat), "rounds, interleaved"]]),
-    section("Median", shown(settings.conditions), rows.map((row) => h("div", { class: "bars" }, h("span", { class: "who" }, shown(row.name)),
-      h("span", { class: "track" }, h("i", { class: "written", css: { width: `${((100 * row.median) / longest).toFixed(2)}%` } })), h("span", { class: "numbers" }, h("b", null, seconds(row.median)), row.measure === "cpu" ? " CPU" : "")))),
+    h("header", { class: "masthead" }, h("p", { class: "kind" }, "bench: ckptool's commands, on a checkpoint"), h("h1", null, nameOf(settings.source))),
+    tiles([[size(settings.nbytes), "in the checkpoint"], [count(settings.files), "files"], [count(settings.repeat), settings.repeat > 1 ? "rounds, interleaved" : "round"]]),
+    section("Beside their peers", shown(`median, ${settings.conditions}`), besidePeers(rows)),
     section("Measured", null, table([
       { head: "command", of: (r) => r.name, cell: (r) => h("span", { title: shown(String(r.command)) }, shown(r.name)) },
-      { head: "median", right: true, of: (r) => r.median, cell: (r) => seconds(r.median) },
+      { head: "median", right: true, of: (r) => r.median, cell: (r) => `${seconds(r.median)}${r.measure === "cpu" ? " CPU" : ""}` },
       { head: "speed", right: true, cell: (r) => r.nbytes ? `${size(Math.floor(r.nbytes / r.median))}/s` : "–" },
       { head: "peak memory", right: true, of: (r) => r.peak_bytes, cell: (r) => size(r.peak_bytes) },
-      { head: "against its peers", cell: (r) => h("ul", { class: "reasons" }, r.ratios.map((each) => h("li", null, `${each.value.toFixed(2)} × ${shown(each.peer)} (${each.lowest.toFixed(2)} to ${each.highest.toFixed(2)})`))) },
+      { head: "against its peers", cell: (r) => h("ul", { class: "reasons" }, r.ratios.map((each) => h("li", null, ratio(each)))) },
     ], rows)), reasons("Skipped", report.skipped, "note"), machine(report),
   ];
 }

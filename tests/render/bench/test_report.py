@@ -46,7 +46,7 @@ def test_the_advice_says_what_saving_costs_a_job() -> None:
         " 7 min 28 s (Daly's best interval); dcp-sync would cost 0.68 %"
     )
     hourly = Training(step_time=0.5, interval=3600.0)
-    assert "costs 0.032 % of training time, 0.054 h a week, with a save every 1 h 0 min;" in advice(
+    assert "costs 0.032 % of training time, 0.054 h a week, with a save every 1 h;" in advice(
         report(SYNC, FAST, training=hourly)
     )
     assert advice(report(FAST, training=Training(step_time=0.5))) == (
