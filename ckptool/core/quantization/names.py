@@ -27,6 +27,10 @@ _KINDS = {
 }
 """How names tell quantised tensors whose parts are not all there, or of another kind."""
 _WORDS = re.compile(r"(.*)\.qweight")
+_MARKED = re.compile(
+    "quant_state|SCB|g_idx|_packed|_scale_2|int_repr|W_q|qdata|tensor_impl|qweight"
+)
+"""What each of these names has somewhere, and few others have."""
 _COARSE = re.compile(r"(float8_e[45].*|float4.*|u?int[1-8])")
 _DEEPEST = 3
 
@@ -52,6 +56,8 @@ def kinds(catalog: Catalog) -> dict[str, int]:
 
 def _kind(catalog: Catalog, name: str) -> str | None:
     """Return the kind that a name alone tells; None for all others."""
+    if not _MARKED.search(name):
+        return None
     for kind, pattern in _KINDS.items():
         if pattern.fullmatch(name):
             return kind

@@ -221,7 +221,7 @@ def _match(shape: tuple[int, ...], boxes: BoxTable, dims: Any, lows: Any) -> Any
         strides.append(strides[-1] * (size + 1))
     if len(lows) != len(boxes) or (dims != len(shape)).any() or strides.pop() >= _LARGEST:
         raise Unfit
-    if any((boxes.lows > shape).ravel()) or any((lows[:, : len(shape)] > shape).ravel()):
+    if (boxes.lows > shape).any() or (lows[:, : len(shape)] > shape).any():
         raise Unfit
     weights = np.array(strides[::-1], np.int64)[: len(shape)]
     wanted, stored = boxes.lows @ weights, lows[:, : len(shape)].astype(np.int64) @ weights
