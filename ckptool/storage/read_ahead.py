@@ -20,6 +20,8 @@ _STEP = 1 << 20
 """Bytes that are asked for at a time."""
 _PIECE = 256 << 10
 """Bytes of one such call: of more the kernel takes no more than the disk does at a time."""
+_LOOK = 64 << 10
+"""Bytes of a step that are looked at to tell whether it is cached."""
 _MOST = 16 << 20
 """Bytes that are asked for beyond what was read of a file."""
 _GAP = 4 << 10
@@ -31,10 +33,14 @@ _CACHESTAT = 451
 
 @dataclass(slots=True)
 class _Stream:
-    """Reads of a file that go on: how far they came, what was asked, and how far to be ahead."""
+    """Reads of a file that go on: how far they came, what was asked, and how far to be ahead.
+
+    ``size`` is that of the file, in bytes.
+    """
 
     reached: int
     asked: int
+    size: int
     ahead: int = 0
 
     def goes_on(self, offset: int) -> bool:
@@ -61,20 +67,18 @@ class ReadAhead:
         Of what it is asked for before, the kernel reads nothing ahead by itself, which would be
         taken for another's. Of small reads, such as of headers, it does.
         """
-        with self._lock:
-            stream = self._streams.get(file)
-            if stream is None or not stream.goes_on(offset):
-                stream = self._streams[file] = _Stream(offset, offset)
-            else:
-                stream.ahead = min(_MOST, 2 * stream.ahead or nbytes)
-            stream.reached = max(stream.reached, offset + nbytes)
-            start = stream.asked
-            wanted = stream.reached + stream.ahead + (_STEP - 1 if nbytes >= _PIECE else 0)
-            stream.asked = max(start, wanted // _STEP * _STEP)
-            end = stream.asked
+        # Without a lock: threads that meet here ask twice, which costs less than waiting.
+        stream = self._streams.get(file)
+        if stream is None or not stream.goes_on(offset):
+            stream = self._streams[file] = _Stream(offset, offset, os.fstat(descriptor).st_size)
+        else:
+            stream.ahead = min(_MOST, 2 * stream.ahead or nbytes)
+        stream.reached = max(stream.reached, offset + nbytes)
+        start = stream.asked
+        wanted = stream.reached + stream.ahead + (_STEP - 1 if nbytes >= _PIECE else 0)
+        end = stream.asked = max(start, min(wanted // _STEP * _STEP, stream.size))
         if start < end:
-            end = min(end, os.fstat(descriptor).st_size)
-        deque(self.ask(descriptor, file, start, end), maxlen=0)
+            deque(self.ask(descriptor, file, start, end), maxlen=0)
 
     def expect(self, descriptor: int, file: str, offset: int, nbytes: int) -> None:
         """Ask for a few bytes of a file, unless the first that were expected of it are cached."""
@@ -140,16 +144,25 @@ def ask_aside(asked: Generator[int, None, None]) -> Callable[[], None]:
 
 
 def ask(descriptor: int, offset: int, nbytes: int) -> bool:
-    """Have some bytes of a file read into the page cache; return whether it had none of them."""
+    """Have some bytes of a file read into the page cache; return whether it had none of them.
+
+    Where it has the first of them it is left to the kernel: to ask for all costs a tenth of reading
+    them.
+    """
+    first = min(_LOOK, nbytes)
+    cached = cached_bytes(descriptor, offset, first)
+    if cached is not None and cached >= first:
+        return False
     cached = cached_bytes(descriptor, offset, nbytes)
-    if cached is None or cached < nbytes:
-        for start in range(offset, offset + nbytes, _PIECE):
-            piece = min(_PIECE, offset + nbytes - start)
-            os.posix_fadvise(descriptor, start, piece, os.POSIX_FADV_WILLNEED)
+    for start in range(offset, offset + nbytes, _PIECE):
+        piece = min(_PIECE, offset + nbytes - start)
+        os.posix_fadvise(descriptor, start, piece, os.POSIX_FADV_WILLNEED)
     return cached == 0
 
 
-_libc = ctypes.CDLL(None)
+_libc = ctypes.PyDLL(None)  # to let other threads run for so short a call costs more than it
+_Span, _Pages = ctypes.c_uint64 * 2, ctypes.c_uint64 * 5
+_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def cached_bytes(descriptor: int, offset: int, nbytes: int) -> int | None:
@@ -157,9 +170,9 @@ def cached_bytes(descriptor: int, offset: int, nbytes: int) -> int | None:
 
     ``cachestat`` fills five counts of pages, the first of those that are cached.
     """
-    span, pages = (ctypes.c_uint64 * 2)(offset, nbytes), (ctypes.c_uint64 * 5)()
+    span, pages = _Span(offset, nbytes), _Pages()
     answer: int = _libc.syscall(_CACHESTAT, descriptor, span, pages, 0)
-    return None if answer else pages[0] * os.sysconf("SC_PAGE_SIZE")
+    return None if answer else pages[0] * _PAGE
 
 
 def spare_memory() -> int:
