@@ -32,7 +32,7 @@ from ckptool.commands.verify.verify import verify
 from ckptool.core.sharding.placement import parse_mesh, parse_rule
 from ckptool.engine.run_options import RunOptions
 from ckptool.storage.block_cache import BLOCK
-from ckptool.storage.url import location
+from ckptool.storage.url import RemotePath, location
 
 QUICK = ReadOptions(values=False)
 
@@ -225,6 +225,17 @@ def test_a_reshard_fetches_each_byte_once(target: str, rule: str, sharded: Path,
     traffic = place.store.traffic
     assert traffic.received <= 1.02 * size
     assert traffic.requests <= few_requests(size)
+
+
+def test_all_of_an_output_is_read_back_in_few_requests(many: Path) -> None:
+    place, _ = uploaded(many / "dcp")
+    target = location("memory://out/m")
+    options = ReshardOptions(parse_mesh("2x2"), rules=(parse_rule(PLACEMENTS[0]),), to="dcp")
+    prepare_reshard(place, target, options).run()
+    assert isinstance(target, RemotePath)
+    size = sum(info.nbytes for info in target.store.find(target.key, "it").values())
+    assert target.store.traffic.received <= 1.02 * size
+    assert target.store.traffic.requests <= few_requests(size)
 
 
 @pytest.fixture(scope="module")
