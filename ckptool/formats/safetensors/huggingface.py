@@ -24,7 +24,7 @@ from ckptool.serialization.source import Source, expect_heads
 from ckptool.serialization.state_dict.leaves import Assembled
 
 _INDEX_SUFFIX = ".safetensors.index.json"
-_INDEX = "model.safetensors.index.json"
+_INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
 _SHARD = re.compile(r"(?P<stem>.*)-(?P<number>[0-9]+)-of-(?P<count>[0-9]+)\.safetensors")
 _DCP_SHARD = re.compile(r"shard-\d+-model-")
 _EXTRA = f"model{EXTRA}"
@@ -52,7 +52,7 @@ def _probe(source: Source) -> bool:
     return (
         bool(_indexes(source))
         or len(sets) == 1
-        or "model.safetensors" in weights
+        or _WHOLE in weights
         or (len(weights) == 1 and not source.files.keys().isdisjoint(_CONFIGS))
     )
 
@@ -61,6 +61,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     index = _index(source)
     weight_map, metadata = read_index(source, index) if index else ({}, None)
     files = sorted(set(weight_map.values())) if index else _unindexed(source)
+    _refuse_two_models(source, index, files)
     headers: dict[str, dict[str, str]] = {}
 
     def read(file: str) -> Assembled:
@@ -99,12 +100,29 @@ def _index(source: Source) -> str | None:
     return _INDEX if _INDEX in indexes else next(iter(indexes), None)
 
 
+def _refuse_two_models(source: Source, index: str | None, files: list[str]) -> None:
+    """Raise Damaged where model.safetensors lies beside shards that are not it.
+
+    transformers opens it before it looks for an index (transformers 5), so the shards would be
+    another model than the one that users of the folder have.
+    """
+    of_model = index == _INDEX or any(file.startswith("model-") for file in files)
+    if of_model and _WHOLE in source.files and _WHOLE not in files:
+        raise Damaged(
+            f"{source.root}: holds model.safetensors, which transformers opens, and beside it"
+            f" {index or files[0]}, of another save",
+            "saves-mixed",
+            file=_WHOLE,
+            hint=f"read {source.root}/{_WHOLE} by its own path, or move it away to read the shards",
+        )
+
+
 def _unindexed(source: Source) -> list[str]:
     """Return the shards of a folder without an index, all that their names promise."""
     weights = _weights(source)
     matches = [m for name in weights if (m := _SHARD.fullmatch(name))]
     if not matches:
-        return ["model.safetensors"] if "model.safetensors" in weights else weights
+        return [_WHOLE] if _WHOLE in weights else weights
     counts = {match["count"] for match in matches}
     if len(counts) > 1:
         message = f"{source.root}: file names state {', '.join(sorted(counts))} shards"
@@ -151,7 +169,7 @@ def _lay_out(catalog: Catalog, request: Request) -> Layout:
     groups = [fitting] if is_adapter else group_by_size(fitting, request.max_shard_size)
     names = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
     if len(groups) == 1:
-        names = [_ADAPTER if is_adapter else "model.safetensors"]
+        names = [_ADAPTER if is_adapter else _WHOLE]
     files = [*lay_out_companions(catalog), *extra]
     for name, group in zip(names, groups, strict=True):
         slices = map(OutgoingSlice.whole, group)

@@ -44,3 +44,20 @@ def test_shards_of_two_saves_without_an_index_are_told_apart_by_none(tmp_path: P
         save_file({"a": np.zeros(2, np.uint8)}, tmp_path / name)
     with pytest.raises(CkptoolError, match="file names state 00001, 00002 shards"):
         ckptool.open(tmp_path)
+
+
+@pytest.mark.parametrize("indexed", [True, False])
+def test_shards_beside_a_whole_model_are_refused_for_transformers_opens_that(
+    tmp_path: Path, indexed: bool
+) -> None:
+    shard = "model-00001-of-00001.safetensors"
+    save_file({"a": np.zeros(2, np.uint8)}, tmp_path / shard)
+    save_file({"a": np.ones(2, np.uint8)}, tmp_path / "model.safetensors")
+    if indexed:
+        index = {"weight_map": {"a": shard}, "metadata": {"total_size": 2}}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CkptoolError, match=r"model\.safetensors, which transformers opens, and"):
+        ckptool.open(tmp_path)
+    assert ckptool.open(tmp_path / "model.safetensors").read("a").tolist() == [1, 1]
+    (tmp_path / "model.safetensors").unlink()
+    assert ckptool.open(tmp_path).read("a").tolist() == [0, 0]
