@@ -39,6 +39,7 @@ def build(path: str) -> Job:
         processing_class=tokenizer,
         checkpoint_config=OmegaConf.create({"save_contents": contents, "load_contents": contents}),
     )
+    Path(path).mkdir(parents=True, exist_ok=True)
     data = torch.randint(0, 37, (LAST, 4, 8), generator=torch.Generator().manual_seed(7))
     return Job(
         optimizer,
