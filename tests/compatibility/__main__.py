@@ -95,6 +95,7 @@ WRITERS = {
         ("0.14.5", "0.15.4", "0.16.9", "0.17.6", "0.18.9", "0.19.8"),
         ("deepspeed_zero_2", "deepspeed_zero_3", "deepspeed_universal"),
         ("hjson", "msgpack", "ninja", "psutil", "py-cpuinfo", "pydantic", "tqdm", "einops"),
+        "deepspeed",
     ),
     "verl": Writer(
         ("0.9.1",),
@@ -120,6 +121,7 @@ RESUMES = {
     "torchtitan": ("2", "4"),
     "lightning": ("4", "1", "file"),
     "verl": ("2", "4"),
+    "deepspeed": ("deepspeed-universal",),
 }
 """The programs beside this one, and what ckptool makes of their checkpoint of 2 ranks."""
 
@@ -214,16 +216,19 @@ def resume(writer: Writer, site: Path, folder: Path) -> str:
             target.parent.mkdir(exist_ok=True)
             if kind == "file":
                 ckptool.convert(own, target)
+            elif kind == "deepspeed-universal":
+                ckptool.convert(own, target, to=kind)
             else:
                 ckptool.reshard(own, target, mesh=kind)
-            ranks = "2" if kind == "file" else kind
+            ranks = kind if kind.isdecimal() else "2"
             one, other = (
                 losses(run(site, [script, "resume", str(path), ranks], folder))
                 for path in (own, target)
             )
             if one != other:
                 return f"differs: {kind}"
-            made.append("one file" if kind == "file" else f"{kind} rank{'s' * (kind != '1')}")
+            words = {"file": "one file", "deepspeed-universal": "universal, 2 ranks"}
+            made.append(words.get(kind, f"{kind} rank{'s' * (kind != '1')}"))
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
         return f"not run: {reason(error)}"
     return f"{', '.join(made)}: equal losses{f', {FORGOTTEN}' * (FORGOTTEN in one)}"
