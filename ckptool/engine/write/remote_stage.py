@@ -208,6 +208,8 @@ class RemoteStage:
         self._require_mine()
         if numbers and set(numbers) <= set(self.last_files):
             self._require_whole([file.path for file in self._layout.files[:-1]])
+        for number in numbers:
+            self._read_back.pop(self._layout.files[number].path, None)
         folder, done = self.folder, self._finished
         send(plan, source, folder, options, progress, numbers=numbers, finished=done, share=share)
 
