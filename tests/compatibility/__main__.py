@@ -120,10 +120,13 @@ RESUMES = {
     "transformers": ("2", "4"),
     "torchtitan": ("2", "4"),
     "lightning": ("4", "1", "file"),
-    "verl": ("2", "4"),
+    "verl": ("2",),
     "deepspeed": ("deepspeed-universal",),
 }
-"""The programs beside this one, and what ckptool makes of their checkpoint of 2 ranks."""
+"""The programs beside this one, and what ckptool makes of their checkpoint of 2 ranks.
+
+verl opens its own folder on as many ranks as wrote it alone: others have nothing to compare with.
+"""
 
 
 def main(names: list[str]) -> int:
