@@ -364,6 +364,32 @@ def test_a_side_file_goes_with_the_old_one(out: Path) -> None:
     assert hidden(out) == []
 
 
+def test_a_side_file_is_never_the_source(out: Path) -> None:
+    import torch
+
+    torch.save({"w": torch.ones(2), "step": 3}, out / "s.pt")
+    convert_to("safetensors", out / "s.pt", out / "m.safetensors")
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    pairs = (("m.extra.pt", "m.safetensors"), ("m.safetensors", "m.extra.pt"))
+    for (source, target), to in zip(pairs, ("safetensors", "torch-save"), strict=True):
+        with pytest.raises(UsageError, match="must not contain one another"):
+            convert_to(to, out / source, out / target, overwrite=True)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+
+
+def test_a_pipe_is_not_replaced(out: Path) -> None:
+    os.mkfifo(out / "m.pt")
+    with pytest.raises(Unsupported, match="not a checkpoint, and is not replaced"):
+        convert_to("torch-save", case("dcp_base").path, out / "m.pt", overwrite=True)
+    assert (out / "m.pt").is_fifo()
+
+
+def test_a_name_that_is_no_text_can_be_written_to(out: Path) -> None:
+    target = out / os.fsdecode(b"\xff.pt")
+    convert_to("torch-save", case("dcp_base").path, target)
+    assert read_back("torch-save", target) == case("dcp_base").truth
+
+
 @pytest.mark.parametrize("target", SUFFIX)
 def test_overwriting_ones_own_output(target: str, out: Path) -> None:
     path = out / f"m{SUFFIX[target]}"

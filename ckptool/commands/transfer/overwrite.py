@@ -148,6 +148,8 @@ def _is_own_file(file: Location) -> bool:
     try:
         if isinstance(file, Path) and file.is_symlink():
             return True
+        if isinstance(file, Path) and not file.is_file():
+            return False  # a pipe, a device
         source: Source = file_at(file)
         return not source.files.get(file.name, 1) or detect(source) is not None
     except (CkptoolError, OSError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -36,6 +37,7 @@ from ckptool.errors import (
     damaged,
     failure_of,
 )
+from ckptool.storage.commit_note import side_name
 
 if TYPE_CHECKING:
     from ckptool.core.layout import Layout
@@ -90,13 +92,20 @@ def require_agreement(catalog: Catalog) -> None:
 
 
 def require_apart(opened: OpenedCheckpoint, target: Location) -> None:
-    """Raise UsageError where the target lies in the source, or holds it."""
-    try:
-        source, resolved = opened.path.resolve(), target.resolve()
-    except (OSError, RuntimeError) as error:
-        raise Unsupported(f"{target}: cannot be followed: {error}") from None
-    if resolved == source or source in resolved.parents or resolved in source.parents:
-        raise UsageError(f"{target}: target and source {opened.path} must not contain one another")
+    """Raise UsageError where the target lies in the source, or holds it; side files count."""
+    for source, place in product(_with_side(opened.path), _with_side(target)):
+        try:
+            inner, outer = source.resolve(), place.resolve()
+        except (OSError, RuntimeError) as error:
+            raise Unsupported(f"{place}: cannot be followed: {error}") from None
+        if inner == outer or outer in inner.parents or inner in outer.parents:
+            raise UsageError(f"{place}: target and source {source} must not contain one another")
+
+
+def _with_side(place: Location) -> list[Location]:
+    """Return a file with the side file that belongs to it, be it there or not; else the place."""
+    side = side_name(place.name)
+    return [place] if side is None else [place, place.with_name(side)]
 
 
 def resolve_target(target: Location) -> Location:

@@ -65,7 +65,7 @@ class _Archive:
     """Collects the parts of a zip of stored records, front to back."""
 
     def __init__(self, root: str) -> None:
-        self._root = root
+        self._root = root.encode(errors="replace").decode()  # a file's name may be no text
         self._parts: list[Part] = []
         self._position = 0
         self._entries: list[_Entry] = []
