@@ -308,6 +308,8 @@ def _open(path: str, file: str, listed: FileStatus | None) -> int:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise unreadable(file, error) from None
+    except ValueError:  # a damaged name, with a null byte
+        raise missing(file) from None
     try:
         if listed is None or FileStatus.of(os.fstat(descriptor)).has_content_of(listed):
             return descriptor

@@ -64,6 +64,13 @@ def test_a_file_that_vanished(tmp_path: Path) -> None:
         source.read("x", 0, 1)
 
 
+def test_a_name_with_a_null_character_is_no_file(tmp_path: Path) -> None:
+    """As damaged metadata may name one."""
+    source = LocalSource.folder(tmp_path)
+    with pytest.raises(Damaged, match="the file is missing"):
+        source.read("a\0b", 0, 4)
+
+
 def test_a_pipe_in_the_place_of_a_file_does_not_block(tmp_path: Path) -> None:
     source = LocalSource.folder(tree(tmp_path, "x"))
     (tmp_path / "x").unlink()

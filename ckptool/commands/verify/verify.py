@@ -28,6 +28,7 @@ from ckptool.commands.verify.checks.content import (
     scattered_not_finite,
     unwritten_ends,
 )
+from ckptool.commands.verify.checks.copies import copied_files
 from ckptool.commands.verify.checks.files import FileCheck, name_problems, newer_than_metadata
 from ckptool.commands.verify.checks.parts import parts
 from ckptool.commands.verify.checks.pickles import odd_values
@@ -253,6 +254,7 @@ class Verification:
         self._problems += replica_problems(content.tensors.values(), source)
         if self._catalog is not None and self._sample.checks_whole:
             self._problems += differing_step_values(self._catalog)
+            self._problems += copied_files(self._catalog.tensors.values(), source)
         self._problems += content.counters.problems()
         return names
 

@@ -1,0 +1,52 @@
+"""A rank's file copied over another's, where nothing inside says whose it is."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ckptool.commands.options.verify import VerifyOptions
+from ckptool.commands.verify.checks.copies import copied_files
+from ckptool.commands.verify.verify import verify
+from ckptool.core.box import Box
+from ckptool.core.catalog import Chunk, Extent, TensorEntry
+from ckptool.core.dtype import parse_dtype
+from ckptool.storage.local import LocalSource
+
+
+@pytest.mark.parametrize(
+    ("fixture", "one", "other"),
+    [
+        ("vllm_sharded_state", "model-rank-0-part-0", "model-rank-1-part-0"),
+        ("megatron_torch", "mp_rank_00", "mp_rank_01"),
+        ("llama_consolidated", "consolidated.00", "consolidated.01"),
+    ],
+)
+def test_a_file_copied_over_another_ranks_is_found(
+    fixture: str, one: str, other: str, copy_of: Callable[[str], Path]
+) -> None:
+    folder = copy_of(fixture)
+    assert verify(folder, VerifyOptions()).ok
+    pairs = [(p, Path(str(p).replace(one, other))) for p in folder.rglob("*") if one in str(p)]
+    files = [(source, target) for source, target in pairs if source.is_file()]
+    assert files
+    for source, target in files:
+        shutil.copy(source, target)
+    report = verify(folder, VerifyOptions())
+    assert "rank-copied" in {finding.code for finding in report.findings}
+    assert not report.ok
+
+
+@pytest.mark.parametrize(("data", "found"), [(bytes(range(16)), 1), (bytes(16), 0)])
+def test_alike_files_of_one_value_are_no_copies(data: bytes, found: int, tmp_path: Path) -> None:
+    """As the state of an optimizer that has not made a step."""
+    for name in "ab":
+        (tmp_path / name).write_bytes(data)
+    chunks = tuple(
+        Chunk(Box((4 * n,), (4 * n + 4,)), Extent(name, 0, (4,))) for n, name in enumerate("ab")
+    )
+    entry = TensorEntry("w", ("w",), parse_dtype("float32"), (8,), chunks)
+    assert len(list(copied_files([entry], LocalSource.folder(tmp_path)))) == found
