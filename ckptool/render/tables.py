@@ -19,7 +19,7 @@ def print_table(rows: Rows, form: str) -> None:
     heads = list(dict.fromkeys(key for row in rows for key in row))
     if form == "csv":
         writer = csv.writer(sys.stdout, lineterminator="\n")
-        writer.writerows([heads, *([_text(row.get(head)) for head in heads] for row in rows)])
+        writer.writerows([heads, *([_field(row.get(head)) for head in heads] for row in rows)])
     else:
         sys.stdout.writelines(_markdown(heads, rows))
     sys.stdout.flush()
@@ -32,6 +32,16 @@ def _markdown(heads: Sequence[str], rows: Rows) -> Iterable[str]:
     yield _line("---:" if counts[head] else "---" for head in heads)
     for row in rows:
         yield _line(_cell(row.get(head)) for head in heads)
+
+
+def _field(value: object) -> str:
+    """Return a value as CSV holds it: in one line, and no text of it a formula of a spreadsheet."""
+    text = visible(_text(value))
+    return f"'{text}" if isinstance(value, str) and _FORMULA.match(text) else text
+
+
+_FORMULA = re.compile(r"[=@]|[+-](?![0-9.]*([eE][+-]?[0-9]+)?\Z|inf)")
+"""What spreadsheets run: a sign alone begins a number, too."""
 
 
 def _line(cells: Iterable[str]) -> str:

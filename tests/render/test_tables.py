@@ -49,6 +49,17 @@ def test_csv_has_a_row_for_each_of_json(view: str) -> None:
         assert {name: row[name] for name in numbers} == {n: str(known[n]) for n in numbers}
 
 
+def test_no_name_breaks_a_row_of_csv_or_is_a_formula(tmp_path: Path) -> None:
+    names = ["=cmd|' /C calc'!A0", "@x", "+x", "-x", "c\rd", "e\nf", "\x1b[31mred", "-1", "w, 1"]
+    save_file({name: np.ones(1, np.float32) for name in names}, tmp_path / "m.safetensors")
+    text = run(str(tmp_path / "m.safetensors"), "--format", "csv")
+    assert "\x1b" not in text
+    assert {row["name"] for row in csv.DictReader(io.StringIO(text))} == {
+        *("'=cmd|' /C calc'!A0", "'@x", "'+x", "'-x", "-1", "w, 1"),
+        *(r"c\rd", r"e\nf", r"\x1b[31mred"),
+    }
+
+
 def test_a_run_is_a_table_of_its_steps(tmp_path: Path) -> None:
     for step in (1, 2):
         (tmp_path / f"step-{step}").symlink_to(case("dcp_base").path)
