@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
@@ -48,7 +49,7 @@ from ckptool.engine.check.spans import ByteSpan
 from ckptool.engine.ranks import Ranks
 from ckptool.engine.read.tiles import Progress
 from ckptool.engine.share import ALL, Share
-from ckptool.errors import Problem, UsageError
+from ckptool.errors import CkptoolError, Problem, UsageError
 from ckptool.formats.companions import lost_random_states
 from ckptool.storage.file_status import changed
 from ckptool.storage.local import Files
@@ -254,7 +255,8 @@ class Verification:
         self._problems += replica_problems(content.tensors.values(), source)
         if self._catalog is not None and self._sample.checks_whole:
             self._problems += differing_step_values(self._catalog)
-            self._problems += copied_files(self._catalog.tensors.values(), source)
+            with suppress(CkptoolError):  # of which what reads all of it tells
+                self._problems += copied_files(self._catalog.tensors.values(), source)
         self._problems += content.counters.problems()
         return names
 
