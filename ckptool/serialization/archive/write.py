@@ -35,6 +35,7 @@ _ALIGNMENT = 64
 _UTF8 = 0x800
 _CRC32_AT = 16
 """Where an entry of the directory has its CRC-32."""
+_LARGEST_FILE = 1 << 63
 
 
 def lay_out_archive(value: Any, *, root: str = "archive") -> list[Part]:
@@ -91,6 +92,8 @@ class _Archive:
     def _record(self, name: str, content: Content, crc: int | None) -> None:
         encoded = f"{self._root}/{name}".encode()
         offset, nbytes = self._position, content.nbytes
+        if offset + nbytes >= _LARGEST_FILE:
+            raise Unsupported(f"{name}: ends at byte {offset + nbytes:,}: no file can hold it")
         self._add(Literal(_local_header(encoded, offset, nbytes)))
         part = self._add(content)
         self._entries.append(_Entry(encoded, offset, nbytes, crc, part))

@@ -19,6 +19,7 @@ from ckptool.core.box import Box, row_major_strides
 from ckptool.core.catalog import Chunk, Extent, TensorEntry
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.layout import Data, Literal
+from ckptool.errors import Unsupported
 from ckptool.serialization.archive.write import lay_out_archive
 from ckptool.serialization.pickle.write import TensorRef
 
@@ -147,3 +148,12 @@ def test_beyond_four_gigabytes_sizes_have_sixty_four_bits() -> None:
     wide = [extra for size, extra in entries if size == 0xFFFFFFFF]
     assert len(wide) == 1
     assert struct.unpack_from("<2H2Q", wide[0])[2:] == (20 << 30, 20 << 30)
+
+
+def test_a_tensor_that_repeats_an_element_beyond_any_file_is_refused() -> None:
+    """A stride of 0 makes any shape of four bytes."""
+    shape = (1 << 32, 1 << 32)
+    chunk = Chunk(Box.whole(shape), Extent("f", 0, (0, 0)))
+    entry = TensorEntry("w", ("w",), BY_NAME["float32"], shape, (chunk,))
+    with pytest.raises(Unsupported, match="no file can hold it"):
+        lay_out_archive({"w": TensorRef.whole(entry)})
