@@ -87,10 +87,7 @@ class Files(Protocol):
         """Return one of the files by itself, with the ``.extra.pt`` file beside it."""
 
     def fingerprint(self, files: Iterable[str], *, exact: bool = False) -> str:
-        """Return a SHA-256 (hex) over what changes when some of the files do, as listed.
-
-        ``exact``: also where their times were set back, or only their access was changed.
-        """
+        """Return a SHA-256 (hex) over what changes with files; ``exact``: with times set back."""
 
     def changed(self, files: Iterable[str]) -> list[str]:
         """Return those of the files that were written, replaced or removed since listed."""
