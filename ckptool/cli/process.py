@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
@@ -95,9 +96,15 @@ def _send_again(ignored: sys.UnraisableHookArgs) -> None:
     if number is None:
         sys.__unraisablehook__(ignored)
         return
-    again = threading.Timer(_AGAIN, os.kill, [os.getpid(), number])
-    again.daemon = True
-    again.start()
+    leaving = threading.Event()
+
+    def send() -> None:
+        leaving.wait()  # to start a thread may take long, and here the signal would be lost too
+        time.sleep(_AGAIN)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=send, daemon=True).start()
+    leaving.set()
 
 
 def _end_at_last(code: int) -> None:
