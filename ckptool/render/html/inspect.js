@@ -158,7 +158,7 @@ function long(text, most = 160) {
 
 function runPage(report) {
   const good = report.steps.filter((step) => step.complete).length;
-  return [masthead("run", report.path, answer(`${good === report.steps.length ? "COMPLETE" : "INCOMPLETE"}: ${good} of ${plural(report.steps.length, "step")} complete`, good === report.steps.length)),
+  return [masthead("run", report.path, answer(`${good === report.steps.length ? "COMPLETE" : "INCOMPLETE"}: ${good} of ${plural(report.steps.length, report.steps.some((s) => s.number !== null) ? "step" : "checkpoint")} complete`, good === report.steps.length)),
     section("Steps", null, table([
       { head: "step", right: true, of: (s) => s.number ?? -1, cell: (s) => s.number === null ? "" : count(s.number) },
       { head: "checkpoint", of: (s) => s.path, cell: (s) => nameOf(s.path.startsWith(`${report.path}/`) ? s.path.slice(report.path.length + 1) : s.path) },

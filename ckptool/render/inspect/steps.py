@@ -22,14 +22,21 @@ _NARROW = 66
 
 
 def steps_lines(run: RunSummary, screen: Console) -> list[Text]:
-    """Return a row per step, the newest first, below each that is not complete why."""
+    """Return a row per step, the newest first, below each that is not complete why.
+
+    Checkpoints of which none has a step's number, as the parts of a pipeline, are not called so.
+    """
     good = sum(step.complete for step in run.steps)
-    title = Text.assemble((visible(str(run.path)), "bold"), f"  {plural(len(run.steps), 'step')}, ")
+    numbered = any(step.number is not None for step in run.steps)
+    count = plural(len(run.steps), "step" if numbered else "checkpoint")
+    title = Text.assemble((visible(str(run.path)), "bold"), f"  {count}, ")
     title.append(f"{good:,} complete", "green" if good == len(run.steps) else "yellow")
     brief = screen.is_terminal and screen.width < ROOMY
-    rows = [_row(step, run, brief, screen.width) for step in run.steps]
-    shown = _HEADS[: len(rows[0])]
-    heads, *lines = columns(screen, rows, "rllrlll"[: len(shown)], heads=shown, cuts=1)
+    first = 0 if numbered else 1
+    rows = [_row(step, run, brief, screen.width)[first:] for step in run.steps]
+    shown = _HEADS[first:][: len(rows[0])]
+    sides = "rllrlll"[first:][: len(shown)]
+    heads, *lines = columns(screen, rows, sides, heads=shown, cuts=1 - first)
     result = [title, Text(), heads]
     for step, line in zip(run.steps, lines, strict=True):
         result.append(line)

@@ -103,6 +103,15 @@ def test_inspect_of_a_run_lists_its_steps(words: tuple[str, ...], run: Path) -> 
     assert found["steps"][2]["saved"] == "2001-09-09T01:46:40+00:00"
 
 
+def test_checkpoints_without_numbers_are_not_called_steps(run: Path) -> None:
+    for name, number in (("unet", 5), ("vae", 7)):
+        shutil.copytree(run / f"step-{number}", run.with_name("pipe") / name)
+    title, _, heads, *rows = invoke("inspect", run.with_name("pipe")).stdout.splitlines()
+    assert title == f"{run.with_name('pipe')}  2 checkpoints, 2 complete"
+    assert heads.split()[0] == "checkpoint"
+    assert {row.split()[0] for row in rows[:2]} == {"unet", "vae"}
+
+
 def test_what_is_asked_of_one_checkpoint_needs_one(run: Path) -> None:
     done = invoke("inspect", run, "--tensors", "*")
     assert isinstance(done.exception, Several)
