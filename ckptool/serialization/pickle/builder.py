@@ -55,7 +55,7 @@ class Stack:
         return piece
 
     def _line(self) -> bytes:
-        end = self._data.find(b"\n", self.pos)
+        end = self._data.find(b"\n", self.pos, self.pos + MOST_SINGLE)
         if end < 0:
             self.pos = len(self._data)
             raise IndexError

@@ -182,14 +182,17 @@ class InstanceReader:
             pos = match.end()
         return ()
 
-    def read(self, pos: int, most: int) -> tuple[int, int]:
-        """Read up to ``most`` instances from ``pos`` on; return where they end, and how many."""
+    def read(self, pos: int, end: int, most: int) -> tuple[int, int]:
+        """Read up to ``most`` instances that begin from ``pos`` to ``end``.
+
+        Returns the offset after them, and how many they are.
+        """
         data, patterns, note, stack = self._data, self._patterns, self._memo.dense, self._stack
         values = self._values
         value_of, noted = values.__getitem__, values.noted
         before = len(stack)
         self._forget_changes()
-        while not self._memo.sparse and len(stack) - before < most:
+        while pos < end and not self._memo.sparse and len(stack) - before < most:
             pattern = patterns.get(data[pos : pos + _KEY])
             match = pattern.expression.match(data, pos) if pattern else None
             if pattern is None or match is None:

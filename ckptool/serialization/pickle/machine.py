@@ -125,7 +125,7 @@ class Machine(Builder):
                 return end
             most = LEAST if is_key else 1
         noted = len(self._memo)
-        end, instances = self._reader.read(pos, most)
+        end, instances = self._reader.read(pos, self._end, most)
         self._containers -= instances
         self._require_containers()
         self.charge(len(self._memo) - noted)

@@ -23,7 +23,7 @@ from ckptool.formats.base import Request, ScanOptions
 from ckptool.formats.dcp import FORMAT
 from ckptool.formats.dcp.metadata import parse
 from ckptool.formats.dcp.write import lay_out
-from ckptool.serialization.pickle import machine, records
+from ckptool.serialization.pickle import builder, machine, records
 from ckptool.serialization.pickle import rows as pickle_rows
 from ckptool.serialization.pickle.load import read_pickle
 from ckptool.storage.local import LocalSource
@@ -198,6 +198,19 @@ def test_what_is_no_row_is_bounded_however_large_the_pickle(
         parse(data, ".metadata")
     with pytest.raises(Damaged, match="more than 600 bytes that are not records alike"):
         read_pickle(pickle.dumps([float(n) for n in range(100)]), what="floats")
+    records_alike = b"h\x02)\x81\x94}\x94(h\x03K\x01ub" * 100
+    head = b"\x80\x04\x8c\x01m\x94\x8c\x01c\x94\x93\x94\x8c\x01f\x94"
+    with pytest.raises(Damaged, match="more than 600 bytes that are not records alike"):
+        read_pickle(head + records_alike + b".", what="records that are in no list", rows=True)
+
+
+def test_no_line_of_a_pickle_is_as_long_as_the_largest_pickle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(builder, "MOST_SINGLE", 600)
+    read_pickle(b"I" + b"7" * 500 + b"\n.", what="a line")
+    with pytest.raises(Damaged, match="ends before its last opcode"):
+        read_pickle(b"I" + b"7" * 700 + b"\n.", what="a line")
 
 
 WHOLE = {

@@ -81,7 +81,7 @@ def outcome(data: bytes, *, at_once: bool = True, rows: bool = False) -> Any:
         mock.patch.object(
             InstanceReader,
             "read",
-            InstanceReader.read if at_once else lambda self, pos, most: (pos, 0),
+            InstanceReader.read if at_once else lambda self, pos, end, most: (pos, 0),
         ),
         mock.patch.object(pickle_rows, "LEAST", 3),
     ):
@@ -194,10 +194,10 @@ def steps(data: bytes) -> int:
     counts: list[int] = []
     plain = InstanceReader.read
 
-    def read(self: InstanceReader, pos: int, most: int) -> tuple[int, int]:
-        end, count = plain(self, pos, most)
+    def read(self: InstanceReader, pos: int, end: int, most: int) -> tuple[int, int]:
+        after, count = plain(self, pos, end, most)
         counts.append(count)
-        return end, count
+        return after, count
 
     with mock.patch.object(InstanceReader, "read", read):
         read_pickle(data, what="p")
