@@ -108,6 +108,19 @@ def test_a_file_that_is_replaced_before_the_commit(verify: bool, source: Path, s
     assert not any(s3.get(key)[""])
 
 
+def test_what_makes_a_checkpoint_is_replaced_before_the_commit(source: Path, s3: S3) -> None:
+    transfer = planned(source, "dcp", s3)
+    s3.requests.clear()
+    transfer.run()
+    last = len(s3.of("ListObjectsV2"))
+    s3.server.buckets[s3.bucket].clear()
+    key, again = "run/m/.metadata", planned(source, "dcp", s3)
+    s3.fail(call(lambda request: s3.write(key, b"other")), "ListObjectsV2", start=last, times=1)
+    with pytest.raises(TransferError, match=r"missing, or changed since written: \.metadata"):
+        again.run()
+    assert s3.get(key)[""] == b"other"
+
+
 def test_a_file_that_is_replaced_while_it_is_read_back(source: Path, s3: S3) -> None:
     transfer = planned(source, "dcp", s3)
     key = f"run/m/{data_file(transfer)}"

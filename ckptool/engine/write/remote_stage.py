@@ -221,13 +221,13 @@ class RemoteStage:
         """Remove the note: there is nothing partial any more.
 
         TransferError where a file is not as it was; what makes a checkpoint of the others is gone
-        then.
+        then, unless it is another's.
         """
         self._require_mine()
         try:
             self._require_whole(self._sizes())
         except TransferError:
-            self._remove([self._layout.files[number].path for number in self.last_files])
+            self._remove(self._own({self._names[number] for number in self.last_files}))
             raise
         self._forget()
 
@@ -263,18 +263,22 @@ class RemoteStage:
         own_files = {*self._names, *map(hidden_name, self._names)}
         with suppress(CkptoolError, NoAnswer):
             self._require_mine()
-            existing, mine = self._list_existing(), self._read_back
-            written = {
-                name: info
-                for name, info in existing.items()
-                if name in own_files and mine.get(name, info).version == info.version
-            }
+            written = self._own(own_files)
             urls = {str(self.folder / name): info.nbytes for name, info in written.items()}
             self._store.remains |= urls
             self._remove(written)
             for url in urls:
                 del self._store.remains[url]
             self._forget()
+
+    def _own(self, names: Collection[str]) -> dict[str, ObjectInfo]:
+        """Return those of some files that are there, but for what another wrote since."""
+        existing, mine = self._list_existing(), self._read_back
+        return {
+            name: info
+            for name, info in existing.items()
+            if name in names and mine.get(name, info).version == info.version
+        }
 
     def remains(self) -> str | None:
         """Return what could not be removed and costs storage from now on; None where nothing."""
