@@ -23,7 +23,7 @@ from ckptool.storage.file_status import (
     status_now,
     version_digest,
 )
-from ckptool.storage.read_ahead import ReadAhead, ask_aside
+from ckptool.storage.read_ahead import ReadAhead, ask_aside, will_need
 
 _T = TypeVar("_T")
 Run = tuple[str, int, int]
@@ -373,7 +373,7 @@ class LocalReader:
         descriptor = self._descriptor(file)
         offsets = range(offset, offset + step * len(runs), step)
         try:
-            os.posix_fadvise(descriptor, offset, step * len(runs), os.POSIX_FADV_WILLNEED)
+            will_need(descriptor, offset, step * len(runs))
             counts = list(map(os.preadv, repeat(descriptor), zip(runs, strict=False), offsets))
         except OSError as error:
             raise unreadable(file, error) from None

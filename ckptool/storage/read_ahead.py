@@ -13,7 +13,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 
 _STEP = 1 << 20
@@ -26,6 +26,8 @@ _MOST = 16 << 20
 """Bytes that are asked for beyond what was read of a file."""
 _GAP = 4 << 10
 """Bytes that may be left out between two reads, one of which goes on where the other ended."""
+_MOST_UNREAD = 1 << 16
+"""Steps that are noted as asked for and not read to their end."""
 _SHORT = 16
 """Memory is short where less than the 16th part of it is free."""
 _CACHESTAT = 451
@@ -85,7 +87,7 @@ class ReadAhead:
         if file not in self._cached:
             self._cached[file] = cached_bytes(descriptor, offset, nbytes) != 0
         if not self._cached[file]:
-            os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_WILLNEED)
+            will_need(descriptor, offset, nbytes)
 
     def ask(self, descriptor: int, file: str, start: int, end: int) -> Iterator[int]:
         """Ask for some bytes of a file, yield how many at a time.
@@ -96,6 +98,8 @@ class ReadAhead:
             step = start // _STEP
             nbytes = min(end, (step + 1) * _STEP) - start
             if ask(descriptor, start, nbytes):
+                if len(self._unread) >= _MOST_UNREAD:  # left by reads of a part of each
+                    self._unread.clear()
                 self._unread[file, step] = nbytes
             start += nbytes
             yield nbytes
@@ -115,7 +119,7 @@ class ReadAhead:
                 if left > 0:
                     self._unread[file, step] = left
             if left <= 0 and memory_is_short():
-                os.posix_fadvise(descriptor, start, _STEP, os.POSIX_FADV_DONTNEED)
+                _advise(descriptor, start, _STEP, os.POSIX_FADV_DONTNEED)
 
 
 def ask_aside(asked: Generator[int, None, None]) -> Callable[[], None]:
@@ -156,8 +160,19 @@ def ask(descriptor: int, offset: int, nbytes: int) -> bool:
     cached = cached_bytes(descriptor, offset, nbytes)
     for start in range(offset, offset + nbytes, _PIECE):
         piece = min(_PIECE, offset + nbytes - start)
-        os.posix_fadvise(descriptor, start, piece, os.POSIX_FADV_WILLNEED)
+        will_need(descriptor, start, piece)
     return cached == 0
+
+
+def will_need(descriptor: int, offset: int, nbytes: int) -> None:
+    """Have some bytes of a file read into the page cache."""
+    _advise(descriptor, offset, nbytes, os.POSIX_FADV_WILLNEED)
+
+
+def _advise(descriptor: int, offset: int, nbytes: int, advice: int) -> None:
+    """Tell the kernel; a file system or a sandbox that takes no advice reads all the same."""
+    with suppress(OSError):
+        os.posix_fadvise(descriptor, offset, nbytes, advice)
 
 
 _libc = ctypes.PyDLL(None)  # to let other threads run for so short a call costs more than it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import threading
@@ -66,6 +67,29 @@ def test_every_byte_is_read(
     if not known:
         monkeypatch.setattr(read_ahead, "_CACHESTAT", -1)
     read_all(file, data, step)
+
+
+def test_who_takes_no_advice_reads_all_the_same(
+    file: Path, data: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: int) -> None:
+        raise OSError(errno.ENOSYS, "not implemented")
+
+    monkeypatch.setattr(read_ahead, "memory_is_short", lambda: True)
+    monkeypatch.setattr(os, "posix_fadvise", refuse)
+    read_all(file, data)
+
+
+def test_few_steps_are_noted_of_files_that_are_read_in_part(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_cold(file)
+    monkeypatch.setattr(read_ahead, "_MOST_UNREAD", 4)
+    ahead = read_ahead.ReadAhead()
+    with open(file, "rb") as stream:
+        asked = sum(ahead.ask(stream.fileno(), "f", 0, SIZE))
+    assert asked == SIZE
+    assert 0 < len(ahead._unread) <= 4
 
 
 def test_what_follows_is_asked_for(file: Path) -> None:
