@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptool.commands.keymap.model_config import (
-    DTYPE_KEYS,
     config_problems,
     main_dtype,
     with_dtype,
 )
-from ckptool.commands.keymap.records import CONFIG, Record
+from ckptool.commands.keymap.records import CONFIG, DTYPE_KEYS, Record
 from ckptool.commands.open import OpenedCheckpoint
 from ckptool.commands.unread_files import require_listed, unlisted_problems
 from ckptool.core.catalog import Catalog

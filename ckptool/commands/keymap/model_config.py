@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ckptool.commands.keymap.records import HIDDEN_SIZES, LAYER_COUNTS, Record
+from ckptool.commands.keymap.records import DTYPE_KEYS, HIDDEN_SIZES, LAYER_COUNTS, Record
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.quantization.names import kinds
@@ -22,19 +22,24 @@ _HEAD = re.compile(r"(?:language_model\.)?lm_head\.weight")
 _NORM = re.compile(rf"{_MODEL}(?:norm|ln_f|final_layer_norm)\.weight")
 _LAYER = re.compile(rf"({_MODEL})(?:layers|h)\.(\d+)\..+")
 _PREDICTING = re.compile(rf"{_MODEL}layers\.(\d+)\.eh_proj\.weight")
-_PROJECTION = re.compile(r".+\.layers\.\d+\.self_attn\.([qk])_proj\.weight")
-_GATE = re.compile(r".+\.layers\.\d+\.mlp\.gate_proj\.weight")
+_PROJECTION = re.compile(rf"{_MODEL}layers\.\d+\.self_attn\.([qk])_proj\.weight")
+_GATE = re.compile(rf"{_MODEL}layers\.\d+\.mlp\.gate_proj\.weight")
+"""Of the language model alone: what sees or hears beside it has heads and widths of its own."""
 _EXPERT = re.compile(rf"({_MODEL}(?:layers|h)\.\d+\..*\bexperts)\.(\d+)\..+")
 _EXPERTS = re.compile(rf"({_MODEL}(?:layers|h)\.\d+\..*\bexperts)\.(?:gate_up|down)_proj")
 
-_VOCABULARY = ("vocab_size", "padded_vocab_size")
+_VOCABULARY = ("vocab_size", "padded_vocab_size", "draft_vocab_size")
+"""The last is that of the head of a draft model (EAGLE-3)."""
+_MORE_EMBEDDINGS = {"mllama": 8, "mllama_text_model": 8, "moshi": 1}
+"""Embeddings beyond the vocabulary, for images and the like (transformers 5.23)."""
 _MORE_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_layers")
 _EXPERT_COUNTS = (
     *("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
     "num_moe_experts",  # Megatron-core's configuration
 )
+_NO_EXPERTS = ("zero_expert_num",)
+"""Experts that give back what they get (LongCat-Flash): transformers 5.23 has tensors of them."""
 _NARROW = ("embedding_size", "word_embed_proj_dim", "embedding_dim")
-DTYPE_KEYS = ("dtype", "torch_dtype")
 _PLAIN = frozenset(
     "llama mistral mixtral qwen2 qwen2_moe qwen3 qwen3_moe gemma gemma2 olmo olmo2 olmoe starcoder2"
     " cohere granite".split()
@@ -57,7 +62,7 @@ def config_problems(config: Record, catalog: Catalog) -> list[Problem]:
         *_compare_counts(merged, catalog),
     ]
     if not kinds(catalog) and "quantization_config" not in merged:
-        differences += _compare_dtypes(merged, catalog)
+        differences += _compare_dtypes([merged, config], catalog)
     return [
         Problem(f"config.json says {text}", "config-mismatch", file="config.json", tensor=name)
         for text, name in differences
@@ -106,9 +111,12 @@ def _compare_sizes(config: Record, tensors: Mapping[str, TensorEntry]) -> Iterat
     """Compare vocabulary and hidden size with the embeddings, the head and the last norm."""
     vocabulary = _numbers(config, _VOCABULARY)
     hidden = {} if _numbers(config, _NARROW) else _numbers(config, HIDDEN_SIZES)
+    more = _MORE_EMBEDDINGS.get(str(config.get("model_type")), 0)
     for name, entry in tensors.items():
         shape = entry.shape
         if len(shape) == 2 and (_EMBEDDING.fullmatch(name) or _HEAD.fullmatch(name)):
+            if more and shape[0] - more in vocabulary.values():
+                shape = (shape[0] - more, shape[1])
             yield from _difference(vocabulary, shape[0], f"{name} has {shape[0]:,} rows", name)
             yield from _difference(hidden, shape[1], f"{name} has {shape[1]:,} columns", name)
         elif len(shape) == 1 and _NORM.fullmatch(name):
@@ -139,8 +147,8 @@ def _compare_layers(config: Record, catalog: Catalog) -> Iterator[Difference]:
     if not counts or len({match[1] for match in matches}) != 1:
         return
     predicting = {int(m[1]) for name in catalog.tensors if (m := _PREDICTING.fullmatch(name))}
-    more = max(_numbers(config, _MORE_LAYERS).values(), default=len(predicting))
-    if not any(len(numbers) in (n, n + more) for n in counts.values()):
+    more = {0, len(predicting), *_numbers(config, _MORE_LAYERS).values()}
+    if not any(len(numbers) - n in more for n in counts.values()):
         yield f"{_join(counts)}, but found tensors of {len(numbers):,} layers", None
 
 
@@ -155,6 +163,8 @@ def _experts(catalog: Catalog) -> dict[str, set[int]]:
 def _compare_experts(config: Record, catalog: Catalog) -> Iterator[Difference]:
     """Count the experts of each layer: tensors by their names, or the first dim of packed ones."""
     counts = _numbers(config, _EXPERT_COUNTS)
+    for key, more in _numbers(config, _NO_EXPERTS).items() if counts else ():
+        counts |= {f"{name} with {key}": n + more for name, n in counts.items()}
     for prefix, numbers in _experts(catalog).items() if counts else ():
         yield from _difference(counts, len(numbers), f"found {len(numbers):,} in {prefix}", None)
     for name, entry in catalog.tensors.items() if counts else ():
@@ -195,12 +205,17 @@ def _compare_ties(config: Record, catalog: Catalog) -> Iterator[Difference]:
         yield "tie_word_embeddings false, but lm_head.weight not found", None
 
 
-def _compare_dtypes(config: Record, catalog: Catalog) -> Iterator[Difference]:
-    dtypes = {k: str(config[k]).removeprefix("torch.") for k in DTYPE_KEYS if config.get(k)}
-    is_known = all(name in BY_NAME for name in dtypes.values())
-    main = main_dtype(catalog)
-    if dtypes and is_known and main is not None and main not in dtypes.values():
-        yield f"{_join(dtypes)}, but most elements are {main}", None
+def _compare_dtypes(configs: Sequence[Record], catalog: Catalog) -> Iterator[Difference]:
+    """Compare the type of most elements with those that a config says, and its text_config."""
+    said = [
+        (key, str(config[key]).removeprefix("torch."))
+        for config in configs
+        for key in DTYPE_KEYS
+        if config.get(key)
+    ]
+    types, main = [name for _, name in said], main_dtype(catalog)
+    if said and main is not None and main not in types and all(name in BY_NAME for name in types):
+        yield f"{_join(dict(said))}, but most elements are {main}", None
 
 
 def main_dtype(catalog: Catalog) -> str | None:

@@ -43,6 +43,7 @@ _FOLDERS_UP = 2
 HIDDEN_SIZES = ("hidden_size", "n_embd", "d_model", "dim")
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 """What configs call the width of the hidden state, and how many layers there are."""
+DTYPE_KEYS = ("dtype", "torch_dtype")
 _NAMESPACES = ("argparse.Namespace", "types.SimpleNamespace")
 _DEEPEST = 3
 _LARGEST = 1 << 24
@@ -85,7 +86,7 @@ def _read_file(path: Path) -> Record:
 
 
 def _parse(path: str, nbytes: int, read: Callable[[], bytes]) -> Record:
-    """Parse an object of JSON or YAML, with its ``text_config`` as part of it.
+    """Parse an object of JSON or YAML, with its ``text_config`` as part of it but for its type.
 
     What ``vision_config`` has is there as ``vision_config.NAME``, too.
     """
@@ -103,7 +104,9 @@ def _parse(path: str, nbytes: int, read: Callable[[], bytes]) -> Record:
     inner, vision = content.get("text_config"), content.get("vision_config")
     if isinstance(vision, dict):
         content |= {f"vision_config.{name}": value for name, value in vision.items()}
-    return {**content, **inner} if isinstance(inner, dict) else content
+    if not isinstance(inner, dict):
+        return content
+    return {**content, **inner, **{key: content[key] for key in DTYPE_KEYS if content.get(key)}}
 
 
 def _load_yaml(data: bytes) -> Any:

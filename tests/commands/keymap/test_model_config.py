@@ -133,6 +133,50 @@ def test_layers_that_predict_further_tokens_need_not_be_counted(out: Path) -> No
     assert codes(folder(out / "m", config, **llama(), **predicting)) == []
 
 
+def test_what_sees_beside_a_language_model_has_sizes_of_its_own(out: Path) -> None:
+    """As SmolVLM and Voxtral are saved: text_config says how many heads the text has."""
+    tower = "model.vision_tower.encoder.layers.0"
+    seeing = {
+        f"{tower}.self_attn.k_proj.weight": torch.randn(6, 6),
+        f"{tower}.mlp.gate_proj.weight": torch.randn(10, 6),
+    }
+    state = {n.replace("model.", "model.language_model.", 1): t for n, t in llama().items()}
+    config = {"model_type": "idefics3", "torch_dtype": "float32", "text_config": CONFIG}
+    source = folder(out / "m", config | {"text_config": CONFIG}, **state, **seeing)
+    assert codes(source) == []
+    convert_to("safetensors", source, out / "copy")
+    wrong = {"text_config": CONFIG | {"num_key_value_heads": 4}}
+    assert (
+        codes(folder(out / "wrong", config | wrong, **state, **seeing)) == ["config-mismatch"] * 2
+    )
+
+
+ROUTED = {f"model.layers.0.mlp.experts.{n}.up_proj.weight": torch.ones(2, 16) for n in range(6)}
+OWN_COUNTS: list[tuple[dict[str, Any], dict[str, torch.Tensor]]] = [
+    (
+        {"model_type": "mllama", "text_config": CONFIG | {"model_type": "mllama_text_model"}},
+        {"model.embed_tokens.weight": torch.randn(48, 16)},
+    ),
+    ({"draft_vocab_size": 20}, {"lm_head.weight": torch.randn(20, 16)}),
+    ({"n_routed_experts": 4, "zero_expert_num": 2}, ROUTED),
+    ({"text_config": {"torch_dtype": "float16"}}, {}),
+    (
+        {"num_hidden_layers": 1, "num_nextn_predict_layers": 3},
+        {"model.layers.1.eh_proj.weight": torch.ones(16, 32)},
+    ),
+]
+"""Llama 3.2 Vision; a draft of EAGLE-3; LongCat-Flash; two types; one of 3 layers that predict."""
+
+
+@pytest.mark.parametrize(("change", "tensors"), OWN_COUNTS)
+def test_a_config_that_counts_in_its_own_way(
+    change: dict[str, Any], tensors: dict[str, torch.Tensor], out: Path
+) -> None:
+    source = folder(out / "m", CONFIG | change, **llama() | tensors)
+    assert codes(source) == []
+    convert_to("safetensors", source, out / "copy")
+
+
 def test_what_is_not_there_is_said(out: Path) -> None:
     assert codes(folder(out / "m", None)) == ["config-missing"]
     adapter = out / "adapter"
