@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from ckptool.api.arguments import AnyPath, Keywords, location, with_keywords
 from ckptool.api.commands import Progress, started_progress
 from ckptool.api.keywords import SaveKeywords
-from ckptool.api.save_shards import TO_SAVE_SHARDS, Held, save_shards
+from ckptool.api.save_shards import TO_SAVE_SHARDS, LocalState, save_shards
 from ckptool.api.state_dict import is_entered, leaves_of
 from ckptool.api.tensors import (
     bits_of,
@@ -57,9 +57,9 @@ def save(
     started, place = started_progress(progress), location(target)
     leaves = leaves_of(tree)  # refuses modules, and names that two leaves have
     if _is_shared(leaf.value for leaf in leaves.values()):
-        return save_shards(lambda rank: _held(tree, rank), place, parsed, started)
+        return save_shards(lambda rank: _collect(tree, rank), place, parsed, started)
     with no_collecting():
-        planned = prepare_save(_opened(tree), place, parsed)
+        planned = prepare_save(_open(tree), place, parsed)
     return planned.run(started(planned.nbytes))
 
 
@@ -73,23 +73,23 @@ def _is_shared(values: Iterable[Any]) -> bool:
     return any(isinstance(value, torch.Tensor) and is_shared(value) for value in values)
 
 
-def _opened(tree: dict[str, Any]) -> OpenedCheckpoint:
+def _open(tree: dict[str, Any]) -> OpenedCheckpoint:
     """Return the state dict as an open checkpoint, each storage of its tensors as a file."""
-    held = _held(tree)
-    for name, entry in held.tensors.items():
+    state = _collect(tree)
+    for name, entry in state.tensors.items():
         here = sum(chunk.box.volume for chunk in entry.chunks)
         if here != entry.elements:
             raise Unsupported(
                 f"{name}: this process holds {here:,} of {entry.elements:,} elements",
                 hint=TO_SAVE_SHARDS,
             )
-    files = {file: len(data) for file, data in held.buffers.items()}
-    catalog = with_parts(Catalog("memory", held.tensors, held.objects, files))
+    files = {file: len(data) for file, data in state.buffers.items()}
+    catalog = with_parts(Catalog("memory", state.tensors, state.objects, files))
     row = Format("memory", "tensors in memory", None, lambda source, options: catalog)
-    return OpenedCheckpoint(FilePath("memory"), MemoryFiles(held.buffers), row, catalog)
+    return OpenedCheckpoint(FilePath("memory"), MemoryFiles(state.buffers), row, catalog)
 
 
-def _held(tree: dict[str, Any], rank: int = 0) -> Held:
+def _collect(tree: dict[str, Any], rank: int = 0) -> LocalState:
     """Return what this rank holds of a state dict, each storage of its tensors as a file."""
     import torch
 
@@ -103,7 +103,7 @@ def _held(tree: dict[str, Any], rank: int = 0) -> Held:
         else:
             _require_plain(name, value)
             objects[name] = ObjectEntry(name, path, value)
-    return Held(tensors, objects, buffers)
+    return LocalState(tensors, objects, buffers)
 
 
 def _walk(path: Path, container: Any) -> Iterator[tuple[Path, Any]]:

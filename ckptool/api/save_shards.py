@@ -32,7 +32,7 @@ TO_SAVE_SHARDS = (
 _TO_NAME_APART = "give what differs a name of its own on each rank, such as rng.0 on rank 0"
 
 
-class Held(NamedTuple):
+class LocalState(NamedTuple):
     """What a rank has in memory: ``buffers`` are its bytes, by the names that its chunks use."""
 
     tensors: dict[str, TensorEntry]
@@ -40,8 +40,8 @@ class Held(NamedTuple):
     buffers: dict[str, memoryview]
 
 
-class _Told(NamedTuple):
-    """What a rank tells the others: all but the bytes. ``token`` names its memory."""
+class _StateDescription(NamedTuple):
+    """What a rank tells the others of its state: all but the bytes. ``token`` names its memory."""
 
     tensors: dict[str, TensorEntry]
     objects: dict[str, ObjectEntry]
@@ -80,38 +80,43 @@ class ShardsTransfer(Transfer[ConvertReport]):
 
 
 def save_shards(
-    hold: Callable[[int], Held],
+    collect: Callable[[int], LocalState],
     target: Location,
     options: SaveOptions,
     started: Callable[[int], Progress],
 ) -> ConvertReport:
     """Write what all ranks of the program's process group hold; all of them must call it.
 
-    ``hold`` returns what this one does, given its rank. Raises Damaged where ranks hold different
-    values of one name, Unsupported where the format has no file a rank, on every rank the same.
+    ``collect`` returns what this one does, given its rank. Raises Damaged where ranks hold
+    different values of one name, Unsupported where the format has no file a rank, on every rank the
+    same.
     """
     ranks = RunningRanks()
     try:
         with no_collecting():
-            held = ranks.together(lambda: hold(ranks.rank))
-            planned = _prepare(held, target, options, ranks)
+            state = ranks.together(lambda: collect(ranks.rank))
+            planned = _prepare(state, target, options, ranks)
         return planned.run(started(planned.nbytes), ranks)
     finally:
         ranks.close()
 
 
-def _prepare(held: Held, target: Location, options: SaveOptions, ranks: Ranks) -> ShardsTransfer:
+def _prepare(
+    state: LocalState, target: Location, options: SaveOptions, ranks: Ranks
+) -> ShardsTransfer:
     """Plan the save: the same on every rank."""
-    source = MemoryFiles(held.buffers)
-    told = ranks.gather(_Told(held.tensors, held.objects, dict(source.files), source.token))
-    source.token = told[0].token
-    holders = ranks.together(lambda: _holders([each.tensors for each in told]))
+    source = MemoryFiles(state.buffers)
+    states = ranks.gather(
+        _StateDescription(state.tensors, state.objects, dict(source.files), source.token)
+    )
+    source.token = states[0].token
+    holders = ranks.together(lambda: _find_holders([each.tensors for each in states]))
     shared = [place for place, chunks in holders.items() if len(chunks) > 1]
-    mine = (_box_alone(held.tensors[name], holders[name, box][ranks.rank])
+    mine = (_box_alone(state.tensors[name], holders[name, box][ranks.rank])
             for name, box in shared if ranks.rank in holders[name, box])  # fmt: skip
     found = ranks.gather(digests(mine, TensorSource(source), source.workers))
     ranks.together(lambda: _require_equal(holders, found))
-    catalog = ranks.together(lambda: _catalog(told, holders))
+    catalog = ranks.together(lambda: _merge_states(states, holders))
     row = Format("memory", "tensors in memory", None, lambda source, options: catalog)
     opened = OpenedCheckpoint(FilePath("memory"), source, row, catalog)
     one = ranks.together(lambda: prepare_save(opened, target, options))
@@ -122,7 +127,7 @@ def _prepare(held: Held, target: Location, options: SaveOptions, ranks: Ranks) -
     return planned
 
 
-def _holders(of_ranks: Sequence[Mapping[str, TensorEntry]]) -> Holders:
+def _find_holders(of_ranks: Sequence[Mapping[str, TensorEntry]]) -> Holders:
     """Return each box of each tensor with the ranks that hold it, in the order of ranks.
 
     Raises Damaged where ranks give one name to tensors of different shapes or types.
@@ -167,33 +172,40 @@ def _require_equal(holders: Holders, found: Sequence[Mapping[str, str]]) -> None
         raise damaged(problems, subject="the tensors of ranks", hint=_TO_NAME_APART)
 
 
-def _catalog(told: Sequence[_Told], holders: Holders) -> Catalog:
+def _merge_states(states: Sequence[_StateDescription], holders: Holders) -> Catalog:
     """Return all ranks' tensors and values as one checkpoint.
 
     Of several ranks that hold a box, the one with the fewest bytes so far is to write it.
     """
-    loads = [0] * len(told)
+    loads = [0] * len(states)
     chunks: dict[str, list[Chunk]] = defaultdict(list)
-    first = {name: entry for each in reversed(told) for name, entry in each.tensors.items()}
+    first = {name: entry for each in reversed(states) for name, entry in each.tensors.items()}
     for (name, box), of_ranks in holders.items():
         rank = min(of_ranks, key=lambda rank: (loads[rank], rank))
         loads[rank] += box.volume * first[name].dtype.itemsize
         chunks[name].append(of_ranks[rank])
-    names = dict.fromkeys(name for each in told for name in each.tensors)
+    names = dict.fromkeys(name for each in states for name in each.tensors)
     tensors = {name: replace(first[name], chunks=tuple(chunks[name])) for name in names}
-    files = {file: nbytes for each in told for file, nbytes in each.files.items()}
-    return with_parts(Catalog("memory", tensors, _agreed(told), files))
+    files = {file: nbytes for each in states for file, nbytes in each.files.items()}
+    return with_parts(Catalog("memory", tensors, _merge_objects(states), files))
 
 
-def _agreed(told: Sequence[_Told]) -> dict[str, ObjectEntry]:
-    """Return the values of all ranks; Damaged where two of one name differ."""
-    agreed: dict[str, tuple[int, ObjectEntry]] = {}
+def _merge_objects(states: Sequence[_StateDescription]) -> dict[str, ObjectEntry]:
+    """Return the values of all ranks; Damaged where two of one name differ, or one is a tensor."""
+    merged: dict[str, tuple[int, ObjectEntry]] = {}
+    tensors = {name: rank for rank, each in enumerate(states) for name in each.tensors}
     problems = []
-    for rank, each in enumerate(told):
+    for rank, each in enumerate(states):
         for name, entry in each.objects.items():
-            first, known = agreed.setdefault(name, (rank, entry))
-            if not same_value(entry.value, known.value) or name in told[first].tensors:
+            first, known = merged.setdefault(name, (rank, entry))
+            if name in tensors:
+                problem = f"{name}: a tensor on rank {tensors[name]}, a value on rank {rank}"
+                problems.append(Problem(problem, tensor=name))
+            elif entry.path != known.path:
+                places = f"{list(known.path)} on rank {first}, {list(entry.path)} on rank {rank}"
+                problems.append(Problem(f"{name}: at {places}"))
+            elif not same_value(entry.value, known.value):
                 problems.append(Problem(f"{name}: ranks {first} and {rank} hold different values"))
     if problems:
         raise damaged(problems, subject="the values of ranks", hint=_TO_NAME_APART)
-    return {name: entry for name, (_, entry) in agreed.items()}
+    return {name: entry for name, (_, entry) in merged.items()}

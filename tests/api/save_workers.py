@@ -38,6 +38,12 @@ def main() -> None:
         "again": lambda: ckptool.save(state, out / "ours", to="dcp"),
         "one file": lambda: ckptool.save(state, out / "m.safetensors"),
         "values": lambda: ckptool.save({**state, "seed": rank}, out / "m", to="dcp"),
+        "kinds": lambda: ckptool.save(
+            {**state, "seed": 5 if rank else torch.ones(3)}, out / "m", to="dcp"
+        ),
+        "places": lambda: ckptool.save(
+            state | ({"rng.seed": 5} if rank else {"rng": {"seed": 5}}), out / "m", to="dcp"
+        ),
         "replicas": lambda: ckptool.save(
             {**state, "buffer": torch.tensor([1.0, rank // 2])}, out / "m", to="dcp"
         ),

@@ -18,6 +18,8 @@ REFUSED = {
     "again": r"Unsupported: rank 0: .*already exists",
     "one file": r"Unsupported: rank 0: .*m\.safetensors.* would hold shards of several ranks.*dcp",
     "values": "seed: ranks 0 and 1 hold different values",
+    "kinds": "seed: a tensor on rank 0, a value on rank 1",
+    "places": r"rng.seed: at \['rng', 'seed'\] on rank 0, \['rng.seed'\] on rank 1",
     "replicas": r"buffer .*: rank 0 and rank 2 hold different values",
     "shapes": r"buffer: float32 \[1\] on rank 0, float32 \[2\] on rank 3",
     "partial": "a partial placement",
