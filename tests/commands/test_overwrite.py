@@ -415,6 +415,29 @@ def test_what_was_private_stays_private(
     assert read_back("dcp", target) == case("dcp_base").truth
 
 
+def test_an_owner_that_this_machine_does_not_know(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container that maps few users: the mode is kept all the same."""
+
+    def refuse(*args: object) -> None:
+        raise OSError(errno.EINVAL, "invalid argument")
+
+    path = out / "m.safetensors"
+    convert_to("safetensors", case("dcp_base").path, path)
+    path.chmod(0o640)
+    real = os.lstat
+    monkeypatch.setattr(os, "chown", refuse)
+    monkeypatch.setattr(os, "lstat", lambda at: owned(real(at), 7) if at == path else real(at))
+    convert_to("safetensors", case("hf_shards").path, path, overwrite=True)
+    assert path.stat().st_mode & 0o777 == 0o640
+
+
+def owned(status: os.stat_result, user: int) -> os.stat_result:
+    """A status as another user's file has it."""
+    return os.stat_result([*status[:4], user, *status[5:10]])
+
+
 def test_a_file_keeps_its_mode(out: Path) -> None:
     path = out / "m.safetensors"
     for mode in (0o640, 0o400):

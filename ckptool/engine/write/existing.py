@@ -204,7 +204,7 @@ def keep_mode(old: Path, new: Path) -> None:
             return
         for owner, group in ((-1, was.st_gid), (was.st_uid, -1)):
             if owner not in (-1, now.st_uid) or group not in (-1, now.st_gid):
-                with suppress(PermissionError):
+                with suppress(OSError):  # not allowed, or none that this machine knows
                     os.chown(new, owner, group)
         if stat.S_IMODE(was.st_mode) != stat.S_IMODE(now.st_mode):
             new.chmod(stat.S_IMODE(was.st_mode))
