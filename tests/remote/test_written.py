@@ -44,15 +44,17 @@ def planned(source: Path, to: str, s3: S3, **more: Any) -> Transfer[ConvertRepor
 
 
 def spots(transfer: Transfer[ConvertReport]) -> list[tuple[str, int]]:
-    """A byte of each run of bytes of each file, but for the checksums of tensors, and the last."""
+    """A byte of each run of bytes of each file, of both checksums of a tensor, and the last."""
     found = []
     for file in transfer.plan.layout.files:
-        offset = 0
+        offset, first = 0, None
         for part in file.parts:
             patches = part.patches if isinstance(part, Literal) else ()
             sums = {patch.at + n for patch in patches for n in range(4)}
             free = [n for n in range(min(part.nbytes, 99)) if n not in sums]
             found += [(file.path, offset + n) for n in free[:1]]
+            first = patches[0].part if patches and first is None else first
+            found += [(file.path, offset + p.at + 1) for p in patches if p.part == first]
             offset += part.nbytes
         found.append((file.path, offset - 1))
     return found

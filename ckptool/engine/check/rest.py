@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,18 +20,22 @@ _SUM = 4
 """Bytes of the checksum of a part, which is known once that is written."""
 
 
+_Sum = tuple[int, int]
+"""The offset of a checksum, and the number of the part that it is of."""
+
+
 class RestRun(NamedTuple):
     """Bytes of a file that are no tensor's, by their digest.
 
-    ``sums`` are where in the file checksums of tensors lie, which count as zeros: whoever reads
-    these tensors compares them.
+    ``sums`` are where in the file checksums of tensors lie, and the part that each is of. They are
+    known once that is written, and count as zeros: all of one part must be the same.
     """
 
     file: str
     offset: int
     nbytes: int
     digest: bytes
-    sums: tuple[int, ...]
+    sums: tuple[_Sum, ...]
 
     @property
     def end(self) -> int:
@@ -66,6 +71,8 @@ class Rest:
         self._files = files
         self._source, self._written = sides
         self._problems: list[str] = []
+        self._lock = threading.Lock()
+        self._unequal: dict[tuple[str, int], int] = {}
 
     def jobs(
         self, of_tensors: Iterable[Job[TensorPair, SideReaders, Any]]
@@ -106,15 +113,18 @@ class Rest:
                 return f"{file.path} is not there"
             if nbytes != file.nbytes:
                 return f"{file.path} has {nbytes:,} bytes, not {file.nbytes:,}"
-        return min(self._problems, default=None)
+        if self._problems or not self._unequal:
+            return min(self._problems, default=None)
+        file, number = min(self._unequal)
+        return f"{file}: two checksums of a tensor, part {number:,} of the file, differ"
 
     def _rest_of(self, file: FileLayout) -> Iterator[RestRun | _Copy]:
         """Yield what of a file is no tensor, in order, in runs of about a tile at most."""
         tile = self._written.tile
-        pending, sums, offset = bytearray(), list[int](), 0
+        pending, sums, offset = bytearray(), list[_Sum](), 0
         for part in file.parts:
             if isinstance(part, Literal):
-                sums += [offset + patch.at for patch in part.patches]
+                sums += [(offset + patch.at, patch.part) for patch in part.patches]
                 for at in range(0, part.nbytes, tile):
                     if len(pending) >= tile:
                         yield _run(file.path, offset + at, pending, sums)
@@ -147,9 +157,20 @@ class Rest:
             where = f"{one.file}: bytes {one.offset:,} to {one.offset + one.nbytes:,}"
             yield RestTile(None if is_equal else f"{where} are not as made")
 
+    def _note_sums(self, run: RestRun, data: memoryview) -> None:
+        """Note the checksums in a run, which may be cut off; those that are the same leave 0."""
+        for at, number in run.sums:
+            low, high = _inside(data, run.offset, at)
+            value = int.from_bytes(data[low:high], "little") << 8 * (run.offset + low - at)
+            with self._lock:
+                value ^= self._unequal.pop((run.file, number), 0)
+                if value:
+                    self._unequal[run.file, number] = value
+
     def _is_as_made(self, one: RestRun | _Copy, readers: SideReaders) -> bool:
         if isinstance(one, RestRun):
             data = _read_back(readers, one.file, one.offset, one.nbytes)
+            self._note_sums(one, data)
             _blank(data, one.offset, one.sums)
             return _digest(data) == one.digest
         at = one.offset
@@ -171,20 +192,25 @@ def _read_back(readers: SideReaders, file: str, offset: int, nbytes: int) -> mem
         raise _Unreadable(error.message) from error
 
 
-def _run(file: str, end: int, data: bytearray, sums: Iterable[int]) -> RestRun:
+def _run(file: str, end: int, data: bytearray, sums: Iterable[_Sum]) -> RestRun:
     """Return the run of bytes that ends at an offset of a file."""
     start = end - len(data)
-    inside = tuple(at for at in sums if start - _SUM < at < end)
+    inside = tuple(each for each in sums if start - _SUM < each[0] < end)
     view = memoryview(data)
     _blank(view, start, inside)
     return RestRun(file, start, len(data), _digest(view), inside)
 
 
-def _blank(data: memoryview, start: int, sums: Iterable[int]) -> None:
+def _blank(data: memoryview, start: int, sums: Iterable[_Sum]) -> None:
     """Put zeros in the place of checksums, which may lie in part in the bytes from ``start`` on."""
-    for at in sums:
-        low, high = max(0, at - start), min(len(data), at - start + _SUM)
+    for at, _ in sums:
+        low, high = _inside(data, start, at)
         data[low:high] = bytes(high - low)
+
+
+def _inside(data: memoryview, start: int, at: int) -> tuple[int, int]:
+    """Return which of the bytes from ``start`` on are those of a checksum."""
+    return max(0, at - start), min(len(data), at - start + _SUM)
 
 
 def _digest(data: memoryview) -> bytes:
