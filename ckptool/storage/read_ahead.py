@@ -170,8 +170,11 @@ def will_need(descriptor: int, offset: int, nbytes: int) -> None:
 
 
 def _advise(descriptor: int, offset: int, nbytes: int, advice: int) -> None:
-    """Tell the kernel; a file system or a sandbox that takes no advice reads all the same."""
-    with suppress(OSError):
+    """Tell the kernel; a file system or a sandbox that takes no advice reads all the same.
+
+    So does who reads what no file has, as damaged metadata may say: reading tells of that.
+    """
+    with suppress(OSError, OverflowError):
         os.posix_fadvise(descriptor, offset, nbytes, advice)
 
 

@@ -144,9 +144,14 @@ def test_a_plan_asks_ahead_and_ends(file: Path) -> None:
     assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == (threads, files)
 
 
-def test_what_cannot_be_asked_for_is_left_to_its_reader(tmp_path: Path) -> None:
+def test_what_cannot_be_asked_for_is_left_to_its_reader(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "f").write_bytes(b"x")
     source = LocalSource.folder(tmp_path)
+    source.expect([("f", 1 << 63, 1), ("f", 0, 1 << 64)])
+    source.plan_reads([("f", 1 << 63, 1)])()
+    assert not capfd.readouterr().err
     (tmp_path / "f").unlink()
     source.expect([("f", 0, 1)])
     source.plan_reads([("f", 0, 1)])()

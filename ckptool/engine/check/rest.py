@@ -115,8 +115,8 @@ class Rest:
                 return f"{file.path} has {nbytes:,} bytes, not {file.nbytes:,}"
         if self._problems or not self._unequal:
             return min(self._problems, default=None)
-        file, number = min(self._unequal)
-        return f"{file}: two checksums of a tensor, part {number:,} of the file, differ"
+        name, number = min(self._unequal)
+        return f"{name}: two checksums of a tensor, part {number:,} of the file, differ"
 
     def _rest_of(self, file: FileLayout) -> Iterator[RestRun | _Copy]:
         """Yield what of a file is no tensor, in order, in runs of about a tile at most."""
