@@ -14,13 +14,12 @@ from ckptool.commands.open import Survey
 from ckptool.commands.options.read import AS_DETECTED, ReadOptions
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.verify.findings import VerifyReport
-from ckptool.commands.verify.optimizer_files import trainer_file
+from ckptool.commands.verify.optimizer_files import has_optimizer
 from ckptool.commands.verify.pointers import find_pointers
 from ckptool.commands.verify.run_folder import verify_step
 from ckptool.commands.verify.steps import Step, steps_of
 from ckptool.commands.verify.verify import examine
 from ckptool.core.mesh import Mesh
-from ckptool.core.state_category import state_category
 from ckptool.errors import NotFound
 from ckptool.storage.url import Location
 
@@ -111,7 +110,7 @@ def _describe(
         tuple(dict.fromkeys(each.format.name for each in found)),
         verified.ok,
         verified.reasons,
-        any(map(_has_optimizer, found)),
+        any(map(has_optimizer, found)),
         next((each.world_size for each in catalogs if each.world_size is not None), None),
         next((each.mesh for each in catalogs if each.mesh is not None), None),
         pointer,
@@ -128,14 +127,3 @@ def _saved(found: Iterable[Survey]) -> datetime | None:
             with suppress(NotFound):  # removed meanwhile, as old steps of a run are
                 times.append(each.source.modified(file))
     return datetime.fromtimestamp(max(times), UTC) if times else None
-
-
-def _has_optimizer(each: Survey) -> bool:
-    catalog = each.catalog
-    if catalog is None:
-        return False
-    if trainer_file(each.source, catalog) is not None:
-        return True
-    parts = {state_category(entry) for entry in catalog.tensors.values()}
-    parts |= {state_category(entry) for entry in catalog.objects.values()}
-    return "optimizer" in parts

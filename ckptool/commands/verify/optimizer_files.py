@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from ckptool.commands.open import OpenedCheckpoint, open_checkpoint
+from ckptool.commands.open import OpenedCheckpoint, Survey, open_checkpoint
 from ckptool.commands.options.read import ReadOptions
+from ckptool.commands.verify.checks.consistency import CHECKLIST, LISTED
 from ckptool.core.catalog import Catalog, TensorEntry, places, stored_places
-from ckptool.core.state_category import with_every_part
+from ckptool.core.state_category import state_category, with_every_part
 from ckptool.core.text import list_some
 from ckptool.errors import CkptoolError, Unsupported
 from ckptool.formats.base import ScanOptions
+from ckptool.serialization.source import read_metadata
 from ckptool.storage.local import Files, LocalSource
 from ckptool.storage.url import Location
 
@@ -24,6 +26,27 @@ def trainer_file(source: Files, catalog: Catalog) -> str | None:
     """Return the file of a model's folder in which transformers' Trainer saved its optimizer."""
     names = (name for name in _OF_TRAINER if source.files.get(name) and name not in catalog.files)
     return next(names, None)
+
+
+def has_optimizer(each: Survey) -> bool:
+    """Return whether an optimizer's state lies in what was found of a checkpoint."""
+    if each.catalog is None:
+        return False
+    if trainer_file(each.source, each.catalog) is not None:
+        return True
+    parts = {state_category(entry) for entry in each.catalog.tensors.values()}
+    parts |= {state_category(entry) for entry in each.catalog.objects.values()}
+    return "optimizer" in parts
+
+
+def require_unlisted(source: Files, names: Iterable[str]) -> None:
+    """Raise Unsupported where a list of the folder's files has one of those that are to go."""
+    lists = [file for file in (LISTED, CHECKLIST) if file in source.files]
+    texts = {file: read_metadata(source, file) for file in lists}
+    for name in names:
+        for file, text in texts.items():
+            if name.encode() in text:
+                raise Unsupported(f"{file} lists {name}, and verify would say that it is missing")
 
 
 def require_optimizer(path: Location) -> None:
@@ -52,6 +75,7 @@ def files_apart(
     folders = {file.rpartition("/")[0] for file in theirs} - used - {""}
     below = tuple(f"{folder}/" for folder in folders)
     theirs |= {file for file in opened.source.files if file.startswith(below)}
+    require_unlisted(opened.source, sorted(theirs))
     view = LocalSource.folder(Path(str(opened.path)), theirs)
     lost = list_some(sorted(theirs), 1)
     try:

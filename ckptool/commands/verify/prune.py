@@ -11,9 +11,11 @@ from typing import ClassVar, Literal
 
 from ckptool.commands.detect import folder_at, require_known, unfinished_problem
 from ckptool.commands.document import Report
+from ckptool.commands.open import survey
 from ckptool.commands.options.prune import PruneOptions
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.verify.codes import require_codes
+from ckptool.commands.verify.optimizer_files import has_optimizer
 from ckptool.commands.verify.pointers import find_links, find_pointers
 from ckptool.commands.verify.run_folder import verify_step
 from ckptool.commands.verify.steps import Step, holds_steps, name_pattern, says_step, steps_of
@@ -141,6 +143,7 @@ class _Decision:
         self._notify = notify
         self._numbers = Counter(step.number for step in steps if step.number is not None)
         self._good = 0
+        self._resumes = False
 
     def fates(self) -> Iterator[StepFate]:
         """Yield what becomes of each step, the newest first."""
@@ -164,17 +167,31 @@ class _Decision:
             self._good += 1
             newest = "the newest good step" if last == 1 else f"one of the newest {last} good steps"
             kept = StepFate(step.path, step.number, "keep", reason or newest, nbytes, ok=True)
-            return self._stripped(step, kept) if is_older else kept
+            is_last = self._is_last_to_resume(step)
+            return self._stripped(step, kept, is_last=is_last) if is_older else kept
         damage = f"not good: {report.reasons[0]}"
         if reason is None:
             return StepFate(step.path, step.number, "leave", damage, nbytes, ok=False)
         return StepFate(step.path, step.number, "keep", f"{reason}; {damage}", nbytes, ok=False)
 
-    def _stripped(self, step: Step, kept: StepFate) -> StepFate:
-        """Return the fate of an older good step, which may lose its optimizer's state."""
+    def _is_last_to_resume(self, step: Step) -> bool:
+        """Return whether a good step is the newest that has an optimizer, if that matters."""
+        if self._resumes or not self._options.drop_optimizer_of_older:
+            return False
+        read = self._options.verify.read
+        self._resumes = any(has_optimizer(survey(part, read)) for part in step.parts)
+        return self._resumes
+
+    def _stripped(self, step: Step, kept: StepFate, *, is_last: bool) -> StepFate:
+        """Return the fate of an older good step, which may lose its optimizer's state.
+
+        The last that has one keeps it: training could resume from no other.
+        """
         pointed = step.number is None or step.path in self._pointers
         if pointed or not self._options.drop_optimizer_of_older:
             return kept
+        if is_last:
+            return replace(kept, reason=f"{kept.reason}; no newer good step has an optimizer")
         verify = self._options.verify
         try:
             strips = plan_strip(step.parts, verify.read, verify.workers)

@@ -11,7 +11,12 @@ from ckptool.commands.open import OpenedCheckpoint, open_checkpoint
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.target import SaveOptions, TransferOptions
 from ckptool.commands.transfer.transfer import Transfer, require_agreement
-from ckptool.commands.verify.optimizer_files import files_apart, require_optimizer, trainer_file
+from ckptool.commands.verify.optimizer_files import (
+    files_apart,
+    require_optimizer,
+    require_unlisted,
+    trainer_file,
+)
 from ckptool.core.catalog import Catalog
 from ckptool.core.layout import FileLayout, Layout, Verbatim
 from ckptool.core.plan import Plan
@@ -96,6 +101,7 @@ def _plan_removal(opened: OpenedCheckpoint) -> Strip | None:
     if name is None:
         return None
     file = opened.path / name
+    require_unlisted(opened.source, [name])
     require_optimizer(file)
     if isinstance(file, Path) and file.is_symlink():
         raise Unsupported(f"{name} is a symbolic link")
@@ -107,6 +113,9 @@ def _copy_without(
 ) -> Transfer[ConvertReport]:
     """Plan to write all files of a folder but some, as they are."""
     files = {name: size for name, size in opened.source.files.items() if name not in gone}
+    links = [name for name in files if Path(f"{opened.path}/{name}").is_symlink()]
+    if links:
+        raise Unsupported(f"{links[0]} is a symbolic link, and the copy would have a file")
     parts = (FileLayout(name, (Verbatim(name, size),)) for name, size in files.items())
     plan = Plan(Catalog(opened.format.name, {}, {}, files), Layout(tuple(parts), folder=True))
     report = ConvertReport.of(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import signal
@@ -212,6 +213,34 @@ def test_the_optimizer_of_transformers_trainer_is_seen_and_goes(tmp_path: Path) 
     other = trainer_steps(tmp_path / "other")
     torch.save({"state": {}, "ema": torch.ones(2)}, other / "checkpoint-100" / "optimizer.pt")
     assert "optimizer.pt is no optimizer's state dict" in stripped(other).steps[-1].reason
+
+
+def test_the_last_optimizer_of_a_run_stays(tmp_path: Path) -> None:
+    """The newest step was saved without one: training resumes from the one before it."""
+    run = trainer_steps(tmp_path / "run")
+    (run / "checkpoint-200" / "optimizer.pt").unlink()
+    report = stripped(run, yes=True)
+    assert not report.freed
+    assert "no newer good step has an optimizer" in report.steps[-1].reason
+    assert (run / "checkpoint-100" / "optimizer.pt").exists()
+
+
+def test_what_a_list_of_files_names_stays(tmp_path: Path) -> None:
+    run = trainer_steps(tmp_path / "run")
+    step = run / "checkpoint-100"
+    listed = {name: f"sha256:{digest}" for name, digest in hashes(step).items()}
+    (step / "integrity.json").write_text(json.dumps({"algorithm": "md5", "files": listed}))
+    assert "integrity.json lists optimizer.pt" in stripped(run, yes=True).steps[-1].reason
+    assert (step / "optimizer.pt").exists()
+
+
+def test_a_link_beside_an_optimizer_stays_a_link(tmp_path: Path) -> None:
+    for step in (100, 200):
+        shutil.copytree(case("accelerate_rank_files").path, tmp_path / f"checkpoint-{step}")
+    (tmp_path / "shared.txt").write_text("x")
+    (tmp_path / "checkpoint-100" / "notes.txt").symlink_to("../shared.txt")
+    assert "notes.txt is a symbolic link" in stripped(tmp_path, yes=True).steps[-1].reason
+    assert (tmp_path / "checkpoint-100" / "notes.txt").is_symlink()
 
 
 def test_a_single_file_goes_from_a_store_too(tmp_path: Path) -> None:
