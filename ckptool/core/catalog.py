@@ -177,8 +177,8 @@ class Chunk:
 
     def map_places(self, move: Callable[[Place], Place]) -> Chunk:
         """Return the chunk with what ``move`` makes of its place, and of each copy's."""
-        copies = tuple(replace(copy, at=move(copy.at)) for copy in self.copies)
-        return replace(self, at=move(self.at), copies=copies)
+        copies = tuple([Copy(move(copy.at), copy.rank) for copy in self.copies])
+        return Chunk(self.box, move(self.at), self.rank, copies)
 
 
 @dataclass(frozen=True, slots=True)

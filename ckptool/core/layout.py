@@ -199,7 +199,11 @@ def tiles(box: Box, itemsize: int, limit: int) -> Iterator[Box]:
     Each holds at most ``limit`` bytes, as long as one element does.
     """
     shape = box.shape
-    if not box.volume:
+    volume = math.prod(shape)
+    if not volume:
+        return
+    if volume * itemsize <= limit:
+        yield box
         return
     dim, inner = _split_dim(shape, itemsize, limit)
     step = max(1, limit // inner) if dim < len(shape) else 1

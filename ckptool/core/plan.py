@@ -40,7 +40,7 @@ class ChunkIndex:
 
     def __init__(self, entry: TensorEntry) -> None:
         boxes = boxes_of(entry.chunks)
-        spans = spans_of(boxes) if boxes and entry.shape else []
+        spans = spans_of(boxes) if len(boxes) > 1 and entry.shape else []
         solid = solid_places(boxes)
         dims = range(len(spans))
         self._dim = max(dims, key=lambda d: len(set(spans[d])), default=None)
@@ -250,7 +250,7 @@ def _tiles_of(
     for local in cut:
         sources = tuple(_sources(local, pieces, index))
         volume = local.volume
-        if sum(source.box.volume for source in sources) != volume:
+        if sum([source.box.volume for source in sources]) != volume:
             raise Damaged(f"{entry.name}: {local} of a local tensor {list(shape)} is not covered")
         yield Tile(place.file, place.position, offset, local.shape, entry, sources)
         offset += volume * part.itemsize

@@ -8,9 +8,11 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 from ckptool.errors import Changed, Damaged, NotFound, Problem
+
+_T = TypeVar("_T")
 
 
 class Listed(Protocol):
@@ -175,3 +177,20 @@ class FileListing:
                 " name the checkpoint itself"
             )
         return True
+
+
+def within_folder(files: Mapping[str, _T], folder: str) -> dict[str, _T]:
+    """Return the files below a folder, by their paths relative to it."""
+    head = folder + "/"
+    return {name[len(head) :]: what for name, what in files.items() if name.startswith(head)}
+
+
+def by_folder(files: Mapping[str, _T]) -> dict[str, dict[str, _T]]:
+    """Return the files below every folder, at any depth, by the folder."""
+    grouped: dict[str, dict[str, _T]] = {}
+    for name, what in files.items():
+        at = name.find("/")
+        while at >= 0:
+            grouped.setdefault(name[:at], {})[name[at + 1 :]] = what
+            at = name.find("/", at + 1)
+    return grouped

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from itertools import chain, islice, repeat, starmap
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from ckptool.errors import CkptoolError, Damaged, NotFound, Problem
 from ckptool.storage.commit_note import side_file, side_name
@@ -18,14 +19,15 @@ from ckptool.storage.file_status import (
     DEPTH,
     FileListing,
     FileStatus,
+    by_folder,
     changed,
     missing,
     status_now,
     version_digest,
+    within_folder,
 )
-from ckptool.storage.read_ahead import ReadAhead, ask_aside, will_need
+from ckptool.storage.read_ahead import ReadAhead, SmallReads, ask_aside, will_need
 
-_T = TypeVar("_T")
 Run = tuple[str, int, int]
 """A file, and the offset and number of bytes that are read of it."""
 
@@ -142,6 +144,7 @@ class LocalSource:
         self._listed = listed or {}
         self._places = places or {}
         self._ahead = ReadAhead()
+        self._small, self._lock = SmallReads(), threading.Lock()
 
     @classmethod
     def of(
@@ -238,35 +241,28 @@ class LocalSource:
 
     def read(self, file: str, offset: int, nbytes: int) -> bytes:
         """Return exactly ``nbytes`` at ``offset``; Damaged where the file ends before."""
+        require_within(self, file, offset, nbytes)
+        with self._lock, closing(self.reader()) as reader:
+            kept = self._small.find(file, offset, nbytes, reader.read_some)
+            if kept is not None:
+                return bytes(kept)
         return read_exactly(self, file, offset, nbytes)
 
     def _path(self, file: str) -> str:
         return f"{self.root}/{self._places.get(file, file)}"
 
 
-def within_folder(files: Mapping[str, _T], folder: str) -> dict[str, _T]:
-    """Return the files below a folder, by their paths relative to it."""
-    head = folder + "/"
-    return {name[len(head) :]: what for name, what in files.items() if name.startswith(head)}
-
-
-def by_folder(files: Mapping[str, _T]) -> dict[str, dict[str, _T]]:
-    """Return the files below every folder, at any depth, by the folder."""
-    grouped: dict[str, dict[str, _T]] = {}
-    for name, what in files.items():
-        at = name.find("/")
-        while at >= 0:
-            grouped.setdefault(name[:at], {})[name[at + 1 :]] = what
-            at = name.find("/", at + 1)
-    return grouped
-
-
-def read_exactly(source: Files, file: str, offset: int, nbytes: int) -> bytes:
-    """Return exactly ``nbytes`` at ``offset`` of a file; Damaged where it ends before."""
+def require_within(source: Files, file: str, offset: int, nbytes: int) -> None:
+    """Raise NotFound where there is no such file, Damaged where it ends before these bytes."""
     if file not in source.files:
         raise missing(file)
     if offset < 0 or nbytes < 0 or offset + nbytes > source.files[file]:
         raise too_short(file, offset, nbytes, source.files[file])
+
+
+def read_exactly(source: Files, file: str, offset: int, nbytes: int) -> bytes:
+    """Return exactly ``nbytes`` at ``offset`` of a file; Damaged where it ends before."""
+    require_within(source, file, offset, nbytes)
     stream = io.BytesIO(bytes(nbytes))  # whose value is these bytes, not a copy
     with closing(source.reader()) as reader, stream.getbuffer() as memory:
         reader.read_into(file, offset, memory)
@@ -317,18 +313,6 @@ def _open(path: str, file: str, listed: FileStatus | None) -> int:
     raise changed([file])
 
 
-def _read_into(descriptor: int, file: str, offset: int, buffer: memoryview) -> None:
-    done = 0
-    while done < len(buffer):
-        try:
-            count = os.preadv(descriptor, [buffer[done:]], offset + done)
-        except OSError as error:
-            raise unreadable(file, error) from None
-        if count == 0:
-            raise too_short(file, offset, len(buffer), offset + done)
-        done += count
-
-
 class LocalReader:
     """Positioned reads for one thread, with a bounded number of open files.
 
@@ -349,13 +333,31 @@ class LocalReader:
         self._places = places or {}
         self._limit = limit
         self._descriptors: OrderedDict[str, int] = OrderedDict()
+        self._small = SmallReads()
 
     def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` from ``offset``; Damaged where the file ends before."""
+        kept = self._small.find(file, offset, len(buffer), self.read_some)
+        if kept is not None:
+            buffer[:] = kept
+            return
+        done = 0
+        while done < len(buffer):
+            count = self.read_some(file, offset + done, buffer[done:])
+            if count == 0:
+                raise too_short(file, offset, len(buffer), offset + done)
+            done += count
+
+    def read_some(self, file: str, offset: int, buffer: memoryview) -> int:
+        """Fill ``buffer`` from ``offset`` up to the end of the file; return how many bytes."""
         descriptor = self._descriptor(file)
         self._ahead.begin(descriptor, file, offset, len(buffer))
-        _read_into(descriptor, file, offset, buffer)
-        self._ahead.end(descriptor, file, offset, len(buffer))
+        try:
+            count = os.preadv(descriptor, [buffer], offset)
+        except OSError as error:
+            raise unreadable(file, error) from None
+        self._ahead.end(descriptor, file, offset, count)
+        return count
 
     def expect(self, file: str, offset: int, nbytes: int) -> None:
         """Have a few bytes read that are asked for soon."""

@@ -31,6 +31,14 @@ _MOST_UNREAD = 1 << 16
 _SHORT = 16
 """Memory is short where less than the 16th part of it is free."""
 _CACHESTAT = 451
+_SMALL = 16 << 10
+"""Bytes of a read that costs less than to call the kernel for it."""
+_WINDOW = 64 << 10
+"""Bytes that are read at once where small reads go on."""
+_MOST_WINDOWS = 16
+"""Files of which small reads may go on at the same time."""
+SMALL_MEMORY = _WINDOW * _MOST_WINDOWS
+"""Bytes of memory that ``SmallReads`` take at most."""
 
 
 @dataclass(slots=True)
@@ -48,6 +56,58 @@ class _Stream:
     def goes_on(self, offset: int) -> bool:
         """Return whether a read continues it; threads take turns, so it may come late."""
         return self.reached - _MOST <= offset <= self.reached + _GAP
+
+
+@dataclass(slots=True)
+class _Window:
+    """``nbytes`` of a file that are kept from ``start``, and where the last small read ended."""
+
+    start: int
+    nbytes: int
+    reached: int
+    memory: memoryview
+
+
+class SmallReads:
+    """Reads what lies behind a small read along with it, where such reads go on, for one thread.
+
+    A tensor of a few KiB then costs a copy, not a call of the kernel.
+    """
+
+    def __init__(self) -> None:
+        self._windows: dict[str, _Window] = {}
+
+    def find(
+        self, file: str, offset: int, nbytes: int, read: Callable[[str, int, memoryview], int]
+    ) -> memoryview | None:
+        """Return some bytes of a file until the next are asked for; None where they are to be read.
+
+        Where the reads of the file go on, ``read`` fills memory as far as the file has bytes, and
+        returns how many.
+        """
+        if nbytes > _SMALL:
+            return None
+        window = self._windows.get(file)
+        if window is None:
+            window = self._begin(file)
+        at = offset - window.start
+        if not 0 <= at <= window.nbytes - nbytes:
+            goes_on = 0 <= offset - window.reached <= _GAP
+            at, window.start, window.nbytes, window.reached = 0, offset, 0, offset + nbytes
+            if goes_on:
+                window.memory = window.memory or memoryview(bytearray(_WINDOW))
+                window.nbytes = read(file, offset, window.memory)
+            if window.nbytes < nbytes or not goes_on:
+                return None
+        window.reached = offset + nbytes
+        return window.memory[at : at + nbytes]
+
+    def _begin(self, file: str) -> _Window:
+        """Return a window of a file that nothing was read of, in place of the oldest of many."""
+        if len(self._windows) >= _MOST_WINDOWS:
+            del self._windows[next(iter(self._windows))]
+        window = self._windows[file] = _Window(0, 0, -_GAP - 1, memoryview(b""))
+        return window
 
 
 class ReadAhead:

@@ -7,8 +7,8 @@ from contextlib import suppress
 
 from ckptool.errors import Changed, NotFound, Problem
 from ckptool.storage.block_cache import BLOCK, ObjectVersion
-from ckptool.storage.file_status import changed, version_digest
-from ckptool.storage.local import CORES, Run, by_folder, read_exactly, too_short, within_folder
+from ckptool.storage.file_status import by_folder, changed, version_digest, within_folder
+from ckptool.storage.local import CORES, Run, read_exactly, too_short
 from ckptool.storage.store import ObjectInfo
 from ckptool.storage.url import WEB, RemotePath
 

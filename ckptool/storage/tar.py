@@ -12,15 +12,8 @@ from contextlib import closing
 from typing import NamedTuple
 
 from ckptool.errors import Damaged, Problem
-from ckptool.storage.local import (
-    FileReader,
-    Files,
-    Run,
-    by_folder,
-    read_exactly,
-    too_short,
-    within_folder,
-)
+from ckptool.storage.file_status import by_folder, within_folder
+from ckptool.storage.local import FileReader, Files, Run, read_exactly, too_short
 
 BLOCK = 512
 MAGIC_AT = 257

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import random
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -118,3 +120,41 @@ def test_runs_that_lie_apart(tmp_path: Path) -> None:
     with pytest.raises(Damaged, match="truncated"):
         reader.read_runs("f", 8, 30, runs)
     reader.close()
+
+
+def test_small_reads_that_go_on_are_what_the_files_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contents = {f"f{n}": random.Random(n).randbytes(200_001) for n in range(20)}
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    source, chance = LocalSource.folder(tmp_path), random.Random(0)
+    calls, real = [], LocalReader.read_some
+    monkeypatch.setattr(
+        LocalReader, "read_some", lambda *args: calls.append(args[1]) or real(*args)
+    )
+    places = dict.fromkeys(contents, 0)
+    with closing(source.reader()) as reader:
+        for _ in range(4_000):
+            name = chance.choice(list(contents)[: chance.choice((2, 20))])
+            nbytes = chance.choice((0, 1, 700, 5_000, 16_384, 16_385))
+            offset = chance.choice((*[places[name]] * 8, places[name] + 64, 10, 199_000))
+            places[name] = offset + nbytes
+            if offset + nbytes > 200_001:
+                places[name] = 0
+                for read in (source.read, reader.read_into):
+                    with pytest.raises(Damaged, match="200,001 bytes"):
+                        read(name, offset, nbytes if read == source.read else _room(nbytes))
+                continue
+            memory, wanted = _room(nbytes), contents[name][offset : offset + nbytes]
+            reader.read_into(name, offset, memory)
+            assert (bytes(memory), source.read(name, offset, nbytes)) == (wanted, wanted)
+    calls.clear()
+    with closing(source.reader()) as reader:
+        for offset in range(0, 200_000, 2_000):
+            reader.read_into("f0", offset, _room(2_000))
+    assert len(calls) <= 5  # of 64 KiB each, not 100 of 2,000 bytes
+
+
+def _room(nbytes: int) -> memoryview:
+    return memoryview(bytearray(nbytes))

@@ -103,7 +103,7 @@ def pair_jobs(pairs: Iterable[TensorPair]) -> Iterator[Job[TensorPair, SideReade
         boxes = chain.from_iterable(tiles(part, itemsize, TILE) for part in parts)
         while batch := list(islice(boxes, _TILES_PER_JOB)):
             runs = [partial(entry_runs, entry, batch) for entry in (pair.one, pair.other)]
-            yield Job(pair, partial(_read_both, pair, batch), runs)
+            yield Job(pair, partial(_read_both, pair, batch), runs, pair.nbytes)
 
 
 def _read_both(pair: TensorPair, boxes: Sequence[Box], readers: SideReaders) -> Iterator[PairTile]:

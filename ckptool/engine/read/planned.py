@@ -175,4 +175,5 @@ class PlanReader:
 def plan_job(tiles: Sequence[Tile]) -> Job[Sequence[Tile], PlanReader, PlannedPiece]:
     """Return the job that reads tiles which share rows of the source."""
     runs = partial(tile_runs, tiles, shared=len(tiles) > 1)
-    return Job(tiles, lambda reader: reader.pieces(tiles), [runs])
+    nbytes = sum(tile.nbytes for tile in tiles)
+    return Job(tiles, lambda reader: reader.pieces(tiles), [runs], nbytes)

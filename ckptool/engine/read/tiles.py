@@ -27,6 +27,9 @@ Progress = Callable[[int], None]
 _MOST_JOBS = 1 << 12
 _MOST_RUNS = 1 << 14
 """Runs of bytes whose reads of a store are planned together, of at most a few MiB each."""
+_ENOUGH = 1 << 18
+"""Bytes of the jobs that a thread takes at a time, each counted as ``_LEAST`` bytes at least."""
+_LEAST = 1 << 12
 _LITTLE = 16 << 20
 """Bytes of memory that are not worth another order of jobs."""
 
@@ -71,12 +74,13 @@ class Job(NamedTuple, Generic[Subject, Reader, TileOut]):
     """The tiles that one thread reads in order; ``subject`` is what the sink knows them by.
 
     ``runs`` are, for each side, what yields the bytes that it reads there; none are where that is
-    not known before.
+    not known before. Jobs of few ``nbytes`` are taken several at a time.
     """
 
     subject: Subject
     read: Callable[[Reader], Iterator[TileOut]]
     runs: Sequence[RunsOf] = ()
+    nbytes: int = _ENOUGH
 
 
 class Cancelled(Exception):
@@ -98,13 +102,19 @@ def read_tiles(
     """
     stop, lock = threading.Event(), threading.Lock()
     plans: deque[Callable[[], None]] = deque()
-    jobs, sides = iter(wanted), source.sides
+    jobs, sides, enough = iter(wanted), source.sides, _ENOUGH
     if any(files.block > 1 for files in sides):
-        jobs = _announced(sides, jobs, workers, plans)
+        jobs, enough = _announced(sides, jobs, workers, plans), 0
 
-    def next_job() -> Job[Subject, Reader, TileOut] | None:
+    def next_jobs() -> list[Job[Subject, Reader, TileOut]]:
+        taken, nbytes = [], 0
         with lock:
-            return next(jobs, None)
+            for job in jobs:
+                taken.append(job)
+                nbytes += max(_LEAST, job.nbytes)
+                if nbytes >= enough:
+                    break
+        return taken
 
     def counted(tiles: Iterator[TileOut]) -> Iterator[TileOut]:
         for tile in tiles:
@@ -115,8 +125,9 @@ def read_tiles(
 
     def read_jobs() -> None:
         with closing(source.reader()) as reader:
-            while not stop.is_set() and (job := next_job()) is not None:
-                sink(job.subject, counted(job.read(reader)))
+            while not stop.is_set() and (some := next_jobs()):
+                for job in some:
+                    sink(job.subject, counted(job.read(reader)))
 
     try:
         _run_threads(read_jobs, workers, stop)

@@ -336,7 +336,10 @@ class _CachedArchive(NamedTuple):
             )
             for key, stored in self.file.storages.items()
         }
-        return replace(self.file, what=region.what, storages=storages, meshes={})
+        alike = self.file
+        return TorchFile(
+            region.what, alike.inert, storages, alike.byteorder, alike.pickled, alike.hostile
+        )
 
 
 _CACHE: dict[int, list[_CachedArchive]] = {}
