@@ -84,6 +84,8 @@ class TorchRanks(Ranks):
     torch waits beyond the reach of signals: it does so on threads of its own.
     """
 
+    _after_loss = "their messages say why; the same command with --resume continues"
+
     def __init__(self, launch: Launch) -> None:
         import torch.distributed as distributed
         import torch.distributed.nn  # noqa: F401 (must precede the group: it keeps WORLD in defaults)
@@ -107,7 +109,7 @@ class TorchRanks(Ranks):
         except RuntimeError as error:
             raise TransferError(
                 f"rank {self.rank}: lost the connection to other ranks: {error_text(error)}",
-                hint="their messages say why; the same command with --resume continues",
+                hint=self._after_loss,
             ) from None
         return values  # type: ignore[return-value]
 
@@ -138,6 +140,8 @@ class TorchRanks(Ranks):
 
 class RunningRanks(TorchRanks):
     """The ranks of the process group that a program has already, over a group of their own."""
+
+    _after_loss = "their messages say why"
 
     def __init__(self) -> None:
         import torch.distributed as distributed

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 (registers the backend)
 
 import ckptool
-from ckptool.errors import NotVerified, Unsupported, UsageError
+from ckptool.engine.write.stage import Stage
+from ckptool.errors import NotVerified, TransferError, Unsupported, UsageError
 from ckptool.storage.memory import MemoryFiles
 
 
@@ -175,3 +178,20 @@ def test_memory_that_is_changed_meanwhile_is_found(
     with pytest.raises(NotVerified):
         ckptool.save({"w": weight}, out / "m.pt", fsync=False)
     assert not (out / "m.pt").exists()
+
+
+def test_a_save_that_failed_is_begun_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody resumes what was in memory: the hint names no option that there is not."""
+
+    def fill(*args: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    state = {"w": torch.ones(4)}
+    with monkeypatch.context() as patched:
+        patched.setattr(Stage, "write", fill)
+        with pytest.raises(TransferError, match="No space left") as caught:
+            ckptool.save(state, tmp_path / "m", to="dcp")
+    assert "--resume" not in f"{caught.value.hint}"
+    assert "the next save to the same place" in f"{caught.value.hint}"
+    assert ckptool.save(state, tmp_path / "m", to="dcp").written
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]

@@ -38,6 +38,7 @@ from ckptool.errors import (
     failure_of,
 )
 from ckptool.storage.commit_note import side_name
+from ckptool.storage.memory import MemoryFiles
 
 if TYPE_CHECKING:
     from ckptool.core.layout import Layout
@@ -134,6 +135,7 @@ def _is_finished_by(stage: Output, ranks: Ranks) -> bool:
 
 AnyReport = TypeVar("AnyReport")
 
+_SAVES_AGAIN = "what was written is kept until the next save to the same place, which begins again"
 _FINISHED = "all was written by an earlier run, whose commit was cut short; that is finished now"
 
 
@@ -219,7 +221,7 @@ class Transfer(Generic[AnyReport]):
                 error.add_hint(remains)
             raise
         except (KeyboardInterrupt, SystemExit) as error:
-            for note in (stage.next_step(), stage.remains()):
+            for note in (self._next_step(stage), stage.remains()):
                 if note is not None:
                     error.add_note(note)
             raise
@@ -242,8 +244,14 @@ class Transfer(Generic[AnyReport]):
         if isinstance(error, OSError):
             error = failure_of(error, head)
         message = Problem(head + error.message.removeprefix(head), error.message.code)
-        hints = (error.hint, stage.next_step(), stage.remains())
+        hints = (error.hint, self._next_step(stage), stage.remains())
         return TransferError(message, hint="; ".join(filter(None, hints)) or None)
+
+    def _next_step(self, stage: Output) -> str | None:
+        """Return how a run that ended midway goes on: of what was in memory it begins again."""
+        step = stage.next_step()
+        is_in_memory = isinstance(self.opened.source, MemoryFiles)
+        return _SAVES_AGAIN if is_in_memory and step is not None else step
 
     def _open_stage(self, ranks: Ranks) -> Output | None:
         """Make the stage of this rank; None where an earlier run wrote all that is asked for.
