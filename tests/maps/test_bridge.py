@@ -70,3 +70,21 @@ def test_as_megatron_bridge_maps_and_back(model: str, out: Path) -> None:
         for name, array in tensors.items():
             one = np.float32("linear_attn.norm" in name)
             assert digest(back[name]) == digest(array - one + one), name
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_vl_moe"])
+def test_a_vision_model_has_as_many_layers_as_it_likes(kind: str, out: Path) -> None:
+    """As all of Qwen3-VL but the tiny: 27 blocks that see, and 36 layers in 8B."""
+    tensors = save(kind, out / "whole")
+    last = max(int(m[1]) for n in tensors if (m := re.search(r"visual\.blocks\.(\d+)\.", n)))
+    fewer = {n: a for n, a in tensors.items() if f"visual.blocks.{last}." not in n}
+    assert 0 < len(fewer) < len(tensors)
+    (out / "whole" / "model.safetensors").unlink()
+    save_file(fewer, out / "whole" / "model.safetensors", {"format": "pt"})
+    there, back = out / "megatron", out / "back"
+    name = f"megatron-{kind.replace('_', '-')}"
+    convert_to("dcp", out / "whole", there, map=MapOptions(name))
+    convert_to("safetensors", there, back, map=MapOptions(name, assets=out / "whole"))
+    again = load_file(back / "model.safetensors")
+    assert again.keys() == fewer.keys()
+    assert all(np.array_equal(again[name], array) for name, array in fewer.items())
