@@ -139,9 +139,10 @@ def _compare_layers(config: Record, catalog: Catalog) -> Iterator[Difference]:
     """Count the layers, with those that predict further tokens or without.
 
     Those that predict join the last hidden state with an embedding by ``eh_proj`` (DeepSeek V3,
-    GLM 4.5); transformers skips them, and its config need not count them.
+    GLM 4.5); transformers skips them, and its config need not count them. With ``block_configs``
+    (Nemotron-NAS) a layer may do nothing, and then has no tensor.
     """
-    counts = _numbers(config, LAYER_COUNTS)
+    counts = {} if "block_configs" in config else _numbers(config, LAYER_COUNTS)
     matches = [match for name in catalog.tensors if (match := _LAYER.fullmatch(name))]
     numbers = {int(match[2]) for match in matches}
     if not counts or len({match[1] for match in matches}) != 1:

@@ -160,12 +160,14 @@ OWN_COUNTS: list[tuple[dict[str, Any], dict[str, torch.Tensor]]] = [
     ({"draft_vocab_size": 20}, {"lm_head.weight": torch.randn(20, 16)}),
     ({"n_routed_experts": 4, "zero_expert_num": 2}, ROUTED),
     ({"text_config": {"torch_dtype": "float16"}}, {}),
+    ({"num_hidden_layers": 4, "block_configs": []}, {"model.layers.3.x": torch.ones(2)}),
     (
         {"num_hidden_layers": 1, "num_nextn_predict_layers": 3},
         {"model.layers.1.eh_proj.weight": torch.ones(16, 32)},
     ),
 ]
-"""Llama 3.2 Vision; a draft of EAGLE-3; LongCat-Flash; two types; one of 3 layers that predict."""
+"""Llama 3.2 Vision; a draft of EAGLE-3; LongCat-Flash; two types; a layer that does nothing; one of
+three that predict."""
 
 
 @pytest.mark.parametrize(("change", "tensors"), OWN_COUNTS)
