@@ -17,6 +17,7 @@ from ckptool.commands.transfer.report import Part, TransferReport
 from ckptool.core.catalog import Catalog
 from ckptool.core.layout import Literal, Verbatim
 from ckptool.core.plan import Plan
+from ckptool.engine.check.copies import copied_files
 from ckptool.engine.check.replicas import differing_replicas
 from ckptool.engine.ranks import Ranks, begin_output
 from ckptool.engine.read.containers import likely_place
@@ -256,7 +257,7 @@ class Transfer(Generic[AnyReport]):
     def _open_stage(self, ranks: Ranks) -> Output | None:
         """Make the stage of this rank; None where an earlier run wrote all that is asked for.
 
-        Damaged where replicas differ, Unsupported where plans differ.
+        Damaged where replicas differ or files of ranks do not, Unsupported where plans differ.
         """
         if ranks.size > 1 and self.options.part is not None:
             raise UsageError("--part: torchrun shares the work among its ranks by itself")
@@ -278,6 +279,10 @@ class Transfer(Generic[AnyReport]):
             raise damaged(
                 problems, subject="the replicas", hint="use --drop NAME to exclude a tensor"
             )
+        if share.position == 0 and not self.options.finish:
+            copied = list(copied_files(self.plan.catalog, self.opened.source))
+            if copied:
+                raise damaged(copied, subject="the ranks' files")
 
     def _write_unchanged(self, stage: Output, progress: Progress, ranks: Ranks) -> tuple[str, ...]:
         """Write; raise Changed where what looks damaged is a source that was changed."""

@@ -29,7 +29,6 @@ from ckptool.commands.verify.checks.content import (
     scattered_not_finite,
     unwritten_ends,
 )
-from ckptool.commands.verify.checks.copies import copied_files
 from ckptool.commands.verify.checks.files import FileCheck, name_problems, newer_than_metadata
 from ckptool.commands.verify.checks.parts import parts
 from ckptool.commands.verify.checks.pickles import odd_values
@@ -45,6 +44,7 @@ from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.state_category import state_category
 from ckptool.core.text import list_some
 from ckptool.engine.check.content import ContentReport, check_spans
+from ckptool.engine.check.copies import copied_files
 from ckptool.engine.check.spans import ByteSpan
 from ckptool.engine.ranks import Ranks
 from ckptool.engine.read.tiles import Progress
@@ -256,7 +256,7 @@ class Verification:
         if self._catalog is not None and self._sample.checks_whole:
             self._problems += differing_step_values(self._catalog)
             with suppress(CkptoolError):  # of which what reads all of it tells
-                self._problems += copied_files(self._catalog.tensors.values(), source)
+                self._problems += copied_files(self._catalog, source)
         self._problems += content.counters.problems()
         return names
 

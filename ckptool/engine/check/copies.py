@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
-from ckptool.core.catalog import Chunk, Extent, TensorEntry
+from ckptool.core.catalog import Catalog, Chunk, Extent, TensorEntry
 from ckptool.errors import Problem
 from ckptool.storage.local import Files
 
@@ -16,23 +16,17 @@ _BLOCK = 1 << 22
 _Shards = dict[str, tuple[TensorEntry, Chunk]]
 
 
-def copied_files(entries: Iterable[TensorEntry], source: Files) -> Iterator[Problem]:
+def copied_files(catalog: Catalog, source: Files) -> Iterator[Problem]:
     """Yield each file that is byte for byte the file of another rank, though both hold shards.
 
-    Of each file both ends are read, and all of two of a size whose ends are alike. Not where the
+    Of files of one size both ends are read, and all of two whose ends are alike. Not where the
     shards have one value throughout, as a state of zeros, and not in a store, where each file would
     cost requests more.
     """
-    if source.block > 1:
-        return
-    files = _shards_by_file(entries)
-    alike: dict[object, list[str]] = defaultdict(list)
-    for file in files:
-        size = source.files[file]
-        nbytes = min(_SAMPLE, size)
-        ends = (source.read(file, at, nbytes) for at in (0, size - nbytes))
-        alike[size, *ends].append(file)
-    for first, *others in alike.values():
+    alike = [] if source.block > 1 else _with_equal_ends(catalog.files, source)
+    files = _shards_by_file(catalog.tensors.values()) if alike else {}
+    for names in alike:
+        first, *others = [name for name in names if name in files] or [""]
         for other in others:
             if (
                 _are_elsewhere(files[first], files[other])
@@ -41,6 +35,20 @@ def copied_files(entries: Iterable[TensorEntry], source: Files) -> Iterator[Prob
             ):
                 message = f"{other}: byte for byte as {first}, which holds other shards: copied"
                 yield Problem(message, "rank-copied", file=other)
+
+
+def _with_equal_ends(files: Mapping[str, int], source: Files) -> list[list[str]]:
+    """Return the files of one size whose first and last bytes are the same, where there are two."""
+    sizes: dict[int, list[str]] = defaultdict(list)
+    for name, size in files.items():
+        sizes[size].append(name)
+    alike: dict[object, list[str]] = defaultdict(list)
+    for size, names in sizes.items():
+        nbytes = min(_SAMPLE, size)
+        for name in names if len(names) > 1 and size else ():
+            ends = (source.read(name, at, nbytes) for at in (0, size - nbytes))
+            alike[size, *ends].append(name)
+    return [names for names in alike.values() if len(names) > 1]
 
 
 def _shards_by_file(entries: Iterable[TensorEntry]) -> dict[str, _Shards]:

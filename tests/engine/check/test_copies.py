@@ -7,13 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from conftest import convert_to
 
 from ckptool.commands.options.verify import VerifyOptions
-from ckptool.commands.verify.checks.copies import copied_files
 from ckptool.commands.verify.verify import verify
 from ckptool.core.box import Box
-from ckptool.core.catalog import Chunk, Extent, TensorEntry
+from ckptool.core.catalog import Catalog, Chunk, Extent, TensorEntry
 from ckptool.core.dtype import parse_dtype
+from ckptool.engine.check.copies import copied_files
+from ckptool.errors import Damaged
 from ckptool.storage.local import LocalSource
 
 
@@ -26,8 +28,9 @@ from ckptool.storage.local import LocalSource
     ],
 )
 def test_a_file_copied_over_another_ranks_is_found(
-    fixture: str, one: str, other: str, copy_of: Callable[[str], Path]
+    fixture: str, one: str, other: str, copy_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
+    """By verify; and convert, which would write one rank's rows twice, refuses."""
     folder = copy_of(fixture)
     assert verify(folder, VerifyOptions()).ok
     pairs = [(p, Path(str(p).replace(one, other))) for p in folder.rglob("*") if one in str(p)]
@@ -38,6 +41,9 @@ def test_a_file_copied_over_another_ranks_is_found(
     report = verify(folder, VerifyOptions())
     assert "rank-copied" in {finding.code for finding in report.findings}
     assert not report.ok
+    with pytest.raises(Damaged, match="byte for byte as"):
+        convert_to("safetensors", folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(("data", "found"), [(bytes(range(16)), 1), (bytes(16), 0)])
@@ -49,4 +55,5 @@ def test_alike_files_of_one_value_are_no_copies(data: bytes, found: int, tmp_pat
         Chunk(Box((4 * n,), (4 * n + 4,)), Extent(name, 0, (4,))) for n, name in enumerate("ab")
     )
     entry = TensorEntry("w", ("w",), parse_dtype("float32"), (8,), chunks)
-    assert len(list(copied_files([entry], LocalSource.folder(tmp_path)))) == found
+    catalog = Catalog("vllm", {"w": entry}, {}, {"a": 16, "b": 16})
+    assert len(list(copied_files(catalog, LocalSource.folder(tmp_path)))) == found
