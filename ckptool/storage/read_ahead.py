@@ -60,12 +60,23 @@ class _Stream:
 
 @dataclass(slots=True)
 class _Window:
-    """``nbytes`` of a file that are kept from ``start``, and where the last small read ended."""
+    """``nbytes`` of a file that are kept from ``start``; ``again`` counts reads that went on."""
 
     start: int
     nbytes: int
     reached: int
     memory: memoryview
+    again: int = 0
+
+    def goes_on(self, offset: int, nbytes: int) -> bool:
+        """Note a read; return whether those before go on in it, and it is the third to do so.
+
+        What lies between two is less than the second: more would be read in vain than is used. The
+        second may be of a header, behind which nothing else is asked for.
+        """
+        near = 0 <= offset - self.reached <= min(_GAP, nbytes // 2)
+        self.again = self.again + 1 if near else 0
+        return self.again > 1
 
 
 class SmallReads:
@@ -92,7 +103,7 @@ class SmallReads:
             window = self._begin(file)
         at = offset - window.start
         if not 0 <= at <= window.nbytes - nbytes:
-            goes_on = 0 <= offset - window.reached <= _GAP
+            goes_on = window.goes_on(offset, nbytes)
             at, window.start, window.nbytes, window.reached = 0, offset, 0, offset + nbytes
             if goes_on:
                 window.memory = window.memory or memoryview(bytearray(_WINDOW))

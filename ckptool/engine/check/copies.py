@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 from ckptool.core.catalog import Catalog, Chunk, Extent, TensorEntry
 from ckptool.errors import Problem
@@ -37,11 +37,12 @@ def copied_files(catalog: Catalog, source: Files) -> Iterator[Problem]:
                 yield Problem(message, "rank-copied", file=other)
 
 
-def _with_equal_ends(files: Mapping[str, int], source: Files) -> list[list[str]]:
+def _with_equal_ends(files: Iterable[str], source: Files) -> list[list[str]]:
     """Return the files of one size whose first and last bytes are the same, where there are two."""
     sizes: dict[int, list[str]] = defaultdict(list)
-    for name, size in files.items():
-        sizes[size].append(name)
+    for name in files:
+        if name in source.files:  # the memory of other ranks is not
+            sizes[source.files[name]].append(name)
     alike: dict[object, list[str]] = defaultdict(list)
     for size, names in sizes.items():
         nbytes = min(_SAMPLE, size)
