@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from ckptool.core.catalog import Catalog, Chunk, Extent, TensorEntry
+from ckptool.core.sharding.table import ChunkTable
 from ckptool.errors import Problem
 from ckptool.storage.local import Files
 
@@ -23,8 +24,11 @@ def copied_files(catalog: Catalog, source: Files) -> Iterator[Problem]:
     shards have one value throughout, as a state of zeros, and not in a store, where each file would
     cost requests more.
     """
-    alike = [] if source.block > 1 else _with_equal_ends(catalog.files, source)
-    files = _shards_by_file(catalog.tensors.values()) if alike else {}
+    entries = [entry for entry in catalog.tensors.values() if _lies_open(entry)]
+    if source.block > 1 or not entries:
+        return
+    alike = _with_equal_ends(catalog.files, source)
+    files = _shards_by_file(entries) if alike else {}
     for names in alike:
         first, *others = [name for name in names if name in files] or [""]
         for other in others:
@@ -35,6 +39,13 @@ def copied_files(catalog: Catalog, source: Files) -> Iterator[Problem]:
             ):
                 message = f"{other}: byte for byte as {first}, which holds other shards: copied"
                 yield Problem(message, "rank-copied", file=other)
+
+
+def _lies_open(entry: TensorEntry) -> bool:
+    """Return whether metadata alone says where elements lie: of DCP's items it does not."""
+    if isinstance(entry.chunks, ChunkTable):
+        return False
+    return any(isinstance(chunk.at, Extent) for chunk in entry.chunks)
 
 
 def _with_equal_ends(files: Iterable[str], source: Files) -> list[list[str]]:
