@@ -68,8 +68,8 @@ class _Window:
     memory: memoryview
     again: int = 0
 
-    def goes_on(self, offset: int, nbytes: int) -> bool:
-        """Note a read; return whether those before go on in it, and it is the third to do so.
+    def note(self, offset: int, nbytes: int) -> bool:
+        """Note a read; return whether it is at least the third that went on from the one before.
 
         What lies between two is less than the second: more would be read in vain than is used. The
         second may be of a header, behind which nothing else is asked for.
@@ -103,7 +103,7 @@ class SmallReads:
             window = self._begin(file)
         at = offset - window.start
         if not 0 <= at <= window.nbytes - nbytes:
-            goes_on = window.goes_on(offset, nbytes)
+            goes_on = window.note(offset, nbytes)
             at, window.start, window.nbytes, window.reached = 0, offset, 0, offset + nbytes
             if goes_on:
                 window.memory = window.memory or memoryview(bytearray(_WINDOW))

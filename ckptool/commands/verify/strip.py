@@ -118,9 +118,7 @@ def _copy_without(
         raise Unsupported(f"{links[0]} is a symbolic link, and the copy would have a file")
     parts = (FileLayout(name, (Verbatim(name, size),)) for name, size in files.items())
     plan = Plan(Catalog(opened.format.name, {}, {}, files), Layout(tuple(parts), folder=True))
-    report = ConvertReport.of(
-        opened, plan, opened.path, opened.format.name, options, notes=()
-    )  # fmt: skip
+    report = ConvertReport.of(opened, plan, opened.path, opened.format.name, options, notes=())
     return Transfer(opened, plan, opened.path, options, report, sorted(gone))
 
 

@@ -19,8 +19,8 @@ from ckptool.storage.clients.obstore_read import (
     is_available,
     is_forked,
     open_s3,
+    raise_answer,
     read_range,
-    refusal_of,
 )
 from ckptool.storage.clients.ranged_read import S3, is_pinned
 from ckptool.storage.clients.turns import Turns
@@ -110,9 +110,7 @@ class DirectClient:
             if bucket.has_answered and isinstance(error, FileNotFoundError):
                 raise FileNotFoundError(place) from None
             if bucket.has_answered:
-                self._turns.require_answer(place, error)
-                if (refusal := refusal_of(error)) is not None:
-                    raise refusal from refusal.__cause__
+                raise_answer(self._turns, place, error)
             found = None
         if found is None and not bucket.has_answered:
             bucket.store = None

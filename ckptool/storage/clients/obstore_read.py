@@ -229,9 +229,7 @@ def _read(
         return read_range(store, key, version, start, end)
     except Exception as error:  # noqa: BLE001 (whatever else it is, s3fs is asked and says so)
         if turns is not None:
-            turns.require_answer(key, error)
-            if (refusal := refusal_of(error)) is not None:
-                raise refusal from refusal.__cause__
+            raise_answer(turns, key, error)
         return None
 
 
@@ -252,7 +250,17 @@ def read_range(
     return data if is_whole and version in (None, meta["e_tag"]) else None
 
 
-def refusal_of(error: Exception) -> Exception | None:
+def raise_answer(turns: Turns, place: str, error: Exception) -> None:
+    """Raise what an error of obstore quotes of S3's answer: a refusal as s3fs does, or Busy.
+
+    Returns where it quotes neither: s3fs may be told something else.
+    """
+    turns.require_answer(place, error)
+    if (refusal := _refusal_of(error)) is not None:
+        raise refusal from refusal.__cause__
+
+
+def _refusal_of(error: Exception) -> Exception | None:
     """Return the error that s3fs raises where S3 refuses; None where asking again may help."""
     refusal = _REFUSAL.search(str(error))
     return None if refusal is None else _translated(*refusal.groups())
