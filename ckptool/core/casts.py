@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
@@ -103,6 +104,43 @@ def as_type(entry: TensorEntry, dtype: DType) -> TensorEntry:
     """Return a tensor with another dtype; numbers that are computed are rounded once."""
     is_computed = any(isinstance(chunk.at, ScaledBlocks) for chunk in entry.chunks)
     return replace(entry, dtype=dtype, stored=None if is_computed else entry.source_dtype)
+
+
+RangeCounts = Counter[tuple[str, str]]
+"""How many finite numbers a cast made infinite, by the tensor's name and the wanted type."""
+_RANGES = ("float64", "float32", "bfloat16", "float16", "float8_e5m2")
+"""Types from the widest range to the narrowest; all others are narrower still, without infinity."""
+
+
+def narrows(entry: TensorEntry) -> bool:
+    """Return whether a cast of a tensor may make finite numbers infinite."""
+    stored, wanted = entry.source_dtype, entry.dtype
+    return stored != wanted and _rank(wanted.name) > _rank(stored.name)
+
+
+def _rank(name: str) -> int:
+    return _RANGES.index(name) if name in _RANGES else len(_RANGES)
+
+
+def beyond_notes(counts: RangeCounts) -> list[str]:
+    """Note how many numbers are beyond the range of each type."""
+    notes = []
+    for wanted in sorted({wanted for _, wanted in counts}):
+        names = sorted(name for name, dtype in counts if dtype == wanted)
+        total = sum(counts[name, wanted] for name in names)
+        became = "infinite" if wanted in _RANGES else "NaN"
+        instead = "; --dtype bf16 keeps them finite" if _rank(wanted) > 2 else ""
+        notes.append(
+            f"{plural(total, 'value')} of {_summarize(names)} became {became} in {wanted}:"
+            f" finite as stored, beyond its range{instead}"
+        )
+    return notes
+
+
+def uncounted_notes(entries: Iterable[TensorEntry]) -> list[str]:
+    """Note that nobody counts the numbers that casts make infinite."""
+    types = sorted({entry.dtype.name for entry in entries if narrows(entry)})
+    return [f"--no-verify: values beyond the range of {t} become infinite uncounted" for t in types]
 
 
 def _require_used(catalog: Catalog, casts: Casts, castable: Collection[str]) -> None:

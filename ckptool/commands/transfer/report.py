@@ -12,6 +12,7 @@ from ckptool.commands.document import TOTAL, Report
 from ckptool.commands.open import OpenedCheckpoint
 from ckptool.commands.options.target import TransferOptions
 from ckptool.commands.transfer.overwrite import kept_note
+from ckptool.core.casts import uncounted_notes
 from ckptool.core.layout import FileLayout, Layout
 from ckptool.core.plan import Plan
 from ckptool.engine.share import Share
@@ -100,7 +101,11 @@ class TransferReport(Report):
             tensors=len(plan.catalog.tensors),
             objects=len(plan.catalog.objects),
             verify=options.verify,
-            notes=(*notes, *target_notes(opened, target, plan.layout, options)),
+            notes=(
+                *notes,
+                *([] if options.verify else uncounted_notes(plan.entries)),
+                *target_notes(opened, target, plan.layout, options),
+            ),
             part=part,
             **more,
         )

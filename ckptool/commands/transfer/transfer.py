@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -14,6 +15,7 @@ from ckptool.commands.open import OpenedCheckpoint
 from ckptool.commands.options.target import TransferOptions
 from ckptool.commands.transfer.overwrite import own_files, require_unmixed
 from ckptool.commands.transfer.report import Part, TransferReport
+from ckptool.core.casts import RangeCounts, beyond_notes
 from ckptool.core.catalog import Catalog
 from ckptool.core.layout import Literal, Verbatim
 from ckptool.core.plan import Plan
@@ -298,14 +300,16 @@ class Transfer(Generic[AnyReport]):
         share = self.options.part or node.share
         numbers = stage.takes(self._files_of(share))
         ranks.together(lambda: self._move(stage, progress, numbers, share))
+        remarks: list[str] = []
         if self.options.verify:
-            ranks.together(lambda: self._verify(stage, progress, numbers))
+            beyond = ranks.together(lambda: self._verify(stage, progress, numbers))
+            remarks += beyond_notes(sum(ranks.gather(beyond), Counter()))
         ranks.together(lambda: require_unchanged(self.plan.catalog, self.opened.source))
         shared = not node.share.is_all
         remark = ranks.together(
             lambda: self._commit(stage, progress, shared=shared) if node.leads else None
         )
-        remarks = [remark] if remark is not None else []
+        remarks += [remark] if remark is not None else []
         if node.places > 1:
             remarks.append(
                 f"{self.target} is on {node.places} disks, one per node, each with a full copy"
@@ -384,12 +388,12 @@ class Transfer(Generic[AnyReport]):
             digest.update(repr((value.name, value.path)).encode())
         return digest.hexdigest()
 
-    def _verify(self, stage: Output, progress: Progress, numbers: Sequence[int]) -> None:
-        """Compare files that were written here, as they lie there, with what they should be."""
+    def _verify(self, stage: Output, progress: Progress, numbers: Sequence[int]) -> RangeCounts:
+        """Compare files, as they lie there, with what they should be; count what casts lose."""
         from ckptool.commands.verify.compare.written import require_written
 
         source, staged = self.opened.source, stage.written
         workers = workers_within_budget(self.plan, self.options.run, source, staged)
         staged.keep(fetched_ahead(staged, self.options.run))
         sides, later = (source, staged), stage.last_files
-        require_written(self.plan, numbers, sides, workers, progress, later=later)
+        return require_written(self.plan, numbers, sides, workers, progress, later=later).counts

@@ -22,7 +22,7 @@ from ckptool.core.codec import decode
 from ckptool.core.dtype import BY_NAME, DType
 from ckptool.core.plan import ChunkIndex
 from ckptool.engine.read.containers import open_chunk
-from ckptool.engine.read.rounding import cast
+from ckptool.engine.read.rounding import RangeCheck, cast
 from ckptool.engine.read.row_cache import NotePiece, RowCache
 from ckptool.engine.read.runs import row_run, span_of, worth_a_span
 from ckptool.errors import Damaged
@@ -51,11 +51,18 @@ def raw(values: Array) -> memoryview:
 class Gatherer:
     """Reads boxes of chunks for one thread, with at most one decoded blob kept.
 
-    ``note`` is called with pieces of records that are read in passing.
+    ``note`` is called with pieces of records that are read in passing; ``beyond`` counts the
+    numbers that a cast makes infinite.
     """
 
-    def __init__(self, source: Files, note: NotePiece = lambda record, offset, data: None) -> None:
+    def __init__(
+        self,
+        source: Files,
+        note: NotePiece = lambda record, offset, data: None,
+        beyond: RangeCheck | None = None,
+    ) -> None:
         self.tile = source.tile
+        self._beyond = beyond
         self._note_piece = note
         self._reader = source.reader()
         self._block = source.block
@@ -148,7 +155,11 @@ class Gatherer:
 
         Raises Unsupported where that needs torch and it is not there.
         """
-        return cast(self.read_stored(entry, box), entry.source_dtype, entry.dtype)
+        stored, types = self.read_stored(entry, box), (entry.source_dtype, entry.dtype)
+        made = cast(stored, *types)
+        if self._beyond is not None and types[0] != types[1]:
+            self._beyond.note(entry.name, stored, types[0], made, types[1])
+        return made
 
     def gather_into(self, values: Array, entry: TensorEntry, box: Box) -> None:
         """Read the same as ``gather`` into an array of the box's shape."""

@@ -6,12 +6,14 @@ the rest of a row differ), NaNs are those of the vector code (torch 2.13 on x86)
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from typing import Any
 
 import numpy as np
 
-from ckptool.core.casts import needs_torch
-from ckptool.core.dtype import DType
+from ckptool.core.casts import RangeCounts, needs_torch
+from ckptool.core.dtype import BY_NAME, DType
 from ckptool.errors import Unsupported
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -43,6 +45,39 @@ def cast(values: Array, stored: DType, wanted: DType) -> Array:
             piece = slice(start, start + _PIECE)
             result[piece] = _round(flat[piece], stored.name, wanted.name)
     return result.reshape(values.shape)
+
+
+class RangeCheck:
+    """Counts numbers that are finite where they are stored, and not in the type they are cast to.
+
+    What is not finite when stored does not count.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.counts: RangeCounts = Counter()
+
+    def note(self, name: str, values: Array, stored: DType, made: Array, wanted: DType) -> None:
+        """Count those of one tensor in some values, as they are stored and as they were cast."""
+        odd = ~_is_finite(made.reshape(-1), wanted)
+        if not odd.any():
+            return
+        lost = int(np.count_nonzero(_is_finite(values.reshape(-1)[odd], stored)))
+        if lost:
+            with self._lock:
+                self.counts[name, wanted.name] += lost
+
+
+_EXPONENT = {"float64": 0x7FF0 << 48, "float32": 0x7F80_0000, "float16": 0x7C00, "bfloat16": 0x7F80}
+"""The bits of the exponent, all of which infinities and NaNs have, and no other number has."""
+
+
+def _is_finite(bits: Array, dtype: DType) -> Array:
+    if dtype.name not in _EXPONENT:
+        single = BY_NAME["float32"]
+        bits, dtype = _cast_by_torch(bits, dtype, single), single
+    mask = bits.dtype.type(_EXPONENT[dtype.name])
+    return np.asarray((bits & mask) != mask)
 
 
 def _round(bits: Array, stored: str, wanted: str) -> Array:

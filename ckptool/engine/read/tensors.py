@@ -25,6 +25,7 @@ from ckptool.core.plan import ChunkIndex
 from ckptool.engine.checksum import RecordCheck, require_intact
 from ckptool.engine.read.containers import Need, open_chunk
 from ckptool.engine.read.gather import Array, Gatherer, array
+from ckptool.engine.read.rounding import RangeCheck
 from ckptool.engine.read.runs import entry_runs, place_runs
 from ckptool.engine.read.tiles import Job, read_tiles
 from ckptool.errors import Problem
@@ -44,9 +45,10 @@ class TensorTile(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TensorSource:
-    """Files to read boxes of tensors from."""
+    """Files to read boxes of tensors from; ``beyond`` counts what casts make infinite."""
 
     files: Files
+    beyond: RangeCheck | None = None
 
     @property
     def sides(self) -> tuple[Files]:
@@ -55,7 +57,7 @@ class TensorSource:
 
     def reader(self) -> Gatherer:
         """Return what one thread reads with."""
-        return Gatherer(self.files)
+        return Gatherer(self.files, beyond=self.beyond)
 
 
 class CheckedSource:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ckptool.core.casts import needs_torch
 from ckptool.core.dtype import BY_NAME
-from ckptool.engine.read.rounding import cast
+from ckptool.engine.read.rounding import RangeCheck, cast
 
 TYPES = ("float64", "float32", "float16", "bfloat16")
 PAIRS = [(one, other) for one in TYPES for other in TYPES if one != other]
@@ -103,3 +103,20 @@ def test_only_torch_casts_floats_of_8_bits() -> None:
     assert (
         cast(bits, eight, BY_NAME["float32"]) == by_torch(bits, "float8_e4m3fn", "float32")
     ).all()
+
+
+@pytest.mark.parametrize(("stored", "wanted"), [*PAIRS, ("float32", "float8_e4m3fn")])
+@given(seeds=st.lists(st.integers(0, (1 << 64) - 1), min_size=1, max_size=70))
+def test_numbers_that_a_cast_makes_infinite_are_counted(
+    stored: str, wanted: str, seeds: list[int]
+) -> None:
+    types = BY_NAME[stored], BY_NAME[wanted]
+    bits = np.array(
+        [seed % (1 << 8 * types[0].itemsize) for seed in seeds], f"u{types[0].itemsize}"
+    )
+    check = RangeCheck()
+    check.note("a", bits, types[0], cast(bits, *types), types[1])
+    before = torch.from_numpy(bits.view(np.uint8)).view(getattr(torch, stored))
+    after = before.to(getattr(torch, wanted)).double()
+    lost = int((before.double().isfinite() & ~after.isfinite()).sum())
+    assert check.counts == ({("a", wanted): lost} if lost else {})

@@ -21,6 +21,7 @@ from ckptool.core.views import narrow
 from ckptool.engine.check.pairs import PairSource, TensorPair, pair_jobs
 from ckptool.engine.check.replicas import differing_replicas
 from ckptool.engine.check.rest import Rest
+from ckptool.engine.read.rounding import RangeCheck
 from ckptool.engine.read.tensors import TensorSource
 from ckptool.engine.read.tiles import Progress, read_tiles
 from ckptool.errors import Changed, NotVerified, SourceError
@@ -35,10 +36,11 @@ def require_written(
     progress: Progress,
     *,
     later: Collection[int] = (),
-) -> None:
+) -> RangeCheck:
     """Compare all bytes of some files of the layout with the source and what was to be written.
 
-    Files that are written ``later`` hold no tensors. ``sides`` are the files of the source and of
+    Returns how many numbers the casts made infinite. Files that are written ``later`` hold no
+    tensors. ``sides`` are the files of the source and of
     the output. The elements of the source are those to be written: renamed, cast and dequantized.
     Neither side is read by the tiles of the plan, but row by row, where its own description says
     that a row lies. Raises NotVerified where the output is not what it should be, and what reading
@@ -56,7 +58,9 @@ def require_written(
         if (other := written.get(entry.name)) is not None
     ]
     found = TensorComparison()
-    rest = _read_back(pairs, layout.files, sides, found, (workers, progress))
+    beyond = RangeCheck()
+    source = PairSource(TensorSource(sides[0], beyond), TensorSource(sides[1]))
+    rest = _read_back(pairs, layout.files, source, found, (workers, progress))
     unreadable = (pair.one.name for pair in pairs if pair.one.name in found.unreadable)
     for name in unreadable:  # in the order of the tensors, not that in which threads came to them
         side, error = found.unreadable[name]
@@ -73,6 +77,7 @@ def require_written(
         raise _not_verified(f"{plural(len(copies), 'replica')} differ after writing: {copies[0]}")
     if (problem := rest.problem()) is not None:
         raise _not_verified(problem)
+    return beyond
 
 
 def require_complete(plan: Plan) -> None:
@@ -106,12 +111,12 @@ def _boxes(written: TensorEntry) -> tuple[Box, ...]:
 def _read_back(
     pairs: Sequence[TensorPair],
     files: Sequence[FileLayout],
-    sides: tuple[Files, Files],
+    source: PairSource,
     found: TensorComparison,
     how: tuple[int, Progress],
 ) -> Rest:
     """Read all of some files once, and note in ``found`` and what is returned how they differ."""
-    rest = Rest(files, sides)
+    rest = Rest(files, source.sides)
     look = note_differences(found, CompareOptions())
 
     def sink(subject: TensorPair | str, tiles: Iterator[Any]) -> None:
@@ -120,7 +125,6 @@ def _read_back(
         else:
             rest.look(subject, tiles)
 
-    source = PairSource(TensorSource(sides[0]), TensorSource(sides[1]))
     read_tiles(source, rest.jobs(pair_jobs(pairs)), sink, *how)
     return rest
 

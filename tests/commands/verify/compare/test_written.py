@@ -271,3 +271,25 @@ def test_progress_ends_with_all_that_is_moved_and_read(source: Path) -> None:
         transfer.run(advanced.append)
         assert transfer.nbytes == sum(advanced)
         transfer.target.unlink()
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_numbers_that_a_cast_makes_infinite_are_said(to: str, out: Path) -> None:
+    """Those that are infinite already are no news; a tensor of two chunks is counted once."""
+    infinite = float("inf")
+    mask = torch.tensor([[0.0, -infinite, 65504.0, 1e30], [-7e4, float("nan"), 1.0, infinite]])
+    torch.save({"mask": mask, "big": torch.full((3,), 1e38), "a": torch.ones(2)}, out / "source.pt")
+    casts = RewriteOptions(casts=parse_casts(["*=fp16"]))
+    report = planned(out / "source.pt", to, rewrite=casts).run()
+    assert [note for note in report.notes if "infinite" in note] == [
+        "5 values of 2 tensors (big, mask) became infinite in float16: finite as stored, beyond its"
+        " range; --dtype bf16 keeps them finite"
+    ]
+    (out / TARGETS[to]).rename(out / "first")
+    report = planned(out / "source.pt", to, rewrite=casts, verify=False).run()
+    uncounted = "--no-verify: values beyond the range of float16 become infinite uncounted"
+    assert uncounted in report.notes
+    wide = RewriteOptions(casts=parse_casts(["*=fp64"]))
+    (out / TARGETS[to]).rename(out / "second")
+    report = planned(out / "source.pt", to, rewrite=wide, verify=False).run()
+    assert not [note for note in report.notes if "infinite" in note]
