@@ -48,7 +48,10 @@ class ScatteredData(NamedTuple):
 
 
 class Patch(NamedTuple):
-    """Four bytes at ``at`` of a literal: the little-endian CRC-32 of the file's part ``part``."""
+    """Four bytes at ``at`` of a literal: the little-endian CRC-32 of the file's part ``part``.
+
+    That part comes before the literal: a store is written from the beginning to the end.
+    """
 
     at: int
     part: int

@@ -10,7 +10,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import NamedTuple
 
-from ckptool.core.layout import Data, Literal, Part, ScatteredData, Verbatim
+from ckptool.core.layout import Data, Literal, ScatteredData, Verbatim
 from ckptool.core.plan import Group, LayoutPart, Plan, Tile
 from ckptool.engine.checksum import RecordCheck, crc32, require_intact
 from ckptool.engine.read.containers import Need
@@ -25,9 +25,6 @@ from ckptool.storage.local import SPAN, Files
 from ckptool.storage.multipart import Upload, memory_of_part
 from ckptool.storage.remote import AT_ONCE
 from ckptool.storage.url import RemotePath
-
-_MOST_KEPT = 4 << 20
-"""Bytes of a part that are kept where its checksum has to be written before it."""
 
 
 class Capacity(NamedTuple):
@@ -116,7 +113,7 @@ def within_budget(
     cached = fetched_ahead(source, options)
     part = memory_of_part(max((plan.layout.files[number].nbytes for number in numbers), default=0))
     reader = 2 * source.tile + 2 * SPAN + plan.largest_blob
-    least = _MOST_KEPT + part + reader
+    least = part + reader
     if least > options.budget - cached:
         cached //= 2
     left = options.budget - cached
@@ -128,7 +125,9 @@ def within_budget(
         )
     source.keep(cached)
     reading, sending = options.workers or source.workers, options.workers or AT_ONCE
-    files = max(1, min(len(numbers), sending, left // least))
+    count = max(1, len(numbers))
+    rounds = -(-count // max(1, min(count, sending, left // least)))
+    files = -(-count // rounds)
     spare = left // files - least
     readers = min(-(-reading // files) - 1, spare // 2 // reader)
     parts = min(-(-sending // files), (spare - readers * reader) // part)
@@ -200,69 +199,41 @@ class _ContentReader:
 
 
 class _FileContent:
-    """The bytes of one file in order.
-
-    A checksum that stands before its part is computed ahead: what is small is kept meanwhile, what
-    is large is read twice.
-    """
+    """The bytes of one file in order; a checksum stands behind the part that it is of."""
 
     def __init__(self, number: int, reader: _ContentReader) -> None:
-        self._parts = reader.plan.layout.files[number].parts
         self._number = number
         self._reader = reader
         self._crcs: dict[int, int] = {}
-        self._kept: dict[int, list[bytes]] = {}
-        offset = 0
-        self._offsets = []
-        for part in self._parts:
-            self._offsets.append(offset)
-            offset += part.nbytes
 
     def pieces(self) -> Iterator[memoryview]:
         """Yield all bytes, piece by piece."""
-        for position, part in enumerate(self._parts):
-            yield from (memoryview(data) for data in self._part(position, part))
+        offset = 0
+        for position, part in enumerate(self._reader.plan.layout.files[self._number].parts):
+            if isinstance(part, Literal):
+                yield memoryview(apply_patches(part, self._crcs.__getitem__))
+            elif isinstance(part, Verbatim):
+                yield from self._reader.read_verbatim(part)
+            else:
+                yield from self._read(LayoutPart(self._number, position, offset, part))
+            offset += part.nbytes
 
-    def _part(self, position: int, part: Part) -> Iterator[bytes | memoryview]:
-        if isinstance(part, Literal):
-            yield apply_patches(part, self._crc)
-        elif isinstance(part, Verbatim):
-            yield from self._reader.read_verbatim(part)
-        else:
-            yield from self._kept.pop(position, None) or self._read(position, part)
-
-    def _read(self, position: int, part: Data | ScatteredData) -> Iterator[bytes]:
+    def _read(self, spot: LayoutPart) -> Iterator[memoryview]:
         """Read the tiles of a part; its CRC-32 is known at the end."""
         total = 0
-        spot = LayoutPart(self._number, position, self._offsets[position], part)
         for data in self._reader.tiles(spot):
             total = crc32(data, total)
-            yield data
-        self._crcs[position] = total
-
-    def _crc(self, position: int) -> int:
-        """Return the CRC-32 of a tensor part, whether it was sent or not."""
-        part = self._parts[position]
-        if position not in self._crcs and isinstance(part, Data | ScatteredData):
-            tiles = self._read(position, part)
-            if part.nbytes <= _MOST_KEPT:
-                self._kept[position] = list(tiles)
-            else:
-                deque(tiles, maxlen=0)
-        return self._crcs[position]
+            yield memoryview(data)
+        self._crcs[spot.position] = total
 
 
 def _file_runs(plan: Plan, number: int, source: Files, block: int) -> Iterator[Need]:
     """Yield what is read for one file of the layout, in order."""
-    parts = plan.layout.files[number].parts
-    for position, part in enumerate(parts):
-        ahead = [patch.part for patch in part.patches] if isinstance(part, Literal) else []
-        twice = [at for at in ahead if position < at and parts[at].nbytes > _MOST_KEPT]
-        for at in [*twice, position]:
-            if isinstance(wanted := parts[at], Data | ScatteredData):
-                group = _group(plan, LayoutPart(number, at, 0, wanted), source)
-                for tiles in plan.jobs(group, source.tile):
-                    yield from tile_runs(tiles, block, shared=block > 1)
+    for position, part in enumerate(plan.layout.files[number].parts):
+        if isinstance(part, Data | ScatteredData):
+            group = _group(plan, LayoutPart(number, position, 0, part), source)
+            for tiles in plan.jobs(group, source.tile):
+                yield from tile_runs(tiles, block, shared=block > 1)
 
 
 def _group(plan: Plan, spot: LayoutPart, source: Files) -> Group:
