@@ -26,6 +26,8 @@ _GAP = 16 << 10
 _WORTH_A_GAP = 32
 """Of so many bytes that are wanted another may be unwanted."""
 _AT_ONCE = 16
+_LEAST_KEPT = 8
+"""Ranges that there is room for at least, if they are small enough."""
 _MOST_PLANS = 4
 """Two sides of a comparison may be in one store, and each has a plan that ends and one begun."""
 
@@ -75,28 +77,40 @@ def _join_near(runs: Iterable[Run]) -> Iterator[Range]:
         yield joined
 
 
+class _Uses(NamedTuple):
+    """When a range is read: ``places`` in the order of all reads, ``ends`` in its bytes read."""
+
+    places: list[int]
+    ends: list[int]
+
+    def add(self, place: int, nbytes: int) -> None:
+        """Note that so many bytes of it are read next."""
+        self.places.append(place)
+        self.ends.append(nbytes + (self.ends[-1] if self.ends else 0))
+
+
 class _Plan:
-    """The ranges of some runs, in the order in which they are first read."""
+    """The ranges of some runs, in the order in which they are read."""
 
     def __init__(self, runs: Sequence[Run], largest: int) -> None:
         self._ranges: dict[ObjectVersion, list[Range]] = {}
         for part in join_runs(runs, largest):
             self._ranges.setdefault(part.file, []).append(part)
         self._starts = {file: [r.start for r in ranges] for file, ranges in self._ranges.items()}
-        self.unread: dict[Range, int] = {}
-        """Bytes of each range that are yet to be read."""
-        used: dict[Range, tuple[int, int]] = {}
-        at = 0
+        self._uses: dict[Range, _Uses] = {}
+        self.order: list[Range] = []
+        """The range that is read at each place: as often as it is, unless that is at once."""
         for file, start, nbytes in runs:
             for part in self._between(file, start, start + nbytes):
+                if not self.order or self.order[-1] != part:
+                    self.order.append(part)
                 common = min(part.end, start + nbytes) - max(part.start, start)
-                self.unread[part] = self.unread.get(part, 0) + common
-                used[part] = used.get(part, (at, at))[0], at
-                at += 1
-        self.order = list(self.unread)
+                self._uses.setdefault(part, _Uses([], [])).add(len(self.order) - 1, common)
+        self.unread = {part: uses.ends[-1] for part, uses in self._uses.items()}
+        """Bytes of each range that are yet to be read."""
         self.ahead = 0
-        """How many ranges, in order, have been fetched ahead or need not be."""
-        self.places = {part: place for place, part in enumerate(self.order)}
+        """How many places, in order, have been fetched ahead or need not be."""
+        used = {part: (uses.places[0], uses.places[-1]) for part, uses in self._uses.items()}
         self.memory = _peak(used)
         """Bytes of all ranges, at the most, that are begun and not yet read to their ends."""
 
@@ -104,6 +118,11 @@ class _Plan:
         """Return the range that holds a byte of a file and is still to be read."""
         part = next(self._between(file, offset, offset + 1), None)
         return part if part in self.unread else None
+
+    def next_place(self, part: Range) -> int:
+        """Return where in the order a range that is still to be read is read next."""
+        uses = self._uses[part]
+        return uses.places[bisect_right(uses.ends, uses.ends[-1] - self.unread[part])]
 
     def _between(self, file: ObjectVersion, start: int, end: int) -> Iterator[Range]:
         starts = self._starts.get(file, [])
@@ -156,15 +175,26 @@ class PlannedRanges:
         Threads may still read what was announced before.
         """
         wanted = list(runs)
-        largest = max(_LEAST, min(_LARGEST, self.capacity // _AT_ONCE))
-        plan = _Plan(wanted, largest)
-        if plan.memory > self.capacity // 2:
-            plan = _Plan(wanted, max(_LEAST, largest * self.capacity // 2 // plan.memory))
+        plan = self._cut(wanted)
         with self._lock:
             self._plans = [plan, *(p for p in self._plans if p.unread)][:_MOST_PLANS]
             self._drop_unplanned()
         self._fetch_ahead(plan)
         return partial(self._end, plan)
+
+    def _cut(self, wanted: Sequence[Run]) -> _Plan:
+        """Return a plan of as large ranges as there is room for.
+
+        Smaller ones help where few bytes of each are read at once, not where these are read again
+        after all else.
+        """
+        largest = max(_LEAST, min(_LARGEST, self.capacity // _LEAST_KEPT))
+        plan, half = _Plan(wanted, largest), self.capacity // 2
+        if plan.memory > half and largest > _LEAST:
+            smaller = _Plan(wanted, max(_LEAST, largest * half // plan.memory))
+            if smaller.memory <= max(half, plan.memory // 2):
+                return smaller
+        return plan
 
     def has_planned(self, file: ObjectVersion, offset: int, nbytes: int) -> bool:
         """Return whether both ends of some bytes were announced and are still to be read."""
@@ -267,10 +297,11 @@ class PlannedRanges:
         with self._lock:
             while plan.ahead < len(plan.order):
                 part = plan.order[plan.ahead]
-                if part in self._kept or part not in plan.unread:
+                was_read = part not in plan.unread or plan.next_place(part) > plan.ahead
+                if was_read or part in self._kept:
                     plan.ahead += 1
                     continue
-                if self._held + part.nbytes > self.capacity or self._on_their_way >= _AT_ONCE:
+                if self._on_their_way >= _AT_ONCE or not self._make_room_ahead(plan, part):
                     return
                 self._pool = self._pool or ThreadPoolExecutor(_AT_ONCE, "ckptool-ahead")
                 future = self._begin(part)
@@ -282,19 +313,43 @@ class PlannedRanges:
                     future.set_exception(error)
                     return
 
+    def _make_room_ahead(self, plan: _Plan, wanted: Range) -> bool:
+        """Return whether there is room for a range, with the lock held.
+
+        What the plan alone needs later goes for it, as long as that is enough.
+        """
+        missing = self._held + wanted.nbytes - self.capacity
+        if missing <= 0:
+            return True
+        later = [part for part in self._droppable(wanted) if self._place(part) > plan.ahead]
+        later = [part for part in later if self._plans_of(part) == [plan]]
+        if sum(part.nbytes for part in later) < missing:
+            return False
+        self._drop_last(later, self.capacity - wanted.nbytes)
+        return True
+
     def _make_room(self, wanted: Range) -> None:
         """Forget, with the lock held, what is needed last while there is too much."""
-        if self._held <= self.capacity:
-            return
-        here = [part for part, future in self._kept.items() if future.done() and part != wanted]
-        for part in sorted(here, key=self._place, reverse=True):
-            self._drop(part)
-            if self._held <= self.capacity:
+        if self._held > self.capacity:
+            self._drop_last(self._droppable(wanted), self.capacity)
+
+    def _drop_last(self, parts: list[Range], most: int) -> None:
+        """Drop those of some ranges that are needed last until no more than ``most`` bytes are."""
+        for part in sorted(parts, key=self._place, reverse=True):
+            if self._held <= most:
                 return
+            self._drop(part)
+
+    def _droppable(self, wanted: Range) -> list[Range]:
+        """Return the ranges that are here, but for the one that is wanted."""
+        return [part for part, future in self._kept.items() if future.done() and part != wanted]
+
+    def _plans_of(self, part: Range) -> list[_Plan]:
+        return [plan for plan in self._plans if part in plan.unread]
 
     def _place(self, part: Range) -> int:
-        """Return how late a range is first read in the plans that have it."""
-        return min((plan.places[part] for plan in self._plans if part in plan.unread), default=0)
+        """Return how late a range is next read in the plans that have it."""
+        return min((plan.next_place(part) for plan in self._plans_of(part)), default=0)
 
     def _note_read(self, plan: _Plan, part: Range, nbytes: int) -> None:
         """Note that bytes of a range have been read; it goes once all are."""

@@ -239,6 +239,32 @@ def test_all_of_an_output_is_read_back_in_few_requests(many: Path) -> None:
 
 
 @pytest.fixture(scope="module")
+def uneven(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """24 MiB of matrices, and many small tensors that are not written by all ranks."""
+    file = tmp_path_factory.mktemp("uneven") / "m.safetensors"
+    tensors = {f"{n}.norm.weight": torch.randn(2048) for n in range(60)}
+    tensors |= {f"{n}.w.weight": torch.randn(1024, 2048) for n in range(3)}
+    save_file(tensors, file)
+    return file
+
+
+@pytest.mark.parametrize(("budget", "times"), [(40, 4), (160, 1), (1024, 1)])
+def test_a_reshard_fetches_each_byte_once_a_pass(
+    budget: int, times: int, s3: S3, uneven: Path
+) -> None:
+    """With room for one file at a time the rows of four are read four times, and no more often."""
+    source, size = location(s3.put(uneven, "m.safetensors")), uneven.stat().st_size
+    rules = parse_rule("*norm*=Replicate()"), parse_rule("*=Shard(1)")
+    transfer = TransferOptions(verify=False, run=RunOptions(budget=budget << 20, workers=8))
+    options = ReshardOptions(parse_mesh("4"), rules=rules, to="dcp", transfer=transfer)
+    prepare_reshard(source, location(s3.url("out")), options).run()
+    read = [one for one in s3.of("GetObject") if one.name == "m.safetensors"]
+    assert sum(one.sent for one in read) <= times * size * 1.02
+    largest = min(8 << 20, (budget << 20) // 4 * 3 // 4 // 8)
+    assert len(read) <= 3 + times * -(-size // largest)
+
+
+@pytest.fixture(scope="module")
 def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A DCP checkpoint of 1,200 items on four ranks, a step counter for each tensor among them."""
     folder = tmp_path_factory.mktemp("many")

@@ -186,3 +186,15 @@ def test_where_no_thread_can_be_started_the_reader_fetches(monkeypatch: pytest.M
     assert ranges.read_into(FILES[0], 0, memoryview(buffer)) == SIZE
     assert bytes(buffer) == DATA[FILES[0]]
     assert ranges._on_their_way == 0
+
+
+@pytest.mark.parametrize("passes", [2, 3])
+def test_what_does_not_fit_is_fetched_once_a_pass(passes: int) -> None:
+    store = Store()
+    ranges = PlannedRanges(store.fetch, 12_000)
+    wanted = [(FILES[0], at, 1000) for at in range(0, SIZE, 1000)] * passes
+    ranges.plan(wanted)
+    read_all(ranges, wanted, 1)
+    fetched = sum(end - start for _, start, end in store.fetched)
+    assert SIZE * passes - 12_000 * (passes - 1) <= fetched <= SIZE * passes
+    assert ranges._held == 0 == len(ranges._kept)

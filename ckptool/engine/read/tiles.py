@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from itertools import islice
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -197,17 +198,20 @@ def _best_order(runs: Sequence[Sequence[Sequence[Run]]], workers: int) -> Sequen
 
 
 def _side_by_side(jobs: Sequence[Sequence[Run]], workers: int) -> Iterator[Run]:
-    """Yield the runs of all jobs in the order in which threads that are equally fast read them."""
-    waiting = iter(jobs)
-    reading = deque(iter(runs) for runs in islice(waiting, workers))
+    """Yield the runs of all jobs in the order in which threads that are equally fast read them.
+
+    Each thread reads on from where the fewest bytes were read: jobs that share rows keep in step,
+    however many small runs one of them has more than another.
+    """
+    waiting = enumerate(map(iter, jobs))
+    reading = [(0, at, runs) for at, runs in islice(waiting, workers)]
     while reading:
-        runs = reading.popleft()
-        run = next(runs, None)
-        if run is not None:
+        done, at, runs = heappop(reading)
+        if (run := next(runs, None)) is not None:
             yield run
-            reading.append(runs)
+            heappush(reading, (done + run[2], at, runs))
         elif (job := next(waiting, None)) is not None:
-            reading.append(iter(job))
+            heappush(reading, (done, *job))
 
 
 def _run_threads(work: Callable[[], None], count: int, stop: threading.Event) -> None:
