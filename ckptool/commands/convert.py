@@ -10,7 +10,7 @@ from ckptool.commands.keymap.assets import (
     drop_quantization_config,
     lacking_files,
     with_assets,
-    with_true_config,
+    with_true_configs,
 )
 from ckptool.commands.keymap.peft import ADAPTER_CONFIG, with_adapter_config
 from ckptool.commands.keymap.records import CONFIG
@@ -76,7 +76,7 @@ def prepare(source: Location, target: Location, options: ConvertOptions) -> Tran
         layout = with_adapter_config(opened, catalog, layout)
     if options.rewrite.dequantize:
         layout = drop_quantization_config(opened, layout)
-    layout = with_true_config(
+    layout = with_true_configs(
         opened,
         catalog,
         layout,

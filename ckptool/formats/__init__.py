@@ -98,6 +98,7 @@ FORMATS = Registry(
         "torchsnapshot": "torchsnapshot.FORMAT",
         "dcp-safetensors": "safetensors.dcp_shards.FORMAT",
         "sharded-state": "vllm.FORMAT",
+        "diffusers": "safetensors.diffusers.FORMAT",
         "hf": "safetensors.huggingface.FORMAT",
         "llama": "llama.FORMAT",
         "megatron-torch": "megatron.TORCH_FORMAT",

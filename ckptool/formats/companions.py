@@ -12,6 +12,13 @@ from typing import Any
 
 from ckptool.core.catalog import Catalog, Extent, ObjectEntry, Place, ScaledBlocks, TensorEntry
 from ckptool.core.mesh import Shard
+from ckptool.core.selection import (
+    AnyEntry,
+    entries_of,
+    keep_names,
+    strip_prefix,
+    with_entries,
+)
 from ckptool.errors import CkptoolError, Damaged, Problem
 from ckptool.formats.base import ScanOptions
 from ckptool.serialization.source import Source, find_missing_ranks, read_metadata
@@ -23,6 +30,8 @@ _NAMES = frozenset(
     " README.md LICENSE LICENSE.txt USE_POLICY.md NOTICE params.json video_preprocessor_config.json"
     " quantize_config.json hf_quant_config.json quant_config.json adapter_config.json".split()
 )
+PIPELINE = "model_index.json"
+"""What lists the components of a pipeline, in folders of their own (diffusers 0.42)."""
 TRAINER_STATE = "trainer_state.json"
 TRAINER_FILES = frozenset([TRAINER_STATE, "training_args.bin"])
 """What transformers' Trainer writes once beside a checkpoint (transformers 5)."""
@@ -41,6 +50,15 @@ def companions(source: Source, folder: str = "") -> dict[str, int]:
 
 def _is_companion(name: str) -> bool:
     return name in _NAMES or ("/" not in name and name.endswith(_SUFFIXES))
+
+
+def companion_targets(catalog: Catalog) -> dict[str, str]:
+    """Return a catalog's companions by the path that each has beside what is written.
+
+    A pipeline's models have one each, so they stay in the folders of its components.
+    """
+    stay = PIPELINE in catalog.companions
+    return {name if stay else name.rpartition("/")[2]: name for name in catalog.companions}
 
 
 def is_of_model(path: str) -> bool:
@@ -117,6 +135,25 @@ def join_catalogs(first: Catalog, *others: Catalog) -> Catalog:
         archives=tuple(at for catalog in catalogs for at in catalog.archives),
         named={file: classes for catalog in catalogs for file, classes in catalog.named.items()},
     )
+
+
+def models_of_pipeline(catalog: Catalog) -> dict[str, Catalog]:
+    """Return the models of a pipeline by their folders, under their own names."""
+    folders = dict.fromkeys(str(entry.path[0]) for entry in entries_of(catalog))
+    return {folder: strip_prefix(component(catalog, folder), folder) for folder in folders}
+
+
+def component(catalog: Catalog, folder: str) -> Catalog:
+    """Return what is of one component of a pipeline, with the paths that it has there."""
+    head = f"{folder}/"
+    names = {entry.name for entry in entries_of(catalog) if entry.path[0] == folder}
+
+    def alone(entry: AnyEntry) -> AnyEntry:
+        return replace(entry, path=entry.path[1:])
+
+    part = with_entries(keep_names(catalog, names.__contains__), alone)
+    files = {n.removeprefix(head): s for n, s in catalog.files.items() if n.startswith(head)}
+    return replace(part, files=files, companions={})
 
 
 MEGATRON = "latest_checkpointed_iteration.txt"

@@ -25,17 +25,21 @@ from ckptool.serialization.state_dict.leaves import Assembled, Leaf, ShareLeaf, 
 from ckptool.serialization.state_dict.values import note_unread
 
 INDEX = "pytorch_model.bin.index.json"
-_MODEL = "pytorch_model.bin"
+_MODELS = ("pytorch_model.bin", "diffusion_pytorch_model.bin")
 _OF_A_RANK = re.compile(r"rank[._-]?[1-9]", re.IGNORECASE)
 
 
-def _is_model_folder(source: Source) -> bool:
-    """Return whether transformers left a model here, perhaps with its trainer's state beside it."""
-    return _MODEL in source.files and "config.json" in source.files
+def _model_in(source: Source) -> str | None:
+    """Return the file of the model that transformers or diffusers left here with its config.json.
+
+    A trainer's state may lie beside it.
+    """
+    found = (name for name in _MODELS if name in source.files)
+    return next(found, None) if "config.json" in source.files else None
 
 
 def _probe(source: Source) -> bool:
-    if INDEX in source.files or _is_model_folder(source):
+    if INDEX in source.files or _model_in(source):
         return True
     if len(source.files) != 1:
         return False
@@ -48,10 +52,10 @@ def _probe(source: Source) -> bool:
 def _scan(source: Source, options: ScanOptions) -> Catalog:
     if INDEX in source.files:
         return _scan_shards(source, options)
-    is_model = _is_model_folder(source)
-    if len(source.files) != 1 and not is_model:
+    model = _model_in(source)
+    if len(source.files) != 1 and model is None:
         raise Unrecognised(f"{source.root}: not one torch.save file")
-    file = _MODEL if is_model else next(iter(source.files))
+    file = model or next(iter(source.files))
     leaves = read_file_leaves(source, file)
     contents = assemble({_rank_of(leaves): leaves}, per_rank=options.per_rank)
     options.report(contents.problems, subject=file)
@@ -72,7 +76,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         info={"writer": "torch.save"} | describe_framework(contents.objects),
         notes=(*notes, *note_unread(contents.objects)),
         conflicts=contents.conflicts,
-        companions=companions(source) if is_model else {},
+        companions=companions(source) if model else {},
     )
 
 

@@ -13,7 +13,7 @@ from ckptool.core.sharding.placement import PlacedTensors
 from ckptool.core.text import list_some
 from ckptool.errors import Problem, Unsupported
 from ckptool.formats.base import Request
-from ckptool.formats.companions import TRAINER_FILES
+from ckptool.formats.companions import TRAINER_FILES, companion_targets
 from ckptool.serialization.archive.write import lay_out_archive
 from ckptool.serialization.pickle.write import TensorRef
 from ckptool.serialization.state_dict.tree import nest
@@ -86,8 +86,8 @@ def lay_out_companions(catalog: Catalog, *, of_trainer: bool = False) -> list[Fi
     Those in which a trainer says how far it is are for itself, ``of_trainer``, alone.
     """
     return [
-        FileLayout(name.rpartition("/")[2], (Verbatim(name, size),))
-        for name, size in catalog.companions.items()
+        FileLayout(path, (Verbatim(name, catalog.companions[name]),))
+        for path, name in companion_targets(catalog).items()
         if of_trainer or name not in TRAINER_FILES
     ]
 

@@ -261,20 +261,21 @@ def _drop_overlaps(
 
 @dataclass(frozen=True, slots=True)
 class OutgoingSlice:
-    """A box of a tensor that is to be written."""
+    """A box of a tensor that is to be written, in the file without the ``head`` of its name."""
 
     name: str
     dtype: DType
     box: Box
+    head: str = ""
 
     @property
     def nbytes(self) -> int:
         return self.box.volume * self.dtype.itemsize
 
     @staticmethod
-    def whole(entry: TensorEntry) -> OutgoingSlice:
+    def whole(entry: TensorEntry, head: str = "") -> OutgoingSlice:
         """Return all of the catalog's entry."""
-        return OutgoingSlice(entry.name, entry.dtype, Box.whole(entry.shape))
+        return OutgoingSlice(entry.name, entry.dtype, Box.whole(entry.shape), head)
 
 
 def lay_out_safetensors(
@@ -289,12 +290,13 @@ def lay_out_safetensors(
     parts: list[Part] = []
     position = 0
     for item in ordered:
-        if item.name == "__metadata__":
+        name = item.name.removeprefix(item.head)
+        if name == "__metadata__":
             raise Unsupported(f"{path}: safetensors cannot store a tensor named __metadata__")
         if len(item.box.shape) > _MOST_DIMS:
             message = f"{path}: {item.name} has {len(item.box.shape):,} dims;"
             raise Unsupported(f"{message} ckptool reads up to {_MOST_DIMS}")
-        header[item.name] = {
+        header[name] = {
             "dtype": item.dtype.safetensors,
             "shape": _header_shape(item),
             "data_offsets": [position, position + item.nbytes],

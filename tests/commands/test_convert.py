@@ -173,7 +173,8 @@ def test_a_tensor_larger_than_a_shard_has_one_of_its_own(out: Path) -> None:
 @pytest.mark.parametrize("target", sorted({*targets()} - {"megatron-torch_dist"}))
 def test_the_report_is_what_is_written(target: str, out: Path) -> None:
     path = out / ("m.pt" if target == "torch-save" else "m")
-    one = case("deepspeed_zero_2" if target == "deepspeed-universal" else "dcp_fsdp2_tp")
+    own = {"deepspeed-universal": "deepspeed_zero_2", "diffusers": "diffusers_pipeline"}
+    one = case(own.get(target, "dcp_fsdp2_tp"))
     report = convert_to(target, one.path, path)
     files = {
         p.relative_to(path if path.is_dir() else out): p for p in out.rglob("*") if p.is_file()

@@ -24,6 +24,7 @@ from ckptool.commands.unread_files import require_listed, unlisted_problems
 from ckptool.core.catalog import Catalog
 from ckptool.core.layout import FileLayout, Layout, Literal, Part, Verbatim
 from ckptool.errors import Unsupported, UsageError
+from ckptool.formats.companions import PIPELINE, models_of_pipeline
 from ckptool.storage.local import LocalSource
 
 if TYPE_CHECKING:
@@ -128,20 +129,39 @@ def _drop_quantization(opened: OpenedCheckpoint, file: FileLayout) -> FileLayout
     return _config_file(config) if keys else file
 
 
-def with_true_config(
+def with_true_configs(
     opened: OpenedCheckpoint, catalog: Catalog, layout: Layout, *, cast: bool, partial: bool
 ) -> Layout:
-    """Make the config.json of a layout (if any) describe the tensors.
+    """Make the config.json of a layout (if any), or those of a pipeline, describe the tensors.
 
     Where tensors were ``cast`` it says their new type. Unsupported where it says something else
     than the tensors; of a ``partial`` checkpoint that is only noted.
     """
-    file = next((file for file in layout.files if file.path == CONFIG), None)
+    models = {CONFIG: catalog}
+    if any(file.path == PIPELINE for file in layout.files):
+        models |= {
+            f"{folder}/{CONFIG}": part for folder, part in models_of_pipeline(catalog).items()
+        }
+    for path, model in models.items():
+        layout = _with_true_config(opened, model, layout, path, cast=cast, partial=partial)
+    return layout
+
+
+def _with_true_config(
+    opened: OpenedCheckpoint,
+    catalog: Catalog,
+    layout: Layout,
+    path: str,
+    *,
+    cast: bool,
+    partial: bool,
+) -> Layout:
+    file = next((file for file in layout.files if file.path == path), None)
     config: Record = read_object(opened, file.parts[0]) if file and file.parts else {}
     if not config:
         return layout
     if cast:
-        layout, config = _with_main_dtype(catalog, layout, config)
+        layout, config = _with_main_dtype(catalog, layout, path, config)
     problems = config_problems(config, catalog)
     if not problems:
         return layout
@@ -150,32 +170,40 @@ def with_true_config(
     types = [str(config[key]) for key in DTYPE_KEYS if config.get(key)]
     only_type = all(problem.tensor is None and "most elements" in problem for problem in problems)
     raise Unsupported(
-        "config.json does not match the tensors:\n  " + "\n  ".join(problems[:_MOST_SHOWN]),
+        f"{path} does not match the tensors:\n  " + "\n  ".join(problems[:_MOST_SHOWN]),
         hint=f"--dtype {types[0].removeprefix('torch.')} casts the weights to match"
         if only_type and types
         else "use --hf-assets FOLDER to copy the config.json of this model",
     )
 
 
-def _with_main_dtype(catalog: Catalog, layout: Layout, config: Record) -> tuple[Layout, Record]:
+def _with_main_dtype(
+    catalog: Catalog, layout: Layout, path: str, config: Record
+) -> tuple[Layout, Record]:
     """Set the dtype of a layout's config.json, where it says one, to that of most elements."""
     main = main_dtype(catalog)
     types = {str(config[key]).removeprefix("torch.") for key in DTYPE_KEYS if config.get(key)}
     if main is None or not types or types == {main}:
         return layout, config
     config = with_dtype(config, main)
-    made = _config_file(config)
-    files = tuple(made if file.path == CONFIG else file for file in layout.files)
-    note = f"{CONFIG}: dtype set to {main}, as written"
+    made = _config_file(config, path)
+    files = tuple(made if file.path == path else file for file in layout.files)
+    note = f"{path}: dtype set to {main}, as written"
     return replace(layout, files=files, notes=(*layout.notes, note)), config
 
 
 def quantization_config(opened: OpenedCheckpoint, assets: Path | None) -> Mapping[str, Any]:
     """Return what a model's config.json says of its quantisation, or an older file beside it.
 
-    That of ``assets`` goes before the checkpoint's own. {} where none says anything.
+    That of ``assets`` goes before the checkpoint's own. {} where none says anything. Unsupported
+    of a pipeline, whose components have one each.
     """
     found = opened.catalog.companions
+    if PIPELINE in found:
+        raise Unsupported(
+            f"--dequantize: {opened.path} is a pipeline: its components have a config each",
+            hint=f"dequantize one by itself: ckptool convert {opened.path}/transformer DST --to hf",
+        )
     lying = [Verbatim(name, size) for name, size in found.items()]
     if assets is not None:
         root = assets.resolve()
@@ -208,9 +236,9 @@ def read_object(opened: OpenedCheckpoint, part: Part) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _config_file(config: Record) -> FileLayout:
+def _config_file(config: Record, path: str = CONFIG) -> FileLayout:
     text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
-    return FileLayout(CONFIG, (Literal(text.encode()),))
+    return FileLayout(path, (Literal(text.encode()),))
 
 
 def _models(config: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -26,6 +26,9 @@ from ckptool.serialization.state_dict.leaves import Assembled
 _INDEX_SUFFIX = ".safetensors.index.json"
 _INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
 _SHARD = re.compile(r"(?P<stem>.*)-(?P<number>[0-9]+)-of-(?P<count>[0-9]+)\.safetensors")
+_STEM = "diffusion_pytorch_model"
+"""How diffusers (0.42) calls the files of its own models, which transformers calls ``model``."""
+_VARIANT = re.compile(r"(?P<stem>[^.]+)\.[^.-]+(?P<rest>(-\d+-of-\d+)?\.safetensors)")
 _DCP_SHARD = re.compile(r"shard-\d+-model-")
 _EXTRA = f"model{EXTRA}"
 _ADAPTER, _ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -34,12 +37,19 @@ _LORA = re.compile(r"\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)\b")
 
 
 def _weights(source: Source) -> list[str]:
-    """Return the safetensors files directly in the folder, apart from DCP's shards."""
-    return [
+    """Return the safetensors files directly in the folder, apart from DCP's shards.
+
+    Without those of a variant, such as ``model.fp16.safetensors``, beside the model itself.
+    """
+    names = [
         name
         for name in source.files
         if "/" not in name and name.endswith(".safetensors") and not _DCP_SHARD.match(name)
     ]
+    stems = {match["stem"] for match in map(_SHARD.fullmatch, names) if match}
+    stems |= {name.removesuffix(".safetensors") for name in names}
+    variants = {name: match["stem"] for name in names if (match := _VARIANT.fullmatch(name))}
+    return [name for name in names if variants.get(name) not in stems]
 
 
 def _indexes(source: Source) -> list[str]:
@@ -163,19 +173,21 @@ def _writer(headers: Mapping[str, Mapping[str, str]]) -> str:
     return "Hugging Face"
 
 
-def _lay_out(catalog: Catalog, request: Request) -> Layout:
+def lay_out(catalog: Catalog, request: Request, head: str = "") -> Layout:
+    """Lay out a model's folder; names that begin with ``head`` are without it in its files."""
     fitting, extra, notes = split_extra(catalog, _EXTRA)
     is_adapter = _is_adapter(fitting, {*catalog.companions, *request.assets})
     groups = [fitting] if is_adapter else group_by_size(fitting, request.max_shard_size)
-    names = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
+    stem = _stem_of(catalog)
+    names = [f"{stem}-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
     if len(groups) == 1:
-        names = [_ADAPTER if is_adapter else _WHOLE]
+        names = [_ADAPTER if is_adapter else f"{stem}.safetensors"]
     files = [*lay_out_companions(catalog), *extra]
     for name, group in zip(names, groups, strict=True):
-        slices = map(OutgoingSlice.whole, group)
+        slices = (OutgoingSlice.whole(entry, head) for entry in group)
         files.append(lay_out_safetensors(name, slices, {"format": "pt"}))
     if len(groups) > 1:
-        files.append(_index_file(names, groups))
+        files.append(_index_file(f"{stem}{_INDEX_SUFFIX}", names, groups, head))
     return Layout(tuple(files), folder=True, notes=(*notes, *note_tied(catalog)))
 
 
@@ -190,12 +202,20 @@ def _is_adapter(tensors: list[TensorEntry], beside: set[str]) -> bool:
     return bool(tensors) and all(_LORA.search(entry.name) for entry in tensors)
 
 
-def _index_file(names: list[str], groups: list[list[TensorEntry]]) -> FileLayout:
+def _stem_of(catalog: Catalog) -> str:
+    """Return how the files of weights begin: as those of the source do where that is diffusers'."""
+    return _STEM if any(name.startswith(_STEM) for name in catalog.files) else "model"
+
+
+def _index_file(
+    index: str, names: list[str], groups: list[list[TensorEntry]], head: str
+) -> FileLayout:
     total = sum(entry.nbytes for group in groups for entry in group)
-    weight_map = {e.name: n for n, group in zip(names, groups, strict=True) for e in group}
+    files = zip(names, groups, strict=True)
+    weight_map = {e.name.removeprefix(head): name for name, group in files for e in group}
     content: dict[str, Any] = {"metadata": {"total_size": total}, "weight_map": weight_map}
     text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
-    return FileLayout(_INDEX, (Literal(text.encode()),))
+    return FileLayout(index, (Literal(text.encode()),))
 
 
 FORMAT = Format(
@@ -203,7 +223,7 @@ FORMAT = Format(
     "Hugging Face folder: safetensors shards and their index",
     _probe,
     _scan,
-    convert=_lay_out,
+    convert=lay_out,
     has_values=False,
     is_model_folder=True,
     config="required",

@@ -24,6 +24,7 @@ from ckptool.engine.check.replicas import differing_replicas
 from ckptool.engine.read.tensors import CheckedSource
 from ckptool.errors import CkptoolError, Damaged, Hostile, Problem, Unsupported
 from ckptool.formats import FORMATS
+from ckptool.formats.companions import companion_targets
 from ckptool.serialization.state_dict.values import UNREAD_TENSOR, Foreign, type_name
 from ckptool.storage.local import Files
 
@@ -273,7 +274,8 @@ class _Companion(NamedTuple):
 
 def _companions(opened: OpenedCheckpoint) -> dict[str, _Companion]:
     """Return each file that goes with a model, by its name as ``convert`` writes it."""
+    sizes = opened.catalog.companions
     return {
-        name.rpartition("/")[2]: _Companion(opened.source, name, size)
-        for name, size in opened.catalog.companions.items()
+        path: _Companion(opened.source, name, sizes[name])
+        for path, name in companion_targets(opened.catalog).items()
     }

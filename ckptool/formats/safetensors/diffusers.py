@@ -1,0 +1,134 @@
+"""A pipeline of diffusers: ``model_index.json``, and a folder for each of its components.
+
+``DiffusionPipeline.save_pretrained`` (diffusers 0.42) writes them. Components that are models hold
+``diffusion_pytorch_model.safetensors``, or ``model.safetensors`` where they are transformers', in
+one file or in shards, beside a config.json; schedulers and tokenizers are files of text. The
+component's folder begins each name. Files of a variant (``model.fp16.safetensors``) are the same
+model once more: they are read where they are the only ones, and are written without that word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ckptool.core.catalog import Catalog
+from ckptool.core.layout import Layout
+from ckptool.core.selection import entries_of, with_prefix
+from ckptool.errors import Problem, Unsupported
+from ckptool.formats import FORMATS
+from ckptool.formats.base import Format, Request, ScanOptions
+from ckptool.formats.companions import (
+    CONFIG,
+    PIPELINE,
+    companions,
+    component,
+    join_catalogs,
+    read_json_object,
+    relocate,
+    scan_subfolder,
+)
+from ckptool.formats.safetensors import huggingface
+from ckptool.formats.writing import lay_out_companions
+from ckptool.serialization.source import Source
+
+_READERS = ("hf", "torch-save")
+_TEXTS = (".json", ".txt", ".model", ".jinja")
+
+
+def _components(source: Source) -> dict[str, str]:
+    """Return the components that a pipeline has, with the classes that they are of.
+
+    A component is a list of a library and a class, null where the pipeline is without it.
+    """
+    index = read_json_object(source, PIPELINE)
+    return {
+        name: str(value[1])
+        for name, value in index.items()
+        if isinstance(value, list) and len(value) == 2 and value[1] and _is_folder(name)
+    }
+
+
+def _is_folder(name: str) -> bool:
+    return "/" not in name and "\\" not in name and not name.startswith((".", "_"))
+
+
+def _probe(source: Source) -> bool:
+    return PIPELINE in source.files
+
+
+def _scan(source: Source, options: ScanOptions) -> Catalog:
+    parts: list[Catalog] = []
+    problems: list[str] = []
+    components = _components(source)
+    for name, kind in components.items():
+        inside = source.narrowed(name)
+        row = next((FORMATS[n] for n in _READERS if FORMATS[n].matches(inside)), None)
+        if not inside.files or (row is None and CONFIG in inside.files):
+            what = "weights" if inside.files else "folder"
+            message = f"{name}: {PIPELINE} lists this {kind}, but it has no {what}"
+            problems.append(Problem(message, "file-missing", file=f"{name}/"))
+        if row is not None:
+            inner = scan_subfolder(row.scan, source, name, options, prefix=f"{name}.")
+            parts.append(relocate(with_prefix(inner, name), name))
+    options.report(problems, subject=source.root)
+    joined = join_catalogs(Catalog("diffusers", {}, {}, {}, world_size=1), *parts)
+    index = read_json_object(source, PIPELINE)
+    info = {"writer": "diffusers", "version": str(index.get("_diffusers_version", ""))}
+    info |= {"arguments": str(index.get("_class_name", ""))}
+    return replace(
+        joined,
+        info={key: value for key, value in info.items() if value},
+        companions=dict(_texts(source, components)),
+    )
+
+
+def _texts(source: Source, components: dict[str, str]) -> Iterator[tuple[str, int]]:
+    """Yield the files that hold no tensor: the index, configurations, tokenizers."""
+    yield from {PIPELINE: source.files[PIPELINE], **companions(source)}.items()
+    for name, size in source.files.items():
+        folder, _, file = name.partition("/")
+        is_text = file.endswith(_TEXTS) and not file.endswith(".index.json")
+        if folder in components and (is_text or name in companions(source, f"{folder}/")):
+            yield name, size
+
+
+def lay_out(catalog: Catalog, request: Request) -> Layout:
+    """Lay out each component's weights as a model's folder, and copy all files of text.
+
+    Raises Unsupported where the checkpoint is no pipeline, or a name is of no component.
+    """
+    if PIPELINE not in catalog.companions:
+        raise Unsupported(
+            f"--to diffusers: {PIPELINE} is missing, which says what the pipeline is made of",
+            hint="--to hf writes one model; put it into the folder of its component",
+        )
+    known = {name.partition("/")[0] for name in catalog.files}
+    for entry in entries_of(catalog):
+        if len(entry.path) < 2 or entry.path[0] not in known:
+            raise Unsupported(
+                f"{entry.name}: the pipeline has no component for it, only {', '.join(known)}",
+                hint="names begin with the component's folder: rename or --drop it",
+            )
+    files, notes = lay_out_companions(catalog), list[str]()
+    with_config = replace(request, assets=frozenset([CONFIG]))
+    folders = dict.fromkeys(str(entry.path[0]) for entry in entries_of(catalog))
+    for folder in folders:
+        inner = huggingface.lay_out(component(catalog, folder), with_config, f"{folder}.")
+        files += [file.within(folder) for file in inner.files]
+        notes += inner.notes
+    models = {name.rpartition("/")[0] for name in catalog.companions if name.endswith(f"/{CONFIG}")}
+    without = sorted(models.difference(folders))
+    if without:
+        notes.append(f"without weights, which diffusers looks for: {', '.join(without)}")
+    return Layout(tuple(files), folder=True, notes=tuple(notes))
+
+
+FORMAT = Format(
+    "diffusers",
+    "diffusers' pipeline: model_index.json and a folder a component",
+    _probe,
+    _scan,
+    convert=lay_out,
+    has_values=False,
+)
