@@ -10,12 +10,13 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from ckptool.errors import CkptoolError, NotFound, Problem, TransferError
 from ckptool.storage.clients.unfinished_uploads import abort_upload
-from ckptool.storage.retry import NoAnswer, error_text, is_ours
+from ckptool.storage.retry import NoAnswer, error_text, is_ours, retry
 from ckptool.storage.store import Store
 from ckptool.storage.url import RemotePath
 
@@ -174,7 +175,7 @@ def part_sender(store: Store, key: str, nbytes: int, capacity: int) -> PartSende
     stream = store.fs.open(key, "wb", block_size=part)
     if nbytes > part and hasattr(stream, "_call_s3"):
         return _MultipartSender(store, stream, nbytes, capacity)
-    return _StreamSender(stream, part, capacity)
+    return _StreamSender(store, stream, part, capacity)
 
 
 class _WholeSender:
@@ -202,21 +203,23 @@ class _StreamSender:
     """Parts that are written to fsspec's own stream.
 
     Several go at once where there is room: adlfs (2026.8) stages them side by side, gcsfs (2026.10)
-    sends them as one request.
+    sends them as one request. What fails only the stream could have sent again.
     """
 
     at_once = 1
 
-    def __init__(self, stream: Any, part: int, capacity: int) -> None:
+    def __init__(self, store: Store, stream: Any, part: int, capacity: int) -> None:
+        self._once = replace(store.policy, attempts=1)
+        self._url = store.url(stream.path)
         self._stream = stream
         self.part = part * min(_WIDE, max(1, capacity // 2))
         self.in_memory = min(2, capacity)
 
     def put(self, number: int, data: bytearray) -> None:
-        self._stream.write(data)
+        retry(self._once, self._url, lambda: self._stream.write(data))
 
     def complete(self) -> None:
-        self._stream.close()
+        retry(self._once, self._url, self._stream.close)
 
     def discard(self) -> None:
         with suppress(Exception):

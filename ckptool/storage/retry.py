@@ -30,8 +30,11 @@ _REFUSALS = {
     "RequestTimeTooSkewed": ("this machine's clock is wrong", "set the clock"),
     "InvalidAccessKeyId": ("the access key is unknown", _CREDENTIALS_HINT),
     "SignatureDoesNotMatch": ("the secret key is wrong", _CREDENTIALS_HINT),
+    "Invalid Credentials": ("the credentials are not, or no longer, valid", _RENEW_HINT),
+    "AuthenticationFailed": ("the credentials are not, or no longer, valid", _RENEW_HINT),
+    "InvalidAuthenticationInfo": ("the credentials are not, or no longer, valid", _RENEW_HINT),
 }
-"""What stores answer (S3's codes) to who is no longer, or not yet, accepted."""
+"""What stores answer (S3's codes, Google's words, Azure's codes) to who is not accepted."""
 _REFUSAL = re.compile(rf"\b(?:{'|'.join(_REFUSALS)})")
 _BARE_400 = re.compile(r"\(400\)|: Bad Request$")
 _WRONG_NAME = re.compile(r"\b(?:InvalidResourceName|OutOfRangeInput|InvalidBucketName)\b")
@@ -108,7 +111,7 @@ def retry(policy: RetryPolicy, what: str, work: Callable[[], _T]) -> _T:
         except Exception as error:
             if is_ours(error):
                 raise
-            if _lasts(error):
+            if lasts(error):
                 raise unreachable(what, error) from None
             reason = error_text(error)
             pause = max(_retry_after(error), policy.before(attempt + 1))
@@ -162,7 +165,8 @@ def status_of(error: BaseException) -> int | None:
     return None
 
 
-def _lasts(error: Exception) -> bool:
+def lasts(error: Exception) -> bool:
+    """Return whether asking again does not change an error."""
     if isinstance(error, _LASTING) or _lacks_credentials(error) or _is_forbidden(error):
         return True
     status = status_of(error)
@@ -224,7 +228,9 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _lacks_credentials(error: Exception) -> bool:
-    return "credentials" in type(error).__name__.lower()
+    name = type(error).__name__
+    unknown = name == "ClientAuthenticationError" and status_of(error) is None
+    return unknown or "credential" in name.lower()  # the first is of azure-identity (1.27)
 
 
 def _is_forbidden(error: Exception) -> bool:

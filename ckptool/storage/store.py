@@ -16,10 +16,11 @@ from weakref import WeakSet
 
 from ckptool.errors import Changed, NotFound, Unsupported
 from ckptool.storage.block_cache import CAPACITY, BlockCache, ObjectVersion
+from ckptool.storage.clients.checked_ranges import is_pinned
 from ckptool.storage.clients.direct import StoreClient, by_obstore_alone
 from ckptool.storage.clients.file_system import open_file_system
 from ckptool.storage.clients.obstore_read import by_obstore
-from ckptool.storage.clients.ranged_read import S3, FsspecClient, FsspecReader, is_pinned, is_s3
+from ckptool.storage.clients.ranged_read import FsspecClient, FsspecReader
 from ckptool.storage.planned_ranges import PlannedRanges
 from ckptool.storage.retry import (
     Denied,
@@ -29,12 +30,14 @@ from ckptool.storage.retry import (
     status_of,
 )
 from ckptool.storage.unlisted import INDEXES, infos, is_file, names_below
-from ckptool.storage.url import WEB, redact_url
+from ckptool.storage.url import AZURE, GOOGLE, S3, WEB, redact_url
 
 _T = TypeVar("_T")
 _BEHIND_THE_END = 416
 _ANOTHER_VERSION = 412
-_ATOMIC_PUT = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "hf"}
+_VERSIONS = ("generation", "ETag", "etag", "md5Hash", "sha256", "blob_id", "Last-Modified")
+"""What clients call that which another version of a file does not have; Google's first."""
+_ATOMIC_PUT = {*S3, *GOOGLE, *AZURE, "hf"}
 
 
 class ObjectInfo(NamedTuple):
@@ -80,7 +83,7 @@ class Store:
         self._options = options
         self._sizes: dict[str, int] = {}
         self._named: set[str] = set()
-        """Folders that may not be listed, and whose metadata file was named."""
+        """Folders whose metadata file was named: they may not be listed."""
         self._fs: Any = None
         self._client: StoreClient | None = None
         self._others: StoreClient | None = None
@@ -110,8 +113,6 @@ class Store:
         """The file system of fsspec, which writes and removes: opened when it is first needed."""
         if self._fs is None:
             self._fs = open_file_system(self._url, self._options)
-            if is_s3(self._fs):
-                self._fs.retries = 1  # ``ask`` tries again, and knows when it is enough
         return self._fs
 
     def _by_fsspec(self) -> StoreClient:
@@ -172,6 +173,9 @@ class Store:
                 self._sizes[name] = files[relative].nbytes
         if not files:
             raise NotFound(f"{what}: no such file or folder")
+        folder, _, name = key.rpartition("/")
+        if "" in files and name in INDEXES:
+            self._named.add(folder)
         return dict(sorted(files.items()))
 
     def _list_files(self, key: str, what: str) -> dict[str, Any]:
@@ -211,16 +215,14 @@ class Store:
 
         A store that may not be listed does not say either that a file is not there.
         """
-        folder, _, name = key.rpartition("/")
         if key in self._named:
             return self._list_named(key, "")
-        if name not in INDEXES:
+        if key.rpartition("/")[2] not in INDEXES:
             hint = f"name its metadata file, for which nothing is listed: {what}/{INDEXES[0]}"
             raise Denied(f"{error}", hint) from None
         info = self._head(key)
         if info is None:
             raise error
-        self._named.add(folder)
         return {key: info}
 
     def _head(self, key: str) -> dict[str, Any] | None:
@@ -347,8 +349,7 @@ os.register_at_fork(after_in_child=_disconnect_all)
 
 
 def _info(info: dict[str, Any]) -> ObjectInfo:
-    versions = map(info.get, ("ETag", "etag", "md5Hash", "sha256", "blob_id", "Last-Modified"))
-    version = next(filter(None, versions), None)
+    version = next(filter(None, map(info.get, _VERSIONS)), None)
     modified = info.get("LastModified") or info.get("last_modified") or info.get("mtime")
     modified = modified or info.get("updated") or info.get("created") or 0
     seconds = modified.timestamp() if hasattr(modified, "timestamp") else modified

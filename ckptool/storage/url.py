@@ -21,7 +21,10 @@ _URL = re.compile(r"(?P<scheme>[a-zA-Z][a-zA-Z0-9+.-]+)://(?P<rest>.*)", re.DOTA
 _HALF_URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/[^/]")
 WEB = ("http", "https")
 """Schemes of web servers, which list nothing and are not written to."""
-_BUCKETS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "hf", *WEB)
+S3 = ("s3", "s3a")
+GOOGLE = ("gs", "gcs")
+AZURE = ("az", "abfs", "abfss")
+_BUCKETS = (*S3, *GOOGLE, *AZURE, "hf", *WEB)
 """Schemes whose URLs begin with a bucket, container, repository or host."""
 
 _PATHS = ("file", "local")

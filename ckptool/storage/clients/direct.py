@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 from ckptool.storage.block_cache import ObjectVersion
 from ckptool.storage.clients.aws import Signer, find_signer
+from ckptool.storage.clients.checked_ranges import is_pinned
 from ckptool.storage.clients.obstore_read import (
     has_proxies,
     is_available,
@@ -22,8 +23,8 @@ from ckptool.storage.clients.obstore_read import (
     raise_answer,
     read_range,
 )
-from ckptool.storage.clients.ranged_read import S3, is_pinned
 from ckptool.storage.clients.turns import Turns
+from ckptool.storage.url import S3
 
 _T = TypeVar("_T")
 _CONNECT, _READ = 5.0, 15.0

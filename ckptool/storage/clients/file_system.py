@@ -8,6 +8,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from ckptool.errors import Unsupported, UsageError
+from ckptool.storage.clients.own_retries import end_own_retries
 from ckptool.storage.clients.ranged_read import is_s3
 from ckptool.storage.retry import error_text, unreachable
 from ckptool.storage.url import redact_url
@@ -65,6 +66,7 @@ def open_file_system(url: str, options: Mapping[str, Any]) -> Any:
         raise UsageError(f"{redact_url(url)}: no store is called {scheme}://", hint=hint) from None
     except Exception as error:  # noqa: BLE001 (each client of a store has errors of its own)
         raise unreachable(redact_url(url), error) from None
+    end_own_retries(fs)
     _opened[id(fs)] = fs
     return fs
 

@@ -19,9 +19,10 @@ from typing import Any, cast
 from urllib.parse import unquote, urlsplit
 
 from ckptool.storage.block_cache import ObjectVersion
-from ckptool.storage.clients.ranged_read import S3, RangeReader, is_pinned, is_s3, wait
+from ckptool.storage.clients.checked_ranges import is_pinned
+from ckptool.storage.clients.ranged_read import RangeReader, is_s3, wait
 from ckptool.storage.clients.turns import Turns
-from ckptool.storage.url import WEB
+from ckptool.storage.url import S3, WEB
 
 _SENDING = "before-send.s3.GetObject"
 _SIGNED = "AWS4-HMAC-SHA256 Credential="

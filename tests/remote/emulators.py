@@ -1,0 +1,286 @@
+"""Emulators of Google Cloud Storage and of Azure's blobs, and a proxy before each that lets
+requests fail as a test chooses.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import logging
+import os
+import re
+import shutil
+import socket
+import subprocess
+import threading
+import time
+import urllib.parse
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from ckptool.storage.url import RemotePath, location
+
+os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # else it asks Google itself
+KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+"""Of ``devstoreaccount1``, as azurite's documentation has it."""
+_HOP = {"connection", "transfer-encoding", "content-length", "keep-alive", "date", "server"}
+
+
+@dataclass
+class Said:
+    """An answer: of the emulator, or a fault's."""
+
+    status: int
+    body: bytes = b""
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Asked:
+    """A request, and what it is about: LIST, READ (of bytes), HEAD, WRITE or DELETE."""
+
+    method: str
+    target: str
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def kind(self) -> str:
+        if self.method in ("PUT", "POST", "PATCH"):
+            return "WRITE"
+        path, _, query = self.target.partition("?")
+        if self.method != "GET":
+            return self.method
+        if "comp=list" in query or path.endswith("/o"):
+            return "LIST"
+        return "HEAD" if "/storage/v1/b/" in path and "alt=media" not in query else "READ"
+
+    @property
+    def key(self) -> str:
+        """The path and query, unquoted."""
+        return urllib.parse.unquote(self.target)
+
+
+Fault = Callable[[Asked, Callable[[Asked], Said]], Said]
+"""Answers a request; the second argument asks the emulator."""
+
+
+def by_generation(asked: Asked, ask: Callable[[Asked], Said]) -> Said:
+    """The conditions of reads, as Google has them: its emulator does not look at them."""
+    wanted = re.search(r"ifGenerationMatch=(\d+)", asked.target)
+    if wanted is None:
+        return ask(asked)
+    path = asked.target.partition("?")[0].replace("/download/storage/", "/storage/")
+    there = json.loads(ask(Asked("GET", path, {}, b"")).body)["generation"]
+    return ask(asked) if there == wanted[1] else Said(412)
+
+
+@dataclass
+class Rule:
+    """Which requests a fault answers: those of these kinds, from the ``start``-th on."""
+
+    fault: Fault
+    kinds: tuple[str, ...]
+    key: str = ""
+    start: int = 1
+    seen: int = 0
+
+    def matches(self, asked: Asked) -> bool:
+        if (self.kinds and asked.kind not in self.kinds) or not re.search(self.key, asked.key):
+            return False
+        self.seen += 1
+        return self.seen >= self.start
+
+
+class Proxy:
+    """Hands all requests on to an emulator, but those for which there is a rule."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self.log: list[Asked] = []
+        self._rules: list[Rule] = []
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), lambda *words: _Handler(self, *words))
+        self._http.daemon_threads = True
+        self.endpoint = f"http://127.0.0.1:{self._http.server_port}"
+        threading.Thread(target=self._http.serve_forever, args=(0.05,), daemon=True).start()
+
+    def close(self) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+
+    def fail(self, fault: Fault, *kinds: str, key: str = "", start: int = 1) -> Rule:
+        """Let a fault answer requests of these kinds, of all where none is named."""
+        rule = Rule(fault, kinds, key, start)
+        self._rules.append(rule)
+        return rule
+
+    def heal(self) -> None:
+        self._rules.clear()
+
+    def answer(self, asked: Asked) -> Said:
+        self.log.append(asked)
+        rules = [rule for rule in self._rules if rule.matches(asked)]
+        return rules[0].fault(asked, self.ask) if rules else self.ask(asked)
+
+    def ask(self, asked: Asked) -> Said:
+        """Ask the emulator."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        headers = {name: text for name, text in asked.headers.items() if name.lower() not in _HOP}
+        headers["Content-Length"] = str(len(asked.body))
+        try:
+            connection.request(asked.method, asked.target, asked.body, headers)
+            answer = connection.getresponse()
+            kept = {name: text for name, text in answer.getheaders() if name.lower() not in _HOP}
+            if asked.method == "HEAD":
+                kept["Content-Length"] = answer.getheader("Content-Length", "0")
+            return Said(answer.status, answer.read(), kept)
+        finally:
+            connection.close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    wbufsize = 1 << 16
+
+    def __init__(self, proxy: Proxy, *words: object) -> None:
+        self._proxy = proxy
+        super().__init__(*words)  # type: ignore[arg-type]
+
+    def log_message(self, *words: object) -> None:
+        """Write nothing."""
+
+    def _serve(self) -> None:
+        body = b""
+        if "chunked" in (self.headers["Transfer-Encoding"] or ""):
+            while size := int(self.rfile.readline(), 16):
+                body += self.rfile.read(size)
+                self.rfile.readline()
+            self.rfile.readline()
+        else:
+            body = self.rfile.read(int(self.headers["Content-Length"] or 0))
+        said = self._proxy.answer(Asked(self.command, self.path, dict(self.headers), body))
+        self.send_response(said.status)
+        for name, text in said.headers.items():
+            self.send_header(name, text)
+        if "Content-Length" not in said.headers and said.status != http.client.NO_CONTENT:
+            self.send_header("Content-Length", str(len(said.body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(said.body)
+        self.wfile.flush()
+
+    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = do_PATCH = _serve  # noqa: N815
+
+
+@dataclass
+class Emulator:
+    """A running emulator, behind its proxy."""
+
+    scheme: str
+    proxy: Proxy
+    environment: dict[str, str]
+
+    def refuse(self, status: int, code: str, message: str = "refused") -> Fault:
+        """An error as the store says it: ``code`` is Azure's; nothing is carried out."""
+        if self.scheme == "gs":
+            body = f'{{"error": {{"code": {status}, "message": "{message}"}}}}'
+            kind, headers = "application/json", {}
+        else:
+            body = f"<Error><Code>{code}</Code><Message>{message}</Message></Error>"
+            kind, headers = "application/xml", {"x-ms-error-code": code}
+        said = Said(status, body.encode(), {"Content-Type": kind, **headers})
+        return lambda asked, ask: said
+
+
+@contextmanager
+def google() -> Iterator[Emulator]:
+    """An emulator of Google Cloud Storage."""
+    pytest.importorskip("gcsfs")
+    server = pytest.importorskip("gcp_storage_emulator.server")
+    logging.getLogger("gcp_storage_emulator").disabled = True
+    running = server.create_server("127.0.0.1", 0, in_memory=True, default_bucket="box")
+    running.start()
+    proxy = Proxy(running._api._httpd.server_port)
+    yield Emulator("gs", proxy, {"STORAGE_EMULATOR_HOST": proxy.endpoint, "NO_GCE_CHECK": "true"})
+    proxy.close()
+    running.stop()
+
+
+@contextmanager
+def azure() -> Iterator[Emulator]:
+    """An emulator of Azure's blobs."""
+    adlfs = pytest.importorskip("adlfs")
+    program = shutil.which("azurite-blob")
+    if program is None:
+        pytest.skip("no azurite-blob here")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = ["--inMemoryPersistence", "--skipApiVersionCheck", "--silent", "--disableTelemetry"]
+    running = subprocess.Popen([program, "--blobPort", str(port), *words])
+    proxy = Proxy(port)
+    try:
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
+            with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+                break
+            time.sleep(0.05)
+        endpoint = f"BlobEndpoint={proxy.endpoint}/devstoreaccount1"
+        account = f"AccountName=devstoreaccount1;AccountKey={KEY}"
+        connection = f"DefaultEndpointsProtocol=http;{account};{endpoint};"
+        adlfs.AzureBlobFileSystem(connection_string=connection).mkdir("box")
+        yield Emulator("az", proxy, {"AZURE_STORAGE_CONNECTION_STRING": connection})
+    finally:
+        proxy.close()
+        running.kill()
+        running.wait()
+
+
+_EMULATORS = {"gs": google, "az": azure}
+
+
+@pytest.fixture(scope="module", params=_EMULATORS)
+def emulator(request: pytest.FixtureRequest) -> Iterator[Emulator]:
+    with _EMULATORS[request.param]() as found:
+        yield found
+
+
+@pytest.fixture
+def box(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The URL of a folder where nothing is."""
+    for name, value in emulator.environment.items():
+        monkeypatch.setenv(name, value)
+    url = f"{emulator.scheme}://box/{uuid.uuid4().hex[:8]}"
+    place(url).store.fs.clear_instance_cache()
+    emulator.proxy.log.clear()
+    yield url
+    emulator.proxy.heal()
+
+
+def place(url: str) -> RemotePath:
+    found = location(url)
+    assert isinstance(found, RemotePath)
+    return found
+
+
+def stored(url: str) -> dict[str, bytes]:
+    """All that lies below a URL."""
+    folder = place(url)
+    fs = folder.store.fs
+    fs.invalidate_cache()
+    return {name.removeprefix(f"{folder.key}/"): fs.cat_file(name) for name in fs.find(folder.key)}
+
+
+def put(folder: Path, url: str) -> None:
+    """Store a folder, not by what is tested."""
+    at = place(url)
+    for file in folder.rglob("*"):
+        if file.is_file():
+            at.store.fs.pipe_file(f"{at.key}/{file.relative_to(folder)}", file.read_bytes())

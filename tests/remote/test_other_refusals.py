@@ -1,0 +1,133 @@
+"""Google Cloud Storage and Azure that refuse who asks, or give no answer: as of S3."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from conftest import case
+from emulators import Emulator, box, emulator, put, stored
+from store_server import QUICK
+from test_refusals import Clock, ended, many
+from test_s3 import big, files_of, resharded
+
+from ckptool.commands.open import open_checkpoint
+from ckptool.errors import TransferError
+from ckptool.storage import retry as retrying
+from ckptool.storage.retry import Denied, NoAnswer, RetryPolicy, Unaccepted
+from ckptool.storage.store import Store
+from ckptool.storage.url import location
+
+SOURCE = case("dcp_fsdp2_tp").path
+ON_THEIR_WAY = 40
+DENIED = (403, "AuthorizationPermissionMismatch", "caller does not have access")
+EXPIRED = {
+    "gs": (401, "", "Invalid Credentials"),
+    "az": (403, "AuthenticationFailed", "Signature not valid in the specified time frame"),
+}
+BUSY = (503, "ServerBusy", "try again")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Store, "policy", QUICK)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found = Clock()
+    monkeypatch.setattr(retrying, "time", found)
+    monkeypatch.setattr(Store, "policy", RetryPolicy())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "command"),
+    [
+        ("denied", ["convert", "SOURCE", "OUT", "--to", "safetensors"]),
+        ("expired", ["convert", "SOURCE", "OUT", "--to", "safetensors"]),
+        ("expired", ["verify", "SOURCE"]),
+        ("denied", ["verify", "SOURCE", "--against", "SOURCE"]),
+    ],
+)
+def test_a_refused_read_ends_all_work_and_is_no_damage(
+    kind: str, command: list[str], many: Path, box: str, emulator: Emulator, out: Path
+) -> None:
+    put(many, box)
+    said = DENIED if kind == "denied" else EXPIRED[emulator.scheme]
+    rule = emulator.proxy.fail(emulator.refuse(*said), "READ", key="distcp", start=3)
+    words = [{"SOURCE": box, "OUT": out / "out"}.get(one, one) for one in command]
+    code, told = ended(*words)
+    assert code == 5, told
+    assert ("access is denied" if kind == "denied" else "or no longer, valid") in told
+    assert not {"problems", "lost", "damaged"} & set(told.split())
+    assert rule.seen - 3 < ON_THEIR_WAY
+    assert not (out / "out").exists()
+    emulator.proxy.heal()
+    if "--resume" in told:
+        assert ended(*words, "--resume")[0] == 0
+
+
+def test_a_refused_listing_says_what_helps(box: str, emulator: Emulator) -> None:
+    put(SOURCE, box)
+    rule = emulator.proxy.fail(emulator.refuse(*DENIED), "LIST")
+    with pytest.raises(Denied) as caught:
+        open_checkpoint(location(box))
+    assert f"{box}/.metadata" in str(caught.value.hint)
+    assert rule.seen <= 3
+    wanted = open_checkpoint(SOURCE).catalog.tensors
+    assert open_checkpoint(location(f"{box}/.metadata")).catalog.tensors == wanted
+
+
+def test_credentials_that_expired_are_said_at_once(box: str, emulator: Emulator) -> None:
+    put(SOURCE, box)
+    rule = emulator.proxy.fail(emulator.refuse(*EXPIRED[emulator.scheme]))
+    with pytest.raises(Unaccepted, match="not, or no longer, valid"):
+        open_checkpoint(location(box))
+    assert rule.seen <= 3
+
+
+@pytest.mark.parametrize("large", [True, False])
+def test_a_refused_write_leaves_no_checkpoint(
+    large: bool, box: str, emulator: Emulator, out: Path
+) -> None:
+    source = big(out, 2) if large else SOURCE
+    rule = emulator.proxy.fail(emulator.refuse(*DENIED), "WRITE", start=3)
+    with pytest.raises(TransferError, match="access is denied") as caught:
+        resharded(source, f"{box}/m", "1")
+    assert "--resume" in str(caught.value.hint)
+    assert rule.seen - 3 < ON_THEIR_WAY
+    emulator.proxy.heal()
+    assert ".metadata" not in stored(box)
+    resharded(source, f"{box}/m", "1", resume=True)
+    resharded(source, out / "m", "1")
+    assert stored(f"{box}/m") == files_of(out / "m")
+
+
+def test_who_may_not_remove_changes_nothing(box: str, emulator: Emulator) -> None:
+    resharded(SOURCE, f"{box}/m", "2")
+    before = stored(box)
+    emulator.proxy.fail(emulator.refuse(*DENIED), "DELETE")
+    with pytest.raises(TransferError, match=r"trial removal: access is denied"):
+        resharded(SOURCE, f"{box}/m", "4", overwrite=True)
+    assert stored(box) == before
+
+
+@pytest.mark.parametrize("kind", ["LIST", "READ"])
+def test_no_answer_ends(kind: str, clock: Clock, box: str, emulator: Emulator) -> None:
+    put(SOURCE, box)
+    rule = emulator.proxy.fail(emulator.refuse(*BUSY), kind)
+    with pytest.raises(NoAnswer, match="no answer after"):
+        open_checkpoint(location(box))
+    assert clock.now <= (60 if kind == "LIST" else RetryPolicy().total)
+    assert 2 <= rule.seen <= RetryPolicy().attempts
+
+
+def test_nobody_who_listens_is_found_out_within_ten_seconds(
+    clock: Clock, box: str, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in emulator.environment.items():
+        monkeypatch.setenv(name, text.replace(emulator.proxy.endpoint, "http://127.0.0.1:9"))
+    with pytest.raises(NoAnswer, match="no answer after"):
+        open_checkpoint(location(f"{box}/nobody"))
+    assert 1 < clock.now <= 10
