@@ -41,6 +41,7 @@ from ckptool.formats.rank_files.torch_checkpointing import (
 )
 from ckptool.formats.torch_save import INDEX
 from ckptool.serialization.source import Source, expect_archives, read_metadata
+from ckptool.serialization.state_dict.alike import AlikeFiles
 from ckptool.serialization.state_dict.assemble import assemble
 from ckptool.serialization.state_dict.flat_params import (
     HINT,
@@ -55,7 +56,6 @@ from ckptool.serialization.state_dict.leaves import (
     PlainLeaf,
     RankLeaves,
     ShareLeaf,
-    read_file_leaves,
 )
 from ckptool.serialization.state_dict.values import note_unread
 
@@ -83,9 +83,10 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     problems = missing_ranks(files, declared.world_size if declared else options.world_size)
     is_named = declared is not None or has_fsdp_folder(source)
     expect_archives(source, (item.file for item in files))
+    archives = AlikeFiles(source)
     families = {
         family: [
-            (item.rank, options.attempt(partial(_read, source, item, declared)) or {})
+            (item.rank, options.attempt(partial(_read, source, item, declared, archives)) or {})
             for item in items
         ]
         for family, items in by_family(files).items()
@@ -160,14 +161,16 @@ def _writer(files: list[RankFile]) -> str:
     return "torch.save, one file a rank"
 
 
-def _read(source: Source, item: RankFile, declared: Declared | None) -> dict[str, Leaf]:
+def _read(
+    source: Source, item: RankFile, declared: Declared | None, archives: AlikeFiles
+) -> dict[str, Leaf]:
     if item.file.endswith(".json"):
         content = read_json_object(source, item.file)
         return {name: Leaf((name,), value) for name, value in content.items()}
     if item.file.endswith(".safetensors") and declared is not None:
         return safetensors_leaves(source, item.file, item.family, item.rank, declared)
     state = item.family.startswith(STATES_OF_A_RANK) or _is_flat_optimizer(source, item)
-    return read_file_leaves(source, item.file, rank_state=state)
+    return archives.read(item.file, rank_state=state)
 
 
 def _is_flat_optimizer(source: Source, item: RankFile) -> bool:

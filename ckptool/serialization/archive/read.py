@@ -10,17 +10,17 @@ from __future__ import annotations
 import re
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import starmap
 from typing import NamedTuple, TypeVar
 
 from ckptool.core.catalog import Container
 from ckptool.core.codec import decode
 from ckptool.core.mesh import Mesh
 from ckptool.errors import CkptoolError, Damaged, Problem, Unrecognised, coded
+from ckptool.serialization.archive.cached import TracedRegion, find_cached, keep_archive
 from ckptool.serialization.archive.tensors import read_storage
 from ckptool.serialization.file_kinds import not_a, unrecognised_zip
 from ckptool.serialization.pickle.load import Loaded, Truncated, read_pickle, require_harmless
@@ -28,7 +28,6 @@ from ckptool.serialization.pickle.records import Call, Global, PickleValue
 from ckptool.serialization.source import LARGEST, Source
 from ckptool.serialization.state_dict.values import collect_globals
 from ckptool.serialization.zip import (
-    CRC32_NBYTES,
     DEFLATED,
     Region,
     ZipRecord,
@@ -126,28 +125,66 @@ def read_torch_zip(region: Region) -> TorchFile:
 
 
 def _read_archive(region: Region) -> TorchFile:
-    traced = _TracedRegion(region)
-    records = read_directory(traced)
-    root = _root(region, records)
-    data_pkl = records[f"{root}/data.pkl"]
-    has_crc = has_checksums(records.values())
-    loaded = _unpickle(record_bytes(traced, data_pkl, has_crc), f"{region.what} (data.pkl)")
-    _require_in_value(loaded)
-    prefix = f"{root}/data/"
-    stored = {name[len(prefix) :]: r for name, r in records.items() if name.startswith(prefix)}
-    are_checked = has_checksums(stored.values())
-    storages = {key: _locate(region, record, are_checked) for key, record in stored.items()}
-    order = records.get(f"{root}/byteorder")
-    byteorder = "little"
-    if order:
-        byteorder = record_bytes(traced, order, has_crc).decode("ascii", "replace")
-    if byteorder not in ("little", "big"):
-        raise Damaged(f"{region.what}: unknown byte order {byteorder!r}")
-    file = TorchFile(region.what, loaded.value, storages, byteorder, loaded.end, loaded.hostile)
-    if data_pkl.crc32 and not loaded.hostile:
-        unread = [record for record in records.values() if record not in (data_pkl, order)]
-        _cache(traced, file, stored, unread)
-    return file
+    return OpenArchive(TracedRegion(region)).read()
+
+
+class OpenArchive:
+    """An archive of which the directory and the bytes of the ``pickle`` were read, no more.
+
+    CkptoolError where torch.save did not write it, or its pickle is not what was checksummed.
+    """
+
+    def __init__(self, region: TracedRegion) -> None:
+        self._region = region
+        self._records = read_directory(region)
+        self._root = _root(region, self._records)
+        self._data_pkl = self._records[f"{self._root}/data.pkl"]
+        self._has_crc = has_checksums(self._records.values())
+        self.pickle = record_bytes(region, self._data_pkl, self._has_crc)
+
+    @classmethod
+    def of(cls, source: Source, file: str) -> OpenArchive:
+        """Open a whole file."""
+        return cls(TracedRegion(Region(source, file, 0, source.files[file])))
+
+    @property
+    def file(self) -> str:
+        """The file that the archive lies in."""
+        return self._region.file
+
+    def read(self) -> TorchFile:
+        """Read the pickle; return the file."""
+        region = self._region
+        loaded = _unpickle(self.pickle, f"{region.what} (data.pkl)")
+        _require_in_value(loaded)
+        stored, storages, byteorder = self._stored(), self.storages(), self.byteorder()
+        file = TorchFile(region.what, loaded.value, storages, byteorder, loaded.end, loaded.hostile)
+        if self._data_pkl.crc32 and not loaded.hostile:
+            read = (self._data_pkl, self._records.get(f"{self._root}/byteorder"))
+            unread = [record for record in self._records.values() if record not in read]
+            keep_archive(region, file, stored, unread)
+        return file
+
+    def storages(self) -> dict[str, StoredBytes]:
+        """Return where each storage lies, by its key."""
+        stored = self._stored()
+        are_checked = has_checksums(stored.values())
+        return {key: _locate(self._region, record, are_checked) for key, record in stored.items()}
+
+    def byteorder(self) -> str:
+        """Return ``little`` or ``big``; Damaged where it is neither."""
+        order = self._records.get(f"{self._root}/byteorder")
+        byteorder = "little"
+        if order:
+            byteorder = record_bytes(self._region, order, self._has_crc).decode("ascii", "replace")
+        if byteorder not in ("little", "big"):
+            raise Damaged(f"{self._region.what}: unknown byte order {byteorder!r}")
+        return byteorder
+
+    def _stored(self) -> dict[str, ZipRecord]:
+        prefix = f"{self._root}/data/"
+        records = self._records.items()
+        return {name[len(prefix) :]: r for name, r in records if name.startswith(prefix)}
 
 
 def _unpickle(data: bytes, what: str) -> Loaded:
@@ -289,95 +326,3 @@ def read_growing(read: Callable[[int], _T], size: int) -> _T:
             if length >= min(size, LARGEST):
                 raise
             length = min(size, length * 4, LARGEST)
-
-
-_MOST_SIZES, _MOST_OF_A_SIZE = 256, 4
-
-_Spans = tuple[tuple[int, int], ...]
-
-
-class _TracedRegion(Region):
-    """A region that notes what is read of it."""
-
-    def __init__(self, region: Region) -> None:
-        vars(self).update(vars(region))
-        self.spans: list[tuple[int, int]] = []
-
-    def read(self, start: int, nbytes: int) -> bytes:
-        """Read as ``Region.read``, and note it."""
-        self.spans.append((start, start + nbytes))
-        return super().read(start, nbytes)
-
-
-class _CachedArchive(NamedTuple):
-    """What was read of an archive, what it holds, and where it notes the CRC-32 of each storage.
-
-    A DCP folder holds an archive per item (torch 2.1 to 2.13), and those of tensors of one shape
-    and type differ in the tensors' bytes and the CRC-32 of these alone, which the reading of an
-    archive never looks at: where all that it did look at is the same, so is what it holds.
-    """
-
-    spans: _Spans
-    read: bytes
-    file: TorchFile
-    offset: int
-    noted: Mapping[str, int]
-
-    def at(self, region: Region) -> TorchFile:
-        """Return what another archive holds of which the same was read."""
-        crcs = {key: region.crc32_at(at) for key, at in self.noted.items()}
-        are_checked = any(crcs.values())
-        moved = region.offset - self.offset
-        storages = {
-            key: stored._replace(
-                file=region.file,
-                offset=stored.offset + moved,
-                crc32=crcs[key] if are_checked else None,
-            )
-            for key, stored in self.file.storages.items()
-        }
-        alike = self.file
-        return TorchFile(
-            region.what, alike.inert, storages, alike.byteorder, alike.pickled, alike.hostile
-        )
-
-
-_CACHE: dict[int, list[_CachedArchive]] = {}
-"""Archives that were read, by their size in bytes."""
-
-
-def find_cached(region: Region) -> TorchFile | None:
-    """Return what the archive in a region holds, where one that is alike was read before."""
-    for archive in _CACHE.get(region.nbytes, ()):
-        if region.joined(archive.spans) == archive.read:
-            return archive.at(region)
-    return None
-
-
-def _cache(
-    traced: _TracedRegion,
-    file: TorchFile,
-    storages: Mapping[str, ZipRecord],
-    unread: Iterable[ZipRecord],
-) -> None:
-    """Keep what an archive holds, by all that was read of it, where that is at hand.
-
-    ``storages`` are records whose bytes were not read, by the storages' keys; of them and of
-    ``unread`` the CRC-32 may differ.
-    """
-    if len(_CACHE) >= _MOST_SIZES or not all(starmap(traced.is_at_hand, traced.spans)):
-        return
-    archives = _CACHE.setdefault(traced.nbytes, [])
-    if len(archives) < _MOST_OF_A_SIZE:
-        noted = {key: record.noted for key, record in storages.items()}
-        spans = _subtract(traced.spans, {*noted.values(), *(record.noted for record in unread)})
-        archives.append(_CachedArchive(spans, traced.joined(spans), file, traced.offset, noted))
-
-
-def _subtract(spans: Iterable[tuple[int, int]], crcs: Iterable[int]) -> _Spans:
-    """Return all bytes of spans, each once and in order, but for the CRC-32 at each of ``crcs``."""
-    places = {at for start, end in spans for at in range(start, end)}
-    places -= {at for start in crcs for at in range(start, start + CRC32_NBYTES)}
-    starts = sorted(at for at in places if at - 1 not in places)
-    ends = sorted(at + 1 for at in places if at + 1 not in places)
-    return tuple(zip(starts, ends, strict=True))

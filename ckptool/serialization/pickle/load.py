@@ -100,6 +100,11 @@ def _remember(data: bytes, start: int, named: dict[Global, int]) -> None:
     _recent_globals[_digest(data)] = dict(named)
 
 
+def remember_alike(data: bytes, known: bytes) -> None:
+    """Note that a pickle names what one that was read does, at the same bytes."""
+    _remember(data, 0, find_globals(known))
+
+
 def find_globals(data: bytes, *, pickles: int = 1) -> dict[Global, int]:
     """Return all globals that ``pickles`` in a row name, with the first offset in ``data`` of each.
 

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptool.errors import CkptoolError
-from ckptool.serialization.archive.read import _CACHE, TorchFile, find_cached, read_torch_zip
+from ckptool.serialization.archive.cached import _CACHE, find_cached
+from ckptool.serialization.archive.read import TorchFile, read_torch_zip
 from ckptool.serialization.zip import Region
 from ckptool.storage.local import LocalSource
 

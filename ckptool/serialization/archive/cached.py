@@ -1,0 +1,101 @@
+"""Archives that are alike but for the checksums of what they hold: one of them is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from itertools import starmap
+from typing import TYPE_CHECKING, NamedTuple
+
+from ckptool.serialization.zip import CRC32_NBYTES, Region, ZipRecord
+
+if TYPE_CHECKING:
+    from ckptool.serialization.archive.read import TorchFile
+
+_MOST_SIZES, _MOST_OF_A_SIZE = 256, 4
+
+_Spans = tuple[tuple[int, int], ...]
+
+
+class TracedRegion(Region):
+    """A region that notes what is read of it."""
+
+    def __init__(self, region: Region) -> None:
+        vars(self).update(vars(region))
+        self.spans: list[tuple[int, int]] = []
+
+    def read(self, start: int, nbytes: int) -> bytes:
+        """Read as ``Region.read``, and note it."""
+        self.spans.append((start, start + nbytes))
+        return super().read(start, nbytes)
+
+
+class _CachedArchive(NamedTuple):
+    """What was read of an archive, what it holds, and where it notes the CRC-32 of each storage.
+
+    A DCP folder holds an archive per item (torch 2.1 to 2.13), and those of tensors of one shape
+    and type differ in the tensors' bytes and the CRC-32 of these alone, which the reading of an
+    archive never looks at: where all that it did look at is the same, so is what it holds.
+    """
+
+    spans: _Spans
+    read: bytes
+    file: TorchFile
+    offset: int
+    noted: Mapping[str, int]
+
+    def at(self, region: Region) -> TorchFile:
+        """Return what another archive holds of which the same was read."""
+        crcs = {key: region.crc32_at(at) for key, at in self.noted.items()}
+        are_checked = any(crcs.values())
+        moved = region.offset - self.offset
+        storages = {
+            key: stored._replace(
+                file=region.file,
+                offset=stored.offset + moved,
+                crc32=crcs[key] if are_checked else None,
+            )
+            for key, stored in self.file.storages.items()
+        }
+        return replace(self.file, what=region.what, storages=storages, meshes={})
+
+
+_CACHE: dict[int, list[_CachedArchive]] = {}
+"""Archives that were read, by their size in bytes."""
+
+
+def find_cached(region: Region) -> TorchFile | None:
+    """Return what the archive in a region holds, where one that is alike was read before."""
+    for archive in _CACHE.get(region.nbytes, ()):
+        if region.joined(archive.spans) == archive.read:
+            return archive.at(region)
+    return None
+
+
+def keep_archive(
+    traced: TracedRegion,
+    file: TorchFile,
+    storages: Mapping[str, ZipRecord],
+    unread: Iterable[ZipRecord],
+) -> None:
+    """Keep what an archive holds, by all that was read of it, where that is at hand.
+
+    ``storages`` are records whose bytes were not read, by the storages' keys; of them and of
+    ``unread`` the CRC-32 may differ.
+    """
+    if len(_CACHE) >= _MOST_SIZES or not all(starmap(traced.is_at_hand, traced.spans)):
+        return
+    archives = _CACHE.setdefault(traced.nbytes, [])
+    if len(archives) < _MOST_OF_A_SIZE:
+        noted = {key: record.noted for key, record in storages.items()}
+        spans = _subtract(traced.spans, {*noted.values(), *(record.noted for record in unread)})
+        archives.append(_CachedArchive(spans, traced.joined(spans), file, traced.offset, noted))
+
+
+def _subtract(spans: Iterable[tuple[int, int]], crcs: Iterable[int]) -> _Spans:
+    """Return all bytes of spans, each once and in order, but for the CRC-32 at each of ``crcs``."""
+    places = {at for start, end in spans for at in range(start, end)}
+    places -= {at for start in crcs for at in range(start, start + CRC32_NBYTES)}
+    starts = sorted(at for at in places if at - 1 not in places)
+    ends = sorted(at + 1 for at in places if at + 1 not in places)
+    return tuple(zip(starts, ends, strict=True))

@@ -1,0 +1,377 @@
+"""Files of ranks that are alike: one is read, the others by how their bytes differ from it.
+
+The pickles of ranks that hold alike shards (torch 2.10 to 2.13) differ in a few numbers of their
+device mesh alone: the rank, its coordinates, the names of its groups. Where that is shown, a file
+holds what the first one does, but for the mesh, for where its storages lie and for their checksums.
+It is shown by one more pickle, with other numbers in these places: what the two hold must be equal
+everywhere but there. All else is read in full, as is what is not shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from ckptool.core.catalog import Extent, Record
+from ckptool.core.mesh import Mesh
+from ckptool.errors import CkptoolError, Refusal, coded
+from ckptool.serialization.archive.dtensor import DTensorShare, read_mesh
+from ckptool.serialization.archive.read import OpenArchive, StoredBytes, TorchFile, is_zip
+from ckptool.serialization.archive.tensors import StoredTensor
+from ckptool.serialization.pickle.load import read_pickle, remember_alike
+from ckptool.serialization.pickle.records import Call, Global, OrderedMapping, Persistent
+from ckptool.serialization.source import Source
+from ckptool.serialization.state_dict.leaves import (
+    Leaf,
+    PlainLeaf,
+    ShareLeaf,
+    read_file_leaves,
+    read_leaves,
+)
+from ckptool.serialization.state_dict.values import list_parts, walk_parts
+
+_LEAST = 1 << 16
+"""Bytes of the smallest file that is worth it."""
+_LARGEST = 1 << 24
+"""Bytes of the largest pickle that is kept with what it holds."""
+_MOST_FILES = 4
+_MOST_LITERALS = 64
+_MOST_PROBES = 4
+_OF_A_RANK = ("_rank", "_coordinate_on_dim", "_dim_group_names", "_dim_group_infos")
+"""The attributes of a device mesh that differ between the ranks of one (torch 2.1 to 2.13)."""
+_READ_OF_THEM = _OF_A_RANK[:2]
+_SCALARS = frozenset([str, int, bool, float, bytes, type(None)])
+_CONTRADICTIONS = (
+    CkptoolError,
+    LookupError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    OverflowError,
+    RecursionError,
+)
+
+
+class AlikeFiles:
+    """Reads the files of ranks, one after another; the first of each kind stands for the next."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._known: list[_Template] = []
+
+    def read(self, file: str, *, rank_state: bool) -> dict[str, Leaf]:
+        """Return the named values of a file, and raise, as ``read_file_leaves`` does."""
+        source = self._source
+        if source.files[file] < _LEAST or not is_zip(source.read(file, 0, 4)):
+            return read_file_leaves(source, file, rank_state=rank_state)
+        with coded("archive-content", file=file):
+            archive = OpenArchive.of(source, file)
+            for known in self._known:
+                leaves = known.leaves_of(archive, source) if known.is_state == rank_state else None
+                if leaves is not None:
+                    return leaves
+            opened = archive.read()
+        leaves = read_leaves(opened, source, rank_state=rank_state)
+        if len(self._known) < _MOST_FILES and len(archive.pickle) <= _LARGEST:
+            tensors = _movable_tensors(opened, leaves)
+            if tensors is not None:
+                self._known.append(_Template(archive.pickle, opened, leaves, tensors, rank_state))
+        return leaves
+
+
+class _Movable(NamedTuple):
+    """A tensor of a file: its leaf, its storage there, and the number of its mesh, -1 if none."""
+
+    leaf: Leaf
+    place: Extent
+    key: str
+    stored: StoredBytes
+    mesh: int
+
+
+def _movable_tensors(opened: TorchFile, leaves: Mapping[str, Leaf]) -> dict[str, _Movable] | None:
+    """Return the tensors of a file by name; None where it holds what another must not share."""
+    meshes = {id(mesh): number for number, (mesh, _) in enumerate(opened.meshes.values())}
+    movable: dict[str, _Movable] = {}
+    for name, leaf in leaves.items():
+        value = leaf.value
+        if isinstance(value, PlainLeaf):
+            place, tensor, mesh = value.place, value.tensor, -1
+        elif isinstance(value, ShareLeaf) and isinstance(value.share, DTensorShare):
+            place, tensor = value.places[0], value.share.local
+            mesh = meshes.get(id(value.share.mesh), -1)
+            if mesh < 0:
+                return None
+        elif isinstance(value, ShareLeaf | Refusal) or _names_storages(value):
+            return None
+        else:
+            continue
+        if not isinstance(place, Extent):
+            return None
+        key = tensor.storage.key
+        movable[name] = _Movable(leaf, place, key, opened.storages[key], mesh)
+    return None if opened.hostile else movable
+
+
+def _names_storages(value: Any) -> bool:
+    return any(isinstance(part, Persistent) for part in walk_parts(value, hidden=True))
+
+
+class _Literal(NamedTuple):
+    """Bytes of a pickle that are a number or a text, whole; ``probe`` are others for them."""
+
+    start: int
+    end: int
+    is_text: bool
+    is_signed: bool
+    probe: bytes
+
+    def value(self, data: bytes) -> Any:
+        """Return what stands there in a pickle; UnicodeDecodeError where it is no text."""
+        return self._decode(data[self.start : self.end])
+
+    @property
+    def probed(self) -> Any:
+        """The value of the probe."""
+        return self._decode(self.probe)
+
+    def _decode(self, written: bytes) -> Any:
+        if self.is_text:
+            return written.decode("utf-8", "surrogatepass")
+        return int.from_bytes(written, "little", signed=self.is_signed)
+
+
+@dataclass(slots=True)
+class _Template:
+    """A file that was read, and in which bytes of its pickle others may differ from it."""
+
+    pickle: bytes
+    opened: TorchFile
+    leaves: dict[str, Leaf]
+    tensors: dict[str, _Movable]
+    is_state: bool
+    literals: tuple[_Literal, ...] = ()
+    meshes: tuple[tuple[Call, Call], ...] = ()
+    probes_left: int = _MOST_PROBES
+
+    def leaves_of(self, archive: OpenArchive, source: Source) -> dict[str, Leaf] | None:
+        """Return what another file holds; None where it must be read in full to know that."""
+        if len(archive.pickle) != len(self.pickle):
+            return None
+        differing = _differing_bytes(self.pickle, archive.pickle)
+        if not self._covers(differing) and not self._probe(differing):
+            return None
+        storages = archive.storages()
+        if archive.byteorder() != self.opened.byteorder:
+            return None
+        file = replace(self.opened, what=archive.file, storages=storages, meshes={})
+        try:
+            meshes = self._meshes_of(archive.pickle, file, source)
+        except _CONTRADICTIONS:
+            return None
+        leaves = dict(self.leaves)
+        for name, known in self.tensors.items():
+            leaf = _moved(known, storages.get(known.key), archive.file, meshes)
+            if leaf is None:
+                return None
+            leaves[name] = leaf
+        remember_alike(archive.pickle, self.pickle)
+        return leaves
+
+    def _covers(self, differing: Iterable[int]) -> bool:
+        """Return whether bytes lie in literals that may differ."""
+        spans = [(literal.start, literal.end) for literal in self.literals]
+        return all(any(start <= at < end for start, end in spans) for at in differing)
+
+    def _probe(self, differing: Sequence[int]) -> bool:
+        """Show that the literals with these bytes, too, end in device meshes alone."""
+        if not self.probes_left or len(differing) > _MOST_LITERALS:
+            return False
+        self.probes_left -= 1
+        starts = [literal.start for literal in self.literals]
+        literals = _find_literals(self.pickle, [*starts, *differing])
+        if literals is None:
+            return False
+        probe = bytearray(self.pickle)
+        for literal in literals:
+            probe[literal.start : literal.end] = literal.probe
+        try:
+            other = read_pickle(bytes(probe), what="", judges=False)
+        except CkptoolError:
+            return False
+        pairs = _pair_meshes(self.opened.inert, other.value)
+        if pairs is None or not {*self.opened.meshes} <= {one for one, _ in pairs}:
+            return False
+        self.literals, self.meshes = literals, tuple(pairs)
+        return True
+
+    def _meshes_of(
+        self, data: bytes, file: TorchFile, source: Source
+    ) -> list[tuple[Mesh, int | None]]:
+        """Return the meshes of another file, in order; ValueError where one has another shape."""
+        values = {x.probed: x.value(data) for x in self.literals if not x.is_text}
+        for text in self.literals:
+            text.value(data)
+        others = {id(one): other for one, other in self.meshes}
+        meshes = []
+        for record, (mesh, _) in self.opened.meshes.items():
+            fields = dict(record.fields)
+            if id(record) in others:
+                probed = others[id(record)].state
+                for name in _READ_OF_THEM:
+                    if name in fields:
+                        fields[name] = _with_values(fields[name], probed[name], values)
+            meshes.append(read_mesh(fields, file, source))
+            if meshes[-1][0].shape != mesh.shape:
+                raise ValueError(mesh.shape)
+        return meshes
+
+
+def _moved(
+    known: _Movable,
+    stored: StoredBytes | None,
+    file: str,
+    meshes: Sequence[tuple[Mesh, int | None]],
+) -> Leaf | None:
+    """Return a tensor's leaf as another file has it; None where its storage there is another."""
+    leaf, place, _, before, number = known
+    if stored is None or stored.size != before.size or stored.codec:
+        return None
+    path, start, nbytes, _, crc, _ = stored
+    record = None if crc is None or not nbytes else Record(path, start, nbytes, crc)
+    at = Extent(file, start + place.offset - before.offset, place.strides, record, place.ops)
+    value = leaf.value
+    if number < 0:
+        tensor: StoredTensor = value.tensor
+        return Leaf(leaf.path, PlainLeaf(at, tensor, value.attributes), leaf.rank_state, leaf.note)
+    share: DTensorShare = value.share
+    dtype, shape, local, placements = share.dtype, share.shape, share.local, share.placements
+    mesh, rank = meshes[number]
+    own = DTensorShare(dtype, shape, local, mesh, placements, rank, share.shard_order)
+    return Leaf(leaf.path, ShareLeaf(own, (at,), value.attributes), leaf.rank_state, leaf.note)
+
+
+def _differing_bytes(one: bytes, other: bytes) -> list[int]:
+    """Return where two pickles of one length differ, up to one place too many."""
+    import numpy as np
+
+    found = np.flatnonzero(np.frombuffer(one, "u1") != np.frombuffer(other, "u1"))
+    return [int(at) for at in found[: _MOST_LITERALS + 1]]
+
+
+def _find_literals(data: bytes, places: Sequence[int]) -> tuple[_Literal, ...] | None:
+    """Return the numbers and texts that bytes of a pickle lie in; None where one lies in none."""
+    wanted = sorted({*places})
+    found: list[_Literal] = []
+    for start, end, is_text, is_signed in _spans_of_literals(data, wanted[-1]):
+        inside = [at for at in wanted if start <= at < end]
+        if inside:
+            wanted = [at for at in wanted if at >= end]
+            probe = _probe_of(data[start:end], len(found), is_text)
+            found.append(_Literal(start, end, is_text, is_signed, probe))
+            if not wanted:
+                break
+    covered = {at for one in found for at in range(one.start, one.end)}
+    return tuple(found) if covered.issuperset(places) else None
+
+
+def _spans_of_literals(data: bytes, last: int) -> Iterator[tuple[int, int, bool, bool]]:
+    """Yield where numbers and texts lie, up to a byte, whether text, and whether signed."""
+    from pickletools import genops
+
+    for opcode, value, at in genops(data):
+        if at is None or at > last:
+            return
+        size = {"BININT1": 1, "BININT2": 2, "BININT": 4}.get(opcode.name)
+        if size is not None:
+            yield at + 1, at + 1 + size, False, size == 4
+        elif opcode.name in ("BINUNICODE", "SHORT_BINUNICODE") and value:
+            start = at + (5 if opcode.name == "BINUNICODE" else 2)
+            yield start, start + len(value.encode("utf-8", "surrogatepass")), True, False
+
+
+def _probe_of(written: bytes, number: int, is_text: bool) -> bytes:
+    """Return other bytes for the literal of this number, those of no two numbers alike."""
+    if is_text:
+        return (b"~" if written != b"~" * len(written) else b"}") * len(written)
+    size = len(written)
+    highest = (1 << 8 * size - (size == 4)) - 1
+    candidates = (highest - 2 * number - more for more in (0, 1))
+    return next(c for each in candidates if (c := each.to_bytes(size, "little")) != written)
+
+
+def _pair_meshes(one: Any, other: Any) -> list[tuple[Call, Call]] | None:
+    """Return the device meshes of two values; None where these differ in more than ranks of them.
+
+    Both are of pickles with the same opcodes, so the same parts of both are shared.
+    """
+    meshes: list[tuple[Call, Call]] = []
+    stack, seen = [(one, other)], set[tuple[int, int]]()
+    while stack:
+        a, b = stack.pop()
+        if a is b:
+            continue
+        kind = type(a)
+        if kind is not type(b):
+            return None
+        if kind in _SCALARS or kind is Global:
+            if a != b and repr(a) != repr(b):
+                return None
+            continue
+        if (id(a), id(b)) in seen:
+            continue
+        seen.add((id(a), id(b)))
+        parts = _parts(a), _parts(b)
+        if kind is Call and _is_mesh(a) and _is_mesh(b):
+            if not all(_is_alike(a.state.get(name), b.state.get(name)) for name in _OF_A_RANK):
+                return None
+            parts = _parts_of_mesh(a), _parts_of_mesh(b)
+            meshes.append((a, b))
+        if parts[0] is None or parts[1] is None or len(parts[0]) != len(parts[1]):
+            return None
+        stack += zip(parts[0], parts[1], strict=True)
+    return meshes
+
+
+def _parts(value: Any) -> list[Any] | None:
+    """Return what a value is made of; None where it is of a kind that is not compared."""
+    kind = type(value)
+    if kind is Persistent:
+        return [value.value]
+    if kind is OrderedMapping:
+        return [*list_parts(value), getattr(value, "state", None)]
+    if kind is Call:
+        return [value.is_new, *list_parts(value)]
+    return list_parts(value) if kind in (dict, list, tuple) else None
+
+
+def _is_mesh(record: Call) -> bool:
+    function = record.function
+    is_class = isinstance(function, Global) and function.name == "DeviceMesh"
+    return is_class and type(record.state) is dict and function.module.startswith("torch.")
+
+
+def _parts_of_mesh(record: Call) -> list[Any]:
+    """Return what is the same of a mesh on all of its ranks."""
+    fields = record.state.items()
+    common = [value for name, value in fields if name not in _OF_A_RANK]
+    more = [record.items, record.entries] if record.is_filled else []
+    return [record.is_new, record.function, record.args, *record.state, *common, *more]
+
+
+def _is_alike(a: Any, b: Any) -> bool:
+    """Return whether two are lists or tuples of the same lengths, at last of numbers or texts."""
+    if type(a) is not type(b):
+        return False
+    if type(a) in (list, tuple):
+        return len(a) == len(b) and all(map(_is_alike, a, b))
+    return type(a) in (int, str, type(None))
+
+
+def _with_values(one: Any, probed: Any, values: Mapping[int, int]) -> Any:
+    """Return a number, or a list or tuple of them, with the values of those that were probed."""
+    if type(one) in (list, tuple):
+        inner = [_with_values(a, b, values) for a, b in zip(one, probed, strict=True)]
+        return tuple(inner) if type(one) is tuple else inner
+    return one if one == probed else values[probed]

@@ -1,0 +1,207 @@
+"""Files of ranks that are alike: what is read of one by another is what is read of it alone."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from ckptool.errors import CkptoolError, Refusal
+from ckptool.serialization.archive.read import OpenArchive
+from ckptool.serialization.state_dict import alike
+from ckptool.serialization.state_dict.alike import AlikeFiles
+from ckptool.serialization.state_dict.leaves import Leaf, PlainLeaf, ShareLeaf, read_file_leaves
+from ckptool.serialization.state_dict.values import same_value
+
+SHAPE = (3, 4)
+
+
+class Memory:
+    """Files in memory, as a source."""
+
+    root = "memory"
+
+    def __init__(self, contents: dict[str, bytes]) -> None:
+        self.contents = contents
+        self.files = {name: len(data) for name, data in contents.items()}
+
+    def read(self, file: str, offset: int, nbytes: int) -> bytes:
+        return self.contents[file][offset : offset + nbytes]
+
+    def narrowed(self, folder: str) -> Memory:
+        raise NotImplementedError
+
+    def expect(self, spans: Iterable[tuple[str, int, int]]) -> None:
+        """Announce nothing."""
+
+
+def saved(rank: int, state: Callable[[Any, int], dict[str, Any]]) -> bytes:
+    """What torch saves of a rank of a 3 x 4 mesh."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=12)
+    try:
+        mesh = init_device_mesh("cpu", SHAPE, mesh_dim_names=("dp", "tp"))
+        stream = io.BytesIO()
+        torch.save(state(mesh, rank), stream)
+        return stream.getvalue()
+    finally:
+        dist.destroy_process_group()
+
+
+def layers(mesh: Any, rank: int) -> dict[str, Any]:
+    """Weights on the mesh and on a slice of it, a plain one, and values."""
+    local = torch.full((2, 4), float(rank))
+    cut = DTensor.from_local(local, mesh, [Shard(0), Shard(1)], run_check=False)
+    sliced = DTensor.from_local(local + 1, mesh["tp"], [Shard(0)], run_check=False)
+    again = DTensor.from_local(local + 2, mesh, [Shard(0), Replicate()], run_check=False)
+    groups = [{"lr": 0.1, "betas": (0.9, 0.999), "params": [0, 1]}]
+    plain = torch.arange(4.0)
+    return {"a": cut, "b": sliced, "c": {"d": again}, "norm": plain, "groups": groups, "step": 7}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> dict[str, bytes]:
+    """What four of the ranks save."""
+    return {f"rank{rank}.pt": saved(rank, layers) for rank in (0, 1, 6, 11)}
+
+
+@pytest.fixture(autouse=True)
+def small_files_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read small files by one another, too."""
+    monkeypatch.setattr(alike, "_LEAST", 0)
+
+
+def read_alone(source: Memory, file: str) -> dict[str, Leaf] | str:
+    """What a file holds, or what is wrong with it."""
+    try:
+        return read_file_leaves(source, file)
+    except CkptoolError as error:
+        return str(error.message)
+
+
+def read_behind(source: Memory, first: Iterable[str], file: str) -> dict[str, Leaf] | str:
+    """The same, read behind other files."""
+    files = AlikeFiles(source)
+    for one in first:
+        files.read(one, rank_state=False)
+    try:
+        return files.read(file, rank_state=False)
+    except CkptoolError as error:
+        return str(error.message)
+
+
+def is_same(one: dict[str, Leaf] | str, other: dict[str, Leaf] | str) -> bool:
+    """Whether all names, paths, places, meshes, ranks and values are the same."""
+    if isinstance(one, str) or isinstance(other, str):
+        return one == other
+    return list(one) == list(other) and all(is_same_leaf(one[n], other[n]) for n in one)
+
+
+def is_same_leaf(one: Leaf, other: Leaf) -> bool:
+    """Whether two leaves say the same."""
+    a, b = one.value, other.value
+    if isinstance(a, PlainLeaf | ShareLeaf):
+        return one == other
+    if isinstance(a, Refusal):
+        return isinstance(b, Refusal) and str(a) == str(b) and one.path == other.path
+    return same_value(a, b) and (one.path, one.note) == (other.path, other.note)
+
+
+def count_full_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The files whose pickles are read in full from now on."""
+    full: list[str] = []
+    read = OpenArchive.read
+
+    def counted(archive: OpenArchive) -> Any:
+        full.append(archive.file)
+        return read(archive)
+
+    monkeypatch.setattr(OpenArchive, "read", counted)
+    return full
+
+
+def test_ranks_of_a_mesh(ranks: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Memory(ranks)
+    alone = {file: read_alone(source, file) for file in ranks}
+    full = count_full_reads(monkeypatch)
+    files = AlikeFiles(source)
+    for file in ranks:
+        assert is_same(files.read(file, rank_state=False), alone[file])
+    assert full == ["rank0.pt"]
+    held = [
+        leaves["a"].value.share.rank for leaves in alone.values() if not isinstance(leaves, str)
+    ]
+    assert held == [0, 1, 6, 11]
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        lambda mesh, rank: {"rank": rank, **layers(mesh, rank)},
+        lambda mesh, rank: {f"of {rank % 10}": rank, **layers(mesh, rank)},
+        lambda mesh, rank: layers(mesh, rank) | {"norm": torch.zeros(4 + rank)},
+        lambda mesh, rank: layers(mesh, rank) | {"tied": torch.zeros(40)[rank : rank + 4]},
+    ],
+    ids=["a value of the rank", "a name of the rank", "another size", "another place"],
+)
+def test_what_differs_beside_the_mesh(what: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Memory({f"rank{rank}.pt": saved(rank, what) for rank in (1, 2, 3)})
+    full = count_full_reads(monkeypatch)
+    files = AlikeFiles(source)
+    read = {file: files.read(file, rank_state=False) for file in source.files}
+    assert full == [*source.files]
+    for file, leaves in read.items():
+        assert is_same(leaves, read_alone(source, file))
+
+
+def with_pickle(archive: bytes, change: Callable[[bytes], bytes], drop: str = "") -> bytes:
+    """The archive with another pickle, and without a record."""
+    stream = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(archive)) as old, zipfile.ZipFile(stream, "w") as new:
+        for name in old.namelist():
+            data = old.read(name)
+            if not drop or not name.endswith(drop):
+                new.writestr(name, change(data) if name.endswith("/data.pkl") else data)
+    return stream.getvalue()
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_changed_pickles(ranks: dict[str, bytes], data: st.DataObject) -> None:
+    """Any byte may differ, those near the numbers of the mesh above all."""
+
+    def change(pickle: bytes) -> bytes:
+        changed = bytearray(pickle)
+        mesh = pickle.index(b"_rank")
+        places = st.one_of(st.integers(mesh, mesh + 80), st.integers(0, len(pickle) - 2))
+        for at in data.draw(st.lists(places, min_size=1, max_size=3)):
+            changed[at] = data.draw(st.one_of(st.integers(0, 12), st.integers(0, 255)))
+        return bytes(changed)
+
+    same = with_pickle(ranks["rank0.pt"], bytes)
+    changed = with_pickle(ranks["rank1.pt"], change)
+    source = Memory({"0": same, "1": with_pickle(ranks["rank1.pt"], bytes), "changed": changed})
+    first = data.draw(st.sampled_from([["0"], ["0", "1"], ["1", "0"]]))
+    assert is_same(read_behind(source, first, "changed"), read_alone(source, "changed"))
+
+
+def test_a_storage_that_is_missing(ranks: dict[str, bytes]) -> None:
+    source = Memory(
+        {
+            "whole": with_pickle(ranks["rank0.pt"], bytes),
+            "less": with_pickle(ranks["rank1.pt"], bytes, drop="/data/0"),
+        }
+    )
+    found = read_behind(source, ["whole"], "less")
+    assert is_same(found, read_alone(source, "less"))
+    assert not isinstance(found, str)
+    assert isinstance(found["a"].value, Refusal)
