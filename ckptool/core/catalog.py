@@ -376,6 +376,11 @@ def coverage_problem(entry: TensorEntry) -> Problem | None:
     return None
 
 
+def _begin(chunks: Sequence[Any]) -> object:
+    """Return the file and the offset of the first chunk's place."""
+    return getattr(chunks, "begin", None) or (chunks[0].at.file, chunks[0].at.offset)
+
+
 def tied_names(catalog: Catalog) -> list[tuple[str, ...]]:
     """Group the names that are one and the same tensor: same bytes, shape and type.
 
@@ -384,7 +389,7 @@ def tied_names(catalog: Catalog) -> list[tuple[str, ...]]:
     """
     groups: dict[object, list[str]] = {}
     solid = [e for e in catalog.tensors.values() if e.shape and e.elements and len(e.chunks)]
-    firsts = [(entry.chunks[0].at.file, entry.chunks[0].at.offset) for entry in solid]
+    firsts = [_begin(entry.chunks) for entry in solid]
     counts = Counter(firsts)
     for entry, first in zip(solid, firsts, strict=True):
         if counts[first] > 1 and all(isinstance(chunk.at, Extent) for chunk in entry.chunks):

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ckptool.core.text import one_of
 from ckptool.errors import UsageError
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class DType:
-    """An element type.
+    """An element type: one of the table's, each of which is one object.
 
     ``name`` is torch's name without the ``torch.`` prefix, ``itemsize`` its size in bytes,
     ``kind`` one of ``float int bool complex bits``, ``safetensors`` its name in a safetensors
@@ -31,6 +32,10 @@ class DType:
 
     def __str__(self) -> str:
         return self.name
+
+    def __reduce__(self) -> tuple[Callable[[str], DType], tuple[str]]:
+        """Be the same object again in a process that this one is sent to."""
+        return _named, (self.name,)
 
 
 _TABLE = (
@@ -82,6 +87,10 @@ SHORT_NAMES = {
     "double": "float64",
     "fp8": "float8_e4m3fn",
 }
+
+
+def _named(name: str) -> DType:
+    return BY_NAME[name]
 
 
 def short_name(name: str) -> str:

@@ -285,7 +285,9 @@ def _tabled_entries(
             cuts[table.cut] = WrittenCut(boxes, files), at
         cut, at = cuts[table.cut]
         if at:
-            chunks = WrittenChunks(cut, table.offsets[at], table.itemsize)
+            chunks = table
+            if len(at) < len(table):
+                chunks = WrittenChunks(cut, table.offsets[at], table.itemsize)
             entries[name] = TensorEntry(name, source.path, source.dtype, source.shape, chunks)
     return entries
 

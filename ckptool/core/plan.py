@@ -7,6 +7,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from operator import add, sub
 from typing import NamedTuple
@@ -30,6 +31,7 @@ from ckptool.core.layout import (
     tile_count,
     tiles,
 )
+from ckptool.core.sharding.table import WholeTensor
 from ckptool.errors import Damaged, Unsupported, damaged
 
 _BATCH = 16
@@ -152,13 +154,14 @@ class Plan:
         """Bytes of all tensors, once in the source's types and once in those that are written."""
         return self.read_bytes + sum(entry.nbytes for entry in self.entries)
 
-    @property
+    @cached_property
     def largest_blob(self) -> int:
         """Bytes of the largest blob that must be decoded whole, stored and decoded together."""
         return max(
             (
                 at.nbytes + at.size
                 for entry in self.entries
+                if not isinstance(entry.chunks, WholeTensor)
                 for chunk in entry.chunks
                 for at in stored_places(chunk.at)
                 if isinstance(at, EncodedBlob)

@@ -1,7 +1,10 @@
-"""How the engine moves bytes."""
+"""How the engine moves bytes, and where to."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from ckptool.core.options import COUNT, FLAG, SIZE, OptionSet, option
@@ -28,3 +31,28 @@ class RunOptions(OptionSet):
     fsync: bool = option(
         "--fsync/--no-fsync", FLAG, default=True, help="Wait until everything is on disk."
     )
+
+
+@dataclass(frozen=True)
+class StageOptions:
+    """``overwrite`` replaces what stands at the target; ``resume`` continues a partial output.
+
+    ``plan``, which ``make_plan`` returns, and ``source`` are the digests that a resumed run must
+    share with the first, the parts of a run ``source_state``, too; ``verify`` is whether output is
+    compared with the source before it counts; ``own`` returns the files of the checkpoint at the
+    target, None where none is there.
+    """
+
+    make_plan: Callable[[], str]
+    source: str
+    source_state: str = ""
+    overwrite: bool = False
+    resume: bool = False
+    fsync: bool = True
+    verify: bool = True
+    own: Callable[[], Collection[str] | None] = lambda: None
+
+    @cached_property
+    def plan(self) -> str:
+        """The digest of the plan, made once it is asked for: a dry run does without."""
+        return self.make_plan()

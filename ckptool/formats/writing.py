@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from ckptool.core.box import Box
@@ -137,9 +138,7 @@ class WriterAssignment:
     def __init__(self, request: Request) -> None:
         self._request = request
         self._load: dict[int, int] = defaultdict(int)
-        self._holders: dict[object, list[tuple[Box, list[int]]]] = {}
-        self._alike: dict[object, dict[Box, int]] = {}
-        self._not_counted: Counter[tuple[object, int]] = Counter()
+        self._kinds: dict[object, _PlacedKind] = {}
 
     def boxes(self, entry: TensorEntry) -> Mapping[Box, int]:
         """Return boxes that tile the tensor, each with the rank that writes it.
@@ -158,17 +157,16 @@ class WriterAssignment:
 
     def _placed_boxes(self, entry: TensorEntry, placed: PlacedTensors) -> dict[Box, int]:
         """Return the mesh's boxes; of several ranks the one with the fewest bytes so far writes."""
-        kind = (entry.shape, placed.placements[entry.name])
-        if kind not in self._holders:
-            self._holders[kind] = holders = _holders(entry, placed)
-            if all(len(ranks) == 1 for _, ranks in holders):
-                self._alike[kind] = {box: rank for box, (rank,) in holders}
-        if kind in self._alike:
-            self._not_counted[kind, entry.dtype.itemsize] += 1
-            return self._alike[kind]
+        key = (entry.shape, placed.placements[entry.name])
+        kind = self._kinds.get(key)
+        if kind is None:
+            kind = self._kinds[key] = _PlacedKind.of(entry, placed)
+        if kind.writers is not None:
+            kind.not_counted += entry.dtype.itemsize
+            return kind.writers
         self._count_loads()
         writers = {}
-        for box, ranks in self._holders[kind]:
+        for box, ranks in kind.holders:
             rank = ranks[0]
             if len(ranks) > 1:
                 rank = min(ranks, key=lambda rank: (self._load[rank], rank))
@@ -178,19 +176,35 @@ class WriterAssignment:
 
     def _count_loads(self) -> None:
         """Add up the bytes that ranks write of tensors whose writers were not chosen."""
-        for (kind, itemsize), count in self._not_counted.items():
-            for box, rank in self._alike[kind].items():
-                self._load[rank] += box.volume * itemsize * count
-        self._not_counted.clear()
+        for kind in self._kinds.values():
+            if kind.writers is not None and kind.not_counted:
+                for box, rank in kind.writers.items():
+                    self._load[rank] += box.volume * kind.not_counted
+                kind.not_counted = 0
 
 
-def _holders(entry: TensorEntry, placed: PlacedTensors) -> list[tuple[Box, list[int]]]:
-    """Return each box that the mesh cuts a tensor into, with the ranks that hold it."""
-    holders: dict[Box, list[int]] = {}
-    for rank, shard in zip(placed.mesh.ranks, placed.shards(entry), strict=True):
-        for piece in shard.pieces:
-            holders.setdefault(piece.box, []).append(rank)
-    return list(holders.items())
+@dataclass(slots=True)
+class _PlacedKind:
+    """How tensors of one shape and placement are cut: each box, and the ranks that hold it.
+
+    ``writers`` are these ranks where each box has one; the bytes of an element, of all tensors
+    that were given these and not counted yet, are ``not_counted``.
+    """
+
+    holders: list[tuple[Box, list[int]]]
+    writers: dict[Box, int] | None
+    not_counted: int = 0
+
+    @classmethod
+    def of(cls, entry: TensorEntry, placed: PlacedTensors) -> _PlacedKind:
+        """Return how a mesh cuts a tensor."""
+        holders: dict[Box, list[int]] = {}
+        for rank, shard in zip(placed.mesh.ranks, placed.shards(entry), strict=True):
+            for piece in shard.pieces:
+                holders.setdefault(piece.box, []).append(rank)
+        alone = all(len(ranks) == 1 for ranks in holders.values())
+        writers = {box: ranks[0] for box, ranks in holders.items()} if alone else None
+        return cls([*holders.items()], writers)
 
 
 def _source_boxes(entry: TensorEntry) -> dict[Box, int]:

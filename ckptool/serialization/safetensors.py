@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
@@ -18,6 +17,7 @@ from ckptool.core.box import Box, row_major_strides
 from ckptool.core.catalog import Extent, TensorEntry
 from ckptool.core.dtype import BY_SAFETENSORS, DType
 from ckptool.core.layout import Data, FileLayout, Literal, Part
+from ckptool.core.sharding.table import WholeTensor
 from ckptool.errors import UNCODED, Damaged, Problem, Unsupported, coded
 from ckptool.serialization.file_kinds import detect_kind, not_a, read_head
 from ckptool.serialization.source import Source
@@ -29,21 +29,51 @@ _MOST_TOKENS = 32 * _MOST_ENTRIES
 _MOST_DIMS = 64
 _FEWER = "put fewer tensors in each file (convert: a smaller --max-shard-size)"
 _MOST_DIGITS = 20
-_LONG_NUMBER = re.compile(rb"[0-9]{%d}" % (_MOST_DIGITS + 1))
-"""What only a number of too many digits has in it, or a name."""
+_INTEGERS = {int}
+_ZEROS = bytes.maketrans(b"123456789", b"000000000")
+_LONG_NUMBER = b"0" * (_MOST_DIGITS + 1)
+"""What only a number of too many digits has in it, or a name, once all digits are zeros."""
 
 
-class StoredSlice(NamedTuple):
-    """One tensor of a file: its element type, shape and place, and where in the file it ends."""
+class _Kind(NamedTuple):
+    """What tensors of one element type and shape have in common: their bytes, strides and box."""
 
     dtype: DType
     shape: tuple[int, ...]
-    at: Extent
+    nbytes: int
+    strides: tuple[int, ...]
+    boxes: tuple[Box]
+
+
+class StoredSlice(NamedTuple):
+    """One tensor of a file: its kind, and where in the file it begins and ends."""
+
+    kind: _Kind
+    file: str
+    offset: int
     end: int
 
     @property
+    def dtype(self) -> DType:
+        return self.kind.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.kind.shape
+
+    @property
     def nbytes(self) -> int:
-        return self.end - self.at.offset
+        return self.kind.nbytes
+
+    @property
+    def at(self) -> Extent:
+        """Where its elements lie."""
+        return Extent(self.file, self.offset, self.kind.strides)
+
+    @property
+    def chunks(self) -> WholeTensor:
+        """The one chunk of a tensor of which this is all."""
+        return WholeTensor(self.kind.boxes, self.file, self.offset, self.kind.strides)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +100,9 @@ def read_safetensors(
     with coded("safetensors-header", file=file):
         before = len(problems or ())
         metadata, tensors, start = _read_header(source, file, problems)
-        ordered = dict(sorted(tensors.items(), key=lambda pair: (pair[1].at.offset, pair[1].end)))
+        if _is_seamless(tensors.values(), start, source.files[file]):
+            return SafetensorsFile(tensors, metadata)
+        ordered = dict(sorted(tensors.items(), key=lambda pair: (pair[1].offset, pair[1].end)))
         _drop_overlaps(file, ordered, problems)
         is_whole = len(problems or ()) == before
         try:
@@ -110,9 +142,10 @@ def _read_header(
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise Damaged(f"{file}: __metadata__ must map text to text")
     tensors = {}
+    kinds: dict[tuple[object, ...], _Kind] = {}
     for name, entry in header.items():
         try:
-            tensors[name] = _read_entry(file, name, entry, 8 + length)
+            tensors[name] = _read_entry(file, name, entry, 8 + length, kinds)
         except Damaged as error:
             if problems is None:
                 raise
@@ -135,7 +168,7 @@ def _parse(text: bytes, file: str) -> dict[str, Any]:
         header = json.loads(
             text.decode(),
             object_pairs_hook=_unique_unicode if b"\\u" in text else _unique,
-            parse_int=_parse_int if _LONG_NUMBER.search(text) else None,
+            parse_int=_parse_int if _LONG_NUMBER in text.translate(_ZEROS) else None,
         )
     except (ValueError, RecursionError) as error:
         raise Damaged(f"{file}: the header is not valid JSON: {error}") from None
@@ -176,30 +209,46 @@ def _parse_int(digits: str) -> int:
     return int(digits)
 
 
-def _read_entry(file: str, name: str, entry: Any, start: int) -> StoredSlice:
-    """Return the tensor that an entry describes; Damaged where it contradicts itself."""
+def _read_entry(
+    file: str, name: str, entry: Any, start: int, kinds: dict[tuple[object, ...], _Kind]
+) -> StoredSlice:
+    """Return the tensor that an entry describes; Damaged where it contradicts itself.
+
+    What is wrong with a type and a shape is looked for once: ``kinds`` are those that are right.
+    """
     try:
         dtype_name, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
     except (TypeError, KeyError, ValueError):
         raise Damaged(f"{file}: {name} lacks dtype, shape or data_offsets") from None
     if isinstance(shape, list) and len(shape) > _MOST_DIMS:
         raise Damaged(f"{file}: {name} has {len(shape):,} dims; ckptool reads up to {_MOST_DIMS}")
-    numbers = [*shape, begin, end] if isinstance(shape, list) else [None]
-    if not all(type(n) is int and 0 <= n < 1 << 63 for n in numbers):
+    numbers = (*shape, begin, end) if isinstance(shape, list) else (None,)
+    is_of_integers = {*map(type, numbers)} == _INTEGERS
+    if not (is_of_integers and min(numbers) >= 0 and max(numbers) < 1 << 63):
         raise Damaged(f"{file}: {name} has a shape or offsets that are not natural numbers")
+    key = (dtype_name, *shape) if isinstance(dtype_name, str) else ()
+    kind = kinds.get(key)
+    if kind is None:
+        kind = kinds[key] = _kind_of(file, name, dtype_name, tuple(shape))
+    if end - begin != kind.nbytes:
+        raise Damaged(
+            f"{file}: {name} ({dtype_name} {shape}) needs {kind.nbytes:,} bytes, its offsets"
+            f" give {end - begin:,}"
+        )
+    return StoredSlice(kind, file, start + begin, start + end)
+
+
+def _kind_of(file: str, name: str, dtype_name: object, shape: tuple[int, ...]) -> _Kind:
+    """Return the kind of an element type and a shape; Damaged where there is none such."""
     dtype = BY_SAFETENSORS.get(dtype_name) if isinstance(dtype_name, str) else None
     if dtype is None:
         shown = repr(dtype_name[:40]) if isinstance(dtype_name, str) else "that is not text"
         message = f"{file}: {name} has the unknown element type {shown}"
         raise Damaged(message, "safetensors-dtype", tensor=name)
-    sizes = _torch_shape(file, name, dtype, tuple(shape))
-    if end - begin != math.prod(sizes) * dtype.itemsize:
-        raise Damaged(
-            f"{file}: {name} ({dtype_name} {list(shape)}) needs"
-            f" {math.prod(sizes) * dtype.itemsize:,} bytes, its offsets give {end - begin:,}"
-        )
-    at = Extent(file, start + begin, row_major_strides(sizes, dtype.itemsize))
-    return StoredSlice(dtype, sizes, at, start + end)
+    sizes = _torch_shape(file, name, dtype, shape)
+    nbytes = math.prod(sizes) * dtype.itemsize
+    strides = row_major_strides(sizes, dtype.itemsize)
+    return _Kind(dtype, sizes, nbytes, strides, (Box.whole(sizes),))
 
 
 def _torch_shape(file: str, name: str, dtype: DType, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -211,6 +260,16 @@ def _torch_shape(file: str, name: str, dtype: DType, shape: tuple[int, ...]) -> 
     return (*shape[:-1], shape[-1] // 2)
 
 
+def _is_seamless(tensors: Iterable[StoredSlice], start: int, size: int) -> bool:
+    """Return whether tensors lie behind one another, from ``start`` to the end of the file."""
+    position = start
+    for item in tensors:
+        if item.offset != position:
+            return False
+        position = item.end
+    return position == size
+
+
 def _require_no_holes(
     file: str, tensors: Mapping[str, StoredSlice], start: int, size: int, *, is_whole: bool
 ) -> None:
@@ -220,8 +279,8 @@ def _require_no_holes(
     """
     position = start
     for name, item in tensors.items():
-        if item.at.offset != position and is_whole:
-            message = f"{file}: {name} begins at byte {item.at.offset:,}, the tensor before it ends"
+        if item.offset != position and is_whole:
+            message = f"{file}: {name} begins at byte {item.offset:,}, the tensor before it ends"
             message += f" at {position:,}: a gap before it"
             raise Damaged(message, "safetensors-gap", tensor=name)
         position = item.end
@@ -244,8 +303,8 @@ def _drop_overlaps(
     for name, item in tensors.items():
         if not item.nbytes:
             continue
-        if item.at.offset < end:
-            message = f"{file}: {name} begins at byte {item.at.offset:,}, inside {widest}, which"
+        if item.offset < end:
+            message = f"{file}: {name} begins at byte {item.offset:,}, inside {widest}, which"
             message += f" ends at {end:,}: overlaps the tensor before it"
             if problems is None:
                 raise Damaged(message, "safetensors-overlap", tensor=name)

@@ -27,8 +27,8 @@ from ckptool.commands.options.target import ConvertOptions, ReshardOptions, Tran
 from ckptool.commands.reshard.reshard import Reshard, prepare_reshard
 from ckptool.commands.transfer.transfer import Transfer
 from ckptool.core.sharding.placement import parse_mesh
-from ckptool.engine.run_options import RunOptions
-from ckptool.engine.write.stage import Stage, StageOptions
+from ckptool.engine.run_options import RunOptions, StageOptions
+from ckptool.engine.write.stage import Stage
 from ckptool.errors import CkptoolError, Unsupported
 
 KILLS = 12
@@ -405,7 +405,9 @@ def test_the_second_is_refused_and_the_first_unharmed(
 def test_they_do_not_meet_between_the_first_steps_either(source: Path, out: Path) -> None:
     """From the moment one has begun, another is refused and takes nothing away."""
     layout = ready(source, out / "r").plan.layout
-    first, second = (Stage(out / "r", layout, StageOptions("plan", "source")) for _ in range(2))
+    first, second = (
+        Stage(out / "r", layout, StageOptions(lambda: "plan", "source")) for _ in range(2)
+    )
     first.begin()
     try:
         second.begin()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 
 from ckptool.core.casts import Casts, cast, parse_casts
@@ -20,6 +22,10 @@ NAMES = {
     "optimizer.state.w.step": ("float32", ()),
     "meta.ema": ("float32", (4,)),
 }
+
+
+def test_a_type_is_one_object_wherever_it_is_sent() -> None:
+    assert all(pickle.loads(pickle.dumps(dtype)) is dtype for dtype in BY_NAME.values())
 
 
 def catalog() -> Catalog:

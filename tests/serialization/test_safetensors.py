@@ -121,6 +121,8 @@ def test_the_good_one_is_good(name: str) -> None:
         (file_of({"a": {**GOOD["a"], "shape": [2.0]}}), "natural numbers"),
         (file_of({"a": {**GOOD["a"], "shape": [True, 2]}}), "natural numbers"),
         (file_of({"a": {**GOOD["a"], "shape": [3]}}), "needs 12 bytes"),
+        (file_of({**GOOD, "b": {**GOOD["a"], "shape": [2.0]}}), "natural numbers"),
+        (file_of({**GOOD, "b": {**GOOD["a"], "data_offsets": [8, 20]}}), "its offsets give 12"),
         (file_of({"a": {**GOOD["a"], "data_offsets": [0, 8, 9]}}), "lacks dtype"),
         (file_of(GOOD, bytes(9)), "extra bytes at the end"),
         (file_of(GOOD, bytes(7)), "truncated"),

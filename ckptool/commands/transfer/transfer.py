@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from ckptool import __version__
 from ckptool.commands.open import OpenedCheckpoint
 from ckptool.commands.options.target import TransferOptions
 from ckptool.commands.transfer.overwrite import own_files, require_unmixed
+from ckptool.commands.transfer.plan_digest import plan_digest
 from ckptool.commands.transfer.report import Part, TransferReport
 from ckptool.core.casts import RangeCounts, beyond_notes
 from ckptool.core.catalog import Catalog
-from ckptool.core.layout import Literal, Verbatim
 from ckptool.core.plan import Plan
 from ckptool.engine.check.copies import copied_files
 from ckptool.engine.check.replicas import differing_replicas
 from ckptool.engine.ranks import Ranks, begin_output
-from ckptool.engine.read.containers import likely_place
 from ckptool.engine.read.tiles import require_unchanged
+from ckptool.engine.run_options import StageOptions
 from ckptool.engine.share import ALL, Share
-from ckptool.engine.write.run import fetched_ahead, read_verbatim, workers_within_budget
-from ckptool.engine.write.stage import Output, Stage, StageOptions
+from ckptool.engine.write.run import fetched_ahead, workers_within_budget
+from ckptool.engine.write.stage import Output, Stage
 from ckptool.errors import (
     Changed,
     CkptoolError,
@@ -264,7 +263,8 @@ class Transfer(Generic[AnyReport]):
         if ranks.size > 1 and self.options.part is not None:
             raise UsageError("--part: torchrun shares the work among its ranks by itself")
         options = ranks.together(self._stage_options)
-        if len(set(ranks.gather((options.plan, options.source)))) > 1:
+        plan = ranks.together(lambda: options.plan)
+        if len(set(ranks.gather((plan, options.source)))) > 1:
             raise Unsupported("ranks see different sources or made different plans")
         stage = stage_at(self.target, self.plan.layout, options, self.options)
         if _is_finished_by(stage, ranks):
@@ -350,7 +350,7 @@ class Transfer(Generic[AnyReport]):
         source, catalog = self.opened.source, self.plan.catalog
         read = [*catalog.files, *catalog.companions]
         return StageOptions(
-            self._digest(),
+            partial(plan_digest, self.plan, self.opened.source, self.decided),
             source.fingerprint(read),
             source.fingerprint(read, exact=True),
             self.options.overwrite,
@@ -363,30 +363,6 @@ class Transfer(Generic[AnyReport]):
                 else None
             ),
         )
-
-    def _digest(self) -> str:
-        """Hash all that decides the output, but for the source's own bytes, with SHA-256.
-
-        That are headers, values and configs too, which options decide on, and files from elsewhere.
-        """
-        digest = hashlib.sha256(repr((__version__, self.decided)).encode())
-        for file in self.plan.layout.files:
-            digest.update(repr((file.path, file.nbytes, file.rank)).encode())
-            for part in file.fixed:
-                if isinstance(part, Literal):
-                    digest.update(part.data)
-                elif isinstance(part, Verbatim) and part.file not in self.opened.source.files:
-                    for piece in read_verbatim(part, self.opened.source):
-                        digest.update(piece)
-        for entry in self.plan.entries:
-            kind = (entry.name, entry.path, entry.shape, entry.dtype.name, entry.source_dtype.name)
-            size = entry.source_dtype.itemsize  # a place is the same whenever it is opened
-            places = [(chunk.box.lo, likely_place(chunk.at, size)) for chunk in entry.chunks]
-            spots = [(lo, at.file, at.offset) for lo, at in places]
-            digest.update(repr((kind, spots)).encode())
-        for value in self.plan.catalog.objects.values():
-            digest.update(repr((value.name, value.path)).encode())
-        return digest.hexdigest()
 
     def _verify(self, stage: Output, progress: Progress, numbers: Sequence[int]) -> RangeCounts:
         """Compare files, as they lie there, with what they should be; count what casts lose."""

@@ -22,9 +22,9 @@ from ckptool.core.layout import FileLayout, Layout, Verbatim
 from ckptool.core.plan import Plan
 from ckptool.core.state_category import is_state_of_optimizer, state_category, with_every_part
 from ckptool.core.text import list_some
-from ckptool.engine.run_options import RunOptions
+from ckptool.engine.run_options import RunOptions, StageOptions
 from ckptool.engine.write.removal import remove_file
-from ckptool.engine.write.stage import Stage, StageOptions
+from ckptool.engine.write.stage import Stage
 from ckptool.errors import Unsupported
 from ckptool.formats.writing import CARRIED
 from ckptool.storage.commit_note import targets_with_notes
@@ -59,7 +59,7 @@ def finish_strips(folder: Location) -> None:
     Raises Unsupported where something there is not as it was noted.
     """
     for target in targets_with_notes(folder) if isinstance(folder, Path) else ():
-        Stage(target, Layout((), folder=True), StageOptions("", "")).finish_earlier()
+        Stage(target, Layout((), folder=True), StageOptions(str, "")).finish_earlier()
 
 
 def _plan(part: Location, read: ReadOptions, run: RunOptions) -> Strip | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,15 +18,16 @@ _CODES, _NESTED_CODES = 16, 256
 _ROW_MAJOR = 0
 
 
-def find_bitsandbytes(tensors: Tensors) -> Iterator[Quantized]:
-    """Yield what ``Params4bit`` and ``Int8Params`` store (bitsandbytes 0.50).
+def find_bitsandbytes(tensors: Tensors, names: Iterable[str]) -> Iterator[Quantized]:
+    """Yield what ``Params4bit`` and ``Int8Params`` store (bitsandbytes 0.50), of some ``names``.
 
     Four bits: ``X.weight`` of any type, ``X.weight.absmax``, ``X.weight.quant_map``, a JSON text in
     ``X.weight.quant_state.bitsandbytes__nf4``, and of scales that are quantised themselves
     ``X.weight.nested_absmax`` and ``X.weight.nested_quant_map``. Eight bits: ``X.weight``,
     ``X.SCB``, and ``X.weight_format``.
     """
-    for name, entry in tensors.items():
+    for name in names:
+        entry = tensors[name]
         if match := _STATE.fullmatch(name):
             own = match[1]
             parts = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")

@@ -37,10 +37,16 @@ _DEEPEST = 3
 
 def pairs(catalog: Catalog) -> Iterator[Quantized]:
     """Yield the tensors that are quantised in a known way, with all that their numbers need."""
+    marked = _marked(catalog)
     yield from find_floats(catalog.tensors)
     yield from find_packed(catalog.tensors)
-    yield from find_bitsandbytes(catalog.tensors)
-    yield from find_torchao(catalog)
+    yield from find_bitsandbytes(catalog.tensors, marked)
+    yield from find_torchao(catalog, marked)
+
+
+def _marked(catalog: Catalog) -> list[str]:
+    """Return the few names that may be of quantised tensors by what they have in them."""
+    return [name for name in catalog.tensors if _MARKED.search(name)]
 
 
 def kinds(catalog: Catalog) -> dict[str, int]:
@@ -49,7 +55,7 @@ def kinds(catalog: Catalog) -> dict[str, int]:
     counts = Counter(pair.kind for pair in known)
     stored = {entry.name for pair in known for entry in pair.stored}
     counts.update(
-        kind for name in catalog.tensors if name not in stored if (kind := _kind(catalog, name))
+        kind for name in _marked(catalog) if name not in stored if (kind := _kind(catalog, name))
     )
     return dict(counts)
 

@@ -9,7 +9,7 @@ metadata alone; there a block is what the scales divide a tensor into.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -30,12 +30,15 @@ _INTEGER_ZEROS, _NO_ZEROS = 1, 3
 """``ZeroPointDomain.INT`` and ``NONE``: a zero point that is a float is added, not subtracted."""
 
 
-def find_torchao(catalog: Catalog) -> Iterator[Quantized]:
+def find_torchao(catalog: Catalog, names: Iterable[str]) -> Iterator[Quantized]:
     """Yield what has scales beside its values, and a block size among its plain values.
+
+    Its values have one of some ``names``.
 
     In safetensors ``X.weight`` is ``X._weight_qdata``, ``X._weight_scale`` and so on.
     """
-    for name, values in catalog.tensors.items():
+    for name in names:
+        values = catalog.tensors[name]
         for suffix, inner in _VALUES.items():
             own = name.removesuffix(suffix)
             if own != name and f"{own}.block_size" in catalog.objects:

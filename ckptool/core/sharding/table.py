@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any, Generic, NamedTuple, TypeVar, overload
 
-from ckptool.core.box import BoxTable
-from ckptool.core.catalog import Chunk, Container
+from ckptool.core.box import Box, BoxTable
+from ckptool.core.catalog import Chunk, Container, Extent
 
 _T = TypeVar("_T")
 
@@ -87,6 +87,56 @@ class ChunkTable(Sequence[Chunk]):
 
     def __hash__(self) -> int:
         return hash(self.boxes)
+
+
+class WholeTensor(Sequence[Chunk]):
+    """The one chunk of a tensor that lies as it is in a file, made when it is asked for.
+
+    Tensors of one shape share ``boxes``, the one box that each of them is.
+    """
+
+    __slots__ = ("_chunk", "boxes", "file", "offset", "strides")
+
+    def __init__(self, boxes: tuple[Box], file: str, offset: int, strides: tuple[int, ...]) -> None:
+        self.boxes = boxes
+        self.file = file
+        self.offset = offset
+        self.strides = strides
+        self._chunk: Chunk | None = None
+
+    @property
+    def begin(self) -> tuple[str, int]:
+        """The file of its first byte, and where that is in it."""
+        return self.file, self.offset
+
+    @property
+    def cut(self) -> object:
+        """What is the same for all tensors of one shape in one file."""
+        return self.boxes, self.file
+
+    def __len__(self) -> int:
+        return 1
+
+    @overload
+    def __getitem__(self, at: int) -> Chunk: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Chunk]: ...
+
+    def __getitem__(self, at: int | slice) -> Chunk | Sequence[Chunk]:
+        if self._chunk is None:
+            place = Extent(self.file, self.offset, self.strides)
+            self._chunk = Chunk(self.boxes[0], place)
+        return (self._chunk,)[at]
+
+    def __iter__(self) -> Iterator[Chunk]:
+        yield self[0]
+
+    def __eq__(self, other: object) -> bool:
+        return tuple(self) == tuple(other) if isinstance(other, Sequence) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
 
 
 class Joined(Sequence[_T], Generic[_T]):

@@ -7,6 +7,7 @@ from itertools import chain
 from ckptool.core.catalog import Extent, Opening, TensorEntry
 from ckptool.core.layout import WrittenChunks
 from ckptool.core.plan import Group, Plan
+from ckptool.core.sharding.table import WholeTensor
 from ckptool.engine.read.containers import Need, runs_of
 from ckptool.engine.read.runs import place_runs, row_run
 from ckptool.storage.local import Files, Run
@@ -59,6 +60,8 @@ def _table_bytes(
 
 def _stored(entry: TensorEntry) -> object:
     """Return how the chunks of a tensor lie in files, wherever; None where one must be opened."""
+    if isinstance(entry.chunks, WholeTensor):
+        return entry.chunks.boxes, entry.chunks.strides
     stored = tuple(
         (chunk.box, chunk.at.strides, chunk.at.ops)
         for chunk in entry.chunks

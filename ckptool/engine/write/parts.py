@@ -13,10 +13,11 @@ from typing import Any
 
 from ckptool.core.layout import Layout
 from ckptool.core.text import list_some
+from ckptool.engine.run_options import StageOptions
 from ckptool.engine.share import Share
 from ckptool.engine.write.existing import remove_own, require_space, require_whole, stamps
 from ckptool.engine.write.journal import Journal, is_journal, read_part, require_same_run
-from ckptool.engine.write.stage import Stage, StageOptions
+from ckptool.engine.write.stage import Stage
 from ckptool.errors import Unsupported
 from ckptool.storage.disk import sync_folder
 

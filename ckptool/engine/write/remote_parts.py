@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ckptool.core.layout import Layout
+from ckptool.engine.run_options import StageOptions
 from ckptool.engine.share import Share
 from ckptool.engine.write.journal import require_same_run
 from ckptool.engine.write.parts import (
@@ -22,7 +23,6 @@ from ckptool.engine.write.parts import (
     run_head,
 )
 from ckptool.engine.write.remote_stage import RemoteStage, part_note
-from ckptool.engine.write.stage import StageOptions
 from ckptool.engine.write.writer import this_writer
 from ckptool.errors import Unsupported
 from ckptool.storage.url import RemotePath

@@ -13,7 +13,7 @@ from typing import Any
 from ckptool.core.layout import Data, Layout, ScatteredData
 from ckptool.core.plan import Plan
 from ckptool.core.text import list_some
-from ckptool.engine.run_options import RunOptions
+from ckptool.engine.run_options import RunOptions, StageOptions
 from ckptool.engine.share import Share
 from ckptool.engine.write.existing import require_no_conflict
 from ckptool.engine.write.journal import (
@@ -22,7 +22,7 @@ from ckptool.engine.write.journal import (
     require_same_run,
     unfinished_parts,
 )
-from ckptool.engine.write.stage import RESUME_HINT, StageOptions
+from ckptool.engine.write.stage import RESUME_HINT
 from ckptool.engine.write.writer import describe_writer, is_here, is_running, this_writer
 from ckptool.errors import CkptoolError, NotFound, TransferError, Unsupported
 from ckptool.storage.clients.unfinished_uploads import abort_uploads

@@ -6,14 +6,13 @@ import glob
 import os
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from ckptool.core.layout import Layout
 from ckptool.core.plan import Plan
-from ckptool.engine.run_options import RunOptions
+from ckptool.engine.run_options import RunOptions, StageOptions
 from ckptool.engine.share import Share
 from ckptool.engine.write.commit import Commit, FileCommit, FolderCommit, aside_of
 from ckptool.engine.write.existing import (
@@ -48,25 +47,6 @@ Output: TypeAlias = "Stage | RemoteStage"
 """Where a transfer writes. One process begins it; others that write into it join."""
 
 RESUME_HINT = "the finished files are kept; the same command with --resume continues"
-
-
-@dataclass(frozen=True, slots=True)
-class StageOptions:
-    """``overwrite`` replaces what stands at the target; ``resume`` continues a partial output.
-
-    ``plan`` and ``source`` are the digests that a resumed run must share with the first, the parts
-    of a run ``source_state``, too; ``verify`` is whether output is compared with the source before
-    it counts; ``own`` returns the files of the checkpoint at the target, None where none is there.
-    """
-
-    plan: str
-    source: str
-    source_state: str = ""
-    overwrite: bool = False
-    resume: bool = False
-    fsync: bool = True
-    verify: bool = True
-    own: Callable[[], Collection[str] | None] = lambda: None
 
 
 class Stage:

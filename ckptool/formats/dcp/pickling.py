@@ -167,16 +167,18 @@ class MetadataPickler:
         some = [self._chunks.tensors[number] for number in numbers]
         if not some:
             return b""
-        counts = [len(cut.boxes) for _, cut in some]
-        firsts = self._chunks.firsts
-        at = np.concatenate([np.arange(firsts[n], firsts[n + 1]) for n in numbers])
+        firsts = self._chunks.firsts[numbers]
+        counts = self._chunks.firsts[np.add(numbers, 1)] - firsts
+        ends = np.cumsum(counts)
+        index = np.arange(ends[-1]) - np.repeat(ends - counts, counts)
+        at = np.repeat(firsts, counts) + index
         names = np.array([self._number(entry.name) for entry, _ in some], np.int64)
         rows = _rows(
             len(at),
             self._begin(_METADATA, "MetadataIndex") + self._text("fqn") + pickle.LONG_BINGET,
             _little_endian(np.repeat(names, counts), 4),
             self._text("index"),
-            *_integers(np.concatenate([np.arange(count) for count in counts])),
+            *_integers(index),
             self._text("offset"),
             *self._size_columns(np.concatenate([cut.lows for _, cut in some])),
             _END + self._begin(_FILESYSTEM, "_StorageInfo") + self._text("relative_path"),

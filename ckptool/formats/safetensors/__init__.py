@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from ckptool.core.box import Box
-from ckptool.core.catalog import Catalog, Chunk, TensorEntry
+from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.layout import FileLayout, Layout
 from ckptool.core.text import list_some, plural
 from ckptool.errors import Problem, Unrecognised, damaged
@@ -99,9 +98,7 @@ def read_whole_tensors(
     """Return the tensors of a file that holds whole ones, and the file's metadata."""
     header = read_safetensors(source, file, options.problems)
     tensors = {
-        name: TensorEntry(
-            name, (name,), item.dtype, item.shape, (Chunk(Box.whole(item.shape), item.at),)
-        )
+        name: TensorEntry(name, (name,), item.kind.dtype, item.kind.shape, item.chunks)
         for name, item in header.tensors.items()
     }
     return tensors, header.metadata

@@ -26,6 +26,7 @@ from ckptool.commands.options.target import ReshardOptions, TransferOptions
 from ckptool.commands.reshard import reshard as reshard_module
 from ckptool.commands.reshard.load_check import check_loads, require_loadable
 from ckptool.commands.reshard.reshard import Reshard, ReshardReport, prepare_reshard
+from ckptool.commands.transfer import transfer as transfer_module
 from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, Chunk, Extent, TensorEntry
 from ckptool.core.dtype import BY_NAME
@@ -365,8 +366,11 @@ def test_a_dry_run_writes_nothing(source: Path, out: Path) -> None:
     assert report.read_bytes > 0
 
 
-def test_a_dry_run_says_what_is_in_the_way(source: Path, out: Path) -> None:
+def test_a_dry_run_says_what_is_in_the_way(
+    source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     planned = prepared(source, out / "no" / "r", "2")
+    monkeypatch.setattr(transfer_module, "plan_digest", lambda *plan: pytest.fail("hashed"))
     assert planned.obstacle() == f"{out}/no: no such folder to write into; mkdir -p {out}/no"
     (out / "no").mkdir()
     assert planned.obstacle() is None

@@ -1,0 +1,38 @@
+"""The digest of a plan: what a resumed run, all parts and all ranks must have in common."""
+
+from __future__ import annotations
+
+import hashlib
+
+from ckptool import __version__
+from ckptool.core.layout import Literal, Verbatim
+from ckptool.core.plan import Plan
+from ckptool.engine.read.containers import likely_place
+from ckptool.engine.write.run import read_verbatim
+from ckptool.storage.local import Files
+
+
+def plan_digest(plan: Plan, source: Files, decided: object) -> str:
+    """Hash all that decides the output, but for the source's own bytes, with SHA-256.
+
+    That are headers, values and configs too, which options decide on, and files from elsewhere.
+    ``decided`` is what options and maps decided beyond what the layout shows.
+    """
+    digest = hashlib.sha256(repr((__version__, decided)).encode())
+    for file in plan.layout.files:
+        digest.update(repr((file.path, file.nbytes, file.rank)).encode())
+        for part in file.fixed:
+            if isinstance(part, Literal):
+                digest.update(part.data)
+            elif isinstance(part, Verbatim) and part.file not in source.files:
+                for piece in read_verbatim(part, source):
+                    digest.update(piece)
+    for entry in plan.entries:
+        kind = (entry.name, entry.path, entry.shape, entry.dtype.name, entry.source_dtype.name)
+        size = entry.source_dtype.itemsize  # a place is the same whenever it is opened
+        places = [(chunk.box.lo, likely_place(chunk.at, size)) for chunk in entry.chunks]
+        spots = [(lo, at.file, at.offset) for lo, at in places]
+        digest.update(repr((kind, spots)).encode())
+    for value in plan.catalog.objects.values():
+        digest.update(repr((value.name, value.path)).encode())
+    return digest.hexdigest()
