@@ -66,6 +66,14 @@ MAMBA = {
     "n_routed_experts": 3,
     "moe_shared_expert_intermediate_size": 8,
 }
+EXAONE = {
+    "num_experts": 3,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "mlp_layer_types": ["dense", "sparse"],
+    "layer_types": ["full_attention"] * 2,
+}
 VISION = {
     "depth": 2,
     "hidden_size": 16,
@@ -112,8 +120,32 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "deepseek_v3": ("megatron-deepseek-v3", "DeepseekV3", MOE | LATENT),
     "kimi_k2": ("megatron-deepseek-v3", "DeepseekV3", MOE | LATENT | {"model_type": "kimi_k2"}),
     "nemotron_h": ("megatron-nemotron-h", "NemotronH", MOE | MAMBA),
+    "exaone_moe": ("megatron-exaone-moe", "ExaoneMoe", MOE | EXAONE),
+    "hy_v3": ("megatron-hy-v3", "HYV3", MOE | {"num_experts": 3, "first_k_dense_replace": 1}),
+    "glm4v_moe": (
+        "megatron-glm4v-moe",
+        "Glm4vMoe",
+        MOE | GLM | {"vision_config": VISION | {"image_size": 16, "spatial_merge_size": 2}},
+    ),
 }  # fmt: skip
 """The map, the class of transformers, and what its configuration has beside ``SMALL``."""
+PREDICTING = [
+    "deepseek_v3",
+    "glm4_moe",
+    "hy_v3",
+    "exaone_moe",
+    "qwen3_next",
+    "qwen3_5",
+    "qwen3_5_moe",
+]
+"""Those of them that also have a layer that predicts further tokens; transformers drops these."""
+MODELS |= {
+    f"{model}_predicting": (
+        *MODELS[model][:2],
+        MODELS[model][2] | ({} if "qwen" in model else {"num_nextn_predict_layers": 1}),
+    )
+    for model in PREDICTING
+}
 
 
 def values(name: str, shape: list[int]) -> np.ndarray[Any, Any]:
@@ -148,6 +180,8 @@ def _bridge(architecture: str, config: Any, shapes: dict[str, list[int]]) -> Any
         has_glob=lambda glob: any(fnmatchcase(name, glob) for name in shapes),
     )
     bridge.hf_config = bridge._hf_config = config
+    if architecture.startswith("Glm4v"):  # which transformers 5 keeps elsewhere
+        config.text_config.partial_rotary_factor = 0.5
     state = SimpleNamespace(source=source)
     bridge.hf_pretrained = SimpleNamespace(config=config, generation_config=None, state=state)
     return bridge
@@ -159,7 +193,9 @@ def _is_there(name: str, layer: list[str]) -> bool:
     def has(*words: str) -> bool:
         return any(word in other for other in layer for word in words)
 
-    if re.search(r"local_experts|conv1d_|mtp\.final|\.kv_layernorm|\d\.norm\.", name):
+    if re.search(
+        r"local_experts|transformer_layer|conv1d_|mtp\.final|\.kv_layernorm|\d\.norm\.", name
+    ):
         return False
     moe = has("experts.", "experts.gate_up_proj")
     for part, there in {
@@ -176,7 +212,29 @@ def _is_there(name: str, layer: list[str]) -> bool:
     return True
 
 
-def _resolved(registry: Any, names: list[str], experts: int) -> Iterator[tuple[Any, bool]]:
+def _further(shapes: dict[str, list[int]], kind: str, layers: int) -> dict[str, list[int]]:
+    """A layer that predicts further tokens, made as the last of the others; K-EXAONE's is dense."""
+    hidden, dense = SMALL["hidden_size"], kind == "ExaoneMoe"
+    last = f"model.layers.{0 if dense else layers - 1}."
+    follows = kind in ("DeepseekV3", "Glm4Moe", "HYV3")
+    first = f"model.layers.{layers}." if follows else "mtp.layers.0."
+    norm = "final_layernorm" if kind == "HYV3" else "shared_head.norm"
+    words = ["enorm", "hnorm", norm, "eh_proj"]
+    names = (
+        [first + word for word in words]
+        if follows
+        else [
+            f"mtp.{word}" for word in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "fc")
+        ]
+    )
+    made = {f"{name}.weight": [hidden] for name in names[:3]}
+    made[f"{names[3]}.weight"] = [hidden, 2 * hidden]
+    return made | {first + n.removeprefix(last): s for n, s in shapes.items() if n.startswith(last)}
+
+
+def _resolved(
+    registry: Any, names: list[str], experts: int, layers: int
+) -> Iterator[tuple[Any, bool]]:
     """Each parameter's mapping, and whether it is one of the experts that a tensor packs."""
     mappings = registry.get_all_mappings()
     if any(mapping.megatron_param == "decoder.final_norm.weight" for mapping in mappings):
@@ -193,6 +251,11 @@ def _resolved(registry: Any, names: list[str], experts: int) -> Iterator[tuple[A
             for rest in [(str(e),) for e in range(experts)] if packed else [()]:
                 if stars == len(match.groups()) + len(rest):
                     one = mapping.resolve((*match.groups(), *rest))
+                    at = re.match(
+                        r"(?:language_model\.)?decoder\.layers\.(\d+)", one.megatron_param
+                    )
+                    if at is not None and int(at[1]) >= layers:
+                        continue
                     if _is_there(one.megatron_param, layer):
                         yield one, packed
 
@@ -229,9 +292,11 @@ def _mapped(bridge: Any, hf: dict[str, Any], experts: int) -> dict[str, Any]:
                 hidden_size=hidden,
             )
         )
+    text = getattr(bridge.hf_config, "text_config", bridge.hf_config)
+    layers = text.num_hidden_layers
     made: dict[str, Any] = {}
     used: set[str] = set()
-    for one, packed in _resolved(bridge.mapping_registry(), list(hf), experts):
+    for one, packed in _resolved(bridge.mapping_registry(), list(hf), experts, layers):
         weights = bridge.maybe_modify_loaded_hf_weight(one.hf_param, hf)
         found = module, _target_of(one, weights, packed=packed)
         for each in list(sys.modules.values()):
@@ -245,7 +310,7 @@ def _mapped(bridge: Any, hf: dict[str, Any], experts: int) -> dict[str, Any]:
     return made
 
 
-def _record_of(name: str, more: dict[str, Any]) -> dict[str, Any]:
+def _record_of(model: str, name: str, more: dict[str, Any]) -> dict[str, Any]:
     import torch
     import transformers
     from safetensors.torch import load_file
@@ -266,6 +331,8 @@ def _record_of(name: str, more: dict[str, Any]) -> dict[str, Any]:
         files = Path(folder).glob("*.safetensors")
         shapes = {n: list(t.shape) for file in files for n, t in load_file(file).items()}
         written = json.loads((Path(folder) / "config.json").read_text())
+    if model.endswith("_predicting"):
+        shapes |= _further(shapes, name, given["num_hidden_layers"])
     hf = {n: torch.from_numpy(values(n, shape)) for n, shape in shapes.items()}
     made = _mapped(_bridge(source, config, shapes), hf, 3)
     megatron = {n: [list(t.shape), digest(t.numpy())] for n, t in made.items()}
@@ -284,7 +351,7 @@ def record() -> None:
     with tempfile.NamedTemporaryFile() as file:
         dist.init_process_group("gloo", init_method=f"file://{file.name}", rank=0, world_size=1)
         parallel_state.initialize_model_parallel()
-        found = {model: _record_of(name, more) for model, (_, name, more) in MODELS.items()}
+        found = {model: _record_of(model, name, more) for model, (_, name, more) in MODELS.items()}
     RECORD.write_bytes(gzip.compress(json.dumps(found, sort_keys=True).encode(), mtime=0))
 
 

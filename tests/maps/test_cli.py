@@ -76,7 +76,7 @@ def test_the_report_as_json(source: Path, out: Path) -> None:
     ("words", "code", "said"),
     [
         (["--map", "torchtitan-lama"], 2, "hint: did you mean torchtitan-llama3?"),
-        (["--map", "bert"], 2, "hint: auto, one of megatron-deepseek-v3, megatron-gemma"),
+        (["--map", "bert"], 2, "hint: auto, one of megatron-deepseek-v3, megatron-exaone"),
         (["--map", "torchtitan-llama3"], 2, "pass --dim head=N --dim kv=N, or"),
         (["--map", "torchtitan-llama3", "--dim", "head"], 2, "expected NAME=SIZE"),
         (["--map", "torchtitan-llama3", "--dim", "x=1"], 2, "hint: known dims: head, kv"),

@@ -17,14 +17,14 @@ def moved(key_map: KeyMap, within: Sequence[Mapping[str, str]]) -> KeyMap:
     """
 
     def move(pattern: Pattern, starts: Mapping[str, str]) -> Pattern:
-        text, key = (_begin(name, starts) for name in (pattern.text, pattern.key))
+        text, key = (begin(name, starts) for name in (pattern.text, pattern.key))
         return replace(pattern, text=text, key=key) if text and key else pattern
 
     def all_of(patterns: Sequence[Pattern], side: int) -> tuple[Pattern, ...]:
         return tuple(move(pattern, within[side]) for pattern in patterns)
 
     def kept(glob: str) -> str:
-        new = {_begin(glob, starts) or glob for starts in within}
+        new = {begin(glob, starts) or glob for starts in within}
         if len(new) > 1:
             raise UsageError(
                 f"[within] gives {glob!r}, which {key_map.name} keeps as it is, two beginnings:"
@@ -52,7 +52,7 @@ def moved(key_map: KeyMap, within: Sequence[Mapping[str, str]]) -> KeyMap:
     )
 
 
-def _begin(name: str, starts: Mapping[str, str]) -> str | None:
+def begin(name: str, starts: Mapping[str, str]) -> str | None:
     """Return a name that begins otherwise; None where it has none of the beginnings."""
     old = next((old for old in starts if name.startswith(old)), None)
     return None if old is None else starts[old] + name.removeprefix(old)

@@ -232,9 +232,10 @@ class KeyMap:
     @property
     def axes(self) -> set[str]:
         """The names of all axes whose sizes may be given."""
-        names = {name for rule in self.rules for axis in rule.axes for name in axis}
-        offsets = {o for r in self.rules for p in (*r.sources, *r.targets) for o in p.needs}
-        return names | offsets | self.sizes.keys()
+        patterns = [p for rule in self.rules for p in (*rule.sources, *rule.targets)]
+        names = {name for p in patterns for axis in axes_of(p.axes or ()) for name in axis}
+        offsets = {offset for pattern in patterns for offset in pattern.needs}
+        return names | offsets | self.numbered | self.sizes.keys()
 
     @property
     def numbered(self) -> frozenset[str]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckptool.core.keymap.axes import NAME, Axis, Dim, axes_of, parse_axes
-from ckptool.core.keymap.include import is_about, moved, with_included
+from ckptool.core.keymap.include import begin, is_about, moved, with_included
 from ckptool.core.keymap.model import Block, KeyMap, Pattern, Rule, Slot
 from ckptool.errors import CkptoolError, UsageError
 
@@ -17,6 +17,7 @@ _NUMBER = re.compile(r"[0-9]+")
 _SLOT = re.compile(r"\{(\w+)(?:\+(\w+))?\}")
 _STACKED = re.compile(r"<(\.\{(\w+)\})>")
 _PLAIN = re.compile(r"[^\s\d{}\[\]<>?#]*")
+_BEGINNING = re.compile(r"([^\s{}\[\]<>?#]|\{\w+( ?\+ ?\w+)?\})*")
 _BLOCKS = re.compile(r"([^|]*?)\((?:([^()|]*)\()?([^()]*\|[^()]*)(?:\)([^()|]*))?\)([^|]*)")
 _NAMED = re.compile(r"(?P<name>\S+?)(?P<optional>\?)?(?:\s+\[(?P<axes>[^\[\]]*)\])?")
 _KEYS = {
@@ -32,6 +33,7 @@ _KEYS = {
         "include",
         "without",
         "within",
+        "also",
     ),
 }
 _RULE_KEYS = {"from", "to", "padding", "tie", "when", "unless", "only", "beside", "add"}
@@ -54,21 +56,66 @@ def parse_map(content: Mapping[str, Any], where: str, included: Included) -> Key
         if not any(is_about(rule, glob) for rule in rules):
             raise UsageError(f"{where}: without = {glob!r} matches no name of what is included")
     for other in others:
-        key_map = with_included(key_map, other, without)
-        if len(key_map.rules) > _MOST_RULES:
-            raise UsageError(f"{where}: more than {_MOST_RULES:,} rules, with those included")
+        key_map = _bounded(with_included(key_map, other, without), where)
+    for table in _tables(content, "also", where):
+        copies = _copies(key_map.rules, _starts(table, f"{where}: [[also]]", _BEGINNING))
+        if not copies:
+            raise UsageError(f"{where}: [[also]] begins as no rule does")
+        key_map = _bounded(replace(key_map, rules=(*copies, *key_map.rules)), where)
+    return key_map
+
+
+def _bounded(key_map: KeyMap, where: str) -> KeyMap:
+    if len(key_map.rules) > _MOST_RULES:
+        raise UsageError(f"{where}: more than {_MOST_RULES:,} rules, with those included")
     return key_map
 
 
 def _within(content: Mapping[str, Any], where: str) -> list[Mapping[str, str]]:
     """Return how names of what is included begin, and begin here, by side."""
-    table = _table(content, "within", where)
-    _require_keys(table, {"from", "to"}, f"{where}: [within]")
-    sides = [_table(table, side, f"{where}: [within]") for side in ("from", "to")]
+    return _starts(_table(content, "within", where), f"{where}: [within]", _PLAIN)
+
+
+def _starts(
+    table: Mapping[str, Any], where: str, allowed: re.Pattern[str]
+) -> list[Mapping[str, str]]:
+    """Return how names begin, and how they begin otherwise, by side."""
+    _require_keys(table, {"from", "to"}, where)
+    sides = [_table(table, side, where) for side in ("from", "to")]
     for text in (text for side in sides for pair in side.items() for text in pair):
-        if not isinstance(text, str) or not _PLAIN.fullmatch(text):
-            raise UsageError(f"{where}: [within] {text!r} must be the beginning of a name")
+        if not isinstance(text, str) or not allowed.fullmatch(text):
+            raise UsageError(f"{where} {text!r} must be the beginning of a name")
     return sides
+
+
+def _copies(rules: Sequence[Rule], starts: Sequence[Mapping[str, str]]) -> list[Rule]:
+    """Return the rules all of whose names begin as ``starts`` says, beginning otherwise.
+
+    They go before the others: of ``layers.{mtp + layers}`` and ``layers.{layer}`` the second takes
+    all numbers. Raises UsageError.
+    """
+    copies = []
+    for rule in rules:
+        besides = [p for p in (rule.beside, rule.back) if p is not None]
+        sides = [
+            [_moved(pattern, begin) for pattern in patterns]
+            for patterns, begin in zip((rule.sources, rule.targets), starts, strict=True)
+        ]
+        beside, back = (
+            name and _moved(name, begin)
+            for name, begin in zip((rule.beside, rule.back), starts, strict=True)
+        )
+        sources, targets = (tuple(p for p in side if p is not None) for side in sides)
+        whole = len(sources) + len(targets) == len(rule.sources) + len(rule.targets)
+        if whole and len(besides) == sum(p is not None for p in (beside, back)):
+            copies.append(replace(rule, sources=sources, targets=targets, beside=beside, back=back))
+    return copies
+
+
+def _moved(pattern: Pattern, starts: Mapping[str, str]) -> Pattern | None:
+    """Return a pattern whose names begin otherwise; None where they begin in none of the ways."""
+    text = begin(pattern.text, starts)
+    return None if text is None else _blocks(text)[pattern.block.place if pattern.block else 0]
 
 
 def _parse_own(content: Mapping[str, Any], where: str, *, has_more: bool) -> KeyMap:
@@ -123,6 +170,13 @@ def _table(content: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any
     if not isinstance(table, Mapping):
         raise UsageError(f"{where}: [{key}] is not a table")
     return table
+
+
+def _tables(content: Mapping[str, Any], key: str, where: str) -> list[Mapping[str, Any]]:
+    tables = content.get(key, [])
+    if not isinstance(tables, list) or not all(isinstance(table, Mapping) for table in tables):
+        raise UsageError(f"{where}: [[{key}]] is not a list of tables")
+    return tables
 
 
 def _sides(

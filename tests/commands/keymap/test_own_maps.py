@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from conftest import bits, convert_to, flat, load_dcp
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from ckptool.commands.keymap.library import load_map
 from ckptool.commands.options.rewrite import MapOptions
@@ -105,6 +105,16 @@ def test_own_rules_go_before_those_that_are_included(tmp_path: Path) -> None:
         ({"a": "include = [3]"}, "is not a name"),
         ({"a": 'include = ["meta-llama"]\nwithin.to."model." = "m.0."'}, "the beginning of a name"),
         ({"a": 'include = ["meta-llama"]\nwithout = ["nrom.*"]'}, "'nrom.*' matches no name"),
+        ({"a": 'include = ["meta-llama"]\n[also]\nfrom = {}'}, r"\[\[also\]\] is not a list"),
+        ({"a": 'include = ["meta-llama"]\n[[also]]\nfrom = {x = "y"}'}, "begins as no rule does"),
+        ({"a": 'include = ["meta-llama"]\n[[also]]\nfrom = {"" = "y["}'}, "beginning of a name"),
+        (
+            {
+                "a": 'include = ["meta-llama"]\n'
+                + 20 * "[[also]]\nfrom = {'' = ''}\nto = {'' = ''}\n"
+            },
+            "more than 10,000 rules",
+        ),
     ],
 )
 def test_inclusions_that_cannot_be(texts: dict[str, Any], words: str, tmp_path: Path) -> None:
@@ -146,3 +156,41 @@ def test_what_an_included_map_keeps_begins_otherwise_too(tmp_path: Path) -> None
     mine.write_text(inner.replace("to = { '' = 'llm.' }", "to = { '' = 'text.' }"))
     with pytest.raises(UsageError, match=r"'norm\.\*', which .* keeps .* two beginnings"):
         load_map(str(mine))
+
+
+ALSO = """
+[dims]
+layers = []
+[[also]]
+from = { "l.{layer}." = "more.{extra}.inner." }
+to = { "h.{layer}." = "h.{extra + layers}." }
+[[rule]]
+from = "l.{layer}.qk [(kv (two q | k) dim)]"
+to = ["h.{layer}.q [(kv q two dim)]", "h.{layer}.k [(kv k dim)]"]
+[[rule]]
+beside.to = "h.{layer}.q"
+from = "l.{layer}.norm"
+to = "h.{layer}.norm"
+[[rule]]
+from = "l.{layer}.odd"
+to = "odd.{layer}"
+"""
+
+
+def test_rules_hold_under_other_beginnings_too(tmp_path: Path) -> None:
+    """Both ways: what counts from the number of layers on goes before what takes any number."""
+    sizes = {"layers": 2, "kv": 2, "q": 3, "k": 1, "two": 2, "dim": 5}
+    state = {f"{at}.qk": torch.randn(70) for at in ("l.0", "l.1", "more.0.inner")}
+    state |= {f"{at}.norm": torch.randn(3) for at in ("l.0", "l.1", "more.0.inner")}
+    save_file(state | {"l.1.odd": torch.ones(2)}, tmp_path / "a.safetensors")
+    options = MapOptions(str(written(tmp_path, mine=ALSO)), sizes)
+    convert_to("safetensors", tmp_path / "a.safetensors", tmp_path / "b.safetensors", map=options)
+    there = load_file(tmp_path / "b.safetensors")
+    layers = {f"h.{layer}.{part}" for layer in range(3) for part in ("q", "k", "norm")}
+    assert there.keys() == {"odd.1", *layers}
+    assert torch.equal(there["h.2.norm"], state["more.0.inner.norm"])
+    assert torch.equal(there["h.2.k"], state["more.0.inner.qk"].view(2, 35)[:, 30:].flatten())
+    convert_to("safetensors", tmp_path / "b.safetensors", tmp_path / "c.safetensors", map=options)
+    back = load_file(tmp_path / "c.safetensors")
+    assert back.keys() == {*state, "l.1.odd"}
+    assert all(torch.equal(back[name], tensor) for name, tensor in state.items())
