@@ -16,7 +16,7 @@ from ckptool.commands.open import OpenedCheckpoint, require_readable
 from ckptool.commands.options.rewrite import MapOptions, RewriteOptions, Selection
 from ckptool.core.box import Box
 from ckptool.core.casts import NO_CASTS, Casts, cast, needs_torch
-from ckptool.core.catalog import Catalog, TensorEntry
+from ckptool.core.catalog import Catalog, Chunk, Container, TensorEntry
 from ckptool.core.dtype import BY_NAME, DType
 from ckptool.core.quantization.apply import DequantizeResult, dequantize
 from ckptool.core.quantization.model import QuantizationConfig, Surroundings
@@ -30,6 +30,7 @@ from ckptool.core.state_category import (
     weights,
     with_every_part,
 )
+from ckptool.core.views import reads_any_order
 from ckptool.errors import Refusal, Unsupported, UsageError
 from ckptool.storage.local import Files
 
@@ -61,13 +62,13 @@ def rewrite(
     options: RewriteOptions,
     *,
     locate: bool = False,
-    defers: bool = False,
+    defers: bool = True,
     check: Callable[[Catalog], None] = lambda kept: None,
 ) -> RewriteResult:
     """Select, rename, map and cast what a checkpoint holds. No tensor byte is read.
 
     ``check`` is shown what was selected and raises where that will not do. With ``locate`` every
-    container is opened, or where it ``defers`` can be by who reads it; a map needs them open.
+    container is opened, or where it ``defers`` can be by who reads it; so it is for a map.
     Raises UsageError or Unsupported where it cannot be done as asked, Damaged where what was
     selected cannot be read, Hostile where it must not be.
     """
@@ -79,11 +80,11 @@ def rewrite(
     counts = source.counts(kept)
     require_readable(kept, opened.source, "what was selected")
     check(kept)
-    catalog, has_map = kept, options.map.is_asked
-    if locate or has_map:  # a map may ask for parts that not all strides can express
-        catalog = opened.open_containers(kept, defers=defers and not has_map)
-    is_part = bool(options.selection.select or options.selection.drop)
-    catalog, report = apply_key_map(opened, catalog, options.map, whole=not is_part)
+    whole = not (options.selection.select or options.selection.drop)
+    if locate or options.map.is_asked:
+        catalog, report = open_mapped(opened, kept, options.map, whole=whole, defers=defers)
+    else:
+        catalog, report = _apply_key_map(opened, kept, options.map, whole=whole)
     catalog, cast_counts = _cast(catalog, casts)
     return RewriteResult(source.catalog, kept, catalog, report, cast_counts, counts)
 
@@ -184,14 +185,40 @@ def only_model(catalog: Catalog) -> Catalog:
     return strip_prefixes(model, prefixes) if prefixes else model
 
 
-def apply_key_map(
+def open_mapped(
+    opened: OpenedCheckpoint, kept: Catalog, options: MapOptions, *, whole: bool, defers: bool
+) -> tuple[Catalog, MapReport | None]:
+    """Open what a catalog holds; return it under the key map asked for, if any, and what that did.
+
+    Where it ``defers``, items of a store are opened by who reads them, unless what the map makes of
+    one depends on the order in which its elements lie. ``whole`` says that the catalog should have
+    all of the model. Raises UsageError or Unsupported where that is not possible.
+    """
+    located = opened.open_containers(kept, defers=defers)
+    if not (defers and options.is_asked):
+        return _apply_key_map(opened, located, options, whole=whole)
+    try:
+        catalog, report = _apply_key_map(opened, located, options, whole=whole)
+    except Unsupported:  # as what is not open has nothing added to it
+        pass
+    else:
+        chunks = (chunk for entry in catalog.tensors.values() for chunk in entry.chunks)
+        if all(map(_may_stay_unopened, chunks)):
+            return catalog, report
+    return _apply_key_map(opened, opened.open_containers(kept), options, whole=whole)
+
+
+def _may_stay_unopened(chunk: Chunk) -> bool:
+    """Return whether a chunk is open, or can be read however the elements lie; copies are open."""
+    at = chunk.at
+    if not isinstance(at, Container):
+        return True
+    return not chunk.copies and at.part is not None and reads_any_order(at.part, chunk.box.shape)
+
+
+def _apply_key_map(
     opened: OpenedCheckpoint, catalog: Catalog, options: MapOptions, *, whole: bool
 ) -> tuple[Catalog, MapReport | None]:
-    """Return the (located) catalog under the key map asked for, if any, and what it did.
-
-    ``whole`` says that the catalog should have all of the model. Raises UsageError or Unsupported
-    where that is not possible.
-    """
     if options.name is None and (options.dims or options.inverse is not None):
         raise UsageError("--dim and --inverse require --map")
     if not options.is_asked:

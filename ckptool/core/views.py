@@ -91,7 +91,8 @@ def map_strides(
 ) -> tuple[int, tuple[int, ...]]:
     """Map a row-major start and strides within ``shape`` to a tensor that has other ``steps``.
 
-    ``unit`` is the step of a row-major tensor's last dim. ValueError where a stride is no dim's.
+    ``unit`` is the step of a row-major tensor's last dim. ValueError where a stride is not one, or
+    several, of a dim's, or leads out of it.
     """
     if 0 in shape:
         return 0, (0,) * len(strides)
@@ -100,15 +101,33 @@ def map_strides(
     scales = {steps[dim] / rows[dim] for dim in wide} or {float(unit)}
     if len(scales) == 1 and (scale := scales.pop()).is_integer():
         return start * int(scale), tuple(stride * int(scale) for stride in strides)
-    by_row = {rows[dim]: dim for dim in wide}
-    index = {dim: start // rows[dim] % shape[dim] for dim in wide}
-    mapped = []
+    last = {dim: start // rows[dim] % shape[dim] for dim in wide}
+    skip, mapped = sum(at * steps[dim] for dim, at in last.items()), []
     for size, stride in zip(part, strides, strict=True):
-        dim = by_row.get(stride) if size > 1 else None
-        if size > 1 and (dim is None or index[dim] + size > shape[dim]):
+        walked = size > 1 and stride > 0
+        dim = next((dim for dim in wide if rows[dim] <= stride), None) if walked else None
+        if dim is None:
+            mapped.append(0)
+            continue
+        count, rest = divmod(stride, rows[dim])
+        last[dim] += (size - 1) * count
+        if rest or last[dim] >= shape[dim]:
             raise ValueError(f"a tensor of {list(shape)} whose elements lie {list(steps)} apart")
-        mapped.append(0 if dim is None else steps[dim])
-    return sum(at * steps[dim] for dim, at in index.items()), tuple(mapped)
+        mapped.append(count * steps[dim])
+    return skip, tuple(mapped)
+
+
+def reads_any_order(part: StridedPart, shape: Sequence[int]) -> bool:
+    """Return whether a part, a chunk of ``shape``, has strides in whatever order dims are stored.
+
+    It has none where it is to have dims as one that are two as they are stored.
+    """
+    by_column = tuple(math.prod(part.shape[:dim]) for dim in range(len(part.shape)))
+    try:
+        map_strides(part.shape, by_column, shape, part.start, part.strides, 1)
+    except ValueError:
+        return False
+    return True
 
 
 def narrow_place(

@@ -114,11 +114,10 @@ class RemotePath:
 
     @property
     def parents(self) -> Sequence[RemotePath]:
-        """All folders around it, the nearest first."""
+        """All folders around it, the nearest first, up to the bucket, or the like, or the host."""
         folders, folder = [], self
-        while (above := folder.parent) is not folder:
-            folders.append(above)
-            folder = above
+        while not (folder := folder.parent)._base.endswith("://"):
+            folders.append(folder)
         return folders
 
     def joinpath(self, *names: str) -> RemotePath:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ from ckptool.core.views import (
     part_of_place,
     permute,
     pieces_of_run,
+    reads_any_order,
     split_dim,
     unstack,
 )
@@ -105,6 +107,52 @@ def test_a_reshape_that_strides_cannot_express() -> None:
     transposed = Extent("f", 0, (8, 32))
     with pytest.raises(ValueError, match="elements lie"):
         part_of_place(transposed, (4, 3), (12,), 0, (1,), ITEM)
+
+
+@given(SHAPES, st.data())
+def test_a_part_that_reads_any_order_is_the_same_in_all(
+    shape: tuple[int, ...], data: st.DataObject
+) -> None:
+    """Dims that are split, permuted, cut and merged, of an item that is not opened yet."""
+    entry = TensorEntry("t", ("t",), BY_NAME["int64"], shape, ())
+    values = np.arange(math.prod(shape)).reshape(shape)
+    made = replace(entry, chunks=(Chunk(Box.whole(shape), Container("f", 0, 9)),))
+    for _ in range(data.draw(st.integers(0, 3))):
+        dim = data.draw(st.integers(0, len(made.shape) - 1))
+        size = made.shape[dim]
+        kind = data.draw(st.sampled_from(["split", "permute", "narrow", "merge"]))
+        if kind == "split":
+            by = data.draw(st.sampled_from([n for n in range(1, size + 1) if size % n == 0]))
+            sizes = [size // by, by]
+            made = split_dim(made, dim, sizes)
+            values = values.reshape(made.shape)
+        elif kind == "permute":
+            order = data.draw(st.permutations(range(len(made.shape))))
+            made, values = permute(made, order), values.transpose(order)
+        elif kind == "narrow":
+            start = data.draw(st.integers(0, size - 1))
+            made = narrow(made, dim, start, size)
+            values = values[(slice(None),) * dim + (slice(start, size),)]
+        elif dim + 1 < len(made.shape):
+            made = merge_dims(made, dim, 2)
+            values = values.reshape(made.shape)
+    stored = np.arange(math.prod(shape)).reshape(shape)
+    order = data.draw(st.permutations(range(len(shape))))
+    turned = stored.transpose(order).copy()
+    at = Extent("f", 0, tuple(turned.transpose(np.argsort(order)).strides))
+    for chunk in made.chunks:
+        assert isinstance(chunk.at, Container)
+        part = chunk.at.part or StridedPart(shape, 0, row_major_strides(shape, 1))
+        if reads_any_order(part, chunk.box.shape):
+            place = part_of_place(at, shape, chunk.box.shape, part.start, part.strides, ITEM)
+            wanted = values[tuple(map(slice, chunk.box.lo, chunk.box.hi))]
+            assert (values_at(turned, place, chunk.box.shape) == wanted).all()
+
+
+def test_a_part_that_has_two_stored_dims_as_one_reads_one_order() -> None:
+    assert reads_any_order(StridedPart((4, 6), 6, (12, 3)), (2, 2))
+    assert not reads_any_order(StridedPart((4, 6), 0, (1,)), (24,))
+    assert not reads_any_order(StridedPart((4, 6), 2, (4,)), (2,))
 
 
 INT = BY_NAME["int32"]

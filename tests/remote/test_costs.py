@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import fsspec
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from conftest import CASES, GOOD, Case, by_name, case
 from fsspec.implementations.memory import MemoryFileSystem
 from safetensors.torch import load_file, save_file
@@ -22,7 +23,7 @@ from ckptool.commands.convert import prepare
 from ckptool.commands.inspect import inspect
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.read import ReadOptions
-from ckptool.commands.options.rewrite import RewriteOptions
+from ckptool.commands.options.rewrite import MapOptions, RewriteOptions
 from ckptool.commands.options.target import ConvertOptions, ReshardOptions, TransferOptions
 from ckptool.commands.options.verify import CompareOptions, VerifyOptions
 from ckptool.commands.reshard.reshard import prepare_reshard
@@ -291,6 +292,60 @@ def test_a_convert_of_many_items_fetches_what_it_would_of_one(many: Path, out: P
     assert place.store.traffic.requests <= few_requests(size)
     written, tensors = load_file(out / "out.safetensors"), load_file(many / "m.safetensors")
     assert all(torch.equal(written[name], tensor) for name, tensor in tensors.items())
+
+
+def llama(names: tuple[str, ...], transposed: int) -> dict[str, torch.Tensor]:
+    """Layers as torchtitan names them; elements of some tensors lie in columns."""
+    return {
+        f"layers.{layer}.attention.{name}.weight": weight.t() if layer < transposed else weight
+        for layer in range(60)
+        for name in names
+        for weight in [torch.randn(32, 32)]
+    }
+
+
+MAP = MapOptions("torchtitan-llama3", {"head": 4, "kv": 4})
+
+
+@pytest.mark.parametrize(
+    ("command", "names", "transposed", "times"),
+    [
+        ("convert", ("wv", "wo"), 0, 1.0),
+        ("reshard", ("wv", "wo"), 0, 1.0),
+        ("against", ("wv", "wo"), 0, 1.0),
+        ("convert", ("wq", "wk"), 0, 2.0),
+        ("convert", ("wq", "wk", "wv", "wo"), 4, 3.0),
+    ],
+)
+def test_a_map_opens_items_from_what_is_read(
+    command: str, names: tuple[str, ...], transposed: int, times: float, s3: S3, out: Path
+) -> None:
+    """Even where the elements of some lie in another order than those of the first.
+
+    Of permuted rows the checksums are read once more.
+    """
+    dcp.save(llama(names, transposed), checkpoint_id=out / "dcp", no_dist=True)
+    place, size = location(s3.put(out / "dcp", "m")), (out / "dcp/__0_0.distcp").stat().st_size
+    rewriting = RewriteOptions(map=MAP)
+    one = ConvertOptions("safetensors", rewrite=rewriting)
+    prepare(out / "dcp", out / "one.safetensors", one).run()
+    s3.requests.clear()
+    if command == "convert":
+        unproved = replace(one, transfer=TransferOptions(verify=False))
+        prepare(place, out / "two.safetensors", unproved).run()
+        assert (out / "two.safetensors").read_bytes() == (out / "one.safetensors").read_bytes()
+    elif command == "reshard":
+        transfer = TransferOptions(verify=False)
+        options = ReshardOptions(parse_mesh("1"), to="dcp", map=MAP, transfer=transfer)
+        prepare_reshard(place, out / "two", options).run()
+        options = VerifyOptions(), RewriteOptions(), CompareOptions()
+        assert against(out / "two", out / "one.safetensors", *options).verify.ok
+    else:
+        options = VerifyOptions(), rewriting, CompareOptions()
+        assert against(place, out / "one.safetensors", *options).verify.ok
+    read = [each for each in s3.of("GetObject") if each.name == "__0_0.distcp"]
+    assert sum(each.sent for each in read) <= times * 1.02 * size
+    assert {each.bucket for each in s3.requests} == {s3.bucket}
 
 
 @pytest.mark.parametrize("command", ["stats", "against"])

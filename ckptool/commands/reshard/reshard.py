@@ -19,7 +19,7 @@ from ckptool.commands.reshard.rank_state import (
     require_rank_state,
     resolve_rank_state,
 )
-from ckptool.commands.rewrite import apply_key_map
+from ckptool.commands.rewrite import open_mapped
 from ckptool.commands.transfer.overwrite import may_open_late
 from ckptool.commands.transfer.report import TransferReport
 from ckptool.commands.transfer.transfer import (
@@ -174,11 +174,8 @@ def prepare_reshard(source: Location, target: Location | None, options: ReshardO
     require_agreement(catalog)
     if not catalog.tensors:
         raise Unsupported(f"{opened.path}: no tensors to reshard")
-    defers = not options.map.is_asked and may_open_late(
-        target, overwrites=options.transfer.overwrite
-    )
-    located = opened.open_containers(catalog, defers=defers)
-    catalog, map_report = apply_key_map(opened, located, options.map, whole=True)
+    defers = may_open_late(target, overwrites=options.transfer.overwrite)
+    catalog, map_report = open_mapped(opened, catalog, options.map, whole=True, defers=defers)
     mesh = _with_names(placer.mesh, catalog.mesh)
     placer = replace(placer, mesh=mesh, rules=(*placer.rules, *writer.rules()))
     choices = placer.choose(catalog)
