@@ -4,6 +4,8 @@ requests fail as a test chooses.
 
 from __future__ import annotations
 
+import base64
+import email.utils
 import http.client
 import json
 import logging
@@ -18,7 +20,7 @@ import urllib.parse
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -29,7 +31,9 @@ from ckptool.storage.url import RemotePath, location
 os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # else it asks Google itself
 KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 """Of ``devstoreaccount1``, as azurite's documentation has it."""
-_HOP = {"connection", "transfer-encoding", "content-length", "keep-alive", "date", "server"}
+_HOP = {"connection", "transfer-encoding", "content-length", "keep-alive"}
+
+_OWN = {*_HOP, "date", "server"}
 
 
 @dataclass
@@ -43,7 +47,7 @@ class Said:
 
 @dataclass
 class Asked:
-    """A request, and what it is about: LIST, READ (of bytes), HEAD, WRITE or DELETE."""
+    """A request; its headers are in small letters."""
 
     method: str
     target: str
@@ -52,6 +56,7 @@ class Asked:
 
     @property
     def kind(self) -> str:
+        """What it asks for: LIST, READ (of bytes), HEAD, WRITE or DELETE."""
         if self.method in ("PUT", "POST", "PATCH"):
             return "WRITE"
         path, _, query = self.target.partition("?")
@@ -71,14 +76,30 @@ Fault = Callable[[Asked, Callable[[Asked], Said]], Said]
 """Answers a request; the second argument asks the emulator."""
 
 
-def by_generation(asked: Asked, ask: Callable[[Asked], Said]) -> Said:
-    """The conditions of reads, as Google has them: its emulator does not look at them."""
-    wanted = re.search(r"ifGenerationMatch=(\d+)", asked.target)
-    if wanted is None:
+def as_google(asked: Asked, ask: Callable[[Asked], Said]) -> Said:
+    """An answer with what Google's have and its emulator's lack.
+
+    That looks at no conditions, and forgets headers that each answer of Google has (its reference
+    of the XML API; by that obstore reads).
+    """
+    path, _, query = asked.target.partition("?")
+    name = re.search(r"^/(?:download/storage/v1/b/)?(\w+)/(?:o/)?([^?]+)$", path)
+    if asked.kind != "READ" or name is None:
         return ask(asked)
-    path = asked.target.partition("?")[0].replace("/download/storage/", "/storage/")
-    there = json.loads(ask(Asked("GET", path, {}, b"")).body)["generation"]
-    return ask(asked) if there == wanted[1] else Said(412)
+    key = urllib.parse.quote(urllib.parse.unquote(name[2]), safe="")
+    there = ask(Asked("GET", f"/storage/v1/b/{name[1]}/o/{key}", {}, b""))
+    if there.status != http.client.OK:
+        return ask(asked)
+    meta = json.loads(there.body)
+    if meta["generation"] not in query and "ifGenerationMatch" in query:
+        return Said(412)
+    headers = {
+        "ETag": f'"{base64.b64decode(meta["md5Hash"]).hex()}"',
+        "Last-Modified": email.utils.formatdate(usegmt=True),
+        "X-Goog-Generation": meta["generation"],
+    }
+    said = ask(asked)
+    return replace(said, headers=said.headers | headers)
 
 
 @dataclass
@@ -101,8 +122,9 @@ class Rule:
 class Proxy:
     """Hands all requests on to an emulator, but those for which there is a rule."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, complete: Fault | None = None) -> None:
         self.port = port
+        self._complete = complete
         self.log: list[Asked] = []
         self._rules: list[Rule] = []
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), lambda *words: _Handler(self, *words))
@@ -129,14 +151,18 @@ class Proxy:
         return rules[0].fault(asked, self.ask) if rules else self.ask(asked)
 
     def ask(self, asked: Asked) -> Said:
+        """Answer as the store would."""
+        return self._complete(asked, self._ask) if self._complete else self._ask(asked)
+
+    def _ask(self, asked: Asked) -> Said:
         """Ask the emulator."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        headers = {name: text for name, text in asked.headers.items() if name.lower() not in _HOP}
-        headers["Content-Length"] = str(len(asked.body))
+        headers = {name: text for name, text in asked.headers.items() if name not in _HOP}
+        headers["content-Length"] = str(len(asked.body))
         try:
             connection.request(asked.method, asked.target, asked.body, headers)
             answer = connection.getresponse()
-            kept = {name: text for name, text in answer.getheaders() if name.lower() not in _HOP}
+            kept = {name: text for name, text in answer.getheaders() if name.lower() not in _OWN}
             if asked.method == "HEAD":
                 kept["Content-Length"] = answer.getheader("Content-Length", "0")
             return Said(answer.status, answer.read(), kept)
@@ -165,7 +191,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.rfile.readline()
         else:
             body = self.rfile.read(int(self.headers["Content-Length"] or 0))
-        said = self._proxy.answer(Asked(self.command, self.path, dict(self.headers), body))
+        headers = {name.lower(): text for name, text in self.headers.items()}
+        said = self._proxy.answer(Asked(self.command, self.path, headers, body))
         self.send_response(said.status)
         for name, text in said.headers.items():
             self.send_header(name, text)
@@ -207,7 +234,7 @@ def google() -> Iterator[Emulator]:
     logging.getLogger("gcp_storage_emulator").disabled = True
     running = server.create_server("127.0.0.1", 0, in_memory=True, default_bucket="box")
     running.start()
-    proxy = Proxy(running._api._httpd.server_port)
+    proxy = Proxy(running._api._httpd.server_port, as_google)
     yield Emulator("gs", proxy, {"STORAGE_EMULATOR_HOST": proxy.endpoint, "NO_GCE_CHECK": "true"})
     proxy.close()
     running.stop()

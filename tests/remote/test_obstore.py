@@ -16,7 +16,7 @@ from store_server import S3, s3, server
 
 from ckptool.errors import Changed
 from ckptool.storage.block_cache import ObjectVersion
-from ckptool.storage.clients import obstore_read
+from ckptool.storage.clients import obstore_others
 from ckptool.storage.retry import Denied
 from ckptool.storage.url import RemotePath, location
 
@@ -57,7 +57,7 @@ def test_s3fs_reads_first_and_obstore_then(s3: S3) -> None:
 
 
 def test_without_obstore_s3fs_reads_all(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(obstore_read, "is_available", lambda: False)
+    monkeypatch.setattr(obstore_others, "is_available", lambda: False)
     place = put(s3)
     assert read(place, 0, 10) + read(place, 10, 20) == DATA[:20]
     assert clients(s3) == ["s3fs", "s3fs"]

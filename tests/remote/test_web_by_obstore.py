@@ -11,7 +11,7 @@ import pytest
 
 from ckptool.errors import Unsupported
 from ckptool.storage.block_cache import ObjectVersion
-from ckptool.storage.clients import obstore_read
+from ckptool.storage.clients import obstore_others
 from ckptool.storage.retry import NoAnswer, RetryPolicy
 from ckptool.storage.store import Store
 
@@ -76,7 +76,7 @@ def unsized(start: int, end: int) -> tuple[int, str, bytes]:
 
 @pytest.fixture
 def web(monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
-    monkeypatch.setattr(obstore_read, "has_proxies", lambda: False)
+    monkeypatch.setattr(obstore_others, "has_proxies", lambda: False)
     monkeypatch.setattr(Store, "policy", RetryPolicy(attempts=2, pause=0.01))
     running = Web()
     threading.Thread(target=running.serve_forever, args=(0.05,), daemon=True).start()
@@ -110,7 +110,7 @@ def test_both_ask_for_the_same(path: str, web: Web, monkeypatch: pytest.MonkeyPa
     url = f"{web.base}/{path}"
     for start, end in ((0, 10), (5, 5000), (10_200, len(DATA))):
         assert read(Store(url, {}), url, start, end) == DATA[start:end]
-    monkeypatch.setattr(obstore_read, "is_available", lambda: False)
+    monkeypatch.setattr(obstore_others, "is_available", lambda: False)
     assert read(Store(url, {}), url, 0, 10) == DATA[:10]
     clients, paths = zip(*web.asked, strict=True)
     assert len(set(paths)) == 1
@@ -149,7 +149,7 @@ def test_settings_of_aiohttp_hold(options: dict[str, Any], web: Web) -> None:
 def test_proxies_that_aiohttp_does_not_ask_are_not_asked(
     web: Web, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(obstore_read, "has_proxies", lambda: True)
+    monkeypatch.setattr(obstore_others, "has_proxies", lambda: True)
     url = f"{web.base}/m.bin"
     assert read(Store(url, {}), url, 0, 10) == DATA[:10]
     assert [client for client, _ in web.asked] == ["aiohttp"]

@@ -1,9 +1,9 @@
-"""Ranged reads of S3 and the web by obstore, a client in Rust: a sixth of s3fs's processor time.
+"""Ranged reads of S3 by obstore, a client in Rust: a sixth of s3fs's processor time.
 
-fsspec's client is in charge. Of S3, its first read of a bucket says where its requests go,
+s3fs is in charge. Its first read of a bucket says where its requests go,
 redirects followed, and how they are signed; obstore then asks there, with the credentials that s3fs
-has. Whatever obstore cannot read, fsspec's client reads, or says why it cannot; but a refusal of S3
-is not asked for twice.
+has. Whatever obstore cannot read, s3fs reads, or says why it cannot; but a refusal is not asked for
+twice.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from urllib.parse import unquote, urlsplit
 
 from ckptool.storage.block_cache import ObjectVersion
 from ckptool.storage.clients.checked_ranges import is_pinned
-from ckptool.storage.clients.ranged_read import RangeReader, is_s3, wait
+from ckptool.storage.clients.ranged_read import RangeReader, wait
 from ckptool.storage.clients.turns import Turns
-from ckptool.storage.url import S3, WEB
+from ckptool.storage.url import S3
 
 _SENDING = "before-send.s3.GetObject"
 _SIGNED = "AWS4-HMAC-SHA256 Credential="
@@ -34,18 +34,14 @@ _UNDERSTOOD = {
     "x-amz-security-token",
 }
 """Headers of S3 that obstore sends as well, or that mean nothing where a part is read."""
-_KEPT = timedelta(minutes=6)
+KEPT = timedelta(minutes=6)
 """How long credentials are said to last: obstore (0.12) asks anew five minutes before."""
 _REFUSAL = re.compile(
     r"status code: (4(?!08|29)\d\d)\b.*?<Code>(\w+)</Code>.*?<Message>(.*?)</Message>", re.DOTALL
 )
 """How obstore (0.12) quotes an answer that asking again does not change."""
-_TRIALS = 3
+TRIALS = 3
 """Reads that obstore may fail, and s3fs not, before it is left alone for never having read."""
-_PLAIN = re.compile(r"[A-Za-z0-9][\w.\-]*", re.ASCII)
-"""Names that are the same in a URL."""
-_AMBIGUOUS = re.compile(r"/\.{1,2}(?:/|$)|%2e|#", re.IGNORECASE)
-"""Parts of a URL that clients may leave out, each in its own way."""
 _processes: set[int] = set()
 """The process in which obstore runs."""
 
@@ -102,7 +98,7 @@ class ObstoreReader:
 
     def _is_usable(self, key: str) -> bool:
         """Whether obstore, in this process, can read what is called so."""
-        works = self._has_read or self._failed < _TRIALS
+        works = self._has_read or self._failed < TRIALS
         return works and key == key.strip("/") and not is_forked()
 
     def _read_first(
@@ -125,75 +121,6 @@ class ObstoreReader:
                 self._buckets[bucket] = _connect(self._fs, request, bucket, key, self._timeout)
                 break
         return data
-
-
-class ObstoreWebReader:
-    """Reads parts of a web server's files by obstore; ``reader`` reads what that cannot."""
-
-    def __init__(self, fs: Any, reader: RangeReader, timeout: float) -> None:
-        self._fs = fs
-        self._reader = reader
-        self._timeout = timeout
-        self._folders: dict[str, Any] = {}
-        self._has_read = False
-        self._failed = 0
-
-    def read(self, file: ObjectVersion, start: int, end: int) -> memoryview:
-        """Return the bytes from ``start`` to ``end``, fewer where the file ends before."""
-        works = self._has_read or self._failed < _TRIALS
-        url = str(self._fs.encode_url(file.key))
-        if works and not is_forked() and not _AMBIGUOUS.search(url):
-            folder, name = split_url(url)
-            if folder not in self._folders:
-                self._folders[folder] = _connect_web(folder, self._timeout)
-            data = _read(self._folders[folder], name, None, start, end)
-            if data is not None:
-                self._has_read = True
-                return data
-            self._failed += 1
-        return self._reader.read(file, start, end)
-
-
-def split_url(url: str) -> tuple[str, str]:
-    """Return a folder and a name in it as obstore (0.12) asks for them, of the URL of a file.
-
-    The name is empty where it, or the folder, would be asked for under another: obstore quotes
-    names, and puts those of a folder behind its query.
-    """
-    folder, _, name = url.rpartition("/")
-    return (folder, name) if _PLAIN.fullmatch(name) and "?" not in folder else (url, "")
-
-
-def _connect_web(folder: str, timeout: float) -> Any:
-    """Return obstore's store for a URL; None where it knows no such URL."""
-    _processes.add(os.getpid())
-    try:
-        from obstore.store import HTTPStore
-
-        return HTTPStore.from_url(
-            folder,
-            client_options={
-                "allow_http": True,
-                "connect_timeout": timedelta(seconds=timeout),
-                "timeout": timedelta(seconds=timeout),
-            },
-            retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=timeout)},
-        )
-    except Exception:  # noqa: BLE001 (whatever it is, fsspec is asked and says so)
-        return None
-
-
-def by_obstore(fs: Any, scheme: str, reader: RangeReader, timeout: float) -> RangeReader:
-    """Return what reads by obstore where that asks as a file system does, else ``reader``.
-
-    A web server is not asked so with settings of aiohttp, nor where there are proxies: aiohttp
-    does not look for them.
-    """
-    if is_available() and is_s3(fs):
-        return ObstoreReader(fs, reader, timeout)
-    if is_available() and scheme in WEB and not (fs.kwargs or fs.client_kwargs or has_proxies()):
-        return ObstoreWebReader(fs, reader, timeout)
-    return reader
 
 
 def is_available() -> bool:
@@ -239,16 +166,20 @@ def read_range(
 ) -> memoryview | None:
     """Return bytes of an object; None where the answer is of others. Raises what obstore does.
 
-    obstore (0.12) itself checks the status and Content-Range, not how many bytes come.
+    A version that is no ETag, in quotes, is Google's generation, which obstore (0.12) cannot ask
+    for as a condition. It checks the status and Content-Range itself, not how many bytes come.
     """
     import obstore
 
-    options: Any = {"range": (start, end)} | ({"if_match": version} if version else {})
+    has_etag = version is not None and version.startswith('"')
+    options: Any = {"range": (start, end)} | ({"if_match": version} if has_etag else {})
     answer = obstore.get(store, key, options=options)
     data = memoryview(answer.bytes())
     meta = answer.meta
     is_whole = len(data) == min(end, meta["size"]) - start
-    return data if is_whole and version in (None, meta["e_tag"]) else None
+    return (
+        data if is_whole and version in (None, meta["e_tag" if has_etag else "version"]) else None
+    )
 
 
 def raise_answer(turns: Turns, place: str, error: Exception) -> None:
@@ -305,9 +236,9 @@ def open_s3(
     credentials: Callable[[], Any],
 ) -> Any:
     """Return obstore's store for a bucket; None where this version does not know a setting."""
-    _processes.add(os.getpid())
     endpoint = settings["endpoint"]
-    try:
+
+    def make() -> Any:
         from obstore.store import S3Store
 
         return S3Store(
@@ -320,7 +251,16 @@ def open_s3(
             retry_config={"max_retries": 0, "retry_timeout": client_options["timeout"]},
             credential_provider=credentials,
         )
-    except Exception:  # noqa: BLE001
+
+    return open_store(make)
+
+
+def open_store(make: Callable[[], Any]) -> Any:
+    """Return a store of obstore as it is made; None where this version does not know a setting."""
+    _processes.add(os.getpid())
+    try:
+        return make()
+    except Exception:  # noqa: BLE001 (whatever it is, fsspec's client is asked and says so)
         return None
 
 
@@ -384,5 +324,5 @@ async def _credentials(fs: Any) -> dict[str, Any]:
         "access_key_id": frozen.access_key,
         "secret_access_key": frozen.secret_key,
         "token": frozen.token,
-        "expires_at": datetime.now(UTC) + _KEPT,
+        "expires_at": datetime.now(UTC) + KEPT,
     }
