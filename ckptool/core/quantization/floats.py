@@ -8,7 +8,7 @@ from dataclasses import replace
 from ckptool.core.catalog import Scheme, TensorEntry
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.quantization.model import Quantized, Surroundings, Tensors
-from ckptool.core.views import insert_dim
+from ckptool.core.views import insert_dim, permute
 
 _INVERSE, _BLOCKS, _SCALES, _SCALE = "_scale_inv", "_blocks", "_scales", ".weight_scale"
 _PACKED = ".weight_packed"
@@ -159,9 +159,14 @@ def _lay_out_nvfp4(pair: Quantized, around: Surroundings) -> TensorEntry:
 
 
 def _lay_out_mxfp4(pair: Quantized, around: Surroundings) -> TensorEntry:
+    """Lay out gpt-oss's experts as transformers (5.23, mxfp4.py) has them: the inputs first.
+
+    Stored are rows of outputs; models and files without quantisation have them as columns.
+    """
     shape, grid = pair.values.shape, pair.scales.shape
     if not grid or shape[:-1] != grid or not shape[-1]:
         raise pair.unfit()
     size = 2 * shape[-1]
     whole = (*grid[:-1], grid[-1] * size)
-    return pair.numbers(around.dtype, whole, (*(1 for _ in grid[1:]), size))
+    rows = pair.numbers(around.dtype, whole, (*(1 for _ in grid[1:]), size))
+    return permute(rows, (0, 2, 1)) if len(whole) == 3 else rows

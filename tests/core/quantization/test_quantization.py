@@ -79,11 +79,14 @@ def as_torch_reads(folder: Path, name: str, dtype: torch.dtype) -> torch.Tensor:
 def as_torch_computes(
     blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """torch 2.13's reader has the formula of MXFP4, but reads only a corner of such a tensor."""
+    """torch 2.13's reader has the formula of MXFP4, but reads only a corner of such a tensor.
+
+    Its rows are outputs, which transformers turns.
+    """
     reader = QuantizedHuggingFaceStorageReader("", target_dtype=dtype)
     *rows, groups, size = blocks.shape
     wanted = SimpleNamespace(storage_offsets=(0, 0, 0), lengths=(*rows, groups * size * 2))
-    return reader._dequantize_tensor_mxfp4(blocks, scales, wanted, 0, 0)
+    return reader._dequantize_tensor_mxfp4(blocks, scales, wanted, 0, 0).mT.contiguous()
 
 
 def numbers(source: Path, out: Path, dtype: torch.dtype, **options: Any) -> dict[str, Any]:
@@ -125,6 +128,44 @@ def test_mxfp4_is_what_torch_computes(
     expected = as_torch_computes(*state.values(), dtype)
     assert found.keys() == {"mlp.experts.down_proj"}
     assert bits(found["mlp.experts.down_proj"]) == bits(expected)
+
+
+@pytest.mark.parametrize("through", ["files", "map"])
+def test_gpt_oss_computes_what_transformers_makes_of_it(through: str, out: Path) -> None:
+    """A model that is quantised as on the Hub; its experts are as wide as its states, as there."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 8}
+    heads = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_local_experts": 3,
+        "num_experts_per_tok": 2,
+    }
+    config = transformers.GptOssConfig(**sizes, **heads, vocab_size=37)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    state = dict(model.state_dict())
+    for part, rows in (("gate_up_proj", 128), ("down_proj", 64)):
+        name = f"model.layers.0.mlp.experts.{part}"
+        del state[name]
+        state[f"{name}_blocks"], state[f"{name}_scales"] = mxfp4(3, rows, 2)
+        state[f"{name}_scales"].clamp_(118, 124)
+    quantized = config.to_dict() | {"quantization_config": {"quant_method": "mxfp4"}}
+    source, target = saved(state, out / "hf", quantized), out / "plain"
+    read = {"quantization_config": transformers.Mxfp4Config(dequantize=True)}
+    wanted = transformers.AutoModelForCausalLM.from_pretrained(source, **read, dtype="float32")
+    options: dict[str, Any] = {"dequantize": True, "casts": Casts(BY_NAME["float32"])}
+    if through == "map":
+        convert_to("dcp", source, out / "megatron", map=MapOptions("megatron-gpt-oss"), **options)
+        back = MapOptions("megatron-gpt-oss", assets=target)
+        target.mkdir()
+        (target / "config.json").write_text(json.dumps(config.to_dict()))
+        convert_to("hf", out / "megatron", target := out / "again", map=back)
+    else:
+        convert_to("hf", source, target, **options)
+    found = transformers.AutoModelForCausalLM.from_pretrained(target, dtype="float32")
+    words = torch.arange(12).reshape(2, 6)
+    with torch.no_grad():
+        assert torch.equal(found(words).logits, wanted(words).logits)
 
 
 def test_every_exponent_of_mxfp4(out: Path) -> None:

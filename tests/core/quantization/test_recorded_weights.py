@@ -50,6 +50,7 @@ FILES: dict[str, dict[str, Any] | None] = {
     "autogptq_0_7_1": GPTQ,
     "autoawq_0_2_9": {"quant_method": "awq", "version": "gemm"},
     "compressed_tensors_0_12_2": None,
+    "compressed_tensors_0_20_0": None,
     "compressed_tensors_0_20_0_eight_bits": EIGHT_BITS,
     "compressed_tensors_0_20_0_exponents": None,
     "compressed_tensors_0_20_0_odd_bits": ODD_BITS,
@@ -59,12 +60,20 @@ FILES: dict[str, dict[str, Any] | None] = {
 FORMATS = {"v1": "gptq", "v2": "gptq_v2"}
 
 
+def save_shards(stored: dict[str, torch.Tensor], folder: Path) -> None:
+    """What belongs together lies in two shards."""
+    values = ("weight", "_packed", "qweight")
+    for shard, of_values in (("1", True), ("2", False)):
+        file = folder / f"model-0000{shard}-of-00002.safetensors"
+        save_file({n: t for n, t in stored.items() if n.endswith(values) == of_values}, file)
+
+
 def saved(name: str, folder: Path, only: str = "") -> tuple[Path, dict[str, torch.Tensor]]:
     """A folder with what is stored under names that begin with ``only``, and its numbers."""
     head = f"layer.{only}"
     parts = [{n: t for n, t in part.items() if n.startswith(head)} for part in recorded(name)]
     folder.mkdir()
-    save_file(parts[0], folder / "model.safetensors")
+    save_shards(parts[0], folder)
     config = FILES[name]
     if config is not None:
         form = {"checkpoint_format": FORMATS[only[:2]]} if config is GPTQ else {}
@@ -167,7 +176,7 @@ def test_a_map_takes_them(model: Model, out: Path) -> None:
     source, truth = model
     (out / "turned.toml").write_text(TURNED.replace("{name}", "{layer}"))
     (dtype, *_) = sorted(dtypes_of(truth))
-    wanted = [n for n, t in truth.items() if str(t.dtype) == f"torch.{dtype}"]
+    wanted = [n for n, t in truth.items() if str(t.dtype) == f"torch.{dtype}" and t.dim() == 2]
     names = {name: f"layer.{at}.weight" for at, name in enumerate(wanted)}
     rules = tuple(f"^{re.escape(name)}$={to}" for name, to in names.items())
     mapped = MapOptions(str(out / "turned.toml"))
@@ -262,12 +271,11 @@ def changed(
 ) -> Path:
     """A folder of recorded weights of which one part is another."""
     source, _ = saved(name, folder, only)
-    (path,) = source.glob("*.safetensors")
     stored = {n: t for n, t in recorded(name)[0].items() if n.startswith(f"layer.{only}")}
     if part:
         (key,) = [n for n in stored if n.endswith(part)]
         stored[key] = value
-    save_file(stored, path)
+    save_shards(stored, source)
     if config is not None:
         (source / "config.json").write_text(json.dumps({"quantization_config": config}))
     return source
