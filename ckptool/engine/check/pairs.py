@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 from typing import NamedTuple
 
-import numpy as np
-
 from ckptool.core.box import Box
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.layout import tiles
-from ckptool.engine.read.gather import Array, Gatherer, raw
+from ckptool.engine.read.gather import Array, Gatherer
 from ckptool.engine.read.runs import entry_runs
 from ckptool.engine.read.tensors import CheckedSource, TensorSource
-from ckptool.engine.read.tiles import Job
+from ckptool.engine.read.tiles import PAIR_TILE, Job
 from ckptool.errors import CkptoolError
 from ckptool.storage.local import TILE, Files
 
-_TILES_PER_JOB = 8
+_TILES_PER_JOB = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +39,12 @@ class TensorPair:
         """Return the bytes that are read to compare the two."""
         elements = sum(box.volume for box in self.boxes) if self.boxes else self.one.elements
         return elements * self.itemsize
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether both are compared as they are stored, without memory for casts."""
+        types = (self.one.source_dtype, self.one.dtype, self.other.source_dtype, self.other.dtype)
+        return len({*types}) == 1
 
     @property
     def itemsize(self) -> int:
@@ -100,7 +105,8 @@ def pair_jobs(pairs: Iterable[TensorPair]) -> Iterator[Job[TensorPair, SideReade
     for pair in pairs:
         itemsize = max(pair.one.source_dtype.itemsize, pair.other.source_dtype.itemsize)
         parts = pair.boxes or (Box.whole(pair.one.shape),)
-        boxes = chain.from_iterable(tiles(part, itemsize, TILE) for part in parts)
+        limit = PAIR_TILE if pair.is_plain else TILE
+        boxes = chain.from_iterable(tiles(part, itemsize, limit) for part in parts)
         while batch := list(islice(boxes, _TILES_PER_JOB)):
             runs = [partial(entry_runs, entry, batch) for entry in (pair.one, pair.other)]
             yield Job(pair, partial(_read_both, pair, batch), runs, pair.nbytes)
@@ -119,5 +125,8 @@ def _read_both(pair: TensorPair, boxes: Sequence[Box], readers: SideReaders) -> 
 
 def same_bits(one: Array, other: Array) -> bool:
     """Return whether two C-ordered arrays of one size hold the same bytes."""
-    word = "u8" if one.nbytes % 8 == 0 else "u1"
-    return bool((np.frombuffer(raw(one), word) == np.frombuffer(raw(other), word)).all())
+    return not _memcmp(one.ctypes.data, other.ctypes.data, one.nbytes)
+
+
+_memcmp = ctypes.CDLL(None).memcmp
+_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)

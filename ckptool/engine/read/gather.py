@@ -25,6 +25,7 @@ from ckptool.engine.read.containers import open_chunk
 from ckptool.engine.read.rounding import RangeCheck, cast
 from ckptool.engine.read.row_cache import NotePiece, RowCache
 from ckptool.engine.read.runs import row_run, span_of, worth_a_span
+from ckptool.engine.read.strips import Strip, strip_of
 from ckptool.errors import Damaged
 from ckptool.storage.local import SPAN, Files
 
@@ -70,6 +71,7 @@ class Gatherer:
         self._blob: tuple[EncodedBlob, bytes] | None = None
         self._buffer = memoryview(b"")
         self._indexes: dict[int, tuple[TensorEntry, ChunkIndex]] = {}
+        self._strip: Strip | None = None
 
     def close(self) -> None:
         """Close all files."""
@@ -163,8 +165,14 @@ class Gatherer:
 
     def gather_into(self, values: Array, entry: TensorEntry, box: Box) -> None:
         """Read the same as ``gather`` into an array of the box's shape."""
-        for found, common in self._index(entry).find(box):
-            chunk = open_chunk(found)
+        strip = self._strip
+        if strip is not None and strip.holds(entry, box) and values.flags.c_contiguous:
+            strip.fill(values, box, self._reader, self._rows, self._note_piece)
+            return
+        is_next = id(entry) in self._indexes
+        some = [(open_chunk(chunk), common) for chunk, common in self._index(entry).find(box)]
+        self._strip = strip_of(entry, box, some) if is_next else None
+        for chunk, common in some:
             where = common.relative_to(box.lo)
             view = values[tuple(map(slice, where.lo, where.hi))] if where.lo else values
             self.fill(view, chunk, common, entry.source_dtype)

@@ -25,6 +25,9 @@ from ckptool.storage.planned_ranges import memory_to_read, unversioned
 
 Progress = Callable[[int], None]
 
+PAIR_TILE = 3 << 20
+"""Bytes of a tile that is compared with another: with smaller ones two threads wait for the lock of
+Python as long as they read."""
 _MOST_JOBS = 1 << 12
 _MOST_RUNS = 1 << 14
 """Runs of bytes whose reads of a store are planned together, of at most a few MiB each."""

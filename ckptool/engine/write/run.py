@@ -23,13 +23,13 @@ from ckptool.engine.checksum import (
 )
 from ckptool.engine.read.containers import openings, runs_of
 from ckptool.engine.read.planned import PlannedPiece, PlanReader, plan_job, touch
-from ckptool.engine.read.tiles import ByteReader, read_tiles
+from ckptool.engine.read.tiles import PAIR_TILE, ByteReader, read_tiles
 from ckptool.engine.run_options import RunOptions
 from ckptool.engine.share import ALL, Share, checked_chunks
 from ckptool.engine.write.journal import NO_JOURNAL, Journal, find_finished
 from ckptool.errors import Damaged, TransferError, Unsupported
 from ckptool.storage.disk import allocate, open_unfollowed
-from ckptool.storage.local import SPAN, TILE, Files, LocalSource
+from ckptool.storage.local import SPAN, Files, LocalSource
 from ckptool.storage.read_ahead import SMALL_MEMORY
 
 _MINIMUM_PER_WORKER = 16 << 20
@@ -73,7 +73,7 @@ def peak_memory(plan: Plan, source: Files, options: RunOptions, *, local: bool =
     """
     if not local:
         return options.budget
-    per_worker = 2 * (TILE + SPAN + SMALL_MEMORY) + plan.largest_blob
+    per_worker = 2 * (PAIR_TILE + SPAN + SMALL_MEMORY) + plan.largest_blob
     workers = workers_within_budget(plan, options, source)
     return workers * per_worker + fetched_ahead(source, options)
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import zlib
+from contextlib import closing
+from dataclasses import replace
+from itertools import pairwise, product
 from pathlib import Path
+from random import Random
 from tempfile import TemporaryDirectory
 
 import numpy as np
@@ -14,9 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptool.core.box import Box
-from ckptool.core.catalog import Chunk, EncodedBlob, Extent, Place
+from ckptool.core.catalog import Chunk, EncodedBlob, Extent, Place, Record, TensorEntry
 from ckptool.core.dtype import BY_NAME
-from ckptool.engine.read import gather, runs
+from ckptool.core.layout import tiles
+from ckptool.engine.read import gather, row_cache, runs, strips
 from ckptool.engine.read.gather import Gatherer, unit
 from ckptool.engine.read.rounding import cast
 from ckptool.errors import Damaged
@@ -174,3 +179,45 @@ def test_a_file_that_ends_early(tmp_path: Path) -> None:
     chunk = Chunk(Box.whole((3,)), Extent("f", 0, (4,)))
     with pytest.raises(Damaged, match=r"f: .* 10 bytes"):
         gatherer.fill(np.zeros(3, "u4"), chunk, Box.whole((3,)), BY_NAME["float32"])
+
+
+@st.composite
+def cut_tensors(draw: st.DrawFn) -> tuple[np.ndarray, list[Box]]:
+    """A tensor and boxes that tile it: a grid, whose cells are cut along the first dim or not."""
+    shape = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
+    cuts = [sorted({0, n, *draw(st.lists(st.integers(0, n), max_size=2))}) for n in shape]
+    cells = product(*(pairwise(ends) for ends in cuts))
+    values = RNG.integers(0, 2**16, shape, np.uint16)
+    return values, [Box(*zip(*cell, strict=True)) for cell in cells]
+
+
+@given(cut_tensors(), st.integers(2, 64), st.randoms(use_true_random=False))
+@settings(max_examples=80)
+def test_rows_one_behind_the_other(
+    found: tuple[np.ndarray, list[Box]], span: int, order: Random
+) -> None:
+    """Tiles of all sizes in any order; what is read of records is noted as it lies there."""
+    values, cells = found
+    data, chunks, noted = bytearray(3), [], []
+    turned = order.random() < 0.2
+    for box in cells:
+        cell = values[tuple(map(slice, box.lo, box.hi))]
+        stored = np.ascontiguousarray(cell.T if turned else cell)
+        at = Extent("f", len(data), stored.strides, Record("f", len(data), cell.nbytes, 0))
+        chunks.append(Chunk(box, replace(at, strides=at.strides[::-1]) if turned else at))
+        data += stored.tobytes()
+    entry = TensorEntry("t", ("t",), BY_NAME["bfloat16"], values.shape, tuple(chunks))
+    whole = Box.whole(values.shape)
+    wanted = [box for limit in (2, 4, 8, 16, 32, 64, 128) for box in tiles(whole, 2, limit)]
+    order.shuffle(wanted)
+    with pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as folder:
+        for module in (gather, row_cache, strips):
+            patch.setattr(module, "SPAN", span)
+        Path(folder, "f").write_bytes(data)
+        source = LocalSource(Path(folder), {})
+        note = lambda record, offset, piece: noted.append((offset, bytes(piece)))  # noqa: E731
+        with closing(Gatherer(source, note)) as gatherer:
+            for box in wanted:
+                expected = values[tuple(map(slice, box.lo, box.hi))]
+                assert gatherer.gather(entry, box).tobytes() == expected.tobytes()
+    assert all(data[offset:].startswith(piece) for offset, piece in noted)

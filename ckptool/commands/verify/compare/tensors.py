@@ -27,6 +27,9 @@ from ckptool.engine.read.tensors import CheckedSource, TensorSource
 from ckptool.engine.read.tiles import Progress, read_tiles
 from ckptool.errors import CkptoolError, Problem
 
+_AT_ONCE = 1 << 18
+"""Elements that are compared as numbers at once: these take several times the memory."""
+
 
 @dataclass(frozen=True, slots=True)
 class Difference:
@@ -161,15 +164,27 @@ def _difference(pair: TensorPair, tile: PairTile, options: CompareOptions) -> Di
         one, types = cast(one, *types), (types[1], types[1])
     if types[0] == types[1] and same_bits(one, other):
         return None
-    flat = one.reshape(-1), other.reshape(-1)
+    found = None
+    for start in range(0, one.size, _AT_ONCE):
+        part = slice(start, start + _AT_ONCE)
+        flat = one.reshape(-1)[part], other.reshape(-1)[part]
+        differ = _differ(flat, types, options, is_cast=pair.is_cast)
+        part_found = _describe(flat, types, differ, tile.box, start)
+        found = _sum(found, part_found) if found and part_found else found or part_found
+    return found
+
+
+def _differ(
+    flat: tuple[Array, Array], types: tuple[DType, DType], options: CompareOptions, *, is_cast: bool
+) -> Array:
+    """Return whether each element of two flat arrays differs."""
     if options.as_numbers and all(map(is_numeric, types)):
         numbers = _numbers(flat, types)
-        differ = are_apart(*numbers, rtol=options.rtol or 0, atol=options.atol or 0)
-    else:
-        differ = _bits(*flat)
-        if pair.is_cast and is_numeric(types[1]):
-            differ &= ~both_nan(*_numbers(flat, types))
-    return _describe(flat, types, differ, tile.box)
+        return are_apart(*numbers, rtol=options.rtol or 0, atol=options.atol or 0)
+    differ = _bits(*flat)
+    if is_cast and is_numeric(types[1]):
+        differ &= ~both_nan(*_numbers(flat, types))
+    return differ
 
 
 def _numbers(flat: tuple[Array, Array], types: tuple[DType, DType]) -> list[Array]:
@@ -190,12 +205,14 @@ def _describe(
     types: tuple[DType, DType],
     differ: Array,
     box: Box,
+    start: int,
 ) -> Difference | None:
+    """Return how elements of a box from its element ``start`` on differ, None where they do not."""
     count = int(np.count_nonzero(differ))
     if not count:
         return None
     at = int(differ.argmax())
-    steps = zip(box.lo, np.unravel_index(at, box.shape), strict=True)
+    steps = zip(box.lo, np.unravel_index(start + at, box.shape), strict=True)
     first = tuple(low + int(step) for low, step in steps)
     values = [
         element_text(side[at : at + 1], dtype) for side, dtype in zip(flat, types, strict=True)
