@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from conftest import convert_to
+from conftest import FIXTURES, convert_to
 from safetensors.torch import load_file
 
 from ckptool.commands.options.rewrite import MapOptions
@@ -59,6 +59,16 @@ def test_the_adapter_alone_as_peft_names_it(rename: Any, tmp_path: Path) -> None
     assert [file.name for file in (tmp_path / "b").iterdir()] == ["adapter_model.safetensors"]
     notes = "\n".join(report.notes)
     assert "lora_alpha is not recorded (r 3, target_modules q_proj)" in notes
+
+
+@pytest.mark.parametrize("trainer", ["fsdp2", "zero_3"])
+def test_the_same_bytes_as_peft_saves_itself(trainer: str, tmp_path: Path) -> None:
+    """Of a real model, sharded: compiled, under FSDP2; and its frozen part apart, under ZeRO 3."""
+    folder = FIXTURES / "peft" / trainer
+    assets = MapOptions(assets=folder / "adapter")
+    convert_to("hf", folder / "ckpt", tmp_path / "b", peft_adapter=True, map=assets)
+    for file in (folder / "adapter").iterdir():
+        assert (tmp_path / "b" / file.name).read_bytes() == file.read_bytes()
 
 
 def test_what_verl_records_makes_the_configuration(tmp_path: Path) -> None:
