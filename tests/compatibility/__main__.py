@@ -32,6 +32,8 @@ HOME = ROOT / ".venv-compatibility"
 TORCH = "2.13.0"
 BASE = (f"torch=={TORCH}", "numpy", "safetensors", "zstandard", "setuptools", "wheel")
 HEAD = "| writer | versions | with torch | checkpoints | read bit-equal | resumes from ckptool's |"
+TORCH_AT = os.environ.get("CKPTOOL_TORCH_AT", "")
+"""A command that runs Python with another torch, as of ``make matrix``."""
 PATIENCE = 600
 """Seconds that one version may take to save, or to resume once."""
 
@@ -48,6 +50,8 @@ class Writer:
     """What the folder of a step is called, for those that open no other."""
     first: Mapping[str, str] = field(default_factory=dict)
     """The version that first wrote what a recipe makes, where not all of them did."""
+    torch: Mapping[str, str] = field(default_factory=dict)
+    """The torch that a version needs where it fails with ours; TORCH_AT runs it."""
 
     def recipes_of(self, version: str) -> list[str]:
         """Return the recipes that a version can write."""
@@ -69,6 +73,12 @@ WRITERS = {
         ("psutil", "pyyaml", "packaging", "accelerate", "tokenizers", "regex", "tqdm", "typer"),
         "transformers",
         step="checkpoint-2",
+    ),
+    "peft": Writer(
+        ("0.21.2",),
+        ("peft/fsdp2",),
+        ("transformers", "accelerate", "psutil", "pyyaml", "packaging", "tqdm"),
+        "peft",
     ),
     "torchtitan": Writer(
         ("0.3.0",),
@@ -96,6 +106,7 @@ WRITERS = {
         ("deepspeed_zero_2", "deepspeed_zero_3", "deepspeed_universal"),
         ("hjson", "msgpack", "ninja", "psutil", "py-cpuinfo", "pydantic", "tqdm", "einops"),
         "deepspeed",
+        torch={"0.18.9": "2.9.1"},
     ),
     "verl": Writer(
         ("0.9.1",),
@@ -109,10 +120,14 @@ WRITERS = {
     ),
     "megatron-core": Writer(
         ("0.12.3", "0.14.0", "0.16.1"),
-        ("megatron_torch", "megatron_torch_dist"),
+        ("megatron_torch", "megatron_torch_dist", "megatron_torch_dist_mixed"),
         ("einops", "packaging"),
-        # the distributed optimizer of older ones asks for Adams that only GPUs have
-        first={"megatron_torch_dist": "0.15.0"},
+        torch={"0.12.3": "2.7.1"},
+    ),
+    "nvidia-resiliency-ext": Writer(
+        ("0.2.1", "0.3.0", "0.4.1"),
+        ("megatron_local",),
+        ("einops", "packaging", "psutil", "pyyaml", "megatron-core==0.16.1"),
     ),
 }
 RESUMES = {
@@ -122,6 +137,7 @@ RESUMES = {
     "lightning": ("4", "1", "file"),
     "verl": ("2",),
     "deepspeed": ("deepspeed-universal",),
+    "peft": ("adapter",),
 }
 """The programs beside this one, and what ckptool makes of their checkpoint of 2 ranks.
 
@@ -150,17 +166,20 @@ def main(names: list[str]) -> int:
 
 def measure(name: str, version: str, writer: Writer, folder: Path) -> list[str]:
     """Return the cells of one version: torch, recipes, whether read, whether resumed from."""
-    site = HOME / "versions" / f"{name}-{version}"
+    site, torch = HOME / "versions" / f"{name}-{version}", writer.torch.get(version, TORCH)
+    if torch != TORCH and not TORCH_AT:
+        return [torch, "-", "not run: CKPTOOL_TORCH_AT names no command", "-"]
+    python = [str(HOME / "bin" / "python")] if torch == TORCH else [TORCH_AT, torch]
     try:
         if not site.exists():
             options = ["--no-deps", "--no-build-isolation", "--target", str(site)]
             install([f"{name}=={version}"], options)
     except subprocess.CalledProcessError as error:
-        return [TORCH, "-", f"not installed: {reason(error)}", "-"]
+        return [torch, "-", f"not installed: {reason(error)}", "-"]
     read, problems, tensors = [], [], 0
     for recipe in writer.recipes_of(version):
         try:
-            run(site, ["-m", "recipes", str(folder), recipe], ROOT / "fixtures")
+            run(python, site, ["-m", "recipes", str(folder), recipe], ROOT / "fixtures")
         except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
             problems.append(f"not written: {recipe}, {reason(error)}")
             continue
@@ -169,8 +188,8 @@ def measure(name: str, version: str, writer: Writer, folder: Path) -> list[str]:
         read += [] if wrong else [recipe]
         problems += [f"differs: {recipe}, {wrong}"] if wrong else []
     cells = [f"{tensors} tensors"] * bool(tensors) + problems
-    resumed = resume(writer, site, folder) if read or not writer.recipes else "-"
-    return [TORCH, ", ".join(read) or "-", "; ".join(cells) or "-", resumed]
+    resumed = resume(writer, python, site, folder) if read or not writer.recipes else "-"
+    return [torch, ", ".join(read) or "-", "; ".join(cells) or "-", resumed]
 
 
 def compare(case: Path) -> tuple[int, str]:
@@ -205,32 +224,36 @@ def bytes_of(path: Path) -> dict[str, bytes]:
     return {name: values.tobytes() for name, values in load_file(path).items()}
 
 
-def resume(writer: Writer, site: Path, folder: Path) -> str:
+def resume(writer: Writer, python: list[str], site: Path, folder: Path) -> str:
     """Return from what a framework resumes with the losses of its own folder."""
     if not writer.resume:
         return "-"
     script = str(Path(__file__).with_name(f"{writer.resume}_program.py"))
     own = folder / "own" / writer.step
     try:
-        run(site, [script, "write", str(own), "2"], folder)
+        run(python, site, [script, "write", str(own), "2"], folder)
         made = []
         for kind in RESUMES[writer.resume]:
-            target = folder / f"{kind}.ckpt" / (writer.step if kind != "file" else "")
+            place = folder / (f"{kind}.ckpt" if kind != "adapter" else kind)
+            target = place / (writer.step if kind != "file" else "")
             target.parent.mkdir(exist_ok=True)
             if kind == "file":
                 ckptool.convert(own, target)
             elif kind == "deepspeed-universal":
                 ckptool.convert(own, target, to=kind)
+            elif kind == "adapter":
+                ckptool.convert(own, target, to="hf", peft_adapter=True)
             else:
                 ckptool.reshard(own, target, mesh=kind)
             ranks = kind if kind.isdecimal() else "2"
             one, other = (
-                losses(run(site, [script, "resume", str(path), ranks], folder))
+                losses(run(python, site, [script, "resume", str(path), ranks], folder))
                 for path in (own, target)
             )
             if one != other:
                 return f"differs: {kind}"
             words = {"file": "one file", "deepspeed-universal": "universal, 2 ranks"}
+            words |= {"adapter": "an adapter that PEFT loads"}
             made.append(words.get(kind, f"{kind} rank{'s' * (kind != '1')}"))
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
         return f"not run: {reason(error)}"
@@ -258,12 +281,13 @@ def install(packages: tuple[str, ...] | list[str], more: list[str] | None = None
     )  # fmt: skip
 
 
-def run(site: Path, arguments: list[str], folder: Path) -> str:
+def run(python: list[str], site: Path, arguments: list[str], folder: Path) -> str:
     """Run Python with one version in front; CalledProcessError where it fails."""
-    paths = os.pathsep.join([str(site), str(ROOT / "fixtures")])
+    shared = next((HOME / "lib").glob("*/site-packages"))
+    paths = os.pathsep.join(map(str, (site, ROOT / "fixtures", shared)))
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [str(HOME / "bin" / "python"), *arguments], cwd=folder, env=environment,
+        [*python, *arguments], cwd=folder, env=environment,
         check=True, capture_output=True, text=True, timeout=PATIENCE,
     )  # fmt: skip
     return done.stdout
