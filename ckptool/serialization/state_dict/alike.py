@@ -3,15 +3,18 @@
 The pickles of ranks that hold alike shards (torch 2.10 to 2.13) differ in a few numbers of their
 device mesh alone: the rank, its coordinates, the names of its groups. Where that is shown, a file
 holds what the first one does, but for the mesh, for where its storages lie and for their checksums.
-It is shown by one more pickle, with other numbers in these places: what the two hold must be equal
-everywhere but there. All else is read in full, as is what is not shown.
+It is shown by one more pickle, with holes in these places, which fit nothing that is computed with:
+what the two hold must be equal everywhere but there. All else is read in full, as is what is not
+shown.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import pickle
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptool.core.catalog import Extent, Record
 from ckptool.core.mesh import Mesh
@@ -31,13 +34,19 @@ from ckptool.serialization.state_dict.leaves import (
 )
 from ckptool.serialization.state_dict.values import list_parts, walk_parts
 
+if TYPE_CHECKING:
+    import numpy as np
+
 _LEAST = 1 << 16
 """Bytes of the smallest file that is worth it."""
 _LARGEST = 1 << 24
 """Bytes of the largest pickle that is kept with what it holds."""
 _MOST_FILES = 4
-_MOST_LITERALS = 64
+_MOST_DIFFERING = 1 << 10
+"""Bytes of a pickle that are looked for in literals: names of groups are some, others are not."""
 _MOST_PROBES = 4
+_HOLE = pickle.BYTEARRAY8 + (4).to_bytes(8, "little")
+"""Begins what pushes a number as a bytearray of four bytes, which is no key, no text, no size."""
 _OF_A_RANK = ("_rank", "_coordinate_on_dim", "_dim_group_names", "_dim_group_infos")
 """The attributes of a device mesh that differ between the ranks of one (torch 2.1 to 2.13)."""
 _READ_OF_THEM = _OF_A_RANK[:2]
@@ -103,7 +112,7 @@ def _movable_tensors(opened: TorchFile, leaves: Mapping[str, Leaf]) -> dict[str,
             mesh = meshes.get(id(value.share.mesh), -1)
             if mesh < 0:
                 return None
-        elif isinstance(value, ShareLeaf | Refusal) or _names_storages(value):
+        elif isinstance(value, ShareLeaf | Refusal) or _is_of_a_file(value):
             return None
         else:
             continue
@@ -114,29 +123,24 @@ def _movable_tensors(opened: TorchFile, leaves: Mapping[str, Leaf]) -> dict[str,
     return None if opened.hostile else movable
 
 
-def _names_storages(value: Any) -> bool:
-    return any(isinstance(part, Persistent) for part in walk_parts(value, hidden=True))
+def _is_of_a_file(value: Any) -> bool:
+    """Return whether a value has a part that differs between files that are alike."""
+    parts = walk_parts(value, hidden=True)
+    return any(isinstance(x, Persistent) or (isinstance(x, Call) and _is_mesh(x)) for x in parts)
 
 
 class _Literal(NamedTuple):
-    """Bytes of a pickle that are a number or a text, whole; ``probe`` are others for them."""
+    """Bytes of a pickle that are a number or a text, whole; their opcode is at ``opcode``."""
 
+    opcode: int
     start: int
     end: int
     is_text: bool
     is_signed: bool
-    probe: bytes
 
     def value(self, data: bytes) -> Any:
         """Return what stands there in a pickle; UnicodeDecodeError where it is no text."""
-        return self._decode(data[self.start : self.end])
-
-    @property
-    def probed(self) -> Any:
-        """The value of the probe."""
-        return self._decode(self.probe)
-
-    def _decode(self, written: bytes) -> Any:
+        written = data[self.start : self.end]
         if self.is_text:
             return written.decode("utf-8", "surrogatepass")
         return int.from_bytes(written, "little", signed=self.is_signed)
@@ -159,8 +163,8 @@ class _Template:
         """Return what another file holds; None where it must be read in full to know that."""
         if len(archive.pickle) != len(self.pickle):
             return None
-        differing = _differing_bytes(self.pickle, archive.pickle)
-        if not self._covers(differing) and not self._probe(differing):
+        unknown = self._unknown_bytes(archive.pickle)
+        if len(unknown) and not self._probe(unknown):
             return None
         storages = archive.storages()
         if archive.byteorder() != self.opened.byteorder:
@@ -179,28 +183,29 @@ class _Template:
         remember_alike(archive.pickle, self.pickle)
         return leaves
 
-    def _covers(self, differing: Iterable[int]) -> bool:
-        """Return whether bytes lie in literals that may differ."""
-        spans = [(literal.start, literal.end) for literal in self.literals]
-        return all(any(start <= at < end for start, end in spans) for at in differing)
+    def _unknown_bytes(self, data: bytes) -> np.ndarray[Any, Any]:
+        """Return where another pickle differs and was not shown that it may."""
+        import numpy as np
 
-    def _probe(self, differing: Sequence[int]) -> bool:
+        found = np.flatnonzero(np.frombuffer(self.pickle, "u1") != np.frombuffer(data, "u1"))
+        for literal in self.literals:
+            found = found[(found < literal.start) | (found >= literal.end)]
+        return found
+
+    def _probe(self, unknown: np.ndarray[Any, Any]) -> bool:
         """Show that the literals with these bytes, too, end in device meshes alone."""
-        if not self.probes_left or len(differing) > _MOST_LITERALS:
+        if not self.probes_left or len(unknown) > _MOST_DIFFERING:
             return False
         self.probes_left -= 1
-        starts = [literal.start for literal in self.literals]
-        literals = _find_literals(self.pickle, [*starts, *differing])
+        places = [*(literal.start for literal in self.literals), *unknown.tolist()]
+        literals = _find_literals(self.pickle, places)
         if literals is None:
             return False
-        probe = bytearray(self.pickle)
-        for literal in literals:
-            probe[literal.start : literal.end] = literal.probe
         try:
-            other = read_pickle(bytes(probe), what="", judges=False)
+            other = read_pickle(_with_holes(self.pickle, literals), what="", judges=False)
         except CkptoolError:
             return False
-        pairs = _pair_meshes(self.opened.inert, other.value)
+        pairs = None if other.hostile else _pair_meshes(self.opened.inert, other.value)
         if pairs is None or not {*self.opened.meshes} <= {one for one, _ in pairs}:
             return False
         self.literals, self.meshes = literals, tuple(pairs)
@@ -210,18 +215,16 @@ class _Template:
         self, data: bytes, file: TorchFile, source: Source
     ) -> list[tuple[Mesh, int | None]]:
         """Return the meshes of another file, in order; ValueError where one has another shape."""
-        values = {x.probed: x.value(data) for x in self.literals if not x.is_text}
-        for text in self.literals:
-            text.value(data)
+        values = [literal.value(data) for literal in self.literals]
         others = {id(one): other for one, other in self.meshes}
         meshes = []
         for record, (mesh, _) in self.opened.meshes.items():
             fields = dict(record.fields)
             if id(record) in others:
-                probed = others[id(record)].state
+                known = others[id(record)].state
                 for name in _READ_OF_THEM:
                     if name in fields:
-                        fields[name] = _with_values(fields[name], probed[name], values)
+                        fields[name] = _filled(known[name], values)
             meshes.append(read_mesh(fields, file, source))
             if meshes[-1][0].shape != mesh.shape:
                 raise ValueError(mesh.shape)
@@ -252,32 +255,24 @@ def _moved(
     return Leaf(leaf.path, ShareLeaf(own, (at,), value.attributes), leaf.rank_state, leaf.note)
 
 
-def _differing_bytes(one: bytes, other: bytes) -> list[int]:
-    """Return where two pickles of one length differ, up to one place too many."""
-    import numpy as np
-
-    found = np.flatnonzero(np.frombuffer(one, "u1") != np.frombuffer(other, "u1"))
-    return [int(at) for at in found[: _MOST_LITERALS + 1]]
-
-
 def _find_literals(data: bytes, places: Sequence[int]) -> tuple[_Literal, ...] | None:
     """Return the numbers and texts that bytes of a pickle lie in; None where one lies in none."""
     wanted = sorted({*places})
     found: list[_Literal] = []
-    for start, end, is_text, is_signed in _spans_of_literals(data, wanted[-1]):
-        inside = [at for at in wanted if start <= at < end]
-        if inside:
-            wanted = [at for at in wanted if at >= end]
-            probe = _probe_of(data[start:end], len(found), is_text)
-            found.append(_Literal(start, end, is_text, is_signed, probe))
-            if not wanted:
-                break
-    covered = {at for one in found for at in range(one.start, one.end)}
-    return tuple(found) if covered.issuperset(places) else None
+    covered = 0
+    try:
+        for literal in _literals(data, wanted[-1]):
+            inside = bisect_left(wanted, literal.end) - bisect_left(wanted, literal.start)
+            if inside:
+                covered += inside
+                found.append(literal)
+    except ValueError:  # what Python's own tools do not follow
+        return None
+    return tuple(found) if covered == len(wanted) else None
 
 
-def _spans_of_literals(data: bytes, last: int) -> Iterator[tuple[int, int, bool, bool]]:
-    """Yield where numbers and texts lie, up to a byte, whether text, and whether signed."""
+def _literals(data: bytes, last: int) -> Iterator[_Literal]:
+    """Yield the numbers and texts of a pickle, up to a byte."""
     from pickletools import genops
 
     for opcode, value, at in genops(data):
@@ -285,24 +280,34 @@ def _spans_of_literals(data: bytes, last: int) -> Iterator[tuple[int, int, bool,
             return
         size = {"BININT1": 1, "BININT2": 2, "BININT": 4}.get(opcode.name)
         if size is not None:
-            yield at + 1, at + 1 + size, False, size == 4
+            yield _Literal(at, at + 1, at + 1 + size, False, size == 4)
         elif opcode.name in ("BINUNICODE", "SHORT_BINUNICODE") and value:
             start = at + (5 if opcode.name == "BINUNICODE" else 2)
-            yield start, start + len(value.encode("utf-8", "surrogatepass")), True, False
+            end = start + len(value.encode("utf-8", "surrogatepass"))
+            yield _Literal(at, start, end, True, False)
 
 
-def _probe_of(written: bytes, number: int, is_text: bool) -> bytes:
-    """Return other bytes for the literal of this number, those of no two numbers alike."""
-    if is_text:
-        return (b"~" if written != b"~" * len(written) else b"}") * len(written)
-    size = len(written)
-    highest = (1 << 8 * size - (size == 4)) - 1
-    candidates = (highest - 2 * number - more for more in (0, 1))
-    return next(c for each in candidates if (c := each.to_bytes(size, "little")) != written)
+def _with_holes(data: bytes, literals: Sequence[_Literal]) -> bytes:
+    """Return a pickle that has in the place of each literal a bytearray with its number."""
+    pieces: list[bytes] = []
+    done = 0
+    for number, literal in enumerate(literals):
+        pieces += data[done : literal.opcode], _HOLE, number.to_bytes(4, "little")
+        done = literal.end
+    return b"".join((*pieces, data[done:]))
+
+
+def _filled(value: Any, values: Sequence[Any]) -> Any:
+    """Return a part of a mesh with values in the place of its holes."""
+    if type(value) is bytearray:
+        return values[int.from_bytes(value, "little")]
+    if type(value) not in (list, tuple):
+        return value
+    return type(value)(_filled(part, values) for part in value)
 
 
 def _pair_meshes(one: Any, other: Any) -> list[tuple[Call, Call]] | None:
-    """Return the device meshes of two values; None where these differ in more than ranks of them.
+    """Return the meshes of a value and of one with holes; None where one is elsewhere than in them.
 
     Both are of pickles with the same opcodes, so the same parts of both are shared.
     """
@@ -360,18 +365,15 @@ def _parts_of_mesh(record: Call) -> list[Any]:
     return [record.is_new, record.function, record.args, *record.state, *common, *more]
 
 
-def _is_alike(a: Any, b: Any) -> bool:
-    """Return whether two are lists or tuples of the same lengths, at last of numbers or texts."""
-    if type(a) is not type(b):
+def _is_alike(one: Any, other: Any) -> bool:
+    """Return whether two are lists or tuples of the same lengths, at last of numbers or texts.
+
+    The second may have holes in their place.
+    """
+    if type(other) is bytearray:
+        return type(one) in (int, str)
+    if type(one) is not type(other):
         return False
-    if type(a) in (list, tuple):
-        return len(a) == len(b) and all(map(_is_alike, a, b))
-    return type(a) in (int, str, type(None))
-
-
-def _with_values(one: Any, probed: Any, values: Mapping[int, int]) -> Any:
-    """Return a number, or a list or tuple of them, with the values of those that were probed."""
     if type(one) in (list, tuple):
-        inner = [_with_values(a, b, values) for a, b in zip(one, probed, strict=True)]
-        return tuple(inner) if type(one) is tuple else inner
-    return one if one == probed else values[probed]
+        return len(one) == len(other) and all(map(_is_alike, one, other))
+    return type(one) in (int, str, type(None))

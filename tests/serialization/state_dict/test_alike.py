@@ -205,3 +205,65 @@ def test_a_storage_that_is_missing(ranks: dict[str, bytes]) -> None:
     assert is_same(found, read_alone(source, "less"))
     assert not isinstance(found, str)
     assert isinstance(found["a"].value, Refusal)
+
+
+def test_more_differing_bytes_than_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names of groups fill all bytes that are looked for; what differs behind them is seen, too."""
+    monkeypatch.setattr(alike, "_MOST_DIFFERING", 64)
+
+    def state(mesh: Any, rank: int) -> dict[str, Any]:
+        mesh._dim_group_names = [f"{at}" * 40 for at in mesh.get_coordinate()]
+        part = torch.zeros(40)[rank // 5 : rank // 5 + 4]
+        return {**layers(mesh, rank), "part": part, "last": 100 + rank // 5}
+
+    source = Memory({f"rank{rank}.pt": saved(rank, state) for rank in (0, 1, 4, 9)})
+    full = count_full_reads(monkeypatch)
+    files = AlikeFiles(source)
+    read = {file: files.read(file, rank_state=False) for file in source.files}
+    assert full == ["rank0.pt", "rank9.pt"]
+    for file, leaves in read.items():
+        assert is_same(leaves, read_alone(source, file))
+
+
+def text(value: bytes) -> bytes:
+    """What pushes a text."""
+    return b"X" + len(value).to_bytes(4, "little") + value
+
+
+KEYS = b"".join(b"K%cNs" % number for number in (5, 6, *range(200, 256)))
+"""What stores numbers into a dict."""
+GETATTR = b"cbuiltins\ngetattr\nctorch.distributed._shard.sharded_tensor.api\nShardedTensor\n"
+
+
+@pytest.mark.parametrize(
+    ("program", "values"),
+    [
+        (
+            lambda value: text(b"more") + b"}" + KEYS + b"K" + value + b"Nss",
+            [b"\x05", b"\x06", b"\x63"],
+        ),
+        (lambda value: text(value) + text(b"system") + b"\x930", [b"ox", b"oy", b"os"]),
+        (
+            lambda value: GETATTR + text(value) + b"\x86R0",
+            [b"ProcessGroupState", b"ProcessGroupState", b"ProcessGroupStatX"],
+        ),
+        (lambda value: b"S'\xe9'\n0K" + value + b"0", [b"\x01", b"\x02", b"\x03"]),
+        (
+            lambda value: b"c_codecs\nencode\n" + text(value) + text(b"latin1") + b"\x86R0",
+            [b"abc", b"abd", b"\xe4\xb8\xad"],
+        ),
+    ],
+    ids=["one key more", "a module", "getattr", "a text that is no ASCII", "what is encoded"],
+)
+def test_programs_that_hide_what_a_literal_does(
+    ranks: dict[str, bytes], program: Callable[[bytes], bytes], values: list[bytes]
+) -> None:
+    """What is dropped, or written over, must not differ without a word."""
+    source = Memory(
+        {
+            value.hex() + file: with_pickle(data, lambda p, v=value: p[:-1] + program(v) + b".")
+            for (file, data), value in zip(ranks.items(), values, strict=False)
+        }
+    )
+    *first, last = source.files
+    assert is_same(read_behind(source, first, last), read_alone(source, last))
