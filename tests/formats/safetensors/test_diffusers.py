@@ -122,3 +122,11 @@ def test_what_would_be_no_pipeline(out: Path) -> None:
     assert report.notes == ("without weights, which diffusers looks for: vae",)
     with pytest.raises(Unsupported, match="its components have a config each"):
         convert_to("diffusers", SOURCE, out / "q", dequantize=True, map=MapOptions())
+
+
+def test_all_components_in_one_file_are_no_pipeline(out: Path) -> None:
+    """With the index beside it, the file would be read as a pipeline without its weights."""
+    report = ckptool.convert(SOURCE, out / "model", to="hf", fsync=False)
+    assert [*files_of(out / "model")] == ["model.safetensors"]
+    assert any("--to diffusers" in note for note in report.notes)
+    assert ckptool.verify(out / "model").ok
