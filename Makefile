@@ -3,6 +3,8 @@
 PYTHON := $(shell python3.11 -c 'import sys; print(sys.executable)' 2>/dev/null || echo python3)
 BIN := .venv/bin
 SECONDS := 60
+# Of processes for the tests, which wait a quarter of their time for what they start: three keep two cores busy.
+WORKERS := 3
 PYTHONS := 3.12 3.13
 TORCHES := 2.4.1 2.6.0 2.9.1 2.15.0
 CORE := tests/core tests/serialization tests/formats tests/engine tests/matrix
@@ -27,7 +29,7 @@ lint: $(READY) ## Style, format and types.
 	@$(BIN)/mypy
 
 test: lint ## Style, format, types and every test.
-	@$(BIN)/python -m pytest -n 2
+	@$(BIN)/python -m pytest -n $(WORKERS)
 
 check: test ## What CI runs.
 

@@ -37,6 +37,11 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("filterwarnings", f"ignore::{category}:recipes")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run last what can be given to workers test by test, so that they end together."""
+    items.sort(key=lambda item: item.path.stem in SPREAD)
+
+
 def pytest_collection_finish() -> None:
     """Never again look for garbage among what the imports and the collected tests left."""
     _forget_garbage()
@@ -67,6 +72,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             module = nodeid.partition("::")[0]
             return nodeid if Path(module).stem in SPREAD else module
 
+    config.option.loadscopereorder = False  # it would begin with the modules of most tests
     return Modules(config, log) if config.getvalue("dist") == "load" else None
 
 
