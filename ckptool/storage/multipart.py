@@ -175,7 +175,7 @@ def part_sender(store: Store, key: str, nbytes: int, capacity: int) -> PartSende
     stream = store.fs.open(key, "wb", block_size=part)
     if nbytes > part and hasattr(stream, "_call_s3"):
         return _MultipartSender(store, stream, nbytes, capacity)
-    return _StreamSender(store, stream, part, capacity)
+    return _StreamSender(store, key, stream, part, capacity)
 
 
 class _WholeSender:
@@ -208,9 +208,9 @@ class _StreamSender:
 
     at_once = 1
 
-    def __init__(self, store: Store, stream: Any, part: int, capacity: int) -> None:
+    def __init__(self, store: Store, key: str, stream: Any, part: int, capacity: int) -> None:
         self._once = replace(store.policy, attempts=1)
-        self._url = store.url(stream.path)
+        self._url = store.url(key)
         self._stream = stream
         self.part = part * min(_WIDE, max(1, capacity // 2))
         self.in_memory = min(2, capacity)
