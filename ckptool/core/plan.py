@@ -35,6 +35,8 @@ from ckptool.core.sharding.table import WholeTensor
 from ckptool.errors import Damaged, Unsupported, damaged
 
 _BATCH = 16
+_KEPT = 4 << 20
+"""Bytes of the source's rows that a reader keeps while it cuts columns out of them."""
 
 
 class ChunkIndex:
@@ -191,7 +193,9 @@ class Plan:
                     place = LayoutPart(number, position, offset, part)
                     by_rows.setdefault(_rows_of(place), []).append(place)
                 offset += part.nbytes
-        return [group for places in by_rows.values() for group in _group(places, limit)]
+        tensors = self.catalog.tensors
+        some = ((places, tensors[places[0].part.name]) for places in by_rows.values())
+        return [group for places, entry in some for group in _group(places, entry, limit)]
 
     def groups_of(self, name: str, table: WrittenChunks, limit: int) -> list[Group]:
         """Group the parts of one tensor as ``groups`` does those of each of the ``batches``."""
@@ -201,7 +205,8 @@ class Plan:
             part = Data(name, chunk.box, table.itemsize)
             place = LayoutPart(number, at, chunk.at.offset, part)
             by_rows.setdefault((number // _BATCH, _rows_of(place)), []).append(place)
-        return [group for places in by_rows.values() for group in _group(places, limit)]
+        entry = self.catalog.tensors[name]
+        return [group for places in by_rows.values() for group in _group(places, entry, limit)]
 
     def jobs(self, group: Group, limit: int) -> Iterator[list[Tile]]:
         """Yield the tiles of a group, in order; those of one job read the same source rows."""
@@ -234,12 +239,16 @@ def _rows_of(place: LayoutPart) -> object:
     return place.file, place.position
 
 
-def _group(places: list[LayoutPart], limit: int) -> list[Group]:
-    """Return one group, or where a row of all is more than a tile, one for each part."""
+def _group(places: list[LayoutPart], entry: TensorEntry, limit: int) -> list[Group]:
+    """Return one group, or where a row of all is more than a few tiles, one for each part.
+
+    The tiles of a group are as many rows as a reader keeps at once: whole ones of the source.
+    """
     rows = places[0].part.shape[0] if len(places) > 1 else 0
-    row = sum(place.part.nbytes for place in places) // max(1, rows)
-    if rows and row <= 2 * limit:
-        return [Group(tuple(places), 2 * limit // row)]
+    row, most = sum(place.part.nbytes for place in places) // max(1, rows), min(4 * limit, _KEPT)
+    if rows and row <= most:
+        whole = math.prod(entry.shape[1:]) * entry.source_dtype.itemsize
+        return [Group(tuple(places), most // (max(row, whole) if whole <= most else row))]
     return [Group((place,), 0) for place in places]
 
 

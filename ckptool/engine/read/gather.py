@@ -83,11 +83,11 @@ class Gatherer:
 
     def read_bytes(self, file: str, offset: int, nbytes: int) -> memoryview:
         """Return bytes of a file, in memory that the next call may use again."""
-        data = self._memory(nbytes)[:nbytes]
+        data = self.memory(nbytes)[:nbytes]
         self._reader.read_into(file, offset, data)
         return data
 
-    def _memory(self, nbytes: int) -> memoryview:
+    def memory(self, nbytes: int) -> memoryview:
         """Return memory of at least so many bytes, which the next call may return again."""
         if nbytes > len(self._buffer):
             self._buffer = memoryview(bytearray(nbytes))
@@ -148,7 +148,7 @@ class Gatherer:
     def read_stored(self, entry: TensorEntry, box: Box) -> Array:
         """Return the same as ``gather``, in memory that the next call may use again."""
         nbytes = box.volume * entry.source_dtype.itemsize
-        values = array(box.shape, entry.source_dtype, self._memory(nbytes))
+        values = array(box.shape, entry.source_dtype, self.memory(nbytes))
         self.gather_into(values, entry, box)
         return values
 

@@ -65,8 +65,8 @@ class PlannedPiece(NamedTuple):
 class PlanReader:
     """Reads tiles of a plan for one thread.
 
-    Tiles of straight runs of bytes are read piece by piece, wide columns are joined from rows that
-    are read once; others are gathered by numpy, which is only then imported. All pieces
+    Tiles of straight runs of bytes are read piece by piece, wide columns are cut out of rows that
+    are read once; others are gathered. Numpy is imported only where it is needed. All pieces
     of checksummed records that are read are noted in ``records``.
     """
 
@@ -144,7 +144,7 @@ class PlanReader:
         if shared and tile.entry.source_dtype == tile.entry.dtype:
             data = self._rows.columns(tile)
             if data is not None:
-                return memoryview(data)
+                return data
         return self._gather_bytes(tile, straight, shared=shared)
 
     def _gather_bytes(self, tile: Tile, straight: list[ExtentRun], *, shared: bool) -> memoryview:
@@ -164,7 +164,8 @@ class PlanReader:
         from ckptool.engine.read.gather import array
 
         dtype = tile.entry.source_dtype
-        values = array(tile.shape, dtype, self._buffer)
+        nbytes = math.prod(tile.shape) * dtype.itemsize
+        values = array(tile.shape, dtype, self._gatherer.memory(nbytes))
         for source in tile.sources:
             where = source.where
             view = values[tuple(map(slice, where.lo, where.hi))] if where.lo else values

@@ -14,8 +14,7 @@ NotePiece = Callable[[Record, int, memoryview], None]
 """Called with each piece of a checksummed record: the record, the file offset and the bytes."""
 
 _NARROW = 512
-"""Bytes of a row of a column block below which numpy's copy beats joining pieces."""
-_MOST_PIECES = 1 << 15
+"""Bytes of a row of a column block below which elements are copied faster than rows of bytes."""
 
 
 class RowCache:
@@ -30,8 +29,7 @@ class RowCache:
         self.buffer = memoryview(bytearray(SPAN))
         self._kept: dict[tuple[str, int, int], int] = {}
         self._used = 0
-        self._cuts: dict[tuple[int, int, int, int], list[memoryview]] = {}
-        self._pieces = 0
+        self._cut = memoryview(b"")
 
     def forget(self) -> None:
         """Keep no rows any longer: the next boxes lie elsewhere."""
@@ -59,17 +57,27 @@ class RowCache:
             self._note(at.record, start, view)
         return begin
 
-    def columns(self, tile: Tile) -> bytes | None:
-        """Return the bytes of a tile that is one block of wide columns; None where it is not."""
+    def columns(self, tile: Tile) -> memoryview | None:
+        """Return the bytes of a tile that is one block of wide columns; None where it is not.
+
+        They are valid until the next are asked for.
+        """
         blocks = [_column(tile, source) for source in sorted(tile.sources, key=_first_row)]
         columns = [column for column in blocks if column is not None]
         if len(columns) < len(blocks) or not self._make_room(columns):
             return None
-        pieces: list[memoryview] = []
-        for column in columns:
-            begin = self.begin(column.at, column.start, column.rows * column.row)
-            pieces += self._cut(begin + column.skip, column.rows, column.row, column.width)
-        return b"".join(pieces)
+        import numpy as np
+
+        nbytes, filled = sum(column.rows * column.width for column in columns), 0
+        if nbytes > len(self._cut):
+            self._cut = memoryview(bytearray(nbytes))
+        for at, start, rows, row, skip, width in columns:
+            begin, end = self.begin(at, start, rows * row), filled + rows * width
+            kept = np.frombuffer(self.buffer, "u1", rows * row, begin).reshape(rows, row)
+            cut = np.frombuffer(self._cut[filled:end], "u1").reshape(rows, width)
+            cut[...] = kept[:, skip : skip + width]
+            filled = end
+        return self._cut[:nbytes]
 
     def _make_room(self, columns: list[_Column]) -> bool:
         """Return whether the rows of all columns fit together; others are forgotten for them."""
@@ -77,19 +85,6 @@ class RowCache:
         if self._used + sum(size[2] for size in sizes - self._kept.keys()) > SPAN:
             self.forget()
         return sum(size[2] for size in sizes) <= SPAN
-
-    def _cut(self, begin: int, rows: int, row: int, width: int) -> list[memoryview]:
-        """Return ``width`` bytes of each row of ``buffer``, from ``begin``; the last are kept."""
-        pieces = self._cuts.get((begin, rows, row, width))
-        if pieces is None:
-            if self._pieces + rows > _MOST_PIECES:
-                self._cuts.clear()
-                self._pieces = 0
-            starts = range(begin, begin + rows * row, row)
-            pieces = [self.buffer[start : start + width] for start in starts]
-            self._cuts[begin, rows, row, width] = pieces
-            self._pieces += rows
-        return pieces
 
 
 class _Column(NamedTuple):
