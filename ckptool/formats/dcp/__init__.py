@@ -8,13 +8,14 @@ torch.save archive of one chunk or one value. Written: as torch 2.13 does, one f
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from ckptool.core.catalog import UNREAD, Catalog, ObjectEntry, TensorEntry, merge_copies
 from ckptool.core.sharding.infer import with_inferred_mesh
-from ckptool.core.sharding.table import Joined
+from ckptool.core.sharding.table import ItemTable, Joined
 from ckptool.errors import Problem
 from ckptool.formats.base import Deferred, FileRole, FileRule, Format, ScanOptions
 from ckptool.formats.companions import add_tensor_parallelism, describe_framework
@@ -129,12 +130,22 @@ def _read_lightning(source: Source) -> Assembled:
     return assemble({0: read_file_leaves(source, META, prefix=("meta",))})
 
 
+def _files_of(tables: Sequence[ItemTable]) -> set[str]:
+    """Return the files that items of any table lie in; all tables name the same files."""
+    if not tables:
+        return set()
+    import numpy as np
+
+    numbers = np.unique(np.concatenate([table.file_numbers for table in tables]))
+    return {tables[0].files[number] for number in numbers.tolist()}
+
+
 def _catalog(
     source: Source, parsed: dict[str, DcpMetadata], inventory: Inventory, contents: Assembled
 ) -> Catalog:
     used = {file for file, _, _, _ in inventory.extents} | set(parsed) | {META}
     items = [table.items for table in inventory.tables.values()]
-    used |= {file for table in items[:1] for file in table.files}
+    used |= _files_of(items)
     data = [name for name in source.files if DATA.fullmatch(name)]
     stale = [name for name in data if name not in used and source.files[name]]
     ranks = {int(m[1]) for name in data if name not in stale and (m := DATA.fullmatch(name))}

@@ -8,7 +8,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ckptool.core.box import Box, is_grid
@@ -143,6 +143,7 @@ SHAPES = st.lists(st.integers(0, 3), max_size=4).map(tuple)
         st.tuples(st.sampled_from(CHANGES), st.integers(0, 99), st.integers(0, 99)), max_size=2
     ),
 )
+@example([(0,), (0,), (2, 3), ()], 7, [("chunk lost", 2, 0)])
 def test_columns_say_what_records_say(
     tmp_path_factory: pytest.TempPathFactory,
     shapes: list[tuple[int, ...]],
