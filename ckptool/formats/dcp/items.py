@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from ckptool.core.box import Box
-from ckptool.core.catalog import Catalog, Chunk, Container, Path, Place, TensorEntry, places
+from ckptool.core.catalog import Catalog, Chunk, Container, Path, Place, TensorEntry
 from ckptool.errors import (
     UNCODED,
     CkptoolError,
@@ -19,6 +19,7 @@ from ckptool.errors import (
     damaged,
     refused,
 )
+from ckptool.formats.dcp.alike import AlikePlaces, kind_of, locate_alike
 from ckptool.formats.dcp.inventory import DAMAGE_HINT
 from ckptool.formats.dcp.opening import (
     Item,
@@ -93,10 +94,12 @@ def locate(source: Source, catalog: Catalog, *, defers: bool = False) -> Catalog
     problems: list[Problem] = []
     unread: list[Problem] = []
     contents = Assembled()
-    expect_edges(source, _items_of(catalog))
+    items = [Item.of(*each) for each in _items_of(catalog)]
+    expect_edges(source, ((item.at.file, item.at.offset, item.at.nbytes) for item in items))
+    known = locate_alike(source, items)
     for name, entry in catalog.tensors.items():
         try:
-            contents.tensors[name] = _locate_entry(source, entry)
+            contents.tensors[name] = _locate_entry(source, entry, known)
         except NoPlainTensor as error:
             inner = _read_inner_tensors(source, entry)
             if inner is None or not inner.tensors.keys().isdisjoint(catalog.tensors):
@@ -115,13 +118,13 @@ def locate(source: Source, catalog: Catalog, *, defers: bool = False) -> Catalog
     return replace(catalog, tensors=contents.tensors, objects=objects, notes=notes)
 
 
-def _locate_entry(source: Source, entry: TensorEntry) -> TensorEntry:
-    """Open the items of a tensor; one error is raised for all of its chunks that cannot be."""
+def _locate_entry(source: Source, entry: TensorEntry, known: AlikePlaces) -> TensorEntry:
+    """Open the items of a tensor that are not ``known``; one error is raised for all that fail."""
     chunks: list[Chunk] = []
     problems: list[Problem] = []
     for chunk in entry.chunks:
         try:
-            chunks.append(chunk.map_places(partial(_locate_place, source, entry, chunk.box)))
+            chunks.append(chunk.map_places(partial(_locate_place, source, entry, chunk.box, known)))
         except NoPlainTensor:
             raise
         except CkptoolError as error:
@@ -158,16 +161,20 @@ def _unread_tensors(problems: list[Problem]) -> Unsupported:
     return error
 
 
-def _items_of(catalog: Catalog) -> Iterator[tuple[str, int, int]]:
+def _items_of(catalog: Catalog) -> Iterator[tuple[TensorEntry, Box, Container]]:
+    """Yield what is still to be opened, with the tensor and the box that it is of."""
     for entry in catalog.tensors.values():
-        for at in places(entry):
-            if isinstance(at, Container) and at.opening is None:
-                yield at.file, at.offset, at.nbytes
+        for chunk in entry.chunks:
+            for at in (chunk.at, *(copy.at for copy in chunk.copies)):
+                if isinstance(at, Container) and at.opening is None:
+                    yield entry, chunk.box, at
 
 
-def _locate_place(source: Source, entry: TensorEntry, box: Box, at: Place) -> Place:
+def _locate_place(
+    source: Source, entry: TensorEntry, box: Box, known: AlikePlaces, at: Place
+) -> Place:
     if not isinstance(at, Container) or at.opening is not None:
         return at
     item = Item.of(entry, box, at)
-    place = locate_item(source, item)
+    place = known.get((at.file, at.offset, kind_of(item))) or locate_item(source, item)
     return place if at.part is None else part_of_item(item, place, at.part, box.shape)

@@ -50,10 +50,11 @@ class NoPlainTensor(Unsupported):
 
 
 class Item(NamedTuple):
-    """An item with what the metadata says of it; ``what`` is how errors call it."""
+    """An item, the tensor and the box that it is of, and what the metadata says of it."""
 
     at: Container
-    what: str
+    tensor: str
+    box: Box
     dtype: DType
     shape: tuple[int, ...]
 
@@ -61,7 +62,12 @@ class Item(NamedTuple):
     def of(cls, entry: TensorEntry, box: Box, at: Container) -> Item:
         """Return the item that a chunk of a tensor lies in, or is a part of."""
         shape = at.part.shape if at.part else box.shape
-        return cls(at, f"{entry.name} {box}", entry.source_dtype, shape)
+        return cls(at, entry.name, box, entry.source_dtype, shape)
+
+    @property
+    def what(self) -> str:
+        """How errors call it."""
+        return f"{self.tensor} {self.box}"
 
     @property
     def data_nbytes(self) -> int:
@@ -93,7 +99,7 @@ def locate_item(source: Source, item: Item) -> Place:
 
     Raises Damaged where it is not what the metadata says, NoPlainTensor where it may be.
     """
-    at, what, dtype, shape = item
+    at, what, dtype, shape = item.at, item.what, item.dtype, item.shape
     opened = open_item(source, at, what, item.data_nbytes * 2 + _OVERHEAD, _EDGE)
     tensor = read_tensor(opened.value)
     if tensor is None:

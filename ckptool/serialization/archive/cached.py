@@ -30,7 +30,7 @@ class TracedRegion(Region):
         return super().read(start, nbytes)
 
 
-class _CachedArchive(NamedTuple):
+class CachedArchive(NamedTuple):
     """What was read of an archive, what it holds, and where it notes the CRC-32 of each storage.
 
     A DCP folder holds an archive per item (torch 2.1 to 2.13), and those of tensors of one shape
@@ -60,16 +60,20 @@ class _CachedArchive(NamedTuple):
         return replace(self.file, what=region.what, storages=storages, meshes={})
 
 
-_CACHE: dict[int, list[_CachedArchive]] = {}
+_CACHE: dict[int, list[CachedArchive]] = {}
 """Archives that were read, by their size in bytes."""
 
 
 def find_cached(region: Region) -> TorchFile | None:
     """Return what the archive in a region holds, where one that is alike was read before."""
-    for archive in _CACHE.get(region.nbytes, ()):
-        if region.joined(archive.spans) == archive.read:
-            return archive.at(region)
-    return None
+    archive = match_cached(region)
+    return None if archive is None else archive.at(region)
+
+
+def match_cached(region: Region) -> CachedArchive | None:
+    """Return the archive that was read before and is like the one in a region."""
+    archives = _CACHE.get(region.nbytes, ())
+    return next((one for one in archives if region.joined(one.spans) == one.read), None)
 
 
 def keep_archive(
@@ -89,7 +93,7 @@ def keep_archive(
     if len(archives) < _MOST_OF_A_SIZE:
         noted = {key: record.noted for key, record in storages.items()}
         spans = _subtract(traced.spans, {*noted.values(), *(record.noted for record in unread)})
-        archives.append(_CachedArchive(spans, traced.joined(spans), file, traced.offset, noted))
+        archives.append(CachedArchive(spans, traced.joined(spans), file, traced.offset, noted))
 
 
 def _subtract(spans: Iterable[tuple[int, int]], crcs: Iterable[int]) -> _Spans:
