@@ -33,6 +33,8 @@ def shift_place(at: Place, start: Sequence[int]) -> Place:
     """Return the place of the part of a tensor that begins at index ``start``."""
     if not isinstance(at, Extent | EncodedBlob):
         raise TypeError(f"{at} cannot be shifted")
+    if not any(start):
+        return at
     return _move_place(at, (), start, lambda strides: strides)
 
 

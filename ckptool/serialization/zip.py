@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ckptool.core.catalog import Container
 from ckptool.core.codec import zstd_edges
@@ -64,11 +64,17 @@ class Region:
         """Return whether reading these bytes costs no further access."""
         return end <= len(self._head) or start >= self.nbytes - len(self._tail)
 
-    def expect(self, starts: Iterable[int]) -> None:
-        """Announce that local headers are read next at these offsets, but for those at hand."""
+    def expect(self, starts: Iterable[int], count: int) -> None:
+        """Announce that ``count`` local headers are read next, but for those at hand.
+
+        Where they are near one another, all between the edges is.
+        """
         if self.source is None:
             return
         low, high = len(self._head), self.nbytes - len(self._tail)
+        if high - low <= 2 * _BLOCK * count:
+            self.source.expect([(self.file, self.offset + low, high - low)])
+            return
         far = (start for start in starts if low <= start < high)
         self.source.expect((self.file, self.offset + start, LOCAL.size) for start in far)
 
@@ -122,8 +128,7 @@ def item_region(source: Source, item: Container, what: str, limit: int, edge: in
     return Region(None, item.file, 0, size, (head, tail))
 
 
-@dataclass(frozen=True, slots=True)
-class ZipRecord:
+class ZipRecord(NamedTuple):
     """One record; ``offset`` is where its bytes begin, ``header`` where its local header does.
 
     All count from the start of the region; ``stored`` and ``size`` are bytes, in the file and once
@@ -163,7 +168,7 @@ def read_directory(region: Region) -> dict[str, ZipRecord]:
     with coded("zip-structure", file=region.file):
         start, size, count = _find_directory(region)
         data = region.read(start, size)
-        region.expect(_headers(data))
+        region.expect(_headers(data), count)
         records: dict[str, ZipRecord] = {}
         position = 0
         for _ in range(count):
@@ -241,7 +246,7 @@ def _central_entry(region: Region, data: bytes, start: int, position: int) -> tu
     size, stored, header = _zip64(extra, size, stored, fields[16])
     if method not in (STORED, DEFLATED):
         raise Damaged(f"{region.what}: record {name!r} is compressed with method {method}")
-    offset = _data_offset(region, name, header)
+    offset = _data_offset(region, name, name_length, header)
     if offset + stored > region.nbytes or (method == STORED and stored != size):
         raise Damaged(
             f"{region.what}: record {name!r} has {stored:,} bytes at {offset:,}"
@@ -267,11 +272,15 @@ def _zip64(extra: bytes, size: int, stored: int, header: int) -> tuple[int, int,
     return size, stored, header
 
 
-def _data_offset(region: Region, name: str, header: int) -> int:
-    fields = LOCAL.unpack(region.read(header, LOCAL.size))
+def _data_offset(region: Region, name: str, name_length: int, header: int) -> int:
+    length = min(LOCAL.size + name_length, region.nbytes - header)
+    data = region.read(header, max(LOCAL.size, length))
+    fields = LOCAL.unpack_from(data)
     if fields[0] != b"PK\x03\x04":
         raise Damaged(f"{region.what}: record {name!r} has no header at byte {header:,}")
-    local_name = region.read(header + LOCAL.size, fields[9]).decode("utf-8", "replace")
+    if fields[9] != name_length:
+        data = region.read(header, LOCAL.size + fields[9])
+    local_name = data[LOCAL.size :].decode("utf-8", "replace")
     if local_name != name:
         raise Damaged(
             f"{region.what}: the directory names a record {name!r}, its header {local_name!r}"

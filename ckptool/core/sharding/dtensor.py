@@ -73,17 +73,21 @@ def local_shards(
     Raises Damaged where the arguments contradict one another (a recorded shape that no reading
     gives, a dim out of range) and Unsupported for a partial placement.
     """
-    if not local_shapes and not shard_order:
-        return _nominal_shards(tuple(shape), tuple(mesh_shape), tuple(placements))
-    return _every_shard(_decide(shape, mesh_shape, placements, local_shapes, shard_order))
+    recorded = tuple([(at, tuple(sizes)) for at, sizes in (local_shapes or {}).items()])
+    order = tuple([(dim, tuple(dims)) for dim, dims in shard_order or ()])
+    return _recorded_shards(tuple(shape), tuple(mesh_shape), tuple(placements), recorded, order)
 
 
 @lru_cache(maxsize=32)
-def _nominal_shards(
-    shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: tuple[Placement, ...]
+def _recorded_shards(
+    shape: tuple[int, ...],
+    mesh_shape: tuple[int, ...],
+    placements: tuple[Placement, ...],
+    recorded: tuple[tuple[int, tuple[int, ...]], ...],
+    order: tuple[tuple[int, tuple[int, ...]], ...],
 ) -> tuple[LocalShard, ...]:
-    """Return what each position holds where nothing was recorded of it."""
-    return _every_shard(_decide(shape, mesh_shape, placements, None, None))
+    """Return what each position holds; a checkpoint has many tensors that are cut alike."""
+    return _every_shard(_decide(shape, mesh_shape, placements, dict(recorded), order))
 
 
 def shard_at(

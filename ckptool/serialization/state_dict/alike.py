@@ -225,9 +225,10 @@ class _Template:
                 for name in _READ_OF_THEM:
                     if name in fields:
                         fields[name] = _filled(known[name], values)
-            meshes.append(read_mesh(fields, file, source))
-            if meshes[-1][0].shape != mesh.shape:
-                raise ValueError(mesh.shape)
+            found, rank = read_mesh(fields, file, source)
+            if found.shape != mesh.shape:
+                raise ValueError(found.shape)
+            meshes.append((mesh if found == mesh else found, rank))
         return meshes
 
 

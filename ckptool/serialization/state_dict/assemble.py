@@ -224,11 +224,19 @@ def _merge_dtensor(name: str, leaves: _Leaves, result: Assembled, keep: bool) ->
         message = f"{name}: the DTensors of the device meshes of ranks {ranks} differ: pipeline"
         message += " stages with names of their own, or replicas that diverged"
         result.conflicts[name] = Problem(message, "replicas-differ", tensor=name)
-    result.meshes += dict.fromkeys(leaf.value.share.mesh for leaf in leaves.values())
+    result.meshes += _meshes_of(leaves)
+
+
+def _meshes_of(leaves: _Leaves) -> list[Mesh]:
+    """Return the device meshes of DTensors, each once: most share one object."""
+    objects = {id(leaf.value.share.mesh): leaf.value.share.mesh for leaf in leaves.values()}
+    return [*dict.fromkeys(objects.values())]
 
 
 def _stages(leaves: _Leaves) -> list[_Leaves]:
     """Return the ranks by their device mesh, where no rank is in two; else all together."""
+    if len(_meshes_of(leaves)) == 1:
+        return [leaves]
     by_mesh: dict[Mesh, dict[int, Leaf]] = {}
     for rank, leaf in leaves.items():
         by_mesh.setdefault(leaf.value.share.mesh, {})[rank] = leaf
@@ -280,7 +288,7 @@ def _dtensor_entry(name: str, leaves: _Leaves) -> TensorEntry:
             raise Damaged(f"rank {rank} has {share.local.dtype}, its record {share.dtype}")
         if _spelt(share) != _spelt(first):
             raise Damaged(f"rank {rank} has different placements from the other ranks")
-    meshes = dict.fromkeys(share.mesh for share in shares.values())
+    meshes = _meshes_of(leaves)
     chunks = merge_copies([chunk for mesh in meshes for chunk in _dtensor_chunks(mesh, leaves)])
     path = _first(leaves).path
     return TensorEntry(name, path, first.dtype, first.shape, chunks, first.placements, first.mesh)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import replace
 from itertools import starmap
 from typing import NamedTuple
 
@@ -217,7 +216,7 @@ def _with_own_crc(
 ) -> ZipRecord | None:
     """Return the record with the CRC-32 of this archive, None where two places differ in it."""
     first, *others = (region.crc32_at(at) for at in crc_places)
-    return replace(record, crc32=first) if all(other == first for other in others) else None
+    return record._replace(crc32=first) if all(other == first for other in others) else None
 
 
 def _between(free: Iterable[tuple[int, int]], nbytes: int) -> Iterator[tuple[int, int]]:
