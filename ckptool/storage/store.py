@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
-from weakref import WeakSet
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+from weakref import WeakMethod, WeakSet
 
 from ckptool.errors import Changed, NotFound, Unsupported
 from ckptool.storage.block_cache import CAPACITY, BlockCache, ObjectVersion
@@ -33,6 +33,7 @@ from ckptool.storage.unlisted import INDEXES, infos, is_file, names_below
 from ckptool.storage.url import AZURE, GOOGLE, S3, WEB, redact_url
 
 _T = TypeVar("_T")
+_P = ParamSpec("_P")
 _BEHIND_THE_END = 416
 _ANOTHER_VERSION = 412
 _VERSIONS = ("generation", "ETag", "etag", "md5Hash", "sha256", "blob_id", "Last-Modified")
@@ -77,8 +78,8 @@ class Store:
         self.traffic = Traffic()
         self.remains: dict[str, int] = {}
         """Bytes of files that were not finished, by their URLs, that could not be thrown away."""
-        self.blocks = BlockCache(self.read)
-        self.ranges = PlannedRanges(self.read)
+        self.blocks = BlockCache(_weakly(self.read))
+        self.ranges = PlannedRanges(_weakly(self.read))
         self._url = url
         self._options = options
         self._sizes: dict[str, int] = {}
@@ -103,9 +104,9 @@ class Store:
     def client(self) -> StoreClient:
         """What lists and reads the store, connected when it is first needed."""
         if self._client is None:
-            by_fsspec, timeout = self._by_fsspec, self.policy.timeout
-            alone = by_obstore_alone(self.scheme, self._options, by_fsspec, timeout)
-            self._client = alone or by_fsspec()
+            others, timeout = _weakly(self._by_fsspec), self.policy.timeout
+            alone = by_obstore_alone(self.scheme, self._options, others, timeout)
+            self._client = alone or self._by_fsspec()
         return self._client
 
     @property
@@ -127,8 +128,8 @@ class Store:
     def disconnect(self) -> None:
         """Forget all connections, locks and what is on its way: they are another process's."""
         self._fs = self._client = self._others = None
-        self.blocks = BlockCache(self.read, self.blocks.capacity)
-        self.ranges = PlannedRanges(self.read, self.ranges.capacity)
+        self.blocks = BlockCache(_weakly(self.read), self.blocks.capacity)
+        self.ranges = PlannedRanges(_weakly(self.read), self.ranges.capacity)
         self.traffic = Traffic(self.traffic.requests, self.traffic.received)
 
     def keep(self, nbytes: int) -> None:
@@ -335,6 +336,19 @@ class Store:
     def ask(self, what: str, work: Callable[[], _T]) -> _T:
         """Return the answer to a request; NotFound or NoAnswer where there is none."""
         return retry(self.policy, what, work)
+
+
+def _weakly(method: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Return a store's method for what the store itself holds: no cycle keeps its connections."""
+    held = WeakMethod(method)
+
+    def call(*arguments: _P.args, **named: _P.kwargs) -> _T:
+        known = held()
+        if known is None:
+            raise ReferenceError("the store is no longer open")
+        return known(*arguments, **named)
+
+    return call
 
 
 _stores: WeakSet[Store] = WeakSet()

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import multiprocessing
 import pickle
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ from store_server import S3, s3, server
 from torch.utils.data import DataLoader, Dataset
 
 import ckptool
+from ckptool.commands.options.verify import VerifyOptions
+from ckptool.commands.verify.verify import verify
 from ckptool.errors import Changed
-from ckptool.storage.url import RemotePath
+from ckptool.storage.url import RemotePath, location
 
 SOURCE = case("dcp_fsdp2_tp").path
 
@@ -101,3 +104,18 @@ def test_a_copy_of_what_was_changed_is_refused(s3: S3) -> None:
     s3.write("m/__0_0.distcp", s3.get("m")["__0_0.distcp"] + b"x")
     with pytest.raises(Changed, match="changed since it was opened"):
         pickle.loads(written)
+
+
+def test_a_store_goes_with_who_used_it_and_its_connections_with_it(s3: S3) -> None:
+    """Nothing waits for the garbage collector."""
+    url = s3.put(SOURCE, "m")
+    gc.collect()
+    gc.disable()
+    try:
+        place = location(url)
+        assert verify(place, VerifyOptions()).ok
+        held = weakref.ref(place.store), weakref.ref(place.store.client)
+        del place
+        assert [one() for one in held] == [None, None]
+    finally:
+        gc.enable()

@@ -59,6 +59,15 @@ class Signer(NamedTuple):
             "virtual_hosted_style_request": not self.endpoint,
         }
 
+    def credentials(self) -> dict[str, str | None]:
+        """Return obstore's credentials, which do not expire."""
+        return {
+            "access_key_id": self.key,
+            "secret_access_key": self.secret,
+            "token": self.token,
+            "expires_at": None,
+        }
+
 
 def find_signer(environment: Mapping[str, str]) -> Signer | None:
     """Return who asks S3 as botocore finds it; None where it has to be asked itself."""

@@ -126,17 +126,9 @@ class DirectClient:
             store = None
             if settings is not None:
                 options = {word: timedelta(seconds=time) for word, time in seconds.items()}
-                store = open_s3(name, settings, options, self._credentials)
+                store = open_s3(name, settings, options, self._signer.credentials)
             self._buckets.setdefault(name, _Bucket(store))
         return self._buckets[name]
-
-    def _credentials(self) -> dict[str, Any]:
-        return {
-            "access_key_id": self._signer.key,
-            "secret_access_key": self._signer.secret,
-            "token": self._signer.token,
-            "expires_at": None,
-        }
 
 
 def by_obstore_alone(
