@@ -11,13 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fault_server import EXPIRED, SLOW_DOWN, Answer, Request, refuse
+from fault_server import EXPIRED, SLOW_DOWN, Answer, Fault, Request, cut, refuse, reset
 from store_server import S3, s3, server
 
 from ckptool.errors import Changed
 from ckptool.storage.block_cache import ObjectVersion
 from ckptool.storage.clients import obstore_others
-from ckptool.storage.retry import Denied
+from ckptool.storage.retry import Denied, RetryPolicy
+from ckptool.storage.store import Store
 from ckptool.storage.url import RemotePath, location
 
 pytest.importorskip("obstore")
@@ -174,12 +175,29 @@ def test_a_refusal_is_asked_for_once_and_said_as_s3fs_says_it(s3: S3) -> None:
     assert clients(s3) == ["s3fs", "obstore", "obstore"]
 
 
-def test_whoever_has_to_wait_is_told_so_by_s3fs(s3: S3) -> None:
+class CountingPolicy(RetryPolicy):
+    """Notes each pause."""
+
+    pauses = 0
+
+    def before(self, attempt: int) -> float:
+        type(self).pauses += 1
+        return 0.001
+
+
+@pytest.mark.parametrize("fault", [SLOW_DOWN, reset, cut])
+def test_whoever_has_to_wait_is_told_so_by_s3fs(
+    fault: Fault, s3: S3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One request an attempt, and a pause after each."""
     place = put(s3)
     assert read(place, 0, 10) + read(place, 10, 20) == DATA[:20]
-    s3.fail(SLOW_DOWN, times=2)
-    assert read(place, 20, 30) == DATA[20:30]
+    monkeypatch.setattr(Store, "policy", CountingPolicy())
+    monkeypatch.setattr(CountingPolicy, "pauses", 0)
+    s3.fail(fault, times=1)
+    assert read(place, 20, 30) + read(place, 30, 40) == DATA[20:40]
     assert clients(s3) == ["s3fs", "obstore", "obstore", "s3fs", "obstore"]
+    assert CountingPolicy.pauses == 1
 
 
 def test_in_a_forked_process_where_it_would_hang_s3fs_reads(s3: S3) -> None:

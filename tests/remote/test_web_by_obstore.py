@@ -153,3 +153,17 @@ def test_proxies_that_aiohttp_does_not_ask_are_not_asked(
     url = f"{web.base}/m.bin"
     assert read(Store(url, {}), url, 0, 10) == DATA[:10]
     assert [client for client, _ in web.asked] == ["aiohttp"]
+
+
+def busy(start: int, end: int) -> tuple[int, str, bytes]:
+    return 503, "", b"later"
+
+
+def test_a_server_that_cannot_answer_gets_one_request_an_attempt(web: Web) -> None:
+    url = f"{web.base}/m.bin"
+    store = Store(url, {})
+    assert read(store, url, 0, 10) == DATA[:10]
+    web.fault = busy
+    with pytest.raises(NoAnswer, match="2 attempts"):
+        read(store, url, 10, 20)
+    assert [client for client, _ in web.asked] == ["obstore", "obstore", "aiohttp"]
