@@ -26,6 +26,8 @@ _GAP = 16 << 10
 _WORTH_A_GAP = 32
 """Of so many bytes that are wanted another may be unwanted."""
 _AT_ONCE = 16
+_CHEAP = 256 << 10
+"""Bytes that take no longer than another request: up to twice what is wanted may be unwanted."""
 _LEAST_KEPT = 8
 """Ranges that there is room for at least, if they are small enough."""
 _MOST_PLANS = 4
@@ -66,7 +68,8 @@ def _join_near(runs: Iterable[Run]) -> Iterator[Range]:
         if joined is not None and file == joined.file:
             gap = max(0, start - joined.end)
             wanted = joined.end - joined.start - unwanted
-            if unwanted + gap <= max(_GAP, wanted // _WORTH_A_GAP):
+            cheap = min(_CHEAP, 2 * wanted)
+            if unwanted + gap <= max(_GAP, cheap, wanted // _WORTH_A_GAP):
                 unwanted += gap
                 joined = joined._replace(end=max(joined.end, start + nbytes))
                 continue

@@ -348,6 +348,17 @@ def test_a_map_opens_items_from_what_is_read(
     assert {each.bucket for each in s3.requests} == {s3.bucket}
 
 
+def test_a_proof_of_small_items_reads_the_source_in_few_requests(s3: S3, many: Path) -> None:
+    """Once to write, and once more to compare: the archives between elements are read over."""
+    source = location(s3.put(many / "dcp", "m"))
+    options = ReshardOptions(parse_mesh("2x2"), rules=(parse_rule(PLACEMENTS[0]),), to="dcp")
+    prepare_reshard(source, location(s3.url("out")), options).run()
+    read = [one for one in s3.of("GetObject") if one.key.startswith("m/__")]
+    size = sum(file.stat().st_size for file in (many / "dcp").glob("__*"))
+    assert sum(one.sent for one in read) <= 2.02 * size
+    assert len(read) <= 1 + 4 + 4 * 4
+
+
 @pytest.mark.parametrize("command", ["stats", "against"])
 def test_whoever_reads_items_opens_them_from_what_is_read(command: str, many: Path) -> None:
     place, size = uploaded(many / "dcp")

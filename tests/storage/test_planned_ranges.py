@@ -56,6 +56,7 @@ def small_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planned_ranges, "_LARGEST", 4096)
     monkeypatch.setattr(planned_ranges, "_LEAST", 512)
     monkeypatch.setattr(planned_ranges, "_GAP", 100)
+    monkeypatch.setattr(planned_ranges, "_CHEAP", 100)
 
 
 @given(runs)
