@@ -62,6 +62,7 @@ def prepare(source: Location, target: Location, options: ConvertOptions) -> Tran
         options.rewrite,
         locate=True,
         defers=may_open_late(target, overwrites=options.transfer.overwrite),
+        shared=options.transfer.is_shared,
         check=lambda kept: _require_some(opened.path, kept),
     )
     catalog = rewritten.catalog

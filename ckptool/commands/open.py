@@ -78,16 +78,20 @@ class OpenedCheckpoint:
     format: Format
     catalog: Catalog
 
-    def open_containers(self, catalog: Catalog, *, defers: bool = False) -> Catalog:
+    def open_containers(
+        self, catalog: Catalog, *, defers: bool = False, shared: bool = False
+    ) -> Catalog:
         """Open every container of a (rewritten) catalog of this checkpoint.
 
-        Where it ``defers``, a store's may have an opening instead, for who reads them.
+        Where it ``defers``, a store's may have an opening instead, for who reads them; a disk's,
+        where who reads them has a share of them.
         """
         locate = self.format.locate
         if locate is None:
             return catalog
-        deferred = defers and self.source.block > 1
-        return run_bounded(self.path, lambda: locate(self.source, catalog, defers=deferred))
+        is_store = self.source.block > 1
+        how = {"defers": defers and (shared or is_store), "shared": shared and not is_store}
+        return run_bounded(self.path, lambda: locate(self.source, catalog, **how))
 
 
 @contextmanager

@@ -63,12 +63,14 @@ def rewrite(
     *,
     locate: bool = False,
     defers: bool = True,
+    shared: bool = False,
     check: Callable[[Catalog], None] = lambda kept: None,
 ) -> RewriteResult:
     """Select, rename, map and cast what a checkpoint holds. No tensor byte is read.
 
     ``check`` is shown what was selected and raises where that will not do. With ``locate`` every
-    container is opened, or where it ``defers`` can be by who reads it; so it is for a map.
+    container is opened, or where it ``defers`` can be by who reads it, or has a share of a work
+    that is ``shared``; so it is for a map.
     Raises UsageError or Unsupported where it cannot be done as asked, Damaged where what was
     selected cannot be read, Hostile where it must not be.
     """
@@ -82,7 +84,8 @@ def rewrite(
     check(kept)
     whole = not (options.selection.select or options.selection.drop)
     if locate or options.map.is_asked:
-        catalog, report = open_mapped(opened, kept, options.map, whole=whole, defers=defers)
+        how = {"defers": defers, "shared": shared}
+        catalog, report = open_mapped(opened, kept, options.map, whole=whole, **how)
     else:
         catalog, report = _apply_key_map(opened, kept, options.map, whole=whole)
     catalog, cast_counts = _cast(catalog, casts)
@@ -186,15 +189,23 @@ def only_model(catalog: Catalog) -> Catalog:
 
 
 def open_mapped(
-    opened: OpenedCheckpoint, kept: Catalog, options: MapOptions, *, whole: bool, defers: bool
+    opened: OpenedCheckpoint,
+    kept: Catalog,
+    options: MapOptions,
+    *,
+    whole: bool,
+    defers: bool,
+    shared: bool,
 ) -> tuple[Catalog, MapReport | None]:
     """Open what a catalog holds; return it under the key map asked for, if any, and what that did.
 
     Where it ``defers``, items of a store are opened by who reads them, unless what the map makes of
-    one depends on the order in which its elements lie. ``whole`` says that the catalog should have
-    all of the model. Raises UsageError or Unsupported where that is not possible.
+    one depends on the order in which its elements lie; without a map, where the work is ``shared``,
+    those of a disk, too. ``whole`` says that the catalog should have all of the model. Raises
+    UsageError or Unsupported where that is not possible.
     """
-    located = opened.open_containers(kept, defers=defers)
+    shared = shared and not options.is_asked
+    located = opened.open_containers(kept, defers=defers, shared=shared)
     if not (defers and options.is_asked):
         return _apply_key_map(opened, located, options, whole=whole)
     try:

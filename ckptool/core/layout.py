@@ -83,17 +83,17 @@ class FileLayout:
 
     ``rank`` is the rank whose data it holds, None where it belongs to all. The parts of a lazy
     file are made each time they are asked for: a plan of millions of chunks stays small. So are
-    the ``fixed`` ones, all but those of tensors; adjoining literals among them may be one.
+    the ``decisive`` ones: all but those of tensors, or what those are made of.
     """
 
-    __slots__ = ("_make", "_make_fixed", "nbytes", "path", "rank")
+    __slots__ = ("_make", "_make_decisive", "nbytes", "path", "rank")
 
     def __init__(self, path: str, parts: tuple[Part, ...], rank: int | None = None) -> None:
         self.path = path
         self.rank = rank
         self.nbytes = sum(part.nbytes for part in parts)
         self._make: Callable[[], tuple[Part, ...]] = lambda: parts
-        self._make_fixed: Callable[[], Iterable[Part]] | None = None
+        self._make_decisive: Callable[[], Iterable[Part]] | None = None
 
     @classmethod
     def lazy(
@@ -102,12 +102,12 @@ class FileLayout:
         nbytes: int,
         make: Callable[[], tuple[Part, ...]],
         rank: int | None,
-        make_fixed: Callable[[], Iterable[Part]] | None = None,
+        decisive: Callable[[], Iterable[Part]] | None = None,
     ) -> FileLayout:
-        """Make a file of ``nbytes`` bytes whose parts ``make`` returns, ``make_fixed`` some."""
+        """Make a file of ``nbytes`` bytes whose parts ``make`` returns, ``decisive`` those."""
         file = cls(path, (), rank)
         file.nbytes = nbytes
-        file._make, file._make_fixed = make, make_fixed
+        file._make, file._make_decisive = make, decisive
         return file
 
     @property
@@ -115,14 +115,17 @@ class FileLayout:
         return self._make()
 
     @property
-    def fixed(self) -> Iterable[Part]:
-        """The parts that hold no tensor."""
-        return self.parts if self._make_fixed is None else self._make_fixed()
+    def decisive(self) -> Iterable[Part]:
+        """Parts that tell what holds no tensor from all else that could be written in its place.
+
+        Those parts themselves or, where they are large, what ckptool makes them of.
+        """
+        return self.parts if self._make_decisive is None else self._make_decisive()
 
     def within(self, folder: str) -> FileLayout:
         """Return the file in a folder of the target."""
         path = f"{folder}/{self.path}"
-        return FileLayout.lazy(path, self.nbytes, self._make, self.rank, self._make_fixed)
+        return FileLayout.lazy(path, self.nbytes, self._make, self.rank, self._make_decisive)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

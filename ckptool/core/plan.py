@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from operator import add, sub
@@ -27,11 +27,12 @@ from ckptool.core.layout import (
     Part,
     ScatteredData,
     WrittenChunks,
+    WrittenCut,
     row_tiles,
     tile_count,
     tiles,
 )
-from ckptool.core.sharding.table import WholeTensor
+from ckptool.core.sharding.table import WholeTensor, opened_chunks
 from ckptool.errors import Damaged, Unsupported, damaged
 
 _BATCH = 16
@@ -134,6 +135,7 @@ class Plan:
         self.entries = list(catalog.tensors.values())
         self.numbers = {file.path: number for number, file in enumerate(layout.files)}
         self._indexes: dict[str, ChunkIndex] = {}
+        self._cuts: dict[WrittenCut, ChunkIndex] = {}
         if len(self.numbers) < len(layout.files):
             paths = Counter(file.path for file in layout.files)
             raise Unsupported(f"duplicate output file name {paths.most_common(1)[0][0]}")
@@ -164,7 +166,7 @@ class Plan:
                 at.nbytes + at.size
                 for entry in self.entries
                 if not isinstance(entry.chunks, WholeTensor)
-                for chunk in entry.chunks
+                for chunk in opened_chunks(entry.chunks)
                 for at in stored_places(chunk.at)
                 if isinstance(at, EncodedBlob)
             ),
@@ -223,6 +225,14 @@ class Plan:
                     entry = self.catalog.tensors[part.name]
                     for whole, _ in part.pieces:
                         yield from ((entry, chunk) for chunk, _ in self.index(entry).find(whole))
+
+    def first_file(self, entry: TensorEntry, box: Box, tables: Mapping[str, WrittenChunks]) -> int:
+        """Return the first of the files, by its place in the layout, that has some of a box."""
+        cut = tables[entry.name].cut
+        if cut not in self._cuts:
+            written = replace(entry, chunks=tables[entry.name])
+            self._cuts[cut] = ChunkIndex(written)
+        return min(self.numbers[chunk.at.file] for chunk, _ in self._cuts[cut].find(box))
 
     def index(self, entry: TensorEntry) -> ChunkIndex:
         """Return the index of a tensor's chunks, made once."""

@@ -7,6 +7,7 @@ from heapq import heapify, heapreplace
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckptool.core.catalog import Extent
+from ckptool.core.sharding.table import ChunkTable
 from ckptool.errors import UsageError
 
 if TYPE_CHECKING:
@@ -53,10 +54,20 @@ def checked_chunks(plan: Plan, numbers: Collection[int]) -> Iterator[tuple[Tenso
     """Yield the chunks, with their tensors, whose records whoever writes some files checks.
 
     ``numbers`` are places in the layout. A record that several files need is checked whole by who
-    writes the first of them, and not by all.
+    writes the first of them, and not by all. Where each chunk has one of its own and a table says
+    where it is written, no other chunks are looked at.
     """
     seen: set[object] = set()
     mine = frozenset(numbers)
+    tables = plan.layout.tables
+    if tables is not None and all(isinstance(entry.chunks, ChunkTable) for entry in plan.entries):
+        for number in numbers:
+            for entry, chunk in plan.chunks([number]):
+                if id(chunk) not in seen:
+                    seen.add(id(chunk))
+                    if plan.first_file(entry, chunk.box, tables) == number:
+                        yield entry, chunk
+        return
     for number in range(len(plan.layout.files)):
         for entry, chunk in plan.chunks([number]):
             at = chunk.at

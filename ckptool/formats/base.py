@@ -105,7 +105,9 @@ class Deferred:
 class Locate(Protocol):
     """Opens the ``Container`` places of a catalog's tensors."""
 
-    def __call__(self, source: Source, catalog: Catalog, *, defers: bool = False) -> Catalog:
+    def __call__(
+        self, source: Source, catalog: Catalog, *, defers: bool = False, shared: bool = False
+    ) -> Catalog:
         """Return the catalog with its containers opened, or some of them when they are read."""
 
 

@@ -24,6 +24,7 @@ from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.target import ConvertOptions, ReshardOptions, TransferOptions
 from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.core.sharding.placement import parse_mesh, parse_rule
+from ckptool.core.sharding.table import ChunkTable
 from ckptool.engine.ranks import Ranks
 from ckptool.engine.run_options import RunOptions
 from ckptool.engine.share import Share, parse_part
@@ -39,6 +40,8 @@ from ckptool.errors import (
     Unsupported,
     UsageError,
 )
+from ckptool.formats.dcp import items
+from ckptool.formats.dcp.opening import locate_item
 from ckptool.storage.url import RemotePath, location
 
 MANY = {"max_shard_size": 1_500}
@@ -709,3 +712,64 @@ def test_parts_of_a_source_that_was_only_touched_are_compared_again(
         finish(planned, mine, target)
     write(planned, mine, target, "1/2", "2/2")
     assert finish(planned, mine, target).written
+
+
+@pytest.fixture(scope="module")
+def cut(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eight tensors that 96 ranks have saved, of which metadata is read as tables."""
+    folder = tmp_path_factory.mktemp("cut")
+    rows = {f"layers.{n}.w": torch.randn(96, 2) for n in range(8)}
+    dcp.save(rows, checkpoint_id=folder / "one", no_dist=True)
+    reshard("96")(folder / "one", folder / "cut", asked()).run()
+    tensors = open_checkpoint(folder / "cut").catalog.tensors.values()
+    assert all(isinstance(entry.chunks, ChunkTable) for entry in tensors)
+    return folder / "cut"
+
+
+def test_a_part_opens_the_items_of_its_share_alone(
+    cut: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[tuple[str, int]] = []
+
+    def noted(source: Any, item: Any) -> Any:
+        opened.append((item.at.file, item.at.offset))
+        return locate_item(source, item)
+
+    monkeypatch.setattr(items, "locate_item", noted)
+    shares = []
+    for part in ("2/4", "4/4", "1/4", "3/4"):
+        write(reshard("8"), cut, tmp_path / "r", part)
+        assert len(opened) == len(set(opened))
+        shares.append(set(opened))
+        opened.clear()
+    finish(reshard("8"), cut, tmp_path / "r")
+    assert not opened
+    tensors = open_checkpoint(cut).catalog.tensors.values()
+    count = sum(len(entry.chunks) for entry in tensors)
+    assert len(set.union(*shares)) == count
+    assert max(map(len, shares)) <= count // 3
+    reshard("8")(cut, tmp_path / "alone", asked()).run()
+    assert content(tmp_path / "r") == content(tmp_path / "alone")
+
+
+def test_an_item_that_is_none_ends_the_part_whose_it_is(cut: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "cut"
+    shutil.copytree(cut, mine)
+    at = open_checkpoint(mine).catalog.tensors["layers.7.w"].chunks[5].at
+    with (mine / at.file).open("r+b") as file:
+        file.seek(at.offset)
+        file.write(bytes(at.nbytes))
+    errors = []
+    for part in ("1/4", "2/4", "3/4", "4/4"):
+        try:
+            write(reshard("8"), mine, tmp_path / "r", part)
+        except Damaged as error:
+            errors.append(error.problems[0])
+    assert [error.tensor for error in errors] == ["layers.7.w"]
+
+
+def test_one_process_takes_over_parts_that_opened_their_share(cut: Path, tmp_path: Path) -> None:
+    write(reshard("8"), cut, tmp_path / "r", "2/3")
+    reshard("8")(cut, tmp_path / "r", asked(resume=True)).run()
+    reshard("8")(cut, tmp_path / "alone", asked()).run()
+    assert content(tmp_path / "r") == content(tmp_path / "alone")

@@ -175,7 +175,8 @@ def prepare_reshard(source: Location, target: Location | None, options: ReshardO
     if not catalog.tensors:
         raise Unsupported(f"{opened.path}: no tensors to reshard")
     defers = may_open_late(target, overwrites=options.transfer.overwrite)
-    catalog, map_report = open_mapped(opened, catalog, options.map, whole=True, defers=defers)
+    how = {"defers": defers, "shared": options.transfer.is_shared}
+    catalog, map_report = open_mapped(opened, catalog, options.map, whole=True, **how)
     mesh = _with_names(placer.mesh, catalog.mesh)
     placer = replace(placer, mesh=mesh, rules=(*placer.rules, *writer.rules()))
     choices = placer.choose(catalog)

@@ -7,6 +7,7 @@ import hashlib
 from ckptool import __version__
 from ckptool.core.layout import Literal, Verbatim
 from ckptool.core.plan import Plan
+from ckptool.core.sharding.table import ChunkTable
 from ckptool.engine.read.containers import likely_place
 from ckptool.engine.write.run import read_verbatim
 from ckptool.storage.local import Files
@@ -21,7 +22,7 @@ def plan_digest(plan: Plan, source: Files, decided: object) -> str:
     digest = hashlib.sha256(repr((__version__, decided)).encode())
     for file in plan.layout.files:
         digest.update(repr((file.path, file.nbytes, file.rank)).encode())
-        for part in file.fixed:
+        for part in file.decisive:
             if isinstance(part, Literal):
                 digest.update(part.data)
             elif isinstance(part, Verbatim) and part.file not in source.files:
@@ -29,10 +30,15 @@ def plan_digest(plan: Plan, source: Files, decided: object) -> str:
                     digest.update(piece)
     for entry in plan.entries:
         kind = (entry.name, entry.path, entry.shape, entry.dtype.name, entry.source_dtype.name)
+        digest.update(repr(kind).encode())
+        if isinstance(entry.chunks, ChunkTable):
+            for column in entry.chunks.columns():
+                digest.update(column)
+            continue
         size = entry.source_dtype.itemsize  # a place is the same whenever it is opened
         places = [(chunk.box.lo, likely_place(chunk.at, size)) for chunk in entry.chunks]
         spots = [(lo, at.file, at.offset) for lo, at in places]
-        digest.update(repr((kind, spots)).encode())
+        digest.update(repr(spots).encode())
     for value in plan.catalog.objects.values():
         digest.update(repr((value.name, value.path)).encode())
     return digest.hexdigest()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, Generic, NamedTuple, TypeVar, overload
 
@@ -58,6 +58,19 @@ class ChunkTable(Sequence[Chunk]):
         self.file_ranks = file_ranks
 
     @property
+    def begin(self) -> tuple[str, int]:
+        """The file of the first chunk's item, and where that begins."""
+        items = self.items
+        return items.files[items.file_numbers[0]], int(items.offsets[0])
+
+    def columns(self) -> Iterator[bytes]:
+        """Yield all that tells the table from others, as bytes."""
+        items = self.items
+        yield repr((len(self), items.files)).encode()
+        for column in (self.boxes.lows, items.file_numbers, items.offsets, items.lengths):
+            yield column.tobytes()
+
+    @property
     def ranks(self) -> list[int | None]:
         """The rank that wrote each chunk, None where that is not known."""
         return [self.file_ranks[number] for number in self.items.file_numbers.tolist()]
@@ -87,6 +100,44 @@ class ChunkTable(Sequence[Chunk]):
 
     def __hash__(self) -> int:
         return hash(self.boxes)
+
+
+class LateTable(ChunkTable):
+    """Chunks of which each is opened by ``open_chunk`` when it is first asked for, and kept.
+
+    Those that were ``opened`` are by their places in the table.
+    """
+
+    __slots__ = ("_open_chunk", "opened")
+
+    def __init__(
+        self, table: ChunkTable, open_chunk: Callable[[Chunk], Chunk], opened: dict[int, Chunk]
+    ) -> None:
+        super().__init__(table.boxes, table.items, table.file_ranks)
+        self._open_chunk = open_chunk
+        self.opened = opened
+
+    @overload
+    def __getitem__(self, at: int) -> Chunk: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Chunk]: ...
+
+    def __getitem__(self, at: int | slice) -> Chunk | Sequence[Chunk]:
+        if isinstance(at, slice):
+            return tuple(self)[at]
+        at = range(len(self))[at]
+        if at not in self.opened:
+            self.opened[at] = self._open_chunk(ChunkTable.__getitem__(self, at))
+        return self.opened[at]
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return map(self.__getitem__, range(len(self)))
+
+
+def opened_chunks(chunks: Sequence[Chunk]) -> Iterable[Chunk]:
+    """Return the chunks that are open: all but those of a table that opens them later."""
+    return chunks.opened.values() if isinstance(chunks, LateTable) else chunks
 
 
 class WholeTensor(Sequence[Chunk]):

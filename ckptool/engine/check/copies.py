@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from ckptool.core.catalog import Catalog, Chunk, Extent, TensorEntry
-from ckptool.core.sharding.table import ChunkTable
+from ckptool.core.sharding.table import ChunkTable, LateTable
 from ckptool.errors import Problem
 from ckptool.storage.local import Files
 
@@ -44,7 +44,7 @@ def copied_files(catalog: Catalog, source: Files) -> Iterator[Problem]:
 def _lies_open(entry: TensorEntry) -> bool:
     """Return whether metadata alone says where elements lie: of DCP's items it does not."""
     if isinstance(entry.chunks, ChunkTable):
-        return False
+        return isinstance(entry.chunks, LateTable)
     return any(isinstance(chunk.at, Extent) for chunk in entry.chunks)
 
 

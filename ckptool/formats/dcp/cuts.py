@@ -99,11 +99,21 @@ class Chunks:
             tables[entry.name] = WrittenChunks(cuts[id(cut)], offsets, entry.dtype.itemsize)
         return tables
 
-    def fixed(self, rank: int, values: Sequence[Part]) -> Iterator[Part]:
-        """Yield what of a rank's file holds no tensor, the frames of its chunks as one literal."""
-        yield from values
-        chunks = ((self.tensors[number][1], place) for number, place in self._rows(rank))
-        yield Literal(b"".join(cut.frames[place] for cut, place in chunks))
+    def decisive(self) -> Iterator[bytes]:
+        """Yield what decides where in which file each chunk lies, and what is around it there."""
+        numbers: dict[int, int] = {}
+        for _, cut in self.tensors:
+            if id(cut) not in numbers:
+                numbers[id(cut)] = len(numbers)
+                frames = b"".join(dict.fromkeys(cut.frames))
+                columns = (cut.lows, cut.ranks, cut.lengths, cut.starts)
+                yield repr((cut.lows.shape, len(frames))).encode()
+                yield from (column.tobytes() for column in columns)
+                yield frames
+        for entry, cut in self.tensors:
+            kind = entry.name, entry.path, entry.shape, entry.dtype.name, numbers[id(cut)]
+            yield repr(kind).encode()
+        yield self.offsets.tobytes()
 
     def parts(self, rank: int, values: Sequence[Part]) -> tuple[Part, ...]:
         """Return all parts of a rank's file, made anew: its ``values``, then its chunks."""

@@ -8,6 +8,7 @@ from functools import partial
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, Chunk, Container, Path, Place, TensorEntry
+from ckptool.core.sharding.table import ChunkTable, LateTable
 from ckptool.errors import (
     UNCODED,
     CkptoolError,
@@ -27,6 +28,7 @@ from ckptool.formats.dcp.opening import (
     Openings,
     locate_item,
     open_item,
+    open_late,
     part_of_item,
 )
 from ckptool.serialization.source import Source, expect_edges
@@ -80,16 +82,21 @@ def _value_leaves(source: Source, name: str, item: Container, path: Path) -> dic
     return {name: Leaf(path, opened.value)}
 
 
-def locate(source: Source, catalog: Catalog, *, defers: bool = False) -> Catalog:
+def locate(
+    source: Source, catalog: Catalog, *, defers: bool = False, shared: bool = False
+) -> Catalog:
     """Open the items of the catalog's tensors and check them against the metadata.
 
     The metadata does not tell a tensor subclass that wraps others from a plain tensor: one that
     lies in one item is replaced by the tensors in it. Raises Unsupported where one lies in several,
     or is of a kind that is not read, Damaged where an item is not what the metadata says.
-    Where it ``defers``, items as large as those of plain tensors are opened when they are read.
+    Where it ``defers``, items as large as those of plain tensors are opened when they are read; of
+    a work that is ``shared``, where its plan comes to them.
     """
     whole = catalog
-    if defers:
+    if defers and shared:
+        catalog = open_late(source, catalog, partial(_open_late_chunk, source))
+    elif defers:
         catalog = Openings(source, catalog, partial(locate, source, catalog)).deferred()
     problems: list[Problem] = []
     unread: list[Problem] = []
@@ -98,8 +105,17 @@ def locate(source: Source, catalog: Catalog, *, defers: bool = False) -> Catalog
     expect_edges(source, ((item.at.file, item.at.offset, item.at.nbytes) for item in items))
     known = locate_alike(source, items)
     for name, entry in catalog.tensors.items():
+        if isinstance(entry.chunks, LateTable):
+            contents.tensors[name] = entry
+            continue
         try:
-            contents.tensors[name] = _locate_entry(source, entry, known)
+            located = _locate_entry(source, entry, known)
+            table = whole.tensors[name].chunks
+            if isinstance(table, ChunkTable):
+                opened = dict(enumerate(located.chunks))
+                open_chunk = partial(_open_late_chunk, source, entry)
+                located = replace(located, chunks=LateTable(table, open_chunk, opened))
+            contents.tensors[name] = located
         except NoPlainTensor as error:
             inner = _read_inner_tensors(source, entry)
             if inner is None or not inner.tensors.keys().isdisjoint(catalog.tensors):
@@ -124,15 +140,27 @@ def _locate_entry(source: Source, entry: TensorEntry, known: AlikePlaces) -> Ten
     problems: list[Problem] = []
     for chunk in entry.chunks:
         try:
-            chunks.append(chunk.map_places(partial(_locate_place, source, entry, chunk.box, known)))
+            chunks.append(_open_chunk(source, entry, known, chunk))
         except NoPlainTensor:
             raise
         except CkptoolError as error:
-            error.message.tensor = entry.name
             problems.append(error.message)
     if problems:
         raise damaged(problems, subject=entry.name)
     return replace(entry, chunks=tuple(chunks))
+
+
+def _open_late_chunk(source: Source, entry: TensorEntry, chunk: Chunk) -> Chunk:
+    return _open_chunk(source, entry, {}, chunk)
+
+
+def _open_chunk(source: Source, entry: TensorEntry, known: AlikePlaces, chunk: Chunk) -> Chunk:
+    """Open the items of a chunk of a tensor."""
+    try:
+        return chunk.map_places(partial(_locate_place, source, entry, chunk.box, known))
+    except CkptoolError as error:
+        error.message.tensor = entry.name
+        raise
 
 
 def _read_inner_tensors(source: Source, entry: TensorEntry) -> Assembled | None:
@@ -164,7 +192,7 @@ def _unread_tensors(problems: list[Problem]) -> Unsupported:
 def _items_of(catalog: Catalog) -> Iterator[tuple[TensorEntry, Box, Container]]:
     """Yield what is still to be opened, with the tensor and the box that it is of."""
     for entry in catalog.tensors.values():
-        for chunk in entry.chunks:
+        for chunk in entry.chunks if not isinstance(entry.chunks, LateTable) else ():
             for at in (chunk.at, *(copy.at for copy in chunk.copies)):
                 if isinstance(at, Container) and at.opening is None:
                     yield entry, chunk.box, at

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from ckptool.core.box import Box, contiguous, row_major_strides
@@ -26,6 +27,7 @@ from ckptool.core.catalog import (
     TensorEntry,
 )
 from ckptool.core.dtype import DType
+from ckptool.core.sharding.table import ChunkTable, LateTable
 from ckptool.core.views import part_of_place
 from ckptool.errors import CkptoolError, Damaged, Hostile, Unsupported
 from ckptool.serialization.archive.read import TorchFile, is_zip, read_torch_zip
@@ -134,6 +136,42 @@ def _no_tensor(
     return NoPlainTensor(message, "tensor-unsupported", file=item.file)
 
 
+def open_late(
+    source: Source, catalog: Catalog, open_chunk: Callable[[TensorEntry, Chunk], Chunk]
+) -> Catalog:
+    """Return the catalog with tables whose chunks ``open_chunk`` opens when they are asked for.
+
+    Who has a share of a checkpoint opens the items that are of it. A table whose items are of a
+    kind is so where the first of that kind holds a plain tensor: it is opened here.
+    """
+    kinds: dict[tuple[int, int], bool] = {}
+    tensors = dict(catalog.tensors)
+    for name, entry in tensors.items():
+        table = entry.chunks
+        if not isinstance(table, ChunkTable):
+            continue
+        nbytes = (table.boxes.highs - table.boxes.lows).prod(axis=1) * entry.source_dtype.itemsize
+        rests, places = (table.items.lengths - nbytes).tolist(), (nbytes % _ALIGNMENT).tolist()
+        of_table = dict(zip(zip(rests, places, strict=True), range(len(table)), strict=True))
+        for kind, at in of_table.items():
+            if kind not in kinds:
+                kinds[kind] = _is_plain(source, entry, table[at])
+        if all(kinds[kind] for kind in of_table):
+            tensors[name] = replace(entry, chunks=LateTable(table, partial(open_chunk, entry), {}))
+    return catalog.with_tensors(tensors)
+
+
+def _is_plain(source: Source, entry: TensorEntry, chunk: Chunk) -> bool:
+    """Return whether a chunk's item is a plain tensor; what is wrong is said where all are."""
+    if not isinstance(chunk.at, Container):
+        return False
+    item = Item.of(entry, chunk.box, chunk.at)
+    try:
+        return _is_row_major(locate_item(source, item), item)
+    except CkptoolError:
+        return False
+
+
 class Openings:
     """Defers the opening of items whose elements likely begin where those of one alike do.
 
@@ -161,7 +199,7 @@ class Openings:
         """Return the catalog with an opening for each item that can be opened later."""
         tensors = dict(self._catalog.tensors)
         for name, entry in tensors.items():
-            chunks = (c if c.copies else self._deferred(entry, c) for c in entry.chunks)
+            chunks = [c if c.copies else self._deferred(entry, c) for c in entry.chunks]
             tensors[name] = replace(entry, chunks=tuple(chunks))
         return self._catalog.with_tensors(tensors)
 

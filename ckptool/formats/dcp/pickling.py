@@ -48,11 +48,17 @@ class MetadataPickler:
     def lay_out(self) -> FileLayout:
         """Lay out the file; its bytes, hundreds of MB for a large mesh, are made when written."""
         body = sum(map(len, self._body()))  # fills the head
-        return FileLayout.lazy(".metadata", sum(map(len, self._head)) + body, self._parts, None)
+        nbytes = sum(map(len, self._head)) + body
+        return FileLayout.lazy(".metadata", nbytes, self._parts, None, self._decisive)
 
     def _parts(self) -> tuple[Part, ...]:
         body = b"".join(self._body())
         return (Literal(b"".join([*self._head, body])),)
+
+    def _decisive(self) -> Iterator[Part]:
+        """Yield what decides this file and, of those that hold chunks, all but their values."""
+        yield from map(Literal, self._chunks.decisive())
+        yield Literal(repr([(v.name, v.path, at) for v, at in self._values]).encode())
 
     def _body(self) -> Iterator[bytes]:
         yield self._begin(_METADATA, "Metadata")

@@ -41,9 +41,9 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
     layouts = [*lay_out_companions(catalog), *beside]
     for rank in sorted({*chunks.written, *([0] if values else [])}):
         own = () if rank else parts
-        make, fixed = partial(chunks.parts, rank, own), partial(chunks.fixed, rank, own)
+        make, decisive = partial(chunks.parts, rank, own), partial(iter, own)
         nbytes = int(chunks.nbytes[rank])
-        layouts.append(FileLayout.lazy(data_file(rank), nbytes, make, rank, fixed))
+        layouts.append(FileLayout.lazy(data_file(rank), nbytes, make, rank, decisive))
     layouts.append(MetadataPickler(chunks, values).lay_out())
     notes = [*([changed_root] if changed_root else []), *note_tied(catalog)]
     if foreign:
