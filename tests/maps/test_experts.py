@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,24 @@ WITH_VISION: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         | {"linear_value_head_dim": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 2},
         {"num_position_embeddings": 16},
     ),
+    "Qwen3VLMoe": (MOE, {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}),
+    "Ernie4_5_VLMoe": (
+        {
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": None,
+            "rope_parameters": {
+                "rope_theta": 1e4,
+                "rope_type": "default",
+                "mrope_section": [1, 1, 2],
+            },
+            "moe_num_experts": 4,
+            "moe_k": 2,
+            "moe_intermediate_size": [12, 6],
+            "mlp_layer_types": ["dense", "sparse"],
+        },
+        {},
+    ),
 }
 """Families inside a model of images, and what their vision has beside ``VISION``."""
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -108,14 +127,27 @@ def made_of(family: str) -> Any:
     """A random model of a family, tiny."""
     configured = getattr(transformers, f"{family}Config")
     if family not in WITH_VISION:
-        config = configured(**SMALL | FAMILIES[family])
+        config = configured(**SMALL | (FAMILIES | OF_THEIR_OWN)[family])
         return transformers.AutoModelForCausalLM.from_config(config)
     text, vision = WITH_VISION[family]
-    config = configured(text_config=SMALL | text, vision_config=VISION | vision)
+    text = {key: size for key, size in (SMALL | text).items() if size is not None}
+    config = configured(text_config=text | UNTIED, vision_config=VISION | vision, **UNTIED)
     return getattr(transformers, f"{family}ForConditionalGeneration")(config)
 
 
-@pytest.fixture(params=[*FAMILIES, *WITH_VISION])
+OF_THEIR_OWN: dict[str, dict[str, Any]] = {
+    "GptOss": {"num_local_experts": 3},
+    "Llama4Text": {
+        "num_local_experts": 3,
+        "interleave_moe_layer_step": 2,
+        "intermediate_size_mlp": 24,
+    },
+    "Qwen3VLMoe": {},
+}
+"""Those whose files are packed too."""
+
+
+@pytest.fixture(params=[name for name in (*FAMILIES, *WITH_VISION) if name not in OF_THEIR_OWN])
 def model(request: pytest.FixtureRequest, tmp_path: Path) -> Saved:
     """A DCP folder of a model's state dict, that state dict, and what its files hold."""
     made = made_of(request.param)
@@ -151,22 +183,11 @@ def test_moments_go_with_their_experts(model: Saved) -> None:
         assert torch.equal(tensor, weight + 1)
 
 
-OF_THEIR_OWN: dict[str, dict[str, Any]] = {
-    "GptOss": {"num_local_experts": 3},
-    "Llama4Text": {
-        "num_local_experts": 3,
-        "interleave_moe_layer_step": 2,
-        "intermediate_size_mlp": 24,
-    },
-}
-
-
 @pytest.mark.parametrize("family", OF_THEIR_OWN)
 def test_experts_that_files_hold_packed_are_linears_one_by_one(family: str, tmp_path: Path) -> None:
     """The model gives the same with its experts computed from the separate tensors."""
     torch.manual_seed(3)
-    config = getattr(transformers, f"{family}Config")(**SMALL | OF_THEIR_OWN[family])
-    made = transformers.AutoModelForCausalLM.from_config(config).eval()
+    made = made_of(family).eval()
     for tensor in made.parameters():
         tensor.data.normal_(std=0.2)
     made.save_pretrained(tmp_path / "hf")
@@ -193,7 +214,7 @@ def test_experts_that_files_hold_packed_are_linears_one_by_one(family: str, tmp_
 
 def _packed(module: Any, states: torch.Tensor, expert: int) -> torch.Tensor:
     """What the model's own module makes of states that all go to one expert."""
-    if hasattr(module, "gate_up_proj_bias"):
+    if len(signature(module.forward).parameters) == 3:
         chosen = torch.full((len(states), 1), expert)
         return module(states, chosen, torch.ones(len(states), 1)).detach()
     others = torch.zeros(module.num_experts, *states.shape)
@@ -328,3 +349,14 @@ def test_experts_of_several_types_are_never_one_tensor(tmp_path: Path) -> None:
     save_file(state | {odd: state[odd].half()}, file, {"format": "pt"})
     with pytest.raises(Unsupported, match=rf"is bfloat16, {odd} float16: they cannot be parts"):
         convert_to("hf", tmp_path / "hf", tmp_path / "out", map=MapOptions(experts="packed"))
+
+
+def test_experts_with_their_inputs_first_are_refused(tmp_path: Path) -> None:
+    """As the Hub's files of Qwen3-VL have them; transformers turns those that do not fit."""
+    made = made_of("Qwen3VLMoe")
+    made.save_pretrained(tmp_path / "hf")
+    file = tmp_path / "hf" / "model.safetensors"
+    state = {n: t.mT.contiguous() if ".experts." in n else t for n, t in load_file(file).items()}
+    save_file(state, file, {"format": "pt"})
+    with pytest.raises(Unsupported, match=r"experts\.\w+: shape .* does not match"):
+        convert_to("hf", tmp_path / "hf", tmp_path / "out", map=MapOptions(experts="separate"))
