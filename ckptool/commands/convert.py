@@ -35,6 +35,7 @@ from ckptool.core.text import one_of, plural
 from ckptool.errors import Unsupported, UsageError
 from ckptool.formats import FORMATS, single_file_suffixes, targets
 from ckptool.formats.base import Format, Request
+from ckptool.formats.companions import PIPELINE
 from ckptool.serialization.state_dict.values import UNREAD_TENSOR, Foreign, type_name
 from ckptool.storage.url import Location
 
@@ -66,6 +67,7 @@ def prepare(source: Location, target: Location, options: ConvertOptions) -> Tran
         check=lambda kept: _require_some(opened.path, kept),
     )
     catalog = rewritten.catalog
+    writer = _writer_of(catalog, writer)
     assets, selection = options.rewrite.map.assets, options.rewrite.selection
     names = frozenset() if assets is None else frozenset(assets_in(assets)[1])
     if selection.peft_adapter:
@@ -170,6 +172,12 @@ def _writer(to: str | None, target: Location) -> Format:
             hint=f"name it {target.name}{row.suffixes[0]}; --to dcp and --to hf write folders",
         )
     return row if row.folder is None or alone is row else FORMATS[row.folder]
+
+
+def _writer_of(catalog: Catalog, writer: Format) -> Format:
+    """Return the format asked for, or diffusers' where a folder of Hugging Face is a pipeline's."""
+    is_pipeline = writer.name == "hf" and PIPELINE in catalog.companions
+    return FORMATS["diffusers"] if is_pipeline else writer
 
 
 def _export_notes(

@@ -101,7 +101,7 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
     if PIPELINE not in catalog.companions:
         raise Unsupported(
             f"--to diffusers: {PIPELINE} is missing, which says what the pipeline is made of",
-            hint="--to hf writes one model; put it into the folder of its component",
+            hint="--to hf writes one model: put it into the folder of its component",
         )
     known = {name.partition("/")[0] for name in catalog.files}
     for entry in entries_of(catalog):

@@ -9,14 +9,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.layout import FileLayout, Layout, Literal
 from ckptool.errors import Damaged, Problem
 from ckptool.formats.base import EXTRA, Format, Request, ScanOptions
-from ckptool.formats.companions import PIPELINE, companions, describe_config
+from ckptool.formats.companions import companions, describe_config
 from ckptool.formats.safetensors import note_headers, read_whole_tensors, split_extra, with_extra
 from ckptool.formats.shards import list_misplaced, read_index, read_shards
 from ckptool.formats.writing import group_by_size, lay_out_companions, note_tied
@@ -30,7 +29,6 @@ _SHARD = re.compile(r"(?P<stem>.*)-(?P<number>[0-9]+)-of-(?P<count>[0-9]+)\.safe
 _STEM = "diffusion_pytorch_model"
 """How diffusers (0.42) calls the files of its own models, which transformers calls ``model``."""
 _VARIANT = re.compile(r"(?P<stem>[^.]+)\.[^.-]+(?P<rest>(-\d+-of-\d+)?\.safetensors)")
-_NO_PIPELINE = f"{PIPELINE} and components' files are left out: --to diffusers writes these"
 _DCP_SHARD = re.compile(r"shard-\d+-model-")
 _EXTRA = f"model{EXTRA}"
 _ADAPTER, _ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -176,17 +174,10 @@ def _writer(headers: Mapping[str, Mapping[str, str]]) -> str:
 
 
 def lay_out(catalog: Catalog, request: Request, head: str = "") -> Layout:
-    """Lay out a model's folder; names that begin with ``head`` are without it in its files.
-
-    Without the index of a pipeline, which would say that its components lie there, and their files.
-    """
-    is_pipeline = PIPELINE in catalog.companions
-    catalog = replace(catalog, companions={}) if is_pipeline else catalog
+    """Lay out a model's folder; names that begin with ``head`` are without it in its files."""
     fitting, extra, notes = split_extra(catalog, _EXTRA)
     is_adapter = _is_adapter(fitting, {*catalog.companions, *request.assets})
     groups = [fitting] if is_adapter else group_by_size(fitting, request.max_shard_size)
-    if is_pipeline:
-        notes = [*notes, _NO_PIPELINE]
     stem = _stem_of(catalog)
     names = [f"{stem}-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
     if len(groups) == 1:

@@ -62,6 +62,14 @@ def test_shards_and_types_of_each_component(out: Path) -> None:
     assert ckptool.compare(SOURCE, out / "p", dtype="fp16")
 
 
+@pytest.mark.parametrize("to", ["hf", "safetensors"])
+def test_a_folder_of_safetensors_is_a_pipeline_again(to: str, out: Path) -> None:
+    """One file of all weights beside model_index.json would be a pipeline without weights."""
+    assert convert_to(to, SOURCE, out / "p").target_format == "diffusers"
+    assert ckptool.verify(out / "p").ok
+    assert ckptool.compare(SOURCE, out / "p")
+
+
 def test_a_component_by_itself_keeps_the_name_of_its_files(out: Path) -> None:
     convert_to("hf", SOURCE / "vae", out / "vae")
     assert files_of(out / "vae").keys() == {"config.json", "diffusion_pytorch_model.safetensors"}
@@ -122,11 +130,3 @@ def test_what_would_be_no_pipeline(out: Path) -> None:
     assert report.notes == ("without weights, which diffusers looks for: vae",)
     with pytest.raises(Unsupported, match="its components have a config each"):
         convert_to("diffusers", SOURCE, out / "q", dequantize=True, map=MapOptions())
-
-
-def test_all_components_in_one_file_are_no_pipeline(out: Path) -> None:
-    """With the index beside it, the file would be read as a pipeline without its weights."""
-    report = ckptool.convert(SOURCE, out / "model", to="hf", fsync=False)
-    assert [*files_of(out / "model")] == ["model.safetensors"]
-    assert any("--to diffusers" in note for note in report.notes)
-    assert ckptool.verify(out / "model").ok
