@@ -139,6 +139,7 @@ class WriterAssignment:
         self._request = request
         self._load: dict[int, int] = defaultdict(int)
         self._kinds: dict[object, _PlacedKind] = {}
+        self._uncounted: list[_PlacedKind] = []
 
     def boxes(self, entry: TensorEntry) -> Mapping[Box, int]:
         """Return boxes that tile the tensor, each with the rank that writes it.
@@ -162,6 +163,8 @@ class WriterAssignment:
         if kind is None:
             kind = self._kinds[key] = _PlacedKind.of(entry, placed)
         if kind.writers is not None:
+            if not kind.not_counted:
+                self._uncounted.append(kind)
             kind.not_counted += entry.dtype.itemsize
             return kind.writers
         self._count_loads()
@@ -176,11 +179,11 @@ class WriterAssignment:
 
     def _count_loads(self) -> None:
         """Add up the bytes that ranks write of tensors whose writers were not chosen."""
-        for kind in self._kinds.values():
-            if kind.writers is not None and kind.not_counted:
-                for box, rank in kind.writers.items():
-                    self._load[rank] += box.volume * kind.not_counted
-                kind.not_counted = 0
+        for kind in self._uncounted:
+            for box, (rank,) in kind.holders:
+                self._load[rank] += box.volume * kind.not_counted
+            kind.not_counted = 0
+        self._uncounted.clear()
 
 
 @dataclass(slots=True)
