@@ -44,7 +44,7 @@ demo: $(READY) ## Make a real sharded checkpoint, inspect it, convert it, check 
 
 bench: $(READY) ## Measure ckptool's commands against cp, torch's own tools, and other clients of a store.
 	@$(BIN)/ckptool bench --transfer
-	@$(BIN)/ckptool bench --stores
+	@$(BIN)/ckptool bench --stores --size 2.16GB --repeat 3
 
 fuzz: $(READY) ## Fuzz each parser for a minute; what crashes one lies in tests/fuzz/crashes.
 	@$(PIP) install -e '.[fuzz]'
