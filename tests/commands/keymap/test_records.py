@@ -62,6 +62,7 @@ def write(file: Path, text: str) -> None:
     ("folder", "file", "text"),
     [
         ("checkpoint-5/pytorch_model_fsdp_0", "checkpoint-5/config.json", json.dumps(SIZES)),
+        ("run/global_step5", "run/config.json", json.dumps(SIZES)),  # as DeepSpeed lies in it
         ("step/actor", "step/actor/huggingface/config.json", json.dumps(SIZES)),
         ("actor/dist_ckpt", "actor/huggingface/config.json", json.dumps(SIZES)),
         ("actor/model/dist_ckpt", "actor/transformer_config.json", json.dumps(SIZES)),
