@@ -166,9 +166,8 @@ def _compare_experts(config: Record, catalog: Catalog) -> Iterator[Difference]:
     counts = _numbers(config, _EXPERT_COUNTS)
     for key, more in _numbers(config, _NO_EXPERTS).items() if counts else ():
         counts |= {f"{name} with {key}": n + more for name, n in counts.items()}
-    widths = config.get("moe_intermediate_size")
-    kinds = len(widths) if isinstance(widths, list) else 1  # ERNIE 4.5 VL: for text, for images
-    named = {name: kinds * n for name, n in counts.items()}
+    is_ernie = str(config.get("model_type")).startswith("ernie4_5_vl_moe")
+    named = {name: (2 if is_ernie else 1) * n for name, n in counts.items()}  # for text, for images
     for prefix, numbers in _experts(catalog).items() if counts else ():
         yield from _difference(named, len(numbers), f"found {len(numbers):,} in {prefix}", None)
     for name, entry in catalog.tensors.items() if counts else ():

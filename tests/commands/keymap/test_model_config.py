@@ -159,6 +159,7 @@ OWN_COUNTS: list[tuple[dict[str, Any], dict[str, torch.Tensor]]] = [
     ),
     ({"draft_vocab_size": 20}, {"lm_head.weight": torch.randn(20, 16)}),
     ({"n_routed_experts": 4, "zero_expert_num": 2}, ROUTED),
+    ({"num_experts": 6, "moe_intermediate_size": [2, 2]}, ROUTED),  # a width a layer: HunYuan
     ({"text_config": {"torch_dtype": "float16"}}, {}),
     ({"num_hidden_layers": 4, "block_configs": []}, {"model.layers.3.x": torch.ones(2)}),
     (
