@@ -66,7 +66,7 @@ stores: $(READY) ## Read and write an emulator of Azure's blobs, too, where npm 
 	@command -v npm > /dev/null && npm install --silent --no-audit --prefix .venv/npm azurite \
 		|| echo "no npm here: Azure is skipped"
 	@PATH="$(CURDIR)/.venv/npm/node_modules/.bin:$$PATH" $(BIN)/python -m pytest -q \
-		tests/remote/test_emulators.py tests/remote/test_other_refusals.py
+		tests/remote/test_emulators.py tests/remote/test_other_obstore.py tests/remote/test_other_refusals.py
 
 pages: $(READY) ## Draw --html's pages in a browser (needs chromium); pictures are in build/pages.
 	@mkdir -p build/pages && CKPTOOL_PAGES=build/pages $(BIN)/python -m pytest -q tests/render/html

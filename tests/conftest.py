@@ -195,8 +195,11 @@ def _tensors_of_safetensors(path: Path) -> dict[str, Any]:
     from safetensors.torch import load_file
 
     folder = path if path.is_dir() else path.parent
-    files = sorted(folder.glob("*.safetensors"))
-    return {n: t for file in files for n, t in load_file(file).items()} | _extra(folder)
+    state = _extra(folder)
+    for file in sorted(folder.rglob("*.safetensors")):
+        component = "".join(f"{part}." for part in file.parent.relative_to(folder).parts)
+        state |= {component + name: tensor for name, tensor in load_file(file).items()}
+    return state
 
 
 def _tensors_of_dcp_safetensors(path: Path) -> dict[str, Any]:

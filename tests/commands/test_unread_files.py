@@ -110,12 +110,11 @@ def test_a_part_in_a_folder_of_its_own_is_named_with_what_reads_it(
 
 
 def test_the_parts_of_a_pipeline_are_all_named(tmp_path: Path) -> None:
-    """As diffusers saves one: the folder itself holds no tensor, or a whole model beside it."""
+    """Without its index, with a whole model beside them, and with an index that leaves out one."""
     for part in ("unet", "vae", "text_encoder"):
         (tmp_path / part).mkdir()
         (tmp_path / part / "config.json").write_text("{}")
         save_file({"w": np.ones(2, np.float32)}, tmp_path / part / f"{part}.safetensors")
-    (tmp_path / "model_index.json").write_text("{}")
     with pytest.raises(CkptoolError, match="3 checkpoints:"):
         open_checkpoint(tmp_path)
     save_file({"w": np.ones(2, np.float32)}, tmp_path / "model.safetensors")
@@ -123,6 +122,12 @@ def test_the_parts_of_a_pipeline_are_all_named(tmp_path: Path) -> None:
         "file-unused unet",
         "file-unused vae",
         "file-unused text_encoder",
+    }
+    index = {"unet": ["diffusers", "UNet2DConditionModel"], "vae": ["diffusers", "AutoencoderKL"]}
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    assert notes_of(tmp_path).keys() == {
+        "file-unused text_encoder",
+        "file-unused model.safetensors",
     }
 
 

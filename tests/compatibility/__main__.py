@@ -257,7 +257,8 @@ def resume(writer: Writer, python: list[str], site: Path, folder: Path) -> str:
             made.append(words.get(kind, f"{kind} rank{'s' * (kind != '1')}"))
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
         return f"not run: {reason(error)}"
-    return f"{', '.join(made)}: equal losses{f', {FORGOTTEN}' * (FORGOTTEN in one)}"
+    equal = "logits" if "adapter" in RESUMES[writer.resume] else "losses"
+    return f"{', '.join(made)}: equal {equal}{f', {FORGOTTEN}' * (FORGOTTEN in one)}"
 
 
 def losses(text: str) -> str:

@@ -58,20 +58,24 @@ def test_errors_are_told_without_secrets() -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "parts"),
+    ("url", "parts", "parents"),
     [
-        ("memory://run/step-5/m.safetensors", ("m.safetensors", "m", ".safetensors")),
-        ("memory://run", ("run", "run", "")),
+        (
+            "memory://run/step-5/m.safetensors",
+            ("m.safetensors", "m", ".safetensors"),
+            ["memory://run/step-5", "memory://run"],
+        ),
+        ("memory://run", ("run", "run", ""), []),
     ],
 )
-def test_parts_of_a_url(url: str, parts: tuple[str, str, str]) -> None:
+def test_parts_of_a_url(url: str, parts: tuple[str, str, str], parents: list[str]) -> None:
     place = location(url)
     assert (place.name, place.stem, place.suffix) == parts
     assert str(place) == url
     assert str(place / "a" / "b") == f"{url}/a/b"
     assert (place / "a").parent == place
     assert str(place.with_name("x")) == url.rpartition("/")[0] + "/x"
-    assert str(place.parents[-1]) == "memory://"
+    assert list(map(str, place.parents)) == parents
 
 
 def test_schemes_are_written_in_any_case(s3: S3) -> None:
