@@ -26,11 +26,11 @@ from ckptool.api.tensors import (
     Staging,
     bits_of,
     declared_boxes,
+    find_obstacle,
     global_shape,
     local_parts,
     local_tensors,
     why_not_filled,
-    why_not_held,
 )
 from ckptool.api.values import rebuild
 from ckptool.commands.open import no_collecting
@@ -129,7 +129,7 @@ def _memory(value: Any) -> tuple[Any, ...] | None:
     """Return a tensor's memory and its part of the global tensor; None of what cannot be filled."""
     import torch
 
-    if not isinstance(value, torch.Tensor) or why_not_held(value) is not None:
+    if not isinstance(value, torch.Tensor) or find_obstacle(value) is not None:
         return None
     local = local_tensors(value)
     if any(map(why_not_filled, local)):
@@ -185,7 +185,7 @@ def _mismatch(entry: TensorEntry, tensor: Any) -> _Mismatch | None:
     if not isinstance(tensor, torch.Tensor):
         kind = type(tensor).__name__
         return _Mismatch(f"{entry.name}: a tensor in the checkpoint, a {kind} in the state dict")
-    obstacle = why_not_held(tensor)
+    obstacle = find_obstacle(tensor)
     if obstacle is not None:
         return _Mismatch(f"{entry.name}: {obstacle}")
     shape, dtype = global_shape(tensor), str(tensor.dtype).removeprefix("torch.")

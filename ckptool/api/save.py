@@ -13,11 +13,11 @@ from ckptool.api.save_shards import TO_SAVE_SHARDS, LocalState, save_shards
 from ckptool.api.state_dict import is_entered, leaves_of
 from ckptool.api.tensors import (
     bits_of,
+    find_obstacle,
     global_shape,
     is_shared,
     local_parts,
     local_tensors,
-    why_not_held,
 )
 from ckptool.commands.convert import ConvertReport, prepare_save
 from ckptool.commands.open import OpenedCheckpoint, no_collecting
@@ -127,7 +127,7 @@ def _entry(
     ``head`` begins the names of its files.
     """
     dtype = BY_NAME.get(str(tensor.dtype).removeprefix("torch."))
-    reasons = [why_not_held(tensor), *map(_why_not_plain, local_tensors(tensor))]
+    reasons = [find_obstacle(tensor), *map(_why_not_plain, local_tensors(tensor))]
     why = next((reason for reason in reasons if reason is not None), None)
     if dtype is None or why is not None:
         kind = f"{type(tensor).__name__} of {tensor.dtype} on {tensor.device}"

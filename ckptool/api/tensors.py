@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # What this rank holds
 
 
-def why_not_held(tensor: torch.Tensor) -> str | None:
+def find_obstacle(tensor: torch.Tensor) -> str | None:
     """Return why it is unknown which values this rank holds; None where it is known."""
     if _is_dtensor(tensor):
         partial = None in _placements(tensor)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Iterator
 from functools import cache
 from importlib import resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
 
 from ckptool.commands.open import text_of
@@ -32,12 +34,23 @@ def _builtin_map(name: str) -> KeyMap:
 
 @cache
 def _builtin_files() -> dict[str, str]:
-    """Return the text of each map: that of ``maps/megatron/gpt.toml`` by ``megatron-gpt``."""
+    """Return the text of each map: that of ``maps/megatron/gpt.toml`` by ``megatron-gpt``.
+
+    So too that of a file in a folder of ``maps/megatron``.
+    """
     return {
         f"{folder.name}-{file.name.removesuffix('.toml')}": file.read_text("utf-8")
         for folder in resources.files("ckptool").joinpath("maps").iterdir()
-        for file in folder.iterdir()
+        for file in _files_below(folder)
     }
+
+
+def _files_below(folder: Traversable) -> Iterator[Traversable]:
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            yield from _files_below(entry)
+        else:
+            yield entry
 
 
 def map_text(name: str) -> str:
