@@ -208,12 +208,17 @@ def _dequantize_mxfp4(gather: Gather, at: ScaledBlocks, box: Box, wanted: Any) -
 
     grid, size = blocks_of(box, at.block), at.block[-1]
     pairs = torch.from_numpy(gather(at.values, Box((*grid.lo, 0), (*grid.hi, size // 2))))
-    exponents = torch.from_numpy(gather(at.scales, grid)).to(torch.int32) - 127
-    table = torch.tensor([*_FP4, *(-number for number in _FP4)], dtype=wanted)
-    numbers = torch.empty((*grid.shape, size), dtype=wanted)
-    numbers[..., 0::2] = table[(pairs & 0x0F).to(torch.long)]
-    numbers[..., 1::2] = table[(pairs >> 4).to(torch.long)]
-    torch.ldexp(numbers, exponents.unsqueeze(-1), out=numbers)
+    # Twice the values, since 2 ** 128 is beyond floats of 32 bits, and half of it is not.
+    table = torch.tensor([2 * number for number in (*_FP4, *(-n for n in _FP4))], dtype=wanted)
+    codes = torch.arange(256)
+    both = torch.stack((table[codes & 0x0F], table[codes >> 4]), -1)
+    words = both.view({2: torch.int32, 4: torch.int64, 8: torch.complex128}[wanted.itemsize])
+    numbers = words.flatten().index_select(0, pairs.flatten().to(torch.int32)).view(wanted)
+    numbers = numbers.reshape(*grid.shape, size)
+    exponents = torch.from_numpy(gather(at.scales, grid)).to(torch.int32) - 128
+    factors = torch.pow(2.0, exponents).unsqueeze(-1)
+    # float16 has not all these powers of two: there the product is rounded, not the factor.
+    numbers *= factors if wanted == torch.float16 else factors.to(wanted)
     rows = numbers.reshape(*grid.shape[:-1], grid.shape[-1] * size)
     start = box.lo[-1] - grid.lo[-1] * size
     return rows[..., start : start + box.shape[-1]]

@@ -26,6 +26,7 @@ from ckptool.engine.read.rounding import RangeCheck, cast
 from ckptool.engine.read.row_cache import NotePiece, RowCache
 from ckptool.engine.read.runs import row_run, span_of, worth_a_span
 from ckptool.engine.read.strips import Strip, strip_of
+from ckptool.engine.read.window import Windows
 from ckptool.errors import Damaged
 from ckptool.storage.local import SPAN, Files
 
@@ -72,6 +73,7 @@ class Gatherer:
         self._buffer = memoryview(b"")
         self._indexes: dict[int, tuple[TensorEntry, ChunkIndex]] = {}
         self._strip: Strip | None = None
+        self._windows = Windows(self.gather)
 
     def close(self) -> None:
         """Close all files."""
@@ -132,7 +134,7 @@ class Gatherer:
         elif isinstance(at, ScaledBlocks):
             from ckptool.engine.read.dequantize import fill_scaled
 
-            fill_scaled(self.gather, at, out, local, dtype)
+            fill_scaled(self._windows.gather, at, out, local, dtype)
         else:
             raise TypeError(f"{at} was never located")
 
