@@ -307,6 +307,17 @@ def test_a_folder_without_a_name_is_replaced_by_its_own(
     assert [path.name for path in out.iterdir()] == ["run"]
 
 
+def test_names_that_no_file_can_have_are_refused_before_anything_is_written(out: Path) -> None:
+    with pytest.raises(CkptoolError, match="takes names of up to 255 bytes") as caught:
+        convert_to("dcp", case("dcp_base").path, out / ("m" * 228))
+    assert caught.value.exit_code == 4
+    convert_to("dcp", case("dcp_base").path, out / ("m" * 227))
+    source, rename = case("deepspeed_zero_2").path, [f"embed={'m' * 300}"]
+    with pytest.raises(CkptoolError, match="has 307"):
+        convert_to("deepspeed-universal", source, out / "m", rename=rename)
+    assert [path.name for path in out.iterdir()] == ["m" * 227]
+
+
 def test_the_root_of_the_disk_is_no_target() -> None:
     with pytest.raises(UsageError, match="is the root folder"):
         convert_to("dcp", case("dcp_base").path, Path("/"), overwrite=True)

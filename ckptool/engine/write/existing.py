@@ -92,6 +92,18 @@ def require_space(folder: Path, needed: int, staged: Path, sizes: Mapping[str, i
         raise Unsupported(f"{folder}: {needed:,} bytes are needed, {free:,} are free")
 
 
+def require_short_names(folder: Path, names: Iterable[str], hint: str) -> None:
+    """Raise Unsupported where the file system of a folder takes no name as long as one of these."""
+    if not folder.is_dir():
+        return
+    most = os.pathconf(folder, "PC_NAME_MAX")
+    for name in {part for path in names for part in path.split("/")}:
+        nbytes = len(name.encode(errors="replace"))
+        if nbytes > most:
+            message = f"{folder}: takes names of up to {most:,} bytes, {name} has {nbytes:,}"
+            raise Unsupported(message, hint=hint)
+
+
 def _written_files(folder: Path, sizes: Mapping[str, int]) -> list[str]:
     """Return the files in a folder that a run has written, as far as it came."""
     return [

@@ -20,6 +20,7 @@ from ckptool.engine.write.existing import (
     remove_staged,
     require_no_conflict,
     require_no_foreign,
+    require_short_names,
     require_space,
     require_whole,
     staged_files,
@@ -172,7 +173,11 @@ class Stage:
             raise Unsupported(f"{self.target}: there is no partial output to resume")
 
     def _require_ours(self) -> None:
-        """Raise Unsupported where something that ckptool did not make has a name it needs."""
+        """Raise Unsupported where a name that is needed is too long, or ckptool did not make it."""
+        folder, beside = self.target.parent, f"{self._note.path.name}.new"
+        hint = "shorten the target's name: this one is made of it, and written beside it"
+        require_short_names(folder, [beside], hint)
+        require_short_names(folder, self._sizes, "--rename or --drop what it is named after")
         journals = self._journals()
         for path in journals:
             if not is_journal(path):
