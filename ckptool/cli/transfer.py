@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
@@ -42,7 +43,7 @@ def convert(
     options.transfer.require_one_way()
     with join_ranks() as ranks:
         places = parse_place(source, "SRC"), parse_place(target, "DST")
-        planned = ranks.together(lambda: prepare(*places, options))
+        planned = ranks.together(lambda: prepare(*places, options, ranks=ranks.size))
         report = _run(planned, ranks, dry_run=dry_run, quiet=quiet or ranks.rank > 0)
         if ranks.rank == 0 and (as_json or dry_run or not quiet):
             from ckptool.render.convert import show_convert
@@ -75,12 +76,12 @@ def reshard(
     dry_run = options.transfer.dry_run
     options.transfer.require_one_way()
 
-    def prepare() -> Reshard:
+    def prepare(ranks: Ranks) -> Reshard:
         place = None if target is None else parse_place(target, "DST")
-        return prepare_reshard(parse_place(source, "SRC"), place, options)
+        return prepare_reshard(parse_place(source, "SRC"), place, options, ranks=ranks.size)
 
     with join_ranks() as ranks:
-        planned = ranks.together(prepare)
+        planned = ranks.together(partial(prepare, ranks))
         report = _run(planned, ranks, dry_run=dry_run, quiet=quiet or ranks.rank > 0)
         if ranks.rank == 0 and (as_json or dry_run or not quiet):
             from ckptool.render.reshard import show_reshard

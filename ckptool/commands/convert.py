@@ -52,8 +52,10 @@ class ConvertReport(TransferReport):
 
 
 @no_collecting()
-def prepare(source: Location, target: Location, options: ConvertOptions) -> Transfer[ConvertReport]:
-    """Plan a conversion: nothing is written yet, and no tensor byte is read."""
+def prepare(
+    source: Location, target: Location, options: ConvertOptions, *, ranks: int = 1
+) -> Transfer[ConvertReport]:
+    """Plan a conversion, which some ``ranks`` share: nothing is written yet, nor a tensor read."""
     target = resolve_target(target)
     writer = _writer(options.to, target)
     opened = open_checkpoint(source, options.read, whole=False)
@@ -63,7 +65,7 @@ def prepare(source: Location, target: Location, options: ConvertOptions) -> Tran
         options.rewrite,
         locate=True,
         defers=may_open_late(target, overwrites=options.transfer.overwrite),
-        shared=options.transfer.is_shared,
+        shared=options.transfer.is_shared(ranks),
         check=lambda kept: _require_some(opened.path, kept),
     )
     catalog = rewritten.catalog

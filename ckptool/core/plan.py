@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from operator import add, sub
@@ -27,12 +27,18 @@ from ckptool.core.layout import (
     Part,
     ScatteredData,
     WrittenChunks,
-    WrittenCut,
     row_tiles,
     tile_count,
     tiles,
+    written_entries,
 )
-from ckptool.core.sharding.table import WholeTensor, opened_chunks
+from ckptool.core.sharding.table import (
+    ChunkTable,
+    LateTable,
+    WholeTensor,
+    open_together,
+    opened_chunks,
+)
 from ckptool.errors import Damaged, Unsupported, damaged
 
 _BATCH = 16
@@ -52,24 +58,30 @@ class ChunkIndex:
         along = spans[self._dim] if self._dim is not None else []
         if along:
             solid.sort(key=along.__getitem__)
-        self._chunks, self._order = entry.chunks, solid
+        self._chunks, self._boxes, self._order = entry.chunks, boxes, solid
         self._found: dict[int, Chunk] = {}
         self._starts = [along[at][0] for at in solid] if along else []
         self._ends_so_far = list(accumulate((along[at][1] for at in solid if along), max))
 
     def find(self, box: Box) -> Iterator[tuple[Chunk, Box]]:
         """Yield each chunk that overlaps ``box``, with the common box."""
+        for at, common in self.overlaps(box):
+            chunk = self._found.get(at)
+            if chunk is None:
+                chunk = self._found[at] = self._chunks[at]
+            yield chunk, common
+
+    def overlaps(self, box: Box) -> Iterator[tuple[int, Box]]:
+        """Yield the place of each chunk that overlaps ``box``, with the common box."""
         first, last = 0, len(self._order)
         if self._dim is not None:
             first = bisect_right(self._ends_so_far, box.lo[self._dim])
             last = bisect_left(self._starts, box.hi[self._dim])
         for at in self._order[first:last]:
-            chunk = self._found.get(at)
-            if chunk is None:
-                chunk = self._found[at] = self._chunks[at]
-            common = chunk.box.intersect(box)
+            found = self._found.get(at)
+            common = (self._boxes[at] if found is None else found.box).intersect(box)
             if common is not None:
-                yield chunk, common
+                yield at, common
 
 
 class TileSource(NamedTuple):
@@ -135,7 +147,7 @@ class Plan:
         self.entries = list(catalog.tensors.values())
         self.numbers = {file.path: number for number, file in enumerate(layout.files)}
         self._indexes: dict[str, ChunkIndex] = {}
-        self._cuts: dict[WrittenCut, ChunkIndex] = {}
+        self._cuts: dict[object, ChunkIndex] = {}
         if len(self.numbers) < len(layout.files):
             paths = Counter(file.path for file in layout.files)
             raise Unsupported(f"duplicate output file name {paths.most_common(1)[0][0]}")
@@ -217,22 +229,46 @@ class Plan:
         runs = [_tiles_of(place, entry, index, group.rows, limit) for place in group.parts]
         yield from map(list, zip(*runs, strict=True))
 
-    def chunks(self, numbers: Iterable[int]) -> Iterator[tuple[TensorEntry, Chunk]]:
-        """Yield the chunks, with their tensors, that some files of the layout are made from."""
-        for number in numbers:
-            for part in self.layout.files[number].parts:
-                if isinstance(part, Data | ScatteredData):
-                    entry = self.catalog.tensors[part.name]
-                    for whole, _ in part.pieces:
-                        yield from ((entry, chunk) for chunk, _ in self.index(entry).find(whole))
+    def chunks(
+        self, numbers: Iterable[int], names: Container[str] | None = None
+    ) -> Iterator[tuple[TensorEntry, Chunk]]:
+        """Yield the chunks, with their tensors, that some files of the layout are made from.
 
-    def first_file(self, entry: TensorEntry, box: Box, tables: Mapping[str, WrittenChunks]) -> int:
+        Of all tensors, or those of ``names``. What of a file is opened late is opened together.
+        """
+        for number in numbers:
+            boxes = [
+                (self.index(self.catalog.tensors[part.name]), part.name, whole)
+                for part in self.layout.files[number].parts
+                if isinstance(part, Data | ScatteredData) and (names is None or part.name in names)
+                for whole, _ in part.pieces
+            ]
+            open_together(
+                (chunks, [at for at, _ in index.overlaps(whole)])
+                for index, name, whole in boxes
+                if isinstance(chunks := self.catalog.tensors[name].chunks, LateTable)
+            )
+            for index, name, whole in boxes:
+                entry = self.catalog.tensors[name]
+                yield from ((entry, chunk) for chunk, _ in index.find(whole))
+
+    def first_file(self, entry: TensorEntry, box: Box) -> int:
         """Return the first of the files, by its place in the layout, that has some of a box."""
-        cut = tables[entry.name].cut
+        tables = self.layout.tables
+        cut: object = entry.name if tables is None else tables[entry.name].cut
         if cut not in self._cuts:
-            written = replace(entry, chunks=tables[entry.name])
-            self._cuts[cut] = ChunkIndex(written)
-        return min(self.numbers[chunk.at.file] for chunk, _ in self._cuts[cut].find(box))
+            self._cuts[cut] = ChunkIndex(self._written[entry.name])
+        return min(
+            self.numbers[place.file]
+            for chunk, _ in self._cuts[cut].find(box)
+            for place in stored_places(chunk.at)
+        )
+
+    @cached_property
+    def _written(self) -> dict[str, TensorEntry]:
+        """Where tensors of which the chunks are in tables are written, by name."""
+        tabled = {e.name: e for e in self.entries if isinstance(e.chunks, ChunkTable)}
+        return written_entries(self.layout, tabled)
 
     def index(self, entry: TensorEntry) -> ChunkIndex:
         """Return the index of a tensor's chunks, made once."""

@@ -54,22 +54,20 @@ def checked_chunks(plan: Plan, numbers: Collection[int]) -> Iterator[tuple[Tenso
     """Yield the chunks, with their tensors, whose records whoever writes some files checks.
 
     ``numbers`` are places in the layout. A record that several files need is checked whole by who
-    writes the first of them, and not by all. Where each chunk has one of its own and a table says
-    where it is written, no other chunks are looked at.
+    writes the first of them, and not by all. Of a tensor whose chunks are in a table each chunk has
+    one of its own: those of other files are not looked at.
     """
     seen: set[object] = set()
     mine = frozenset(numbers)
-    tables = plan.layout.tables
-    if tables is not None and all(isinstance(entry.chunks, ChunkTable) for entry in plan.entries):
-        for number in numbers:
-            for entry, chunk in plan.chunks([number]):
-                if id(chunk) not in seen:
-                    seen.add(id(chunk))
-                    if plan.first_file(entry, chunk.box, tables) == number:
-                        yield entry, chunk
-        return
-    for number in range(len(plan.layout.files)):
-        for entry, chunk in plan.chunks([number]):
+    tabled = {entry.name for entry in plan.entries if isinstance(entry.chunks, ChunkTable)}
+    for entry, chunk in plan.chunks(numbers, tabled):
+        if id(chunk) not in seen:
+            seen.add(id(chunk))
+            if plan.first_file(entry, chunk.box) in mine:
+                yield entry, chunk
+    others = plan.catalog.tensors.keys() - tabled
+    for number in range(len(plan.layout.files)) if others else ():
+        for entry, chunk in plan.chunks([number], others):
             at = chunk.at
             if isinstance(at, Extent) and at.record is None:
                 continue

@@ -23,11 +23,12 @@ from ckptool.commands.convert import prepare
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.target import ConvertOptions, ReshardOptions, TransferOptions
 from ckptool.commands.reshard.reshard import prepare_reshard
+from ckptool.core.box import Box
 from ckptool.core.sharding.placement import parse_mesh, parse_rule
-from ckptool.core.sharding.table import ChunkTable
+from ckptool.core.sharding.table import ChunkTable, LateTable
 from ckptool.engine.ranks import Ranks
 from ckptool.engine.run_options import RunOptions
-from ckptool.engine.share import Share, parse_part
+from ckptool.engine.share import Share, checked_chunks, parse_part
 from ckptool.engine.write import stage as stage_module
 from ckptool.engine.write.commit import FolderCommit
 from ckptool.errors import (
@@ -726,30 +727,76 @@ def cut(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "cut"
 
 
+LATE = {"reshard": reshard("8"), "folder of models": convert("hf", max_shard_size=1_000)}
+
+
+@pytest.mark.parametrize("kind", LATE)
 def test_a_part_opens_the_items_of_its_share_alone(
-    cut: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, cut: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened: list[tuple[str, int]] = []
+    planned, opened = LATE[kind], list[tuple[str, Box]]()
+    real = items._open_chunk
 
-    def noted(source: Any, item: Any) -> Any:
-        opened.append((item.at.file, item.at.offset))
-        return locate_item(source, item)
+    def noted(source: Any, entry: Any, known: Any, chunk: Any) -> Any:
+        opened.append((entry.name, chunk.box))
+        return real(source, entry, known, chunk)
 
-    monkeypatch.setattr(items, "locate_item", noted)
+    monkeypatch.setattr(items, "_open_chunk", noted)
     shares = []
     for part in ("2/4", "4/4", "1/4", "3/4"):
-        write(reshard("8"), cut, tmp_path / "r", part)
+        write(planned, cut, tmp_path / "r", part)
         assert len(opened) == len(set(opened))
         shares.append(set(opened))
         opened.clear()
-    finish(reshard("8"), cut, tmp_path / "r")
+    finish(planned, cut, tmp_path / "r")
     assert not opened
     tensors = open_checkpoint(cut).catalog.tensors.values()
     count = sum(len(entry.chunks) for entry in tensors)
     assert len(set.union(*shares)) == count
     assert max(map(len, shares)) <= count // 3
-    reshard("8")(cut, tmp_path / "alone", asked()).run()
+    planned(cut, tmp_path / "alone", asked()).run()
     assert content(tmp_path / "r") == content(tmp_path / "alone")
+
+
+def test_a_part_opens_what_is_alike_together(
+    cut: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    single: list[Any] = []
+
+    def noted(source: Any, item: Any) -> Any:
+        single.append(item)
+        return locate_item(source, item)
+
+    monkeypatch.setattr(items, "locate_item", noted)
+    write(LATE["folder of models"], cut, tmp_path / "m", "1/4")
+    assert {item.tensor for item in single} == {"layers.0.w"}  # which two items hold
+
+
+def test_ranks_open_the_items_of_their_share_alone(cut: Path, tmp_path: Path) -> None:
+    options = ReshardOptions(parse_mesh("8"), transfer=asked())
+    plan = prepare_reshard(cut, tmp_path / "r", options, ranks=2).plan
+    assert not any(entry.chunks.opened for entry in plan.entries)
+    assert all(type(entry.chunks) is LateTable for entry in plan.entries)
+    words = ("reshard", cut, tmp_path / "r", "--mesh", "8", "--workers", "1", "--no-fsync")
+    ended = on_ranks(2, ("-m", "ckptool", *words))
+    assert [each.code for each in ended] == [0, 0], ended
+    prepare_reshard(cut, tmp_path / "alone", options).run()
+    assert content(tmp_path / "r") == content(tmp_path / "alone")
+
+
+def test_a_record_is_checked_by_who_writes_its_first_file_whatever_it_writes_before(
+    cut: Path, tmp_path: Path
+) -> None:
+    plan = reshard("8")(cut, tmp_path / "r", asked("1/2")).plan
+    numbers = [plan.numbers[f"__{rank}_0.distcp"] for rank in (0, 1)]
+    one, other = (
+        sorted((entry.name, chunk.box.lo) for entry, chunk in checked_chunks(plan, each))
+        for each in (numbers, numbers[::-1])
+    )
+    assert one == other
+    assert ("layers.0.w", (0, 0)) in one
+    rest = [(entry.name, chunk.box.lo) for entry, chunk in checked_chunks(plan, numbers[1:])]
+    assert ("layers.0.w", (0, 0)) not in rest
 
 
 def test_an_item_that_is_none_ends_the_part_whose_it_is(cut: Path, tmp_path: Path) -> None:

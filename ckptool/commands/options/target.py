@@ -58,10 +58,9 @@ class TransferOptions(OptionSet):
     )
     dry_run: bool = option("--dry-run", FLAG, help="Show the plan; write nothing.")
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether other processes write the rest, or have written it."""
-        return (self.part is not None or self.finish) and not self.dry_run
+    def is_shared(self, ranks: int) -> bool:
+        """Return whether other processes write the rest, or have; so do all of several ranks."""
+        return (self.part is not None or self.finish or ranks > 1) and not self.dry_run
 
     def require_one_way(self) -> None:
         """Raise UsageError for options that do not go together."""

@@ -156,8 +156,10 @@ class Reshard(Transfer[ReshardReport]):
 
 
 @no_collecting()
-def prepare_reshard(source: Location, target: Location | None, options: ReshardOptions) -> Reshard:
-    """Plan a reshard: nothing is written yet, and no tensor byte is read.
+def prepare_reshard(
+    source: Location, target: Location | None, options: ReshardOptions, *, ranks: int = 1
+) -> Reshard:
+    """Plan a reshard, which some ``ranks`` share: nothing is written yet, nor a tensor read.
 
     ``target`` None means a sibling of the source named after the mesh. Raises UsageError,
     Unsupported or a SourceError where it cannot be done as asked.
@@ -175,7 +177,7 @@ def prepare_reshard(source: Location, target: Location | None, options: ReshardO
     if not catalog.tensors:
         raise Unsupported(f"{opened.path}: no tensors to reshard")
     defers = may_open_late(target, overwrites=options.transfer.overwrite)
-    how = {"defers": defers, "shared": options.transfer.is_shared}
+    how = {"defers": defers, "shared": options.transfer.is_shared(ranks)}
     catalog, map_report = open_mapped(opened, catalog, options.map, whole=True, **how)
     mesh = _with_names(placer.mesh, catalog.mesh)
     placer = replace(placer, mesh=mesh, rules=(*placer.rules, *writer.rules()))

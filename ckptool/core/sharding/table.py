@@ -7,9 +7,12 @@ from itertools import chain
 from typing import Any, Generic, NamedTuple, TypeVar, overload
 
 from ckptool.core.box import Box, BoxTable
-from ckptool.core.catalog import Chunk, Container, Extent
+from ckptool.core.catalog import Chunk, Container, Extent, TensorEntry
 
 _T = TypeVar("_T")
+
+OpenChunks = Callable[[Sequence[tuple[TensorEntry, Chunk]]], Iterable[Chunk]]
+"""Opens the items of chunks, each with its tensor; raises what is wrong with the first that is."""
 
 
 class ItemTable(Sequence[Container]):
@@ -103,18 +106,23 @@ class ChunkTable(Sequence[Chunk]):
 
 
 class LateTable(ChunkTable):
-    """Chunks of which each is opened by ``open_chunk`` when it is first asked for, and kept.
+    """Chunks of a tensor, each of which ``open_chunks`` opens when it is first asked for, and kept.
 
     Those that were ``opened`` are by their places in the table.
     """
 
-    __slots__ = ("_open_chunk", "opened")
+    __slots__ = ("entry", "open_chunks", "opened")
 
     def __init__(
-        self, table: ChunkTable, open_chunk: Callable[[Chunk], Chunk], opened: dict[int, Chunk]
+        self,
+        entry: TensorEntry,
+        table: ChunkTable,
+        open_chunks: OpenChunks,
+        opened: dict[int, Chunk],
     ) -> None:
         super().__init__(table.boxes, table.items, table.file_ranks)
-        self._open_chunk = open_chunk
+        self.entry = entry
+        self.open_chunks = open_chunks
         self.opened = opened
 
     @overload
@@ -128,11 +136,29 @@ class LateTable(ChunkTable):
             return tuple(self)[at]
         at = range(len(self))[at]
         if at not in self.opened:
-            self.opened[at] = self._open_chunk(ChunkTable.__getitem__(self, at))
+            open_together([(self, [at])])
         return self.opened[at]
 
     def __iter__(self) -> Iterator[Chunk]:
-        return map(self.__getitem__, range(len(self)))
+        open_together([(self, range(len(self)))])
+        return map(self.opened.__getitem__, range(len(self)))
+
+
+def open_together(wanted: Iterable[tuple[LateTable, Iterable[int]]]) -> None:
+    """Open those chunks of tables, by their places, that are not open yet: all at once."""
+    todo = {
+        (id(table), at): table
+        for table, places in wanted
+        for at in places
+        if at not in table.opened
+    }
+    if todo:
+        closed = [
+            (table.entry, ChunkTable.__getitem__(table, at)) for (_, at), table in todo.items()
+        ]
+        open_chunks = next(iter(todo.values())).open_chunks
+        for ((_, at), table), chunk in zip(todo.items(), open_chunks(closed), strict=True):
+            table.opened[at] = chunk
 
 
 def opened_chunks(chunks: Sequence[Chunk]) -> Iterable[Chunk]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -93,15 +93,16 @@ def locate(
     Where it ``defers``, items as large as those of plain tensors are opened when they are read; of
     a work that is ``shared``, where its plan comes to them.
     """
-    whole = catalog
+    whole, open_chunks = catalog, partial(_open_late_chunks, source)
     if defers and shared:
-        catalog = open_late(source, catalog, partial(_open_late_chunk, source))
+        catalog = open_late(source, catalog, open_chunks)
     elif defers:
         catalog = Openings(source, catalog, partial(locate, source, catalog)).deferred()
     problems: list[Problem] = []
     unread: list[Problem] = []
     contents = Assembled()
-    items = [Item.of(*each) for each in _items_of(catalog)]
+    closed = [e for e in catalog.tensors.values() if not isinstance(e.chunks, LateTable)]
+    items = list(_items_of((entry, chunk) for entry in closed for chunk in entry.chunks))
     expect_edges(source, ((item.at.file, item.at.offset, item.at.nbytes) for item in items))
     known = locate_alike(source, items)
     for name, entry in catalog.tensors.items():
@@ -113,8 +114,7 @@ def locate(
             table = whole.tensors[name].chunks
             if isinstance(table, ChunkTable):
                 opened = dict(enumerate(located.chunks))
-                open_chunk = partial(_open_late_chunk, source, entry)
-                located = replace(located, chunks=LateTable(table, open_chunk, opened))
+                located = replace(located, chunks=LateTable(entry, table, open_chunks, opened))
             contents.tensors[name] = located
         except NoPlainTensor as error:
             inner = _read_inner_tensors(source, entry)
@@ -150,8 +150,10 @@ def _locate_entry(source: Source, entry: TensorEntry, known: AlikePlaces) -> Ten
     return replace(entry, chunks=tuple(chunks))
 
 
-def _open_late_chunk(source: Source, entry: TensorEntry, chunk: Chunk) -> Chunk:
-    return _open_chunk(source, entry, {}, chunk)
+def _open_late_chunks(source: Source, some: Sequence[tuple[TensorEntry, Chunk]]) -> Iterator[Chunk]:
+    """Yield chunks, which come with their tensors, with their items opened."""
+    known = locate_alike(source, _items_of(some))
+    return (_open_chunk(source, entry, known, chunk) for entry, chunk in some)
 
 
 def _open_chunk(source: Source, entry: TensorEntry, known: AlikePlaces, chunk: Chunk) -> Chunk:
@@ -189,13 +191,12 @@ def _unread_tensors(problems: list[Problem]) -> Unsupported:
     return error
 
 
-def _items_of(catalog: Catalog) -> Iterator[tuple[TensorEntry, Box, Container]]:
-    """Yield what is still to be opened, with the tensor and the box that it is of."""
-    for entry in catalog.tensors.values():
-        for chunk in entry.chunks if not isinstance(entry.chunks, LateTable) else ():
-            for at in (chunk.at, *(copy.at for copy in chunk.copies)):
-                if isinstance(at, Container) and at.opening is None:
-                    yield entry, chunk.box, at
+def _items_of(some: Iterable[tuple[TensorEntry, Chunk]]) -> Iterator[Item]:
+    """Yield what is still to be opened of chunks, which come with their tensors."""
+    for entry, chunk in some:
+        for at in (chunk.at, *(copy.at for copy in chunk.copies)):
+            if isinstance(at, Container) and at.opening is None:
+                yield Item.of(entry, chunk.box, at)
 
 
 def _locate_place(

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 from ckptool.core.box import Box, contiguous, row_major_strides
@@ -27,7 +26,7 @@ from ckptool.core.catalog import (
     TensorEntry,
 )
 from ckptool.core.dtype import DType
-from ckptool.core.sharding.table import ChunkTable, LateTable
+from ckptool.core.sharding.table import ChunkTable, LateTable, OpenChunks
 from ckptool.core.views import part_of_place
 from ckptool.errors import CkptoolError, Damaged, Hostile, Unsupported
 from ckptool.serialization.archive.read import TorchFile, is_zip, read_torch_zip
@@ -136,10 +135,8 @@ def _no_tensor(
     return NoPlainTensor(message, "tensor-unsupported", file=item.file)
 
 
-def open_late(
-    source: Source, catalog: Catalog, open_chunk: Callable[[TensorEntry, Chunk], Chunk]
-) -> Catalog:
-    """Return the catalog with tables whose chunks ``open_chunk`` opens when they are asked for.
+def open_late(source: Source, catalog: Catalog, open_chunks: OpenChunks) -> Catalog:
+    """Return the catalog with tables whose chunks ``open_chunks`` opens when they are asked for.
 
     Who has a share of a checkpoint opens the items that are of it. A table whose items are of a
     kind is so where the first of that kind holds a plain tensor: it is opened here.
@@ -157,7 +154,7 @@ def open_late(
             if kind not in kinds:
                 kinds[kind] = _is_plain(source, entry, table[at])
         if all(kinds[kind] for kind in of_table):
-            tensors[name] = replace(entry, chunks=LateTable(table, partial(open_chunk, entry), {}))
+            tensors[name] = replace(entry, chunks=LateTable(entry, table, open_chunks, {}))
     return catalog.with_tensors(tensors)
 
 
