@@ -329,9 +329,8 @@ def _only_one(candidates: list[KeyMap], known: list[Record], asked: str) -> tupl
 
 
 def _model_types(known: Sequence[Record]) -> list[str]:
-    """Return the ``model_type`` of each config.json, each once."""
-    types = [str(record["model_type"]) for record in known if record.get("model_type")]
-    return list(dict.fromkeys(types))
+    """Return the ``model_type`` of the strongest record that has one, as that of --hf-assets."""
+    return [str(record["model_type"]) for record in known if record.get("model_type")][:1]
 
 
 def _is_for(key_map: KeyMap, types: Collection[str]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from conftest import Bits, bits, convert_to, flat, load_dcp, read_back
 from torchtitan_states import CONFIGS, recorded, write_config
 
+import ckptool
 from ckptool.commands.keymap.library import builtin_maps, load_map, map_text
 from ckptool.commands.options.rewrite import MapOptions
 from ckptool.commands.options.target import ReshardOptions, TransferOptions
@@ -566,6 +568,12 @@ def test_a_map_forced_on_a_model_that_computes_otherwise_is_refused(
     error = refusal(mapped, source, out / "b", forced)
     assert words in error.message
     assert not (out / "b").exists()
+    options: dict[str, Any] = {"map": "torchtitan-llama3", "hf_assets": tmp_path / "other"}
+    for read in (partial(ckptool.load, source, {}), partial(ckptool.diff, source, source)):
+        assert words in refusal(read, **options).message
+    # A Llama's config.json beside it does not say otherwise: the target gets the one that is given.
+    (source / "config.json").write_text('{"model_type": "llama"}')
+    assert words in refusal(mapped, source, out / "b", forced).message
     own = tmp_path / "own.toml"
     own.write_text(
         f"include = ['torchtitan-llama3']\nmodel_types = ['{config.model_type}']\n"
