@@ -262,10 +262,11 @@ def test_credentials_that_are_missing(s3: S3, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    """Of a scheme that no other test opens: fsspec keeps the classes that it has found."""
+    monkeypatch.setitem(sys.modules, "adlfs", None)
     with pytest.raises(Unsupported) as caught:
-        location("gs://bucket/m")
-    assert caught.value.hint == "pip install 'ckptool[gcs]'"
+        location("abfss://box@account/m")
+    assert caught.value.hint == "pip install 'ckptool[azure]'"
 
 
 # Other stores

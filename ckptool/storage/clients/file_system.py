@@ -52,16 +52,15 @@ def open_file_system(url: str, options: Mapping[str, Any]) -> Any:
         if options and is_s3(fs):
             fs.connect()  # looks at the options
     except ImportError as error:
-        extra = _EXTRAS.get(scheme)
-        hint = f"pip install 'ckptool[{extra}]'" if extra else str(error)
-        message = f"{redact_url(url)}: a package that reads {scheme}:// is missing"
-        raise Unsupported(message, hint=hint) from None
+        raise _missing(url, scheme, error) from None
     except TypeError as error:
         message = f"{redact_url(url)}: storage options that {scheme}:// does not take"
         raise UsageError(f"{message}: {error_text(error)}") from None
     except ValueError as error:
         if "not known" not in str(error).lower():
             raise UsageError(f"{redact_url(url)}: {error_text(error)}") from None
+        if scheme in _EXTRAS:  # abfss:// is known to fsspec by what adlfs tells it alone
+            raise _missing(url, scheme, error) from None
         hint = "s3://, gs://, az://, hf://, https://, or another that fsspec knows"
         raise UsageError(f"{redact_url(url)}: no store is called {scheme}://", hint=hint) from None
     except Exception as error:  # noqa: BLE001 (each client of a store has errors of its own)
@@ -69,6 +68,13 @@ def open_file_system(url: str, options: Mapping[str, Any]) -> Any:
     end_own_retries(fs)
     _opened[id(fs)] = fs
     return fs
+
+
+def _missing(url: str, scheme: str, error: Exception) -> Unsupported:
+    extra = _EXTRAS.get(scheme)
+    hint = f"pip install 'ckptool[{extra}]'" if extra else str(error)
+    message = f"{redact_url(url)}: a package that reads {scheme}:// is missing"
+    return Unsupported(message, hint=hint)
 
 
 def _wide(scheme: str, options: Mapping[str, Any]) -> dict[str, Any]:
