@@ -88,6 +88,9 @@ class Region:
 
     def read(self, start: int, nbytes: int) -> bytes:
         """Return ``nbytes`` from ``start`` bytes into the region; Damaged beyond its end."""
+        at = start - self._at
+        if 0 <= at <= (end := at + nbytes) <= len(self._block):
+            return self._block[at:end]
         if start < 0 or nbytes < 0 or start + nbytes > self.nbytes:
             raise Damaged(
                 f"{self.what}: truncated: expected {nbytes:,} bytes at {start:,} of {self.nbytes:,}"
@@ -104,16 +107,14 @@ class Region:
         if self.source is None:
             what = f"{nbytes:,} bytes at {start:,} of an encoded entry"
             raise Damaged(f"{self.file}: {what} are out of range")
-        at = start - self._at
-        if at < 0 or at + nbytes > len(self._block):
-            known = len(self._block)
-            is_near = 0 <= at <= known + _NEAR
-            ahead = max(_BLOCK, min(2 * known, _LARGEST_BLOCK) if is_near else 0)
-            end = min(start + max(nbytes, ahead), self.nbytes - len(self._tail))
-            nbytes_ahead = max(nbytes, end - start)
-            block = self.source.read(self.file, self.offset + start, nbytes_ahead)
-            self._at, self._block, at = start, block, 0
-        return self._block[at : at + nbytes]
+        known = len(self._block)
+        is_near = 0 <= start - self._at <= known + _NEAR
+        ahead = max(_BLOCK, min(2 * known, _LARGEST_BLOCK) if is_near else 0)
+        end = min(start + max(nbytes, ahead), self.nbytes - len(self._tail))
+        nbytes_ahead = max(nbytes, end - start)
+        block = self.source.read(self.file, self.offset + start, nbytes_ahead)
+        self._at, self._block = start, block
+        return block[:nbytes]
 
 
 def item_region(source: Source, item: Container, what: str, limit: int, edge: int) -> Region:
@@ -241,12 +242,14 @@ def _central_entry(region: Region, data: bytes, start: int, position: int) -> tu
     method, crc, stored, size = fields[4], *fields[7:10]
     name_length, extra_length, comment_length = fields[10:13]
     at = position + CENTRAL.size
-    name = data[at : at + name_length].decode("utf-8", "replace")
-    extra = data[at + name_length : at + name_length + extra_length]
-    size, stored, header = _zip64(extra, size, stored, fields[16])
+    written = data[at : at + name_length]
+    name, header = written.decode("utf-8", "replace"), fields[16]
+    if IN_EXTRA in (size, stored, header):
+        extra = data[at + name_length : at + name_length + extra_length]
+        size, stored, header = _zip64(extra, size, stored, header)
     if method not in (STORED, DEFLATED):
         raise Damaged(f"{region.what}: record {name!r} is compressed with method {method}")
-    offset = _data_offset(region, name, name_length, header)
+    offset = _data_offset(region, written, header)
     if offset + stored > region.nbytes or (method == STORED and stored != size):
         raise Damaged(
             f"{region.what}: record {name!r} has {stored:,} bytes at {offset:,}"
@@ -272,19 +275,20 @@ def _zip64(extra: bytes, size: int, stored: int, header: int) -> tuple[int, int,
     return size, stored, header
 
 
-def _data_offset(region: Region, name: str, name_length: int, header: int) -> int:
-    length = min(LOCAL.size + name_length, region.nbytes - header)
+def _data_offset(region: Region, written: bytes, header: int) -> int:
+    length = min(LOCAL.size + len(written), region.nbytes - header)
     data = region.read(header, max(LOCAL.size, length))
     fields = LOCAL.unpack_from(data)
     if fields[0] != b"PK\x03\x04":
+        name = written.decode("utf-8", "replace")
         raise Damaged(f"{region.what}: record {name!r} has no header at byte {header:,}")
-    if fields[9] != name_length:
+    if fields[9] != len(written):
         data = region.read(header, LOCAL.size + fields[9])
-    local_name = data[LOCAL.size :].decode("utf-8", "replace")
-    if local_name != name:
-        raise Damaged(
-            f"{region.what}: the directory names a record {name!r}, its header {local_name!r}"
-        )
+    if data[LOCAL.size :] != written:
+        name, local = (each.decode("utf-8", "replace") for each in (written, data[LOCAL.size :]))
+        if name != local:
+            message = f"the directory names a record {name!r}, its header {local!r}"
+            raise Damaged(f"{region.what}: {message}")
     return header + LOCAL.size + int(fields[9]) + int(fields[10])
 
 
