@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ckptool.core.box import contiguous
+from ckptool.core.box import contiguous, row_major_strides
 from ckptool.core.catalog import Extent, Record
 from ckptool.core.plan import Tile, TileSource
 from ckptool.storage.local import SPAN, FileReader
@@ -103,13 +103,13 @@ def _column(tile: Tile, source: TileSource) -> _Column | None:
     at, (low, _), (lo, _), wanted = source.chunk.at, source.chunk.box, source.box, source.box.shape
     if not isinstance(at, Extent) or at.ops or len(wanted) < 2:
         return None
-    shape = source.chunk.box.shape
-    row, step = at.strides[:2]
+    shape, itemsize = source.chunk.box.shape, tile.entry.source_dtype.itemsize
+    row, step = row_major_strides(shape, itemsize)[:2]  # those of a dim of one index say nothing
     if wanted[2:] != shape[2:] or source.where.shape[1:] != tile.shape[1:]:
         return None
     if wanted[1] * step < _NARROW:
         return None
-    if not contiguous(at.strides, shape, tile.entry.source_dtype.itemsize):
+    if not contiguous(at.strides, shape, itemsize):
         return None
     start, skip = at.offset + (lo[0] - low[0]) * row, (lo[1] - low[1]) * step
     return _Column(at, start, wanted[0], row, skip, wanted[1] * step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -91,6 +92,25 @@ def test_bytes_that_need_repair_are_left_to_others(tmp_path: Path) -> None:
     reader = LocalReader(str(tmp_path))
     wanted = tile([chunk], Box((0, 0), (4, WIDE)))
     assert RowCache(reader, lambda *read: None).columns(wanted) is None
+    reader.close()
+
+
+@pytest.mark.parametrize("step", [0, 1, 4, 1 << 20])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_dim_of_one_index_has_any_stride(dim: int, step: int, tmp_path: Path) -> None:
+    whole = values(5, 1, WIDE) if dim else values(5, 2, WIDE)
+    rows = 5 if dim else 1
+    first = saved(tmp_path / "a", whole[:rows], (0, 0, 0))
+    strides = [*first.at.strides]  # type: ignore[union-attr]
+    strides[dim] = step
+    chunks = [Chunk(first.box, replace(first.at, strides=tuple(strides)))]  # type: ignore[type-var]
+    if not dim:
+        chunks.append(saved(tmp_path / "b", whole[1:], (1, 0, 0)))
+    reader = LocalReader(str(tmp_path))
+    found = RowCache(reader, lambda *read: None).columns(
+        tile(chunks, Box((0, 1 - dim, 0), (5, 2 - dim, WIDE)))
+    )
+    assert found == whole[:, -1:].tobytes()
     reader.close()
 
 
