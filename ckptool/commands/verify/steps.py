@@ -26,6 +26,8 @@ _NUMBERS = (_STEP, _ITERATION, _after("(?:checkpoint|ckpt)"), _EPOCH)
 _OF_TRAINER = re.compile(r"^checkpoint-(\d{1,18})")
 """As transformers' Trainer counts steps; ``checkpoint_0`` of accelerate counts saves."""
 _LAST_NUMBER = re.compile(r"(\d{1,18})(?!.*\d)")
+_TYPE = re.compile(r"(?<![a-z])(?:fp|bf|b?float|u?int|nf)(?:4|8|16|32|64)(?!\d)", re.IGNORECASE)
+"""An element type, as in ``diffusion_pytorch_model.fp16.safetensors``."""
 _SHARD = re.compile(r"\d+-of-\d+")
 
 
@@ -113,7 +115,7 @@ def _step_in(parts: tuple[str, ...]) -> tuple[int, int] | None:
                 return at, int(match[1])
     if not parts or _SHARD.search(parts[-1]):
         return None
-    match = _LAST_NUMBER.search(Path(parts[-1]).stem)
+    match = _LAST_NUMBER.search(_TYPE.sub("", Path(parts[-1]).stem))
     return (len(parts) - 1, int(match[1])) if match else None
 
 
