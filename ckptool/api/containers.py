@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ckptool.commands.open import OpenedCheckpoint
 from ckptool.core.catalog import Catalog, Chunk, TensorEntry
-from ckptool.core.plan import ChunkIndex
+from ckptool.core.sharding.index import ChunkIndex
 from ckptool.errors import Unsupported
 
 if TYPE_CHECKING:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from operator import add, sub
 from typing import NamedTuple
 
-from ckptool.core.box import Box, boxes_of, solid_places, spans_of
+from ckptool.core.box import Box, Piece
 from ckptool.core.catalog import (
     Catalog,
     Chunk,
@@ -32,6 +30,7 @@ from ckptool.core.layout import (
     tiles,
     written_entries,
 )
+from ckptool.core.sharding.index import ChunkIndex
 from ckptool.core.sharding.table import (
     ChunkTable,
     LateTable,
@@ -42,46 +41,10 @@ from ckptool.core.sharding.table import (
 from ckptool.errors import Damaged, Unsupported, damaged
 
 _BATCH = 16
+_SMALL = 1 << 18
+"""Bytes of a tensor that is read whole for all that is written of it."""
 _KEPT = 4 << 20
 """Bytes of the source's rows that a reader keeps while it cuts columns out of them."""
-
-
-class ChunkIndex:
-    """Finds the chunks of one tensor that share elements with a box; each is always one object."""
-
-    def __init__(self, entry: TensorEntry) -> None:
-        boxes = boxes_of(entry.chunks)
-        spans = spans_of(boxes) if len(boxes) > 1 and entry.shape else []
-        solid = solid_places(boxes)
-        dims = range(len(spans))
-        self._dim = max(dims, key=lambda d: len(set(spans[d])), default=None)
-        along = spans[self._dim] if self._dim is not None else []
-        if along:
-            solid.sort(key=along.__getitem__)
-        self._chunks, self._boxes, self._order = entry.chunks, boxes, solid
-        self._found: dict[int, Chunk] = {}
-        self._starts = [along[at][0] for at in solid] if along else []
-        self._ends_so_far = list(accumulate((along[at][1] for at in solid if along), max))
-
-    def find(self, box: Box) -> Iterator[tuple[Chunk, Box]]:
-        """Yield each chunk that overlaps ``box``, with the common box."""
-        for at, common in self.overlaps(box):
-            chunk = self._found.get(at)
-            if chunk is None:
-                chunk = self._found[at] = self._chunks[at]
-            yield chunk, common
-
-    def overlaps(self, box: Box) -> Iterator[tuple[int, Box]]:
-        """Yield the place of each chunk that overlaps ``box``, with the common box."""
-        first, last = 0, len(self._order)
-        if self._dim is not None:
-            first = bisect_right(self._ends_so_far, box.lo[self._dim])
-            last = bisect_left(self._starts, box.hi[self._dim])
-        for at in self._order[first:last]:
-            found = self._found.get(at)
-            common = (self._boxes[at] if found is None else found.box).intersect(box)
-            if common is not None:
-                yield at, common
 
 
 class TileSource(NamedTuple):
@@ -93,7 +56,11 @@ class TileSource(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """A range of an output file: a C-ordered array of ``shape`` at byte ``offset``."""
+    """A range of an output file: a C-ordered array of ``shape`` at byte ``offset``.
+
+    It is filled from ``sources``; or with ``pieces`` of the tensor, which is read whole for it and
+    for the others of its job, and has no sources then.
+    """
 
     file: int
     part: int
@@ -101,6 +68,7 @@ class Tile(NamedTuple):
     shape: tuple[int, ...]
     entry: TensorEntry
     sources: tuple[TileSource, ...]
+    pieces: tuple[Piece, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -119,16 +87,22 @@ class LayoutPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Parts that are cut in step, ``rows`` rows a tile; or one part by itself where it is 0."""
+    """Parts that are cut in step, ``rows`` rows a tile; or one part by itself where it is 0.
+
+    Or, where the tensor is small, all of its parts ``at_once``, each of them one tile.
+    """
 
     parts: tuple[LayoutPart, ...]
     rows: int
+    at_once: bool = False
 
     def tile_counts(self, limit: int) -> Iterator[tuple[int, int]]:
         """Yield each part's file, and the number of its tiles."""
         for place in self.parts:
             shape = place.part.shape
-            if self.rows:
+            if self.at_once:
+                yield place.file, 1
+            elif self.rows:
                 yield place.file, -(-shape[0] // self.rows)
             else:
                 yield place.file, tile_count(shape, place.part.itemsize, limit)
@@ -200,31 +174,40 @@ class Plan:
         ``files`` are places in the layout with their parts, ``limit`` the bytes of a tile.
         """
         by_rows: dict[object, list[LayoutPart]] = {}
+        tensors = self.catalog.tensors
         for number, parts in files:
             offset = 0
             for position, part in enumerate(parts):
                 if isinstance(part, Data | ScatteredData):
                     place = LayoutPart(number, position, offset, part)
-                    by_rows.setdefault(_rows_of(place), []).append(place)
+                    by_rows.setdefault(_shared_of(place, tensors[part.name], limit), []).append(
+                        place
+                    )
                 offset += part.nbytes
-        tensors = self.catalog.tensors
         some = ((places, tensors[places[0].part.name]) for places in by_rows.values())
-        return [group for places, entry in some for group in _group(places, entry, limit)]
+        return [group for places, entry in some for group in _groups(places, entry, limit)]
 
     def groups_of(self, name: str, table: WrittenChunks, limit: int) -> list[Group]:
         """Group the parts of one tensor as ``groups`` does those of each of the ``batches``."""
         by_rows: dict[object, list[LayoutPart]] = {}
+        entry = self.catalog.tensors[name]
         for at, chunk in enumerate(table):
             number = self.numbers[chunk.at.file]
             part = Data(name, chunk.box, table.itemsize)
             place = LayoutPart(number, at, chunk.at.offset, part)
-            by_rows.setdefault((number // _BATCH, _rows_of(place)), []).append(place)
-        entry = self.catalog.tensors[name]
-        return [group for places in by_rows.values() for group in _group(places, entry, limit)]
+            shared = number // _BATCH, _shared_of(place, entry, limit)
+            by_rows.setdefault(shared, []).append(place)
+        return [group for places in by_rows.values() for group in _groups(places, entry, limit)]
 
     def jobs(self, group: Group, limit: int) -> Iterator[list[Tile]]:
         """Yield the tiles of a group, in order; those of one job read the same source rows."""
         entry = self.catalog.tensors[group.parts[0].part.name]
+        if group.at_once:
+            yield [
+                Tile(file, position, offset, part.shape, entry, (), part.pieces)
+                for file, position, offset, part in group.parts
+            ]
+            return
         index = self.index(entry)
         runs = [_tiles_of(place, entry, index, group.rows, limit) for place in group.parts]
         yield from map(list, zip(*runs, strict=True))
@@ -275,6 +258,29 @@ class Plan:
         if entry.name not in self._indexes:
             self._indexes[entry.name] = ChunkIndex(entry)
         return self._indexes[entry.name]
+
+
+def _shared_of(place: LayoutPart, entry: TensorEntry, limit: int) -> object:
+    """Return what the parts that are written together have in common: a small tensor, or rows."""
+    is_small = 0 < entry.elements * entry.source_dtype.itemsize <= min(limit, _SMALL)
+    return entry.name if is_small else _rows_of(place)
+
+
+def _groups(places: list[LayoutPart], entry: TensorEntry, limit: int) -> list[Group]:
+    """Return the groups of parts that are written together.
+
+    All of a small tensor is read at once, where as much is written and it is not one run of bytes.
+    """
+    if _shared_of(places[0], entry, limit) != entry.name:
+        return _group(places, entry, limit)
+    nbytes = sum(place.part.nbytes for place in places)
+    if nbytes >= entry.nbytes and (len(places) > 1 or len(entry.chunks) > 1):
+        solid = tuple([place for place in places if place.part.nbytes])
+        return [Group(solid, 0, at_once=True)]
+    by_rows: dict[object, list[LayoutPart]] = {}
+    for place in places:
+        by_rows.setdefault(_rows_of(place), []).append(place)
+    return [group for some in by_rows.values() for group in _group(some, entry, limit)]
 
 
 def _rows_of(place: LayoutPart) -> object:

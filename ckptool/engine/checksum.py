@@ -30,6 +30,8 @@ CrcPiece = tuple[int, int, int]
 
 def join_crcs(pieces: list[CrcPiece]) -> int:
     """Return the CRC-32 of adjoining pieces, given in any order."""
+    if len(pieces) == 1:
+        return pieces[0][2]
     in_order = iter(sorted(pieces))
     total = next(in_order, (0, 0, 0))[2]
     for _, nbytes, crc in in_order:

@@ -71,10 +71,10 @@ class _Window:
     def note(self, offset: int, nbytes: int) -> bool:
         """Note a read; return whether it is at least the third that went on from the one before.
 
-        What lies between two is less than the second: more would be read in vain than is used. The
+        What lies between two is less than a page: to read it in vain costs less than a call. The
         second may be of a header, behind which nothing else is asked for.
         """
-        near = 0 <= offset - self.reached <= min(_GAP, nbytes // 2)
+        near = 0 <= offset - self.reached <= _GAP
         self.again = self.again + 1 if near else 0
         return self.again > 1
 

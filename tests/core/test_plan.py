@@ -14,7 +14,8 @@ from ckptool.core.box import Box, row_major_strides
 from ckptool.core.catalog import Catalog, Chunk, Extent, TensorEntry, coverage_problem
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.layout import Data, FileLayout, Layout, Literal
-from ckptool.core.plan import ChunkIndex, Group, Plan, Tile
+from ckptool.core.plan import Group, Plan, Tile
+from ckptool.core.sharding.index import ChunkIndex
 from ckptool.errors import Damaged
 
 F32 = BY_NAME["float32"]
@@ -107,6 +108,8 @@ def test_any_cut_becomes_any_other(
             assert source.chunk.box.contains(source.box)
             assert (array[at(source.where)] == -1).all()
             array[at(source.where)] = values[at(source.box)]
+        for box, local in tile.pieces:
+            array[at(local)] = values[at(box)]
         start = (tile.offset - 4) // 4
         place = images[tile.file][start : start + array.size]
         assert (place == -1).all()
@@ -173,6 +176,20 @@ def test_all_problems_are_shown_together() -> None:
         plan_of(entry((8,), [], "first"), entry((8,), [], "second"))
     assert "first" in caught.value.message
     assert "second" in caught.value.message
+
+
+def test_a_small_tensor_is_read_once_for_all_that_is_written_of_it() -> None:
+    rows, columns = ([Box.along(dim, 2 * i, [2 if d == dim else 4 for d in (0, 1)])
+                      for i in (0, 1)] for dim in (0, 1))  # fmt: skip
+    plan = plan_of(entry((4, 4), rows), cut=columns, files=2)
+    jobs = [job for group in groups_of(plan, 64) for job in plan.jobs(group, 64)]
+    assert [[tile.pieces[0].box for tile in job] for job in jobs] == [columns]
+    larger = [job for group in groups_of(plan, 63) for job in plan.jobs(group, 63)]
+    assert not any(tile.pieces for job in larger for tile in job)
+    part = plan_of(entry((4, 4), rows), cut=columns, files=2).groups(
+        [(0, plan.layout.files[0].parts)], 64
+    )
+    assert not part[0].at_once, "half of it would be read in vain"
 
 
 def test_a_large_grid_is_planned_in_one_sweep() -> None:

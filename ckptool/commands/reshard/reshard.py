@@ -32,7 +32,8 @@ from ckptool.commands.transfer.transfer import (
 )
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.mesh import Mesh
-from ckptool.core.plan import ChunkIndex, Plan
+from ckptool.core.plan import Plan
+from ckptool.core.sharding.index import ChunkIndex
 from ckptool.core.sharding.placement import POLICIES, Choice, PlacedTensors, Placer
 from ckptool.core.text import one_of
 from ckptool.engine.ranks import Ranks

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable
+from operator import mul
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,9 @@ from ckptool.core.catalog import (
 )
 from ckptool.core.codec import decode
 from ckptool.core.dtype import BY_NAME, DType
-from ckptool.core.plan import ChunkIndex
-from ckptool.engine.read.containers import open_chunk
+from ckptool.core.plan import Tile
+from ckptool.core.sharding.index import ChunkIndex
+from ckptool.engine.read.containers import open_place
 from ckptool.engine.read.rounding import RangeCheck, cast
 from ckptool.engine.read.row_cache import NotePiece, RowCache
 from ckptool.engine.read.runs import row_run, span_of, worth_a_span
@@ -48,6 +50,31 @@ def array(shape: tuple[int, ...], dtype: DType, buffer: memoryview) -> Array:
 def raw(values: Array) -> memoryview:
     """Return the bytes of a C-ordered array, without a copy."""
     return values.reshape(-1).view("u1").data
+
+
+def part_of(values: Array, box: Box) -> Array:
+    """Return the elements of a box of an array, as a view."""
+    inside: Any = (..., *map(slice, box.lo, box.hi))
+    part: Array = values[inside]
+    return part
+
+
+def cut(values: Array, tile: Tile) -> Array:
+    """Return a tile, C-ordered, of a whole tensor; Damaged where its pieces do not fill it."""
+    pieces = tile.pieces
+    box, local = pieces[0]
+    if len(pieces) == 1 and local.shape == tile.shape:
+        out = np.ascontiguousarray(part_of(values, box))
+        filled = out.size
+    else:
+        out, filled = np.empty(tile.shape, values.dtype), 0
+        for box, local in pieces:
+            part = part_of(values, box)
+            part_of(out, local)[...] = part
+            filled += part.size
+    if filled != math.prod(tile.shape):
+        raise Damaged(f"{tile.entry.name}: {list(tile.shape)} of a local tensor is not covered")
+    return out
 
 
 class Gatherer:
@@ -94,16 +121,6 @@ class Gatherer:
         if nbytes > len(self._buffer):
             self._buffer = memoryview(bytearray(nbytes))
         return self._buffer
-
-    def _note_run(self, values: Array, chunk: Chunk, box: Box) -> None:
-        """Note what was read of a chunk where that is one run of a record."""
-        at = chunk.at
-        if not isinstance(at, Extent) or at.record is None or at.ops:
-            return
-        if values.size and contiguous(at.strides, box.shape, values.itemsize):
-            local = box.relative_to(chunk.box.lo)
-            start = at.offset + sum(i * s for i, s in zip(local.lo, at.strides, strict=True))
-            self._note_piece(at.record, start, raw(np.ascontiguousarray(values)))
 
     def fill(
         self, out: Array, chunk: Chunk, box: Box, dtype: DType, *, shared: bool = False
@@ -172,13 +189,33 @@ class Gatherer:
             strip.fill(values, box, self._reader, self._rows, self._note_piece)
             return
         is_next = id(entry) in self._indexes
-        some = [(open_chunk(chunk), common) for chunk, common in self._index(entry).find(box)]
+        some = list(self._index(entry).shared(box))
         self._strip = strip_of(entry, box, some) if is_next else None
-        for chunk, common in some:
-            where = common.relative_to(box.lo)
-            view = values[tuple(map(slice, where.lo, where.hi))] if where.lo else values
-            self.fill(view, chunk, common, entry.source_dtype)
-            self._note_run(view, chunk, common)
+        for chunk, shared in some:
+            at = open_place(chunk.at, chunk.box.shape)
+            view = values if shared.box == box else part_of(values, shared.where)
+            if not self._fill_run(view, at, shared.local):
+                self.fill_from(at, view, shared.local, entry.source_dtype)
+
+    def _fill_run(self, out: Array, at: Place, local: Box) -> bool:
+        """Read what is one run of a file as it lies, and note it; return whether it is."""
+        if not isinstance(at, Extent) or at.ops or not out.size:
+            return False
+        if not contiguous(at.strides, out.shape, out.itemsize):
+            return False
+        start = at.offset + sum(map(mul, local.lo, at.strides))
+        if out.flags.c_contiguous:
+            data = raw(out)
+            self._reader.read_into(at.file, start, data)
+        elif out.nbytes <= SPAN:
+            data = self._rows.scratch(out.nbytes)
+            self._reader.read_into(at.file, start, data)
+            out[...] = np.frombuffer(data, out.dtype).reshape(out.shape)
+        else:
+            return False
+        if at.record is not None:
+            self._note_piece(at.record, start, data)
+        return True
 
     def _index(self, entry: TensorEntry) -> ChunkIndex:
         """Return the index of a tensor's chunks; those of the last few tensors are kept."""

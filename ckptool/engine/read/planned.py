@@ -8,13 +8,13 @@ from functools import cached_property, partial
 from operator import mul, sub
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckptool.core.box import contiguous
+from ckptool.core.box import Box, contiguous
 from ckptool.core.catalog import Chunk, Extent, TensorEntry, stored_places
 from ckptool.core.plan import Tile, TileSource
 from ckptool.engine.checksum import RecordCheck, crc32, crc32_combine
 from ckptool.engine.read.containers import open_chunk, open_tile
 from ckptool.engine.read.row_cache import RowCache
-from ckptool.engine.read.runs import tile_runs
+from ckptool.engine.read.runs import entry_runs, tile_runs
 from ckptool.engine.read.tiles import Job
 from ckptool.storage.local import Files
 
@@ -89,6 +89,9 @@ class PlanReader:
     def pieces(self, tiles: Sequence[Tile]) -> Iterator[PlannedPiece]:
         """Read tiles that share rows of the source, each piece valid until the next."""
         self._forget_rows()
+        if tiles[0].pieces:
+            yield from self._cut_whole(tiles)
+            return
         for tile in map(open_tile, tiles):
             straight = self._straight_runs(tile)
             if len(straight) == len(tile.sources) and tile.entry.source_dtype == tile.entry.dtype:
@@ -97,6 +100,18 @@ class PlanReader:
             else:
                 data = self._bytes_of(tile, straight, shared=len(tiles) > 1)
                 yield PlannedPiece(tile, 0, data, crc32(data))
+
+    def _cut_whole(self, tiles: Sequence[Tile]) -> Iterator[PlannedPiece]:
+        """Read a tensor, and cut tiles out of it."""
+        from ckptool.engine.read.gather import cut, raw
+
+        entry = tiles[0].entry
+        for chunk in entry.chunks:
+            touch(self._records, entry, chunk)
+        values = self._gatherer.read_values(entry, Box.whole(entry.shape))
+        for tile in tiles:
+            data = raw(cut(values, tile))
+            yield PlannedPiece(tile, 0, data, crc32(data))
 
     def data(self, tile: Tile, *, shared: bool) -> memoryview:
         """Return the bytes of a tile as they are to be written, until the next is asked for.
@@ -175,6 +190,10 @@ class PlanReader:
 
 def plan_job(tiles: Sequence[Tile]) -> Job[Sequence[Tile], PlanReader, PlannedPiece]:
     """Return the job that reads tiles which share rows of the source."""
+    if tiles[0].pieces:
+        entry = tiles[0].entry
+        runs = partial(entry_runs, entry, [Box.whole(entry.shape)])
+        return Job(tiles, lambda reader: reader.pieces(tiles), [runs], entry.nbytes)
     runs = partial(tile_runs, tiles, shared=len(tiles) > 1)
     nbytes = sum(tile.nbytes for tile in tiles)
     return Job(tiles, lambda reader: reader.pieces(tiles), [runs], nbytes)

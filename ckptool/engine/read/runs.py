@@ -14,7 +14,8 @@ from ckptool.core.catalog import (
     ScaledBlocks,
     TensorEntry,
 )
-from ckptool.core.plan import ChunkIndex, Tile
+from ckptool.core.plan import Tile
+from ckptool.core.sharding.index import ChunkIndex
 from ckptool.engine.read.containers import Need, likely_place, openings
 from ckptool.storage.local import SPAN, Run
 

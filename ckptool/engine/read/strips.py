@@ -10,6 +10,8 @@ import numpy as np
 
 from ckptool.core.box import Box, contiguous
 from ckptool.core.catalog import Chunk, Extent, TensorEntry
+from ckptool.core.sharding.index import SharedBox
+from ckptool.engine.read.containers import open_place
 from ckptool.engine.read.row_cache import NotePiece, RowCache
 from ckptool.storage.local import SPAN, FileReader
 
@@ -67,7 +69,9 @@ class Strip(NamedTuple):
                 note(at.record, start + first * width, data)
 
 
-def strip_of(entry: TensorEntry, box: Box, found: Iterable[tuple[Chunk, Box]]) -> Strip | None:
+def strip_of(
+    entry: TensorEntry, box: Box, found: Iterable[tuple[Chunk, SharedBox]]
+) -> Strip | None:
     """Return the strip that a box is of, where ``found`` are its chunks and what each has of it.
 
     None where a chunk has some of its rows only, or does not have them in one run of bytes.
@@ -77,18 +81,18 @@ def strip_of(entry: TensorEntry, box: Box, found: Iterable[tuple[Chunk, Box]]) -
     if dim is None:
         return None
     low, high, volume, pieces = 0, entry.shape[dim], 0, list[_Piece]()
-    for chunk, common in found:
-        at = chunk.at
+    for chunk, (_, common, local, where) in found:
+        at = open_place(chunk.at, chunk.box.shape)
         if not isinstance(at, Extent) or at.ops or common.shape[dim] != shape[dim]:
             return None
         if not contiguous(at.strides[dim:], common.shape[dim:], itemsize):
             return None
         low, high = max(low, chunk.box.lo[dim]), min(high, chunk.box.hi[dim])
         volume += common.volume
-        skip = map(mul, common.relative_to(chunk.box.lo).lo, at.strides)
+        skip = map(mul, local.lo, at.strides)
         width = at.strides[dim]
         start = at.offset + sum(skip) - common.lo[dim] * width
-        inside = list(map(slice, *common.relative_to(box.lo)))
+        inside = list(map(slice, *where))
         inside[dim] = slice(None)
         pieces.append(_Piece(at, start, width, tuple(inside)))
     if volume != box.volume:

@@ -21,7 +21,7 @@ from ckptool.core.catalog import (
 )
 from ckptool.core.dtype import DType
 from ckptool.core.layout import tiles
-from ckptool.core.plan import ChunkIndex
+from ckptool.core.sharding.index import ChunkIndex
 from ckptool.engine.checksum import RecordCheck, require_intact
 from ckptool.engine.read.containers import Need, open_chunk
 from ckptool.engine.read.gather import Array, Gatherer, array

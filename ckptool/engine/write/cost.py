@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from itertools import chain
 
+from ckptool.core.box import Box
 from ckptool.core.catalog import Extent, Opening, TensorEntry
 from ckptool.core.layout import WrittenChunks
 from ckptool.core.plan import Group, Plan
 from ckptool.core.sharding.table import WholeTensor
 from ckptool.engine.read.containers import Need, runs_of
-from ckptool.engine.read.runs import place_runs, row_run
+from ckptool.engine.read.runs import entry_runs, place_runs, row_run
 from ckptool.storage.local import Files, Run
 from ckptool.storage.planned_ranges import join_runs, unversioned
 
@@ -78,7 +79,7 @@ def _group_bytes(plan: Plan, group: Group, known: dict[object, int], opened: set
     entry = plan.catalog.tensors[group.parts[0].part.name]
     stored = _stored(entry)
     parts = tuple(spot.part[1:] for spot in group.parts)
-    kind = group.rows, entry.source_dtype, parts, stored
+    kind = group.rows, group.at_once, entry.source_dtype, parts, stored
     if stored is not None and kind in known:
         return known[kind]
     total = sum(nbytes for _, _, nbytes in runs_of(_group_runs(plan, group, 1), opened))
@@ -90,6 +91,8 @@ def _group_bytes(plan: Plan, group: Group, known: dict[object, int], opened: set
 def _group_runs(plan: Plan, group: Group, block: int) -> list[Need]:
     """Return what is read for parts that are cut in step; rows they share are read once."""
     entry = plan.catalog.tensors[group.parts[0].part.name]
+    if group.at_once:
+        return list(entry_runs(entry, [Box.whole(entry.shape)], block))
     index, itemsize = plan.index(entry), entry.source_dtype.itemsize
     alone: list[Need] = []
     shared: dict[tuple[int, int, int], Run] = {}

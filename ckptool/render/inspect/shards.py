@@ -23,8 +23,8 @@ from ckptool.core.catalog import (
     TensorEntry,
 )
 from ckptool.core.dtype import short_name
-from ckptool.core.plan import ChunkIndex
 from ckptool.core.selection import tensors_named
+from ckptool.core.sharding.index import ChunkIndex
 from ckptool.core.text import plural
 from ckptool.render.text import Cell, columns, ranges, size, visible
 

@@ -12,7 +12,7 @@ from ckptool.commands.options.verify import CompareOptions
 from ckptool.commands.stats import Array, decode, is_numeric
 from ckptool.core.box import Box
 from ckptool.core.dtype import BY_NAME, DType
-from ckptool.core.plan import ChunkIndex
+from ckptool.core.sharding.index import ChunkIndex
 from ckptool.engine.check.pairs import (
     PairSource,
     PairTile,

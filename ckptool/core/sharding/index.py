@@ -1,0 +1,102 @@
+"""Which chunks of a tensor share elements with a box, worked out once for all cut alike."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import accumulate
+from typing import NamedTuple
+
+from ckptool.core.box import Box, BoxTable, boxes_of, solid_places, spans_of
+from ckptool.core.catalog import Chunk, TensorEntry
+
+_FEW = 1024
+"""Boxes whose index the tensors that are cut alike share, and common boxes that it keeps."""
+
+
+class SharedBox(NamedTuple):
+    """What the chunk at ``place`` has in common with a box: ``box``, in the tensor's coordinates.
+
+    ``local`` is the same in the chunk's own coordinates, ``where`` in those of the box.
+    """
+
+    place: int
+    box: Box
+    local: Box
+    where: Box
+
+
+class BoxIndex:
+    """Finds those of some boxes that share elements with another."""
+
+    def __init__(self, boxes: Sequence[Box]) -> None:
+        spans = spans_of(boxes) if len(boxes) > 1 and boxes[0].lo else []
+        solid = solid_places(boxes)
+        dims = range(len(spans))
+        self._dim = max(dims, key=lambda d: len(set(spans[d])), default=None)
+        along = spans[self._dim] if self._dim is not None else []
+        if along:
+            solid.sort(key=along.__getitem__)
+        self._boxes, self._order = boxes, solid
+        self._starts = [along[at][0] for at in solid] if along else []
+        self._ends_so_far = list(accumulate((along[at][1] for at in solid if along), max))
+        self._known: dict[Box, list[SharedBox]] = {}
+        self._room = _FEW
+
+    def find(self, box: Box) -> list[SharedBox]:
+        """Return what each has in common with ``box``; for the first boxes it is kept."""
+        known = self._known.get(box)
+        if known is None:
+            known = list(self._find(box))
+            self._room -= 1 + len(known)
+            if self._room >= 0:
+                self._known[box] = known
+        return known
+
+    def _find(self, box: Box) -> Iterator[SharedBox]:
+        first, last = 0, len(self._order)
+        if self._dim is not None:
+            first = bisect_right(self._ends_so_far, box.lo[self._dim])
+            last = bisect_left(self._starts, box.hi[self._dim])
+        for at in self._order[first:last]:
+            own = self._boxes[at]
+            common = own.intersect(box)
+            if common is not None:
+                local, where = common.relative_to(own.lo), common.relative_to(box.lo)
+                yield SharedBox(at, common, local, where)
+
+
+@lru_cache(maxsize=64)
+def _shared_index(boxes: Sequence[Box]) -> BoxIndex:
+    """Return the index of tensors that are cut alike."""
+    return BoxIndex(tuple(boxes))
+
+
+class ChunkIndex:
+    """Finds the chunks of one tensor that share elements with a box; each is always one object."""
+
+    def __init__(self, entry: TensorEntry) -> None:
+        boxes = boxes_of(entry.chunks)
+        key = boxes if isinstance(boxes, BoxTable) else tuple(boxes)
+        self._boxes = _shared_index(key) if len(boxes) <= _FEW else BoxIndex(boxes)
+        self._chunks = entry.chunks
+        self._found: dict[int, Chunk] = {}
+
+    def find(self, box: Box) -> Iterator[tuple[Chunk, Box]]:
+        """Yield each chunk that overlaps ``box``, with the common box."""
+        for chunk, shared in self.shared(box):
+            yield chunk, shared.box
+
+    def shared(self, box: Box) -> Iterator[tuple[Chunk, SharedBox]]:
+        """Yield each chunk that overlaps ``box``, with what they have in common."""
+        for shared in self._boxes.find(box):
+            chunk = self._found.get(shared.place)
+            if chunk is None:
+                chunk = self._found[shared.place] = self._chunks[shared.place]
+            yield chunk, shared
+
+    def overlaps(self, box: Box) -> Iterator[tuple[int, Box]]:
+        """Yield the place of each chunk that overlaps ``box``, with the common box."""
+        for shared in self._boxes.find(box):
+            yield shared.place, shared.box
