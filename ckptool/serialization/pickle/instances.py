@@ -13,9 +13,10 @@ import sys
 from bisect import bisect_right
 from typing import Any, NamedTuple
 
-from ckptool.serialization.pickle import rows
+from ckptool.serialization.pickle import row_reader
 from ckptool.serialization.pickle.records import TORCH_SIZE, Call, Global
-from ckptool.serialization.pickle.rows import RowClass, RowReader, Run
+from ckptool.serialization.pickle.row_reader import RowReader
+from ckptool.serialization.pickle.rows import RowClass, Run
 
 
 class Memo:
@@ -149,8 +150,8 @@ class InstanceReader:
         if not classes or (len(classes) > 1 and not is_key):
             return pos
         if self._row_reader is None:
-            start = classes[0].reference + rows.BEGIN
-            if self._data.count(start, pos, min(end, pos + _FAR)) < rows.LEAST:
+            start = classes[0].reference + row_reader.BEGIN
+            if self._data.count(start, pos, min(end, pos + _FAR)) < row_reader.LEAST:
                 return pos
             self._row_reader = RowReader(self._data, self._memo.__getitem__)
         run = self._row_reader.read(pos, end, classes, self._memo.next_number)

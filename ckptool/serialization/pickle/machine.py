@@ -23,7 +23,8 @@ from ckptool.serialization.pickle.records import (
     Persistent,
     PickleValue,
 )
-from ckptool.serialization.pickle.rows import LEAST, Rows
+from ckptool.serialization.pickle.row_reader import LEAST
+from ckptool.serialization.pickle.rows import Rows
 
 _STOP, _MEMOIZE = pickle.STOP[0], pickle.MEMOIZE[0]
 _BININT1, _BININT2 = pickle.BININT1[0], pickle.BININT2[0]

@@ -23,8 +23,7 @@ from ckptool.formats.base import Request, ScanOptions
 from ckptool.formats.dcp import FORMAT
 from ckptool.formats.dcp.metadata import parse
 from ckptool.formats.dcp.write import lay_out
-from ckptool.serialization.pickle import builder, machine, records
-from ckptool.serialization.pickle import rows as pickle_rows
+from ckptool.serialization.pickle import builder, machine, records, row_reader
 from ckptool.serialization.pickle.load import read_pickle
 from ckptool.storage.local import LocalSource
 
@@ -120,7 +119,7 @@ def scanned(folder: Path, *, as_rows: bool) -> Any:
     """The tensors of a folder with their chunks, and what is wrong with them; or the error."""
     problems: list[Problem] = []
     options = ScanOptions(problems=problems, values=False)
-    with mock.patch.object(pickle_rows, "LEAST", 3 if as_rows else 1 << 30):
+    with mock.patch.object(row_reader, "LEAST", 3 if as_rows else 1 << 30):
         try:
             catalog: Catalog = FORMAT.scan(LocalSource.folder(folder), options)
         except SourceError as error:

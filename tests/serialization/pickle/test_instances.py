@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from ckptool.errors import Damaged, SourceError
 from ckptool.serialization.pickle import instances as pickle_instances
-from ckptool.serialization.pickle import rows as pickle_rows
+from ckptool.serialization.pickle import row_reader
 from ckptool.serialization.pickle.instances import InstanceReader, Memo
 from ckptool.serialization.pickle.load import read_pickle
 from ckptool.serialization.pickle.records import Call
+from ckptool.serialization.pickle.row_reader import RowReader
 from ckptool.serialization.pickle.rows import Rows, expand_rows
 
 torch = pytest.importorskip("torch")
@@ -83,7 +84,7 @@ def outcome(data: bytes, *, at_once: bool = True, rows: bool = False) -> Any:
             "read",
             InstanceReader.read if at_once else lambda self, pos, end, most: (pos, 0),
         ),
-        mock.patch.object(pickle_rows, "LEAST", 3),
+        mock.patch.object(row_reader, "LEAST", 3),
     ):
         try:
             return seen(read_pickle(data, what="p", rows=rows).value)
@@ -289,7 +290,7 @@ OTHERS = [row.replace(b"h\x02", b"h\x08", 1) for row in NUMBERED]
 def test_rows_of_odd_programs_are_as_one_by_one(
     program: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pickle_rows, "_MOST", 4)
+    monkeypatch.setattr(row_reader, "_MOST", 4)
     data = HEAD + program + b"." * 40
     assert outcome(data, rows=True) == outcome(data, at_once=False)
 
@@ -334,3 +335,15 @@ def test_a_class_whose_fields_change_is_learnt_anew(period: int) -> None:
     rows = [Index({f"x{n % (period + 1)}": n, "y": 1}) for n in range(200)]
     data = pickle.dumps(rows, 4)
     assert outcome(data) == outcome(data, at_once=False) == outcome(data, rows=True)
+
+
+def test_rows_that_are_repeated_are_as_one_by_one() -> None:
+    """Chunks of tensors that are cut alike, but for one, and a run that another continues."""
+    sizes = [[Index({"offset": torch.Size([n]), "more": n}) for n in range(80)] for _ in range(4)]
+    sizes[2][40].more += 1
+    data = pickle.dumps([SHARED, *sizes, sizes[0][:70], [Index({"offset": None})], *sizes], 4)
+    with mock.patch.object(
+        RowReader, "_field", autospec=True, side_effect=RowReader._field
+    ) as read:
+        assert outcome(data, rows=True) == outcome(data, at_once=False)
+    assert 0 < read.call_count <= 2 * 4
