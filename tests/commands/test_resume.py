@@ -208,7 +208,7 @@ def stop_after(nbytes: int) -> Callable[[int], None]:
 
 
 def ready(source: Path, target: Path, mesh: str = "4", **more: Any) -> Reshard:
-    transfer = TransferOptions(verify=True, run=RunOptions(workers=1, fsync=False), **more)
+    transfer = TransferOptions(run=RunOptions(workers=1, fsync=False), **more)
     return prepare_reshard(
         source, target, ReshardOptions(parse_mesh(mesh), policy="fsdp", transfer=transfer)
     )
@@ -332,6 +332,20 @@ def test_a_changed_source_is_refused(
         ready(source, out / "r", resume=True).run()
     assert not (out / "r").exists()
     assert stopped.is_dir()
+
+
+def test_a_source_of_the_same_size_and_time_is_compared_or_refused(
+    source: Path, out: Path, stopped: Path
+) -> None:
+    file = source / "__0_0.distcp"
+    before = file.stat()
+    with open(file, "r+b") as stream:
+        stream.write(file.read_bytes())
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(Unsupported, match="cannot resume: the source was written to, or touched"):
+        ready(source, out / "r", resume=True, verify=False).run()
+    assert stopped.is_dir()
+    ready(source, out / "r", resume=True).run()
 
 
 @pytest.mark.parametrize("make", [ready, lambda s, t, **m: ready_to_convert(s, t, "dcp", **m)])

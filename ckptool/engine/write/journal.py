@@ -135,6 +135,17 @@ def read_part(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return (lines[0] if lines else {}), (part if is_done else {})
 
 
+def require_untouched(path: Path, state: str) -> None:
+    """Raise Unsupported where a journal began with another ``state`` of the source's files."""
+    head = read_part(path)[0] if path.exists() else {}
+    if head.get("state", state) != state:
+        raise Unsupported(
+            f"{path}: cannot resume: the source was written to, or touched, since the run began",
+            hint="without --no-verify what was written is compared with it; or run again without"
+            " --resume to start over",
+        )
+
+
 def require_no_parts(target: object, journals: Iterable[Path]) -> None:
     """Raise Unsupported where a journal says that a run in parts writes a target."""
     for path in journals:

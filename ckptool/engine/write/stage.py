@@ -26,7 +26,13 @@ from ckptool.engine.write.existing import (
     staged_files,
     stamps,
 )
-from ckptool.engine.write.journal import Journal, is_journal, noted_sizes, require_no_parts
+from ckptool.engine.write.journal import (
+    Journal,
+    is_journal,
+    noted_sizes,
+    require_no_parts,
+    require_untouched,
+)
 from ckptool.engine.write.run import run
 from ckptool.errors import Committed, Unsupported
 from ckptool.storage.commit_note import CommitNote, NoteFile, note_path, side_name, staging_folder
@@ -115,6 +121,8 @@ class Stage:
         path, run = self._journal_path(0), (self._options.plan, self._options.source)
         if self._options.resume:
             self._require_idle(self._journals())
+            if not self._options.verify:
+                require_untouched(path, self._options.source_state)
             Journal.resume(path, *run, self._journals(), self._sizes).close()
             self._require_idle(self._journals())  # no part begins from here on
             self._require_no_link()
@@ -123,7 +131,7 @@ class Stage:
             self._first = Journal.lock(path)
             self._remove_earlier()
             self._is_new = True
-            self._first.begin(*run, files=self._sizes)
+            self._first.begin(*run, files=self._sizes, state=self._options.source_state)
             self._require_idle(self._journals())
             self.folder.mkdir()
         except OSError as error:
