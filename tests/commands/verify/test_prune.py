@@ -208,6 +208,17 @@ def test_a_second_way_to_the_same_steps_is_left(tmp_path: Path) -> None:
     assert names_in(tmp_path / "all") == ["step-2"]
 
 
+def test_a_checkpoint_with_steps_inside_is_left(tmp_path: Path) -> None:
+    run = run_of(tmp_path, 1, 2)
+    shutil.copytree(SOURCE, run / "step-1" / "inner" / "checkpoint-500")
+    (run / "step-1" / "epoch_7").mkdir()
+    report = pruned(run, yes=True)
+    assert fates(report) == {"step-2": "keep", "step-1": "leave"}
+    assert {s.path.name: s.reason for s in report.steps}["step-1"] == "holds steps of its own"
+    shutil.rmtree(run / "step-1" / "inner")
+    assert fates(pruned(run)) == {"step-2": "keep", "step-1": "remove"}
+
+
 def test_files_go_with_what_is_beside_them(tmp_path: Path) -> None:
     for step in (1, 2):
         ckptool.convert(SOURCE, tmp_path / f"step-{step}.safetensors", to="safetensors")
