@@ -178,7 +178,7 @@ def test_interrupted_before_anything_is_begun(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def interrupted(*args: Any) -> Any:
+    def interrupted(*args: Any, **more: Any) -> Any:
         raise ending
 
     monkeypatch.setattr(convert, "prepare", interrupted)
