@@ -20,22 +20,28 @@ _SUM = 4
 """Bytes of the checksum of a part, which is known once that is written."""
 
 
+_HOLE = 1 << 14
+"""Bytes of a tensor that are read along with what is on both sides of it, on a disk."""
+
 _Sum = tuple[int, int]
 """The offset of a checksum, and the number of the part that it is of."""
 
 
 class RestRun(NamedTuple):
-    """Bytes of a file that are no tensor's, by their digest.
+    """Bytes of a file that are no tensor's, and those of small tensors between them.
 
-    ``sums`` are where in the file checksums of tensors lie, and the part that each is of. They are
-    known once that is written, and count as zeros: all of one part must be the same.
+    ``made`` is what they should be, of a store its digest. ``holes`` are where in the file the
+    tensors lie, and their bytes: they count as zeros. ``sums`` are where in the file checksums of
+    tensors lie, and the part that each is of. They are known once that is written, and count as
+    zeros: all of one part must be the same.
     """
 
     file: str
     offset: int
     nbytes: int
-    digest: bytes
+    made: bytes
     sums: tuple[_Sum, ...]
+    holes: tuple[tuple[int, int], ...]
 
     @property
     def end(self) -> int:
@@ -54,6 +60,16 @@ class _Copy(NamedTuple):
     def nbytes(self) -> int:
         """Bytes of the file."""
         return self.part.nbytes
+
+
+class _Rest:
+    """What is known of a run while its end is not."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+        self.data = bytearray()
+        self.sums: list[_Sum] = []
+        self.holes: list[tuple[int, int]] = []
 
 
 class RestTile(NamedTuple):
@@ -120,25 +136,42 @@ class Rest:
 
     def _rest_of(self, file: FileLayout) -> Iterator[RestRun | _Copy]:
         """Yield what of a file is no tensor, in order, in runs of about a tile at most."""
-        tile = self._written.tile
-        pending, sums, offset = bytearray(), list[_Sum](), 0
+        tile, widest = self._written.tile, _HOLE if self._written.block == 1 else 0
+        run, offset = _Rest(file.path), 0
         for part in file.parts:
             if isinstance(part, Literal):
-                sums += [(offset + patch.at, patch.part) for patch in part.patches]
+                run.sums += [(offset + patch.at, patch.part) for patch in part.patches]
                 for at in range(0, part.nbytes, tile):
-                    if len(pending) >= tile:
-                        yield _run(file.path, offset + at, pending, sums)
-                        pending = bytearray()
-                    pending += memoryview(part.data)[at : at + tile]
+                    if len(run.data) >= tile:
+                        yield self._run(run, offset + at)
+                    run.data += memoryview(part.data)[at : at + tile]
+            elif run.data and part.nbytes <= widest and not isinstance(part, Verbatim):
+                run.holes.append((offset, part.nbytes))
+                run.data += bytes(part.nbytes)
             elif part.nbytes:
-                if pending:
-                    yield _run(file.path, offset, pending, sums)
-                pending, sums = bytearray(), []
+                if run.data:
+                    yield self._run(run, offset)
+                run.sums.clear()
             if isinstance(part, Verbatim):
                 yield _Copy(file.path, offset, part)
             offset += part.nbytes
-        if pending:
-            yield _run(file.path, offset, pending, sums)
+        if run.data:
+            yield self._run(run, offset)
+
+    def _run(self, rest: _Rest, end: int) -> RestRun:
+        """Return the run of bytes that ends at an offset of a file; the next one begins there."""
+        data, holes = memoryview(rest.data), tuple(rest.holes)
+        start = end - len(data)
+        sums = tuple([each for each in rest.sums if start - _SUM < each[0] < end])
+        _blank(data, start, sums)
+        made = self._mark(data)
+        rest.data, rest.holes = bytearray(), []
+        rest.sums = [each for each in rest.sums if each[0] + _SUM > end]
+        return RestRun(rest.file, start, len(data), made, sums, holes)
+
+    def _mark(self, data: memoryview) -> bytes:
+        """Return what tells bytes from others: on a disk, where they are read at once, these."""
+        return bytes(data) if self._written.block == 1 else _digest(data)
 
     def _job_of(self, one: RestRun | _Copy) -> Job[str, SideReaders, RestTile]:
         copied = known_runs()
@@ -159,20 +192,27 @@ class Rest:
 
     def _note_sums(self, run: RestRun, data: memoryview) -> None:
         """Note the checksums in a run, which may be cut off; those that are the same leave 0."""
+        values: dict[int, int] = {}
         for at, number in run.sums:
             low, high = _inside(data, run.offset, at)
             value = int.from_bytes(data[low:high], "little") << 8 * (run.offset + low - at)
-            with self._lock:
-                value ^= self._unequal.pop((run.file, number), 0)
-                if value:
-                    self._unequal[run.file, number] = value
+            values[number] = values.get(number, 0) ^ value
+        for number, value in values.items():
+            if value:
+                with self._lock:
+                    value ^= self._unequal.pop((run.file, number), 0)
+                    if value:
+                        self._unequal[run.file, number] = value
 
     def _is_as_made(self, one: RestRun | _Copy, readers: SideReaders) -> bool:
         if isinstance(one, RestRun):
             data = _read_back(readers, one.file, one.offset, one.nbytes)
             self._note_sums(one, data)
             _blank(data, one.offset, one.sums)
-            return _digest(data) == one.digest
+            for at, nbytes in one.holes:
+                low = at - one.offset
+                data[low : low + nbytes] = bytes(nbytes)
+            return self._mark(data) == one.made
         at = one.offset
         for piece in read_verbatim(one.part, self._source):
             if _read_back(readers, one.file, at, len(piece)) != piece:
@@ -190,15 +230,6 @@ def _read_back(readers: SideReaders, file: str, offset: int, nbytes: int) -> mem
         return readers.other.read_bytes(file, offset, nbytes)
     except (SourceError, Changed) as error:
         raise _Unreadable(error.message) from error
-
-
-def _run(file: str, end: int, data: bytearray, sums: Iterable[_Sum]) -> RestRun:
-    """Return the run of bytes that ends at an offset of a file."""
-    start = end - len(data)
-    inside = tuple(each for each in sums if start - _SUM < each[0] < end)
-    view = memoryview(data)
-    _blank(view, start, inside)
-    return RestRun(file, start, len(data), _digest(view), inside)
 
 
 def _blank(data: memoryview, start: int, sums: Iterable[_Sum]) -> None:

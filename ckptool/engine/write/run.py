@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 from ckptool.core.catalog import Chunk, TensorEntry
 from ckptool.core.layout import FileLayout, Literal, Part, Verbatim
@@ -35,6 +35,7 @@ from ckptool.storage.read_ahead import SMALL_MEMORY
 _MINIMUM_PER_WORKER = 16 << 20
 _WRITE = 1 << 19
 """Bytes of one write, while the processor's cache holds them."""
+_TILE_OF = attrgetter("tile")
 _MOST_OPEN = 32
 """Descriptors of one thread."""
 
@@ -172,7 +173,7 @@ class _PlanWriter:
 
     def _write_tiles(self, tiles: Sequence[Tile], read: Iterator[PlannedPiece]) -> None:
         """Write the pieces of some tiles as they are read."""
-        for tile, parts in groupby(read, attrgetter("tile")):
+        for tile, parts in groupby(read, _TILE_OF):
             self._count(tile, join_crcs([self._write_piece(tile, piece) for piece in parts]))
 
     def _write_piece(self, tile: Tile, piece: PlannedPiece) -> CrcPiece:
@@ -192,29 +193,29 @@ class _PlanWriter:
     def _finish(self, number: int) -> None:
         """Write what is not tensor data, sync the file, and note that it is done."""
         file, crcs = self._files[number], self._crcs.pop(number, defaultdict(list))
-        with open(self._folder / file.path, "r+b") as stream:
-            offset = 0
+        with open(self._folder / file.path, "r+b", buffering=0) as stream:
+            descriptor, offset = stream.fileno(), 0
             for at, part in enumerate(file.parts):
-                stream.seek(offset)
                 if isinstance(part, Literal):
                     data = apply_patches(part, lambda at: join_crcs(crcs[at]))
-                    stream.write(data)
+                    _write_at(descriptor, file.path, offset, memoryview(data))
                     crcs[at] = [(offset, part.nbytes, crc32(data))]
                     self._progress(part.nbytes)
                 elif isinstance(part, Verbatim):
-                    crcs[at] = [(offset, part.nbytes, self._copy_file(part, stream))]
+                    crc = self._copy_file(part, descriptor, file.path, offset)
+                    crcs[at] = [(offset, part.nbytes, crc)]
                     self._progress(part.nbytes)
                 offset += part.nbytes
-            stream.flush()
             if self._fsync:
-                os.fsync(stream.fileno())
+                os.fsync(descriptor)
         self._journal.done(file.path, join_crcs([piece for at in crcs.values() for piece in at]))
 
-    def _copy_file(self, part: Verbatim, stream: IO[bytes]) -> int:
-        """Copy a file as it is; return its CRC-32."""
+    def _copy_file(self, part: Verbatim, descriptor: int, path: str, offset: int) -> int:
+        """Copy a file as it is to an offset of another; return its CRC-32."""
         crc = 0
         for piece in read_verbatim(part, self._source):
-            stream.write(piece)
+            _write_at(descriptor, path, offset, piece)
+            offset += len(piece)
             crc = crc32(piece, crc)
         return crc
 
@@ -228,13 +229,7 @@ class _OutputFiles:
 
     def write(self, path: str, offset: int, data: memoryview) -> None:
         """Write all bytes at an offset of a file; TransferError where that fails."""
-        descriptor = self._descriptor(path)
-        done = 0
-        while done < len(data):
-            try:
-                done += os.pwrite(descriptor, data[done : done + _WRITE], offset + done)
-            except OSError as error:
-                raise TransferError(f"{path}: {error.strerror} at byte {offset + done:,}") from None
+        _write_at(self._descriptor(path), path, offset, data)
 
     def close(self) -> None:
         """Close the descriptors of the thread that calls this."""
@@ -285,6 +280,16 @@ class _PlanTiles(NamedTuple):
     def reader(self) -> PlanReader:
         """Return what one thread reads with."""
         return _WritingReader(self.files, self.records, self.output)
+
+
+def _write_at(descriptor: int, path: str, offset: int, data: memoryview) -> None:
+    """Write all bytes at an offset of the file at ``path``; TransferError where that fails."""
+    done = 0
+    while done < len(data):
+        try:
+            done += os.pwrite(descriptor, data[done : done + _WRITE], offset + done)
+        except OSError as error:
+            raise TransferError(f"{path}: {error.strerror} at byte {offset + done:,}") from None
 
 
 def _close_all(descriptors: dict[str, int]) -> None:

@@ -15,8 +15,8 @@ from typing import Any
 from ckptool.core.box import Box
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.dtype import BY_NAME
-from ckptool.core.layout import Data, Literal, Part, WrittenChunks, WrittenCut
-from ckptool.serialization.archive.write import lay_out_archive, offset_parts
+from ckptool.core.layout import Data, Literal, Part, Patch, WrittenChunks, WrittenCut
+from ckptool.serialization.archive.write import lay_out_archive
 from ckptool.serialization.pickle.write import TensorRef
 
 
@@ -127,7 +127,8 @@ class Chunks:
                 if type(part) is Data:
                     parts.append(Data(entry.name, box, part.itemsize))
                 elif type(part) is Literal and part.patches:
-                    parts += offset_parts([part], before)
+                    patches = [Patch(at, before + number) for at, number in part.patches]
+                    parts.append(Literal(part.data, tuple(patches)))
                 else:
                     parts.append(part)
         return tuple(parts)

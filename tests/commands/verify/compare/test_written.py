@@ -18,6 +18,7 @@ from ckptool.core.layout import Data, Literal, ScatteredData, Verbatim
 from ckptool.engine.run_options import RunOptions
 from ckptool.engine.write import stage as stage_module
 from ckptool.errors import NotVerified
+from ckptool.storage.local import LocalSource
 
 TARGETS = {"safetensors": "m", "torch-save": "m.pt", "dcp": "m", "dcp-safetensors": "m"}
 Damage = Callable[[bytearray, int], None]
@@ -142,6 +143,28 @@ def test_other_values_headers_and_copied_files_never_count(
         with pytest.raises(NotVerified, match="verification failed: "):
             transfer.run()
     assert not transfer.target.exists()
+
+
+@pytest.mark.parametrize("tile", [64, 1 << 20])
+def test_a_bit_between_small_tensors_never_counts(
+    tile: int, source: Path, damaging: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rest is read in runs that end anywhere, with the tensors between: checksums, too."""
+    monkeypatch.setattr(LocalSource, "tile", tile)
+    transfer = planned(source, "torch-save")
+    literals, offset = [], 0
+    for part in transfer.plan.layout.files[-1].parts:
+        if isinstance(part, Literal):
+            literals += range(offset, offset + part.nbytes, 67)
+            literals += [offset + patch.at + 3 for patch in part.patches]
+        offset += part.nbytes
+    assert len(literals) > 30
+    for at in literals[::3]:
+        damaging("m.pt", at, change)
+        with pytest.raises(NotVerified, match=r"not as made|differ"):
+            transfer.run()
+    damaging("m.pt", 0, lambda data, at: None)
+    transfer.run()
 
 
 def change(data: bytearray, at: int) -> None:
