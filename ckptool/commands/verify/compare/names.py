@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ckptool.commands.keymap.assets import assets_in
+from ckptool.commands.keymap.model_config import with_dtype
+from ckptool.commands.keymap.records import CONFIG, DTYPE_KEYS, read_beside
 from ckptool.commands.open import OpenedCheckpoint
 from ckptool.commands.options.rewrite import EVERYTHING, Selection
 from ckptool.commands.options.verify import CompareOptions
@@ -22,7 +24,7 @@ from ckptool.core.text import plural
 from ckptool.engine.check.digest import file_digests
 from ckptool.engine.check.replicas import differing_replicas
 from ckptool.engine.read.tensors import CheckedSource
-from ckptool.errors import CkptoolError, Damaged, Hostile, Problem, Unsupported
+from ckptool.errors import CkptoolError, Damaged, Hostile, Problem, Unsupported, UsageError
 from ckptool.formats import FORMATS
 from ckptool.formats.companions import companion_targets
 from ckptool.serialization.state_dict.values import UNREAD_TENSOR, Foreign, type_name
@@ -245,8 +247,9 @@ def differing_companions(
     """Yield a problem for each file beside the first one's tensors that the other lacks or changed.
 
     These are config.json, tokenizer and their like. The files of ``assets``, which ``convert``
-    copies, go before those of the same name. Every file is read once. Raises NotFound where one
-    cannot be, UsageError where there are no assets.
+    copies, go before those of the same name. A config.json that says another element type is no
+    other: tensors are compared by themselves. Raises NotFound where a file
+    cannot be read, UsageError where there are no assets.
     """
     mine, theirs = _companions(one), _companions(other)
     if assets is not None:
@@ -256,7 +259,7 @@ def differing_companions(
         counter = theirs.get(name)
         if counter is None:
             yield Problem(f"{name}: a file in A, missing in B", "companion-missing", file=name)
-        elif companion.nbytes != counter.nbytes or companion.digest() != counter.digest():
+        elif not companion.equals(counter):
             sizes_of_both = f"A {companion.nbytes:,} bytes, B {counter.nbytes:,}"
             message = f"{name}: content differs ({sizes_of_both})"
             yield Problem(message, "companion-differs", file=name)
@@ -267,9 +270,23 @@ class _Companion(NamedTuple):
     file: str
     nbytes: int
 
-    def digest(self) -> str:
+    def equals(self, other: _Companion) -> bool:
+        """Return whether both are the same bytes, or configs but for the types of elements."""
+        if self.nbytes == other.nbytes and self._digest() == other._digest():
+            return True
+        return self.file.split("/")[-1] == CONFIG and self._config() == other._config() is not None
+
+    def _digest(self) -> str:
         """Return the SHA-256 (hex) of the file."""
         return file_digests([self.file], self.source, 1)[self.file]
+
+    def _config(self) -> dict[str, Any] | None:
+        """Return a model's config without the element types it says, None where it cannot be."""
+        try:
+            typeless = with_dtype(read_beside(self.source, self.file), "")
+        except UsageError:
+            return None
+        return {key: value for key, value in typeless.items() if key not in DTYPE_KEYS}
 
 
 def _companions(opened: OpenedCheckpoint) -> dict[str, _Companion]:

@@ -40,6 +40,17 @@ def test_files_that_go_with_the_model_are_compared(model: Path) -> None:
     assert codes(other, model) == []
 
 
+def test_a_config_that_a_cast_changed_is_none_that_differs(model: Path) -> None:
+    """Tensors are compared by their types; what convert writes of them is no second difference."""
+    other = model.with_name("other")
+    (model / "config.json").write_text('{"model_type": "mine", "torch_dtype": "bfloat16"}')
+    (other / "config.json").write_text('{"model_type": "mine", "torch_dtype": "float16"}')
+    assert codes(model, other) == []
+    for differs in ('{"model_type": "yours", "torch_dtype": "bfloat16"}', "{"):
+        (other / "config.json").write_text(differs)
+        assert codes(model, other) == ["companion-differs"]
+
+
 def test_files_of_assets_are_those_that_are_compared(model: Path) -> None:
     assets = model.with_name("assets")
     shutil.copytree(model, assets, ignore=shutil.ignore_patterns("*.safetensors"))
