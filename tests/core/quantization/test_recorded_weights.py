@@ -224,6 +224,30 @@ def test_torchao_in_dcp_too(out: Path) -> None:
         assert all(torch.equal(state[name], truth[name]) for name in same)
 
 
+@pytest.mark.parametrize("file", [".pt", "_dcp", "_flat.safetensors"])
+def test_load_diff_dcp_and_maps_read_torchao_too(file: str, out: Path) -> None:
+    source = HERE / f"torchao_0_18_0{file}"
+    _, truth = recorded("torchao_0_18_0")
+    wanted = {n: truth[n] for n in ("layer.int8.weight", "layer.float8.weight")}
+    options: dict[str, Any] = {"dequantize": True, "dtype": "bfloat16", "select": sorted(wanted)}
+    for read in (_load, _load_by_dcp):
+        state = {name: torch.empty_like(tensor) for name, tensor in wanted.items()}
+        read(source, state, options)
+        assert all(torch.equal(state[name], wanted[name]) for name in wanted)
+    save_file(wanted, out / "plain.safetensors")
+    assert ckptool.diff(source, out / "plain.safetensors", values=True, **options).ok
+    changed = wanted | {"layer.int8.weight": -wanted["layer.int8.weight"]}
+    save_file(changed, out / "changed.safetensors")
+    assert not ckptool.diff(source, out / "changed.safetensors", values=True, **options).ok
+
+    (out / "turned.toml").write_text(TURNED.replace("{name}", "{layer}"))
+    rules = [f"^{re.escape(name)}$=layer.{at}.weight" for at, name in enumerate(wanted)]
+    turned = {f"turned.{at}": t.T.contiguous() for at, t in enumerate(wanted.values())}
+    state = {name: torch.empty_like(tensor) for name, tensor in turned.items()}
+    _load(source, state, options | {"rename": rules, "map": str(out / "turned.toml")})
+    assert all(torch.equal(state[name], turned[name]) for name in turned)
+
+
 def test_packed_layouts_of_torchao_are_refused_by_name(out: Path) -> None:
     source = HERE / "torchao_0_13_0.pt"
     with pytest.raises(Unsupported, match=r"layer\.packed\.weight\..*: torchao, which"):
