@@ -4,8 +4,8 @@
 small checkpoints with it, reads them with ckptool and compares every tensor, bit by bit, with what
 the writer had in memory. For those of ``RESUMES`` the framework then resumes from its own folder
 and from what ckptool made of that, on other numbers of ranks: losses must be equal to the last bit.
-The table is put into ``ckptool/docs/formats.md``. It needs a package registry, and takes about a
-minute a version.
+The table is put into ``ckptool/docs/formats.md``. It needs a package registry, and takes one to
+five minutes a version.
 Arguments are what to measure, as ``deepspeed`` or ``deepspeed==0.19.8``; other rows stay.
 """
 
@@ -25,6 +25,7 @@ from typing import Any
 from ranks import FORGOTTEN
 
 import ckptool
+from ckptool.errors import CkptoolError
 
 ROOT = Path(__file__).parents[2]
 DOC = ROOT / "ckptool" / "docs" / "formats.md"
@@ -32,8 +33,6 @@ HOME = ROOT / ".venv-compatibility"
 TORCH = "2.13.0"
 BASE = (f"torch=={TORCH}", "numpy", "safetensors", "zstandard", "setuptools", "wheel")
 HEAD = "| writer | versions | with torch | checkpoints | read bit-equal | resumes from ckptool's |"
-TORCH_AT = os.environ.get("CKPTOOL_TORCH_AT", "")
-"""A command that runs Python with another torch, as of ``make matrix``."""
 PATIENCE = 600
 """Seconds that one version may take to save, or to resume once."""
 
@@ -50,8 +49,10 @@ class Writer:
     """What the folder of a step is called, for those that open no other."""
     first: Mapping[str, str] = field(default_factory=dict)
     """The version that first wrote what a recipe makes, where not all of them did."""
-    torch: Mapping[str, str] = field(default_factory=dict)
-    """The torch that a version needs where it fails with ours; TORCH_AT runs it."""
+    python: Mapping[str, str] = field(default_factory=dict)
+    """The Python that a version needs where it cannot be installed for ours."""
+    beside: Mapping[str, str] = field(default_factory=dict)
+    """A package that a version needs older than the others do."""
 
     def recipes_of(self, version: str) -> list[str]:
         """Return the recipes that a version can write."""
@@ -106,7 +107,6 @@ WRITERS = {
         ("deepspeed_zero_2", "deepspeed_zero_3", "deepspeed_universal"),
         ("hjson", "msgpack", "ninja", "psutil", "py-cpuinfo", "pydantic", "tqdm", "einops"),
         "deepspeed",
-        torch={"0.18.9": "2.9.1"},
     ),
     "verl": Writer(
         ("0.9.1",),
@@ -118,11 +118,22 @@ WRITERS = {
         ),
         "verl",
     ),
+    "torchtune": Writer(
+        ("0.6.1",),
+        (),
+        (
+            *("datasets", "huggingface_hub", "kagglehub", "sentencepiece", "tiktoken", "blobfile"),
+            *("tokenizers", "omegaconf", "pillow", "torchao==0.10.0", "torchdata", "psutil"),
+        ),
+        "torchtune",
+        step="dist_epoch_0",
+    ),
     "megatron-core": Writer(
-        ("0.12.3", "0.14.0", "0.16.1"),
+        ("0.12.3", "0.14.0", "0.16.1", "0.19.2"),
         ("megatron_torch", "megatron_torch_dist", "megatron_torch_dist_mixed"),
-        ("einops", "packaging"),
-        torch={"0.12.3": "2.7.1"},
+        ("einops", "packaging", "psutil"),
+        python={"0.19.2": "3.12"},
+        beside={"0.12.3": "numpy==1.26.4", "0.14.0": "numpy==1.26.4"},
     ),
     "nvidia-resiliency-ext": Writer(
         ("0.2.1", "0.3.0", "0.4.1"),
@@ -136,6 +147,7 @@ RESUMES = {
     "torchtitan": ("2", "4"),
     "lightning": ("4", "1", "file"),
     "verl": ("2",),
+    "torchtune": ("2", "4"),
     "deepspeed": ("deepspeed-universal",),
     "peft": ("adapter",),
 }
@@ -151,31 +163,37 @@ def main(names: list[str]) -> int:
     unknown = {name for name, _ in asked} - WRITERS.keys()
     if unknown:
         raise SystemExit(f"{', '.join(unknown)}: not one of {', '.join(WRITERS)}")
-    wrong = False
-    for name, only in asked:
-        writer = WRITERS[name]
-        install(writer.needs)
-        for version in [only] if only else writer.versions:
-            with tempfile.TemporaryDirectory() as folder:
-                row = measure(name, version, writer, Path(folder))
-            print(name, version, *row, sep=" | ", flush=True)
-            put(known_rows() | {(name, version): row})
-            wrong |= any("differs" in cell for cell in row)
-    return wrong
+    todo = [(name, v) for name, only in asked for v in ([only] if only else WRITERS[name].versions)]
+    wrong = []
+    for at, (name, version) in enumerate(todo, 1):
+        print(f"{at} of {len(todo)}: {name} {version}", file=sys.stderr, flush=True)
+        with tempfile.TemporaryDirectory() as folder:
+            row = measure(name, version, WRITERS[name], Path(folder))
+        print(name, version, *row, sep=" | ", flush=True)
+        put(known_rows() | {(name, version): row})
+        wrong += [f"{name} {version}"] * any("differs" in cell for cell in row)
+    print(f"{len(todo)} measured, {len(wrong)} differ{': ' * bool(wrong)}{', '.join(wrong)}")
+    print(f"The table of all is in {DOC.relative_to(ROOT)}, and what could not be run says why.")
+    return bool(wrong)
 
 
 def measure(name: str, version: str, writer: Writer, folder: Path) -> list[str]:
     """Return the cells of one version: torch, recipes, whether read, whether resumed from."""
-    site, torch = HOME / "versions" / f"{name}-{version}", writer.torch.get(version, TORCH)
-    if torch != TORCH and not TORCH_AT:
-        return [torch, "-", "not run: CKPTOOL_TORCH_AT names no command", "-"]
-    python = [str(HOME / "bin" / "python")] if torch == TORCH else [TORCH_AT, torch]
+    other = writer.python.get(version)
+    shown = TORCH + f", Python {other}" * bool(other)
+    if other and not there(f"python{other}"):
+        return [shown, "-", f"not run: there is no python{other}", "-"]
+    home = HOME.with_name(f"{HOME.name}-{other}") if other else HOME
+    python, site = home / "bin" / "python", home / "versions" / f"{name}-{version}"
     try:
+        prepare(home, f"python{other}" if other else sys.executable)
+        install(home, *writer.needs)
         if not site.exists():
             options = ["--no-deps", "--no-build-isolation", "--target", str(site)]
-            install([f"{name}=={version}"], options)
+            beside = [writer.beside[version]] if version in writer.beside else []
+            install(home, *options, f"{name}=={version}", *beside)
     except subprocess.CalledProcessError as error:
-        return [torch, "-", f"not installed: {reason(error)}", "-"]
+        return [shown, "-", f"not installed: {reason(error)}", "-"]
     read, problems, tensors = [], [], 0
     for recipe in writer.recipes_of(version):
         try:
@@ -183,13 +201,16 @@ def measure(name: str, version: str, writer: Writer, folder: Path) -> list[str]:
         except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
             problems.append(f"not written: {recipe}, {reason(error)}")
             continue
-        same, wrong = compare(folder / recipe)
+        try:
+            same, wrong = compare(folder / recipe)
+        except CkptoolError as error:
+            same, wrong = 0, f"refused: {cell(error)}"
         tensors += same
         read += [] if wrong else [recipe]
         problems += [f"differs: {recipe}, {wrong}"] if wrong else []
     cells = [f"{tensors} tensors"] * bool(tensors) + problems
     resumed = resume(writer, python, site, folder) if read or not writer.recipes else "-"
-    return [torch, ", ".join(read) or "-", "; ".join(cells) or "-", resumed]
+    return [shown, ", ".join(read) or "-", "; ".join(cells) or "-", resumed]
 
 
 def compare(case: Path) -> tuple[int, str]:
@@ -224,7 +245,7 @@ def bytes_of(path: Path) -> dict[str, bytes]:
     return {name: values.tobytes() for name, values in load_file(path).items()}
 
 
-def resume(writer: Writer, python: list[str], site: Path, folder: Path) -> str:
+def resume(writer: Writer, python: Path, site: Path, folder: Path) -> str:
     """Return from what a framework resumes with the losses of its own folder."""
     if not writer.resume:
         return "-"
@@ -234,7 +255,7 @@ def resume(writer: Writer, python: list[str], site: Path, folder: Path) -> str:
         run(python, site, [script, "write", str(own), "2"], folder)
         made = []
         for kind in RESUMES[writer.resume]:
-            place = folder / (f"{kind}.ckpt" if kind != "adapter" else kind)
+            place = folder / ("file.ckpt" if kind == "file" else kind)
             target = place / (writer.step if kind != "file" else "")
             target.parent.mkdir(exist_ok=True)
             if kind == "file":
@@ -257,6 +278,8 @@ def resume(writer: Writer, python: list[str], site: Path, folder: Path) -> str:
             made.append(words.get(kind, f"{kind} rank{'s' * (kind != '1')}"))
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
         return f"not run: {reason(error)}"
+    except CkptoolError as error:
+        return f"differs: refused: {cell(error)}"
     equal = "logits" if "adapter" in RESUMES[writer.resume] else "losses"
     return f"{', '.join(made)}: equal {equal}{f', {FORGOTTEN}' * (FORGOTTEN in one)}"
 
@@ -269,26 +292,37 @@ def numbers(version: str) -> list[int]:
     return [int(part) for part in version.split(".")]
 
 
-def install(packages: tuple[str, ...] | list[str], more: list[str] | None = None) -> None:
-    """Install packages where all versions find them, or one version by itself."""
-    if not (HOME / "bin" / "python").exists():
-        subprocess.run([sys.executable, "-m", "venv", str(HOME)], check=True)
-        install(BASE)
-    command = [str(HOME / "bin" / "python"), "-m", "pip", "-qq", "--disable-pip-version-check"]
-    environment = os.environ | {"DS_BUILD_OPS": "0"}
+def there(python: str) -> bool:
+    """Return whether a Python can be run, which a pyenv's stand-in for one cannot."""
+    try:
+        return not subprocess.run([python, "-c", ""], capture_output=True).returncode
+    except FileNotFoundError:
+        return False
+
+
+def prepare(home: Path, python: str) -> None:
+    """Make the environment that versions are put in front of, where it is not there."""
+    if not (home / "bin" / "python").exists():
+        subprocess.run([python, "-m", "venv", str(home)], check=True)
+        install(home, *BASE)
+
+
+def install(home: Path, *arguments: str) -> None:
+    """Install what pip is told to, with the Python of ``home``."""
+    command = [str(home / "bin" / "python"), "-m", "pip", "-qq", "--disable-pip-version-check"]
     subprocess.run(
-        [*command, "install", *(more or []), *packages],
-        check=True, capture_output=True, text=True, env=environment,
+        [*command, "install", *arguments],
+        check=True, capture_output=True, text=True, env=os.environ | {"DS_BUILD_OPS": "0"},
     )  # fmt: skip
 
 
-def run(python: list[str], site: Path, arguments: list[str], folder: Path) -> str:
+def run(python: Path, site: Path, arguments: list[str], folder: Path) -> str:
     """Run Python with one version in front; CalledProcessError where it fails."""
-    shared = next((HOME / "lib").glob("*/site-packages"))
+    shared = next((site.parents[1] / "lib").glob("*/site-packages"))
     paths = os.pathsep.join(map(str, (site, ROOT / "fixtures", shared)))
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*python, *arguments], cwd=folder, env=environment,
+        [python, *arguments], cwd=folder, env=environment,
         check=True, capture_output=True, text=True, timeout=PATIENCE,
     )  # fmt: skip
     return done.stdout
@@ -299,7 +333,12 @@ def reason(error: subprocess.CalledProcessError | subprocess.TimeoutExpired) -> 
     if isinstance(error, subprocess.TimeoutExpired):
         return f"longer than {error.timeout:.0f} s"
     lines = [line for line in (error.stderr or "").splitlines() if re.match(r"[\w.]*Error", line)]
-    return (lines or ["failed"])[-1].replace("|", "/").replace(str(ROOT), "")[:90]
+    return cell((lines or ["failed"])[-1])
+
+
+def cell(text: object) -> str:
+    """Return a text's first line as a cell of a table."""
+    return str(text).splitlines()[0].replace("|", "/").replace(str(ROOT), "")[:90]
 
 
 def known_rows() -> dict[tuple[str, str], list[str]]:
