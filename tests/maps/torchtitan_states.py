@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,27 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"model_type": "qwen3_moe", "num_attention_heads": 4},
     "deepseek_v3": {"model_type": "deepseek_v3", "num_hidden_layers": 2},
     "deepseek_v3_predicting": {"model_type": "deepseek_v3", "num_hidden_layers": 2},
+}
+VISION = {"in_channels": 3, "temporal_patch_size": 2, "patch_size": 2}
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 3,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 4,
+}
+CONFIGS |= {
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 4,
+    },
+    "qwen3_5": {"model_type": "qwen3_5", "text_config": DELTA, "vision_config": VISION},
+    "qwen3_5_moe": {
+        "model_type": "qwen3_5_moe",
+        "text_config": DELTA,
+        "vision_config": VISION,
+    },
 }
 FAMILIES = list(CONFIGS)
 States = dict[str, dict[str, np.ndarray[Any, Any]]]
@@ -65,12 +87,41 @@ def _made(
     if config.enable_weight_tying:
         trainer["lm_head.weight"] = trainer["tok_embeddings.weight"]
     adapter = spec.state_dict_adapter(config, None)
-    there = adapter.to_hf(dict(trainer))
+    there = adapter.to_hf({_LETTERS.sub(r"\1", name): t for name, t in trainer.items()})
     back = adapter.from_hf(dict(there))
+    there = dict(_as_transformers_has(name, tensor) for name, tensor in there.items())
+    letters = {_LETTERS.sub(r"\1", name): name for name in trainer}
+    back = {letters[name]: tensor for name, tensor in back.items()}
     return {
-        side: {n: t.numpy().astype("i2") for n, t in state.items()}
+        side: {n: t.contiguous().numpy().astype("i2") for n, t in state.items()}
         for side, state in (("trainer", trainer), ("hf", there), ("back", back))
     }
+
+
+_LETTERS = re.compile(r"(mlp\d_(?:weight|bias))_[A-Z]+")
+"""What the model of gpt-oss has at the end of names, and its adapter does not know of."""
+_EXPERTS = re.compile(r"(.*\.experts\.(?:gate_up|down)_proj)(?:_blocks)?")
+
+
+def _as_transformers_has(name: str, tensor: Any) -> tuple[str, Any]:
+    """Experts that are packed as transformers 5.23 has them.
+
+    The adapters have those of gpt-oss under the names and in the order of MXFP4, the outputs first,
+    and those of Qwen3.5 with the inputs first; transformers has either the other way.
+    """
+    match = _EXPERTS.fullmatch(name)
+    return (match[1], tensor.transpose(-2, -1).contiguous()) if match else (name, tensor)
+
+
+def _of_qwen3_5(flavor: str) -> States:
+    """A layer of DeltaNet and one of attention, and the vision model."""
+    from torchtitan.models.qwen3_5 import model_registry
+
+    spec = model_registry(flavor)
+    delta, vision = spec.model.layers[2].delta_net, spec.model.vision_encoder
+    delta.in_proj_q.out_features, delta.in_proj_v.out_features = 6, 16
+    vision.patch_size, vision.num_layers = 2, 2
+    return _made(spec, slice(2, 4), {256: 16, 16: 16, 1536: 24})
 
 
 def _counted(shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
@@ -95,6 +146,7 @@ def _few_experts(moe: Any) -> None:
 def _families() -> dict[str, Callable[[], States]]:
     from torchtitan.models.deepseek_v3 import deepseekv3_configs
     from torchtitan.models.deepseek_v3 import model_registry as deepseek
+    from torchtitan.models.gpt_oss import model_registry as gpt_oss
     from torchtitan.models.llama3 import model_registry as llama
     from torchtitan.models.qwen3 import model_registry as qwen
 
@@ -111,6 +163,11 @@ def _families() -> dict[str, Callable[[], States]]:
             {},
             config=deepseekv3_configs["671B"]("flex", "standard", num_mtp_layers=1),
         ),
+        "gpt_oss": lambda: _made(
+            gpt_oss("debugmodel"), two, {256: 8, 4096: 16, 512: 8, 5760: 8, 2880: 4}
+        ),
+        "qwen3_5": lambda: _of_qwen3_5("debugmodel"),
+        "qwen3_5_moe": lambda: _of_qwen3_5("debugmodel_moe"),
     }
 
 
@@ -142,7 +199,10 @@ def states(family: str) -> States:
 
 
 def record() -> None:
-    """Write what all adapters make into the record, and the job configs."""
+    """Write what all adapters make into the record, and the job configs.
+
+    Qwen3.5's needs ``fla``, whose kernels are for GPUs: an empty module will do.
+    """
     arrays = {
         f"{family}|{side}|{name}": values
         for family in _families()
