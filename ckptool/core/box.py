@@ -60,14 +60,18 @@ class Box(NamedTuple):
 
 
 class BoxTable(Sequence[Box]):
-    """Many boxes as two columns: numpy arrays ``[n, dims]`` of their lows and their highs."""
+    """Many boxes as two columns: numpy arrays ``[n, dims]`` of their lows and their highs.
 
-    __slots__ = ("_hash", "highs", "lows")
+    Tensors that are cut alike share one, which remembers whether it is a grid over their shape.
+    """
+
+    __slots__ = ("_grid", "_hash", "highs", "lows")
 
     def __init__(self, lows: Any, highs: Any) -> None:
         self.lows = lows
         self.highs = highs
         self._hash: int | None = None
+        self._grid: tuple[Sequence[int], bool] | None = None
 
     def __len__(self) -> int:
         return len(self.lows)
@@ -100,6 +104,11 @@ class BoxTable(Sequence[Box]):
 
     def is_grid(self, shape: Sequence[int]) -> bool:
         """Return whether the boxes are those of a grid over the whole shape, as ``is_grid``."""
+        if self._grid is None or self._grid[0] != shape:
+            self._grid = (shape, self._find_grid(shape))
+        return self._grid[1]
+
+    def _find_grid(self, shape: Sequence[int]) -> bool:
         import numpy as np
 
         if not len(self) or self.lows.shape[1] != len(shape) or max(shape, default=0) >= 1 << 31:

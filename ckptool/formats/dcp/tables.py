@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from operator import gt
 from typing import Any, Protocol
 
 from ckptool.core.box import BoxTable
@@ -216,6 +217,11 @@ def _match(shape: tuple[int, ...], boxes: BoxTable, dims: Any, lows: Any) -> Any
     """
     import numpy as np
 
+    if len(lows) == len(boxes) == 1 and dims[0] == len(shape):
+        low = boxes.lows[0].tolist()
+        if lows[0, : len(shape)].tolist() != low or any(map(gt, low, shape)):
+            raise Unfit
+        return None
     strides = [1]
     for size in reversed(shape):
         strides.append(strides[-1] * (size + 1))
