@@ -18,10 +18,8 @@ from ckptool.storage.local import Files
 
 _SUM = 4
 """Bytes of the checksum of a part, which is known once that is written."""
-
-
 _HOLE = 1 << 14
-"""Bytes of a tensor that are read along with what is on both sides of it, on a disk."""
+"""Bytes of tensors that are read along with what is on both sides of them, on a disk."""
 
 _Sum = tuple[int, int]
 """The offset of a checksum, and the number of the part that it is of."""
@@ -67,9 +65,23 @@ class _Rest:
 
     def __init__(self, file: str) -> None:
         self.file = file
+        self.start = 0
         self.data = bytearray()
         self.sums: list[_Sum] = []
         self.holes: list[tuple[int, int]] = []
+
+    @property
+    def end(self) -> int:
+        """Where in the file it ends by now."""
+        return self.start + len(self.data)
+
+    def go_on_at(self, offset: int) -> None:
+        """Leave out what lies before an offset; begin there where nothing is known yet."""
+        if not self.data:
+            self.start = offset
+        elif offset > self.end:
+            self.holes.append((self.end, offset - self.end))
+            self.data += bytes(offset - self.end)
 
 
 class RestTile(NamedTuple):
@@ -140,34 +152,29 @@ class Rest:
         run, offset = _Rest(file.path), 0
         for part in file.parts:
             if isinstance(part, Literal):
+                run.go_on_at(offset)
                 run.sums += [(offset + patch.at, patch.part) for patch in part.patches]
                 for at in range(0, part.nbytes, tile):
                     if len(run.data) >= tile:
-                        yield self._run(run, offset + at)
+                        yield self._run(run)
                     run.data += memoryview(part.data)[at : at + tile]
-            elif run.data and part.nbytes <= widest and not isinstance(part, Verbatim):
-                run.holes.append((offset, part.nbytes))
-                run.data += bytes(part.nbytes)
-            elif part.nbytes:
-                if run.data:
-                    yield self._run(run, offset)
-                run.sums.clear()
+            elif run.data and offset + part.nbytes - run.end > widest:
+                yield self._run(run)
             if isinstance(part, Verbatim):
                 yield _Copy(file.path, offset, part)
             offset += part.nbytes
         if run.data:
-            yield self._run(run, offset)
+            yield self._run(run)
 
-    def _run(self, rest: _Rest, end: int) -> RestRun:
-        """Return the run of bytes that ends at an offset of a file; the next one begins there."""
-        data, holes = memoryview(rest.data), tuple(rest.holes)
-        start = end - len(data)
+    def _run(self, rest: _Rest) -> RestRun:
+        """Return the run of bytes that ends here; the next one begins there."""
+        data, start, end = memoryview(rest.data), rest.start, rest.end
         sums = tuple([each for each in rest.sums if start - _SUM < each[0] < end])
         _blank(data, start, sums)
-        made = self._mark(data)
-        rest.data, rest.holes = bytearray(), []
+        run = RestRun(rest.file, start, len(data), self._mark(data), sums, tuple(rest.holes))
+        rest.start, rest.data, rest.holes = end, bytearray(), []
         rest.sums = [each for each in rest.sums if each[0] + _SUM > end]
-        return RestRun(rest.file, start, len(data), made, sums, holes)
+        return run
 
     def _mark(self, data: memoryview) -> bytes:
         """Return what tells bytes from others: on a disk, where they are read at once, these."""
