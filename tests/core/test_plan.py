@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from ckptool.core.catalog import Catalog, Chunk, Extent, TensorEntry, coverage_p
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.layout import Data, FileLayout, Layout, Literal
 from ckptool.core.plan import Group, Plan, Tile
-from ckptool.core.sharding.index import ChunkIndex
+from ckptool.core.sharding.index import BoxIndex, ChunkIndex
 from ckptool.errors import Damaged
 
 F32 = BY_NAME["float32"]
@@ -197,3 +198,19 @@ def test_a_large_grid_is_planned_in_one_sweep() -> None:
     boxes = [Box((8 * i,), (8 * i + 8,)) for i in range(8000)]
     plan = plan_of(entry((64000,), boxes))
     assert sum(len(tile.sources) for tile in tiles_of(plan, 32)) == 8000
+
+
+def test_what_many_chunks_have_in_common_with_a_box_is_found_one_by_one() -> None:
+    class Boxes(list[Box]):
+        looked_at = 0
+
+        def __getitem__(self, at: Any) -> Any:
+            self.looked_at += 1
+            return super().__getitem__(at)
+
+    boxes = Boxes(Box((8 * i,), (8 * i + 8,)) for i in range(8000))
+    index = BoxIndex(boxes)
+    boxes.looked_at = 0
+    found = iter(index.find(Box((0,), (64000,))))
+    assert [next(found).place for _ in range(3)] == [0, 1, 2]
+    assert boxes.looked_at == 3

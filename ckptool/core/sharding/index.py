@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -44,8 +44,10 @@ class BoxIndex:
         self._known: dict[Box, list[SharedBox]] = {}
         self._room = _FEW
 
-    def find(self, box: Box) -> list[SharedBox]:
-        """Return what each has in common with ``box``; for the first boxes it is kept."""
+    def find(self, box: Box) -> Iterable[SharedBox]:
+        """Return what each has in common with ``box``; of few boxes it is kept for the first."""
+        if len(self._boxes) > _FEW:
+            return self._find(box)
         known = self._known.get(box)
         if known is None:
             known = list(self._find(box))
