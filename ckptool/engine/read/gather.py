@@ -250,6 +250,14 @@ class Gatherer:
         if runs is not None:
             self._reader.read_runs(file, offset, strides[dim], runs)
             return
+        order = sorted(range(out.ndim), key=lambda d: -strides[d])
+        stored_so = out.flags.c_contiguous and order == [*range(out.ndim)]
+        if not worth and not stored_so and out.nbytes <= SPAN:
+            # In the file's order many runs are one call; out of memory they are put in any order.
+            stored: Array = np.empty([out.shape[d] for d in order], out.dtype)
+            self._fill(stored, file, offset, tuple(strides[d] for d in order))
+            out.transpose(order)[...] = stored
+            return
         half = out.shape[dim] // 2
         head = tuple(slice(None) for _ in range(dim))
         self._fill(out[(*head, slice(0, half))], file, offset, strides)

@@ -25,7 +25,7 @@ from ckptool.engine.read import gather, row_cache, runs, strips
 from ckptool.engine.read.gather import Gatherer, unit
 from ckptool.engine.read.rounding import cast
 from ckptool.errors import Damaged
-from ckptool.storage.local import LocalSource
+from ckptool.storage.local import LocalReader, LocalSource
 
 RNG = np.random.default_rng(3)
 DATA = RNG.integers(0, 256, 4096, np.uint8).tobytes()
@@ -48,7 +48,9 @@ def strided(draw: st.DrawFn) -> tuple[int, int, tuple[int, ...], tuple[int, ...]
     )
 
 
-def gathered(at: Place, box: Box, itemsize: int, corner: tuple[int, ...]) -> np.ndarray:
+def gathered(
+    at: Place, box: Box, itemsize: int, corner: tuple[int, ...], block: int | None = None
+) -> np.ndarray:
     """Through a file, for a chunk that lies at ``corner`` of its tensor."""
     dtype = next(dtype for dtype in BY_NAME.values() if dtype.itemsize == itemsize)
     out = np.zeros(box.shape, unit(itemsize))
@@ -58,7 +60,9 @@ def gathered(at: Place, box: Box, itemsize: int, corner: tuple[int, ...]) -> np.
         Path(folder, "f").write_bytes(DATA)
         if isinstance(at, EncodedBlob):
             Path(folder, "z").write_bytes(b"head" + deflated(DATA))
-        gatherer = Gatherer(LocalSource(Path(folder), {}))
+        source = LocalSource(Path(folder), {})
+        source.block = block or source.block
+        gatherer = Gatherer(source)
         try:
             gatherer.fill(out, chunk, moved, dtype)
         finally:
@@ -78,14 +82,34 @@ def expected(offset: int, strides: tuple[int, ...], box: Box, itemsize: int) -> 
     return np.ndarray(box.shape, unit(itemsize), DATA, start, strides)
 
 
-@given(strided(), st.integers(0, 5))
+@given(strided(), st.integers(0, 5), st.sampled_from([None, 1]))
 @settings(max_examples=150)
 def test_any_strides_and_box(
-    found: tuple[int, int, tuple[int, ...], tuple[int, ...], Box], corner: int
+    found: tuple[int, int, tuple[int, ...], tuple[int, ...], Box], corner: int, block: int | None
 ) -> None:
+    """Also where no gap is read over, so that runs are read one by one."""
     itemsize, offset, shape, strides, box = found
-    result = gathered(Extent("f", offset, strides), box, itemsize, (corner,) * len(shape))
+    result = gathered(Extent("f", offset, strides), box, itemsize, (corner,) * len(shape), block)
     assert result.tobytes() == expected(offset, strides, box, itemsize).tobytes()
+
+
+def test_columns_are_read_as_rows_of_another_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tile of a transpose: its runs are asked for at once, not one for each row of the file."""
+    stored = RNG.integers(0, 1 << 32, (64, 8192), np.uint32)
+    (tmp_path / "f").write_bytes(stored.tobytes())
+    asked = []
+    monkeypatch.setattr(LocalReader, "read_into", lambda *_: pytest.fail("a run by itself"))
+    read_runs = LocalReader.read_runs
+    monkeypatch.setattr(LocalReader, "read_runs", lambda *a: asked.append(a) or read_runs(*a))
+    out = np.zeros((50, 64), np.uint32)
+    chunk = Chunk(Box.whole((8192, 64)), Extent("f", 0, (4, 32768)))
+    gatherer = Gatherer(LocalSource(tmp_path, {}))
+    gatherer.fill(out, chunk, Box((100, 0), (150, 64)), BY_NAME["float32"])
+    gatherer.close()
+    assert (out == stored.T[100:150]).all()
+    assert len(asked) == 1
 
 
 @given(strided())
