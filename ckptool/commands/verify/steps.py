@@ -5,14 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
-from ckptool.commands.detect import (
-    find_checkpoints,
-    folder_at,
-    holds_checkpoint,
-    natural_key,
-)
+from ckptool.commands.detect import find_checkpoints, natural_key
 from ckptool.errors import NotFound, Unrecognised
 from ckptool.formats import FORMATS
 from ckptool.storage.retry import NoAnswer
@@ -189,16 +184,12 @@ def says_step(step: Step) -> bool:
 
 
 def holds_steps(step: Step) -> bool:
-    """Return whether a step's folder holds others, each in a folder or a file of its own."""
-    names = (name for part in step.parts for name in within(part, step.path).parts)
-    if any(_is_of_another(step, name) for name in names):
-        return True
-    files = folder_at(step.path).files if _is_folder(step.path) else ()
-    folders = {folder for file in files for folder in PurePosixPath(file).parents}
-    others = (folder for folder in folders if _is_of_another(step, folder.name))
-    return any(holds_checkpoint(step.path / str(folder)) for folder in others)
+    """Return whether a step's folder holds others, each in a folder or a file of its own.
 
-
-def _is_of_another(step: Step, name: str) -> bool:
-    found = (pattern.search(name) for pattern in _NUMBERS)
+    A file directly in a step that is a checkpoint as a whole is of that, whatever its name.
+    """
+    inner = find_checkpoints(step.path)[1] if _is_folder(step.path) else ()
+    deep = (path for path in inner if path.is_dir() or path.parent != step.path)
+    names = (name for path in (*step.parts, *deep) for name in within(path, step.path).parts)
+    found = (pattern.search(name) for name in names for pattern in _NUMBERS)
     return any(match is not None and int(match[1]) != step.number for match in found)

@@ -208,9 +208,10 @@ def test_a_second_way_to_the_same_steps_is_left(tmp_path: Path) -> None:
     assert names_in(tmp_path / "all") == ["step-2"]
 
 
-def test_a_checkpoint_with_steps_inside_is_left(tmp_path: Path) -> None:
+@pytest.mark.parametrize("inner", ["checkpoint-500", "checkpoint-500/actor"])
+def test_a_checkpoint_with_steps_inside_is_left(inner: str, tmp_path: Path) -> None:
     run = run_of(tmp_path, 1, 2)
-    shutil.copytree(SOURCE, run / "step-1" / "inner" / "checkpoint-500")
+    shutil.copytree(SOURCE, run / "step-1" / "inner" / inner)
     (run / "step-1" / "epoch_7").mkdir()
     report = pruned(run, yes=True)
     assert fates(report) == {"step-2": "keep", "step-1": "leave"}
