@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -316,6 +317,14 @@ def test_names_that_no_file_can_have_are_refused_before_anything_is_written(out:
     with pytest.raises(CkptoolError, match="has 307"):
         convert_to("deepspeed-universal", source, out / "m", rename=rename)
     assert [path.name for path in out.iterdir()] == ["m" * 227]
+
+
+@pytest.mark.parametrize("said", [0, -1])
+def test_a_file_system_that_does_not_say_how_long_names_are_takes_all(
+    said: int, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "pathconf", lambda path, name: said)
+    convert_to("dcp", case("dcp_base").path, out / "m")
 
 
 def test_the_root_of_the_disk_is_no_target() -> None:

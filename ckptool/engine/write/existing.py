@@ -93,10 +93,13 @@ def require_space(folder: Path, needed: int, staged: Path, sizes: Mapping[str, i
 
 
 def require_short_names(folder: Path, names: Iterable[str], hint: str) -> None:
-    """Raise Unsupported where the file system of a folder takes no name as long as one of these."""
-    if not folder.is_dir():
+    """Raise Unsupported where the file system of a folder takes no name as long as one of these.
+
+    Not every file system says what it takes: some say 0, or that there is no limit.
+    """
+    most = os.pathconf(folder, "PC_NAME_MAX") if folder.is_dir() else 0
+    if most <= 0:
         return
-    most = os.pathconf(folder, "PC_NAME_MAX")
     for name in {part for path in names for part in path.split("/")}:
         nbytes = len(name.encode(errors="replace"))
         if nbytes > most:
