@@ -285,6 +285,10 @@ OTHERS = [row.replace(b"h\x02", b"h\x08", 1) for row in NUMBERED]
             b"\x8c\x01D\x940h\x04h\x07\x93\x94}(" + b"".join([*NUMBERED[:4], *OTHERS[:4]]) + b"u.",
             id="keys and values of a class, then of another",
         ),
+        pytest.param(
+            b"(](" + instance(b"h\x04") * 4 + b"eNq\x040](" + instance(b"h\x04") * 4 + b"et.",
+            id="the same, of what is noted anew",
+        ),
     ],
 )
 def test_rows_of_odd_programs_are_as_one_by_one(
