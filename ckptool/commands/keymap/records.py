@@ -90,6 +90,17 @@ def _parse(path: str, nbytes: int, read: Callable[[], bytes]) -> Record:
 
     What ``vision_config`` has is there as ``vision_config.NAME``, too.
     """
+    content = parse_object(path, nbytes, read)
+    inner, vision = content.get("text_config"), content.get("vision_config")
+    if isinstance(vision, dict):
+        content |= {f"vision_config.{name}": value for name, value in vision.items()}
+    if not isinstance(inner, dict):
+        return content
+    return {**content, **inner, **{key: content[key] for key in DTYPE_KEYS if content.get(key)}}
+
+
+def parse_object(path: str, nbytes: int, read: Callable[[], bytes]) -> dict[str, Any]:
+    """Parse an object of JSON or YAML; UsageError where it is none, or too large for one."""
     is_yaml = path.endswith(".yaml")
     most = _LARGEST_YAML if is_yaml else _LARGEST
     if nbytes > most:
@@ -101,12 +112,7 @@ def _parse(path: str, nbytes: int, read: Callable[[], bytes]) -> Record:
         raise UsageError(f"{path}: cannot be read as {kind}: {error}") from None
     if not isinstance(content, dict):
         raise UsageError(f"{path}: not a {kind} object")
-    inner, vision = content.get("text_config"), content.get("vision_config")
-    if isinstance(vision, dict):
-        content |= {f"vision_config.{name}": value for name, value in vision.items()}
-    if not isinstance(inner, dict):
-        return content
-    return {**content, **inner, **{key: content[key] for key in DTYPE_KEYS if content.get(key)}}
+    return content
 
 
 def _load_yaml(data: bytes) -> Any:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ckptool.commands.keymap.assets import assets_in
-from ckptool.commands.keymap.model_config import with_dtype
-from ckptool.commands.keymap.records import CONFIG, DTYPE_KEYS, read_beside
+from ckptool.commands.keymap.records import CONFIG, DTYPE_KEYS, parse_object
 from ckptool.commands.open import OpenedCheckpoint
 from ckptool.commands.options.rewrite import EVERYTHING, Selection
 from ckptool.commands.options.verify import CompareOptions
@@ -248,8 +248,8 @@ def differing_companions(
 
     These are config.json, tokenizer and their like. The files of ``assets``, which ``convert``
     copies, go before those of the same name. A config.json that says another element type is no
-    other: tensors are compared by themselves. Raises NotFound where a file
-    cannot be read, UsageError where there are no assets.
+    other: tensors are compared by themselves. Raises NotFound where a file cannot be read,
+    UsageError where there are no assets.
     """
     mine, theirs = _companions(one), _companions(other)
     if assets is not None:
@@ -274,19 +274,26 @@ class _Companion(NamedTuple):
         """Return whether both are the same bytes, or configs but for the types of elements."""
         if self.nbytes == other.nbytes and self._digest() == other._digest():
             return True
-        return self.file.split("/")[-1] == CONFIG and self._config() == other._config() is not None
+        is_config = self.file.split("/")[-1] == CONFIG
+        return is_config and self._typeless_config() == other._typeless_config() is not None
 
     def _digest(self) -> str:
         """Return the SHA-256 (hex) of the file."""
         return file_digests([self.file], self.source, 1)[self.file]
 
-    def _config(self) -> dict[str, Any] | None:
-        """Return a model's config without the element types it says, None where it cannot be."""
+    def _typeless_config(self) -> str | None:
+        """Return a model's config without the element types it says, None where it is none."""
         try:
-            typeless = with_dtype(read_beside(self.source, self.file), "")
+            config = parse_object(
+                self.file, self.nbytes, lambda: self.source.read(self.file, 0, self.nbytes)
+            )
         except UsageError:
             return None
-        return {key: value for key, value in typeless.items() if key not in DTYPE_KEYS}
+        inner = config.get("text_config")
+        for part in (config, inner if isinstance(inner, dict) else {}):
+            for key in DTYPE_KEYS:
+                part.pop(key, None)
+        return json.dumps(config, sort_keys=True)
 
 
 def _companions(opened: OpenedCheckpoint) -> dict[str, _Companion]:

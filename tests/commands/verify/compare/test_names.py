@@ -51,6 +51,18 @@ def test_a_config_that_a_cast_changed_is_none_that_differs(model: Path) -> None:
         assert codes(model, other) == ["companion-differs"]
 
 
+def test_what_a_config_says_beside_its_text_config_is_compared(model: Path) -> None:
+    """A reader of sizes takes them from there: these are not all that a config says."""
+    other = model.with_name("other")
+    config = '{"size": %s, "text_config": {"size": 5, "dtype": "%s"}}'
+    (model / "config.json").write_text(config % (7, "float32"))
+    (other / "config.json").write_text(config % (7, "bfloat16"))
+    assert codes(model, other) == []
+    for size in (8, "7.0", "true"):
+        (other / "config.json").write_text(config % (size, "bfloat16"))
+        assert codes(model, other) == ["companion-differs"]
+
+
 def test_files_of_assets_are_those_that_are_compared(model: Path) -> None:
     assets = model.with_name("assets")
     shutil.copytree(model, assets, ignore=shutil.ignore_patterns("*.safetensors"))
