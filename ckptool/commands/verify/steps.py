@@ -26,8 +26,11 @@ _NUMBERS = (_STEP, _ITERATION, _after("(?:checkpoint|ckpt)"), _EPOCH)
 _OF_TRAINER = re.compile(r"^checkpoint-(\d{1,18})")
 """As transformers' Trainer counts steps; ``checkpoint_0`` of accelerate counts saves."""
 _LAST_NUMBER = re.compile(r"(\d{1,18})(?!.*\d)")
-_TYPE = re.compile(r"(?<![a-z])(?:fp|bf|b?float|u?int|nf)(?:4|8|16|32|64)(?!\d)", re.IGNORECASE)
-"""An element type, as in ``diffusion_pytorch_model.fp16.safetensors``."""
+_TYPE = re.compile(
+    r"(?<![a-z])(?:fp|bf|b?float|u?int|nf)(?:4|8|16|32|64)(?!\d)(?:_?e[2-8]m[0-3](?!\d))?",
+    re.IGNORECASE,
+)
+"""An element type, as in ``diffusion_pytorch_model.fp16.safetensors``, ``flux.fp8_e4m3fn.pt``."""
 _SHARD = re.compile(r"\d+-of-\d+")
 
 
