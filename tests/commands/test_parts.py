@@ -407,6 +407,21 @@ def test_a_part_that_begins_while_others_are_removed_ends_the_new_run(
     assert not target.exists()
 
 
+def test_a_part_goes_on_without_verification_only_from_an_untouched_source(
+    three: Any, source: Path, tmp_path: Path
+) -> None:
+    planned, target = three
+    copy = Path(shutil.copytree(source, tmp_path / "copy"))
+    planned(copy, target, asked("2/3", verify=False)).run()
+    file = copy / "__0_0.distcp"
+    before = file.stat()
+    file.write_bytes(file.read_bytes())
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    again = planned(copy, target, asked("2/3", verify=False))
+    refused(again.run, "the source was written to, or touched")
+    planned(copy, target, asked("2/3")).run()
+
+
 def test_files_that_go_before_a_part_is_done_end_it(
     three: Any, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -64,13 +64,15 @@ class Journal:
         others: Iterable[Path] = (),
         files: Mapping[str, int] | None = None,
         parts: int | None = None,
+        state: str | None = None,
     ) -> Journal:
         """Open the journal of an earlier run of the same plan over the same source.
 
         ``others`` are journals that further ranks kept of the same output, ``files`` the sizes of
         those that are to be written, to be noted if they are not; ``parts`` is into how many the
-        run is shared. What parts noted is kept where the run is no longer shared, and no part goes
-        on from then. Raises Unsupported where these are not those of the earlier run.
+        run is shared, ``state`` that of the source where it begins here. What parts noted is kept
+        where the run is no longer shared, and no part goes on from then. Raises Unsupported where
+        these are not those of the earlier run.
         """
         stream = _open_locked(path)
         finished: dict[str, int] = {}
@@ -85,7 +87,7 @@ class Journal:
         resumed = cls(stream, finished)
         was_part = parts is None and path in begun and "parts" in read_part(path)[0]
         if path not in begun or was_part:
-            more = {"parts": parts, "files": files}
+            more = {"parts": parts, "files": files, "state": state}
             resumed.begin(plan, source, **{k: v for k, v in more.items() if v is not None})
         if was_part:
             for name, crc in finished.items():
@@ -135,15 +137,15 @@ def read_part(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return (lines[0] if lines else {}), (part if is_done else {})
 
 
-def require_untouched(path: Path, state: str) -> None:
+def require_untouched(journals: Iterable[Path], state: str) -> None:
     """Raise Unsupported where a journal began with another ``state`` of the source's files."""
-    head = read_part(path)[0] if path.exists() else {}
-    if head.get("state", state) != state:
-        raise Unsupported(
-            f"{path}: cannot resume: the source was written to, or touched, since the run began",
-            hint="without --no-verify what was written is compared with it; or run again without"
-            " --resume to start over",
-        )
+    for path in filter(Path.exists, journals):
+        if read_part(path)[0].get("state", state) != state:
+            why = "the source was written to, or touched, since the run began"
+            raise Unsupported(
+                f"{path}: cannot resume: {why}",
+                hint="without --no-verify what was written is compared with it",
+            )
 
 
 def require_no_parts(target: object, journals: Iterable[Path]) -> None:

@@ -16,7 +16,13 @@ from ckptool.core.text import list_some
 from ckptool.engine.run_options import StageOptions
 from ckptool.engine.share import Share
 from ckptool.engine.write.existing import remove_own, require_space, require_whole, stamps
-from ckptool.engine.write.journal import Journal, is_journal, read_part, require_same_run
+from ckptool.engine.write.journal import (
+    Journal,
+    is_journal,
+    read_part,
+    require_same_run,
+    require_untouched,
+)
 from ckptool.engine.write.stage import Stage
 from ckptool.errors import Unsupported
 from ckptool.storage.disk import sync_folder
@@ -43,9 +49,12 @@ class PartStage(Stage):
         self.require_possible()
         path, options = self._journal_path(self._share.position), self._options
         begun = (options.plan, options.source)
+        size, state = self._share.size, options.source_state
         try:
             self._is_new = not path.exists()
-            self.journal = Journal.resume(path, *begun, files=self._sizes, parts=self._share.size)
+            if not options.verify:
+                require_untouched([path], state)
+            self.journal = Journal.resume(path, *begun, (), self._sizes, size, state)
             self._refuse_existing()
             self._require_no_link()
         except OSError as error:

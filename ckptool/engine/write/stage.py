@@ -122,8 +122,9 @@ class Stage:
         if self._options.resume:
             self._require_idle(self._journals())
             if not self._options.verify:
-                require_untouched(path, self._options.source_state)
-            Journal.resume(path, *run, self._journals(), self._sizes).close()
+                require_untouched(self._journals(), self._options.source_state)
+            state = self._options.source_state
+            Journal.resume(path, *run, self._journals(), self._sizes, state=state).close()
             self._require_idle(self._journals())  # no part begins from here on
             self._require_no_link()
             return
