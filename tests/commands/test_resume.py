@@ -221,10 +221,11 @@ def ready_to_convert(source: Path, target: Path, to: str, **more: Any) -> Transf
 
 @pytest.fixture
 def stopped(source: Path, out: Path) -> Path:
-    """The staged files of a reshard that ended half-way."""
+    """The staged files of a reshard that ended before the last of its data files did."""
     one = ready(source, out / "r")
+    layout = one.plan.layout
     with pytest.raises(Stop):
-        one.run(stop_after(one.plan.layout.nbytes // 2))
+        one.run(stop_after(layout.nbytes - layout.files[-1].nbytes - 1))
     assert not (out / "r").exists()
     return out / ".r.partial"
 
