@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptool.commands.detect import find_checkpoints, natural_key
-from ckptool.errors import NotFound, Unrecognised
+from ckptool.commands.open import open_checkpoint
+from ckptool.errors import CkptoolError, NotFound, Unrecognised
 from ckptool.formats import FORMATS
 from ckptool.storage.retry import NoAnswer
 from ckptool.storage.url import Location, within
@@ -189,10 +190,23 @@ def says_step(step: Step) -> bool:
 def holds_steps(step: Step) -> bool:
     """Return whether a step's folder holds others, each in a folder or a file of its own.
 
-    A file directly in a step that is a checkpoint as a whole is of that, whatever its name.
+    What a step that is a checkpoint as a whole is read from is of that, whatever its name, such as
+    ``global_step1`` of DeepSpeed; so are files directly in it.
     """
-    inner = find_checkpoints(step.path)[1] if _is_folder(step.path) else ()
-    deep = (path for path in inner if path.is_dir() or path.parent != step.path)
-    names = (name for path in (*step.parts, *deep) for name in within(path, step.path).parts)
+    whole, inner = find_checkpoints(step.path) if _is_folder(step.path) else (None, [])
+    deep = [path for path in inner if path.is_dir() or path.parent != step.path]
+    others = [path for path in (*step.parts, *deep) if _is_of_another(step, path)]
+    if whole is None or not others:
+        return bool(others)
+    try:
+        files = open_checkpoint(whole).catalog.files
+    except CkptoolError:
+        return True
+    read = {folder for file in files for folder in (whole / file).parents}
+    return not read.issuperset(others)
+
+
+def _is_of_another(step: Step, path: Location) -> bool:
+    names = within(path, step.path).parts
     found = (pattern.search(name) for name in names for pattern in _NUMBERS)
     return any(match is not None and int(match[1]) != step.number for match in found)

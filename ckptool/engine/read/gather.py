@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable
+from functools import partial
 from operator import mul
 from typing import Any
 
@@ -100,7 +101,7 @@ class Gatherer:
         self._buffer = memoryview(b"")
         self._indexes: dict[int, tuple[TensorEntry, ChunkIndex]] = {}
         self._strip: Strip | None = None
-        self._windows = Windows(self.gather)
+        self._windows = Windows()
 
     def close(self) -> None:
         """Close all files."""
@@ -151,7 +152,8 @@ class Gatherer:
         elif isinstance(at, ScaledBlocks):
             from ckptool.engine.read.dequantize import fill_scaled
 
-            fill_scaled(self._windows.gather, at, out, local, dtype)
+            gather = partial(self._windows.gather, self.gather)
+            fill_scaled(gather, at, out, local, dtype)
         else:
             raise TypeError(f"{at} was never located")
 

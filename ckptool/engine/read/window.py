@@ -12,6 +12,8 @@ from ckptool.core.catalog import TensorEntry
 from ckptool.engine.read.scaled import Array
 from ckptool.storage.local import SPAN
 
+Read = Callable[[TensorEntry, Box], Array]
+
 
 class Windows:
     """Reads boxes that are some columns of many rows: a read of these passes all the others.
@@ -20,20 +22,19 @@ class Windows:
     those of two tensors, values and scales, are.
     """
 
-    def __init__(self, read: Callable[[TensorEntry, Box], Array]) -> None:
-        self._read = read
+    def __init__(self) -> None:
         self._kept: dict[int, tuple[TensorEntry, Box, Array]] = {}
 
-    def gather(self, entry: TensorEntry, box: Box) -> Array:
+    def gather(self, read: Read, entry: TensorEntry, box: Box) -> Array:
         """Return a box of a whole tensor, as its elements are stored; not to be written to."""
         dim = _cut_dim(entry, box)
         if dim is None:
-            return self._read(entry, box)
+            return read(entry, box)
         kept = self._kept.get(id(entry))
         if kept is None or not kept[1].contains(box):
             wide = box if kept is None else _widened(entry, box, dim)
             others = [item for item in self._kept.values() if item[0] is not entry]
-            kept = entry, wide, self._read(entry, wide)
+            kept = entry, wide, read(entry, wide)
             self._kept = {id(item[0]): item for item in (*others[-1:], kept)}
         where = box.relative_to(kept[1].lo)
         return np.ascontiguousarray(kept[2][tuple(map(slice, where.lo, where.hi))])

@@ -220,6 +220,16 @@ def test_a_checkpoint_with_steps_inside_is_left(inner: str, tmp_path: Path) -> N
     assert fates(pruned(run)) == {"step-2": "keep", "step-1": "remove"}
 
 
+def test_a_step_goes_with_the_folder_that_it_is_read_from(tmp_path: Path) -> None:
+    """DeepSpeed counts steps of its own, in the folder that ``latest`` names."""
+    for step in (100, 200):
+        shutil.copytree(case("deepspeed_zero_2").path, tmp_path / f"step-{step}")
+    shutil.copytree(tmp_path / "step-100" / "global_step1", tmp_path / "step-100" / "global_step7")
+    assert fates(pruned(tmp_path, quick=True))["step-100"] == "leave"
+    shutil.rmtree(tmp_path / "step-100" / "global_step7")
+    assert fates(pruned(tmp_path, quick=True)) == {"step-200": "keep", "step-100": "remove"}
+
+
 def test_files_go_with_what_is_beside_them(tmp_path: Path) -> None:
     for step in (1, 2):
         ckptool.convert(SOURCE, tmp_path / f"step-{step}.safetensors", to="safetensors")

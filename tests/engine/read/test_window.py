@@ -38,13 +38,14 @@ def _small_span() -> object:
 
 def test_boxes_beside_each_other_are_read_at_once() -> None:
     reads = Reads()
-    windows = window.Windows(reads)
+    windows = window.Windows()
     for expert in range(3):
         for low in range(0, 12, 2):
             for entry, values in zip(ENTRIES, VALUES, strict=True):
                 rest = entry.shape[3:]
                 box = Box((expert, 0, low, *(0 for _ in rest)), (expert + 1, 10, low + 2, *rest))
-                assert np.array_equal(windows.gather(entry, box), values[tuple(map(slice, *box))])
+                found = windows.gather(reads, entry, box)
+                assert np.array_equal(found, values[tuple(map(slice, *box))])
     assert len(reads.boxes) < 3 * 6  # of both tensors; one a box would be twice as many
     assert max(box.volume for box in reads.boxes) <= 120
 
@@ -52,12 +53,12 @@ def test_boxes_beside_each_other_are_read_at_once() -> None:
 @given(st.data())
 @settings(max_examples=40)
 def test_any_boxes_in_any_order_are_right(data: st.DataObject) -> None:
-    windows = window.Windows(Reads())
+    windows, reads = window.Windows(), Reads()
     for _ in range(8):
         which = data.draw(st.integers(0, 1))
         shape = SHAPES[which]
         edges = [sorted(data.draw(st.tuples(*[st.integers(0, n)] * 2))) for n in shape]
         box = Box(tuple(low for low, _ in edges), tuple(high for _, high in edges))
-        found = windows.gather(ENTRIES[which], box)
+        found = windows.gather(reads, ENTRIES[which], box)
         assert np.array_equal(found, VALUES[which][tuple(map(slice, *box))])
         assert found.flags.c_contiguous
