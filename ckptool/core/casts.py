@@ -102,20 +102,37 @@ def needs_torch(stored: DType, wanted: DType) -> bool:
 
 def as_type(entry: TensorEntry, dtype: DType) -> TensorEntry:
     """Return a tensor with another dtype; numbers that are computed are rounded once."""
-    is_computed = any(isinstance(chunk.at, ScaledBlocks) for chunk in entry.chunks)
-    return replace(entry, dtype=dtype, stored=None if is_computed else entry.source_dtype)
+    return replace(entry, dtype=dtype, stored=None if is_computed(entry) else entry.source_dtype)
 
 
-RangeCounts = Counter[tuple[str, str]]
-"""How many finite numbers a cast made infinite, by the tensor's name and the wanted type."""
+def coarser(one: DType, other: DType) -> DType:
+    """Return the type of two that numbers of the other are rounded to; ``other`` of equal sizes."""
+    return one if one.itemsize < other.itemsize else other
+
+
+def is_computed(entry: TensorEntry) -> bool:
+    """Return whether numbers are computed, as of quantised tensors, in the type that they have."""
+    return any(isinstance(chunk.at, ScaledBlocks) for chunk in entry.chunks)
+
+
+RangeCounts = Counter[tuple[str, str, str]]
+"""How many numbers were beyond a type's range: by the tensor's name, the type, what they became."""
 _RANGES = ("float64", "float32", "bfloat16", "float16", "float8_e5m2")
 """Types from the widest range to the narrowest; all others are narrower still, without infinity."""
+SATURATES = "float8_e4m3fn"
+"""What is beyond its range becomes its largest number, 448, infinities too, by torch 2.13 and 2.15;
+NaN by 2.4."""
 
 
 def narrows(entry: TensorEntry) -> bool:
-    """Return whether a cast of a tensor may make finite numbers infinite."""
-    stored, wanted = entry.source_dtype, entry.dtype
-    return stored != wanted and _rank(wanted.name) > _rank(stored.name)
+    """Return whether a cast of a tensor may make finite numbers infinite.
+
+    Those that are computed are of 32 bits before; then bf16 does not count.
+    """
+    stored, wanted = _rank(entry.source_dtype.name), _rank(entry.dtype.name)
+    if stored == wanted > _rank("bfloat16") and is_computed(entry):
+        return True
+    return wanted > stored
 
 
 def _rank(name: str) -> int:
@@ -125,14 +142,14 @@ def _rank(name: str) -> int:
 def beyond_notes(counts: RangeCounts) -> list[str]:
     """Note how many numbers are beyond the range of each type."""
     notes = []
-    for wanted in sorted({wanted for _, wanted in counts}):
-        names = sorted(name for name, dtype in counts if dtype == wanted)
-        total = sum(counts[name, wanted] for name in names)
-        became = "infinite" if wanted in _RANGES else "NaN"
+    for wanted, became in sorted({(wanted, became) for _, wanted, became in counts}):
+        names = sorted(name for name, *made in counts if made == [wanted, became])
+        total = sum(counts[name, wanted, became] for name in names)
+        was = "" if wanted == SATURATES else "finite as stored, "
         instead = "; --dtype bf16 keeps them finite" if _rank(wanted) > 2 else ""
         notes.append(
             f"{plural(total, 'value')} of {_summarize(names)} became {became} in {wanted}:"
-            f" finite as stored, beyond its range{instead}"
+            f" {was}beyond its range{instead}"
         )
     return notes
 
@@ -140,7 +157,17 @@ def beyond_notes(counts: RangeCounts) -> list[str]:
 def uncounted_notes(entries: Iterable[TensorEntry]) -> list[str]:
     """Note that nobody counts the numbers that casts make infinite."""
     types = sorted({entry.dtype.name for entry in entries if narrows(entry)})
-    return [f"--no-verify: values beyond the range of {t} become infinite uncounted" for t in types]
+    return [
+        f"--no-verify: values beyond the range of {name} become {beyond(name)} uncounted"
+        for name in types
+    ]
+
+
+def beyond(wanted: str) -> str:
+    """Return what numbers beyond the range of a type become in it."""
+    if wanted == SATURATES:
+        return "its largest or NaN"
+    return "infinite" if wanted in _RANGES else "NaN"
 
 
 def _require_used(catalog: Catalog, casts: Casts, castable: Collection[str]) -> None:

@@ -100,6 +100,9 @@ def short_name(name: str) -> str:
     )
 
 
+_EXPONENTS = "float8_e8m0fnu"
+
+
 def parse_dtype(text: str) -> DType:
     """Return the floating type called ``bf16``, ``torch.float16``, ...; UsageError if none is."""
     name = text.lower().removeprefix("torch.")
@@ -109,5 +112,10 @@ def parse_dtype(text: str) -> DType:
         raise UsageError(
             f"invalid --dtype {text!r}: not a floating-point type",
             hint=one_of(text, floating),
+        )
+    if dtype.name == _EXPONENTS:
+        raise UsageError(
+            f"invalid --dtype {text!r}: a type of scales, without zero and signs",
+            hint="float8_e4m3fn and float8_e5m2 are of weights",
         )
     return dtype

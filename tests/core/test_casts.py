@@ -103,3 +103,8 @@ def test_scales_of_any_kind_stay_as_they_are(names: list[str], cast_too: list[st
     tensors = {n: TensorEntry(n, (n,), BY_NAME["float32"], (4,), ()) for n in (*names, *cast_too)}
     done = cast(Catalog("hf", tensors, {}, {}), parse_casts(["bf16"]))
     assert [entry.name for entry in done.changed] == cast_too
+
+
+def test_exponents_are_no_type_of_weights() -> None:
+    with pytest.raises(UsageError, match="without zero and signs"):
+        parse_casts(["*.weight=float8_e8m0fnu"])

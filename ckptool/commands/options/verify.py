@@ -69,7 +69,9 @@ class CompareOptions(OptionSet):
     )
     atol: float | None = option("--atol", NUMBER, minimum=0, help="Allowed absolute difference.")
     cast: bool = option(
-        "--cast", FLAG, help="Cast the model's weights to OTHER's element types before comparing."
+        "--cast",
+        FLAG,
+        help="Round the model's weights to the coarser element type of both before comparing.",
     )
     other_format: str | None = option(
         "--other-format",

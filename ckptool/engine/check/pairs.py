@@ -24,7 +24,7 @@ _TILES_PER_JOB = 3
 
 @dataclass(frozen=True, slots=True)
 class TensorPair:
-    """Two tensors of one shape; ``is_cast`` rounds or widens the first to the second's type.
+    """Two tensors of one shape; ``is_cast`` rounds one of them to the other's coarser type.
 
     Only the ``boxes`` are compared; all of it where none are given.
     """

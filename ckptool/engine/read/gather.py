@@ -198,6 +198,20 @@ class Gatherer:
             view = values if shared.box == box else part_of(values, shared.where)
             if not self._fill_run(view, at, shared.local):
                 self.fill_from(at, view, shared.local, entry.source_dtype)
+            if self._beyond is not None and isinstance(at, ScaledBlocks):
+                self._count_computed(self._beyond, entry, at, (view, shared.local))
+
+    def _count_computed(
+        self, beyond: RangeCheck, entry: TensorEntry, at: ScaledBlocks, made: tuple[Array, Box]
+    ) -> None:
+        """Count the computed numbers that are beyond the range of the type they are made in."""
+        values, local = made
+        if not beyond.may_have_lost(values, entry.source_dtype):
+            return
+        wide = BY_NAME["float32"]
+        numbers: Array = np.empty(values.shape, unit(wide.itemsize))
+        self.fill_from(at, numbers, local, wide)
+        beyond.note(entry.name, numbers, wide, values, entry.source_dtype)
 
     def _fill_run(self, out: Array, at: Place, local: Box) -> bool:
         """Read what is one run of a file as it lies, and note it; return whether it is."""

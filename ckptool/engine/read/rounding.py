@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ckptool.core.casts import RangeCounts, needs_torch
+from ckptool.core.casts import SATURATES, RangeCounts, beyond, needs_torch
 from ckptool.core.dtype import BY_NAME, DType
 from ckptool.errors import Unsupported
 
@@ -48,36 +48,60 @@ def cast(values: Array, stored: DType, wanted: DType) -> Array:
 
 
 class RangeCheck:
-    """Counts numbers that are finite where they are stored, and not in the type they are cast to.
+    """Counts numbers that are beyond the range of the type they are cast to.
 
-    What is not finite when stored does not count.
+    What is not finite when stored does not count, unless it becomes a number.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.counts: RangeCounts = Counter()
 
+    def may_have_lost(self, made: Array, wanted: DType) -> bool:
+        """Return whether some values are what numbers beyond the type's range become."""
+        return bool(_is_limit(made.reshape(-1), wanted).any())
+
     def note(self, name: str, values: Array, stored: DType, made: Array, wanted: DType) -> None:
         """Count those of one tensor in some values, as they are stored and as they were cast."""
-        odd = ~_is_finite(made.reshape(-1), wanted)
-        if not odd.any():
+        limits = _is_limit(made.reshape(-1), wanted)
+        if not limits.any():
             return
-        lost = int(np.count_nonzero(_is_finite(values.reshape(-1)[odd], stored)))
-        if lost:
+        before, after = values.reshape(-1)[limits], made.reshape(-1)[limits]
+        lost = _is_finite(before, stored)
+        if wanted.name == SATURATES:
+            lost = _is_beyond(before, stored) & (lost | _is_finite(after, wanted))
+        if lost.any():
+            numbers = wanted.name == SATURATES and _is_finite(after[lost], wanted).any()
+            became = "its largest" if numbers else beyond(wanted.name)
             with self._lock:
-                self.counts[name, wanted.name] += lost
+                self.counts[name, wanted.name, became] += int(np.count_nonzero(lost))
 
 
 _EXPONENT = {"float64": 0x7FF0 << 48, "float32": 0x7F80_0000, "float16": 0x7C00, "bfloat16": 0x7F80}
 """The bits of the exponent, all of which infinities and NaNs have, and no other number has."""
+_MOST, _BEYOND_MOST = 0x7E, 464.0
+"""The bits of 448, the largest number of e4m3fn, and what is rounded to it at most."""
 
 
 def _is_finite(bits: Array, dtype: DType) -> Array:
     if dtype.name not in _EXPONENT:
         single = BY_NAME["float32"]
-        bits, dtype = _cast_by_torch(bits, dtype, single), single
+        bits, dtype = _cast_by_torch(np.ascontiguousarray(bits), dtype, single), single
     mask = bits.dtype.type(_EXPONENT[dtype.name])
     return np.asarray((bits & mask) != mask)
+
+
+def _is_limit(bits: Array, dtype: DType) -> Array:
+    """Return where values are not finite, or the largest number if all beyond become that."""
+    limits = ~_is_finite(bits, dtype)
+    return limits | ((bits & 0x7F) == _MOST) if dtype.name == SATURATES else limits
+
+
+def _is_beyond(bits: Array, dtype: DType) -> Array:
+    """Return where numbers, infinite ones included, are larger than what is rounded to 448."""
+    single = BY_NAME["float32"]
+    numbers = cast(bits, dtype, single).view(np.float32)
+    return np.asarray(np.abs(numbers) > _BEYOND_MOST)
 
 
 def _round(bits: Array, stored: str, wanted: str) -> Array:

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
 
+import ckptool
 from ckptool.commands.inspect import inspect
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.rewrite import MapOptions
@@ -438,3 +439,39 @@ def test_quantised_tensors_are_shown_for_what_they_are(
 def test_plain_models_are_not_called_quantised(out: Path) -> None:
     source = saved({"a.weight": torch.zeros(2), "b.scales": torch.zeros(2)}, out / "hf")
     assert inspect_json(inspect(source))["quantized"] == {}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "became"),
+    [("float16", "infinite"), ("float8_e4m3fn", "its largest"), ("bfloat16", "")],
+)
+def test_numbers_beyond_the_range_of_their_type_are_said(
+    dtype: str, became: str, out: Path
+) -> None:
+    """As many as are finite in 32 bits, and not in that type."""
+    values, scale = fp8(200, 300)
+    scale[0, 0] = 3000
+    source = saved({"a.weight": values, "a.weight_scale_inv": scale}, out / "hf")
+    report = convert_to("dcp", source, out / "m", dequantize=True, casts=Casts(BY_NAME[dtype]))
+    whole = scale.repeat_interleave(128, 0)[:200].repeat_interleave(128, 1)[:, :300]
+    numbers = values.float() * whole
+    most = {"float16": 65519.9, "float8_e4m3fn": 464}.get(dtype, torch.inf)
+    lost = int((numbers.abs() > most).sum())
+    said = [note for note in report.notes if "beyond" in note]
+    assert bool(lost) == bool(became) == bool(said)
+    assert all(
+        note.startswith(f"{lost:,} values of 1 tensor (a.weight) became {became}") for note in said
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_what_was_dequantized_to_a_type_is_what_cast_compares(dtype: str, out: Path) -> None:
+    """Numbers are rounded once, not to bf16 first."""
+    source = saved(deepseek(), out / "hf")
+    casts = {"*.weight": BY_NAME[dtype]}
+    convert_to(
+        "safetensors", source, out / "m", dequantize=True, casts=Casts(None, tuple(casts.items()))
+    )
+    compared: dict[str, Any] = {"dequantize": True, "cast": True}
+    assert ckptool.compare(source, out / "m", **compared).ok
+    assert not ckptool.compare(source, out / "m", dequantize=True).ok

@@ -44,6 +44,7 @@ from ckptool.commands.verify.findings import (
     conflict_problems,
 )
 from ckptool.commands.verify.verify import Started, changes
+from ckptool.core.casts import as_type, is_computed
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.text import plural
 from ckptool.engine.check.pairs import TensorPair
@@ -223,6 +224,8 @@ class Comparison:
         for name in self.alike:
             if all(name in entries for entries in tensors):
                 first, second = (entries[name] for entries in tensors)
+                if self._comparing.cast and is_computed(first):
+                    first = as_type(first, second.dtype)  # rounded once, as convert does
                 is_cast = self._comparing.cast and first.dtype != second.dtype
                 self.pairs.append(TensorPair(first, second, is_cast))
 
@@ -344,6 +347,6 @@ class Comparison:
         equal = [pair for pair in self.pairs if pair.one.name not in different]
         compared = sum(pair.one.nbytes for pair in equal)
         cast = sum(pair.is_cast for pair in equal)
-        once = f", {cast:,} of them cast to the other's type" if cast else ""
+        once = f", {cast:,} of them cast to the coarser type of both" if cast else ""
         values = f", {plural(self._values, 'non-tensor value')}" if self._values else ""
         return f"{plural(len(equal), 'tensor')} ({compared:,} bytes) {how}{once}{values}"

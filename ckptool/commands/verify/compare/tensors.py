@@ -11,6 +11,7 @@ import numpy as np
 from ckptool.commands.options.verify import CompareOptions
 from ckptool.commands.stats import Array, decode, is_numeric
 from ckptool.core.box import Box
+from ckptool.core.casts import coarser
 from ckptool.core.dtype import BY_NAME, DType
 from ckptool.core.sharding.index import ChunkIndex
 from ckptool.engine.check.pairs import (
@@ -161,7 +162,9 @@ def _difference(pair: TensorPair, tile: PairTile, options: CompareOptions) -> Di
     """Return how a tile of a pair differs, None where it does not."""
     one, other, types = tile.one, tile.other, (pair.one.dtype, pair.other.dtype)
     if pair.is_cast:
-        one, types = cast(one, *types), (types[1], types[1])
+        wanted = coarser(*types)
+        one, other = cast(one, types[0], wanted), cast(other, types[1], wanted)
+        types = (wanted, wanted)
     if types[0] == types[1] and same_bits(one, other):
         return None
     found = None

@@ -250,7 +250,7 @@ def test_how_many_were_cast_is_told(tmp_path: Path) -> None:
     save_file({"a": torch.ones(2).half(), "b": torch.ones(3)}, tmp_path / "b.safetensors")
     report = ckptool.compare(tmp_path / "a.safetensors", tmp_path / "b.safetensors", cast=True)
     assert report.verify.summary == (
-        "EQUAL: 2 tensors (20 bytes) bit by bit, 1 of them cast to the other's type"
+        "EQUAL: 2 tensors (20 bytes) bit by bit, 1 of them cast to the coarser type of both"
     )
 
 

@@ -312,6 +312,11 @@ def test_numbers_that_a_cast_makes_infinite_are_said(to: str, out: Path) -> None
     report = planned(out / "source.pt", to, rewrite=casts, verify=False).run()
     uncounted = "--no-verify: values beyond the range of float16 become infinite uncounted"
     assert uncounted in report.notes
+    coarse = RewriteOptions(casts=parse_casts(["*=float8_e4m3fn"]))
+    (out / TARGETS[to]).rename(out / "third")
+    report = planned(out / "source.pt", to, rewrite=coarse).run()
+    lost = "8 values of 2 tensors (big, mask) became its largest in float8_e4m3fn: beyond its range"
+    assert any(note.startswith(lost) for note in report.notes)
     wide = RewriteOptions(casts=parse_casts(["*=fp64"]))
     (out / TARGETS[to]).rename(out / "second")
     report = planned(out / "source.pt", to, rewrite=wide, verify=False).run()
