@@ -18,11 +18,13 @@ import ckptool
 from ckptool.cli import _run
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.verify import VerifyOptions
+from ckptool.commands.verify.checks.archives import ArchiveCheck
 from ckptool.commands.verify.findings import VerifyReport
 from ckptool.commands.verify.verify import verify
 from ckptool.engine.ranks import Ranks
 from ckptool.engine.share import Share
 from ckptool.errors import UsageError
+from ckptool.formats.dcp import items
 
 COUNT = 3
 
@@ -125,6 +127,29 @@ def test_ranks_report_as_one_process(folder: Path) -> None:
     assert first.nbytes < both.nbytes == alone.nbytes
     assert seen(both) == seen(alone)
     assert (both.summary, both.depth, both.ok) == (alone.summary, "full", False)
+
+
+def test_a_rank_opens_its_share_alone_and_what_is_alike_together(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dcp.save({f"w.{n}": torch.full((8, 9), n) for n in range(48)}, checkpoint_id=out, no_dist=True)
+    looked_at, located = [], []
+
+    def noted(into: list[Any], real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(before: Any, item: Any) -> Any:
+            into.append(item)
+            return real(before, item)
+
+        return call
+
+    monkeypatch.setattr(ArchiveCheck, "look_at", noted(looked_at, ArchiveCheck.look_at))
+    monkeypatch.setattr(items, "locate_item", noted(located, items.locate_item))
+    said: list[Any] = []
+    for rank in range(2):
+        assert verify(out, VerifyOptions(), ranks=Two(rank, said)).ok
+        assert 0 < len(looked_at) <= 28 + 20 * rank  # bytes are shared, those of .metadata too
+    assert len(looked_at) == len({*looked_at}) == 48
+    assert not located
 
 
 def test_under_torchrun_one_rank_speaks_and_all_answer(folder: Path, out: Path) -> None:

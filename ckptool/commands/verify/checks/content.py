@@ -6,6 +6,7 @@ import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from ckptool.core.box import Box
@@ -41,34 +42,47 @@ def located(
     problems: list[Problem] = []
     tensors: dict[str, TensorEntry] = {}
     bare = replace(catalog, objects={})
-    wanted = (at for entry in catalog.tensors.values() for at in places(entry))
-    items = [at for at in wanted if isinstance(at, Container) and chosen(at)]
-    expect_edges(source, ((at.file, at.offset, at.nbytes) for at in items))
-    for name, entry in catalog.tensors.items():
-        kept = tuple(c for c in entry.chunks if not isinstance(c.at, Container) or chosen(c.at))
-        whole = replace(entry, chunks=kept)
+    kept = {name: _chosen_of(entry, chosen) for name, entry in catalog.tensors.items()}
+    wanted = (at for entry in kept.values() for at in places(entry) if isinstance(at, Container))
+    expect_edges(source, ((at.file, at.offset, at.nbytes) for at in wanted))
+    with suppress(CkptoolError):  # which tensors it is of is found below
+        return _opened(format_, source, bare.with_tensors(kept))
+    for name, entry in kept.items():
+        one = bare.with_tensors({name: entry})
         try:
-            opened = _opened(format_, source, bare, whole)
-            tensors |= opened.tensors
-            problems += [Problem(note, "note") for note in opened.notes[len(bare.notes) :]]
+            whole, notes = _opened(format_, source, one)
+            tensors |= whole
+            problems += notes
         except CkptoolError:
             chunks: list[Chunk] = []
-            for chunk in kept:
+            for chunk in entry.chunks:
+                alone = one.with_tensors({name: replace(entry, chunks=(chunk,))})
                 try:
-                    opened = _opened(format_, source, bare, replace(entry, chunks=(chunk,)))
-                    chunks += opened.tensors[name].chunks
+                    chunks += _opened(format_, source, alone)[0][name].chunks
                 except CkptoolError as error:
                     problems += error.problems
             tensors[name] = replace(entry, chunks=tuple(chunks))
     return tensors, problems
 
 
-def _opened(format_: Format, source: Files, catalog: Catalog, entry: TensorEntry) -> Catalog:
-    """Return the catalog of one tensor, or of those that it turns out to wrap."""
-    catalog = catalog.with_tensors({entry.name: entry})
-    if format_.locate is None or not any(isinstance(chunk.at, Container) for chunk in entry.chunks):
-        return catalog
-    return format_.locate(source, catalog)
+def _chosen_of(entry: TensorEntry, chosen: Callable[[Container], bool]) -> TensorEntry:
+    """Return a tensor without the chunks whose containers are not chosen."""
+    kept = tuple(c for c in entry.chunks if not isinstance(c.at, Container) or chosen(c.at))
+    return replace(entry, chunks=kept)
+
+
+def _opened(
+    format_: Format, source: Files, catalog: Catalog
+) -> tuple[dict[str, TensorEntry], list[Problem]]:
+    """Return the tensors of a catalog, or those that they turn out to wrap, and what is noted."""
+    if format_.locate is None or not any(map(_has_container, catalog.tensors.values())):
+        return catalog.tensors, []
+    opened = format_.locate(source, catalog)
+    return opened.tensors, [Problem(note, "note") for note in opened.notes[len(catalog.notes) :]]
+
+
+def _has_container(entry: TensorEntry) -> bool:
+    return any(isinstance(chunk.at, Container) for chunk in entry.chunks)
 
 
 @dataclass(slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from operator import attrgetter
 
 from ckptool.commands.unread_files import unfinished_file
 from ckptool.commands.verify.checks.archives import ArchiveCheck
@@ -129,7 +130,7 @@ class FileCheck:
 
     def look_at_items(self, items: Iterable[Container]) -> None:
         """Check some archives inside larger files, where metadata says that they are."""
-        chosen = [item for item in items if self._chosen(item)]
+        chosen = sorted(filter(self._chosen, items), key=attrgetter("file", "offset"))
         expect_edges(self._source, ((item.file, item.offset, item.nbytes) for item in chosen))
         self._unreadable |= {item.file for item in chosen if not self.archives.look_at(item)}
 

@@ -52,20 +52,23 @@ class DataPart(DataSample):
     def __init__(self, share: Share, catalog: Catalog | None, sizes: Mapping[str, int]) -> None:
         super().__init__(0, 0)
         self.checks_whole = share.position == 0
-        items = set(catalog.archives) if catalog else set()
-        units: dict[Container | str, int] = {item: item.nbytes for item in items}
-        self._inner = {item.file for item in items}
-        units |= {file: nbytes for file, nbytes in sizes.items() if file not in self._inner}
-        ordered = sorted(units, key=_place)
-        self._mine = {ordered[at] for at in share.takes([units[unit] for unit in ordered])}
+        archives = catalog.archives if catalog else ()
+        items = {(item.file, item.offset): item.nbytes for item in archives}
+        self._inner = {file for file, _ in items}
+        files = {(file, 0): nbytes for file, nbytes in sizes.items() if file not in self._inner}
+        units = items | files
+        ordered = sorted(units)
+        mine = {ordered[at] for at in share.takes([units[unit] for unit in ordered])}
+        self._items = mine & items.keys()
+        self._files = {file for file, _ in mine & files.keys()}
 
     def takes(self, item: Container) -> bool:
         """Return whether an item is of this part."""
-        return item in self._mine or item.file in self._mine
+        return (item.file, item.offset) in self._items or item.file in self._files
 
     def of(self, spans: list[ByteSpan], chosen: Collection[str]) -> list[ByteSpan]:
         """Return the spans of this part; of files of ``chosen`` items only its items gave some."""
-        return [span for span in spans if span.file in chosen or span.file in self._mine]
+        return [span for span in spans if span.file in chosen or span.file in self._files]
 
     def narrow(self, tensors: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
         """Return tensors without the chunks that others read."""
@@ -76,17 +79,13 @@ class DataPart(DataSample):
         return entry if len(chunks) == len(entry.chunks) else replace(entry, chunks=chunks)
 
     def _holds(self, at: Place) -> bool:
-        return at.file in self._inner or at.file in self._mine
+        return at.file in self._inner or at.file in self._files
 
     def whole_files(self, files: Mapping[str, int]) -> dict[str, int]:
         """Return those of the files all of whose data is read here."""
-        return {file: nbytes for file, nbytes in files.items() if file in self._mine}
+        return {file: nbytes for file, nbytes in files.items() if file in self._files}
 
 
 def _places(chunk: Chunk) -> Iterator[Place]:
     yield chunk.at
     yield from (copy.at for copy in chunk.copies)
-
-
-def _place(unit: Container | str) -> tuple[str, int]:
-    return (unit, 0) if isinstance(unit, str) else (unit.file, unit.offset)
