@@ -1,11 +1,13 @@
 """Output that processes make which do not know one another, a part each; another commits it.
 
 Each part has the journal of a rank, which says of how many parts the run is. The journal ends with
-a note of the part once all its files are written, synced and compared: names, sizes and times.
+a note of the part once all its files are written, synced and compared: names, sizes, inodes and
+times, that of the last change of anything among them, which nothing sets back.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +17,7 @@ from ckptool.core.layout import Layout
 from ckptool.core.text import list_some
 from ckptool.engine.run_options import StageOptions
 from ckptool.engine.share import Share
-from ckptool.engine.write.existing import remove_own, require_space, require_whole, stamps
+from ckptool.engine.write.existing import remove_own, require_space, require_whole
 from ckptool.engine.write.journal import (
     Journal,
     is_journal,
@@ -26,6 +28,7 @@ from ckptool.engine.write.journal import (
 from ckptool.engine.write.stage import Stage
 from ckptool.errors import Unsupported
 from ckptool.storage.disk import sync_folder
+from ckptool.storage.file_status import FileStatus
 
 CONTINUES = "the finished files are kept; the same command continues"
 COMMITS = "what the parts wrote is kept; the same command commits it"
@@ -93,7 +96,7 @@ class PartStage(Stage):
         if self._options.fsync:
             for folder in {self.folder, *((self.folder / name).parent for name in self._names)}:
                 sync_folder(folder)
-        files = stamps(self.folder, self._names)
+        files = _marks(self.folder, self._names)
         self.journal.end(end_of_part(self._options, files))
         return None
 
@@ -129,9 +132,8 @@ class PartsStage(Stage):
         parts = {number: part for number, part in read.items() if part[0]}  # others had just begun
         ended = require_parts(self.target, parts, self._options)
         for number, files in enumerate(ended):
-            expected = {name: (size, time) for name, (size, time) in files.items()}
-            now = stamps(self.folder, expected)
-            changed = [name for name in expected if now.get(name) != expected[name]]
+            now = _marks(self.folder, files)
+            changed = [name for name in files if now.get(name) != files[name]]
             if changed:
                 raise damaged_part(self.target, number, len(ended), changed)
 
@@ -167,6 +169,16 @@ class PartsStage(Stage):
         """Let others write here."""
         for journal in self._locked:
             journal.close()
+
+
+def _marks(folder: Path, names: Iterable[str]) -> dict[str, list[int]]:
+    """Return what says of files, as JSON has it, that nobody wrote to them: follow no link."""
+    found = {}
+    for name in names:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            status = FileStatus.of(os.lstat(folder / name))
+            found[name] = [status.nbytes, status.modified, status.inode, status.changed]
+    return found
 
 
 def run_head(plan: str, source: str, parts: int) -> dict[str, object]:
