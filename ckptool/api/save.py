@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -15,13 +15,13 @@ from ckptool.api.tensors import (
     bits_of,
     find_obstacle,
     global_shape,
-    is_shared,
     local_parts,
     local_tensors,
 )
-from ckptool.commands.convert import ConvertReport, prepare_save
+from ckptool.commands.convert import ConvertReport, prepare_save, writer_for
 from ckptool.commands.open import OpenedCheckpoint, no_collecting
 from ckptool.commands.options.target import SaveOptions
+from ckptool.commands.transfer.transfer import resolve_target
 from ckptool.core.catalog import Catalog, Chunk, Extent, Index, ObjectEntry, Path, TensorEntry
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.state_category import with_parts
@@ -48,29 +48,27 @@ def save(
 
     Through the same layouts as ``convert``; without ``to`` the target's name says it. Tensors that
     share memory are tied where the format can say so. What was written is compared with memory
-    before it takes its place. Where the state dict has tensors that are sharded over ranks, as
-    DTensors are, every rank must call this, and each writes its own shards: ``to="dcp"``. Raises
-    Unsupported where other ranks hold a part and cannot be asked, and for values that are not plain
-    data; UsageError where it makes no sense; Damaged where ranks contradict one another.
+    before it takes its place. In a process group ``to="dcp"`` is what all ranks save together, as
+    by torch's own ``dcp.save``: every rank must call this, and each writes what it holds, such as
+    its shards of DTensors. Raises Unsupported where ranks do not, where other ranks hold a part and
+    the format has no file a rank, and for values that are not plain data; UsageError where it makes
+    no sense; Damaged where ranks contradict one another.
     """
     parsed = Keywords("save", options, SaveKeywords).options(SaveOptions, to=to)
     started, place = started_progress(progress), location(target)
-    leaves = leaves_of(tree)  # refuses modules, and names that two leaves have
-    if _is_shared(leaf.value for leaf in leaves.values()):
+    if writer_for(parsed.to, resolve_target(place)).of_ranks and _is_one_of_several():
         return save_shards(lambda rank: _collect(tree, rank), place, parsed, started)
     with no_collecting():
         planned = prepare_save(_open(tree), place, parsed)
     return planned.run(started(planned.nbytes))
 
 
-def _is_shared(values: Iterable[Any]) -> bool:
-    """Return whether the ranks of a process group hold parts of the tensors among values."""
-    import torch
+def _is_one_of_several() -> bool:
+    """Return whether this process is one of several ranks of a process group."""
     import torch.distributed as distributed
 
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return False
-    return any(isinstance(value, torch.Tensor) and is_shared(value) for value in values)
+    is_begun = distributed.is_available() and distributed.is_initialized()
+    return is_begun and distributed.get_world_size() > 1
 
 
 def _open(tree: dict[str, Any]) -> OpenedCheckpoint:
@@ -80,7 +78,7 @@ def _open(tree: dict[str, Any]) -> OpenedCheckpoint:
         here = sum(chunk.box.volume for chunk in entry.chunks)
         if here != entry.elements:
             raise Unsupported(
-                f"{name}: this process holds {here:,} of {entry.elements:,} elements",
+                f"{name}: this process holds only a part of its {entry.elements:,} elements",
                 hint=TO_SAVE_SHARDS,
             )
     files = {file: len(data) for file, data in state.buffers.items()}
@@ -93,6 +91,7 @@ def _collect(tree: dict[str, Any], rank: int = 0) -> LocalState:
     """Return what this rank holds of a state dict, each storage of its tensors as a file."""
     import torch
 
+    leaves_of(tree)  # refuses modules, and names that two leaves have
     tensors: dict[str, TensorEntry] = {}
     objects: dict[str, ObjectEntry] = {}
     buffers: dict[str, memoryview] = {}

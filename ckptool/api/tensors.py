@@ -44,16 +44,6 @@ def _why_not_declared(tensor: torch.Tensor) -> str | None:
     return f"two of its shards share elements: {pair[0]} and {pair[1]}" if pair else None
 
 
-def is_shared(tensor: torch.Tensor) -> bool:
-    """Return whether several ranks hold parts of it, as it says itself."""
-    if _is_sharded(tensor):
-        return len({shard.placement.rank() for shard in tensor.metadata().shards_metadata}) > 1  # type: ignore[attr-defined]
-    if _is_dtensor(tensor):
-        cuts = zip(tensor.placements, tensor.device_mesh.shape, strict=True)  # type: ignore[attr-defined]
-        return any(size > 1 and not placement.is_replicate() for placement, size in cuts)
-    return global_shape(tensor) != tuple(tensor.shape)
-
-
 def global_shape(tensor: torch.Tensor) -> tuple[int, ...]:
     """Return the shape of the global tensor of which this rank may hold a part."""
     return tuple(tensor.global_shape if _declares_shards(tensor) else tensor.shape)  # type: ignore[attr-defined]

@@ -57,7 +57,7 @@ def prepare(
 ) -> Transfer[ConvertReport]:
     """Plan a conversion, which some ``ranks`` share: nothing is written yet, nor a tensor read."""
     target = resolve_target(target)
-    writer = _writer(options.to, target)
+    writer = writer_for(options.to, target)
     opened = open_checkpoint(source, options.read, whole=False)
     require_apart(opened, target)
     rewritten = rewrite(
@@ -111,7 +111,7 @@ def prepare_save(
 ) -> Transfer[ConvertReport]:
     """Plan to write all of an open checkpoint as it is."""
     target = resolve_target(target)
-    writer, catalog = _writer(options.to, target), opened.catalog
+    writer, catalog = writer_for(options.to, target), opened.catalog
     if not catalog.tensors and not catalog.objects:
         raise UsageError("no tensors or values to save")
     layout = writer.lay_out(catalog, Request(target.name, options.max_shard_size))
@@ -146,7 +146,7 @@ def _require_some(source: Location, kept: Catalog) -> None:
     )
 
 
-def _writer(to: str | None, target: Location) -> Format:
+def writer_for(to: str | None, target: Location) -> Format:
     """Return the target's format: as asked or as its suffix says, of a file or of a folder.
 
     Raises UsageError where neither says it, or the one contradicts the other.

@@ -156,7 +156,8 @@ class RunningRanks(TorchRanks):
             why = f"within {MEETING:g} s" if isinstance(error, TimeoutError) else error_text(error)
             raise Unsupported(
                 f"rank {self.rank} of {self.size} reached no other ranks: {why}",
-                hint="all ranks of the process group must do this, each with its own shards",
+                hint="all ranks of the process group must do this, those that hold nothing too;"
+                " one alone can save in a format that has no file a rank, such as safetensors",
             ) from None
 
 

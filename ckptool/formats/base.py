@@ -177,6 +177,7 @@ class Format:
     - ``reads`` is False where the format is only recognised, to say why it cannot be read.
     - ``takes_tp_rules`` says that ``scan`` heeds ``ScanOptions.tp_rules``.
     - ``takes_world_size`` says that ``scan`` heeds ``ScanOptions.world_size``.
+    - ``of_ranks`` says that ``convert`` writes the chunks of each rank into files of its own.
     - ``has_rank_state`` says that each rank finds state of its own, such as that of random number
       generators, where ``reshard`` puts what only it has.
     - ``has_values`` is False where the files have no place for values that are no tensors.
@@ -204,6 +205,7 @@ class Format:
     reads: bool = True
     takes_tp_rules: bool = False
     takes_world_size: bool = False
+    of_ranks: bool = False
     has_rank_state: bool = False
     has_values: bool = True
     is_model_folder: bool = False

@@ -31,6 +31,9 @@ def main() -> None:
     report = ckptool.save(state, out / "ours", to="dcp", fsync=False)
     assert report.written
     dcp.save(state, checkpoint_id=out / "theirs")
+    ckptool.save(stage_on(mesh), out / "stages", to="dcp", fsync=False)
+    if rank == 0:
+        ckptool.save({"alone": torch.ones(2)}, out / "alone.safetensors", fsync=False)
     whole = {name: t.full_tensor() for name, t in state["model"].items() if isinstance(t, DTensor)}
     if rank == 0:
         torch.save(whole, out / "whole.pt")
@@ -84,6 +87,13 @@ def state_on(mesh: DeviceMesh) -> dict[str, Any]:
         "optimizer": {"state": [{"step": torch.tensor(4.0)}], "betas": (0.9, float("nan"))},
         "step": 4,
     }
+
+
+def stage_on(mesh: DeviceMesh) -> dict[str, Any]:
+    """A pipeline of which the first stage alone is sharded; its last rank holds nothing."""
+    if dist.get_rank() < 2:
+        return {"first": distribute_tensor(torch.arange(7.0), mesh["tp"], [Shard(0)])}
+    return {"second": torch.arange(3)} if dist.get_rank() == 2 else {}
 
 
 def end_of(save: Any) -> str:

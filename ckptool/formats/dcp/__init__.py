@@ -189,6 +189,7 @@ FORMAT = Format(
     locate=locate,
     convert=Deferred("ckptool.formats.dcp.write:lay_out"),
     reshard=Deferred("ckptool.formats.dcp.write:lay_out"),
+    of_ranks=True,
     recover=Deferred("ckptool.formats.dcp.recover:recover"),
     files=(
         FileRule(r"(__\d+)?\.metadata", FileRole.METADATA),

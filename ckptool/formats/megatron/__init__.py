@@ -105,6 +105,7 @@ TORCH_DIST_FORMAT = Format(
     _scan_torch_dist,
     locate=Deferred("ckptool.formats.dcp:locate"),
     convert=Deferred("ckptool.formats.megatron.torch_dist:lay_out"),
+    of_ranks=True,
     files=(FileRule(r"metadata\.json", FileRole.JSON),),
     latest=_LATEST,
     trim=Deferred("ckptool.formats.megatron.optimizer.buckets:drop_padding"),

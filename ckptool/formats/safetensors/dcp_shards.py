@@ -240,6 +240,7 @@ FORMAT = Format(
     _scan,
     convert=_lay_out,
     reshard=_lay_out,
+    of_ranks=True,
     has_values=False,
     config="optional",
 )
