@@ -34,13 +34,15 @@ class Problem(str):
     """One thing that is wrong, as people read it, with what a program needs to know of it.
 
     ``code`` is one of those that ``verify`` documents, ``file`` relative to the source's root.
-    ``end`` is the offset in bytes up to which a file that is cut should reach, if known.
+    ``end`` is the offset in bytes up to which a file that is cut should reach, if known, ``hint``
+    the next step where its code does not say it.
     """
 
     code: str
     file: str | None
     tensor: str | None
     end: int | None
+    hint: str | None = None
 
     def __new__(
         cls,
@@ -58,6 +60,10 @@ class Problem(str):
     def within(self, head: str, *, tensor: str | None = None) -> Problem:
         """Return the same problem, introduced by what it lies in."""
         return self._like(f"{head}: {self}", tensor=tensor or self.tensor)
+
+    def with_hint(self, hint: str) -> Self:
+        """Return the same problem with a next step of its own."""
+        return self._like(str(self), hint=hint)
 
     def recoded(self, code: str) -> Problem:
         """Return the same problem under another code."""
@@ -131,7 +137,7 @@ class CkptoolError(Exception):
         if not isinstance(message, Problem):
             message = Problem(message, code, file=file, tensor=tensor, end=end)
         self.message: Problem = message
-        self.hint = hint
+        self.hint = hint = hint or message.hint
         if hint is not None:
             self.add_note(f"hint: {hint}")
         self.problems: tuple[Problem, ...] = (self.message,)

@@ -87,10 +87,10 @@ def _conflict_problem(name: str, why: str) -> Problem:
 
 
 def finding_of(problem: Problem, affected: tuple[Affected, ...] = ()) -> Finding:
-    """Return a problem with the severity and the next step of its code."""
-    code = CODES[problem.code]
+    """Return a problem with the severity and the next step of its code, or its own."""
+    code, hint = CODES[problem.code], problem.hint or CODES[problem.code].hint
     return Finding(
-        problem.code, code.severity, str(problem), problem.file, problem.tensor, affected, code.hint
+        problem.code, code.severity, str(problem), problem.file, problem.tensor, affected, hint
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.layout import FileLayout, Layout, Literal
+from ckptool.core.text import plural
 from ckptool.errors import Damaged, Problem
 from ckptool.formats.base import EXTRA, Format, Request, ScanOptions
 from ckptool.formats.companions import companions, describe_config
@@ -118,12 +119,17 @@ def _refuse_two_models(source: Source, index: str | None, files: list[str]) -> N
     """
     of_model = index == _INDEX or any(file.startswith("model-") for file in files)
     if of_model and _WHOLE in source.files and _WHOLE not in files:
-        raise Damaged(
-            f"{source.root}: holds model.safetensors, which transformers opens, and beside it"
-            f" {index or files[0]}, of another save",
+        problem = Problem(
+            f"{source.root}: holds model.safetensors, which transformers opens, and"
+            f" {plural(len(files), 'shard')} beside it ({index or files[0]}), which transformers leaves out,"
+            " of another save; ckptool converts neither",
             "saves-mixed",
             file=_WHOLE,
-            hint=f"read {source.root}/{_WHOLE} by its own path, or move it away to read the shards",
+        )
+        raise Damaged(
+            problem.with_hint(
+                f"read {source.root}/{_WHOLE} by its own path, or move it away to read the shards"
+            )
         )
 
 
