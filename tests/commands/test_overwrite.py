@@ -364,6 +364,21 @@ def test_a_side_file_goes_with_the_old_one(out: Path) -> None:
     assert hidden(out) == []
 
 
+@pytest.mark.parametrize("more", [{}, {"more": 5}])
+@pytest.mark.parametrize(("to", "name"), [("safetensors", "m.safetensors"), ("hf", "run")])
+def test_a_side_file_of_another_stays(to: str, name: str, more: dict[str, Any], out: Path) -> None:
+    import torch
+
+    torch.save({"w": torch.ones(2), **more}, out / "s.pt")
+    convert_to(to, out / "s.pt", out / name)
+    side = out / "m.extra.pt" if to == "safetensors" else out / "run" / "model.extra.pt"
+    torch.save({"notes": [1, 2]}, side)
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    with pytest.raises((Unsupported, TransferError), match=r"extra\.pt.*part of"):
+        convert_to(to, out / "s.pt", out / name, overwrite=True)
+    assert {path: path.read_bytes() for path in before} == before
+
+
 def test_a_side_file_is_never_the_source(out: Path) -> None:
     import torch
 

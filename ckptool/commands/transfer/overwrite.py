@@ -15,10 +15,11 @@ from ckptool.core.layout import FileLayout, Layout, Verbatim
 from ckptool.core.text import list_some
 from ckptool.engine.write.existing import kept_entries
 from ckptool.engine.write.run import read_verbatim
-from ckptool.errors import CkptoolError, Problem, TransferError, Unsupported
+from ckptool.errors import CkptoolError, NotFound, Problem, TransferError, Unsupported
 from ckptool.formats import detect
-from ckptool.formats.base import Format, ScanOptions
+from ckptool.formats.base import EXTRA, Format, ScanOptions
 from ckptool.formats.companions import MEGATRON, RELEASE, is_of_model, latest_folder
+from ckptool.serialization.archive.write import is_written_here
 from ckptool.serialization.source import Source
 from ckptool.storage.commit_note import UNFINISHED, side_name
 from ckptool.storage.local import Files, LocalSource
@@ -50,6 +51,7 @@ def own_files(target: Location, layout: Layout, new: Files) -> frozenset[str] | 
             own = _files_of(target, source, row, layout)
         if own is None:
             return None
+        own = frozenset(name for name in own if not _is_foreign_side(source, name))
         own |= _unchanged_files(source, layout, new)
     except Unsupported:
         raise
@@ -138,9 +140,27 @@ class _MixedSource:
 
 def _own_beside(target: Location) -> frozenset[str] | None:
     """Return the file at a target and its side file, as far as they are a checkpoint's."""
-    side = side_name(target.name)
-    files = [target] if side is None else [target, target.with_name(side)]
-    return frozenset(file.name for file in files if _is_own_file(file))
+    own = {target.name} if _is_own_file(target) else set()
+    side, is_own = find_side(target)
+    return frozenset(own | ({side.name} if side is not None and is_own else set()))
+
+
+def find_side(file: Location) -> tuple[Location | None, bool]:
+    """Return the side file beside a safetensors file, if any, and whether ckptool wrote it."""
+    name = side_name(file.name)
+    if name is None:
+        return None, False
+    side = file.with_name(name)
+    try:
+        source = file_at(side)
+    except (NotFound, KeyError):
+        return None, False
+    return side, is_written_here(source, name)
+
+
+def _is_foreign_side(source: Source, name: str) -> bool:
+    """Return whether a file has the name of a side file and is none that ckptool wrote."""
+    return name.endswith(EXTRA) and not (name in source.files and is_written_here(source, name))
 
 
 def _is_own_file(file: Location) -> bool:

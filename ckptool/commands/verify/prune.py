@@ -14,6 +14,7 @@ from ckptool.commands.document import Report
 from ckptool.commands.open import survey
 from ckptool.commands.options.prune import PruneOptions
 from ckptool.commands.options.verify import VerifyOptions
+from ckptool.commands.transfer.overwrite import find_side
 from ckptool.commands.verify.codes import require_codes
 from ckptool.commands.verify.optimizer_files import has_optimizer
 from ckptool.commands.verify.pointers import find_links, find_pointers
@@ -22,7 +23,6 @@ from ckptool.commands.verify.steps import Step, holds_steps, name_pattern, says_
 from ckptool.commands.verify.strip import finish_strips, plan_strip
 from ckptool.engine.write.removal import clear, leftovers, remove
 from ckptool.errors import Changed, CkptoolError, Unsupported, UsageError
-from ckptool.storage.commit_note import side_name
 from ckptool.storage.url import Location, within
 
 Notify = Callable[[str], None]
@@ -237,6 +237,9 @@ def _unclear(step: Step) -> str | None:
         return "no known checkpoint in it"
     if path.is_dir() and unfinished_problem(folder_at(path)) is not None:
         return "unfinished output of ckptool"
+    side, is_own = find_side(path)
+    if side is not None and not is_own:
+        return f"{side.name} beside it was not written by ckptool"
     if holds_steps(step):
         return "holds steps of its own"
     return None
@@ -259,7 +262,7 @@ def _remove(report: PruneReport, verify: VerifyOptions, notify: Notify) -> Prune
             fates[fate.path] = replace(fate, fate="keep", freed=0, reason=reason)
         elif fate.fate == "remove":
             notify(f"removing {fate.path}")
-            remove(fate.path)
+            remove(fate.path, find_side(fate.path)[0])
         else:
             notify(f"dropping the optimizer of {fate.path}")
             for strip in plan_strip(steps[fate.path].parts, verify.read, verify.workers):
@@ -282,8 +285,8 @@ def _nbytes_of(path: Location) -> int:
     if not isinstance(path, Path):
         return sum(info.nbytes for info in path.listing.values())
     if path.is_file():
-        side = side_name(path.name)
-        files = [path] if side is None else [path, path.with_name(side)]
-        return sum(file.stat().st_size for file in files if file.is_file())
+        side, _ = find_side(path)
+        files = [path, side] if isinstance(side, Path) else [path]
+        return sum(file.stat().st_size for file in files)
     walked = ((head, name) for head, _, files in os.walk(path) for name in files)
     return sum(os.lstat(os.path.join(head, name)).st_size for head, name in walked)

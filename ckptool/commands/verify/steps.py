@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptool.commands.detect import find_checkpoints, natural_key
+from ckptool.commands.detect import find_checkpoints, folder_at, natural_key
 from ckptool.commands.open import open_checkpoint
 from ckptool.errors import CkptoolError, NotFound, Unrecognised
 from ckptool.formats import FORMATS
@@ -28,10 +28,14 @@ _OF_TRAINER = re.compile(r"^checkpoint-(\d{1,18})")
 """As transformers' Trainer counts steps; ``checkpoint_0`` of accelerate counts saves."""
 _LAST_NUMBER = re.compile(r"(\d{1,18})(?!.*\d)")
 _TYPE = re.compile(
-    r"(?<![a-z])(?:fp|bf|b?float|u?int|nf)(?:4|8|16|32|64)(?!\d)(?:_?e[2-8]m[0-3](?!\d))?",
+    r"(?<![a-z])(?:(?:mx|nv)?fp|bf|b?float|u?int|nf)(?:4|6|8|16|32|64)(?!\d)(?:_?e[2-8]m[0-3](?!\d))?"
+    r"|(?<![a-z])i?q[1-8](?:_[01kmslx]+)*(?![a-z0-9])"
+    r"|(?<![a-z])w(?:4|8|16)a(?:4|8|16)(?!\d)"
+    r"|(?<!\d)[1-8]-?bits?(?![a-z])(?:-\d+g(?![a-z]))?",
     re.IGNORECASE,
 )
-"""An element type, as in ``diffusion_pytorch_model.fp16.safetensors``, ``flux.fp8_e4m3fn.pt``."""
+"""An element type or a quantisation, as in ``diffusion_pytorch_model.fp16.safetensors``,
+``flux.fp8_e4m3fn.pt``, ``model-q4_0.safetensors``, ``gptq_model-4bit-128g.safetensors``."""
 _SHARD = re.compile(r"\d+-of-\d+")
 
 
@@ -72,6 +76,7 @@ def steps_of(run: Location) -> list[Step]:
         )
     steps = _group(run, inner)
     steps += _without_checkpoint(steps)
+    steps += _inside(run, steps)
     steps.sort(key=lambda step: natural_key(str(step.path)))
     return sorted(steps, key=lambda step: -1 if step.number is None else step.number)
 
@@ -148,6 +153,24 @@ def _without_checkpoint(steps: Iterable[Step]) -> Iterator[Step]:
                 yield Step(path, step[1] if step else None, ())
 
 
+def _inside(run: Location, steps: Iterable[Step]) -> Iterator[Step]:
+    """Yield the steps in the folder of another, a checkpoint that is not read from them."""
+    alone = [step for step in steps if step.parts == (step.path,) != (run,)]
+    folders = {"/".join(within(step.path, run).parts): step for step in alone}
+    named: dict[Location, Step] = {}
+    for file in folder_at(run).files if folders else ():
+        names = file.split("/")
+        for at in range(1, len(names)):
+            step = folders.get("/".join(names[:at]))
+            if step is not None and _says_another(step, names[at:]):
+                named[step.path] = step
+    for step in named.values():
+        others, read = _others_in(step)
+        if read is not None:
+            inner = _group(step.path, (path for path in others if path not in read))
+            yield from (*inner, *_inside(step.path, inner))
+
+
 def _is_folder(path: Location) -> bool:
     try:
         return path.is_dir()
@@ -191,22 +214,33 @@ def holds_steps(step: Step) -> bool:
     """Return whether a step's folder holds others, each in a folder or a file of its own.
 
     What a step that is a checkpoint as a whole is read from is of that, whatever its name, such as
-    ``global_step1`` of DeepSpeed; so are files directly in it.
+    ``global_step1`` of DeepSpeed.
+    """
+    others, read = _others_in(step)
+    return bool(others) and (read is None or not read.issuperset(others))
+
+
+def _others_in(step: Step) -> tuple[list[Location], set[Location] | None]:
+    """Return the checkpoints in a step's folder that have the number of another one.
+
+    And the files and folders that the step is read from, None where that is not known.
     """
     whole, inner = find_checkpoints(step.path) if _is_folder(step.path) else (None, [])
-    deep = [path for path in inner if path.is_dir() or path.parent != step.path]
-    others = [path for path in (*step.parts, *deep) if _is_of_another(step, path)]
+    others = [path for path in (*step.parts, *inner) if _is_of_another(step, path)]
     if whole is None or not others:
-        return bool(others)
+        return others, set()
     try:
-        files = open_checkpoint(whole).catalog.files
+        files = [whole / file for file in open_checkpoint(whole).catalog.files]
     except CkptoolError:
-        return True
-    read = {folder for file in files for folder in (whole / file).parents}
-    return not read.issuperset(others)
+        return others, None
+    return others, {place for file in files for place in (file, *file.parents)}
 
 
 def _is_of_another(step: Step, path: Location) -> bool:
-    names = within(path, step.path).parts
+    return _says_another(step, within(path, step.path).parts)
+
+
+def _says_another(step: Step, names: Iterable[str]) -> bool:
+    """Return whether one of the parts of a path names the number of another step."""
     found = (pattern.search(name) for name in names for pattern in _NUMBERS)
     return any(match is not None and int(match[1]) != step.number for match in found)

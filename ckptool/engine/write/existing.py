@@ -173,6 +173,18 @@ def require_no_conflict(target: object, names: Collection[str]) -> None:
         )
 
 
+def not_replaced(path: object, target: object) -> Unsupported:
+    """Return the error where --overwrite would replace what is no checkpoint, or not ckptool's."""
+    if path == target:
+        message = f"{path}: not a checkpoint, and is not replaced"
+    else:
+        message = (
+            f"{path}: ckptool did not write it, and does not replace it, but would read it as a"
+            f" part of {target}"
+        )
+    return Unsupported(message, hint=f"write elsewhere, or move it away: mv {path} ELSEWHERE")
+
+
 def move_kept(old: Path, new: Path, own: Collection[str]) -> list[str]:
     """Rename what is not ``own`` from one folder into another; return what could not be moved."""
     names = [name.rstrip("/") for name in kept_entries(old, own)]

@@ -15,7 +15,7 @@ from ckptool.core.plan import Plan
 from ckptool.core.text import list_some
 from ckptool.engine.run_options import RunOptions, StageOptions
 from ckptool.engine.share import Share
-from ckptool.engine.write.existing import require_no_conflict
+from ckptool.engine.write.existing import not_replaced, require_no_conflict
 from ckptool.engine.write.journal import (
     NO_JOURNAL,
     journal_head,
@@ -26,7 +26,7 @@ from ckptool.engine.write.stage import RESUME_HINT
 from ckptool.engine.write.writer import describe_writer, is_here, is_running, this_writer
 from ckptool.errors import CkptoolError, NotFound, TransferError, Unsupported
 from ckptool.storage.clients.unfinished_uploads import abort_uploads
-from ckptool.storage.commit_note import UNFINISHED
+from ckptool.storage.commit_note import UNFINISHED, side_name
 from ckptool.storage.local import Files
 from ckptool.storage.multipart import hidden_name
 from ckptool.storage.remote import RemoteSource
@@ -140,9 +140,11 @@ class RemoteStage:
         Once it is ``begun`` the old checkpoint may be gone, and others' files stay.
         """
         own = frozenset(self._options.own() or ())
-        is_whole = bool(own) if self._layout.folder else own >= frozenset(existing)
-        if not (is_whole or begun):
-            raise Unsupported(f"{self.target}: not a checkpoint, and is not replaced")
+        foreign = [] if self._layout.folder else sorted(frozenset(existing) - own)
+        if foreign and not begun:
+            raise not_replaced(self.folder / foreign[0], self.target)
+        if not own and not begun:
+            raise not_replaced(self.target, self.target)
         self._old |= own & frozenset(existing)
         names = {file.path for file in self._layout.files}
         require_no_conflict(self.target, sorted(names & frozenset(existing) - self._old))
@@ -338,8 +340,9 @@ class RemoteStage:
         """Return the files at the place of the output, by their paths in it."""
         if self._layout.folder:
             return self._list(self.folder, below=True)
-        side = f"{self.target.name.removesuffix('.safetensors')}.extra.pt"
-        names = dict.fromkeys([*(file.path for file in self._layout.files), side])
+        side = side_name(self.target.name)
+        beside = [] if side is None else [side]
+        names = dict.fromkeys([*(file.path for file in self._layout.files), *beside])
         listed = {name: self._list(self.folder / name, below=False) for name in names}
         return {name: infos[""] for name, infos in listed.items() if infos}
 

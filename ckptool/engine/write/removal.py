@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptool.errors import NotFound, TransferError
-from ckptool.storage.commit_note import UNFINISHED, side_name
+from ckptool.storage.commit_note import UNFINISHED
 from ckptool.storage.disk import sync_folder
 from ckptool.storage.multipart import hidden_name
 from ckptool.storage.url import Location, RemotePath
@@ -20,20 +20,19 @@ _SUFFIX = ".ckptool-removed"
 _SCHEMA = "ckptool.removal/1"
 
 
-def remove(path: Location) -> None:
-    """Remove a checkpoint, a folder or a file, with the side file that goes with it.
+def remove(path: Location, side: Location | None = None) -> None:
+    """Remove a checkpoint, a folder or a file, with the ``side`` file that goes with it, if any.
 
     On a disk it loses its name first; in a store a note says first that it is no longer whole.
     Whoever ends this midway leaves what ``leftovers`` finds. Raises TransferError.
     """
-    side = side_name(path.name)
     with _removing(path):
         if isinstance(path, Path):
             _remove_named(path)
-            if side is not None and path.with_name(side).is_file():
-                _remove_named(path.with_name(side))
+            if isinstance(side, Path):
+                _remove_named(side)
         else:
-            _remove_from_store(path)
+            _remove_from_store(path, side)
 
 
 def remove_file(path: Location) -> None:
@@ -91,13 +90,12 @@ def _delete(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _remove_from_store(path: RemotePath) -> None:
+def _remove_from_store(path: RemotePath, side: Location | None = None) -> None:
     """Remove all below a place, behind a note that readers refuse and a later run finishes by."""
     store = path.store
     files = store.find(path.key, str(path))
     if "" in files:
-        side = side_name(path.name)
-        others = [] if side is None else [path.with_name(side).key]
+        others = [side.key] if isinstance(side, RemotePath) else []
         store.remove([path.key, *others], str(path))
         return
     note = path / UNFINISHED

@@ -17,6 +17,7 @@ from ckptool.engine.share import Share
 from ckptool.engine.write.commit import Commit, FileCommit, FolderCommit, aside_of
 from ckptool.engine.write.existing import (
     in_conflict,
+    not_replaced,
     remove_staged,
     require_no_conflict,
     require_no_foreign,
@@ -367,23 +368,16 @@ class Stage:
         own = self.own
         if not self._layout.folder:
             if own is None or path.name not in own:
-                raise _no_checkpoint(path)
+                raise not_replaced(path, self.target)
             return
         if path.is_symlink():
             raise Unsupported(
                 f"{path}: is a link, and is not replaced", hint=f"name the folder {path.resolve()}"
             )
         if any(path.iterdir()) and own is None:
-            raise _no_checkpoint(path)
+            raise not_replaced(path, self.target)
         names = [file.path for file in self._layout.files]
         require_no_conflict(path, in_conflict(path, own or (), names))
-
-
-def _no_checkpoint(path: Path) -> Unsupported:
-    return Unsupported(
-        f"{path}: not a checkpoint, and is not replaced",
-        hint=f"write elsewhere, or move it away: mv {path} ELSEWHERE",
-    )
 
 
 def _unfinished(target: Path, error: OSError) -> Committed:

@@ -20,7 +20,7 @@ from ckptool.core.dtype import BY_NAME, DType
 from ckptool.core.layout import Literal, Part, Patch
 from ckptool.core.mesh import Mesh, Placement, Replicate, Shard, StridedShard
 from ckptool.core.sharding.dtensor import LocalShard
-from ckptool.errors import Unsupported
+from ckptool.errors import Damaged, Unsupported
 from ckptool.serialization.pickle.records import Call, Global
 from ckptool.serialization.pickle.write import (
     Content,
@@ -29,16 +29,29 @@ from ckptool.serialization.pickle.write import (
     dtype_global,
     dump,
 )
-from ckptool.serialization.zip import CENTRAL, END, END64, IN_EXTRA, LOCAL, LOCATOR64, STREAMED
+from ckptool.serialization.source import Source
+from ckptool.serialization.zip import (
+    CENTRAL,
+    END,
+    END64,
+    IN_EXTRA,
+    LOCAL,
+    LOCATOR64,
+    STREAMED,
+    Region,
+    read_directory,
+)
 
 _ALIGNMENT = 64
 _UTF8 = 0x800
+_ROOT = "archive"
+_IDENTITY = ".data/serialization_id"
 _CRC32_AT = 16
 """Where an entry of the directory has its CRC-32."""
 _LARGEST_FILE = 1 << 63
 
 
-def lay_out_archive(value: Any, *, root: str = "archive") -> list[Part]:
+def lay_out_archive(value: Any, *, root: str = _ROOT) -> list[Part]:
     """Lay out a torch.save zip of ``value``, whose tensors are references."""
     data, storages = dump(value)
     archive = _Archive(root)
@@ -49,8 +62,32 @@ def lay_out_archive(value: Any, *, root: str = "archive") -> list[Part]:
     for key, content in enumerate(storages):
         archive.storage(f"data/{key}", content)
     archive.literal("version", b"3\n")
-    archive.literal(".data/serialization_id", f"{zlib.crc32(data):040d}".encode())
+    archive.literal(_IDENTITY, _identity(zlib.crc32(data)))
     return archive.finished()
+
+
+def _identity(crc: int) -> bytes:
+    """Return what tells an archive from others, of the CRC-32 of its pickle.
+
+    torch (2.13) writes two hashes of 20 digits there: of the names, and of all CRC-32.
+    """
+    return f"{crc:040d}".encode()
+
+
+def is_written_here(source: Source, file: str) -> bool:
+    """Return whether ``lay_out_archive`` wrote a file, one without a root of its own.
+
+    What torch saved, or saved again, is not.
+    """
+    try:
+        records = read_directory(Region(source, file, 0, source.files[file]))
+    except Damaged:
+        return False
+    pickle, mark = (records.get(f"{_ROOT}/{name}") for name in ("data.pkl", _IDENTITY))
+    if pickle is None or mark is None:
+        return False
+    wanted = _identity(pickle.crc32)
+    return mark.stored == len(wanted) and source.read(file, mark.offset, mark.stored) == wanted
 
 
 @dataclass(frozen=True, slots=True)

@@ -214,9 +214,22 @@ def test_a_checkpoint_with_steps_inside_is_left(inner: str, tmp_path: Path) -> N
     shutil.copytree(SOURCE, run / "step-1" / "inner" / inner)
     (run / "step-1" / "epoch_7").mkdir()
     report = pruned(run, yes=True)
-    assert fates(report) == {"step-2": "keep", "step-1": "leave"}
+    within = {"checkpoint-500": "keep"}
+    assert fates(report) == {"step-2": "keep", "step-1": "leave"} | within
     assert {s.path.name: s.reason for s in report.steps}["step-1"] == "holds steps of its own"
+    newest = ckptool.verify_run(run).latest_good
+    assert newest is not None
+    assert newest.path == run / "step-1" / "inner" / "checkpoint-500"
     shutil.rmtree(run / "step-1" / "inner")
+    assert fates(pruned(run)) == {"step-2": "keep", "step-1": "remove"}
+
+
+def test_a_step_with_a_file_of_another_in_it_is_left(tmp_path: Path) -> None:
+    run = run_of(tmp_path, 1, 2)
+    ckptool.convert(SOURCE, stray := run / "step-1" / "step-7.pt", to="torch-save")
+    report = pruned(run, yes=True)
+    assert fates(report) == {"step-7.pt": "keep", "step-2": "keep", "step-1": "leave"}
+    stray.unlink()
     assert fates(pruned(run)) == {"step-2": "keep", "step-1": "remove"}
 
 
@@ -236,6 +249,17 @@ def test_files_go_with_what_is_beside_them(tmp_path: Path) -> None:
     assert len(names_in(tmp_path)) == 4
     pruned(tmp_path, yes=True)
     assert names_in(tmp_path) == ["step-2.extra.pt", "step-2.safetensors"]
+
+
+def test_a_file_beside_a_step_that_is_not_ckptool_s_stays(tmp_path: Path) -> None:
+    import torch
+
+    for step in (1, 2):
+        ckptool.convert(SOURCE, tmp_path / f"step-{step}.safetensors", to="safetensors")
+    torch.save({"notes": 1}, tmp_path / "step-1.extra.pt")
+    report = pruned(tmp_path, yes=True)
+    assert len(names_in(tmp_path)) == 4
+    assert "step-1.extra.pt beside it was not written" in report.of_fate("leave")[0].reason
 
 
 def test_one_checkpoint_is_no_run(tmp_path: Path) -> None:
@@ -268,8 +292,8 @@ def test_a_step_to_be_kept_that_is_gone_ends_it(
     run = run_of(tmp_path, 1, 2, 3)
     real = removal.remove
 
-    def other_process(path: Path) -> None:
-        real(path)
+    def other_process(path: Path, side: None) -> None:
+        real(path, side)
         shutil.rmtree(run / "step-3")
 
     monkeypatch.setattr("ckptool.commands.verify.prune.remove", other_process)
@@ -284,8 +308,8 @@ def test_a_step_that_is_pointed_to_meanwhile_stays(
     run = run_of(tmp_path, 1, 2, 3)
     real = removal.remove
 
-    def trainer(path: Path) -> None:
-        real(path)
+    def trainer(path: Path, side: None) -> None:
+        real(path, side)
         (run / "latest").write_text("step-2")
 
     monkeypatch.setattr("ckptool.commands.verify.prune.remove", trainer)

@@ -145,9 +145,14 @@ def test_files_that_are_one_a_step_are_no_ranks(tmp_path: Path) -> None:
 
 
 def test_the_bits_of_an_element_type_are_no_step(tmp_path: Path) -> None:
-    names = ["model.fp16.pt", "model.pt", "model_2000-bf16.pt", "point500.pt", "w_fp8_e4m3fn.pt"]
-    numbers = {step.path.name: step.number for step in steps_of(saved(tmp_path, *names))}
-    assert numbers == dict(zip(names, [None, None, 2000, 500, None], strict=True))
+    wanted = {
+        "model.fp16.pt": None, "model.pt": None, "model_2000-bf16.pt": 2000, "point500.pt": 500,
+        "w_fp8_e4m3fn.pt": None, "model-q4_0.safetensors": None, "model-Q5_K_M.safetensors": None,
+        "m-iq2_xxs.pt": None, "m_7-q8_0.pt": 7, "gptq_model-4bit-128g.safetensors": None,
+        "w4a16.pt": None, "m-mxfp4.pt": None, "model-8-bit.pt": None, "q7.pt": None, "seq7.pt": 7,
+    }  # fmt: skip
+    numbers = {step.path.name: step.number for step in steps_of(saved(tmp_path, *wanted))}
+    assert numbers == wanted
 
 
 def test_none_is_whole(tmp_path: Path) -> None:
