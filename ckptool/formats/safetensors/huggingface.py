@@ -121,8 +121,8 @@ def _refuse_two_models(source: Source, index: str | None, files: list[str]) -> N
     if of_model and _WHOLE in source.files and _WHOLE not in files:
         problem = Problem(
             f"{source.root}: holds model.safetensors, which transformers opens, and"
-            f" {plural(len(files), 'shard')} beside it ({index or files[0]}), which transformers leaves out,"
-            " of another save; ckptool converts neither",
+            f" {plural(len(files), 'shard')} of another save ({index or files[0]}), which"
+            " transformers leaves out; ckptool converts neither",
             "saves-mixed",
             file=_WHOLE,
         )

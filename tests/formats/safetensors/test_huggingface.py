@@ -59,7 +59,7 @@ def test_shards_beside_a_whole_model_are_refused_for_transformers_opens_that(
     with pytest.raises(CkptoolError, match=r"model\.safetensors, which transformers opens, and"):
         ckptool.open(tmp_path)
     (finding,) = ckptool.verify(tmp_path).findings
-    assert "1 shard beside it" in finding.message
+    assert "1 shard of another save" in finding.message
     assert f"read {tmp_path}/model.safetensors by its own path" in str(finding.hint)
     assert ckptool.open(tmp_path / "model.safetensors").read("a").tolist() == [1, 1]
     (tmp_path / "model.safetensors").unlink()
