@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import itertools
 import json
 import re
 import sys
@@ -82,8 +83,22 @@ VISION = {
     "out_hidden_size": 24,
     "patch_size": 4,
 }
+SIGLIP = {
+    "num_hidden_layers": 2,
+    "hidden_size": 16,
+    "intermediate_size": 20,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+}
+MOONVIT = {k: SIGLIP[k] for k in SIGLIP if k != "image_size"} | {
+    "pos_emb_height": 3,
+    "pos_emb_width": 5,
+    "merge_kernel_size": [2, 2],
+}
 OF_25 = VISION | {"fullatt_block_indexes": [1]}
 OF_3 = VISION | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
+OF_35 = VISION | {"num_position_embeddings": 16}
 LATENT = {
     "num_key_value_heads": 6,
     "q_lora_rank": 14,
@@ -119,7 +134,20 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "deepseek_v3": ("megatron-deepseek-v3", "DeepseekV3", MOE | LATENT),
     "kimi_k2": ("megatron-deepseek-v3", "DeepseekV3", MOE | LATENT | {"model_type": "kimi_k2"}),
+    "kimi_k25": (
+        "megatron-kimi-k2.5",
+        "Kimi_K25",
+        MOE | LATENT | {"vision_config": MOONVIT, "tie_word_embeddings": False},
+    ),
+    "gemma3_vl": ("megatron-gemma3-vl", "Gemma3", {"vision_config": SIGLIP}),
+    "qwen3_5_vl": ("megatron-qwen3.5-vl", "Qwen3_5", DELTA | {"vision_config": OF_35}),
+    "qwen3_5_vl_moe": (
+        "megatron-qwen3.5-vl",
+        "Qwen3_5Moe",
+        MOE | SHARED | DELTA | {"vision_config": OF_35},
+    ),
     "nemotron_h": ("megatron-nemotron-h", "NemotronH", MOE | MAMBA),
+    "nemotron_h_latent": ("megatron-nemotron-h", "NemotronH", MOE | MAMBA | {"moe_latent_size": 9}),
     "exaone_moe": ("megatron-exaone-moe", "ExaoneMoe", MOE | EXAONE),
     "hy_v3": ("megatron-hy-v3", "HYV3", MOE | {"num_experts": 3, "first_k_dense_replace": 1}),
     "glm4v_moe": (
@@ -137,6 +165,9 @@ PREDICTING = [
     "qwen3_next",
     "qwen3_5",
     "qwen3_5_moe",
+    "qwen3_5_vl",
+    "qwen3_5_vl_moe",
+    "nemotron_h_latent",
 ]
 """Those of them that also have a layer that predicts further tokens; transformers drops these."""
 MODELS |= {
@@ -183,7 +214,9 @@ def _bridge(architecture: str, config: Any, shapes: dict[str, list[int]]) -> Any
     if architecture.startswith("Glm4v"):  # which transformers 5 keeps elsewhere
         config.text_config.partial_rotary_factor = 0.5
     state = SimpleNamespace(source=source)
-    bridge.hf_pretrained = SimpleNamespace(config=config, generation_config=None, state=state)
+    bridge.hf_pretrained = SimpleNamespace(
+        config=config, generation_config=None, state=state, model_name_or_path=""
+    )
     return bridge
 
 
@@ -215,7 +248,10 @@ def _is_there(name: str, layer: list[str]) -> bool:
 def _further(shapes: dict[str, list[int]], kind: str, layers: int) -> dict[str, list[int]]:
     """A layer that predicts further tokens, made as the last of the others; K-EXAONE's is dense."""
     hidden, dense = SMALL["hidden_size"], kind == "ExaoneMoe"
-    last = f"model.layers.{0 if dense else layers - 1}."
+    if kind == "NemotronH":
+        return _hybrid_further(shapes)
+    language = "language_model." if any("language_model" in name for name in shapes) else ""
+    last = f"model.{language}layers.{0 if dense else layers - 1}."
     follows = kind in ("DeepseekV3", "Glm4Moe", "HYV3")
     first = f"model.layers.{layers}." if follows else "mtp.layers.0."
     norm = "final_layernorm" if kind == "HYV3" else "shared_head.norm"
@@ -232,6 +268,18 @@ def _further(shapes: dict[str, list[int]], kind: str, layers: int) -> dict[str, 
     return made | {first + n.removeprefix(last): s for n, s in shapes.items() if n.startswith(last)}
 
 
+def _hybrid_further(shapes: dict[str, list[int]]) -> dict[str, list[int]]:
+    """Attention and experts, the two steps of Nemotron-H's block."""
+    hidden = SMALL["hidden_size"]
+    made = {f"mtp.layers.0.{norm}.weight": [hidden] for norm in ("enorm", "hnorm")}
+    made["mtp.layers.0.eh_proj.weight"] = [hidden, 2 * hidden]
+    made["mtp.layers.1.final_layernorm.weight"] = [hidden]
+    for step, layer in enumerate(("backbone.layers.1.", "backbone.layers.3.")):
+        rest = {n.removeprefix(layer): s for n, s in shapes.items() if n.startswith(layer)}
+        made |= {f"mtp.layers.{step}.{name}": shape for name, shape in rest.items()}
+    return made
+
+
 def _resolved(
     registry: Any, names: list[str], experts: int, layers: int
 ) -> Iterator[tuple[Any, bool]]:
@@ -240,6 +288,9 @@ def _resolved(
     if any(mapping.megatron_param == "decoder.final_norm.weight" for mapping in mappings):
         mappings = [m for m in mappings if m.megatron_param != "decoder.final_layernorm.weight"]
     for mapping in mappings:
+        if hasattr(mapping, "_mtp_layers_per_block"):
+            yield from ((one, False) for one in _of_further(mapping, names, experts))
+            continue
         given = mapping.hf_param
         first = given if isinstance(given, str) else next(iter(given.values()))
         pattern = registry._convert_pattern_to_regex(first)
@@ -258,6 +309,17 @@ def _resolved(
                         continue
                     if _is_there(one.megatron_param, layer):
                         yield one, packed
+
+
+def _of_further(mapping: Any, names: list[str], experts: int) -> Iterator[Any]:
+    """What a mapping of Nemotron-H's block resolves to: it counts steps in Megatron's names."""
+    stars = mapping.megatron_param.count("*")
+    for step, expert in itertools.product(range(2 if stars > 1 else 1), range(experts)):
+        one = mapping.resolve(("0", str(step), str(expert))[:stars])
+        takes = {one.hf_param} if isinstance(one.hf_param, str) else {*one.hf_param.values()}
+        layer = [name for name in names if name.startswith(f"mtp.layers.{step}.")]
+        if takes <= {*names} and _is_there(one.megatron_param, layer):
+            yield one
 
 
 def _target_of(one: Any, weights: Any, *, packed: bool) -> Any:
@@ -283,7 +345,8 @@ def _mapped(bridge: Any, hf: dict[str, Any], experts: int) -> dict[str, Any]:
     module = ColumnParallelLinear(bridge.provider_bridge(bridge.hf_pretrained))
     vision = getattr(bridge.hf_config, "vision_config", None)
     if vision is not None:
-        heads, hidden = vision.num_heads, vision.hidden_size
+        heads = getattr(vision, "num_heads", SIGLIP["num_attention_heads"])
+        hidden = vision.hidden_size
         vision = ColumnParallelLinear(
             SimpleNamespace(
                 num_attention_heads=heads,
@@ -310,29 +373,45 @@ def _mapped(bridge: Any, hf: dict[str, Any], experts: int) -> dict[str, Any]:
     return made
 
 
+_SOURCES = {
+    "kimi_k2": "KimiK2ForCausalLM",
+    "Kimi_K25": "KimiK25ForConditionalGeneration",
+}
+"""What Bridge calls models that are not called so in transformers."""
+
+
+def _as_on_the_hub(name: str) -> str:
+    """Return what the Hub's Kimi K2.5 calls a tensor; transformers 5.23 writes some otherwise."""
+    name = name.replace("vision_tower.encoder.patch_embed.", "vision_tower.patch_embed.")
+    name = name.replace("language_model.model.blocks.", "language_model.model.layers.")
+    return name.replace("model.mm_projector.", "mm_projector.")
+
+
 def _record_of(model: str, name: str, more: dict[str, Any]) -> dict[str, Any]:
     import torch
     import transformers
     from safetensors.torch import load_file
 
-    kind = "Gemma3Text" if name == "Gemma3" else name
-    kind += "Text" if name.startswith("Qwen3_5") else ""
+    of_text = name in ("Gemma3", "Qwen3_5", "Qwen3_5Moe") and "vision_config" not in more
+    kind = f"{name}Text" if of_text else name
     sizes = {key: size for key, size in SMALL.items() if key != "head_dim" or "2_5" not in name}
     own = {k: v for k, v in more.items() if k not in ("model_type", "vision_config")}
     given = SMALL | own
     if vision := more.get("vision_config"):
-        given = {"text_config": sizes | own, "vision_config": vision}
+        tied = {k: v for k, v in own.items() if k == "tie_word_embeddings"}
+        given = {"text_config": sizes | own, "vision_config": vision, **tied}
     config = getattr(transformers, f"{kind}Config")(**given)
     full = f"{name}For{'ConditionalGeneration' if 'vision_config' in more else 'CausalLM'}"
     config.architectures = [full]
-    source = "KimiK2ForCausalLM" if more.get("model_type") == "kimi_k2" else full
+    source = _SOURCES.get(more.get("model_type", name), full)
     with tempfile.TemporaryDirectory() as folder:
         getattr(transformers, full)(config).save_pretrained(folder)
         files = Path(folder).glob("*.safetensors")
         shapes = {n: list(t.shape) for file in files for n, t in load_file(file).items()}
         written = json.loads((Path(folder) / "config.json").read_text())
+    shapes = {_as_on_the_hub(name): shape for name, shape in shapes.items()}
     if model.endswith("_predicting"):
-        shapes |= _further(shapes, name, given["num_hidden_layers"])
+        shapes |= _further(shapes, name, (SMALL | own)["num_hidden_layers"])
     hf = {n: torch.from_numpy(values(n, shape)) for n, shape in shapes.items()}
     made = _mapped(_bridge(source, config, shapes), hf, 3)
     megatron = {n: [list(t.shape), digest(t.numpy())] for n, t in made.items()}

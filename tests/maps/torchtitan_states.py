@@ -46,11 +46,20 @@ CONFIGS |= {
         "num_key_value_heads": 2,
         "head_dim": 4,
     },
-    "qwen3_5": {"model_type": "qwen3_5", "text_config": DELTA, "vision_config": VISION},
+    "qwen3_5": {
+        "model_type": "qwen3_5",
+        "text_config": DELTA | {"model_type": "qwen3_5_text"},
+        "vision_config": VISION,
+    },
     "qwen3_5_moe": {
         "model_type": "qwen3_5_moe",
         "text_config": DELTA,
         "vision_config": VISION,
+    },
+    "kimi_k2_5": {
+        "model_type": "kimi_k25",
+        "text_config": {"model_type": "kimi_k2", "num_hidden_layers": 2},
+        "vision_config": {"patch_size": 2},
     },
 }
 FAMILIES = list(CONFIGS)
@@ -124,6 +133,15 @@ def _of_qwen3_5(flavor: str) -> States:
     return _made(spec, slice(2, 4), {256: 16, 16: 16, 1536: 24})
 
 
+def _of_kimi() -> States:
+    """A dense layer and one with experts, and the vision model."""
+    from torchtitan.models.kimi_k2_7 import model_registry
+
+    spec = model_registry("debugmodel")
+    spec.model.vision_encoder.patch_size = spec.model.vision_encoder.num_layers = 2
+    return _made(spec, slice(0, 2), {588: 12})
+
+
 def _counted(shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
     """Tensors of these shapes, no two elements of which are equal."""
     import torch
@@ -168,6 +186,7 @@ def _families() -> dict[str, Callable[[], States]]:
         ),
         "qwen3_5": lambda: _of_qwen3_5("debugmodel"),
         "qwen3_5_moe": lambda: _of_qwen3_5("debugmodel_moe"),
+        "kimi_k2_5": _of_kimi,
     }
 
 

@@ -13,6 +13,7 @@ from ckptool.commands.keymap.library import AUTO, builtin_maps, load_map
 from ckptool.commands.keymap.model_config import count_problems, uncounted_experts
 from ckptool.commands.keymap.records import (
     CONFIG,
+    MODEL_TYPES,
     Record,
     records,
     records_around,
@@ -329,8 +330,12 @@ def _only_one(candidates: list[KeyMap], known: list[Record], asked: str) -> tupl
 
 
 def _model_types(known: Sequence[Record]) -> list[str]:
-    """Return the ``model_type`` of the strongest record that has one, as that of --hf-assets."""
-    return [str(record["model_type"]) for record in known if record.get("model_type")][:1]
+    """Return the ``model_type`` of the strongest record that has one, as that of --hf-assets.
+
+    With that of the language model in it, if there is one.
+    """
+    kinds = (record.get(MODEL_TYPES) or [record.get("model_type")] for record in known)
+    return next((list(map(str, each)) for each in kinds if any(each)), [])
 
 
 def _is_for(key_map: KeyMap, types: Collection[str]) -> bool:

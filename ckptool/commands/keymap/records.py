@@ -43,6 +43,8 @@ _FOLDERS_UP = 2
 HIDDEN_SIZES = ("hidden_size", "n_embd", "d_model", "dim")
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 """What configs call the width of the hidden state, and how many layers there are."""
+MODEL_TYPES = "model_types"
+"""Under which the ``model_type`` of a whole model is found, and that of its ``text_config``."""
 DTYPE_KEYS = ("dtype", "torch_dtype")
 _NAMESPACES = ("argparse.Namespace", "types.SimpleNamespace")
 _DEEPEST = 3
@@ -86,9 +88,10 @@ def _read_file(path: Path) -> Record:
 
 
 def _parse(path: str, nbytes: int, read: Callable[[], bytes]) -> Record:
-    """Parse an object of JSON or YAML, with its ``text_config`` as part of it but for its type.
+    """Parse an object of JSON or YAML, with its ``text_config`` as part of it.
 
-    What ``vision_config`` has is there as ``vision_config.NAME``, too.
+    Its own are ``dtype`` and, with that of ``text_config``, ``model_type``. What ``vision_config``
+    has is there as ``vision_config.NAME``, too.
     """
     content = parse_object(path, nbytes, read)
     inner, vision = content.get("text_config"), content.get("vision_config")
@@ -96,7 +99,9 @@ def _parse(path: str, nbytes: int, read: Callable[[], bytes]) -> Record:
         content |= {f"vision_config.{name}": value for name, value in vision.items()}
     if not isinstance(inner, dict):
         return content
-    return {**content, **inner, **{key: content[key] for key in DTYPE_KEYS if content.get(key)}}
+    kinds = [part["model_type"] for part in (content, inner) if part.get("model_type")]
+    own = {key: content[key] for key in DTYPE_KEYS if content.get(key)}
+    return {**content, **inner, **own, MODEL_TYPES: kinds}
 
 
 def parse_object(path: str, nbytes: int, read: Callable[[], bytes]) -> dict[str, Any]:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ckptool.commands.keymap.records import Record
 from ckptool.core.keymap.match import ModelFacts
 from ckptool.core.keymap.model import KeyMap
 from ckptool.errors import UsageError
+
+_SIGNS: Mapping[str, Callable[[int, int], int | None]] = {
+    "*": operator.mul,
+    "/": lambda whole, part: None if whole % part else whole // part,
+    "-": lambda whole, part: whole - part if whole >= part else None,
+}
+"""What the signs of an expression of sizes stand for."""
 
 
 def facts(key_map: KeyMap, records: Sequence[Record], given: Mapping[str, int]) -> ModelFacts:
@@ -40,9 +48,9 @@ def merge(records: Sequence[Record]) -> dict[str, Any]:
 def _look_up(
     name: str, key_map: KeyMap, merged: Record, sizes: Mapping[str, int], seen: tuple[str, ...]
 ) -> int | None:
-    """Return the first size that a dim's keys and expressions (``a / b``, ``a * b``) give.
+    """Return the first size that a dim's keys, or expressions of two sizes, give.
 
-    An expression gives none where a size of it is unknown, or does not divide.
+    An expression gives none where a size of it is unknown, does not divide, or is too small.
     A dim that is as large as another by default is so only where that one is recorded: a size that
     was given says nothing of the other.
     """
@@ -55,10 +63,7 @@ def _look_up(
             _value(word, key_map, merged, known, (*seen, name)) for word in words[::2]
         )
         for sign, other in zip(words[1::2], others, strict=False):
-            if value is None or not other or (sign == "/" and value % other):
-                value = None
-                break
-            value = value // other if sign == "/" else value * other
+            value = _SIGNS[sign](value, other) if value and other else None
         if value is not None:
             return value
     return None
@@ -67,10 +72,11 @@ def _look_up(
 def _value(
     word: str, key_map: KeyMap, merged: Record, sizes: Mapping[str, int], seen: tuple[str, ...]
 ) -> int | None:
-    """Return a record's number, or the size of another dim."""
+    """Return a record's number, how many items one has (``KEY.length``), or another dim's size."""
     if word in sizes:
         return sizes[word]
-    number = merged.get(word)
+    listed = merged.get(word.removesuffix(".length")) if word.endswith(".length") else None
+    number = len(listed) if isinstance(listed, str | list) else merged.get(word)
     if type(number) is int and number > 0:
         return number
     if word in key_map.sizes and word not in seen:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from ckptool.core.keymap.model import KeyMap, Pattern, Rule
+from ckptool.core.keymap.model import Kept, KeyMap, Pattern, Rule
 from ckptool.errors import UsageError
+
+_BEGINS = re.compile(r"[^*?\[\]#]*\*")
 
 
 def moved(key_map: KeyMap, within: Sequence[Mapping[str, str]]) -> KeyMap:
     """Return a map whose names begin otherwise, as ``within`` says of either side.
 
-    Raises UsageError where names that stay as they are would begin in two ways.
+    Raises UsageError where names that stay as they are would begin in two ways that no rule says.
     """
 
     def move(pattern: Pattern, starts: Mapping[str, str]) -> Pattern:
@@ -23,14 +26,12 @@ def moved(key_map: KeyMap, within: Sequence[Mapping[str, str]]) -> KeyMap:
     def all_of(patterns: Sequence[Pattern], side: int) -> tuple[Pattern, ...]:
         return tuple(move(pattern, within[side]) for pattern in patterns)
 
-    def kept(glob: str) -> str:
-        new = {begin(glob, starts) or glob for starts in within}
-        if len(new) > 1:
-            raise UsageError(
-                f"[within] gives {glob!r}, which {key_map.name} keeps as it is, two beginnings:"
-                f" {' and '.join(sorted(new))}: write rules for these names"
-            )
-        return new.pop()
+    def moved_kept(one: Kept) -> Kept:
+        source, target = (
+            begin(glob, starts) or glob
+            for glob, starts in zip((one.source, one.target), within, strict=True)
+        )
+        return kept_names(source, target, "[within]")
 
     rules = (
         replace(
@@ -47,9 +48,19 @@ def moved(key_map: KeyMap, within: Sequence[Mapping[str, str]]) -> KeyMap:
         rules=tuple(rules),
         drop=all_of(key_map.drop, 0),
         back_drop=all_of(key_map.back_drop, 1),
-        keep=tuple(map(kept, key_map.keep)),
+        keep=tuple(map(moved_kept, key_map.keep)),
         tells={name: all_of(patterns, 1) for name, patterns in key_map.tells.items()},
     )
+
+
+def kept_names(source: str, target: str, where: str) -> Kept:
+    """Return the names that no rule takes; UsageError where it is not said what they become."""
+    if source != target and not all(_BEGINS.fullmatch(glob) for glob in (source, target)):
+        raise UsageError(
+            f"{where}: keep {source!r} = {target!r}: names that begin otherwise are written"
+            " BEGINNING* on both sides"
+        )
+    return Kept(source, target)
 
 
 def begin(name: str, starts: Mapping[str, str]) -> str | None:

@@ -54,7 +54,7 @@ class Matcher:
 
     def __init__(self, key_map: KeyMap, facts: ModelFacts, part: str) -> None:
         self._facts = facts
-        self._keeps = key_map.keeps
+        self._kept_as = key_map.kept_as
         self._kept: dict[str, Claim] = {}
         self._patterns: dict[str, list[tuple[Rule, Pattern]]] = defaultdict(list)
         for rule in key_map.rules:
@@ -73,14 +73,14 @@ class Matcher:
             binding = self._match(pattern, numbers, rule.whole.text)
             if binding is not None and self._has_beside(rule, binding):
                 return Claim(rule, pattern, binding)
-        return self._claim_kept(name, key, numbers) if key and self._keeps(name) else None
+        return self._claim_kept(name) if key else None
 
-    def _claim_kept(self, name: str, key: str, numbers: tuple[int, ...]) -> Claim:
+    def _claim_kept(self, name: str) -> Claim | None:
         """Return the claim of a name that stays as it is, by a rule of its own."""
-        if name not in self._kept:
-            pattern = Pattern(name, key, numbers)
-            self._kept[name] = Claim(Rule((pattern,), (pattern,)), pattern, {})
-        return self._kept[name]
+        if name not in self._kept and (new := self._kept_as(name)):
+            source, target = (Pattern(each, *abstract(each)) for each in (name, new))
+            self._kept[name] = Claim(Rule((source,), (target,)), source, {})
+        return self._kept.get(name)
 
     def _match(self, pattern: Pattern, numbers: Sequence[int], text: str) -> Binding | None:
         unknown = pattern.needs - self._facts.sizes.keys()
@@ -121,7 +121,7 @@ def fits(catalog: Catalog, kinds: frozenset[str], key_map: KeyMap, facts: ModelF
     patterns = [*(p for rule in key_map.rules for p in rule.sources), *key_map.drop]
     known = {pattern.key for pattern in patterns}
     for kind in kinds:
-        if not any(inner in known or key_map.keeps(inner) for inner in unwrapped(kind)):
+        if not any(inner in known or key_map.kept_as(inner) for inner in unwrapped(kind)):
             return False
     matcher = Matcher(key_map, facts.of(catalog, key_map), "model")
     frames, unmatched = find_frames(catalog, matcher.knows, matcher.knows)

@@ -198,17 +198,38 @@ def _names_axes(pattern: Pattern) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class Kept:
+    """Names that no rule takes, by glob, and what these become.
+
+    They stay as they are; where ``target`` is another glob, both are a beginning and ``*``.
+    """
+
+    source: str
+    target: str
+
+    @property
+    def inverse(self) -> Kept:
+        return Kept(self.target, self.source)
+
+    def new_name(self, name: str) -> str:
+        """Return what a name that the glob matches becomes."""
+        if self.source == self.target:
+            return name
+        return self.target[:-1] + name.removeprefix(self.source[:-1])
+
+
+@dataclass(frozen=True, slots=True)
 class KeyMap:
     """Rules, in order: the first that takes a name has it.
 
-    ``sizes`` say where the size of an axis is written down: keys and expressions to look up, or
-    the number itself. ``drop`` are source names that are left out, ``marks`` names one of which
-    tells a checkpoint to be of the source's kind, ``model_types`` those of config.json,
-    ``unless`` facts about a model that it is not for, ``tells`` the facts that hold where each has
-    all of its names there. ``keep`` are globs of names that no rule takes and that stay as they
-    are, both ways; ``detected`` says whether it is applied without being named, and
-    ``needs_model_type`` that it is so only where config.json names a model's type. ``back_drop``,
-    ``back_marks`` and ``back_detected`` are those of the other way.
+    ``sizes`` say where the size of an axis is written down: keys and expressions to look up, or the
+    number itself. ``drop`` are source names that are left out, ``marks`` names one of which tells a
+    checkpoint to be of the source's kind, ``model_types`` those of config.json, ``unless`` facts
+    about a model that it is not for, ``tells`` the facts that hold where each has all of its names
+    there. ``keep`` are names that no rule takes and that stay as they are, but for their beginning;
+    of several the longest glob decides. ``detected`` says whether it is applied without being
+    named, and ``needs_model_type`` that it is so only where config.json names a model's type.
+    ``back_drop``, ``back_marks`` and ``back_detected`` are those of the other way.
     """
 
     name: str
@@ -222,7 +243,7 @@ class KeyMap:
     model_types: tuple[str, ...] = ()
     unless: tuple[str, ...] = ()
     tells: Mapping[str, tuple[Pattern, ...]] = field(default_factory=dict)
-    keep: tuple[str, ...] = ()
+    keep: tuple[Kept, ...] = ()
     back_drop: tuple[Pattern, ...] = ()
     back_marks: tuple[Pattern, ...] = ()
     detected: bool = True
@@ -243,9 +264,11 @@ class KeyMap:
         patterns = (p for rule in self.rules for p in (*rule.sources, *rule.targets))
         return frozenset(axis for pattern in patterns for axis in pattern.spelled)
 
-    def keeps(self, name: str) -> bool:
-        """Return whether a parameter's name that no rule takes stays as it is."""
-        return any(fnmatchcase(name, glob) for glob in self.keep)
+    def kept_as(self, name: str) -> str | None:
+        """Return what a parameter's name becomes that no rule takes; None where it is not kept."""
+        fitting = [kept for kept in self.keep if fnmatchcase(name, kept.source)]
+        longest = max(fitting, key=lambda kept: len(kept.source), default=None)
+        return longest.new_name(name) if longest else None
 
     @property
     def inverse(self) -> KeyMap:
@@ -255,6 +278,7 @@ class KeyMap:
             source=self.target,
             target=self.source,
             rules=tuple(rule.inverse for rule in self.rules),
+            keep=tuple(kept.inverse for kept in self.keep),
             drop=self.back_drop,
             marks=self.back_marks,
             back_drop=self.drop,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
 from ckptool.core.keymap.axes import NAME, Axis, Dim, axes_of, parse_axes
-from ckptool.core.keymap.include import begin, is_about, moved, with_included
-from ckptool.core.keymap.model import Block, KeyMap, Pattern, Rule, Slot
+from ckptool.core.keymap.include import begin, is_about, kept_names, moved, with_included
+from ckptool.core.keymap.model import Block, Kept, KeyMap, Pattern, Rule, Slot
 from ckptool.errors import CkptoolError, UsageError
 
 _NUMBER = re.compile(r"[0-9]+")
@@ -20,23 +20,11 @@ _PLAIN = re.compile(r"[^\s\d{}\[\]<>?#]*")
 _BEGINNING = re.compile(r"([^\s{}\[\]<>?#]|\{\w+( ?\+ ?\w+)?\})*")
 _BLOCKS = re.compile(r"([^|]*?)\((?:([^()|]*)\()?([^()]*\|[^()]*)(?:\)([^()|]*))?\)([^|]*)")
 _NAMED = re.compile(r"(?P<name>\S+?)(?P<optional>\?)?(?:\s+\[(?P<axes>[^\[\]]*)\])?")
-_KEYS = {
-    *("name", "summary", "from", "to", "dims", "rule"),
-    *(
-        "drop",
-        "marks",
-        "model_types",
-        "unless",
-        "facts",
-        "keep",
-        "detect",
-        "include",
-        "without",
-        "within",
-        "also",
-    ),
-}
-_RULE_KEYS = {"from", "to", "padding", "tie", "when", "unless", "only", "beside", "add"}
+_KEYS = frozenset(
+    "name summary from to dims rule drop marks model_types unless facts keep detect include without"
+    " within also".split()
+)
+_RULE_KEYS = frozenset("from to padding tie when unless only beside add".split())
 
 _MOST_RULES = 10_000
 
@@ -142,7 +130,7 @@ def _parse_own(content: Mapping[str, Any], where: str, *, has_more: bool) -> Key
         marks=marks,
         model_types=tuple(map(str, content.get("model_types", ()))),
         unless=tuple(map(str, content.get("unless", ()))),
-        keep=tuple(_texts(content.get("keep", []))),
+        keep=tuple(_kept(content.get("keep", []), where)),
         back_detected=_detect(content, where) != "from",
         needs_model_type=_detect(content, where) == "config",
         tells={n: _patterns(v) for n, v in _table(content, "facts", where).items()},
@@ -151,10 +139,20 @@ def _parse_own(content: Mapping[str, Any], where: str, *, has_more: bool) -> Key
     )
 
 
-def _require_keys(table: Mapping[str, Any], known: set[str], where: str) -> None:
+def _require_keys(table: Mapping[str, Any], known: Set[str], where: str) -> None:
     unknown = sorted(table.keys() - known)
     if unknown:
         raise UsageError(f"{where}: {unknown[0]!r} is not one of {', '.join(sorted(known))}")
+
+
+def _kept(value: Any, where: str) -> Iterator[Kept]:
+    """Yield the names that no rule takes: globs, or how they begin on either side."""
+    for each in value if isinstance(value, list) else [value]:
+        sides = each if isinstance(each, Mapping) else {"from": each, "to": each}
+        if sides.keys() != {"from", "to"}:
+            raise UsageError(f"{where}: keep requires both `from` and `to`")
+        source, target = _texts([sides["from"], sides["to"]])
+        yield kept_names(source, target, where)
 
 
 def _detect(content: Mapping[str, Any], where: str) -> str:
@@ -222,8 +220,10 @@ def _lookups(name: str, value: Any, where: str) -> tuple[str | int, ...]:
         raise UsageError(f"{where}: [dims] {name} = {value!r} must be a list of keys or a number")
     for lookup in lookups:
         words = lookup.split() if isinstance(lookup, str) else ["number"]
-        if len(words) % 2 == 0 or not set(words[1::2]) <= {"*", "/"}:
-            raise UsageError(f"{where}: [dims] {name} = {lookup!r} is not KEY, A / B or A * B")
+        if len(words) % 2 == 0 or not set(words[1::2]) <= {"*", "/", "-"}:
+            raise UsageError(
+                f"{where}: [dims] {name} = {lookup!r} is not KEY, A / B, A * B or A - B"
+            )
     return tuple(lookups)
 
 

@@ -542,6 +542,9 @@ FUNCTIONS = {
     "SmolLM3": ({"no_rope_layer_interval": 2}, "layers 1 have no rotary embeddings"),
     "Gemma": ({"head_dim": 4}, "norms multiply by weight"),
     "Arcee": ({}, "the activation is relu2"),
+    "Olmo2": ({}, "norms follow attention and MLP"),
+    "Olmo3": ({}, "norms follow attention and MLP"),
+    "Llama4Text": ({"no_rope_layer_interval": 2}, "layers 1 have no rotary embeddings"),
 }
 
 

@@ -12,6 +12,7 @@ from conftest import bits, convert_to, flat, load_dcp
 from safetensors.torch import load_file, save_file
 
 from ckptool.commands.keymap.library import load_map
+from ckptool.commands.keymap.sizes import facts
 from ckptool.commands.options.rewrite import MapOptions
 from ckptool.errors import Unsupported, UsageError
 
@@ -152,10 +153,51 @@ def test_what_an_included_map_keeps_begins_otherwise_too(tmp_path: Path) -> None
     written(tmp_path, base="keep = ['norm.*', '*.bias']\n" + CENTRED)
     inner = "include = ['base.toml']\n[within]\nfrom = { '' = 'llm.' }\nto = { '' = 'llm.' }\n"
     mine = written(tmp_path, mine=inner)
-    assert load_map(str(mine)).keep == ("llm.norm.*", "llm.*.bias")
+    assert [kept.source for kept in load_map(str(mine)).keep] == ["llm.norm.*", "llm.*.bias"]
     mine.write_text(inner.replace("to = { '' = 'llm.' }", "to = { '' = 'text.' }"))
-    with pytest.raises(UsageError, match=r"'norm\.\*', which .* keeps .* two beginnings"):
+    with pytest.raises(UsageError, match=r"keep 'llm\.\*\.bias' = 'text\.\*\.bias'"):
         load_map(str(mine))
+    written(tmp_path, base="keep = ['norm.*']\n" + CENTRED)
+    assert load_map(str(mine)).kept_as("llm.norm.3.x") == "text.norm.3.x"
+
+
+def test_names_may_be_kept_but_for_their_beginning(tmp_path: Path) -> None:
+    """Of several globs that match, the longest decides."""
+    text = "keep = ['a.*', { from = 'a.*', to = 'a.deep.*' }, { from = 'b.*', to = 'c.*' }]\n"
+    key_map = load_map(str(written(tmp_path, mine=text + CENTRED)))
+    there, back = key_map.kept_as, key_map.inverse.kept_as
+    assert [there(n) for n in ("a.x", "a.deep.x", "b.0.x", "d.x")] == [
+        *("a.x", "a.deep.x", "c.0.x"),
+        None,
+    ]
+    assert [back(n) for n in ("a.x", "a.deep.x", "c.0.x", "b.x")] == ["a.x", "a.x", "b.0.x", None]
+
+
+@pytest.mark.parametrize(
+    "keep",
+    ["3", "[3]", "{ from = 'a.*' }", "{ from = 'a.*', to = 'b' }", "{ from = '*.a', to = '*.b' }"],
+)
+def test_what_cannot_be_kept(keep: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError):
+        load_map(str(written(tmp_path, mine=f"keep = {keep}\n" + CENTRED)))
+
+
+@pytest.mark.parametrize(
+    ("size", "config", "wanted"),
+    [
+        ("n.length", {"n": ["a", "b"]}, 2),
+        ("n.length", {"n": "*E*"}, 3),
+        ("n.length", {"n": 4}, None),
+        ("n.length - one", {"n": [7]}, 0),
+        ("one - n.length", {"n": "ab"}, None),
+    ],
+)
+def test_sizes_that_are_counted(
+    size: str, config: dict[str, Any], wanted: int | None, tmp_path: Path
+) -> None:
+    text = f"[dims]\none = 1\nx = ['{size}']\n" + CENTRED
+    known = facts(load_map(str(written(tmp_path, mine=text))), [config], {})
+    assert known.sizes.get("x") == wanted
 
 
 ALSO = """
