@@ -164,13 +164,22 @@ def _namespaces(value: Any, depth: int, *, named: bool) -> Iterator[Record]:
 
 
 def _of_megatron(arguments: Record) -> Record:
-    """Add to Megatron-LM's arguments what they mean under others' names (core 0.7 to 0.20)."""
+    """Add to Megatron-LM's arguments, or Megatron-core's configuration, what others call it.
+
+    Core 0.7 to 0.20.
+    """
     record = dict(arguments)
     if record.get("group_query_attention") is False:
         record["num_query_groups"] = record.get("num_attention_heads")
     untied = record.get("untie_embeddings_and_output_weights")
+    tied = record.get("share_embeddings_and_output_weights")  # as its configurations say it
     if isinstance(untied, bool):
         record["tie_word_embeddings"] = not untied
+    elif isinstance(tied, bool):
+        record["tie_word_embeddings"] = tied
+    norm = str(record.get("normalization")).lower()  # layernorm1p in NeMo 1
+    if record.get("layernorm_zero_centered_gamma") is True or norm == "layernorm1p":
+        record["apply_layernorm_1p"] = True
     return record
 
 
@@ -280,18 +289,27 @@ def _read(path: Location) -> Record:
 def _find_model(record: Record) -> Record | None:
     """Return the part of a configuration that says how large the model is, the outermost.
 
-    An alias of YAML may put one part in many places: each is looked at once.
+    With the plain values around it: Megatron-core's ``GPTModelConfig`` (0.20) has the vocabulary
+    there, and its ``transformer`` the rest. An alias of YAML may put one part in many places: each
+    is looked at once.
     """
-    parts, seen = [record], {id(record)}
+    parts: list[tuple[Record, Record]] = [(record, {})]
+    seen = {id(record)}
     for _ in range(_DEEPEST + 1):
-        for part in parts:
+        for part, outer in parts:
             if any(name in part for name in HIDDEN_SIZES) and any(
                 name in part for name in LAYER_COUNTS
             ):
-                return part
-        inner = [value for part in parts for value in part.values() if isinstance(value, Mapping)]
-        parts = list({id(part): part for part in inner if id(part) not in seen}.values())
-        seen.update(map(id, parts))
+                around = {n: v for n, v in outer.items() if not isinstance(v, Mapping | list)}
+                return {**around, **part}
+        inner = {
+            id(value): (value, part)
+            for part, _ in parts
+            for value in part.values()
+            if isinstance(value, Mapping) and id(value) not in seen
+        }
+        parts = list(inner.values())
+        seen.update(inner)
     return None
 
 

@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import trainer_configs
+import yaml
 from conftest import convert_to, flat, load_dcp
+from safetensors.torch import save_file
 from torchtitan_states import JOBS, recorded
 
 import ckptool
@@ -18,7 +21,7 @@ from ckptool.commands.keymap import maps
 from ckptool.commands.keymap.records import records_around
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.rewrite import MapOptions
-from ckptool.errors import UsageError
+from ckptool.errors import Unsupported, UsageError
 
 SIZES = {
     "num_hidden_layers": 2,
@@ -80,6 +83,99 @@ def test_sizes_are_found(folder: str, file: str, text: str, tmp_path: Path) -> N
     assert written.keys() == expected.keys()
     assert all(torch.equal(written[n], torch.from_numpy(a).float()) for n, a in expected.items())
     assert not (tmp_path / "ran").exists()
+
+
+def of_llama() -> dict[str, torch.Tensor]:
+    """The tensors of a Llama of the recorded sizes, as Hugging Face has them."""
+    torch.manual_seed(3)
+    rows = {"q": (24, 16), "k": (12, 16), "v": (12, 16), "o": (16, 24)}
+    wide = {"gate": (24, 16), "up": (24, 16), "down": (16, 24)}
+    state = {"model.embed_tokens.weight": (37, 16), "lm_head.weight": (37, 16)}
+    state |= {"model.norm.weight": (16,)}
+    for layer in ("model.layers.0", "model.layers.1"):
+        state |= {f"{layer}.self_attn.{n}_proj.weight": shape for n, shape in rows.items()}
+        state |= {f"{layer}.mlp.{n}_proj.weight": shape for n, shape in wide.items()}
+        state |= {f"{layer}.{n}_layernorm.weight": (16,) for n in ("input", "post_attention")}
+    return {name: torch.randn(shape) for name, shape in state.items()}
+
+
+WRITTEN = trainer_configs.recorded()
+OF_HUGGING_FACE = json.dumps(
+    SIZES | {"model_type": "llama", "head_dim": 6, "intermediate_size": 24, "vocab_size": 37}
+)
+NEMO_2 = yaml.safe_dump(
+    {
+        "_target_": "nemo.collections.llm.gpt.model.llama.LlamaModel",
+        "config": {
+            "_target_": "nemo.collections.llm.gpt.model.llama.LlamaConfig",
+            **trainer_configs.LLAMA,
+            "vocab_size": 37,
+        },
+        "optim": {"_target_": "nemo.lightning.MegatronOptimizerModule", "hidden_size": 3},
+    }
+)
+"""As ``io.context`` of NeMo 2.5 writes the arguments of a model and of its configuration."""
+FOLDERS = [
+    ("iter_0000005", {"iter_0000005/run_config.yaml": WRITTEN["run_config.yaml"]}),
+    ("iter_0000005", {"iter_0000005/run_config.yaml": WRITTEN["run_config.yaml before"]}),
+    ("model/weights", {"model/context/model.yaml": NEMO_2}),
+    (
+        "actor/dist_ckpt",
+        {
+            "actor/transformer_config.json": WRITTEN["transformer_config.json"],
+            "actor/huggingface/config.json": OF_HUGGING_FACE,
+        },
+    ),
+    (
+        "actor/model/dist_ckpt",
+        {
+            "actor/transformer_config.json": WRITTEN["transformer_config.json"],
+            "actor/model/huggingface/config.json": OF_HUGGING_FACE,
+        },
+    ),
+]
+"""Megatron-Bridge with Megatron-core 0.20 and before, NeMo 2, verl 0.9 and after."""
+
+
+@pytest.mark.parametrize(("folder", "files"), FOLDERS)
+def test_megatrons_names_are_mapped_by_the_trainers_own_files(
+    folder: str, files: dict[str, str], tmp_path: Path
+) -> None:
+    """Heads, groups, their size, and the vocabulary, which is padded: none is given by hand."""
+    state = of_llama()
+    save_file(state, tmp_path / "hf.safetensors")
+    sizes = {"head": 4, "kv": 2, "dim": 6}
+    there = MapOptions("megatron-gpt", sizes)
+    convert_to("torch-save", tmp_path / "hf.safetensors", tmp_path / "there.pt", map=there)
+    stored = flat(torch.load(tmp_path / "there.pt"))
+    for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        stored[name] = torch.cat([stored[name], stored[name][-1:].expand(91, 16)])
+    dcp.save(stored, checkpoint_id=tmp_path / folder, no_dist=True)
+    with pytest.raises(UsageError, match="not found in config"):
+        convert_to("dcp", tmp_path / folder, tmp_path / "out", map=MapOptions("megatron-gpt"))
+    for name, text in files.items():
+        write(tmp_path / name, text)
+    convert_to("dcp", tmp_path / folder, tmp_path / "out", map=MapOptions("megatron-gpt"))
+    found = flat(load_dcp(tmp_path / "out"))
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [("gamma: false", "gamma: true"), ("normalization: RMSNorm", "normalization: layernorm1p")],
+)
+def test_norms_that_store_one_less_are_refused_where_a_trainers_file_says_so(
+    change: tuple[str, str], tmp_path: Path
+) -> None:
+    tensors = {
+        "decoder.final_layernorm.weight": torch.ones(16),
+        "output_layer.weight": torch.ones(37, 16),
+    }
+    dcp.save(tensors, checkpoint_id=tmp_path / "iter_5", no_dist=True)
+    write(tmp_path / "run_config.yaml", WRITTEN["run_config.yaml"].replace(*change))
+    with pytest.raises(Unsupported, match="does not support models with apply_layernorm_1p"):
+        convert_to("dcp", tmp_path / "iter_5", tmp_path / "out", map=MapOptions("megatron-gpt"))
 
 
 @pytest.mark.parametrize("family", ["llama3", "llama3_tied", "deepseek_v3"])
