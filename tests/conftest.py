@@ -11,17 +11,23 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, fields
 from functools import cached_property
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fork_server import Forked
+from fork_server import Forked, share
 from hypothesis import settings
 
-FIXTURES = Path(__file__).parent.parent / "fixtures"
+TESTS = Path(__file__).parent
+FIXTURES = TESTS.parent / "fixtures"
 sys.path.insert(0, str(FIXTURES))
+# keep what is compiled, whatever the environment says: hundreds of processes import the package
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 settings.register_profile("ckptool", deadline=None)
 settings.load_profile("ckptool")
 
@@ -32,14 +38,27 @@ def pytest_configure(config: pytest.Config) -> None:
     Processes that tests interrupt would inherit it if this one ignores Ctrl-C, as under nohup.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        share()
     for category in ("UserWarning", "FutureWarning", "DeprecationWarning"):
         config.addinivalue_line("filterwarnings", f"ignore::{category}:torch")
         config.addinivalue_line("filterwarnings", f"ignore::{category}:recipes")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Any:
+    """Begin elsewhere in each worker: what one has compiled, the others find compiled."""
+    report = yield
+    if collector.path == TESTS and isinstance(collector, pytest.Directory):
+        worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+        begin = worker * len(report.result) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+        report.result = [*report.result[begin:], *report.result[:begin]]
+    return report
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run last what can be given to workers test by test, so that they end together."""
-    items.sort(key=lambda item: item.path.stem in SPREAD)
+    items.sort(key=lambda item: (item.path.stem in SPREAD, item.path))
 
 
 def pytest_collection_finish() -> None:
@@ -268,7 +287,7 @@ def convert_to(target: str, source: Path, path: Path, **options: Any) -> Any:
 
 @dataclass(frozen=True)
 class Ended:
-    """How one rank ended."""
+    """How one rank ended, or a command."""
 
     code: int
     stdout: str
@@ -343,6 +362,21 @@ def flipped(copy_of: Callable[[str], Path]) -> Path:
     folder = copy_of("dcp_base")
     DAMAGE["data_flipped"].apply(folder)
     return folder
+
+
+def run_command(*words: object, cwd: Path | None = None) -> Ended:
+    """Run ``ckptool`` in this process; a process of its own takes the time of its imports."""
+    from ckptool.cli import _run
+
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        redirect_stdout(StringIO()) as said,
+        redirect_stderr(StringIO()) as complained,
+    ):
+        patch.setattr(sys, "argv", ["ckptool", *map(str, words)])
+        patch.chdir(cwd or Path.cwd())
+        code = _run()
+    return Ended(code, said.getvalue(), complained.getvalue())
 
 
 def run_verify(*words: str, env: dict[str, str] | None = None) -> Any:

@@ -8,6 +8,7 @@ what the import leaves behind, and the seed of hashes.
 from __future__ import annotations
 
 import atexit
+import fcntl
 import gc
 import json
 import os
@@ -30,7 +31,12 @@ from typing import Any
 IMPORTED = (
     "ckptool.api.commands",
     "ckptool.cli.app",
+    "ckptool.cli.transfer",
+    "ckptool.cli.verify",
     "ckptool.dcp",
+    "ckptool.formats.dcp.write",
+    "ckptool.formats.megatron",
+    "ckptool.render.reshard",
     "safetensors.torch",
     "torch._dynamo",
     "torch.distributed.checkpoint.state_dict",
@@ -40,6 +46,8 @@ IMPORTED = (
     "torch.distributed.tensor.parallel",
 )
 """What the commands of tests use that is slow to import."""
+_FOLDER = "CKPTOOL_TEST_FORKS"
+"""Names the folder of the server's socket."""
 _LARGEST = 1 << 17
 """Bytes of the longest request."""
 
@@ -111,16 +119,31 @@ def _ask(
     return connection
 
 
+def share() -> None:
+    """Let this process and its workers have one server between them."""
+    os.environ[_FOLDER] = tempfile.mkdtemp(prefix="forks-")
+    atexit.register(shutil.rmtree, os.environ[_FOLDER], ignore_errors=True)
+
+
 @cache
 def _server() -> str:
-    """The address of a server that this process starts, and that ends with it."""
-    place = f"{tempfile.mkdtemp(prefix='forks-')}/socket"
-    atexit.register(shutil.rmtree, Path(place).parent, ignore_errors=True)
+    """The address of the server, which the first that asks for it starts; it ends with the run."""
+    folder = Path(os.environ[_FOLDER])
+    place = folder / "socket"
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not place.exists():
+            worker = "PYTEST_XDIST_WORKER" in os.environ
+            _start(place, os.getppid() if worker else os.getpid())
+    return str(place)
+
+
+def _start(place: Path, run: int) -> None:
+    """Start a server that ends when the process ``run`` does."""
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listening.bind(place)
+    listening.bind(str(place))
     listening.listen()
-    ended, alive = os.pipe()
-    os.set_inheritable(alive, False)
+    ended = os.pidfd_open(run)
     subprocess.Popen(
         [sys.executable, __file__, str(listening.fileno()), str(ended)],
         stdin=subprocess.DEVNULL,
@@ -129,7 +152,6 @@ def _server() -> str:
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     os.close(ended)
-    return place
 
 
 def _serve(listening: socket.socket, ended: int) -> dict[str, Any]:

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from conftest import run_command
 from torchtitan_states import recorded
-
-
-def command(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "ckptool", *map(str, words)]
-    return subprocess.run(line, capture_output=True, text=True, timeout=60, check=False)
 
 
 @pytest.fixture
@@ -35,16 +29,16 @@ def assets(tmp_path: Path) -> Path:
 
 def test_the_whole_way_in_one_command(source: Path, assets: Path, out: Path) -> None:
     words = ["--to", "safetensors", "--model-only", "--dtype", "bf16", "--hf-assets", assets]
-    done = command("convert", source, out / "hf", *words, "--map", "torchtitan-llama3")
-    assert done.returncode == 0, done.stderr
+    done = run_command("convert", source, out / "hf", *words, "--map", "torchtitan-llama3")
+    assert done.code == 0, done.stderr
     assert "map torchtitan-llama3, torchtitan to Hugging Face" in done.stderr
     assert (out / "hf" / "config.json").exists()
 
 
 def test_a_dry_run_shows_what_becomes_of_each_tensor(source: Path, out: Path) -> None:
     words = ["--to", "dcp", "--map", "auto", "--dim", "head=4", "--dim", "kv=2", "--dry-run"]
-    done = command("convert", source, out / "x", *words)
-    assert done.returncode == 0, done.stderr
+    done = run_command("convert", source, out / "x", *words)
+    assert done.code == 0, done.stderr
     rows = [line.split() for line in done.stdout.splitlines() if " -> " in line]
     query = next(row for row in rows if "wq" in row[0])
     assert query[0] == "layers.{0,1}.attention.qkv_linear.wq.weight"
@@ -54,8 +48,8 @@ def test_a_dry_run_shows_what_becomes_of_each_tensor(source: Path, out: Path) ->
 
 def test_the_report_as_json(source: Path, out: Path) -> None:
     words = ["--map", "torchtitan-llama3", "--dim", "head=4", "--dim", "kv=2", "--json", "-q"]
-    done = command("reshard", source, out / "x", "--mesh", "2", *words)
-    assert done.returncode == 0, done.stderr
+    done = run_command("reshard", source, out / "x", "--mesh", "2", *words)
+    assert done.code == 0, done.stderr
     said = json.loads(done.stdout)["map"]
     assert (said["name"], said["from"], said["to"]) == (
         "torchtitan-llama3",
@@ -86,21 +80,21 @@ def test_the_report_as_json(source: Path, out: Path) -> None:
     ],
 )
 def test_refusals(words: list[str], code: int, said: str, source: Path, out: Path) -> None:
-    done = command("convert", source, out / "x", "--to", "dcp", *words)
-    assert done.returncode == code
+    done = run_command("convert", source, out / "x", "--to", "dcp", *words)
+    assert done.code == code
     assert said in done.stderr
     assert not (out / "x").exists()
 
 
 def test_maps_are_listed_and_printed() -> None:
-    listed = command("maps").stdout
+    listed = run_command("maps").stdout
     assert "torchtitan-deepseek-v3" in listed
     assert "meta-llama" in listed
-    printed = command("maps", "meta-llama").stdout
+    printed = run_command("maps", "meta-llama").stdout
     assert 'from = "output.weight"' in printed
-    as_json = json.loads(command("maps", "meta-llama", "--json").stdout)
+    as_json = json.loads(run_command("maps", "meta-llama", "--json").stdout)
     assert as_json["maps"][0]["toml"] == printed
-    assert command("maps", "meta-lama").returncode == 2
+    assert run_command("maps", "meta-lama").code == 2
 
 
 @pytest.mark.parametrize(
@@ -131,13 +125,13 @@ def test_maps_of_ones_own_that_do_not_work(
     torch.save({"0": torch.arange(6)}, tmp_path / "a.pt")
     (tmp_path / "m.toml").write_text(text)
     line = ["convert", tmp_path / "a.pt", tmp_path / "x", "--to", "dcp"]
-    done = command(*line, "--map", tmp_path / "m.toml", *words)
-    assert (done.returncode, said in done.stderr) == (2, True), done.stderr
+    done = run_command(*line, "--map", tmp_path / "m.toml", *words)
+    assert (done.code, said in done.stderr) == (2, True), done.stderr
 
 
 def test_a_dim_of_ones_own_map_needs_no_table(tmp_path: Path) -> None:
     torch.save({"0": torch.arange(6)}, tmp_path / "a.pt")
     (tmp_path / "m.toml").write_text('[[rule]]\nfrom = "{t} [(x y)]"\nto = "{t} [(y x)]"')
     line = ["convert", tmp_path / "a.pt", tmp_path / "b.pt", "--to", "torch-save", "--dim", "x=2"]
-    assert command(*line, "--map", tmp_path / "m.toml", "--no-inverse").returncode == 0
+    assert run_command(*line, "--map", tmp_path / "m.toml", "--no-inverse").code == 0
     assert torch.load(tmp_path / "b.pt")["0"].tolist() == [0, 3, 1, 4, 2, 5]

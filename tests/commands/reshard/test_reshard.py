@@ -6,8 +6,6 @@ import itertools
 import json
 import math
 import shutil
-import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from conftest import GOOD, TENSORS_OF, Bits, Case, bits, by_name, case, read_back
+from conftest import GOOD, TENSORS_OF, Bits, Case, bits, by_name, case, read_back, run_command
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -625,14 +623,9 @@ def test_the_check_names_what_it_cannot_load(target: str, source: Path, out: Pat
 # The command line
 
 
-def command(*words: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "ckptool", "reshard", *map(str, words)]
-    return subprocess.run(line, capture_output=True, text=True, cwd=cwd, timeout=60, check=False)
-
-
 def test_the_report_is_json(source: Path, out: Path) -> None:
-    done = command(source, out / "r", "--mesh", "dp=2,tp=2", "--json", "--no-fsync")
-    assert done.returncode == 0, done.stderr
+    done = run_command("reshard", source, out / "r", "--mesh", "dp=2,tp=2", "--json", "--no-fsync")
+    assert done.code == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["schema"] == "ckptool.reshard/2"
     assert report["mesh"] == {"shape": [2, 2], "names": ["dp", "tp"]}
@@ -644,8 +637,8 @@ def test_the_report_is_json(source: Path, out: Path) -> None:
 
 def test_the_source_is_the_current_folder(source: Path, out: Path) -> None:
     shutil.copytree(source, out / "step-5")
-    done = command("--mesh", "2x2", "--no-fsync", cwd=out / "step-5")
-    assert done.returncode == 0, done.stderr
+    done = run_command("reshard", "--mesh", "2x2", "--no-fsync", cwd=out / "step-5")
+    assert done.code == 0, done.stderr
     assert "step-5-2x2" in done.stdout
     assert read_back("dcp", out / "step-5-2x2") == read_back("dcp", source)
 
@@ -670,8 +663,8 @@ def test_a_rule_is_shown_as_it_was_said(
     ids=str,
 )
 def test_exit_codes(words: tuple[str, ...], code: int, source: Path, out: Path) -> None:
-    done = command(source, out / "r", *words)
-    assert done.returncode == code, done.stderr
+    done = run_command("reshard", source, out / "r", *words)
+    assert done.code == code, done.stderr
     assert done.stderr.startswith("error: ")
     assert list(out.iterdir()) == []
 
@@ -682,15 +675,15 @@ def test_of_a_refused_check_only_a_dry_run_shows_the_plans_notes(
 ) -> None:
     """They come before the error; what is not begun has none."""
     words = ("--mesh", "2", "--to", "dcp", "--rank-state", "drop", "--check", *more)
-    done = command(case("accelerate_folders").path, out / "r", *words)
-    assert done.returncode == 4, done.stderr
+    done = run_command("reshard", case("accelerate_folders").path, out / "r", *words)
+    assert done.code == 4, done.stderr
     notes, _, _ = done.stderr.partition("error: --check: the mesh has")
     assert notes.startswith("note: ") if more else not notes
     assert list(out.iterdir()) == []
 
 
 def test_a_source_that_is_not_there(out: Path) -> None:
-    assert command(out / "missing", out / "r", "--mesh", "2").returncode == 3
+    assert run_command("reshard", out / "missing", out / "r", "--mesh", "2").code == 3
 
 
 def test_the_module_is_what_the_command_calls() -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from conftest import case, on_ranks, read_back
-from fork_server import Forked
+from fork_server import Forked, forking_python
 
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.target import ReshardOptions, TransferOptions
@@ -68,8 +68,10 @@ def files(folder: Path) -> dict[str, bytes]:
 # One result
 
 
-def test_torchrun_writes_what_one_process_writes(source: Path, out: Path) -> None:
-    """torchrun is forked; its ranks are not."""
+def test_torchrun_writes_what_one_process_writes(
+    source: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHON_EXEC", str(forking_python(tmp_path)))  # starts the ranks
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "4"]
     words = [source, out / "r", "--mesh", "2x2", "--policy", "fsdp", "--check", "--json"]
     process = Forked([*torchrun, *RESHARD, *map(str, words)], os.environ, Path.cwd())
