@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -14,7 +15,7 @@ _INVERSE, _BLOCKS, _SCALES, _SCALE = "_scale_inv", "_blocks", "_scales", ".weigh
 _PACKED = ".weight_packed"
 _PLAIN_SCALE = ".scale"
 _E8M0 = "float8_e8m0fnu"
-_MX_GROUP = 32
+_MX_GROUP, _NV_GROUP = 32, 16
 _BLOCK = (128, 128)
 """DeepSeek-V3's, where no config says another size."""
 
@@ -108,7 +109,12 @@ def _lay_out_scaled(pair: Quantized, around: Surroundings) -> TensorEntry:
             raise pair.unfit(
                 f"zero points {entry.name} {list(entry.shape)} do not match its scales"
             )
-    rows = shape[:-1]
+    rows, said = shape[:-1], around.config.block_of(pair.module)
+    blocks = _blocks(shape, said) if said else 1
+    if pair.scales.elements == 1 != blocks:
+        raise pair.unfit(
+            f"{pair.scales.name} is one scale, quantization_config says {blocks:,} blocks"
+        )
     if pair.scales.elements == 1 or (rows and grid in (rows, (*rows, 1))):
         block = shape if pair.scales.elements == 1 else (*(1 for _ in shape[1:]), shape[-1])
         scales, *others = (_with_dims(e, len(shape)) for e in (pair.scales, *pair.others))
@@ -116,7 +122,6 @@ def _lay_out_scaled(pair: Quantized, around: Surroundings) -> TensorEntry:
         return pair.numbers(around.dtype, shape, block)
     if len(shape) != len(grid) or len(shape) < 2 or shape[:-2] != grid[:-2]:
         raise pair.unfit()
-    said = around.config.block_of(pair.module)
     for sizes in [said] if said else [_BLOCK, _even(shape[-2:], grid[-2:])]:
         if sizes and tuple(-(-n // b) for n, b in zip(shape[-2:], sizes, strict=True)) == grid[-2:]:
             return pair.numbers(around.dtype, shape, (*(1 for _ in shape[2:]), *sizes))
@@ -128,6 +133,12 @@ def _lay_out_scaled(pair: Quantized, around: Surroundings) -> TensorEntry:
     )
 
 
+def _blocks(shape: tuple[int, ...], sizes: tuple[int, int]) -> int:
+    """Return how many blocks of a size a matrix has, the last two dims of a tensor of several."""
+    counts = (-(-n // size) for n, size in zip(shape[-2:], sizes, strict=False))
+    return math.prod(counts) if len(shape) > 1 else 1
+
+
 def _with_dims(entry: TensorEntry, count: int) -> TensorEntry:
     """Return a tensor with dims of one index added at the end."""
     while len(entry.shape) < count:
@@ -136,10 +147,14 @@ def _with_dims(entry: TensorEntry, count: int) -> TensorEntry:
 
 
 def _even(shape: tuple[int, ...], grid: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Return the size of the blocks where they divide a tensor without a rest."""
+    """Return the size of the blocks where they divide a tensor without a rest.
+
+    None where they are neither square nor of one row: such scales may be turned round.
+    """
     if any(not count or size % count for size, count in zip(shape, grid, strict=True)):
         return None
-    return tuple(size // count for size, count in zip(shape, grid, strict=True))
+    rows, columns = (size // count for size, count in zip(shape, grid, strict=True))
+    return (rows, columns) if rows in (1, columns) else None
 
 
 def _lay_out_nvfp4(pair: Quantized, around: Surroundings) -> TensorEntry:
@@ -153,7 +168,7 @@ def _lay_out_nvfp4(pair: Quantized, around: Surroundings) -> TensorEntry:
     if not columns or shape[-1] % columns or any(entry.elements != 1 for entry in pair.others):
         raise pair.unfit()
     block = (*(1 for _ in shape[1:]), shape[-1] // columns)
-    if not pair.others and block[-1] != _MX_GROUP:
+    if block[-1] != (_NV_GROUP if pair.others else _MX_GROUP):
         raise pair.unfit()
     return pair.numbers(around.dtype, shape, block)
 

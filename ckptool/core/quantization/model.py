@@ -160,6 +160,16 @@ class Quantized:
             hint=f"use --drop '{self.values.name}' to exclude it",
         )
 
+    def require_said(self, said: Mapping[str, Any], **found: int | str | bool) -> None:
+        """Raise Unsupported where ``said``, of quantization_config, says another than is found.
+
+        What it does not say, or says as -1, is none.
+        """
+        for key, value in found.items():
+            other = said.get(key)
+            if type(other) is type(value) and other not in (value, -1):
+                raise self.unfit(f"quantization_config says {key} {other}, the tensors {value}")
+
     def require_type(self, entry: TensorEntry, wanted: str) -> None:
         """Raise Unsupported where a part is of a type that would be read as other numbers."""
         if wanted not in (entry.dtype.name, entry.dtype.kind):

@@ -16,6 +16,10 @@ _GPTQ_BITS = (2, 3, 4, 8)
 _AWQ_BITS = 4
 _ADDED = {"gptq": 1.0, "gptq_v2": 0.0}
 """What is added to a stored zero point: GPTQ of AutoGPTQ stores it less one, GPTQModel's v2 not."""
+_REORDERED = ("true", "group", "dynamic")
+"""What compressed-tensors (0.20) calls groups of columns that are in another order than stored."""
+_OF_MODULES = {"dynamic", "extra_config"}
+"""What GPTQModel and AutoRound call the settings that some modules have of their own."""
 _AUTO_ROUND = {
     "auto_round:auto_gptq": "gptq",
     "auto_round:auto_awq": "awq",
@@ -83,9 +87,14 @@ def _lay_out_integers(pair: Quantized, around: Surroundings) -> TensorEntry:
     if len(fits) != 1 or not columns or shape[-1] % columns:
         raise pair.unfit()
     bits, group = fits[0], shape[-1] // columns
-    for key, found in (("num_bits", bits), ("group_size", group)):
-        if isinstance(said.get(key), int) and said[key] > 0 and said[key] != found:
-            raise pair.unfit(f"quantization_config says {key} {said[key]}, the tensors {found}")
+    pair.require_said(said, num_bits=bits, group_size=group, type="int")
+    parts = {entry.name.removeprefix(f"{pair.name}_") for entry in pair.others}
+    if said.get("symmetric") is False and "zero_point" not in parts:
+        raise pair.unfit(f"quantization_config says symmetric False, but no {pair.name}_zero_point")
+    if str(said.get("actorder")).lower() in _REORDERED and "g_idx" not in parts:
+        raise pair.unfit(
+            f"quantization_config says actorder {said['actorder']}, but no {pair.name}_g_idx"
+        )
     zeros = (*shape[:-2], -(-shape[-2] * bits // 32), columns) if len(shape) > 1 else ()
     for entry in pair.others:
         wanted = (shape[-1],) if entry.name.endswith("_g_idx") else zeros
@@ -137,8 +146,16 @@ def _lay_out_gptq(pair: Quantized, around: Surroundings) -> TensorEntry:
     bits, columns = fits[0], words * 32 // fits[0]
     if any(o.shape != (columns,) or o.dtype.name not in ("int32", "int64") for o in order):
         raise pair.unfit(f"{order[0].name} {list(order[0].shape)} does not match its columns")
-    said = fields.get("group_size")
+    own = fields.keys() & _OF_MODULES
+    said = None if own else fields.get("group_size")
+    pair.require_said({} if own else fields, bits=bits)
+    if fields.get("desc_act") is True and groups > 1 and not order:
+        raise pair.unfit(f"quantization_config says desc_act, but no {pair.module}.g_idx")
     sizes = [said] if type(said) is int and said > 0 else []
+    if sizes and -(-columns // sizes[0]) != groups:
+        raise pair.unfit(
+            f"quantization_config says group_size {said}, the tensors {columns // groups}"
+        )
     sizes += [columns // groups] if columns % groups == 0 else []
     group = next((size for size in sizes if -(-columns // size) == groups), None)
     if group is None:
@@ -159,5 +176,8 @@ def _lay_out_awq(pair: Quantized, around: Surroundings) -> TensorEntry:
         raise pair.unfit(f"scales {pair.scales.name} {list(pair.scales.shape)} do not match it")
     if columns % groups or pair.others[0].dtype.name != "int32":
         raise pair.unfit()
+    fields = around.config.fields
+    said = {} if fields.keys() & _OF_MODULES else fields
+    pair.require_said(said, bits=_AWQ_BITS, group_size=columns // groups)
     pair = replace(pair, settings=(_AWQ_BITS,))
     return pair.numbers(around.dtype, (rows, columns), (1, columns // groups))

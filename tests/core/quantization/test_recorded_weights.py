@@ -27,11 +27,13 @@ from ckptool.core.dtype import BY_NAME
 from ckptool.core.quantization.names import kinds
 from ckptool.errors import Damaged, Unsupported
 
-GPTQ = {"quant_method": "gptq", "bits": 4}
+GPTQ = {"quant_method": "gptq", "desc_act": True, "dynamic": {}}
+"""Layers of several widths, which GPTQModel says by ``dynamic``."""
 EIGHT_BITS = {
     "quant_method": "compressed-tensors",
     "config_groups": {
         "a": {"targets": ["re:.*block$"], "weights": {"block_structure": [32, 32]}},
+        "t": {"targets": ["layer.tensor"], "weights": {"strategy": "tensor"}},
         "b": {"targets": ["Linear"], "weights": {"num_bits": 8, "group_size": 16}},
     },
 }
@@ -309,6 +311,13 @@ ODD = "compressed_tensors_0_20_0_odd_bits"
 V1, V2 = "v1.4_16_ordered", "v2.4_16_ordered"
 ZEROS = torch.full((4, 4), -1, dtype=torch.int32)
 BNB, AWQ, EARLIER = "bitsandbytes_0_50_2", "autoawq_0_2_9", "compressed_tensors_0_12_2"
+
+
+def of_all(**weights: Any) -> dict[str, Any]:
+    """A quantization_config of compressed-tensors that says one thing of all weights."""
+    return {"config_groups": {"a": {"targets": ["Linear"], "weights": weights}}}
+
+
 LATER = {"config_groups": {"a": {"targets": ["Linear"], "weights": {"num_bits": 8}}}}
 STATE = torch.tensor(list(b"[]"), dtype=torch.uint8)
 
@@ -327,10 +336,14 @@ STATE = torch.tensor(list(b"[]"), dtype=torch.uint8)
         ),
         ("autogptq_0_7_1", V1, "", None, {"quant_method": "vptq"}, "says vptq"),
         ("autogptq_0_7_1", V1, "qzeros", ZEROS, None, "a zero point of 15"),
+        ("autogptq_0_7_1", V1, "", None, {"bits": 8}, "says bits 8, the tensors 4"),
+        ("autogptq_0_7_1", V1, "", None, {"group_size": 32}, "group_size 32, the tensors 16"),
         ("autogptq_0_7_1", V1, "g_idx", torch.arange(64).int(), None, "none of the 4"),
         ("autogptq_0_7_1", V1, "g_idx", torch.arange(63).int(), None, "does not match its columns"),
         ("autogptq_0_7_1", V1, "scales", torch.ones(4, 32).int(), None, "not float"),
         (AWQ, "group", "", None, {"version": "gemv"}, "version gemv is not supported"),
+        (AWQ, "group", "", None, {"bits": 8}, "says bits 8, the tensors 4"),
+        (AWQ, "group", "", None, {"group_size": 64}, "says group_size 64, the tensors 32"),
         (AWQ, "group", "qzeros", ZEROS, None, "do not match it"),
         (BNB, "int8_bfloat16", "_format", torch.tensor(1, dtype=torch.uint8), None, "is not row"),
         (BNB, "int8_bfloat16", "SCB", torch.ones(3), None, "do not match"),
@@ -340,6 +353,8 @@ STATE = torch.tensor(list(b"[]"), dtype=torch.uint8)
         (EARLIER, "four", "g_idx", (torch.arange(64) // 17).int(), None, "of 16 columns each"),
         (EARLIER, "four", "g_idx", torch.arange(64), None, "do not match"),
         (EARLIER, "four", "", None, LATER, "says num_bits 8, the tensors 4"),
+        (EARLIER, "four", "", None, of_all(type="float"), "says type float, the tensors int"),
+        (EARLIER, "four", "", None, of_all(symmetric=False), "no .*weight_zero_point"),
         (ODD, "bits3", "", None, {}, "do not match its blocks"),
         (ODD, "bits3_zeros", "packed", torch.ones(9, 11).int(), None, "do not match its blocks"),
         (ODD, "bits3_zeros", "shape", torch.tensor([9, 150]), None, "in another order"),
@@ -356,6 +371,61 @@ def test_what_does_not_fit_is_refused_by_name(
     assert not (out / "m").exists()
 
 
+def without(name: str, only: str, part: str, config: dict[str, Any], folder: Path) -> Path:
+    """A folder of recorded weights without one of the parts."""
+    stored = {n: t for n, t in recorded(name)[0].items() if n.startswith(f"layer.{only}.")}
+    kept = {n: t for n, t in stored.items() if not n.endswith(part)}
+    assert len(kept) == len(stored) - 1
+    folder.mkdir()
+    save_shards(kept, folder)
+    (folder / "config.json").write_text(json.dumps({"quantization_config": config}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "only", "config", "words"),
+    [
+        ("autogptq_0_7_1", V1, {"desc_act": True}, "says desc_act, but no .*g_idx"),
+        (EARLIER, "four", of_all(actorder="group"), "says actorder group, but no .*g_idx"),
+    ],
+)
+def test_groups_in_another_order_are_refused_without_that_order(
+    name: str, only: str, config: dict[str, Any], words: str, out: Path
+) -> None:
+    source = without(name, only, "g_idx", config, out / "hf")
+    with pytest.raises(Unsupported, match=words):
+        convert_to("safetensors", source, out / "m", dequantize=True)
+
+
+@pytest.mark.parametrize(
+    ("weight", "part", "scale", "config", "words"),
+    [
+        (torch.float8_e4m3fn, "scale_inv", (4, 2), None, "do not match its blocks"),
+        (torch.float8_e4m3fn, "scale_inv", (), [128, 128], "is one scale, .* says 8 blocks"),
+    ],
+)
+def test_scales_that_may_be_of_another_tensor_are_refused(
+    weight: torch.dtype, part: str, scale: tuple[int, ...], config: Any, words: str, out: Path
+) -> None:
+    """Those that are turned round would divide the tensor, too: blocks of 64 x 256."""
+    state = {"a.weight": torch.ones(256, 512).to(weight), f"a.weight_{part}": torch.ones(scale)}
+    (out / "hf").mkdir()
+    save_file(state, out / "hf" / "model.safetensors")
+    said = {"quantization_config": {"quant_method": "fp8", "weight_block_size": config}}
+    (out / "hf" / "config.json").write_text(json.dumps(said if config else {}))
+    with pytest.raises(Unsupported, match=words):
+        convert_to("safetensors", out / "hf", out / "m", dequantize=True)
+
+
+def test_nvfp4_has_groups_of_16(out: Path) -> None:
+    state = {"a.weight": torch.ones(16, 64).byte(), "a.weight_scale_2": torch.tensor(0.5)}
+    state["a.weight_scale"] = torch.ones(16, 4).to(torch.float8_e4m3fn)
+    (out / "hf").mkdir()
+    save_file(state, out / "hf" / "model.safetensors")
+    with pytest.raises(Unsupported, match="do not match its blocks"):
+        convert_to("safetensors", out / "hf", out / "m", dequantize=True)
+
+
 def test_the_config_may_lie_elsewhere(out: Path) -> None:
     """AutoGPTQ's own file, and that of ``--hf-assets``."""
     source, truth = saved("autogptq_0_7_1", out / "hf", "v2")
@@ -364,7 +434,7 @@ def test_the_config_may_lie_elsewhere(out: Path) -> None:
     (source / "config.json").rename(assets / "config.json")
     options: dict[str, Any] = {"dequantize": True, "casts": Casts(BY_NAME["float16"])}
     convert_to("safetensors", source, out / "a", map=MapOptions(assets=assets), **options)
-    form = {"bits": 4, "checkpoint_format": "gptq_v2"}
+    form = {"checkpoint_format": "gptq_v2"}
     (source / "quantize_config.json").write_text(json.dumps(form))
     convert_to("safetensors", source, out / "b", **options)
     wanted = {name: bits(tensor) for name, tensor in truth.items()}
