@@ -173,7 +173,7 @@ def test_files_are_those_of_transformers_and_back(model: Saved) -> None:
 
 def test_moments_go_with_their_experts(model: Saved) -> None:
     folder, _, files = model
-    options = MapOptions("auto", assets=folder / "hf")
+    options = MapOptions(experts="separate", assets=folder / "hf")
     convert_to("dcp", folder / "dcp", folder / "out", map=options)
     written = flat(load_dcp(folder / "out"))
     moments = {n: t for n, t in written.items() if n.startswith("optimizer.")}
@@ -246,7 +246,7 @@ def test_granite_has_other_names_in_memory(tmp_path: Path) -> None:
     options = MapOptions("auto", assets=tmp_path / "hf")
     convert_to("hf", tmp_path / "dcp", tmp_path / "out", map=options)
     assert read_back("safetensors", tmp_path / "out") == read_back("safetensors", tmp_path / "hf")
-    with pytest.raises(UsageError, match="no map takes all of the model"):
+    with pytest.raises(UsageError, match="no built-in map matches all model tensors"):
         convert_to("hf", tmp_path / "dcp", tmp_path / "a", map=MapOptions(experts="separate"))
 
 
@@ -322,12 +322,11 @@ def test_experts_and_layers_that_are_missing_everywhere_are_missed(
 
 
 def test_the_number_of_experts_is_said_where_names_alone_tell_it(moe: Path, tmp_path: Path) -> None:
-    without(moe, ".experts.2.")
     (moe / "config.json").unlink()
     report = convert_to("dcp", moe, tmp_path / "a", map=MapOptions(experts="packed"))
-    assert "2 experts a layer, by names alone: no config says how many" in report.notes
-    options = MapOptions("transformers-experts", {"expert": 3})
-    with pytest.raises(Unsupported, match=r"expert is 3 .* is .*experts\.1\..*: 1 are missing"):
+    assert "3 experts a layer, by names alone: no config says how many" in report.notes
+    options = MapOptions("transformers-experts", {"expert": 4})
+    with pytest.raises(Unsupported, match=r"expert is 4 .* is .*experts\.2\..*: 1 are missing"):
         convert_to("dcp", moe, tmp_path / "b", map=options)
 
 
@@ -360,3 +359,52 @@ def test_experts_with_their_inputs_first_are_refused(tmp_path: Path) -> None:
     save_file(state, file, {"format": "pt"})
     with pytest.raises(Unsupported, match=r"experts\.\w+: shape .* does not match"):
         convert_to("hf", tmp_path / "hf", tmp_path / "out", map=MapOptions(experts="separate"))
+
+
+def packed(folder: Path) -> Path:
+    """The same folder with its experts packed, as a DCP folder without a config."""
+    convert_to("dcp", folder, folder.with_name("packed"), map=MapOptions(experts="packed"))
+    (folder.with_name("packed") / "config.json").unlink(missing_ok=True)
+    return folder.with_name("packed")
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        (".1.mlp.experts.2.", r"gate\.weight is of 3 experts, but found 2 in model\.layers\.1"),
+        (".experts.2.", r"gate\.weight is of 3 experts, but found 2 in model\.layers\.0"),
+        (".1.mlp.experts.2.down_proj", "expert is 3 .*, but 2 in model.layers.1.*down_proj"),
+        ("down_proj", r"model\.layers\.0\.mlp\.experts\.0\.down_proj not found"),
+    ],
+)
+def test_experts_that_are_missing_are_missed_without_a_config(
+    part: str, words: str, moe: Path, tmp_path: Path
+) -> None:
+    without(moe, part)
+    (moe / "config.json").unlink()
+    with pytest.raises(Unsupported, match=words):
+        convert_to("dcp", moe, tmp_path / "out", map=MapOptions("transformers-experts"))
+    convert_to(
+        "dcp",
+        moe,
+        tmp_path / "out",
+        map=MapOptions("transformers-experts"),
+        select=("*.layers.0.*",),
+    )
+
+
+def test_packed_experts_without_half_of_them_are_missed(moe: Path, tmp_path: Path) -> None:
+    """With a config, too: no number in it says so."""
+    options: dict[str, Any] = {"drop": ("*.1.mlp.experts.down_proj",)}
+    convert_to("dcp", packed(moe), tmp_path / "half", **options)
+    again = MapOptions(experts="separate", assets=moe)
+    with pytest.raises(Unsupported, match=r"layers\.1\.mlp\.experts\.0\.down_proj not found"):
+        convert_to("hf", tmp_path / "half", tmp_path / "out", map=again)
+
+
+def test_a_name_that_no_map_of_experts_takes_is_named(moe: Path, tmp_path: Path) -> None:
+    file = moe / "model.safetensors"
+    state = load_file(file) | {"model.layers.0.mlp.experts.extra": torch.ones(2)}
+    save_file(state, file, {"format": "pt"})
+    with pytest.raises(UsageError, match=r"all but 1:\n.*mlp\.experts\.extra"):
+        convert_to("hf", moe, tmp_path / "out", map=MapOptions(experts="packed"))

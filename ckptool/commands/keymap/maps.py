@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,7 +10,11 @@ from typing import Any
 from ckptool.commands.keymap.functions import differing_function
 from ckptool.commands.keymap.hf_config import recorded_config
 from ckptool.commands.keymap.library import AUTO, builtin_maps, load_map
-from ckptool.commands.keymap.model_config import count_problems, uncounted_experts
+from ckptool.commands.keymap.model_config import (
+    count_problems,
+    lacking_experts,
+    uncounted_experts,
+)
 from ckptool.commands.keymap.records import (
     CONFIG,
     MODEL_TYPES,
@@ -194,18 +198,25 @@ def _compare_counts(
     The names of Hugging Face's side tell them. Raises Unsupported where they are not as many.
     """
     way, catalog = key_map, source
-    if key_map.target == HUGGING_FACE:
+    if key_map.target == HUGGING_FACE or key_map.source not in (HUGGING_FACE, _PACKED):
         way, catalog = key_map.inverse, target
     if way.source not in (HUGGING_FACE, _PACKED):
         return []
     problems: list[str] = []
+    lacking: list[str] = []
     counted: set[int] = set()
     for frame, names in _match(catalog, way)[0].items():
         if frame.part == "model":
             tensors = {inner: catalog.tensors[name] for inner, name in names.items()}
             model = catalog.with_tensors(tensors)
             problems += count_problems(recorded, model)
+            lacking += lacking_experts(recorded, model)
             counted |= uncounted_experts(recorded, model)
+    if lacking and not problems and whole:
+        raise Unsupported(
+            "experts of the model are missing:\n" + list_lines(lacking),
+            hint="a part of a model is taken with --select or --drop",
+        )
     if problems and whole:
         raise Unsupported(
             "the tensors are not those of the model that is recorded:\n" + list_lines(problems),
@@ -214,7 +225,7 @@ def _compare_counts(
         )
     numbers = " or ".join(f"{number:,}" for number in sorted(counted))
     by_name = f"{numbers} experts a layer, by names alone: no config says how many"
-    return [*problems, *([by_name] if counted else [])]
+    return [*problems, *lacking, *([by_name] if counted else [])]
 
 
 def _unknown_sizes(error: UnknownSizes, key_map: KeyMap) -> _MissingSizes:
@@ -274,7 +285,7 @@ def _detect_map(catalog: Catalog, known: list[Record], options: MapOptions) -> t
     ]
     candidates = _fitting(catalog, known, ways)
     if not candidates:
-        raise _none_fits(catalog)
+        raise _none_fits(catalog, builtin_maps().values(), f"--map {AUTO}")
     return _only_one(candidates, known, f"--map {AUTO}")
 
 
@@ -298,8 +309,7 @@ def _map_of_experts(
         return _only_one(candidates, known, asked)
     if _fitting(catalog, known, [back if wanted else there for there, back in ways]):
         raise UsageError(f"{asked}: the experts are {options.experts} already")
-    names = ", ".join(dict.fromkeys(kind for way in forward for kind in way.model_types))
-    raise UsageError(f"{asked}: no map takes all of the model", hint=f"known: {names}")
+    raise _none_fits(catalog, forward, asked)
 
 
 def _fitting(catalog: Catalog, known: list[Record], ways: Sequence[KeyMap]) -> list[KeyMap]:
@@ -354,19 +364,18 @@ def _require_for(types: Sequence[str], candidates: Sequence[KeyMap], asked: str)
     )
 
 
-def _none_fits(catalog: Catalog) -> UsageError:
+def _none_fits(catalog: Catalog, maps: Iterable[KeyMap], asked: str) -> UsageError:
     """Return the error that says which map comes nearest, and what it does not take."""
-    maps = builtin_maps().values()
     ways = [way for key_map in maps for way in (key_map, key_map.inverse)]
     nearest = max(ways, key=lambda way: _count_matches(catalog, way))
     if not _count_matches(catalog, nearest):
         return UsageError(
-            "--map auto: no built-in map matches any model tensor",
+            f"{asked}: no built-in map matches any model tensor",
             hint="`ckptool maps` lists maps; `ckptool maps NAME` prints one to start from",
         )
     _, unmatched = _match(catalog, nearest)
     return UsageError(
-        f"--map auto: no built-in map matches all model tensors; {nearest.name}"
+        f"{asked}: no built-in map matches all model tensors; {nearest.name}"
         f" ({nearest.source} to {nearest.target}) matches all but {len(unmatched):,}:\n"
         + list_lines(unmatched),
         hint="use --drop 'GLOB' to exclude tensors",

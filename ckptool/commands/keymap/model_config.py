@@ -25,8 +25,8 @@ _PREDICTING = re.compile(rf"{_MODEL}layers\.(\d+)\.eh_proj\.weight")
 _PROJECTION = re.compile(rf"{_MODEL}layers\.\d+\.self_attn\.([qk])_proj\.weight")
 _GATE = re.compile(rf"{_MODEL}layers\.\d+\.mlp\.gate_proj\.weight")
 """Of the language model alone: what sees or hears beside it has heads and widths of its own."""
-_EXPERT = re.compile(rf"({_MODEL}(?:layers|h)\.\d+\..*\bexperts)\.(\d+)\..+")
-_EXPERTS = re.compile(rf"({_MODEL}(?:layers|h)\.\d+\..*\bexperts)\.(?:gate_up|down)_proj")
+_EXPERT = re.compile(rf"({_MODEL}(?:layers|h)\.\d+\..*\bexperts)\.(\d+)\.(.+)")
+_EXPERTS = re.compile(rf"({_MODEL}(?:layers|h)\.\d+\..*\bexperts)\.(gate_up_proj|down_proj)")
 
 _VOCABULARY = ("vocab_size", "padded_vocab_size", "draft_vocab_size")
 """The last is that of the head of a draft model (EAGLE-3)."""
@@ -86,6 +86,52 @@ def uncounted_experts(recorded: Record, catalog: Catalog) -> set[int]:
     if _numbers(recorded, _EXPERT_COUNTS):
         return set()
     return {len(found) for found in _experts(catalog).values()}
+
+
+def lacking_experts(recorded: Record, catalog: Catalog) -> list[str]:
+    """Find what experts of some layers have and others lack, whatever is recorded.
+
+    Where no configuration says how many there are, the rows of a layer's router do.
+    """
+    parts: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+    counts: dict[str, int] = {}
+    for name, entry in catalog.tensors.items():
+        if match := _EXPERT.fullmatch(name):
+            parts[match[1]][int(match[2])].add(match[3].partition(".")[0])
+        elif (match := _EXPERTS.fullmatch(name)) and entry.shape:
+            parts[match[1]][_ALL].add(match[2])
+            counts[match[1]] = entry.shape[0]
+    counts |= {prefix: len(found) for prefix, found in parts.items() if _ALL not in found}
+    every = {part for found in parts.values() for some in found.values() for part in some}
+    every |= {_DOWN[part] for part in every if part in _DOWN}
+    lacking = [
+        f"{prefix}.{part if number == _ALL else f'{number}.{part}'} not found"
+        for prefix, found in parts.items()
+        for number, some in found.items()
+        for part in sorted(every - some)
+    ]
+    is_counted = bool(_numbers(recorded, _EXPERT_COUNTS))
+    return [*lacking, *([] if is_counted else _routed(counts, catalog))]
+
+
+_ALL = -1
+_DOWN = {"gate_up_proj": "down_proj", "gate_proj": "down_proj", "up_proj": "down_proj", "w1": "w2"}
+"""What an expert that has the one has, too."""
+
+
+def _routed(counts: Mapping[str, int], catalog: Catalog) -> Iterator[str]:
+    """Yield the layers whose routers have another number of rows than there are experts.
+
+    ERNIE 4.5 VL has two routers a layer, with their inputs first.
+    """
+    for prefix, count in counts.items():
+        beside = prefix.removesuffix("experts")
+        for name in (f"{beside}gate.weight", f"{beside}router.weight"):
+            router = catalog.tensors.get(name)
+            if router is None or f"{name}_1" in catalog.tensors or len(router.shape) != 2:
+                continue
+            if router.shape[0] != count:
+                yield f"{name} is of {router.shape[0]:,} experts, but found {count:,} in {prefix}"
 
 
 def _compare_counts(config: Record, catalog: Catalog) -> Iterator[Difference]:
