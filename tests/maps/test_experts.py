@@ -40,6 +40,15 @@ DEEPSEEK = ROUTED | {
     "topk_group": 1,
     "first_k_dense_replace": 1,
 }
+KIMI = {
+    "pad_token_id": 0,
+    "num_experts": 3,
+    "num_experts_per_token": 2,
+    "linear_num_heads": 2,
+    "linear_head_dim": 4,
+    "layer_types": ["linear_attention", "full_attention"],
+    "mlp_layer_types": ["dense", "sparse"],
+}
 SPARSE = {"mlp_layer_types": ["dense", "sparse"], "layer_types": ["full_attention"] * 2}
 VISION = {
     "depth": 1,
@@ -109,6 +118,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Lfm2Moe": MOE | UNTIED | {"layer_types": ["full_attention", "conv"], "num_dense_layers": 1},
     "ExaoneMoe": MOE | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1} | SPARSE,
     "HYV3": MOE | {"first_k_dense_replace": 1},
+    "Mellum": MOE | UNTIED,
+    "MiMoV2Flash": ROUTED | UNTIED | {"sliding_window": 8, "v_head_dim": 4},
+    "KimiLinear": DEEPSEEK | UNTIED | KIMI,
+    "Laguna": MOE | UNTIED | {"shared_expert_intermediate_size": 8},
+    "AXK1": DEEPSEEK | UNTIED | {"n_group": 1},
     "NemotronH": {
         "n_routed_experts": 4,
         "moe_intermediate_size": 12,
