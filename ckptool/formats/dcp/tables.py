@@ -71,6 +71,7 @@ class StoredItems:
         self._files: dict[str, int] = {}
         self._by_name: dict[str, Any] = {}
         self._boxes: dict[BoxTable, BoxTable] = {}
+        self._single: dict[object, BoxTable] = {}
         singles = []
         for key, info in storage_data.items():
             if type(key) is not Rows:
@@ -162,7 +163,7 @@ class StoredItems:
             return None
         dims, lows, items = self._by_name[name]
         try:
-            boxes = _boxes(shape, chunks)
+            boxes = self._boxes_of(shape, chunks)
             order = _match(shape, boxes, dims, lows)
         except (Unfit, Damaged, KeyError, TypeError, AttributeError, ValueError):
             return None
@@ -170,9 +171,22 @@ class StoredItems:
         files, offsets, lengths = items.file_numbers, items.offsets, items.lengths
         if order is not None:
             files, offsets, lengths = files[order], offsets[order], lengths[order]
-        boxes = self._boxes.setdefault(boxes, boxes)
         items = ItemTable(self.files, files, offsets, lengths)
         return ChunkTable(boxes, items, self._ranks)
+
+    def _boxes_of(self, shape: tuple[int, ...], chunks: list[Any]) -> BoxTable:
+        """Return the boxes of a tensor's chunks, one table for all that are cut alike."""
+        only: object = None
+        if len(chunks) == 1 and type(chunks[0]) is not Rows:
+            fields = chunks[0].fields
+            only = len(shape), read_sizes(fields["offsets"]), read_sizes(fields["sizes"])
+        known = self._single.get(only)
+        if known is None:
+            boxes = _boxes(shape, chunks)
+            known = self._boxes.setdefault(boxes, boxes)
+            if only is not None:
+                self._single[only] = known
+        return known
 
     def left(self) -> Iterator[tuple[str, tuple[int, ...], str, int, int]]:
         """Yield the items that no table took: name, chunk offset, file, offset and bytes."""

@@ -2,8 +2,10 @@
 
 A class instance with a state is some twenty opcodes, the same for every instance but for what its
 fields hold. Where those are plain (integers, short text, sizes, what the memo has), the second
-instance of a class becomes a regular expression that finds the third and all further ones. Stack
-and memo become what the opcodes one by one would make of them; what does not fit is left to them.
+instance of a class becomes a regular expression that finds the third and all further ones. A field
+may hold a list of one such instance, or an object whose state is a tuple of plain values: so the
+metadata of a tensor that lies in one chunk is one match. Stack and memo become what the opcodes one
+by one would make of them; what does not fit is left to them.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import re
 import sys
 from bisect import bisect_right
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from ckptool.serialization.pickle import row_reader
@@ -84,15 +87,25 @@ _INTEGER = rb"(?:K.|M..|J.{4}|\x8a(?:\x05.{5}|\x06.{6}|\x04.{4}|\x07.{7}|\x08.{8
 _TEXT = rb"\x8c.[ -~]{0,255}\x94"
 _SIZES = rb"(?:" + _INTEGER + rb"{1,3}[\x85-\x87]|\(" + _INTEGER + rb"{4,64}t)\x94\x85\x94R\x94"
 _VALUE = rb"|".join([_REFERENCE + _SIZES, _REFERENCE, _INTEGER, rb"[N\x88\x89]", _TEXT])
-_BEGIN = rb"\)\x81\x94\}\x94\("
-"""EMPTY_TUPLE, NEWOBJ, MEMOIZE, EMPTY_DICT, MEMOIZE, MARK."""
+_NEW = rb"\)\x81\x94"
+"""EMPTY_TUPLE, NEWOBJ, MEMOIZE."""
+_BEGIN = _NEW + rb"\}\x94\("
+"""The same with EMPTY_DICT, MEMOIZE, MARK."""
 _END = rb"ub"
 """SETITEMS, BUILD."""
-_FIELD = rb"(%b)(?:%b)" % (_REFERENCE, _VALUE)
 _MOST_FIELDS = 16
-_INSTANCE = b"(%b)%b((?:%b){1,%d})%b" % (_REFERENCE, _BEGIN, _FIELD, _MOST_FIELDS, _END)
+_FIELDS = rb"(?:%b(?:%%b)){1,%d}" % (_REFERENCE, _MOST_FIELDS)
+_ITEM = rb"(?:%b|%b|[N\x88\x89])" % (_REFERENCE, _INTEGER)
+_STATE = rb"\((?:%b){1,%d}t\x94" % (_ITEM, _MOST_FIELDS)
+"""A tuple of plain values, from MARK to MEMOIZE."""
+_MADE = _REFERENCE + _NEW + _STATE + b"b"
+_LISTED = rb"\]\x94" + _REFERENCE + _BEGIN + _FIELDS % _VALUE + _END + b"a"
+"""EMPTY_LIST, MEMOIZE, an instance, APPEND."""
+_NESTED = b"|".join([_MADE, _LISTED, _VALUE])
+_INSTANCE = b"(%b)%b(%b)%b" % (_REFERENCE, _BEGIN, _FIELDS % _NESTED, _END)
 _ANY_INSTANCE = re.compile(_INSTANCE, re.DOTALL)
-_ANY_FIELD = re.compile(_FIELD, re.DOTALL)
+_ANY_FIELD = re.compile(b"(%b)(%b)" % (_REFERENCE, _NESTED), re.DOTALL)
+_ANY_ITEM = re.compile(_ITEM, re.DOTALL)
 _ANY_INTEGER = re.compile(_INTEGER, re.DOTALL)
 _MOST_PATTERNS = 64
 _MOST_VALUES = 1 << 14
@@ -102,24 +115,25 @@ _FAR = 1 << 16
 _KEY = 5
 """Bytes that tell a class: LONG_BINGET and its number, or BINGET's with EMPTY_TUPLE, NEWOBJ."""
 _SHORT, _TUPLE, _SHORT_TEXT = ord("h"), ord("t"), 0x8C
+_MARK, _EMPTY_LIST = ord("("), ord("]")
 _PLAIN = {ord("N"): None, 0x88: True, 0x89: False}
 _INTEGERS = {ord("K"): (1, False), ord("M"): (1, False), ord("J"): (1, True), 0x8A: (2, True)}
 """Where the bytes of an integer begin, and whether they are signed."""
 
 
 class _InstancePattern(NamedTuple):
-    """The instances of one class: what finds one, and the names of its fields."""
+    """The instances of one class: the expression that finds one, in it a group for each value.
+
+    ``fields`` are its names, each with the pattern of the one instance that a list there holds, the
+    class of which an object there is made, or None. Only a flat one, where all are None, can be a
+    row. ``containers`` is how many dicts and lists an instance has.
+    """
 
     expression: re.Pattern[bytes]
     rows: RowClass
-
-    @property
-    def function(self) -> Global:
-        return self.rows.function
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return self.rows.names
+    fields: tuple[tuple[str, _InstancePattern | Global | None], ...]
+    is_flat: bool
+    containers: int
 
 
 class InstanceReader:
@@ -169,13 +183,15 @@ class InstanceReader:
         classes: list[RowClass] = []
         for _ in range(3):
             pattern = self._patterns.get(self._data[pos : pos + _KEY])
+            if pattern is not None and not pattern.is_flat:
+                return ()
             match = pattern.expression.match(self._data, pos) if pattern else None
             if pattern is None or match is None:
                 if not self._add_pattern(pos):
                     return ()
                 pattern = self._patterns[self._data[pos : pos + _KEY]]
                 match = pattern.expression.match(self._data, pos)
-            if match is None:
+            if match is None or not pattern.is_flat:
                 return ()
             if classes and pattern.rows is classes[0]:
                 return tuple(classes)
@@ -186,12 +202,12 @@ class InstanceReader:
     def read(self, pos: int, end: int, most: int) -> tuple[int, int]:
         """Read up to ``most`` instances that begin from ``pos`` to ``end``.
 
-        Returns the offset after them, and how many they are.
+        Returns the offset after them, and how many dicts and lists they have.
         """
         data, patterns, note, stack = self._data, self._patterns, self._memo.dense, self._stack
         values = self._values
         value_of, noted = values.__getitem__, values.noted
-        before = len(stack)
+        before, containers = len(stack), 0
         self._forget_changes()
         while pos < end and not self._memo.sparse and len(stack) - before < most:
             pattern = patterns.get(data[pos : pos + _KEY])
@@ -203,18 +219,44 @@ class InstanceReader:
             pieces = match.groups()
             if len(values) > _MOST_VALUES:
                 values.forget()
+            names = pattern.rows.names if pattern.is_flat else pieces
             try:
-                state = dict(zip(pattern.names, map(value_of, pieces)))  # noqa: B905 (a third faster)
+                state = dict(zip(names, map(value_of, pieces)))  # noqa: B905 (a third faster)
             except LookupError:
                 break
-            record = Call(pattern.function, (), True, state)
-            note += record, state
-            for piece in pieces:
-                if piece in noted:
-                    note += noted[piece]
+            if pattern.is_flat:
+                record = Call(pattern.rows.function, (), True, state)
+                note += record, state
+                for piece in pieces:
+                    if piece in noted:
+                        note += noted[piece]
+            else:
+                record = self._build(pattern, iter(pieces))
+            containers += pattern.containers
             stack.append(record)
             pos = match.end()
-        return pos, len(stack) - before
+        return pos, containers
+
+    def _build(self, pattern: _InstancePattern, pieces: Iterator[bytes]) -> Call:
+        """Return an instance of which all pieces are known; note it and what it holds."""
+        note, values, noted = self._memo.dense, self._values, self._values.noted
+        state: dict[str, Any] = {}
+        record = Call(pattern.rows.function, (), True, state)
+        note += record, state
+        for name, inner in pattern.fields:
+            if isinstance(inner, _InstancePattern):
+                state[name] = listed = list[Any]()
+                note.append(listed)
+                listed.append(self._build(inner, pieces))
+                continue
+            piece = next(pieces)
+            state[name] = value = values[piece]
+            if inner is not None:
+                state[name] = made = Call(inner, (), True, value)
+                note.append(made)
+            if piece in noted:
+                note += noted[piece]
+        return record
 
     def _add_pattern(self, pos: int) -> bool:
         """Take the instance at ``pos`` as the pattern of its class; False where there is none."""
@@ -222,21 +264,48 @@ class InstanceReader:
         if match is None:
             return False
         self._patterns_left -= 1
-        reference, references = match[1], _ANY_FIELD.findall(match[2])
         try:
-            function, *names = (self._values[item] for item in (reference, *references))
+            pattern = self._pattern_of(match)
         except LookupError:
             return False
-        if type(function) is not Global or function.name == "getattr":
-            return False
-        if not all(type(name) is str for name in names) or len({*names}) < len(names):
-            return False
-        fields = b"".join(b"%b(%b)" % (re.escape(item), _VALUE) for item in references)
-        expression = re.compile(re.escape(reference) + _BEGIN + fields + _END, re.DOTALL)
-        of_rows = RowClass(function, tuple(names), reference, tuple(references))
-        pattern = _InstancePattern(expression, of_rows)
         self._patterns[self._data[pos : pos + _KEY]] = pattern
         return True
+
+    def _pattern_of(self, match: re.Match[bytes]) -> _InstancePattern:
+        """Return the pattern of an instance that was found; LookupError where there can be none."""
+        reference, fields = match[1], _ANY_FIELD.findall(match[2])
+        names = tuple(self._values[item] for item, _ in fields)
+        if not all(type(name) is str for name in names) or len({*names}) < len(names):
+            raise LookupError
+        inner: list[_InstancePattern | Global | None] = []
+        wanted = [re.escape(reference), _BEGIN]
+        for item, sample in fields:
+            pattern, expression = self._field_pattern(sample)
+            inner.append(pattern)
+            wanted += re.escape(item), expression
+        of_rows = RowClass(self._class_at(reference), names, reference, tuple(i for i, _ in fields))
+        found_by = re.compile(b"".join([*wanted, _END]), re.DOTALL)
+        listed = [each for each in inner if isinstance(each, _InstancePattern)]
+        containers = 1 + sum(1 + each.containers for each in listed)
+        pairs = tuple(zip(names, inner, strict=True))
+        return _InstancePattern(found_by, of_rows, pairs, not any(inner), containers)
+
+    def _field_pattern(self, sample: bytes) -> tuple[_InstancePattern | Global | None, bytes]:
+        """Return what a field holds where that is no plain value, and the expression for it."""
+        if sample[0] == _EMPTY_LIST and (match := _ANY_INSTANCE.match(sample, 2)):
+            pattern = self._pattern_of(match)
+            return pattern, rb"\]\x94" + pattern.expression.pattern + b"a"
+        if re.fullmatch(_MADE, sample, re.DOTALL):
+            reference = sample[: 2 if sample[0] == _SHORT else 5]
+            return self._class_at(reference), b"%b%b(%b)b" % (re.escape(reference), _NEW, _STATE)
+        return None, b"(%b)" % _VALUE
+
+    def _class_at(self, reference: bytes) -> Global:
+        """Return the class that a reference is to; LookupError where it is to another value."""
+        function = self._values[reference]
+        if type(function) is not Global or function.name == "getattr" or function is TORCH_SIZE:
+            raise LookupError
+        return function
 
     def _forget_changes(self) -> None:
         """Forget all that was read of the memo where its entries have changed."""
@@ -271,6 +340,8 @@ class _Values(dict[bytes, Any]):
         kind = piece[0]
         if kind in _INTEGERS:
             return _integer(piece)
+        if kind == _MARK:
+            return self._tuple(piece)
         if kind in _PLAIN:
             return _PLAIN[kind]
         if kind == _SHORT_TEXT:
@@ -285,6 +356,11 @@ class _Values(dict[bytes, Any]):
         text = piece[2:-1].decode("ascii")
         self.noted[piece] = (text,)
         return text
+
+    def _tuple(self, piece: bytes) -> tuple[Any, ...]:
+        state = tuple(self[item] for item in _ANY_ITEM.findall(piece, 1, len(piece) - 2))
+        self.noted[piece] = (state,)
+        return state
 
     def _sizes(self, function: Any, piece: bytes, written: bytes) -> Call:
         sizes = tuple(map(_integer, _ANY_INTEGER.findall(written)))

@@ -32,6 +32,16 @@ class Info(Index):
     pass
 
 
+class Made:
+    """Pickled with a tuple for its state, as the properties of a tensor are."""
+
+    def __init__(self, *state: Any) -> None:
+        self.state = state
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self.state
+
+
 INTEGERS = st.one_of(
     st.integers(0, 300), st.integers(-(2**33), 2**66), st.sampled_from([255, 256, 65535, 65536])
 )
@@ -48,6 +58,12 @@ VALUES = st.one_of(
     st.just(()),
     st.just([1]),
 )
+ITEMS = INTEGERS | st.none() | st.booleans() | st.sampled_from(SHARED)
+NESTED = st.one_of(
+    st.lists(ITEMS | st.text(max_size=3), max_size=7).map(lambda state: Made(*state)),
+    st.dictionaries(st.sampled_from("ab"), VALUES, min_size=1).map(lambda fields: [Info(fields)]),
+    st.lists(st.builds(Index, st.dictionaries(st.just("a"), VALUES)), max_size=2),
+)
 NAMES = st.lists(st.sampled_from(["fqn", "offset", "index", "more"]), unique=True, max_size=4)
 
 
@@ -56,7 +72,7 @@ def instances(draw: st.DrawFn) -> list[Any]:
     """Instances in a row, most of them with the same fields."""
     kinds = [(draw(st.sampled_from([Index, Info])), draw(NAMES)) for _ in range(2)]
     sizes = draw(st.lists(SIZES, min_size=1, max_size=3))
-    values = VALUES | st.sampled_from(sizes)
+    values = VALUES | st.sampled_from(sizes) | NESTED
     rows = draw(st.lists(st.sampled_from(kinds), min_size=3, max_size=20))
     return [kind({name: draw(values) for name in names}) for kind, names in rows]
 
@@ -214,6 +230,10 @@ def steps(data: bytes) -> int:
         pytest.param(lambda n: torch.Size([n, 1, 2, 3, 4]), id="sizes of many dims"),
         pytest.param(lambda n: None if n % 2 else n % 3 == 0, id="none and truth"),
         pytest.param(lambda n: SHARED[n], id="what the memo has"),
+        pytest.param(lambda n: Made(SHARED[n], None, n, True), id="an object with a tuple"),
+        pytest.param(
+            lambda n: [Info({"fqn": torch.Size([n, 1]), "more": n})], id="a list of an instance"
+        ),
     ],
 )
 def test_all_but_the_first_instance_are_read_at_once(value: Any) -> None:
