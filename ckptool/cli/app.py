@@ -17,11 +17,11 @@ from ckptool.cli.examples import ABOUT, GROUPS, epilog
 SUMMARIES = {
     "inspect": "Show what a checkpoint holds, from its metadata alone.",
     "diff": "Show what differs between two checkpoints, or between one and the model it is for.",
-    "extract": "Take tensors, or slices of them, out of a checkpoint: to look at, or into a file.",
+    "extract": "Print tensors or slices of them, or save them to a file.",
     "convert": "Write a checkpoint in another format, bit for bit.",
     "reshard": "Write a checkpoint for a new device mesh, in one process or under torchrun.",
     "verify": "Check that a checkpoint is complete, unchanged and safe, from its own files alone.",
-    "prune": "Remove old steps of a run, once those that stay were verified.",
+    "prune": "Remove old steps of a run, after verifying those that are kept.",
     "bench": "Measure ways to save on this machine: how long each blocks training, and until it is"
     " durable.",
     "formats": "List the formats that are read and written.",
@@ -109,7 +109,8 @@ def root(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
     plugins: Annotated[
-        bool, typer.Option("--plugins", help="Load installed formats of others: they are code.")
+        bool,
+        typer.Option("--plugins", help="Load formats of other packages (runs their code)."),
     ] = False,
 ) -> None:
     """See, verify, convert and reshard distributed PyTorch checkpoints."""

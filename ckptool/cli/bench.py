@@ -48,7 +48,7 @@ def bench(
     ] = "10%",
     recommend: Annotated[
         bool,
-        typer.Option("--recommend", help="Print only which strategy to take and why, in a line."),
+        typer.Option("--recommend", help="Print only the recommended strategy and why."),
     ] = False,
     transfer: Annotated[
         bool,

@@ -23,7 +23,7 @@ def diff(
         str,
         typer.Argument(
             metavar="OTHER",
-            help="Another one, or a model: its config.json, or a folder with no more than that;"
+            help="Another one, or a model: its config.json, or a folder that contains only that;"
             " B on the screen.",
         ),
     ],

@@ -5,7 +5,7 @@ from __future__ import annotations
 GROUPS = {
     "Look": ("inspect", "diff", "extract"),
     "Change": ("convert", "reshard"),
-    "Trust": ("verify", "prune"),
+    "Verify and clean up": ("verify", "prune"),
     "Measure": ("bench",),
     "Reference": ("formats", "maps", "help"),
 }

@@ -26,7 +26,10 @@ def extract(
     out: Annotated[
         str | None,
         typer.Option(
-            "--out", "-o", metavar="FILE", help="Write a .npy or .safetensors file, never over one."
+            "--out",
+            "-o",
+            metavar="FILE",
+            help="Write this .npy or .safetensors file; never overwrites.",
         ),
     ] = None,
     options: ExtractOptions,
@@ -34,10 +37,10 @@ def extract(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Take tensors, or slices of them, out of a checkpoint: to look at, or into a file.
+    """Print tensors or slices of them, or save them to a file.
 
-    From every format that is read; just the bytes of what is asked for are read. Without --out,
-    up to 1,000 elements are shown in full and the edges of more; --json has up to 1,000,000.
+    Works with every format; only the bytes that are asked for are read. Without --out, up to 1,000
+    elements are printed in full and larger tensors abbreviated; --json has up to 1,000,000.
     """
     from ckptool.commands.extract import open_slices, prepare_extract, read_values
     from ckptool.render.extract import (

@@ -38,8 +38,8 @@ def maps(
         typer.Option(
             "--check",
             metavar="CKPT",
-            help="List the names of this checkpoint's model that no rule of the map takes, and the"
-            " rules that take none, each with the nearest on the other side.",
+            help="List the tensors of this checkpoint's model that no rule of the map matches, and"
+            " the rules that match no tensor, each with the closest candidate.",
         ),
     ] = None,
     as_json: AsJson = False,

@@ -62,7 +62,7 @@ def inspect(
             "--depth",
             metavar="N",
             min=1,
-            help="Sum up modules: the first N steps of names, their size and element types.",
+            help="Group tensors by the first N parts of their names: count, size, element types.",
         ),
     ] = None,
     sort: Annotated[
@@ -111,9 +111,9 @@ def inspect(
     """Show what a checkpoint holds, from its metadata alone.
 
     Format, writer, step, device mesh and placements, tensors with repeated layers folded, and
-    non-tensor values. No tensor byte is read, nothing is unpickled, torch is not needed. Of a URL,
-    values that lie among the data are read only with --values. Of a run's folder, its steps; of a
-    damaged checkpoint what can be read, then the problems (exit code 3).
+    non-tensor values. No tensor byte is read, nothing is unpickled, torch is not needed. At a URL,
+    values stored among the data are read only with --values. For a run's folder, its steps are
+    listed. A damaged checkpoint is shown as far as it can be read, then its problems (exit code 3).
     """
     from ckptool.commands.inspect import inspect_readable
     from ckptool.commands.verify.steps import is_run

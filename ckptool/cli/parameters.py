@@ -153,7 +153,7 @@ SourcePath = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 Quiet = Annotated[
     bool,
-    typer.Option("--quiet", "-q", help="Show only errors, and data or a plan that is asked for."),
+    typer.Option("--quiet", "-q", help="Print only errors and the output that was asked for."),
 ]
 Silent = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing; see the exit code.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]

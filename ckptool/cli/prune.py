@@ -20,11 +20,11 @@ def prune(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Remove old steps of a run, once those that stay were verified.
+    """Remove old steps of a run, after verifying those that are kept.
 
-    Without --yes nothing is removed: what would be is shown. Steps that `latest`, a symbolic link
-    or the Trainer's best checkpoint point to stay, and those that are unclear. Exits 0 if all that
-    is kept is good, 1 if a step that is kept is damaged or none is good.
+    Without --yes nothing is removed: the command shows what it would do. Steps that `latest`, a
+    symbolic link or the Trainer's best checkpoint point to are kept, as is any unclear step. Exits
+    0 if all that is kept is good, 1 if a step that is kept is damaged or none is good.
     """
     from ckptool.commands.verify.prune import prune as _prune
     from ckptool.render.messages import print_json, show_step

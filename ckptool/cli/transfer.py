@@ -67,8 +67,8 @@ def reshard(
 ) -> None:
     """Write a checkpoint for a new device mesh, in one process or under torchrun.
 
-    The first that applies places a tensor: --shard and --plan, --policy, the source's own
-    placements, conventional mesh dim names, fsdp. Needs no GPU and no model.
+    Each tensor is placed by the first of these that applies: --shard and --plan, --policy, the
+    source's own placements, conventional mesh dim names, fsdp. Needs no GPU and no model.
     """
     from ckptool.commands.reshard.reshard import Reshard, prepare_reshard
     from ckptool.engine.ranks import join_ranks

@@ -21,9 +21,9 @@ from ckptool.serialization.state_dict.tree import nest
 from ckptool.serialization.state_dict.values import NUMPY, UNREAD_TENSOR, Foreign, type_name
 
 NOT_CARRIED = "value-not-written"
+"""The code of a note on what no writer carries over, or only one that writes pickles of its own."""
 CARRIED = "carried as they are, for those who trust the source"
 """How a note on values begins that are written as the source has them, classes and all."""
-"""The code of a note on what no writer carries over, or only one that writes pickles of its own."""
 
 
 def select_plain(catalog: Catalog, *, numpy: bool = True) -> tuple[list[ObjectEntry], list[str]]:
@@ -51,8 +51,8 @@ def select_plain(catalog: Catalog, *, numpy: bool = True) -> tuple[list[ObjectEn
         of_numpy += [entry.name] * bool(foreign)
     if of_numpy:
         notes.append(
-            f"holds numpy data, as the source does: {list_some(of_numpy)};"
-            " torch.load(weights_only=True) wants torch.serialization.add_safe_globals for it"
+            f"contains numpy data, as the source does: {list_some(of_numpy)};"
+            " torch.load(weights_only=True) needs torch.serialization.add_safe_globals for it"
         )
     return plain, notes
 
@@ -240,8 +240,8 @@ def require_placed(request: Request) -> PlacedTensors:
     """Return the mesh and placements; Unsupported where they are none that rank files can have."""
     placed = request.placed
     if placed is None:
-        raise Unsupported("one file a rank needs a device mesh", hint="ckptool reshard --mesh 2x4")
+        raise Unsupported("a file per rank needs a device mesh", hint="ckptool reshard --mesh 2x4")
     mesh = placed.mesh
     if set(mesh.ranks) != set(range(mesh.size)):
-        raise Unsupported(f"one file a rank needs the ranks 0 to {mesh.size - 1}, not {mesh.ranks}")
+        raise Unsupported(f"a file per rank needs the ranks 0 to {mesh.size - 1}, not {mesh.ranks}")
     return placed

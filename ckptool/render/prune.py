@@ -40,7 +40,7 @@ def _row(step: StepFate, report: PruneReport) -> list[Cell]:
 
 def _summary(report: PruneReport) -> str:
     going, stripped = report.of_fate("remove"), report.of_fate("strip")
-    good = f"{plural(report.good, 'good step')} {'stay' if report.good != 1 else 'stays'}"
+    good = f"{plural(report.good, 'good step')} {'are' if report.good != 1 else 'is'} kept"
     parts = [(plural(len(going), "step"), going)] if going or not stripped else []
     if stripped:
         parts.append((f"the optimizer of {plural(len(stripped), 'step')}", stripped))
@@ -49,4 +49,4 @@ def _summary(report: PruneReport) -> str:
         return f"nothing to remove; {good}"
     if report.removed:
         return f"[bold]removed {what}[/]; {good}"
-    return f"[bold]would remove {what}[/]; {good}. Add --yes to remove them"
+    return f"[bold]would remove {what}[/]; {good}. To remove, add --yes"

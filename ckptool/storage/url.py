@@ -206,7 +206,7 @@ def _path(text: str, path: str) -> Path:
     """Return a path; UsageError where it begins with ``~``, unless a folder here is called so."""
     if path.partition("/")[0] == "~" and not os.path.lexists("~"):
         hint = f"did you mean {os.path.expanduser(path)}?"
-        raise UsageError(f"{text}: ~ stands for a folder in the words of a shell alone", hint=hint)
+        raise UsageError(f"{text}: only a shell expands ~", hint=hint)
     return Path(path)
 
 

@@ -79,7 +79,7 @@ ANSWERS = {
     "convert runs/step-1000 renamed/ --to dcp --rename '^model\\.=policy.'": "wrote renamed",
     "convert runs/step-1000 model.pt --model-only": "excluded: 21 tensors",
     "reshard runs/step-1000 on-8/ --mesh 8": "for mesh 8",
-    "prune runs --keep-last 3 --keep-every 1000": "2 good steps stay",
+    "prune runs --keep-last 3 --keep-every 1000": "2 good steps are kept",
 }
 """What is in the answer to some of the questions."""
 

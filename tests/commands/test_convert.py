@@ -245,7 +245,7 @@ def test_the_name_of_a_target_says_its_format(
 def test_what_a_model_server_would_not_find_is_said(out: Path) -> None:
     source = case("dcp_fsdp2_tp").path
     notes = ckptool.convert(source, out / "m", to="hf", dry_run=True).notes
-    assert "without config.json and a tokenizer, which --hf-assets FOLDER copies" in notes
+    assert "config.json and a tokenizer are missing: copy with --hf-assets FOLDER" in notes
     (optimizer,) = [note for note in notes if note.startswith("optimizer state is included")]
     assert "--model-only leaves it out" in optimizer
     assets = out / "assets"

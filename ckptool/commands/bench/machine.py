@@ -75,8 +75,8 @@ def measure_limits(nbytes: int, device: Device, folder: Location) -> dict[str, f
     """Return bytes a second of all ranks together, the best of three rounds; None where not there.
 
     ``nbytes`` is one rank's share, of which at most 4 GiB are moved. Ranks work at the same time.
-    ``write`` is sequential into a file a rank, fsync included; ``upload``, where a store is written
-    to, by fsspec alone, until the file is closed.
+    ``write`` is sequential into a file per rank, fsync included; ``upload``, where a store is
+    written to, by fsspec alone, until the file is closed.
     """
     import torch
 

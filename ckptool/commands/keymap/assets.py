@@ -78,7 +78,8 @@ def lacking_files(layout: Layout) -> list[str]:
         lacks.append("a tokenizer")
     if not lacks:
         return []
-    return [f"without {' and '.join(lacks)}, which --hf-assets FOLDER copies"]
+    verb = "is" if len(lacks) == 1 else "are"
+    return [f"{' and '.join(lacks)} {verb} missing: copy with --hf-assets FOLDER"]
 
 
 def _asset_files(folder: Path) -> list[FileLayout]:

@@ -61,13 +61,13 @@ class BenchOptions(OptionSet):
     step_time: float | None = option(
         "--step-time",
         DURATION,
-        help="What a training step of your job takes, such as 0.4s: say costs in steps too.",
+        help="How long a training step of your job takes, such as 0.4s: shows costs in steps too.",
     )
     interval: Interval | None = option(
         "--interval",
         INTERVAL,
-        help="How often your job saves, such as 30min or 500steps: say what saving costs of its"
-        " time.",
+        help="How often your job saves, such as 30min or 500steps: shows the share of time spent"
+        " saving.",
     )
     mtbf: float | None = option(
         "--mtbf",

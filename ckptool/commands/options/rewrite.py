@@ -29,8 +29,8 @@ class Selection(OptionSet):
     peft_adapter: bool = option(
         "--peft-adapter",
         FLAG,
-        help="Keep a LoRA adapter only, under the names that PEFT saves, with adapter_config.json"
-        " from what is recorded.",
+        help="Keep a LoRA adapter only, under the names that PEFT saves, and write"
+        " adapter_config.json from the recorded settings.",
     )
     strip_prefix: str | None = option(
         "--strip-prefix", metavar="PREFIX", help="Remove PREFIX from the names."
@@ -80,8 +80,8 @@ class MapOptions(OptionSet):
         "--experts",
         metavar="HOW",
         choices=expert_words,
-        help="Hold a mixture of experts as one tensor for all (packed, as transformers 5 does in"
-        " memory and FSDP2 saves it) or for each (separate, as files and vLLM have it).",
+        help="Store experts as one tensor per layer (packed, as transformers 5 in memory and FSDP2"
+        " do) or one per expert (separate, as files and vLLM do).",
     )
 
     @property

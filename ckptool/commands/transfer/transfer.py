@@ -82,8 +82,7 @@ def require_agreement(catalog: Catalog) -> None:
     if codes == {"frozen-excluded"}:
         raise Unsupported(
             "; ".join(reasons),
-            hint=f"`ckptool convert --drop {next(iter(catalog.conflicts))}` excludes it and"
-            " without them",
+            hint=f"`ckptool convert --drop {next(iter(catalog.conflicts))}` converts the rest",
         )
     if catalog.conflicts:
         raise damaged(

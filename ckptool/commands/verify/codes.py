@@ -246,7 +246,9 @@ _CODES: dict[str, dict[str, Code]] = {
         "manifest-missing": Code(_ERROR, "in the manifest, not in the checkpoint"),
         "manifest-extra": Code(_ERROR, "in the checkpoint, not in the manifest"),
         "manifest-differs": Code(_ERROR, "differs from the manifest"),
-        "manifest-unchecked": Code(_ERROR, "not covered by a digest, and the files differ"),
+        "manifest-unchecked": Code(
+            _ERROR, "cannot be checked: the manifest has no digest of it, and the files differ"
+        ),
         "manifest-incomplete": Code(
             _WARNING,
             "not covered by a digest of a tensor or value",
@@ -269,7 +271,7 @@ _CODES: dict[str, dict[str, Code]] = {
             "use --write-manifest to detect changes",
         ),
         "value-not-written": Code(_INFO, "a value that convert does not write in other formats"),
-        "note": Code(_INFO, "a remark"),
+        "note": Code(_INFO, "additional information"),
         "damaged": Code(_ERROR, "the files contradict each other", _MIXED),
     },
 }

@@ -288,9 +288,9 @@ class RemoteStage:
         if not remains:
             return None
         return (
-            f"remove what the store did not let go and charges for: {sum(remains.values()):,} bytes"
-            f" of {list_some(list(remains))} (parts of unfinished files: abort their multipart"
-            " uploads, or have a lifecycle rule do it)"
+            "remove what could not be deleted, which the store charges for:"
+            f" {sum(remains.values()):,} bytes of {list_some(list(remains))} (parts of unfinished"
+            " files: abort their multipart uploads, or have a lifecycle rule do it)"
         )
 
     def _write_note(self) -> None:

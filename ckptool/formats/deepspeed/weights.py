@@ -254,7 +254,7 @@ def _find_certain(checkpoint: DeepSpeedCheckpoint, state: State) -> Problem | No
         return None
     message = (
         f"{state.file.what}: saved without its frozen parameters (exclude_frozen_parameters=True):"
-        " no file has them or their names"
+        " neither their values nor their names are in any file"
     )
     message += f"; modules without a tensor: {list_some(bare, _SHOWN)}" if bare else ""
     return Problem(message, EXCLUDED, file=state.file.what)

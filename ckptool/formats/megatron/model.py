@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptool.core.catalog import Catalog, ObjectEntry
+from ckptool.core.text import plural
 from ckptool.serialization.pickle.records import Call
 
 _NAMESPACES = ("argparse.Namespace", "types.SimpleNamespace")
@@ -117,7 +118,7 @@ def keep_first_arguments(catalog: Catalog) -> Catalog:
         return catalog
     rest = {name: entry for name, entry in catalog.objects.items() if name not in own}
     args = ObjectEntry("args", ("args",), catalog.objects[own[0]].value)
-    note = f"args: as the first rank saved them; {len(own) - 1} other ranks' differ"
+    note = f"args: the first rank's are kept; those of {plural(len(own) - 1, 'other rank')} differ"
     return replace(catalog, objects={"args": args} | rest, notes=(*catalog.notes, note))
 
 

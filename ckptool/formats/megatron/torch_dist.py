@@ -263,7 +263,7 @@ def _require_model(catalog: Catalog) -> None:
     if not any(name.startswith(_NAMES) for name in catalog.tensors):
         raise Unsupported(
             "no tensor has a name of Megatron-core's GPT, such as embedding.word_embeddings.weight",
-            hint="--map megatron-gpt, or another that `ckptool maps` lists, gives it; --model-only",
+            hint="add --model-only and a key map, such as --map megatron-gpt (see `ckptool maps`)",
         )
     odd = [n for n, e in catalog.tensors.items() if state_category(e) != "model"]
     if odd:

@@ -158,7 +158,7 @@ def _writer(files: list[RankFile]) -> str:
         return _VERL
     if any(name.startswith(("pytorch_model_fsdp", "random_states_")) for name in names):
         return "accelerate (by its file names)"
-    return "torch.save, one file a rank"
+    return "torch.save, one file per rank"
 
 
 def _read(
@@ -320,7 +320,7 @@ def _wrong_pieces(
 
 FORMAT = Format(
     "rank-local",
-    "one file a rank (torch _experimental, torch_checkpointing, verl, accelerate, FSDP)",
+    "one file per rank (torch _experimental, torch_checkpointing, verl, accelerate, FSDP)",
     _probe,
     _scan,
     reshard=Deferred("ckptool.formats.rank_files.write:lay_out_rank_files"),

@@ -80,7 +80,7 @@ def _in_family(catalog: Catalog, family: str) -> Catalog:
 
 FORMAT = Format(
     "accelerate",
-    "accelerate's folder: model, optimizer, and what lies beside",
+    "accelerate's folder: model, optimizer, and the files next to them",
     _probe,
     _scan,
     locate=Deferred("ckptool.formats.dcp:locate"),

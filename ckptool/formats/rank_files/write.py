@@ -1,4 +1,4 @@
-"""Lay out one file a rank on a new mesh: torch.save files, and those of torch_checkpointing.
+"""Lay out one file per rank on a new mesh: torch.save files, and those of torch_checkpointing.
 
 ``checkpoint_{rank}.pt`` is what the writer of ``torch.distributed.checkpoint._experimental`` (torch
 2.13) calls its files. torch_checkpointing 0.1.1 writes ``<item>_{rank}.pt``, where each key at the
@@ -37,7 +37,7 @@ from ckptool.serialization.state_dict.tree import nest
 
 
 def lay_out_rank_files(catalog: Catalog, request: Request) -> Layout:
-    """Lay out one file a rank: its shards of the tensors, and the same values in each."""
+    """Lay out one file per rank: its shards of the tensors, and the same values in each."""
     tensors = RankTensors(catalog, require_placed(request))
     objects, notes = select_plain(catalog)
     files = lay_out_companions(catalog)
@@ -159,7 +159,7 @@ _FLAT = "model"
 
 
 def lay_out_torch_checkpointing(catalog: Catalog, request: Request) -> Layout:
-    """Lay out one file an item and rank, and ``metadata.pkl`` as the last file.
+    """Lay out one file per item and rank, and ``metadata.pkl`` as the last file.
 
     A state dict without levels becomes the item ``model``. Raises Unsupported where the request has
     no mesh, or a name cannot be an item's.

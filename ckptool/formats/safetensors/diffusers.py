@@ -126,7 +126,7 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
 
 FORMAT = Format(
     "diffusers",
-    "diffusers' pipeline: model_index.json and a folder a component",
+    "diffusers' pipeline: model_index.json and one folder per component",
     _probe,
     _scan,
     convert=lay_out,

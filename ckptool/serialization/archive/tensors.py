@@ -302,7 +302,7 @@ def _has_whole_bytes(storage: PickleValue) -> bool:
 def describe_quantized(names: Collection[str]) -> list[str]:
     """Return a note on each quantized tensor whose parts are among the names of leaves."""
     return [
-        f"{name}: quantized; read as integers {leaf} with {name}.{parameters[0]} and"
+        f"{name} is quantized: its integers are read as {leaf}, with {name}.{parameters[0]} and"
         f" {parameters[1]}"
         for leaf in names
         if (name := leaf.removesuffix(f".{INTEGERS}")) != leaf
