@@ -12,12 +12,13 @@ from ckptool.commands.document import Report, document, plain
 from ckptool.commands.inspect.values import tensor_row, value_row
 from ckptool.commands.open import OpenedCheckpoint, open_checkpoint, survey
 from ckptool.commands.options.read import AS_DETECTED, ReadOptions
+from ckptool.commands.verify.codes import CODES, Severity
 from ckptool.commands.verify.steps import step_named
 from ckptool.core.catalog import Catalog, TensorEntry, coverage_problem
 from ckptool.core.dtype import DType
 from ckptool.core.quantization.names import kinds
 from ckptool.core.state_category import STATE_CATEGORIES, state_category, weights
-from ckptool.errors import CkptoolError, Damaged, Hostile
+from ckptool.errors import CkptoolError, Damaged, Hostile, Problem
 from ckptool.storage.url import Location
 
 _STEP_NAMES = (
@@ -137,8 +138,9 @@ class InspectReport(Report):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        conflicts = {str(conflict) for conflict in self.catalog.conflicts.values()}
-        return tuple(note for note in self.catalog.notes if str(note) not in conflicts)
+        conflicts = {str(why): _is_error(why) for why in self.catalog.conflicts.values()}
+        warnings = tuple(why for why, is_error in conflicts.items() if not is_error)
+        return warnings + tuple(n for n in self.catalog.notes if str(n) not in conflicts)
 
 
 def inspect(path: Location, options: ReadOptions = AS_DETECTED) -> InspectReport:
@@ -173,8 +175,14 @@ def report(opened: OpenedCheckpoint) -> InspectReport:
         files=len(catalog.files),
     )
     gaps = (coverage_problem(entry) for entry in catalog.tensors.values())
-    problems = (*catalog.conflicts.values(), *(gap for gap in gaps if gap is not None))
+    errors = filter(_is_error, catalog.conflicts.values())
+    problems = (*errors, *(gap for gap in gaps if gap is not None))
     return InspectReport(opened, step_of(opened.path, catalog), totals, shares, problems)
+
+
+def _is_error(why: str) -> bool:
+    """Return whether a conflict is an error, and no warning: what was left out on purpose is."""
+    return not isinstance(why, Problem) or CODES[why.code].severity is Severity.ERROR
 
 
 def shares_of(entries: Iterable[TensorEntry]) -> tuple[PartShare, ...]:

@@ -12,6 +12,7 @@ import torch
 from conftest import bits, case, convert_to, read_back
 
 import ckptool
+from ckptool.commands.inspect import inspect
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.target import ReshardOptions
 from ckptool.commands.options.verify import VerifyOptions
@@ -39,6 +40,12 @@ def test_frozen_parameters_that_were_left_out_are_missed(out: Path) -> None:
     assert not list(out.iterdir())
     assert EXCLUDED in codes(one.path)
     assert not verify(one.path, VerifyOptions(strict=True, workers=1)).ok
+
+
+def test_inspect_warns_of_them_as_verify_does() -> None:
+    report = inspect(case(EXCLUDED_BY_DEEPSPEED).path)
+    assert report.ok
+    assert "without its frozen parameters" in report.notes[0]
 
 
 def test_what_is_there_is_written_where_that_is_said(out: Path) -> None:
