@@ -11,18 +11,19 @@ Arguments are what to measure, as ``deepspeed`` or ``deepspeed==0.19.8``; other 
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ranks import FORGOTTEN
+from writers import ONE_SIZE, RESUMES, WRITERS, Way, Writer, numbers
 
 import ckptool
 from ckptool.errors import CkptoolError
@@ -35,126 +36,6 @@ BASE = (f"torch=={TORCH}", "numpy", "safetensors", "zstandard", "setuptools", "w
 HEAD = "| writer | versions | with torch | checkpoints | read bit-equal | resumes from ckptool's |"
 PATIENCE = 600
 """Seconds that one version may take to save, or to resume once."""
-
-
-@dataclass(frozen=True)
-class Writer:
-    """A package, its versions, and the recipes that it makes. ``needs`` are installed once."""
-
-    versions: tuple[str, ...]
-    recipes: tuple[str, ...]
-    needs: tuple[str, ...] = ()
-    resume: str = ""
-    step: str = ""
-    """What the folder of a step is called, for those that open no other."""
-    first: Mapping[str, str] = field(default_factory=dict)
-    """The version that first wrote what a recipe makes, where not all of them did."""
-    python: Mapping[str, str] = field(default_factory=dict)
-    """The Python that a version needs where it cannot be installed for ours."""
-    beside: Mapping[str, str] = field(default_factory=dict)
-    """A package that a version needs older than the others do."""
-
-    def recipes_of(self, version: str) -> list[str]:
-        """Return the recipes that a version can write."""
-        since = {recipe: numbers(self.first.get(recipe, "0")) for recipe in self.recipes}
-        return [recipe for recipe in self.recipes if since[recipe] <= numbers(version)]
-
-
-WRITERS = {
-    "accelerate": Writer(
-        ("1.6.0", "1.10.1", "1.15.0"),
-        ("accelerate_folders", "accelerate_rank_files", "accelerate_whole"),
-        ("psutil", "pyyaml", "packaging", "huggingface_hub"),
-        "accelerate",
-        first={"accelerate_rank_files": "1.15.0"},
-    ),
-    "transformers": Writer(
-        ("5.23.0",),
-        (),
-        ("psutil", "pyyaml", "packaging", "accelerate", "tokenizers", "regex", "tqdm", "typer"),
-        "transformers",
-        step="checkpoint-2",
-    ),
-    "peft": Writer(
-        ("0.21.2",),
-        ("peft/fsdp2",),
-        ("transformers", "accelerate", "psutil", "pyyaml", "packaging", "tqdm"),
-        "peft",
-    ),
-    "torchtitan": Writer(
-        ("0.3.0",),
-        (),
-        (
-            "torchdata",
-            "datasets",
-            "tokenizers",
-            "tyro",
-            "tensorboard",
-            "fsspec",
-            "spmd_types==0.2.3",
-        ),
-        "torchtitan",
-        step="step-2",
-    ),
-    "lightning": Writer(
-        ("2.5.6", "2.6.6"),
-        ("dcp_lightning",),
-        ("pyyaml", "packaging", "tqdm", "fsspec", "torchmetrics", "lightning-utilities"),
-        "lightning",
-    ),
-    "deepspeed": Writer(
-        ("0.14.5", "0.15.4", "0.16.9", "0.17.6", "0.18.9", "0.19.8"),
-        ("deepspeed_zero_2", "deepspeed_zero_3", "deepspeed_universal"),
-        ("hjson", "msgpack", "ninja", "psutil", "py-cpuinfo", "pydantic", "tqdm", "einops"),
-        "deepspeed",
-    ),
-    "verl": Writer(
-        ("0.9.1",),
-        (),
-        (
-            *("accelerate", "transformers", "omegaconf", "peft", "msgpack", "protobuf", "pillow"),
-            *("requests", "jsonschema", "torchdata", "pylatexenc", "codetiming", "tensordict"),
-            *("datasets", "hydra-core", "ray", "orjson"),
-        ),
-        "verl",
-    ),
-    "torchtune": Writer(
-        ("0.6.1",),
-        (),
-        (
-            *("datasets", "huggingface_hub", "kagglehub", "sentencepiece", "tiktoken", "blobfile"),
-            *("tokenizers", "omegaconf", "pillow", "torchao==0.10.0", "torchdata", "psutil"),
-        ),
-        "torchtune",
-        step="dist_epoch_0",
-    ),
-    "megatron-core": Writer(
-        ("0.12.3", "0.14.0", "0.16.1", "0.19.2"),
-        ("megatron_torch", "megatron_torch_dist", "megatron_torch_dist_mixed"),
-        ("einops", "packaging", "psutil"),
-        python={"0.19.2": "3.12"},
-        beside={"0.12.3": "numpy==1.26.4", "0.14.0": "numpy==1.26.4"},
-    ),
-    "nvidia-resiliency-ext": Writer(
-        ("0.2.1", "0.3.0", "0.4.1"),
-        ("megatron_local",),
-        ("einops", "packaging", "psutil", "pyyaml", "megatron-core==0.16.1"),
-    ),
-}
-RESUMES = {
-    "accelerate": ("2", "4"),
-    "transformers": ("2", "4"),
-    "torchtitan": ("2", "4"),
-    "lightning": ("4", "1", "file"),
-    "verl": ("2",),
-    "torchtune": ("2", "4"),
-    "deepspeed": ("deepspeed-universal",),
-    "peft": ("adapter",),
-}
-"""The programs beside this one, and what ckptool makes of their checkpoint of 2 ranks.
-
-verl opens its own folder on as many ranks as wrote it alone: others have nothing to compare with.
-"""
 
 
 def main(names: list[str]) -> int:
@@ -246,50 +127,78 @@ def bytes_of(path: Path) -> dict[str, bytes]:
 
 
 def resume(writer: Writer, python: Path, site: Path, folder: Path) -> str:
-    """Return from what a framework resumes with the losses of its own folder."""
+    """Return from what a framework resumes as from its own folder, and from what not, and why."""
     if not writer.resume:
         return "-"
-    script = str(Path(__file__).with_name(f"{writer.resume}_program.py"))
-    own = folder / "own" / writer.step
-    try:
-        run(python, site, [script, "write", str(own), "2"], folder)
-        made = []
-        for kind in RESUMES[writer.resume]:
-            place = folder / ("file.ckpt" if kind == "file" else kind)
-            target = place / (writer.step if kind != "file" else "")
-            target.parent.mkdir(exist_ok=True)
-            if kind == "file":
-                ckptool.convert(own, target)
-            elif kind == "deepspeed-universal":
-                ckptool.convert(own, target, to=kind)
-            elif kind == "adapter":
-                ckptool.convert(own, target, to="hf", peft_adapter=True)
-            else:
-                ckptool.reshard(own, target, mesh=kind)
-            ranks = kind if kind.isdecimal() else "2"
-            one, other = (
-                losses(run(python, site, [script, "resume", str(path), ranks], folder))
-                for path in (own, target)
-            )
-            if one != other:
-                return f"differs: {kind}"
-            words = {"file": "one file", "deepspeed-universal": "universal, 2 ranks"}
-            words |= {"adapter": "an adapter that PEFT loads"}
-            made.append(words.get(kind, f"{kind} rank{'s' * (kind != '1')}"))
-    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-        return f"not run: {reason(error)}"
-    except CkptoolError as error:
-        return f"differs: refused: {cell(error)}"
-    equal = "logits" if "adapter" in RESUMES[writer.resume] else "losses"
-    return f"{', '.join(made)}: equal {equal}{f', {FORGOTTEN}' * (FORGOTTEN in one)}"
+    resumption = Resumption(writer, python, site, folder)
+    found: dict[str, list[str]] = {}
+    for way in RESUMES[writer.resume]:
+        try:
+            verdict = resumption.follow(way)
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+            verdict = f"not run: {reason(error)}"
+        except CkptoolError as error:
+            verdict = f"differs: refused: {cell(error)}"
+        found.setdefault(verdict, []).append(way.said)
+    return "; ".join(f"{', '.join(ways)}: {verdict}" for verdict, ways in found.items())
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """Runs the program of a framework, once for each checkpoint of its own."""
+
+    writer: Writer
+    python: Path
+    site: Path
+    folder: Path
+    known: dict[tuple[object, ...], str | Exception] = field(default_factory=dict)
+
+    def follow(self, way: Way) -> str:
+        """Return whether what is made of a checkpoint is resumed from as that itself is.
+
+        CalledProcessError and TimeoutExpired where the program does not run, CkptoolError where
+        ckptool refuses.
+        """
+        own = self.folder / "-".join(("own", *way.own)) / self.writer.step
+        other_size = self.writer.resume in ONE_SIZE and way.ranks != 2
+        self.once("write", own, 2, way.own)
+        wanted = self.once("resume", own, 2 if other_size else way.ranks, way.own)
+        name = re.sub(r"\W+", "-", way.said)
+        target = self.folder / name / (way.file or self.writer.step or "made")
+        target.parent.mkdir(exist_ok=True)
+        way.make(own, target)
+        found = self.program("resume", target, way.ranks, way.then or way.own)
+        if other_size:
+            wanted, found = of_first(wanted), of_first(found)
+        forgotten = f", {FORGOTTEN}" * (FORGOTTEN in wanted)
+        return f"equal {self.writer.equal}{forgotten}" if wanted == found else "differs"
+
+    def once(self, *run: Any) -> str:
+        """Return what the program prints, or raise as it did, without running it again."""
+        if run not in self.known:
+            try:
+                self.known[run] = self.program(*run)
+            except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+                self.known[run] = error
+        found = self.known[run]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def program(self, mode: str, path: Path, ranks: int, told: tuple[str, ...]) -> str:
+        """Run the program; return the line of losses that it prints."""
+        script = str(Path(__file__).with_name(f"{self.writer.resume}_program.py"))
+        arguments = [script, mode, str(path), str(ranks), *told]
+        return losses(run(self.python, self.site, arguments, self.folder))
+
+
+def of_first(line: str) -> str:
+    """Return the losses of the first rank alone, of a line that has those of all."""
+    return str(ast.literal_eval(line.removeprefix("LOSSES"))[0][0])
 
 
 def losses(text: str) -> str:
     return next(line for line in text.splitlines() if line.startswith("LOSSES"))
-
-
-def numbers(version: str) -> list[int]:
-    return [int(part) for part in version.split(".")]
 
 
 def there(python: str) -> bool:

@@ -1,12 +1,18 @@
-"""ZeRO 2 saved by DeepSpeed, and resumed from its folder or from a universal checkpoint."""
+"""A stage of ZeRO saved by DeepSpeed, and resumed from its folder or from a universal checkpoint.
+
+The stage is the last argument.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+os.environ["DS_ACCELERATOR"] = "cpu"
+import deepspeed
 import torch
 from ranks import FORGOTTEN, LAST, SAVED, spawn
 
@@ -14,10 +20,8 @@ from ranks import FORGOTTEN, LAST, SAVED, spawn
 def train(mode: str, path: str, rank: int, world: int) -> Any:
     """Return the losses, the schedule's epoch, and what was forgotten."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
-    os.environ |= {"LOCAL_SIZE": str(world), "DS_ACCELERATOR": "cpu"}
+    os.environ |= {"LOCAL_SIZE": str(world)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    import deepspeed
-
     # gloo is enough: what it would compile for shared memory needs a compiler and a minute
     import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
     deepspeed.init_distributed("gloo")
@@ -29,7 +33,7 @@ def train(mode: str, path: str, rank: int, world: int) -> Any:
         "train_micro_batch_size_per_gpu": 8,
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 1 << 30,
-        "zero_optimization": {"stage": 2},
+        "zero_optimization": {"stage": int(sys.argv[4])},
         "checkpoint": {"load_universal": universal},
     }
     engine, *_, scheduler = deepspeed.initialize(

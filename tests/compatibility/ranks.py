@@ -36,14 +36,16 @@ Program = Callable[[str, str, int, int], Any]
 def spawn(program: Program) -> None:
     """Run a program on as many ranks as asked, and print what each of them returns.
 
-    Arguments: ``write`` or ``resume``, the checkpoint's path, the number of ranks.
+    Arguments: ``write`` or ``resume``, the checkpoint's path, the number of ranks; then a program's
+    own.
     """
     import torch.multiprocessing as mp
 
-    mode, path, world = sys.argv[1:]
+    mode, path, world = sys.argv[1:4]
     with tempfile.TemporaryDirectory() as meeting:
         arguments = (program, mode, path, int(world), f"{meeting}/store")
-        mp.spawn(_rank, args=arguments, nprocs=int(world))
+        # forked, ranks need not import again what the program has imported
+        mp.start_processes(_rank, args=arguments, nprocs=int(world), start_method="fork")
 
 
 def _rank(rank: int, program: Program, mode: str, path: str, world: int, meeting: str) -> None:

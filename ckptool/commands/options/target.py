@@ -103,8 +103,8 @@ class ConvertOptions(OptionSet):
         metavar="FORMAT",
         choices=target_names,
         help="Write safetensors (a .safetensors file, or else a Hugging Face folder: hf),"
-        " torch-save, dcp, dcp-safetensors, deepspeed-universal or megatron-torch_dist;"
-        " default: what DST's suffix says, .safetensors or .pt.",
+        " torch-save, dcp, dcp-safetensors, diffusers, deepspeed-universal or"
+        " megatron-torch_dist; default: what DST's suffix says, .safetensors or .pt.",
     )
     read: ReadOptions = group(ReadOptions, READING)
     rewrite: RewriteOptions = group(RewriteOptions)
@@ -149,8 +149,9 @@ class ReshardOptions(OptionSet):
         "--to",
         metavar="FORMAT",
         choices=mesh_target_names,
-        help="Write dcp, rank-local, torch-checkpointing, dcp-safetensors, sharded-state or llama;"
-        " default: the source's own kind.",
+        help="Write dcp, accelerate (transformers' Trainer, too), verl, rank-local,"
+        " torch-checkpointing, dcp-safetensors, sharded-state or llama; default: the source's own"
+        " kind.",
     )
     read: ReadOptions = group(ReadOptions, READING, without=("per_rank",))
     rank_state: str = option(
