@@ -30,6 +30,7 @@ from ckptool.core.catalog import Catalog
 from ckptool.core.layout import Layout
 from ckptool.core.plan import Plan
 from ckptool.core.quantization.names import kinds, quantised_names
+from ckptool.core.selection import unwrapping_rule, wrappers_of
 from ckptool.core.state_category import state_category
 from ckptool.core.text import one_of, plural
 from ckptool.errors import Unsupported, UsageError
@@ -188,8 +189,19 @@ def _export_notes(
     """Return what whoever loads the result should know."""
     notes = _quantized_notes(catalog, options.rewrite)
     if writer.is_model_folder:
-        notes += [*lacking_files(layout), *_optimizer_notes(catalog)]
+        notes += [*lacking_files(layout), *_optimizer_notes(catalog), *_wrapper_notes(catalog)]
     return notes
+
+
+def _wrapper_notes(catalog: Catalog) -> list[str]:
+    """Note what wrappers put into names: transformers finds no tensor under such a name."""
+    names = [entry.name for entry in catalog.tensors.values() if state_category(entry) == "model"]
+    found = wrappers_of(names)
+    rule = unwrapping_rule(names, found)
+    if rule is None:
+        return []
+    wrappers = ", ".join(found)
+    return [f"wrapped names ({wrappers}), which no model loads; --rename '{rule}' unwraps them"]
 
 
 def _optimizer_notes(catalog: Catalog) -> list[str]:

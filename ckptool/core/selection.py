@@ -28,13 +28,23 @@ WRAPPERS = (
 into names."""
 
 
-def unwrapping_rule(names: Collection[str]) -> str | None:
+def wrappers_of(names: Collection[str]) -> list[str]:
+    """Return the wrappers that names of a model have, whatever the model may be.
+
+    A model may have a ``module`` itself, but not around all that it has.
+    """
+    steps = {step for name in names for step in name.split(".")[:-1]}
+    wrapped = bool(names) and all(name.startswith("module.") for name in names)
+    return [each for each in WRAPPERS if each in steps and (each != "module" or wrapped)]
+
+
+def unwrapping_rule(names: Collection[str], wrappers: Collection[str] = WRAPPERS) -> str | None:
     """Return the rule of ``--rename`` that takes wrappers off the names, None where there are none.
 
     None also where two names would become one.
     """
     steps = {step for name in names for step in name.split(".")[:-1]}
-    found = [wrapper for wrapper in WRAPPERS if wrapper in steps]
+    found = [wrapper for wrapper in wrappers if wrapper in steps]
     rule = rf"(^|\.)(({'|'.join(found)})\.)+=\1"
     return rule if found and len({*map(substitution(rule), names)}) == len(names) else None
 

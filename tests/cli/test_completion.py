@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,13 @@ def test_a_misspelt_option_is_answered_with_the_nearest(words: list[str], flag: 
 )
 def test_what_bash_completes(line: str, expected: set[str]) -> None:
     assert set(complete(line)) == expected
+
+
+@pytest.mark.parametrize(("command", "mesh"), [("convert", False), ("reshard", True)])
+def test_the_help_names_every_format_that_is_written(command: str, mesh: bool) -> None:
+    (to,) = (option for option in load_command(command).params if "--to" in option.opts)
+    said = re.split(r"[ ,:;().]+", to.help)
+    assert not targets(mesh=mesh).keys() - {*said}
 
 
 def test_types_that_are_completed_are_types() -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import bits, case, convert_to, flat, load_torch, read_back
+from safetensors.torch import load_file
 
 import ckptool
 from ckptool.commands.convert import prepare
@@ -261,6 +263,32 @@ def test_what_a_model_server_would_not_find_is_said(out: Path) -> None:
         source, out / "m", to="hf", dry_run=True, model_only=True, hf_assets=assets
     )
     assert any("an adapter: loading it needs its base model" in note for note in done.notes)
+
+
+@pytest.mark.parametrize(
+    ("names", "wrapper"),
+    [
+        (("_orig_mod.a.w", "_orig_mod.b.w"), "_orig_mod"),
+        (("a._checkpoint_wrapped_module.w", "b.w"), "_checkpoint_wrapped_module"),
+        (("module.a.w", "module.b.w"), "module"),
+        (("module.a.w", "b.w"), None),
+        (("_orig_mod.a.w", "a.w"), None),
+    ],
+    ids=["compiled", "checkpointed", "ddp", "a-model-with-a-module", "two-of-one-name"],
+)
+def test_names_that_no_model_loads_are_said(
+    names: tuple[str, ...], wrapper: str | None, out: Path
+) -> None:
+    torch.save({"model": {name: torch.ones(2) for name in names}}, out / "run.pt")
+    convert = partial(ckptool.convert, out / "run.pt", out / "m", to="hf", model_only=True)
+    said = [note for note in convert(dry_run=True).notes if note.startswith("wrapped names")]
+    assert len(said) == (wrapper is not None)
+    if wrapper is not None:
+        (rule,) = re.findall(f"\\({wrapper}\\).*--rename '(.*)'", said[0])
+        convert(rename=[rule], fsync=False)
+        written = load_file(out / "m" / "model.safetensors")
+        assert len(written) == 2
+        assert not [name for name in written if wrapper in name.split(".")[:-1]]
 
 
 ADAPTER = "base_model.model.model.layers.0.self_attn.q_proj"
