@@ -100,7 +100,7 @@ def short_name(name: str) -> str:
     )
 
 
-_EXPONENTS = "float8_e8m0fnu"
+EXPONENTS = "float8_e8m0fnu"
 
 
 def parse_dtype(text: str) -> DType:
@@ -113,7 +113,7 @@ def parse_dtype(text: str) -> DType:
             f"invalid --dtype {text!r}: not a floating-point type",
             hint=one_of(text, floating),
         )
-    if dtype.name == _EXPONENTS:
+    if dtype.name == EXPONENTS:
         raise UsageError(
             f"invalid --dtype {text!r}: a type of scales, without zero and signs",
             hint="float8_e4m3fn and float8_e5m2 are of weights",

@@ -194,7 +194,7 @@ RESUMES = {
     "lightning": (on(4), on(1), Way("one file", ckptool.convert, file="file.ckpt")),
     "verl": (on(2), on(4), through_dcp("verl")),
     "torchtune": (on(2), on(4)),
-    "deepspeed": (zero(1, 1), zero(2, 2), zero(3, 3), zero(1, 3), zero(3, 1)),
+    "deepspeed": (zero(2, 1), zero(2, 2), zero(2, 3), zero(3, 3)),
     "peft": (adapter("fsdp2", "FSDP2"), adapter("zero-3", "ZeRO 3")),
     "diffusers": (Way("a pipeline", partial(ckptool.convert, to="hf")),),
 }

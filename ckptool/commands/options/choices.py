@@ -51,10 +51,11 @@ def expert_words() -> Iterable[str]:
 
 
 def dtype_names() -> Iterable[str]:
-    """Return the floating-point types, under the names that people use first."""
-    from ckptool.core.dtype import BY_NAME, short_name
+    """Return the floating-point types of weights, under the names that people use first."""
+    from ckptool.core.dtype import BY_NAME, EXPONENTS, short_name
 
-    names = [dtype.name for dtype in BY_NAME.values() if dtype.kind == "float"]
+    types = [dtype.name for dtype in BY_NAME.values() if dtype.kind == "float"]
+    names = [name for name in types if name != EXPONENTS]
     return dict.fromkeys((*map(short_name, names), *names))
 
 

@@ -4,17 +4,19 @@ DeepSpeed's ``ds_to_universal`` (0.10 to 0.19) writes ``{"param": tensor, ...}``
 vector without a shape, and ``step.pt`` a bare tensor or number. It also writes masters for what has
 none: frozen parameters, buffers and tied names, rounded; the model file has those as they were.
 
-Written is what DeepSpeed 0.19 loads with ``checkpoint.load_universal``. ZeRO 1 and 2 read
+Written is what DeepSpeed loads with ``checkpoint.load_universal``. ZeRO 1 and 2 read
 ``mp_rank_00_model_states.pt``, ZeRO 3 reads ``zero_pp_rank_0_...``, all of them ``zero``; both
-model files are written, so that any stage can resume.
+model files are written, so that any stage can resume. From 0.14.5 to 0.19.0 ZeRO 3 loads bare
+vectors alone, and ZeRO 1 and 2 dicts alone; 0.19.8 loads both at ZeRO 3.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptool.core.box import Box
@@ -62,6 +64,8 @@ _SUFFIX = ".pt"
 _FIELDS = frozenset("param cat_dim param_n_sub_params sub_param_shape vocab_tensor".split())
 """A parameter's state, and how it was cut for tensor parallelism, which is undone."""
 _VERSION = "0.19.8"
+_LOADS_BOTH = (0, 19, 8)
+"""The first version known to load either form at ZeRO 3."""
 _MODEL_FILES = ("mp_rank_00_model_states", "zero_pp_rank_0_mp_rank_00_model_states")
 
 
@@ -233,10 +237,16 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
     step_name = f"global_step{steps}" if type(steps) is int else "checkpoint"
     tag = f"{step_name}_universal"
     info = values.get("universal_checkpoint_info")
+    info = info if isinstance(info, dict) else {}
     rows: dict[str, int] = {}
     files: list[FileLayout] = []
+    bare = _loads_vectors_alone(catalog)
+    if bare:
+        version = f"DeepSpeed {catalog.info['version']}"
+        other = "for ZeRO 1 and 2, convert --to dcp first, and that to this"
+        notes.append(f"written for ZeRO 3, as {version} loads it there; {other}")
     for name, states in parts.states.items():
-        files += _lay_out_states(name, states, info if isinstance(info, dict) else {}, tag, rows)
+        files += _lay_out_states(name, states, info, tag, rows, bare=bare)
         step = values.get(_STEP, {}).get(name)
         if step is not None and _STEP not in states:
             files.append(_lay_out_file(f"{tag}/zero/{name}/{_STEP}.pt", step))
@@ -248,6 +258,13 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
         padded = f"rows {kept:,} to {catalog.tensors[name].shape[0]:,} pad the vocabulary"
         notes.append(f"{name}: {padded} and are left out, as DeepSpeed does")
     return Layout((*files, marker), folder=True, notes=tuple(notes), rows=rows)
+
+
+def _loads_vectors_alone(catalog: Catalog) -> bool:
+    """Return whether a checkpoint is of ZeRO 3 and of a version that loads only vectors there."""
+    version = re.match(r"(\d+)\.(\d+)\.(\d+)", catalog.info.get("version", ""))
+    is_older = version is not None and tuple(map(int, version.groups())) < _LOADS_BOTH
+    return is_older and catalog.info.get("ZeRO") == "stage 3"
 
 
 def _lay_out_file(path: str, value: Any) -> FileLayout:
@@ -292,10 +309,13 @@ def _lay_out_states(
     info: Mapping[str, Any],
     tag: str,
     rows: dict[str, int],
+    *,
+    bare: bool,
 ) -> Iterator[FileLayout]:
     """Yield one file a state; the padding of a vocabulary is cut off, as DeepSpeed does.
 
-    How many ``rows`` of a tensor are kept is added for those that lose some.
+    How many ``rows`` of a tensor are kept is added for those that lose some. ``bare`` asks for
+    vectors alone.
     """
     for kind, entry in states.items():
         path = f"{tag}/zero/{name}/{kind}.pt"
@@ -306,8 +326,11 @@ def _lay_out_states(
         box = Box.at((0,) * len(entry.shape), (kept, *entry.shape[1:]))
         if kept < entry.shape[0]:
             rows[entry.name] = kept
-        fields = describe_cut(name, box.shape, info)
-        yield _lay_out_file(path, fields | {"param": TensorRef.of_box(entry, box)})
+        state = TensorRef.of_box(entry, box)
+        if bare:
+            yield _lay_out_file(path, replace(state, shape=(box.volume,)))
+        else:
+            yield _lay_out_file(path, describe_cut(name, box.shape, info) | {"param": state})
 
 
 def _nest_values(objects: list[ObjectEntry], client: Mapping[str, TensorEntry]) -> dict[str, Any]:

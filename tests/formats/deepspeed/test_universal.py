@@ -12,6 +12,7 @@ from conftest import bits, case, convert_to, load_torch, read_back
 
 from ckptool.commands.open import open_checkpoint
 from ckptool.errors import Problem, Unsupported
+from ckptool.formats.deepspeed import universal
 
 STATES = ("fp32", "exp_avg", "exp_avg_sq")
 
@@ -62,6 +63,22 @@ def test_nothing_is_lost_on_the_way(name: str, out: Path) -> None:
     convert_to("deepspeed-universal", case(name).path, out / "u")
     convert_to("torch-save", out / "u", out / "m.pt")
     assert read_back("torch-save", out / "m.pt") == case(name).truth
+
+
+@pytest.mark.parametrize(
+    ("source", "bare"), [("deepspeed_zero_3", True), ("deepspeed_zero_2", False)]
+)
+def test_zero_3_finds_vectors_where_its_version_loads_no_others(
+    source: str, bare: bool, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSpeed up to 0.19.0 takes a file's ``.view(-1)`` at ZeRO 3, and its ``["param"]`` else."""
+    monkeypatch.setattr(universal, "_LOADS_BOTH", (9, 0, 0))
+    report = convert_to("deepspeed-universal", case(source).path, out / "u")
+    states = [load_torch(path) for path in (out / "u").glob("*/zero/*/exp_avg.pt")]
+    assert {getattr(saved, "ndim", None) for saved in states} == {1 if bare else None}
+    assert any("written for ZeRO 3" in note for note in report.notes) == bare
+    convert_to("torch-save", out / "u", out / "m.pt")
+    assert read_back("torch-save", out / "m.pt") == case(source).truth
 
 
 def test_a_vocabulary_loses_its_padding_and_layers_keep_how_they_are_cut(out: Path) -> None:
