@@ -66,14 +66,25 @@ def test_the_example_of_the_docs_does_all(site: Path, out: Path) -> None:
     assert shown["format"] == "raw-json"
 
 
-def test_the_example_notices_damage(site: Path, out: Path) -> None:
+def test_the_example_reports_all_damage_at_once(site: Path, out: Path) -> None:
     install(site)
-    ckptool(site, "convert", SOURCE, out / "raw", "--to", "raw-json")
-    file = out / "raw" / "0.bin"
+    raw = out / "raw"
+    ckptool(site, "convert", SOURCE, raw, "--to", "raw-json")
+    assert [path for path in raw.iterdir() if not path.stat().st_size]  # of an empty tensor
+    (raw / "99.raw").write_bytes(b"left")
+    file = raw / "0.raw"
     file.write_bytes(file.read_bytes()[:-1])
-    done = ckptool(site, "verify", out / "raw")
+    (raw / "1.raw").write_bytes(b"")
+    (raw / "2.raw").unlink()
+    done = ckptool(site, "verify", raw, "--json")
     assert done.returncode == 1
-    assert "0.bin" in done.stdout
+    found = {(each["code"], each["file"]) for each in json.loads(done.stdout)["findings"]}
+    codes = {code for code, _ in found}
+    assert codes == {"file-truncated", "file-missing", "chunk-gap", "file-unused", "no-checksum"}
+    assert found >= {("file-missing", "2.raw"), ("file-unused", "99.raw")}
+    text = ckptool(site, "verify", raw).stdout
+    assert "0.raw: 19 bytes, expected 20" in text
+    assert "1.raw: 0 bytes, expected 20" in text
 
 
 def test_a_plugin_is_off_unless_it_is_allowed(site: Path) -> None:
