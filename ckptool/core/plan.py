@@ -131,7 +131,7 @@ class Plan:
                 problems,
                 subject="the chunks",
                 hint="a shard is missing or its metadata is wrong; see `ckptool inspect"
-                " --map NAME`, or use --drop NAME to exclude the tensor",
+                " --shards NAME`, or use --drop NAME to exclude the tensor",
             )
 
     @property

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 from collections.abc import Iterator
@@ -97,6 +98,17 @@ def test_every_option_exists(page: Path) -> None:
         named
         <= flags | {"--help", "--version", "--plugins", "--install-completion"} | OTHER_PROGRAMS
     )
+
+
+def test_every_option_of_a_hint_exists() -> None:
+    """Commands in backticks, in what the package says of an error."""
+    texts = [m.read_text() for m in (ROOT / "ckptool").rglob("*.py")]
+    nodes = [node for text in texts if "`ckptool " in text for node in ast.walk(ast.parse(text))]
+    words = [n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+    hints = [hint for text in words for hint in re.findall(r"`ckptool ([a-z]+) ([^`]*)`", text)]
+    assert len(hints) > 3
+    for name, rest in hints:
+        assert set(OPTION.findall(rest)) <= {*flags_of(load_command(name))}, (name, rest)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
