@@ -119,6 +119,15 @@ def test_every_module_and_page_exists(page: Path) -> None:
     assert [path for path in modules + links if not path.exists()] == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_heading_that_is_linked_exists(page: Path) -> None:
+    links = re.findall(r"\]\(([^):#]*)#([^)]+)\)", page.read_text())
+    for link, anchor in links:
+        text = (page.parent / link if link else page).read_text()
+        headings = [line.lstrip("# ").lower() for line in text.splitlines() if line.startswith("#")]
+        assert anchor in {re.sub(r"[^\w -]", "", line).replace(" ", "-") for line in headings}
+
+
 def test_the_codes_are_those_of_verify() -> None:
     """The lists by severity have all, and no other word of the page looks like a code."""
     text = (DOCS / "verify.md").read_text()
