@@ -166,8 +166,11 @@ def _outcome(source: Path, to: Sequence[str], seconds: float, from_: str | None)
     try:
         result = Outcome("ok")
         for target in to:
+            before = result
             result = _verify(source) if target == VERIFY else _convert(source, target, from_)
             if result.kind not in ("ok", "reported", "error"):
+                break
+            if result.exit_code == 3 and result == before:  # what was read is refused, twice
                 break
         return result
     except _Timeout:

@@ -27,7 +27,7 @@ from ckptool.storage.retry import NoAnswer, RetryPolicy
 from ckptool.storage.store import Store
 from ckptool.storage.url import location
 
-SOURCE = case("dcp_fsdp2_tp").path
+SOURCE = case("dcp_base").path
 ONCE = RetryPolicy(attempts=1, pause=0.0)
 
 

@@ -202,7 +202,7 @@ def test_what_a_killed_loop_leaves_is_found_and_removed(folder: Path) -> None:
 def test_interrupted_it_leaves_nothing(folder: Path) -> None:
     """Ctrl-C while a worker process of the library runs."""
     shared = list_shared_memory()
-    process = start(folder, "--ranks", "2", "--strategies", "dcp-async-process/pinned")
+    process = start(folder, "--ranks", "1", "--strategies", "dcp-async-process/pinned")
     deadline = time.monotonic() + 300
     while not list(folder.glob("work/*/*/save-0/*")) and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -47,6 +47,8 @@ WRITERS = targets(mesh=True)
 OF_A_TRAINER = ("verl", "accelerate")
 REOPENED = [n for n, row in WRITERS.items() if not row.rules() and n not in OF_A_TRAINER]
 """Targets that take tensors of any name, cut in any way."""
+LOADED = [name for name in TENSORS_OF if name in WRITERS]
+"""Targets that a loader of their own framework reads here."""
 
 
 def options(mesh: str, **more: Any) -> ReshardOptions:
@@ -118,10 +120,12 @@ def truth(source: Path) -> dict[str, Bits]:
 # Bit-equal
 
 
-@pytest.mark.parametrize("target", [name for name in TENSORS_OF if name in WRITERS])
+@pytest.mark.parametrize("target", LOADED)
 @pytest.mark.parametrize("one", GOOD, ids=by_name)
-def test_every_good_checkpoint_onto_every_mesh(one: Case, target: str, out: Path) -> None:
-    for mesh in MESHES:
+def test_every_good_checkpoint_onto_other_meshes(one: Case, target: str, out: Path) -> None:
+    """Onto two of the meshes each: a mesh knows nothing of the format that is cut for it."""
+    begin = GOOD.index(one) + 2 * LOADED.index(target)
+    for mesh in (MESHES * 3)[begin % len(MESHES) :][:2]:
         reshard(one.path, out / mesh, mesh, to=target, rank_state="drop")
         found = of_the_model(read_back(target, out / mesh))
         assert found == of_the_model(one.truth), mesh
