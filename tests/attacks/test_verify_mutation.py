@@ -282,7 +282,8 @@ def test_mutations(name: str, tmp_path: Path) -> None:
         signal.setitimer(signal.ITIMER_PROF, 0)
         if not reported:
             judged(mutation, name, changes(truth, found), differs=found != truth, told=told)
-        spoilt = any(contents(folder).get(name) != held[name] for name in recorded)
+        left = contents(folder)
+        spoilt = any(left.get(name) != held[name] for name in recorded)
         if proved and (found != truth or (spoilt and not mutation.exchanged)):
             told.unproved.append(f"{mutation}: {changes(truth, found)}")
         shutil.rmtree(folder)

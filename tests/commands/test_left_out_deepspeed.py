@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import shutil
 import sys
 from collections import Counter
@@ -294,6 +295,13 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
             yield from places(value[key], (*path, key))
 
 
+def sampled(file: str, files: dict[str, TorchFile]) -> list[tuple[Any, ...]]:
+    """The places of a file; half of them, in turns, where those of four ranks or more are alike."""
+    found = [*places(files[file].inert)]
+    alike = [one for one in files if re.sub(r"\d+", "", one) == re.sub(r"\d+", "", file)]
+    return found[alike.index(file) % 2 :: 2] if len(alike) >= 4 else found
+
+
 @pytest.mark.parametrize(
     "name",
     ["deepspeed_zero_2", "deepspeed_zero_3", "deepspeed_pipeline", "deepspeed_experts",
@@ -307,7 +315,7 @@ def test_wherever_it_lies_it_is_refused_and_moves_nothing_else(
     known = reader.scan(source, ScanOptions())
     files = {file: read_torch_file(source, file) for file in source.files if file.endswith(".pt")}
     outcomes: Counter[str] = Counter()
-    spots = [(file, path) for file, opened in files.items() for path in places(opened.inert)]
+    spots = [(file, path) for file in files for path in sampled(file, files)]
     for number, (target, path) in enumerate(spots):
         kind = [*ODD][number % len(ODD)]
         evil = {} if kind == "damaged" else {EVIL: Problem("runs code", "hostile-global")}
