@@ -10,7 +10,7 @@ from itertools import chain, islice
 from typing import NamedTuple
 
 from ckptool.core.box import Box
-from ckptool.core.catalog import TensorEntry
+from ckptool.core.catalog import ScaledBlocks, TensorEntry
 from ckptool.core.layout import tiles
 from ckptool.engine.read.gather import Array, Gatherer
 from ckptool.engine.read.runs import entry_runs
@@ -42,9 +42,14 @@ class TensorPair:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether both are compared as they are stored, without memory for casts."""
+        """Return whether both are compared as they are stored, without memory for casts.
+
+        Computing a number of a quantised tensor takes some twenty times its bytes.
+        """
         types = (self.one.source_dtype, self.one.dtype, self.other.source_dtype, self.other.dtype)
-        return len({*types}) == 1
+        chunks = [side.chunks for side in (self.one, self.other) if isinstance(side.chunks, tuple)]
+        is_made = any(isinstance(chunk.at, ScaledBlocks) for some in chunks for chunk in some)
+        return len({*types}) == 1 and not is_made
 
     @property
     def itemsize(self) -> int:

@@ -28,6 +28,7 @@ from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.core.casts import Casts
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.sharding.placement import parse_mesh
+from ckptool.engine.check.pairs import TensorPair
 from ckptool.errors import Damaged, Unsupported
 from ckptool.render.inspect.report import inspect_json
 
@@ -475,3 +476,13 @@ def test_what_was_dequantized_to_a_type_is_what_cast_compares(dtype: str, out: P
     compared: dict[str, Any] = {"dequantize": True, "cast": True}
     assert ckptool.compare(source, out / "m", **compared).ok
     assert not ckptool.compare(source, out / "m", dequantize=True).ok
+
+
+def test_computed_numbers_are_compared_in_small_tiles(out: Path) -> None:
+    """They take some twenty times their bytes while they are computed."""
+    source = saved(deepseek(), out / "hf")
+    with ckptool.open(source, dequantize=True, dtype="bfloat16") as opened:
+        made, norm = (opened.tensors[n] for n in ("mlp.up_proj.weight", "norm.weight"))
+    assert not TensorPair(made, norm).is_plain
+    assert not TensorPair(norm, made).is_plain
+    assert TensorPair(norm, norm).is_plain
