@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 _LARGEST = 1 << 24
 _MOST_SHOWN = 6
-_QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 _ADAPTER = "adapter_config.json"
 _TOKENIZERS = frozenset(
     "tokenizer.json tokenizer.model tokenizer_config.json vocab.json vocab.txt spiece.model".split()
 )
 _QUANTIZATION_METHODS = {CONFIG: None, "quantize_config.json": "gptq", "quant_config.json": "awq"}
 """The files that describe a quantisation, and whose they are: AutoGPTQ's and AutoAWQ's own."""
-_QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 
 
 def with_assets(
@@ -111,7 +111,7 @@ def assets_in(folder: Path) -> tuple[LocalSource, dict[str, int]]:
 
 def drop_quantization_config(opened: OpenedCheckpoint, layout: Layout) -> Layout:
     """Drop from a layout what says that the weights are quantised."""
-    kept = tuple(file for file in layout.files if file.path not in _QUANTIZATION_FILES)
+    kept = tuple(file for file in layout.files if file.path not in QUANTIZATION_FILES)
     files = tuple(
         _drop_quantization(opened, file) if file.path == CONFIG else file for file in kept
     )
@@ -124,7 +124,7 @@ def drop_quantization_config(opened: OpenedCheckpoint, layout: Layout) -> Layout
 def _drop_quantization(opened: OpenedCheckpoint, file: FileLayout) -> FileLayout:
     """Drop from a config.json, and the models it is made of, their quantization."""
     config = read_object(opened, file.parts[0])
-    keys = [(part, key) for part in _models(config) for key in _QUANTIZATION_KEYS if key in part]
+    keys = [(part, key) for part in _models(config) for key in QUANTIZATION_KEYS if key in part]
     for part, key in keys:
         del part[key]
     return _config_file(config) if keys else file
@@ -214,7 +214,7 @@ def quantization_config(opened: OpenedCheckpoint, assets: Path | None) -> Mappin
             if Path(part.file).name != name:
                 continue
             content = read_object(opened, part)
-            inside = [c[key] for c in _models(content) for key in _QUANTIZATION_KEYS if key in c]
+            inside = [c[key] for c in _models(content) for key in QUANTIZATION_KEYS if key in c]
             for config in [content] if method else inside:
                 if isinstance(config, dict) and config:
                     return {"quant_method": method, **config} if method else config

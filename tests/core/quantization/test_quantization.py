@@ -29,7 +29,7 @@ from ckptool.core.casts import Casts
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.sharding.placement import parse_mesh
 from ckptool.engine.check.pairs import TensorPair
-from ckptool.errors import Damaged, Unsupported
+from ckptool.errors import Damaged, Unsupported, UsageError
 from ckptool.render.inspect.report import inspect_json
 
 
@@ -486,3 +486,22 @@ def test_computed_numbers_are_compared_in_small_tiles(out: Path) -> None:
     assert not TensorPair(made, norm).is_plain
     assert not TensorPair(norm, made).is_plain
     assert TensorPair(norm, norm).is_plain
+
+
+def test_a_config_without_its_quantisation_is_no_other_one(out: Path) -> None:
+    """Nor is one that says something else of the model."""
+    config: Any = {"model_type": "x", "quantization_config": QUANTISED}
+    source = saved(deepseek(), out / "hf", config)
+    (source / "hf_quant_config.json").write_text("{}")
+    convert_to("hf", source, out / "m", dequantize=True)
+    assert not ckptool.compare(source, out / "m", dequantize=True).verify.findings
+    (out / "m" / "config.json").write_text('{"model_type": "y"}')
+    found = ckptool.compare(source, out / "m", dequantize=True).verify.findings
+    assert [finding.code for finding in found] == ["companion-differs"]
+
+
+def test_a_map_over_quantised_weights_wants_numbers(out: Path) -> None:
+    source = saved({f"model.{n}": t for n, t in deepseek().items()}, out / "hf")
+    with pytest.raises(UsageError) as caught:
+        convert_to("dcp", source, out / "m", map=MapOptions("auto"))
+    assert "--dequantize" in (caught.value.hint or "")

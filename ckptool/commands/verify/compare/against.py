@@ -252,7 +252,7 @@ class Comparison:
         opened = [side.opened for side in self._sides if side.opened and side.catalog]
         if len(opened) < 2:
             return
-        self._problems += differing_companions(opened[0], opened[1], self._rewriting.map.assets)
+        self._problems += differing_companions(opened[0], opened[1], self._rewriting)
         self._open_pairs()
         workers = self._options.workers or max(each.source.workers for each in opened)
         reads = (CheckedSource(opened[0].source), CheckedSource(opened[1].source))

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import NamedTuple
 
-from ckptool.commands.keymap.assets import assets_in
+from ckptool.commands.keymap.assets import QUANTIZATION_FILES, QUANTIZATION_KEYS, assets_in
 from ckptool.commands.keymap.records import CONFIG, DTYPE_KEYS, parse_object
 from ckptool.commands.open import OpenedCheckpoint
-from ckptool.commands.options.rewrite import EVERYTHING, Selection
+from ckptool.commands.options.rewrite import EVERYTHING, RewriteOptions, Selection
 from ckptool.commands.options.verify import CompareOptions
 from ckptool.commands.rewrite import only_model
 from ckptool.commands.stats import is_numeric
@@ -242,16 +241,22 @@ def _stored_tensors(entry: TensorEntry) -> Iterator[TensorEntry]:
 
 
 def differing_companions(
-    one: OpenedCheckpoint, other: OpenedCheckpoint, assets: Path | None
+    one: OpenedCheckpoint, other: OpenedCheckpoint, rewriting: RewriteOptions
 ) -> Iterator[Problem]:
     """Yield a problem for each file beside the first one's tensors that the other lacks or changed.
 
-    These are config.json, tokenizer and their like. The files of ``assets``, which ``convert``
+    These are config.json, tokenizer and their like. The files of ``--hf-assets``, which ``convert``
     copies, go before those of the same name. A config.json that says another element type is no
-    other: tensors are compared by themselves. Raises NotFound where a file cannot be read,
-    UsageError where there are no assets.
+    other, nor is what it says of a quantisation where numbers are made of that: tensors are
+    compared by themselves. Raises NotFound where a file cannot be read, UsageError where there are
+    no assets.
     """
     mine, theirs = _companions(one), _companions(other)
+    assets = rewriting.map.assets
+    besides: tuple[str, ...] = DTYPE_KEYS
+    if rewriting.dequantize:
+        besides += QUANTIZATION_KEYS
+        mine = {name: each for name, each in mine.items() if name not in QUANTIZATION_FILES}
     if assets is not None:
         source, sizes = assets_in(assets)
         mine |= {name: _Companion(source, name, size) for name, size in sizes.items()}
@@ -259,7 +264,7 @@ def differing_companions(
         counter = theirs.get(name)
         if counter is None:
             yield Problem(f"{name}: a file in A, missing in B", "companion-missing", file=name)
-        elif not companion.equals(counter):
+        elif not companion.equals(counter, besides):
             sizes_of_both = f"A {companion.nbytes:,} bytes, B {counter.nbytes:,}"
             message = f"{name}: content differs ({sizes_of_both})"
             yield Problem(message, "companion-differs", file=name)
@@ -270,19 +275,19 @@ class _Companion(NamedTuple):
     file: str
     nbytes: int
 
-    def equals(self, other: _Companion) -> bool:
-        """Return whether both are the same bytes, or configs but for the types of elements."""
+    def equals(self, other: _Companion, besides: tuple[str, ...]) -> bool:
+        """Return whether both are the same bytes, or configs ``besides`` some keys."""
         if self.nbytes == other.nbytes and self._digest() == other._digest():
             return True
         is_config = self.file.split("/")[-1] == CONFIG
-        return is_config and self._typeless_config() == other._typeless_config() is not None
+        return is_config and self._config(besides) == other._config(besides) is not None
 
     def _digest(self) -> str:
         """Return the SHA-256 (hex) of the file."""
         return file_digests([self.file], self.source, 1)[self.file]
 
-    def _typeless_config(self) -> str | None:
-        """Return a model's config without the element types it says, None where it is none."""
+    def _config(self, besides: tuple[str, ...]) -> str | None:
+        """Return a model's config without some keys, None where it is none."""
         try:
             config = parse_object(
                 self.file, self.nbytes, lambda: self.source.read(self.file, 0, self.nbytes)
@@ -291,7 +296,7 @@ class _Companion(NamedTuple):
             return None
         inner = config.get("text_config")
         for part in (config, inner if isinstance(inner, dict) else {}):
-            for key in DTYPE_KEYS:
+            for key in besides:
                 part.pop(key, None)
         return json.dumps(config, sort_keys=True)
 
