@@ -223,6 +223,52 @@ def _compressed_tensors_odd_bits() -> Iterator[Named]:
             yield f"bits{bits}{'' if symmetric else '_zeros'}", stored, truth
 
 
+MIXED: dict[str, tuple[list[str], dict[str, Any]]] = {
+    "four": (
+        [r"re:.*\.four"],
+        {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32},
+    ),
+    "eight": ([r"re:.*\.eight"], {"num_bits": 8, "type": "float", "strategy": "channel"}),
+    "floats": (
+        ["Linear"],
+        {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16},
+    ),
+}
+"""Groups of one ``quantization_config``: whom each is for, and its arguments."""
+
+
+def _compressed_tensors_mixed() -> Iterator[Named]:
+    """Weights of several precisions; what their library says of them lies in a file beside."""
+    from compressed_tensors import compressors
+    from compressed_tensors.quantization import (
+        QuantizationArgs,
+        QuantizationConfig,
+        QuantizationScheme,
+    )
+
+    schemes = {
+        name: QuantizationScheme(targets=targets, weights=QuantizationArgs(**args))
+        for name, (targets, args) in MIXED.items()
+    }
+    config = QuantizationConfig(config_groups=schemes, format="mixed-precision", ignore=["head"])
+    (HERE / "compressed_tensors_0_20_0_mixed.json").write_text(config.model_dump_json())
+    by = {
+        "four": (compressors.PackedQuantizationCompressor, (16, 2)),
+        "eight": (compressors.NaiveQuantizationCompressor, (16, 1)),
+        "floats": (compressors.NVFP4PackedCompressor, (16, 4)),
+    }
+    for name, (compressor, grid) in by.items():
+        state = {
+            "weight": torch.randn(16, 64, dtype=torch.bfloat16),
+            "weight_scale": (torch.rand(grid) / 8 + 0.01).bfloat16(),
+        }
+        if name == "floats":
+            state["weight_global_scale"] = torch.tensor([1234.5])
+            state["weight_scale"] = state["weight_scale"] * 3000
+        stored = compressor.compress(dict(state), schemes[name])
+        yield name, stored, compressor.decompress(dict(stored), schemes[name])["weight"]
+
+
 def _deepseek_v4() -> Iterator[Named]:
     """FP8 in blocks and two floats of four bits a byte, both with ``X.scale`` in exponents."""
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
@@ -305,6 +351,7 @@ WRITERS: dict[str, Callable[[], Iterator[Named]]] = {
     "compressed_tensors_0_20_0_eight_bits": _compressed_tensors_eight_bits,
     "compressed_tensors_0_20_0_exponents": _compressed_tensors_exponents,
     "compressed_tensors_0_20_0_odd_bits": _compressed_tensors_odd_bits,
+    "compressed_tensors_0_20_0_mixed": _compressed_tensors_mixed,
     "transformers_5_23_0_deepseek_v4": _deepseek_v4,
     "torchao_0_18_0": _torchao_now,
     "torchao_0_13_0": _torchao_before,

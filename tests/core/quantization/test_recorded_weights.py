@@ -118,6 +118,23 @@ def test_numbers_are_those_of_who_packed_them(model: Model, out: Path) -> None:
         assert "quantization_config" not in _config(target)
 
 
+def test_groups_of_several_precisions_in_one_config(out: Path) -> None:
+    """As compressed-tensors itself writes the config; each weight by its own group."""
+    stored, truth = recorded("compressed_tensors_0_20_0_mixed")
+    (out / "hf").mkdir()
+    save_shards(stored, out / "hf")
+    config = json.loads((HERE / "compressed_tensors_0_20_0_mixed.json").read_text())
+    file = out / "hf" / "config.json"
+    file.write_text(json.dumps({"quantization_config": config}))
+    report = convert_to("safetensors", out / "hf", out / "m", dequantize=True)
+    assert read_back("safetensors", out / "m") == {n: bits(t) for n, t in truth.items()}
+    assert report.dequantized == {"packed integers": 1, "FP8": 1, "NVFP4": 1}
+    config["config_groups"]["four"]["weights"]["group_size"] = 16
+    file.write_text(json.dumps({"quantization_config": config}))
+    with pytest.raises(Unsupported, match=r"layer\.four.* says group_size 16, the tensors 32"):
+        convert_to("safetensors", out / "hf", out / "n", dequantize=True)
+
+
 def _config(folder: Path) -> Any:
     path = folder / "config.json"
     return json.loads(path.read_text()) if path.exists() else {}
