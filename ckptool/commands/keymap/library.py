@@ -19,6 +19,8 @@ AUTO = "auto"
 """Asks for the built-in map that a checkpoint's names fit."""
 _DEEPEST = 50
 """How deep map files may include one another."""
+_LARGEST = 1 << 22
+"""Bytes of a map file: 10,000 rules are 1 MB."""
 
 
 @cache
@@ -90,10 +92,14 @@ def _map_in(path: Path, shown: str, within: tuple[Path, ...], parsed: dict[Path,
         raise UsageError(f"--map {shown}: included {len(within)} files deep")
     if file in parsed:
         return parsed[file]
+    if path.is_file() and path.stat().st_size > _LARGEST:
+        raise UsageError(f"--map {shown}: larger than {_LARGEST:,} bytes, not a key map")
     try:
         content = tomllib.loads(text_of(path, "--map"))
     except ValueError as error:
         raise UsageError(f"--map {shown}: {error}") from None
+    except RecursionError:
+        raise UsageError(f"--map {shown}: nested too deep") from None
 
     def included(other: str) -> KeyMap:
         if other in builtin_maps():

@@ -253,8 +253,11 @@ def requested_map(catalog: Catalog, options: MapOptions) -> tuple[KeyMap, str]:
     forward = load_map(options.name or "")
     if options.inverse is not None:
         return (forward.inverse if options.inverse else forward), "as asked"
-    matches, inverse_matches = (_count_matches(catalog, way) for way in (forward, forward.inverse))
-    if matches == inverse_matches and matches:
+    matches, inverse_matches = (
+        (_count_matches(catalog, replace(way, keep=())), _count_matches(catalog, way))
+        for way in (forward, forward.inverse)
+    )
+    if matches == inverse_matches and any(matches):
         raise UsageError(
             f"--map {options.name}: names match both sides of the map",
             hint="use --inverse to apply it from `to` to `from`, --no-inverse from `from` to `to`",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,12 +10,18 @@ from ckptool.core.keymap.match import ModelFacts
 from ckptool.core.keymap.model import KeyMap
 from ckptool.errors import UsageError
 
+_LARGEST = 1 << 63
 _SIGNS: Mapping[str, Callable[[int, int], int | None]] = {
-    "*": operator.mul,
+    "*": lambda one, other: one * other if one * other < _LARGEST else None,
     "/": lambda whole, part: None if whole % part else whole // part,
     "-": lambda whole, part: whole - part if whole >= part else None,
 }
 """What the signs of an expression of sizes stand for."""
+Seen = dict[tuple[str, bool], int | None]
+"""The dims that were looked up for another: their sizes, None while and where they have none.
+
+Each with the sizes that are given, or without.
+"""
 
 
 def facts(key_map: KeyMap, records: Sequence[Record], given: Mapping[str, int]) -> ModelFacts:
@@ -31,7 +36,11 @@ def facts(key_map: KeyMap, records: Sequence[Record], given: Mapping[str, int]) 
         )
     sizes = {**given}
     for name in key_map.sizes:
-        size = sizes[name] if name in sizes else _look_up(name, key_map, merged, sizes, ())
+        size = (
+            sizes[name]
+            if name in sizes
+            else _look_up(name, key_map, merged, sizes, {(name, True): None})
+        )
         if size is not None:
             sizes[name] = size
     return ModelFacts(sizes, frozenset(n for n, value in merged.items() if value is True))
@@ -46,7 +55,7 @@ def merge(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def _look_up(
-    name: str, key_map: KeyMap, merged: Record, sizes: Mapping[str, int], seen: tuple[str, ...]
+    name: str, key_map: KeyMap, merged: Record, sizes: Mapping[str, int], seen: Seen
 ) -> int | None:
     """Return the first size that a dim's keys, or expressions of two sizes, give.
 
@@ -59,9 +68,7 @@ def _look_up(
             return lookup
         words = lookup.split()
         known = sizes if len(words) > 1 else {}
-        value, *others = (
-            _value(word, key_map, merged, known, (*seen, name)) for word in words[::2]
-        )
+        value, *others = (_value(word, key_map, merged, known, seen) for word in words[::2])
         for sign, other in zip(words[1::2], others, strict=False):
             value = _SIGNS[sign](value, other) if value and other else None
         if value is not None:
@@ -70,7 +77,7 @@ def _look_up(
 
 
 def _value(
-    word: str, key_map: KeyMap, merged: Record, sizes: Mapping[str, int], seen: tuple[str, ...]
+    word: str, key_map: KeyMap, merged: Record, sizes: Mapping[str, int], seen: Seen
 ) -> int | None:
     """Return a record's number, how many items one has (``KEY.length``), or another dim's size."""
     if word in sizes:
@@ -79,6 +86,8 @@ def _value(
     number = len(listed) if isinstance(listed, str | list) else merged.get(word)
     if type(number) is int and number > 0:
         return number
-    if word in key_map.sizes and word not in seen:
-        return _look_up(word, key_map, merged, sizes, seen)
-    return None
+    key = word, bool(sizes)
+    if word in key_map.sizes and key not in seen:
+        seen[key] = None
+        seen[key] = _look_up(word, key_map, merged, sizes, seen)
+    return seen.get(key)

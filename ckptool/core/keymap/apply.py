@@ -111,6 +111,8 @@ class _Application:
                     self._carry(group)
         for group in groups:
             self._carry_values(group)
+        if self._excluded and not self._moves:
+            raise UsageError(f"map {self._map.name} leaves out every tensor")
         handled = {name for names in frames.values() for name in names.values()}
         self._rename_in_lists(handled)
         self._require_done(handled)

@@ -320,6 +320,7 @@ def group_sizes(rule: Rule, group: Sequence[BoundTensor], known: Sizes) -> dict[
 
     Raises UnknownSizes; Unsupported where a shape is not what the axes say.
     """
+    _require_offsets(rule, known)
     if rule.renames:
         return dict(known)
     spelled = _spelled_sizes(rule, group)
@@ -350,6 +351,13 @@ def group_sizes(rule: Rule, group: Sequence[BoundTensor], known: Sizes) -> dict[
         if lengths != list(tensor.entry.shape):
             raise _misfit(tensor, sizes)
     return sizes
+
+
+def _require_offsets(rule: Rule, known: Sizes) -> None:
+    """Raise UnknownSizes where a number in a target's name counts from a size that is not known."""
+    unknown = {offset for pattern in rule.targets for offset in pattern.needs} - known.keys()
+    if unknown:
+        raise UnknownSizes(sorted(unknown), rule.whole.text)
 
 
 def _spelled_sizes(rule: Rule, group: Sequence[BoundTensor]) -> dict[str, tuple[int, str]]:

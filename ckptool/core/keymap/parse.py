@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
-from ckptool.core.keymap.axes import NAME, Axis, Dim, axes_of, parse_axes
+from ckptool.core.keymap.axes import NAME, Dim, axes_of, parse_axes
 from ckptool.core.keymap.include import begin, is_about, kept_names, moved, with_included
+from ckptool.core.keymap.invertible import require_invertible
 from ckptool.core.keymap.model import Block, Kept, KeyMap, Pattern, Rule, Slot
 from ckptool.errors import CkptoolError, UsageError
 
@@ -24,9 +24,14 @@ _KEYS = frozenset(
     "name summary from to dims rule drop marks model_types unless facts keep detect include without"
     " within also".split()
 )
-_RULE_KEYS = frozenset("from to padding tie when unless only beside add".split())
+_TYPES = {"padding": str, "tie": bool, "when": str, "unless": str, "only": str, "add": int}
+_CALLED: Mapping[type, str] = {str: "text", bool: "true or false", int: "a whole number"}
+_RULE_KEYS = frozenset(("from", "to", "beside", *_TYPES))
 
 _MOST_RULES = 10_000
+_MOST_SIZES = 200
+_MOST_ADDED = 1 << 24
+_LARGEST_SIZE = 1 << 63
 
 Included = Callable[[str], KeyMap]
 """Returns the map that another includes, by what it calls it."""
@@ -34,9 +39,9 @@ Included = Callable[[str], KeyMap]
 
 def parse_map(content: Mapping[str, Any], where: str, included: Included) -> KeyMap:
     """Parse a TOML file's content; UsageError with the rule where something is wrong."""
-    names = _texts(content.get("include", []))
-    key_map = _parse_own(content, where, has_more=bool(names))
-    without = _texts(content.get("without", []))
+    names = _texts(content.get("include", []), where)
+    key_map = _bounded(_parse_own(content, where, has_more=bool(names)), where)
+    without = _texts(content.get("without", []), where)
     within = _within(content, where)
     others = [moved(included(name), within) for name in names]
     rules = [rule for other in others for rule in other.rules]
@@ -56,6 +61,8 @@ def parse_map(content: Mapping[str, Any], where: str, included: Included) -> Key
 def _bounded(key_map: KeyMap, where: str) -> KeyMap:
     if len(key_map.rules) > _MOST_RULES:
         raise UsageError(f"{where}: more than {_MOST_RULES:,} rules, with those included")
+    if len(key_map.sizes) > _MOST_SIZES:
+        raise UsageError(f"{where}: more than {_MOST_SIZES} sizes in [dims]")
     return key_map
 
 
@@ -110,7 +117,7 @@ def _parse_own(content: Mapping[str, Any], where: str, *, has_more: bool) -> Key
     """Parse a map without what it includes."""
     _require_keys(content, _KEYS, where)
     rules = []
-    for number, table in enumerate(content.get("rule", ()), 1):
+    for number, table in enumerate(_tables(content, "rule", where), 1):
         try:
             rules += [_rule(variant) for variant in _variants(table)]
         except CkptoolError as error:
@@ -120,20 +127,20 @@ def _parse_own(content: Mapping[str, Any], where: str, *, has_more: bool) -> Key
     drop, back_drop = _sides(content, "drop", where)
     marks, back_marks = _sides(content, "marks", where)
     return KeyMap(
-        name=str(content.get("name", where)),
-        summary=str(content.get("summary", "")),
-        source=str(content.get("from", "one side")),
-        target=str(content.get("to", "the other")),
+        name=_text(content, "name", where, where),
+        summary=_text(content, "summary", "", where),
+        source=_text(content, "from", "one side", where),
+        target=_text(content, "to", "the other", where),
         rules=tuple(rules),
         sizes={n: _lookups(n, v, where) for n, v in _table(content, "dims", where).items()},
         drop=drop,
         marks=marks,
-        model_types=tuple(map(str, content.get("model_types", ()))),
-        unless=tuple(map(str, content.get("unless", ()))),
+        model_types=tuple(_texts(content.get("model_types", []), where)),
+        unless=tuple(_texts(content.get("unless", []), where)),
         keep=tuple(_kept(content.get("keep", []), where)),
         back_detected=_detect(content, where) != "from",
         needs_model_type=_detect(content, where) == "config",
-        tells={n: _patterns(v) for n, v in _table(content, "facts", where).items()},
+        tells={n: _patterns(v, where) for n, v in _table(content, "facts", where).items()},
         back_drop=back_drop,
         back_marks=back_marks,
     )
@@ -151,7 +158,7 @@ def _kept(value: Any, where: str) -> Iterator[Kept]:
         sides = each if isinstance(each, Mapping) else {"from": each, "to": each}
         if sides.keys() != {"from", "to"}:
             raise UsageError(f"{where}: keep requires both `from` and `to`")
-        source, target = _texts([sides["from"], sides["to"]])
+        source, target = _texts([sides["from"], sides["to"]], where)
         yield kept_names(source, target, where)
 
 
@@ -182,11 +189,11 @@ def _sides(
 ) -> tuple[tuple[Pattern, ...], tuple[Pattern, ...]]:
     table = _table(content, key, where)
     _require_keys(table, {"from", "to"}, f"{where}: [{key}]")
-    return _patterns(table.get("from", [])), _patterns(table.get("to", []))
+    return _patterns(table.get("from", []), where), _patterns(table.get("to", []), where)
 
 
-def _patterns(value: Any) -> tuple[Pattern, ...]:
-    return tuple(pattern for text in _texts(value) for pattern in _blocks(text))
+def _patterns(value: Any, where: str = "") -> tuple[Pattern, ...]:
+    return tuple(pattern for text in _texts(value, where) for pattern in _blocks(text))
 
 
 def _blocks(text: str) -> list[Pattern]:
@@ -216,9 +223,11 @@ def _dim(text: str) -> Dim:
 
 def _lookups(name: str, value: Any, where: str) -> tuple[str | int, ...]:
     lookups = value if isinstance(value, list) else [value]
-    if not NAME.fullmatch(name) or not all(isinstance(i, str | int) for i in lookups):
+    if not NAME.fullmatch(name) or not all(type(lookup) in (str, int) for lookup in lookups):
         raise UsageError(f"{where}: [dims] {name} = {value!r} must be a list of keys or a number")
     for lookup in lookups:
+        if isinstance(lookup, int) and not 0 <= lookup < _LARGEST_SIZE:
+            raise UsageError(f"{where}: [dims] {name} = {lookup} is no size")
         words = lookup.split() if isinstance(lookup, str) else ["number"]
         if len(words) % 2 == 0 or not set(words[1::2]) <= {"*", "/", "-"}:
             raise UsageError(
@@ -227,10 +236,18 @@ def _lookups(name: str, value: Any, where: str) -> tuple[str | int, ...]:
     return tuple(lookups)
 
 
-def _texts(value: Any) -> list[str]:
+def _text(content: Mapping[str, Any], key: str, default: str, where: str) -> str:
+    text = content.get(key, default)
+    if not isinstance(text, str):
+        raise UsageError(f"{where}: {key} = {text!r} must be text")
+    return text
+
+
+def _texts(value: Any, where: str = "") -> list[str]:
     texts = value if isinstance(value, list) else [value]
     if not all(isinstance(text, str) for text in texts):
-        raise UsageError(f"{value!r} is not a name or a list of names")
+        place = f"{where}: " if where else ""
+        raise UsageError(f"{place}{value!r} is not a name or a list of names")
     return texts
 
 
@@ -261,14 +278,17 @@ def _rule(table: Mapping[str, Any]) -> Rule:
     if not sources or not targets:
         raise UsageError("requires both `from` and `to`")
     beside, back = _beside(table, sources, targets)
+    for key, kind in _TYPES.items():
+        if key in table and type(table[key]) is not kind:
+            raise UsageError(f"{key} = {table[key]!r} must be {_CALLED[kind]}")
     add = table.get("add", 0)
-    if type(add) is not int:
-        raise UsageError(f"add = {add!r} must be a whole number")
+    if abs(add) > _MOST_ADDED:
+        raise UsageError(f"add = {add} is beyond {_MOST_ADDED:,}")
     rule = Rule(
         sources,
         targets,
         padding=table.get("padding"),
-        tie=bool(table.get("tie", False)),
+        tie=table.get("tie", False),
         when=table.get("when"),
         only=table.get("only"),
         unless=table.get("unless"),
@@ -276,7 +296,7 @@ def _rule(table: Mapping[str, Any]) -> Rule:
         back=back,
         add=add,
     )
-    _require_invertible(rule)
+    require_invertible(rule)
     return rule
 
 
@@ -299,12 +319,14 @@ def parse_pattern(text: str) -> Pattern:
     """Parse ``NAME`` or ``NAME [AXES]``, with ``?`` after an optional name; or raise UsageError."""
     tight = re.sub(r"(?<=[{+])\s+|\s+(?=[+}])", "", text) if "{" in text else text
     match = _NAMED.fullmatch(tight.strip())
-    if match is None:
+    if match is None or not text.isprintable():
         raise UsageError(f"{text!r} is not NAME or NAME [AXES]")
     slots: list[Slot | int] = []
     key, at, name = "", 0, match["name"]
     for slot in _SLOT.finditer(name):
         key += _literal(name[at : slot.start()], slots) + "#"
+        if not all(NAME.fullmatch(word) for word in slot.groups() if word is not None):
+            raise UsageError(f"{text!r}: an axis is a word of small letters, digits and _")
         slots.append(Slot(slot[1], slot[2]))
         at = slot.end()
     key += _literal(name[at:], slots)
@@ -322,72 +344,3 @@ def parse_pattern(text: str) -> Pattern:
 def _literal(text: str, slots: list[Slot | int]) -> str:
     slots += [int(number) for number in _NUMBER.findall(text)]
     return _NUMBER.sub("#", text)
-
-
-def _require_invertible(rule: Rule) -> None:
-    """Raise UsageError where a rule does not say, both ways, which elements are which."""
-    patterns = (*rule.sources, *rule.targets)
-    if rule.only not in (None, "model", "optimizer"):
-        raise UsageError(f"only = {rule.only!r} must be model or optimizer")
-    if len({pattern.axes is None for pattern in patterns}) > 1:
-        raise UsageError("give axes in brackets for all names or for none")
-    if rule.tie:
-        _require_tie(rule)
-    elif any(pattern.optional for pattern in patterns):
-        raise UsageError("optional names are allowed in ties only")
-    elif len(rule.sources) > 1 and len(rule.targets) > 1:
-        if len(rule.sources) != len(rule.targets) or rule.padding is not None:
-            raise UsageError(
-                f"several tensors or blocks on both sides are pairs, in order and without padding:"
-                f" `from` has {len(rule.sources)}, `to` {len(rule.targets)}"
-            )
-        for pair in rule.pairs:
-            _require_same_axes(pair)
-    else:
-        _require_same_axes(rule)
-
-
-def _require_tie(rule: Rule) -> None:
-    required = [pattern for pattern in (*rule.sources, *rule.targets) if not pattern.optional]
-    if not rule.renames or len({pattern.spelled for pattern in required}) > 1:
-        raise UsageError("names of a tie must have the same numbers and no axes")
-    if all(p.optional for p in rule.sources) or all(p.optional for p in rule.targets):
-        raise UsageError("a tie needs a non-optional name on each side")
-
-
-def _require_same_axes(rule: Rule) -> None:
-    """Require that every part holds every axis, or one of each sum; together all but padding."""
-    whole, padding = rule.whole, rule.padding
-    sums = [axis for axis in axes_of(whole.axes or ()) if len(axis) > 1]
-    choices = [c for part in rule.parts for c in itertools.product(*_choice(part, whole, sums))]
-    repeated = [choice for choice in choices if choices.count(choice) > 1]
-    if repeated:
-        raise UsageError(f"two names contain {' '.join(repeated[0])} of {whole.text!r}")
-    missing = {c for c in set(itertools.product(*sums)) - set(choices) if padding not in c}
-    if missing:
-        raise UsageError(f"no name contains {' '.join(min(missing))} of {whole.text!r}")
-    in_part = any(padding in choice for choice in choices)
-    if padding is not None and (len(sums) != 1 or sums[0][-1] != padding or in_part):
-        raise UsageError(f"padding = {padding!r} must be the last of a sum and in no part")
-
-
-def _choice(part: Pattern, whole: Pattern, sums: list[Axis]) -> list[Axis]:
-    """Return which of each sum's axes a part holds; UsageError where the axes differ."""
-    axes = {*((a,) for a in part.spelled), *axes_of(part.axes or ())}
-    choices: list[Axis] = []
-    for axis in sums:
-        parts = [own for own in axes if set(own) <= set(axis)]
-        if len(parts) != 1 or not _is_consecutive(parts[0], axis):
-            raise UsageError(f"{part.text!r} must contain exactly one of {' + '.join(axis)}")
-        axes.remove(parts[0])
-        choices.append(parts[0])
-    expected = {*((a,) for a in whole.spelled), *axes_of(whole.axes or ())} - set(sums)
-    differing = sorted(itertools.chain(*(axes ^ expected)))
-    if differing:
-        raise UsageError(f"axis {differing[0]} must be in both {part.text!r} and {whole.text!r}")
-    return choices
-
-
-def _is_consecutive(part: Axis, axis: Axis) -> bool:
-    start = axis.index(part[0])
-    return axis[start : start + len(part)] == part

@@ -236,3 +236,71 @@ def test_rules_hold_under_other_beginnings_too(tmp_path: Path) -> None:
     back = load_file(tmp_path / "c.safetensors")
     assert back.keys() == {*state, "l.1.odd"}
     assert all(torch.equal(back[name], tensor) for name, tensor in state.items())
+
+
+RULE = "[[rule]]\nfrom = 'w'\nto = 'v'\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("rule = 3", r"\[\[rule\]\] is not a list of tables"),
+        ("name = 3\n" + RULE, "name = 3 must be text"),
+        ("model_types = 3\n" + RULE, "m.toml: 3 is not a name or a list"),
+        ("unless = [3]\n" + RULE, "is not a name or a list"),
+        (RULE + "tie = 'no'", "tie = 'no' must be true or false"),
+        (RULE + "when = 3", "when = 3 must be text"),
+        (RULE + "add = true", "add = True must be a whole number"),
+        (RULE + f"add = {10**47}", "beyond 16,777,216"),
+        ("[[rule]]\nfrom = 'w.{L}'\nto = 'v.{L}'", "word of small letters"),
+        ("[[rule]]\nfrom = 'w'\nto = 'v\\u0000'".replace("'", '"'), "is not NAME"),
+        ("[dims]\nx = -1\n" + RULE, "x = -1 is no size"),
+        (f"[dims]\nx = {10**30}\n" + RULE, "is no size"),
+        ("[dims]\nx = true\n" + RULE, "must be a list of keys or a number"),
+        ("[dims]\n" + "".join(f"x{n} = 1\n" for n in range(201)) + RULE, "more than 200 sizes"),
+        ("x = " + 3000 * "[" + 3000 * "]", "nested too deep"),
+        ("#" + 5_000_000 * "x", "larger than 4,194,304 bytes"),
+    ],
+)
+def test_what_is_no_map_is_refused_with_the_file_named(
+    text: str, words: str, tmp_path: Path
+) -> None:
+    file = written(tmp_path, m=text)
+    with pytest.raises(UsageError, match=words) as caught:
+        load_map(str(file))
+    assert "m.toml" in str(caught.value)
+
+
+def test_sizes_that_double_at_every_step_are_none(tmp_path: Path) -> None:
+    """Each is looked up once; a number past 64 bits is none."""
+    text = "".join(f"x{n} = ['x{n + 1} * x{n + 1}']\n" for n in range(60))
+    key_map = load_map(str(written(tmp_path, mine=f"[dims]\n{text}x60 = 2\n{RULE}")))
+    sizes = facts(key_map, [], {}).sizes
+    assert (sizes["x55"], sizes.get("x54"), sizes.get("x0")) == (1 << 32, None, None)
+
+
+def test_a_number_that_counts_from_a_size_that_is_not_known(tmp_path: Path) -> None:
+    saved(tmp_path)
+    text = "keep = ['w']\n[[rule]]\nfrom = 'norm.{layer}.weight'\nto = 'n.{layer + first}'\n"
+    options = MapOptions(str(written(tmp_path, mine=text)))
+    with pytest.raises(UsageError, match="size of first not found"):
+        convert_to("dcp", tmp_path / "a", tmp_path / "b", map=options)
+
+
+def test_a_map_that_leaves_out_all_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path)
+    text = f"[drop]\nfrom = ['norm.{{layer}}.weight', 'w']\n{RULE.replace('w', 'none')}"
+    with pytest.raises(UsageError, match="leaves out every tensor"):
+        convert_to(
+            "dcp", tmp_path / "a", tmp_path / "b", map=MapOptions(str(written(tmp_path, m=text)))
+        )
+
+
+def test_names_that_are_kept_do_not_decide_the_direction(tmp_path: Path) -> None:
+    state = saved(tmp_path)
+    options = MapOptions(str(written(tmp_path, mine="keep = ['*']\n" + RULE)))
+    done = convert_to("safetensors", tmp_path / "a", tmp_path / "b.safetensors", map=options)
+    assert done.map.reason == "as asked"
+    assert load_file(tmp_path / "b.safetensors").keys() == {*state, "v"} - {"w"}
+    convert_to("dcp", tmp_path / "b.safetensors", tmp_path / "c", map=options)
+    assert flat(load_dcp(tmp_path / "c")).keys() == state.keys()
