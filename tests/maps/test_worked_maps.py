@@ -15,6 +15,7 @@ from test_bridge import RECORDED, save
 
 import ckptool
 from ckptool.commands.options.rewrite import MapOptions
+from ckptool.errors import Unsupported
 
 PAGE = Path(ckptool.__file__).parent / "docs" / "key-maps.md"
 MAPS = {
@@ -89,6 +90,16 @@ def test_phi_3_gives_the_same_logits_as_llama_and_the_same_tensors_in_megatron(o
     text = torch.arange(24).reshape(2, 12)
     with torch.no_grad():
         torch.testing.assert_close(made.eval()(text).logits, model(text).logits)
+
+    for near_miss in ("(kv (q | k | v) dim)", "(kv (q + k + v) dim)"):
+        text = MAPS["phi3-as-llama"].replace("(head dim | kv dim | kv dim)", near_miss)
+        for part, rest in (("q", "head dim"), ("k", "kv dim"), ("v", "kv dim")):
+            text = text.replace(
+                f"{part}_proj.weight [({rest})", f"{part}_proj.weight [(kv {part} dim)"
+            )
+        (out / "near.toml").write_text(text.replace("[dims]", "[dims]\nq = 3\nk = 1\nv = 1"))
+        with pytest.raises(Unsupported, match="has rows by group, but phi3"):
+            convert_to("dcp", out / "phi", out / "near", map=MapOptions(str(out / "near.toml")))
 
     convert_to("safetensors", out / "llama", out / "m1", map=MapOptions("megatron-gpt"))
     convert_to("safetensors", out / "phi", out / "m2", map=MapOptions("megatron-phi3"))

@@ -7,9 +7,10 @@ Keys and types are those of transformers 5.23.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from ckptool.commands.keymap.records import Record
+from ckptool.core.keymap.model import Pattern, Rule
 
 _SCALARS = {
     "embedding_multiplier": 1,  # Granite
@@ -43,6 +44,31 @@ _TYPES = {
     "olmo3": "norms follow attention and MLP",
 }
 """Model types whose config.json does not say in what they differ from Llama."""
+
+_FUSED = {
+    "phi3": (".self_attn.qkv_proj.weight", ".mlp.gate_up_proj.weight"),
+    "glm": (".mlp.gate_up_proj.weight",),
+    "glm4": (".mlp.gate_up_proj.weight",),
+}
+"""By model type, what it has in blocks of rows: all queries, all keys, all values; gate, up."""
+
+
+def fused_otherwise(rules: Iterable[Rule], types: Collection[str]) -> str:
+    """Return which tensor of a model rules take by groups of rows where it has blocks; "" if none.
+
+    By group, as Megatron-core has them, all shapes are right and all heads are wrong.
+    """
+    ends = tuple(end for kind in types for end in _FUSED.get(kind, ()))
+    patterns = (p for rule in rules for p in (*rule.sources, *rule.targets))
+    fused = (p for p in patterns if p.text.partition(" ")[0].endswith(ends or ("\n",)))
+    return next((pattern.text for pattern in fused if _is_grouped(pattern)), "")
+
+
+def _is_grouped(pattern: Pattern) -> bool:
+    """Return whether blocks, or parts of a sum, lie within other axes of a tensor's first dim."""
+    if pattern.block is not None:
+        return bool(pattern.block.outer)
+    return any(len(axis) > 1 for dim in (pattern.axes or ())[:1] for axis in dim[1:])
 
 
 def differing_function(recorded: Record, types: Collection[str]) -> str:

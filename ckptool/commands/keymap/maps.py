@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptool.commands.keymap.functions import differing_function
+from ckptool.commands.keymap.functions import differing_function, fused_otherwise
 from ckptool.commands.keymap.hf_config import recorded_config
 from ckptool.commands.keymap.library import AUTO, builtin_maps, load_map
 from ckptool.commands.keymap.model_config import (
@@ -142,6 +142,12 @@ def _map_by(
     else:
         key_map, reason = requested_map(catalog, options)
     types = _model_types(known)
+    if grouped := fused_otherwise(key_map.rules, types):
+        raise Unsupported(
+            f"map {key_map.name}: {grouped!r} has rows by group, but {types[0]} has them in blocks,"
+            " one after the other",
+            hint="blocks are written [(head dim | kv dim | kv dim) hidden]",
+        )
     recorded = merge(known)
     differs = "" if not types or _is_for(key_map, types) else _other_model(key_map, recorded, types)
     facts_known = facts(key_map, known, options.dims)
