@@ -22,6 +22,8 @@ from ckptool.serialization.pickle.rows import INTEGER, OBJECT, Rows
 
 _LARGEST = 1 << 62
 _MOST_LEFT = 1 << 23
+_FEW = 16
+"""Chunks of a tensor whose records tell that it is cut as another: most are one and the same."""
 _INDEX, _INFO = {"fqn", "offset"}, {"relative_path", "offset", "length"}
 
 
@@ -71,7 +73,8 @@ class StoredItems:
         self._files: dict[str, int] = {}
         self._by_name: dict[str, Any] = {}
         self._boxes: dict[BoxTable, BoxTable] = {}
-        self._single: dict[object, BoxTable] = {}
+        self._few: dict[object, BoxTable] = {}
+        self._orders: dict[object, Any] = {}
         singles = []
         for key, info in storage_data.items():
             if type(key) is not Rows:
@@ -164,7 +167,7 @@ class StoredItems:
         dims, lows, items = self._by_name[name]
         try:
             boxes = self._boxes_of(shape, chunks)
-            order = _match(shape, boxes, dims, lows)
+            order = self._order(shape, boxes, dims, lows)
         except (Unfit, Damaged, KeyError, TypeError, AttributeError, ValueError):
             return None
         del self._by_name[name]
@@ -173,20 +176,6 @@ class StoredItems:
             files, offsets, lengths = files[order], offsets[order], lengths[order]
         items = ItemTable(self.files, files, offsets, lengths)
         return ChunkTable(boxes, items, self._ranks)
-
-    def _boxes_of(self, shape: tuple[int, ...], chunks: list[Any]) -> BoxTable:
-        """Return the boxes of a tensor's chunks, one table for all that are cut alike."""
-        only: object = None
-        if len(chunks) == 1 and type(chunks[0]) is not Rows:
-            fields = chunks[0].fields
-            only = len(shape), read_sizes(fields["offsets"]), read_sizes(fields["sizes"])
-        known = self._single.get(only)
-        if known is None:
-            boxes = _boxes(shape, chunks)
-            known = self._boxes.setdefault(boxes, boxes)
-            if only is not None:
-                self._single[only] = known
-        return known
 
     def left(self) -> Iterator[tuple[str, tuple[int, ...], str, int, int]]:
         """Yield the items that no table took: name, chunk offset, file, offset and bytes."""
@@ -197,6 +186,29 @@ class StoredItems:
             spans = (items.file_numbers.tolist(), items.offsets.tolist(), items.lengths.tolist())
             for count, low, file, *span in zip(dims.tolist(), lows.tolist(), *spans, strict=True):
                 yield name, tuple(low[:count]), files[file], *span
+
+    def _boxes_of(self, shape: tuple[int, ...], chunks: list[Any]) -> BoxTable:
+        """Return the boxes of a tensor's chunks, one table for all that are cut alike."""
+        only: object = None
+        if len(chunks) <= _FEW and Rows not in map(type, chunks):
+            records = [(chunk.fields["offsets"], chunk.fields["sizes"]) for chunk in chunks]
+            only = len(shape), *records
+        known = self._few.get(only)
+        if known is None:
+            boxes = _boxes(shape, chunks)
+            known = self._boxes.setdefault(boxes, boxes)
+            if only is not None:
+                self._few[only] = known
+        return known
+
+    def _order(self, shape: tuple[int, ...], boxes: BoxTable, dims: Any, lows: Any) -> Any:
+        """Return the same as ``_match``; of few chunks once for all that are alike."""
+        if len(boxes) > _FEW:
+            return _match(shape, boxes, dims, lows)
+        stored = shape, id(boxes), dims.tobytes(), lows.tobytes()
+        if stored not in self._orders:
+            self._orders[stored] = _match(shape, boxes, dims, lows)
+        return self._orders[stored]
 
 
 def _boxes(shape: tuple[int, ...], chunks: list[Any]) -> BoxTable:

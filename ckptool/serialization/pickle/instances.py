@@ -3,9 +3,9 @@
 A class instance with a state is some twenty opcodes, the same for every instance but for what its
 fields hold. Where those are plain (integers, short text, sizes, what the memo has), the second
 instance of a class becomes a regular expression that finds the third and all further ones. A field
-may hold a list of one such instance, or an object whose state is a tuple of plain values: so the
-metadata of a tensor that lies in one chunk is one match. Stack and memo become what the opcodes one
-by one would make of them; what does not fit is left to them.
+may hold a list of a few such instances, or an object whose state is a tuple of plain values: the
+metadata of a tensor in few chunks is one match. Stack and memo become what the opcodes one by one
+would make of them; what does not fit is left to them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from __future__ import annotations
 import re
 import sys
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Any, NamedTuple
 
 from ckptool.serialization.pickle import row_reader
@@ -99,8 +100,12 @@ _ITEM = rb"(?:%b|%b|[N\x88\x89])" % (_REFERENCE, _INTEGER)
 _STATE = rb"\((?:%b){1,%d}t\x94" % (_ITEM, _MOST_FIELDS)
 """A tuple of plain values, from MARK to MEMOIZE."""
 _MADE = _REFERENCE + _NEW + _STATE + b"b"
-_LISTED = rb"\]\x94" + _REFERENCE + _BEGIN + _FIELDS % _VALUE + _END + b"a"
-"""EMPTY_LIST, MEMOIZE, an instance, APPEND."""
+_FLAT = _REFERENCE + _BEGIN + _FIELDS % _VALUE + _END
+_MOST_LISTED = 16
+_LIST = rb"(?:%%ba|\((?:%%b){2,%d}+e)" % _MOST_LISTED
+"""An instance, APPEND; or MARK, some, APPENDS."""
+_LISTED = rb"\]\x94" + _LIST % (_FLAT, _FLAT)
+"""EMPTY_LIST, MEMOIZE, and what is in it."""
 _NESTED = b"|".join([_MADE, _LISTED, _VALUE])
 _INSTANCE = b"(%b)%b(%b)%b" % (_REFERENCE, _BEGIN, _FIELDS % _NESTED, _END)
 _ANY_INSTANCE = re.compile(_INSTANCE, re.DOTALL)
@@ -124,16 +129,15 @@ _INTEGERS = {ord("K"): (1, False), ord("M"): (1, False), ord("J"): (1, True), 0x
 class _InstancePattern(NamedTuple):
     """The instances of one class: the expression that finds one, in it a group for each value.
 
-    ``fields`` are its names, each with the pattern of the one instance that a list there holds, the
+    ``fields`` are its names, each with the pattern of the instances that a list there holds, the
     class of which an object there is made, or None. Only a flat one, where all are None, can be a
-    row. ``containers`` is how many dicts and lists an instance has.
+    row.
     """
 
     expression: re.Pattern[bytes]
     rows: RowClass
     fields: tuple[tuple[str, _InstancePattern | Global | None], ...]
     is_flat: bool
-    containers: int
 
 
 class InstanceReader:
@@ -144,7 +148,8 @@ class InstanceReader:
         self._stack = stack
         self._memo = memo
         self._patterns: dict[bytes, _InstancePattern] = {}
-        self._values = _Values(memo)
+        self._listed: dict[bytes, _InstancePattern] = {}
+        self._values = _Values(memo, self._split)
         self._patterns_left = _MOST_PATTERNS
         self._changes = 0
         self._row_reader: RowReader | None = None
@@ -231,32 +236,44 @@ class InstanceReader:
                     if piece in noted:
                         note += noted[piece]
             else:
-                record = self._build(pattern, iter(pieces))
-            containers += pattern.containers
+                record = self._build(pattern, pieces)
+                containers += sum(1 + len(values[p]) for p in pieces if p[0] == _EMPTY_LIST)
+            containers += 1
             stack.append(record)
             pos = match.end()
         return pos, containers
 
-    def _build(self, pattern: _InstancePattern, pieces: Iterator[bytes]) -> Call:
+    def _build(self, pattern: _InstancePattern, pieces: Iterable[bytes]) -> Call:
         """Return an instance of which all pieces are known; note it and what it holds."""
         note, values, noted = self._memo.dense, self._values, self._values.noted
         state: dict[str, Any] = {}
         record = Call(pattern.rows.function, (), True, state)
         note += record, state
-        for name, inner in pattern.fields:
+        for (name, inner), piece in zip(pattern.fields, pieces, strict=True):
+            value = values[piece]
             if isinstance(inner, _InstancePattern):
                 state[name] = listed = list[Any]()
                 note.append(listed)
-                listed.append(self._build(inner, pieces))
+                listed += [self._build(inner, each) for each in value]
                 continue
-            piece = next(pieces)
-            state[name] = value = values[piece]
             if inner is not None:
-                state[name] = made = Call(inner, (), True, value)
-                note.append(made)
+                note.append(value := Call(inner, (), True, value))
+            state[name] = value
             if piece in noted:
                 note += noted[piece]
         return record
+
+    def _split(self, piece: bytes) -> list[tuple[bytes, ...]]:
+        """Return the pieces of each instance in a list; LookupError where one is none."""
+        begin = 3 if piece[2] == _MARK else 2
+        expression = self._listed[piece[begin : begin + _KEY]].expression
+        found = list(expression.finditer(piece, begin))
+        if sum(match.end() - match.start() for match in found) != len(piece) - begin - 1:
+            raise LookupError
+        split = [match.groups() for match in found]
+        for inner in chain.from_iterable(split):
+            self._values[inner]
+        return split
 
     def _add_pattern(self, pos: int) -> bool:
         """Take the instance at ``pos`` as the pattern of its class; False where there is none."""
@@ -285,16 +302,17 @@ class InstanceReader:
             wanted += re.escape(item), expression
         of_rows = RowClass(self._class_at(reference), names, reference, tuple(i for i, _ in fields))
         found_by = re.compile(b"".join([*wanted, _END]), re.DOTALL)
-        listed = [each for each in inner if isinstance(each, _InstancePattern)]
-        containers = 1 + sum(1 + each.containers for each in listed)
         pairs = tuple(zip(names, inner, strict=True))
-        return _InstancePattern(found_by, of_rows, pairs, not any(inner), containers)
+        return _InstancePattern(found_by, of_rows, pairs, not any(inner))
 
     def _field_pattern(self, sample: bytes) -> tuple[_InstancePattern | Global | None, bytes]:
         """Return what a field holds where that is no plain value, and the expression for it."""
-        if sample[0] == _EMPTY_LIST and (match := _ANY_INSTANCE.match(sample, 2)):
+        begin = 3 if sample[2:3] == b"(" else 2
+        if sample[0] == _EMPTY_LIST and (match := _ANY_INSTANCE.match(sample, begin)):
             pattern = self._pattern_of(match)
-            return pattern, rb"\]\x94" + pattern.expression.pattern + b"a"
+            self._listed[sample[begin : begin + _KEY]] = pattern
+            each = pattern.expression.pattern.replace(b"(%b)" % _VALUE, b"(?:%b)" % _VALUE)
+            return pattern, rb"(\]\x94%b)" % (_LIST % (each, each))
         if re.fullmatch(_MADE, sample, re.DOTALL):
             reference = sample[: 2 if sample[0] == _SHORT else 5]
             return self._class_at(reference), b"%b%b(%b)b" % (re.escape(reference), _NEW, _STATE)
@@ -312,6 +330,7 @@ class InstanceReader:
         if self._changes != self._memo.changes:
             self._changes = self._memo.changes
             self._patterns.clear()
+            self._listed.clear()
             self._values.forget()
             if self._row_reader is not None:
                 self._row_reader.forget()
@@ -320,11 +339,13 @@ class InstanceReader:
 class _Values(dict[bytes, Any]):
     """The values that opcodes make; LookupError where they make none.
 
+    Of a list of instances these are the pieces of each, which ``split`` returns: lists can change.
     ``noted`` is what some of them put into the memo, with the value itself.
     """
 
-    def __init__(self, memo: Memo) -> None:
+    def __init__(self, memo: Memo, split: Callable[[bytes], list[tuple[bytes, ...]]]) -> None:
         self._memo = memo
+        self._split = split
         self.noted: dict[bytes, tuple[Any, ...]] = {}
 
     def __missing__(self, piece: bytes) -> Any:
@@ -342,6 +363,8 @@ class _Values(dict[bytes, Any]):
             return _integer(piece)
         if kind == _MARK:
             return self._tuple(piece)
+        if kind == _EMPTY_LIST:
+            return self._split(piece)
         if kind in _PLAIN:
             return _PLAIN[kind]
         if kind == _SHORT_TEXT:

@@ -62,7 +62,8 @@ ITEMS = INTEGERS | st.none() | st.booleans() | st.sampled_from(SHARED)
 NESTED = st.one_of(
     st.lists(ITEMS | st.text(max_size=3), max_size=7).map(lambda state: Made(*state)),
     st.dictionaries(st.sampled_from("ab"), VALUES, min_size=1).map(lambda fields: [Info(fields)]),
-    st.lists(st.builds(Index, st.dictionaries(st.just("a"), VALUES)), max_size=2),
+    st.lists(st.fixed_dictionaries({"a": VALUES, "b": VALUES}).map(Info), max_size=4),
+    st.lists(st.builds(Index, st.dictionaries(st.sampled_from("ab"), VALUES)), max_size=2),
 )
 NAMES = st.lists(st.sampled_from(["fqn", "offset", "index", "more"]), unique=True, max_size=4)
 
@@ -233,6 +234,10 @@ def steps(data: bytes) -> int:
         pytest.param(lambda n: Made(SHARED[n], None, n, True), id="an object with a tuple"),
         pytest.param(
             lambda n: [Info({"fqn": torch.Size([n, 1]), "more": n})], id="a list of an instance"
+        ),
+        pytest.param(
+            lambda n: [Info({"fqn": at, "more": f"{n}"}) for at in range(2 + n % 15)],
+            id="a list of a few",
         ),
     ],
 )
