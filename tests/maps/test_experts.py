@@ -10,7 +10,7 @@ import pytest
 from conftest import bits, convert_to, flat, load_dcp, read_back
 
 from ckptool.commands.options.rewrite import MapOptions
-from ckptool.errors import Unsupported, UsageError
+from ckptool.errors import Damaged, Unsupported, UsageError
 
 transformers = pytest.importorskip("transformers")
 import torch  # noqa: E402
@@ -422,3 +422,13 @@ def test_a_name_that_no_map_of_experts_takes_is_named(moe: Path, tmp_path: Path)
     save_file(state, file, {"format": "pt"})
     with pytest.raises(UsageError, match=r"all but 1:\n.*mlp\.experts\.extra"):
         convert_to("hf", moe, tmp_path / "out", map=MapOptions(experts="packed"))
+
+
+def test_experts_that_took_different_steps_are_never_one_tensor(moe: Path, tmp_path: Path) -> None:
+    state = load_file(moe / "model.safetensors")
+    steps = {f"optimizer.state.{name}.step": torch.tensor(7.0) for name in state}
+    steps["optimizer.state.model.layers.0.mlp.experts.1.up_proj.weight.step"] += 1
+    dcp.save(state | steps, checkpoint_id=moe / "run", no_dist=True)
+    words = r"experts\.gate_up_proj\.step .*: the tensors that it is made of hold different values"
+    with pytest.raises(Damaged, match=words):
+        convert_to("dcp", moe / "run", tmp_path / "out", map=MapOptions(experts="packed"))

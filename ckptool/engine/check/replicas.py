@@ -59,8 +59,8 @@ def differing_replicas(
     read_tiles(PairSource(source, source), pair_jobs(pairs), compare, workers)
     return [
         Problem(
-            f"{entry.name} {chunk.box}: rank {chunk.rank} and rank {copy.rank} hold different"
-            f" values of what should be one replicated tensor",
+            f"{entry.name} {chunk.box}: {_holders(chunk, copy)} hold different values of what"
+            " should be one replicated tensor",
             "replicas-differ",
             file=copy.at.file,
             tensor=entry.name,
@@ -68,6 +68,13 @@ def differing_replicas(
         for pair, (entry, chunk, copy) in zip(pairs, replicas, strict=True)
         if id(pair) in differing
     ]
+
+
+def _holders(chunk: Chunk, copy: Copy) -> str:
+    """Return who holds a box twice: two ranks, or one, as of what a map makes of several."""
+    if chunk.rank == copy.rank:
+        return "the tensors that it is made of"
+    return f"rank {chunk.rank} and rank {copy.rank}"
 
 
 def _pair(entry: TensorEntry, chunk: Chunk, copy: Copy) -> TensorPair:
