@@ -355,7 +355,8 @@ def group_sizes(rule: Rule, group: Sequence[BoundTensor], known: Sizes) -> dict[
 
 def _require_offsets(rule: Rule, known: Sizes) -> None:
     """Raise UnknownSizes where a number in a target's name counts from a size that is not known."""
-    unknown = {offset for pattern in rule.targets for offset in pattern.needs} - known.keys()
+    made = (pattern for pattern in rule.targets if not pattern.optional)
+    unknown = {offset for pattern in made for offset in pattern.needs} - known.keys()
     if unknown:
         raise UnknownSizes(sorted(unknown), rule.whole.text)
 
