@@ -21,6 +21,8 @@ from ckptool.storage.local import SPAN, Run
 
 _LONG_RUN = 2 << 10
 _OVER_READ = 4
+_PAGE = 4 << 10
+"""Gaps that are shorter spare the disk nothing."""
 
 
 def tile_runs(tiles: Sequence[Tile], block: int, *, shared: bool) -> Iterator[Need]:
@@ -113,7 +115,8 @@ def worth_a_span(
 ) -> bool:
     """Return whether one read over the gaps, into scratch, beats one read per run.
 
-    It does where no gap spares a ``block``, the bytes that a read costs at least.
+    It does where no gap spares a ``block``, the bytes that a read costs at least, and where short
+    runs lie in one page or are a large part of what is between them.
     """
     span, nbytes = span_of(shape, strides, itemsize), math.prod(shape) * itemsize
     steps = [stride for n, stride in zip(shape, strides, strict=True) if n > 1]
@@ -123,4 +126,4 @@ def worth_a_span(
     for size, stride in sorted(zip(shape, strides, strict=True), key=lambda pair: pair[1]):
         if stride == run:
             run *= size
-    return run < _LONG_RUN and span <= _OVER_READ * nbytes
+    return run < _LONG_RUN and span * run <= max(_OVER_READ * run, _PAGE) * nbytes

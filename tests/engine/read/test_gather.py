@@ -112,6 +112,25 @@ def test_columns_are_read_as_rows_of_another_order(
     assert len(asked) == 1
 
 
+def test_short_runs_of_three_turned_dims_are_read_with_what_is_between_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tile of a tensor whose dims are reversed: runs of 32 bytes, 512 bytes apart."""
+    stored = RNG.integers(0, 1 << 32, (32, 16, 128), np.uint32)
+    (tmp_path / "f").write_bytes(stored.tobytes())
+    asked = []
+    monkeypatch.setattr(LocalReader, "read_runs", lambda *_: pytest.fail("short runs"))
+    read_into = LocalReader.read_into
+    monkeypatch.setattr(LocalReader, "read_into", lambda *a: asked.append(a) or read_into(*a))
+    out = np.zeros((8, 16, 32), np.uint32)
+    chunk = Chunk(Box.whole((128, 16, 32)), Extent("f", 0, (4, 512, 8192)))
+    gatherer = Gatherer(LocalSource(tmp_path, {}))
+    gatherer.fill(out, chunk, Box((40, 0, 0), (48, 16, 32)), BY_NAME["float32"])
+    gatherer.close()
+    assert (out == stored.transpose(2, 1, 0)[40:48]).all()
+    assert len(asked) == 1
+
+
 @given(strided())
 @settings(max_examples=50)
 def test_packed_blobs(found: tuple[int, int, tuple[int, ...], tuple[int, ...], Box]) -> None:
