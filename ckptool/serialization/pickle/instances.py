@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 import sys
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -149,7 +149,7 @@ class InstanceReader:
         self._memo = memo
         self._patterns: dict[bytes, _InstancePattern] = {}
         self._listed: dict[bytes, _InstancePattern] = {}
-        self._values = _Values(memo, self._split)
+        self._values = _Values(memo, self._listed)
         self._patterns_left = _MOST_PATTERNS
         self._changes = 0
         self._row_reader: RowReader | None = None
@@ -263,18 +263,6 @@ class InstanceReader:
                 note += noted[piece]
         return record
 
-    def _split(self, piece: bytes) -> list[tuple[bytes, ...]]:
-        """Return the pieces of each instance in a list; LookupError where one is none."""
-        begin = 3 if piece[2] == _MARK else 2
-        expression = self._listed[piece[begin : begin + _KEY]].expression
-        found = list(expression.finditer(piece, begin))
-        if sum(match.end() - match.start() for match in found) != len(piece) - begin - 1:
-            raise LookupError
-        split = [match.groups() for match in found]
-        for inner in chain.from_iterable(split):
-            self._values[inner]
-        return split
-
     def _add_pattern(self, pos: int) -> bool:
         """Take the instance at ``pos`` as the pattern of its class; False where there is none."""
         match = _ANY_INSTANCE.match(self._data, pos) if self._patterns_left else None
@@ -339,13 +327,14 @@ class InstanceReader:
 class _Values(dict[bytes, Any]):
     """The values that opcodes make; LookupError where they make none.
 
-    Of a list of instances these are the pieces of each, which ``split`` returns: lists can change.
+    Of a list of instances, of a class that is ``listed``, they are the pieces of each: lists can
+    change.
     ``noted`` is what some of them put into the memo, with the value itself.
     """
 
-    def __init__(self, memo: Memo, split: Callable[[bytes], list[tuple[bytes, ...]]]) -> None:
+    def __init__(self, memo: Memo, listed: Mapping[bytes, _InstancePattern]) -> None:
         self._memo = memo
-        self._split = split
+        self._listed = listed
         self.noted: dict[bytes, tuple[Any, ...]] = {}
 
     def __missing__(self, piece: bytes) -> Any:
@@ -384,6 +373,18 @@ class _Values(dict[bytes, Any]):
         state = tuple(self[item] for item in _ANY_ITEM.findall(piece, 1, len(piece) - 2))
         self.noted[piece] = (state,)
         return state
+
+    def _split(self, piece: bytes) -> list[tuple[bytes, ...]]:
+        """Return the pieces of each instance in a list; LookupError where one is none."""
+        begin = 3 if piece[2] == _MARK else 2
+        expression = self._listed[piece[begin : begin + _KEY]].expression
+        found = list(expression.finditer(piece, begin))
+        if sum(match.end() - match.start() for match in found) != len(piece) - begin - 1:
+            raise LookupError
+        split = [match.groups() for match in found]
+        for inner in chain.from_iterable(split):
+            self[inner]
+        return split
 
     def _sizes(self, function: Any, piece: bytes, written: bytes) -> Call:
         sizes = tuple(map(_integer, _ANY_INTEGER.findall(written)))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 import pickletools
+import weakref
 from typing import Any
 from unittest import mock
 
@@ -16,6 +18,7 @@ from ckptool.serialization.pickle import instances as pickle_instances
 from ckptool.serialization.pickle import row_reader
 from ckptool.serialization.pickle.instances import InstanceReader, Memo
 from ckptool.serialization.pickle.load import read_pickle
+from ckptool.serialization.pickle.machine import Machine
 from ckptool.serialization.pickle.records import Call
 from ckptool.serialization.pickle.row_reader import RowReader
 from ckptool.serialization.pickle.rows import Rows, expand_rows
@@ -246,6 +249,20 @@ def test_all_but_the_first_instance_are_read_at_once(value: Any) -> None:
     data = pickle.dumps([SHARED, torch.Size([0]), rows], 4)
     assert steps(data) >= 295
     assert outcome(data) == outcome(data, at_once=False) == outcome(data, rows=True)
+
+
+def test_what_reads_instances_goes_with_its_last_user() -> None:
+    """Without a collection of garbage, which commands do without: it holds all that was read."""
+    data = pickle.dumps([Info({"a": [Info({"a": n, "b": 1})], "b": n}) for n in range(9)], 4)
+    machine = Machine(data, 0, "p")
+    machine.run()
+    reader = weakref.ref(machine._reader)
+    gc.disable()
+    try:
+        del machine
+        assert reader() is None
+    finally:
+        gc.enable()
 
 
 HEAD = (
