@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from conftest import case
-from emulators import Emulator, box, emulator, put, stored
+from emulators import Asked, Emulator, Said, box, emulator, place, put, stored
 from store_server import QUICK
 from test_refusals import Clock, ended, many
 from test_s3 import big, files_of, resharded
 
+from ckptool.commands.convert import prepare
 from ckptool.commands.open import open_checkpoint
-from ckptool.errors import TransferError
+from ckptool.commands.options.target import ConvertOptions
+from ckptool.errors import Changed, NotFound, TransferError
 from ckptool.storage import retry as retrying
 from ckptool.storage.retry import Denied, NoAnswer, RetryPolicy, Unaccepted
 from ckptool.storage.store import Store
@@ -111,6 +114,82 @@ def test_who_may_not_remove_changes_nothing(box: str, emulator: Emulator) -> Non
     with pytest.raises(TransferError, match=r"trial removal: access is denied"):
         resharded(SOURCE, f"{box}/m", "4", overwrite=True)
     assert stored(box) == before
+
+
+def test_who_may_not_throw_away_an_upload_writes_no_checkpoint(
+    box: str, emulator: Emulator, out: Path
+) -> None:
+    """Of Google, where that is a request; what was sent costs nothing, and goes after a week."""
+    source = big(out, 3)
+    emulator.proxy.fail(emulator.refuse(*DENIED), "WRITE", key="__0_0", start=3)
+    emulator.proxy.fail(emulator.refuse(*DENIED), "DELETE", key="upload")
+    with pytest.raises(TransferError, match="access is denied"):
+        resharded(source, f"{box}/m", "1")
+    emulator.proxy.heal()
+    assert not {".metadata", "__0_0.distcp"} & stored(f"{box}/m").keys()
+    resharded(source, f"{box}/m", "1", resume=True)
+    resharded(source, out / "m", "1")
+    assert stored(f"{box}/m") == files_of(out / "m")
+
+
+def test_a_file_that_is_listed_and_gone(box: str, emulator: Emulator, out: Path) -> None:
+    put(SOURCE, box)
+    at = place(box)
+    prepared = prepare(at, out / "m", ConvertOptions("dcp"))
+    at.store.fs.rm_file(f"{at.key}/__0_0.distcp")
+    at.store.blocks.clear()
+    with pytest.raises((Changed, NotFound), match=r"__0_0.distcp: (cannot be read|it was changed)"):
+        prepared.run()
+    assert not (out / "m").exists()
+
+
+@pytest.mark.parametrize("kind", ["WRITE", "DELETE"])
+def test_any_lost_answer_changes_nothing(
+    kind: str, box: str, emulator: Emulator, out: Path
+) -> None:
+    resharded(SOURCE, f"{box}/m", "2")
+    lose_once(emulator, kind, "")
+    resharded(SOURCE, f"{box}/m", "1", overwrite=True)
+    resharded(SOURCE, out / "m", "1")
+    assert stored(f"{box}/m") == files_of(out / "m")
+
+
+def test_a_lost_answer_to_the_last_request_is_settled_by_resume(
+    box: str, emulator: Emulator, out: Path
+) -> None:
+    source = big(out, 3)
+    resharded(source, out / "m", "1")
+    nbytes = (out / "m" / "__0_0.distcp").stat().st_size
+    seen = lose_once(emulator, "WRITE", "__0_0|upload_id", lambda: is_there(box, nbytes))
+    with pytest.raises(TransferError, match=r"__0_0.distcp: byte .* cannot be written") as caught:
+        resharded(source, f"{box}/m", "1")
+    assert "--resume" in str(caught.value.hint)
+    assert len(seen) == 1
+    assert ".metadata" not in stored(f"{box}/m")
+    resharded(source, f"{box}/m", "1", resume=True)
+    assert stored(f"{box}/m") == files_of(out / "m")
+
+
+def lose_once(
+    emulator: Emulator, kind: str, key: str, is_due: Callable[[], bool] = lambda: True
+) -> list[Asked]:
+    """Carry out what is asked and say that the store is busy, once; return that request."""
+    lost: list[Asked] = []
+
+    def fault(asked: Asked, ask: Callable[[Asked], Said]) -> Said:
+        said = ask(asked)
+        if lost or not is_due():
+            return said
+        lost.append(asked)
+        return emulator.refuse(*BUSY)(asked, ask)
+
+    emulator.proxy.fail(fault, kind, key=key)
+    return lost
+
+
+def is_there(box: str, nbytes: int) -> bool:
+    """Return whether the file of rank 0 is whole, asked past the proxy."""
+    return len(stored(f"{box}/m").get("__0_0.distcp", b"")) == nbytes
 
 
 @pytest.mark.parametrize("kind", ["LIST", "READ"])
