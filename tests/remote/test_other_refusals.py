@@ -154,19 +154,21 @@ def test_any_lost_answer_changes_nothing(
     assert stored(f"{box}/m") == files_of(out / "m")
 
 
-def test_a_lost_answer_to_the_last_request_is_settled_by_resume(
+def test_a_lost_answer_to_the_last_request_is_settled(
     box: str, emulator: Emulator, out: Path
 ) -> None:
+    """Azure takes a list of blocks twice; of Google's uploads nothing can be sent again."""
     source = big(out, 3)
     resharded(source, out / "m", "1")
     nbytes = (out / "m" / "__0_0.distcp").stat().st_size
     seen = lose_once(emulator, "WRITE", "__0_0|upload_id", lambda: is_there(box, nbytes))
-    with pytest.raises(TransferError, match=r"__0_0.distcp: byte .* cannot be written") as caught:
-        resharded(source, f"{box}/m", "1")
-    assert "--resume" in str(caught.value.hint)
+    if emulator.scheme == "gs":
+        with pytest.raises(TransferError, match=r"0.distcp: byte .* cannot be written") as caught:
+            resharded(source, f"{box}/m", "1")
+        assert "--resume" in str(caught.value.hint)
+        assert ".metadata" not in stored(f"{box}/m")
+    resharded(source, f"{box}/m", "1", resume=emulator.scheme == "gs")
     assert len(seen) == 1
-    assert ".metadata" not in stored(f"{box}/m")
-    resharded(source, f"{box}/m", "1", resume=True)
     assert stored(f"{box}/m") == files_of(out / "m")
 
 
