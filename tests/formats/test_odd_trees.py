@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import ckptool
 from ckptool.dcp import CheckpointReader
+from ckptool.errors import Unsupported
 
 TARGETS = [("torch-save", "out.pt"), ("safetensors", "out"), ("dcp", "out")]
 
@@ -61,6 +62,27 @@ def test_names_that_collide_are_all_carried(tmp_path: Path, to: str, name: str) 
         assert found["a"]["b"].tolist() == [1.0] * 2
         assert found["a.b"].tolist() == [0.0] * 3
         assert found["n"] == {1: 5, "1": 6}
+
+
+@pytest.mark.parametrize("state", [{"": torch.ones(2), "b": torch.ones(1)}, torch.ones(2)])
+def test_a_tensor_without_a_name_is_given_one_and_that_is_said(state: Any, tmp_path: Path) -> None:
+    torch.save(state, tmp_path / "m.pt")
+    for to in ("safetensors", "dcp-safetensors"):
+        report = ckptool.convert(tmp_path / "m.pt", tmp_path / to, to=to)
+        assert "a tensor without a name is written as 'value'" in report.notes
+        assert ckptool.open(tmp_path / to).read("value").tolist() == [1, 1]
+
+
+def test_what_is_left_out_is_not_said_to_be_carried(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2), "s": torch.ones(2, 2).to_sparse()}, tmp_path / "m.pt")
+    report = ckptool.convert(tmp_path / "m.pt", tmp_path / "out", to="dcp")
+    assert report.notes == ("not read: s (sparse tensor) is not a plain tensor",)
+
+
+def test_dcp_is_not_written_with_names_that_it_is_not_read_with(tmp_path: Path) -> None:
+    torch.save({"s\udc80": torch.ones(2)}, tmp_path / "m.pt")
+    with pytest.raises(Unsupported, match=r"not Unicode: 's\\udc80'"):
+        ckptool.convert(tmp_path / "m.pt", tmp_path / "out", to="dcp")
 
 
 def test_ranks_that_order_their_names_otherwise_agree(tmp_path: Path) -> None:

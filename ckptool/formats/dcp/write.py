@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from itertools import chain
 
@@ -10,6 +10,7 @@ from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.layout import Data, FileLayout, Layout, Part, ScatteredData
 from ckptool.core.selection import keep_names, root_problem, with_loadable_paths
+from ckptool.errors import Unsupported
 from ckptool.formats.base import Request
 from ckptool.formats.dcp.cuts import Chunks, Cut, data_file
 from ckptool.formats.dcp.pickling import MetadataPickler, WrittenAt, WrittenValue
@@ -24,7 +25,9 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
     classes = Foreign()
     made_of = {name: set(classes.of(entry.value)) for name, entry in catalog.objects.items()}
     catalog = keep_names(catalog, lambda name: UNREAD_TENSOR not in made_of.get(name, ()))
+    held = [*catalog.objects]
     catalog, beside = split_meta(catalog)
+    _require_text([*catalog.tensors, *catalog.objects])
     changed_root = root_problem(catalog)
     catalog = with_loadable_paths(catalog)
     parts: list[Part] = []
@@ -36,7 +39,7 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
         length = sum(part.nbytes for part in archive)
         values.append((value, WrittenAt(data_file(0), nbytes, length)))
         nbytes += length
-    foreign = sorted({*chain(*made_of.values())} - {UNREAD_TENSOR, NUMPY})
+    foreign = sorted({*chain(*(made_of[name] for name in held))} - {NUMPY})
     chunks = Chunks(_cut_all(catalog, WriterAssignment(request)), nbytes)
     layouts = [*lay_out_companions(catalog), *beside]
     for rank in sorted({*chunks.written, *([0] if values else [])}):
@@ -52,6 +55,18 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
     holds_tensors = any(isinstance(part, Data | ScatteredData) for part in elsewhere)
     tables = None if holds_tensors else chunks.tables()
     return Layout(tuple(layouts), folder=True, notes=tuple(notes), tables=tables)
+
+
+def _require_text(names: Iterable[str]) -> None:
+    """Raise Unsupported for a name that is no text, as half of a surrogate pair is none."""
+    for name in names:
+        try:
+            name.isascii() or name.encode()
+        except UnicodeEncodeError:
+            raise Unsupported(
+                f"DCP cannot store a name that is not Unicode: {name!a}",
+                hint="--rename or --drop it",
+            ) from None
 
 
 def _cut_all(catalog: Catalog, assignment: WriterAssignment) -> list[tuple[TensorEntry, Cut]]:

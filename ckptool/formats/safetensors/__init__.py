@@ -27,6 +27,9 @@ from ckptool.serialization.source import Source
 from ckptool.serialization.state_dict.assemble import assemble
 from ckptool.serialization.state_dict.leaves import read_file_leaves
 
+_NAMELESS = ((), ("",))
+"""The paths of what a torch.save file holds alone, or under an empty name."""
+
 
 def _main_file(source: Source) -> str | None:
     """Return the one file of a source, apart from what ckptool put beside it."""
@@ -117,6 +120,8 @@ def split_extra(
     others += [e for e in tensors if _is_supported(e) and e.dtype.safetensors in unread]
     fitting = [e for e in tensors if _is_supported(e) and e.dtype.safetensors not in unread]
     objects, notes = select_plain(catalog, numpy=False)
+    nameless = [e.name for e in fitting if e.name and e.path in _NAMELESS]
+    notes += [f"a tensor without a name is written as {name!r}" for name in nameless]
     if objects:
         names = [entry.name for entry in objects]
         notes.append(f"{plural(len(names), 'non-tensor value')} in {path}: {list_some(names)}")
