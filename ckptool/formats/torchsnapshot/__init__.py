@@ -253,10 +253,13 @@ def _probe(source: Source) -> bool:
 
 
 def _is_uncommitted(source: Source) -> bool:
-    """Return whether all files lie as those of a snapshot whose metadata was never written."""
-    return any(name.startswith(_SURE) for name in source.files) and all(
-        map(_DATA.fullmatch, source.files)
-    )
+    """Return whether all files lie as those of a snapshot whose metadata was never written.
+
+    Of safetensors DCP leaves shards in a folder of such a name, until they are consolidated.
+    """
+    return any(
+        name.startswith(_SURE) and not name.endswith(".safetensors") for name in source.files
+    ) and all(map(_DATA.fullmatch, source.files))
 
 
 def _scan(source: Source, options: ScanOptions) -> Catalog:

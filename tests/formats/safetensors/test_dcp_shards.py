@@ -64,3 +64,13 @@ def test_the_config_knows_more_rows(config: dict[str, Any], tensor: str, shards:
 def test_a_config_that_says_nothing_stops_nothing(text: str, shards: Path) -> None:
     (shards / "config.json").write_text(text)
     assert len(open_checkpoint(shards).catalog.tensors) == 2
+
+
+def test_shards_that_were_never_consolidated_are_read(shards: Path, out: Path) -> None:
+    """torch's HuggingFaceStorageWriter (2.13) writes them into a folder, and joins them then."""
+    wanted = open_checkpoint(shards).catalog.tensors.keys()
+    shards.rename(out / "shards")
+    shards.mkdir()
+    (out / "shards").rename(shards / "sharded")
+    found = open_checkpoint(shards)
+    assert (found.format.name, found.catalog.tensors.keys()) == ("dcp-safetensors", wanted)
