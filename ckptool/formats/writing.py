@@ -145,14 +145,14 @@ class WriterAssignment:
         """Return boxes that tile the tensor, each with the rank that writes it.
 
         One and the same for tensors that are cut alike, where no rank is chosen. Cut for the
-        request's mesh where it has one; else the source's own chunks; else, where
-        ranks are unknown or one is asked for, the whole tensor on rank 0.
+        request's mesh where it has one; else the source's own chunks; else, where ranks are
+        unknown, there is no chunk (of no elements) or one rank is asked for, all on rank 0.
         """
         placed = self._request.placed
         if placed is not None and entry.elements:
             return self._placed_boxes(entry, placed)
         unranked = any(chunk.rank is None for chunk in entry.chunks)
-        if placed is not None or self._request.one_rank or unranked:
+        if placed is not None or self._request.one_rank or unranked or not entry.chunks:
             return {Box.whole(entry.shape): 0}
         return _source_boxes(entry)
 

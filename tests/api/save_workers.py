@@ -31,7 +31,8 @@ def main() -> None:
     report = ckptool.save(state, out / "ours", to="dcp", fsync=False)
     assert report.written
     dcp.save(state, checkpoint_id=out / "theirs")
-    ckptool.save(stage_on(mesh), out / "stages", to="dcp", fsync=False)
+    for to in ("dcp", "dcp-safetensors"):
+        ckptool.save(stage_on(mesh), out / f"stages-{to}", to=to, fsync=False)
     if rank == 0:
         ckptool.save({"alone": torch.ones(2)}, out / "alone.safetensors", fsync=False)
     whole = {name: t.full_tensor() for name, t in state["model"].items() if isinstance(t, DTensor)}
@@ -92,7 +93,8 @@ def state_on(mesh: DeviceMesh) -> dict[str, Any]:
 def stage_on(mesh: DeviceMesh) -> dict[str, Any]:
     """A pipeline of which the first stage alone is sharded; its last rank holds nothing."""
     if dist.get_rank() < 2:
-        return {"first": distribute_tensor(torch.arange(7.0), mesh["tp"], [Shard(0)])}
+        tensors = {"first": torch.arange(7.0), "none": torch.empty(0, 4)}
+        return {n: distribute_tensor(t, mesh["tp"], [Shard(0)]) for n, t in tensors.items()}
     return {"second": torch.arange(3)} if dist.get_rank() == 2 else {}
 
 

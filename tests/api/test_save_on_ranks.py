@@ -45,8 +45,11 @@ def test_torch_finds_what_it_saves_itself(saved: Path) -> None:
 
 
 def test_ranks_that_hold_no_shards_save_with_the_others(saved: Path) -> None:
-    found = {name: tensor.tolist() for name, tensor in load_dcp(saved / "stages").items()}
-    assert found == {"first": [0, 1, 2, 3, 4, 5, 6], "second": [0, 1, 2]}
+    found = load_dcp(saved / "stages-dcp")
+    assert {n: tuple(t.shape) for n, t in found.items() if not t.numel()} == {"none": (0, 4)}
+    assert found["first"].tolist() == [0, 1, 2, 3, 4, 5, 6]
+    assert found["second"].tolist() == [0, 1, 2]
+    assert ckptool.diff(saved / "stages-dcp", saved / "stages-dcp-safetensors", values=True).ok
     assert ckptool.open(saved / "alone.safetensors").tensors.keys() == {"alone"}
 
 
@@ -70,6 +73,6 @@ def test_all_ranks_refuse_alike(what: str, saved: Path) -> None:
     assert len(ends) == 1
     assert re.search(REFUSED[what], ends.pop())
     assert {p.name for p in saved.iterdir()} == {
-        "alone.safetensors", "ours", "stages", "theirs", "whole.pt",
+        "alone.safetensors", "ours", "stages-dcp", "stages-dcp-safetensors", "theirs", "whole.pt",
         *(f"rank-{r}.json" for r in range(4)),
     }  # fmt: skip
