@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 import numpy as np
@@ -230,9 +231,10 @@ def fill_targets(
 ) -> None:
     """Read every box into its tensor, done when it returns.
 
-    Of several boxes for the same memory one is read into it and the others are compared with it.
-    Raises Unsupported where they are not the same, Changed where the checkpoint did not stay as it
-    was, else as ``Checkpoint.fill`` does.
+    Of several boxes for the same memory one is read into it and the others are compared with it; so
+    are all whose memory may be another's in part, once all is read. Raises Unsupported where they
+    are not the same, Changed where the checkpoint did not stay as it was, else as
+    ``Checkpoint.fill`` does.
     """
     staging = Staging()
     first: dict[tuple[Any, ...], Target] = {}
@@ -247,8 +249,33 @@ def fill_targets(
         checkpoint.fill(wanted, workers)
     finally:
         staging.finish()
-    _require_same(checkpoint, tied, workers)
+    _require_same(checkpoint, [*tied, *_find_overlaps(first)], workers)
     checkpoint.require_unchanged()
+
+
+def _find_overlaps(targets: Mapping[tuple[Any, ...], Target]) -> Iterator[tuple[Target, Target]]:
+    """Yield each target, by its ``_memory_of``, behind one of another tensor that it may overlap.
+
+    Views that interleave, and share no element, are among them.
+    """
+    spans: list[tuple[int, int, int, Target]] = []
+    for (storage, offset, dtype, shape, strides), target in targets.items():
+        last = sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
+        if 0 not in shape:
+            size = dtype.itemsize
+            spans.append((storage, offset * size, (offset + last + 1) * size, target))
+    groups: list[list[Target]] = []
+    where, end = None, 0
+    for storage, start, stop, target in sorted(spans, key=lambda span: span[:3]):
+        if storage != where or start >= end:
+            groups.append([])
+            where, end = storage, stop
+        groups[-1].append(target)
+        end = max(end, stop)
+    for group in filter(lambda group: len(group) > 1, groups):
+        for target in group:
+            others = (other for other in group if other.entry.name != target.entry.name)
+            yield from ((other, target) for other in islice(others, 1))
 
 
 def _require_same(

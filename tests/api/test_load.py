@@ -175,6 +175,19 @@ def test_tied_parameters_that_are_not_in_the_checkpoint(tmp_path: Path) -> None:
     ckptool.load(tmp_path / "m.safetensors", Tied().state_dict(), drop="head.weight")
 
 
+def test_views_of_one_memory_are_compared_once_all_is_read(tmp_path: Path) -> None:
+    held = {"x": torch.arange(12.0).reshape(4, 3), "y": torch.arange(9.0, 12.0)}
+    save_file(held, tmp_path / "m.safetensors")
+    memory = torch.zeros(16)
+    ckptool.load(tmp_path / "m.safetensors", {"x": memory[:12].view(4, 3), "y": memory[9:12]})
+    assert memory[:12].tolist() == list(range(12))
+    apart = torch.zeros(4, 6)
+    ckptool.load(tmp_path / "m.safetensors", {"x": apart[:, ::2], "y": apart[1, 1::2]})
+    assert torch.equal(apart[:, ::2], held["x"])
+    with pytest.raises(Unsupported, match=r"[xy] and [xy] share their memory"):
+        ckptool.load(tmp_path / "m.safetensors", {"x": memory[:12].view(4, 3), "y": memory[8:11]})
+
+
 def test_nothing_else_stands_for_a_missing_name(tmp_path: Path) -> None:
     save_file({"x": WEIGHT}, tmp_path / "m.safetensors")
     whole = torch.zeros(6, 3)
