@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ckptool.core.catalog import Catalog, ObjectEntry, TensorEntry
-from ckptool.core.selection import drop_names, without_rank
+from ckptool.core.catalog import Catalog, ObjectEntry, Path, RankStep, TensorEntry
+from ckptool.core.selection import AnyEntry, drop_names, with_entries, without_rank
 from ckptool.core.state_category import state_category_of_name
 from ckptool.core.text import list_some, plural
 from ckptool.errors import Unsupported, UsageError
@@ -57,6 +57,7 @@ def resolve_rank_state(
     Unsupported, with the list, where there is state that is neither to be kept nor to be dropped;
     UsageError where that rank has none. What cannot be read and is kept is refused elsewhere.
     """
+    catalog = with_entries(catalog, _with_rank_step)
     states = _list_states(catalog)
     readable = [name for name, ranks in states.items() if not all(map(_is_refused, ranks.values()))]
     if what.isdecimal():
@@ -97,6 +98,22 @@ def _list_states(catalog: Catalog) -> _States:
             if match := _OWN_NAME.fullmatch(own):
                 states.setdefault(match["name"], {})[int(match["rank"])] = entry
     return states
+
+
+def _with_rank_step(entry: AnyEntry) -> AnyEntry:
+    """Return an entry that a path's last step says to be one rank's, as that step: of DCP folders.
+
+    They have ``convert --per-rank``'s names as keys.
+    """
+    match = _OWN_NAME.fullmatch(entry.path[-1]) if _ends_in_text(entry.path) else None
+    if match is None:
+        return entry
+    step = RankStep(match["name"], int(match["rank"]))
+    return replace(entry, path=(*entry.path[:-1], step))
+
+
+def _ends_in_text(path: Path) -> bool:
+    return bool(path) and isinstance(path[-1], str)
 
 
 def _is_refused(entry: _Entry) -> bool:

@@ -9,6 +9,7 @@ nothing loads on another number of them.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 from ckptool.core.catalog import Catalog
 from ckptool.core.layout import FileLayout, Layout, Literal
@@ -22,11 +23,16 @@ from ckptool.serialization.archive.write import lay_out_archive
 CONFIG = "fsdp_config.json"
 FAMILIES = ("model", "optim", "extra_state")
 _FOLDER = "huggingface"
+_MESH = {1: ("fsdp",), 2: ("ddp", "fsdp")}
+"""What verl calls the dims of its mesh, by which it knows the tensors that it loads."""
 
 
 def lay_out(catalog: Catalog, request: Request) -> Layout:
     """Lay out a file of each family for each rank. Unsupported where a name is of no family."""
     placed = require_placed(request)
+    if placed.mesh.names is None:
+        names = _MESH.get(len(placed.mesh.shape))
+        placed = replace(placed, mesh=replace(placed.mesh, names=names))
     for entry in entries_of(catalog):
         if len(entry.path) < 2 or entry.path[0] not in FAMILIES:
             raise Unsupported(

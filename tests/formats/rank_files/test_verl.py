@@ -52,7 +52,8 @@ def test_each_rank_finds_its_files_and_no_others_are_there(size: int, out: Path)
                     assert bits(tensor) == truth[f"{family}.{name}"]
 
 
-def test_as_many_ranks_find_their_random_states_again(out: Path) -> None:
+@pytest.mark.parametrize("by_way_of_dcp", [False, True])
+def test_as_many_ranks_find_their_random_states_again(by_way_of_dcp: bool, out: Path) -> None:
     source = out / "source"
     shutil.copytree(SOURCE, source)
     kept = []
@@ -63,7 +64,10 @@ def test_as_many_ranks_find_their_random_states_again(out: Path) -> None:
         extra = {"lr_scheduler": None, "rng": rng}
         torch.save(extra, source / f"extra_state_world_size_2_rank_{rank}.pt")
         kept.append(extra)
-    ckptool.reshard(source, out / "r", mesh="2", fsync=False)
+    if by_way_of_dcp:
+        ckptool.convert(source, out / "dcp", to="dcp", per_rank=True, fsync=False)
+        source = out / "dcp"
+    ckptool.reshard(source, out / "r", mesh="2", to="verl", fsync=False)
     for rank, extra in enumerate(kept):
         found = state(out / "r", "extra_state", rank, 2)
         assert found["lr_scheduler"] is None
@@ -78,11 +82,12 @@ def test_as_many_ranks_find_their_random_states_again(out: Path) -> None:
     }
 
 
-def test_on_demand_from_a_dcp_folder(out: Path) -> None:
+@pytest.mark.parametrize("mesh", ["2", "fsdp=2"])
+def test_on_demand_from_a_dcp_folder(mesh: str, out: Path) -> None:
     names = {"model": {"w": torch.ones(4, 3)}, "optim": {"state": {"w": torch.zeros(4, 3)}}}
     extra = {"lr_scheduler": {"last_epoch": 1}}
     dcp.save({**names, "extra_state": extra}, checkpoint_id=out / "dcp", no_dist=True)
-    ckptool.reshard(out / "dcp", out / "r", mesh="fsdp=2", to="verl", fsync=False)
+    ckptool.reshard(out / "dcp", out / "r", mesh=mesh, to="verl", fsync=False)
     weight = state(out / "r", "model", 1, 2)["w"]
     assert weight.device_mesh.mesh_dim_names == ("fsdp",)
     assert weight.to_local().shape == (2, 3)
