@@ -23,7 +23,7 @@ from ckptool.core.casts import as_type
 from ckptool.core.catalog import Catalog, TensorEntry, coverage_problem
 from ckptool.core.dtype import DType
 from ckptool.core.mesh import Mesh
-from ckptool.core.quantization.names import quantised_names
+from ckptool.core.quantization.names import quantized_names
 from ckptool.core.state_category import state_category
 from ckptool.core.subscript import Pick, take
 from ckptool.core.text import did_you_mean
@@ -119,8 +119,8 @@ class Checkpoint(Mapping[str, Any]):
         return step_of(self.path, self._opened.catalog)
 
     @cached_property
-    def _quantised(self) -> set[str]:
-        return quantised_names(self._catalog)
+    def _quantized(self) -> set[str]:
+        return quantized_names(self._catalog)
 
     # As a mapping
 
@@ -232,7 +232,7 @@ class Checkpoint(Mapping[str, Any]):
     def entry(self, name: str, dtype: DType | None = None) -> TensorEntry:
         """Return a tensor whose chunks tile it exactly, cast where another floating type is given.
 
-        Other types are never cast, nor are quantised tensors and their scales, nor what has no
+        Other types are never cast, nor are quantized tensors and their scales, nor what has no
         dims and is none of the model, such as a step counter. Raises UsageError for an unknown
         name, and Damaged where chunks are missing or ranks contradict one another.
         """
@@ -245,7 +245,7 @@ class Checkpoint(Mapping[str, Any]):
             self._complete.add(name)
         if dtype is None or dtype == entry.dtype or {dtype.kind, entry.dtype.kind} != {"float"}:
             return entry
-        if name in self._quantised or not (entry.shape or state_category(entry) == "model"):
+        if name in self._quantized or not (entry.shape or state_category(entry) == "model"):
             return entry
         return as_type(entry, dtype)
 

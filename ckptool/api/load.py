@@ -211,7 +211,7 @@ def cast_hint(entry: TensorEntry, wanted: str) -> str:
     if not entry.shape and state_category(entry) != "model":
         return "tensors without dims outside the model, such as step counters, are never cast"
     if source.itemsize == 1:
-        return "dequantize=True dequantizes quantised tensors, cast=True casts others"
+        return "dequantize=True dequantizes quantized tensors, cast=True casts others"
     return "nothing is cast silently: use cast=True"
 
 

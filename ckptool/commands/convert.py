@@ -29,7 +29,7 @@ from ckptool.commands.transfer.transfer import (
 from ckptool.core.catalog import Catalog
 from ckptool.core.layout import Layout
 from ckptool.core.plan import Plan
-from ckptool.core.quantization.names import kinds, quantised_names
+from ckptool.core.quantization.names import kinds, quantized_names
 from ckptool.core.selection import unwrapping_rule, wrappers_of
 from ckptool.core.state_category import state_category
 from ckptool.core.text import one_of, plural
@@ -215,8 +215,8 @@ def _optimizer_notes(catalog: Catalog) -> list[str]:
 
 
 def _quantized_notes(catalog: Catalog, options: RewriteOptions) -> list[str]:
-    """Note the quantised tensors that ``--dtype`` leaves as they are."""
-    if options.casts is None or options.casts.model is None or not quantised_names(catalog):
+    """Note the quantized tensors that ``--dtype`` leaves as they are."""
+    if options.casts is None or options.casts.model is None or not quantized_names(catalog):
         return []
     listed = ", ".join(f"{count} {kind}" for kind, count in kinds(catalog).items())
     return [f"--dtype does not change quantized tensors ({listed}); use --dequantize"]

@@ -20,7 +20,7 @@ from ckptool.core.catalog import Catalog, Chunk, Container, TensorEntry
 from ckptool.core.dtype import BY_NAME, DType
 from ckptool.core.quantization.apply import DequantizeResult, dequantize
 from ckptool.core.quantization.model import QuantizationConfig, Surroundings
-from ckptool.core.quantization.names import quantised_names
+from ckptool.core.quantization.names import quantized_names
 from ckptool.core.selection import drop, rename, select, strip_prefix, strip_prefixes, substitution
 from ckptool.core.state_category import (
     is_master,
@@ -95,9 +95,9 @@ def rewrite(
 def _dequantize(
     opened: OpenedCheckpoint, dtype: DType | None, assets: Path | None
 ) -> DequantizeResult:
-    """Put numbers of ``dtype``, or bf16, in the place of a checkpoint's quantised tensors.
+    """Put numbers of ``dtype``, or bf16, in the place of a checkpoint's quantized tensors.
 
-    Raises Unsupported without torch, and where no tensor is quantised in a known way.
+    Raises Unsupported without torch, and where no tensor is quantized in a known way.
     """
     _require_torch("--dequantize")
     catalog = _located(opened)
@@ -107,13 +107,13 @@ def _dequantize(
 
 
 def _located(opened: OpenedCheckpoint) -> Catalog:
-    """Return a checkpoint's catalog with its quantised tensors opened, or all where none shows.
+    """Return a checkpoint's catalog with its quantized tensors opened, or all where none shows.
 
     An item of DCP may hold a tensor subclass, which its metadata does not tell: the tensors inside
     then take its place.
     """
     catalog = opened.catalog
-    names = quantised_names(catalog)
+    names = quantized_names(catalog)
     wanted = {n: e for n, e in catalog.tensors.items() if n in names} or catalog.tensors
     located = opened.open_containers(catalog.with_tensors(wanted))
     rest = {n: e for n, e in catalog.tensors.items() if n not in wanted or n in located.tensors}
@@ -121,7 +121,7 @@ def _located(opened: OpenedCheckpoint) -> Catalog:
 
 
 class _SmallReader:
-    """Reads tensors that describe others: a shape, a quantiser's state."""
+    """Reads tensors that describe others: a shape, a quantizer's state."""
 
     def __init__(self, source: Files) -> None:
         from ckptool.engine.read.gather import Gatherer

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 
 from ckptool.core.catalog import Catalog, ScaledBlocks, TensorEntry
 from ckptool.core.dtype import DType, parse_dtype
-from ckptool.core.quantization.names import quantised_names
+from ckptool.core.quantization.names import quantized_names
 from ckptool.core.state_category import state_category
 from ckptool.core.text import list_some, plural
 from ckptool.errors import UsageError
@@ -72,12 +72,12 @@ class CastResult:
 def cast(catalog: Catalog, casts: Casts) -> CastResult:
     """Cast floating tensors as asked.
 
-    Integers and tensors without dims, such as step counters, are never cast, nor are quantised
+    Integers and tensors without dims, such as step counters, are never cast, nor are quantized
     tensors and their scales. UsageError where a glob matches nothing that can be.
     """
     if casts == NO_CASTS:
         return CastResult(catalog, (), ())
-    quantized = quantised_names(catalog)
+    quantized = quantized_names(catalog)
     castable = {n: e for n, e in catalog.tensors.items() if can_cast(e) and n not in quantized}
     _require_used(catalog, casts, castable)
     dtypes = {name: casts.dtype_for(entry) for name, entry in castable.items()}
@@ -111,7 +111,7 @@ def coarser(one: DType, other: DType) -> DType:
 
 
 def is_computed(entry: TensorEntry) -> bool:
-    """Return whether numbers are computed, as of quantised tensors, in the type that they have."""
+    """Return whether numbers are computed, as of quantized tensors, in the type that they have."""
     return any(isinstance(chunk.at, ScaledBlocks) for chunk in entry.chunks)
 
 

@@ -116,7 +116,7 @@ Scheme = Literal[
 
 @dataclass(frozen=True, slots=True)
 class ScaledBlocks:
-    """Quantised numbers, each block of them with a scale of its own.
+    """Quantized numbers, each block of them with a scale of its own.
 
     ``block`` is how many elements a block has in each dim. ``scheme`` says what numbers are made
     of: these, ``others`` (a scale of all, zero points, a table), and ``settings``, numbers such as

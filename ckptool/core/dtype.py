@@ -70,11 +70,11 @@ _TABLE = (
 
 BY_NAME = {dtype.name: dtype for dtype in _TABLE}
 BY_SAFETENSORS = {dtype.safetensors: dtype for dtype in _TABLE if dtype.safetensors}
-QUANTISED_STORAGES = {"QInt8Storage": "int8", "QUInt8Storage": "uint8", "QInt32Storage": "int32"}
-"""torch's storages of quantised tensors: they hold integers."""
+QUANTIZED_STORAGES = {"QInt8Storage": "int8", "QUInt8Storage": "uint8", "QInt32Storage": "int32"}
+"""torch's storages of quantized tensors: they hold integers."""
 
 BY_STORAGE = {dtype.storage: dtype for dtype in _TABLE if dtype.storage} | {
-    storage: BY_NAME[name] for storage, name in QUANTISED_STORAGES.items()
+    storage: BY_NAME[name] for storage, name in QUANTIZED_STORAGES.items()
 }
 
 SHORT_NAMES = {

@@ -89,7 +89,7 @@ def test_only_the_model(saved: Path) -> None:
 
 
 class Subclass(torch.Tensor):
-    """As quantising libraries make them."""
+    """As quantizing libraries make them."""
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from ckptool.errors import Unsupported
 Tensors = dict[str, torch.Tensor]
 
 
-def quantised() -> Tensors:
+def quantized() -> Tensors:
     """As DeepSeek-V3, gpt-oss and compressed-tensors store weights, beside plain ones."""
     torch.manual_seed(5)
     return {
@@ -41,7 +41,7 @@ def quantised() -> Tensors:
 def both(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensors, str]:
     """A checkpoint, what convert makes of it, and as which type."""
     folder = tmp_path_factory.mktemp(request.param)
-    save_file(quantised(), folder / "m.safetensors")
+    save_file(quantized(), folder / "m.safetensors")
     options: Any = {"dtype": request.param, "dequantize": True, "fsync": False}
     ckptool.convert(folder / "m.safetensors", folder / "m.pt", to="torch-save", **options)
     return folder / "m.safetensors", flat_tensors(folder / "m.pt"), request.param
@@ -88,7 +88,7 @@ def test_a_cast_of_any_format(name: str, out: Path) -> None:
 @pytest.mark.parametrize("way", ["load", "dcp"])
 def test_a_state_dict_of_several_types(tmp_path: Path, way: str) -> None:
     """Every floating tensor is cast to its own type there; the rest is not."""
-    save_file(quantised(), tmp_path / "m.safetensors")
+    save_file(quantized(), tmp_path / "m.safetensors")
     kinds = [torch.bfloat16, torch.float32, torch.float16]
     asked = dict(zip(("deep.weight", "rows.weight", "norm.weight"), kinds, strict=True))
     state = {}
@@ -109,13 +109,13 @@ def test_a_state_dict_of_several_types(tmp_path: Path, way: str) -> None:
 
 @pytest.mark.parametrize("name", ["steps", "deep.weight", "deep.weight_scale_inv"])
 def test_what_is_no_number_by_itself_is_not_cast(tmp_path: Path, name: str) -> None:
-    save_file(quantised(), tmp_path / "m.safetensors")
-    state = {name: torch.zeros(quantised()[name].shape, dtype=torch.float16)}
+    save_file(quantized(), tmp_path / "m.safetensors")
+    state = {name: torch.zeros(quantized()[name].shape, dtype=torch.float16)}
     with pytest.raises(Unsupported, match=f"{name}: .* in the checkpoint, float16"):
         ckptool.load(tmp_path / "m.safetensors", state, strict=False, cast=True)
 
 
-def test_quantised_weights_stay_as_they_are_under_a_cast(both: tuple[Path, Tensors, str]) -> None:
+def test_quantized_weights_stay_as_they_are_under_a_cast(both: tuple[Path, Tensors, str]) -> None:
     one = ckptool.open(both[0], dtype="bf16")
     kinds = {name: entry.dtype.name for name, entry in one.tensors.items()}
     assert kinds["deep.weight"] == "float8_e4m3fn"

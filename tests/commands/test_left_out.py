@@ -190,9 +190,9 @@ def test_one_value_of_a_snapshot_stops_only_who_wants_it(
 
 
 TENSOR_FILES = {
-    "hostile archive": ("snapshot_quantised", "replicated/state/one", "state.one"),
-    "archive of several chunks": ("snapshot_quantised", "replicated/state/chunks_0_0", "state.chu"),
-    "cut archive": ("snapshot_quantised", "replicated/state/channels", "state.channels"),
+    "hostile archive": ("snapshot_quantized", "replicated/state/one", "state.one"),
+    "archive of several chunks": ("snapshot_quantized", "replicated/state/chunks_0_0", "state.chu"),
+    "cut archive": ("snapshot_quantized", "replicated/state/channels", "state.channels"),
     "cut shard": ("snapshot", "sharded/state/rows_*", "state.rows"),
     "lost file": ("snapshot", "replicated/state/model/half", "state.model.half"),
 }

@@ -56,7 +56,7 @@ def test_replicas_that_were_filled_later_are_compared(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["qint8", "quint4x2", "uint3", "int7", "float8_e8m0fnu", "half"])
 def test_every_element_type_can_be_a_value(name: str, tmp_path: Path) -> None:
-    """The modules that torch quantised keep theirs in their state."""
+    """The modules that torch quantized keep theirs in their state."""
     source, target = tmp_path / "a.pt", tmp_path / "b.pt"
     torch.save({"dtype": getattr(torch, name), "w": torch.ones(1)}, source)
     ckptool.convert(source, target, to="torch-save")

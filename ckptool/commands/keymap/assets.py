@@ -1,7 +1,7 @@
 """The files that go with a model: those of ``--hf-assets``, and a config.json that must be true.
 
 A config.json is copied, or written from what the checkpoint records; it says the dtype of what is
-written and nothing of quantised weights that are dequantized, and is refused where it does not
+written and nothing of quantized weights that are dequantized, and is refused where it does not
 describe the tensors.
 """
 
@@ -38,7 +38,7 @@ _TOKENIZERS = frozenset(
     "tokenizer.json tokenizer.model tokenizer_config.json vocab.json vocab.txt spiece.model".split()
 )
 _QUANTIZATION_METHODS = {CONFIG: None, "quantize_config.json": "gptq", "quant_config.json": "awq"}
-"""The files that describe a quantisation, and whose they are: AutoGPTQ's and AutoAWQ's own."""
+"""The files that describe a quantization, and whose they are: AutoGPTQ's and AutoAWQ's own."""
 QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 
 
@@ -110,7 +110,7 @@ def assets_in(folder: Path) -> tuple[LocalSource, dict[str, int]]:
 
 
 def drop_quantization_config(opened: OpenedCheckpoint, layout: Layout) -> Layout:
-    """Drop from a layout what says that the weights are quantised."""
+    """Drop from a layout what says that the weights are quantized."""
     kept = tuple(file for file in layout.files if file.path not in QUANTIZATION_FILES)
     files = tuple(
         _drop_quantization(opened, file) if file.path == CONFIG else file for file in kept
@@ -194,7 +194,7 @@ def _with_main_dtype(
 
 
 def quantization_config(opened: OpenedCheckpoint, assets: Path | None) -> Mapping[str, Any]:
-    """Return what a model's config.json says of its quantisation, or an older file beside it.
+    """Return what a model's config.json says of its quantization, or an older file beside it.
 
     That of ``assets`` goes before the checkpoint's own. {} where none says anything. Unsupported
     of a pipeline, whose components have one each.

@@ -30,7 +30,7 @@ from ckptool.core.catalog import Catalog
 from ckptool.core.keymap.apply import Move, apply_map, list_lines
 from ckptool.core.keymap.match import Frames, Matcher, ModelFacts, find_frames, fits, kinds_of
 from ckptool.core.keymap.model import KeyMap, UnknownSizes
-from ckptool.core.quantization.names import quantised_names
+from ckptool.core.quantization.names import quantized_names
 from ckptool.core.text import plural
 from ckptool.errors import Unsupported, UsageError
 
@@ -389,6 +389,6 @@ def _none_fits(catalog: Catalog, maps: Iterable[KeyMap], asked: str) -> UsageErr
         f" ({nearest.source} to {nearest.target}) matches all but {len(unmatched):,}:\n"
         + list_lines(unmatched),
         hint="use --drop 'GLOB' to exclude tensors"
-        if quantised_names(catalog).isdisjoint(unmatched)
+        if quantized_names(catalog).isdisjoint(unmatched)
         else "use --dequantize: maps are of numbers, not of quantized tensors",
     )

@@ -51,7 +51,7 @@ _HEAD_SIZE_OF_ITS_OWN = frozenset(["qwen3", "qwen3_moe", "gemma", "gemma2"])
 def config_problems(config: Record, catalog: Catalog) -> list[Problem]:
     """Find where a config.json contradicts the tensors, each with the code config-mismatch.
 
-    Names that are not transformers', quantised tensors, and what a config is silent about are not
+    Names that are not transformers', quantized tensors, and what a config is silent about are not
     compared.
     """
     inner = config.get("text_config")

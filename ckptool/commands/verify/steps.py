@@ -34,7 +34,7 @@ _TYPE = re.compile(
     r"|(?<!\d)[1-8]-?bits?(?![a-z])(?:-\d+g(?![a-z]))?",
     re.IGNORECASE,
 )
-"""An element type or a quantisation, as in ``diffusion_pytorch_model.fp16.safetensors``,
+"""An element type or a quantization, as in ``diffusion_pytorch_model.fp16.safetensors``,
 ``flux.fp8_e4m3fn.pt``, ``model-q4_0.safetensors``, ``gptq_model-4bit-128g.safetensors``."""
 _SHARD = re.compile(r"\d+-of-\d+")
 

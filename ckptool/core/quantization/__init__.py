@@ -1,1 +1,1 @@
-"""Quantised tensors: find them by names and types, and lay out numbers in their place."""
+"""Quantized tensors: find them by names and types, and lay out numbers in their place."""

@@ -1,4 +1,4 @@
-"""Put numbers in the place of quantised tensors: a catalog in, a catalog out."""
+"""Put numbers in the place of quantized tensors: a catalog in, a catalog out."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class DequantizeResult:
 def dequantize(catalog: Catalog, around: Surroundings) -> DequantizeResult:
     """Put numbers in the place of values and scales.
 
-    Raises Unsupported where no tensor is quantised in a known way, and what reading does.
+    Raises Unsupported where no tensor is quantized in a known way, and what reading does.
     """
     found = list(pairs(catalog))
     by_values = {pair.values.name: pair for pair in found}

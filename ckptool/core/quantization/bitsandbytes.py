@@ -22,7 +22,7 @@ def find_bitsandbytes(tensors: Tensors, names: Iterable[str]) -> Iterator[Quanti
     """Yield what ``Params4bit`` and ``Int8Params`` store (bitsandbytes 0.50), of some ``names``.
 
     Four bits: ``X.weight`` of any type, ``X.weight.absmax``, ``X.weight.quant_map``, a JSON text in
-    ``X.weight.quant_state.bitsandbytes__nf4``, and of scales that are quantised themselves
+    ``X.weight.quant_state.bitsandbytes__nf4``, and of scales that are quantized themselves
     ``X.weight.nested_absmax`` and ``X.weight.nested_quant_map``. Eight bits: ``X.weight``,
     ``X.SCB``, and ``X.weight_format``.
     """

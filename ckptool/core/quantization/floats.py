@@ -176,7 +176,7 @@ def _lay_out_nvfp4(pair: Quantized, around: Surroundings) -> TensorEntry:
 def _lay_out_mxfp4(pair: Quantized, around: Surroundings) -> TensorEntry:
     """Lay out gpt-oss's experts as transformers (5.23, mxfp4.py) has them: the inputs first.
 
-    Stored are rows of outputs; models and files without quantisation have them as columns.
+    Stored are rows of outputs; models and files without quantization have them as columns.
     """
     shape, grid = pair.values.shape, pair.scales.shape
     if not grid or shape[:-1] != grid or not shape[-1]:

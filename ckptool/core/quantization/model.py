@@ -1,4 +1,4 @@
-"""A quantised tensor, what its scheme has to know, and the entry of the numbers it becomes."""
+"""A quantized tensor, what its scheme has to know, and the entry of the numbers it becomes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Tensors = Mapping[str, TensorEntry]
 
 @dataclass(frozen=True, slots=True)
 class QuantizationConfig:
-    """What lies beside a model of its quantisation: ``quantization_config`` of config.json.
+    """What lies beside a model of its quantization: ``quantization_config`` of config.json.
 
     ``fields`` are as transformers reads them; empty where nothing lies there.
     """
@@ -97,7 +97,7 @@ class Surroundings:
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """A quantised tensor: what its kind and its numbers are called, and what they are made of.
+    """A quantized tensor: what its kind and its numbers are called, and what they are made of.
 
     ``others`` are zero points, a scale of all, and the like; ``about`` are tensors that only
     describe it, ``values_beside`` plain values that do, and ``objects`` what these are called.

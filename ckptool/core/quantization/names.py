@@ -1,4 +1,4 @@
-"""Which tensors of a catalog are quantised, and of what kind."""
+"""Which tensors of a catalog are quantized, and of what kind."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _KINDS = {
     "HQQ": re.compile(r".*\.W_q"),
     "torchao": re.compile(r".*\.(qdata|_\w+_qdata|tensor_impl\..+)"),
 }
-"""How names tell quantised tensors whose parts are not all there, or of another kind."""
+"""How names tell quantized tensors whose parts are not all there, or of another kind."""
 _WORDS = re.compile(r"(.*)\.qweight")
 _MARKED = re.compile(
     "quant_state|SCB|g_idx|_packed|_scale_2|int_repr|W_q|qdata|tensor_impl|qweight"
@@ -36,7 +36,7 @@ _DEEPEST = 3
 
 
 def pairs(catalog: Catalog) -> Iterator[Quantized]:
-    """Yield the tensors that are quantised in a known way, with all that their numbers need."""
+    """Yield the tensors that are quantized in a known way, with all that their numbers need."""
     marked = _marked(catalog)
     yield from find_floats(catalog.tensors)
     yield from find_packed(catalog.tensors)
@@ -45,12 +45,12 @@ def pairs(catalog: Catalog) -> Iterator[Quantized]:
 
 
 def _marked(catalog: Catalog) -> list[str]:
-    """Return the few names that may be of quantised tensors by what they have in them."""
+    """Return the few names that may be of quantized tensors by what they have in them."""
     return [name for name in catalog.tensors if _MARKED.search(name)]
 
 
 def kinds(catalog: Catalog) -> dict[str, int]:
-    """Count the quantised tensors of each kind that names and types tell."""
+    """Count the quantized tensors of each kind that names and types tell."""
     known = list(pairs(catalog))
     counts = Counter(pair.kind for pair in known)
     stored = {entry.name for pair in known for entry in pair.stored}
@@ -73,7 +73,7 @@ def _kind(catalog: Catalog, name: str) -> str | None:
 
 
 def unknown_kind(catalog: Catalog, entry: TensorEntry) -> Unsupported | None:
-    """Return why what stays quantised is not dequantized; None for all else.
+    """Return why what stays quantized is not dequantized; None for all else.
 
     Matrices of integers and floats of 8 bits and less are that too: without scales they are no
     numbers that a model was trained with. A bias of bytes is none: so GPT-2 and GPT-NeoX of
@@ -92,10 +92,10 @@ def unknown_kind(catalog: Catalog, entry: TensorEntry) -> Unsupported | None:
     )
 
 
-def quantised_names(catalog: Catalog) -> set[str]:
-    """Return the names of quantised tensors and their scales, those of unsupported kinds too.
+def quantized_names(catalog: Catalog) -> set[str]:
+    """Return the names of quantized tensors and their scales, those of unsupported kinds too.
 
-    Of a module that is quantised in another way than by pairs, that is all but its bias.
+    Of a module that is quantized in another way than by pairs, that is all but its bias.
     """
     names = {entry.name for pair in pairs(catalog) for entry in pair.stored}
     marked = (name for name in catalog.tensors.keys() - names if _kind(catalog, name))
@@ -110,7 +110,7 @@ def quantised_names(catalog: Catalog) -> set[str]:
 
 
 def _module(name: str) -> str:
-    """Return the module that a name of a quantised tensor belongs to."""
+    """Return the module that a name of a quantized tensor belongs to."""
     head, state, _ = name.partition(".weight.quant_state.")
     return head if state else name.rpartition(".")[0]
 

@@ -1,7 +1,7 @@
 """torchao's tensor subclasses, as files store them: the tensors inside, and plain values.
 
 torchao 0.18: ``Int8Tensor``, ``Float8Tensor``, ``IntxUnpackedToInt8Tensor``; before (0.13):
-``AffineQuantizedTensor`` in the plain and the float8 layout, also where activations are quantised.
+``AffineQuantizedTensor`` in the plain and the float8 layout, also where activations are quantized.
 In safetensors, as transformers 5 writes them, the class and the size of blocks are in the header's
 metadata alone; there a block is what the scales divide a tensor into.
 """

@@ -44,7 +44,7 @@ class TensorPair:
     def is_plain(self) -> bool:
         """Return whether both are compared as they are stored, without memory for casts.
 
-        Computing a number of a quantised tensor takes some twenty times its bytes.
+        Computing a number of a quantized tensor takes some twenty times its bytes.
         """
         types = (self.one.source_dtype, self.one.dtype, self.other.source_dtype, self.other.dtype)
         chunks = [side.chunks for side in (self.one, self.other) if isinstance(side.chunks, tuple)]

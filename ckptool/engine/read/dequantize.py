@@ -126,7 +126,7 @@ def _dequantize_rows(gather: Gather, at: ScaledBlocks, box: Box, wanted: Any) ->
 def _dequantize_codes(gather: Gather, at: ScaledBlocks, box: Box, wanted: Any) -> Any:
     """Look up codes of four bits, the upper half of a byte first, and multiply by their scales.
 
-    The scales of a nested quantisation are codes of eight bits with scales of their own.
+    The scales of a nested quantization are codes of eight bits with scales of their own.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""What every scheme of quantisation reads: values as floats, and the scales of their blocks."""
+"""What every scheme of quantization reads: values as floats, and the scales of their blocks."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from ckptool.serialization.pickle.rows import expand_rows
 _MOST_STEPS = 100
 _CLASSES = ("Metadata", "MCoreMetadata")
 _EXTRA = ("user_defined_dict", "bytecheckpoint_version")
-_QUANTISED = ("qint8", "quint8", "qint32", "quint4x2", "quint2x4")
+_QUANTIZED = ("qint8", "quint8", "qint32", "quint4x2", "quint2x4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ def _metadata(value: Any, named: dict[tuple[str, str], int], what: str) -> DcpMe
         tensors = {
             _text(name): _tensor(name, entry, f"{what}: {name}", boxes)
             for name, entry in entries.items()
-            if entry.name.endswith(".TensorStorageMetadata") and not _is_quantised(entry)
+            if entry.name.endswith(".TensorStorageMetadata") and not _is_quantized(entry)
         }
         bytes_names = tuple(_text(name) for name in entries if name not in tensors)
         whole = {name for name in bytes_names if entries[name].fields.get("chunks")}
@@ -125,13 +125,13 @@ def _metadata(value: Any, named: dict[tuple[str, str], int], what: str) -> DcpMe
     )
 
 
-def _is_quantised(entry: Call) -> bool:
-    """Return whether torch quantised a tensor: its one item is read as a value's is."""
+def _is_quantized(entry: Call) -> bool:
+    """Return whether torch quantized a tensor: its one item is read as a value's is."""
     try:
         dtype = _dtype(entry)
     except (KeyError, TypeError, AttributeError, IndexError):
         return False
-    return isinstance(dtype, Global) and dtype.module == "torch" and dtype.name in _QUANTISED
+    return isinstance(dtype, Global) and dtype.module == "torch" and dtype.name in _QUANTIZED
 
 
 def _dtype(entry: Call) -> Any:

@@ -2,7 +2,7 @@
 
 Read: torchsnapshot 0.1.0 and the head of its repository (df45917d, which adds DTensors). Tensors
 lie as raw little-endian bytes, by themselves or in batched slabs, or as torch.save archives, as
-quantised ones do (the serializers that the package has for those are used by none of its writers).
+quantized ones do (the serializers that the package has for those are used by none of its writers).
 Tensors that are neither replicated nor sharded belong to one rank: where there are several ranks,
 the rank is the first step of their names, as it is in the manifest, and so it is for values that
 differ between ranks. Version 0.1.0 stores bfloat16 tensors with an odd number of elements one
@@ -37,7 +37,7 @@ from ckptool.formats.base import Format, ScanOptions
 from ckptool.formats.torchsnapshot.manifest import (
     CONTAINERS,
     METADATA,
-    QUANTISED,
+    QUANTIZED,
     SHARDED,
     VALUES,
     Fields,
@@ -161,21 +161,21 @@ class _Reader:
         """Return the tensor of some shards; none, and a note, where its kind is not read."""
         type_name = shards[0]["tensor"]["dtype"] if shards else "no shards"
         dtype, parameters = element_type(type_name), _NOTHING
-        if type_name in QUANTISED and chunks:
+        if type_name in QUANTIZED and chunks:
             parameters = self._parameters(path, shards)
             dtype = dtype if parameters is not _NOTHING else None
         if dtype is None or not chunks:
             message = f"not read: {flat_name(path)} ({type_name}) is no plain tensor"
             self.notes.append(Problem(message, "tensor-unsupported", tensor=flat_name(path)))
             return _NOTHING
-        full = (*path, INTEGERS) if type_name in QUANTISED else path
+        full = (*path, INTEGERS) if type_name in QUANTIZED else path
         name = flat_name(full)
         self.notes += describe_quantized({name, *parameters.tensors, *parameters.objects})
         entry = TensorEntry(name, full, dtype, shape, merge_copies(chunks))
         return replace(parameters, tensors={name: entry} | parameters.tensors)
 
     def _parameters(self, path: Path, shards: list[Fields]) -> Catalog:
-        """Read the scales and zero points of a quantised tensor; nothing if its shards differ."""
+        """Read the scales and zero points of a quantized tensor; nothing if its shards differ."""
         opened = [self.places.open(shard["tensor"]) for shard in shards]
         parts: list[dict[Any, Any]] = [split_quantized(file.value) or {} for file in opened]
         rest = [{n: part for n, part in of.items() if n != INTEGERS} for of in parts]

@@ -121,7 +121,7 @@ VALUES: dict[str, Callable[[str], Any]] = {
 
 _RAW = "buffer_protocol"
 _ARCHIVE = "torch_save"
-QUANTISED = {"torch.qint8": "int8", "torch.quint8": "uint8", "torch.qint32": "int32"}
+QUANTIZED = {"torch.qint8": "int8", "torch.quint8": "uint8", "torch.qint32": "int32"}
 
 
 @dataclass(slots=True)
@@ -187,5 +187,5 @@ class Places:
 
 
 def element_type(name: str) -> DType | None:
-    """Return the element type that an entry names; of quantised tensors that of their integers."""
-    return BY_NAME.get(QUANTISED.get(name, name.removeprefix("torch.")))
+    """Return the element type that an entry names; of quantized tensors that of their integers."""
+    return BY_NAME.get(QUANTIZED.get(name, name.removeprefix("torch.")))

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptool.core.box import row_major_strides
 from ckptool.core.catalog import EncodedBlob, Extent, Place, Record
-from ckptool.core.dtype import BY_NAME, BY_STORAGE, QUANTISED_STORAGES, DType
+from ckptool.core.dtype import BY_NAME, BY_STORAGE, QUANTIZED_STORAGES, DType
 from ckptool.errors import Damaged, coded
 from ckptool.serialization.pickle.records import TORCH_SIZE, Call, Global, Persistent, PickleValue
 
@@ -35,7 +35,7 @@ _FROM_TYPE = "torch._tensor._rebuild_from_type_v2"
 _FROM_CPU = "torch._utils._rebuild_device_tensor_from_cpu_tensor"
 """Devices whose tensors have no storage (XLA): a copy on the CPU, its element type, the device."""
 _REBUILD = Global("torch._utils", "_rebuild_tensor")
-_REBUILD_QUANTISED = Global("torch._utils", "_rebuild_qtensor")
+_REBUILD_QUANTIZED = Global("torch._utils", "_rebuild_qtensor")
 _REBUILD_WRAPPER = Global("torch._utils", "_rebuild_wrapper_subclass")
 _TENSOR_CLASSES = frozenset(
     ["torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer"]
@@ -280,7 +280,7 @@ def split_quantized(value: PickleValue) -> dict[str, Any] | None:
     affine ones: such tensors are left as they are.
     """
     value = unwrap_parameter(value)
-    if not isinstance(value, Call) or value.function != _REBUILD_QUANTISED or len(value.args) < 5:
+    if not isinstance(value, Call) or value.function != _REBUILD_QUANTIZED or len(value.args) < 5:
         return None
     storage, parameters = value.args[0], value.args[4]
     if not _has_whole_bytes(storage) or not isinstance(parameters, tuple) or not parameters:
@@ -296,7 +296,7 @@ def _has_whole_bytes(storage: PickleValue) -> bool:
     """Return whether a persistent id is that of a storage of integers of whole bytes."""
     value = storage.value if isinstance(storage, Persistent) else None
     cls = value[1] if isinstance(value, tuple) and len(value) > 1 else None
-    return isinstance(cls, Global) and cls.name in QUANTISED_STORAGES
+    return isinstance(cls, Global) and cls.name in QUANTIZED_STORAGES
 
 
 def describe_quantized(names: Collection[str]) -> list[str]:

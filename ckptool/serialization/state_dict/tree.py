@@ -64,7 +64,7 @@ class StateDictWalk:
     """Flattens a state dict, as DCP does (torch 2.4 to 2.13).
 
     Dicts are entered, defaultdicts as well, lists where a dict or a tensor lies inside. Entered too
-    is what DCP would pickle whole: tuples where a tensor lies inside, the parts of quantised
+    is what DCP would pickle whole: tuples where a tensor lies inside, the parts of quantized
     tensors and of tensor subclasses that wrap others, and modules, whose names are those of
     ``state_dict()``. Everything else, and an empty container, is a leaf; a container in itself is
     one that is ``Repeated``. ``notes`` are what a person should know of how values were entered, by

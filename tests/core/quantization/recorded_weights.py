@@ -1,4 +1,4 @@
-"""Weights as their own libraries quantise them, and the numbers that these make of them.
+"""Weights as their own libraries quantize them, and the numbers that these make of them.
 
 ``python tests/core/quantization/recorded_weights.py NAME`` records one of ``WRITERS`` again, where
 that library is installed: bitsandbytes 0.50.2, AutoGPTQ 0.7.1 and AutoAWQ 0.2.9 (of these two the
@@ -359,7 +359,7 @@ WRITERS: dict[str, Callable[[], Iterator[Named]]] = {
 
 
 def record(writer: str) -> None:
-    """Quantise random weights, and make numbers of them again."""
+    """Quantize random weights, and make numbers of them again."""
     torch.manual_seed(7)
     tensors: dict[str, torch.Tensor] = {}
     for name, stored, truth in WRITERS[writer]():

@@ -1,4 +1,4 @@
-"""Names that tell quantised tensors are told from all others by a cheaper look first."""
+"""Names that tell quantized tensors are told from all others by a cheaper look first."""
 
 from __future__ import annotations
 

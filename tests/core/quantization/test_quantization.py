@@ -1,4 +1,4 @@
-"""Quantised checkpoints: kept as they are, shown for what they are, and made numbers on demand.
+"""Quantized checkpoints: kept as they are, shown for what they are, and made numbers on demand.
 
 The oracle is torch's own reader of such checkpoints.
 """
@@ -134,7 +134,7 @@ def test_mxfp4_is_what_torch_computes(
 
 @pytest.mark.parametrize("through", ["files", "map"])
 def test_gpt_oss_computes_what_transformers_makes_of_it(through: str, out: Path) -> None:
-    """A model that is quantised as on the Hub; its experts are as wide as its states, as there."""
+    """A model that is quantized as on the Hub; its experts are as wide as its states, as there."""
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 8}
     heads = {
@@ -264,13 +264,13 @@ def test_a_report_says_what_was_done(out: Path) -> None:
     assert read_back("safetensors", out / "m")["mlp.up_proj.weight"][0] == "bfloat16"
 
 
-QUANTISED = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+QUANTIZED = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
 
 @pytest.mark.parametrize("inner", [False, True], ids=["on top", "in text_config"])
 @pytest.mark.parametrize("target", ["safetensors", "dcp"])
-def test_the_config_no_longer_says_quantised(target: str, inner: bool, out: Path) -> None:
-    config: Any = {"model_type": "x", "quantization_config": QUANTISED}
+def test_the_config_no_longer_says_quantized(target: str, inner: bool, out: Path) -> None:
+    config: Any = {"model_type": "x", "quantization_config": QUANTIZED}
     source = saved(deepseek(), out / "hf", {"text_config": config} if inner else config)
     (source / "hf_quant_config.json").write_text("{}")
     report = convert_to(target, source, out / "m", dequantize=True)
@@ -281,7 +281,7 @@ def test_the_config_no_longer_says_quantised(target: str, inner: bool, out: Path
 
 
 def test_nor_does_the_config_of_assets(out: Path) -> None:
-    config = {"model_type": "x", "quantization_config": QUANTISED}
+    config = {"model_type": "x", "quantization_config": QUANTIZED}
     saved(deepseek(), out / "assets", config)
     source = saved(deepseek(), out / "hf")
     options = MapOptions(assets=out / "assets")
@@ -300,7 +300,7 @@ def test_nor_does_the_config_of_assets(out: Path) -> None:
     ],
     ids=str,
 )
-def test_what_would_stay_quantised_is_refused_by_name(
+def test_what_would_stay_quantized_is_refused_by_name(
     name: str, tensor: torch.Tensor, kind: str, out: Path
 ) -> None:
     source = saved(deepseek() | {name: tensor}, out / "hf")
@@ -312,7 +312,7 @@ def test_what_would_stay_quantised_is_refused_by_name(
     assert set(read_back("safetensors", out / "m")) == {"mlp.up_proj.weight", "norm.weight"}
 
 
-def test_a_causal_mask_of_bytes_is_no_quantised_matrix(out: Path) -> None:
+def test_a_causal_mask_of_bytes_is_no_quantized_matrix(out: Path) -> None:
     mask = torch.ones(1, 1, 4, 4, dtype=torch.uint8).tril()
     source = saved(deepseek() | {"h.0.attn.bias": mask}, out / "hf")
     convert_to("safetensors", source, out / "m", dequantize=True)
@@ -429,7 +429,7 @@ def test_only_what_is_kept_must_fit_and_counts(
         (["a.weight", "a.weight_scale", "a.weight_scale_2"], "NVFP4"),
     ],
 )
-def test_quantised_tensors_are_shown_for_what_they_are(
+def test_quantized_tensors_are_shown_for_what_they_are(
     names: list[str], kind: str, out: Path
 ) -> None:
     source = saved({name: torch.zeros(2, dtype=torch.uint8) for name in names}, out / "hf")
@@ -437,7 +437,7 @@ def test_quantised_tensors_are_shown_for_what_they_are(
     assert [(told.startswith(kind), count) for told, count in found.items()] == [(True, 1)]
 
 
-def test_plain_models_are_not_called_quantised(out: Path) -> None:
+def test_plain_models_are_not_called_quantized(out: Path) -> None:
     source = saved({"a.weight": torch.zeros(2), "b.scales": torch.zeros(2)}, out / "hf")
     assert inspect_json(inspect(source))["quantized"] == {}
 
@@ -488,9 +488,9 @@ def test_computed_numbers_are_compared_in_small_tiles(out: Path) -> None:
     assert TensorPair(norm, norm).is_plain
 
 
-def test_a_config_without_its_quantisation_is_no_other_one(out: Path) -> None:
+def test_a_config_without_its_quantization_is_no_other_one(out: Path) -> None:
     """Nor is one that says something else of the model."""
-    config: Any = {"model_type": "x", "quantization_config": QUANTISED}
+    config: Any = {"model_type": "x", "quantization_config": QUANTIZED}
     source = saved(deepseek(), out / "hf", config)
     (source / "hf_quant_config.json").write_text("{}")
     convert_to("hf", source, out / "m", dequantize=True)
@@ -500,7 +500,7 @@ def test_a_config_without_its_quantisation_is_no_other_one(out: Path) -> None:
     assert [finding.code for finding in found] == ["companion-differs"]
 
 
-def test_a_map_over_quantised_weights_wants_numbers(out: Path) -> None:
+def test_a_map_over_quantized_weights_wants_numbers(out: Path) -> None:
     source = saved({f"model.{n}": t for n, t in deepseek().items()}, out / "hf")
     with pytest.raises(UsageError) as caught:
         convert_to("dcp", source, out / "m", map=MapOptions("auto"))

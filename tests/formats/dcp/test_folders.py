@@ -35,7 +35,7 @@ def test_a_name_inside_a_value_is_no_other_tensors(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.quantize")
 @pytest.mark.parametrize("dtype", [torch.qint8, torch.quint8, torch.qint32], ids=str)
-def test_a_quantised_tensor_is_read_in_parts(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_a_quantized_tensor_is_read_in_parts(dtype: torch.dtype, tmp_path: Path) -> None:
     """And does not keep the others from being read."""
     whole = torch.quantize_per_tensor(torch.randn(3, 4), 0.1, 3, dtype)
     save({"w": whole, "b": torch.ones(2)}, tmp_path)

@@ -176,7 +176,7 @@ def test_a_large_table_makes_chunks_on_demand(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 9])
-def test_of_two_items_of_a_quantised_tensor_none_is_taken(ranks: int) -> None:
+def test_of_two_items_of_a_quantized_tensor_none_is_taken(ranks: int) -> None:
     data = make([(2, 3)], ranks, [])
     assert parse(data, ".metadata").tensors
     with pytest.raises(Damaged, match=r"layers\.0\.weight: two items for a value"):

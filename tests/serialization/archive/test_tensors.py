@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from conftest import bits
-from recipes.common import quantised
+from recipes.common import quantized
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -26,7 +26,7 @@ from ckptool.serialization.archive.tensors import split_quantized
 from ckptool.serialization.pickle.records import Call, Global
 
 
-def save_quantised(tensor: Any, path: Path, *, as_zip: bool) -> ckptool.Checkpoint:
+def save_quantized(tensor: Any, path: Path, *, as_zip: bool) -> ckptool.Checkpoint:
     import torch
 
     torch.save({"q": tensor}, path, _use_new_zipfile_serialization=as_zip)
@@ -34,9 +34,9 @@ def save_quantised(tensor: Any, path: Path, *, as_zip: bool) -> ckptool.Checkpoi
 
 
 ONE_SCALE = {
-    "whole": lambda: quantised("q", 4, 6),
-    "strided": lambda: quantised("q", 4, 6)[1:, ::2].t(),
-    "parameter": lambda: __import__("torch").nn.Parameter(quantised("q", 4), requires_grad=False),
+    "whole": lambda: quantized("q", 4, 6),
+    "strided": lambda: quantized("q", 4, 6)[1:, ::2].t(),
+    "parameter": lambda: __import__("torch").nn.Parameter(quantized("q", 4), requires_grad=False),
 }
 
 
@@ -44,7 +44,7 @@ ONE_SCALE = {
 @pytest.mark.parametrize("made", ONE_SCALE.values(), ids=ONE_SCALE)
 def test_one_scale(made: Any, as_zip: bool, tmp_path: Path) -> None:
     tensor = made()
-    found = save_quantised(tensor, tmp_path / "q.pt", as_zip=as_zip)
+    found = save_quantized(tensor, tmp_path / "q.pt", as_zip=as_zip)
     assert found.read("q.int_repr").equal(tensor.int_repr())
     assert found.objects["q.q_scale"] == tensor.q_scale()
     assert found.objects["q.q_zero_point"] == tensor.q_zero_point()
@@ -52,8 +52,8 @@ def test_one_scale(made: Any, as_zip: bool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("as_zip", [True, False], ids=["zip", "legacy"])
 def test_a_scale_a_channel(as_zip: bool, tmp_path: Path) -> None:
-    tensor = quantised("q", 4, 3, channels=True)
-    found = save_quantised(tensor, tmp_path / "q.pt", as_zip=as_zip)
+    tensor = quantized("q", 4, 3, channels=True)
+    found = save_quantized(tensor, tmp_path / "q.pt", as_zip=as_zip)
     assert found.read("q.int_repr").equal(tensor.int_repr())
     assert found.read("q.q_per_channel_scales").equal(tensor.q_per_channel_scales())
     assert found.read("q.q_per_channel_zero_points").equal(tensor.q_per_channel_zero_points())
@@ -65,13 +65,13 @@ def test_integers_of_every_size(dtype: str, tmp_path: Path) -> None:
     import torch
 
     tensor = torch.quantize_per_tensor(torch.arange(6.0), 0.5, 1, getattr(torch, dtype))
-    found = save_quantised(tensor, tmp_path / "q.pt", as_zip=True)
+    found = save_quantized(tensor, tmp_path / "q.pt", as_zip=True)
     assert found.tensors["q.int_repr"].dtype.name == dtype.removeprefix("q")
     assert found.read("q.int_repr").equal(tensor.int_repr())
 
 
 def test_it_is_said_what_the_parts_are(tmp_path: Path) -> None:
-    notes = save_quantised(quantised("q", 4), tmp_path / "q.pt", as_zip=True).catalog.notes
+    notes = save_quantized(quantized("q", 4), tmp_path / "q.pt", as_zip=True).catalog.notes
     assert any("q.int_repr" in note and "q.q_scale" in note for note in notes)
 
 
@@ -88,7 +88,7 @@ REBUILD = Global("torch._utils", "_rebuild_qtensor")
         None,
     ],
 )
-def test_what_is_no_quantised_tensor_has_no_parts(value: Any) -> None:
+def test_what_is_no_quantized_tensor_has_no_parts(value: Any) -> None:
     assert split_quantized(value) is None
 
 

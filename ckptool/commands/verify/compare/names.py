@@ -247,7 +247,7 @@ def differing_companions(
 
     These are config.json, tokenizer and their like. The files of ``--hf-assets``, which ``convert``
     copies, go before those of the same name. A config.json that says another element type is no
-    other, nor is what it says of a quantisation where numbers are made of that: tensors are
+    other, nor is what it says of a quantization where numbers are made of that: tensors are
     compared by themselves. Raises NotFound where a file cannot be read, UsageError where there are
     no assets.
     """

@@ -53,7 +53,7 @@ def trained(folder: Path) -> Path:
     return folder / "run.pt"
 
 
-def quantised(folder: Path) -> Path:
+def quantized(folder: Path) -> Path:
     """An FP8 weight in one block, with its scale, and a norm."""
     torch.manual_seed(6)
     weight = torch.randn(4, 6).to(torch.float8_e4m3fn)
@@ -136,8 +136,8 @@ def test_a_manifest_of_all_proves_an_export_whose_options_can_be_undone(
     assert not ckptool.verify(changed, manifest=manifest, **EXPORTS[name]).ok
 
 
-def test_numbers_of_quantised_tensors_are_proved(tmp_path: Path) -> None:
-    source, manifest = quantised(tmp_path), tmp_path / "m.json"
+def test_numbers_of_quantized_tensors_are_proved(tmp_path: Path) -> None:
+    source, manifest = quantized(tmp_path), tmp_path / "m.json"
     made = export(source, tmp_path / "m.safetensors", {"dequantize": True})
     assert ckptool.compare(source, made, dequantize=True).verify.ok
     assert not ckptool.compare(source, made).verify.ok
