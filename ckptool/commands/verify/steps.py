@@ -29,7 +29,7 @@ _OF_TRAINER = re.compile(r"^checkpoint-(\d{1,18})")
 _LAST_NUMBER = re.compile(r"(\d{1,18})(?!.*\d)")
 _TYPE = re.compile(
     r"(?<![a-z])(?:(?:mx|nv)?fp|bf|b?float|u?int|nf)(?:4|6|8|16|32|64)(?!\d)(?:_?e[2-8]m[0-3](?!\d))?"
-    r"|(?<![a-z])i?q[1-8](?:_[01kmslx]+)*(?![a-z0-9])"
+    r"|(?<![a-z])i?q[1-8](?:_(?:[01]|[klmsx]+))*(?![a-z0-9])"
     r"|(?<![a-z])w(?:4|8|16)a(?:4|8|16)(?!\d)"
     r"|(?<!\d)[1-8]-?bits?(?![a-z])(?:-\d+g(?![a-z]))?",
     re.IGNORECASE,
@@ -120,12 +120,17 @@ def _step_in(parts: tuple[str, ...]) -> tuple[int, int] | None:
     """Return which part of a relative path says the step, and the step."""
     for pattern in _NUMBERS:
         for at in range(len(parts) - 1, -1, -1):
-            if match := pattern.search(parts[at]):
+            if match := pattern.search(_typeless(parts[at])):
                 return at, int(match[1])
     if not parts or _SHARD.search(parts[-1]):
         return None
-    match = _LAST_NUMBER.search(_TYPE.sub("", Path(parts[-1]).stem))
+    match = _LAST_NUMBER.search(_typeless(Path(parts[-1]).stem))
     return (len(parts) - 1, int(match[1])) if match else None
+
+
+def _typeless(name: str) -> str:
+    """Return a name without its element types: ``checkpoint-4bit-300`` is step 300."""
+    return _TYPE.sub("", name)
 
 
 def _group(run: Location, checkpoints: Iterable[Location]) -> list[Step]:
@@ -207,7 +212,7 @@ def says_step(step: Step) -> bool:
     ``checkpoint_3`` is a step as a folder, as a file it may well be what rank 3 saved.
     """
     words = _NUMBERS if _is_folder(step.path) else [_STEP, _ITERATION, _EPOCH]
-    return any(pattern.search(step.path.name) for pattern in words)
+    return any(pattern.search(_typeless(step.path.name)) for pattern in words)
 
 
 def holds_steps(step: Step) -> bool:
@@ -242,5 +247,5 @@ def _is_of_another(step: Step, path: Location) -> bool:
 
 def _says_another(step: Step, names: Iterable[str]) -> bool:
     """Return whether one of the parts of a path names the number of another step."""
-    found = (pattern.search(name) for name in names for pattern in _NUMBERS)
+    found = (pattern.search(_typeless(name)) for name in names for pattern in _NUMBERS)
     return any(match is not None and int(match[1]) != step.number for match in found)

@@ -150,6 +150,8 @@ def test_the_bits_of_an_element_type_are_no_step(tmp_path: Path) -> None:
         "w_fp8_e4m3fn.pt": None, "model-q4_0.safetensors": None, "model-Q5_K_M.safetensors": None,
         "m-iq2_xxs.pt": None, "m_7-q8_0.pt": 7, "gptq_model-4bit-128g.safetensors": None,
         "w4a16.pt": None, "m-mxfp4.pt": None, "model-8-bit.pt": None, "q7.pt": None, "seq7.pt": 7,
+        "q8_1000.pt": 1000, "checkpoint-4bit-300.pt": 300, "step_8bit.pt": None,
+        "iter_0000100.pt": 100, "4-bit-step-9.pt": 9,
     }  # fmt: skip
     numbers = {step.path.name: step.number for step in steps_of(saved(tmp_path, *wanted))}
     assert numbers == wanted
