@@ -187,7 +187,7 @@ def test_files_are_those_of_transformers_and_back(model: Saved) -> None:
 
 def test_moments_go_with_their_experts(model: Saved) -> None:
     folder, _, files = model
-    options = MapOptions(experts="separate", assets=folder / "hf")
+    options = MapOptions("auto", assets=folder / "hf")
     convert_to("dcp", folder / "dcp", folder / "out", map=options)
     written = flat(load_dcp(folder / "out"))
     moments = {n: t for n, t in written.items() if n.startswith("optimizer.")}

@@ -39,6 +39,8 @@ EXPERTS = ("packed", "separate")
 _PACKED = "transformers 5 in memory"
 """What maps call the side whose experts are packed."""
 HUGGING_FACE = "Hugging Face"
+_OF_FILES = ("hf", "safetensors")
+"""Formats that files of a model have, in which some models' experts are packed, too (Qwen3.5)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,6 +298,10 @@ def _detect_map(catalog: Catalog, known: list[Record], options: MapOptions) -> t
     candidates = _fitting(catalog, known, ways)
     if not candidates:
         raise _none_fits(catalog, builtin_maps().values(), f"--map {AUTO}")
+    types = _model_types(known)
+    in_memory = [w for w in candidates if w.source == _PACKED and (not types or _is_for(w, types))]
+    if in_memory and catalog.format not in _OF_FILES:
+        candidates = in_memory
     return _only_one(candidates, known, f"--map {AUTO}")
 
 
