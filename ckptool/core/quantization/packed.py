@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.quantization.model import Quantized, Surroundings, Tensors
@@ -18,7 +19,7 @@ _ADDED = {"gptq": 1.0, "gptq_v2": 0.0}
 """What is added to a stored zero point: GPTQ of AutoGPTQ stores it less one, GPTQModel's v2 not."""
 _REORDERED = ("true", "group", "dynamic")
 """What compressed-tensors (0.20) calls groups of columns that are in another order than stored."""
-_OF_MODULES = {"dynamic", "extra_config"}
+_OF_MODULES = ("dynamic", "extra_config")
 """What GPTQModel and AutoRound call the settings that some modules have of their own."""
 _AUTO_ROUND = {
     "auto_round:auto_gptq": "gptq",
@@ -146,22 +147,32 @@ def _lay_out_gptq(pair: Quantized, around: Surroundings) -> TensorEntry:
     bits, columns = fits[0], words * 32 // fits[0]
     if any(o.shape != (columns,) or o.dtype.name not in ("int32", "int64") for o in order):
         raise pair.unfit(f"{order[0].name} {list(order[0].shape)} does not match its columns")
-    own = fields.keys() & _OF_MODULES
-    said = None if own else fields.get("group_size")
+    said, own = fields.get("group_size"), _of_modules(fields)
     pair.require_said({} if own else fields, bits=bits)
     if fields.get("desc_act") is True and groups > 1 and not order:
         raise pair.unfit(f"quantization_config says desc_act, but no {pair.module}.g_idx")
     sizes = [said] if type(said) is int and said > 0 else []
-    if sizes and -(-columns // sizes[0]) != groups:
+    if sizes and not own and -(-columns // sizes[0]) != groups:
         raise pair.unfit(
             f"quantization_config says group_size {said}, the tensors {columns // groups}"
         )
     sizes += [columns // groups] if columns % groups == 0 else []
-    group = next((size for size in sizes if -(-columns // size) == groups), None)
-    if group is None:
+    may_be = dict.fromkeys(size for size in sizes if -(-columns // size) == groups)
+    if not may_be:
         raise pair.unfit(f"scales {pair.scales.name} are of {groups} groups, not of {said} columns")
+    group, *another = may_be
+    if another and own and not order:
+        raise pair.unfit(
+            f"groups of {group} columns or of {another[0]}: quantization_config has settings of"
+            f" some modules, and no {pair.module}.g_idx"
+        )
     pair = replace(pair, settings=(bits, _ADDED[form]))
     return pair.numbers(around.dtype, (rows, columns), (1, group))
+
+
+def _of_modules(fields: Mapping[str, Any]) -> bool:
+    """Return whether some modules have settings of their own."""
+    return any(fields.get(key) for key in _OF_MODULES)
 
 
 def _lay_out_awq(pair: Quantized, around: Surroundings) -> TensorEntry:
@@ -177,7 +188,7 @@ def _lay_out_awq(pair: Quantized, around: Surroundings) -> TensorEntry:
     if columns % groups or pair.others[0].dtype.name != "int32":
         raise pair.unfit()
     fields = around.config.fields
-    said = {} if fields.keys() & _OF_MODULES else fields
+    said = {} if _of_modules(fields) else fields
     pair.require_said(said, bits=_AWQ_BITS, group_size=columns // groups)
     pair = replace(pair, settings=(_AWQ_BITS,))
     return pair.numbers(around.dtype, (rows, columns), (1, columns // groups))

@@ -17,7 +17,7 @@ from conftest import bits, convert_to, read_back
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from recorded_weights import HERE, recorded
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import ckptool
 from ckptool.commands.open import open_checkpoint
@@ -432,6 +432,38 @@ def test_scales_that_may_be_of_another_tensor_are_refused(
     (out / "hf" / "config.json").write_text(json.dumps(said if config else {}))
     with pytest.raises(Unsupported, match=words):
         convert_to("safetensors", out / "hf", out / "m", dequantize=True)
+
+
+def test_one_scale_a_matrix_is_of_all_of_it(out: Path) -> None:
+    state = {"a.weight": torch.ones(2, 4, 8).to(torch.float8_e4m3fn)}
+    state["a.weight_scale_inv"] = torch.tensor([[[3.0]], [[5.0]]])
+    (out / "hf").mkdir()
+    save_file(state, out / "hf" / "model.safetensors")
+    convert_to("safetensors", out / "hf", out / "m", dequantize=True)
+    numbers = load_file(out / "m" / "model.safetensors")["a.weight"]
+    assert numbers[:, 0, 0].tolist() == [3, 5]
+    assert torch.equal(numbers, numbers[:, :1, :1].expand(2, 4, 8))
+
+
+@pytest.mark.parametrize("dynamic", [None, {"-:.*mlp": {}}])
+def test_a_last_group_of_gptq_may_have_fewer_columns(dynamic: Any, out: Path) -> None:
+    """Of 40 columns, 32 and 8: of 20 each they would be as many groups."""
+    state = {
+        "a.qweight": torch.full((5, 8), 0x22222222, dtype=torch.int32),
+        "a.qzeros": torch.zeros(2, 1, dtype=torch.int32),
+        "a.scales": torch.tensor([[1.0] * 8, [4.0] * 8]).half(),
+    }
+    (out / "hf").mkdir()
+    save_file(state, out / "hf" / "model.safetensors")
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 32, "dynamic": dynamic}
+    (out / "hf" / "config.json").write_text(json.dumps({"quantization_config": config}))
+    if dynamic:
+        with pytest.raises(Unsupported, match=r"groups of 32 columns or of 20: .* no a\.g_idx"):
+            convert_to("safetensors", out / "hf", out / "m", dequantize=True)
+        return
+    convert_to("safetensors", out / "hf", out / "m", dequantize=True)
+    numbers = load_file(out / "m" / "model.safetensors")["a.weight"]
+    assert numbers.tolist() == [[1.0] * 32 + [4.0] * 8] * 8
 
 
 def test_nvfp4_has_groups_of_16(out: Path) -> None:
