@@ -43,6 +43,7 @@ from ckptool.errors import (
 )
 from ckptool.formats.dcp import items
 from ckptool.formats.dcp.opening import locate_item
+from ckptool.storage.file_status import FileStatus
 from ckptool.storage.url import RemotePath, location
 
 MANY = {"max_shard_size": 1_500}
@@ -289,6 +290,18 @@ def test_files_of_a_part_that_are_gone_or_changed_are_written_again(
         write(planned, source, target, said.split("--part ")[1].split()[0])
     finish(planned, source, target)
     assert content(target) == {key.removeprefix("m/"): data for key, data in truth.items()}
+
+
+def test_parts_are_finished_where_files_have_other_inodes(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on another machine, of file systems in user space."""
+    _, planned = KINDS["folder of models"]
+    write(planned, source, tmp_path / "m", "1/2", "2/2")
+    of = FileStatus.of
+    monkeypatch.setattr(FileStatus, "of", lambda status: of(status)._replace(inode=7))
+    finish(planned, source, tmp_path / "m")
+    assert content(tmp_path / "m")
 
 
 def test_one_process_writes_a_part_at_a_time(three: Any, source: Path, tmp_path: Path) -> None:

@@ -262,7 +262,8 @@ def _remove(report: PruneReport, verify: VerifyOptions, notify: Notify) -> Prune
             fates[fate.path] = replace(fate, fate="keep", freed=0, reason=reason)
         elif fate.fate == "remove":
             notify(f"removing {fate.path}")
-            remove(fate.path, find_side(fate.path)[0])
+            side, is_own = find_side(fate.path)
+            remove(fate.path, side if is_own else None)
         else:
             notify(f"dropping the optimizer of {fate.path}")
             for strip in plan_strip(steps[fate.path].parts, verify.read, verify.workers):

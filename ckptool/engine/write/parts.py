@@ -1,8 +1,8 @@
 """Output that processes make which do not know one another, a part each; another commits it.
 
 Each part has the journal of a rank, which says of how many parts the run is. The journal ends with
-a note of the part once all its files are written, synced and compared: names, sizes, inodes and
-times, that of the last change of anything among them, which nothing sets back.
+a note of the part once all its files are written, synced and compared: names, sizes and times,
+that of the last change of anything among them, which nothing sets back.
 """
 
 from __future__ import annotations
@@ -172,12 +172,15 @@ class PartsStage(Stage):
 
 
 def _marks(folder: Path, names: Iterable[str]) -> dict[str, list[int]]:
-    """Return what says of files, as JSON has it, that nobody wrote to them: follow no link."""
+    """Return what says of files, as JSON has it, that nobody wrote to them: follow no link.
+
+    Not inodes, which sshfs and other file systems in user space number anew on each machine.
+    """
     found = {}
     for name in names:
         with suppress(FileNotFoundError, NotADirectoryError):
             status = FileStatus.of(os.lstat(folder / name))
-            found[name] = [status.nbytes, status.modified, status.inode, status.changed]
+            found[name] = [status.nbytes, status.modified, status.changed]
     return found
 
 

@@ -20,7 +20,7 @@ from ckptool.core.dtype import BY_NAME, DType
 from ckptool.core.layout import Literal, Part, Patch
 from ckptool.core.mesh import Mesh, Placement, Replicate, Shard, StridedShard
 from ckptool.core.sharding.dtensor import LocalShard
-from ckptool.errors import Damaged, Unsupported
+from ckptool.errors import Damaged, NotFound, Unsupported
 from ckptool.serialization.pickle.records import Call, Global
 from ckptool.serialization.pickle.write import (
     Content,
@@ -77,11 +77,11 @@ def _identity(crc: int) -> bytes:
 def is_written_here(source: Source, file: str) -> bool:
     """Return whether ``lay_out_archive`` wrote a file, one without a root of its own.
 
-    What torch saved, or saved again, is not.
+    What torch saved, or saved again, is not; nor is what cannot be read, such as a folder.
     """
     try:
         records = read_directory(Region(source, file, 0, source.files[file]))
-    except Damaged:
+    except (Damaged, NotFound):
         return False
     pickle, mark = (records.get(f"{_ROOT}/{name}") for name in ("data.pkl", _IDENTITY))
     if pickle is None or mark is None:

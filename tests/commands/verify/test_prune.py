@@ -262,6 +262,25 @@ def test_a_file_beside_a_step_that_is_not_ckptool_s_stays(tmp_path: Path) -> Non
     assert "step-1.extra.pt beside it was not written" in report.of_fate("leave")[0].reason
 
 
+@pytest.mark.parametrize("late", [True, False])
+def test_what_comes_to_lie_beside_a_step_stays(tmp_path: Path, late: bool) -> None:
+    for step in (1, 2):
+        ckptool.convert(SOURCE, tmp_path / f"step-{step}.safetensors", to="safetensors")
+    side = tmp_path / "step-1.extra.pt"
+
+    def replace_side(_: str = "") -> None:
+        if side.is_file():
+            side.unlink()
+            side.mkdir()
+
+    if not late:
+        replace_side()
+    options = PruneOptions(keep_last=1, yes=True)
+    prune(tmp_path, options, lambda said: replace_side() if "removing" in said else None)
+    assert side.is_dir()
+    assert (tmp_path / "step-1.safetensors").exists() is not late
+
+
 def test_one_checkpoint_is_no_run(tmp_path: Path) -> None:
     run = run_of(tmp_path, 1, 2)
     with pytest.raises(Unsupported, match="is one checkpoint"):
