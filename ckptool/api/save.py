@@ -51,8 +51,8 @@ def save(
     before it takes its place. In a process group ``to="dcp"`` is what all ranks save together, as
     by torch's own ``dcp.save``: every rank must call this, and each writes what it holds, such as
     its shards of DTensors. Raises Unsupported where ranks do not, where other ranks hold a part and
-    the format has no file a rank, and for values that are not plain data; UsageError where it makes
-    no sense; Damaged where ranks contradict one another.
+    the format has no file per rank, and for values that are not plain data; UsageError where it
+    makes no sense; Damaged where ranks contradict one another.
     """
     parsed = Keywords("save", options, SaveKeywords).options(SaveOptions, to=to)
     started, place = started_progress(progress), location(target)

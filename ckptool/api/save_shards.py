@@ -88,8 +88,8 @@ def save_shards(
     """Write what all ranks of the program's process group hold; all of them must call it.
 
     ``collect`` returns what this one does, given its rank. Raises Damaged where ranks hold
-    different values of one name, Unsupported where the format has no file a rank, on every rank the
-    same.
+    different values of one name, Unsupported where the format has no file per rank, on every rank
+    the same.
     """
     ranks = RunningRanks()
     try:

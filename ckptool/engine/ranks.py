@@ -157,7 +157,7 @@ class RunningRanks(TorchRanks):
             raise Unsupported(
                 f"rank {self.rank} of {self.size} reached no other ranks: {why}",
                 hint="all ranks of the process group must do this, those that hold nothing too;"
-                " one alone can save in a format that has no file a rank, such as safetensors",
+                " one alone can save in a format that has no file per rank, such as safetensors",
             ) from None
 
 

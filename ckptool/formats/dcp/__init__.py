@@ -2,7 +2,7 @@
 
 Read: torch 2.1 to 2.15, by any writer that keeps to it (FSDP1 and 2, torchtitan, Lightning with its
 ``meta.pt``, nvidia-resiliency-ext), several files per rank, one file per item, zstd stream
-extension, and saves without collectives (one ``__{rank}.metadata`` a rank). Each item is a
+extension, and saves without collectives (one ``__{rank}.metadata`` per rank). Each item is a
 torch.save archive of one chunk or one value. Written: as torch 2.13 does, one file per rank.
 """
 

@@ -1,4 +1,4 @@
-"""Lay out a DCP folder as torch 2.13 writes it: one ``.distcp`` file a rank, then ``.metadata``."""
+"""Lay out a DCP folder as torch 2.13 does: one ``.distcp`` file per rank, then ``.metadata``."""
 
 from __future__ import annotations
 

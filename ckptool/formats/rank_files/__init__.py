@@ -1,4 +1,4 @@
-"""One file a rank, written by torch.save or, by torch_checkpointing, as safetensors.
+"""One file per rank, written by torch.save or, by torch_checkpointing, as safetensors.
 
 Read: torch ``_experimental`` ``checkpoint_{r}.pt``; plain FSDP rank files such as
 ``model_rank{r}.pt``; verl ``model_world_size_{W}_rank_{r}.pt``; accelerate 1.15

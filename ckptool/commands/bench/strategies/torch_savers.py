@@ -15,7 +15,7 @@ from ckptool.commands.bench.worker.device import Device
 
 
 class TorchSave(Strategy):
-    """A file a rank, ``checkpoint_{rank}.pt``, as torch's ``_experimental`` names them."""
+    """A file per rank, ``checkpoint_{rank}.pt``, as torch's ``_experimental`` names them."""
 
     name = "torch-save"
     says = "torch.save"
