@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -44,7 +45,7 @@ from ckptool.commands.verify.findings import (
     conflict_problems,
 )
 from ckptool.commands.verify.verify import Started, changes
-from ckptool.core.casts import as_type, is_computed
+from ckptool.core.casts import RangeCounts, as_type, is_computed
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.text import plural
 from ckptool.engine.check.pairs import TensorPair
@@ -194,6 +195,7 @@ class Comparison:
         self.differing: list[DifferingTensor] = []
         self.pairs: list[TensorPair] = []
         self._values = 0
+        self._beyond: RangeCounts = Counter()
         self._whole_values = 0, 0
         self.alignment: Alignment | None = None
 
@@ -257,6 +259,7 @@ class Comparison:
         workers = self._options.workers or max(each.source.workers for each in opened)
         reads = (CheckedSource(opened[0].source), CheckedSource(opened[1].source))
         result = compare(self.pairs, reads, self._comparing, workers, started(self._nbytes))
+        self._beyond = result.ranges.counts
         for name, (number, error) in result.unreadable.items():
             problems = (p if p.tensor else p.within(name, tensor=name) for p in error.problems)
             known = self._sides[number].problems  # one item that is opened late names all others
@@ -348,5 +351,7 @@ class Comparison:
         compared = sum(pair.one.nbytes for pair in equal)
         cast = sum(pair.is_cast for pair in equal)
         once = f", {cast:,} of them cast to the coarser type of both" if cast else ""
+        if self._beyond:
+            once += f" ({plural(self._beyond.total(), 'value')} beyond its range)"
         values = f", {plural(self._values, 'non-tensor value')}" if self._values else ""
         return f"{plural(len(equal), 'tensor')} ({compared:,} bytes) {how}{once}{values}"

@@ -23,7 +23,7 @@ from ckptool.engine.check.pairs import (
     same_bits,
 )
 from ckptool.engine.read.gather import raw
-from ckptool.engine.read.rounding import cast
+from ckptool.engine.read.rounding import RangeCheck, cast
 from ckptool.engine.read.tensors import CheckedSource, TensorSource
 from ckptool.engine.read.tiles import Progress, read_tiles
 from ckptool.errors import CkptoolError, Problem
@@ -101,10 +101,14 @@ def differing_tensor(pair: TensorPair, found: Difference) -> DifferingTensor:
 
 @dataclass(frozen=True, slots=True)
 class TensorComparison:
-    """Differences by the first one's name; ``unreadable`` has the side, 0 or 1, and its error."""
+    """Differences by the first one's name; ``unreadable`` has the side, 0 or 1, and its error.
+
+    ``ranges`` counts what casts made infinite, or another number: on both sides that is the same.
+    """
 
     differences: dict[str, Difference] = field(default_factory=dict)
     unreadable: dict[str, tuple[int, CkptoolError]] = field(default_factory=dict)
+    ranges: RangeCheck = field(default_factory=RangeCheck)
 
 
 def compare(
@@ -139,7 +143,7 @@ def note_differences(
             return
         try:
             for tile in tiles:
-                difference = _difference(pair, tile, options)
+                difference = _difference(pair, tile, options, found.ranges)
                 if difference is not None:
                     with lock:
                         known = found.differences.get(name)
@@ -158,12 +162,16 @@ def _sum(one: Difference, other: Difference) -> Difference:
     return Difference(elements, first.first, first.values, max(sizes, default=None))
 
 
-def _difference(pair: TensorPair, tile: PairTile, options: CompareOptions) -> Difference | None:
+def _difference(
+    pair: TensorPair, tile: PairTile, options: CompareOptions, ranges: RangeCheck
+) -> Difference | None:
     """Return how a tile of a pair differs, None where it does not."""
     one, other, types = tile.one, tile.other, (pair.one.dtype, pair.other.dtype)
     if pair.is_cast:
         wanted = coarser(*types)
         one, other = cast(one, types[0], wanted), cast(other, types[1], wanted)
+        ranges.note(pair.one.name, tile.one, types[0], one, wanted)
+        ranges.note(pair.one.name, tile.other, types[1], other, wanted)
         types = (wanted, wanted)
     if types[0] == types[1] and same_bits(one, other):
         return None

@@ -296,6 +296,16 @@ def test_a_cast_copy_is_the_same_whichever_side_it_is_on(dtype: str, out: Path) 
         assert codes(against(*each, cast=True)) == {"tensor-differs"}
 
 
+def test_what_a_cast_makes_infinite_is_counted(out: Path) -> None:
+    wide = torch.tensor([1.0, 1e5, torch.inf, -1e5])
+    save_file({"w": wide}, out / "a.safetensors")
+    save_file({"w": wide.half()}, out / "b.safetensors")
+    sides = out / "a.safetensors", out / "b.safetensors"
+    for each in (sides, sides[::-1]):
+        summary = against(*each, cast=True).verify.summary
+        assert "1 of them cast to the coarser type of both (2 values beyond its range)" in summary
+
+
 def widened(tensors: dict[str, torch.Tensor]) -> None:
     tensors |= {"wide": tensors["wide"].double(), "nan": tensors["nan"].double()}
 
