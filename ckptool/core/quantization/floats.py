@@ -149,12 +149,14 @@ def _with_dims(entry: TensorEntry, count: int) -> TensorEntry:
 def _even(shape: tuple[int, ...], grid: tuple[int, ...]) -> tuple[int, ...] | None:
     """Return the size of the blocks where they divide a tensor without a rest.
 
-    None where there are several, neither square nor of one row: they may be turned round.
+    None where they are neither square, nor of one row, nor of whole columns or the whole matrix:
+    such scales may be turned round.
     """
     if any(not count or size % count for size, count in zip(shape, grid, strict=True)):
         return None
     rows, columns = (size // count for size, count in zip(shape, grid, strict=True))
-    return (rows, columns) if rows in (1, columns) or max(grid) == 1 else None
+    is_whole = grid[0] == 1 and grid[1] in (1, shape[1])
+    return (rows, columns) if rows in (1, columns) or is_whole else None
 
 
 def _lay_out_nvfp4(pair: Quantized, around: Surroundings) -> TensorEntry:

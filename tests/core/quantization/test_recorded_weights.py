@@ -434,15 +434,18 @@ def test_scales_that_may_be_of_another_tensor_are_refused(
         convert_to("safetensors", out / "hf", out / "m", dequantize=True)
 
 
-def test_one_scale_a_matrix_is_of_all_of_it(out: Path) -> None:
-    state = {"a.weight": torch.ones(2, 4, 8).to(torch.float8_e4m3fn)}
-    state["a.weight_scale_inv"] = torch.tensor([[[3.0]], [[5.0]]])
+@pytest.mark.parametrize("scales", [(2, 1, 1), (2, 1, 8)])
+def test_scales_of_whole_columns_and_matrices_need_no_config(
+    scales: tuple[int, ...], out: Path
+) -> None:
+    """As experts have them that are stored with their inputs first."""
+    scale = torch.arange(1.0, 1 + scales[0] * scales[2]).reshape(scales)
+    state = {"a.weight": torch.ones(2, 4, 8).to(torch.float8_e4m3fn), "a.weight_scale_inv": scale}
     (out / "hf").mkdir()
     save_file(state, out / "hf" / "model.safetensors")
     convert_to("safetensors", out / "hf", out / "m", dequantize=True)
     numbers = load_file(out / "m" / "model.safetensors")["a.weight"]
-    assert numbers[:, 0, 0].tolist() == [3, 5]
-    assert torch.equal(numbers, numbers[:, :1, :1].expand(2, 4, 8))
+    assert torch.equal(numbers.float(), scale.expand(2, 4, 8))
 
 
 @pytest.mark.parametrize("dynamic", [None, {"-:.*mlp": {}}])
