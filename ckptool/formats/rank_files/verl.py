@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-from ckptool.core.catalog import Catalog
+from ckptool.core.catalog import Catalog, Path
 from ckptool.core.layout import FileLayout, Layout, Literal
 from ckptool.core.selection import entries_of
 from ckptool.errors import Unsupported
@@ -45,7 +45,8 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
     files = [file.within(_FOLDER) for file in lay_out_companions(catalog)]
     for rank in range(size):
         leaves = [*tensors.leaves(rank), *values_of(objects, rank, placed.mesh)]
-        for family, state in by_family(leaves).items():
+        numbered = ((_with_number(path), leaf) for path, leaf in leaves)
+        for family, state in by_family(numbered).items():
             stem = f"{family}_world_size_{size}_rank_{rank}"
             files.append(FileLayout(f"{stem}.pt", tuple(lay_out_archive(state, root=stem)), rank))
     version = catalog.info.get("FSDP version")
@@ -53,3 +54,15 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
         config = {"FSDP_version": int(version), "world_size": size}
         files.append(FileLayout(CONFIG, (Literal(json.dumps(config, indent=4).encode()),)))
     return Layout(tuple(files), folder=True, notes=(*notes, *tensors.notes))
+
+
+def _with_number(path: Path) -> Path:
+    """Return the path of an optimizer's state with the parameter's number as an integer.
+
+    DCP makes text of it (torch 2.13), and ``Optimizer.load_state_dict`` takes the state of no
+    parameter from that, without a word.
+    """
+    head, number, rest = path[:2], path[2:3], path[3:]
+    if head == ("optim", "state") and number and str(number[0]).isdecimal():
+        return (*head, int(str(number[0])), *rest)
+    return path

@@ -94,6 +94,20 @@ def test_on_demand_from_a_dcp_folder(mesh: str, out: Path) -> None:
     assert state(out / "r", "extra_state", 1, 2) == extra
 
 
+def test_an_optimizer_finds_the_state_of_its_parameters_by_way_of_dcp(out: Path) -> None:
+    model = torch.nn.Linear(3, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    state_dict = {"model": model.state_dict(), "optim": optimizer.state_dict()}
+    dcp.save(state_dict, checkpoint_id=out / "dcp", no_dist=True)
+    ckptool.reshard(out / "dcp", out / "r", mesh="1", to="verl", fsync=False)
+    again = torch.optim.AdamW(model.parameters())
+    again.load_state_dict(state(out / "r", "optim", 0, 1))
+    for parameter, moments in optimizer.state.items():
+        assert torch.equal(again.state[parameter]["exp_avg"].full_tensor(), moments["exp_avg"])
+
+
 def test_what_verl_has_no_file_for_is_refused(out: Path) -> None:
     torch.save({"model": {"w": torch.ones(2)}, "optimizer": {"m": torch.ones(2)}}, out / "a.pt")
     with pytest.raises(Unsupported, match=r"optimizer\.m: verl has files of model, optim, extra"):
