@@ -215,8 +215,9 @@ def _instead(dtype: DType) -> str:
 
 
 def is_of_numpy(dtype: DType) -> bool:
-    """Return whether numpy has an element type of this name."""
-    return dtype.name in np.sctypeDict
+    """Return whether numpy itself has an element type of this name, be ml_dtypes' there or not."""
+    kind = np.sctypeDict.get(dtype.name)
+    return kind is not None and np.dtype(kind).isbuiltin == 1
 
 
 def _lay_out_safetensors(path: str, entries: Sequence[TensorEntry]) -> FileLayout:

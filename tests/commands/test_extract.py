@@ -109,7 +109,12 @@ def test_names_that_are_none(names: list[str], words: str, hint: str, mixed: Pat
     assert re.search(hint, caught.value.hint or "")
 
 
-def test_what_numpy_cannot_hold_is_refused_with_what_can(mixed: Path, out: Path) -> None:
+@pytest.mark.parametrize("beside", [None, "ml_dtypes"], ids=str)
+def test_what_numpy_cannot_hold_is_refused_with_what_can(
+    beside: str | None, mixed: Path, out: Path
+) -> None:
+    if beside:
+        pytest.importorskip(beside)  # it gives numpy the names of its types
     with pytest.raises(Unsupported, match="numpy has no bfloat16") as caught:
         ckptool.extract(mixed, "bf16", out / "w.npy")
     assert caught.value.hint == (

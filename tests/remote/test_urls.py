@@ -117,7 +117,7 @@ def test_the_home_folder_has_no_sign_here(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError, match="of a shell alone") as caught:
+    with pytest.raises(UsageError, match="only a shell expands ~") as caught:
         location(text)
     assert f"did you mean {tmp_path}" in (caught.value.hint or "")
     (tmp_path / "~").mkdir()

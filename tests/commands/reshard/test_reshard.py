@@ -354,7 +354,8 @@ def test_the_sources_dims_keep_their_names(
     source = case("rank_verl").path / "global_step_5" / "actor"
     assert reshard(source, out / "r", mesh).mesh.names == names
     state = torch.load(next((out / "r").glob("model_*_0.pt")), weights_only=False)
-    assert state["one"].device_mesh.mesh_dim_names == names
+    verl = ("ddp", "fsdp")  # what verl's own files have for two dims
+    assert state["one"].device_mesh.mesh_dim_names == (names or verl)
 
 
 # Without writing

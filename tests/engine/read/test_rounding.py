@@ -118,5 +118,8 @@ def test_numbers_that_a_cast_makes_infinite_are_counted(
     check.note("a", bits, types[0], cast(bits, *types), types[1])
     before = torch.from_numpy(bits.view(np.uint8)).view(getattr(torch, stored))
     after = before.to(getattr(torch, wanted)).double()
-    lost = int((before.double().isfinite() & ~after.isfinite()).sum())
-    assert check.counts == ({("a", wanted): lost} if lost else {})
+    lost = before.double().isfinite() & ~after.isfinite()
+    if wanted == "float8_e4m3fn":  # beyond 464 torch makes 448 of all, or NaN before 2.13
+        lost = (before.abs() > 464) & (before.isfinite() | after.isfinite())
+    assert check.counts.total() == int(lost.sum())
+    assert {key[:2] for key in check.counts} == ({("a", wanted)} if lost.any() else set())
