@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 import numpy as np
@@ -275,7 +274,8 @@ def _find_overlaps(targets: Mapping[tuple[Any, ...], Target]) -> Iterator[tuple[
     for group in filter(lambda group: len(group) > 1, groups):
         for target in group:
             others = (other for other in group if other.entry.name != target.entry.name)
-            yield from ((other, target) for other in islice(others, 1))
+            if (other := next(others, None)) is not None:
+                yield other, target
 
 
 def _require_same(

@@ -23,7 +23,7 @@ def diff(
         str,
         typer.Argument(
             metavar="OTHER",
-            help="Another one, or a model: its config.json, or a folder that contains only that;"
+            help="Another one, or a model: its config.json, or a folder with it and no checkpoint;"
             " B on the screen.",
         ),
     ],

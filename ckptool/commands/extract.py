@@ -215,7 +215,7 @@ def _instead(dtype: DType) -> str:
 
 
 def is_of_numpy(dtype: DType) -> bool:
-    """Return whether numpy itself has an element type of this name, be ml_dtypes' there or not."""
+    """Return whether numpy itself has an element type; ml_dtypes gives it names of its own."""
     kind = np.sctypeDict.get(dtype.name)
     return kind is not None and np.dtype(kind).isbuiltin == 1
 

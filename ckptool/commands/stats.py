@@ -13,7 +13,7 @@ import numpy as np
 from ckptool.commands.document import Report
 from ckptool.commands.open import OpenedCheckpoint
 from ckptool.core.catalog import TensorEntry, coverage_problem
-from ckptool.core.dtype import DType
+from ckptool.core.dtype import EXPONENTS, DType
 from ckptool.core.selection import tensors_named
 from ckptool.engine.read.tensors import TensorSource, TensorTile, tensor_job
 from ckptool.engine.read.tiles import read_tiles, require_unchanged
@@ -244,7 +244,7 @@ def _complex(stored: Array) -> Array:
 def _float8_table(name: str) -> Array:
     """Return the value of each of the 256 codes."""
     codes = np.arange(256)
-    if name == "float8_e8m0fnu":
+    if name == EXPONENTS:
         return np.where(codes == 255, np.nan, np.ldexp(1.0, codes - 127)).astype(np.float32)
     exponent_bits, bias, nan = _FLOAT8[name]
     mantissa_bits = 7 - exponent_bits

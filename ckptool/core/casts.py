@@ -111,8 +111,12 @@ def coarser(one: DType, other: DType) -> DType:
 
 
 def is_computed(entry: TensorEntry) -> bool:
-    """Return whether numbers are computed, as of quantized tensors, in the type that they have."""
-    return any(isinstance(chunk.at, ScaledBlocks) for chunk in entry.chunks)
+    """Return whether numbers are computed, as of quantized tensors, in the type that they have.
+
+    Only chunks in a tuple are looked through: those of tables are places in files.
+    """
+    chunks = entry.chunks if isinstance(entry.chunks, tuple) else ()
+    return any(isinstance(chunk.at, ScaledBlocks) for chunk in chunks)
 
 
 RangeCounts = Counter[tuple[str, str, str]]

@@ -101,6 +101,7 @@ def short_name(name: str) -> str:
 
 
 EXPONENTS = "float8_e8m0fnu"
+"""The type of scales that are powers of two (MX formats): no sign, no zero."""
 
 
 def parse_dtype(text: str) -> DType:

@@ -7,14 +7,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ckptool.core.catalog import Scheme, TensorEntry
-from ckptool.core.dtype import BY_NAME
+from ckptool.core.dtype import BY_NAME, EXPONENTS
 from ckptool.core.quantization.model import Quantized, Surroundings, Tensors
 from ckptool.core.views import insert_dim, permute
 
 _INVERSE, _BLOCKS, _SCALES, _SCALE = "_scale_inv", "_blocks", "_scales", ".weight_scale"
 _PACKED = ".weight_packed"
 _PLAIN_SCALE = ".scale"
-_E8M0 = "float8_e8m0fnu"
 _MX_GROUP, _NV_GROUP = 32, 16
 _BLOCK = (128, 128)
 """DeepSeek-V3's, where no config says another size."""
@@ -38,7 +37,9 @@ def find_floats(tensors: Tensors) -> Iterator[Quantized]:
             values = tensors.get(own)
             if values is not None and values.dtype.name.startswith(("float8_e4", "float8_e5")):
                 yield Quantized("FP8 in blocks", own, values, entry, _lay_out_scaled)
-            elif values is not None and values.dtype.name == "int8" and entry.dtype.name == _E8M0:
+            elif (
+                values is not None and values.dtype.name == "int8" and entry.dtype.name == EXPONENTS
+            ):
                 pairs = replace(values, dtype=BY_NAME["uint8"])
                 yield Quantized("MXFP4", own, pairs, entry, _lay_out_nvfp4, "nvfp4/")
         elif name.endswith(_SCALE):
@@ -80,12 +81,12 @@ def _of_scale(
 
 def _is_mx(scales: TensorEntry) -> bool:
     """Return whether scales are exponents of two, in bytes."""
-    return scales.dtype.name in ("uint8", _E8M0)
+    return scales.dtype.name in ("uint8", EXPONENTS)
 
 
 def _powers(scales: TensorEntry) -> TensorEntry:
     """Return bytes that are exponents of two as what they are."""
-    return replace(scales, dtype=BY_NAME[_E8M0])
+    return replace(scales, dtype=BY_NAME[EXPONENTS])
 
 
 def _lay_out_mxfp8(pair: Quantized, around: Surroundings) -> TensorEntry:
@@ -161,7 +162,7 @@ def _even(shape: tuple[int, ...], grid: tuple[int, ...]) -> tuple[int, ...] | No
 
 def _lay_out_nvfp4(pair: Quantized, around: Surroundings) -> TensorEntry:
     """Lay out floats of four bits, two a byte, with a scale for so many of a row and one of all."""
-    pair.require_type(pair.scales, "float8_e4m3fn" if pair.others else _E8M0)
+    pair.require_type(pair.scales, "float8_e4m3fn" if pair.others else EXPONENTS)
     for of_all in pair.others:
         pair.require_type(of_all, "float")
     halves, grid = pair.values.shape, pair.scales.shape

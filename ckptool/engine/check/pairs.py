@@ -10,7 +10,8 @@ from itertools import chain, islice
 from typing import NamedTuple
 
 from ckptool.core.box import Box
-from ckptool.core.catalog import ScaledBlocks, TensorEntry
+from ckptool.core.casts import is_computed
+from ckptool.core.catalog import TensorEntry
 from ckptool.core.layout import tiles
 from ckptool.engine.read.gather import Array, Gatherer
 from ckptool.engine.read.runs import entry_runs
@@ -47,9 +48,7 @@ class TensorPair:
         Computing a number of a quantized tensor takes some twenty times its bytes.
         """
         types = (self.one.source_dtype, self.one.dtype, self.other.source_dtype, self.other.dtype)
-        chunks = [side.chunks for side in (self.one, self.other) if isinstance(side.chunks, tuple)]
-        is_made = any(isinstance(chunk.at, ScaledBlocks) for some in chunks for chunk in some)
-        return len({*types}) == 1 and not is_made
+        return len({*types}) == 1 and not (is_computed(self.one) or is_computed(self.other))
 
     @property
     def itemsize(self) -> int:

@@ -135,7 +135,7 @@ class DcpAsync(DcpStrategy):
 
 
 class Experimental(Strategy):
-    """A checkpointer of ``_experimental``: a file per rank, written at once or behind."""
+    """A checkpointer of ``_experimental``: a file per rank, at once or in the background."""
 
     def __init__(self, *, background: bool) -> None:
         self.name = "experimental-async" if background else "experimental-sync"
