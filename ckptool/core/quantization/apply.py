@@ -54,6 +54,7 @@ def dequantize(catalog: Catalog, around: Surroundings) -> DequantizeResult:
         pair = by_values.get(name)
         try:
             if pair is not None:
+                pair.require_method(around.config)
                 entry = pair.lay_out(pair, around)
                 result.kinds[id(entry.chunks)] = pair.kind
             elif unknown := unknown_kind(catalog, entry):

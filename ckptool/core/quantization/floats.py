@@ -98,6 +98,8 @@ def _lay_out_mxfp8(pair: Quantized, around: Surroundings) -> TensorEntry:
         or shape[-1] % _MX_GROUP
     ):
         raise pair.unfit()
+    said = around.config.weights_of(pair.module)
+    pair.require_said(said, num_bits=8, type="float", group_size=_MX_GROUP)
     return pair.numbers(around.dtype, shape, (*(1 for _ in shape[1:]), _MX_GROUP))
 
 
@@ -110,6 +112,8 @@ def _lay_out_scaled(pair: Quantized, around: Surroundings) -> TensorEntry:
             raise pair.unfit(
                 f"zero points {entry.name} {list(entry.shape)} do not match its scales"
             )
+    weights = around.config.weights_of(pair.module)
+    pair.require_said(weights, num_bits=8, type=pair.values.dtype.kind)
     rows, said = shape[:-1], around.config.block_of(pair.module)
     blocks = _blocks(shape, said) if said else 1
     if pair.scales.elements == 1 != blocks:
@@ -173,6 +177,8 @@ def _lay_out_nvfp4(pair: Quantized, around: Surroundings) -> TensorEntry:
     block = (*(1 for _ in shape[1:]), shape[-1] // columns)
     if block[-1] != (_NV_GROUP if pair.others else _MX_GROUP):
         raise pair.unfit()
+    said = around.config.weights_of(pair.module)
+    pair.require_said(said, num_bits=4, type="float", group_size=block[-1])
     return pair.numbers(around.dtype, shape, block)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from fnmatch import translate
 from typing import Any
 
 from ckptool.core.box import Box, row_major_strides
@@ -14,6 +16,25 @@ from ckptool.core.selection import renamed_path
 from ckptool.errors import Unsupported
 
 Tensors = Mapping[str, TensorEntry]
+_IGNORED = ("ignore", "modules_to_not_convert")
+"""What compressed-tensors and ModelOpt, and transformers, call modules with no such weights.
+
+By name, by ``re:`` and a pattern, or by a glob, as ModelOpt (0.47) has them.
+"""
+_FP8 = frozenset(["FP8", "FP8 in blocks"])
+_MX = frozenset(["MXFP4", "MXFP8"])
+_OF_METHOD: Mapping[str, frozenset[str]] = {
+    "awq": frozenset(["AWQ"]),
+    "bitsandbytes": frozenset(["bitsandbytes NF4", "bitsandbytes FP4", "bitsandbytes INT8"]),
+    "compressed-tensors": _FP8 | _MX | {"packed integers", "INT8", "NVFP4"},
+    "fbgemm_fp8": frozenset(["FP8"]),
+    "fp8": _FP8 | _MX,
+    "gptq": frozenset(["GPTQ"]),
+    "modelopt": _FP8 | _MX | {"NVFP4", "INT8"},
+    "mxfp4": frozenset(["MXFP4"]),
+    "torchao": frozenset(["torchao"]),
+}
+"""The kinds that each ``quant_method`` stores (transformers 5.23); others may store any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +45,12 @@ class QuantizationConfig:
     """
 
     fields: Mapping[str, Any] = field(default_factory=dict)
+    _ignored: tuple[re.Pattern[str], ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        lists = (self.fields.get(key) for key in _IGNORED)
+        names = [str(name) for some in lists if isinstance(some, list) for name in some]
+        object.__setattr__(self, "_ignored", tuple(_patterns(names)))
 
     @property
     def method(self) -> str | None:
@@ -45,8 +72,10 @@ class QuantizationConfig:
         """Return what the group of a module says of its weights (compressed-tensors 0.20).
 
         A target is the name of a module, ``re:`` and a pattern of such, or a class: the first two
-        go before the last. {} where no group takes the module.
+        go before the last. {} where no group takes the module, or ``ignore`` has it.
         """
+        if self.is_ignored(module):
+            return {}
         groups = self.fields.get("config_groups")
         found = list(groups.values()) if isinstance(groups, dict) else []
         found = [group for group in found if isinstance(group, dict)]
@@ -56,6 +85,21 @@ class QuantizationConfig:
             weights = group.get("weights")
             return weights if isinstance(weights, dict) else {}
         return {}
+
+    def is_ignored(self, module: str) -> bool:
+        """Return whether what is said is not for a module."""
+        return any(pattern.match(module) for pattern in self._ignored)
+
+
+def _patterns(names: list[str]) -> Iterator[re.Pattern[str]]:
+    """Yield patterns of modules: each that ``re:`` begins, and one of all names and globs."""
+    globs = [translate(name) for name in names if not name.startswith("re:")]
+    if globs:
+        yield re.compile("|".join(globs))
+    for name in names:
+        with suppress(re.error):
+            if name.startswith("re:"):
+                yield re.compile(name.removeprefix("re:"))
 
 
 def _targets(group: Mapping[str, Any]) -> list[str]:
@@ -169,6 +213,12 @@ class Quantized:
             other = said.get(key)
             if type(other) is type(value) and other not in (value, -1):
                 raise self.unfit(f"quantization_config says {key} {other}, the tensors {value}")
+
+    def require_method(self, config: QuantizationConfig) -> None:
+        """Raise Unsupported where the config is of a method that stores no tensors of this kind."""
+        kinds = _OF_METHOD.get(config.method or "")
+        if kinds and self.kind not in kinds and not config.is_ignored(self.module):
+            raise self.unfit(f"quantization_config says {config.method}, the tensors {self.kind}")
 
     def require_type(self, entry: TensorEntry, wanted: str) -> None:
         """Raise Unsupported where a part is of a type that would be read as other numbers."""

@@ -322,6 +322,15 @@ def of_all(**weights: Any) -> dict[str, Any]:
     return {"config_groups": {"a": {"targets": ["Linear"], "weights": weights}}}
 
 
+def of_layers(names: str, **weights: Any) -> dict[str, Any]:
+    """The same, of the modules that a pattern names."""
+    return {"config_groups": {"a": {"targets": [f"re:{names}"], "weights": weights}}}
+
+
+WORDS, EIGHT = "compressed_tensors_0_20_0", "compressed_tensors_0_20_0_eight_bits"
+MX = "compressed_tensors_0_20_0_exponents"
+METHOD = {"quant_method": "bitsandbytes"}
+NAMED = of_layers("layer[.]nvfp4$", num_bits=4, type="int", group_size=16)
 LATER = {"config_groups": {"a": {"targets": ["Linear"], "weights": {"num_bits": 8}}}}
 STATE = torch.tensor(list(b"[]"), dtype=torch.uint8)
 
@@ -359,6 +368,18 @@ STATE = torch.tensor(list(b"[]"), dtype=torch.uint8)
         (EARLIER, "four", "", None, LATER, "says num_bits 8, the tensors 4"),
         (EARLIER, "four", "", None, of_all(type="float"), "says type float, the tensors int"),
         (EARLIER, "four", "", None, of_all(symmetric=False), "no .*weight_zero_point"),
+        (WORDS, "nvfp4", "", None, NAMED, "says type int, the tensors float"),
+        (WORDS, "nvfp4", "", None, of_all(num_bits=8), "says num_bits 8, the tensors 4"),
+        (WORDS, "modelopt", "", None, of_all(group_size=32), "says group_size 32, the tensors 16"),
+        (WORDS, "nvfp4", "", None, METHOD, "says bitsandbytes, the tensors NVFP4"),
+        (WORDS, "group", "", None, {"quant_method": "fp8"}, "says fp8, the tensors packed int"),
+        (EIGHT, "int8_channel", "", None, of_all(type="float"), "says type float, the tensors int"),
+        (EIGHT, "tensor", "", None, of_all(num_bits=4), "says num_bits 4, the tensors 8"),
+        (EIGHT, "tensor", "", None, {"quant_method": "torchao"}, "says torchao, the tensors FP8"),
+        (MX, "mxfp4", "", None, of_all(group_size=16), "says group_size 16, the tensors 32"),
+        (MX, "mxfp8", "", None, of_all(num_bits=4), "says num_bits 4, the tensors 8"),
+        (BNB, "nf4_odd", "", None, {"quant_method": "awq"}, "says awq, the tensors bitsandbytes"),
+        ("autogptq_0_7_1", V1, "", None, METHOD, "says bitsandbytes, the tensors GPTQ"),
         (ODD, "bits3", "", None, {}, "do not match its blocks"),
         (ODD, "bits3_zeros", "packed", torch.ones(9, 11).int(), None, "do not match its blocks"),
         (ODD, "bits3_zeros", "shape", torch.tensor([9, 150]), None, "in another order"),
@@ -373,6 +394,16 @@ def test_what_does_not_fit_is_refused_by_name(
         convert_to("safetensors", source, out / "m", dequantize=True)
     assert f"layer.{only}." in str(raised.value)
     assert not (out / "m").exists()
+
+
+@pytest.mark.parametrize("ignored", ["layer.nvfp4", "re:.*nvfp4$", "layer.n*"])
+def test_a_config_says_nothing_of_what_it_ignores(ignored: str, out: Path) -> None:
+    config = of_all(num_bits=8) | {"ignore": [ignored], **METHOD}
+    source = changed(WORDS, "nvfp4", out / "hf", "", None, config)
+    convert_to("safetensors", source, out / "m", dequantize=True, drop=("*_wide.*",))
+    _, truth = recorded(WORDS)
+    written = read_back("safetensors", out / "m")
+    assert written == {"layer.nvfp4.weight": bits(truth["layer.nvfp4.weight"])}
 
 
 def without(name: str, only: str, part: str, config: dict[str, Any], folder: Path) -> Path:
