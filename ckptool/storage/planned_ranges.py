@@ -319,11 +319,12 @@ class PlannedRanges:
     def _make_room_ahead(self, plan: _Plan, wanted: Range) -> bool:
         """Return whether there is room for a range, with the lock held.
 
-        What the plan alone needs later goes for it, as long as that is enough.
+        Where the plan does not fit, what it alone needs later goes for it, as long as that is
+        enough. Where it fits, reading on makes room, and dropping would fetch bytes twice.
         """
         missing = self._held + wanted.nbytes - self.capacity
-        if missing <= 0:
-            return True
+        if missing <= 0 or plan.memory <= self.capacity:
+            return missing <= 0
         later = [part for part in self._droppable(wanted) if self._place(part) > plan.ahead]
         later = [part for part in later if self._plans_of(part) == [plan]]
         if sum(part.nbytes for part in later) < missing:

@@ -199,3 +199,13 @@ def test_what_does_not_fit_is_fetched_once_a_pass(passes: int) -> None:
     fetched = sum(end - start for _, start, end in store.fetched)
     assert SIZE * passes - 12_000 * (passes - 1) <= fetched <= SIZE * passes
     assert ranges._held == 0 == len(ranges._kept)
+
+
+def test_what_is_half_read_is_kept_where_all_that_is_half_read_fits() -> None:
+    store = Store()
+    ranges = PlannedRanges(store.fetch, 8 * 4096)
+    halves = [(FILES[0], 0, 2000), (FILES[0], 2000, 2000)]
+    wanted = [halves[0], *((FILES[1], at, 4000) for at in range(0, SIZE, 4000)), halves[1]]
+    ranges.plan(wanted)
+    read_all(ranges, wanted, 1)
+    assert len(store.fetched) == len(set(store.fetched))
