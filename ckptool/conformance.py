@@ -106,7 +106,7 @@ def _damage_problems(source: Path, file: Path, scratch: Path, flips: int) -> Ite
     good = file.read_bytes()
     damaged.write_bytes(good[: len(good) // 2])
     if good and _is_sound(copy):
-        yield f"{file}: verify finds nothing wrong where half of it is gone"
+        yield f"{file}: verify reports no error although half of the file is missing"
     for position in range(0, len(good), max(1, len(good) // flips)):
         changed = bytearray(good)
         changed[position] ^= 0x15

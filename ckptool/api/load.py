@@ -288,8 +288,8 @@ def _require_same(
     for (first, target), memory in zip(pairs, memories, strict=True):
         if memory.differs.is_set():
             raise Unsupported(
-                f"{first.entry.name} and {target.entry.name} share their memory in the state dict,"
-                " and differ in the checkpoint",
+                f"{first.entry.name} and {target.entry.name} share memory in the state dict"
+                " but differ in the checkpoint",
                 hint=f"untie them, or drop={[target.entry.name]}",
             )
 

@@ -87,7 +87,7 @@ def _require_fits(
     if (given, dtype) != (shape, entry.dtype.name):
         raise Unsupported(
             f"{entry.name}: {entry.dtype} {list(shape)} is read, but out is {dtype} {list(given)}",
-            hint="nothing is cast silently: dtype= casts" if given == shape else None,
+            hint="nothing is cast silently: use dtype= to cast" if given == shape else None,
         )
 
 
@@ -102,7 +102,7 @@ def numpy_dtype(entry: TensorEntry) -> np.dtype[Any]:
     try:
         theirs = getattr(import_module("ml_dtypes"), name, None)
     except ImportError:
-        hint += ", or `pip install ml_dtypes`, which has bfloat16 and types of 8 bits"
+        hint += ", or `pip install ml_dtypes`, which has bfloat16 and 8-bit types"
     else:
         if theirs is not None:
             found: np.dtype[Any] = np.dtype(theirs)

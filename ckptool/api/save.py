@@ -130,7 +130,9 @@ def _entry(
     why = next((reason for reason in reasons if reason is not None), None)
     if dtype is None or why is not None:
         kind = f"{type(tensor).__name__} of {tensor.dtype} on {tensor.device}"
-        raise Unsupported(f"{name}: a {kind}: {why or 'no format has it'}", hint=_TO_SAVE_WHOLE)
+        raise Unsupported(
+            f"{name}: a {kind}: {why or 'no format supports it'}", hint=_TO_SAVE_WHOLE
+        )
     shape = global_shape(tensor)
     chunks = [
         Chunk(box, _place(part, dtype.itemsize, buffers, head))
@@ -140,7 +142,7 @@ def _entry(
     return TensorEntry(name, path, dtype, shape, tuple(chunks))
 
 
-_TO_SAVE_WHOLE = "full_tensor() of a DTensor makes a plain one, dequantize() of a quantized one"
+_TO_SAVE_WHOLE = "call full_tensor() on a DTensor, dequantize() on a quantized tensor"
 
 
 def _why_not_plain(tensor: torch.Tensor) -> str | None:
@@ -176,5 +178,5 @@ def _require_plain(name: str, value: object) -> None:
     elif type(value) not in _PLAIN:
         raise Unsupported(
             f"{name}: a {type(value).__name__}, which is not plain data",
-            hint="numbers, texts, and lists, tuples, sets and dicts of them are",
+            hint="use numbers, text, and lists, tuples, sets or dicts of them",
         )

@@ -29,7 +29,7 @@ TO_SAVE_SHARDS = (
     "to='dcp' writes the shards of all ranks, and `ckptool convert` makes every other format of"
     " that; or save full_tensor() on one rank"
 )
-_TO_NAME_APART = "give what differs a name of its own on each rank, such as rng.0 on rank 0"
+_TO_NAME_APART = "use a different name on each rank for values that differ, such as rng.0 on rank 0"
 
 
 class LocalState(NamedTuple):

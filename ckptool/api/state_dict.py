@@ -136,20 +136,21 @@ def list_names(items: Sequence[str]) -> list[str]:
 
 def _hint(checkpoint: Checkpoint, matched: NameMatch) -> str:
     if matched.missing and {*matched.both, *matched.missing} <= _names_of_model(checkpoint):
-        return "model_only=True fits the names"
+        return "use model_only=True to match the names"
     prefix = _other_prefix(matched)
     if prefix is not None:
-        return f"{prefix.keyword} fits the names"
+        return f"use {prefix.keyword} to match the names"
     rule = unwrapping_rule(matched.unexpected)
     if rule and {*map(substitution(rule), matched.unexpected)} >= {*matched.missing}:
-        return f"rename=[{rule!r}] fits the names"
+        return f"use rename=[{rule!r}] to match the names"
     if any({*WRAPPERS} & {*name.split(".")} for name in matched.missing):
         return "torch.distributed.checkpoint.state_dict.get_model_state_dict(model) has plain names"
     if matched.missing:
-        return "rename=[REGEX=REPLACEMENT] or map fit names; strict=False loads what both have"
+        return "rename with rename=[REGEX=REPLACEMENT] or map; strict=False loads what both have"
     if all(".state." in name for name in matched.unexpected):
         return (
-            "an optimizer has state once it has stepped; before that, get_optimizer_state_dict of"
+            "an optimizer has no state before its first step; to create it, use "
+            "get_optimizer_state_dict of"
             " torch.distributed.checkpoint.state_dict makes it"
         )
     return "model_only=True, select=[GLOB] or drop=[GLOB] exclude names, strict=False all of these"

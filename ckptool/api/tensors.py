@@ -147,7 +147,7 @@ def why_not_filled(tensor: torch.Tensor) -> str | None:
 
     if type(tensor.detach()) is not torch.Tensor:
         kind = type(tensor).__name__
-        return f"a {kind}, a subclass with memory of its own: load plain tensors, then make these"
+        return f"a {kind}, a subclass with its own memory: load plain tensors, then rebuild it"
     if tensor.is_quantized:
         return "a quantized tensor"
     if tensor.layout != torch.strided:
@@ -157,7 +157,7 @@ def why_not_filled(tensor: torch.Tensor) -> str | None:
     if tensor.is_conj() or tensor.is_neg():
         return "a conjugate or negative view"
     if _overlaps(tensor.shape, tensor.stride()):
-        return "an expanded view or its like: several of its elements share their memory"
+        return "an expanded view or similar: several of its elements share memory"
     return None
 
 

@@ -36,7 +36,7 @@ def archive(entry: ObjectEntry) -> bytes:
         raise Unsupported(
             f"{entry.name}: a {type_name(entry.value)}, made of {', '.join(sorted(foreign))}, which"
             " ckptool does not rebuild",
-            hint="leave it out of the state dict, or drop it where the checkpoint is opened",
+            hint="remove it from the state dict, or pass drop= when opening the checkpoint",
         )
     parts = lay_out_archive(entry.value)
     return b"".join(part.data for part in parts if isinstance(part, Literal))

@@ -16,7 +16,7 @@ def diff(
     source: Annotated[
         str,
         typer.Argument(
-            metavar="SRC", help="A checkpoint of any format; a path or a URL: A on the screen."
+            metavar="SRC", help="A on the screen: a checkpoint of any format, as a path or a URL."
         ),
     ],
     other: Annotated[

@@ -99,8 +99,8 @@ def inspect(
         typer.Option(
             "--format",
             metavar="FORMAT",
-            help="Print text, json (as --json does), or as csv or markdown a table of tensors;"
-            " with --depth, --shards, --rank-bytes, --values or --stats of these; of a run its"
+            help="Print text, json (same as --json), or one table as csv or markdown: the tensors,"
+            " or what --depth, --shards, --rank-bytes, --values or --stats select; for a run, its"
             " steps.",
             autocompletion=complete_from(lambda: FORMATS),
         ),

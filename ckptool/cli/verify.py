@@ -146,11 +146,13 @@ def _require_possible(
         )
     against, write_manifest, manifest, *_ = questions
     if against is not None and (options.quick or options.sample < 1):
-        raise UsageError("--against compares every byte: not with --quick or --sample")
+        raise UsageError(
+            "--against compares every byte: it cannot be combined with --quick or --sample"
+        )
     if options.part is not None and any(questions):
         raise UsageError(
-            "--part: only where one checkpoint is checked by itself",
-            hint="not with --against, a manifest, --latest-good, --all or --salvage",
+            "--part checks a single checkpoint",
+            hint="leave out --against, manifests, --latest-good, --all and --salvage",
         )
     if against is None and (flags := changed(comparison)):
         raise UsageError(f"{flags[0]} says what to compare: it needs --against OTHER")
@@ -248,9 +250,9 @@ def _salvage(
     from ckptool.render.verify import show_salvage
 
     if output.form == "junit":
-        raise UsageError("--format junit: a salvage is no check")
+        raise UsageError("--format junit cannot be combined with --salvage")
     if output.page is not None:
-        raise UsageError("--html: a salvage has a list beside what it writes, and no page")
+        raise UsageError("--html cannot be combined with --salvage, which writes a list of its own")
     planned = plan_salvage(source, target, salvage_options(options, overwrite=overwrite))
     with progress(planned.nbytes, quiet=output.quiet) as advance:
         report = planned.run(advance)

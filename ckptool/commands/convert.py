@@ -155,7 +155,7 @@ def writer_for(to: str | None, target: Location) -> Format:
     alone = single_file_suffixes().get(target.suffix)
     if to is None and alone is None:
         raise UsageError(
-            f"{target}: its name does not say the format",
+            f"{target}: the name does not determine the format",
             hint="--to hf writes a folder for transformers and vLLM, --to dcp one for torch;"
             " DST.safetensors and DST.pt are files",
         )

@@ -131,14 +131,14 @@ def _resolve(catalog: Catalog, asked: Sequence[str]) -> dict[str, str]:
             raise _not_one(catalog, name, names)
         for one in names:
             if subscripts.setdefault(one, text[len(name) :]) != text[len(name) :]:
-                raise UsageError(f"{one}: asked for twice", hint="one slice of a tensor at a time")
+                raise UsageError(f"{one}: requested twice", hint="one slice of a tensor at a time")
     return subscripts
 
 
 def _not_one(catalog: Catalog, name: str, names: Sequence[str]) -> UsageError:
     """Return the error for a name that is none, or part of several."""
     if names:
-        hint = f"ask for one in full, or for all: '*{name}*'"
+        hint = f"give one full name, or match all: '*{name}*'"
         return UsageError(f"{name!r} is in {len(names):,} names: {list_some(names, 3)}", hint=hint)
     return unknown_tensor(f"no tensor named {name!r}", name, catalog)
 

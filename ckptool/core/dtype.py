@@ -116,7 +116,7 @@ def parse_dtype(text: str) -> DType:
         )
     if dtype.name == EXPONENTS:
         raise UsageError(
-            f"invalid --dtype {text!r}: a type of scales, without zero and signs",
-            hint="float8_e4m3fn and float8_e5m2 are of weights",
+            f"invalid --dtype {text!r}: a scale type, without zero and sign",
+            hint="use float8_e4m3fn or float8_e5m2 for weights",
         )
     return dtype

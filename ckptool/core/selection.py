@@ -54,7 +54,7 @@ def unwrapping_hint(names: Sequence[str], known: Callable[[str], bool]) -> str |
     rule = unwrapping_rule(names)
     if rule is None or not all(map(known, map(substitution(rule), names))):
         return None
-    return f"--rename '{rule}' takes the wrappers off the names"
+    return f"--rename '{rule}' removes the wrappers from the names"
 
 
 def matches(name: str, globs: Sequence[str]) -> bool:

@@ -45,7 +45,7 @@ def read_launch(environment: Mapping[str, str]) -> Launch | None:
     local = read_number(environment, "LOCAL_RANK") if "LOCAL_RANK" in environment else 0
     host = environment.get("MASTER_ADDR")
     if not host:
-        raise UsageError("RANK and WORLD_SIZE are set, and MASTER_ADDR is not", hint=_TO_WORK_ALONE)
+        raise UsageError("RANK and WORLD_SIZE are set, but MASTER_ADDR is not", hint=_TO_WORK_ALONE)
     port = read_number(environment, "MASTER_PORT")
     if port > 65535:
         raise UsageError(f"MASTER_PORT={port}: not a port number", hint=_TO_WORK_ALONE)
@@ -56,7 +56,7 @@ def read_number(environment: Mapping[str, str], name: str) -> int:
     """Return a variable that is a natural number; UsageError where it is none, or not set."""
     text = environment.get(name)
     if text is None:
-        raise UsageError(f"RANK and WORLD_SIZE are set, and {name} is not", hint=_TO_WORK_ALONE)
+        raise UsageError(f"RANK and WORLD_SIZE are set, but {name} is not", hint=_TO_WORK_ALONE)
     if not (text.isascii() and text.isdecimal()) or len(text) > 9:
         raise UsageError(f"{name}={text!r}: not a number", hint=_TO_WORK_ALONE)
     return int(text)
@@ -156,8 +156,8 @@ class RunningRanks(TorchRanks):
             why = f"within {MEETING:g} s" if isinstance(error, TimeoutError) else error_text(error)
             raise Unsupported(
                 f"rank {self.rank} of {self.size} reached no other ranks: {why}",
-                hint="all ranks of the process group must do this, those that hold nothing too;"
-                " one alone can save in a format that has no file per rank, such as safetensors",
+                hint="all ranks of the process group must call this, even those that hold nothing;"
+                " a single rank can save in a format without rank files, such as safetensors",
             ) from None
 
 

@@ -52,7 +52,7 @@ def flat_members(files: Mapping[str, _Metadata]) -> dict[str, list[Member]]:
             }
         except (KeyError, TypeError, ValueError, AttributeError, IndexError):
             raise Damaged(
-                f"{name}: what flat parameters are made of is unclear", "parameters-flat"
+                f"{name}: cannot determine what the flat parameters contain", "parameters-flat"
             ) from None
     return by_flat
 
@@ -127,13 +127,11 @@ def _place(entry: TensorEntry, chunk: Chunk, skeletons: _Skeletons, at: Place) -
     what = f"{entry.name} {chunk.box} at byte {at.offset:,} of {at.file}"
     pickled = skeletons.get((entry.name, chunk.box.lo))
     if pickled is None:
-        raise Damaged(
-            f"{what}: .metadata does not say how its bytes are strided", "metadata-unreadable"
-        )
+        raise Damaged(f"{what}: .metadata does not record its strides", "metadata-unreadable")
     tensor = _skeleton(pickled)
     if tensor is None or (tensor.dtype, tensor.shape) != (entry.source_dtype, chunk.box.shape):
         raise Damaged(
-            f"{what}: no {entry.source_dtype} {list(chunk.box.shape)}, as it should be",
+            f"{what}: not the {entry.source_dtype} {list(chunk.box.shape)} expected",
             "item-mismatch",
         )
     stored = StoredBytes(at.file, at.offset, at.nbytes, at.nbytes)
@@ -204,7 +202,9 @@ def _require_families(source: Source, parts: Mapping[str, str], options: ScanOpt
     families = {match[1] for name in source.files if (match := _SHARDS.fullmatch(name))}
     missing = [f"{family}/.metadata" for family in sorted(families.difference(parts.values()))]
     problems = [
-        Problem(f"{name} is missing, which names what is beside it", "file-missing", file=name)
+        Problem(
+            f"{name} is missing, which describes the files beside it", "file-missing", file=name
+        )
         for name in missing
     ]
     options.report(problems, subject=source.root, hint="name the other folder by itself to read it")

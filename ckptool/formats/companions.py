@@ -178,7 +178,7 @@ def latest_folder(source: Source) -> str | None:
     latest = next((name for name in names if name in folders), None)
     if latest is None:
         raise Damaged(
-            f"{source.root}: {MEGATRON} says {text!r}, and there is no {' or '.join(names)}",
+            f"{source.root}: {MEGATRON} says {text!r}, but there is no {' or '.join(names)}",
             hint="name a folder that is there; it may be older",
         )
     return latest

@@ -349,7 +349,7 @@ def _require_cut(entry: TensorEntry, placement: object, ranks: int) -> None:
         raise Unsupported(f"{entry.name}: several tensors in one, which ckptool does not shard")
     if dim != rule.dim:
         wanted = "whole on every rank" if rule.dim is None else f"cut along dim {rule.dim}"
-        raise Unsupported(f"{entry.name}: {placement}; Meta's code has it {wanted}")
+        raise Unsupported(f"{entry.name}: {placement}; Meta's code expects it {wanted}")
     if dim is not None and entry.shape[dim] % ranks:
         raise Unsupported(
             f"{entry.name}: {entry.shape[dim]:,} of dim {dim} do not make {ranks} equal parts,"

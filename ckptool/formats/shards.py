@@ -67,8 +67,8 @@ def list_misplaced(
     """Return the tensors that are not in the files into which the index puts them."""
     return [
         Problem(
-            f"{name}: {index} puts it into {file}, but it is "
-            + (f"in {file_of[name]}" if name in file_of else "not there"),
+            f"{name}: {index} lists it in {file}, but it is "
+            + (f"in {file_of[name]}" if name in file_of else "missing"),
             "index-mismatch",
             file=index,
             tensor=name,

@@ -66,7 +66,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     if worlds - {1}:
         notes.append(f"{file} holds one rank's part of a checkpoint of {max(worlds)} ranks")
     if _OF_A_RANK.search(file):
-        notes.append(f"{file} is read by itself: nothing in it says that it is one rank's part")
+        notes.append(f"{file} is read by itself: it does not say that it is one rank's part")
     return Catalog(
         "torch-save",
         contents.tensors,

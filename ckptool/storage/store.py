@@ -219,7 +219,7 @@ class Store:
         if key in self._named:
             return self._list_named(key, "")
         if key.rpartition("/")[2] not in INDEXES:
-            hint = f"name its metadata file, for which nothing is listed: {what}/{INDEXES[0]}"
+            hint = f"give its metadata file, which needs no listing: {what}/{INDEXES[0]}"
             raise Denied(f"{error}", hint) from None
         info = self._head(key)
         if info is None:

@@ -155,7 +155,7 @@ def test_ranks_that_do_not_come_are_named(
 
 
 def test_the_target_is_as_for_convert(state: Any, out: Path) -> None:
-    with pytest.raises(UsageError, match="does not say the format"):
+    with pytest.raises(UsageError, match="does not determine the format"):
         ckptool.save(state, out / "m")
     ckptool.save(state, out / "m.pt", fsync=False)
     with pytest.raises(Unsupported, match="already exists"):

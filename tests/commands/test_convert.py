@@ -214,8 +214,8 @@ def test_what_was_left_out_is_said(out: Path) -> None:
         ("m.safetensors", "hf", "but --to hf writes a folder"),
         ("m.pt", "dcp", "the name of a .pt file, but --to dcp writes a folder"),
         ("m.pt", "safetensors", "the name of a .pt file"),
-        ("m", None, "does not say the format"),
-        ("step-1.0", None, "does not say the format"),
+        ("m", None, "does not determine the format"),
+        ("step-1.0", None, "does not determine the format"),
         ("m", "torch-save", "writes a file, whose name ends in one of .pt, .pth"),
         ("step-1.0", "torch-save", "writes a file, whose name"),
     ],
@@ -337,7 +337,7 @@ def test_a_folder_without_a_name_is_replaced_by_its_own(
 
 
 def test_names_that_no_file_can_have_are_refused_before_anything_is_written(out: Path) -> None:
-    with pytest.raises(CkptoolError, match="takes names of up to 255 bytes") as caught:
+    with pytest.raises(CkptoolError, match="file names have at most 255 bytes") as caught:
         convert_to("dcp", case("dcp_base").path, out / ("m" * 228))
     assert caught.value.exit_code == 4
     convert_to("dcp", case("dcp_base").path, out / ("m" * 227))

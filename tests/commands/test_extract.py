@@ -99,7 +99,7 @@ def test_names_are_whole_or_globs_or_part_of_one(mixed: Path, out: Path) -> None
     [
         (["q_proj"], "in 2 names: layers.0.q_proj.weight, layers.1", r"'\*q_proj\*'"),
         (["layers.2.q_proj.weight"], "no tensor named", "did you mean layers.[01].q_proj"),
-        (["w[0]", "w[1]"], "w: asked for twice", "one slice"),
+        (["w[0]", "w[1]"], "w: requested twice", "one slice"),
         (["w[7]"], "index 7 is out of range", ""),
     ],
 )

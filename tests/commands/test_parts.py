@@ -222,7 +222,7 @@ def test_a_part_that_is_missing_is_named(three: Any, source: Path, tmp_path: Pat
 
 
 def test_without_parts_there_is_nothing_to_finish(source: Path, tmp_path: Path) -> None:
-    refused(lambda: finish(convert("dcp"), source, tmp_path / "m"), "no parts are there")
+    refused(lambda: finish(convert("dcp"), source, tmp_path / "m"), "no parts found")
     assert not list(tmp_path.iterdir())
 
 
@@ -366,7 +366,7 @@ def test_a_part_that_ends_a_commit_cut_short_says_so(
             finish(planned, source, target)
     report = planned(source, target, asked("1/3")).run()
     assert (report.written, report.part.done) == (True, True)
-    assert "whose commit was cut short" in report.notes[-1]
+    assert "whose commit was interrupted" in report.notes[-1]
     assert sorted(path.name for path in target.parent.iterdir()) == ["m"]
 
 

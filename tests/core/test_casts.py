@@ -106,5 +106,5 @@ def test_scales_of_any_kind_stay_as_they_are(names: list[str], cast_too: list[st
 
 
 def test_exponents_are_no_type_of_weights() -> None:
-    with pytest.raises(UsageError, match="without zero and signs"):
+    with pytest.raises(UsageError, match="without zero and sign"):
         parse_casts(["*.weight=float8_e8m0fnu"])

@@ -99,8 +99,8 @@ class Evil:
     ("pickled", "error", "words"),
     [
         (pickle.dumps(Evil()), Hostile, "can run code"),
-        (None, Damaged, "does not say how its bytes are strided"),
-        (skeleton(WHOLE.reshape(3, 2)), Damaged, "as it should be"),
+        (None, Damaged, "does not record its strides"),
+        (skeleton(WHOLE.reshape(3, 2)), Damaged, "not the float"),
         (skeleton(torch.zeros(3, 3)[:2]), Damaged, "expected "),
         (skeleton(WHOLE)[:-4], Damaged, "pickle"),
     ],
@@ -154,5 +154,5 @@ def test_shapes_that_are_fewer_than_names_are_damage() -> None:
         "fsdp_numels_with_padding": {"_flat_param": [2, 2]},
         "fsdp_is_padding_mask": {"_flat_param": [False, False]},
     }
-    with pytest.raises(Damaged, match="what flat parameters are made of is unclear"):
+    with pytest.raises(Damaged, match="cannot determine what the flat parameters contain"):
         flat_members({"model/.metadata": {"user_defined_dict": told}})

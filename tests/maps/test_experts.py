@@ -268,7 +268,7 @@ def test_granite_has_other_names_in_memory(tmp_path: Path) -> None:
     ("options", "words"),
     [
         (MapOptions(experts="separate"), "the experts are separate already"),
-        (MapOptions("auto", experts="packed"), "exclude one another"),
+        (MapOptions("auto", experts="packed"), "cannot be combined"),
         (MapOptions(experts="apart"), "not packed or separate"),
     ],
 )
@@ -338,7 +338,7 @@ def test_experts_and_layers_that_are_missing_everywhere_are_missed(
 def test_the_number_of_experts_is_said_where_names_alone_tell_it(moe: Path, tmp_path: Path) -> None:
     (moe / "config.json").unlink()
     report = convert_to("dcp", moe, tmp_path / "a", map=MapOptions(experts="packed"))
-    assert "3 experts a layer, by names alone: no config says how many" in report.notes
+    assert "3 experts per layer, counted from the names: no config records how many" in report.notes
     options = MapOptions("transformers-experts", {"expert": 4})
     with pytest.raises(Unsupported, match=r"expert is 4 .* is .*experts\.2\..*: 1 are missing"):
         convert_to("dcp", moe, tmp_path / "b", map=options)

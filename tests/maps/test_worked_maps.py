@@ -98,7 +98,7 @@ def test_phi_3_gives_the_same_logits_as_llama_and_the_same_tensors_in_megatron(o
                 f"{part}_proj.weight [({rest})", f"{part}_proj.weight [(kv {part} dim)"
             )
         (out / "near.toml").write_text(text.replace("[dims]", "[dims]\nq = 3\nk = 1\nv = 1"))
-        with pytest.raises(Unsupported, match="has rows by group, but phi3"):
+        with pytest.raises(Unsupported, match="stores rows by group, but phi3"):
             convert_to("dcp", out / "phi", out / "near", map=MapOptions(str(out / "near.toml")))
 
     convert_to("safetensors", out / "llama", out / "m1", map=MapOptions("megatron-gpt"))

@@ -111,7 +111,7 @@ def test_who_may_not_remove_changes_nothing(box: str, emulator: Emulator) -> Non
     resharded(SOURCE, f"{box}/m", "2")
     before = stored(box)
     emulator.proxy.fail(emulator.refuse(*DENIED), "DELETE")
-    with pytest.raises(TransferError, match=r"trial removal: access is denied"):
+    with pytest.raises(TransferError, match=r"test removal: access is denied"):
         resharded(SOURCE, f"{box}/m", "4", overwrite=True)
     assert stored(box) == before
 

@@ -356,7 +356,7 @@ def test_who_may_not_remove_changes_nothing(more: dict[str, Any], s3: S3) -> Non
         resharded(SOURCE, s3.url("m"), "2")
     before = s3.get("m")
     s3.fail(DENIED, "DeleteObject", "DeleteObjects")
-    with pytest.raises(TransferError, match=r"written to: .*trial removal: access is denied"):
+    with pytest.raises(TransferError, match=r"written to: .*test removal: access is denied"):
         resharded(SOURCE, s3.url("m"), "4", **more)
     assert s3.get("m") == before
     if more:

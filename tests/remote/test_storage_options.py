@@ -57,7 +57,7 @@ def test_an_option_that_the_client_does_not_know_is_a_mistake_of_use(s3: S3) -> 
     s3.put(SOURCE, "m")
     done = CliRunner().invoke(app, ["inspect", s3.url("m"), "--storage-option", "annon=true"])
     assert isinstance(done.exception, UsageError)
-    assert "storage options that s3:// does not take: " in done.exception.message
+    assert "storage options that s3:// does not accept: " in done.exception.message
     assert "annon" in done.exception.message
 
 

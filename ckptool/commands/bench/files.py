@@ -163,12 +163,13 @@ def require_savable(out: RemotePath, *, abort: bool) -> None:
     """Check a store: Unsupported if ranks cannot write to or share it, UsageError for ``abort``."""
     if abort:
         raise UsageError(
-            "--abort looks for what is left on disk; --out is a URL", hint="--out with a folder"
+            "--abort looks for what is left on disk; --out is a URL",
+            hint="use --out with a local folder",
         )
     if out.store.scheme in WEB:
         raise Unsupported(f"{out}: cannot be written to: web servers are read-only")
     if out.store.scheme == "memory":
-        raise Unsupported(f"{out}: every rank is a process, and has a memory:// of its own")
+        raise Unsupported(f"{out}: each rank is a process with its own memory://")
 
 
 @contextmanager
@@ -198,7 +199,7 @@ def remove_uploaded(place: RemotePath) -> None:
     abort_uploads(store, inside, lambda key: True)
     if list_uploaded(place):
         raise TransferError(
-            f"{place}: cannot be removed", hint="remove it by the store's own tools"
+            f"{place}: cannot be removed", hint="remove it with the store's own tools"
         )
 
 

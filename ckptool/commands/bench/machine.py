@@ -158,7 +158,7 @@ def require_room(out: Location, nbytes: int, ranks: int, devices: Accelerators) 
 def require_disk(out: Path, needed: int) -> None:
     """Raise Unsupported where ``out`` is no folder, or its disk has too few bytes free."""
     if not out.is_dir():
-        raise Unsupported(f"{out}: no such folder to work in", hint=f"mkdir -p {out}")
+        raise Unsupported(f"{out}: no such folder", hint=f"mkdir -p {out}")
     free = shutil.disk_usage(out).free
     if needed > free:
         raise Unsupported(

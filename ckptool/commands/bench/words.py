@@ -59,7 +59,7 @@ def advice(report: BenchReport) -> str:
     """Say in one sentence which is best, against the synchronous one that people would use."""
     best = report.best
     if best is None:
-        return "no strategy saved what the parameters were when it was called"
+        return "no strategy saved the parameters as they were at the call"
     others = {result.name: result for result in report.results if result is not best}
     peer = next((others[name] for name in _SYNCHRONOUS if name in others), None)
     than = f" against {seconds(peer.blocked_median)} for {peer.says}" if peer else ""

@@ -202,8 +202,8 @@ def quantization_config(opened: OpenedCheckpoint, assets: Path | None) -> Mappin
     found = opened.catalog.companions
     if PIPELINE in found:
         raise Unsupported(
-            f"--dequantize: {opened.path} is a pipeline: its components have a config each",
-            hint=f"dequantize one by itself: ckptool convert {opened.path}/transformer DST --to hf",
+            f"--dequantize: {opened.path} is a pipeline: each component has its own config",
+            hint=f"dequantize one component: ckptool convert {opened.path}/transformer DST --to hf",
         )
     lying = [Verbatim(name, size) for name, size in found.items()]
     if assets is not None:

@@ -146,8 +146,8 @@ def _map_by(
     types = _model_types(known)
     if grouped := fused_otherwise(key_map.rules, types):
         raise Unsupported(
-            f"map {key_map.name}: {grouped!r} has rows by group, but {types[0]} has them in blocks,"
-            " one after the other",
+            f"map {key_map.name}: {grouped!r} stores rows by group, but {types[0]} stores them"
+            " in consecutive blocks",
             hint="blocks are written [(head dim | kv dim | kv dim) hidden]",
         )
     recorded = merge(known)
@@ -191,12 +191,12 @@ def _other_model(key_map: KeyMap, recorded: Record, types: Sequence[str]) -> str
     differs = "" if key_map.source == _PACKED else differing_function(recorded, types)
     if differs:
         raise Unsupported(
-            f"map {is_for}, and {is_of}, which computes something else though its names fit:"
+            f"map {is_for}, and {is_of}, which computes something else although its names match:"
             f" {differs}",
             hint=f"a map file with include = ['{key_map.name}'] and model_types = {list(types)}"
-            " says that the target computes it, too",
+            " states that the target computes it, too",
         )
-    return f"{is_for}, but {is_of}: names that fit do not say that both compute the same"
+    return f"{is_for}, but {is_of}: matching names do not mean that both compute the same"
 
 
 def _compare_counts(
@@ -224,16 +224,16 @@ def _compare_counts(
     if lacking and not problems and whole:
         raise Unsupported(
             "experts of the model are missing:\n" + list_lines(lacking),
-            hint="a part of a model is taken with --select or --drop",
+            hint="use --select or --drop to convert part of a model",
         )
     if problems and whole:
         raise Unsupported(
-            "the tensors are not those of the model that is recorded:\n" + list_lines(problems),
+            "the tensors do not match the recorded model:\n" + list_lines(problems),
             hint="--hf-assets FOLDER gives the config.json of this model; a part of a model is"
             " taken with --select or --drop",
         )
     numbers = " or ".join(f"{number:,}" for number in sorted(counted))
-    by_name = f"{numbers} experts a layer, by names alone: no config says how many"
+    by_name = f"{numbers} experts per layer, counted from the names: no config records how many"
     return [*problems, *lacking, *([by_name] if counted else [])]
 
 
@@ -316,7 +316,7 @@ def _map_of_experts(
     if options.experts not in EXPERTS:
         raise UsageError(f"{asked}: not {' or '.join(EXPERTS)}")
     if options.name is not None:
-        raise UsageError(f"--map and {asked} exclude one another", hint="use one after the other")
+        raise UsageError(f"--map and {asked} cannot be combined", hint="use one after the other")
     forward = [key_map for key_map in builtin_maps().values() if key_map.source == _PACKED]
     ways = [(key_map, key_map.inverse) for key_map in forward]
     wanted = options.experts == EXPERTS[1]
@@ -324,7 +324,7 @@ def _map_of_experts(
     if candidates:
         return _only_one(candidates, known, asked)
     if _fitting(catalog, known, [back if wanted else there for there, back in ways]):
-        raise UsageError(f"{asked}: the experts are {options.experts} already")
+        raise UsageError(f"{asked}: the experts are already {options.experts}")
     raise _none_fits(catalog, forward, asked)
 
 
@@ -396,5 +396,5 @@ def _none_fits(catalog: Catalog, maps: Iterable[KeyMap], asked: str) -> UsageErr
         + list_lines(unmatched),
         hint="use --drop 'GLOB' to exclude tensors"
         if quantized_names(catalog).isdisjoint(unmatched)
-        else "use --dequantize: maps are of numbers, not of quantized tensors",
+        else "use --dequantize: key maps do not apply to quantized tensors",
     )

@@ -131,7 +131,7 @@ def _routed(counts: Mapping[str, int], catalog: Catalog) -> Iterator[str]:
             if router is None or f"{name}_1" in catalog.tensors or len(router.shape) != 2:
                 continue
             if router.shape[0] != count:
-                yield f"{name} is of {router.shape[0]:,} experts, but found {count:,} in {prefix}"
+                yield f"{name} is for {router.shape[0]:,} experts, but found {count:,} in {prefix}"
 
 
 def _compare_counts(config: Record, catalog: Catalog) -> Iterator[Difference]:

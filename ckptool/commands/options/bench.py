@@ -72,8 +72,8 @@ class BenchOptions(OptionSet):
     mtbf: float | None = option(
         "--mtbf",
         DURATION,
-        help="The mean time between failures of your job, such as 12h: say what they cost, and"
-        " how often to save.",
+        help="The mean time between failures of your job, such as 12h: show what failures cost"
+        " and how often to save.",
     )
     abort: bool = option(
         "--abort", FLAG, help="Also kill each strategy in mid-save, and report what is left."

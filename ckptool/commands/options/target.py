@@ -50,8 +50,8 @@ class TransferOptions(OptionSet):
     part: Share | None = option(
         "--part",
         PART,
-        help="Write the K-th of N parts, and nothing at DST yet: each in any process, on any"
-        " machine that sees SRC and DST; the same command continues it.",
+        help="Write the K-th of N parts, without creating DST yet. Each can run in any process on"
+        " any machine that sees SRC and DST; the same command continues it.",
     )
     finish: bool = option(
         "--finish", FLAG, help="Once all parts are done, check them and put them in place."
@@ -68,7 +68,7 @@ class TransferOptions(OptionSet):
             raise UsageError("--part and --finish: one at a time; --finish once all parts are done")
         if self.resume and (self.part is not None or self.finish):
             which = "--finish" if self.finish else "--part"
-            raise UsageError(f"--resume: leave it out; {which} always goes on from what is there")
+            raise UsageError(f"--resume: leave it out; {which} always continues what is there")
 
 
 def max_shard_size_option() -> Any:

@@ -31,7 +31,7 @@ class VerifyOptions(OptionSet):
     part: Share | None = option(
         "--part",
         PART,
-        help="Check the K-th of N parts of the data, each in any process: where all exit 0, the"
+        help="Check the K-th of N parts of the data, each in any process; if all exit 0, the"
         " checkpoint has no errors.",
     )
     fail_nonfinite: bool = option(

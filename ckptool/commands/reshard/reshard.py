@@ -132,7 +132,9 @@ class Reshard(Transfer[ReshardReport]):
         UsageError where it is not to be written whole.
         """
         if self.check and self.options.part is not None:
-            raise UsageError("--check loads what is whole: give it with --finish, not with --part")
+            raise UsageError(
+                "--check loads the complete checkpoint: use it with --finish, not with --part"
+            )
         if self.check:
             from ckptool.commands.reshard.load_check import require_loadable
 

@@ -136,8 +136,8 @@ def _is_finished_by(stage: Output, ranks: Ranks) -> bool:
 
 AnyReport = TypeVar("AnyReport")
 
-_SAVES_AGAIN = "what was written is kept until the next save to the same place, which begins again"
-_FINISHED = "all was written by an earlier run, whose commit was cut short; that is finished now"
+_SAVES_AGAIN = "what was written is kept until the next save to the same place, which starts over"
+_FINISHED = "all was written by an earlier run, whose commit was interrupted; it is now finished"
 
 
 @dataclass(frozen=True, slots=True)

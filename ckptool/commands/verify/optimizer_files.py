@@ -46,7 +46,7 @@ def require_unlisted(source: Files, names: Iterable[str]) -> None:
     for name in names:
         for file, text in texts.items():
             if name.encode() in text:
-                raise Unsupported(f"{file} lists {name}, and verify would say that it is missing")
+                raise Unsupported(f"{file} lists {name}, and verify would report it missing")
 
 
 def require_optimizer(path: Location) -> None:
@@ -57,7 +57,7 @@ def require_optimizer(path: Location) -> None:
         raise Unsupported(f"{path.name} cannot be read: {error.message}") from None
     heads = {name.partition(".")[0] for name in (*found.tensors, *found.objects)}
     if not found.tensors or not heads <= _STATE_DICT:
-        raise Unsupported(f"{path.name} is no optimizer's state dict")
+        raise Unsupported(f"{path.name} is not an optimizer's state dict")
 
 
 def files_apart(
@@ -81,11 +81,11 @@ def files_apart(
     try:
         left = with_every_part(opened.format.scan(view, ScanOptions()))
     except CkptoolError as error:
-        raise Unsupported(f"{name} is not whole without {lost}: {error.problems[0]}") from None
+        raise Unsupported(f"{name} is incomplete without {lost}: {error.problems[0]}") from None
     values = sorted(kept.objects.keys() - left.objects.keys())
     if values or _looks(left) != _looks(kept):
         what = list_some(values, 1) if values else "tensors"
-        raise Unsupported(f"{name}: {what} would not be as before without {lost}")
+        raise Unsupported(f"{name}: {what} would change without {lost}")
     return theirs
 
 

@@ -218,7 +218,7 @@ class _Decision:
         if step.number is None:
             return None
         if self._numbers[step.number] > 1:
-            return f"{self._numbers[step.number]} beside one another have the number {step.number}"
+            return f"{self._numbers[step.number]} entries have the step number {step.number}"
         if not says_step(step):
             return "its name does not say that its number is a step"
         if isinstance(step.path, Path) and isinstance(self._run, Path):

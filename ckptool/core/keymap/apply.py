@@ -112,7 +112,7 @@ class _Application:
         for group in groups:
             self._carry_values(group)
         if self._excluded and not self._moves:
-            raise UsageError(f"map {self._map.name} leaves out every tensor")
+            raise UsageError(f"map {self._map.name} excludes every tensor")
         handled = {name for names in frames.values() for name in names.values()}
         self._rename_in_lists(handled)
         self._require_done(handled)
@@ -286,7 +286,7 @@ def _for(rule: Rule, frame: Frame) -> Rule:
     if not rule.add or frame.part == "model":
         return rule
     if frame.suffix not in _MOMENTS:
-        raise Unsupported(f"the model's tensor is changed by {rule.add}, this one may be or not")
+        raise Unsupported(f"the map adds {rule.add} to the model's tensor, perhaps also to this")
     return replace(rule, add=0)
 
 

@@ -57,8 +57,8 @@ def kept_names(source: str, target: str, where: str) -> Kept:
     """Return the names that no rule takes; UsageError where it is not said what they become."""
     if source != target and not all(_BEGINS.fullmatch(glob) for glob in (source, target)):
         raise UsageError(
-            f"{where}: keep {source!r} = {target!r}: names that begin otherwise are written"
-            " BEGINNING* on both sides"
+            f"{where}: keep {source!r} = {target!r}: to rename what is kept, write BEGINNING*"
+            " on both sides"
         )
     return Kept(source, target)
 

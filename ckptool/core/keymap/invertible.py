@@ -23,7 +23,8 @@ def require_invertible(rule: Rule) -> None:
     elif len(rule.sources) > 1 and len(rule.targets) > 1:
         if len(rule.sources) != len(rule.targets) or rule.padding is not None:
             raise UsageError(
-                f"several tensors or blocks on both sides are pairs, in order and without padding:"
+                "several tensors or blocks on both sides must pair up, in order and without "
+                "padding:"
                 f" `from` has {len(rule.sources)}, `to` {len(rule.targets)}"
             )
         for pair in rule.pairs:
@@ -53,7 +54,7 @@ def _require_same_axes(rule: Rule) -> None:
         raise UsageError(f"no name contains {' '.join(min(missing))} of {whole.text!r}")
     in_part = any(padding in choice for choice in choices)
     if padding is not None and (len(sums) != 1 or sums[0][-1] != padding or in_part):
-        raise UsageError(f"padding = {padding!r} must be the last of a sum and in no part")
+        raise UsageError(f"padding = {padding!r} must be the last term of a sum and in no part")
 
 
 def _choice(part: Pattern, whole: Pattern, sums: list[Axis]) -> list[Axis]:

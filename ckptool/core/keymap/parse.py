@@ -53,7 +53,7 @@ def parse_map(content: Mapping[str, Any], where: str, included: Included) -> Key
     for table in _tables(content, "also", where):
         copies = _copies(key_map.rules, _starts(table, f"{where}: [[also]]", _BEGINNING))
         if not copies:
-            raise UsageError(f"{where}: [[also]] begins as no rule does")
+            raise UsageError(f"{where}: [[also]] matches the beginning of no rule")
         key_map = _bounded(replace(key_map, rules=(*copies, *key_map.rules)), where)
     return key_map
 
@@ -227,7 +227,7 @@ def _lookups(name: str, value: Any, where: str) -> tuple[str | int, ...]:
         raise UsageError(f"{where}: [dims] {name} = {value!r} must be a list of keys or a number")
     for lookup in lookups:
         if isinstance(lookup, int) and not 0 <= lookup < _LARGEST_SIZE:
-            raise UsageError(f"{where}: [dims] {name} = {lookup} is no size")
+            raise UsageError(f"{where}: [dims] {name} = {lookup} is not a size")
         words = lookup.split() if isinstance(lookup, str) else ["number"]
         if len(words) % 2 == 0 or not set(words[1::2]) <= {"*", "/", "-"}:
             raise UsageError(

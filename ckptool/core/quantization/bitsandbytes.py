@@ -60,9 +60,9 @@ def _lay_out_codes(pair: Quantized, around: Surroundings) -> TensorEntry:
     state = _state(around.read(pair.about[0]))
     shape, size = state.get("shape"), state.get("blocksize")
     if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in shape):
-        raise pair.unfit("its quant_state says no shape")
+        raise pair.unfit("its quant_state has no shape")
     if type(size) is not int or size < 1:
-        raise pair.unfit("its quant_state says no blocksize")
+        raise pair.unfit("its quant_state has no blocksize")
     count = math.prod(shape)
     nbytes = pair.values.elements * pair.values.dtype.itemsize
     codes, *nested = pair.others
@@ -85,7 +85,7 @@ def _nested(
     """Return the size of blocks of scales, and what is added to them."""
     size, offset = state.get("nested_blocksize"), state.get("nested_offset")
     if type(size) is not int or size < 1 or not isinstance(offset, int | float):
-        raise pair.unfit("its quant_state says no nested_blocksize or nested_offset")
+        raise pair.unfit("its quant_state has no nested_blocksize or nested_offset")
     fits = len(nested) == 2 and nested[0].elements == -(-pair.scales.elements // size)
     if not fits or nested[1].shape != (_NESTED_CODES,) or pair.scales.dtype.name != "uint8":
         raise pair.unfit("its nested scales do not match")
@@ -111,5 +111,5 @@ def _lay_out_rows(pair: Quantized, around: Surroundings) -> TensorEntry:
         raise pair.unfit()
     for form in pair.about:
         if around.read(form)[:1] != bytes([_ROW_MAJOR]):
-            raise pair.unfit(f"{form.name} is not row: tiles of a GPU's kernels are not read")
+            raise pair.unfit(f"{form.name} is not row: GPU tile layouts are not supported")
     return pair.numbers(around.dtype, shape, (1, shape[1]))

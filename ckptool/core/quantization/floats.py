@@ -118,7 +118,7 @@ def _lay_out_scaled(pair: Quantized, around: Surroundings) -> TensorEntry:
     blocks = _blocks(shape, said) if said else 1
     if pair.scales.elements == 1 != blocks:
         raise pair.unfit(
-            f"{pair.scales.name} is one scale, quantization_config says {blocks:,} blocks"
+            f"{pair.scales.name} is one scale, but quantization_config says {blocks:,} blocks"
         )
     if pair.scales.elements == 1 or (rows and grid in (rows, (*rows, 1))):
         block = shape if pair.scales.elements == 1 else (*(1 for _ in shape[1:]), shape[-1])

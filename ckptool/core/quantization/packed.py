@@ -121,7 +121,9 @@ def _require_layout(pair: Quantized, method: str, config: Surroundings) -> str |
     if said == "auto-round":
         said = _AUTO_ROUND.get(str(fields.get("packing_format")), said)
     if said not in (None, method):
-        raise pair.unfit(f"quantization_config says {said}, its tensors are called as {method}'s")
+        raise pair.unfit(
+            f"quantization_config says {said}, but its tensors are named as {method}'s"
+        )
     form = fields.get("checkpoint_format" if method == "gptq" else "version")
     return None if form is None else str(form).lower()
 
@@ -132,7 +134,7 @@ def _lay_out_gptq(pair: Quantized, around: Surroundings) -> TensorEntry:
     if not fields:
         raise Unsupported(
             f"{pair.values.name}: GPTQ stores zero points in two ways, and config.json or"
-            " quantize_config.json, which say which, not found",
+            " quantize_config.json, which say which, were not found",
             hint="use --hf-assets FOLDER with the model's config.json",
         )
     form = _require_layout(pair, "gptq", around) or "gptq"

@@ -88,7 +88,7 @@ def _lay_out(pair: Quantized, around: Surroundings) -> TensorEntry:
         raise pair.unfit("it is stored transposed, which is not supported")
     domain = getattr(beside.get("zero_point_domain"), "args", (_INTEGER_ZEROS,))
     if domain not in ((_INTEGER_ZEROS,), (_NO_ZEROS,)):
-        raise pair.unfit("zero points that are floats are not supported")
+        raise pair.unfit("floating-point zero points are not supported")
     types = ("int8", "float8_e4", "float8_e5", *(["uint8"] if beside else []))
     if not pair.values.dtype.name.startswith(types):
         raise pair.unfit(f"torchao's {pair.values.dtype} is not supported, only int8 and float8")
@@ -101,7 +101,7 @@ def _lay_out(pair: Quantized, around: Surroundings) -> TensorEntry:
     pair.require_type(pair.scales, "float")
     has_domain = "zero_point_domain" in beside
     if not has_domain and any(entry.dtype.kind != "int" for entry in pair.others):
-        raise pair.unfit("zero points that are no integers are not supported")
+        raise pair.unfit("non-integer zero points are not supported")
     scales = _as_grid(pair, pair.scales, grid)
     others = tuple(_as_grid(pair, entry, grid) for entry in pair.others)
     return replace(pair, scales=scales, others=others).numbers(around.dtype, shape, block)

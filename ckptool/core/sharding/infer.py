@@ -286,7 +286,7 @@ def with_inferred_mesh(catalog: Catalog) -> Catalog:
     notes = catalog.notes
     if inference.ambiguous:
         shapes = " or ".join("x".join(map(str, shape)) for shape in inference.ambiguous)
-        notes = (*notes, f"the device mesh is ambiguous: {shapes} explain the chunks alike")
+        notes = (*notes, f"the device mesh is ambiguous: {shapes} explain the chunks equally well")
     tensors = dict(catalog.tensors)
     for name, fits in inference.placements.items():
         if len(fits) == 1 and tensors[name].elements:

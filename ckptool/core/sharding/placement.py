@@ -51,7 +51,7 @@ def parse_mesh(text: str) -> Mesh:
     if not all(re.fullmatch(r"\s*0*[1-9]\d{0,8}\s*", size) for size in sizes):
         raise UsageError(f"invalid mesh {text.strip()!r}", hint="such as 8, 2x4 or dp=2,tp=4")
     if names is not None and (len(set(names)) != len(names) or not all(names)):
-        raise UsageError(f"--mesh {text!r}: each dim needs a name of its own")
+        raise UsageError(f"--mesh {text!r}: each dim needs its own name")
     shape = [int(size) for size in sizes]
     if math.prod(shape) > _MOST_RANKS or len(shape) > 4:
         raise UsageError(f"--mesh {text!r}: more than 4 dims or {_MOST_RANKS:,} ranks")

@@ -37,7 +37,7 @@ def copied_files(catalog: Catalog, source: Files) -> Iterator[Problem]:
                 and not all(_is_constant(*shard, source) for shard in files[first].values())
                 and _are_equal(first, other, source)
             ):
-                message = f"{other}: byte for byte as {first}, which holds other shards: copied"
+                message = f"{other}: identical to {first}, which holds other shards: a copy"
                 yield Problem(message, "rank-copied", file=other)
 
 

@@ -138,7 +138,7 @@ class Rest:
         for file in self._files:
             nbytes = self._written.files.get(file.path)
             if nbytes is None:
-                return f"{file.path} is not there"
+                return f"{file.path} is missing"
             if nbytes != file.nbytes:
                 return f"{file.path} has {nbytes:,} bytes, not {file.nbytes:,}"
         if self._problems or not self._unequal:
@@ -195,7 +195,7 @@ class Rest:
                 yield RestTile(f"{one.file} cannot be read back: {error}")
                 return
             where = f"{one.file}: bytes {one.offset:,} to {one.offset + one.nbytes:,}"
-            yield RestTile(None if is_equal else f"{where} are not as made")
+            yield RestTile(None if is_equal else f"{where} differ from what was to be written")
 
     def _note_sums(self, run: RestRun, data: memoryview) -> None:
         """Note the checksums in a run, which may be cut off; those that are the same leave 0."""

@@ -107,7 +107,7 @@ def _order(gather: Gather, order: TensorEntry, start: int, stop: int, at: Scaled
     which = torch.from_numpy(stored.view(f"<i{order.dtype.itemsize}").astype(np.int64))
     count = at.scales.shape[-1 if order.name.endswith("weight_g_idx") else 0]
     if bool(((which < 0) | (which >= count)).any()):
-        raise Damaged(f"{order.name}: a group that is none of the {count:,}", tensor=order.name)
+        raise Damaged(f"{order.name}: group number outside the {count:,} groups", tensor=order.name)
     return which
 
 

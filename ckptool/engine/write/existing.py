@@ -103,7 +103,7 @@ def require_short_names(folder: Path, names: Iterable[str], hint: str) -> None:
     for name in {part for path in names for part in path.split("/")}:
         nbytes = len(name.encode(errors="replace"))
         if nbytes > most:
-            message = f"{folder}: takes names of up to {most:,} bytes, {name} has {nbytes:,}"
+            message = f"{folder}: file names have at most {most:,} bytes, {name} has {nbytes:,}"
             raise Unsupported(message, hint=hint)
 
 
@@ -169,7 +169,8 @@ def require_no_conflict(target: object, names: Collection[str]) -> None:
         raise Unsupported(
             f"{target}: {list_some(names)}: not part of the checkpoint there, and the"
             " new one has files of these names",
-            hint="move them away, or write elsewhere; ckptool never removes files of others",
+            hint="move them away, or write elsewhere; ckptool never removes files that it did "
+            "not write",
         )
 
 

@@ -144,7 +144,7 @@ def require_untouched(journals: Iterable[Path], state: str) -> None:
             why = "the source was written to, or touched, since the run began"
             raise Unsupported(
                 f"{path}: cannot resume: {why}",
-                hint="without --no-verify what was written is compared with it",
+                hint="leave out --no-verify: the output is then compared with the source",
             )
 
 
@@ -229,7 +229,7 @@ def require_same_run(path: str, head: Mapping[str, object], expected: Mapping[st
         raise Unsupported(
             f"{path}: cannot continue: {why}",
             hint="all parts need the same SRC, options and number of parts; to start over, remove"
-            " what the others wrote: this file and those beside it whose names begin alike",
+            " what the others wrote: this file and those beside it with the same prefix",
         )
 
 

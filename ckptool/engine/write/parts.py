@@ -206,7 +206,7 @@ def require_parts(
     """
     if not parts:
         raise Unsupported(
-            f"{target}: no parts are there", hint="run each with --part K/N before, K from 1 to N"
+            f"{target}: no parts found", hint="first run each with --part K/N, K from 1 to N"
         )
     count = next(iter(parts.values()))[0].get("parts")
     count = count if isinstance(count, int) else 0

@@ -52,7 +52,8 @@ class RemotePartStage(RemoteStage):
             raise Unsupported(
                 f"{self.target} already exists ({len(existing):,} files, such as"
                 f" {next(iter(existing))})",
-                hint="parts replace nothing in a store: write elsewhere, or remove it before",
+                hint="parts cannot replace a target in a store: write elsewhere, or remove it "
+                "first",
             )
         self._require_ended(self._read_note(self._claim), "this part")
 

@@ -245,7 +245,7 @@ class RemoteStage:
         Nothing is called so, which makes no difference to a store.
         """
         probe = self._note.with_name(hidden_name(self._note.name))
-        self._writing(lambda: self._store.remove([probe.key], f"{self._note}: a trial removal"))
+        self._writing(lambda: self._store.remove([probe.key], f"{self._note}: a test removal"))
 
     def is_partial(self) -> bool:
         """Return whether there is something that a run with ``resume`` continues."""
@@ -288,7 +288,7 @@ class RemoteStage:
         if not remains:
             return None
         return (
-            "remove what could not be deleted, which the store charges for:"
+            "remove what could not be deleted, as the store charges for it:"
             f" {sum(remains.values()):,} bytes of {list_some(list(remains))} (parts of unfinished"
             " files: abort their multipart uploads, or have a lifecycle rule do it)"
         )
@@ -333,7 +333,7 @@ class RemoteStage:
         """Raise TransferError where another run has begun to write here since."""
         writer = (self._read_note(self._claim) or {}).get("writer")
         if writer != self._writer:
-            who = describe_writer(writer) if isinstance(writer, dict) else "it is no longer noted"
+            who = describe_writer(writer) if isinstance(writer, dict) else "its record is gone"
             raise TransferError(f"{self.target}: another ckptool is writing it too: {who}")
 
     def _list_existing(self) -> dict[str, ObjectInfo]:

@@ -100,7 +100,7 @@ def _remove_from_store(path: RemotePath, side: Location | None = None) -> None:
         return
     note = path / UNFINISHED
     # Where nothing may be removed the note would stay for ever, on a checkpoint that is whole.
-    store.remove([note.with_name(hidden_name(note.name)).key], f"{path}: a trial removal")
+    store.remove([note.with_name(hidden_name(note.name)).key], f"{path}: a test removal")
     note.write_bytes(json.dumps({"schema": _SCHEMA}).encode())
     store.remove([(path / name).key for name in files if name != UNFINISHED], str(path))
     store.remove([note.key], str(path))

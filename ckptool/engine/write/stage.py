@@ -185,9 +185,9 @@ class Stage:
     def _require_ours(self) -> None:
         """Raise Unsupported where a name that is needed is too long, or ckptool did not make it."""
         folder, beside = self.target.parent, f"{self._note.path.name}.new"
-        hint = "shorten the target's name: this one is made of it, and written beside it"
+        hint = "shorten the target's name: this name is derived from it"
         require_short_names(folder, [beside], hint)
-        require_short_names(folder, self._sizes, "--rename or --drop what it is named after")
+        require_short_names(folder, self._sizes, "--rename or --drop the tensors named so")
         journals = self._journals()
         for path in journals:
             if not is_journal(path):

@@ -106,7 +106,7 @@ def _add(contents: Assembled, value: Assembled | None) -> None:
         for name in entries.keys() & used:
             free = find_free_name(name, {*used, *value.tensors, *value.objects})
             entries[free] = replace(entries.pop(name), name=free)
-            value.notes.append(f"{free} lies inside a value; another is called {name!r}")
+            value.notes.append(f"{free} is inside a value; {name!r} is another one")
     contents.add(value)
 
 

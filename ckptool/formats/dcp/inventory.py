@@ -96,7 +96,7 @@ def read_metadata_files(
         raise Damaged(
             message,
             "save-incomplete",
-            hint="take the checkpoint before it; .metadata is written last, once all data is safe",
+            hint="use the previous checkpoint; .metadata is written last, once all data is safe",
         )
     _require_ranks(source)
     if metadata in source.files:

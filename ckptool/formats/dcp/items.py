@@ -185,7 +185,7 @@ def _unread_tensors(problems: list[Problem]) -> Unsupported:
         f"{problems[0]}{more}",
         problems[0].code,
         tensor=problems[0].tensor,
-        hint="--drop NAME leaves one out; in torch: save tensors made plain",
+        hint="--drop NAME excludes one; in torch: convert them to plain tensors before saving",
     )
     error.problems = tuple(problems)
     return error

@@ -83,7 +83,7 @@ def parse(data: bytes, what: str) -> DcpMetadata:
 
 def _metadata(value: Any, named: dict[tuple[str, str], int], what: str) -> DcpMetadata:
     if not isinstance(value, Call) or value.name.rpartition(".")[2] not in _CLASSES:
-        raise Damaged(f"{what}: the pickle holds no torch.distributed.checkpoint Metadata")
+        raise Damaged(f"{what}: the pickle contains no torch.distributed.checkpoint Metadata")
     fields = value.fields
     try:
         entries = fields["state_dict_metadata"]
@@ -196,7 +196,7 @@ def _items(stored: StoredItems) -> Iterator[tuple[MetadataIndex, Container]]:
         transforms = where.get("transform_descriptors") or ()
         file, start, length = where["relative_path"], where["offset"], where["length"]
         if not isinstance(file, str):
-            raise Damaged("a relative_path that is no text")
+            raise Damaged("a relative_path that is not text")
         steps = tuple(map(_text, transforms)) if transforms else ()
         yield (
             _index(record, shapes),
@@ -228,7 +228,7 @@ def _reformulated(value: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 def _text(value: Any) -> str:
     if not _is_text(value):
-        raise Damaged("not as DCP writes it: a name that is no text")
+        raise Damaged("not as DCP writes it: a name that is not text")
     return str(value)
 
 
@@ -253,7 +253,10 @@ def _paths(planner_data: Any) -> dict[str, Path]:
 
 def _path(steps: Sequence[Any]) -> Path:
     if len(steps) > _MOST_STEPS or not all(map(_is_step, steps)):
-        raise Damaged(f"a path of more than {_MOST_STEPS} steps, or of other than names and places")
+        raise Damaged(
+            f"a path of more than {_MOST_STEPS} steps, or of steps that are neither "
+            "names nor indices"
+        )
     return tuple(Index(step) if isinstance(step, int) else step for step in steps)
 
 

@@ -126,12 +126,12 @@ def part_of_item(item: Item, place: Place, part: StridedPart, shape: tuple[int, 
 def _no_tensor(
     value: Any, what: str, item: Container, expected: tuple[DType, tuple[int, ...]]
 ) -> CkptoolError:
-    """Return why an item is no plain tensor of the type and shape that are ``expected``."""
+    """Return why an item is not a plain tensor of the type and shape that are ``expected``."""
     outer = read_outer(value) if is_tensor_record(value) else expected
     if not is_tensor_record(value) or outer not in (None, expected):
-        message = f"{what} holds {type_name(value)}, no plain tensor"
+        message = f"{what} holds {type_name(value)}, not a plain tensor"
         return Damaged(message, "item-mismatch", file=item.file)
-    message = f"{what} holds a tensor of a kind that is not read ({type_name(value)})"
+    message = f"{what} holds a tensor of an unsupported kind ({type_name(value)})"
     return NoPlainTensor(message, "tensor-unsupported", file=item.file)
 
 

@@ -25,9 +25,9 @@ from ckptool.serialization.zip import Region
 
 _UNCOMMITTED = f"{METADATA}.tmp"
 _UNNAMED = (
-    "names: .metadata alone holds them; each item is called after its file and place in it",
+    "names, which only .metadata records; each item is named after its file and position",
     "which items are chunks of one tensor, where in it they belong, and its shape",
-    "whether files were lost: nothing else says how many there were",
+    "whether files were lost, as only .metadata records how many there were",
 )
 
 
@@ -81,7 +81,7 @@ def _gaps(source: Source, file: str, items: list[Container]) -> Iterator[Problem
     position = 0
     for item in [*items, Container(file, source.files[file], 0)]:
         if item.offset > position:
-            message = f"{file}: bytes {position:,} to {item.offset:,} are no whole item"
+            message = f"{file}: bytes {position:,} to {item.offset:,} are not a complete item"
             yield Problem(message, "bytes-unused", file=file)
         position = item.offset + item.nbytes
 

@@ -226,7 +226,7 @@ def _read_rank(checkpoint: DeepSpeedCheckpoint, mp: int, barred: Refusal | None)
 
 
 def _note_values(contents: RankContents, states: Iterable[State]) -> None:
-    """Note what is no plain tensor where states hold a module's, by the first file that has it."""
+    """Note values of modules that are not plain tensors, by the first file that has each."""
     noted: set[Any] = set()
     for state in states:
         for key in ("module", "frozen_param_fragments"):

@@ -142,7 +142,7 @@ class State:
 
     @property
     def value_names(self) -> list[Any]:
-        """The names of what is no plain tensor, but for what is refused."""
+        """The names of what is not a plain tensor, but for what is refused."""
         refused = self.refusals
         values = (name for name, value in self.fields.items() if read_tensor(value) is None)
         return [name for name in values if str(name) not in refused]

@@ -181,7 +181,7 @@ def fit_shards(name: str, shapes: Sequence[Shape], info: Mapping[str, Any]) -> l
     affine = info.get("affine_map")
     params = affine.get("params") if isinstance(affine, dict) else None
     if params and not isinstance(params, dict):
-        message = "universal_checkpoint_info: the params of affine_map are no dict of patterns"
+        message = "universal_checkpoint_info: the params of affine_map are not a dict of patterns"
         raise Damaged(message, "metadata-unreadable")
     for entry in _find_matching(params, name):
         if isinstance(entry, dict):

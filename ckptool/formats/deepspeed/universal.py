@@ -277,7 +277,7 @@ def _split_tensors(catalog: Catalog) -> _Parts:
     parts = _Parts({rest: {} for kind, rest, _ in pairs if kind == MASTER and rest}, {}, [], {})
     if not parts.states:
         raise Unsupported(
-            "a universal checkpoint needs masters, fp32.<parameter>, and there are none",
+            "a universal checkpoint needs masters, fp32.<parameter>, but there are none",
             hint="--rename REGEX=REPLACEMENT gives weights that name",
         )
     strange = []

@@ -120,7 +120,7 @@ def _read_plain(source: Source, files: Mapping[int, TorchFile], options: ScanOpt
     for name in sorted(assembled.tensors.keys() & set(plain)):
         if not _is_same_everywhere(assembled.tensors[name]):
             del assembled.tensors[name]
-            message = f"{name}: nothing says how to merge the ranks' plain tensors"
+            message = f"{name}: the files do not record how to merge the ranks' plain tensors"
             assembled.conflicts[name] = message
     for name in assembled.conflicts.keys() & set(plain):
         why = assembled.conflicts[name]
@@ -204,7 +204,7 @@ def read_local(source: Source, world_size: int | None = None) -> LocalIteration:
         missing = find_missing_ranks(files, expected)
         others = [owner for owner in files if owner >= expected]
         if not missing and not others:
-            skipped = (f"{lack}; iteration {iteration:,} is read" for lack in failed)
+            skipped = (f"{lack}; reading iteration {iteration:,}" for lack in failed)
             return LocalIteration(iteration, files, (*skipped, *notes))
         if others:
             failed.append(f"iteration {iteration:,} has a file of rank {max(others)}")

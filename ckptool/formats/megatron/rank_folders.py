@@ -109,7 +109,7 @@ def find_layer_wise_conflict(source: Source) -> dict[str, str]:
     name = "optimizer.layer_wise"
     return {
         name: f"{name}: the state of a layer-wise optimizer lies in {files[0]} and"
-        f" {len(files) - 1} more files, and nothing records which parameters are whose"
+        f" {len(files) - 1} more files, and nothing records which parameters belong to which"
     }
 
 

@@ -58,7 +58,7 @@ def _cut_rows(match: re.Match[str], facts: _ParameterFacts) -> TpRule:
     return ROW if len(facts.shapes[match[0]]) > 1 else REPLICATED
 
 
-_UNKNOWN_GATE = "nothing in the arguments says whether it holds a gate and an up projection"
+_UNKNOWN_GATE = "the arguments do not say whether it holds a gate and an up projection"
 
 
 def _cut_gated(match: re.Match[str], facts: _ParameterFacts) -> TpRule:
@@ -111,7 +111,7 @@ def _cut_mixer(match: re.Match[str], facts: _ParameterFacts) -> TpRule:
         for other in ("out_proj.weight", "A_log", "conv1d.weight")
     )
     if len(out) != 2 or len(heads) != 1 or len(conv) != 3 or (conv[0] - out[1]) % 2:
-        raise Undetermined("the layer's out_proj, A_log and conv1d do not tell its parts")
+        raise Undetermined("the layer's out_proj, A_log and conv1d do not determine its parts")
     inner, count, state = out[1], heads[0], (conv[0] - out[1]) // 2
     mamba = match["module"] == "mixer"
     convolved = (inner, state, state) if mamba else (state, state, inner)

@@ -200,7 +200,7 @@ def _read_optimizer(source: Source, folder: RankFolder, ranks: _ModelRanks) -> N
             ranks.rules.stated |= stated
     except Undetermined as error:
         ranks.conflicts[_STATE] = (
-            f"{_STATE}: cannot tell which parameters the optimizer's state belongs to: {error}"
+            f"{_STATE}: cannot determine which parameters the optimizer's state belongs to: {error}"
             f" ({(file or folder.file).what})"
         )
 

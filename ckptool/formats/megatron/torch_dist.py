@@ -89,7 +89,7 @@ def _reshape(catalog: Catalog, parsed: dict[str, DcpMetadata]) -> Catalog:
     for name, shape in chain(*(metadata.reformulated.items() for metadata in parsed.values())):
         if name not in tensors:
             raise Damaged(
-                f"{name}: mcore_data gives it the shape {list(shape)}, no file stores it",
+                f"{name}: mcore_data gives it the shape {list(shape)}, but no file stores it",
                 "data-missing",
             )
         tensors[name] = _unflatten(tensors[name], shape)
@@ -121,7 +121,7 @@ def _unflatten(entry: TensorEntry, shape: tuple[int, ...]) -> TensorEntry:
     whole = tuple(size * parts for size, parts in zip(local, grid, strict=False))
     if len(grid) != len(shape) or whole != shape or math.prod(local) != entry.shape[-1]:
         raise Damaged(
-            f"{entry.name}: stored as {list(entry.shape)}, which does not reformulate the"
+            f"{entry.name}: stored as {list(entry.shape)}, which is not a reshape of the"
             f" {list(shape)} that mcore_data states",
             "tensor-record",
         )

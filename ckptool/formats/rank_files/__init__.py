@@ -73,11 +73,11 @@ def _probe(source: Source) -> bool:
 
 def _scan(source: Source, options: ScanOptions) -> Catalog:
     if is_uncommitted(source):
-        message = f"{source.root}: no {METADATA}, which alone says how the ranks' tensors are cut"
+        message = f"{source.root}: no {METADATA}, the only record of how tensors are sharded"
         raise Damaged(message, "save-incomplete", file=METADATA)
     files = _files(source, options.world_size)
     if not files:
-        raise Damaged(f"{source.root}: no files that are one a rank")
+        raise Damaged(f"{source.root}: no files per rank")
     require_one_save(source.root, files, one_world=options.world_size is None)
     declared = read_declared(source)
     problems = missing_ranks(files, declared.world_size if declared else options.world_size)

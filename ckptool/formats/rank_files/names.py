@@ -335,7 +335,7 @@ def missing_ranks(files: list[RankFile], world: int | None) -> list[Problem]:
         expected = last.world or world or last.rank + 1
         require_rank(max(expected, last.rank), family)
         if last.rank >= expected:
-            message = f"{last.file}: a file of rank {last.rank}, and there are {expected} ranks"
+            message = f"{last.file}: a file of rank {last.rank}, but there are {expected} ranks"
             problems.append(Problem(message, "saves-mixed", file=last.file))
         missing = find_missing_ranks({item.rank for item in items}, expected)
         if missing:

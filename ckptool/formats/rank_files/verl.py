@@ -36,7 +36,7 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
     for entry in entries_of(catalog):
         if len(entry.path) < 2 or entry.path[0] not in FAMILIES:
             raise Unsupported(
-                f"{entry.name}: verl has files of {', '.join(FAMILIES)} alone",
+                f"{entry.name}: verl has only files of {', '.join(FAMILIES)}",
                 hint="ckptool convert SRC TMP --to dcp --rename '^optimizer=optim' renames first",
             )
     tensors = RankTensors(catalog, placed)

@@ -187,7 +187,7 @@ def _by_item(leaves: Sequence[tuple[Path, Any]]) -> dict[str, Any]:
         inside.setdefault(_item(path), []).append((path[1:], leaf))
     for item, parts in inside.items():
         if len(parts) > 1 and any(not path for path, _ in parts):
-            raise Unsupported(f"{item!r} is both a value and holds others")
+            raise Unsupported(f"{item!r} is both a value and a container of others")
     return {item: nest(parts) for item, parts in inside.items()}
 
 

@@ -103,7 +103,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
 def _name_problems(shards: list[re.Match[str]]) -> list[str]:
     """Return what the names contradict; a rank without data has no file: coverage decides then."""
     problems: list[str] = [
-        Problem(f"{match.string}: no shard 0 exists, they are counted from 1", "rank-missing")
+        Problem(f"{match.string}: no shard 0 exists, shards are counted from 1", "rank-missing")
         for match in shards
         if not int(match["rank"])
     ]
@@ -118,7 +118,7 @@ def _unknown_shapes(contents: _ShardContents, file: str) -> list[Problem]:
     """Return all but scalars: shapes are where the last chunks end, which ``file`` may hold."""
     return [
         Problem(
-            f"{name}: its shape is not known, {file} may hold its end",
+            f"{name}: its shape is unknown, as {file} may hold its end",
             "sharding-unknown",
             file=file,
             tensor=name,
@@ -154,7 +154,7 @@ def _read_shard(
 
 def _offsets(saved: object) -> tuple[int, ...]:
     if not isinstance(saved, list) or not all(type(n) is int and n < 1 << 63 for n in saved):
-        raise TypeError("saved_offsets that are no list of numbers")
+        raise TypeError("saved_offsets that are not a list of numbers")
     return tuple(saved)
 
 

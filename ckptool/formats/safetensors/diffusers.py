@@ -120,7 +120,7 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
     models = {name.rpartition("/")[0] for name in catalog.companions if name.endswith(f"/{CONFIG}")}
     without = sorted(models.difference(folders))
     if without:
-        notes.append(f"without weights, which diffusers looks for: {', '.join(without)}")
+        notes.append(f"without the weights that diffusers expects: {', '.join(without)}")
     return Layout(tuple(files), folder=True, notes=tuple(notes))
 
 

@@ -150,7 +150,7 @@ def _unindexed(source: Source) -> list[str]:
     first = matches[0]
     count, width, number = int(first["count"]), len(first["count"]), len(first["number"])
     if count > 100_000:
-        raise Damaged(f"{first.string}: the name promises {count:,} shards")
+        raise Damaged(f"{first.string}: the file name states {count:,} shards")
     return [
         f"{first['stem']}-{i:0{number}d}-of-{count:0{width}d}.safetensors"
         for i in range(1, count + 1)

@@ -165,7 +165,7 @@ class _Reader:
             parameters = self._parameters(path, shards)
             dtype = dtype if parameters is not _NOTHING else None
         if dtype is None or not chunks:
-            message = f"not read: {flat_name(path)} ({type_name}) is no plain tensor"
+            message = f"not read: {flat_name(path)} ({type_name}) is not a plain tensor"
             self.notes.append(Problem(message, "tensor-unsupported", tensor=flat_name(path)))
             return _NOTHING
         full = (*path, INTEGERS) if type_name in QUANTIZED else path
@@ -264,7 +264,7 @@ def _is_uncommitted(source: Source) -> bool:
 
 def _scan(source: Source, options: ScanOptions) -> Catalog:
     if METADATA not in source.files:
-        message = f"{source.root}: no {METADATA}, which a snapshot gets once all its data is there"
+        message = f"{source.root}: no {METADATA}, which is written once all data is"
         raise Damaged(message, "save-incomplete", file=METADATA)
     manifest = read_manifest(source)
     reader = _Reader(Places(source), manifest)

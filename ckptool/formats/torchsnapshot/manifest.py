@@ -136,7 +136,7 @@ class Places:
     archives: set[str] = field(default_factory=set)
 
     def chunks(self, rank: int, shards: list[Fields]) -> list[Chunk]:
-        """Return the chunks of one rank's shards; none for those of no plain tensor."""
+        """Return the chunks of one rank's shards; none where it is not a plain tensor."""
         chunks = []
         for shard in shards:
             box = Box.at(read_sizes(shard["offsets"]), read_sizes(shard["sizes"]))
@@ -146,7 +146,7 @@ class Places:
         return chunks
 
     def _place(self, entry: Fields, shape: tuple[int, ...]) -> Place | None:
-        """Return where a tensor's bytes lie; None where they are those of no plain tensor."""
+        """Return where a tensor's bytes lie; None where it is not a plain tensor."""
         dtype = element_type(entry["dtype"])
         file, start, length = self._span(entry)
         if dtype is None or entry["serializer"] not in (_RAW, _ARCHIVE):

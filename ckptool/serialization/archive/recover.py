@@ -184,7 +184,7 @@ class _RecordScan:
         if root != self._root or end > self._size:
             raise Damaged(f"{self._file}: {name!r} is not a complete record")
         if folder == "data" and key and sizes.get(key) != size:
-            raise Damaged(f"{self._file}: a storage that its pickle does not know: {name!r}")
+            raise Damaged(f"{self._file}: a storage that its pickle does not name: {name!r}")
 
     def _read(self, position: int, nbytes: int) -> bytes:
         return self._source.read(self._file, position, nbytes)
@@ -196,7 +196,7 @@ class _RecordScan:
         key = name.partition("/data/")[2]
         if key:
             if self._sizes is None or key not in self._sizes:
-                raise Damaged(f"{self._file}: a storage that its pickle does not know: {name!r}")
+                raise Damaged(f"{self._file}: a storage that its pickle does not name: {name!r}")
             return self._sizes[key]
         size = self._read(start, min(_SMALL, self._size - start)).find(b"PK\x07\x08")
         if size < 0:

@@ -153,7 +153,7 @@ def _require_range(
         raise Unsupported(message, hint="download the checkpoint first")
     match = _CONTENT_RANGE.fullmatch(content_range or "")
     if match is None or int(match[1]) != start or not start <= int(match[2]) < end:
-        raise OSError(f"the answer is of other bytes: {content_range or 'no Content-Range'}")
+        raise OSError(f"the answer covers other bytes: {content_range or 'no Content-Range'}")
     length = int(match[2]) + 1 - start
     if size is not None and size != length:
         raise OSError(f"the answer has {size:,} bytes and says {content_range}")

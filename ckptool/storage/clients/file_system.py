@@ -54,7 +54,7 @@ def open_file_system(url: str, options: Mapping[str, Any]) -> Any:
     except ImportError as error:
         raise _missing(url, scheme, error) from None
     except TypeError as error:
-        message = f"{redact_url(url)}: storage options that {scheme}:// does not take"
+        message = f"{redact_url(url)}: storage options that {scheme}:// does not accept"
         raise UsageError(f"{message}: {error_text(error)}") from None
     except ValueError as error:
         if "not known" not in str(error).lower():
@@ -62,7 +62,7 @@ def open_file_system(url: str, options: Mapping[str, Any]) -> Any:
         if scheme in _EXTRAS:  # abfss:// is known to fsspec by what adlfs tells it alone
             raise _missing(url, scheme, error) from None
         hint = "s3://, gs://, az://, hf://, https://, or another that fsspec knows"
-        raise UsageError(f"{redact_url(url)}: no store is called {scheme}://", hint=hint) from None
+        raise UsageError(f"{redact_url(url)}: unknown store {scheme}://", hint=hint) from None
     except Exception as error:  # noqa: BLE001 (each client of a store has errors of its own)
         raise unreachable(redact_url(url), error) from None
     end_own_retries(fs)

@@ -107,7 +107,10 @@ def test_own_rules_go_before_those_that_are_included(tmp_path: Path) -> None:
         ({"a": 'include = ["meta-llama"]\nwithin.to."model." = "m.0."'}, "the beginning of a name"),
         ({"a": 'include = ["meta-llama"]\nwithout = ["nrom.*"]'}, "'nrom.*' matches no name"),
         ({"a": 'include = ["meta-llama"]\n[also]\nfrom = {}'}, r"\[\[also\]\] is not a list"),
-        ({"a": 'include = ["meta-llama"]\n[[also]]\nfrom = {x = "y"}'}, "begins as no rule does"),
+        (
+            {"a": 'include = ["meta-llama"]\n[[also]]\nfrom = {x = "y"}'},
+            "matches the beginning of no rule",
+        ),
         ({"a": 'include = ["meta-llama"]\n[[also]]\nfrom = {"" = "y["}'}, "beginning of a name"),
         (
             {
@@ -254,8 +257,8 @@ RULE = "[[rule]]\nfrom = 'w'\nto = 'v'\n"
         (RULE + f"add = {10**47}", "beyond 16,777,216"),
         ("[[rule]]\nfrom = 'w.{L}'\nto = 'v.{L}'", "word of small letters"),
         ("[[rule]]\nfrom = 'w'\nto = 'v\\u0000'".replace("'", '"'), "is not NAME"),
-        ("[dims]\nx = -1\n" + RULE, "x = -1 is no size"),
-        (f"[dims]\nx = {10**30}\n" + RULE, "is no size"),
+        ("[dims]\nx = -1\n" + RULE, "x = -1 is not a size"),
+        (f"[dims]\nx = {10**30}\n" + RULE, "is not a size"),
         ("[dims]\nx = true\n" + RULE, "must be a list of keys or a number"),
         ("[dims]\n" + "".join(f"x{n} = 1\n" for n in range(201)) + RULE, "more than 200 sizes"),
         ("x = " + 3000 * "[" + 3000 * "]", "nested too deep"),
@@ -290,7 +293,7 @@ def test_a_number_that_counts_from_a_size_that_is_not_known(tmp_path: Path) -> N
 def test_a_map_that_leaves_out_all_is_refused(tmp_path: Path) -> None:
     saved(tmp_path)
     text = f"[drop]\nfrom = ['norm.{{layer}}.weight', 'w']\n{RULE.replace('w', 'none')}"
-    with pytest.raises(UsageError, match="leaves out every tensor"):
+    with pytest.raises(UsageError, match="excludes every tensor"):
         convert_to(
             "dcp", tmp_path / "a", tmp_path / "b", map=MapOptions(str(written(tmp_path, m=text)))
         )

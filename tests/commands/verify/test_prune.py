@@ -176,7 +176,7 @@ def test_files_of_one_step_are_counted_by_their_kind(tmp_path: Path) -> None:
         (["qwen-7.pt", "qwen-14.pt"], "does not say"),
         (["model010000.pt", "model020000.pt"], "does not say"),
         (["llama-7b.pt", "llama-70b.pt"], "does not say"),
-        (["step-1.pt", "step-01.pt"], "2 beside one another"),
+        (["step-1.pt", "step-01.pt"], "2 entries have"),
         (["step1/checkpoint-50.pt", "step2/checkpoint-90.pt"], "holds steps"),
     ],
 )

@@ -212,7 +212,7 @@ def test_the_optimizer_of_transformers_trainer_is_seen_and_goes(tmp_path: Path) 
     assert hashes(run / "checkpoint-100") == before
     other = trainer_steps(tmp_path / "other")
     torch.save({"state": {}, "ema": torch.ones(2)}, other / "checkpoint-100" / "optimizer.pt")
-    assert "optimizer.pt is no optimizer's state dict" in stripped(other).steps[-1].reason
+    assert "optimizer.pt is not an optimizer's state dict" in stripped(other).steps[-1].reason
 
 
 def test_the_last_optimizer_of_a_run_stays(tmp_path: Path) -> None:

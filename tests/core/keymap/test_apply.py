@@ -129,7 +129,7 @@ def key_map(*rules: dict[str, Any], **more: Any) -> KeyMap:
         ({"from": "a [(x + y)]", "to": ["b [x]", "c [x]"]}, "two names contain x"),
         ({"from": "a [(x + y + z)]", "to": ["b [(x + y)]", "c [(y + z)]"]}, "two names contain y"),
         ({"from": "a [(x + y) h]", "to": ["b [x h]", "c [h]"]}, "must contain exactly one of x"),
-        ({"from": ["a", "b", "c"], "to": ["d", "e"]}, "are pairs, in order"),
+        ({"from": ["a", "b", "c"], "to": ["d", "e"]}, "must pair up, in order"),
         ({"from": ["a [x]", "b [y]"], "to": ["c [x]", "d [z]"]}, "axis y must be in both"),
         ({"from": "a [(x | y) (z | w)]", "to": "b"}, "in one dim"),
         ({"from": "a [(x (y | z)]", "to": "b"}, "blocks are"),

@@ -269,7 +269,7 @@ def test_integers_of_torchao_with_zero_points_that_are_floats_are_refused(out: P
         state | {"a._weight_qdata": torch.ones(8, 64, dtype=torch.int8)},
         out / "hf" / "model.safetensors",
     )
-    with pytest.raises(Unsupported, match=r"a\._weight_qdata .* are no integers"):
+    with pytest.raises(Unsupported, match=r"a\._weight_qdata .* non-integer"):
         convert_to("safetensors", out / "hf", out / "m", dequantize=True)
 
 
@@ -351,7 +351,7 @@ STATE = torch.tensor(list(b"[]"), dtype=torch.uint8)
         ("autogptq_0_7_1", V1, "qzeros", ZEROS, None, "a zero point of 15"),
         ("autogptq_0_7_1", V1, "", None, {"bits": 8}, "says bits 8, the tensors 4"),
         ("autogptq_0_7_1", V1, "", None, {"group_size": 32}, "group_size 32, the tensors 16"),
-        ("autogptq_0_7_1", V1, "g_idx", torch.arange(64).int(), None, "none of the 4"),
+        ("autogptq_0_7_1", V1, "g_idx", torch.arange(64).int(), None, "outside the 4"),
         ("autogptq_0_7_1", V1, "g_idx", torch.arange(63).int(), None, "does not match its columns"),
         ("autogptq_0_7_1", V1, "scales", torch.ones(4, 32).int(), None, "not float"),
         (AWQ, "group", "", None, {"version": "gemv"}, "version gemv is not supported"),
@@ -360,7 +360,7 @@ STATE = torch.tensor(list(b"[]"), dtype=torch.uint8)
         (AWQ, "group", "qzeros", ZEROS, None, "do not match it"),
         (BNB, "int8_bfloat16", "_format", torch.tensor(1, dtype=torch.uint8), None, "is not row"),
         (BNB, "int8_bfloat16", "SCB", torch.ones(3), None, "do not match"),
-        (BNB, "nf4_odd", "bitsandbytes__nf4", STATE, None, "says no shape"),
+        (BNB, "nf4_odd", "bitsandbytes__nf4", STATE, None, "has no shape"),
         (BNB, "nf4_odd", "absmax", torch.ones(2), None, "do not match the shape"),
         (BNB, "nf4_nested", "nested_absmax", torch.ones(3), None, "nested scales do not match"),
         (EARLIER, "four", "g_idx", (torch.arange(64) // 17).int(), None, "of 16 columns each"),
@@ -436,7 +436,7 @@ def test_groups_in_another_order_are_refused_without_that_order(
     ("weight", "part", "scale", "config", "words"),
     [
         (torch.float8_e4m3fn, "scale_inv", (4, 2), None, "do not match its blocks"),
-        (torch.float8_e4m3fn, "scale_inv", (), [128, 128], "is one scale, .* says 8 blocks"),
+        (torch.float8_e4m3fn, "scale_inv", (), [128, 128], "is one scale, but .* says 8 blocks"),
     ],
 )
 def test_scales_that_may_be_of_another_tensor_are_refused(

@@ -177,5 +177,5 @@ def test_copies_of_several_types_are_refused_however_they_are_cut() -> None:
 
 def test_an_affine_map_that_is_none_is_refused() -> None:
     info = {"affine_map": {"params": [["w", {}]]}, "tp_replicated_parameter_patterns": ["w"]}
-    with pytest.raises(Damaged, match="the params of affine_map are no dict"):
+    with pytest.raises(Damaged, match="the params of affine_map are not a dict"):
         fit_shards("w", [(2,), (2,)], info)

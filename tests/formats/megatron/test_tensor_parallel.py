@@ -124,7 +124,7 @@ def test_a_mixer_joins_several_tensors_in_one(leaf: str, blocks: tuple[int, ...]
 
 def test_a_mixer_whose_sizes_contradict_is_not_joined() -> None:
     shapes = {"mixer.in_proj.weight": (37, 8), "mixer.conv1d.weight": (20, 1, 4)}
-    assert "do not tell" in rule_or_reason("mixer.in_proj.weight", shapes, None, PLAIN)
+    assert "do not determine" in rule_or_reason("mixer.in_proj.weight", shapes, None, PLAIN)
     shapes |= {"mixer.out_proj.weight": (8, 12), "mixer.A_log": (6,)}
     assert "give 38" in rule_or_reason("mixer.in_proj.weight", shapes, None, PLAIN)
 

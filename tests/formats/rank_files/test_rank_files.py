@@ -89,7 +89,7 @@ def test_a_world_size_that_no_name_states(copy_of: Callable[[str], Path]) -> Non
     with pytest.raises(CkptoolError, match=r"has 4 ranks; the file of rank 3 is missing"):
         open_checkpoint(folder, ReadOptions(world_size=3))
     (folder / "checkpoint_3.pt").rename(folder / "checkpoint_world_size_2_rank_3.pt")
-    with pytest.raises(CkptoolError, match="a file of rank 3, and there are 2 ranks"):
+    with pytest.raises(CkptoolError, match="a file of rank 3, but there are 2 ranks"):
         open_checkpoint(folder)
     with pytest.raises(CkptoolError, match="iteration 100 lacks the file of rank 2, 3"):
         open_checkpoint(case("megatron_local").path, ReadOptions(world_size=4))

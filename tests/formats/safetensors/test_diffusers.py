@@ -127,6 +127,6 @@ def test_what_would_be_no_pipeline(out: Path) -> None:
     with pytest.raises(Unsupported, match="the pipeline has no component for it"):
         ckptool.convert(SOURCE, out / "p", to="diffusers", rename=("^vae=other",), fsync=False)
     report = ckptool.convert(SOURCE, out / "p", to="diffusers", drop=("vae.*",), fsync=False)
-    assert report.notes == ("without weights, which diffusers looks for: vae",)
-    with pytest.raises(Unsupported, match="its components have a config each"):
+    assert report.notes == ("without the weights that diffusers expects: vae",)
+    with pytest.raises(Unsupported, match="each component has its own config"):
         convert_to("diffusers", SOURCE, out / "q", dequantize=True, map=MapOptions())

@@ -48,7 +48,7 @@ class Nvrx(DcpStrategy):
         if version is None:
             return "nvidia-resiliency-ext is not installed (pip install 'ckptool[nvrx]')"
         if self._threaded and not self._io:
-            return f"nvidia-resiliency-ext {version} writes files by processes alone"
+            return f"nvidia-resiliency-ext {version} writes files only from processes"
         if not self._persistent and place.device.type != "cuda":
             return "its worker per save needs CUDA, which is not available"
         return None if place.device.type == "cuda" else place.lacks_shared_memory()
@@ -57,7 +57,7 @@ class Nvrx(DcpStrategy):
         """Note what its staging is made for."""
         if place.device.is_accelerator:
             return None
-        return "it stages device memory alone: on CPU ranks its worker writes live parameters"
+        return "it stages only device memory: on CPU ranks its worker writes live parameters"
 
     def set_up(self, device: Device) -> None:
         """Make the queue of calls; its worker starts with the first save."""

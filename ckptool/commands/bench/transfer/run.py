@@ -90,7 +90,10 @@ def require_rounds(repeat: int) -> None:
 def require_torch() -> None:
     """Raise Unsupported where torch is missing to write a checkpoint with."""
     if importlib.util.find_spec("torch") is None:
-        raise Unsupported("no torch to write a checkpoint with", hint="name one to measure")
+        raise Unsupported(
+            "torch is not installed, so no checkpoint can be generated",
+            hint="pass a checkpoint to measure",
+        )
 
 
 def _version_of_cp() -> str:
@@ -162,4 +165,4 @@ def _obstacle(row: Row, paths: Mapping[str, str], *, dcp: bool) -> str | None:
         return "torch's own tools read only its DCP format"
     if "{many}" in absent:
         return "torch is not installed to write a checkpoint"
-    return "no checkpoint of another size is made beside a given one" if absent else None
+    return "not measured with a given checkpoint" if absent else None

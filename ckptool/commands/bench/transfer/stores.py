@@ -58,7 +58,7 @@ def store_bench(
     require_rounds(repeat)
     require_torch()
     if find_spec("s3fs") is None:
-        raise Unsupported("no s3fs to read a store with", hint="pip install 'ckptool[s3]'")
+        raise Unsupported("s3fs is not installed", hint="pip install 'ckptool[s3]'")
     require_disk(workdir, int(size * 3 * 1.05))
     with (
         tempfile.TemporaryDirectory(prefix="ckptool-bench-", dir=workdir) as scratch,

@@ -208,7 +208,7 @@ def find_accelerators() -> Accelerators:
         result = run_child(lambda tell: Accelerators.here(), Path(log.name))
     if not isinstance(result.value, Accelerators):
         raise Unsupported(
-            f"torch cannot tell which accelerators are here: {result.failure}",
+            f"torch cannot list the accelerators: {result.failure}",
             hint="CUDA_VISIBLE_DEVICES= measures on CPU ranks",
         )
     return result.value

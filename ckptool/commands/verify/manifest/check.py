@@ -111,7 +111,7 @@ def differences(
     if recorded.files and not changed:
         return
     if changed and _is_another_writing(recorded, measured, changed, stored):
-        message = f"the checkpoint has other files than the {len(recorded.files):,} in the manifest"
+        message = f"the checkpoint's files are not the {len(recorded.files):,} of the manifest"
         yield Problem(message, "manifest-other-files")
     else:
         sizes = file_sizes(stored)

@@ -85,7 +85,7 @@ def group_parameters(
 def read_buckets(buffers: Buffers, expected: Sequence[Sequence[LocalParameter]]) -> Fragments:
     """Return what one group's buckets hold of each parameter; Undetermined where they misfit."""
     if sorted(buffers) != list(range(len(expected))):
-        raise Undetermined(f"{len(buffers)} buffers, where the model has {len(expected)}")
+        raise Undetermined(f"{len(buffers)} buffers, but the model has {len(expected)}")
     fragments: Fragments = {}
     for number, parameters in enumerate(expected):
         add_fragments(fragments, _read_buffer(buffers[number], parameters))

@@ -161,7 +161,9 @@ def _is_local(before: Mapping[str, set[str]], implementation: str | None) -> boo
         if _PROJECTION in before[norm]:
             return False
     if implementation is None:
-        raise Undetermined("nothing says whether its norms are fused with the layers after them")
+        raise Undetermined(
+            "the files do not record whether its norms are fused with the layers after them"
+        )
     return implementation == "local"
 
 

@@ -122,7 +122,7 @@ def match_buffers(
     if len(saved) != len(expected) or any(
         count not in (None, number) for count, number in zip(counts, wanted, strict=True)
     ):
-        raise Undetermined(f"{counts} buffers, where the model has {wanted}")
+        raise Undetermined(f"{counts} buffers, but the model has {wanted}")
     return [
         pair
         for buffers, parameters in zip(saved, expected, strict=True)
@@ -211,7 +211,7 @@ def read_numbered(
     ]
     keys = [_read_key(group) for group, _, _ in groups]
     if len(set(keys)) != len(keys):
-        raise Undetermined("two of its groups cannot be told apart")
+        raise Undetermined("two of its groups cannot be distinguished")
     for key, (group, state, masters) in zip(keys, groups, strict=True):
         members = [p for p in parameters if _find_key(p, keys, expert_parallel) == key]
         _add_group(file, group, state, masters, members, fragments, rules)
@@ -271,7 +271,7 @@ def _add_group(
         raise Undetermined("a group does not number its parameters")
     if len(numbers) != len(parameters):
         raise Undetermined(
-            f"a group of {len(numbers)} parameters, where the model has {len(parameters)} for it"
+            f"a group of {len(numbers)} parameters, but the model has {len(parameters)} for it"
         )
     halves = [parameter for parameter in parameters if parameter.dtype.name in _HALVES]
     if masters and len(masters) != len(halves):

@@ -108,7 +108,7 @@ class NewWriter:
 @pytest.mark.parametrize(
     ("writer", "told", "threads"),
     [
-        (OldWriter, {}, "writes files by processes alone"),
+        (OldWriter, {}, "writes files only from processes"),
         (NewWriter, {"is_multiproc_io": True}, None),
     ],
 )

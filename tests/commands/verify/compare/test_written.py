@@ -161,7 +161,7 @@ def test_a_bit_between_small_tensors_never_counts(
     assert len(literals) > 30
     for at in literals[::3]:
         damaging("m.pt", at, change)
-        with pytest.raises(NotVerified, match=r"not as made|differ"):
+        with pytest.raises(NotVerified, match=r"differ"):
             transfer.run()
     damaging("m.pt", 0, lambda data, at: None)
     transfer.run()
