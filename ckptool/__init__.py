@@ -64,13 +64,13 @@ _PLACES = {
     "core.box": "Box",
     "errors": "CkptoolError",
 }
-"""What the modules offer."""
+"""The public names, by the module that has them."""
 _MODULES = {name: module for module, names in _PLACES.items() for name in names.split()}
 
 __all__ = [*_MODULES, "__version__", "dcp", "errors"]
 
 
-if not TYPE_CHECKING:  # type checkers see the imports, and know no other name
+if not TYPE_CHECKING:  # type checkers see the imports above and know no other name
 
     def __getattr__(name: str) -> Any:
         """Import a part when it is first used."""

@@ -25,13 +25,13 @@ from ckptool.formats import FORMATS
 from ckptool.formats.base import Format
 
 Digests = dict[str, tuple[str, tuple[int, ...], str]]
-"""By name: element type, shape, and the SHA-256 of the bytes in C order."""
+"""Element type, shape, and SHA-256 of the bytes in C order, by name."""
 _FLIPS, _FEWEST_FLIPS, _MOST_FLIPS = 128, 4, 16
-"""Bytes that are changed, one at a time: in all files, and in each at least and at most."""
+"""Bytes to flip, one at a time: in all files together, and at least and at most in each."""
 
 
 def conformance_problems(row: Format, fixture: Path, scratch: Path) -> Iterator[str]:
-    """Yield what is wrong, in words. ``scratch`` is an empty folder to write into."""
+    """Yield the problems in words. ``scratch`` is an empty folder to write into."""
     FORMATS.add(row)
     source, expected = _checkpoint(row, fixture), _truth(fixture)
     opened = open_checkpoint(source)
@@ -62,7 +62,7 @@ def conformance_problems(row: Format, fixture: Path, scratch: Path) -> Iterator[
 
 
 def _checkpoint(row: Format, fixture: Path) -> Path:
-    """Return the folder, or its one file where that is a checkpoint of the format by itself."""
+    """Return the folder, or its only file if that is a checkpoint of the format by itself."""
     folder = fixture / "ckpt"
     files = list(folder.iterdir())
     return files[0] if len(files) == 1 and files[0].suffix in row.suffixes else folder
@@ -83,7 +83,7 @@ def _truth(fixture: Path) -> Digests:
 
 
 def _digests(path: Path, manifest: Path) -> Digests:
-    """Read a whole checkpoint by way of the manifest that verify writes of a sound one."""
+    """Read a whole checkpoint through the manifest that verify writes for it."""
     report = ckptool.verify(path, write_manifest=manifest)
     if not manifest.exists():
         raise CkptoolError(f"{path}: verify finds {', '.join(map(str, report.findings))}")
@@ -98,7 +98,7 @@ def _differences(step: str, expected: Digests, actual: Digests) -> Iterator[str]
 
 
 def _damage_problems(source: Path, file: Path, scratch: Path, flips: int) -> Iterator[str]:
-    """Yield a line where a cut file is not noticed, or a changed byte ends in a traceback."""
+    """Yield a line if a truncated file goes unnoticed, or a changed byte causes a traceback."""
     folder = source if source.is_dir() else source.parent
     shutil.copytree(folder, scratch / "damaged")
     copy, damaged = scratch / "damaged" / source.relative_to(folder), scratch / "damaged"
@@ -126,7 +126,7 @@ def _is_sound(path: Path) -> bool:
 
 
 def main(arguments: list[str]) -> str | None:
-    """Return what is wrong, as lines, or None. Raises UsageError and the errors of reading."""
+    """Return the problems as lines, or None. Raises UsageError and the errors of reading."""
     if len(arguments) != 2:
         return "usage: python -m ckptool.conformance MODULE[:ATTRIBUTE] FIXTURE"
     module, _, attribute = arguments[0].partition(":")

@@ -48,14 +48,13 @@ __all__ = ["CheckpointReader"]
 
 
 class CheckpointReader(StorageReader):
-    """Reads any checkpoint for torch's own planners, which may place it on any mesh.
+    """Reads any checkpoint for torch's own planners, onto any mesh.
 
-    ``options`` are those of ``ckptool.open``, or the checkpoint is given open. Names are the
-    catalog's, as ``ckptool inspect`` shows them. Every tensor is one chunk of the metadata: its
-    boxes are found in the source's own chunks, and only the bytes of these are read, by several
-    threads. A value is rebuilt only where it is plain data; Unsupported where another is asked for.
-    ``cast`` makes floating tensors those of the state dict's types, which torch's reader does
-    unasked.
+    ``options`` are those of ``ckptool.open``; an open checkpoint can be given instead. Names are
+    the catalog's, as ``ckptool inspect`` shows them. Every tensor is one chunk in the metadata: its
+    boxes are found in the source's own chunks, and only their bytes are read, by several threads. A
+    value is rebuilt only if it is plain data; requesting another raises Unsupported. ``cast`` casts
+    floating tensors to the types in the state dict, which torch's reader does by default.
     """
 
     @with_keywords(OpenKeywords)
@@ -79,30 +78,30 @@ class CheckpointReader(StorageReader):
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """Open the checkpoint when it is first needed, and return it."""
+        """Open the checkpoint on first use, and return it."""
         if self._checkpoint is None:
             self._checkpoint = open(self._path, **self._options)
         return self._checkpoint
 
     @property
     def checkpoint_id(self) -> AnyPath:
-        """Return the path that is read."""
+        """Return the checkpoint's path."""
         return self._path
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether a checkpoint of a known format lies there."""
+        """Return whether a checkpoint of a known format is there."""
         return holds_checkpoint(location(checkpoint_id))
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin anew, with another path where one is given."""
+        """Start over, with another path if one is given."""
         if checkpoint_id is not None and os.fspath(checkpoint_id) != os.fspath(self._path):
             self._path, self._checkpoint = checkpoint_id, None
 
     def read_metadata(self, *args: Any, **ignored: Any) -> Metadata:
-        """Describe what the checkpoint holds to torch's planners; no tensor byte is read.
+        """Describe the checkpoint to torch's planners; no tensor byte is read.
 
-        torch 2.13 tries again for metadata of one rank where there is a parameter ``kwargs``.
+        torch 2.13 asks again for the metadata of one rank if there is a parameter ``kwargs``.
         """
         catalog = with_loadable_paths(self.checkpoint.catalog)
         entries = _Entries({n: _describe(entry) for n, entry in catalog.tensors.items()})
@@ -125,11 +124,11 @@ class CheckpointReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill what the plan asks for; done when it returns.
+        """Fill the tensors that the plan requests; complete when it returns.
 
-        Raises Unsupported for a value that is not plain data, for an element type that is not the
-        checkpoint's, and for memory that cannot be filled; Damaged where bytes are not as they
-        were written, or ranks contradict one another on a tensor that is asked for.
+        Raises Unsupported for a value that is not plain data, an element type other than the
+        checkpoint's, and memory that cannot be filled; Damaged if bytes are not as written, or
+        ranks contradict one another on a requested tensor.
         """
         tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
         values = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
@@ -168,11 +167,12 @@ class CheckpointReader(StorageReader):
 
 
 class _Entries(dict[str, Any]):
-    """The entries of a checkpoint's metadata; those that it lacks are told in our words.
+    """The entries of a checkpoint's metadata; a missing one is reported in ckptool's words.
 
-    torch's planner (2.2 to 2.13) looks for each name of the state dict, and says of one that is
-    missing nothing but that. It alone knows whether it goes on without (``allow_partial_load``):
-    a variable of the function that looks says so, and where there is none torch's message stands.
+    torch's planner (2.2 to 2.13) looks up each name of the state dict, and its error only says that
+    the name is missing. Only the planner knows whether it continues without
+    (``allow_partial_load``): a local variable of the function that looks it up says so; without
+    that variable torch's own message is kept.
     """
 
     checkpoint: Checkpoint

@@ -31,11 +31,11 @@ UNCODED = "damaged"
 
 
 class Problem(str):
-    """One thing that is wrong, as people read it, with what a program needs to know of it.
+    """One problem in words, with the facts that a program needs.
 
-    ``code`` is one of those that ``verify`` documents, ``file`` relative to the source's root.
-    ``end`` is the offset in bytes up to which a file that is cut should reach, if known, ``hint``
-    the next step where its code does not say it.
+    ``code`` is one of those that ``verify`` documents, ``file`` is relative to the source's root.
+    ``end`` is the offset in bytes that a truncated file should reach, if known; ``hint`` is the
+    next step if the code does not imply it.
     """
 
     code: str
@@ -58,11 +58,11 @@ class Problem(str):
         return problem
 
     def within(self, head: str, *, tensor: str | None = None) -> Problem:
-        """Return the same problem, introduced by what it lies in."""
+        """Return the same problem, prefixed with what it is part of."""
         return self._like(f"{head}: {self}", tensor=tensor or self.tensor)
 
     def with_hint(self, hint: str) -> Self:
-        """Return the same problem with a next step of its own."""
+        """Return the same problem with its own next step."""
         return self._like(str(self), hint=hint)
 
     def recoded(self, code: str) -> Problem:
@@ -70,11 +70,11 @@ class Problem(str):
         return self._like(str(self), code=code)
 
     def of_tensor(self, tensor: str) -> Problem:
-        """Return the same problem of a tensor, or value, of another name."""
+        """Return the same problem for a tensor or value of another name."""
         return self._like(str(self), tensor=tensor)
 
     def in_folder(self, folder: str) -> Self:
-        """Return the same problem, as seen from above the folder that its file lies in."""
+        """Return the same problem with its file relative to the folder above."""
         if not self.file:
             return self._like(str(self), file=folder)
         message = f"{folder}/{self}" if self.startswith(f"{self.file}: ") else str(self)
@@ -87,11 +87,11 @@ class Problem(str):
 
 
 class Refusal(Problem):
-    """Why one tensor or value cannot be read, or must not be, while all else can.
+    """Why one tensor or value cannot or must not be read, while all others can.
 
-    ``may_be_tensor`` is False where it is known to be a value; ``record`` is then what it holds.
-    ``part`` is ``model`` or ``optimizer`` where that is known, whatever the name says. ``derived``
-    says that it only follows from another refusal of the same checkpoint.
+    ``may_be_tensor`` is False if it is known to be a value; ``record`` is then its content.
+    ``part`` is ``model`` or ``optimizer`` if known, whatever the name says. ``derived`` means that
+    it only follows from another refusal of the same checkpoint.
     """
 
     may_be_tensor = True
@@ -101,24 +101,24 @@ class Refusal(Problem):
 
     @property
     def reason(self) -> str:
-        """Why, without the name of what is refused."""
+        """Return the reason, without the name of what is refused."""
         return self.removeprefix(f"{self.tensor}: ")
 
     def called(self, name: str) -> Self:
-        """Return the refusal under another name of what is refused."""
+        """Return the refusal with another name."""
         return self._like(f"{name}: {self.reason}", tensor=name)
 
     def derived_for(self, name: str, because: str = "") -> Self:
-        """Return the refusal of something else, maybe a tensor, that depends on what is refused."""
+        """Return the refusal of another entry, maybe a tensor, that depends on this one."""
         changes = {"tensor": name, "derived": True, "may_be_tensor": True}
         return self._like(f"{name}: {because}{self.reason}", **changes)
 
 
 class CkptoolError(Exception):
-    """Base of all errors meant for the user. ``exit_code`` is what the process ends with.
+    """Base of all errors meant for the user; ``exit_code`` is the exit code of the process.
 
-    ``code``, ``file``, ``tensor`` and ``end`` are those of its ``Problem``; a message that is one
-    brings its own. ``problems`` are what it is made of: one, unless ``damaged`` joined several.
+    ``code``, ``file``, ``tensor`` and ``end`` are those of its ``Problem``; a message that is a
+    Problem brings its own. ``problems`` are its parts: one, unless ``damaged`` joined several.
     """
 
     exit_code = 1
@@ -143,16 +143,16 @@ class CkptoolError(Exception):
         self.problems: tuple[Problem, ...] = (self.message,)
 
     def add_hint(self, hint: str) -> None:
-        """Say one more thing to do."""
+        """Add one more next step."""
         self.hint = hint if self.hint is None else f"{self.hint}; {hint}"
         self.add_note(f"hint: {hint}")
 
     def within(self, head: str, *, tensor: str | None = None) -> Self:
-        """Return the same error, introduced by what it lies in."""
+        """Return the same error, prefixed with what it is part of."""
         return type(self)(self.message.within(head, tensor=tensor), hint=self.hint)
 
     def in_folder(self, folder: str) -> Self:
-        """Return the same error, as seen from above the folder that its files lie in."""
+        """Return the same error with its files relative to the folder above."""
         error = type(self)(self.message.in_folder(folder), hint=self.hint)
         error.problems = tuple(problem.in_folder(folder) for problem in self.problems)
         return error
@@ -185,11 +185,11 @@ class Unrecognised(SourceError):
 
 
 class Several(Unrecognised):
-    """More than one checkpoint is there, and no one of them was named."""
+    """The path contains more than one checkpoint, and none of them was named."""
 
 
 class Damaged(SourceError):
-    """The checkpoint is not whole, or its parts contradict one another."""
+    """The checkpoint is incomplete, or its parts contradict one another."""
 
 
 class Hostile(SourceError):
@@ -203,17 +203,17 @@ class Unsupported(CkptoolError):
 
 
 class Undetermined(Unsupported):
-    """Nothing here determines it: no answer is known, or more than one fits."""
+    """The files do not determine the answer: none is known, or more than one fits."""
 
 
 class TransferError(CkptoolError):
-    """Reading or writing failed midway; what stood at the target before still stands."""
+    """Reading or writing failed midway; whatever was at the target before is still there."""
 
     exit_code = 5
 
 
 def failure_of(error: OSError, head: str = "") -> TransferError:
-    """Return the error for what a disk or a store refuses, introduced by ``head``."""
+    """Return the error for an OSError of a disk or store, prefixed with ``head``."""
     where = f"{error.filename}: " if error.filename is not None else ""
     reason = f"{error.strerror or error or type(error).__name__}".removeprefix(head)
     code, hint = getattr(error, "code", UNCODED), getattr(error, "hint", None)
@@ -221,26 +221,26 @@ def failure_of(error: OSError, head: str = "") -> TransferError:
 
 
 class Changed(TransferError):
-    """The source was changed while it was read: what was read is of no one save."""
+    """The source was changed while it was read, so the data read may mix two saves."""
 
 
 class NotVerified(TransferError):
-    """What was written is not what should have been; it was thrown away."""
+    """The output differs from what should have been written; it was discarded."""
 
 
 class Committed(TransferError):
-    """What was written stands at the target, whole; only what follows that failed."""
+    """The output is complete and in place; only a step after that failed."""
 
 
 class InternalError(CkptoolError):
-    """A fault of ckptool itself: no input is to blame."""
+    """A bug in ckptool: no input is to blame."""
 
     exit_code = 70
 
 
 @contextmanager
 def coded(code: str, *, file: str | None = None, tensor: str | None = None) -> Iterator[None]:
-    """Give what is raised inside this code, file and tensor, where it has none of its own."""
+    """Give errors raised in this context a code, file and tensor if they have none."""
     try:
         yield
     except CkptoolError as error:
@@ -252,7 +252,7 @@ def coded(code: str, *, file: str | None = None, tensor: str | None = None) -> I
 
 
 def refused(problems: Sequence[Problem], *, subject: str) -> SourceError:
-    """Return one error for what cannot be read: Hostile where some of it can run code."""
+    """Return one error for unreadable entries: Hostile if some of them can run code."""
     hostile = [problem for problem in problems if problem.code == "hostile-global"]
     if not hostile:
         return damaged(problems, subject=subject)
@@ -263,7 +263,7 @@ def refused(problems: Sequence[Problem], *, subject: str) -> SourceError:
 
 
 def damaged(problems: Sequence[str], *, subject: str, hint: str | None = None) -> Damaged:
-    """Return one error for several problems of one kind: the different ones, up to twelve."""
+    """Return one error for several problems of one kind: the distinct ones, up to twelve."""
     different = list(dict.fromkeys(problems))
     message = different[0]
     if len(different) > 1:

@@ -1,5 +1,6 @@
-"""ckptool in Python: what ``import ckptool`` offers, one file a part.
+"""ckptool in Python: what ``import ckptool`` offers, one file per part.
 
-Everything here takes and returns plain values: options as keywords, called as on the command line,
-and the commands' own reports. torch is imported when a torch tensor is asked for.
+Everything here takes and returns plain values: options as keywords with the names they have on the
+command line, and the reports of the commands. torch is imported only when a torch tensor is
+requested.
 """

@@ -1,6 +1,6 @@
-"""Keywords of the Python functions: checked, parsed and made the options of commands.
+"""Keywords of the Python functions: check them, parse them, and build the commands' options.
 
-``python -m ckptool.api.arguments`` writes ``keywords.py``, which says the same to type checkers.
+``python -m ckptool.api.arguments`` writes ``keywords.py``, the same keywords for type checkers.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ AnyPath = str | os.PathLike[str]
 """A path or a URL."""
 
 Strings = str | Sequence[str]
-"""Several values, or one by itself."""
+"""Several values, or a single one."""
 
 Size = int | str
-"""Bytes: a number, or as people write it (``"5GB"``, ``"512MiB"``)."""
+"""Bytes: a number, or a text with a unit (``"5GB"``, ``"512MiB"``)."""
 
 Options = TypeVar("Options")
 
@@ -74,7 +74,8 @@ KEYWORDS: dict[str, tuple[OptionGroup, ...]] = {
     "PruneKeywords": (OptionGroup(PruneOptions, without=("keep_last",)),),
     "BenchKeywords": (OptionGroup(BenchOptions),),
 }
-"""The options that functions take as keywords, by the names of the types in ``keywords.py``."""
+"""The options classes whose fields a function takes as keywords, by type name in ``keywords.py``.
+"""
 
 
 def location(path: AnyPath) -> Location:
@@ -88,10 +89,10 @@ def keywords_of(name: str) -> dict[str, Option]:
 
 
 class Keywords:
-    """The keywords of one call. None is as if nothing were given.
+    """The keywords of one call; None means not given.
 
-    Raises TypeError for a keyword that the function does not have and for a value of another type,
-    UsageError for a value that makes no sense.
+    Raises TypeError for an unknown keyword and for a value of the wrong type, UsageError for an
+    invalid value.
     """
 
     def __init__(self, function: str, values: Mapping[str, Any], known: type) -> None:
@@ -109,18 +110,18 @@ class Keywords:
             self._parsed[name] = options[name].parse(value, name)
 
     def options(self, kind: type[Options], /, **given: Any) -> Options:
-        """Return the options of a class; ``given`` are fields, as they are."""
+        """Return the options of a class; ``given`` are fields that are set as they are."""
         return build(OptionGroup(kind), self._parsed, **given)  # type: ignore[no-any-return]
 
 
 @cache
 def hints_of(known: type) -> dict[str, Any]:
-    """Return each keyword with its type."""
+    """Return the type of each keyword."""
     return get_type_hints(known)
 
 
 def type_text(hint: Any) -> str:
-    """Return a type as people write it."""
+    """Return a type as it is written in source code."""
     arms = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     names = [str(arm) if get_args(arm) else arm.__name__ for arm in arms if arm is not NoneType]
     return " | ".join(name.replace("collections.abc.", "") for name in names)
@@ -136,7 +137,7 @@ def _unknown(function: str, name: str, options: Mapping[str, Option]) -> TypeErr
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Return whether a value is of a type, as a type checker decides."""
+    """Return whether a value has a type, as a type checker would decide."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         return any(_fits(value, arm) for arm in inner)
@@ -165,10 +166,10 @@ _DEFAULT = _Default()
 
 
 def with_keywords(known: type) -> Callable[[Function], Function]:
-    """Name the keywords of ``**options: Unpack[known]`` in a function's signature and docstring.
+    """Show the keywords of ``**options: Unpack[known]`` in a function's signature and docstring.
 
-    Type checkers see ``Unpack``; this is for ``help``, ``?`` and completion. URLs are opened with
-    the ``storage_option`` among them.
+    Type checkers understand ``Unpack``; this serves ``help``, ``?`` and completion. URLs are opened
+    with the ``storage_option`` among the keywords.
     """
 
     def decorate(function: Function) -> Function:
@@ -199,7 +200,7 @@ def _keyword_lines(known: type) -> str:
 
 
 def source_text() -> Iterator[str]:
-    """Yield the lines of ``keywords.py``; a type inherits what an earlier one has."""
+    """Yield the lines of ``keywords.py``; a type inherits the keywords of earlier ones."""
     yield from _HEADER.splitlines()
     written: dict[str, dict[str, str]] = {"TypedDict": {}}
     for name, parts in KEYWORDS.items():

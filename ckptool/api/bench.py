@@ -1,4 +1,4 @@
-"""Benchmarks as functions: ways to save, and ckptool's own commands."""
+"""Benchmarks as functions: strategies for saving, and ckptool's own commands."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def bench(
 ) -> BenchReport | None:
     """Measure ways to save on this machine: how long each blocks training, until it is durable.
 
-    ``progress`` is called with what happens, each a mapping with an ``event``. None on all torchrun
-    ranks but the first. Raises UsageError, Unsupported without torch or room, TransferError where
-    nothing could be measured.
+    ``progress`` is called with each event, a mapping with the key ``event``. Returns None on all
+    torchrun ranks but the first. Raises UsageError, Unsupported if torch or disk space is missing,
+    TransferError if nothing could be measured.
     """
     from ckptool.commands.bench.run import prepare_bench
 
@@ -40,10 +40,10 @@ def bench(
 def bench_changes(
     report: BenchReport, compare: AnyPath, tolerance: float | str = "10%"
 ) -> list[Change]:
-    """Compare a report with the earlier run that ``compare`` keeps, of ``ckptool bench --json``.
+    """Compare a report with an earlier run: ``compare`` is a file of ``ckptool bench --json``.
 
-    ``regressed`` of each says whether it is slower by more than ``tolerance``, or worse. Raises
-    NotFound or UsageError where there is no such file, Unsupported where it measured something
+    ``regressed`` of each change is true if it is slower by more than ``tolerance``, or worse.
+    Raises NotFound or UsageError if there is no such file, Unsupported if it measured something
     else.
     """
     from ckptool.commands.bench.report import Baseline, parse_tolerance
@@ -64,7 +64,7 @@ def bench_transfer(
 ) -> TransferBenchReport:
     """Measure ckptool's own commands against cp and torch's, on ``source`` or one of ``size``.
 
-    As ``ckptool bench --transfer``. Raises Unsupported where the disk is too small for it.
+    Same as ``ckptool bench --transfer``. Raises Unsupported if the disk is too small.
     """
     from ckptool.commands.bench.transfer.run import transfer_bench
 
@@ -83,7 +83,7 @@ def bench_stores(
 ) -> TransferBenchReport:
     """Measure ckptool's own commands on a store against plain downloads, on one of ``size``.
 
-    As ``ckptool bench --stores``. Raises Unsupported where the disk is too small for it, or s3fs or
+    Same as ``ckptool bench --stores``. Raises Unsupported if the disk is too small, or s3fs or
     torch is missing.
     """
     from ckptool.commands.bench.transfer.stores import store_bench

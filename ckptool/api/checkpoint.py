@@ -1,4 +1,4 @@
-"""An open checkpoint: what it holds, and any part of any tensor."""
+"""An open checkpoint: its contents, and any part of any tensor."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ if TYPE_CHECKING:
 
 
 class Checkpoint(Mapping[str, Any]):
-    """A checkpoint whose metadata was read; its tensors are read when they are asked for.
+    """A checkpoint whose metadata was read; tensors are read on request.
 
-    ``named`` is the place that it was opened at, ``options`` are the keywords.
-    As a mapping it is from names to tensors and values, each read anew whenever it is asked for.
+    ``named`` is the place at which it was opened, ``options`` are the keywords. As a mapping it
+    maps names to tensors and values, which are read anew on each access.
 
-    Threads may share one. Nothing is unpickled. It can be pickled itself: what comes of that opens
-    the same place anew, and is Changed where that is no longer what it was.
+    Threads may share one. Nothing is unpickled. It can be pickled: the copy opens the same place
+    again, and raises Changed if the files there have changed.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Checkpoint(Mapping[str, Any]):
 
     @property
     def path(self) -> Location:
-        """Return where it lies, which may be below the path that was given."""
+        """Return the checkpoint's path, which may be below the path that was given."""
         return self._opened.path
 
     @property
@@ -90,12 +90,12 @@ class Checkpoint(Mapping[str, Any]):
 
     @property
     def opened(self) -> OpenedCheckpoint:
-        """Return its source and format, with the catalog of what was selected."""
+        """Return its source, its format and the catalog of what was selected."""
         return replace(self._opened, catalog=self._catalog)
 
     @property
     def catalog(self) -> Catalog:
-        """Return all that its metadata says, as every command sees it."""
+        """Return everything that its metadata says, as every command sees it."""
         return self._catalog
 
     @property
@@ -105,17 +105,17 @@ class Checkpoint(Mapping[str, Any]):
 
     @property
     def objects(self) -> Mapping[str, Any]:
-        """Return each non-tensor value: plain data, or records of what was not unpickled."""
+        """Return each non-tensor value: plain data, or records of objects not unpickled."""
         return MappingProxyType({n: entry.value for n, entry in self._catalog.objects.items()})
 
     @property
     def mesh(self) -> Mesh | None:
-        """Return the device mesh it was written on, as far as it is known."""
+        """Return the device mesh that it was written on, as far as that is known."""
         return self._catalog.mesh
 
     @property
     def step(self) -> int | None:
-        """Return the training step, of a value or of the folder's name; None where none says it."""
+        """Return the training step, from a value or the folder's name; None if neither has one."""
         return step_of(self.path, self._opened.catalog)
 
     @cached_property
@@ -125,10 +125,10 @@ class Checkpoint(Mapping[str, Any]):
     # As a mapping
 
     def __getitem__(self, key: str | tuple[Any, ...]) -> Any:
-        """Read a tensor, or with an index after its name a part of it; or return a value.
+        """Read a tensor, or a part of it if an index follows the name; or return a value.
 
-        ``checkpoint["w"]`` is all of it, ``checkpoint["w", :8, ..., 0]`` reads what that lies in.
-        Raises NoSuchName, a KeyError, for an unknown name, and what ``read`` raises.
+        ``checkpoint["w"]`` reads all of it, ``checkpoint["w", :8, ..., 0]`` reads a part. Raises
+        NoSuchName, a KeyError, for an unknown name, and whatever ``read`` raises.
         """
         name, *index = key if isinstance(key, tuple) else (key,)
         if index or name not in self._catalog.objects:
@@ -152,10 +152,10 @@ class Checkpoint(Mapping[str, Any]):
     __hash__ = object.__hash__
 
     def state_dict(self, *, device: torch.device | str | int | None = None) -> Mapping[str, Any]:
-        """Return a mapping that reads each tensor when it is asked for, onto a device.
+        """Return a mapping that reads each tensor onto a device when it is accessed.
 
-        For ``model.load_state_dict(checkpoint.state_dict(), assign=True)``, of a model on the meta
-        device too: the tensors become its parameters, and no second copy is made.
+        For ``model.load_state_dict(checkpoint.state_dict(), assign=True)``, also of a model on the
+        meta device: the tensors become its parameters, without a second copy.
         """
         return LazyStateDict(self, device)
 
@@ -168,9 +168,9 @@ class Checkpoint(Mapping[str, Any]):
         self.close()
 
     def close(self) -> None:
-        """Let go of what was read of its metadata; nothing can be read afterwards.
+        """Release the metadata that was read; nothing can be read afterwards.
 
-        No file is kept open between reads, so this is needed for memory alone.
+        No file stays open between reads, so this only frees memory.
         """
         self._closed = True
         self._catalog = replace(self._catalog, tensors={}, objects={}, conflicts={})
@@ -209,15 +209,16 @@ class Checkpoint(Mapping[str, Any]):
         dtype: AnyDType | None = None,
         out: Any = None,
     ) -> Any:
-        """Read a tensor or a part of it, whatever chunks it lies in; only their bytes are read.
+        """Read a tensor or a part of it, across its chunks; only the bytes it needs are read.
 
-        ``index`` are integers, slices with positive steps and ``...``, as torch takes them. It is
-        read onto ``device``, cast to the floating type ``dtype``, or into ``out``, a tensor or
-        array of its shape and type.
+        ``index`` has integers, slices with positive steps and ``...``, as torch takes them. The
+        tensor is read onto ``device``, cast to the floating type ``dtype``, or into ``out``, a
+        tensor or array of its shape and type.
 
-        Checksums are verified where all that they cover is read. Raises NoSuchName for an unknown
-        name, UsageError for an index outside the shape, Unsupported where numpy (and ml_dtypes) has
-        no such element type or ``out`` does not fit, Damaged where the tensor is not complete.
+        A checksum is verified if all bytes that it covers are read. Raises NoSuchName for an
+        unknown name, UsageError for an index outside the shape, Unsupported if numpy (with
+        ml_dtypes) lacks the element type or ``out`` does not fit, Damaged if the tensor is
+        incomplete.
         """
         entry = self.entry(name) if dtype is None else cast_entry(self, name, dtype)
         wanted = parse_index(entry, index)
@@ -230,11 +231,11 @@ class Checkpoint(Mapping[str, Any]):
         return read_numpy(self, entry, wanted, out)
 
     def entry(self, name: str, dtype: DType | None = None) -> TensorEntry:
-        """Return a tensor whose chunks tile it exactly, cast where another floating type is given.
+        """Return a tensor whose chunks tile it exactly, cast if another floating type is given.
 
-        Other types are never cast, nor are quantized tensors and their scales, nor what has no
-        dims and is none of the model, such as a step counter. Raises UsageError for an unknown
-        name, and Damaged where chunks are missing or ranks contradict one another.
+        These are never cast: non-floating types, quantized tensors and their scales, and tensors
+        without dims outside the model, such as step counters. Raises UsageError for an unknown
+        name, Damaged if chunks are missing or ranks contradict one another.
         """
         self._require(name)
         entry = self._catalog.tensors[name]
@@ -257,14 +258,14 @@ class Checkpoint(Mapping[str, Any]):
     def fill(self, wanted: Sequence[FillRequest], workers: int | None = None) -> None:
         """Read boxes of tensors into memory; see ``engine.read.tensors.fill``.
 
-        Containers are opened only where a box needs what is in them.
+        A container is opened only if a box needs its contents.
         """
         with no_collecting():
             located = self._containers.locate(wanted)
         self._fill(located, workers)
 
     def fill_part(self, entry: TensorEntry, wanted: Sequence[Pick], memory: BoxMemory) -> None:
-        """Read the wanted elements of a tensor into memory of their shape."""
+        """Read the wanted elements of a tensor into memory of the same shape."""
         from ckptool.engine.read.tensors import FillRequest
 
         spans = [pick.indexes for pick in wanted]
@@ -289,7 +290,7 @@ class Checkpoint(Mapping[str, Any]):
         fill(located, self._opened.source, threads)
 
     def require_unchanged(self) -> None:
-        """Raise Changed where its files were written or replaced since it was opened."""
+        """Raise Changed if a file was written or replaced since the checkpoint was opened."""
         require_unchanged(self._catalog, self._opened.source)
 
     def _require(self, name: str) -> None:
@@ -308,7 +309,7 @@ class Checkpoint(Mapping[str, Any]):
 
 
 class LazyStateDict(Mapping[str, Any]):
-    """The tensors and values of a checkpoint, each read when it is asked for."""
+    """The tensors and values of a checkpoint, each read when it is accessed."""
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device | str | int | None) -> None:
         self._checkpoint = checkpoint
@@ -333,7 +334,7 @@ class LazyStateDict(Mapping[str, Any]):
 
 
 def workers_of_this_rank(source: Files) -> int:
-    """Return the threads of this process: ranks of torchrun share a disk's, not a store's."""
+    """Return the threads of this process: torchrun's ranks share a disk's, not a store's."""
     if source.block > 1:
         return source.workers
     local_ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")

@@ -1,4 +1,4 @@
-"""The commands as functions: the same options as keywords, the commands' own reports."""
+"""The commands as functions: the same options as keywords, the same reports."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ if TYPE_CHECKING:
 
 
 Progress = Callable[[int, int], None]
-"""Is told how many bytes are done, and how many there are in all."""
+"""Called with the bytes that are done so far and the bytes in all."""
 
 
 def started_progress(progress: Progress | None) -> Callable[[int], Callable[[int], None]]:
-    """Return what is told the total, and then of each number of bytes; threads may tell."""
+    """Return a callable for the total and then for each number of bytes done; it is thread-safe."""
     lock = Lock()
 
     def start(total: int) -> Callable[[int], None]:
@@ -80,14 +80,14 @@ def started_progress(progress: Progress | None) -> Callable[[int], Callable[[int
 
 
 def _opened(path: AnyPath | Checkpoint, options: ReadKeywords) -> Checkpoint | None:
-    """Return an open checkpoint; None of a path. TypeError for options to open it with."""
+    """Return an open checkpoint as it is, None for a path; TypeError for options to open it."""
     return checkpoint_at(path, **options) if isinstance(path, Checkpoint) else None
 
 
 def _place(path: AnyPath | Checkpoint, options: Mapping[str, Any]) -> tuple[Location, Any]:
-    """Return a place and the options to read it with, to which an open checkpoint adds its own.
+    """Return a place and the options to read it with, including those of an open checkpoint.
 
-    Raises Changed where its files are no longer those that it was opened from.
+    Raises Changed if its files changed since it was opened.
     """
     if not isinstance(path, Checkpoint):
         return location(path), options
@@ -101,8 +101,8 @@ def inspect(
 ) -> InspectReport:
     """Describe the checkpoint at ``path`` from its metadata alone.
 
-    ``values`` stored among the data are read from a disk; from a URL only if it is True. Raises
-    NotFound, Unrecognised, Damaged or Hostile, as every function here does.
+    ``values`` stored among the data are read from a disk; from a URL only if True. Raises NotFound,
+    Unrecognised, Damaged or Hostile, as every function here does.
     """
     opened = _opened(path, options)
     if opened is not None:
@@ -115,9 +115,9 @@ def inspect(
 
 @with_keywords(ReadKeywords)
 def list_steps(run: AnyPath, **options: Unpack[ReadKeywords]) -> RunSummary:
-    """Describe the steps of a run's folder from their metadata, the oldest first.
+    """Describe the steps of a run's folder from their metadata, oldest first.
 
-    As ``ckptool inspect RUN``: when each was saved, how large it is, whether it is complete.
+    Same as ``ckptool inspect RUN``: when each was saved, its size, whether it is complete.
     """
     from ckptool.commands.inspect.steps import list_steps as _list_steps
 
@@ -135,7 +135,7 @@ def stats(
 ) -> StatsReport:
     """Read the tensors that match a glob: min, max, mean, std, zeros, NaN and Inf of each.
 
-    As ``ckptool inspect PATH --stats GLOB``; memory is bounded whatever their size.
+    Same as ``ckptool inspect PATH --stats GLOB``; memory is bounded whatever their size.
     """
     from ckptool.commands.open import open_checkpoint
     from ckptool.commands.stats import stats as _stats
@@ -158,8 +158,8 @@ def diff(
 ) -> DiffReport:
     """Compare names, shapes and types of two checkpoints' tensors; with ``values`` their content.
 
-    ``other`` may be a model's config.json. The report is true where nothing differs, its
-    ``fit`` what would give ``path`` more of the other's names.
+    ``other`` may be a model's config.json. The report is true if nothing differs; its ``fit`` is
+    the option that would give ``path`` more of the other's names.
     """
     from ckptool.commands.verify.compare.diff import diff as _diff
 
@@ -179,8 +179,8 @@ def extract(
 ) -> ExtractReport:
     """Write tensors, or slices such as ``w[0:4, :8]``, to the .npy or .safetensors file ``out``.
 
-    ``open(path).read`` has them in memory. Raises as ``convert`` does, Unsupported where ``out``
-    exists or cannot hold an element type.
+    ``open(path).read`` reads them into memory. Raises as ``convert`` does, and Unsupported if
+    ``out`` exists or cannot hold an element type.
     """
     from ckptool.commands.extract import prepare_extract
 
@@ -202,10 +202,10 @@ def convert(
 ) -> ConvertReport:
     """Write ``source`` in the format ``to`` at ``target``, complete or not at all.
 
-    Without ``to`` the target's name says it: ``.safetensors`` or ``.pt``.
-    ``progress`` is called with the bytes that were written, or read of both sides to compare them,
-    so far and in all. Raises UsageError or Unsupported where it cannot be done as asked,
-    TransferError where it fails midway: ``resume=True`` then continues.
+    Without ``to`` the target's suffix decides: ``.safetensors`` or ``.pt``. ``progress`` is called
+    with the bytes written, or read from both sides to compare them, so far and in all. Raises
+    UsageError or Unsupported if it cannot be done as requested, TransferError if it fails midway:
+    ``resume=True`` then continues.
     """
     place, keywords = _place(source, options)
     parsed = Keywords("convert", keywords, ConvertKeywords).options(ConvertOptions, to=to)
@@ -225,8 +225,8 @@ def reshard(
 ) -> ReshardReport:
     """Write ``source`` for a new device mesh at ``target``, or beside it, named after the mesh.
 
-    Under torchrun the ranks share the work; there must be no process group yet. Raises as
-    ``convert`` does, on every rank the same.
+    Under torchrun the ranks share the work; no process group may exist yet. Raises as ``convert``
+    does, the same on every rank.
     """
     place, keywords = _place(source, options)
     parsed = Keywords("reshard", keywords, ReshardKeywords).options(ReshardOptions)
@@ -246,11 +246,11 @@ def verify(
     progress: Progress | None = None,
     **options: Unpack[VerifyKeywords],
 ) -> VerifyReport:
-    """Check that the checkpoint at ``path`` is complete, unchanged and safe: then it is true.
+    """Check that the checkpoint at ``path`` is complete, unchanged and safe: true if it is.
 
     ``write_manifest`` is written if no errors are found; with ``manifest`` every tensor is compared
-    with what was recorded, whatever the format. Raises NotFound and Unrecognised where there is no
-    checkpoint, and nothing for damage: that is in the report.
+    with what it records, whatever the format. Raises NotFound or Unrecognised if there is no
+    checkpoint. Damage does not raise: it is in the report.
     """
     place, given = _place(path, options)
     keywords = Keywords("verify", given, VerifyKeywords)
@@ -283,9 +283,9 @@ def compare(
     progress: Progress | None = None,
     **options: Unpack[CompareKeywords],
 ) -> AgainstReport:
-    """Compare two checkpoints of any formats, bit by bit, or as numbers where asked.
+    """Compare two checkpoints of any format, bit by bit, or as numbers if requested.
 
-    As ``ckptool verify PATH --against OTHER``; the report is true where they are the same.
+    Same as ``ckptool verify PATH --against OTHER``; the report is true if they are equal.
     """
     from ckptool.commands.verify.compare.against import against
 
@@ -300,9 +300,9 @@ def compare(
 def verify_run(
     run: AnyPath, *, every: bool = False, **options: Unpack[VerifyRunKeywords]
 ) -> RunReport:
-    """Verify a run's steps from the newest to the first one without errors: see ``latest_good``.
+    """Verify a run's steps from newest to oldest up to the first without errors: ``latest_good``.
 
-    As ``ckptool verify RUN --latest-good``, or with ``every`` step as ``--all``.
+    Same as ``ckptool verify RUN --latest-good``; with ``every``, as ``--all``.
     """
     from ckptool.commands.verify.run_folder import verify_run as _verify_run
 
@@ -314,8 +314,8 @@ def verify_run(
 def prune(run: AnyPath, *, keep_last: int, **options: Unpack[PruneKeywords]) -> PruneReport:
     """Decide which steps of a run to keep, verify these, and with ``yes`` remove the others.
 
-    As ``ckptool prune RUN --keep-last N``; ``ok`` of the report says whether all that is kept is
-    good. Raises TransferError where something cannot be removed.
+    Same as ``ckptool prune RUN --keep-last N``; ``ok`` of the report is true if all kept steps are
+    good. Raises TransferError if something cannot be removed.
     """
     from ckptool.commands.verify.prune import prune as _prune
 
@@ -333,8 +333,8 @@ def salvage(
 ) -> SalvageReport:
     """Write what is intact of a damaged checkpoint to ``target``: see ``lost``.
 
-    ``target`` is a DCP folder, or a .safetensors or .pt file; a list of what is lost comes beside
-    it. Raises Unsupported where nothing is intact.
+    ``target`` is a DCP folder, or a .safetensors or .pt file; a list of what is lost is written
+    beside it. Raises Unsupported if nothing is intact.
     """
     from ckptool.commands.verify.salvage.salvage import plan_salvage
 
@@ -344,14 +344,14 @@ def salvage(
 
 
 def list_maps() -> Mapping[str, KeyMap]:
-    """Return the key maps that come with ckptool, by the name that ``map=`` takes."""
+    """Return the built-in key maps, by the name that ``map=`` takes."""
     from ckptool.commands.keymap.library import builtin_maps
 
     return dict(builtin_maps())
 
 
 def map_text(name: str) -> str:
-    """Return a built-in key map as the TOML file that it is, to begin one's own with."""
+    """Return the TOML text of a built-in key map, as a start for one's own."""
     from ckptool.commands.keymap import library
 
     return library.map_text(name)

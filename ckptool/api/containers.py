@@ -1,4 +1,4 @@
-"""The containers of an open checkpoint, opened where a box needs what is in them."""
+"""The containers of an open checkpoint, opened when a box needs their contents."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Containers:
-    """The containers of a checkpoint that were opened so far, for all threads alike."""
+    """The containers of a checkpoint opened so far, shared by all threads."""
 
     def __init__(self, opened: OpenedCheckpoint, catalog: Catalog) -> None:
         self._opened = opened
@@ -27,7 +27,7 @@ class Containers:
         self._lock = threading.Lock()
 
     def locate(self, wanted: Sequence[FillRequest]) -> list[FillRequest]:
-        """Return the same with only the chunks that hold the boxes, each at a place to read."""
+        """Return the catalog with only the chunks that hold the boxes, each at a place to read."""
         needed = [self._chunks(target) for target in wanted]
         with self._lock:
             self._open(
@@ -51,7 +51,7 @@ class Containers:
         return [chunk for chunk, _ in index.find(wanted.box)]
 
     def _open(self, closed: Iterable[tuple[TensorEntry, Chunk]]) -> None:
-        """Open the containers of chunks, by themselves and not those of their copies."""
+        """Open the containers of chunks, but not those of their copies."""
         chunks: dict[str, list[Chunk]] = {}
         tensors: dict[str, TensorEntry] = {}
         for entry, chunk in closed:

@@ -14,11 +14,11 @@ from ckptool.errors import UsageError
 
 IndexItem = SupportsIndex | slice | EllipsisType
 Index = Box | IndexItem | Sequence[IndexItem]
-"""A box of a tensor, or what stands in ``tensor[2:4, ..., ::2, -1]``."""
+"""A box of a tensor, or an index as in ``tensor[2:4, ..., ::2, -1]``."""
 
 
 def parse_index(entry: TensorEntry, index: Index | None) -> list[Pick]:
-    """Return what an index means in each dim; UsageError where the tensor has no such part."""
+    """Return what an index means in each dim; UsageError if it is outside the tensor."""
     if isinstance(index, Box):
         is_within = len(index.lo) == len(entry.shape) and Box.whole(entry.shape).contains(index)
         if not is_within or any(map(int.__lt__, index.hi, index.lo)):

@@ -48,10 +48,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class LoadReport:
-    """What was loaded. ``nbytes`` is what this rank's tensors hold of it.
+    """What was loaded; ``nbytes`` counts the loaded bytes of this rank's tensors.
 
-    ``missing`` are names of the state dict that the checkpoint does not have, ``unexpected`` those
-    of the checkpoint that the state dict does not have; both empty unless ``strict=False``.
+    ``missing`` are names of the state dict that the checkpoint lacks, ``unexpected`` those of the
+    checkpoint that the state dict lacks; both are empty unless ``strict=False``.
     """
 
     loaded: tuple[str, ...]
@@ -76,16 +76,16 @@ def load(
 ) -> LoadReport:
     """Fill ``state_dict`` in place from the checkpoint at ``path``, whatever its format and mesh.
 
-    Tensors and DTensors are filled where they lie, on the CPU or on a device; of a DTensor (or
-    FSDP1's ShardedTensor, or torch 2.15's CheckpointableTensor) each rank reads its own boxes, and
-    the ranks need not meet. Other values are replaced. A nested state dict has the names that DCP
-    gives it, its keys joined by dots. A tied parameter is loaded under any of its names. ``cast``
-    makes floating tensors those of the state dict's types. The keywords fit the checkpoint to the
+    Tensors and DTensors are filled in place, on the CPU or on a device; of a DTensor (or FSDP1's
+    ShardedTensor, or torch 2.15's CheckpointableTensor) each rank reads its own boxes, and ranks
+    need not be synchronized. Other values are replaced. Names in a nested state dict are its keys
+    joined by dots, as in DCP. A tied parameter is loaded under any of its names. ``cast`` casts
+    floating tensors to the types in the state dict. These keywords make the checkpoint match the
     state dict: ``model_only=True``, ``rename=[...]``, ``map="auto"``, ``dequantize=True``.
 
-    Raises KeysDiffer where names differ and ``strict``, Unsupported where shapes, element types or
-    kinds do, before anything is written; Damaged where the source's bytes are not as they were
-    written, Unsupported where tied parameters are not the same in it: what was filled then stays.
+    Before anything is written, raises KeysDiffer if names differ and ``strict``, Unsupported if
+    shapes, element types or kinds differ. Later raises Damaged if the source's bytes are not as
+    written, Unsupported if tied parameters differ in it; what was filled by then stays.
     """
     with no_collecting():
         Keywords("load", options, OpenKeywords)
@@ -116,7 +116,7 @@ def load(
 
 
 def _with_tied(matched: NameMatch, leaves: Mapping[str, StateLeaf]) -> NameMatch:
-    """Count names as loaded that only the state dict has, where another name loads their memory."""
+    """Count as loaded names that only the state dict has, if another name loads their memory."""
     if not matched.missing:
         return matched
     loaded = {_memory(leaves[name].value) for name in matched.both} - {None}
@@ -126,7 +126,7 @@ def _with_tied(matched: NameMatch, leaves: Mapping[str, StateLeaf]) -> NameMatch
 
 
 def _memory(value: Any) -> tuple[Any, ...] | None:
-    """Return a tensor's memory and its part of the global tensor; None of what cannot be filled."""
+    """Return a tensor's memory and its part of the global tensor; None if it cannot be filled."""
     import torch
 
     if not isinstance(value, torch.Tensor) or find_obstacle(value) is not None:
@@ -138,7 +138,7 @@ def _memory(value: Any) -> tuple[Any, ...] | None:
 
 
 def _memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return what is equal of two tensors with the same memory, as tied parameters have."""
+    """Return a key that is equal for tensors with the same memory, such as tied parameters."""
     storage = tensor.untyped_storage()._cdata
     return storage, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()
 
@@ -149,7 +149,7 @@ def _memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 def _require_alike(
     checkpoint: Checkpoint, entries: Mapping[str, TensorEntry], leaves: Mapping[str, StateLeaf]
 ) -> None:
-    """Raise Unsupported where the state dict cannot be filled with what the checkpoint has."""
+    """Raise Unsupported if the checkpoint's content does not fit the state dict."""
     import torch
 
     values = {name: leaf for name, leaf in leaves.items() if name not in entries}
@@ -179,7 +179,7 @@ class _Mismatch(NamedTuple):
 
 
 def _mismatch(entry: TensorEntry, tensor: Any) -> _Mismatch | None:
-    """Return why the tensor cannot hold the entry, with both sides; None where it can."""
+    """Return why the tensor cannot hold the entry, naming both sides; None if it can."""
     import torch
 
     if not isinstance(tensor, torch.Tensor):
@@ -231,8 +231,8 @@ def fill_targets(
     """Read every box into its tensor, done when it returns.
 
     Of several boxes for the same memory one is read into it and the others are compared with it; so
-    are all whose memory may be another's in part, once all is read. Raises Unsupported where they
-    are not the same, Changed where the checkpoint did not stay as it was, else as
+    are all whose memory may be another's in part, once all is read. Raises Unsupported if they
+    are not the same, Changed if the checkpoint did not stay as it was, else as
     ``Checkpoint.fill`` does.
     """
     staging = Staging()
@@ -281,7 +281,7 @@ def _find_overlaps(targets: Mapping[tuple[Any, ...], Target]) -> Iterator[tuple[
 def _require_same(
     checkpoint: Checkpoint, pairs: Sequence[tuple[Target, Target]], workers: int | None
 ) -> None:
-    """Raise Unsupported where boxes for the same memory are not the same; neither is kept."""
+    """Raise Unsupported if boxes for the same memory are not the same; neither is kept."""
     memories = [_ComparedMemory(target.tensor) for _, target in pairs]
     wanted = [FillRequest(t.entry, t.box, m) for (_, t), m in zip(pairs, memories, strict=True)]
     checkpoint.fill(wanted, workers)

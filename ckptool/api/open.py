@@ -29,7 +29,7 @@ def open(path: AnyPath, **options: Unpack[OpenKeywords]) -> Checkpoint:
 
 
 def reopen(place: str, options: OpenKeywords, version: str) -> Checkpoint:
-    """Open a checkpoint as it was opened in another process; Changed where it is another now."""
+    """Open a checkpoint as it was opened in another process; Changed if it is another now."""
     checkpoint = open(place, **options)
     if checkpoint.version() != version:
         raise Changed(f"{checkpoint.path}: it was changed since it was opened first")

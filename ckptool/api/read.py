@@ -25,7 +25,7 @@ def read_torch(
     device: Any,
     out: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Read into ``out``, or a new tensor on ``device``; Unsupported where ``out`` does not fit."""
+    """Read into ``out``, or a new tensor on ``device``; Unsupported if ``out`` does not fit."""
     import torch
 
     from ckptool.api.tensors import Staging, torch_dtype, why_not_filled
@@ -53,7 +53,7 @@ def read_numpy(
     wanted: Sequence[Pick],
     out: np.ndarray[Any, Any] | None,
 ) -> np.ndarray[Any, np.dtype[Any]]:
-    """Read into ``out``, or a new array; Unsupported where numpy has no such element type."""
+    """Read into ``out``, or a new array; Unsupported if numpy has no such element type."""
     import numpy as np
 
     from ckptool.engine.read.gather import unit
@@ -83,7 +83,7 @@ def _require_kind(out: object, kind: type, expected: str) -> None:
 def _require_fits(
     entry: TensorEntry, shape: tuple[int, ...], given: tuple[int, ...], dtype: str
 ) -> None:
-    """Raise Unsupported where memory of this shape and type is not what is read."""
+    """Raise Unsupported if memory of this shape and type is not what is read."""
     if (given, dtype) != (shape, entry.dtype.name):
         raise Unsupported(
             f"{entry.name}: {entry.dtype} {list(shape)} is read, but out is {dtype} {list(given)}",
@@ -92,7 +92,7 @@ def _require_fits(
 
 
 def numpy_dtype(entry: TensorEntry) -> np.dtype[Any]:
-    """Return numpy's type, of ml_dtypes where numpy has none; Unsupported where neither has."""
+    """Return numpy's type, of ml_dtypes where numpy has none; Unsupported if neither has."""
     import numpy as np
 
     name = entry.dtype.name
@@ -111,7 +111,7 @@ def numpy_dtype(entry: TensorEntry) -> np.dtype[Any]:
 
 
 def cast_entry(checkpoint: Checkpoint, name: str, dtype: object) -> TensorEntry:
-    """Return a tensor to be read as ``dtype``; Unsupported where it is not to be cast to that."""
+    """Return a tensor to be read as ``dtype``; Unsupported if it is not to be cast to that."""
     entry = checkpoint.entry(name)
     known = str(dtype).removeprefix("torch.")
     wanted = entry.dtype if known == entry.dtype.name else parse_dtype(known)

@@ -50,9 +50,9 @@ def save(
     share memory are tied where the format can say so. What was written is compared with memory
     before it takes its place. In a process group ``to="dcp"`` is what all ranks save together, as
     by torch's own ``dcp.save``: every rank must call this, and each writes what it holds, such as
-    its shards of DTensors. Raises Unsupported where ranks do not, where other ranks hold a part and
-    the format has no file per rank, and for values that are not plain data; UsageError where it
-    makes no sense; Damaged where ranks contradict one another.
+    its shards of DTensors. Raises Unsupported if ranks do not, where other ranks hold a part and
+    the format has no file per rank, and for values that are not plain data; UsageError if it
+    makes no sense; Damaged if ranks contradict one another.
     """
     parsed = Keywords("save", options, SaveKeywords).options(SaveOptions, to=to)
     started, place = started_progress(progress), location(target)
@@ -121,7 +121,7 @@ def _walk(path: Path, container: Any) -> Iterator[tuple[Path, Any]]:
 def _entry(
     name: str, path: Path, tensor: torch.Tensor, buffers: dict[str, memoryview], head: str
 ) -> TensorEntry:
-    """Return where what this rank holds of a tensor lies; Unsupported where it is no memory.
+    """Return where what this rank holds of a tensor lies; Unsupported if it is no memory.
 
     ``head`` begins the names of its files.
     """
@@ -146,7 +146,7 @@ _TO_SAVE_WHOLE = "call full_tensor() on a DTensor, dequantize() on a quantized t
 
 
 def _why_not_plain(tensor: torch.Tensor) -> str | None:
-    """Return why a tensor is none of elements in memory, None where it is."""
+    """Return why a tensor is none of elements in memory, None if it is."""
     import torch
 
     if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_quantized:
@@ -170,7 +170,7 @@ def _place(part: torch.Tensor, itemsize: int, buffers: dict[str, memoryview], he
 
 
 def _require_plain(name: str, value: object) -> None:
-    """Raise Unsupported where ``torch.load(weights_only=True)`` would not load a value."""
+    """Raise Unsupported if ``torch.load(weights_only=True)`` would not load a value."""
     inner = [*value.keys(), *value.values()] if isinstance(value, dict) else value
     if isinstance(inner, list | tuple | set) and type(value) in (dict, list, tuple, set):
         for part in inner:

@@ -33,7 +33,7 @@ _TO_NAME_APART = "use a different name on each rank for values that differ, such
 
 
 class LocalState(NamedTuple):
-    """What a rank has in memory: ``buffers`` are its bytes, by the names that its chunks use."""
+    """The state in one rank's memory; ``buffers`` are its bytes, by the names that chunks use."""
 
     tensors: dict[str, TensorEntry]
     objects: dict[str, ObjectEntry]
@@ -41,7 +41,7 @@ class LocalState(NamedTuple):
 
 
 class _StateDescription(NamedTuple):
-    """What a rank tells the others of its state: all but the bytes. ``token`` names its memory."""
+    """A rank's state as sent to the others: all but the bytes. ``token`` identifies its memory."""
 
     tensors: dict[str, TensorEntry]
     objects: dict[str, ObjectEntry]
@@ -50,17 +50,17 @@ class _StateDescription(NamedTuple):
 
 
 Holders = dict[tuple[str, Box], dict[int, Chunk]]
-"""For each box of a tensor of a name: where it lies on the ranks that hold it."""
+"""For each box of each tensor: where it lies on the ranks that hold it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardsTransfer(Transfer[ConvertReport]):
-    """Writes from the memory of ``world`` ranks: each the files that are made of its own."""
+    """Writes from the memory of ``world`` ranks; each writes the files made of its own bytes."""
 
     world: int = field(kw_only=True)
 
     def require_possible(self, ranks: Ranks) -> None:
-        """Raise Unsupported where a file is made of what several ranks hold."""
+        """Raise Unsupported if a file consists of bytes of several ranks."""
         for number, file in enumerate(self.plan.layout.files):
             if any(chunk.rank != (file.rank or 0) for _, chunk in self.plan.chunks([number])):
                 kind = self.report.target_format
@@ -69,7 +69,7 @@ class ShardsTransfer(Transfer[ConvertReport]):
                 )
 
     def _files_of(self, share: Share) -> list[int]:
-        """Return the files of the rank that this share is; Unsupported without a common disk."""
+        """Return the files of this share's rank; Unsupported without a common disk."""
         if share.size < self.world:
             raise Unsupported(
                 f"{self.target}: is on several disks, and each rank has only its own shards",
@@ -87,9 +87,8 @@ def save_shards(
 ) -> ConvertReport:
     """Write what all ranks of the program's process group hold; all of them must call it.
 
-    ``collect`` returns what this one does, given its rank. Raises Damaged where ranks hold
-    different values of one name, Unsupported where the format has no file per rank, on every rank
-    the same.
+    ``collect`` returns this rank's state, given its number. Raises Damaged if ranks hold different
+    values under one name, Unsupported if the format has no file per rank; the same on every rank.
     """
     ranks = RunningRanks()
     try:
@@ -128,9 +127,9 @@ def _prepare(
 
 
 def _find_holders(of_ranks: Sequence[Mapping[str, TensorEntry]]) -> Holders:
-    """Return each box of each tensor with the ranks that hold it, in the order of ranks.
+    """Return each box of each tensor with the ranks that hold it, in rank order.
 
-    Raises Damaged where ranks give one name to tensors of different shapes or types.
+    Raises Damaged if one name has different shapes or types on different ranks.
     """
     first: dict[str, tuple[int, TensorEntry]] = {}
     holders: Holders = defaultdict(dict)
@@ -150,14 +149,14 @@ def _find_holders(of_ranks: Sequence[Mapping[str, TensorEntry]]) -> Holders:
 
 
 def _box_alone(entry: TensorEntry, chunk: Chunk) -> TensorEntry:
-    """Return a box of a tensor as a tensor by itself, named after both."""
+    """Return a box of a tensor as a tensor of its own, named after both."""
     whole = Box.whole(chunk.box.shape)
     name = f"{entry.name} {chunk.box}"
     return replace(entry, name=name, shape=whole.shape, chunks=(replace(chunk, box=whole),))
 
 
 def _require_equal(holders: Holders, found: Sequence[Mapping[str, str]]) -> None:
-    """Raise Damaged where ranks hold different values of a box that several have."""
+    """Raise Damaged if ranks hold different values of the same box."""
     problems = []
     for name, box in holders:
         label = f"{name} {box}"
@@ -175,7 +174,7 @@ def _require_equal(holders: Holders, found: Sequence[Mapping[str, str]]) -> None
 def _merge_states(states: Sequence[_StateDescription], holders: Holders) -> Catalog:
     """Return all ranks' tensors and values as one checkpoint.
 
-    Of several ranks that hold a box, the one with the fewest bytes so far is to write it.
+    If several ranks hold a box, the one with the fewest bytes so far writes it.
     """
     loads = [0] * len(states)
     chunks: dict[str, list[Chunk]] = defaultdict(list)
@@ -191,7 +190,7 @@ def _merge_states(states: Sequence[_StateDescription], holders: Holders) -> Cata
 
 
 def _merge_objects(states: Sequence[_StateDescription]) -> dict[str, ObjectEntry]:
-    """Return the values of all ranks; Damaged where two of one name differ, or one is a tensor."""
+    """Return the values of all ranks; Damaged if two of one name differ, or one is a tensor."""
     merged: dict[str, tuple[int, ObjectEntry]] = {}
     tensors = {name: rank for rank, each in enumerate(states) for name in each.tensors}
     problems = []

@@ -13,7 +13,7 @@ from ckptool.errors import CkptoolError, Unsupported, UsageError
 
 
 class StateLeaf(NamedTuple):
-    """A value, and the container that holds it under a key or position."""
+    """A value, and the container that holds it under a key or index."""
 
     container: Any
     key: Any
@@ -21,20 +21,20 @@ class StateLeaf(NamedTuple):
 
     @property
     def is_fixed(self) -> bool:
-        """Return whether no other value can be put there."""
+        """Return whether the value cannot be replaced."""
         return isinstance(self.container, tuple)
 
     def replace(self, value: Any) -> None:
-        """Put another value there."""
+        """Replace the value in its container."""
         self.container[self.key] = value
 
 
 def leaves_of(state_dict: dict[str, Any]) -> dict[str, StateLeaf]:
-    """Return every leaf by the name that its entry of a catalog has, its keys joined by dots.
+    """Return every leaf by the name of its catalog entry: its keys joined by dots.
 
-    As DCP flattens (torch 2.4 to 2.13): dicts are entered, lists where a dict or a tensor lies
-    inside; and as in catalogs, tuples where a tensor does. Raises TypeError for what is no dict and
-    for a module or optimizer in it, UsageError where two leaves have one name.
+    Flattens as DCP does (torch 2.4 to 2.13): dicts are entered, lists if they contain a dict or a
+    tensor; and, as in catalogs, tuples if they contain a tensor. Raises TypeError for anything but
+    a dict and for a module or optimizer in it, UsageError if two leaves have the same name.
     """
     if not isinstance(state_dict, dict):
         raise TypeError(f"load() fills a dict, not {_kind(state_dict)}")
@@ -59,7 +59,7 @@ def _leaves(head: str, container: Any) -> Iterator[tuple[str, StateLeaf]]:
 
 
 def is_entered(value: Any) -> bool:
-    """Return whether a list holds a dict or a tensor, or a tuple a tensor, at any depth."""
+    """Return whether a list contains a dict or a tensor, or a tuple a tensor, at any depth."""
     import torch
 
     if not isinstance(value, list | tuple):
@@ -73,7 +73,7 @@ def _has_state(value: Any) -> bool:
 
 
 def _kind(value: Any) -> str:
-    """Name the type of a value, and what to give in its place where it has a state dict."""
+    """Name the type of a value, and suggest its state dict if it has one."""
     return f"a {type(value).__name__}" + ("; give its state_dict()" if _has_state(value) else "")
 
 
@@ -81,10 +81,9 @@ _MOST_SHOWN = 12
 
 
 class KeysDiffer(Unsupported):
-    """The state dict and the checkpoint do not have the same names.
+    """The names of the state dict and the checkpoint differ.
 
-    ``missing`` are those that only the state dict has, ``unexpected`` those that only the
-    checkpoint has.
+    ``missing`` are only in the state dict, ``unexpected`` only in the checkpoint.
     """
 
     missing: tuple[str, ...] = ()
@@ -92,7 +91,7 @@ class KeysDiffer(Unsupported):
 
 
 class NameMatch(NamedTuple):
-    """The names that both have, and those that only one has."""
+    """The names that both sides have, and those that only one has."""
 
     both: tuple[str, ...]
     missing: tuple[str, ...]
@@ -100,7 +99,7 @@ class NameMatch(NamedTuple):
 
 
 def match_names(checkpoint: Checkpoint, names: Collection[str]) -> NameMatch:
-    """Sort a state dict's names and a checkpoint's, whose empty dicts are nothing to load."""
+    """Compare a state dict's names with a checkpoint's; empty dicts in the latter do not count."""
     catalog = checkpoint.catalog
     known = {*catalog.tensors, *catalog.objects, *catalog.conflicts}
     empty = {name for name, entry in catalog.objects.items() if entry.value == {}}
@@ -112,7 +111,7 @@ def match_names(checkpoint: Checkpoint, names: Collection[str]) -> NameMatch:
 
 
 def keys_differ(checkpoint: Checkpoint, matched: NameMatch) -> KeysDiffer:
-    """Return the error that lists what only one has, and the keyword that would fit the names."""
+    """Return the error that lists one-sided names, and the keyword that would match the names."""
     lines = [
         f"  {what} ({len(names):,}): {', '.join(list_names(names))}"
         for what, names in (("missing", matched.missing), ("unexpected", matched.unexpected))
@@ -129,7 +128,7 @@ def keys_differ(checkpoint: Checkpoint, matched: NameMatch) -> KeysDiffer:
 
 
 def list_names(items: Sequence[str]) -> list[str]:
-    """Return the first of many, and how many more there are."""
+    """Return the first few of many names, and how many more there are."""
     more = len(items) - _MOST_SHOWN
     return [*items[:_MOST_SHOWN], *([f"and {more:,} more"] if more > 0 else [])]
 
@@ -157,7 +156,7 @@ def _hint(checkpoint: Checkpoint, matched: NameMatch) -> str:
 
 
 def _names_of_model(checkpoint: Checkpoint) -> set[str]:
-    """Return the names of a checkpoint's tensors under ``model_only``."""
+    """Return the names that a checkpoint's tensors have under ``model_only``."""
     try:
         return set(only_model(checkpoint.catalog).tensors)
     except CkptoolError:
@@ -165,7 +164,7 @@ def _names_of_model(checkpoint: Checkpoint) -> set[str]:
 
 
 def _other_prefix(matched: NameMatch) -> Prefix | None:
-    """Return the prefix by which all missing names differ from unexpected ones, if that is so."""
+    """Return the prefix by which all missing names differ from unexpected ones, if there is one."""
     for prefix in prefix_changes(matched.unexpected, matched.missing):
         if any(name.startswith(prefix.old) for name in matched.both):
             continue

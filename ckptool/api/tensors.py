@@ -1,4 +1,4 @@
-"""Live torch tensors: which boxes this rank holds of one, and its memory.
+"""Live torch tensors: which boxes of one this rank holds, and its memory.
 
 Memory is filled in place on the CPU, through pinned buffers on a device.
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def find_obstacle(tensor: torch.Tensor) -> str | None:
-    """Return why it is unknown which values this rank holds; None where it is known."""
+    """Return why it is unknown which values this rank holds; None if it is known."""
     if _is_dtensor(tensor):
         partial = None in _placements(tensor)
         return "a partial placement: each rank holds an addend, not values" if partial else None
@@ -35,7 +35,7 @@ def find_obstacle(tensor: torch.Tensor) -> str | None:
 
 
 def _why_not_declared(tensor: torch.Tensor) -> str | None:
-    """Return why its attributes do not say which values it holds; None where they do."""
+    """Return why its attributes do not determine which values it holds; None if they do."""
     try:
         pieces = local_pieces(tensor)
     except (TypeError, ValueError) as error:
@@ -45,19 +45,19 @@ def _why_not_declared(tensor: torch.Tensor) -> str | None:
 
 
 def global_shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the shape of the global tensor of which this rank may hold a part."""
+    """Return the shape of the global tensor that this rank holds all or a part of."""
     return tuple(tensor.global_shape if _declares_shards(tensor) else tensor.shape)  # type: ignore[attr-defined]
 
 
 def declared_boxes(tensor: torch.Tensor) -> tuple[Box, ...] | None:
-    """Return the boxes of the global tensor that its own attributes name; None without these."""
+    """Return the boxes of the global tensor that its attributes declare, if they declare any."""
     if not _declares_shards(tensor):
         return None
     return tuple(piece.box for piece in local_pieces(tensor))
 
 
 def local_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the memory of this rank: one tensor, or those of a ShardedTensor's own shards."""
+    """Return this rank's memory: one tensor, or those of a ShardedTensor's own shards."""
     if _is_sharded(tensor):
         return [shard.tensor.detach() for shard in tensor.local_shards()]  # type: ignore[attr-defined]
     local: torch.Tensor = tensor._local_tensor if _is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
@@ -80,9 +80,9 @@ def local_parts(tensor: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
 def local_pieces(tensor: torch.Tensor) -> tuple[Piece, ...]:
     """Return which boxes of the global tensor lie where in this rank's memory.
 
-    None where the rank is not on the mesh. Strided shards are read as FSDP2 cuts them, where this
-    rank's local shape fits that. Raises ValueError where its attributes declare shards that do not
-    fit, Damaged where the local shape fits no reading.
+    Returns None if the rank is not on the mesh. Strided shards are read as FSDP2 cuts them, if this
+    rank's local shape fits that. Raises ValueError if the attributes declare shards that do not
+    fit, Damaged if the local shape fits no interpretation.
     """
     if _declares_shards(tensor):
         whole_shape, above, inside, lengths = (getattr(tensor, n) for n in SHARD_ATTRIBUTES)
@@ -109,7 +109,7 @@ def local_pieces(tensor: torch.Tensor) -> tuple[Piece, ...]:
 
 
 def _is_sharded(tensor: torch.Tensor) -> bool:
-    """Return whether it is one of ``torch.distributed._shard``, as in FSDP1's state dicts."""
+    """Return whether it is a ``torch.distributed._shard`` tensor, as in FSDP1's state dicts."""
     return hasattr(tensor, "local_shards")
 
 
@@ -118,14 +118,14 @@ def _is_dtensor(tensor: torch.Tensor) -> bool:
 
 
 def _declares_shards(tensor: torch.Tensor) -> bool:
-    """Return whether it is a CheckpointableTensor of torch 2.15, which names its boxes."""
+    """Return whether it is a CheckpointableTensor of torch 2.15, which declares its boxes."""
     if _is_dtensor(tensor) or _is_sharded(tensor):
         return False
     return all(hasattr(tensor, name) for name in SHARD_ATTRIBUTES)
 
 
 def _placements(tensor: Any) -> list[Placement | None]:
-    """Return the placements as ckptool's own; None for one that is partial."""
+    """Return the placements as ckptool's own; None if one is partial."""
     return [_placement(placement) for placement in tensor.placements]
 
 
@@ -142,7 +142,7 @@ def _placement(theirs: Any) -> Placement | None:
 
 
 def why_not_filled(tensor: torch.Tensor) -> str | None:
-    """Return why bits cannot be written into a tensor; None where they can."""
+    """Return why bits cannot be written into a tensor; None if they can."""
     import torch
 
     if type(tensor.detach()) is not torch.Tensor:
@@ -162,7 +162,7 @@ def why_not_filled(tensor: torch.Tensor) -> str | None:
 
 
 def _overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Return whether steps along a dim may land within what the dims of smaller steps span."""
+    """Return whether elements may overlap: a step is within the span of dims of smaller steps."""
     span = 1
     for stride, size in sorted(zip(strides, shape, strict=True)):
         if size > 1 and stride < span:
@@ -172,7 +172,7 @@ def _overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def bits_of(tensor: torch.Tensor) -> Array:
-    """Return the elements of a CPU tensor as bits, strides and all, without a copy."""
+    """Return the elements of a CPU tensor as integers of their size, with its strides, uncopied."""
     import torch
 
     itemsize = tensor.element_size()
@@ -186,7 +186,7 @@ def bits_of(tensor: torch.Tensor) -> Array:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return torch's type of a name; Unsupported where this torch has none."""
+    """Return the torch dtype of a name; Unsupported if this torch has none."""
     import torch
 
     dtype = getattr(torch, name, None)
@@ -201,9 +201,9 @@ def torch_dtype(name: str) -> torch.dtype:
 class Staging:
     """Pinned buffers between files and devices: two per thread and device, so that reads overlap.
 
-    Copies wait for what the calling thread's current stream of a device had been given before;
-    ``finish`` waits for them, so that any stream may use the tensors afterwards, and memory may be
-    given back. Where a device has no streams of its own, every copy is waited for.
+    Copies wait for the work queued on the calling thread's current stream of a device; ``finish``
+    waits for the copies, so that any stream may use the tensors afterwards and memory may be freed.
+    On a device without streams, every copy is waited for.
     """
 
     def __init__(self) -> None:
@@ -214,7 +214,7 @@ class Staging:
     def memory(self, tensor: torch.Tensor) -> BoxMemory:
         """Return where to write the elements of a tensor that can be filled.
 
-        To be called by the thread that the tensor's user works in: streams are a thread's own.
+        Call it on the thread that uses the tensor: current streams are per thread.
         """
         import torch
 
@@ -236,13 +236,13 @@ class Staging:
         return lanes[device]
 
     def finish(self) -> None:
-        """Wait until all that was staged has arrived."""
+        """Wait until all staged data has arrived."""
         for lane in self._lanes:
             lane.finish()
 
 
 class _DeviceMemory:
-    """A tensor on a device, filled a part at a time, as integers: devices copy those of any type.
+    """A tensor on a device, filled part by part as integers, which devices copy whatever the type.
 
     Complex numbers of 16 bytes have no integers of their size.
     """
@@ -256,7 +256,7 @@ class _DeviceMemory:
 
     @contextmanager
     def part(self, where: Box) -> Iterator[Array]:
-        """Yield a pinned array whose elements are copied to the device at the end."""
+        """Yield a pinned array whose elements are copied to the device on exit."""
         lane = self._staging.lane(self._tensor.device)
         part = self._tensor[tuple(map(slice, where.lo, where.hi))]
         staged = lane.buffer(part)
@@ -279,7 +279,7 @@ def _has_streams(device: torch.device) -> bool:
 
 
 def _work_so_far(device: torch.device) -> Any:
-    """Record an event after all work of this thread's current stream; None without streams."""
+    """Record an event on this thread's current stream, after its work so far; or return None."""
     if not _has_streams(device):
         return None
     module = _module(device)
@@ -289,7 +289,7 @@ def _work_so_far(device: torch.device) -> Any:
 
 
 class _Lane:
-    """One thread's way to one device, for copies that come after ``before``."""
+    """One thread's copies to one device, which come after the event ``before``."""
 
     def __init__(self, device: torch.device, before: Any) -> None:
         self._module = _module(device)
@@ -301,7 +301,7 @@ class _Lane:
         self._turn = 0
 
     def buffer(self, like: torch.Tensor) -> torch.Tensor:
-        """Return a contiguous CPU tensor of this shape and type, once its last content was sent."""
+        """Return a contiguous CPU tensor of this shape and type, once its content was sent."""
         self._turn = 1 - self._turn
         if self._sent[self._turn] is not None:
             self._sent[self._turn].synchronize()
@@ -314,10 +314,10 @@ class _Lane:
         return staged
 
     def send(self, staged: torch.Tensor, part: torch.Tensor) -> None:
-        """Begin to copy what was staged last to the device.
+        """Start copying the staged buffer to the device.
 
-        Where the part is not contiguous, torch copies through memory of the device, on the same
-        stream. Tensors made for inference are written as such: the mode is a thread's own.
+        If the part is not contiguous, torch copies through device memory on the same stream.
+        Tensors created in inference mode are written in that mode, which is per thread.
         """
         import torch
 
@@ -332,7 +332,7 @@ class _Lane:
         self._sent[self._turn] = event
 
     def finish(self) -> None:
-        """Wait until all has arrived."""
+        """Wait until everything has arrived."""
         if self._stream is not None:
             self._stream.synchronize()
 

@@ -1,4 +1,4 @@
-"""Non-tensor values as Python objects: only plain data, and numpy's arrays and scalars."""
+"""Non-tensor values as Python objects: only plain data, and numpy arrays and scalars."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _SIMPLE = (bool, int, float, complex, str, bytes, type(None))
 
 
 def archive(entry: ObjectEntry) -> bytes:
-    """Return what torch.save would write of a value; Unsupported where it is not plain data.
+    """Return what torch.save would write of a value; Unsupported if it is not plain data.
 
-    Plain is what ``torch.load(weights_only=True)`` rebuilds, and what numpy holds.
+    Plain data is what ``torch.load(weights_only=True)`` rebuilds, and numpy data.
     """
     foreign = collect_foreign_globals(entry.value) - {NUMPY}
     if foreign:
@@ -43,7 +43,7 @@ def archive(entry: ObjectEntry) -> bytes:
 
 
 def rebuild(entry: ObjectEntry) -> Any:
-    """Return the value as a Python object; Unsupported where it is neither plain nor numpy's."""
+    """Return the value as a Python object; Unsupported if it is neither plain nor numpy data."""
     if isinstance(entry.value, _SIMPLE):
         return entry.value
     if collect_foreign_globals(entry.value) != {NUMPY}:
@@ -70,9 +70,9 @@ _DEEPEST = 100
 
 
 class _ValueBuilder:
-    """Builds what a value holds, each object once; ``plain`` rebuilds what is torch's.
+    """Builds the parts of a value, each object once; ``plain`` rebuilds torch's.
 
-    Raises Unsupported for a random generator and for a value that is nested too deep.
+    Raises Unsupported for a random generator and for a value that is nested too deeply.
     """
 
     def __init__(self, plain: Callable[[Any], Any]) -> None:
@@ -80,7 +80,7 @@ class _ValueBuilder:
         self._built: dict[int, Any] = {}
 
     def build(self, value: Any, depth: int) -> Any:
-        """Build one part of the value, no more than ``depth`` levels deep."""
+        """Build one part of the value, at most ``depth`` levels deep."""
         if not depth:
             raise Unsupported("a value that is nested too deep to be rebuilt")
         if id(value) not in self._built:
@@ -122,7 +122,7 @@ class _ValueBuilder:
 def array(call: Call) -> np.ndarray[Any, np.dtype[Any]]:
     """Return the array of a record, in this machine's byte order and with its own memory.
 
-    Raises ValueError where its bytes do not fit its shape.
+    Raises ValueError if its bytes do not fit its shape.
     """
     if isinstance(call.function, Global) and call.function.name == "_frombuffer":
         data, kind, shape, order = call.args
@@ -135,7 +135,7 @@ def array(call: Call) -> np.ndarray[Any, np.dtype[Any]]:
 
 
 def element_type(call: Call) -> np.dtype[Any]:
-    """Return the element type of a record; ValueError where its elements are Python objects."""
+    """Return the element type of a record; ValueError if its elements are Python objects."""
     if not isinstance(call, Call) or call.name != "numpy.dtype" or holds_objects(call):
         raise ValueError
     text = str(call.args[0])

@@ -1,4 +1,4 @@
-"""The command line: parse, call a command, show its report. Errors become exit codes here alone."""
+"""The command line: parse, run a command, show its report. Only here errors become exit codes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from ckptool.errors import CkptoolError, UsageError
 def main() -> NoReturn:
     """Run the command line and exit with the documented code.
 
-    Catalogs hold millions of objects and no cycles: neither collecting garbage nor taking them
-    apart at the end is worth its time. numpy only copies here: threads for its linear algebra
-    would wait in loops beside those that work. Only a command that is done leaves the rest to the
-    interpreter, as torch needs it: after an error a thread may wait for ranks that never come.
+    Catalogs hold millions of objects and no cycles, so neither garbage collection nor freeing them
+    at exit is worth its time. numpy is used only to copy: its linear algebra threads would spin
+    beside the working ones. Only a successful command leaves the exit to the interpreter, as torch
+    needs it: after an error a thread may wait for ranks that never come.
     """
     set_up(sys.argv, os.environ)
     gc.disable()
@@ -38,8 +38,8 @@ def main() -> NoReturn:
 def _run() -> int:
     """Run the command and return its exit code.
 
-    Raises BrokenPipeError, or the SystemExit that rich and typer make of it, if nobody reads the
-    output.
+    If nobody reads the output, raises BrokenPipeError, or the SystemExit that rich and typer turn
+    it into.
     """
     try:
         from ckptool.cli.app import app
@@ -64,7 +64,7 @@ def _run() -> int:
 
 
 def _show_failure(error: Exception) -> int:
-    """Show an error, as plain text if there is no memory for more, and return its exit code."""
+    """Show an error, as plain text if memory is exhausted, and return its exit code."""
     known = known_error(error)
     try:
         if "--debug" in sys.argv:
@@ -81,7 +81,7 @@ def _show_failure(error: Exception) -> int:
 
 
 def _print_json_error(error: CkptoolError) -> None:
-    """Print an error as one JSON object where that is asked, on the first of several ranks."""
+    """Print an error as one JSON object if requested, on the first rank only."""
     words = " ".join(sys.argv).replace("--format=", "--format ")
     is_json = "--json" in sys.argv or "--format json" in words
     if is_json and os.environ.get("RANK", "0") == "0":
@@ -91,7 +91,7 @@ def _print_json_error(error: CkptoolError) -> None:
 
 
 def _show_interruption(code: int, error: BaseException | None) -> int:
-    """Show what an interruption left, from the notes on its error or on the causes of it."""
+    """Show what an interruption left behind, from the notes on its error and its causes."""
     from ckptool.render.messages import show_interrupted
 
     notes: list[str] = []

@@ -1,4 +1,4 @@
-"""The application: what every command hangs from."""
+"""The application, and the group of its commands."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ SUMMARIES = {
 }
 """The commands, with the first lines of their docstrings."""
 MODULES = {"convert": "transfer", "reshard": "transfer", "maps": "formats"}
-"""Those whose modules are not called as they are."""
+"""Commands whose modules have a different name."""
 
 
 class CommandGroup(TyperGroup):
-    """The commands by name. Each is imported, and its options made, where it runs."""
+    """The commands by name. Each is imported, with its options, when it runs."""
 
     def __init__(self, **settings: Any) -> None:
         commands = {
@@ -63,7 +63,7 @@ class CommandGroup(TyperGroup):
 
 
 def _is_place(word: str) -> bool:
-    """Return whether a word is a path or a URL, be it of nothing, and no misspelt command."""
+    """Return whether a word is a path or a URL, existing or not, and not a misspelt command."""
     return "/" in word or os.path.lexists(word)
 
 
@@ -81,7 +81,7 @@ def load_command(name: str) -> Any:
 
 
 def _unwrapped(command: Any) -> str:
-    """Return the docstring with a line a paragraph: the terminal's width wraps them."""
+    """Return the docstring with one line per paragraph: the terminal's width wraps them."""
     paragraphs = cleandoc(command.__doc__).split("\n\n")
     return "\n\n".join(paragraph.replace("\n", " ") for paragraph in paragraphs)
 

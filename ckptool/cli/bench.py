@@ -99,14 +99,14 @@ def bench(
 
 
 class _Output(NamedTuple):
-    """Where a report goes beside the screen."""
+    """Where a report goes besides the screen."""
 
     page: Path | None
     as_json: bool
     quiet: bool
 
     def put(self, content: Mapping[str, Any]) -> bool:
-        """Write the page, print the JSON; return whether that was asked for, and not the screen."""
+        """Write the page, print the JSON; return whether JSON replaced the screen."""
         from ckptool.render.messages import print_json
 
         write_page(self.page, lambda: content, quiet=self.quiet)

@@ -1,4 +1,4 @@
-"""What a shell completes: words that an option knows, and names of a checkpoint's tensors."""
+"""Shell completion: the choices of an option, and names of a checkpoint's tensors."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 import typer
 
 _PATIENCE = 1.0
-"""Seconds that somebody who presses the tab key waits."""
+"""Seconds that completion may take."""
 _MOST_NAMES = 1000
 
 
 def complete_from(choices: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
-    """Return the function that completes a word, or the last one of ``GLOB=WORD`` and ``A,B``."""
+    """Return a function that completes a word, or the last one of ``GLOB=WORD`` and ``A,B``."""
 
     def complete(incomplete: str) -> list[str]:
         begun = re.split(r"[=,]", incomplete)[-1]
@@ -27,11 +27,12 @@ def complete_from(choices: Callable[[], Iterable[str]]) -> Callable[[str], list[
 
 
 def complete_names(context: typer.Context, incomplete: str) -> list[str]:
-    """Return the tensors of the checkpoint in the line whose names begin so.
+    """Return the tensors with this prefix in the checkpoint on the command line.
 
-    None where there is none, where it is in a store, and where its metadata takes a second to read.
+    Returns None without a checkpoint, for one in a store, and if its metadata takes over a second
+    to read.
     """
-    arguments = context.args  # of a line that ends with an option, where its value is to come
+    arguments = context.args  # of a command line that ends with an option that expects a value
     source = arguments[0] if arguments else context.params.get("source") or "."
     if "://" in source:
         return []
@@ -54,7 +55,7 @@ def _names_in(source: str) -> Iterable[str]:
 
 @contextmanager
 def _no_longer_than(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in what is done, after so many seconds."""
+    """Raise TimeoutError in the body after so many seconds."""
 
     def stop(number: int, frame: Any) -> None:
         raise TimeoutError

@@ -36,9 +36,10 @@ def diff(
 ) -> None:
     """Show what differs between two checkpoints, or between one and the model it is for.
 
-    Names, shapes and types of tensors, from metadata alone, and the option that would make SRC's
-    names those of OTHER; with --values their content: what changed most, by its norm, comes first.
-    Exits 0 if nothing differs, 1 if anything does, 3 if one of the two cannot be read.
+    Compares names, shapes and types of tensors, from metadata alone, and shows the option that
+    would give SRC the names of OTHER. With --values compares content too: the largest change, by
+    its norm, comes first. Exits 0 if nothing differs, 1 if anything does, 3 if one of the two
+    cannot be read.
     """
     from ckptool.commands.verify.compare.diff import diff as run_diff
     from ckptool.render.diff import show_diff

@@ -1,4 +1,4 @@
-"""What ``--help`` shows beside options: the groups of the commands, and examples of each."""
+"""What ``--help`` shows besides options: groups of commands, and examples for each."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ ABOUT = (
     "ckptool PATH inspects what is there. ckptool help recipes lists the questions that people ask,"
     " with the command that answers each."
 )
-"""What ``ckptool --help`` ends with."""
+"""The end of ``ckptool --help``."""
 
 
 def epilog(command: str) -> str:
-    """Return the examples of a command as typer shows them: rich markup, a line each."""
+    """Return the examples of a command as typer shows them: rich markup, one per line."""
     lines = (f"$ {example}".replace("[", "\\[") for example in EXAMPLES[command])
     return "\n".join(("Examples:", *lines))

@@ -39,8 +39,8 @@ def extract(
 ) -> None:
     """Print tensors or slices of them, or save them to a file.
 
-    Works with every format; only the bytes that are asked for are read. Without --out, up to 1,000
-    elements are printed in full and larger tensors abbreviated; --json has up to 1,000,000.
+    Works with every format and reads only the bytes it needs. Without --out, prints up to 1,000
+    elements in full and abbreviates larger tensors; --json prints up to 1,000,000.
     """
     from ckptool.commands.extract import open_slices, prepare_extract, read_values
     from ckptool.render.extract import (

@@ -48,7 +48,7 @@ def help(
 
 
 def _note_command(topic: str) -> None:
-    """Say on a terminal where the options are, if the page is named after a command."""
+    """Print on a terminal where the options are, if the page is named after a command."""
     if topic in SUMMARIES and sys.stdout.isatty():
         from ckptool.render.messages import show_notes
 

@@ -110,10 +110,10 @@ def inspect(
 ) -> None:
     """Show what a checkpoint holds, from its metadata alone.
 
-    Format, writer, step, device mesh and placements, tensors with repeated layers folded, and
-    non-tensor values. No tensor byte is read, nothing is unpickled, torch is not needed. At a URL,
-    values stored among the data are read only with --values. For a run's folder, its steps are
-    listed. A damaged checkpoint is shown as far as it can be read, then its problems (exit code 3).
+    Shows format, writer, step, device mesh and placements, tensors with repeated layers folded, and
+    non-tensor values. Reads no tensor bytes, unpickles nothing, and does not need torch. At a URL,
+    values stored among the data are read only with --values. For a run's folder, lists its steps.
+    Shows a damaged checkpoint as far as it can be read, then its problems (exit code 3).
     """
     from ckptool.commands.inspect import inspect_readable
     from ckptool.commands.verify.steps import is_run
@@ -204,7 +204,7 @@ def _require_printable(form: str, views: Sequence[str], export: Path | None) -> 
 
 
 def _export(screen: Console, file: Path) -> None:
-    """Save what is on the screen."""
+    """Save the screen to a file."""
     from ckptool.render.inspect.report import EXPORT_MARK, export_screen
     from ckptool.storage.disk import write_whole
 
@@ -221,7 +221,7 @@ def _read_stats(report: InspectReport, names: list[str]) -> StatsReport:
 
 
 def _fail(report: InspectReport, *, shown: bool) -> None:
-    """Raise the error of a damaged checkpoint that was shown; with data on stdout, exit with it."""
+    """Raise the error of a damaged checkpoint once shown; with data on stdout, exit with it."""
     from ckptool.render.messages import show_error
 
     error = report.error or damaged(list(report.problems), subject=str(report.path))

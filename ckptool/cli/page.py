@@ -1,4 +1,4 @@
-"""``--html`` of the commands that show something: a page, beside what they print."""
+"""``--html`` of the commands that show something: a page in addition to the output."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ Html = Annotated[
 def require_page(html: str | None) -> Path | None:
     """Return the file of ``--html``, before anything is read or measured.
 
-    UsageError where it is no name of a file on a disk, Unsupported where its folder is missing, or
-    something that is no page of ckptool's is there.
+    Raises UsageError if it is not a file name on a disk, Unsupported if its folder is missing, or
+    the existing file is not a page of ckptool.
     """
     if html is None:
         return None
@@ -54,7 +54,7 @@ def require_page(html: str | None) -> Path | None:
 def write_page(
     file: Path | None, content: Callable[[], Mapping[str, Any]], *, quiet: bool = False
 ) -> None:
-    """Write the page of what a report's ``to_dict`` returns, where one is asked for."""
+    """Write the page of a report's ``to_dict``, if requested."""
     if file is not None:
         from ckptool.render.html.page import page
 
@@ -62,7 +62,7 @@ def write_page(
 
 
 def write_inspect_page(file: Path | None, report: InspectReport, stats: StatsReport | None) -> None:
-    """Write the page of a checkpoint where one is asked for, with statistics that were read."""
+    """Write the page of a checkpoint, if requested, with the statistics that were read."""
     if file is not None:
         from ckptool.render.html.page import inspect_page
 
@@ -70,7 +70,7 @@ def write_inspect_page(file: Path | None, report: InspectReport, stats: StatsRep
 
 
 def _write(file: Path, made: bytes, *, quiet: bool) -> None:
-    """Write a page: an earlier one is replaced by a rename."""
+    """Write a page; a rename replaces an earlier one."""
     from ckptool.render.html.page import MARK
     from ckptool.render.messages import show_step
     from ckptool.render.text import size

@@ -1,4 +1,4 @@
-"""Options of the command line, made of the commands' options classes; and those of the screen."""
+"""Options of the command line, derived from the commands' options classes; and screen options."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 Command = Callable[..., None]
 
 _RENAMED = {"--map": "--shards", "--ranks": "--rank-bytes", "--junit": "--format junit"}
-"""The new names of options by the old ones, which other commands still have."""
+"""New names of options by former ones, which other commands still have."""
 
 
 class RenamingCommand(TyperCommand):
-    """A command that answers an option's former name, or a misspelt one, with what it is called."""
+    """A command that suggests the current name for a former or misspelt option."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the words of the command line. Raises click's NoSuchOption."""
@@ -50,7 +50,7 @@ class RenamingCommand(TyperCommand):
 def with_options(command: Command) -> Command:
     """Return the command with an option for each field of its parameters that are options classes.
 
-    ``Annotated[Options, OptionGroup(...)]`` puts them into a panel of the help, or leaves some out.
+    ``Annotated[Options, OptionGroup(...)]`` puts them into a panel of the help, or omits some.
     """
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, OptionGroup] = {}
@@ -80,7 +80,7 @@ def with_options(command: Command) -> Command:
             option = declared[name]
             return option.parse(known[name], option.flag.partition("/")[0])
 
-        opening = "storage_option"  # every URL among the others is opened with them
+        opening = "storage_option"  # they apply to every URL among the other arguments
         with storage_options(parse(opening) if opening in known else {}):
             parsed = {name: parse(name) for name in known}
             command(**values, **{name: build(group, parsed) for name, group in groups.items()})
@@ -91,7 +91,7 @@ def with_options(command: Command) -> Command:
 
 
 def _screen_parameters() -> list[Parameter]:
-    """Return the options of the screen that every command has."""
+    """Return the screen options that every command has."""
     color = typer.Option("--color", metavar="WHEN", help="Use colors: auto, always or never.")
     bar = typer.Option("--no-progress", help="Show no progress, neither a bar nor lines in a log.")
     return [
@@ -105,7 +105,7 @@ def _screen_parameters() -> list[Parameter]:
 
 
 def _set_screen(color: str, *, no_progress: bool) -> None:
-    """Set what decides the screen, in the environment: processes that are started have it too."""
+    """Set the screen options in the environment, so that child processes have them too."""
     if color not in _COLORS:
         raise UsageError(f"invalid --color {color!r}", hint="auto, always or never")
     if color != "auto":
@@ -116,11 +116,11 @@ def _set_screen(color: str, *, no_progress: bool) -> None:
 
 
 _COLORS = {"auto": "", "always": "FORCE_COLOR", "never": "NO_COLOR"}
-"""Variables of the environment that people know, and rich obeys."""
+"""Common environment variables, which rich obeys."""
 
 
 def _parameter(option: Option) -> Parameter:
-    """Return the option as typer declares one."""
+    """Return the option as a typer parameter."""
     default = option.shown if option.shown is not None else option.default
     if type(default) is not option.kind.line:
         default = None
@@ -160,7 +160,7 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 
 
 def parse_form(form: str | None, forms: Sequence[str], *, as_json: bool) -> str | None:
-    """Return what --format or --json ask for; UsageError where that is none of ``forms``."""
+    """Return what --format or --json ask for; UsageError if it is none of ``forms``."""
     if form is not None and form not in forms:
         raise UsageError(f"invalid --format {form!r}", hint=one_of(form, forms))
     if as_json and form not in (None, "json"):

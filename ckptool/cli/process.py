@@ -1,4 +1,4 @@
-"""The process of a command: its streams, signals and memory, and errors that none expects."""
+"""The process of a command: its streams, signals and memory, and unexpected errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ckptool.errors import CkptoolError, Damaged, InternalError, Unsupported, fa
 _GRACE = 20.0
 """Seconds to unwind. Threads may wait longer for a disk or a store that does not respond."""
 _AGAIN = 0.01
-"""Seconds after which an ignored signal is sent again, when its place has been left."""
+"""Seconds after which a signal that Python ignored is sent again."""
 _MMAP_THRESHOLD = -3
 """``M_MMAP_THRESHOLD`` of glibc's malloc.h."""
 
@@ -35,9 +35,9 @@ def set_up(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
 
 
 def _open_closed_streams() -> None:
-    """Let standard streams that were closed (``>&-``) lead nowhere.
+    """Redirect closed standard streams (``>&-``) to nowhere.
 
-    Otherwise the next file that is opened gets their number, and messages are written into it.
+    Otherwise the next opened file gets their number, and messages are written into it.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
@@ -89,8 +89,8 @@ def _interrupt(number: int, frame: object) -> NoReturn:
 def _send_again(ignored: sys.UnraisableHookArgs) -> None:
     """Repeat a signal whose exception was raised where Python ignores exceptions.
 
-    A handler runs between any two instructions, also within a weak reference's callback or a
-    ``__del__``: the command would run on as if the signal had never come.
+    A handler runs between any two instructions, even within a weak reference's callback or a
+    ``__del__``: the command would go on as if the signal had never come.
     """
     number = {SystemExit: signal.SIGTERM, KeyboardInterrupt: signal.SIGINT}.get(ignored.exc_type)
     if number is None:
@@ -99,7 +99,7 @@ def _send_again(ignored: sys.UnraisableHookArgs) -> None:
     leaving = threading.Event()
 
     def send() -> None:
-        leaving.wait()  # to start a thread may take long, and here the signal would be lost too
+        leaving.wait()  # starting a thread may take long, and a signal would be lost here too
         time.sleep(_AGAIN)
         os.kill(os.getpid(), number)
 
@@ -121,7 +121,7 @@ def _end_at_last(code: int) -> None:
 
 
 def known_error(error: BaseException) -> CkptoolError:
-    """Return the error as users meet it: their own, the machine's, or else ckptool's fault."""
+    """Return the error to show: the user's, the machine's, or else an internal one."""
     if isinstance(error, CkptoolError):
         return error
     if isinstance(error, RuntimeError) and "can't start new thread" in str(error):

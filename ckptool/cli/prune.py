@@ -22,9 +22,9 @@ def prune(
 ) -> None:
     """Remove old steps of a run, after verifying those that are kept.
 
-    Without --yes nothing is removed: the command shows what it would do. Steps that `latest`, a
-    symbolic link or the Trainer's best checkpoint point to are kept, as is any unclear step. Exits
-    0 if all that is kept is good, 1 if a step that is kept is damaged or none is good.
+    Without --yes removes nothing and shows what it would do. Keeps steps that `latest`, a symbolic
+    link or the Trainer's best checkpoint point to, and any unclear step. Exits 0 if all kept steps
+    are good, 1 if a kept step is damaged or none is good.
     """
     from ckptool.commands.verify.prune import prune as _prune
     from ckptool.render.messages import print_json, show_step

@@ -91,7 +91,7 @@ def reshard(
 
 
 def _show(report: Report, show: Callable[[Report], None], *, as_json: bool) -> None:
-    """Show what was done, or would be; of a part only that."""
+    """Show what was done or would be done; for a part, only its share."""
     from ckptool.render.convert import show_part
     from ckptool.render.messages import print_json
 
@@ -104,7 +104,7 @@ def _show(report: Report, show: Callable[[Report], None], *, as_json: bool) -> N
 
 
 def _run(planned: Transfer[Report], ranks: Ranks, *, dry_run: bool, quiet: bool) -> Report:
-    """Run what was planned, or say why that would be refused now; show its notes and progress."""
+    """Run the plan, or report why that would be refused now; show its notes and progress."""
     from ckptool.render.messages import show_notes, show_obstacle
     from ckptool.render.progress import progress
 

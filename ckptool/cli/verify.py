@@ -90,8 +90,8 @@ def verify(
     Reads everything once. Exits 0 if no errors are found, 1 if there are any, 3 if there is no
     checkpoint. Other questions, one at a time: is it equal to OTHER, does it match a manifest,
     which step of a run is the newest good one, and what is left of a damaged one. With the options
-    that `ckptool convert SRC DST` took, `--against DST` proves that DST is what it should be.
-    If GITHUB_ACTIONS is true, json and junit leave annotations to stderr.
+    of `ckptool convert SRC DST`, `--against DST` proves that DST is correct. If GITHUB_ACTIONS is
+    true, json and junit print annotations on stderr.
     """
     output = Output.of(form, as_json=as_json, quiet=quiet)._replace(page=require_page(html))
     if codes:
@@ -138,7 +138,7 @@ def _require_possible(
     comparison: CompareOptions,
     rewrite: RewriteOptions,
 ) -> None:
-    """Raise UsageError for questions and options that do not go together."""
+    """Raise UsageError for questions and options that cannot be combined."""
     if sum(each not in (None, False) for each in questions) > 1:
         raise UsageError(
             "--against, --write-manifest, --manifest, --latest-good or --all, and --salvage:"
@@ -212,7 +212,7 @@ def _verify_steps(
 ) -> NoReturn:
     """Verify the steps of a run, and exit.
 
-    For every step: 0 where all are without errors. For the latest good one: where there is one.
+    For every step, exit 0 if none has errors; for the latest good one, if there is one.
     """
     from ckptool.commands.verify.run_folder import verify_run
     from ckptool.render.ci import Suite
@@ -243,7 +243,7 @@ def _salvage(
     *,
     overwrite: bool,
 ) -> NoReturn:
-    """Write what is intact, show what is lost, and exit 0 where nothing is."""
+    """Write what is intact, show what is lost, and exit 0 if nothing is."""
     from ckptool.commands.verify.salvage.salvage import plan_salvage
     from ckptool.render.messages import print_json
     from ckptool.render.progress import progress

@@ -1,4 +1,4 @@
-"""How verify's answer is printed: in words, as JSON, as JUnit, with annotations of GitHub."""
+"""Output of verify's answer: as text, JSON, JUnit, or with GitHub annotations."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ FORMATS = ("text", "json", "junit", "github")
 
 
 class Answer(NamedTuple):
-    """``show`` is for people, ``content`` makes the one JSON object.
+    """An answer: ``show`` prints it for people, ``content`` builds the one JSON object.
 
-    What is shown as ``data``, such as a path, has stdout for itself, even where it is to be quiet.
+    ``data``, such as a path, has stdout for itself, even with --quiet.
     """
 
     suites: list[Suite]
@@ -37,12 +37,12 @@ class Output(NamedTuple):
 
     @classmethod
     def of(cls, form: str | None, *, as_json: bool, quiet: bool) -> Output:
-        """Return the form that was asked for, or else ``github`` where GitHub runs this."""
+        """Return the requested form, or else ``github`` if GitHub Actions runs this."""
         form = parse_form(form, FORMATS, as_json=as_json)
         return cls(form or ("github" if _on_github() else "text"), quiet)
 
     def show(self, answer: Answer, *, strict: bool) -> None:
-        """Print an answer. Annotations of GitHub go to stderr where stdout is data."""
+        """Print an answer. GitHub annotations go to stderr if stdout is data."""
         from ckptool.render.ci import print_junit, show_annotations
         from ckptool.render.messages import print_json
 

@@ -1,4 +1,4 @@
-"""Write a checkpoint in another format, renamed, selected and cast as asked."""
+"""Write a checkpoint in another format, renamed, selected and cast as requested."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def prepare_save(
 def _require_some(source: Location, kept: Catalog) -> None:
     """Raise where ranks contradict one another, or nothing that can be read was selected.
 
-    Unsupported where all tensors are of kinds that are not read, such as sparse ones.
+    Unsupported if all tensors are of kinds that are not read, such as sparse ones.
     """
     require_agreement(kept)
     if not kept.tensors and not kept.objects:
@@ -148,9 +148,9 @@ def _require_some(source: Location, kept: Catalog) -> None:
 
 
 def writer_for(to: str | None, target: Location) -> Format:
-    """Return the target's format: as asked or as its suffix says, of a file or of a folder.
+    """Return the target's format: as requested or as its suffix says, of a file or of a folder.
 
-    Raises UsageError where neither says it, or the one contradicts the other.
+    Raises UsageError if neither says it, or the one contradicts the other.
     """
     alone = single_file_suffixes().get(target.suffix)
     if to is None and alone is None:

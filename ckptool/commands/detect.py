@@ -43,7 +43,7 @@ _WEIGHTS = ("model_weights.ckpt", "model_weights")
 class Candidate:
     """A place that is a checkpoint of a known format by its names and first bytes.
 
-    ``beside`` are the files outside it, of the folder that was asked for and holds it alone;
+    ``beside`` are the files outside it, of the folder that was requested and holds it alone;
     ``unlisted`` says what of both could not be looked at.
     """
 
@@ -75,7 +75,7 @@ def find_checkpoints(path: Location) -> tuple[Location | None, list[Location]]:
     """Return the folder, if it is a checkpoint as a whole, and the paths of those below it.
 
     A path that cannot be read, or no longer, is among them: reading it raises. Raises NotFound
-    where there is no such folder, Unrecognised where it is a file.
+    where there is no such folder, Unrecognised if it is a file.
     """
     _require_there(path)
     if not path.is_dir():
@@ -108,7 +108,7 @@ def unfinished_problem(source: Files) -> Problem | None:
 
 
 def require_finished(source: Files) -> None:
-    """Raise Damaged where a ckptool has not finished writing a folder."""
+    """Raise Damaged if a ckptool has not finished writing a folder."""
     problem = unfinished_problem(source)
     if problem is not None:
         hint = "if no ckptool command is writing it, run the same command with --resume"
@@ -151,7 +151,7 @@ def file_at(path: Location) -> Files:
 
 
 def run_bounded(path: Location, work: Callable[[], _T]) -> _T:
-    """Do ``work``; Damaged where metadata that no check foresaw exhausts stack or memory."""
+    """Do ``work``; Damaged if metadata that no check foresaw exhausts stack or memory."""
     try:
         return work()
     except RecursionError:
@@ -188,7 +188,7 @@ def _detect(path: Location, format_name: str | None) -> Candidate:
 
 
 def require_known(format_name: str | None) -> None:
-    """Raise UsageError where no format has this name."""
+    """Raise UsageError if no format has this name."""
     if format_name is not None and format_name not in FORMATS:
         hint = one_of(format_name, FORMATS)
         raise UsageError(f"--from {format_name!r}: unknown format", hint=hint)
@@ -226,14 +226,14 @@ def _detect_from_file(path: Location) -> Candidate:
 def archive_in(source: Files, path: Location) -> TarFiles | None:
     """Return what a ``.nemo`` file holds, read in place; None for all other files.
 
-    Raises Damaged where its members cannot be read as they are.
+    Raises Damaged if its members cannot be read as they are.
     """
     is_archive = path.name.endswith(_ARCHIVE) and path.name in source.files
     return TarFiles.of(source, path.name) if is_archive and is_tar(source, path.name) else None
 
 
 def _detect_in_archive(path: Location, archive: TarFiles) -> Candidate | None:
-    """Return the model that an archive holds at its top; None where that is not one."""
+    """Return the model that an archive holds at its top; None if that is not one."""
     found = [one for one in _candidates(path, archive) if str(within(one.path, path)) in _WEIGHTS]
     if len(found) != 1:
         return None
@@ -319,7 +319,7 @@ def _with_beside(only: Candidate, path: Location, source: Files) -> Candidate:
 
 
 def detect_folder(source: Files) -> Format | None:
-    """Return the format of a folder as a whole; None where it only holds a single-file one."""
+    """Return the format of a folder as a whole; None if it only holds a single-file one."""
     if len(source.files) == 1 and "/" not in next(iter(source.files)):
         dcp = FORMATS["dcp"]
         return dcp if dcp.matches(source) else None

@@ -1,6 +1,6 @@
 """Take tensors, or slices of them, out of a checkpoint of any format: into a file, or to look at.
 
-Only the bytes of what is asked for are read.
+Only the bytes of what is requested are read.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ class ExtractReport(TransferReport):
 def open_slices(source: Location, asked: Sequence[str], options: ExtractOptions) -> Extraction:
     """Find ``NAME`` or ``NAME[0:4, :8]`` in a checkpoint; no tensor byte is read.
 
-    A name may be a glob, or part of the only name that contains it. Raises UsageError where there
-    is no such tensor or index, Damaged where its chunks do not tile it.
+    A name may be a glob, or part of the only name that contains it. Raises UsageError if there
+    is no such tensor or index, Damaged if its chunks do not tile it.
     """
     opened = open_checkpoint(source, options.read, whole=False)
     subscripts = _resolve(opened.catalog, asked)
@@ -255,7 +255,7 @@ class Values:
 def read_values(taken: Extraction, most: int = _FULL) -> list[Values]:
     """Read the slices that have at most ``most`` elements, and the edges of those with more.
 
-    Raises Damaged where checksums do not fit, Changed where files were written to meanwhile.
+    Raises Damaged if checksums do not fit, Changed if files were written to meanwhile.
     """
     read: list[Values] = []
     requests: list[FillRequest] = []

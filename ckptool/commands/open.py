@@ -46,7 +46,7 @@ Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 def scan_options(
     options: ReadOptions, row: Format, problems: list[Problem] | None = None
 ) -> ScanOptions:
-    """Return what a scan of a format is asked for; UsageError where it has no such option."""
+    """Return what a scan of a format is asked for; UsageError if it has no such option."""
     if options.tp_rules and not row.takes_tp_rules:
         raise UsageError(f"--tp-rule: not applicable, {row.name} records how tensors are split")
     if options.world_size is not None and not row.takes_world_size:
@@ -58,7 +58,7 @@ def scan_options(
 
 
 def _shapes_in(path: Path) -> Shapes:
-    """Read names and shapes, in order, from a JSON file; UsageError where it is none."""
+    """Read names and shapes, in order, from a JSON file; UsageError if it is none."""
     try:
         content = json.loads(text_of(path, "--flat-params"))
         shapes = tuple((name, tuple(shape)) for name, shape in content.items())
@@ -130,7 +130,7 @@ def open_checkpoint(
 
 
 def require_readable(catalog: Catalog, source: Files, subject: str) -> None:
-    """Raise for the refusals in a catalog: Hostile where something can run code, else Damaged."""
+    """Raise for the refusals in a catalog: Hostile if something can run code, else Damaged."""
     refusals = [why for why in catalog.conflicts.values() if isinstance(why, Refusal)]
     if refusals:
         error = refused(refusals, subject=subject)
@@ -157,7 +157,7 @@ def _scan(candidate: Candidate, options: ScanOptions) -> Catalog:
 class Survey:
     """What could be read of a checkpoint, whole or not.
 
-    ``catalog`` is None where nothing could be put together; ``problems`` say why, and what was
+    ``catalog`` is None if nothing could be put together; ``problems`` say why, and what was
     skipped.
     """
 
@@ -171,7 +171,7 @@ class Survey:
 def survey(path: Location, options: ReadOptions = AS_DETECTED) -> Survey:
     """Detect the checkpoint at ``path`` and read what can be read of it.
 
-    Raises NotFound or Unrecognised where there is none, UsageError where it cannot be read as
+    Raises NotFound or Unrecognised if there is none, UsageError if it cannot be read as
     asked, and nothing for damage.
     """
     candidate = detect_checkpoint(path, options.from_format)

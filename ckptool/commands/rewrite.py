@@ -71,8 +71,8 @@ def rewrite(
     ``check`` is shown what was selected and raises where that will not do. With ``locate`` every
     container is opened, or where it ``defers`` can be by who reads it, or has a share of a work
     that is ``shared``; so it is for a map.
-    Raises UsageError or Unsupported where it cannot be done as asked, Damaged where what was
-    selected cannot be read, Hostile where it must not be.
+    Raises UsageError or Unsupported if it cannot be done as requested, Damaged if what was
+    selected cannot be read, Hostile if it must not be.
     """
     casts = options.casts or NO_CASTS
     source = DequantizeResult(opened.catalog, {}, {})
@@ -202,7 +202,7 @@ def open_mapped(
     Where it ``defers``, items of a store are opened by who reads them, unless what the map makes of
     one depends on the order in which its elements lie; without a map, where the work is ``shared``,
     those of a disk, too. ``whole`` says that the catalog should have all of the model. Raises
-    UsageError or Unsupported where that is not possible.
+    UsageError or Unsupported if that is not possible.
     """
     shared = shared and not options.is_asked
     located = opened.open_containers(kept, defers=defers, shared=shared)
@@ -242,7 +242,7 @@ def _apply_key_map(
 def _cast(catalog: Catalog, casts: Casts) -> tuple[Catalog, dict[str, int]]:
     """Return the catalog with its casts and notes on them, and a count by stored type.
 
-    Unsupported where a cast needs torch and it is not there.
+    Unsupported if a cast needs torch and it is not there.
     """
     result = cast(catalog, casts)
     for entry in result.changed:

@@ -30,7 +30,7 @@ class TensorStats:
     """What the values of one tensor are like.
 
     ``minimum``, ``maximum``, ``mean`` and ``std`` (of the population) are over the finite values,
-    None where there is none; of complex values they describe the magnitudes. NaN and infinite
+    None if there is none; of complex values they describe the magnitudes. NaN and infinite
     values are counted. All are None for element types that are no numbers (packed bits).
     """
 

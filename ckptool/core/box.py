@@ -42,7 +42,7 @@ class Box(NamedTuple):
         return math.prod(map(sub, self.hi, self.lo))
 
     def intersect(self, other: Box) -> Box | None:
-        """Return the common box, or None where the two share no element."""
+        """Return the common box, or None if the two share no element."""
         lo = tuple(map(max, self.lo, other.lo))
         hi = tuple(map(min, self.hi, other.hi))
         return Box(lo, hi) if all(map(lt, lo, hi)) else None
@@ -198,7 +198,7 @@ def contiguous(strides: tuple[int, ...], shape: tuple[int, ...], itemsize: int) 
 def flat_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     """Return the boxes that hold elements ``start`` to ``stop`` of a row-major tensor, in order.
 
-    At most ``2 n - 1`` boxes for ``n`` dimensions: ragged ends around whole rows. ValueError where
+    At most ``2 n - 1`` boxes for ``n`` dimensions: ragged ends around whole rows. ValueError if
     the range does not lie within the tensor.
     """
     if not 0 <= start <= stop <= math.prod(shape):
@@ -255,7 +255,7 @@ _FEW_PAIRS = 256
 
 
 def overlapping_pair(boxes: Iterable[Box]) -> tuple[Box, Box] | None:
-    """Find two boxes that share an element; None where there are none.
+    """Find two boxes that share an element; None if there are none.
 
     Sweeps along the dimension that separates the boxes best. Where that one alone would leave many
     pairs to compare, a segment tree over up to four dimensions keeps the cost of n boxes near

@@ -29,7 +29,7 @@ class Casts:
     rules: tuple[tuple[str, DType], ...] = ()
 
     def dtype_for(self, entry: TensorEntry) -> DType | None:
-        """Return the type that is asked for a tensor; None where none is."""
+        """Return the type that is requested a tensor; None if none is."""
         for glob, dtype in self.rules:
             if fnmatchcase(entry.name, glob):
                 return dtype
@@ -40,7 +40,7 @@ NO_CASTS = Casts()
 
 
 def parse_casts(texts: Sequence[str]) -> Casts:
-    """Parse ``bf16`` and ``GLOB=bf16``; UsageError where they make no sense together."""
+    """Parse ``bf16`` and ``GLOB=bf16``; UsageError if they make no sense together."""
     model: DType | None = None
     rules: list[tuple[str, DType]] = []
     for text in texts:
@@ -70,10 +70,10 @@ class CastResult:
 
 
 def cast(catalog: Catalog, casts: Casts) -> CastResult:
-    """Cast floating tensors as asked.
+    """Cast floating tensors as requested.
 
     Integers and tensors without dims, such as step counters, are never cast, nor are quantized
-    tensors and their scales. UsageError where a glob matches nothing that can be.
+    tensors and their scales. UsageError if a glob matches nothing that can be.
     """
     if casts == NO_CASTS:
         return CastResult(catalog, (), ())

@@ -82,7 +82,7 @@ class Opening(Protocol):
 
     @property
     def edges(self) -> Sequence[tuple[str, int, int]]:
-        """File, offset and bytes of what is read to open it; nothing where it is open."""
+        """File, offset and bytes of what is read to open it; nothing if it is open."""
 
     def place(self, at: Container, shape: tuple[int, ...]) -> Place:
         """Return where the elements of a chunk of ``shape`` lie, whatever ``start`` says.
@@ -353,7 +353,7 @@ def merge_copies(chunks: Iterable[Chunk]) -> tuple[Chunk, ...]:
 
 
 def coverage_problem(entry: TensorEntry) -> Problem | None:
-    """Return why the chunks do not tile the tensor exactly, in numbers; None where they do."""
+    """Return why the chunks do not tile the tensor exactly, in numbers; None if they do."""
     boxes = boxes_of(entry.chunks)
     if is_grid(boxes, entry.shape):
         return None

@@ -12,7 +12,7 @@ def decode(blob: bytes, codec: str, limit: int, *, what: str) -> bytes:
     """Decode a blob to ``limit`` bytes at most.
 
     ``codec`` is ``deflate`` (a raw stream, as in zip records) or ``zstd`` (one frame, as DCP's
-    ZStandard extension writes). Raises Damaged where the blob is corrupt or decodes to more.
+    ZStandard extension writes). Raises Damaged if the blob is corrupt or decodes to more.
     """
     if codec == "zstd":
         return b"".join(_unzstd(blob, limit, what))
@@ -32,7 +32,7 @@ def _corrupt(what: str, codec: str, why: str) -> Damaged:
 def zstd_edges(blob: bytes, limit: int, edge: int, *, what: str) -> tuple[bytes, bytes, int]:
     """Return the first and last ``edge`` bytes of a zstd frame, and its decoded size in bytes.
 
-    The rest is decoded and discarded. Raises Damaged where the frame is corrupt or decodes to
+    The rest is decoded and discarded. Raises Damaged if the frame is corrupt or decodes to
     more than ``limit`` bytes.
     """
     head, tail, size = b"", b"", 0

@@ -15,7 +15,7 @@ class DType:
 
     ``name`` is torch's name without the ``torch.`` prefix, ``itemsize`` its size in bytes,
     ``kind`` one of ``float int bool complex bits``, ``safetensors`` its name in a safetensors
-    header (None where that format has no name for it), ``storage`` torch's typed storage class
+    header (None if that format has no name for it), ``storage`` torch's typed storage class
     (None where torch saves the tensor through ``UntypedStorage``), and ``swap`` the size in bytes
     of the unit that is reversed in a big-endian file.
     """

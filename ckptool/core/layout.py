@@ -81,7 +81,7 @@ Part = Data | ScatteredData | Literal | Verbatim
 class FileLayout:
     """One output file: its path relative to the target folder, and its parts in order.
 
-    ``rank`` is the rank whose data it holds, None where it belongs to all. The parts of a lazy
+    ``rank`` is the rank whose data it holds, None if it belongs to all. The parts of a lazy
     file are made each time they are asked for: a plan of millions of chunks stays small. So are
     the ``decisive`` ones: all but those of tensors, or what those are made of.
     """

@@ -57,7 +57,7 @@ class Mesh:
     """A grid of ranks, as torch's ``DeviceMesh``.
 
     ``ranks`` gives the global rank at each row-major position. It need not ascend, nor start at 0:
-    a mesh may be permuted, or part of a larger one. Raises Damaged where the fields disagree.
+    a mesh may be permuted, or part of a larger one. Raises Damaged if the fields disagree.
     """
 
     shape: tuple[int, ...]
@@ -91,7 +91,7 @@ class Mesh:
         return math.prod(self.shape)
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
-        """Return where global ``rank`` sits, one index per mesh dim; None where it does not."""
+        """Return where global ``rank`` sits, one index per mesh dim; None if it does not."""
         if rank not in self.ranks:
             return None
         return coordinate_of(self.ranks.index(rank), self.shape)

@@ -34,7 +34,7 @@ _UNITS = {
 
 
 def parse_size(text: str, option: str) -> int:
-    """Return the bytes of ``5GB``, ``512MiB`` or ``1000``; UsageError where it is no size."""
+    """Return the bytes of ``5GB``, ``512MiB`` or ``1000``; UsageError if it is no size."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     unit = _UNITS.get(match[2].lower()) if match else None
     size = int(float(match[1]) * unit) if match and unit else 0
@@ -46,7 +46,7 @@ def parse_size(text: str, option: str) -> int:
 
 
 def parse_share(text: str, option: str) -> float:
-    """Return 0.05 of ``5%`` or ``0.05``; UsageError where it is no share between 0 and 1."""
+    """Return 0.05 of ``5%`` or ``0.05``; UsageError if it is no share between 0 and 1."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(%?)\s*", text)
     share = float(match[1]) / (100 if match[2] else 1) if match else 0.0
     if not 0 < share <= 1:
@@ -55,7 +55,7 @@ def parse_share(text: str, option: str) -> float:
 
 
 def parse_dims(texts: Sequence[str]) -> dict[str, int]:
-    """Return the sizes of named dims; UsageError where one is not NAME=SIZE."""
+    """Return the sizes of named dims; UsageError if one is not NAME=SIZE."""
     sizes: dict[str, int] = {}
     for text in texts:
         dim, equals, size = map(str.strip, text.partition("="))
@@ -172,7 +172,7 @@ class Option(NamedTuple):
         return self.field if iskeyword(word) else word
 
     def parse(self, value: Any, name: str) -> Any:
-        """Return the value that the field takes. Raises UsageError where it makes no sense."""
+        """Return the value that the field takes. Raises UsageError if it makes no sense."""
         if self.minimum is not None and value < self.minimum:
             raise UsageError(f"{name} {value}: at least {self.minimum}")
         return self.kind.parse(value, name)

@@ -111,7 +111,7 @@ class Group:
 class Plan:
     """A checked pairing of a source's catalog with the layout of all of its tensors.
 
-    Raises Damaged where the chunks of a tensor do not tile it exactly, Unsupported where two files
+    Raises Damaged if the chunks of a tensor do not tile it exactly, Unsupported if two files
     have one path.
     """
 

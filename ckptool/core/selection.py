@@ -39,7 +39,7 @@ def wrappers_of(names: Collection[str]) -> list[str]:
 
 
 def unwrapping_rule(names: Collection[str], wrappers: Collection[str] = WRAPPERS) -> str | None:
-    """Return the rule of ``--rename`` that takes wrappers off the names, None where there are none.
+    """Return the rule of ``--rename`` that takes wrappers off the names, None if there are none.
 
     None also where two names would become one.
     """
@@ -89,7 +89,7 @@ def closest_names(asked: str, names: Collection[str]) -> list[str]:
 
 
 def tensors_named(catalog: Catalog, patterns: Sequence[str], option: str) -> list[str]:
-    """Return the names of tensors that someone means by any pattern; UsageError where one has none.
+    """Return the names of tensors that someone means by any pattern; UsageError if one has none.
 
     A pattern is a whole name, a glob, or a part of names.
     """
@@ -103,7 +103,7 @@ def tensors_named(catalog: Catalog, patterns: Sequence[str], option: str) -> lis
 
 
 def unknown_tensor(message: str, asked: str, catalog: Catalog) -> UsageError:
-    """Return an error that suggests the names most like the one that was asked for."""
+    """Return an error that suggests the names most like the one that was requested."""
     if asked in catalog.objects:
         hint = "`ckptool inspect CKPT --values` shows it"
         return UsageError(f"{asked!r}: not a tensor, but a value", hint=hint)
@@ -113,13 +113,13 @@ def unknown_tensor(message: str, asked: str, catalog: Catalog) -> UsageError:
 
 
 def select(catalog: Catalog, globs: Sequence[str]) -> Catalog:
-    """Keep only the tensors and values that match. UsageError where a glob matches nothing."""
+    """Keep only the tensors and values that match. UsageError if a glob matches nothing."""
     _require_used(catalog, globs, "--select")
     return keep_names(catalog, lambda name: matches(name, globs))
 
 
 def drop(catalog: Catalog, globs: Sequence[str]) -> Catalog:
-    """Drop the tensors and values that match. UsageError where a glob matches nothing."""
+    """Drop the tensors and values that match. UsageError if a glob matches nothing."""
     _require_used(catalog, globs, "--drop")
     return keep_names(catalog, lambda name: not matches(name, globs))
 
@@ -158,7 +158,7 @@ def keep_names(catalog: Catalog, keep: Callable[[str], bool]) -> Catalog:
 
 
 def rename(catalog: Catalog, change: Callable[[str], str]) -> Catalog:
-    """Change every name; UsageError where two names become one or a name becomes empty."""
+    """Change every name; UsageError if two names become one or a name becomes empty."""
     former: dict[str, str] = {}
     for name in (*catalog.tensors, *catalog.objects):
         new = change(name)
@@ -304,7 +304,7 @@ def with_prefix(catalog: Catalog, prefix: str) -> Catalog:
 
 
 def substitution(rule: str) -> Callable[[str], str]:
-    """Return the renaming of a ``REGEX=REPLACEMENT`` rule; UsageError where it is none."""
+    """Return the renaming of a ``REGEX=REPLACEMENT`` rule; UsageError if it is none."""
     pattern, equals, replacement = rule.rpartition("=")
     if not equals:
         raise UsageError(f"invalid --rename {rule!r}: expected REGEX=REPLACEMENT")
@@ -327,7 +327,7 @@ def split_stacked(catalog: Catalog) -> Catalog:
     """Split ``layers.NAME`` into ``layers.3.NAME`` and so on, and likewise for experts.
 
     ``experts.experts.NAME`` becomes ``experts.local_experts.3.NAME``, as Megatron-core's modules
-    call them. UsageError where no name stacks anything, or where a slice's name exists.
+    call them. UsageError if no name stacks anything, or where a slice's name exists.
     """
     tensors: dict[str, TensorEntry] = {}
     for entry in catalog.tensors.values():

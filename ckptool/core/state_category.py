@@ -223,7 +223,7 @@ def _head(name: str) -> str:
 
 
 def model_prefix(catalog: Catalog) -> str | None:
-    """Return the step that wraps all of the model's names, or None where nothing wraps them.
+    """Return the step that wraps all of the model's names, or None if nothing wraps them.
 
     A name such as Hugging Face's ``model.layers.0`` is not wrapped: the step must be a level
     of its own in the nested state dict, or the checkpoint must hold more than a model.

@@ -33,7 +33,7 @@ class Pick(NamedTuple):
 
 
 def split_subscript(text: str) -> tuple[str, Subscript]:
-    """Split ``NAME[0:4, ..., -1]`` into the name and its subscript, empty where there is none."""
+    """Split ``NAME[0:4, ..., -1]`` into the name and its subscript, empty if there is none."""
     head, bracket, inner = text.rpartition("[")
     if not (head and bracket and inner.endswith("]")):
         return text, ()
@@ -42,7 +42,7 @@ def split_subscript(text: str) -> tuple[str, Subscript]:
 
 
 def _item(text: str) -> int | slice | EllipsisType | None:
-    """Return what one item of a subscript is; None where it is none."""
+    """Return what one item of a subscript is; None if it is none."""
     if text == "...":
         return ...
     match = _ITEM.fullmatch(text)
@@ -55,7 +55,7 @@ def _item(text: str) -> int | slice | EllipsisType | None:
 def picks(name: str, shape: Sequence[int], subscript: Subscript) -> list[Pick]:
     """Return the indexes of each dim of a tensor that a subscript means, as numpy does.
 
-    Raises UsageError where it has more items than the tensor dims, an index is out of range, or a
+    Raises UsageError if it has more items than the tensor dims, an index is out of range, or a
     step is not positive.
     """
     called = f"{name} {list(shape)}"

@@ -25,7 +25,7 @@ def did_you_mean(word: str, known: Iterable[str], otherwise: str | None = None) 
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """Return the known word most like a misspelt one, None where none is like it."""
+    """Return the known word most like a misspelt one, None if none is like it."""
     from difflib import get_close_matches  # an error alone needs it
 
     return next(iter(get_close_matches(word, list(known), n=1)), None)

@@ -76,7 +76,7 @@ def part_of_place(
     """Return where a part of shape ``part`` lies, of a tensor of ``shape`` that lies ``at``.
 
     ``start`` and ``strides`` address the part in the row-major order of the tensor, in elements of
-    ``itemsize`` bytes. ValueError where the tensor's own strides cannot express it.
+    ``itemsize`` bytes. ValueError if the tensor's own strides cannot express it.
     """
     unit = itemsize if isinstance(at, Extent | EncodedBlob) else 1
     skip, steps = map_strides(shape, _strides_of(at, shape), part, start, strides, unit)
@@ -93,7 +93,7 @@ def map_strides(
 ) -> tuple[int, tuple[int, ...]]:
     """Map a row-major start and strides within ``shape`` to a tensor that has other ``steps``.
 
-    ``unit`` is the step of a row-major tensor's last dim. ValueError where a stride is not one, or
+    ``unit`` is the step of a row-major tensor's last dim. ValueError if a stride is not one, or
     several, of a dim's, or leads out of it.
     """
     if 0 in shape:
@@ -163,7 +163,7 @@ def pieces_of_run(
 
 
 def narrow(entry: TensorEntry, dim: int, start: int, stop: int) -> TensorEntry:
-    """Keep the indexes ``start`` to ``stop`` of a dim. Unsupported where the tensor has fewer."""
+    """Keep the indexes ``start`` to ``stop`` of a dim. Unsupported if the tensor has fewer."""
     if not 0 <= start <= stop <= entry.shape[dim]:
         raise Unsupported(
             f"{entry.name}: {start:,} to {stop:,} is out of range in dim {dim} of"
@@ -184,7 +184,7 @@ def narrow(entry: TensorEntry, dim: int, start: int, stop: int) -> TensorEntry:
 def join(entries: Sequence[TensorEntry], dim: int) -> TensorEntry:
     """Join tensors one after the other along a dim, under the first one's name.
 
-    Unsupported where their shapes (but for ``dim``) or element types differ.
+    Unsupported if their shapes (but for ``dim``) or element types differ.
     """
     first = entries[0]
     chunks: list[Chunk] = []
@@ -242,7 +242,7 @@ def pad(entry: TensorEntry, dim: int, size: int) -> TensorEntry:
     """Lengthen a dim to ``size`` indexes by repeating the last one.
 
     As Megatron-LM's checkpoint converter pads a vocabulary (tools/checkpoint, core 0.12 to 0.20).
-    Unsupported where there is no last index, or ``size`` is less than there are.
+    Unsupported if there is no last index, or ``size`` is less than there are.
     """
     more = size - entry.shape[dim]
     if more < 0 or (more and not entry.shape[dim]):
@@ -346,7 +346,7 @@ def with_chunks(entry: TensorEntry, shape: tuple[int, ...], chunks: list[Chunk])
 
 
 def require_one_type(entries: Sequence[TensorEntry]) -> None:
-    """Raise Unsupported where tensors that are to be one are of several types."""
+    """Raise Unsupported if tensors that are to be one are of several types."""
     first = entries[0]
     for entry in entries:
         if (entry.dtype, entry.source_dtype) != (first.dtype, first.source_dtype):

@@ -114,7 +114,7 @@ class RecordCheck:
         return problems
 
     def read_unseen(self, source: Files, workers: int) -> None:
-        """Read what pieces do not cover of records; Damaged where a file ends before one does."""
+        """Read what pieces do not cover of records; Damaged if a file ends before one does."""
         gaps = (gap for record in self.unseen() for gap in self._gaps(record))
         jobs = (byte_job(gap, gap[0].file, *gap[1:]) for gap in gaps)
         read_tiles(ByteSource(source), jobs, self._note_gap, workers)
@@ -148,7 +148,7 @@ class RecordCheck:
 
 
 def require_intact(problems: list[Problem]) -> None:
-    """Raise Damaged where records of the source are not as their writer left them."""
+    """Raise Damaged if records of the source are not as their writer left them."""
     if problems:
         raise damaged(
             problems,

@@ -35,7 +35,7 @@ class Launch(NamedTuple):
 def read_launch(environment: Mapping[str, str]) -> Launch | None:
     """Return what torchrun's environment variables say; None for a process it did not start.
 
-    Raises UsageError where a variable is missing, is no number, or does not fit the others.
+    Raises UsageError if a variable is missing, is no number, or does not fit the others.
     """
     if "RANK" not in environment or "WORLD_SIZE" not in environment:
         return None
@@ -53,7 +53,7 @@ def read_launch(environment: Mapping[str, str]) -> Launch | None:
 
 
 def read_number(environment: Mapping[str, str], name: str) -> int:
-    """Return a variable that is a natural number; UsageError where it is none, or not set."""
+    """Return a variable that is a natural number; UsageError if it is none, or not set."""
     text = environment.get(name)
     if text is None:
         raise UsageError(f"RANK and WORLD_SIZE are set, but {name} is not", hint=_TO_WORK_ALONE)
@@ -169,7 +169,7 @@ def _as_report(error: CkptoolError | None) -> tuple[type[CkptoolError], str, str
 def join_ranks() -> Iterator[Ranks]:
     """Join the ranks that torchrun started this process among; alone, be the only one.
 
-    Raises UsageError where the environment that torchrun sets makes no sense, Unsupported where the
+    Raises UsageError if the environment that torchrun sets makes no sense, Unsupported if the
     other ranks cannot be met.
     """
     launch = read_launch(os.environ)
@@ -222,7 +222,7 @@ class NodeRanks(NamedTuple):
 def begin_output(stage: Output, ranks: Ranks) -> NodeRanks:
     """Begin the output in each place that ranks write into: each will hold all of it.
 
-    Raises as ``Output.begin`` does, TransferError where a rank sees none that was begun.
+    Raises as ``Output.begin`` does, TransferError if a rank sees none that was begun.
     """
     tokens = ranks.gather(os.urandom(8).hex())
 
@@ -255,7 +255,7 @@ def _first_of(stage: Output, ranks: Ranks, tokens: list[str]) -> int:
 def wait_for(work: Callable[[], Value], seconds: float | None = None) -> Value:
     """Do work that may block outside Python on a thread of its own, so that signals end the wait.
 
-    Raises what the work raises, TimeoutError where it takes longer than ``seconds``; it then goes
+    Raises what the work raises, TimeoutError if it takes longer than ``seconds``; it then goes
     on by itself.
     """
     from concurrent.futures import Future

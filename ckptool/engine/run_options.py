@@ -40,7 +40,7 @@ class StageOptions:
     ``plan``, which ``make_plan`` returns, and ``source`` are the digests that a resumed run must
     share with the first, the parts of a run ``source_state``, too; ``verify`` is whether output is
     compared with the source before it counts; ``own`` returns the files of the checkpoint at the
-    target, None where none is there.
+    target, None if none is there.
     """
 
     make_plan: Callable[[], str]

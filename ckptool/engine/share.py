@@ -91,7 +91,7 @@ def _balanced(sizes: Sequence[int], count: int) -> list[int]:
 
 
 def parse_part(text: str, option: str) -> Share:
-    """Return the share that ``3/8`` names: the third of eight. UsageError where it names none."""
+    """Return the share that ``3/8`` names: the third of eight. UsageError if it names none."""
     number, slash, count = text.partition("/")
     if (
         not (slash and number.isdecimal() and count.isdecimal())

@@ -74,7 +74,7 @@ class Registry(Mapping[str, Format]):
 
 
 def _load_plugin(point: EntryPoint) -> Format:
-    """Return the format of a plug-in. Raises UsageError where it is none of its entry's name."""
+    """Return the format of a plug-in. Raises UsageError if it is none of its entry's name."""
     try:
         row = point.load()
     except (ImportError, AttributeError) as error:
@@ -115,7 +115,7 @@ FORMATS = Registry(
 
 
 def detect(source: Source) -> Format | None:
-    """Return the format of a source, or None where it is of no known one."""
+    """Return the format of a source, or None if it is of no known one."""
     return next((row for row in FORMATS.values() if row.matches(source)), None)
 
 

@@ -45,7 +45,7 @@ class ScanOptions:
     world_size: int | None = None
 
     def report(self, problems: Sequence[str], *, subject: str, hint: str | None = None) -> None:
-        """Raise one Damaged for all problems, or note them; nothing where there is none."""
+        """Raise one Damaged for all problems, or note them; nothing if there is none."""
         if not problems:
             return
         error = damaged(problems, subject=subject, hint=hint)
@@ -54,7 +54,7 @@ class ScanOptions:
         self.problems.extend(error.problems)
 
     def attempt(self, work: Callable[[], _T]) -> _T | None:
-        """Return the result of ``work``, or None where it meets damage that is only noted."""
+        """Return the result of ``work``, or None if it meets damage that is only noted."""
         if self.problems is None:
             return work()
         try:
@@ -158,7 +158,7 @@ class Recovery:
 class Format:
     """One checkpoint format: a row of the registry, and all that commands know of the format.
 
-    - ``probe`` says from names and first bytes whether a source is of this format; None where its
+    - ``probe`` says from names and first bytes whether a source is of this format; None if its
       checkpoints are detected as another format's.
     - ``scan`` reads metadata only and returns the catalog.
     - ``locate`` opens the ``Container`` places that ``scan`` left closed, for the tensors of the
@@ -167,20 +167,20 @@ class Format:
     - ``convert`` lays a whole checkpoint out, ``reshard`` one that is cut for a mesh; None where
       the format is not written so.
     - ``rules`` returns how the format cuts tensors by their names, where it leaves no choice.
-    - ``recover`` reads what is left where the metadata is lost; None where nothing is.
+    - ``recover`` reads what is left where the metadata is lost; None if nothing is.
     - ``trim`` returns a tensor without what its writer left undefined, such as padding.
     - ``files`` say what files are by their names; those of all formats come second.
     - ``checks`` returns what only this format can tell to be wrong, of a catalog that was scanned.
     - ``latest`` is how a run says which of its checkpoints is the latest.
     - ``suffixes`` are those of a file that is a checkpoint by itself. ``folder`` names the format
       of a folder of such files, where that is another.
-    - ``reads`` is False where the format is only recognised, to say why it cannot be read.
+    - ``reads`` is False if the format is only recognised, to say why it cannot be read.
     - ``takes_tp_rules`` says that ``scan`` heeds ``ScanOptions.tp_rules``.
     - ``takes_world_size`` says that ``scan`` heeds ``ScanOptions.world_size``.
     - ``of_ranks`` says that ``convert`` writes the chunks of each rank into files of its own.
     - ``has_rank_state`` says that each rank finds state of its own, such as that of random number
       generators, where ``reshard`` puts what only it has.
-    - ``has_values`` is False where the files have no place for values that are no tensors.
+    - ``has_values`` is False if the files have no place for values that are no tensors.
     - ``is_model_folder`` says that what is written is a folder which a model is loaded from, with
       its config.json.
     - ``config`` says whether a Hugging Face config.json must lie beside the tensors; where it is
@@ -218,7 +218,7 @@ class Format:
     def lay_out(self, catalog: Catalog, request: Request) -> Layout:
         """Lay a catalog out whole, or cut for the mesh that ``request`` places it on.
 
-        Raises Unsupported where the format is not written so, or cannot hold what is asked.
+        Raises Unsupported if the format is not written so, or cannot hold what is asked.
         """
         writer = self.convert if request.placed is None else self.reshard
         if writer is None:

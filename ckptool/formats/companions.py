@@ -162,10 +162,10 @@ _LONGEST = 64
 
 
 def latest_folder(source: Source) -> str | None:
-    """Return the subfolder that a run's tracker file names; None where there is no tracker.
+    """Return the subfolder that a run's tracker file names; None if there is no tracker.
 
     Megatron-LM's holds an iteration (``iter_0000100``) or ``release``; ByteCheckpoint and verl
-    write the same file beside ``global_step_100``. Damaged where the folder it names is not there.
+    write the same file beside ``global_step_100``. Damaged if the folder it names is not there.
     """
     size = source.files.get(MEGATRON)
     if size is None or size > _LONGEST:
@@ -242,7 +242,7 @@ def _is_cut_in_two_ways(entry: TensorEntry) -> bool:
 def read_config(source: Source) -> Mapping[str, Any]:
     """Read a Hugging Face ``config.json`` (empty without one), with the text model's inside.
 
-    Raises Damaged where it is no JSON object.
+    Raises Damaged if it is no JSON object.
     """
     content = read_json_object(source, CONFIG)
     inner = content.get("text_config")
@@ -250,7 +250,7 @@ def read_config(source: Source) -> Mapping[str, Any]:
 
 
 def read_json_object(source: Source, file: str) -> dict[str, Any]:
-    """Read a small file's JSON object, empty without the file; Damaged where it is another."""
+    """Read a small file's JSON object, empty without the file; Damaged if it is another."""
     if file not in source.files:
         return {}
     try:
@@ -279,7 +279,7 @@ def describe_config(source: Source) -> dict[str, str]:
 
 
 def size_in(content: Mapping[str, Any], key: str) -> int | None:
-    """Return a size that a model's config says; None where it is silent."""
+    """Return a size that a model's config says; None if it is silent."""
     value = content.get(key)
     return value if type(value) is int and value > 0 else None
 

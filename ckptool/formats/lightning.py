@@ -44,7 +44,7 @@ def split_meta(catalog: Catalog) -> tuple[Catalog, list[FileLayout]]:
 def as_one_file(catalog: Catalog) -> Catalog:
     """Return the catalog with the paths that its entries have in a checkpoint of one file.
 
-    The catalog of any other writer is returned as it is. Raises Unsupported where a value of
+    The catalog of any other writer is returned as it is. Raises Unsupported if a value of
     ``meta.pt`` and one beside it would be at the same place.
     """
     names = _meta_names(catalog)

@@ -66,7 +66,7 @@ Token embeddings are placed as in the source, or by rows as in Llama 3.
 
 @dataclass(frozen=True, slots=True)
 class LlamaSizes:
-    """What ``params.json`` says of a model; None where it is silent."""
+    """What ``params.json`` says of a model; None if it is silent."""
 
     width: int | None = None
     heads: int | None = None
@@ -331,7 +331,7 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
 
 
 def _require_cut(entry: TensorEntry, placement: object, ranks: int) -> None:
-    """Raise Unsupported where a tensor is not cut as Meta's code cuts it, into equal parts.
+    """Raise Unsupported if a tensor is not cut as Meta's code cuts it, into equal parts.
 
     Embeddings are cut along either dim, by the model's generation.
     """

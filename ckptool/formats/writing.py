@@ -104,7 +104,7 @@ _Item = TypeVar("_Item", bound=_Sized)
 def group_by_size(items: Iterable[_Item], limit: int) -> list[list[_Item]]:
     """Group items in order, as many a file as fit ``limit`` bytes; a larger one has its own file.
 
-    At least one group, which is empty where there is no item.
+    At least one group, which is empty if there is no item.
     """
     groups: list[list[_Item]] = [[]]
     nbytes = 0
@@ -237,7 +237,7 @@ def _join_boxes(boxes: list[Box]) -> list[Box]:
 
 
 def require_placed(request: Request) -> PlacedTensors:
-    """Return the mesh and placements; Unsupported where they are none that rank files can have."""
+    """Return the mesh and placements; Unsupported if they are none that rank files can have."""
     placed = request.placed
     if placed is None:
         raise Unsupported("a file per rank needs a device mesh", hint="ckptool reshard --mesh 2x4")

@@ -66,7 +66,7 @@ def show_part(report: TransferReport, part: Part) -> None:
 
 
 def planned_part(report: TransferReport) -> list[str]:
-    """Return the line on what the part that is asked for would write; none for the whole."""
+    """Return the line on what the part that is requested would write; none for the whole."""
     part = report.part
     if part is None:
         return []

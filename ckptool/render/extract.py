@@ -68,7 +68,7 @@ def show_extract(report: ExtractReport) -> None:
 def values_json(taken: Extraction, read: Sequence[Values]) -> dict[str, Any]:
     """Return the numbers as ``ckptool.extract/2``; complex ones as ``[real, imaginary]``.
 
-    Raises Unsupported where there are more than MOST_IN_JSON of a tensor.
+    Raises Unsupported if there are more than MOST_IN_JSON of a tensor.
     """
     tensors = []
     for values in read:

@@ -23,7 +23,7 @@ Advance = Callable[[int], None]
 
 
 def is_live(*, quiet: bool) -> bool | None:
-    """Return whether progress is a live bar, or else lines of a log; None where it is not shown."""
+    """Return whether progress is a live bar, or else lines of a log; None if it is not shown."""
     if quiet or os.environ.get(NO_PROGRESS):
         return None
     return sys.stderr.isatty()

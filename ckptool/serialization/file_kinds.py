@@ -179,7 +179,7 @@ def detect_placeholder(head: bytes) -> FileKind | None:
 
 
 def detect_kind(head: bytes, name: str) -> FileKind | None:
-    """Return what a file is that begins with these ``HEAD`` bytes; None where nothing tells it.
+    """Return what a file is that begins with these ``HEAD`` bytes; None if nothing tells it.
 
     None too where it is a safetensors file, even one that is cut short.
     """
@@ -197,7 +197,7 @@ def _first_match(kinds: Iterable[FileKind], head: bytes, name: str) -> FileKind 
 
 
 def _text_kind(head: bytes) -> FileKind | None:
-    """Return that a file is text, with its first line; None where it is not."""
+    """Return that a file is text, with its first line; None if it is not."""
     try:
         text = head.decode()
     except UnicodeDecodeError as error:

@@ -92,7 +92,7 @@ def looks_like_safetensors(head: bytes, size: int) -> bool:
 def read_safetensors(
     source: Source, file: str, problems: list[Problem] | None = None
 ) -> SafetensorsFile:
-    """Read and check a header. Raises Damaged where it breaks one of the format's rules.
+    """Read and check a header. Raises Damaged if it breaks one of the format's rules.
 
     Where there is a list of ``problems``, entries that do are noted there and left out, as far as
     the others are whole for all that; so are two that share bytes, of which neither can be trusted.
@@ -115,7 +115,7 @@ def read_safetensors(
 
 
 def read_promised_size(source: Source, file: str) -> int:
-    """Return how many bytes a file should have by its header; Damaged where that is not whole."""
+    """Return how many bytes a file should have by its header; Damaged if that is not whole."""
     with coded("safetensors-header", file=file):
         _, tensors, start = _read_header(source, file, [])
     return max((item.end for item in tensors.values()), default=start)
@@ -176,7 +176,7 @@ def _parse(text: bytes, file: str) -> dict[str, Any]:
 
 
 def _require_within_limits(text: bytes, file: str) -> None:
-    """Raise Unsupported where a header has more in it than ckptool reads, and so than it writes.
+    """Raise Unsupported if a header has more in it than ckptool reads, and so than it writes.
 
     A name with brackets, quotes, commas or colons in it counts for more.
     """
@@ -212,7 +212,7 @@ def _parse_int(digits: str) -> int:
 def _read_entry(
     file: str, name: str, entry: Any, start: int, kinds: dict[tuple[object, ...], _Kind]
 ) -> StoredSlice:
-    """Return the tensor that an entry describes; Damaged where it contradicts itself.
+    """Return the tensor that an entry describes; Damaged if it contradicts itself.
 
     What is wrong with a type and a shape is looked for once: ``kinds`` are those that are right.
     """
@@ -239,7 +239,7 @@ def _read_entry(
 
 
 def _kind_of(file: str, name: str, dtype_name: object, shape: tuple[int, ...]) -> _Kind:
-    """Return the kind of an element type and a shape; Damaged where there is none such."""
+    """Return the kind of an element type and a shape; Damaged if there is none such."""
     dtype = BY_SAFETENSORS.get(dtype_name) if isinstance(dtype_name, str) else None
     if dtype is None:
         shown = repr(dtype_name[:40]) if isinstance(dtype_name, str) else "that is not text"
@@ -273,7 +273,7 @@ def _is_seamless(tensors: Iterable[StoredSlice], start: int, size: int) -> bool:
 def _require_no_holes(
     file: str, tensors: Mapping[str, StoredSlice], start: int, size: int, *, is_whole: bool
 ) -> None:
-    """Raise Damaged where bytes belong to no tensor, or are not there.
+    """Raise Damaged if bytes belong to no tensor, or are not there.
 
     Where entries were left out (``is_whole`` is False) holes are no damage.
     """
@@ -369,7 +369,7 @@ def lay_out_safetensors(
 
 
 def _require_readable(text: bytes, path: str) -> None:
-    """Raise Unsupported where a header would be refused when it is read."""
+    """Raise Unsupported if a header would be refused when it is read."""
     if len(text) > LONGEST_HEADER:
         message = f"{path}: a header of {len(text):,} bytes; the format allows {LONGEST_HEADER:,}"
         raise Unsupported(message, "limit-exceeded", file=path, hint=_FEWER)

@@ -27,7 +27,7 @@ class Source(Protocol):
         """Return how many bytes each file below the root has, by its relative path with ``/``."""
 
     def read(self, file: str, offset: int, nbytes: int) -> bytes:
-        """Return exactly ``nbytes`` bytes at ``offset``; Damaged where the file ends before."""
+        """Return exactly ``nbytes`` bytes at ``offset``; Damaged if the file ends before."""
 
     def narrowed(self, folder: str) -> Source:
         """Return the part below a subfolder, as a source of its own."""
@@ -37,7 +37,7 @@ class Source(Protocol):
 
 
 def require(source: Source, file: str, *, wanted_by: str) -> int:
-    """Return the size in bytes of a file that metadata names; Damaged where it is not there."""
+    """Return the size in bytes of a file that metadata names; Damaged if it is not there."""
     size = source.files.get(file)
     if size is not None:
         return size
@@ -58,7 +58,7 @@ _OF_A_FILE = 128
 
 
 def read_metadata(source: Source, file: str, largest: int = LARGEST) -> bytes:
-    """Return a whole file of metadata, JSON or pickle; Damaged where it is too large to be one."""
+    """Return a whole file of metadata, JSON or pickle; Damaged if it is too large to be one."""
     size = source.files[file]
     if size > largest:
         raise Damaged(f"{file}: {size:,} bytes; metadata is read up to {largest:,} bytes")
@@ -104,7 +104,7 @@ def find_missing_ranks(present: Collection[int], expected: int) -> list[int]:
 
 
 def require_rank(rank: int, what: str) -> None:
-    """Raise Damaged where a rank, or a world size, is larger than any."""
+    """Raise Damaged if a rank, or a world size, is larger than any."""
     if rank > MOST_RANKS:
         message = f"{what}: rank {rank:,}; ckptool reads up to {MOST_RANKS:,} ranks"
         raise Damaged(message, "rank-missing")

@@ -133,7 +133,7 @@ class ZipRecord(NamedTuple):
     """One record; ``offset`` is where its bytes begin, ``header`` where its local header does.
 
     All count from the start of the region; ``stored`` and ``size`` are bytes, in the file and once
-    decoded. ``noted`` is where the directory holds the CRC-32, 0 where there is no directory.
+    decoded. ``noted`` is where the directory holds the CRC-32, 0 if there is no directory.
     """
 
     name: str
@@ -164,7 +164,7 @@ def has_checksums(records: Iterable[ZipRecord]) -> bool:
 def read_directory(region: Region) -> dict[str, ZipRecord]:
     """Return all records of the archive that fills the region, in the directory's order.
 
-    Raises Damaged where the archive is truncated or its headers contradict one another.
+    Raises Damaged if the archive is truncated or its headers contradict one another.
     """
     with coded("zip-structure", file=region.file):
         start, size, count = _find_directory(region)
@@ -214,7 +214,7 @@ def _find_directory(region: Region) -> tuple[int, int, int]:
 
 
 def _require_same_end(region: Region, narrow: Sequence[int], wide: Sequence[int]) -> None:
-    """Raise Damaged where the two end records differ in what the narrow one can hold."""
+    """Raise Damaged if the two end records differ in what the narrow one can hold."""
     limits = (0xFFFF, 0xFFFF, IN_EXTRA, IN_EXTRA)
     for number, wide_number, limit in zip(narrow, wide, limits, strict=True):
         if number not in (wide_number, limit):

@@ -132,7 +132,7 @@ def targets_with_notes(folder: Path) -> list[Path]:
 
 
 def side_file(path: Path) -> Path | None:
-    """Return the file that goes with a safetensors file, None where it has none.
+    """Return the file that goes with a safetensors file, None if it has none.
 
     In the middle of a commit, or of one that was killed, it is not in its place. Raises Unsupported
     where it is unclear which one goes with the file.
@@ -183,7 +183,7 @@ Stamp = tuple[int, int]
 
 
 def stamp(path: Path) -> Stamp | None:
-    """Return the stamp of what stands at a path, None where nothing does; follow no link."""
+    """Return the stamp of what stands at a path, None if nothing does; follow no link."""
     try:
         status = os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):

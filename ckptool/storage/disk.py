@@ -35,7 +35,7 @@ def rename_new(source: Path, target: Path) -> None:
 
 
 def _rename(source: Path, target: Path, flag: int) -> bool:
-    """Call ``renameat2``; False where this file system has none, OSError where it fails."""
+    """Call ``renameat2``; False where this file system has none, OSError if it fails."""
     import ctypes
 
     try:
@@ -54,7 +54,7 @@ def _rename(source: Path, target: Path, flag: int) -> bool:
 
 
 def identity(path: Path) -> int | None:
-    """Return the inode of what stands at a path, None where nothing does; follow no link."""
+    """Return the inode of what stands at a path, None if nothing does; follow no link."""
     try:
         return os.lstat(path).st_ino
     except FileNotFoundError:
@@ -96,7 +96,7 @@ def begins_with(path: Path, mark: bytes) -> bool:
 
 
 def open_unfollowed(path: Path, flags: int) -> int:
-    """Open a regular file, made where there is none; Unsupported where a link is there."""
+    """Open a regular file, made where there is none; Unsupported if a link is there."""
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
     except OSError as error:
@@ -130,8 +130,8 @@ def write_whole(path: Path, data: bytes, *, mark: bytes) -> None:
     """Make or replace a small file: at any moment the old one stands, or the new one.
 
     ``mark`` is what files of this kind begin with: what was left beside the target by a run that
-    was killed must begin so. Raises Unsupported where that is not so or the file cannot be written,
-    Committed where it was written and the disk did not confirm it.
+    was killed must begin so. Raises Unsupported if that is not so or the file cannot be written,
+    Committed if it was written and the disk did not confirm it.
     """
     part = path.with_name(f".{path.name}.partial")
     try:
@@ -149,7 +149,7 @@ def write_whole(path: Path, data: bytes, *, mark: bytes) -> None:
 
 
 def require_marked(path: Path, mark: bytes, *, noun: str) -> None:
-    """Raise Unsupported where the file at a path, which is to be replaced, is of another kind."""
+    """Raise Unsupported if the file at a path, which is to be replaced, is of another kind."""
     if os.path.lexists(path) and not (path.is_file() and begins_with(path, mark)):
         raise Unsupported(
             f"{path}: not a {noun}, and is not replaced",
@@ -196,7 +196,7 @@ def allocate(descriptor: int, nbytes: int) -> None:
 
     A full disk shows before a byte moves, and writing costs half: on ext4 (Linux 6.18) 0.22 s
     against 0.47 s for 1.6 GiB. ``os.posix_fallocate`` would write every block where reserving is
-    not supported; this only sets the size there. OSError where the disk has no room.
+    not supported; this only sets the size there. OSError if the disk has no room.
     """
     import ctypes
 

@@ -59,7 +59,7 @@ class FileStatus(NamedTuple):
 
 
 def status_now(path: str) -> FileStatus | None:
-    """Return the status of a file, None where it is gone or cannot be opened.
+    """Return the status of a file, None if it is gone or cannot be opened.
 
     Opened, not only looked at: a network file system then asks its server.
     """
@@ -78,7 +78,7 @@ def status_now(path: str) -> FileStatus | None:
 def version_digest(listed: Mapping[str, Listed], files: Iterable[str]) -> str:
     """Return a SHA-256 (hex) over names, sizes and versions of some files as they were listed.
 
-    Raises Damaged where one was not.
+    Raises Damaged if one was not.
     """
     digest = hashlib.sha256()
     for name in sorted(files):
@@ -135,7 +135,7 @@ class FileListing:
         self._visits: Counter[tuple[int, int]] = Counter()
 
     def enter(self, head: str, parents: tuple[tuple[int, int], ...], depth: int) -> None:
-        """Note the files of one folder and of those below. OSError where it cannot be listed."""
+        """Note the files of one folder and of those below. OSError if it cannot be listed."""
         folder = self._root / head
         status = os.stat(folder)
         identity = (status.st_dev, status.st_ino)

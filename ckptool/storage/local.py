@@ -39,14 +39,14 @@ CORES = min(8, os.cpu_count() or 1)
 """Threads that read a disk: more only wait for each other, its reads are the kernel's to order."""
 
 _MOST_EXPECTED = 1 << 12
-"""Small reads of a disk that are asked for together: enough to keep it busy."""
+"""Small reads of a disk that are requested together: enough to keep it busy."""
 
 
 class FileReader(Protocol):
     """What one thread reads with."""
 
     def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` from ``offset``; Damaged where the file ends before."""
+        """Fill ``buffer`` from ``offset``; Damaged if the file ends before."""
 
     def read_runs(self, file: str, offset: int, step: int, runs: Sequence[memoryview]) -> None:
         """Fill each run, the first from ``offset``, each other ``step`` bytes after the last."""
@@ -101,7 +101,7 @@ class Files(Protocol):
         """Prepare for what is read next: file, offset and bytes of each."""
 
     def read(self, file: str, offset: int, nbytes: int) -> bytes:
-        """Return exactly ``nbytes`` at ``offset``; Damaged where the file ends before."""
+        """Return exactly ``nbytes`` at ``offset``; Damaged if the file ends before."""
 
     def plan_reads(self, runs: Iterable[Run]) -> Callable[[], None]:
         """Prepare for all that is read next, in order: it may be fetched ahead, each byte once.
@@ -240,7 +240,7 @@ class LocalSource:
         return _status(Path(self._path(file))).modified / 1e9
 
     def read(self, file: str, offset: int, nbytes: int) -> bytes:
-        """Return exactly ``nbytes`` at ``offset``; Damaged where the file ends before."""
+        """Return exactly ``nbytes`` at ``offset``; Damaged if the file ends before."""
         require_within(self, file, offset, nbytes)
         with self._lock, closing(self.reader()) as reader:
             kept = self._small.find(file, offset, nbytes, reader.read_some)
@@ -253,7 +253,7 @@ class LocalSource:
 
 
 def require_within(source: Files, file: str, offset: int, nbytes: int) -> None:
-    """Raise NotFound where there is no such file, Damaged where it ends before these bytes."""
+    """Raise NotFound if there is no such file, Damaged if it ends before these bytes."""
     if file not in source.files:
         raise missing(file)
     if offset < 0 or nbytes < 0 or offset + nbytes > source.files[file]:
@@ -261,7 +261,7 @@ def require_within(source: Files, file: str, offset: int, nbytes: int) -> None:
 
 
 def read_exactly(source: Files, file: str, offset: int, nbytes: int) -> bytes:
-    """Return exactly ``nbytes`` at ``offset`` of a file; Damaged where it ends before."""
+    """Return exactly ``nbytes`` at ``offset`` of a file; Damaged if it ends before."""
     require_within(source, file, offset, nbytes)
     stream = io.BytesIO(bytes(nbytes))  # whose value is these bytes, not a copy
     with closing(source.reader()) as reader, stream.getbuffer() as memory:
@@ -293,7 +293,7 @@ def _status(path: Path) -> FileStatus:
 
 
 def _open(path: str, file: str, listed: FileStatus | None) -> int:
-    """Open a file to read, the one that was ``listed``; Changed where it is another.
+    """Open a file to read, the one that was ``listed``; Changed if it is another.
 
     A pipe that took the place of a file must not block.
     """
@@ -336,7 +336,7 @@ class LocalReader:
         self._small = SmallReads()
 
     def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` from ``offset``; Damaged where the file ends before."""
+        """Fill ``buffer`` from ``offset``; Damaged if the file ends before."""
         kept = self._small.find(file, offset, len(buffer), self.read_some)
         if kept is not None:
             buffer[:] = kept
@@ -360,11 +360,11 @@ class LocalReader:
         return count
 
     def expect(self, file: str, offset: int, nbytes: int) -> None:
-        """Have a few bytes read that are asked for soon."""
+        """Have a few bytes read that are requested soon."""
         self._ahead.expect(self._descriptor(file), file, offset, nbytes)
 
     def ask(self, file: str, offset: int, nbytes: int) -> Iterator[int]:
-        """Have bytes read that are asked for soon; yield how many at a time."""
+        """Have bytes read that are requested soon; yield how many at a time."""
         return self._ahead.ask(self._descriptor(file), file, offset, offset + nbytes)
 
     def read_runs(self, file: str, offset: int, step: int, runs: Sequence[memoryview]) -> None:

@@ -16,7 +16,7 @@ class MemoryReader:
         self._buffers = buffers
 
     def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` from ``offset``; Damaged where the file ends before."""
+        """Fill ``buffer`` from ``offset``; Damaged if the file ends before."""
         data = self._buffers[file]
         if offset < 0 or offset + buffer.nbytes > len(data):
             raise too_short(file, offset, buffer.nbytes, len(data))
@@ -79,7 +79,7 @@ class MemoryFiles:
         """Do nothing: all is there."""
 
     def read(self, file: str, offset: int, nbytes: int) -> bytes:
-        """Return exactly ``nbytes`` at ``offset``; Damaged where the file ends before."""
+        """Return exactly ``nbytes`` at ``offset``; Damaged if the file ends before."""
         return read_exactly(self, file, offset, nbytes)
 
     def plan_reads(self, runs: Iterable[Run]) -> Callable[[], None]:

@@ -59,7 +59,7 @@ class Upload:
         self._part = bytearray()
 
     def write(self, data: memoryview | bytes) -> None:
-        """Append bytes; a full part is sent. TransferError where that, or one before, fails."""
+        """Append bytes; a full part is sent. TransferError if that, or one before, fails."""
         view = memoryview(data)
         while view:
             piece = view[: self._parts.part - len(self._part)]
@@ -76,7 +76,7 @@ class Upload:
         self._wait(0)
 
     def close(self) -> None:
-        """Make the file appear; TransferError where it is not what was written."""
+        """Make the file appear; TransferError if it is not what was written."""
         try:
             self.finish()
             self._attempt(self._parts.complete)
@@ -285,7 +285,7 @@ class _MultipartSender:
 
 
 def _etag_of(parts: list[str]) -> str | None:
-    """Return S3's ETag of an object that is made of parts, by theirs; None where they are no MD5s.
+    """Return S3's ETag of an object that is made of parts, by theirs; None if they are no MD5s.
 
     The API reference says: the MD5 of the parts' MD5s, and their count.
     """

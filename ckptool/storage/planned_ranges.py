@@ -158,7 +158,7 @@ def memory_to_read(runs: Iterable[Run]) -> int:
 class PlannedRanges:
     """What is fetched ahead of some files, for all threads, in at most ``capacity`` bytes.
 
-    A range is kept until all of it has been read. Where there is no room for what is asked for
+    A range is kept until all of it has been read. Where there is no room for what is requested
     now, those that are needed last go, to be fetched again.
     """
 
@@ -225,7 +225,7 @@ class PlannedRanges:
     def read_into(self, file: ObjectVersion, offset: int, buffer: memoryview) -> int | None:
         """Fill a buffer from ``offset``; return the bytes there are, fewer where the file ends.
 
-        None where some of them were not announced. Raises as ``fetch`` does.
+        None if some of them were not announced. Raises as ``fetch`` does.
         """
         done = 0
         while done < len(buffer):
@@ -246,7 +246,7 @@ class PlannedRanges:
         return any(part in plan.unread for plan in self._plans)
 
     def _data(self, file: ObjectVersion, offset: int) -> tuple[_Plan, Range, Block] | None:
-        """Return the range that holds a byte, with its bytes; None where none is announced."""
+        """Return the range that holds a byte, with its bytes; None if none is announced."""
         with self._lock:
             plan, part = next(
                 ((p, part) for p in self._plans if (part := p.find(file, offset))), (None, None)

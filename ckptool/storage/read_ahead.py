@@ -17,17 +17,17 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 
 _STEP = 1 << 20
-"""Bytes that are asked for at a time."""
+"""Bytes that are requested at a time."""
 _PIECE = 256 << 10
 """Bytes of one such call: of more the kernel takes no more than the disk does at a time."""
 _LOOK = 64 << 10
 """Bytes of a step that are looked at to tell whether it is cached."""
 _MOST = 16 << 20
-"""Bytes that are asked for beyond what was read of a file."""
+"""Bytes that are requested beyond what was read of a file."""
 _GAP = 4 << 10
 """Bytes that may be left out between two reads, one of which goes on where the other ended."""
 _MOST_UNREAD = 1 << 16
-"""Steps that are noted as asked for and not read to their end."""
+"""Steps that are noted as requested for and not read to their end."""
 _SHORT = 16
 """Memory is short where less than the 16th part of it is free."""
 _CACHESTAT = 451
@@ -91,7 +91,7 @@ class SmallReads:
     def find(
         self, file: str, offset: int, nbytes: int, read: Callable[[str, int, memoryview], int]
     ) -> memoryview | None:
-        """Return some bytes of a file until the next are asked for; None where they are to be read.
+        """Return some bytes of a file until the next are asked for; None if they are to be read.
 
         Where the reads of the file go on, ``read`` fills memory as far as the file has bytes, and
         returns how many.

@@ -15,7 +15,7 @@ from ckptool.storage.url import WEB, RemotePath
 AT_ONCE = 16
 """Requests that are on their way together: a store's answers take long, however many there are."""
 _FEW = 2
-"""Files that are asked for one by one: a file by itself, and that beside it."""
+"""Files that are requested one by one: a file by itself, and that beside it."""
 
 
 class RemoteSource:
@@ -115,11 +115,11 @@ class RemoteSource:
         self._place.store.keep(nbytes)
 
     def read(self, file: str, offset: int, nbytes: int) -> bytes:
-        """Return exactly ``nbytes`` at ``offset``; Damaged where the file ends before."""
+        """Return exactly ``nbytes`` at ``offset``; Damaged if the file ends before."""
         return read_exactly(self, file, offset, nbytes)
 
     def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` from ``offset``; Damaged where the file ends before."""
+        """Fill ``buffer`` from ``offset``; Damaged if the file ends before."""
         try:
             done = self._place.store.read_into(self._version_of(file), offset, buffer)
         except Changed:

@@ -61,7 +61,7 @@ class NoAnswer(OSError):
 
 
 class Denied(NoAnswer):
-    """A store refuses what is asked for."""
+    """A store refuses what is requested."""
 
     code = "access-denied"
 
@@ -98,7 +98,7 @@ class RetryPolicy:
 def retry(policy: RetryPolicy, what: str, work: Callable[[], _T]) -> _T:
     """Return the answer to a request, tried again where that may help.
 
-    Raises NotFound where nothing is there, Denied where access is, NoAnswer where the store gives
+    Raises NotFound if nothing is there, Denied if access is, NoAnswer if the store gives
     none. An error of our own code is no answer, and is raised as it is.
     """
     started = time.monotonic()
@@ -152,7 +152,7 @@ def is_ours(error: BaseException) -> bool:
 
 
 def status_of(error: BaseException) -> int | None:
-    """Return the HTTP status of the answer that an error stands for, None where it has none."""
+    """Return the HTTP status of the answer that an error stands for, None if it has none."""
     for cause in _causes(error):
         for holder in (cause, getattr(cause, "response", None)):
             if isinstance(holder, Mapping):
@@ -198,7 +198,7 @@ def _is_unconnected(error: Exception) -> bool:
 
 
 def _retry_after(error: Exception) -> float:
-    """Return the seconds that a store asks to wait, 0 where it does not."""
+    """Return the seconds that a store asks to wait, 0 if it does not."""
     for cause in _causes(error):
         response: Any = getattr(cause, "response", cause)
         if isinstance(response, Mapping):

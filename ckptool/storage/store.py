@@ -95,7 +95,7 @@ class Store:
 
     @classmethod
     def connect(cls, url: str, options: Mapping[str, Any]) -> Store:
-        """Connect to the store of a URL; Unsupported where a package for it is missing."""
+        """Connect to the store of a URL; Unsupported if a package for it is missing."""
         store = cls(url, options)
         store.client  # noqa: B018 (connects)
         return store
@@ -163,7 +163,7 @@ class Store:
     def find(self, key: str, what: str) -> dict[str, ObjectInfo]:
         """Return all files below a place by their relative paths; a file itself is ``""``.
 
-        Raises NotFound where there is none, or it cannot be listed; errors call it ``what``.
+        Raises NotFound if there is none, or it cannot be listed; errors call it ``what``.
         """
         infos = self._list_web(key) if self.scheme in WEB else self._list_files(key, what)
         files = {}
@@ -227,7 +227,7 @@ class Store:
         return {key: info}
 
     def _head(self, key: str) -> dict[str, Any] | None:
-        """Return what the store says of a file; None where it is not there, or is not shown."""
+        """Return what the store says of a file; None if it is not there, or is not shown."""
         self.traffic.count()
         try:
             return self.ask(self.url(key), lambda: self.client.info(key))
@@ -258,7 +258,7 @@ class Store:
         return self._list_named(head.rstrip("/"), mark + query)
 
     def _web_info(self, key: str) -> dict[str, Any] | None:
-        """Return what the server says of a file, its size at least; None where there is none."""
+        """Return what the server says of a file, its size at least; None if there is none."""
         self.traffic.count()
         try:
             info = self.ask(redact_url(key), lambda: self.client.info(key))
@@ -271,7 +271,7 @@ class Store:
     def read_into(self, file: ObjectVersion, offset: int, buffer: memoryview) -> int:
         """Fill a buffer from ``offset`` of a file; return the bytes there are.
 
-        Raises Changed where the store knows that it is no longer the file that was listed.
+        Raises Changed if the store knows that it is no longer the file that was listed.
         """
         done = self.ranges.read_into(file, offset, buffer)
         return self.blocks.read_into(file, offset, buffer) if done is None else done
@@ -279,7 +279,7 @@ class Store:
     def read(self, file: ObjectVersion, start: int, end: int) -> memoryview:
         """Return the bytes of a file from ``start`` to ``end``, fewer where it ends before.
 
-        Raises Changed where the store knows that it is no longer the file that was listed.
+        Raises Changed if the store knows that it is no longer the file that was listed.
         """
         end = min(end, self._sizes.get(file.key, end))
         if start >= end:
@@ -288,7 +288,7 @@ class Store:
         return self.ask(what, lambda: self._range(file, start, end))
 
     def _range(self, file: ObjectVersion, start: int, end: int) -> memoryview:
-        """Send one ranged request; OSError where fewer bytes came than there are, or more."""
+        """Send one ranged request; OSError if fewer bytes came than there are, or more."""
         key = file.key
         try:
             data = self.client.read(file, start, end)
@@ -322,7 +322,7 @@ class Store:
         self.ask(what, lambda: self.fs.pipe_file(key, data))
 
     def get(self, key: str, what: str) -> bytes:
-        """Return all of a small file; NotFound where there is none."""
+        """Return all of a small file; NotFound if there is none."""
         data = bytes(self.ask(what, lambda: self.client.get(key)))
         self.traffic.count(len(data))
         return data
@@ -334,7 +334,7 @@ class Store:
                 self.ask(what, partial(self.fs.rm_file, key))
 
     def ask(self, what: str, work: Callable[[], _T]) -> _T:
-        """Return the answer to a request; NotFound or NoAnswer where there is none."""
+        """Return the answer to a request; NotFound or NoAnswer if there is none."""
         return retry(self.policy, what, work)
 
 

@@ -61,7 +61,7 @@ class TarFiles:
 
     @classmethod
     def of(cls, holder: Files, archive: str) -> TarFiles:
-        """List the members of an archive. Raises Damaged where one cannot be read in place."""
+        """List the members of an archive. Raises Damaged if one cannot be read in place."""
         spans = _list_members(holder, archive)
         return cls(f"{holder.root}/{archive}", holder, archive, spans)
 
@@ -98,7 +98,7 @@ class TarFiles:
         self._holder.expect(map(self._place, spans))
 
     def read(self, file: str, offset: int, nbytes: int) -> bytes:
-        """Return exactly ``nbytes`` at ``offset``; Damaged where the file ends before."""
+        """Return exactly ``nbytes`` at ``offset``; Damaged if the file ends before."""
         return read_exactly(self, file, offset, nbytes)
 
     def plan_reads(self, runs: Iterable[Run]) -> Callable[[], None]:
@@ -130,7 +130,7 @@ class TarReader:
         self._spans = spans
 
     def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` from ``offset``; Damaged where the file ends before."""
+        """Fill ``buffer`` from ``offset``; Damaged if the file ends before."""
         start = self._start(file, offset, buffer.nbytes)
         self._reader.read_into(self._archive, start, buffer)
 
@@ -261,7 +261,7 @@ def _amend(archive: str, at: int, header: _Header, said: Mapping[str, str]) -> _
 
 
 def _add(archive: str, at: int, header: _Header, spans: dict[str, Span], size: int) -> None:
-    """Add a member to ``spans``. Raises Damaged where it is none that can be read in place."""
+    """Add a member to ``spans``. Raises Damaged if it is none that can be read in place."""
     parts = [part for part in header.name.split("/") if part not in ("", ".")]
     name = "/".join(parts)
     shown = ascii(header.name[:200])

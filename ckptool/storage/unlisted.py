@@ -36,7 +36,7 @@ def is_file(url: str) -> bool:
 def names_below(info_of: InfoOf, read: Callable[[str], bytes]) -> list[str]:
     """Return the files of a folder: well-known ones, and those an index or ``.metadata`` names.
 
-    ``info_of`` is None for a file that is not there. Raises NotFound where none of them is.
+    ``info_of`` is None for a file that is not there. Raises NotFound if none of them is.
     """
     known = infos(_KNOWN, info_of)
     if not known:

@@ -55,7 +55,7 @@ class RemotePath:
 
     @classmethod
     def parse(cls, url: str) -> RemotePath:
-        """Return the place that a URL names; UsageError where it names no kind of store."""
+        """Return the place that a URL names; UsageError if it names no kind of store."""
         from ckptool.storage.store import Store
 
         scheme = url.partition("://")[0].lower()
@@ -136,16 +136,16 @@ class RemotePath:
     def listing(self) -> dict[str, ObjectInfo]:
         """The files below by their relative paths, or the file itself under ``""``.
 
-        Asked for once; NotFound where there is neither.
+        Asked for once; NotFound if there is neither.
         """
         return self.store.find(self.key, str(self))
 
     def require_there(self) -> None:
-        """Raise NotFound where there is no such file or folder, or it cannot be listed."""
+        """Raise NotFound if there is no such file or folder, or it cannot be listed."""
         self.listing  # noqa: B018 (asked for once, and kept)
 
     def is_dir(self) -> bool:
-        """Return whether files lie below it; False where it cannot be listed."""
+        """Return whether files lie below it; False if it cannot be listed."""
         try:
             return any(self.listing)
         except NotFound:
@@ -163,11 +163,11 @@ class RemotePath:
         yield from (self / name for name in dict.fromkeys(n.split("/")[0] for n in self.listing))
 
     def read_bytes(self) -> bytes:
-        """Return all of a small file; NotFound where there is none."""
+        """Return all of a small file; NotFound if there is none."""
         return self.store.get(self.key, str(self))
 
     def write_bytes(self, data: bytes) -> None:
-        """Make or replace a small file; NotFound where that is denied."""
+        """Make or replace a small file; NotFound if that is denied."""
         self.store.put(self.key, data, str(self))
 
 
@@ -203,7 +203,7 @@ def location(text: str | Path) -> Location:
 
 
 def _path(text: str, path: str) -> Path:
-    """Return a path; UsageError where it begins with ``~``, unless a folder here is called so."""
+    """Return a path; UsageError if it begins with ``~``, unless a folder here is called so."""
     if path.partition("/")[0] == "~" and not os.path.lexists("~"):
         hint = f"did you mean {os.path.expanduser(path)}?"
         raise UsageError(f"{text}: only a shell expands ~", hint=hint)
@@ -211,7 +211,7 @@ def _path(text: str, path: str) -> Path:
 
 
 def _supported_url(scheme: str, rest: str) -> str:
-    """Return a URL with its scheme in lower case; UsageError where it names what is not read."""
+    """Return a URL with its scheme in lower case; UsageError if it names what is not read."""
     if scheme in _BUCKETS and not rest.partition("/")[0]:
         raise UsageError(f"{scheme}://{rest}: names no bucket or host", hint=f"{scheme}://NAME/...")
     if "?versionid=" in rest.lower() and scheme not in WEB:

@@ -127,7 +127,7 @@ def put(path: Path, content: bytes) -> None:
 def older_bytes(source: Path, file: str) -> bytes | None:
     """The file as an earlier step's save would have left it: other values, right checksums.
 
-    Tensors that count steps have counted one less. None where no tensor's bytes lie in it as
+    Tensors that count steps have counted one less. None if no tensor's bytes lie in it as
     they are.
     """
     opened = open_checkpoint(source)

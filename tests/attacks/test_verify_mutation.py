@@ -196,7 +196,7 @@ def changed_bytes(kind: str, data: bytes, dice: random.Random) -> tuple[str, byt
 
 
 def read(folder: Path) -> Read | None:
-    """What a reader finds; None where it refuses to read."""
+    """What a reader finds; None if it refuses to read."""
     try:
         opened = open_checkpoint(folder)
         if opened.catalog.conflicts:

@@ -24,7 +24,7 @@ _LINE = re.compile(r"^(\d+) +(\w+)\((.*)")
 
 
 def require_strace() -> str | None:
-    """Why the calls cannot be traced here; None where they can."""
+    """Why the calls cannot be traced here; None if they can."""
     if shutil.which("strace") is None:
         return "strace is missing: apt-get install strace"
     done = subprocess.run(["strace", "-qq", "true"], capture_output=True, text=True)

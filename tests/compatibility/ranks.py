@@ -34,7 +34,7 @@ Program = Callable[[str, str, int, int], Any]
 
 
 def spawn(program: Program) -> None:
-    """Run a program on as many ranks as asked, and print what each of them returns.
+    """Run a program on as many ranks as requested, and print what each of them returns.
 
     Arguments: ``write`` or ``resume``, the checkpoint's path, the number of ranks; then a program's
     own.

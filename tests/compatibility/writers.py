@@ -166,7 +166,7 @@ def on(ranks: int) -> Way:
 
 
 def through_dcp(name: str) -> Way:
-    """As a format that is asked for, of a plain folder of DCP that holds the ranks' state, too."""
+    """As a format that is requested, of a plain folder of DCP that holds the ranks' state, too."""
 
     def make(own: Path, target: Path) -> None:
         between = target.with_name("dcp")

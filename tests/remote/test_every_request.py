@@ -54,7 +54,7 @@ def ends_at(number: int, s3: S3, kind: str, **more: Any) -> bool:
 
 
 def as_it_reads(s3: S3) -> dict[str, bytes] | None:
-    """The files of what reads as a checkpoint, None where nothing does."""
+    """The files of what reads as a checkpoint, None if nothing does."""
     try:
         open_checkpoint(location(s3.url("m")))
     except CkptoolError:

@@ -26,7 +26,7 @@ class Interval(NamedTuple):
 
 
 def parse_duration(value: object, name: str) -> float:
-    """Return the seconds of ``90``, ``0.4s``, ``15min`` or ``2h``; UsageError where it is none."""
+    """Return the seconds of ``90``, ``0.4s``, ``15min`` or ``2h``; UsageError if it is none."""
     match = re.fullmatch(_NUMBER + "([a-z]*)", str(value))
     unit = _UNITS.get(match[2] or "s") if match else None
     seconds = float(match[1]) * unit if match and unit else 0.0
@@ -38,7 +38,7 @@ def parse_duration(value: object, name: str) -> float:
 
 
 def parse_interval(value: object, name: str) -> Interval:
-    """Return a time, or the steps of ``500steps``; UsageError where it is neither."""
+    """Return a time, or the steps of ``500steps``; UsageError if it is neither."""
     match = re.fullmatch(_NUMBER + "steps?", str(value))
     if match and float(match[1]) > 0:
         return Interval(float(match[1]), in_steps=True)
@@ -81,7 +81,7 @@ class Cost:
 
     ``save`` is what one save takes of training, the slower steps beside it included, in ``steps``
     where the length of one is known. ``young`` and ``daly`` are the best intervals, ``interval``
-    the one that the shares are of: as asked, or Daly's, and never shorter than a save lasts.
+    the one that the shares are of: as requested, or Daly's, and never shorter than a save lasts.
     ``saving`` is the share of time that saves take, ``redone`` that is lost in failures, ``lost``
     both, and ``hours_a_week`` the same in hours.
     """

@@ -176,7 +176,7 @@ def require_savable(out: RemotePath, *, abort: bool) -> None:
 def scratch_in_store(place: RemotePath) -> Iterator[RemotePath]:
     """Try a folder that can be written and removed, and remove it at the end.
 
-    Raises Unsupported before anything is measured, TransferError where something stays.
+    Raises Unsupported before anything is measured, TransferError if something stays.
     """
     try:
         (place / "probe").write_bytes(b"ckptool")

@@ -154,7 +154,7 @@ def _connect(host: str, port: int, *, serve: bool) -> Any:
 def launch(task: Task, emit: Emit) -> None:
     """Run the task on ranks that are processes of this machine; nothing of them is left afterwards.
 
-    TransferError where a rank ends otherwise than it should, KeyboardInterrupt and SystemExit
+    TransferError if a rank ends otherwise than it should, KeyboardInterrupt and SystemExit
     where this process is asked to stop.
     """
     store = _connect(_HOST, 0, serve=True)  # at a port that is free

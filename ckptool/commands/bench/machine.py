@@ -64,7 +64,7 @@ def list_versions(*distributions: str) -> dict[str, str]:
 
 
 def installed_version(distribution: str) -> str | None:
-    """Return the version of a distribution, None where it is not installed."""
+    """Return the version of a distribution, None if it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -156,7 +156,7 @@ def require_room(out: Location, nbytes: int, ranks: int, devices: Accelerators) 
 
 
 def require_disk(out: Path, needed: int) -> None:
-    """Raise Unsupported where ``out`` is no folder, or its disk has too few bytes free."""
+    """Raise Unsupported if ``out`` is no folder, or its disk has too few bytes free."""
     if not out.is_dir():
         raise Unsupported(f"{out}: no such folder", hint=f"mkdir -p {out}")
     free = shutil.disk_usage(out).free

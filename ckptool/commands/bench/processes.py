@@ -123,7 +123,7 @@ def _sample(pid: int, result: ChildResult, *, begin: bool) -> float:
 
 
 def last_line(log: Path) -> str:
-    """Return the last line of what processes printed; empty where they printed nothing."""
+    """Return the last line of what processes printed; empty if they printed nothing."""
     return log.read_text("utf-8", "replace").strip().rpartition("\n")[2].strip()
 
 
@@ -167,7 +167,7 @@ def die_with_parent() -> None:
 
 
 def require_proportional_memory() -> None:
-    """Raise Unsupported where the system does not count shared pages by their users (PSS)."""
+    """Raise Unsupported if the system does not count shared pages by their users (PSS)."""
     if not hasattr(psutil.Process().memory_full_info(), "pss"):
         raise Unsupported("the benchmark needs Linux's /proc/PID/smaps, which this system lacks")
 

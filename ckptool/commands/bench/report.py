@@ -20,7 +20,7 @@ _Sample = TypeVar("_Sample")
 
 Limits = Mapping[str, float | None]
 """``memory_copy``, ``write`` (to disk), ``upload`` (to a store), ``device_to_host_pageable`` and
-``_pinned``: bytes a second of all ranks together; None where there is no such."""
+``_pinned``: bytes a second of all ranks together; None if there is no such."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class Measured:
 
     @property
     def slowdown(self) -> float | None:
-        """How much longer a step takes beside a steady save: 0.06 is 6 %; None where none ran."""
+        """How much longer a step takes beside a steady save: 0.06 is 6 %; None if none ran."""
         beside = [seconds for save in steady(self.during) for seconds in save]
         if not beside:
             return None
@@ -322,7 +322,7 @@ class Baseline:
 
     @staticmethod
     def read(path: Path) -> Baseline:
-        """Read what ``ckptool bench --json`` printed; NotFound or UsageError where it is not."""
+        """Read what ``ckptool bench --json`` printed; NotFound or UsageError if it is not."""
         try:
             earlier = json.loads(path.read_text("utf-8"))
         except OSError as error:
@@ -345,7 +345,7 @@ class Baseline:
             raise UsageError(f"--compare {path}: not what `ckptool bench --json` prints") from None
 
     def require_comparable(self, settings: Settings) -> None:
-        """Raise Unsupported where the run to come measures something else."""
+        """Raise Unsupported if the run to come measures something else."""
         for key in _SAME:
             old, new = self.settings[key], getattr(settings, key)
             if old != new:
@@ -374,7 +374,7 @@ class Baseline:
 
 
 def parse_tolerance(text: str) -> float:
-    """Read ``10%`` or ``0.1`` as 0.1; UsageError where it is neither."""
+    """Read ``10%`` or ``0.1`` as 0.1; UsageError if it is neither."""
     number, percent = text.strip().removesuffix("%"), text.strip().endswith("%")
     try:
         value = float(number) / (100 if percent else 1)

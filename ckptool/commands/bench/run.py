@@ -59,7 +59,7 @@ class PreparedBench:
     def run(self, progress: Progress = lambda event: None) -> BenchReport | None:
         """Measure; None on all torchrun ranks but the first.
 
-        TransferError where nothing could be measured. All that was written or started is gone at
+        TransferError if nothing could be measured. All that was written or started is gone at
         the end, however that comes.
         """
         events: list[dict[str, Any]] = []
@@ -155,7 +155,7 @@ def _require_torch() -> None:
 
 
 def _count_ranks(asked: int | None, devices: Accelerators) -> int:
-    """Return how many ranks train; Unsupported where this machine has too few devices for them."""
+    """Return how many ranks train; Unsupported if this machine has too few devices for them."""
     launched = read_launch(os.environ)
     if launched is not None:
         ranks, local = launched.size, read_number(os.environ, "LOCAL_WORLD_SIZE")

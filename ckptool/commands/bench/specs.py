@@ -69,7 +69,7 @@ def _adamw(model: dict[str, TensorSpec]) -> Iterator[TensorSpec]:
 def specs_like(path: Location) -> list[TensorSpec]:
     """Return the tensors of a checkpoint by its catalog; AdamW's state too where it has none.
 
-    Raises what ``open_checkpoint`` raises, and Unsupported where it holds no tensor of a model.
+    Raises what ``open_checkpoint`` raises, and Unsupported if it holds no tensor of a model.
     """
     specs: dict[str, dict[str, TensorSpec]] = defaultdict(dict)
     for entry in open_checkpoint(path).catalog.tensors.values():

@@ -32,7 +32,7 @@ def share(value: float) -> str:
 
 
 def cost_words(report: BenchReport) -> str:
-    """Return what the best strategy costs, and the next one; empty where nothing is known."""
+    """Return what the best strategy costs, and the next one; empty if nothing is known."""
     best = report.best
     if best is None or not report.training.is_known:
         return ""

@@ -125,7 +125,7 @@ class InspectReport(Report):
 
     @property
     def traffic(self) -> Traffic | None:
-        """Return what was requested of the store so far; None where the checkpoint is on a disk."""
+        """Return what was requested of the store so far; None if the checkpoint is on a disk."""
         return None if isinstance(self.path, Path) else self.path.store.traffic
 
     @property

@@ -18,7 +18,7 @@ _NUMPY_KINDS = "biufcUSMm"
 
 
 def simple_value(call: Call) -> Any:
-    """Return the number, date or path that a record is, None where it is none of these.
+    """Return the number, date or path that a record is, None if it is none of these.
 
     Dates and times are as ``datetime`` has them, complex and extended numpy numbers as Python's.
     """
@@ -89,7 +89,7 @@ _SIMPLE: dict[str, Callable[..., Any]] = {
 
 
 def content_of(call: Call) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return the arguments and attributes of a record, None where it has none to be shown."""
+    """Return the arguments and attributes of a record, None if it has none to be shown."""
     function = call.function
     if not isinstance(function, Global) or function.module.partition(".")[0] in _NOT_SHOWN:
         return None

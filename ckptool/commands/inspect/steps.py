@@ -29,7 +29,7 @@ class StepSummary:
     """One step. ``saved`` is when its last file was written, None in a store.
 
     ``complete`` is what its metadata, names and sizes say; ``reasons`` why it is not. ``optimizer``
-    says that it has an optimizer's state. ``mesh`` is None where nothing records one. ``pointer``
+    says that it has an optimizer's state. ``mesh`` is None if nothing records one. ``pointer``
     is what in the run names the step: a file such as ``latest``, or a link.
     """
 
@@ -79,7 +79,7 @@ class RunSummary(Report):
 def list_steps(run: Location, options: ReadOptions = AS_DETECTED) -> RunSummary:
     """Describe every step of a run from its metadata; no tensor byte is read.
 
-    Raises NotFound or Unrecognised where there is no checkpoint.
+    Raises NotFound or Unrecognised if there is no checkpoint.
     """
     steps = steps_of(run)
     pointers = find_pointers(run, steps)

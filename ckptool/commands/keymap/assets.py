@@ -48,7 +48,7 @@ def with_assets(
     """Add the files of ``assets`` to a layout, in the place of those of the same name.
 
     ``model`` says that the target is a model's folder: it gets a config.json from the map's report
-    where it has none. UsageError where files are asked for and the target is a single file.
+    where it has none. UsageError if files are asked for and the target is a single file.
     """
     if assets is not None and not layout.folder:
         raise UsageError("--hf-assets requires a target folder, not a single file")
@@ -92,7 +92,7 @@ def _asset_files(folder: Path) -> list[FileLayout]:
 def assets_in(folder: Path) -> tuple[LocalSource, dict[str, int]]:
     """Return a folder and the sizes of config.json, tokenizer files and their like in it.
 
-    UsageError where it is no folder, or holds none of them.
+    UsageError if it is no folder, or holds none of them.
     """
     from ckptool.formats.companions import companions
 
@@ -135,7 +135,7 @@ def with_true_configs(
 ) -> Layout:
     """Make the config.json of a layout (if any), or those of a pipeline, describe the tensors.
 
-    Where tensors were ``cast`` it says their new type. Unsupported where it says something else
+    Where tensors were ``cast`` it says their new type. Unsupported if it says something else
     than the tensors; of a ``partial`` checkpoint that is only noted.
     """
     models = {CONFIG: catalog}

@@ -26,7 +26,7 @@ from ckptool.storage.url import Location
 class Unmatched:
     """A name, or a rule's pattern, that nothing matches; ``count`` names differ in numbers only.
 
-    ``nearest`` is what it is most like on the other side, None where nothing is.
+    ``nearest`` is what it is most like on the other side, None if nothing is.
     """
 
     name: str
@@ -62,7 +62,7 @@ class MapCheck(Report):
 def check_map(path: Location, options: MapOptions) -> MapCheck:
     """Compare the names of a map's rules with those of a checkpoint's model, and try the map.
 
-    Raises UsageError where there is no such map, and what opening the checkpoint raises.
+    Raises UsageError if there is no such map, and what opening the checkpoint raises.
     """
     opened = open_checkpoint(path)
     catalog = only_model(opened.catalog)

@@ -171,7 +171,7 @@ def _dense_layers(record: Record) -> list[int]:
 def _check_names(
     model_type: str, architecture: str, config: Config, catalog: Catalog
 ) -> tuple[Config | None, str]:
-    """Add the sizes that tensors have; None where they are not exactly the architecture's."""
+    """Add the sizes that tensors have; None if they are not exactly the architecture's."""
     shapes = {name: entry.shape for name, entry in catalog.tensors.items()}
     embedding = shapes.get("model.embed_tokens.weight")
     gate = shapes.get("model.layers.0.mlp.gate_proj.weight")

@@ -56,14 +56,14 @@ def _files_below(folder: Traversable) -> Iterator[Traversable]:
 
 
 def map_text(name: str) -> str:
-    """Return the TOML of a built-in map; UsageError where there is none of that name."""
+    """Return the TOML of a built-in map; UsageError if there is none of that name."""
     if name not in builtin_maps():
         raise UsageError(f"{name!r}: unknown map", hint=one_of(name, builtin_maps()))
     return _builtin_files()[name]
 
 
 def load_map(name: str) -> KeyMap:
-    """Return the built-in map of a name, or that of a TOML file; UsageError where it is neither."""
+    """Return the built-in map of a name, or that of a TOML file; UsageError if it is neither."""
     path = Path(name)
     if name in builtin_maps():
         return builtin_maps()[name]

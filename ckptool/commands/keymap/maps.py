@@ -47,7 +47,7 @@ _OF_FILES = ("hf", "safetensors")
 class MapReport:
     """The map that was applied, why this one, and every tensor that it makes.
 
-    ``config`` is the model's configuration as config.json has it, None where the target is not
+    ``config`` is the model's configuration as config.json has it, None if the target is not
     Hugging Face's or the checkpoint does not record enough: ``config_lacks`` says what.
     ``warnings`` say where config.json names a model that the map is not for, and what it does not
     say of the model's size.
@@ -109,7 +109,7 @@ class MapReport:
 def map_checkpoint(
     opened: OpenedCheckpoint, catalog: Catalog, options: MapOptions, *, whole: bool = True
 ) -> tuple[Catalog, MapReport]:
-    """Return the (located) catalog under the map that is asked for, and what was done.
+    """Return the (located) catalog under the map that is requested, and what was done.
 
     ``whole`` says that the catalog should have all of the model.
     Raises UsageError or Unsupported as ``apply_map``, and where no map or several would do.
@@ -184,7 +184,7 @@ def _map_by(
 def _other_model(key_map: KeyMap, recorded: Record, types: Sequence[str]) -> str:
     """Return what is said of a map that is applied to a model that it is not for.
 
-    Raises Unsupported where that model is known to compute something else.
+    Raises Unsupported if that model is known to compute something else.
     """
     is_for = f"{key_map.name} is for {', '.join(key_map.model_types)}"
     is_of = f"the model_type in config.json is {', '.join(types)}"
@@ -204,7 +204,7 @@ def _compare_counts(
 ) -> list[str]:
     """Hold a model's layers, experts and heads against what is recorded; return what is to be said.
 
-    The names of Hugging Face's side tell them. Raises Unsupported where they are not as many.
+    The names of Hugging Face's side tell them. Raises Unsupported if they are not as many.
     """
     way, catalog = key_map, source
     if key_map.target == HUGGING_FACE or key_map.source not in (HUGGING_FACE, _PACKED):
@@ -257,7 +257,7 @@ def _keys(lookups: Sequence[str | int]) -> list[str]:
 
 
 def requested_map(catalog: Catalog, options: MapOptions) -> tuple[KeyMap, str]:
-    """Return the map of ``--map``, turned as asked or as most names match, and the reason."""
+    """Return the map of ``--map``, turned as requested or as most names match, and the reason."""
     forward = load_map(options.name or "")
     if options.inverse is not None:
         return (forward.inverse if options.inverse else forward), "as asked"
@@ -308,9 +308,9 @@ def _detect_map(catalog: Catalog, known: list[Record], options: MapOptions) -> t
 def _map_of_experts(
     catalog: Catalog, known: list[Record], options: MapOptions
 ) -> tuple[KeyMap, str]:
-    """Return the one built-in map that packs a model's experts, or takes them apart, as asked.
+    """Return the one built-in map that packs a model's experts, or takes them apart, as requested.
 
-    Raises UsageError where they are so already, or no map takes every tensor of the model.
+    Raises UsageError if they are so already, or no map takes every tensor of the model.
     """
     asked = f"--experts {options.experts}"
     if options.experts not in EXPERTS:
@@ -369,7 +369,7 @@ def _is_for(key_map: KeyMap, types: Collection[str]) -> bool:
 
 
 def _require_for(types: Sequence[str], candidates: Sequence[KeyMap], asked: str) -> None:
-    """Raise UsageError where names fit, but config.json says that the model is another."""
+    """Raise UsageError if names fit, but config.json says that the model is another."""
     if any(_is_for(key_map, types) for key_map in candidates):
         return
     first = candidates[0]

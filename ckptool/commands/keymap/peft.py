@@ -42,7 +42,7 @@ _OF_A = re.compile(r".+\.lora_(?:A\.weight|embedding_A)")
 def adapter_of(catalog: Catalog) -> Catalog:
     """Return the tensors of a model's adapter alone, under PEFT's names.
 
-    Raises UsageError where there is none, or several; Unsupported where two models have one, and of
+    Raises UsageError if there is none, or several; Unsupported if two models have one, and of
     tokens that are trained by themselves.
     """
     rule = unwrapping_rule([name for name in catalog.tensors if ".lora_" in name])
@@ -84,7 +84,7 @@ def with_adapter_config(opened: OpenedCheckpoint, catalog: Catalog, layout: Layo
     """Add adapter_config.json to a folder, as recorded in or around the checkpoint.
 
     A config.json, which is of the model, is left out. Where nothing records ``lora_alpha`` a note
-    says what to give. Unsupported where what is recorded has another rank than the tensors.
+    says what to give. Unsupported if what is recorded has another rank than the tensors.
     """
     files = tuple(file for file in layout.files if file.path != CONFIG)
     layout = replace(layout, files=files)
@@ -126,7 +126,7 @@ def _ranks(catalog: Catalog) -> set[int]:
 
 
 def _require_true(record: Record, place: str, catalog: Catalog) -> None:
-    """Raise Unsupported where a configuration has another rank than the tensors, or biases."""
+    """Raise Unsupported if a configuration has another rank than the tensors, or biases."""
     if record.get("bias", "none") != "none":
         raise Unsupported(
             f"{place} says bias {record['bias']}: the base model's biases are not supported",

@@ -59,7 +59,7 @@ def records(source: Files, catalog: Catalog, assets: Path | None) -> list[Record
     """Return what is recorded of the model, the strongest record first.
 
     The config.json of ``assets``, that beside the checkpoint, Meta's params.json, and the arguments
-    that Megatron-LM saves. UsageError where a file of ``assets`` cannot be read.
+    that Megatron-LM saves. UsageError if a file of ``assets`` cannot be read.
     """
     given = [_read_file(assets / CONFIG)] if assets is not None else []
     beside = [read_beside(source, name) for name in (CONFIG, _PARAMS)]
@@ -72,7 +72,7 @@ def records(source: Files, catalog: Catalog, assets: Path | None) -> list[Record
 
 
 def read_beside(source: Files, name: str) -> Record:
-    """Read a JSON file of the checkpoint; empty where there is no such file."""
+    """Read a JSON file of the checkpoint; empty if there is no such file."""
     size = source.files.get(name)
     if size is None:
         return {}
@@ -80,7 +80,7 @@ def read_beside(source: Files, name: str) -> Record:
 
 
 def _read_file(path: Path) -> Record:
-    """Read a JSON file; empty where there is none."""
+    """Read a JSON file; empty if there is none."""
     try:
         return _parse(str(path), path.stat().st_size, path.read_bytes) if path.exists() else {}
     except OSError as error:
@@ -105,7 +105,7 @@ def _parse(path: str, nbytes: int, read: Callable[[], bytes]) -> Record:
 
 
 def parse_object(path: str, nbytes: int, read: Callable[[], bytes]) -> dict[str, Any]:
-    """Parse an object of JSON or YAML; UsageError where it is none, or too large for one."""
+    """Parse an object of JSON or YAML; UsageError if it is none, or too large for one."""
     is_yaml = path.endswith(".yaml")
     most = _LARGEST_YAML if is_yaml else _LARGEST
     if nbytes > most:
@@ -244,7 +244,7 @@ def _folders_around(path: Location) -> list[Location]:
 
 
 def _of_trainer(content: Record) -> Record:
-    """Return what a trainer's configuration says of the model; empty where that is nothing."""
+    """Return what a trainer's configuration says of the model; empty if that is nothing."""
     job = content.get("model_spec")
     if isinstance(job, Mapping) and isinstance(job.get("model"), Mapping):
         return _of_torchtitan(job["model"])
@@ -273,7 +273,7 @@ def _of_torchtitan(model: Record) -> Record:
 
 
 def _read_job(path: Path) -> Record:
-    """Read a job config of torchtitan; empty where the file is another."""
+    """Read a job config of torchtitan; empty if the file is another."""
     if path.stat().st_size > _LARGEST or _JOB not in path.read_bytes():
         return {}
     return _read_file(path)

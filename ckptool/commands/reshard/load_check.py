@@ -35,7 +35,7 @@ _TILE = 1 << 20
 
 
 def require_loadable(reshard: Reshard, ranks: Ranks) -> None:
-    """Raise Unsupported where these ranks cannot load the result, before it is written."""
+    """Raise Unsupported if these ranks cannot load the result, before it is written."""
     target, size = reshard.report.target_format, reshard.report.mesh.size
     if target not in _LOADERS:
         raise Unsupported(
@@ -57,7 +57,7 @@ def require_loadable(reshard: Reshard, ranks: Ranks) -> None:
 def check_loads(reshard: Reshard, ranks: Ranks) -> None:
     """Load the written checkpoint through torch, each rank its shards, and compare every bit.
 
-    Raises Unsupported where the result cannot be loaded by these ranks, and TransferError where
+    Raises Unsupported if the result cannot be loaded by these ranks, and TransferError if
     torch fails or finds other values than the source has; on every rank the same. Values are
     gathered from the source anew; tensors are loaded a few at a time.
     """
@@ -139,7 +139,7 @@ class Check:
             yield group
 
     def require_all_files(self) -> None:
-        """Raise Unsupported where this rank does not see all of the output."""
+        """Raise Unsupported if this rank does not see all of the output."""
         missing = [file.path for file in self._files if not (self.target / file.path).exists()]
         if missing:
             raise Unsupported(
@@ -157,7 +157,7 @@ class Check:
         return [_torch_placement(item, rank) for item in self._placed.placements[entry.name]]
 
     def compare(self, entry: TensorEntry, loaded: LoadedTensor) -> None:
-        """Raise TransferError where what was loaded is not what the source has."""
+        """Raise TransferError if what was loaded is not what the source has."""
         bits = _bits(loaded.local, entry.dtype.itemsize)
         for piece in loaded.pieces:
             shift = tuple(g - l for g, l in zip(piece.box.lo, piece.local.lo, strict=True))

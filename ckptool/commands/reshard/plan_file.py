@@ -25,7 +25,7 @@ def read_plan(path: Path, mesh: Mesh | None = None) -> tuple[Mesh | None, list[P
     """Read the mesh and rules of a TOML plan: ``mesh``, ``names``, ``[[rule]]`` tables in order.
 
     A ``mesh`` that is given goes before the plan's; the plan's names go to a mesh without.
-    Raises UsageError where the file cannot be read, or says anything else.
+    Raises UsageError if the file cannot be read, or says anything else.
     """
     import tomllib
 

@@ -40,7 +40,7 @@ class DroppedState:
 
 
 def require_rank_state(what: str) -> None:
-    """Raise UsageError where ``what`` is neither a word for all of it nor a rank."""
+    """Raise UsageError if ``what`` is neither a word for all of it nor a rank."""
     if what not in WORDS and not what.isdecimal():
         raise UsageError(
             f"invalid --rank-state {what!r}", hint=f"{', '.join(WORDS)}, or a rank of the source"
@@ -55,7 +55,7 @@ def resolve_rank_state(
     ``what`` is ``drop-rng``, ``drop``, ``keep``, ``stop`` or the number of a rank. ``same_ranks``
     says that as many ranks as the source has find their own again: ``drop-rng`` drops none. Raises
     Unsupported, with the list, where there is state that is neither to be kept nor to be dropped;
-    UsageError where that rank has none. What cannot be read and is kept is refused elsewhere.
+    UsageError if that rank has none. What cannot be read and is kept is refused elsewhere.
     """
     catalog = with_entries(catalog, _with_rank_step)
     states = _list_states(catalog)

@@ -116,7 +116,7 @@ class Reshard(Transfer[ReshardReport]):
         ranks: Ranks | None = None,
         begun: Callable[[], None] = lambda: None,
     ) -> ReshardReport:
-        """Write the target as a transfer does, and load it where that is asked for."""
+        """Write the target as a transfer does, and load it where that is requested."""
         ranks = ranks or Ranks()
         self.require_possible(ranks)
         report = Transfer.run(self, progress, ranks, begun)
@@ -127,9 +127,9 @@ class Reshard(Transfer[ReshardReport]):
         return report
 
     def require_possible(self, ranks: Ranks) -> None:
-        """Raise Unsupported where the result is to be loaded, and these ranks cannot.
+        """Raise Unsupported if the result is to be loaded, and these ranks cannot.
 
-        UsageError where it is not to be written whole.
+        UsageError if it is not to be written whole.
         """
         if self.check and self.options.part is not None:
             raise UsageError(
@@ -165,7 +165,7 @@ def prepare_reshard(
     """Plan a reshard, which some ``ranks`` share: nothing is written yet, nor a tensor read.
 
     ``target`` None means a sibling of the source named after the mesh. Raises UsageError,
-    Unsupported or a SourceError where it cannot be done as asked.
+    Unsupported or a SourceError where it cannot be done as requested.
     """
     require_rank_state(options.rank_state)
     placer = _placer(options)
@@ -274,7 +274,7 @@ def _with_names(mesh: Mesh, source: Mesh | None) -> Mesh:
 
 
 def _writer(to: str | None, opened: OpenedCheckpoint) -> Format:
-    """Return the target format: as asked, or the source's own where that is cut for a mesh."""
+    """Return the target format: as requested, or the source's own where that is cut for a mesh."""
     if to is not None:
         if to not in FORMATS or FORMATS[to].reshard is None:
             hint = one_of(to, targets(mesh=True))

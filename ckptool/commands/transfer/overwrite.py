@@ -36,7 +36,7 @@ def own_files(target: Location, layout: Layout, new: Files) -> frozenset[str] | 
     """Find the files of the checkpoint at a target that ``layout`` would replace, relative to it.
 
     ``new`` is the source of what is to be written. For a single file it is that file and what
-    ckptool put beside it. None where there is no checkpoint; Unsupported where it is unclear which
+    ckptool put beside it. None if there is no checkpoint; Unsupported if it is unclear which
     files belong to it.
     """
     if not layout.folder:
@@ -61,7 +61,7 @@ def own_files(target: Location, layout: Layout, new: Files) -> frozenset[str] | 
 
 
 def kept_note(target: Location, layout: Layout, new: Files) -> str | None:
-    """Return a note on what stays at a target that is replaced; None where nothing does."""
+    """Return a note on what stays at a target that is replaced; None if nothing does."""
     if not layout.folder or not target.is_dir():
         return None
     own = own_files(target, layout, new)
@@ -79,7 +79,7 @@ def kept_note(target: Location, layout: Layout, new: Files) -> str | None:
 
 
 def require_unmixed(target: Path, staged: Path, own: Iterable[str]) -> None:
-    """Raise TransferError where what stays at a target would be read with the new checkpoint."""
+    """Raise TransferError if what stays at a target would be read with the new checkpoint."""
     names = frozenset(own)
     old = LocalSource.folder(target)
     kept = {name: size for name, size in old.files.items() if name not in names}
@@ -126,7 +126,7 @@ class _MixedSource:
         self._new = new
 
     def read(self, file: str, offset: int, nbytes: int) -> bytes:
-        """Read exactly ``nbytes`` at ``offset``; Damaged where the file ends before."""
+        """Read exactly ``nbytes`` at ``offset``; Damaged if the file ends before."""
         source = self._new if file in self._new.files else self.kept
         return source.read(file, offset, nbytes)
 

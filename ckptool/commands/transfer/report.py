@@ -45,7 +45,7 @@ class TransferReport(Report):
     """What is to be written, or was ``written``. Sizes in bytes.
 
     ``verify`` is whether the output is read back and compared before it takes its place. Of what
-    is done in parts ``part`` is the one that was asked for; ``written`` is true once all are.
+    is done in parts ``part`` is the one that was requested; ``written`` is true once all are.
     """
 
     source: Location
@@ -84,7 +84,7 @@ class TransferReport(Report):
     ) -> Self:
         """Return the report of a plan; ``more`` are the fields that the plan does not say.
 
-        ``mesh_size`` is the number of ranks that the layout is for, None where it is for none.
+        ``mesh_size`` is the number of ranks that the layout is for, None if it is for none.
         """
         part = (
             None if options.part is None else Part.of_layout(options.part, plan.layout, mesh_size)

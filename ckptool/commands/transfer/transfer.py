@@ -73,9 +73,9 @@ def no_progress(nbytes: int) -> None:
 
 
 def require_agreement(catalog: Catalog) -> None:
-    """Raise Damaged where ranks contradict one another on something that is to be written.
+    """Raise Damaged if ranks contradict one another on something that is to be written.
 
-    Unsupported where all that is missing was left out when the checkpoint was saved.
+    Unsupported if all that is missing was left out when the checkpoint was saved.
     """
     reasons = catalog.conflicts.values()
     codes = {why.code if isinstance(why, Problem) else "" for why in reasons}
@@ -94,7 +94,7 @@ def require_agreement(catalog: Catalog) -> None:
 
 
 def require_apart(opened: OpenedCheckpoint, target: Location) -> None:
-    """Raise UsageError where the target lies in the source, or holds it; side files count."""
+    """Raise UsageError if the target lies in the source, or holds it; side files count."""
     for source, place in product(_with_side(opened.path), _with_side(target)):
         try:
             inner, outer = source.resolve(), place.resolve()
@@ -113,7 +113,7 @@ def _with_side(place: Location) -> list[Location]:
 def resolve_target(target: Location) -> Location:
     """Resolve ``.`` and ``..`` to the folder's own name, beside which others can be put.
 
-    UsageError where it has none, as the root of a disk.
+    UsageError if it has none, as the root of a disk.
     """
     if not isinstance(target, Path) or target.name not in ("", ".."):
         return target
@@ -145,7 +145,7 @@ class Transfer(Generic[AnyReport]):
     """A transfer that is planned and checked, but not begun, with the report of the plan.
 
     ``decided`` is what options and maps decided, beyond what the layout shows; a run can only be
-    resumed where it is the same. ``placed`` is how the output is cut for a mesh, None where it is
+    resumed where it is the same. ``placed`` is how the output is cut for a mesh, None if it is
     cut for none.
     """
 
@@ -171,7 +171,7 @@ class Transfer(Generic[AnyReport]):
         return written + compared
 
     def obstacle(self) -> str | None:
-        """Return why a run would be refused as the target is now; None where it would not.
+        """Return why a run would be refused as the target is now; None if it would not.
 
         Stores are not asked.
         """
@@ -185,7 +185,7 @@ class Transfer(Generic[AnyReport]):
         return None
 
     def require_possible(self, ranks: Ranks) -> None:
-        """Raise Unsupported where these ``ranks`` cannot do what was asked; any can transfer."""
+        """Raise Unsupported if these ``ranks`` cannot do what was asked; any can transfer."""
 
     def run(
         self,
@@ -196,8 +196,8 @@ class Transfer(Generic[AnyReport]):
         """Write the layout at the target, whole or not at all, sharing the work with ``ranks``.
 
         ``begun`` is called once the target is found free. Returns the report, with notes on how it
-        took its place. Raises Damaged where the source contradicts itself, Changed where it is
-        another than was planned for, TransferError where writing fails or what was written is not
+        took its place. Raises Damaged if the source contradicts itself, Changed if it is
+        another than was planned for, TransferError if writing fails or what was written is not
         what should have been.
         """
         ranks = ranks or Ranks()
@@ -255,9 +255,9 @@ class Transfer(Generic[AnyReport]):
         return _SAVES_AGAIN if is_in_memory and step is not None else step
 
     def _open_stage(self, ranks: Ranks) -> Output | None:
-        """Make the stage of this rank; None where an earlier run wrote all that is asked for.
+        """Make the stage of this rank; None if an earlier run wrote all that is requested.
 
-        Damaged where replicas differ or files of ranks do not, Unsupported where plans differ.
+        Damaged if replicas differ or files of ranks do not, Unsupported if plans differ.
         """
         if ranks.size > 1 and self.options.part is not None:
             raise UsageError("--part: torchrun shares the work among its ranks by itself")
@@ -286,7 +286,7 @@ class Transfer(Generic[AnyReport]):
                 raise damaged(copied, subject="the ranks' files")
 
     def _write_unchanged(self, stage: Output, progress: Progress, ranks: Ranks) -> tuple[str, ...]:
-        """Write; raise Changed where what looks damaged is a source that was changed."""
+        """Write; raise Changed if what looks damaged is a source that was changed."""
         try:
             return self._write(stage, progress, ranks)
         except (SourceError, NotVerified):

@@ -283,7 +283,7 @@ ALWAYS = ("files", "save", "structure", "tensors", "pickles", "limits")
 
 
 def require_codes(codes: Iterable[str]) -> None:
-    """Raise UsageError where one is no code."""
+    """Raise UsageError if one is no code."""
     for code in codes:
         if code not in CODES:
             hint = did_you_mean(code, CODES, "list them: ckptool verify --codes")

@@ -40,7 +40,7 @@ def has_optimizer(each: Survey) -> bool:
 
 
 def require_unlisted(source: Files, names: Iterable[str]) -> None:
-    """Raise Unsupported where a list of the folder's files has one of those that are to go."""
+    """Raise Unsupported if a list of the folder's files has one of those that are to go."""
     lists = [file for file in (LISTED, CHECKLIST) if file in source.files]
     texts = {file: read_metadata(source, file) for file in lists}
     for name in names:
@@ -50,7 +50,7 @@ def require_unlisted(source: Files, names: Iterable[str]) -> None:
 
 
 def require_optimizer(path: Location) -> None:
-    """Raise Unsupported where a file holds more than the state dict of an optimizer."""
+    """Raise Unsupported if a file holds more than the state dict of an optimizer."""
     try:
         found = open_checkpoint(path, ReadOptions("torch-save")).catalog
     except CkptoolError as error:
@@ -65,7 +65,7 @@ def files_apart(
 ) -> frozenset[str]:
     """Return the files of the ``dropped`` tensors, without which the rest is a whole checkpoint.
 
-    Raises Unsupported where what is ``kept`` lies in them too, or would no longer be read.
+    Raises Unsupported if what is ``kept`` lies in them too, or would no longer be read.
     """
     name = opened.format.name
     theirs, others = _files_of(dropped), _files_of(kept.tensors.values())

@@ -93,9 +93,9 @@ def prune(run: Location, options: PruneOptions, notify: Notify = lambda text: No
 
     The steps of each folder in the run are counted by themselves, and of these each kind, by their
     names without numbers. ``notify`` is called with what is done next, as it takes long. Raises
-    UsageError where nothing would lose its optimizer, NotFound or Unrecognised where there is no
-    checkpoint, Unsupported where the run is one checkpoint, TransferError where something cannot be
-    removed, Changed where a step that is kept is gone meanwhile.
+    UsageError if nothing would lose its optimizer, NotFound or Unrecognised if there is no
+    checkpoint, Unsupported if the run is one checkpoint, TransferError if something cannot be
+    removed, Changed if a step that is kept is gone meanwhile.
     """
     if options.drop_optimizer_of_older and options.keep_every is None:
         raise UsageError(
@@ -203,7 +203,7 @@ class _Decision:
         return replace(kept, fate="strip", reason=reason, freed=sum(each.freed for each in strips))
 
     def _reason_to_keep(self, step: Step) -> str | None:
-        """Return what keeps a step however old it is; None where nothing does."""
+        """Return what keeps a step however old it is; None if nothing does."""
         every = self._options.keep_every
         if step.number is None:
             return "has no step number"
@@ -214,7 +214,7 @@ class _Decision:
         return None
 
     def _ambiguous(self, step: Step) -> str | None:
-        """Return why a step may be another thing than its name says; None where it is clear."""
+        """Return why a step may be another thing than its name says; None if it is clear."""
         if step.number is None:
             return None
         if self._numbers[step.number] > 1:
@@ -229,7 +229,7 @@ class _Decision:
 
 
 def _unclear(step: Step) -> str | None:
-    """Return why nobody should decide on a step; None where it is a checkpoint of its own."""
+    """Return why nobody should decide on a step; None if it is a checkpoint of its own."""
     path = step.path
     if isinstance(path, Path) and path.is_symlink():
         return f"a symbolic link to {os.readlink(path)}"
@@ -272,7 +272,7 @@ def _remove(report: PruneReport, verify: VerifyOptions, notify: Notify) -> Prune
 
 
 def _require_kept(report: PruneReport) -> None:
-    """Raise Changed where a step that is kept is no longer there."""
+    """Raise Changed if a step that is kept is no longer there."""
     for step in report.kept:
         if isinstance(step.path, Path) and not os.path.lexists(step.path):
             raise Changed(

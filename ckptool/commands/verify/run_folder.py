@@ -78,8 +78,8 @@ def verify_run(run: Location, options: VerifyOptions, *, every: bool) -> RunRepo
     """Verify the steps of a run from the newest to the first without errors, or every one.
 
     A step that cannot be read fails, one that is removed meanwhile is skipped. Raises NotFound or
-    Unrecognised where the folder has no checkpoint, UsageError for options that no step can be
-    verified with, NoAnswer where a store gives none.
+    Unrecognised if the folder has no checkpoint, UsageError for options that no step can be
+    verified with, NoAnswer if a store gives none.
     """
     require_codes(options.ignore)
     require_known(options.read.from_format)

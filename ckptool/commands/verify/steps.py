@@ -186,7 +186,7 @@ def _is_folder(path: Location) -> bool:
 
 
 def _names_in(folder: Location) -> list[str]:
-    """Return what lies directly in a folder; nothing where it is gone or cannot be listed."""
+    """Return what lies directly in a folder; nothing if it is gone or cannot be listed."""
     try:
         return [path.name for path in folder.iterdir()]
     except NoAnswer:
@@ -201,7 +201,7 @@ def name_pattern(name: str) -> str:
 
 
 def step_named(name: str) -> int | None:
-    """Return the training step that a name says at its end; None where that may be no step."""
+    """Return the training step that a name says at its end; None if that may be no step."""
     matches = (pattern.search(name) for pattern in (_STEP, _ITERATION, _OF_TRAINER))
     return next((int(m[1]) for m in matches if m is not None and m.end() == len(name)), None)
 
@@ -228,7 +228,7 @@ def holds_steps(step: Step) -> bool:
 def _others_in(step: Step) -> tuple[list[Location], set[Location] | None]:
     """Return the checkpoints in a step's folder that have the number of another one.
 
-    And the files and folders that the step is read from, None where that is not known.
+    And the files and folders that the step is read from, None if that is not known.
     """
     whole, inner = find_checkpoints(step.path) if _is_folder(step.path) else (None, [])
     others = [path for path in (*step.parts, *inner) if _is_of_another(step, path)]

@@ -45,7 +45,7 @@ def plan_strip(parts: Sequence[Location], read: ReadOptions, workers: int | None
 
     Names, shards and values stay as they are. Where it is a file of its own, that goes; else a new
     checkpoint is compared with the old one before both exchange their names; only then the old one
-    goes. Raises Unsupported where the optimizer cannot be separated: from other files in a store,
+    goes. Raises Unsupported if the optimizer cannot be separated: from other files in a store,
     from what ckptool does not write, or where a tensor may be a model's module of an optimizer's
     name.
     """
@@ -56,14 +56,14 @@ def plan_strip(parts: Sequence[Location], read: ReadOptions, workers: int | None
 def finish_strips(folder: Location) -> None:
     """Finish what a killed run was exchanging in a folder; the one that goes is removed.
 
-    Raises Unsupported where something there is not as it was noted.
+    Raises Unsupported if something there is not as it was noted.
     """
     for target in targets_with_notes(folder) if isinstance(folder, Path) else ():
         Stage(target, Layout((), folder=True), StageOptions(str, "")).finish_earlier()
 
 
 def _plan(part: Location, read: ReadOptions, run: RunOptions) -> Strip | None:
-    """Plan for one checkpoint; None where it has no optimizer's state."""
+    """Plan for one checkpoint; None if it has no optimizer's state."""
     opened = open_checkpoint(part, read)
     catalog = with_every_part(opened.catalog)
     kept = _without_optimizer(catalog)
@@ -96,7 +96,7 @@ def _plan(part: Location, read: ReadOptions, run: RunOptions) -> Strip | None:
 
 
 def _plan_removal(opened: OpenedCheckpoint) -> Strip | None:
-    """Plan to remove the optimizer's file of transformers' Trainer; None where there is none."""
+    """Plan to remove the optimizer's file of transformers' Trainer; None if there is none."""
     name = trainer_file(opened.source, opened.catalog)
     if name is None:
         return None
@@ -123,7 +123,7 @@ def _copy_without(
 
 
 def _exchange(opened: OpenedCheckpoint, strip: Transfer[ConvertReport]) -> Strip:
-    """Return the strip that exchanges a checkpoint for its copy; Unsupported where it cannot."""
+    """Return the strip that exchanges a checkpoint for its copy; Unsupported if it cannot."""
     if (obstacle := strip.obstacle()) is not None:
         raise Unsupported(obstacle)
     old = {*opened.catalog.files, *(file.path for file in strip.plan.layout.files)}

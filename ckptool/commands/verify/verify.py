@@ -1,7 +1,7 @@
 """Whether a checkpoint is whole, unchanged and safe, from its own files alone.
 
 Nothing stops the rest: what a scan skips becomes a finding, every file is looked at by itself, and
-then the content is read once, or the share of it that is asked for.
+then the content is read once, or the share of it that is requested.
 """
 
 from __future__ import annotations

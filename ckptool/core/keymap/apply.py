@@ -51,8 +51,8 @@ class MapResult:
 def apply_map(catalog: Catalog, key_map: KeyMap, facts: ModelFacts) -> MapResult:
     """Apply a map to a checkpoint: its model, and what an optimizer keeps for each parameter.
 
-    The places of tensors must have been located. Raises UsageError where no rule takes a tensor
-    or two make one name, UnknownSizes, and Unsupported where shapes are not what the map says or
+    The places of tensors must have been located. Raises UsageError if no rule takes a tensor
+    or two make one name, UnknownSizes, and Unsupported if shapes are not what the map says or
     the optimizer's state cannot follow.
     """
     unsupported = [name for name in key_map.unless if name in facts.true]
@@ -190,7 +190,7 @@ class _Application:
         return join_blocks(made)
 
     def _require_alike(self, rule: Rule, first: BoundTensor, sizes: Mapping[str, int]) -> None:
-        """Raise Unsupported where a dim of the model, or a number of names, has two sizes.
+        """Raise Unsupported if a dim of the model, or a number of names, has two sizes.
 
         What all names of a rule number, such as layers, may differ in its other numbers: experts.
         """
@@ -281,7 +281,7 @@ class _Application:
 def _for(rule: Rule, frame: Frame) -> Rule:
     """Return a rule for one part: gradients, and so their moments, are those of ``weight + 1``.
 
-    Raises Unsupported where it is not known what a rule that adds makes of an optimizer's state.
+    Raises Unsupported if it is not known what a rule that adds makes of an optimizer's state.
     """
     if not rule.add or frame.part == "model":
         return rule

@@ -28,7 +28,7 @@ _WORD = re.compile(rf"\s*(?:({NAME.pattern}|\(\s*{_SUM}\s*\))|([()]))")
 
 
 def parse_axes(text: str) -> Axes:
-    """Parse dims written as in the module's docstring; UsageError where they are not."""
+    """Parse dims written as in the module's docstring; UsageError if they are not."""
     dims: list[Dim] = []
     inside: list[Axis] | None = None
     at = 0
@@ -123,7 +123,7 @@ def divides(axes: Axes, shape: Shape, sizes: Sizes) -> bool:
 
 
 def size_of(axis: Axis, sizes: Sizes) -> int | None:
-    """Return the size of an axis, None where some part of it is unknown."""
+    """Return the size of an axis, None if some part of it is unknown."""
     if not all(name in sizes for name in axis):
         return None
     return sum(sizes[name] for name in axis)

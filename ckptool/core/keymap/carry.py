@@ -62,7 +62,7 @@ class CarriedTensor:
 def split_blocks(rule: Rule, group: Sequence[BoundTensor], known: Sizes) -> list[BoundTensor]:
     """Return the group with each tensor of several blocks as these blocks.
 
-    Raises UnknownSizes; Unsupported where the blocks are not as long as their dim.
+    Raises UnknownSizes; Unsupported if the blocks are not as long as their dim.
     """
     return [block for tensor in group for block in _blocks(rule, tensor, known)]
 
@@ -124,7 +124,7 @@ def carry(
 ) -> list[CarriedTensor]:
     """Return a rule's targets, made of all sources that differ only in what it takes together.
 
-    ``sizes`` are those of ``group_sizes``. Raises Unsupported where a source is missing, and with
+    ``sizes`` are those of ``group_sizes``. Raises Unsupported if a source is missing, and with
     ``exact`` where elements would be added or left out.
     """
     common = {axis: group[0].binding[axis] for axis in rule.common}
@@ -153,7 +153,7 @@ def carry(
 def _add(entry: TensorEntry, add: int) -> TensorEntry:
     """Return a tensor with a number added to each element, rounded to its type as torch does.
 
-    Raises Unsupported where the elements are not floats of 16 bits or more.
+    Raises Unsupported if the elements are not floats of 16 bits or more.
     """
     if not add:
         return entry
@@ -230,7 +230,7 @@ def _cut_at(entry: TensorEntry, dim: int, edges: Sequence[int]) -> Iterator[Chun
 
 
 def _require_all(rule: Rule, group: Sequence[BoundTensor], common: Binding, sizes: Sizes) -> None:
-    """Raise Unsupported where one of the sources that belong together is missing."""
+    """Raise Unsupported if one of the sources that belong together is missing."""
     present = {(tensor.pattern.text, *sorted(tensor.binding.items())) for tensor in group}
     patterns = {pattern.text: pattern for pattern in rule.sources}
     spelled = {text: rule.varying(pattern) for text, pattern in patterns.items()}

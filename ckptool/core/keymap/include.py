@@ -16,7 +16,7 @@ _BEGINS = re.compile(r"[^*?\[\]#]*\*")
 def moved(key_map: KeyMap, within: Sequence[Mapping[str, str]]) -> KeyMap:
     """Return a map whose names begin otherwise, as ``within`` says of either side.
 
-    Raises UsageError where names that stay as they are would begin in two ways that no rule says.
+    Raises UsageError if names that stay as they are would begin in two ways that no rule says.
     """
 
     def move(pattern: Pattern, starts: Mapping[str, str]) -> Pattern:
@@ -54,7 +54,7 @@ def moved(key_map: KeyMap, within: Sequence[Mapping[str, str]]) -> KeyMap:
 
 
 def kept_names(source: str, target: str, where: str) -> Kept:
-    """Return the names that no rule takes; UsageError where it is not said what they become."""
+    """Return the names that no rule takes; UsageError if it is not said what they become."""
     if source != target and not all(_BEGINS.fullmatch(glob) for glob in (source, target)):
         raise UsageError(
             f"{where}: keep {source!r} = {target!r}: to rename what is kept, write BEGINNING*"
@@ -64,7 +64,7 @@ def kept_names(source: str, target: str, where: str) -> Kept:
 
 
 def begin(name: str, starts: Mapping[str, str]) -> str | None:
-    """Return a name that begins otherwise; None where it has none of the beginnings."""
+    """Return a name that begins otherwise; None if it has none of the beginnings."""
     old = next((old for old in starts if name.startswith(old)), None)
     return None if old is None else starts[old] + name.removeprefix(old)
 

@@ -10,7 +10,7 @@ from ckptool.errors import UsageError
 
 
 def require_invertible(rule: Rule) -> None:
-    """Raise UsageError where a rule does not say, both ways, which elements are which."""
+    """Raise UsageError if a rule does not say, both ways, which elements are which."""
     patterns = (*rule.sources, *rule.targets)
     if rule.only not in (None, "model", "optimizer"):
         raise UsageError(f"only = {rule.only!r} must be model or optimizer")
@@ -58,7 +58,7 @@ def _require_same_axes(rule: Rule) -> None:
 
 
 def _choice(part: Pattern, whole: Pattern, sums: list[Axis]) -> list[Axis]:
-    """Return which of each sum's axes a part holds; UsageError where the axes differ."""
+    """Return which of each sum's axes a part holds; UsageError if the axes differ."""
     axes = {*((a,) for a in part.spelled), *axes_of(part.axes or ())}
     choices: list[Axis] = []
     for axis in sums:

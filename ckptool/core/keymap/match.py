@@ -145,7 +145,7 @@ class Frame:
     part: str = "model"
 
     def inner(self, name: str) -> str | None:
-        """Return the parameter's name within ``name``; None where the frame does not fit."""
+        """Return the parameter's name within ``name``; None if the frame does not fit."""
         if len(name) <= len(self.prefix) + len(self.suffix):
             return None
         if not name.startswith(self.prefix) or not name.endswith(self.suffix):

@@ -56,7 +56,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """Names of one kind of tensor, and its axes; ``axes`` is None where the shape does not matter.
+    """Names of one kind of tensor, and its axes; ``axes`` is None if the shape does not matter.
 
     ``key`` is the name with ``#`` for each number, ``slots`` what stands for these. An ``optional``
     one is accepted but never made. A tensor of several blocks has a pattern for each: ``block``
@@ -265,7 +265,7 @@ class KeyMap:
         return frozenset(axis for pattern in patterns for axis in pattern.spelled)
 
     def kept_as(self, name: str) -> str | None:
-        """Return what a parameter's name becomes that no rule takes; None where it is not kept."""
+        """Return what a parameter's name becomes that no rule takes; None if it is not kept."""
         fitting = [kept for kept in self.keep if fnmatchcase(name, kept.source)]
         longest = max(fitting, key=lambda kept: len(kept.source), default=None)
         return longest.new_name(name) if longest else None
@@ -318,7 +318,7 @@ class UnknownSizes(UsageError):
 def group_sizes(rule: Rule, group: Sequence[BoundTensor], known: Sizes) -> dict[str, int]:
     """Return the sizes of all axes of a rule that are needed to carry the group over.
 
-    Raises UnknownSizes; Unsupported where a shape is not what the axes say.
+    Raises UnknownSizes; Unsupported if a shape is not what the axes say.
     """
     _require_offsets(rule, known)
     if rule.renames:

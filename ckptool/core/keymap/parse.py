@@ -108,7 +108,7 @@ def _copies(rules: Sequence[Rule], starts: Sequence[Mapping[str, str]]) -> list[
 
 
 def _moved(pattern: Pattern, starts: Mapping[str, str]) -> Pattern | None:
-    """Return a pattern whose names begin otherwise; None where they begin in none of the ways."""
+    """Return a pattern whose names begin otherwise; None if they begin in none of the ways."""
     text = begin(pattern.text, starts)
     return None if text is None else _blocks(text)[pattern.block.place if pattern.block else 0]
 

@@ -25,7 +25,7 @@ class DequantizeResult:
     unfit: dict[int, Unsupported]
 
     def counts(self, kept: Catalog) -> dict[str, int]:
-        """Count those of each kind that a selection keeps; Unsupported where one is unfit."""
+        """Count those of each kind that a selection keeps; Unsupported if one is unfit."""
         identities = [id(entry.chunks) for entry in kept.tensors.values()]
         for identity in identities:
             if identity in self.unfit:
@@ -36,7 +36,7 @@ class DequantizeResult:
 def dequantize(catalog: Catalog, around: Surroundings) -> DequantizeResult:
     """Put numbers in the place of values and scales.
 
-    Raises Unsupported where no tensor is quantized in a known way, and what reading does.
+    Raises Unsupported if no tensor is quantized in a known way, and what reading does.
     """
     found = list(pairs(catalog))
     by_values = {pair.values.name: pair for pair in found}

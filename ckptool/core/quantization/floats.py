@@ -154,7 +154,7 @@ def _with_dims(entry: TensorEntry, count: int) -> TensorEntry:
 def _even(shape: tuple[int, ...], grid: tuple[int, ...]) -> tuple[int, ...] | None:
     """Return the size of the blocks where they divide a tensor without a rest.
 
-    None where they are neither square, nor of one row, nor of whole columns or the whole matrix:
+    None if they are neither square, nor of one row, nor of whole columns or the whole matrix:
     such scales may be turned round.
     """
     if any(not count or size % count for size, count in zip(shape, grid, strict=True)):

@@ -41,7 +41,7 @@ _OF_METHOD: Mapping[str, frozenset[str]] = {
 class QuantizationConfig:
     """What lies beside a model of its quantization: ``quantization_config`` of config.json.
 
-    ``fields`` are as transformers reads them; empty where nothing lies there.
+    ``fields`` are as transformers reads them; empty if nothing lies there.
     """
 
     fields: Mapping[str, Any] = field(default_factory=dict)
@@ -54,12 +54,12 @@ class QuantizationConfig:
 
     @property
     def method(self) -> str | None:
-        """The ``quant_method``, None where none is said."""
+        """The ``quant_method``, None if none is said."""
         method = self.fields.get("quant_method")
         return None if method is None else str(method)
 
     def block_of(self, module: str) -> tuple[int, int] | None:
-        """Return the size of the blocks of a module's weight, None where none is said.
+        """Return the size of the blocks of a module's weight, None if none is said.
 
         A group of part of a row is a block of one row.
         """
@@ -145,7 +145,7 @@ class Quantized:
 
     ``others`` are zero points, a scale of all, and the like; ``about`` are tensors that only
     describe it, ``values_beside`` plain values that do, and ``objects`` what these are called.
-    ``lay_out`` makes the entry of its numbers, and raises Unsupported where what is
+    ``lay_out`` makes the entry of its numbers, and raises Unsupported if what is
     stored does not fit together.
     """
 
@@ -205,7 +205,7 @@ class Quantized:
         )
 
     def require_said(self, said: Mapping[str, Any], **found: int | str | bool) -> None:
-        """Raise Unsupported where ``said``, of quantization_config, says another than is found.
+        """Raise Unsupported if ``said``, of quantization_config, says another than is found.
 
         What it does not say, or says as -1, is none.
         """
@@ -215,13 +215,13 @@ class Quantized:
                 raise self.unfit(f"quantization_config says {key} {other}, the tensors {value}")
 
     def require_method(self, config: QuantizationConfig) -> None:
-        """Raise Unsupported where the config is of a method that stores no tensors of this kind."""
+        """Raise Unsupported if the config is of a method that stores no tensors of this kind."""
         kinds = _OF_METHOD.get(config.method or "")
         if kinds and self.kind not in kinds and not config.is_ignored(self.module):
             raise self.unfit(f"quantization_config says {config.method}, the tensors {self.kind}")
 
     def require_type(self, entry: TensorEntry, wanted: str) -> None:
-        """Raise Unsupported where a part is of a type that would be read as other numbers."""
+        """Raise Unsupported if a part is of a type that would be read as other numbers."""
         if wanted not in (entry.dtype.name, entry.dtype.kind):
             raise Unsupported(
                 f"{self.values.name}: scales {entry.name} are {entry.dtype.name}, not {wanted}",

@@ -106,7 +106,7 @@ def _lay_out_integers(pair: Quantized, around: Surroundings) -> TensorEntry:
 
 
 def _shape(entry: TensorEntry, around: Surroundings) -> tuple[int, ...]:
-    """Return the shape that a tensor holds; empty where it holds none."""
+    """Return the shape that a tensor holds; empty if it holds none."""
     if entry.dtype.kind != "int" or len(entry.shape) != 1:
         return ()
     stored, size = around.read(entry), entry.dtype.itemsize
@@ -115,7 +115,7 @@ def _shape(entry: TensorEntry, around: Surroundings) -> tuple[int, ...]:
 
 
 def _require_layout(pair: Quantized, method: str, config: Surroundings) -> str | None:
-    """Return what the config calls the format of GPTQ or AWQ; Unsupported where it is another."""
+    """Return what the config calls the format of GPTQ or AWQ; Unsupported if it is another."""
     fields = config.config.fields
     said = config.config.method
     if said == "auto-round":

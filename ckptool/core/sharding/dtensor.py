@@ -70,7 +70,7 @@ def local_shards(
 
     ``shard_order`` is torch 2.13's; where its mesh dims do not ascend it is followed instead.
 
-    Raises Damaged where the arguments contradict one another (a recorded shape that no reading
+    Raises Damaged if the arguments contradict one another (a recorded shape that no reading
     gives, a dim out of range) and Unsupported for a partial placement.
     """
     recorded = tuple([(at, tuple(sizes)) for at, sizes in (local_shapes or {}).items()])
@@ -256,7 +256,7 @@ def declared_pieces(
 ) -> tuple[Piece, ...]:
     """Return which boxes of the tensor of ``global_shape`` lie where in that of ``local_shape``.
 
-    Elements of the local tensor that no shard covers are padding. Raises ValueError where the
+    Elements of the local tensor that no shard covers are padding. Raises ValueError if the
     numbers do not fit one another, as DCP does.
     """
     if not len(global_offsets) == len(local_offsets) == len(local_sizes):
@@ -273,7 +273,7 @@ def declared_pieces(
 
 
 def _box(offset: Sizes, size: Sizes, shape: Sizes, what: str) -> Box:
-    """Return the box of a shard; ValueError where it does not lie within ``shape``."""
+    """Return the box of a shard; ValueError if it does not lie within ``shape``."""
     if not len(offset) == len(size) == len(shape):
         raise ValueError(
             f"a shard of {len(size)} dims at an offset of {len(offset)} in {what} {list(shape)}"

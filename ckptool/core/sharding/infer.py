@@ -36,7 +36,7 @@ class Inference:
     replicated, and a mesh dim outside a tensor's own mesh as one that replicates it, for the chunks
     tell no difference.
 
-    ``ambiguous`` are the mesh shapes between which the chunks do not decide; empty where they do,
+    ``ambiguous`` are the mesh shapes between which the chunks do not decide; empty if they do,
     or where no mesh explains all tensors.
     """
 
@@ -106,11 +106,11 @@ class _CutDim:
 
 
 _Evidence = tuple[_CutDim | None, ...]
-"""For each tensor dim how it is cut, None where it is whole."""
+"""For each tensor dim how it is cut, None if it is whole."""
 
 
 def _evidence(shape: _Shape, stored: Spans) -> _Evidence | None:
-    """Return what the chunks tell of each tensor dim; None where no mesh cuts a tensor so."""
+    """Return what the chunks tell of each tensor dim; None if no mesh cuts a tensor so."""
     boxes, ranks = stored
     if not boxes or any(len(box.lo) != len(shape) for box in boxes):
         return None

@@ -44,7 +44,7 @@ class Choice:
 
 
 def parse_mesh(text: str) -> Mesh:
-    """Return the mesh of ``2x4``, ``8`` or ``dp=2,tp=4``; UsageError where it is none."""
+    """Return the mesh of ``2x4``, ``8`` or ``dp=2,tp=4``; UsageError if it is none."""
     named = [part.partition("=") for part in text.split(",")] if "=" in text else []
     names = [name.strip() for name, _, _ in named] or None
     sizes = [size for _, _, size in named] or text.lower().split("x")
@@ -82,7 +82,7 @@ def parse_placement(text: str) -> Placement:
 def parse_rule(text: str) -> PlacementRule:
     """Return the rule ``GLOB=Shard(0),Replicate()`` or ``GLOB=colwise``.
 
-    Raises UsageError where it is none.
+    Raises UsageError if it is none.
     """
     glob, equals, right = text.partition("=")
     if not equals or not glob.strip():
@@ -111,7 +111,7 @@ class Placer:
     policy: str | None = None
 
     def choose(self, catalog: Catalog) -> dict[str, Choice]:
-        """Return a choice for every tensor. UsageError where a rule does not fit mesh or tensor."""
+        """Return a choice for every tensor. UsageError if a rule does not fit mesh or tensor."""
         for rule in self.rules:
             if rule.required and not any(fnmatchcase(name, rule.glob) for name in catalog.tensors):
                 raise UsageError(
@@ -180,7 +180,7 @@ class Placer:
 
 
 def _places(source: Mesh, mesh: Mesh) -> tuple[int, ...] | None:
-    """Return which dim of the new mesh each of the source's becomes; None where nothing tells."""
+    """Return which dim of the new mesh each of the source's becomes; None if nothing tells."""
     if source.names and mesh.names and set(source.names) <= set(mesh.names):
         return tuple(map(mesh.names.index, source.names))
     return tuple(range(len(mesh.shape))) if len(source.shape) == len(mesh.shape) else None

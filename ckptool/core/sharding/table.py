@@ -75,7 +75,7 @@ class ChunkTable(Sequence[Chunk]):
 
     @property
     def ranks(self) -> list[int | None]:
-        """The rank that wrote each chunk, None where that is not known."""
+        """The rank that wrote each chunk, None if that is not known."""
         return [self.file_ranks[number] for number in self.items.file_numbers.tolist()]
 
     def __len__(self) -> int:

@@ -57,7 +57,7 @@ _SHARD = re.compile(r"Shard\(\s*([0-7])\s*(?:,\s*([1-9][0-9]?)\s*)?\)")
 
 
 def parse_tp_rule(text: str) -> NamedRule:
-    """Return a glob and its rule, of ``GLOB=RULE``; UsageError where it is none.
+    """Return a glob and its rule, of ``GLOB=RULE``; UsageError if it is none.
 
     RULE is ``replicate``, ``column`` (``Shard(0)``), ``row`` (``Shard(1)``), ``gated``
     (``Shard(0, 2)``: two blocks, each sharded), or ``Shard(dim)`` or ``Shard(dim, blocks)``.
@@ -102,7 +102,7 @@ def match_rule(rules: Sequence[NamedRule], name: str) -> TpRule | None:
 
 
 def require_matched(rules: Sequence[NamedRule], names: Sequence[str]) -> None:
-    """Raise UsageError where the glob of a rule matches none of the parameters' names."""
+    """Raise UsageError if the glob of a rule matches none of the parameters' names."""
     for glob, _ in rules:
         if not any(fnmatchcase(name, glob) for name in names):
             raise UsageError(f"--tp-rule {glob!r} matches none of {len(names):,} parameters")
@@ -123,7 +123,7 @@ class RuleTable(Generic[_Facts]):
     rows: tuple[tuple[re.Pattern[str], TpRule | Resolver[_Facts]], ...]
 
     def find(self, name: str, facts: _Facts) -> TpRule:
-        """Return the rule of a tensor. Raises Undetermined where no pattern matches."""
+        """Return the rule of a tensor. Raises Undetermined if no pattern matches."""
         for pattern, row in self.rows:
             match = pattern.fullmatch(name)
             if match is None:
@@ -192,7 +192,7 @@ def _fit(local: Shape, blocks: Mapping[int, Sequence[Block]]) -> Fit:
 def fit_rank(local: Shape, cuts: Sequence[RankCut]) -> Fit:
     """Return where one rank's shard belongs, of which each rank has one of the same shape.
 
-    Raises Undetermined where a dim has no such blocks.
+    Raises Undetermined if a dim has no such blocks.
     """
     blocks = {}
     for cut in cuts:
@@ -208,7 +208,7 @@ def fit_rank(local: Shape, cuts: Sequence[RankCut]) -> Fit:
 def fit_ranks(shapes: Sequence[Shape], rule: TpRule) -> list[Fit]:
     """Return where each rank's shard belongs by a rule.
 
-    Raises Undetermined where shards of these shapes are not what the rule says.
+    Raises Undetermined if shards of these shapes are not what the rule says.
     """
     dim, total, holders = rule.dim, sum(rule.blocks), rule.holders
     if dim is None:
@@ -228,7 +228,7 @@ def fit_blocks(shapes: Sequence[Shape], dim: int, widths: Sequence[Sequence[int]
     """Return where each rank's shard belongs, made of a piece of each of several blocks.
 
     The blocks follow one another along ``dim``; ``widths`` are the sizes along it by block and
-    rank. Raises Undetermined where shards of these shapes are not made so.
+    rank. Raises Undetermined if shards of these shapes are not made so.
     """
     others = {without_dim(shape, dim) for shape in shapes}
     sums = [sum(block[rank] for block in widths) for rank in range(len(shapes))]
@@ -267,7 +267,7 @@ def merge_shards(
 ) -> TensorEntry:
     """Return the tensor that ranks' shards make, each placed by its fit.
 
-    Raises Damaged where ranks give it several dtypes or shapes.
+    Raises Damaged if ranks give it several dtypes or shapes.
     """
     shapes, dtypes = {fit.whole for fit in fits}, {shard.dtype for shard in shards}
     if len(shapes) != 1 or len(dtypes) != 1:
@@ -302,8 +302,8 @@ def merge_ranks(
 ) -> TensorEntry:
     """Return the tensor that the local ones of all ranks make by a rule.
 
-    Raises Damaged where a rank has none, or they differ in more than the size along the rule's dim;
-    Raises Undetermined where they are not what the rule says.
+    Raises Damaged if a rank has none, or they differ in more than the size along the rule's dim;
+    Raises Undetermined if they are not what the rule says.
     """
     missing = sorted(set(range(world)) - set(parts))
     if missing:

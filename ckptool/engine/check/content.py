@@ -108,7 +108,7 @@ def _check_tile(
 
 
 def _written_end(span: ByteSpan, tile: SpanTile) -> int:
-    """Return where in the file the last byte ends that is not zero; 0 where all are."""
+    """Return where in the file the last byte ends that is not zero; 0 if all are."""
     data = tile.data
     nbytes = len(data) if data[-1] else len(bytes(data).rstrip(b"\0"))
     return span.offset + tile.start + nbytes if nbytes else 0

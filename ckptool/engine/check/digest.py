@@ -52,7 +52,7 @@ def file_digests(
     workers: int,
     progress: Progress = lambda nbytes: None,
 ) -> dict[str, str]:
-    """Return the SHA-256 (hex) of whole files of a source; NotFound where one cannot be read."""
+    """Return the SHA-256 (hex) of whole files of a source; NotFound if one cannot be read."""
     hexes: dict[str, str] = {}
 
     def digest(file: str, tiles: Iterator[memoryview]) -> None:
@@ -95,7 +95,7 @@ class DamageMap:
         read_tiles(TensorSource(source), decoding, self._check, workers)
 
     def problem(self, place: Place, shape: tuple[int, ...], itemsize: int) -> str | None:
-        """Return what is wrong with the bytes of a place; None where nothing is known to be.
+        """Return what is wrong with the bytes of a place; None if nothing is known to be.
 
         ``shape`` and ``itemsize`` (bytes) are of the elements that lie there.
         """
@@ -108,7 +108,7 @@ class DamageMap:
         return self._overrun(place, shape, itemsize)
 
     def _overrun(self, place: Extent, shape: tuple[int, ...], itemsize: int) -> str | None:
-        """Return how elements lie behind the end of their file; None where they do not."""
+        """Return how elements lie behind the end of their file; None if they do not."""
         if not all(shape):
             return None
         steps = zip(shape, place.strides, strict=True)

@@ -85,7 +85,7 @@ class _Rest:
 
 
 class RestTile(NamedTuple):
-    """How bytes that are no tensor's are not as they were made; None where they are."""
+    """How bytes that are no tensor's are not as they were made; None if they are."""
 
     problem: str | None
     nbytes: int = 0

@@ -17,7 +17,7 @@ from ckptool.errors import Damaged
 class View:
     """A run of a span that is a tensor's elements: ``start`` and ``nbytes`` in bytes.
 
-    ``row`` is the bytes of one index of all dims but the last, 0 where there is only one dim.
+    ``row`` is the bytes of one index of all dims but the last, 0 if there is only one dim.
     """
 
     start: int
@@ -31,7 +31,7 @@ class View:
 class ByteSpan:
     """``nbytes`` of a file, or of what ``packing`` decodes to, that are read once.
 
-    ``crc32`` is what the writer recorded, None where it did not; ``what`` is how errors call it.
+    ``crc32`` is what the writer recorded, None if it did not; ``what`` is how errors call it.
     """
 
     file: str
@@ -72,7 +72,7 @@ class SpanTile(NamedTuple):
 
 
 SpanJob = Job[str | None, ByteReader, SpanTile]
-"""Its subject is the file that is read from end to end, None where it is not."""
+"""Its subject is the file that is read from end to end, None if it is not."""
 
 
 def span_jobs(spans: Iterable[ByteSpan], whole: Mapping[str, int], limit: int) -> Iterator[SpanJob]:
@@ -147,7 +147,7 @@ def _read_packed(
 ) -> Iterator[SpanTile]:
     """Yield the tiles of all spans of one blob, in the order in which they are decoded.
 
-    Raises Damaged where it decodes to more or fewer bytes, or does not.
+    Raises Damaged if it decodes to more or fewer bytes, or does not.
     """
     in_order = sorted(spans, key=lambda span: span.offset)
     cuts = iter([(span, *cut) for span in in_order for cut in _cut(span, reader.tile)])

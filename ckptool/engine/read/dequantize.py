@@ -61,7 +61,7 @@ _Region = tuple[Box, int, tuple[int, ...]]
 def least_box(part: StridedPart, box: Box) -> _Region | None:
     """Return the least box of the whole tensor that holds a part's ``box``.
 
-    None where a dim of the part does not run along one of the whole tensor.
+    None if a dim of the part does not run along one of the whole tensor.
     """
     rows = row_major_strides(part.shape, 1)
     first = part.start + sum(i * s for i, s in zip(box.lo, part.strides, strict=True))

@@ -61,7 +61,7 @@ def part_of(values: Array, box: Box) -> Array:
 
 
 def cut(values: Array, tile: Tile) -> Array:
-    """Return a tile, C-ordered, of a whole tensor; Damaged where its pieces do not fill it."""
+    """Return a tile, C-ordered, of a whole tensor; Damaged if its pieces do not fill it."""
     pieces = tile.pieces
     box, local = pieces[0]
     if len(pieces) == 1 and local.shape == tile.shape:
@@ -176,7 +176,7 @@ class Gatherer:
     def read_values(self, entry: TensorEntry, box: Box) -> Array:
         """Return the same as ``read_stored``, in the element type that a rewrite asks for.
 
-        Raises Unsupported where that needs torch and it is not there.
+        Raises Unsupported if that needs torch and it is not there.
         """
         stored, types = self.read_stored(entry, box), (entry.source_dtype, entry.dtype)
         made = cast(stored, *types)
@@ -304,7 +304,7 @@ def _runs(out: Array, dim: int, strides: tuple[int, ...]) -> list[memoryview] | 
 
 
 def _require_crc(at: EncodedBlob, blob: bytes, what: str) -> None:
-    """Raise Damaged where a decoded blob is not what its writer checksummed."""
+    """Raise Damaged if a decoded blob is not what its writer checksummed."""
     record = at.record
     if record is None:
         return

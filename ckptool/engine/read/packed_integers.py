@@ -100,7 +100,7 @@ def _blocks(start: int, stop: int, at: ScaledBlocks) -> Any:
 
 
 def _order(gather: Gather, order: TensorEntry, start: int, stop: int, at: ScaledBlocks) -> Any:
-    """Read the group of each column. Raises Damaged where there is no such group."""
+    """Read the group of each column. Raises Damaged if there is no such group."""
     import torch
 
     stored = np.ascontiguousarray(gather(order, Box((start,), (stop,))))
@@ -112,9 +112,9 @@ def _order(gather: Gather, order: TensorEntry, start: int, stop: int, at: Scaled
 
 
 def _groups(gather: Gather, order: TensorEntry, start: int, stop: int, at: ScaledBlocks) -> Any:
-    """Read the groups of columns as compressed-tensors orders them; None where it does not.
+    """Read the groups of columns as compressed-tensors orders them; None if it does not.
 
-    It has -1 where there is no order. Raises Damaged where groups are not of one size, for then
+    It has -1 where there is no order. Raises Damaged if groups are not of one size, for then
     which scale a column has is not defined.
     """
     import torch

@@ -26,7 +26,7 @@ ExtentRun = tuple[Extent, int, int, int]
 
 
 def run_of(tile: Tile, source: TileSource) -> ExtentRun | None:
-    """Return the run of bytes that one source of a tile is, None where it is none as it lies."""
+    """Return the run of bytes that one source of a tile is, None if it is none as it lies."""
     at, where = source.chunk.at, source.where
     itemsize = tile.entry.source_dtype.itemsize
     if not isinstance(at, Extent) or at.ops or where.shape[1:] != tile.shape[1:]:

@@ -31,7 +31,7 @@ _LEAST_HALF, _BEYOND_HALF = np.uint32(113 << 23), np.uint32(143 << 23)
 def cast(values: Array, stored: DType, wanted: DType) -> Array:
     """Return the same numbers in another element type, rounded to nearest even as torch does.
 
-    ``values`` are stored bits of any shape, and so is the result. Raises Unsupported where only
+    ``values`` are stored bits of any shape, and so is the result. Raises Unsupported if only
     torch does it and it is not there.
     """
     if stored == wanted:

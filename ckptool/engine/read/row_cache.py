@@ -58,7 +58,7 @@ class RowCache:
         return begin
 
     def columns(self, tile: Tile) -> memoryview | None:
-        """Return the bytes of a tile that is one block of wide columns; None where it is not.
+        """Return the bytes of a tile that is one block of wide columns; None if it is not.
 
         They are valid until the next are asked for.
         """
@@ -99,7 +99,7 @@ class _Column(NamedTuple):
 
 
 def _column(tile: Tile, source: TileSource) -> _Column | None:
-    """Return the block of wide columns that fills rows of a tile; None where a source is none."""
+    """Return the block of wide columns that fills rows of a tile; None if a source is none."""
     at, (low, _), (lo, _), wanted = source.chunk.at, source.chunk.box, source.box, source.box.shape
     if not isinstance(at, Extent) or at.ops or len(wanted) < 2:
         return None

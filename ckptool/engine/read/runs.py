@@ -58,7 +58,7 @@ def entry_runs(entry: TensorEntry, boxes: Iterable[Box], block: int) -> Iterator
 
 
 def row_run(chunk: Chunk, local: Box, itemsize: int) -> Run | None:
-    """Return the whole rows of a row-major chunk that a box is a part of; None where it is not.
+    """Return the whole rows of a row-major chunk that a box is a part of; None if it is not.
 
     Reading these rows then serves the boxes beside it too, as long as they are no more than a span.
     """

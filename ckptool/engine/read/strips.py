@@ -74,7 +74,7 @@ def strip_of(
 ) -> Strip | None:
     """Return the strip that a box is of, where ``found`` are its chunks and what each has of it.
 
-    None where a chunk has some of its rows only, or does not have them in one run of bytes.
+    None if a chunk has some of its rows only, or does not have them in one run of bytes.
     """
     shape, itemsize = box.shape, entry.source_dtype.itemsize
     dim = next((dim for dim, size in enumerate(shape) if size > 1), None)

@@ -79,7 +79,7 @@ class CheckedSource:
     def problems(self, entries: Iterable[TensorEntry], workers: int) -> list[Problem]:
         """Return a problem for each record of these tensors that is not as it was written.
 
-        Records of copies, and others that were not read whole, are read here. Raises Damaged where
+        Records of copies, and others that were not read whole, are read here. Raises Damaged if
         a file ends before a record does.
         """
         self._touch(entries)
@@ -187,7 +187,7 @@ def fill(requests: Sequence[FillRequest], source: Files, workers: int) -> None:
     """Read every box into its memory, from the files of its source; chunks must be located.
 
     Records that are read whole are compared with the checksum their writer stored; of those that
-    are read in part nothing is known. Raises Damaged where one differs or a file ends early: the
+    are read in part nothing is known. Raises Damaged if one differs or a file ends early: the
     memory then holds what was read.
     """
     checked = CheckedSource(source)

@@ -252,7 +252,7 @@ def _run_threads(work: Callable[[], None], count: int, stop: threading.Event) ->
 
 
 def require_unchanged(catalog: Catalog, source: Files) -> None:
-    """Raise Changed where a file of the catalog was written, replaced or removed since listed."""
+    """Raise Changed if a file of the catalog was written, replaced or removed since listed."""
     files = source.changed([*catalog.files, *catalog.companions])
     if files:
         raise changed(files).within(source.root)
@@ -271,7 +271,7 @@ class ByteReader:
         self._reader.close()
 
     def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
-        """Fill memory of the caller's own; Damaged where the file ends before."""
+        """Fill memory of the caller's own; Damaged if the file ends before."""
         self._reader.read_into(file, offset, buffer)
 
     def read(self, file: str, offset: int, nbytes: int) -> memoryview:

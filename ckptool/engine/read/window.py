@@ -41,7 +41,7 @@ class Windows:
 
 
 def _cut_dim(entry: TensorEntry, box: Box) -> int | None:
-    """Return the last dim of which a box has a part only; None where that has many rows not."""
+    """Return the last dim of which a box has a part only; None if that has many rows not."""
     cut = [d for d, n in enumerate(box.shape) if n < entry.shape[d]]
     has_rows = bool(cut) and math.prod(box.shape[: cut[-1]]) > 1
     return cut[-1] if has_rows else None

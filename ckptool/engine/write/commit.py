@@ -72,7 +72,7 @@ class FolderCommit:
     def replace(self, note: CommitNote) -> str | None:
         """Make the staged folder the target; return a remark where that was not one step.
 
-        Raises OSError or Unsupported where it fails: then the old one stands as it did.
+        Raises OSError or Unsupported if it fails: then the old one stands as it did.
         """
         self._note.write(note)
         if note.old is not None:
@@ -90,7 +90,7 @@ class FolderCommit:
     def roll(self, note: CommitNote) -> bool:
         """Go on after a kill; return whether the new one now stands at the target.
 
-        False where nothing was done yet. Raises Unsupported where nothing is as it was noted.
+        False if nothing was done yet. Raises Unsupported if nothing is as it was noted.
         """
         if self.is_done(note):
             return True
@@ -110,7 +110,7 @@ class FolderCommit:
     def clear(self, note: CommitNote) -> None:
         """Move what was not the old checkpoint's into the new one, and remove what was.
 
-        Raises Committed where something can be neither moved nor removed: it stays where it is.
+        Raises Committed if something can be neither moved nor removed: it stays where it is.
         """
         if note.by_files:
             self._clear_emptied(note)
@@ -255,7 +255,7 @@ class FileCommit:
         self._side = None if name is None else target.with_name(name)
 
     def replace(self, note: CommitNote) -> str | None:
-        """Make the staged files the target's; OSError where it fails: then the old ones stand."""
+        """Make the staged files the target's; OSError if it fails: then the old ones stand."""
         self._note.write(note)
         for name in note.names:
             keep_mode(self._target.with_name(name), self._staged / name)
@@ -274,7 +274,7 @@ class FileCommit:
     def roll(self, note: CommitNote) -> bool:
         """Go back after a kill, unless the new main file already stands at the target.
 
-        Raises Unsupported where nothing is as it was noted.
+        Raises Unsupported if nothing is as it was noted.
         """
         if self.is_done(note):
             return True
@@ -286,7 +286,7 @@ class FileCommit:
     def clear(self, note: CommitNote) -> None:
         """Put the new side file in its place and remove the old one.
 
-        Raises Committed where something else lies there: all stays where it is.
+        Raises Committed if something else lies there: all stays where it is.
         """
         if not os.path.lexists(self._staged):
             return
@@ -299,7 +299,7 @@ class FileCommit:
         self._staged.rmdir()
 
     def _require_known(self, note: CommitNote) -> None:
-        """Raise Committed where a file that is not the noted one would be removed or moved."""
+        """Raise Committed if a file that is not the noted one would be removed or moved."""
         known = (
             {}
             if self._side is None

@@ -60,7 +60,7 @@ def _table_bytes(
 
 
 def _stored(entry: TensorEntry) -> object:
-    """Return how the chunks of a tensor lie in files, wherever; None where one must be opened."""
+    """Return how the chunks of a tensor lie in files, wherever; None if one must be opened."""
     if isinstance(entry.chunks, WholeTensor):
         return entry.chunks.boxes, entry.chunks.strides
     stored = tuple(

@@ -47,9 +47,9 @@ def changed_files(folder: Path, files: Mapping[str, Stamp]) -> list[str]:
 
 
 def remove_staged(folder: Path, sizes: Mapping[str, int]) -> None:
-    """Remove a folder and the files that ckptool wrote into it; nothing where there is more.
+    """Remove a folder and the files that ckptool wrote into it; nothing if there is more.
 
-    Raises Unsupported where something else lies in it: then all of it stays.
+    Raises Unsupported if something else lies in it: then all of it stays.
     """
     require_no_foreign(folder, sizes)
     remove_own(folder, _written_files(folder, sizes))
@@ -57,7 +57,7 @@ def remove_staged(folder: Path, sizes: Mapping[str, int]) -> None:
 
 
 def require_no_foreign(folder: Path, sizes: Mapping[str, int]) -> None:
-    """Raise Unsupported where something in a folder cannot be what ckptool writes, whole or not.
+    """Raise Unsupported if something in a folder cannot be what ckptool writes, whole or not.
 
     ``sizes`` are the bytes that each of its files has once it is whole.
     """
@@ -71,7 +71,7 @@ def require_no_foreign(folder: Path, sizes: Mapping[str, int]) -> None:
 
 
 def require_whole(folder: Path, sizes: Mapping[str, int]) -> None:
-    """Raise TransferError where a file that was written is gone, or not of its size in bytes."""
+    """Raise TransferError if a file that was written is gone, or not of its size in bytes."""
     now = {name: nbytes for name, (nbytes, _) in stamps(folder, sizes).items()}
     lost = [name for name, nbytes in sizes.items() if now.get(name) != nbytes]
     if lost:
@@ -79,7 +79,7 @@ def require_whole(folder: Path, sizes: Mapping[str, int]) -> None:
 
 
 def require_space(folder: Path, needed: int, staged: Path, sizes: Mapping[str, int]) -> None:
-    """Raise Unsupported where a folder has no room for what is to be written into it.
+    """Raise Unsupported if a folder has no room for what is to be written into it.
 
     What was ``staged`` of the files with these ``sizes`` before has its room.
     """
@@ -93,7 +93,7 @@ def require_space(folder: Path, needed: int, staged: Path, sizes: Mapping[str, i
 
 
 def require_short_names(folder: Path, names: Iterable[str], hint: str) -> None:
-    """Raise Unsupported where the file system of a folder takes no name as long as one of these.
+    """Raise Unsupported if the file system of a folder takes no name as long as one of these.
 
     Not every file system says what it takes: some say 0, or that there is no limit.
     """
@@ -164,7 +164,7 @@ def _obstacle(folder: Path, own: frozenset[str], name: str) -> str | None:
 
 
 def require_no_conflict(target: object, names: Collection[str]) -> None:
-    """Raise Unsupported where ``names``, which are not the old checkpoint's, are in the way."""
+    """Raise Unsupported if ``names``, which are not the old checkpoint's, are in the way."""
     if names:
         raise Unsupported(
             f"{target}: {list_some(names)}: not part of the checkpoint there, and the"

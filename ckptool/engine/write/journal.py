@@ -39,14 +39,14 @@ class Journal:
 
     @classmethod
     def start(cls, path: Path, plan: str, source: str) -> Journal:
-        """Start a new journal; Unsupported where another process holds it."""
+        """Start a new journal; Unsupported if another process holds it."""
         journal = cls.lock(path)
         journal.begin(plan, source)
         return journal
 
     @classmethod
     def lock(cls, path: Path) -> Journal:
-        """Open the journal as it is and lock it; Unsupported where another process has it."""
+        """Open the journal as it is and lock it; Unsupported if another process has it."""
         return cls(_open_locked(path))
 
     def begin(self, plan: str, source: str, **more: object) -> None:
@@ -71,7 +71,7 @@ class Journal:
         ``others`` are journals that further ranks kept of the same output, ``files`` the sizes of
         those that are to be written, to be noted if they are not; ``parts`` is into how many the
         run is shared, ``state`` that of the source where it begins here. What parts noted is kept
-        where the run is no longer shared, and no part goes on from then. Raises Unsupported where
+        where the run is no longer shared, and no part goes on from then. Raises Unsupported if
         these are not those of the earlier run.
         """
         stream = _open_locked(path)
@@ -95,7 +95,7 @@ class Journal:
         return resumed
 
     def crc_of(self, path: str) -> int | None:
-        """Return the CRC-32 of a file that an earlier run finished; None where none did."""
+        """Return the CRC-32 of a file that an earlier run finished; None if none did."""
         return self._finished.get(path)
 
     def done(self, path: str, crc: int) -> None:
@@ -130,7 +130,7 @@ NO_JOURNAL = Journal(None)
 
 
 def read_part(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return how a part's journal begins, and what it ends with; empty where it is not done."""
+    """Return how a part's journal begins, and what it ends with; empty if it is not done."""
     lines = _read_lines(path)
     part: Any = lines[-1].get("part") if lines else None
     is_done = isinstance(part, dict) and isinstance(part.get("files"), dict)
@@ -138,7 +138,7 @@ def read_part(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def require_untouched(journals: Iterable[Path], state: str) -> None:
-    """Raise Unsupported where a journal began with another ``state`` of the source's files."""
+    """Raise Unsupported if a journal began with another ``state`` of the source's files."""
     for path in filter(Path.exists, journals):
         if read_part(path)[0].get("state", state) != state:
             why = "the source was written to, or touched, since the run began"
@@ -149,7 +149,7 @@ def require_untouched(journals: Iterable[Path], state: str) -> None:
 
 
 def require_no_parts(target: object, journals: Iterable[Path]) -> None:
-    """Raise Unsupported where a journal says that a run in parts writes a target."""
+    """Raise Unsupported if a journal says that a run in parts writes a target."""
     for path in journals:
         head, _ = read_part(path)
         if head.get("parts"):
@@ -215,7 +215,7 @@ def _read_finished(path: Path, expected: Mapping[str, object]) -> dict[str, int]
 
 
 def require_same_run(path: str, head: Mapping[str, object], expected: Mapping[str, object]) -> None:
-    """Raise Unsupported where a journal begins with other digests, or parts, than expected."""
+    """Raise Unsupported if a journal begins with other digests, or parts, than expected."""
     for what, value in expected.items():
         if head.get(what) == value:
             continue

@@ -45,7 +45,7 @@ class PartStage(Stage):
     def begin(self) -> None:
         """Open this part's journal, new or as an earlier run left it, and make the folder.
 
-        Raises Unsupported where the target exists, does not fit, another process writes this part,
+        Raises Unsupported if the target exists, does not fit, another process writes this part,
         or the others are parts of another run.
         """
         self.finish_earlier()
@@ -69,7 +69,7 @@ class PartStage(Stage):
                 require_same_run(str(other), head, run_head(*begun, self._share.size))
 
     def require_possible(self) -> None:
-        """Raise Unsupported where the target exists and may not be replaced, or does not fit."""
+        """Raise Unsupported if the target exists and may not be replaced, or does not fit."""
         self._require_ours()
         self._refuse_existing()
         require_space(self.target.parent, self._layout.nbytes, self.folder, self._sizes)
@@ -123,7 +123,7 @@ class PartsStage(Stage):
         self._locked: list[Journal] = []
 
     def require_possible(self) -> None:
-        """Raise Unsupported where the target may not be replaced, or a part is not done."""
+        """Raise Unsupported if the target may not be replaced, or a part is not done."""
         self._require_ours()
         self._refuse_existing()
         prefix = f"{self.folder.name}.journal."
@@ -138,7 +138,7 @@ class PartsStage(Stage):
                 raise damaged_part(self.target, number, len(ended), changed)
 
     def begin(self) -> None:
-        """Keep all others from writing; raise Unsupported where one does, or a part is not done."""
+        """Keep all others from writing; raise Unsupported if one does, or a part is not done."""
         self.finish_earlier()
         self._locked = [Journal.lock(path) for path in self._journals() if is_journal(path)]
         self.require_possible()
@@ -202,7 +202,7 @@ def require_parts(
     """Return the files of each part, as they were noted at its end.
 
     ``parts`` are how each journal begins and ends, by the part's number from 0 on. Raises
-    Unsupported where they are of another run, or one is not done.
+    Unsupported if they are of another run, or one is not done.
     """
     if not parts:
         raise Unsupported(

@@ -40,7 +40,7 @@ class RemotePartStage(RemoteStage):
         self._names = []
 
     def require_possible(self) -> None:
-        """Raise Unsupported where something exists, this part is being written, or others differ.
+        """Raise Unsupported if something exists, this part is being written, or others differ.
 
         What a store holds cannot be replaced in parts: it would be removed first, by one of them.
         """
@@ -103,7 +103,7 @@ class RemotePartsStage(RemoteStage):
     _ended: Mapping[str, Any] = MappingProxyType({})
 
     def require_possible(self) -> None:
-        """Raise Unsupported where a part is not done, or what it wrote is not there."""
+        """Raise Unsupported if a part is not done, or what it wrote is not there."""
         self._require_writable()
         note = self._read_note(self._note) or {}
         self._require_ended(note, "it")
@@ -124,7 +124,7 @@ class RemotePartsStage(RemoteStage):
             self._read_back |= {name: existing[name] for name in noted}
 
     def begin(self) -> None:
-        """Note who commits; raise Unsupported where a part is not done."""
+        """Note who commits; raise Unsupported if a part is not done."""
         self.require_possible()
         self._writer = this_writer()
         files = [file.path for file in self._layout.files]

@@ -81,7 +81,7 @@ class RemoteStage:
 
         The note names the old files until they are removed: a resumed run removes them first, as
         one of the size of a new file would pass for it.
-        Raises Unsupported where the target exists, cannot be written to, or is not to be resumed.
+        Raises Unsupported if the target exists, cannot be written to, or is not to be resumed.
         """
         self.require_possible()
         self._require_removal()
@@ -96,7 +96,7 @@ class RemoteStage:
             self._write_note()
 
     def require_possible(self) -> None:
-        """Raise Unsupported where what is there may not be replaced, or nothing is to resume."""
+        """Raise Unsupported if what is there may not be replaced, or nothing is to resume."""
         self._require_writable()
         note = self._read_note(self._note)
         self._parts = (note or {}).get("parts", 0)
@@ -121,7 +121,7 @@ class RemoteStage:
             self._require_replaceable(others, begun=note is not None)
 
     def _require_writable(self) -> None:
-        """Raise Unsupported where nothing can be written, whoever asks."""
+        """Raise Unsupported if nothing can be written, whoever asks."""
         if self._store.scheme in WEB:
             raise Unsupported(f"{self.target}: cannot be written to: web servers are read-only")
         if self._store.atomic_put and not self.target.parent.name:
@@ -135,7 +135,7 @@ class RemoteStage:
         return frozenset([*written, *map(hidden_name, written), *map(str, note.get("old", ()))])
 
     def _require_replaceable(self, existing: Collection[str], *, begun: bool) -> None:
-        """Raise Unsupported where something that is no checkpoint's would be replaced.
+        """Raise Unsupported if something that is no checkpoint's would be replaced.
 
         Once it is ``begun`` the old checkpoint may be gone, and others' files stay.
         """
@@ -176,7 +176,7 @@ class RemoteStage:
         return {file.path: file.nbytes for file in self._layout.files}
 
     def _require_whole(self, names: Iterable[str]) -> dict[str, ObjectInfo]:
-        """Return files as they are there now; TransferError where one is not as it was written.
+        """Return files as they are there now; TransferError if one is not as it was written.
 
         That is of its size, and of the version that was read back where it was.
         """
@@ -222,7 +222,7 @@ class RemoteStage:
     def commit(self) -> None:
         """Remove the note: there is nothing partial any more.
 
-        TransferError where a file is not as it was; what makes a checkpoint of the others is gone
+        TransferError if a file is not as it was; what makes a checkpoint of the others is gone
         then, unless it is another's.
         """
         self._require_mine()
@@ -240,7 +240,7 @@ class RemoteStage:
         self._writer = None
 
     def _require_removal(self) -> None:
-        """Raise Denied where nothing may be removed: the note would stay for ever.
+        """Raise Denied if nothing may be removed: the note would stay for ever.
 
         Nothing is called so, which makes no difference to a store.
         """
@@ -252,7 +252,7 @@ class RemoteStage:
         return self._writer is not None
 
     def next_step(self) -> str | None:
-        """Return how a run that ended midway goes on; None where there is nothing to go on from."""
+        """Return how a run that ended midway goes on; None if there is nothing to go on from."""
         return RESUME_HINT if self.is_partial() else None
 
     def close(self) -> None:
@@ -283,7 +283,7 @@ class RemoteStage:
         }
 
     def remains(self) -> str | None:
-        """Return what could not be removed and costs storage from now on; None where nothing."""
+        """Return what could not be removed and costs storage from now on; None if nothing."""
         remains = self._store.remains
         if not remains:
             return None
@@ -307,7 +307,7 @@ class RemoteStage:
         self._writing(lambda: place.write_bytes(json.dumps(note).encode()))
 
     def _require_left(self, note: dict[str, Any] | None) -> None:
-        """Raise Unsupported where another run may still be writing here."""
+        """Raise Unsupported if another run may still be writing here."""
         if note is not None and note.get("parts") and not self._options.overwrite:
             raise unfinished_parts(self.target, note["parts"])
         for number in range(self._parts):
@@ -323,14 +323,14 @@ class RemoteStage:
             )
 
     def _require_ended(self, note: Mapping[str, Any] | None, what: str) -> None:
-        """Raise Unsupported where who wrote a note is another process here that is at work."""
+        """Raise Unsupported if who wrote a note is another process here that is at work."""
         writer = (note or {}).get("writer")
         if isinstance(writer, dict) and is_running(writer):
             who = describe_writer(writer)
             raise Unsupported(f"{self.target}: another ckptool is writing {what}: {who}")
 
     def _require_mine(self) -> None:
-        """Raise TransferError where another run has begun to write here since."""
+        """Raise TransferError if another run has begun to write here since."""
         writer = (self._read_note(self._claim) or {}).get("writer")
         if writer != self._writer:
             who = describe_writer(writer) if isinstance(writer, dict) else "its record is gone"

@@ -67,7 +67,7 @@ def clear(leftover: Location) -> None:
 
 @contextmanager
 def _removing(path: Location) -> Iterator[None]:
-    """Raise TransferError where the disk or the store will not let a path go."""
+    """Raise TransferError if the disk or the store will not let a path go."""
     try:
         yield
     except OSError as error:

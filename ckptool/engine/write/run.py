@@ -55,8 +55,8 @@ def run(
 
     ``progress`` is called with bytes as they are written; each finished file is noted in
     ``journal``, and those that it names already are not written again.
-    Raises Damaged where source bytes differ from the checksum their writer stored or a
-    file ends early, TransferError where writing fails, Unsupported where the budget is too small.
+    Raises Damaged if source bytes differ from the checksum their writer stored or a
+    file ends early, TransferError if writing fails, Unsupported if the budget is too small.
     """
     source.keep(fetched_ahead(source, options))
     wanted = range(len(plan.layout.files)) if numbers is None else numbers
@@ -87,7 +87,7 @@ def fetched_ahead(source: Files, options: RunOptions) -> int:
 def workers_within_budget(plan: Plan, options: RunOptions, *sources: Files) -> int:
     """Return how many workers, which read all sources, the budget has room for.
 
-    Unsupported where not even one fits.
+    Unsupported if not even one fits.
     """
     per_worker = _MINIMUM_PER_WORKER + plan.largest_blob
     if per_worker > options.budget:
@@ -228,7 +228,7 @@ class _OutputFiles:
         self._local = threading.local()
 
     def write(self, path: str, offset: int, data: memoryview) -> None:
-        """Write all bytes at an offset of a file; TransferError where that fails."""
+        """Write all bytes at an offset of a file; TransferError if that fails."""
         _write_at(self._descriptor(path), path, offset, data)
 
     def close(self) -> None:
@@ -283,7 +283,7 @@ class _PlanTiles(NamedTuple):
 
 
 def _write_at(descriptor: int, path: str, offset: int, data: memoryview) -> None:
-    """Write all bytes at an offset of the file at ``path``; TransferError where that fails."""
+    """Write all bytes at an offset of the file at ``path``; TransferError if that fails."""
     done = 0
     while done < len(data):
         try:
@@ -317,7 +317,7 @@ def apply_patches(literal: Literal, part_crc: Callable[[int], int]) -> bytes:
 
 
 def read_verbatim(part: Verbatim, source: Files) -> Iterator[memoryview]:
-    """Yield the pieces of a file that is copied as it is; Damaged where its size has changed."""
+    """Yield the pieces of a file that is copied as it is; Damaged if its size has changed."""
     files = source if part.file in source.files else LocalSource.file(Path(part.file))
     name = part.file if files is source else Path(part.file).name
     reader = ByteReader(files)

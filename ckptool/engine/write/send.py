@@ -108,7 +108,7 @@ def within_budget(
 ) -> Capacity:
     """Return what there is room for while files of the layout, those of ``numbers``, are sent.
 
-    Raises Unsupported where there is none for one file, one thread that reads and one part.
+    Raises Unsupported if there is none for one file, one thread that reads and one part.
     """
     cached = fetched_ahead(source, options)
     part = memory_of_part(max((plan.layout.files[number].nbytes for number in numbers), default=0))

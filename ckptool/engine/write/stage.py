@@ -115,7 +115,7 @@ class Stage:
     def begin(self) -> None:
         """Make the folder, or with ``resume`` take the one an earlier run left.
 
-        Raises Unsupported where the target exists, does not fit, or there is nothing to resume.
+        Raises Unsupported if the target exists, does not fit, or there is nothing to resume.
         """
         self.finish_earlier()
         self.require_possible()
@@ -144,7 +144,7 @@ class Stage:
                 self._first.close()
 
     def _remove_earlier(self) -> None:
-        """Remove what an earlier run staged; Unsupported where something else lies there."""
+        """Remove what an earlier run staged; Unsupported if something else lies there."""
         journals = self._journals()
         self._require_idle(journals)
         if is_real_folder(self.folder):
@@ -154,7 +154,7 @@ class Stage:
                 path.unlink()
 
     def _require_idle(self, journals: Iterable[Path]) -> None:
-        """Raise Unsupported where another process writes by one of the journals, as a part does."""
+        """Raise Unsupported if another process writes by one of the journals, as a part does."""
         for path in journals:
             if path != self._journal_path(0):
                 Journal.lock(path).close()
@@ -165,14 +165,14 @@ class Stage:
         return {file.path: file.nbytes for file in self._layout.files}
 
     def _require_no_link(self) -> None:
-        """Raise Unsupported where a link in the folder would be written through."""
+        """Raise Unsupported if a link in the folder would be written through."""
         self.folder.mkdir(exist_ok=True)
         stranger = first_stranger(self.folder)
         if stranger is not None:
             raise in_the_way(stranger)
 
     def require_possible(self) -> None:
-        """Raise Unsupported where the target exists and may not be replaced, or does not fit."""
+        """Raise Unsupported if the target exists and may not be replaced, or does not fit."""
         self._require_ours()
         self._refuse_existing()
         if not (self._options.resume or self._options.overwrite):
@@ -183,7 +183,7 @@ class Stage:
             raise Unsupported(f"{self.target}: there is no partial output to resume")
 
     def _require_ours(self) -> None:
-        """Raise Unsupported where a name that is needed is too long, or ckptool did not make it."""
+        """Raise Unsupported if a name that is needed is too long, or ckptool did not make it."""
         folder, beside = self.target.parent, f"{self._note.path.name}.new"
         hint = "shorten the target's name: this name is derived from it"
         require_short_names(folder, [beside], hint)
@@ -298,7 +298,7 @@ class Stage:
         return bool(self._journals())
 
     def next_step(self) -> str | None:
-        """Return how a run that ended midway goes on; None where there is nothing to go on from."""
+        """Return how a run that ended midway goes on; None if there is nothing to go on from."""
         return RESUME_HINT if self.is_partial() else None
 
     def close(self) -> None:
@@ -361,7 +361,7 @@ class Stage:
             self._require_replaceable(path)
 
     def _require_replaceable(self, path: Path) -> None:
-        """Raise Unsupported where --overwrite would replace what is no checkpoint's file."""
+        """Raise Unsupported if --overwrite would replace what is no checkpoint's file."""
         if path.is_dir() != self._layout.folder:
             kinds = ("a folder", "a file") if path.is_dir() else ("a file", "a folder")
             raise Unsupported(f"{path}: is {kinds[0]}, but {kinds[1]} would be written")

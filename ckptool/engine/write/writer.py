@@ -42,7 +42,7 @@ def describe_writer(writer: Mapping[str, Any]) -> str:
 
 
 def _start_of(process: int) -> str | None:
-    """Return when a process started, in the kernel's ticks; None where it has ended."""
+    """Return when a process started, in the kernel's ticks; None if it has ended."""
     with suppress(OSError, IndexError):
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
         return None if fields[0] == "Z" else fields[19]

@@ -60,7 +60,7 @@ def _are_many(offsets: Iterable[Sequence[int]]) -> bool:
 
 
 def _open_model(source: Source, item: Item) -> _Model | None:
-    """Open the item that others are compared with; None where it is not plain, or damaged."""
+    """Open the item that others are compared with; None if it is not plain, or damaged."""
     try:
         place = locate_item(source, item)
         archive = match_cached(Region(source, item.at.file, item.at.offset, item.at.nbytes))

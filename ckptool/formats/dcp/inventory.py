@@ -83,7 +83,7 @@ def read_metadata_files(
 ) -> dict[str, DcpMetadata]:
     """Read the metadata of a folder by file: ``metadata``, that of all ranks, or else of each.
 
-    Raises Damaged where there is none; where ranks' is missing it is reported.
+    Raises Damaged if there is none; where ranks' is missing it is reported.
     """
     by_rank = {name: int(m[1]) for name in source.files if (m := RANK_METADATA.fullmatch(name))}
     if metadata not in source.files and not by_rank:

@@ -88,8 +88,8 @@ def locate(
     """Open the items of the catalog's tensors and check them against the metadata.
 
     The metadata does not tell a tensor subclass that wraps others from a plain tensor: one that
-    lies in one item is replaced by the tensors in it. Raises Unsupported where one lies in several,
-    or is of a kind that is not read, Damaged where an item is not what the metadata says.
+    lies in one item is replaced by the tensors in it. Raises Unsupported if one lies in several,
+    or is of a kind that is not read, Damaged if an item is not what the metadata says.
     Where it ``defers``, items as large as those of plain tensors are opened when they are read; of
     a work that is ``shared``, where its plan comes to them.
     """
@@ -166,7 +166,7 @@ def _open_chunk(source: Source, entry: TensorEntry, known: AlikePlaces, chunk: C
 
 
 def _read_inner_tensors(source: Source, entry: TensorEntry) -> Assembled | None:
-    """Read the one item of a tensor that wraps others; None where that is not all of it."""
+    """Read the one item of a tensor that wraps others; None if that is not all of it."""
     chunk = entry.chunks[0]
     item = chunk.at
     is_one = len(entry.chunks) == 1 and not chunk.copies and entry.stored is None

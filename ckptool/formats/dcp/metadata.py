@@ -49,7 +49,7 @@ class DcpMetadata:
     where each first is.
 
     Megatron-core records more. ``plans`` are, for each rank, the name and offset of every chunk it
-    meant to save, in its own order (None where they were not recorded). ``reformulated`` are the
+    meant to save, in its own order (None if they were not recorded). ``reformulated`` are the
     shapes of tensors that are stored as ``[X/x, Y/y, x*y]`` where ranks held ``[x, y]`` of
     ``[X, Y]``, so that ranks can cut the last dim (up to 0.15).
 
@@ -70,7 +70,7 @@ class DcpMetadata:
 
 
 def parse(data: bytes, what: str) -> DcpMetadata:
-    """Read a metadata pickle; Damaged where it is not one."""
+    """Read a metadata pickle; Damaged if it is not one."""
     with coded("metadata-unreadable", file=what):
         try:
             loaded = read_pickle(data, what=what, rows=True)
@@ -241,7 +241,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _paths(planner_data: Any) -> dict[str, Path]:
-    """Return the path of each flat name; empty where the state dict was saved unflattened."""
+    """Return the path of each flat name; empty if the state dict was saved unflattened."""
     if not isinstance(planner_data, dict):
         return {}
     return {

@@ -98,7 +98,7 @@ def open_item(source: Source, item: Container, what: str, limit: int, edge: int)
 def locate_item(source: Source, item: Item) -> Place:
     """Return where all elements of an item lie.
 
-    Raises Damaged where it is not what the metadata says, NoPlainTensor where it may be.
+    Raises Damaged if it is not what the metadata says, NoPlainTensor where it may be.
     """
     at, what, dtype, shape = item.at, item.what, item.dtype, item.shape
     opened = open_item(source, at, what, item.data_nbytes * 2 + _OVERHEAD, _EDGE)

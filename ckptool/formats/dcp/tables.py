@@ -161,7 +161,7 @@ class StoredItems:
             self._by_name[name] = (dims[rows], lows[rows], items)
 
     def take(self, name: str, shape: tuple[int, ...], chunks: list[Any]) -> ChunkTable | None:
-        """Return the table of a tensor; None where it has none, or none that fits its chunks."""
+        """Return the table of a tensor; None if it has none, or none that fits its chunks."""
         if name not in self._by_name:
             return None
         dims, lows, items = self._by_name[name]

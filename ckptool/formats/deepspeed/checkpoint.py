@@ -97,7 +97,7 @@ def list_tags(source: Source) -> list[str]:
 
 
 def find_files(paths: Iterable[str], folder: str) -> TagFiles:
-    """Return the files directly in ``folder``. Damaged where two of them claim the same ranks."""
+    """Return the files directly in ``folder``. Damaged if two of them claim the same ranks."""
     files = TagFiles()
     for path in paths:
         name = path.removeprefix(folder)
@@ -206,7 +206,7 @@ class DeepSpeedCheckpoint:
 
 
 def read_checkpoint(source: Source, files: TagFiles) -> DeepSpeedCheckpoint:
-    """Return all states of a tag. Raises Damaged where the file of a rank is missing."""
+    """Return all states of a tag. Raises Damaged if the file of a rank is missing."""
     if not files.models:
         message = f"{source.root}: no model states in the folder of the tag"
         raise Damaged(message, "file-missing")
@@ -220,7 +220,7 @@ def read_checkpoint(source: Source, files: TagFiles) -> DeepSpeedCheckpoint:
 
 
 def _read_grid(files: TagFiles, first: State, optimizers: Mapping[Ranks, State]) -> Grid:
-    """Return the degrees of parallelism; Damaged where the file of a rank is missing."""
+    """Return the degrees of parallelism; Damaged if the file of a rank is missing."""
     model_ranks = first.count("mp_world_size", 1 + max(mp for _, mp in files.models))
     data = _count_data_ranks(files, first, optimizers)
     _require_all(files.models, data if files.stage_3 else 1, model_ranks, "model states")
@@ -236,7 +236,7 @@ def _read_grid(files: TagFiles, first: State, optimizers: Mapping[Ranks, State])
 
 
 def _require_all(files: Mapping[Ranks, str], dp: int, mp: int, what: str) -> None:
-    """Raise Damaged where the file of a rank is missing, or is of a rank there is none of."""
+    """Raise Damaged if the file of a rank is missing, or is of a rank there is none of."""
     for model_rank in range(mp):
         present = {d for d, m in files if m == model_rank}
         missing = find_missing_ranks(present, dp)

@@ -36,7 +36,7 @@ _Key = tuple[int, int]
 
 
 def read_experts(checkpoint: DeepSpeedCheckpoint, mp: int) -> Mapping[_Key, State]:
-    """Return one model-parallel rank's experts by file; Damaged where one holds another expert."""
+    """Return one model-parallel rank's experts by file; Damaged if one holds another expert."""
     files = {
         (layer, expert): file
         for (layer, expert, model_rank), file in sorted(checkpoint.files.experts.items())
@@ -81,7 +81,7 @@ def select_experts(
 
 
 def require_experts(checkpoint: DeepSpeedCheckpoint) -> None:
-    """Raise Damaged where the file of an expert is missing, or is of an expert there is none of."""
+    """Raise Damaged if the file of an expert is missing, or is of an expert there is none of."""
     files = {(layer, expert): file for (layer, expert, _), file in checkpoint.files.experts.items()}
     counts = _count_experts(checkpoint.model, files)
     wanted = {(layer, e) for layer, count in enumerate(counts) for e in range(count)}
@@ -114,7 +114,7 @@ def _count_experts(model: State, files: Collection[_Key]) -> list[int]:
 def _require_own_names(
     experts: Mapping[_Key, Collection[str]], files: Mapping[_Key, str], module: Collection[str]
 ) -> None:
-    """Raise Damaged where a file holds another expert, or one of another layer, than it is named.
+    """Raise Damaged if a file holds another expert, or one of another layer, than it is named.
 
     ``experts`` are the names in the files, ``module`` those of the model file, in order.
     """

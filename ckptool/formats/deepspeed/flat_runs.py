@@ -80,7 +80,7 @@ class RankContents:
     barred: Refusal | None = None
 
     def add(self, name: Name, dtype: DType, shape: tuple[int, ...], chunks: list[Chunk]) -> None:
-        """Add chunks of a tensor. Damaged where another file gives it another type or shape."""
+        """Add chunks of a tensor. Damaged if another file gives it another type or shape."""
         shard = self.tensors.setdefault(name, RankShard(dtype, shape))
         if (shard.dtype, shard.shape) != (dtype, shape):
             raise Damaged(
@@ -207,7 +207,7 @@ def add_partition_run(
     run: Run,
     shape: tuple[int, ...],
 ) -> None:
-    """Add what one partition holds of a tensor; Damaged where it is shorter than that."""
+    """Add what one partition holds of a tensor; Damaged if it is shorter than that."""
     size = vector.shape[0] if vector else 0
     end = run.at + run.stop - run.start
     if vector is None or end > size:
@@ -230,7 +230,7 @@ def add_other(
 
 
 def require_distinct_ranks(ranks: Sequence[RankState], slots: Sequence[Sequence[FlatSlot]]) -> None:
-    """Raise Damaged where a rank's file is a copy of another's; ``slots`` are those of each rank.
+    """Raise Damaged if a rank's file is a copy of another's; ``slots`` are those of each rank.
 
     Different ranks never hold the same partitions. Only recorded checksums are compared; ranks
     whose states are all zero, or that hold next to nothing, may be alike.

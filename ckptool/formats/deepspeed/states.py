@@ -90,7 +90,7 @@ class State:
         return dict(self._typed(value, dict, key))
 
     def sequence(self, key: str) -> list[Any]:
-        """Return a list; Damaged where there is none."""
+        """Return a list; Damaged if there is none."""
         return list(self._typed(self.get(key), list | tuple, key))
 
     def count(self, key: str, default: int = 1) -> int:
@@ -110,7 +110,7 @@ class State:
         return State(self.file, known, {} if value is None else value, self.refused)
 
     def names(self, key: str) -> list[str]:
-        """Return a list of texts, empty where the key is absent or None."""
+        """Return a list of texts, empty if the key is absent or None."""
         value = self.get(key) or []
         return [text for text in self._typed(value, list | tuple, key) if isinstance(text, str)]
 
@@ -154,7 +154,7 @@ class State:
 
 
 def refuse_malformed(scan: Scan) -> Scan:
-    """Make a scan raise Damaged where a state is of another make than any DeepSpeed writes.
+    """Make a scan raise Damaged if a state is of another make than any DeepSpeed writes.
 
     Where everything depends on a part that is refused, that is raised: Hostile or Damaged.
     """
@@ -175,7 +175,7 @@ def refuse_malformed(scan: Scan) -> Scan:
 def read_state(source: Source, file: str) -> State:
     """Return the dict in a file of torch.save's, with refusals in place of what cannot be read.
 
-    Raises Damaged where it is something else, Hostile where what can run code is no such part.
+    Raises Damaged if it is something else, Hostile if what can run code is no such part.
     """
     opened = read_torch_file(source, file)
     if not isinstance(opened.inert, dict):
@@ -329,7 +329,7 @@ def _unwrap(value: Any) -> Any:
 
 
 def find_zero_stage(model: State, optimizer: State | None) -> int | None:
-    """Return the stage of ZeRO; None where it is odd. Barred where only a refused part tells it."""
+    """Return the stage of ZeRO; None if it is odd. Barred where only a refused part tells it."""
     stage = _unwrap(optimizer.stored.get("zero_stage")) if optimizer else None
     if isinstance(stage, int):
         return stage

@@ -135,7 +135,7 @@ def merge_tensor(
 ) -> TensorEntry:
     """Return the tensor that shards make, by ``mp`` rank. Raises Undetermined, see ``fit_shards``.
 
-    Raises Damaged where ranks hold it in several dtypes.
+    Raises Damaged if ranks hold it in several dtypes.
     """
     ranks, text = list(shards.values()), ".".join(name)
     if len(ranks) == 1:
@@ -172,7 +172,7 @@ def _list_unmerged(
 def fit_shards(name: str, shapes: Sequence[Shape], info: Mapping[str, Any]) -> list[Fit]:
     """Return how the shards of ``shapes``, by tensor-parallel rank, make a parameter.
 
-    Raises Undetermined where the file does not tell, or tells what no copy of bytes can do.
+    Raises Undetermined if the file does not tell, or tells what no copy of bytes can do.
     """
     if not info:
         raise Undetermined("no universal_checkpoint_info records how they were cut")

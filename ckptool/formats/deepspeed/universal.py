@@ -89,7 +89,7 @@ def scan(source: Source, options: ScanOptions) -> Catalog:
 def _read_states(
     checkpoint: DeepSpeedCheckpoint, contents: list[RankContents], folder: str
 ) -> RankContents:
-    """Return what ``zero`` holds. Damaged where the state of a trained parameter is missing."""
+    """Return what ``zero`` holds. Damaged if the state of a trained parameter is missing."""
     source, states = checkpoint.source, RankContents()
     if folder + OPTIMIZER_STATE not in source.files:
         message = f"{folder}{OPTIMIZER_STATE} is missing: the conversion to a universal checkpoint"

@@ -195,7 +195,7 @@ def _add_flat(
 def name_by_order(
     names: Sequence[tuple[str, _Shape]], groups: Sequence[Sequence[_Shape | None]]
 ) -> list[list[str]] | None:
-    """Return the names of each group's parameters; None where no answer fits, or more than one.
+    """Return the names of each group's parameters; None if no answer fits, or more than one.
 
     ``names`` are all parameters with their shapes, in the order of the module. A shape of None
     fits every parameter.

@@ -1,7 +1,7 @@
 """Weights in the training type, frozen parameters and buffers, from DeepSpeed's model files.
 
 ``save_checkpoint(exclude_frozen_parameters=True)`` leaves frozen parameters out of all files. From
-ZeRO 2 on, ``frozen_param_shapes`` is None then, and a dict otherwise, empty where nothing was
+ZeRO 2 on, ``frozen_param_shapes`` is None then, and a dict otherwise, empty if nothing was
 frozen (DeepSpeed 0.9 to 0.19, ``runtime/engine.py``). Below that, and in pipelines, it is always
 None: there only the modules that torch lists beside a state dict show that some have no tensor.
 """
@@ -318,7 +318,7 @@ def _is_less(names: set[str], layers: Collection[set[str]]) -> bool:
 
 
 def _list_modules(state: State) -> list[str]:
-    """Return the modules that torch lists beside a state dict; empty where it does not."""
+    """Return the modules that torch lists beside a state dict; empty if it does not."""
     module = state.fields.get("module")
     attributes = getattr(module, "state", None) if isinstance(module, OrderedMapping) else None
     listed = attributes.get("_metadata") if isinstance(attributes, dict) else None

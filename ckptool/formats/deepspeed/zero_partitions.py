@@ -207,7 +207,7 @@ def place_flat_runs(
 ) -> Iterator[Run]:
     """Yield the runs of a group laid out flat and cut into ``parts`` partitions of ``size``.
 
-    ``paddings`` are the elements left free after each parameter. Raises Damaged where the group
+    ``paddings`` are the elements left free after each parameter. Raises Damaged if the group
     does not fill its partitions up to the alignment, which is less than two elements a partition.
     """
     offset = 0
@@ -301,7 +301,7 @@ def add_split_groups(
 def place_split_runs(shapes: Shapes, sizes: Sequence[int], rank: int, ranks: int) -> Iterator[Run]:
     """Yield the runs of one rank where each parameter was cut by itself into ``ranks`` pieces.
 
-    Their parts are the rank's sub groups, whose elements are ``sizes``. Raises Damaged where the
+    Their parts are the rank's sub groups, whose elements are ``sizes``. Raises Damaged if the
     pieces do not fill the sub groups exactly.
     """
     starts = [0, *accumulate(sizes)]

@@ -82,7 +82,7 @@ def _read_head(source: Source) -> bytes:
 
 
 def _read_config(source: Source) -> dict[str, Any] | None:
-    """Return what ``metadata.json`` says of the backend; None where it is none of Megatron's."""
+    """Return what ``metadata.json`` says of the backend; None if it is none of Megatron's."""
     if not 0 < source.files.get(_CONFIG, 0) <= _LARGEST_CONFIG:
         return None
     try:

@@ -70,7 +70,7 @@ class _ShardedRanks:
     others: dict[int, dict[str, Leaf]] = field(default_factory=dict)
 
     def add(self, name: str, dtype: DType, whole: tuple[int, ...], chunk: Chunk | None) -> None:
-        """Add what a rank has of a tensor. Damaged where others have another type or shape."""
+        """Add what a rank has of a tensor. Damaged if others have another type or shape."""
         known = self.kinds.setdefault(name, (dtype, whole))
         if known != (dtype, whole):
             raise Damaged(
@@ -210,7 +210,7 @@ def join_parts(parts: Sequence[ShardRecord]) -> Sequence[ShardRecord]:
     """Turn parts of several tensors into parts of one, which holds one tensor after the other.
 
     So z, x, B, C and dt are kept apart that are one ``in_proj`` of Mamba's in the rank's model.
-    Raises Damaged where their dims differ.
+    Raises Damaged if their dims differ.
     """
     if len(parts) == 1:
         return parts

@@ -52,12 +52,12 @@ StageRun = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """What the arguments say; ``values`` is empty where none were saved."""
+    """What the arguments say; ``values`` is empty if none were saved."""
 
     values: Mapping[str, Any]
 
     def integer(self, name: str) -> int | None:
-        """Return a whole number greater than zero, or None where the arguments do not state one."""
+        """Return a whole number greater than zero, or None if the arguments do not state one."""
         value = self.values.get(name)
         return value if type(value) is int and value > 0 else None
 
@@ -67,7 +67,7 @@ class Arguments:
 
     @property
     def gated(self) -> bool | None:
-        """Whether ``linear_fc1`` holds a gate and an up projection; None where nothing says."""
+        """Whether ``linear_fc1`` holds a gate and an up projection; None if nothing says."""
         stated = [self.values[name] for name in _GATES if type(self.values.get(name)) is bool]
         return any(stated) if stated else None
 
@@ -165,7 +165,7 @@ def is_expert(name: str) -> bool:
 
 
 def count_experts(names: Iterable[str]) -> int | None:
-    """Return how many experts a rank numbers in its names; None where it numbers none."""
+    """Return how many experts a rank numbers in its names; None if it numbers none."""
     numbers = [int(match[2]) for name in names if (match := _match_expert(name))]
     return max(numbers) + 1 if numbers else None
 

@@ -40,7 +40,7 @@ _RANKS_UNKNOWN = (
 
 
 def scan(source: Source, options: ScanOptions) -> Catalog:
-    """Return the catalog of the newest iteration that is whole; Damaged where none is."""
+    """Return the catalog of the newest iteration that is whole; Damaged if none is."""
     local = read_local(source, options.world_size)
     args = _read_arguments(local)
     stated = args.integer("world_size")
@@ -190,7 +190,7 @@ def read_local(source: Source, world_size: int | None = None) -> LocalIteration:
     """Return the files of the newest iteration that is whole.
 
     ``world_size`` is the number of owners; where it is not known, that of the highest rank seen.
-    Raises Damaged where no iteration is whole, with what each of them lacks.
+    Raises Damaged if no iteration is whole, with what each of them lacks.
     """
     copies = [copy for name in source.files if (copy := _parse_name(name))]
     for copy in copies:

@@ -45,7 +45,7 @@ class RankFolder:
 
     @property
     def experts(self) -> int | None:
-        """How many experts the rank numbers in its names; None where it numbers none."""
+        """How many experts the rank numbers in its names; None if it numbers none."""
         return count_experts(name for run in self.runs.values() for name in run)
 
     @property
@@ -57,7 +57,7 @@ class RankFolder:
 def read_folders(source: Source) -> tuple[list[RankFolder], Arguments]:
     """Return all folders in order of expert, pipeline and tensor rank; the first's arguments.
 
-    Raises Damaged where a rank is missing, or names cannot tell pipeline from expert ranks.
+    Raises Damaged if a rank is missing, or names cannot tell pipeline from expert ranks.
     """
     names = sorted(name for name in source.files if _FOLDER.fullmatch(name))
     expect_archives(source, names)
@@ -126,7 +126,7 @@ def count_degrees(ranks: Mapping[Rank, object] | list[Rank]) -> Rank:
 
 
 def _require_own(ranks: Mapping[Rank, str], writers: Mapping[str, Any]) -> None:
-    """Raise Damaged where folders were swapped; ``writers`` are the global ranks stated in them.
+    """Raise Damaged if folders were swapped; ``writers`` are the global ranks stated in them.
 
     Those grow with each of the three, in whatever order they are counted. Tools that write all
     folders in one process save the same rank in each.
@@ -179,7 +179,7 @@ def _require_all(ranks: Mapping[Rank, str], args: Arguments) -> None:
 
 
 def _require_optimizers(source: Source, names: Sequence[str], args: Arguments) -> None:
-    """Raise Damaged where only some ranks have an optimizer's file; experts' may be elsewhere."""
+    """Raise Damaged if only some ranks have an optimizer's file; experts' may be elsewhere."""
     missing = [name for name in names if name not in source.files]
     if missing and len(missing) < len(names) and args.degree("EP") == 1:
         message = f"{missing[0]!r} is missing, which {len(names) - len(missing)} of {len(names)}"

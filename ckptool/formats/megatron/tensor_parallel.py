@@ -184,7 +184,7 @@ _TABLE: RuleTable[_ParameterFacts] = RuleTable(
 
 
 def find_rule(name: str, shapes: Shapes, stated: TpRule | None, args: Arguments) -> TpRule:
-    """Return the rule of a parameter; Undetermined where nothing tells it.
+    """Return the rule of a parameter; Undetermined if nothing tells it.
 
     ``shapes`` are those of all parameters as ranks hold them; ``stated`` is what the parameter's
     own attributes say (``partition_dim``), where it was saved with them.

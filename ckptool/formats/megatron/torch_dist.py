@@ -115,7 +115,7 @@ def _note_unfinished(source: Source, catalog: Catalog, options: ScanOptions) -> 
 
 
 def _unflatten(entry: TensorEntry, shape: tuple[int, ...]) -> TensorEntry:
-    """Return the tensor in its own ``shape``; Damaged where it is not stored reformulated."""
+    """Return the tensor in its own ``shape``; Damaged if it is not stored reformulated."""
     grid = entry.shape[:-1]
     local = tuple(size // parts for size, parts in zip(shape, grid, strict=False))
     whole = tuple(size * parts for size, parts in zip(local, grid, strict=False))

@@ -179,7 +179,7 @@ def _is_flat_optimizer(source: Source, item: RankFile) -> bool:
 
 
 def _fsdp_version(source: Source) -> str | None:
-    """Return the version of FSDP that verl records; None where it records none."""
+    """Return the version of FSDP that verl records; None if it records none."""
     if _VERL_CONFIG not in source.files:
         return None
     match = re.search(rb'"FSDP_version"\s*:\s*(\d)\b', read_metadata(source, _VERL_CONFIG))

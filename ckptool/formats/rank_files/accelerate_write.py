@@ -35,7 +35,7 @@ _ONCE = re.compile(r"(?:scheduler|sampler|dl_state_dict|(scaler)|(custom_checkpo
 def lay_out(catalog: Catalog, request: Request) -> Layout:
     """Lay out the two folders and the files beside them.
 
-    Raises Unsupported where something has no place there.
+    Raises Unsupported if something has no place there.
     """
     mesh = require_placed(request).mesh
     for entry in entries_of(catalog):

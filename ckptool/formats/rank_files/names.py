@@ -181,7 +181,7 @@ def _ranked_files(source: Source, names: list[_NumberedName]) -> Iterator[RankFi
 def _recorded_ranks(
     source: Source, names: list[_NumberedName], by_name: list[int] | None
 ) -> list[int] | None:
-    """Return the rank that each file records; None where they are no one checkpoint's.
+    """Return the rank that each file records; None if they are no one checkpoint's.
 
     A file that was copied over another's is noticed later: then the numbers are the ranks, counted
     as those are that the content proves.
@@ -286,7 +286,7 @@ def _have_equal_shapes(contents: Sequence[Mapping[str, Leaf]]) -> bool:
 
 
 def require_one_save(root: str, files: list[RankFile], *, one_world: bool) -> None:
-    """Raise Damaged where names state several steps, or two files are of one rank.
+    """Raise Damaged if names state several steps, or two files are of one rank.
 
     With ``one_world`` they must not state several world sizes either, as after a relaunch.
     """

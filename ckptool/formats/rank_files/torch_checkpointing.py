@@ -51,7 +51,7 @@ class Declared:
 
 
 def read_declared(source: Source) -> Declared | None:
-    """Read the declarations; None where the folder has none of this kind."""
+    """Read the declarations; None if the folder has none of this kind."""
     if METADATA not in source.files:
         return None
     with coded("metadata-unreadable", file=METADATA):

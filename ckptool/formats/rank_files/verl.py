@@ -28,7 +28,7 @@ _MESH = {1: ("fsdp",), 2: ("ddp", "fsdp")}
 
 
 def lay_out(catalog: Catalog, request: Request) -> Layout:
-    """Lay out a file of each family for each rank. Unsupported where a name is of no family."""
+    """Lay out a file of each family for each rank. Unsupported if a name is of no family."""
     placed = require_placed(request)
     if placed.mesh.names is None:
         names = _MESH.get(len(placed.mesh.shape))

@@ -74,7 +74,7 @@ def by_family(leaves: Iterable[tuple[Path, Any]]) -> dict[str, Any]:
 
 
 def own_path(path: Path, rank: int, mesh: Mesh) -> Path | None:
-    """Return the path of an entry in the file of ``rank``; None where it is another rank's alone.
+    """Return the path of an entry in the file of ``rank``; None if it is another rank's alone.
 
     State of a rank that the mesh lacks lies in all files, its rank in its name.
     """
@@ -161,7 +161,7 @@ _FLAT = "model"
 def lay_out_torch_checkpointing(catalog: Catalog, request: Request) -> Layout:
     """Lay out one file per item and rank, and ``metadata.pkl`` as the last file.
 
-    A state dict without levels becomes the item ``model``. Raises Unsupported where the request has
+    A state dict without levels becomes the item ``model``. Raises Unsupported if the request has
     no mesh, or a name cannot be an item's.
     """
     placed = require_placed(request)
@@ -192,7 +192,7 @@ def _by_item(leaves: Sequence[tuple[Path, Any]]) -> dict[str, Any]:
 
 
 def _item(path: Path) -> str:
-    """Return the item of a path; raises Unsupported where its name cannot begin a file name."""
+    """Return the item of a path; raises Unsupported if its name cannot begin a file name."""
     item = str(path[0]) if path else "value"
     if not item or item.startswith(".") or any(c in "/\\" or ord(c) < 32 for c in item):
         raise Unsupported(

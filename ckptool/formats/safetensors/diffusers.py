@@ -96,7 +96,7 @@ def _texts(source: Source, components: dict[str, str]) -> Iterator[tuple[str, in
 def lay_out(catalog: Catalog, request: Request) -> Layout:
     """Lay out each component's weights as a model's folder, and copy all files of text.
 
-    Raises Unsupported where the checkpoint is no pipeline, or a name is of no component.
+    Raises Unsupported if the checkpoint is no pipeline, or a name is of no component.
     """
     if PIPELINE not in catalog.companions:
         raise Unsupported(

@@ -81,7 +81,7 @@ def _step(text: str, container: Fields) -> Any:
 def read_manifest(source: Source) -> Manifest:
     """Read the manifest of a folder.
 
-    Raises Damaged where it is not as TorchSnapshot 0.1 writes it, Unrecognised where it is YAML,
+    Raises Damaged if it is not as TorchSnapshot 0.1 writes it, Unrecognised if it is YAML,
     as versions before wrote it.
     """
     text = read_metadata(source, METADATA)
@@ -146,7 +146,7 @@ class Places:
         return chunks
 
     def _place(self, entry: Fields, shape: tuple[int, ...]) -> Place | None:
-        """Return where a tensor's bytes lie; None where it is not a plain tensor."""
+        """Return where a tensor's bytes lie; None if it is not a plain tensor."""
         dtype = element_type(entry["dtype"])
         file, start, length = self._span(entry)
         if dtype is None or entry["serializer"] not in (_RAW, _ARCHIVE):

@@ -83,7 +83,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
 
 
 def _require_parts(source: Source, files: list[re.Match[str]], world: int) -> None:
-    """Raise Damaged where a rank, or a part before a rank's last, has no file."""
+    """Raise Damaged if a rank, or a part before a rank's last, has no file."""
     require_rank(world, source.root)
     parts: dict[int, set[int]] = {}
     for match in files:

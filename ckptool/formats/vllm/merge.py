@@ -38,7 +38,7 @@ from ckptool.formats.companions import CONFIG, size_in
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """What a model's ``config.json`` says of its sizes; None where it is silent."""
+    """What a model's ``config.json`` says of its sizes; None if it is silent."""
 
     heads: int | None = None
     key_value_heads: int | None = None
@@ -305,7 +305,7 @@ def _require_plain(parts: LocalTensors) -> None:
 
 
 def _require_part(outputs: LocalTensors, world: int) -> None:
-    """Raise Undetermined where an output projection may be whole: vision models are, at times."""
+    """Raise Undetermined if an output projection may be whole: vision models are, at times."""
     shape = next(iter(outputs.values())).shape
     if world > 1 and (len(shape) != 2 or shape[1] * world != shape[0]):
         raise Undetermined("an output projection of this shape may be cut or whole")
@@ -319,7 +319,7 @@ def _keep_whole(name: str, owned: tuple[int, LocalTensor]) -> TensorEntry:
 
 
 def _rows_of(name: str, part: LocalTensor, start: int, stop: int) -> LocalTensor:
-    """Return some rows of a local tensor; Damaged where it has none such."""
+    """Return some rows of a local tensor; Damaged if it has none such."""
     if not part.shape or not 0 <= start <= stop <= part.shape[0]:
         raise Damaged(f"{name}: {list(part.shape)} has no rows {start} to {stop}")
     box = Box.along(0, start, (stop - start, *part.shape[1:]))

@@ -90,7 +90,7 @@ def require_plottable(path: Path) -> None:
 
 
 def write_plot(report: BenchReport, path: Path) -> None:
-    """Draw the bars into an SVG or PNG file; Unsupported where it cannot be written."""
+    """Draw the bars into an SVG or PNG file; Unsupported if it cannot be written."""
     from matplotlib.figure import Figure
 
     results = report.ranked[::-1]

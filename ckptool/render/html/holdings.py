@@ -86,7 +86,7 @@ def _by_files(entry: TensorEntry) -> _Holders:
 
 
 def _by_placements(entry: TensorEntry, mesh: Mesh | None) -> _Holders | None:
-    """Return who holds each box; None where the placements do not say, or the files disagree."""
+    """Return who holds each box; None if the placements do not say, or the files disagree."""
     if mesh is None or entry.placements is None or mesh.size > _MOST_RANKS or not entry.elements:
         return None
     try:

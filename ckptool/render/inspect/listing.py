@@ -36,7 +36,7 @@ _BRIEF = {"Shard": "S", "StridedShard": "_S", "Partial": "P", "Replicate()": "R"
 def tensor_lines(
     catalog: Catalog, globs: Sequence[str], screen: Console, sort: str = "name"
 ) -> list[Text]:
-    """List every tensor that matches, in order; UsageError where a glob matches none."""
+    """List every tensor that matches, in order; UsageError if a glob matches none."""
     entries = in_order(
         [catalog.tensors[name] for name in tensors_named(catalog, globs, "--tensors")], sort
     )

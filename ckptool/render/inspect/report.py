@@ -48,7 +48,7 @@ def show(
     depth: int | None = None,
     sort: str = "name",
 ) -> None:
-    """Print the whole picture, or only the views that are asked for."""
+    """Print the whole picture, or only the views that are requested."""
     catalog = report.catalog
     views = (
         [stats_lines(stats, console)] if len(stats) else []
@@ -127,7 +127,7 @@ EXPORT_MARK = b'<svg class="rich-terminal"'
 
 
 def require_exportable(path: Path) -> None:
-    """Raise UsageError where the suffix of ``path`` is not that of SVG."""
+    """Raise UsageError if the suffix of ``path`` is not that of SVG."""
     if path.suffix != ".svg":
         hint = f"--html {path} writes a page" if path.suffix in (".html", ".htm") else None
         raise UsageError(f"--export {path}: file name must end in .svg", hint=hint)

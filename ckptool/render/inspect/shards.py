@@ -45,7 +45,7 @@ _COLOURS = (
 def shard_lines(catalog: Catalog, pattern: str, screen: Console) -> list[Text]:
     """Return the picture and the legend of each tensor that matches, of many the first few.
 
-    Raises UsageError where none does.
+    Raises UsageError if none does.
     """
     names = tensors_named(catalog, [pattern], "--shards")
     lines: list[Text] = []

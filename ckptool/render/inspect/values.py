@@ -35,7 +35,7 @@ def preview(value: Any, limit: int = 60) -> str:
 
 
 def _record(call: Call, limit: int) -> str | None:
-    """Return what a record holds, None where its name is all there is to say."""
+    """Return what a record holds, None if its name is all there is to say."""
     simple = simple_value(call)
     if simple is not None:
         is_time = isinstance(simple, date | time | timedelta)

@@ -78,9 +78,9 @@ Share = DTensorShare | ShardedShare | DeclaredShare
 
 
 def read_declared_share(value: PickleValue, tensor: StoredTensor) -> DeclaredShare | None:
-    """Return the share that a plain tensor's attributes declare, or None where they do not.
+    """Return the share that a plain tensor's attributes declare, or None if they do not.
 
-    Raises Damaged where they contradict one another.
+    Raises Damaged if they contradict one another.
     """
     attributes = read_attributes(value)
     if not attributes.keys() >= {*SHARD_ATTRIBUTES}:
@@ -99,7 +99,7 @@ def read_declared_share(value: PickleValue, tensor: StoredTensor) -> DeclaredSha
 def read_share(
     value: PickleValue, file: TorchFile, source: Source
 ) -> DTensorShare | ShardedShare | None:
-    """Return the share that a tensor subclass describes, or None where it is something else.
+    """Return the share that a tensor subclass describes, or None if it is something else.
 
     None too of a DTensor whose local tensors are of a kind that is not read.
     """
@@ -142,14 +142,14 @@ def _dtensor(
 
 
 def read_placement(value: PickleValue) -> Placement:
-    """Read a placement record; Damaged where it is none that is known."""
+    """Read a placement record; Damaged if it is none that is known."""
     if isinstance(value, Call) and value.is_new:
         return make_placement(value.function.name, value.fields)
     raise Damaged(f"unknown placement {describe(value)}")
 
 
 def make_placement(name: str, fields: Mapping[str, Any]) -> Placement:
-    """Return the placement of a class of this name; Damaged where none is known."""
+    """Return the placement of a class of this name; Damaged if none is known."""
     if name == "Shard":
         return Shard(_dim(fields.get("dim")))
     if name in ("StridedShard", "_StridedShard"):
@@ -273,7 +273,7 @@ def _axes(layout: PickleValue, ranks: int) -> list[list[int]]:
 
 
 def read_flat_ints(value: PickleValue) -> tuple[int, ...]:
-    """Return the ints of a nested tuple, in order; Damaged where there are too many."""
+    """Return the ints of a nested tuple, in order; Damaged if there are too many."""
     ints: list[int] = []
     stack = [value]
     left = _MOST_RANKS
@@ -314,14 +314,14 @@ def _ints(
 
 
 def read_name(value: PickleValue) -> str:
-    """Return a name of a pickle; Damaged where it is something else."""
+    """Return a name of a pickle; Damaged if it is something else."""
     if not isinstance(value, str):
         raise Damaged(f"expected a name, got {describe(value)}")
     return value
 
 
 def read_fields(value: PickleValue, expected: str) -> dict[str, Any]:
-    """Return the attributes of a record; Damaged where it is none."""
+    """Return the attributes of a record; Damaged if it is none."""
     if not isinstance(value, Call):
         raise Damaged(f"expected a {expected} record, got {type(value).__name__}")
     return value.fields

@@ -81,7 +81,7 @@ class TorchFile:
 
     @property
     def value(self) -> PickleValue:
-        """Return what the file holds; Hostile where it names a global that can run code."""
+        """Return what the file holds; Hostile if it names a global that can run code."""
         require_harmless(self.hostile)
         return self.inert
 
@@ -172,7 +172,7 @@ class OpenArchive:
         return {key: _locate(self._region, record, are_checked) for key, record in stored.items()}
 
     def byteorder(self) -> str:
-        """Return ``little`` or ``big``; Damaged where it is neither."""
+        """Return ``little`` or ``big``; Damaged if it is neither."""
         order = self._records.get(f"{self._root}/byteorder")
         byteorder = "little"
         if order:
@@ -225,7 +225,7 @@ def _root(region: Region, records: Mapping[str, ZipRecord]) -> str:
 
 
 def record_bytes(region: Region, record: ZipRecord, has_crc: bool) -> bytes:
-    """Return a small record, decoded; Damaged where it is too large or not what was checksummed.
+    """Return a small record, decoded; Damaged if it is too large or not what was checksummed.
 
     ``has_crc`` says that its archive has checksums: where none is stored, all are 0.
     """

@@ -79,7 +79,7 @@ class Recovered:
 
 
 def recover_records(source: Source, file: str) -> Recovered:
-    """Read the records of a cut or broken archive; Damaged where not even its pickle is whole."""
+    """Read the records of a cut or broken archive; Damaged if not even its pickle is whole."""
     return _RecordScan(source, file).run()
 
 
@@ -87,7 +87,7 @@ def read_legacy_counts(source: Source, file: str) -> tuple[int, dict[int, bytes]
     """Return the size in bytes of a legacy stream that was cut, and its storages' counts by place.
 
     A count is the 8 bytes before a storage: its number of elements, as its pickle says it. Raises
-    Damaged where that is not whole, or contradicts a number that is there.
+    Damaged if that is not whole, or contradicts a number that is there.
     """
     *_, value, keys = read_legacy_pickles(source, file)
     storages = {s.key: s for s in map(read_storage, value.persistent)}
@@ -150,7 +150,7 @@ class _RecordScan:
         return None
 
     def _read_record(self, position: int) -> None:
-        """Read the record whose header begins here; Damaged where it is not whole."""
+        """Read the record whose header begins here; Damaged if it is not whole."""
         header = LOCAL.unpack(self._read(position, LOCAL.size))
         name = self._read(position + LOCAL.size, header[9]).decode("utf-8", "replace")
         start = position + LOCAL.size + header[9] + header[10]
@@ -177,7 +177,7 @@ class _RecordScan:
         self._sizes = {storage.key: storage.nbytes for storage in storages}
 
     def _require_named(self, name: str, size: int, end: int) -> None:
-        """Raise Damaged where it is none of this archive, or its pickle says another size."""
+        """Raise Damaged if it is none of this archive, or its pickle says another size."""
         root, _, inner = name.partition("/")
         folder, _, key = inner.partition("/")
         sizes = self._sizes or {}

@@ -124,9 +124,9 @@ def is_tensor_record(value: PickleValue) -> bool:
 
 
 def read_tensor(value: PickleValue, depth: int = 4) -> StoredTensor | None:
-    """Read the tensor that a call would rebuild; None where it is no plain strided tensor.
+    """Read the tensor that a call would rebuild; None if it is no plain strided tensor.
 
-    ``depth`` is how many calls may wrap one another. Raises Damaged where the record contradicts
+    ``depth`` is how many calls may wrap one another. Raises Damaged if the record contradicts
     itself.
     """
     value = unwrap_parameter(value)
@@ -168,7 +168,7 @@ def _strided_tensor(args: tuple[Any, ...], function: str) -> StoredTensor | None
 def read_attributes(value: PickleValue) -> dict[str, Any]:
     """Return the attributes that a tensor's record sets on it, a parameter's own among them.
 
-    Raises Damaged where there are more than any tensor has.
+    Raises Damaged if there are more than any tensor has.
     """
     attributes: dict[str, Any] = {}
     for record in (value, unwrap_parameter(value)):
@@ -184,7 +184,7 @@ def read_attributes(value: PickleValue) -> dict[str, Any]:
 
 
 def read_natural(value: PickleValue) -> int:
-    """Return a non-negative int of a pickle; Damaged where it is something else."""
+    """Return a non-negative int of a pickle; Damaged if it is something else."""
     if type(value) is not int or not 0 <= value < _LIMIT:
         raise Damaged(f"expected a size or offset, got {describe(value)}")
     return value
@@ -199,7 +199,7 @@ def describe(value: PickleValue) -> str:
 def read_sizes(value: PickleValue) -> tuple[int, ...]:
     """Read a shape or strides: a tuple, a list or a ``torch.Size`` of non-negative ints.
 
-    Raises Damaged where it is something else, or of more dims than torch has.
+    Raises Damaged if it is something else, or of more dims than torch has.
     """
     if isinstance(value, Call) and value.function == TORCH_SIZE and len(value.args) == 1:
         value = value.args[0]
@@ -225,7 +225,7 @@ def read_dtype(value: PickleValue) -> DType:
 def locate_tensor(tensor: StoredTensor, file: TorchFile) -> Place:
     """Return where a tensor of a file lies.
 
-    Raises Damaged where its storage is missing, has another size than the pickle says, or ends
+    Raises Damaged if its storage is missing, has another size than the pickle says, or ends
     before the tensor does.
     """
     storage = tensor.storage
@@ -327,7 +327,7 @@ def find_wrapper_class(value: PickleValue) -> Global | None:
 
 
 def split_wrapper(value: PickleValue) -> dict[str, Any] | None:
-    """Return the attributes of a tensor subclass that wraps others; None where it wraps none."""
+    """Return the attributes of a tensor subclass that wraps others; None if it wraps none."""
     if find_wrapper_class(value) is None:
         return None
     parts = {str(name): part for name, part in read_attributes(value).items()}
@@ -337,7 +337,7 @@ def split_wrapper(value: PickleValue) -> dict[str, Any] | None:
 def read_outer(value: PickleValue) -> tuple[DType, tuple[int, ...]] | None:
     """Return the element type and shape that a subclass wrapping others shows to the outside.
 
-    None for every other value; Damaged where the record is none.
+    None for every other value; Damaged if the record is none.
     """
     if find_wrapper_class(value) is None:
         return None

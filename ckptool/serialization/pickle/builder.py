@@ -299,7 +299,7 @@ class Builder(Stack):
     def key(self, key: PickleValue) -> PickleValue:
         """Return a value that may key a dict; charge what hashing and comparing it costs.
 
-        Damaged where it is not plain, or not small.
+        Damaged if it is not plain, or not small.
 
         Text and records have hashes that no pickle can choose, numbers collide by the dozen.
         """
@@ -345,7 +345,7 @@ class Builder(Stack):
         target.state = state
 
     def charge(self, count: int) -> None:
-        """Count what is built; Damaged where that is out of all proportion to the pickle."""
+        """Count what is built; Damaged if that is out of all proportion to the pickle."""
         self._budget -= count
         if self._budget < 0:
             raise self.malformed("too many values for a pickle of its size")

@@ -27,7 +27,7 @@ class Memo:
     """What a pickle has noted, by number: ``dense`` from 0 on, ``sparse`` what comes behind a gap.
 
     What runs of rows note is made when it is asked for: ``hidden`` is how much that is. Numbers
-    below ``plain`` are places in ``dense``; ``made`` is what was asked for, by its id. ``changes``
+    below ``plain`` are places in ``dense``; ``made`` is what was requested, by its id. ``changes``
     counts how often a number was given to something else.
     """
 
@@ -70,7 +70,7 @@ class Memo:
         self._runs.append((self.hidden, run))
 
     def put(self, index: int, value: Any) -> None:
-        """Note a value under this number; ValueError where it is none, or a row's."""
+        """Note a value under this number; ValueError if it is none, or a row's."""
         if index < 0 or self.plain <= index < self.next_number:
             raise ValueError(index)
         if index < self.next_number:
@@ -264,7 +264,7 @@ class InstanceReader:
         return record
 
     def _add_pattern(self, pos: int) -> bool:
-        """Take the instance at ``pos`` as the pattern of its class; False where there is none."""
+        """Take the instance at ``pos`` as the pattern of its class; False if there is none."""
         match = _ANY_INSTANCE.match(self._data, pos) if self._patterns_left else None
         if match is None:
             return False

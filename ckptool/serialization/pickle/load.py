@@ -46,7 +46,7 @@ def read_pickle(
     With ``rows`` lists and dicts may have ``Rows`` in them, each of which stands for many records;
     as keys of a dict those have as many values.
 
-    Raises Damaged where it is malformed and, where it ``judges``, Hostile where it names a global
+    Raises Damaged if it is malformed and, where it ``judges``, Hostile if it names a global
     that can run code.
     """
     machine = Machine(data, start, what, judges=judges, rows=rows)
@@ -69,7 +69,7 @@ def require_harmless(hostile: Mapping[Global, Problem]) -> None:
 
 
 def _run(machine: Machine, size: int) -> PickleValue:
-    """Run a program; Damaged where it is malformed, Truncated where it has no end."""
+    """Run a program; Damaged if it is malformed, Truncated where it has no end."""
     what = machine.what
     try:
         return machine.run()

@@ -117,7 +117,7 @@ class RowObjects(list[Any]):
         self._left = _MOST_OF_ROWS
 
     def count_one(self) -> None:
-        """Count a text, or a row of which an object is made; Damaged where they are too many."""
+        """Count a text, or a row of which an object is made; Damaged if they are too many."""
         self._left -= 1
         if self._left < 0:
             raise Damaged(f"more than {_MOST_OF_ROWS:,} objects made of a pickle's rows")

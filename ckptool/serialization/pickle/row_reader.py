@@ -77,7 +77,7 @@ class RowReader:
         self._known.clear()
 
     def read(self, pos: int, end: int, classes: Sequence[RowClass], noted: int) -> Run | None:
-        """Read rows of classes that take turns from ``pos`` on; None where they are few.
+        """Read rows of classes that take turns from ``pos`` on; None if they are few.
 
         ``noted`` is the number under which the memo notes what comes next. Rows that begin behind
         ``end`` are left out.
@@ -287,7 +287,7 @@ class RowReader:
         return None if code is None else self._objects[code]
 
     def _code(self, reference: int) -> int | None:
-        """Return the place among the objects of what the memo has; None where it has nothing."""
+        """Return the place among the objects of what the memo has; None if it has nothing."""
         if reference not in self._codes:
             try:
                 value = _PLAIN[-reference] if reference < 0 else self._value_of(reference)

@@ -35,7 +35,7 @@ class Rows:
 
     It stands on the machine's stack, and in the lists and dicts that are made of it, for all of its
     instances. ``begin`` is where these begin in the pickle, those of a class that they take turns
-    with, too. ``made`` are those that were asked for one by one.
+    with, too. ``made`` are those that were requested one by one.
     """
 
     __slots__ = ("begin", "columns", "function", "made", "objects")

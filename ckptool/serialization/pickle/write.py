@@ -57,7 +57,7 @@ class TensorRef:
 def dump(value: Any) -> tuple[bytes, list[Content]]:
     """Return the pickle of a value in protocol 2, and what fills its storages, by number.
 
-    Inert records become what they were read from. Unsupported where values are nested too deep.
+    Inert records become what they were read from. Unsupported if values are nested too deep.
     """
     stream = io.BytesIO()
     pickler = _RecordPickler(stream, 2)

@@ -100,7 +100,7 @@ class _Movable(NamedTuple):
 
 
 def _movable_tensors(opened: TorchFile, leaves: Mapping[str, Leaf]) -> dict[str, _Movable] | None:
-    """Return the tensors of a file by name; None where it holds what another must not share."""
+    """Return the tensors of a file by name; None if it holds what another must not share."""
     meshes = {id(mesh): number for number, (mesh, _) in enumerate(opened.meshes.values())}
     movable: dict[str, _Movable] = {}
     for name, leaf in leaves.items():
@@ -160,7 +160,7 @@ class _Template:
     probes_left: int = _MOST_PROBES
 
     def leaves_of(self, archive: OpenArchive, source: Source) -> dict[str, Leaf] | None:
-        """Return what another file holds; None where it must be read in full to know that."""
+        """Return what another file holds; None if it must be read in full to know that."""
         if len(archive.pickle) != len(self.pickle):
             return None
         unknown = self._unknown_bytes(archive.pickle)
@@ -214,7 +214,7 @@ class _Template:
     def _meshes_of(
         self, data: bytes, file: TorchFile, source: Source
     ) -> list[tuple[Mesh, int | None]]:
-        """Return the meshes of another file, in order; ValueError where one has another shape."""
+        """Return the meshes of another file, in order; ValueError if one has another shape."""
         values = [literal.value(data) for literal in self.literals]
         others = {id(one): other for one, other in self.meshes}
         meshes = []
@@ -238,7 +238,7 @@ def _moved(
     file: str,
     meshes: Sequence[tuple[Mesh, int | None]],
 ) -> Leaf | None:
-    """Return a tensor's leaf as another file has it; None where its storage there is another."""
+    """Return a tensor's leaf as another file has it; None if its storage there is another."""
     leaf, place, _, before, number = known
     if stored is None or stored.size != before.size or stored.codec:
         return None
@@ -257,7 +257,7 @@ def _moved(
 
 
 def _find_literals(data: bytes, places: Sequence[int]) -> tuple[_Literal, ...] | None:
-    """Return the numbers and texts that bytes of a pickle lie in; None where one lies in none."""
+    """Return the numbers and texts that bytes of a pickle lie in; None if one lies in none."""
     wanted = sorted({*places})
     found: list[_Literal] = []
     covered = 0
@@ -308,7 +308,7 @@ def _filled(value: Any, values: Sequence[Any]) -> Any:
 
 
 def _pair_meshes(one: Any, other: Any) -> list[tuple[Call, Call]] | None:
-    """Return the meshes of a value and of one with holes; None where one is elsewhere than in them.
+    """Return the meshes of a value and of one with holes; None if one is elsewhere than in them.
 
     Both are of pickles with the same opcodes, so the same parts of both are shared.
     """
@@ -341,7 +341,7 @@ def _pair_meshes(one: Any, other: Any) -> list[tuple[Call, Call]] | None:
 
 
 def _parts(value: Any) -> list[Any] | None:
-    """Return what a value is made of; None where it is of a kind that is not compared."""
+    """Return what a value is made of; None if it is of a kind that is not compared."""
     kind = type(value)
     if kind is Persistent:
         return [value.value]

@@ -58,7 +58,7 @@ def assemble(ranks: Mapping[int, RankLeaves], *, per_rank: bool = False) -> Asse
 
 
 def _merge(name: str, leaves: _Leaves, result: Assembled, per_rank: bool) -> None:
-    """Merge what ranks have under one name; Damaged where they contradict one another."""
+    """Merge what ranks have under one name; Damaged if they contradict one another."""
     refused = {r: leaf.value for r, leaf in leaves.items() if isinstance(leaf.value, Refusal)}
     if refused:
         _merge_refused(name, leaves, refused, result)
@@ -145,7 +145,7 @@ def _merge_plain(name: str, leaves: _Leaves, result: Assembled, keep: bool) -> N
 
 
 def _difference(leaves: _Leaves) -> str | None:
-    """Return how plain tensors of ranks differ as far as headers show; None where they do not."""
+    """Return how plain tensors of ranks differ as far as headers show; None if they do not."""
     (first_rank, first), *others = leaves.items()
     expected: StoredTensor = first.value.tensor
     for rank, leaf in others:
@@ -203,7 +203,7 @@ def _merge_dtensor(name: str, leaves: _Leaves, result: Assembled, keep: bool) ->
     """Add the DTensor that ranks hold.
 
     Where device meshes hold different ones it is a conflict, or with ``keep`` one tensor per mesh.
-    A partial one is only noted. Raises Damaged where records contradict one another.
+    A partial one is only noted. Raises Damaged if records contradict one another.
     """
     first: DTensorShare = _first(leaves).value.share
     partial = [p for p in first.placements if isinstance(p, Partial)]
@@ -279,7 +279,7 @@ def _spelt(share: DTensorShare) -> tuple[str, ...]:
 
 
 def _dtensor_entry(name: str, leaves: _Leaves) -> TensorEntry:
-    """Return the DTensor that ranks hold; Damaged where their records contradict one another."""
+    """Return the DTensor that ranks hold; Damaged if their records contradict one another."""
     _require_one_whole(leaves)
     shares: dict[int, DTensorShare] = {rank: leaf.value.share for rank, leaf in leaves.items()}
     first = next(iter(shares.values()))
@@ -295,7 +295,7 @@ def _dtensor_entry(name: str, leaves: _Leaves) -> TensorEntry:
 
 
 def _require_one_whole(leaves: _Leaves) -> None:
-    """Raise Damaged where ranks disagree on the element type and shape of the whole tensor."""
+    """Raise Damaged if ranks disagree on the element type and shape of the whole tensor."""
     (first_rank, leaf), *others = leaves.items()
     first = leaf.value.share
     for rank, other in others:
@@ -342,7 +342,7 @@ def _shard_chunks(shard: LocalShard, at: Place, rank: int, shape: tuple[int, ...
 
 
 def _sharded_entry(name: str, leaves: _Leaves) -> TensorEntry:
-    """Return the ShardedTensor that ranks hold; Damaged where one's shards are not there."""
+    """Return the ShardedTensor that ranks hold; Damaged if one's shards are not there."""
     first: ShardedShare = _first(leaves).value.share
     chunks: list[Chunk] = []
     for rank, leaf in leaves.items():
@@ -362,7 +362,7 @@ def _sharded_entry(name: str, leaves: _Leaves) -> TensorEntry:
 
 
 def _declared_entry(name: str, leaves: _Leaves) -> TensorEntry:
-    """Return the tensor whose shards attributes declare; Damaged where ranks' wholes differ."""
+    """Return the tensor whose shards attributes declare; Damaged if ranks' wholes differ."""
     _require_one_whole(leaves)
     first: DeclaredShare = _first(leaves).value.share
     chunks = [

@@ -51,7 +51,7 @@ def find_members(
 ) -> dict[str, list[Member]]:
     """Return what each flat parameter is made of, by the model's parameters.
 
-    A parameter belongs to the innermost unit that its name lies in. Raises Unsupported where the
+    A parameter belongs to the innermost unit that its name lies in. Raises Unsupported if the
     parameters of a unit do not fill its flat parameter.
     """
     heads = {name.removesuffix(FLAT): name for name in flats}
@@ -105,7 +105,7 @@ def _lay_end_to_end(parts: Parameters, step: int) -> list[Member]:
 def unflatten(flat: TensorEntry, members: Iterable[Member]) -> Iterator[TensorEntry]:
     """Yield each member as a tensor of its own, where some of its elements are stored.
 
-    Raises Damaged where a member ends outside the flat parameter, or that has other than one dim.
+    Raises Damaged if a member ends outside the flat parameter, or that has other than one dim.
     """
     if len(flat.shape) != 1:
         raise Damaged(f"{flat.name}: a flat parameter of {len(flat.shape)} dims")

@@ -70,7 +70,7 @@ class StateDictWalk:
     one that is ``Repeated``. ``notes`` are what a person should know of how values were entered, by
     the values' paths.
 
-    ``pickled`` is the size in bytes of the pickle. Raises Damaged where the nesting has no end, or
+    ``pickled`` is the size in bytes of the pickle. Raises Damaged if the nesting has no end, or
     where the pickle refers to its own parts so often that it unfolds to more values than it has
     bytes.
     """
@@ -99,7 +99,7 @@ class StateDictWalk:
             del self._open[id(value)]
 
     def _count(self, depth: int) -> None:
-        """Count a value that lies so deep. Raises Damaged where it is one too many, or too deep."""
+        """Count a value that lies so deep. Raises Damaged if it is one too many, or too deep."""
         self._left -= 1
         if self._left < 0 or depth > _DEEPEST:
             message = f"{self._what}: the state dict is nested more than {_DEEPEST} deep, or"

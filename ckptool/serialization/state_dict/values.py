@@ -106,7 +106,7 @@ class Expansion:
 
 
 def require_bounded(values: Iterable[Any], *, what: str) -> None:
-    """Raise Damaged where values refer to their parts so often that writing them has no end."""
+    """Raise Damaged if values refer to their parts so often that writing them has no end."""
     expansion = Expansion()
     size = min(sum(map(expansion.parts, values)), _COUNTED)
     if not expansion.is_bounded(size):
@@ -241,7 +241,7 @@ def same_value(first: object, second: object) -> bool:
 
 
 def _pairs(a: Any, b: Any) -> list[tuple[Any, Any]] | None:
-    """Return what must be equal inside two values of one type; None where they differ themselves.
+    """Return what must be equal inside two values of one type; None if they differ themselves.
 
     NaN equals NaN.
     """

@@ -40,7 +40,7 @@ _IN_A_HOST = re.compile(r"[a-z0-9][a-z0-9-]{1,61}[a-z0-9](?<!--x-s3)")
 
 
 class Signer(NamedTuple):
-    """Who asks S3 in which region, and at which endpoint; empty where it is AWS's own."""
+    """Who asks S3 in which region, and at which endpoint; empty if it is AWS's own."""
 
     key: str
     secret: str
@@ -70,7 +70,7 @@ class Signer(NamedTuple):
 
 
 def find_signer(environment: Mapping[str, str]) -> Signer | None:
-    """Return who asks S3 as botocore finds it; None where it has to be asked itself."""
+    """Return who asks S3 as botocore finds it; None if it has to be asked itself."""
     names = {name for name, value in environment.items() if name.startswith("AWS_") and value}
     if names - _UNDERSTOOD or _has_fsspec_settings(environment):
         return None
@@ -92,7 +92,7 @@ def find_signer(environment: Mapping[str, str]) -> Signer | None:
 
 
 def _profile(environment: Mapping[str, str]) -> dict[str, str] | None:
-    """Return what the profile in use says; None where it is not there, or not understood.
+    """Return what the profile in use says; None if it is not there, or not understood.
 
     Keys of both files are not put together: which of them count is botocore's to say.
     """
@@ -116,7 +116,7 @@ def _profile(environment: Mapping[str, str]) -> dict[str, str] | None:
 
 
 def _sections(file: str) -> dict[str, dict[str, str]]:
-    """Return the sections of a file, none where it is not there; ValueError where it is not one."""
+    """Return the sections of a file, none where it is not there; ValueError if it is not one."""
     path = Path(file).expanduser()
     if not path.exists():
         return {}

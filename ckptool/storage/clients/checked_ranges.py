@@ -142,7 +142,7 @@ def _require_range(
 ) -> int:
     """Check that an answer holds the bytes from ``start`` on, ``end`` excluded, maybe fewer.
 
-    Returns how many. Raises Unsupported where the server gives whole files only, and OSError, which
+    Returns how many. Raises Unsupported if the server gives whole files only, and OSError, which
     is tried again, where it gave other bytes. A whole file (``size`` bytes) is as good where all of
     it was wanted.
     """

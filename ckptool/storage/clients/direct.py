@@ -95,7 +95,7 @@ class DirectClient:
         return self._others().read(file, start, end) if data is None else data
 
     def _ask(self, place: str, work: Callable[[Any, str, str], _T | None]) -> _T | None:
-        """Return obstore's answer about a place; None where it gives none.
+        """Return obstore's answer about a place; None if it gives none.
 
         Raises refusals, and Busy, after which the place is asked of others once.
         """
@@ -137,7 +137,7 @@ def by_obstore_alone(
     others: Callable[[], StoreClient],
     timeout: float,
 ) -> DirectClient | None:
-    """Return what asks obstore, where that knows who asks and where; None where it does not."""
+    """Return what asks obstore, where that knows who asks and where; None if it does not."""
     if scheme not in S3 or options or has_proxies() or not is_available():
         return None
     signer = find_signer(os.environ)
@@ -178,7 +178,7 @@ def _head(store: Any, bucket: str, key: str) -> dict[str, dict[str, Any]]:
 
 
 def _look_up(store: Any, bucket: str, key: str) -> dict[str, Any] | None:
-    """Return what is said of a file, or that it is a folder; empty where there is neither.
+    """Return what is said of a file, or that it is a folder; empty if there is neither.
 
     That there is no such key is no answer by itself, as long as there was none: the bucket may be
     called otherwise where the store is asked so.

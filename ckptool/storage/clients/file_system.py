@@ -43,7 +43,7 @@ os.register_at_fork(after_in_child=_keep_inherited)
 
 
 def open_file_system(url: str, options: Mapping[str, Any]) -> Any:
-    """Return the file system of a URL; Unsupported where a package for it is missing."""
+    """Return the file system of a URL; Unsupported if a package for it is missing."""
     scheme = url.partition("://")[0].lower()
     try:
         from fsspec.core import url_to_fs

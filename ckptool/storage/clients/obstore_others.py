@@ -40,8 +40,8 @@ _SCOPE = "https://storage.azure.com/.default"
 class _Way(NamedTuple):
     """How obstore reads what a file system reads.
 
-    ``split`` gives the place of a file that obstore connects to and a name in it, None where it
-    would read another; ``connect`` gives obstore's store for such a place, None where it does not
+    ``split`` gives the place of a file that obstore connects to and a name in it, None if it
+    would read another; ``connect`` gives obstore's store for such a place, None if it does not
     know one; ``version`` what of a listed version obstore can name, or compare.
     """
 
@@ -78,7 +78,7 @@ class ObstoreOtherReader:
     def _read(
         self, place: tuple[str, str], file: ObjectVersion, start: int, end: int
     ) -> memoryview | None:
-        """Return what obstore reads; None where it cannot. Raises Busy."""
+        """Return what obstore reads; None if it cannot. Raises Busy."""
         folder, name = place
         if folder not in self._stores:
             connect = partial(self._way.connect, self._fs, folder, self._timeout)
@@ -111,7 +111,7 @@ def by_obstore(fs: Any, scheme: str, reader: RangeReader, timeout: float) -> Ran
 
 
 def _split_key(fs: Any, file: ObjectVersion) -> tuple[str, str] | None:
-    """Return a bucket, or container, and a key in it; None where a version of it is named."""
+    """Return a bucket, or container, and a key in it; None if a version of it is named."""
     bucket, key, version = fs.split_path(file.key)
     return (bucket, key) if version is None and key == key.strip("/") else None
 
@@ -124,7 +124,7 @@ def _split_web(fs: Any, file: ObjectVersion) -> tuple[str, str] | None:
 def split_url(url: str) -> tuple[str, str]:
     """Return a folder and a name in it as obstore (0.12) asks for them, of the URL of a file.
 
-    The name is empty where it, or the folder, would be asked for under another: obstore quotes
+    The name is empty if it, or the folder, would be asked for under another: obstore quotes
     names, and puts those of a folder behind its query.
     """
     folder, _, name = url.rpartition("/")

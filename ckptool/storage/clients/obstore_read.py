@@ -33,7 +33,7 @@ _UNDERSTOOD = {
     "x-amz-request-payer",
     "x-amz-security-token",
 }
-"""Headers of S3 that obstore sends as well, or that mean nothing where a part is read."""
+"""Headers of S3 that obstore sends as well, or that mean nothing if a part is read."""
 KEPT = timedelta(minutes=6)
 """How long credentials are said to last: obstore (0.12) asks anew five minutes before."""
 _REFUSAL = re.compile(
@@ -149,7 +149,7 @@ async def _listen(fs: Any, note: Callable[..., None]) -> Any:
 def _read(
     store: Any, key: str, version: str | None, start: int, end: int, turns: Turns | None = None
 ) -> memoryview | None:
-    """Return bytes of an object; None where there is no answer, or not of what was asked for.
+    """Return bytes of an object; None if there is no answer, or not of what was requested.
 
     With ``turns`` raises a refusal as s3fs does, and Busy.
     """
@@ -164,7 +164,7 @@ def _read(
 def read_range(
     store: Any, key: str, version: str | None, start: int, end: int
 ) -> memoryview | None:
-    """Return bytes of an object; None where the answer is of others. Raises what obstore does.
+    """Return bytes of an object; None if the answer is of others. Raises what obstore does.
 
     A version that is no ETag, in quotes, is Google's generation, which obstore (0.12) cannot ask
     for as a condition. It checks the status and Content-Range itself, not how many bytes come.
@@ -212,7 +212,7 @@ def _translated(status: str, code: str, message: str) -> Exception:
 
 
 def _connect(fs: Any, request: Any, bucket: str, key: str, timeout: float) -> Any:
-    """Return obstore's store for a bucket; None where it would not ask as ``request`` did."""
+    """Return obstore's store for a bucket; None if it would not ask as ``request`` did."""
     settings = s3_settings(request.url, request.headers, bucket, key)
     config = fs._s3.meta.config
     if settings is None or config.proxies or config.client_cert:
@@ -269,7 +269,7 @@ def s3_settings(
 ) -> dict[str, Any] | None:
     """Return obstore's settings for a bucket, of a request that read ``key`` in it.
 
-    None where the request has what obstore would not send, or another kind of signature.
+    None if the request has what obstore would not send, or another kind of signature.
     """
     texts = {name.lower(): _text(value) for name, value in headers.items()}
     if {name for name in texts if name.startswith("x-amz-")} - _UNDERSTOOD:

@@ -26,7 +26,7 @@ class Request:
     received: int
     sent: int = 0
     status: int = 0
-    """0 where no answer was given."""
+    """0 if no answer was given."""
 
     @property
     def name(self) -> str:
@@ -34,7 +34,7 @@ class Request:
         return self.key.rpartition("/")[2]
 
     def span(self, size: int | None = None) -> tuple[int, int]:
-        """Return the first and the last byte that are asked for; ValueError without a range."""
+        """Return the first and the last byte that are requested; ValueError without a range."""
         match = _RANGE.fullmatch(self.range or "")
         if match is None:
             raise ValueError(self.range)

@@ -49,7 +49,7 @@ class ObjectStore:
         """Entries of one answer of a listing."""
 
     def carry_out(self, request: Request, body: bytes) -> Answer:
-        """Do what is asked for, and return the answer."""
+        """Do what is requested, and return the answer."""
         with self.lock:
             answer: Answer = getattr(self, _METHODS[request.operation])(request, body)
             return answer
@@ -256,7 +256,7 @@ def _described(stored: StoredObject) -> str:
 
 
 def _text(key: str, query: dict[str, str]) -> str:
-    """Return a key as an answer shows it, URL-encoded where that is asked for."""
+    """Return a key as an answer shows it, URL-encoded where that is requested."""
     return urllib.parse.quote(key) if "encoding-type" in query else escape(key)
 
 

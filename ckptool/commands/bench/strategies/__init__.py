@@ -23,7 +23,7 @@ def select_strategies(wanted: Iterable[str]) -> list[str]:
     """Return the names of the strategies that are ``wanted``; all where nothing is.
 
     A word is a name, a family (what precedes the ``/``), a glob, or ``MODULE:CLASS`` for a saver
-    of one's own. Raises UsageError where a word fits nothing.
+    of one's own. Raises UsageError if a word fits nothing.
     """
     names = [name for word in wanted for name in _match(word)]
     return list(dict.fromkeys(names)) or list(STRATEGIES)
@@ -45,7 +45,7 @@ def _match(word: str) -> list[str]:
 
 
 def load_strategy(name: str) -> Strategy:
-    """Return the strategy of a selected name; UsageError where an own one is not there."""
+    """Return the strategy of a selected name; UsageError if an own one is not there."""
     if ":" not in name:
         return STRATEGIES[name]
     module, _, attribute = name.partition(":")

@@ -39,7 +39,7 @@ class Nvrx(DcpStrategy):
 
     @property
     def _io(self) -> dict[str, bool]:
-        """The options that say how to write its files; nothing where it takes no such option."""
+        """The options that say how to write its files; nothing if it takes no such option."""
         return _known_options(_writer().__init__, is_multiproc_io=not self._threaded)
 
     def unavailable(self, place: Place) -> str | None:

@@ -26,8 +26,8 @@ class Ratio:
 class RowResult:
     """A row's samples, one a round, or one in all.
 
-    ``imports_torch`` is None where it was not looked at. ``nbytes`` is the size of the checkpoint
-    that the row's command moves, 0 where it moves none.
+    ``imports_torch`` is None if it was not looked at. ``nbytes`` is the size of the checkpoint
+    that the row's command moves, 0 if it moves none.
     """
 
     row: Row

@@ -82,13 +82,13 @@ def transfer_bench(
 
 
 def require_rounds(repeat: int) -> None:
-    """Raise UsageError where nothing would be measured."""
+    """Raise UsageError if nothing would be measured."""
     if repeat < 1:
         raise UsageError(f"--repeat {repeat}: at least one round is needed")
 
 
 def require_torch() -> None:
-    """Raise Unsupported where torch is missing to write a checkpoint with."""
+    """Raise Unsupported if torch is missing to write a checkpoint with."""
     if importlib.util.find_spec("torch") is None:
         raise Unsupported(
             "torch is not installed, so no checkpoint can be generated",

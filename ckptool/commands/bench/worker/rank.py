@@ -200,7 +200,7 @@ def _is_consequence(reason: str) -> bool:
 def find_accelerators() -> Accelerators:
     """Find the accelerators here in a process of its own: what asks can fork no more.
 
-    Unsupported where torch cannot tell.
+    Unsupported if torch cannot tell.
     """
     with warnings.catch_warnings(action="ignore"):
         import torch  # noqa: F401 (here, for the rest of the run needs it as well)

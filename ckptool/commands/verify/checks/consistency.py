@@ -53,7 +53,7 @@ def replica_problems(entries: Iterable[TensorEntry], source: Files) -> Iterator[
 
 
 def unnamed_latest(asked: Location, surveyed: Survey) -> Iterator[Problem]:
-    """Yield that a run's folder that was asked for does not name its latest checkpoint.
+    """Yield that a run's folder that was requested does not name its latest checkpoint.
 
     Frameworks write the name into a file of the run's folder, and resume by nothing else.
     """

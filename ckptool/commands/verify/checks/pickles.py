@@ -30,7 +30,7 @@ class PickleAudit:
     def look_at(self, data: bytes, file: str, offset: int | None, *, pickles: int = 1) -> bool:
         """Check so many ``pickles`` in a row; return whether all that they name belongs there.
 
-        They begin at ``offset`` of the file, None where they are compressed.
+        They begin at ``offset`` of the file, None if they are compressed.
         """
         is_small = len(data) <= _SMALL and pickles == 1
         named = self._find_in_small(data) if is_small else find_globals(data, pickles=pickles)

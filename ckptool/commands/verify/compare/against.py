@@ -63,7 +63,7 @@ class AgainstReport(Report):
 
     ``verify.nbytes`` were read of both sides together.
 
-    ``coverage`` is how much of either side was compared, None where one cannot be read.
+    ``coverage`` is how much of either side was compared, None if one cannot be read.
     """
 
     verify: VerifyReport = field(metadata={"key": None})
@@ -138,7 +138,7 @@ class Side:
 
     @property
     def format(self) -> str | None:
-        """The name of its format; None where it cannot be read."""
+        """The name of its format; None if it cannot be read."""
         return None if self.opened is None else self.opened.format.name
 
     def rename_as_one_file(self) -> None:
@@ -177,7 +177,7 @@ class Comparison:
     """Two checkpoints, and what was found of them so far.
 
     ``alike`` are the names of tensors whose values can be compared; ``pairs`` those tensors that
-    were, ``differing`` those of them whose values differ. ``alignment`` is None where a side cannot
+    were, ``differing`` those of them whose values differ. ``alignment`` is None if a side cannot
     be read.
     """
 

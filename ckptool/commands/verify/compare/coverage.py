@@ -54,7 +54,7 @@ class Coverage:
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """A checkpoint, rewritten as asked, and what of another one it is to be compared with.
+    """A checkpoint, rewritten as requested, and what of another one it is to be compared with.
 
     ``notes`` are remarks on what of either is not compared.
     """

@@ -208,7 +208,7 @@ def _fit(
 
 
 def _catalogs(comparison: Comparison) -> tuple[Catalog, Catalog]:
-    """Return what is compared of both sides: nothing where one cannot be read."""
+    """Return what is compared of both sides: nothing if one cannot be read."""
     if comparison.alignment is None:
         return Catalog("", {}, {}, {}), Catalog("", {}, {}, {})
     return comparison.alignment.made.catalog, comparison.alignment.theirs.catalog

@@ -95,7 +95,7 @@ def find_fit(
 ) -> Fit | None:
     """Return what would make most names of the tensors ``made`` of a checkpoint wanted ones.
 
-    None where nothing gives more of them, or as many and fewer others. Key maps are tried where
+    None if nothing gives more of them, or as many and fewer others. Key maps are tried where
     nothing else gives half; ``assets`` is a folder with the config.json that they may need.
     """
     targets = dict.fromkeys(wanted)

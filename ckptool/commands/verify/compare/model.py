@@ -24,7 +24,7 @@ def open_other(path: Location, options: ReadOptions, names: Collection[str]) -> 
 
     ``names`` are those that it is to be compared with.
 
-    Raises as ``open_checkpoint`` does, Unsupported where transformers cannot make the model.
+    Raises as ``open_checkpoint`` does, Unsupported if transformers cannot make the model.
     """
     if isinstance(path, Path) and path.name == CONFIG and path.is_file():
         return open_model(path, names)

@@ -248,7 +248,7 @@ def differing_companions(
     These are config.json, tokenizer and their like. The files of ``--hf-assets``, which ``convert``
     copies, go before those of the same name. A config.json that says another element type is no
     other, nor is what it says of a quantization where numbers are made of that: tensors are
-    compared by themselves. Raises NotFound where a file cannot be read, UsageError where there are
+    compared by themselves. Raises NotFound if a file cannot be read, UsageError if there are
     no assets.
     """
     mine, theirs = _companions(one), _companions(other)
@@ -287,7 +287,7 @@ class _Companion(NamedTuple):
         return file_digests([self.file], self.source, 1)[self.file]
 
     def _config(self, besides: tuple[str, ...]) -> str | None:
-        """Return a model's config without some keys, None where it is none."""
+        """Return a model's config without some keys, None if it is none."""
         try:
             config = parse_object(
                 self.file, self.nbytes, lambda: self.source.read(self.file, 0, self.nbytes)

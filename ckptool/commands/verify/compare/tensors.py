@@ -122,7 +122,7 @@ def compare(
 
     Bit by bit without a tolerance: equal NaN patterns are equal, 0.0 and -0.0 are not; after a cast
     any NaN is equal to any other. Numbers are equal where ``|a - b| <= atol + rtol * |b|``, and NaN
-    to NaN. The chunks of every tensor must tile it exactly. Raises Unsupported where a cast needs
+    to NaN. The chunks of every tensor must tile it exactly. Raises Unsupported if a cast needs
     torch and it is not there.
     """
     found = TensorComparison()
@@ -165,7 +165,7 @@ def _sum(one: Difference, other: Difference) -> Difference:
 def _difference(
     pair: TensorPair, tile: PairTile, options: CompareOptions, ranges: RangeCheck
 ) -> Difference | None:
-    """Return how a tile of a pair differs, None where it does not."""
+    """Return how a tile of a pair differs, None if it does not."""
     one, other, types = tile.one, tile.other, (pair.one.dtype, pair.other.dtype)
     if pair.is_cast:
         wanted = coarser(*types)
@@ -218,7 +218,7 @@ def _describe(
     box: Box,
     start: int,
 ) -> Difference | None:
-    """Return how elements of a box from its element ``start`` on differ, None where they do not."""
+    """Return how elements of a box from its element ``start`` on differ, None if they do not."""
     count = int(np.count_nonzero(differ))
     if not count:
         return None
@@ -274,7 +274,7 @@ def _distance(one: Array, other: Array) -> Array:
 
 
 def largest_gap(one: Array, other: Array) -> float | None:
-    """Return the largest difference of two numbers; None where none stands against a number."""
+    """Return the largest difference of two numbers; None if none stands against a number."""
     gaps = _distance(one, other)
     known = gaps[~_is_nan(gaps)]
     return known.max().item() if known.size else None

@@ -35,7 +35,7 @@ def canonical_text(content: Any) -> str:
 def value_text(value: Any, name: str) -> str:
     """Return the canonical JSON of a value of a checkpoint.
 
-    Raises Unsupported where it is too deep or too large to be written down (a million parts).
+    Raises Unsupported if it is too deep or too large to be written down (a million parts).
     """
     try:
         return canonical_text(_plain(value, _DEEPEST, iter(range(_MOST_NODES)), name))

@@ -43,7 +43,7 @@ def require_written(
     tensors. ``sides`` are the files of the source and of
     the output. The elements of the source are those to be written: renamed, cast and dequantized.
     Neither side is read by the tiles of the plan, but row by row, where its own description says
-    that a row lies. Raises NotVerified where the output is not what it should be, and what reading
+    that a row lies. Raises NotVerified if the output is not what it should be, and what reading
     the source raises.
     """
     entries = [_kept_rows(plan, entry) for entry in plan.entries]
@@ -81,7 +81,7 @@ def require_written(
 
 
 def require_complete(plan: Plan) -> None:
-    """Raise NotVerified where the files of the layout do not hold each tensor, all of it.
+    """Raise NotVerified if the files of the layout do not hold each tensor, all of it.
 
     Who compares all files by himself reads that; who compares some does not.
     """

@@ -52,7 +52,7 @@ def build_manifest(
     """Verify the checkpoint at ``path``, read all of it, and write its manifest if it is whole.
 
     ``rewriting`` is done first, as ``convert`` does it; the manifest is then of the result, and of
-    no file. Errors count though they are to be ignored. Raises as verify does, Unsupported where
+    no file. Errors count though they are to be ignored. Raises as verify does, Unsupported if
     the manifest cannot be written.
     """
     require_writable(target, overwrite=overwrite)
@@ -103,7 +103,7 @@ def excluded_text(rest: Amount, path: Location) -> str:
 
 
 def open_unless_damaged(path: Location, options: VerifyOptions) -> OpenedCheckpoint | None:
-    """Return the checkpoint, None where it cannot be opened; the findings then say why."""
+    """Return the checkpoint, None if it cannot be opened; the findings then say why."""
     try:
         return open_checkpoint(path, options.read)
     except (Damaged, Hostile):
@@ -123,7 +123,7 @@ def measure(
     It is of all tensors and of these ``files``. ``catalog`` is that of ``opened``, rewritten or
     not. Every record's checksum is checked on the way, and copies are compared, unless that was
     done when the digests of files that are ``known`` were made. What cannot be read has no digest
-    and is a problem. Raises Unsupported where a value is too large to be written down.
+    and is a problem. Raises Unsupported if a value is too large to be written down.
     """
     sizes, source = file_sizes(opened.catalog), opened.source
     unread = [name for name in files if name not in known]

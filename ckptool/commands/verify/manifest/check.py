@@ -39,7 +39,7 @@ def check_manifest(
 
     Its data is read for the manifest alone, unless ``options`` want a sample or NaN to be found.
     ``rewriting`` is done first, as ``convert`` does it; files are then not compared. Raises as
-    verify does, NotFound or Damaged where there is no manifest.
+    verify does, NotFound or Damaged if there is no manifest.
     """
     manifest = read_manifest(recorded_in)
     if options.sample == 1 and not options.fail_nonfinite:

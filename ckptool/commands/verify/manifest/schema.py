@@ -103,7 +103,7 @@ def write_manifest(manifest: CheckpointManifest, path: Location, *, overwrite: b
 
 
 def require_writable(path: Location, *, overwrite: bool) -> None:
-    """Raise Unsupported where a manifest must not or cannot be written."""
+    """Raise Unsupported if a manifest must not or cannot be written."""
     if path.is_dir():
         raise Unsupported(f"{path}: is a folder; a manifest is a file")
     if isinstance(path, Path) and not path.parent.is_dir():
@@ -117,7 +117,7 @@ def require_writable(path: Location, *, overwrite: bool) -> None:
 def read_manifest(path: Location) -> CheckpointManifest:
     """Return the manifest in a file.
 
-    Raises NotFound where it cannot be read, Damaged where it is no manifest of a known version, is
+    Raises NotFound if it cannot be read, Damaged if it is no manifest of a known version, is
     not what was written, or lacks anything.
     """
     try:

@@ -35,7 +35,7 @@ def find_intact(opened: OpenedCheckpoint, problems: Iterable[Problem], workers: 
 
     ``problems`` are those of the scan; what they name is lost. Every chunk is read. Where a
     damaged one has an intact copy, that takes its place; copies that differ are lost. Raises
-    Unsupported where files of several saves are mixed, for then nothing is certain.
+    Unsupported if files of several saves are mixed, for then nothing is certain.
     """
     problems, source = list(problems), opened.source
     lost = _named_by(opened.catalog, problems)

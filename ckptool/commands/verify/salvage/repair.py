@@ -88,7 +88,7 @@ class ZeroPaddedSource:
 
 
 def pad_cut_files(source: Files) -> tuple[ZeroPaddedSource | None, list[Problem]]:
-    """Return the source with cut files at full length, None where there is none; what is wrong."""
+    """Return the source with cut files at full length, None if there is none; what is wrong."""
     problems: list[Problem] = []
     padded: dict[str, _PaddedFile] = {}
     for name in source.files:
@@ -101,7 +101,7 @@ def pad_cut_files(source: Files) -> tuple[ZeroPaddedSource | None, list[Problem]
 
 
 def _error(source: Source, file: str) -> CkptoolError | None:
-    """Return what is wrong with a safetensors or torch.save file, None where nothing is."""
+    """Return what is wrong with a safetensors or torch.save file, None if nothing is."""
     try:
         if file.endswith(".safetensors"):
             read_safetensors(source, file)
@@ -123,7 +123,7 @@ def _is_torch(source: Source, file: str) -> bool:
 
 
 def _padded(source: Source, file: str) -> _PaddedFile | None:
-    """Return a file at the length that it should have, None where that is not known."""
+    """Return a file at the length that it should have, None if that is not known."""
     try:
         if file.endswith(".safetensors"):
             size = read_promised_size(source, file)

@@ -157,7 +157,7 @@ class Listing:
 def plan_salvage(path: Location, target: Location, options: SalvageOptions) -> Salvage:
     """Read a damaged checkpoint as far as it can be, and plan to write what is intact of it.
 
-    Raises NotFound or Unrecognised where there is no checkpoint, Unsupported where nothing in it is
+    Raises NotFound or Unrecognised if there is no checkpoint, Unsupported if nothing in it is
     intact or the target cannot be written. The source is only read.
     """
     target = resolve_target(target)

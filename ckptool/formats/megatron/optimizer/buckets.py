@@ -47,7 +47,7 @@ Buffers = dict[int, dict[int, dict[str, TensorEntry]]]
 
 
 def find_bucket_group(name: str) -> Group | None:
-    """Return the group of ranks whose bucket a tensor is; None where it is none."""
+    """Return the group of ranks whose bucket a tensor is; None if it is none."""
     match = _BUCKET.fullmatch(name)
     return (int(match[1] or 0), int(match[2])) if match else None
 
@@ -83,7 +83,7 @@ def group_parameters(
 
 
 def read_buckets(buffers: Buffers, expected: Sequence[Sequence[LocalParameter]]) -> Fragments:
-    """Return what one group's buckets hold of each parameter; Undetermined where they misfit."""
+    """Return what one group's buckets hold of each parameter; Undetermined if they misfit."""
     if sorted(buffers) != list(range(len(expected))):
         raise Undetermined(f"{len(buffers)} buffers, but the model has {len(expected)}")
     fragments: Fragments = {}

@@ -106,7 +106,7 @@ def order_layer(
     """Return the order of a layer's keys, by the plans, else by Megatron's own order.
 
     A layer that predicts further tokens holds a whole one, ``transformer_layer``, among its own
-    modules. Raises Undetermined where neither knows.
+    modules. Raises Undetermined if neither knows.
     """
     if any(key.startswith(_NESTED) for key in inner):
         return _order_prediction(inner, plans, implementation)

@@ -113,7 +113,7 @@ def _make_run(tensor: StoredTensor, file: TorchFile, start: int = 0) -> StorageR
 def match_buffers(
     saved: Sequence[list[GatheredBuffer] | None], expected: Sequence[list[list[LocalParameter]]]
 ) -> list[tuple[GatheredBuffer, list[LocalParameter]]]:
-    """Return each saved buffer with its parameters; Undetermined where their numbers differ."""
+    """Return each saved buffer with its parameters; Undetermined if their numbers differ."""
     if len(saved) != len(expected) and None not in saved:
         saved = [[buffer for buffers in saved for buffer in buffers or ()]]
         expected = [[parameters for buffers in expected for parameters in buffers]]
@@ -134,7 +134,7 @@ def match_buffers(
 def read_gathered(
     source: Source, buffers: Iterable[tuple[GatheredBuffer, Sequence[LocalParameter]]], tied: bool
 ) -> Fragments:
-    """Return what buffers hold of their parameters. Raises Undetermined where they do not fit.
+    """Return what buffers hold of their parameters. Raises Undetermined if they do not fit.
 
     Where parameters fit in several ways, the one whose padding is zero is taken: that padding is
     all that is read of a tensor here.
