@@ -26,7 +26,7 @@ from ckptool.core.mesh import Mesh
 from ckptool.core.quantization.names import quantized_names
 from ckptool.core.state_category import state_category
 from ckptool.core.subscript import Pick, take
-from ckptool.core.text import did_you_mean
+from ckptool.core.text import did_you_mean, plural
 from ckptool.engine.read.tiles import require_unchanged
 from ckptool.errors import Damaged, NoSuchName, UsageError
 from ckptool.storage.local import Files
@@ -61,7 +61,9 @@ class Checkpoint(Mapping[str, Any]):
         self._closed = False
 
     def __repr__(self) -> str:
-        return f"<ckptool.Checkpoint {self.path} {self.format}: {len(self.tensors):,} tensors>"
+        return (
+            f"<ckptool.Checkpoint {self.path} {self.format}: {plural(len(self.tensors), 'tensor')}>"
+        )
 
     def _repr_html_(self) -> str:
         return checkpoint_html(self)

@@ -354,6 +354,9 @@ def test_one_file_stands_until_the_new_one_takes_its_place(s3: S3, out: Path) ->
     s3.write("m.safetensors", b"old")
     options = ConvertOptions("safetensors", transfer=TransferOptions(overwrite=True))
     target = location(s3.url("m.safetensors"))
+    with pytest.raises(Unsupported, match=r"m\.safetensors already exists") as caught:
+        convert_to("safetensors", source, target)
+    assert caught.value.hint == "--overwrite replaces it once all is written"
     s3.fail(DENIED, *WRITES, key="m.safetensors")
     with pytest.raises(TransferError):
         prepare(source, target, options).run()

@@ -18,6 +18,7 @@ from ckptool.core.catalog import Catalog, TensorEntry, coverage_problem
 from ckptool.core.dtype import DType
 from ckptool.core.quantization.names import kinds
 from ckptool.core.state_category import STATE_CATEGORIES, state_category, weights
+from ckptool.core.text import plural
 from ckptool.errors import CkptoolError, Damaged, Hostile, Problem
 from ckptool.storage.url import Location
 
@@ -90,7 +91,7 @@ class InspectReport(Report):
     schema: ClassVar = "inspect"
 
     def __repr__(self) -> str:
-        said = f"{self.path} {self.catalog.format}: {self.totals.tensors:,} tensors"
+        said = f"{self.path} {self.catalog.format}: {plural(self.totals.tensors, 'tensor')}"
         return f"<ckptool.InspectReport {said}, {self.totals.nbytes:,} bytes>"
 
     @property

@@ -18,7 +18,7 @@ from ckptool.commands.open import OpenedCheckpoint
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.layout import FileLayout, Layout, Literal
 from ckptool.core.selection import rename_entry, substitution, unwrapping_rule
-from ckptool.core.text import list_some
+from ckptool.core.text import list_some, plural
 from ckptool.errors import Unsupported, UsageError
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -70,7 +70,7 @@ def adapter_of(catalog: Catalog) -> Catalog:
                 hint=f"use --drop '*{_TOKENS}*' to exclude them",
             )
     if not any(".lora_" in name for name in tensors):
-        raise UsageError(f"--peft-adapter: no LoRA among {len(catalog.tensors):,} tensors")
+        raise UsageError(f"--peft-adapter: no LoRA among {plural(len(catalog.tensors), 'tensor')}")
     if len(named) > 1:
         raise UsageError(
             f"--peft-adapter: {len(named)} adapters: {list_some(sorted(named))}",

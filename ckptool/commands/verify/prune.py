@@ -284,7 +284,9 @@ def _require_kept(report: PruneReport) -> None:
 def _nbytes_of(path: Location) -> int:
     """Return the bytes of all files of a step, its side file among them."""
     if not isinstance(path, Path):
-        return sum(info.nbytes for info in path.listing.values())
+        side, _ = find_side(path)
+        places = [path] if side is None or isinstance(side, Path) else [path, side]
+        return sum(info.nbytes for place in places for info in place.listing.values())
     if path.is_file():
         side, _ = find_side(path)
         files = [path, side] if isinstance(side, Path) else [path]

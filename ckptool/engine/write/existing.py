@@ -10,12 +10,12 @@ import errno
 import os
 import shutil
 import stat
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
-from ckptool.core.text import list_some
+from ckptool.core.text import list_some, plural
 from ckptool.errors import TransferError, Unsupported
 from ckptool.storage.commit_note import stamp
 from ckptool.storage.disk import identity, is_real_file, rename_new
@@ -172,6 +172,20 @@ def require_no_conflict(target: object, names: Collection[str]) -> None:
             hint="move them away, or write elsewhere; ckptool never removes files that it did "
             "not write",
         )
+
+
+def already_in_store(target: object, names: Sequence[str], *, removes: bool) -> Unsupported:
+    """Return the error for files that stand where the output goes.
+
+    ``removes`` says that --overwrite removes them before all is written, for want of renames.
+    """
+    if not removes:
+        return Unsupported(
+            f"{target} already exists", hint="--overwrite replaces it once all is written"
+        )
+    some = f"{plural(len(names), 'file')}, such as {names[0]}"
+    hint = "--overwrite removes its checkpoint before the new one is written"
+    return Unsupported(f"{target} already exists ({some})", hint=hint)
 
 
 def not_replaced(path: object, target: object) -> Unsupported:

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ckptool.core.layout import Layout
+from ckptool.core.text import plural
 from ckptool.engine.run_options import StageOptions
 from ckptool.engine.share import Share
 from ckptool.engine.write.journal import require_same_run
@@ -50,7 +51,7 @@ class RemotePartStage(RemoteStage):
             self._require_same_run()
         elif existing := self._list_existing():
             raise Unsupported(
-                f"{self.target} already exists ({len(existing):,} files, such as"
+                f"{self.target} already exists ({plural(len(existing), 'file')}, such as"
                 f" {next(iter(existing))})",
                 hint="parts cannot replace a target in a store: write elsewhere, or remove it "
                 "first",

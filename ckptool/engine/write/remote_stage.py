@@ -15,7 +15,7 @@ from ckptool.core.plan import Plan
 from ckptool.core.text import list_some
 from ckptool.engine.run_options import RunOptions, StageOptions
 from ckptool.engine.share import Share
-from ckptool.engine.write.existing import not_replaced, require_no_conflict
+from ckptool.engine.write.existing import already_in_store, not_replaced, require_no_conflict
 from ckptool.engine.write.journal import (
     NO_JOURNAL,
     journal_head,
@@ -113,10 +113,8 @@ class RemoteStage:
         self._old = self._noted & existing.keys()
         others = [name for name in existing if name not in self._old]
         if others and not self._options.overwrite:
-            raise Unsupported(
-                f"{self.target} already exists ({len(others):,} files, such as {others[0]})",
-                hint="--overwrite removes its checkpoint before the new one is written",
-            )
+            removes = not self._replaces_one_file(existing)
+            raise already_in_store(self.target, others, removes=removes)
         if others:
             self._require_replaceable(others, begun=note is not None)
 

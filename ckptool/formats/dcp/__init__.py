@@ -16,6 +16,7 @@ from typing import Any
 from ckptool.core.catalog import UNREAD, Catalog, ObjectEntry, TensorEntry, merge_copies
 from ckptool.core.sharding.infer import with_inferred_mesh
 from ckptool.core.sharding.table import ItemTable, Joined
+from ckptool.core.text import plural
 from ckptool.errors import Problem
 from ckptool.formats.base import Deferred, FileRole, FileRule, Format, ScanOptions
 from ckptool.formats.companions import add_tensor_parallelism, describe_framework
@@ -79,7 +80,9 @@ def read_folder(
     elif inventory.values:
         names = inventory.values
         contents.objects |= {n: ObjectEntry(n, inventory.path(n), UNREAD) for n in names}
-        contents.notes.append(f"{len(names):,} values in data files not read; --values reads them")
+        contents.notes.append(
+            f"{plural(len(names), 'value')} in data files not read; --values reads them"
+        )
     if META in source.files:
         _add(contents, options.attempt(partial(_read_lightning, source)))
     options.report(contents.take_problems(), subject=source.root, hint=DAMAGE_HINT)

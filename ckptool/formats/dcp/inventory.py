@@ -11,6 +11,7 @@ from itertools import pairwise
 
 from ckptool.core.catalog import Chunk, Container, Path
 from ckptool.core.sharding.table import ChunkTable
+from ckptool.core.text import plural
 from ckptool.errors import Damaged, Problem
 from ckptool.formats.base import ScanOptions
 from ckptool.formats.dcp.metadata import DcpMetadata, TensorMetadata, parse
@@ -112,8 +113,12 @@ def _data_files(source: Source) -> str:
     sizes = {name: size for name, size in source.files.items() if name.endswith(".distcp")}
     ranks = {int(match[1]) for name in sizes if (match := DATA.fullmatch(name))}
     empty = sum(not size for size in sizes.values())
-    words = [f"{len(sizes):,} files", f"{len(ranks):,} ranks", f"{sum(sizes.values()):,} bytes"]
-    return ", ".join([*words, f"{empty:,} files empty"] if empty else words)
+    words = [
+        plural(len(sizes), "file"),
+        plural(len(ranks), "rank"),
+        plural(sum(sizes.values()), "byte"),
+    ]
+    return ", ".join([*words, f"{plural(empty, 'file')} empty"] if empty else words)
 
 
 def _read(source: Source, file: str) -> DcpMetadata:

@@ -115,7 +115,7 @@ def test_several_adapters_and_none(tmp_path: Path) -> None:
         f"{QUERY}.lora_A.weight"
     ]
     dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "c", no_dist=True)
-    with pytest.raises(UsageError, match="no LoRA among 1 tensors"):
+    with pytest.raises(UsageError, match="no LoRA among 1 tensor"):
         convert_to("hf", tmp_path / "c", tmp_path / "d", peft_adapter=True)
 
 

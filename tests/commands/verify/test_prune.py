@@ -448,3 +448,16 @@ def test_a_step_of_a_store_that_lets_nothing_go_stays_readable(
         prune(location(str(run)), PruneOptions(keep_last=1, yes=True))
     assert sorted(location(str(run)).listing) == before  # type: ignore[union-attr]
     assert ckptool.verify(str(run / "step-1")).ok
+
+
+def test_a_file_of_a_store_is_as_large_and_goes_as_on_a_disk(tmp_path: Path) -> None:
+    run = location(f"memory://{uuid.uuid4().hex}/run")
+    assert isinstance(run, RemotePath)
+    for step in (1, 2):
+        ckptool.convert(SOURCE, tmp_path / f"step-{step}.safetensors", to="safetensors")
+    for file in tmp_path.iterdir():
+        (run / file.name).write_bytes(file.read_bytes())
+    stored = prune(location(str(run)), PruneOptions(keep_last=1))
+    assert stored.freed == pruned(tmp_path).freed
+    prune(location(str(run)), PruneOptions(keep_last=1, yes=True))
+    assert sorted(location(str(run)).listing) == ["step-2.extra.pt", "step-2.safetensors"]  # type: ignore[union-attr]
