@@ -43,7 +43,7 @@ from ckptool.storage.url import Location
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class ConvertReport(TransferReport):
-    """What is to be written, or was. ``cast`` and ``dequantized`` count tensors by stored type."""
+    """A conversion, planned or done. ``cast``, ``dequantized`` count tensors by stored type."""
 
     excluded: tuple[str, ...] = ()
     cast: dict[str, int] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class ConvertReport(TransferReport):
 def prepare(
     source: Location, target: Location, options: ConvertOptions, *, ranks: int = 1
 ) -> Transfer[ConvertReport]:
-    """Plan a conversion, which some ``ranks`` share: nothing is written yet, nor a tensor read."""
+    """Plan a conversion, shared by ``ranks``; nothing is written and no tensor is read yet."""
     target = resolve_target(target)
     writer = writer_for(options.to, target)
     opened = open_checkpoint(source, options.read, whole=False)
@@ -129,9 +129,9 @@ def prepare_save(
 
 
 def _require_some(source: Location, kept: Catalog) -> None:
-    """Raise where ranks contradict one another, or nothing that can be read was selected.
+    """Raise if ranks contradict one another, or nothing readable was selected.
 
-    Unsupported if all tensors are of kinds that are not read, such as sparse ones.
+    Raises Unsupported if all tensors are of unsupported kinds, such as sparse ones.
     """
     require_agreement(kept)
     if not kept.tensors and not kept.objects:
@@ -148,9 +148,9 @@ def _require_some(source: Location, kept: Catalog) -> None:
 
 
 def writer_for(to: str | None, target: Location) -> Format:
-    """Return the target's format: as requested or as its suffix says, of a file or of a folder.
+    """Return the target format: the requested one, or that of the suffix, of a file or a folder.
 
-    Raises UsageError if neither says it, or the one contradicts the other.
+    Raises UsageError if neither determines it, or they contradict each other.
     """
     alone = single_file_suffixes().get(target.suffix)
     if to is None and alone is None:
@@ -178,7 +178,7 @@ def writer_for(to: str | None, target: Location) -> Format:
 
 
 def _writer_of(catalog: Catalog, writer: Format) -> Format:
-    """Return the format asked for, or diffusers' where a folder of Hugging Face is a pipeline's."""
+    """Return the requested format, or diffusers' if a Hugging Face folder is a pipeline's."""
     is_pipeline = writer.name == "hf" and PIPELINE in catalog.companions
     return FORMATS["diffusers"] if is_pipeline else writer
 
@@ -186,7 +186,7 @@ def _writer_of(catalog: Catalog, writer: Format) -> Format:
 def _export_notes(
     catalog: Catalog, layout: Layout, writer: Format, options: ConvertOptions
 ) -> list[str]:
-    """Return what whoever loads the result should know."""
+    """Return notes for whoever loads the result."""
     notes = _quantized_notes(catalog, options.rewrite)
     if writer.is_model_folder:
         notes += [*lacking_files(layout), *_optimizer_notes(catalog), *_wrapper_notes(catalog)]
@@ -194,7 +194,7 @@ def _export_notes(
 
 
 def _wrapper_notes(catalog: Catalog) -> list[str]:
-    """Note what wrappers put into names: transformers finds no tensor under such a name."""
+    """Note wrapper prefixes in names: transformers finds no tensor under such a name."""
     names = [entry.name for entry in catalog.tensors.values() if state_category(entry) == "model"]
     found = wrappers_of(names)
     rule = unwrapping_rule(names, found)
@@ -205,7 +205,7 @@ def _wrapper_notes(catalog: Catalog) -> list[str]:
 
 
 def _optimizer_notes(catalog: Catalog) -> list[str]:
-    """Note the optimizer's state in a model's folder, which only a trainer wants."""
+    """Note optimizer state in a model's folder, which only a trainer needs."""
     state = [e for e in catalog.tensors.values() if state_category(e) == "optimizer"]
     if not state:
         return []
@@ -215,7 +215,7 @@ def _optimizer_notes(catalog: Catalog) -> list[str]:
 
 
 def _quantized_notes(catalog: Catalog, options: RewriteOptions) -> list[str]:
-    """Note the quantized tensors that ``--dtype`` leaves as they are."""
+    """Note the quantized tensors that ``--dtype`` leaves unchanged."""
     if options.casts is None or options.casts.model is None or not quantized_names(catalog):
         return []
     listed = ", ".join(f"{count} {kind}" for kind, count in kinds(catalog).items())
@@ -223,7 +223,7 @@ def _quantized_notes(catalog: Catalog, options: RewriteOptions) -> list[str]:
 
 
 def _exclusions(before: Catalog, after: Catalog, selection: Selection) -> tuple[str, ...]:
-    """Return what the selection excludes, a line for tensors and one for values."""
+    """Return what the selection excludes, one line for tensors and one for values."""
     given = {
         "--select": selection.select,
         "--drop": selection.drop,

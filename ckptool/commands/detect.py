@@ -1,4 +1,4 @@
-"""What a path points at: a checkpoint, a part of one, a folder of several, or none."""
+"""Detect what a path is: a checkpoint, part of one, a folder of several, or none."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ _WEIGHTS = ("model_weights.ckpt", "model_weights")
 class Candidate:
     """A place that is a checkpoint of a known format by its names and first bytes.
 
-    ``beside`` are the files outside it, of the folder that was requested and holds it alone;
-    ``unlisted`` says what of both could not be looked at.
+    ``beside`` are files of the requested folder, which holds only this checkpoint, outside of it;
+    ``unlisted`` says what could not be listed in either.
     """
 
     path: Location
@@ -63,9 +63,9 @@ class Candidate:
 
 
 def detect_checkpoint(path: Location, format_name: str | None = None) -> Candidate:
-    """Find the checkpoint that a path means, or take what lies there as ``format_name``.
+    """Find the checkpoint that a path refers to, or treat the path as ``format_name``.
 
-    Raises NotFound, Unrecognised (with what is there), or UsageError for a format of no such name.
+    Raises NotFound, Unrecognised (saying what is there), or UsageError for an unknown format.
     """
     _require_there(path)
     return run_bounded(path, lambda: _detect(path, format_name))
@@ -74,8 +74,8 @@ def detect_checkpoint(path: Location, format_name: str | None = None) -> Candida
 def find_checkpoints(path: Location) -> tuple[Location | None, list[Location]]:
     """Return the folder, if it is a checkpoint as a whole, and the paths of those below it.
 
-    A path that cannot be read, or no longer, is among them: reading it raises. Raises NotFound
-    where there is no such folder, Unrecognised if it is a file.
+    Includes paths that cannot, or can no longer, be read: reading them raises. Raises NotFound if
+    there is no such folder, Unrecognised if it is a file.
     """
     _require_there(path)
     if not path.is_dir():
@@ -92,7 +92,7 @@ def find_checkpoints(path: Location) -> tuple[Location | None, list[Location]]:
 
 
 def holds_checkpoint(path: Location) -> bool:
-    """Return whether a folder is a checkpoint of a known format by its names, whole or not."""
+    """Return whether a folder is a checkpoint of a known format by its names, complete or not."""
     try:
         return path.is_dir() and detect(folder_at(path)) is not None
     except (CkptoolError, OSError):
@@ -100,7 +100,7 @@ def holds_checkpoint(path: Location) -> bool:
 
 
 def unfinished_problem(source: Files) -> Problem | None:
-    """Return the problem of a folder that a ckptool writes to, or left when it was killed."""
+    """Return the problem of a folder that ckptool is writing, or left unfinished."""
     if UNFINISHED not in source.files:
         return None
     message = f"{source.root}: unfinished ckptool output (contains {UNFINISHED})"
@@ -108,7 +108,7 @@ def unfinished_problem(source: Files) -> Problem | None:
 
 
 def require_finished(source: Files) -> None:
-    """Raise Damaged if a ckptool has not finished writing a folder."""
+    """Raise Damaged if ckptool has not finished writing a folder."""
     problem = unfinished_problem(source)
     if problem is not None:
         hint = "if no ckptool command is writing it, run the same command with --resume"
@@ -142,7 +142,7 @@ def folder_at(path: Location) -> Files:
 
 
 def file_at(path: Location) -> Files:
-    """Return a file by itself, with what goes with it."""
+    """Return a single file with the files that belong to it."""
     if isinstance(path, Path):
         return LocalSource.file(path)
     from ckptool.storage.remote import RemoteSource
@@ -151,7 +151,7 @@ def file_at(path: Location) -> Files:
 
 
 def run_bounded(path: Location, work: Callable[[], _T]) -> _T:
-    """Do ``work``; Damaged if metadata that no check foresaw exhausts stack or memory."""
+    """Run ``work``; Damaged if unexpected metadata exhausts the stack or memory."""
     try:
         return work()
     except RecursionError:
@@ -224,16 +224,16 @@ def _detect_from_file(path: Location) -> Candidate:
 
 
 def archive_in(source: Files, path: Location) -> TarFiles | None:
-    """Return what a ``.nemo`` file holds, read in place; None for all other files.
+    """Return the contents of a ``.nemo`` file, read in place; None for any other file.
 
-    Raises Damaged if its members cannot be read as they are.
+    Raises Damaged if its members cannot be read in place.
     """
     is_archive = path.name.endswith(_ARCHIVE) and path.name in source.files
     return TarFiles.of(source, path.name) if is_archive and is_tar(source, path.name) else None
 
 
 def _detect_in_archive(path: Location, archive: TarFiles) -> Candidate | None:
-    """Return the model that an archive holds at its top; None if that is not one."""
+    """Return the model at the top level of an archive; None if there is none."""
     found = [one for one in _candidates(path, archive) if str(within(one.path, path)) in _WEIGHTS]
     if len(found) != 1:
         return None
@@ -297,7 +297,7 @@ def _detect_in_folder(path: Location) -> Candidate:
 
 
 def _foreign_files(source: Files) -> Iterator[tuple[str, FileKind]]:
-    """Yield the files that look like checkpoints, or stand in for one, the largest first."""
+    """Yield the files that look like checkpoints or stand in for one, largest first."""
     names = sorted(source.files, key=lambda name: -source.files[name])
     for name in names[:_MOST_SHOWN]:
         try:
@@ -309,7 +309,7 @@ def _foreign_files(source: Files) -> Iterator[tuple[str, FileKind]]:
 
 
 def _with_beside(only: Candidate, path: Location, source: Files) -> Candidate:
-    """Add to the one candidate below a folder the folder's files that are none of its own."""
+    """Add to the only candidate below a folder those files of the folder that are not its own."""
     inner = "/".join(within(only.path, path).parts)
     own = {f"{inner}/{name}" for name in only.source.files} if only.path.is_dir() else {inner}
     own |= {inner.removesuffix(".safetensors") + EXTRA}
@@ -319,7 +319,7 @@ def _with_beside(only: Candidate, path: Location, source: Files) -> Candidate:
 
 
 def detect_folder(source: Files) -> Format | None:
-    """Return the format of a folder as a whole; None if it only holds a single-file one."""
+    """Return the format of a folder as a whole; None if it only has a single-file checkpoint."""
     if len(source.files) == 1 and "/" not in next(iter(source.files)):
         dcp = FORMATS["dcp"]
         return dcp if dcp.matches(source) else None
@@ -332,7 +332,7 @@ def detect_folder(source: Files) -> Format | None:
 def _try_detect(
     path: Location, detect_it: Callable[[], _T | None], failed: list[Location] | None
 ) -> _T | None:
-    """Return what is detected at a path; where that fails None, with the path in ``failed``."""
+    """Return what is detected at a path; on failure None, with the path in ``failed``."""
     try:
         return detect_it()
     except CkptoolError:
@@ -345,9 +345,9 @@ def _try_detect(
 def _candidates(
     path: Location, source: Files, failed: list[Location] | None = None
 ) -> Iterator[Candidate]:
-    """Yield the checkpoints below a folder: subfolders and single files that are one.
+    """Yield the checkpoints below a folder: subfolders and single files.
 
-    Paths that cannot be read go to ``failed``, where that is given.
+    Paths that cannot be read are added to ``failed``, if given.
     """
     folders = source.subfolders()
     covered: set[str] = set()

@@ -1,9 +1,8 @@
 """The JSON of a report, derived from its dataclass: keys are the names of its fields.
 
-``nbytes`` is the key ``bytes``; a field whose metadata has ``key`` is under that, or left out where
-it is None. Counts, whose metadata has ``total``, are under ``totals``; so ``tensors`` and
-``values`` of a report are lists wherever it has them. Properties that a class names in ``computed``
-come last.
+``nbytes`` has the key ``bytes``; a field whose metadata has ``key`` is under that key, or omitted
+if that is None. Counts, whose metadata has ``total``, are under ``totals``, so that ``tensors`` and
+``values`` of a report are always lists. Properties that a class names in ``computed`` come last.
 """
 
 from __future__ import annotations
@@ -17,29 +16,29 @@ from pathlib import PurePath
 from typing import Any, ClassVar
 
 VERSION = 2
-"""Of all schemas: the major version of what ``--json`` prints."""
+"""The major version of all schemas that ``--json`` prints."""
 
 
 TOTAL: Mapping[str, Any] = {"total": None}
-"""The metadata of a field that counts: JSON has it under ``totals``, by its name or another."""
+"""The metadata of a counting field: JSON has it under ``totals``, by its own or another name."""
 
 
 class Report:
-    """What a command found or did; a report says its ``schema``, that of ``to_dict``."""
+    """What a command found or did; its ``schema`` is that of ``to_dict``."""
 
     __slots__ = ()
     schema: ClassVar[str]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what ``--json`` prints."""
+        """Return the object that ``--json`` prints."""
         return document(self.schema, self, **self.more())
 
     def more(self) -> Mapping[str, object]:
-        """Return what ``to_dict`` has beside the fields."""
+        """Return what ``to_dict`` has besides the fields."""
         return {}
 
     def __bool__(self) -> bool:
-        """Return whether the answer is yes: the report's ``ok``; one without it has no answer."""
+        """Return the report's ``ok``; a report without it is true."""
         return bool(getattr(self, "ok", True))
 
     def __repr__(self) -> str:
@@ -52,7 +51,7 @@ class Report:
         return f"<table>{''.join(rows)}</table>"
 
     def _short(self) -> dict[str, Any]:
-        """Return the fields that are single numbers, texts and paths, and answers."""
+        """Return the fields that are single numbers, texts, paths or booleans."""
         names = (*(f.name for f in fields(self)), *getattr(self, "computed", ()))  # type: ignore[arg-type]
         values = {name: getattr(self, name) for name in names}
         shown = {name: str(v) if isinstance(v, PurePath) else v for name, v in values.items()}
@@ -67,7 +66,7 @@ def document(schema: str, report: object = None, **more: object) -> dict[str, An
 
 
 def plain(value: object) -> Any:
-    """Return what JSON can hold of a value: infinite and NaN floats, and paths, as text."""
+    """Return a JSON form of a value: infinite and NaN floats, and paths, as text."""
     if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, float):

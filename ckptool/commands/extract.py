@@ -1,6 +1,6 @@
-"""Take tensors, or slices of them, out of a checkpoint of any format: into a file, or to look at.
+"""Extract tensors or slices of them from a checkpoint of any format: into a file, or to look at.
 
-Only the bytes of what is requested are read.
+Only the bytes they need are read.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ from ckptool.storage.url import Location
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _ANY = "tensor"
-"""A name before a subscript, for one that may itself end in what looks like a subscript."""
+"""A name before a subscript, for names that may themselves end like a subscript."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """What is taken of one tensor. ``subscript`` as it was written; ``of`` is the whole's shape."""
+    """The wanted part of one tensor: ``subscript`` as written; ``of`` is the shape of the whole."""
 
     entry: TensorEntry
     subscript: str
     of: tuple[int, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what JSON says of it."""
+        """Return its JSON."""
         return {
             "name": self.entry.name,
             "slice": self.subscript,
@@ -69,7 +69,7 @@ class TensorSlice:
 
 @dataclass(frozen=True, slots=True)
 class Extraction:
-    """An open checkpoint, and what is taken out of it: located, cast, and not read yet."""
+    """An open checkpoint and what to extract from it: located and cast, not read yet."""
 
     opened: OpenedCheckpoint
     catalog: Catalog
@@ -78,14 +78,14 @@ class Extraction:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class ExtractReport(TransferReport):
-    """What was written, by the names that it has in the checkpoint and in a safetensors file."""
+    """What was written, by its names in the checkpoint and in a safetensors file."""
 
     slices: tuple[TensorSlice, ...] = field(metadata={"key": None})
 
     schema: ClassVar = "extract"
 
     def more(self) -> Mapping[str, object]:
-        """Return what was taken."""
+        """Return what was extracted."""
         return {"tensors": [each.to_dict() for each in self.slices]}
 
 
@@ -93,14 +93,14 @@ class ExtractReport(TransferReport):
 def open_slices(source: Location, asked: Sequence[str], options: ExtractOptions) -> Extraction:
     """Find ``NAME`` or ``NAME[0:4, :8]`` in a checkpoint; no tensor byte is read.
 
-    A name may be a glob, or part of the only name that contains it. Raises UsageError if there
-    is no such tensor or index, Damaged if its chunks do not tile it.
+    A name may be a glob, or part of the only name that contains it. Raises UsageError if there is
+    no such tensor or index, Damaged if its chunks do not tile it.
     """
     opened = open_checkpoint(source, options.read, whole=False)
     subscripts = _resolve(opened.catalog, asked)
     names = Selection(select=tuple(map(glob.escape, subscripts)))
     casts = options.rewrite.casts
-    if casts is not None and casts.model is not None:  # what is named is meant, weight or not
+    if casts is not None and casts.model is not None:  # an exact name is meant, weight or not
         casts = Casts(None, (*casts.rules, ("*", casts.model)))
     chosen = RewriteOptions(selection=names, casts=casts, dequantize=options.rewrite.dequantize)
     catalog = rewrite(opened, chosen, check=require_agreement).catalog
@@ -121,7 +121,7 @@ def open_slices(source: Location, asked: Sequence[str], options: ExtractOptions)
 
 
 def _resolve(catalog: Catalog, asked: Sequence[str]) -> dict[str, str]:
-    """Return the subscript that is asked of each tensor, as it was written."""
+    """Return the requested subscript of each tensor, as it was written."""
     known = dict.fromkeys((*catalog.tensors, *catalog.conflicts))
     subscripts: dict[str, str] = {}
     for text in asked:
@@ -136,7 +136,7 @@ def _resolve(catalog: Catalog, asked: Sequence[str]) -> dict[str, str]:
 
 
 def _not_one(catalog: Catalog, name: str, names: Sequence[str]) -> UsageError:
-    """Return the error for a name that is none, or part of several."""
+    """Return the error for a name that matches no tensor, or is part of several names."""
     if names:
         hint = f"give one full name, or match all: '*{name}*'"
         return UsageError(f"{name!r} is in {len(names):,} names: {list_some(names, 3)}", hint=hint)
@@ -146,7 +146,7 @@ def _not_one(catalog: Catalog, name: str, names: Sequence[str]) -> UsageError:
 def _take(
     opened: OpenedCheckpoint, catalog: Catalog, wanted: Mapping[str, Sequence[Pick]]
 ) -> Catalog:
-    """Return a catalog of the wanted elements alone; containers without any are not opened."""
+    """Return a catalog of only the wanted elements; containers without any are not opened."""
     needed = {n: without_other_chunks(catalog.tensors[n], at) for n, at in wanted.items()}
     located = opened.open_containers(replace(catalog, tensors=needed, objects={}), defers=True)
     for name in wanted:
@@ -191,7 +191,7 @@ def prepare_extract(
 
 
 def _lay_out_npy(path: str, entries: Sequence[TensorEntry]) -> FileLayout:
-    """Lay out numpy's file of one array."""
+    """Lay out a NumPy file of one array."""
     if len(entries) > 1:
         raise UsageError(f"{path}: a .npy file holds one array, not {len(entries)}")
     (entry,) = entries
@@ -208,14 +208,14 @@ def _lay_out_npy(path: str, entries: Sequence[TensorEntry]) -> FileLayout:
 
 
 def _instead(dtype: DType) -> str:
-    """Return what to do with what numpy has no element type for."""
+    """Return the alternatives for an element type that numpy lacks."""
     keep = "write a .safetensors file" if dtype.safetensors else "`ckptool convert --to torch-save`"
     exact = "--dtype fp32 holds the same numbers; " if dtype.kind == "float" else ""
     return f"{exact}to keep the bits, {keep}"
 
 
 def is_of_numpy(dtype: DType) -> bool:
-    """Return whether numpy itself has an element type; ml_dtypes gives it names of its own."""
+    """Return whether numpy itself has an element type; ml_dtypes adds types under its own names."""
     kind = np.sctypeDict.get(dtype.name)
     return kind is not None and np.dtype(kind).isbuiltin == 1
 
@@ -234,16 +234,16 @@ _LAYOUTS = {".npy": _lay_out_npy, ".safetensors": _lay_out_safetensors}
 # To look at
 
 _FULL = 1000
-"""Elements that are shown in full."""
+"""Elements up to which a tensor is shown in full."""
 _EDGE = 3
-"""Indexes at each end of a dim that are shown of more."""
+"""Indices shown at each end of a dim of a larger tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """The numbers of one slice. Where not ``full`` they are those at its edges alone.
+    """The numbers of one slice; if not ``full``, only those at its edges.
 
-    Of each longer dim there are the first and the last ``edge`` indexes, and one between them.
+    A longer dim has its first and last ``edge`` indices, and one between them.
     """
 
     slice: TensorSlice
@@ -253,9 +253,9 @@ class Values:
 
 
 def read_values(taken: Extraction, most: int = _FULL) -> list[Values]:
-    """Read the slices that have at most ``most`` elements, and the edges of those with more.
+    """Read slices of at most ``most`` elements, and only the edges of larger ones.
 
-    Raises Damaged if checksums do not fit, Changed if files were written to meanwhile.
+    Raises Damaged if checksums do not match, Changed if files were written to meanwhile.
     """
     read: list[Values] = []
     requests: list[FillRequest] = []
@@ -278,7 +278,7 @@ def _edges(size: int) -> list[tuple[int, int]]:
 
 
 def _boxes(edges: Sequence[Sequence[tuple[int, int]]]) -> Iterator[tuple[Box, Box]]:
-    """Yield each box of a tensor that lies at edges of its dims, and where it goes."""
+    """Yield each box at the edges of a tensor's dims, and where it goes."""
     placed = []
     for dim in edges:
         starts = [sum(hi - lo for lo, hi in dim[:at]) for at in range(len(dim))]
@@ -289,7 +289,7 @@ def _boxes(edges: Sequence[Sequence[tuple[int, int]]]) -> Iterator[tuple[Box, Bo
 
 
 def _numbers(bits: Array, dtype: DType) -> Array:
-    """Return stored bits as numbers that numpy has; those of packed types as they are."""
+    """Return stored bits as numbers that numpy has; those of packed types unchanged."""
     if is_of_numpy(dtype):
         return bits.view(dtype.name)
     if dtype.name == "complex32":

@@ -1,4 +1,4 @@
-"""Open a checkpoint: from what the user points at to a source, its format and its catalog."""
+"""Open a checkpoint: from the user's path to a source, its format and its catalog."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 def scan_options(
     options: ReadOptions, row: Format, problems: list[Problem] | None = None
 ) -> ScanOptions:
-    """Return what a scan of a format is asked for; UsageError if it has no such option."""
+    """Return the options that a format's scan takes; UsageError if it lacks one."""
     if options.tp_rules and not row.takes_tp_rules:
         raise UsageError(f"--tp-rule: not applicable, {row.name} records how tensors are split")
     if options.world_size is not None and not row.takes_world_size:
@@ -58,7 +58,7 @@ def scan_options(
 
 
 def _shapes_in(path: Path) -> Shapes:
-    """Read names and shapes, in order, from a JSON file; UsageError if it is none."""
+    """Read names and shapes, in order, from a JSON file; UsageError if it has none."""
     try:
         content = json.loads(text_of(path, "--flat-params"))
         shapes = tuple((name, tuple(shape)) for name, shape in content.items())
@@ -71,7 +71,7 @@ def _shapes_in(path: Path) -> Shapes:
 
 @dataclass(frozen=True, slots=True)
 class OpenedCheckpoint:
-    """A checkpoint that was detected. ``path`` is where it lies, ``catalog`` what it says."""
+    """A checkpoint that was detected: ``path`` is its place, ``catalog`` its contents."""
 
     path: Location
     source: Files
@@ -83,8 +83,8 @@ class OpenedCheckpoint:
     ) -> Catalog:
         """Open every container of a (rewritten) catalog of this checkpoint.
 
-        Where it ``defers``, a store's may have an opening instead, for who reads them; a disk's,
-        where who reads them has a share of them.
+        If it ``defers``, containers may get an opening instead, to be opened by their readers: a
+        store's always, a disk's if the readers each have a share of them.
         """
         locate = self.format.locate
         if locate is None:
@@ -96,7 +96,7 @@ class OpenedCheckpoint:
 
 @contextmanager
 def no_collecting() -> Iterator[None]:
-    """Collect no garbage meanwhile: a catalog is millions of objects and no cycle."""
+    """Suspend garbage collection: a catalog is millions of objects without cycles."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -112,10 +112,10 @@ def open_checkpoint(
 ) -> OpenedCheckpoint:
     """Detect the checkpoint at ``path`` and scan its metadata.
 
-    ``path`` may be the checkpoint, a file inside it, its parent folder, or a run's folder that
-    holds just one. Raises NotFound, Unrecognised (with what is there), Damaged or Hostile. Not
-    ``whole``, single tensors and values that cannot be read, or must not be, are refusals among
-    the catalog's conflicts, for ``require_readable`` to raise once it is known what is wanted.
+    ``path`` may be the checkpoint, a file inside it, its parent folder, or a run's folder with only
+    one. Raises NotFound, Unrecognised (saying what is there), Damaged or Hostile. Unless ``whole``,
+    tensors and values that cannot or must not be read are refusals among the catalog's conflicts,
+    for ``require_readable`` to raise once it is known what is wanted.
     """
     candidate = detect_checkpoint(path, options.from_format)
     path, source = candidate.path, candidate.source
@@ -155,10 +155,9 @@ def _scan(candidate: Candidate, options: ScanOptions) -> Catalog:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What could be read of a checkpoint, whole or not.
+    """What could be read of a checkpoint, complete or not.
 
-    ``catalog`` is None if nothing could be put together; ``problems`` say why, and what was
-    skipped.
+    ``catalog`` is None if nothing could be assembled; ``problems`` say why, and what was skipped.
     """
 
     path: Location
@@ -169,10 +168,10 @@ class Survey:
 
 
 def survey(path: Location, options: ReadOptions = AS_DETECTED) -> Survey:
-    """Detect the checkpoint at ``path`` and read what can be read of it.
+    """Detect the checkpoint at ``path`` and read what is readable of it.
 
-    Raises NotFound or Unrecognised if there is none, UsageError if it cannot be read as
-    asked, and nothing for damage.
+    Raises NotFound or Unrecognised if there is none, UsageError if it cannot be read as requested.
+    Damage does not raise.
     """
     candidate = detect_checkpoint(path, options.from_format)
     source = candidate.source
@@ -198,7 +197,7 @@ def survey(path: Location, options: ReadOptions = AS_DETECTED) -> Survey:
 
 
 def _with_parts(catalog: Catalog, options: ReadOptions) -> Catalog:
-    """Mark each entry's part, and split stacked layers and experts where that is asked."""
+    """Set each entry's part, and split stacked layers and experts if requested."""
     catalog = with_parts(catalog)
     if not options.split_stacked:
         return catalog
@@ -212,7 +211,7 @@ def _no_content(path: Location) -> Unrecognised:
 
 
 def text_of(path: Path, option: str) -> str:
-    """Read the text of a file; UsageError, beginning with the option, where it cannot be read."""
+    """Read the text of a file; UsageError, starting with the option, if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Rewrite a checkpoint's catalog as asked: select, dequantize, rename, map and cast its tensors."""
+"""Rewrite a checkpoint's catalog: select, dequantize, rename, map and cast its tensors."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ _MOST_DESCRIBED = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class RewriteResult:
-    """What a rewrite made of a checkpoint.
+    """The result of rewriting a checkpoint.
 
-    ``whole`` is all there was to select from, ``kept`` what was selected, ``catalog`` the result.
-    ``cast`` counts the tensors cast from each type, ``dequantized`` those of each kind that numbers
-    are made of.
+    ``whole`` is everything that could be selected, ``kept`` the selection, ``catalog`` the result.
+    ``cast`` counts the tensors cast from each type, ``dequantized`` those of each kind of
+    quantization.
     """
 
     whole: Catalog
@@ -66,13 +66,12 @@ def rewrite(
     shared: bool = False,
     check: Callable[[Catalog], None] = lambda kept: None,
 ) -> RewriteResult:
-    """Select, rename, map and cast what a checkpoint holds. No tensor byte is read.
+    """Select, rename, map and cast a checkpoint's contents. No tensor byte is read.
 
-    ``check`` is shown what was selected and raises where that will not do. With ``locate`` every
-    container is opened, or where it ``defers`` can be by who reads it, or has a share of a work
-    that is ``shared``; so it is for a map.
-    Raises UsageError or Unsupported if it cannot be done as requested, Damaged if what was
-    selected cannot be read, Hostile if it must not be.
+    ``check`` gets the selection and raises if it is unsuitable. With ``locate`` every container is
+    opened; if it ``defers``, its reader may open it, or has a share of work that is ``shared``; a
+    key map needs this. Raises UsageError or Unsupported if it cannot be done as requested, Damaged
+    if part of the selection cannot be read, Hostile if it must not be.
     """
     casts = options.casts or NO_CASTS
     source = DequantizeResult(opened.catalog, {}, {})
@@ -95,9 +94,9 @@ def rewrite(
 def _dequantize(
     opened: OpenedCheckpoint, dtype: DType | None, assets: Path | None
 ) -> DequantizeResult:
-    """Put numbers of ``dtype``, or bf16, in the place of a checkpoint's quantized tensors.
+    """Replace quantized tensors of a checkpoint with numbers of ``dtype``, or bf16.
 
-    Raises Unsupported without torch, and where no tensor is quantized in a known way.
+    Raises Unsupported without torch, and if no tensor has a supported quantization.
     """
     _require_torch("--dequantize")
     catalog = _located(opened)
@@ -107,10 +106,10 @@ def _dequantize(
 
 
 def _located(opened: OpenedCheckpoint) -> Catalog:
-    """Return a checkpoint's catalog with its quantized tensors opened, or all where none shows.
+    """Return a checkpoint's catalog with its quantized tensors opened, or all if none shows.
 
-    An item of DCP may hold a tensor subclass, which its metadata does not tell: the tensors inside
-    then take its place.
+    A DCP item may hold a tensor subclass, which its metadata does not show; the tensors inside then
+    replace it.
     """
     catalog = opened.catalog
     names = quantized_names(catalog)
@@ -129,7 +128,7 @@ class _SmallReader:
         self._gatherer = Gatherer(source)
 
     def read(self, entry: TensorEntry) -> bytes:
-        """Return the bytes of a tensor; none of a large one. Raises as reading does."""
+        """Return the bytes of a tensor; none of a large one. Raises the errors of reading."""
         if entry.nbytes > _MOST_DESCRIBED:
             return b""
         return self._gatherer.gather(entry, Box.whole(entry.shape)).tobytes()
@@ -140,9 +139,9 @@ class _SmallReader:
 
 
 def select_entries(catalog: Catalog, selection: Selection) -> Catalog:
-    """Return what is selected of a catalog, renamed as asked. UsageError where that makes no sense.
+    """Return the selection from a catalog, renamed as requested; UsageError for invalid requests.
 
-    Every entry keeps the ``part`` that it had under its own name.
+    Every entry keeps the ``part`` that it had under its former name.
     """
     catalog = with_every_part(catalog)
     if selection.select:
@@ -161,14 +160,14 @@ def select_entries(catalog: Catalog, selection: Selection) -> Catalog:
 
 
 def _may_be_of_model(name: str, why: str) -> bool:
-    """Return whether what cannot be read may be a tensor of the model."""
+    """Return whether an unreadable entry may be a tensor of the model."""
     if not isinstance(why, Refusal):
         return state_category_of_name(name, ()) == "model"
     return why.may_be_tensor and (why.part or state_category_of_name(name, ())) == "model"
 
 
 def only_model(catalog: Catalog) -> Catalog:
-    """Return the model's tensors alone, under the names the model itself gives them."""
+    """Return only the model's tensors, under the model's own names."""
     prefixes = model_prefixes(catalog)
     names = weights(catalog)
     masters = masters_are_weights(catalog)
@@ -197,11 +196,11 @@ def open_mapped(
     defers: bool,
     shared: bool,
 ) -> tuple[Catalog, MapReport | None]:
-    """Open what a catalog holds; return it under the key map asked for, if any, and what that did.
+    """Open a catalog's containers; return it under the key map, if any, and the map's report.
 
-    Where it ``defers``, items of a store are opened by who reads them, unless what the map makes of
-    one depends on the order in which its elements lie; without a map, where the work is ``shared``,
-    those of a disk, too. ``whole`` says that the catalog should have all of the model. Raises
+    If it ``defers``, readers open items of a store themselves, except those of which the map's
+    result depends on the order of their elements; without a map, and if work is ``shared``, also
+    items of a disk. ``whole`` means that the catalog should contain the entire model. Raises
     UsageError or Unsupported if that is not possible.
     """
     shared = shared and not options.is_asked
@@ -210,7 +209,7 @@ def open_mapped(
         return _apply_key_map(opened, located, options, whole=whole)
     try:
         catalog, report = _apply_key_map(opened, located, options, whole=whole)
-    except Unsupported:  # as what is not open has nothing added to it
+    except Unsupported:  # as nothing is added to an unopened tensor
         pass
     else:
         chunks = (chunk for entry in catalog.tensors.values() for chunk in entry.chunks)
@@ -220,7 +219,7 @@ def open_mapped(
 
 
 def _may_stay_unopened(chunk: Chunk) -> bool:
-    """Return whether a chunk is open, or can be read however the elements lie; copies are open."""
+    """Return whether a chunk is open, or readable in any order of elements; copies are open."""
     at = chunk.at
     if not isinstance(at, Container):
         return True
@@ -240,9 +239,9 @@ def _apply_key_map(
 
 
 def _cast(catalog: Catalog, casts: Casts) -> tuple[Catalog, dict[str, int]]:
-    """Return the catalog with its casts and notes on them, and a count by stored type.
+    """Return the catalog with its casts and notes on them, and counts by stored type.
 
-    Unsupported if a cast needs torch and it is not there.
+    Raises Unsupported if a cast needs torch and torch is missing.
     """
     result = cast(catalog, casts)
     for entry in result.changed:

@@ -27,11 +27,11 @@ Number = int | float
 
 @dataclass(frozen=True, slots=True)
 class TensorStats:
-    """What the values of one tensor are like.
+    """Statistics of one tensor's values.
 
-    ``minimum``, ``maximum``, ``mean`` and ``std`` (of the population) are over the finite values,
-    None if there is none; of complex values they describe the magnitudes. NaN and infinite
-    values are counted. All are None for element types that are no numbers (packed bits).
+    ``minimum``, ``maximum``, ``mean`` and ``std`` (of the population) cover the finite values and
+    are None if there are none; of complex values they describe the magnitudes. NaN and infinite
+    values are counted. All are None for element types that are not numbers (packed bits).
     """
 
     entry: TensorEntry
@@ -44,7 +44,7 @@ class TensorStats:
     inf: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what JSON says of them; null where there is no (finite) number."""
+        """Return its JSON; null if there is no (finite) number."""
         return {
             "name": self.entry.name,
             "of": "magnitudes" if self.entry.dtype.kind == "complex" else "values",
@@ -64,7 +64,7 @@ def _finite(value: Number | None) -> Number | None:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class StatsReport(Report, Sequence[TensorStats]):
-    """The statistics of tensors, in order. It is true where no value is NaN or infinite."""
+    """The statistics of tensors, in order; true if no value is NaN or infinite."""
 
     computed: ClassVar = ("ok",)
 
@@ -87,7 +87,7 @@ class StatsReport(Report, Sequence[TensorStats]):
         return self.stats[at]
 
     def more(self) -> Mapping[str, object]:
-        """Return a row per tensor."""
+        """Return one row per tensor."""
         return {"stats": [each.to_dict() for each in self.stats]}
 
     def _short(self) -> dict[str, Any]:
@@ -133,7 +133,7 @@ class _Moments:
         self.count = total
 
     def of(self, entry: TensorEntry) -> TensorStats:
-        """Return the statistics of all that was added."""
+        """Return the statistics of everything added."""
         mean, std = (
             (self.mean, math.sqrt(self.deviations / self.count)) if self.count else (None,) * 2
         )
@@ -149,9 +149,9 @@ def stats(
 ) -> StatsReport:
     """Return statistics of every tensor that matches any of ``globs``, in the catalog's order.
 
-    Each is a whole name, a glob, or a part of names. ``started`` is told how many bytes will be
-    read, and returns what is told of them. Raises UsageError where a pattern matches no tensor,
-    Damaged where chunks are missing, Changed where the files were written to meanwhile.
+    A glob may also be a full name or part of one. ``started`` is called with the number of bytes to
+    read and returns the callable that gets progress. Raises UsageError if a pattern matches no
+    tensor, Damaged if chunks are missing, Changed if the files were written to meanwhile.
     """
     catalog = opened.catalog
     wanted = {name: catalog.tensors[name] for name in tensors_named(catalog, globs, "--stats")}
@@ -171,7 +171,7 @@ def stats(
 
 
 def not_finite_count(entry: TensorEntry, source: Files) -> Problem:
-    """Return how many values of a tensor are NaN or infinite, as a problem."""
+    """Return how many values of a tensor are NaN or infinite, as a problem; None if none are."""
     try:
         stats = _measure([entry], source)[entry.name]
         message = f"{entry.name}: {stats.nan:,} NaN and {stats.inf:,} infinite values"
@@ -216,7 +216,7 @@ _FLOAT8 = {
 
 
 def is_numeric(dtype: DType) -> bool:
-    """Return whether the elements are numbers, not bits packed by someone's own rule."""
+    """Return whether the elements are numbers, not privately packed bits."""
     return dtype.kind != "bits"
 
 

@@ -1,7 +1,7 @@
-"""Files beside those that a scan reads: unread data, what cannot be listed, stand-ins for data.
+"""Files beside those that a scan reads: unread data, unlisted entries, stand-ins for data.
 
-What cannot be listed are links to nothing, and what cannot be looked at. Stand-ins are small files
-in the place of large ones: pointers never followed, a server's answers.
+Unlisted entries are dangling links and whatever cannot be accessed. Stand-ins are small files in
+place of large ones: unresolved pointers, a server's answers.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _MOST_SHOWN = 8
 def unread_files(
     candidate: Candidate, catalog: Catalog, reported: Iterable[Problem]
 ) -> list[Problem]:
-    """Note the files below a checkpoint that look like data and that its catalog leaves out.
+    """Note the files below a checkpoint that look like data but are not in its catalog.
 
-    ``reported`` are problems of the scan: a file that one of them names is not noted again.
+    ``reported`` are problems of the scan: files that they name are not noted again.
     """
     sizes = candidate.source.files
     problems = [*reported, *(note for note in catalog.notes if isinstance(note, Problem))]
@@ -101,10 +101,10 @@ def _group_numbered(names: Iterable[str]) -> list[list[str]]:
 
 
 def unlisted_problems(unlisted: Mapping[str, Problem]) -> list[Problem]:
-    """Return the problems of what is not listed and may be part of a checkpoint.
+    """Return the problems of unlisted entries that may be part of a checkpoint.
 
-    A link to nothing may be where its name is one that data is stored under, anything else
-    unless it is hidden.
+    A dangling link may be if its name is one that data is stored under, anything else unless it is
+    hidden.
     """
     return [
         _unlisted_problem(name, why) for name, why in unlisted.items() if _may_belong(name, why)
@@ -112,7 +112,7 @@ def unlisted_problems(unlisted: Mapping[str, Problem]) -> list[Problem]:
 
 
 def unlisted_notes(unlisted: Mapping[str, Problem]) -> list[Problem]:
-    """Return a note for each link to nothing that is no part of a checkpoint."""
+    """Return a note for each dangling link that is not part of a checkpoint."""
     return [
         _unlisted_problem(name, why).recoded("note")
         for name, why in unlisted.items()
@@ -121,7 +121,7 @@ def unlisted_notes(unlisted: Mapping[str, Problem]) -> list[Problem]:
 
 
 def require_listed(problems: Iterable[Problem]) -> None:
-    """Raise NotFound for what cannot be read, Changed for what vanished."""
+    """Raise NotFound for unreadable entries, Changed for vanished ones."""
     problems = list(problems)
     lasting = [problem for problem in problems if problem.code != "file-changed"]
     if not problems:
@@ -165,7 +165,7 @@ _UNFINISHED = re.compile(r"(?P<whole>.*?)(?:\.tmp|\.dirty|\.incomplete|\.partial
 
 
 def unfinished_file(file: str) -> Problem | None:
-    """Return that a file was never finished, where its name says so."""
+    """Return the problem of a file whose name says that it was never finished."""
     if not (_UNFINISHED.fullmatch(file) or file.endswith(".dirty.pt")):
         return None
     message = f"{file}: unfinished write (temporary file name)"
@@ -173,7 +173,7 @@ def unfinished_file(file: str) -> Problem | None:
 
 
 def is_data(file: str) -> bool:
-    """Return whether a name is one that tensors, or a part of a checkpoint, are stored under."""
+    """Return whether tensors or parts of a checkpoint are stored under such a name."""
     *folders, name = file.split("/")
     if any(folder.startswith(".") for folder in folders):
         return False
@@ -188,13 +188,13 @@ def is_data(file: str) -> bool:
 
 _LARGEST = 4096
 _TEXTS = (".html", ".htm", ".xhtml", ".xml", ".svg", ".md")
-"""Names of small files that are just that: a report, a drawing."""
+"""Names of small files with no other role: a report, a drawing."""
 _MOST = 64
-"""Files that are looked at: where one is a pointer, nearly all are."""
+"""Files to look at: if one is a pointer, nearly all are."""
 
 
 def explain_damage(source: Files, error: Damaged) -> Damaged:
-    """Return the error, or where files stand in for others one that says so, the cause."""
+    """Return the error, or if files stand in for others, one that names this as the cause."""
     files = list(_stand_ins(source))
     if not files:
         return error
@@ -203,7 +203,7 @@ def explain_damage(source: Files, error: Damaged) -> Damaged:
 
 
 def with_cause(source: Files, problems: Iterable[Problem]) -> list[Problem]:
-    """Put the problem that explains the others before them: files that stand in for others."""
+    """Put the problem that explains the others first: files that stand in for others."""
     problems = list(problems)
     files = list(_stand_ins(source)) if problems else []
     return [_stand_in_problem(files), *problems] if files else problems

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """The whole in four numbers. ``parameters`` are the elements of the model's tensors."""
+    """Four totals of the checkpoint. ``parameters`` counts the elements of the model's tensors."""
 
     tensors: int
     parameters: int
@@ -53,7 +53,7 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class PartShare:
-    """What one part of the checkpoint holds in one element type."""
+    """The contents of one part of the checkpoint in one element type."""
 
     part: str
     dtype: DType
@@ -64,7 +64,7 @@ class PartShare:
 
 @dataclass(frozen=True, slots=True)
 class ModuleShare:
-    """What the tensors of one module hold, and in which element types."""
+    """The tensors of one module: their sizes, and in which element types."""
 
     module: str
     tensors: int
@@ -75,10 +75,10 @@ class ModuleShare:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class InspectReport(Report):
-    """What ``inspect`` shows. It is true where all of the checkpoint can be read.
+    """What ``inspect`` shows; true if the whole checkpoint can be read.
 
-    ``problems`` make it unreadable in part: ranks that contradict one another, tensors that their
-    chunks do not tile, and all that ``error`` says where it cannot be read as a whole.
+    ``problems`` make parts unreadable: ranks that contradict one another, tensors that their chunks
+    do not tile, and those of ``error`` if it cannot be read as a whole.
     """
 
     opened: OpenedCheckpoint
@@ -99,7 +99,7 @@ class InspectReport(Report):
         return not self.problems
 
     def to_dict(self, tensors: Iterable[TensorEntry] | None = None) -> dict[str, Any]:
-        """Return what ``--json`` prints, with all ``tensors``, or these alone."""
+        """Return the object that ``--json`` prints, with all ``tensors``, or only these."""
         catalog, mesh = self.catalog, self.catalog.mesh
         entries = catalog.tensors.values() if tensors is None else tensors
         return document(
@@ -126,7 +126,7 @@ class InspectReport(Report):
 
     @property
     def traffic(self) -> Traffic | None:
-        """Return what was requested of the store so far; None if the checkpoint is on a disk."""
+        """Return the requests to the store so far; None if the checkpoint is on a disk."""
         return None if isinstance(self.path, Path) else self.path.store.traffic
 
     @property
@@ -150,9 +150,9 @@ def inspect(path: Location, options: ReadOptions = AS_DETECTED) -> InspectReport
 
 
 def inspect_readable(path: Location, options: ReadOptions = AS_DETECTED) -> InspectReport:
-    """Describe the checkpoint at ``path``, or what can be read of a damaged one.
+    """Describe the checkpoint at ``path``, or what is readable of a damaged one.
 
-    Raises as ``inspect`` does where nothing of it can.
+    Raises as ``inspect`` does if nothing is readable.
     """
     try:
         return inspect(path, options)
@@ -166,7 +166,7 @@ def inspect_readable(path: Location, options: ReadOptions = AS_DETECTED) -> Insp
 
 
 def report(opened: OpenedCheckpoint) -> InspectReport:
-    """Describe a checkpoint that is open already."""
+    """Describe a checkpoint that is already open."""
     catalog = opened.catalog
     shares = shares_of(catalog.tensors.values())
     totals = Totals(
@@ -182,7 +182,7 @@ def report(opened: OpenedCheckpoint) -> InspectReport:
 
 
 def _is_error(why: str) -> bool:
-    """Return whether a conflict is an error, and no warning: what was left out on purpose is."""
+    """Return whether a conflict is an error, not the warning of an exclusion on purpose."""
     return not isinstance(why, Problem) or CODES[why.code].severity is Severity.ERROR
 
 
@@ -225,7 +225,7 @@ def modules_of(entries: Iterable[TensorEntry], depth: int) -> list[ModuleShare]:
 
 
 def step_of(path: Location, catalog: Catalog) -> int | None:
-    """Return the training step: of a value, else as the format read it, else of a folder name."""
+    """Return the training step: from a value, else the format, else a folder's name."""
     for name in _STEP_NAMES:
         entry = catalog.objects.get(name)
         if entry is not None and type(entry.value) is int and entry.value >= 0:

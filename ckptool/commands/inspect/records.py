@@ -1,6 +1,6 @@
-"""What inert records of pickles hold, as data: namespaces, dataclasses, enums, dates, numbers.
+"""The data in inert records of pickles: namespaces, dataclasses, enums, dates, numbers.
 
-Nothing is imported or called for them; what a record does not say is not made up.
+Nothing is imported or called for them, and nothing is invented that a record does not contain.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from ckptool.serialization.pickle.globals import is_numpy
 from ckptool.serialization.pickle.records import Call, Global
 
 _NOT_SHOWN = ("torch", "numpy", "_codecs", "copyreg")
-"""The packages whose records are tensors, arrays and parts of these."""
+"""Packages whose records are tensors, arrays and their parts."""
 _NUMPY_KINDS = "biufcUSMm"
 
 
 def simple_value(call: Call) -> Any:
-    """Return the number, date or path that a record is, None if it is none of these.
+    """Return the number, date or path that a record represents, None for any other.
 
-    Dates and times are as ``datetime`` has them, complex and extended numpy numbers as Python's.
+    Dates and times are ``datetime`` objects, complex and extended numpy numbers Python ones.
     """
     try:
         if isinstance(call.function, Global) and is_numpy(call.function):
@@ -70,7 +70,7 @@ def _zone(zone: Call | None) -> timezone | None:
     if zone is None:
         return None
     if zone.name != "datetime.timezone" or not isinstance(zone.args[0], Call):
-        raise ValueError  # a class of someone's own: what it is, its name does not say
+        raise ValueError  # a user's own class: its name does not say what it is
     return timezone(timedelta(*zone.args[0].args))
 
 
@@ -89,7 +89,7 @@ _SIMPLE: dict[str, Callable[..., Any]] = {
 
 
 def content_of(call: Call) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return the arguments and attributes of a record, None if it has none to be shown."""
+    """Return the arguments and attributes of a record, None if it has none to show."""
     function = call.function
     if not isinstance(function, Global) or function.module.partition(".")[0] in _NOT_SHOWN:
         return None

@@ -28,9 +28,9 @@ from ckptool.storage.url import Location
 class StepSummary:
     """One step. ``saved`` is when its last file was written, None in a store.
 
-    ``complete`` is what its metadata, names and sizes say; ``reasons`` why it is not. ``optimizer``
-    says that it has an optimizer's state. ``mesh`` is None if nothing records one. ``pointer``
-    is what in the run names the step: a file such as ``latest``, or a link.
+    ``complete`` is judged by metadata, names and sizes; ``reasons`` say why it is not.
+    ``optimizer`` is true if it has an optimizer's state. ``mesh`` is None if nothing records one.
+    ``pointer`` is what names the step in the run: a file such as ``latest``, or a link.
     """
 
     path: Location
@@ -46,7 +46,7 @@ class StepSummary:
     pointer: str | None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
+        """Return its JSON."""
         return {
             "path": self.path,
             "number": self.number,
@@ -64,7 +64,7 @@ class StepSummary:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class RunSummary(Report):
-    """The steps of the run at ``path``, the newest first."""
+    """The steps of the run at ``path``, newest first."""
 
     path: Location
     steps: tuple[StepSummary, ...] = field(metadata={"key": None})
@@ -118,12 +118,12 @@ def _describe(
 
 
 def _saved(found: Iterable[Survey]) -> datetime | None:
-    """Return when the last file was written, as far as a disk says so."""
+    """Return when the last file was written, if the disk knows."""
     times = []
     for each in found:
         if not isinstance(each.path, Path):
             return None
         for file in each.source.files:
-            with suppress(NotFound):  # removed meanwhile, as old steps of a run are
+            with suppress(NotFound):  # removed meanwhile, as a trainer removes old steps
                 times.append(each.source.modified(file))
     return datetime.fromtimestamp(max(times), UTC) if times else None

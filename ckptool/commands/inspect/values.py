@@ -1,4 +1,4 @@
-"""Non-tensor values and tensors as JSON has them: exactly, or as what can be said of them."""
+"""Non-tensor values and tensors as JSON: exactly, or as a description."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LARGEST_INT = (1 << 63) - 1
 
 
 def tensor_row(entry: TensorEntry) -> dict[str, Any]:
-    """Return what JSON says of a tensor."""
+    """Return the JSON of a tensor."""
     placements = entry.placements
     return {
         "name": entry.name,
@@ -32,7 +32,7 @@ def tensor_row(entry: TensorEntry) -> dict[str, Any]:
 
 
 def value_row(entry: ObjectEntry) -> dict[str, Any]:
-    """Return what JSON says of a value; ``value`` is left out where JSON cannot hold it."""
+    """Return the JSON of a value; ``value`` is omitted if JSON cannot hold it."""
     described = {"name": entry.name, "type": type_name(entry.value)}
     try:
         return described | {"value": plain(entry.value)}
@@ -45,14 +45,14 @@ def value_row(entry: ObjectEntry) -> dict[str, Any]:
 
 
 class Inexact(Exception):
-    """JSON cannot hold the value exactly."""
+    """JSON cannot represent the value exactly."""
 
 
 def plain(value: Any) -> Any:
-    """Return the value as JSON holds it: null, bool, 64-bit int, finite float, text, list, dict.
+    """Return the value as JSON: null, bool, 64-bit int, finite float, text, list, dict.
 
     Tuples become lists. Raises Inexact for all else: bytes, sets, NaN and infinities, larger ints,
-    dicts whose keys are not all text, objects, and values too deep or too large to be written.
+    dicts whose keys are not all text, objects, and values too deep or too large.
     """
     return _plain(value, _DEEPEST, iter(range(_MOST_NODES)))
 
@@ -76,10 +76,10 @@ def _plain(value: Any, depth: int, budget: Iterator[int]) -> Any:
 
 
 def content(value: Any) -> Any:
-    """Return what JSON can hold of a value that it cannot hold exactly.
+    """Return a JSON description of a value that JSON cannot represent exactly.
 
-    A record is an object with its class under ``$type``, and its arguments and attributes.
-    Raises Inexact where nothing is known of a part of it.
+    A record is an object with its class under ``$type``, and its arguments and attributes. Raises
+    Inexact if a part of it is unknown.
     """
     return _content(value, _DEEPEST, iter(range(_MOST_NODES)))
 

@@ -1,1 +1,1 @@
-"""Key maps and model configurations: which is asked for, and which goes with a checkpoint."""
+"""Key maps and model configurations: choosing a map, and the files that go with a model."""

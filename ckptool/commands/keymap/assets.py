@@ -1,8 +1,8 @@
-"""The files that go with a model: those of ``--hf-assets``, and a config.json that must be true.
+"""The files that go with a model: those of ``--hf-assets``, and a correct config.json.
 
-A config.json is copied, or written from what the checkpoint records; it says the dtype of what is
-written and nothing of quantized weights that are dequantized, and is refused where it does not
-describe the tensors.
+A config.json is copied, or written from what the checkpoint records. It states the dtype of the
+output and no quantization of weights that are dequantized; it is refused if it does not describe
+the tensors.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ _TOKENIZERS = frozenset(
     "tokenizer.json tokenizer.model tokenizer_config.json vocab.json vocab.txt spiece.model".split()
 )
 _QUANTIZATION_METHODS = {CONFIG: None, "quantize_config.json": "gptq", "quant_config.json": "awq"}
-"""The files that describe a quantization, and whose they are: AutoGPTQ's and AutoAWQ's own."""
+"""The files that describe a quantization, and their writers: AutoGPTQ and AutoAWQ."""
 QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 
 
 def with_assets(
     layout: Layout, assets: Path | None, report: MapReport | None, catalog: Catalog, *, model: bool
 ) -> Layout:
-    """Add the files of ``assets`` to a layout, in the place of those of the same name.
+    """Add the files of ``assets`` to a layout, replacing those of the same name.
 
-    ``model`` says that the target is a model's folder: it gets a config.json from the map's report
-    where it has none. UsageError if files are asked for and the target is a single file.
+    ``model`` means that the target is a model's folder: without a config.json it gets one from the
+    map's report. Raises UsageError if files are requested and the target is a single file.
     """
     if assets is not None and not layout.folder:
         raise UsageError("--hf-assets requires a target folder, not a single file")
@@ -69,7 +69,7 @@ def with_assets(
 
 
 def lacking_files(layout: Layout) -> list[str]:
-    """Return a note on what transformers and vLLM look for in a model's folder and do not find."""
+    """Return a note on the files that transformers and vLLM expect in a model's folder and lack."""
     paths = {file.path for file in layout.files}
     if _ADAPTER in paths:
         return [f"an adapter: loading it needs its base model, which {_ADAPTER} names"]
@@ -83,16 +83,16 @@ def lacking_files(layout: Layout) -> list[str]:
 
 
 def _asset_files(folder: Path) -> list[FileLayout]:
-    """Lay out the files of ``--hf-assets``, to be copied as they are."""
+    """Lay out the files of ``--hf-assets``, to be copied unchanged."""
     root = folder.resolve()
     _, sizes = assets_in(folder)
     return [FileLayout(name, (Verbatim(str(root / name), size),)) for name, size in sizes.items()]
 
 
 def assets_in(folder: Path) -> tuple[LocalSource, dict[str, int]]:
-    """Return a folder and the sizes of config.json, tokenizer files and their like in it.
+    """Return a folder and the sizes of its config.json, tokenizer files and similar ones.
 
-    UsageError if it is no folder, or holds none of them.
+    Raises UsageError if it is not a folder, or has none of them.
     """
     from ckptool.formats.companions import companions
 
@@ -110,7 +110,7 @@ def assets_in(folder: Path) -> tuple[LocalSource, dict[str, int]]:
 
 
 def drop_quantization_config(opened: OpenedCheckpoint, layout: Layout) -> Layout:
-    """Drop from a layout what says that the weights are quantized."""
+    """Drop the files and settings of a layout that declare the weights quantized."""
     kept = tuple(file for file in layout.files if file.path not in QUANTIZATION_FILES)
     files = tuple(
         _drop_quantization(opened, file) if file.path == CONFIG else file for file in kept
@@ -122,7 +122,7 @@ def drop_quantization_config(opened: OpenedCheckpoint, layout: Layout) -> Layout
 
 
 def _drop_quantization(opened: OpenedCheckpoint, file: FileLayout) -> FileLayout:
-    """Drop from a config.json, and the models it is made of, their quantization."""
+    """Drop the quantization from a config.json, and from the configs nested in it."""
     config = read_object(opened, file.parts[0])
     keys = [(part, key) for part in _models(config) for key in QUANTIZATION_KEYS if key in part]
     for part, key in keys:
@@ -135,8 +135,8 @@ def with_true_configs(
 ) -> Layout:
     """Make the config.json of a layout (if any), or those of a pipeline, describe the tensors.
 
-    Where tensors were ``cast`` it says their new type. Unsupported if it says something else
-    than the tensors; of a ``partial`` checkpoint that is only noted.
+    If tensors were ``cast`` it states their new type. Raises Unsupported if it contradicts the
+    tensors; for a ``partial`` checkpoint that is only noted.
     """
     models = {CONFIG: catalog}
     if any(file.path == PIPELINE for file in layout.files):
@@ -181,7 +181,7 @@ def _with_true_config(
 def _with_main_dtype(
     catalog: Catalog, layout: Layout, path: str, config: Record
 ) -> tuple[Layout, Record]:
-    """Set the dtype of a layout's config.json, where it says one, to that of most elements."""
+    """Set the dtype of a layout's config.json, if it states one, to that of most elements."""
     main = main_dtype(catalog)
     types = {str(config[key]).removeprefix("torch.") for key in DTYPE_KEYS if config.get(key)}
     if main is None or not types or types == {main}:
@@ -194,10 +194,10 @@ def _with_main_dtype(
 
 
 def quantization_config(opened: OpenedCheckpoint, assets: Path | None) -> Mapping[str, Any]:
-    """Return what a model's config.json says of its quantization, or an older file beside it.
+    """Return the quantization that a model's config.json, or an older file beside it, states.
 
-    That of ``assets`` goes before the checkpoint's own. {} where none says anything. Unsupported
-    of a pipeline, whose components have one each.
+    ``assets`` take precedence over the checkpoint's own. Returns {} if none states any. Raises
+    Unsupported for a pipeline, whose components have one each.
     """
     found = opened.catalog.companions
     if PIPELINE in found:
@@ -222,7 +222,7 @@ def quantization_config(opened: OpenedCheckpoint, assets: Path | None) -> Mappin
 
 
 def read_object(opened: OpenedCheckpoint, part: Part) -> dict[str, Any]:
-    """Read the JSON object of a file of the source, or of ``--hf-assets``; {} where it is none."""
+    """Read the JSON object of a file of the source, or of ``--hf-assets``; {} if there is none."""
     if not isinstance(part, Verbatim | Literal) or part.nbytes > _LARGEST:
         return {}
     try:
@@ -243,6 +243,6 @@ def _config_file(config: Record, path: str = CONFIG) -> FileLayout:
 
 
 def _models(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield a config and those of the models it is made of, such as ``text_config``."""
+    """Yield a config and those nested in it, such as ``text_config``."""
     yield config
     yield from (value for value in config.values() if isinstance(value, dict))

@@ -1,4 +1,4 @@
-"""What a key map and a checkpoint's names make of each other: ``maps NAME --check CKPT``."""
+"""Check a key map against a checkpoint's names: ``maps NAME --check CKPT``."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from ckptool.storage.url import Location
 
 @dataclass(frozen=True, slots=True)
 class Unmatched:
-    """A name, or a rule's pattern, that nothing matches; ``count`` names differ in numbers only.
+    """A name, or a rule's pattern, without a match; ``count`` names differ only in numbers.
 
-    ``nearest`` is what it is most like on the other side, None if nothing is.
+    ``nearest`` is the most similar on the other side, None if there is none.
     """
 
     name: str
@@ -36,10 +36,10 @@ class Unmatched:
 
 @dataclass(frozen=True, slots=True)
 class MapCheck(Report):
-    """How a map fits a checkpoint's model, applied from ``source`` to ``target``.
+    """How a map matches a checkpoint's model, applied from ``source`` to ``target``.
 
-    ``names`` are the model's tensors that no rule takes, ``rules`` the patterns that take none.
-    ``problem`` is why the map cannot be applied though it takes all names: sizes, shapes.
+    ``names`` are the model's tensors that no rule matches, ``rules`` the patterns without a match.
+    ``problem`` is why the map cannot be applied although all names match: sizes, shapes.
     """
 
     schema: ClassVar[str] = "map_check"
@@ -62,7 +62,7 @@ class MapCheck(Report):
 def check_map(path: Location, options: MapOptions) -> MapCheck:
     """Compare the names of a map's rules with those of a checkpoint's model, and try the map.
 
-    Raises UsageError if there is no such map, and what opening the checkpoint raises.
+    Raises UsageError if there is no such map, and the errors of opening the checkpoint.
     """
     opened = open_checkpoint(path)
     catalog = only_model(opened.catalog)
@@ -92,7 +92,7 @@ def check_map(path: Location, options: MapOptions) -> MapCheck:
 
 
 def _unmatched_names(names: Iterable[str], key_map: KeyMap) -> Iterable[Unmatched]:
-    """Yield a name of each kind, with the pattern most like it."""
+    """Yield a name of each kind, with the most similar pattern."""
     kinds: dict[str, list[str]] = defaultdict(list)
     for name in names:
         kinds[abstract(name)[0] or name].append(name)
@@ -104,7 +104,7 @@ def _unmatched_names(names: Iterable[str], key_map: KeyMap) -> Iterable[Unmatche
 def _unused(
     key_map: KeyMap, frames: Frames, matcher: Matcher, left: Collection[str]
 ) -> Iterable[Unmatched]:
-    """Yield the patterns that take no name, with the unmatched name most like each."""
+    """Yield the patterns that match no name, each with the most similar unmatched name."""
     names = (name for frame in frames.values() for name in frame)
     claims = (matcher.claim(name) for name in names)
     used = {claim.pattern.key for claim in claims if claim is not None}

@@ -1,8 +1,8 @@
-"""What a model of transformers computes that its tensors' names and shapes do not tell.
+"""What a transformers model computes that its tensors' names and shapes do not show.
 
-Models share the names of Llama and differ in scalars, in the order of their parts, or in which
-layers rotate: a map of names makes of them a checkpoint that loads and computes something else.
-Keys and types are those of transformers 5.23.
+Models share Llama's names and differ in scalars, in the order of their parts, or in which layers
+rotate: a map of names turns them into a checkpoint that loads but computes something else. Keys and
+types are those of transformers 5.23.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SCALARS = {
     "parallel_attn": False,
     "attention_chunk_size": None,
 }
-"""Keys of config.json, and the value with which each changes nothing."""
+"""Keys of config.json, and the value at which each has no effect."""
 _ACTIVATIONS = ("silu", "swish")
 _TYPES = {
     "cohere": "attention and MLP are in parallel, norms subtract the mean",
@@ -43,20 +43,20 @@ _TYPES = {
     "olmo2": "norms follow attention and MLP",
     "olmo3": "norms follow attention and MLP",
 }
-"""Model types whose config.json does not say in what they differ from Llama."""
+"""Model types whose difference from Llama is not in their config.json."""
 
 _FUSED = {
     "phi3": (".self_attn.qkv_proj.weight", ".mlp.gate_up_proj.weight"),
     "glm": (".mlp.gate_up_proj.weight",),
     "glm4": (".mlp.gate_up_proj.weight",),
 }
-"""By model type, what it has in blocks of rows: all queries, all keys, all values; gate, up."""
+"""By model type, its fused blocks of rows: all queries, all keys, all values; gate, up."""
 
 
 def fused_otherwise(rules: Iterable[Rule], types: Collection[str]) -> str:
-    """Return which tensor of a model rules take by groups of rows where it has blocks; "" if none.
+    """Return the tensor that rules read by groups of rows, but that has blocks; "" if none.
 
-    By group, as Megatron-core has them, all shapes are right and all heads are wrong.
+    By group, as in Megatron-core, all shapes would be right and all heads wrong.
     """
     ends = tuple(end for kind in types for end in _FUSED.get(kind, ()))
     patterns = (p for rule in rules for p in (*rule.sources, *rule.targets))
@@ -65,14 +65,14 @@ def fused_otherwise(rules: Iterable[Rule], types: Collection[str]) -> str:
 
 
 def _is_grouped(pattern: Pattern) -> bool:
-    """Return whether blocks, or parts of a sum, lie within other axes of a tensor's first dim."""
+    """Return whether blocks, or terms of a sum, are inside other axes of a tensor's first dim."""
     if pattern.block is not None:
         return bool(pattern.block.outer)
     return any(len(axis) > 1 for dim in (pattern.axes or ())[:1] for axis in dim[1:])
 
 
 def differing_function(recorded: Record, types: Collection[str]) -> str:
-    """Return in what a model computes other than Llama-like ones of its names; "" if nothing known.
+    """Return how a model's computation differs from Llama-like models of its names; "" if unknown.
 
     ``types`` are the model types that its config.json names.
     """

@@ -1,9 +1,9 @@
 """A config.json for transformers, from what a checkpoint itself records of its model.
 
-It is written only where everything that decides the model's values is recorded. Meta's params.json
-says it for Llama 1 to 3 (not for the scaled rotary embeddings of 3.1 and later), Megatron-LM's
-arguments (core 0.7 to 0.20) for models with RMSNorm, SwiGLU and plain rotary embeddings, where each
-argument is understood or known to change nothing, and the tensors are exactly the architecture's.
+It is written only if everything that affects the model's values is recorded. Meta's params.json
+suffices for Llama 1 to 3 (not for the scaled rotary embeddings of 3.1 and later), Megatron-LM's
+arguments (core 0.7 to 0.20) for models with RMSNorm, SwiGLU and plain rotary embeddings, if each
+argument is understood or known to have no effect, and the tensors are exactly the architecture's.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _OF_EXPERTS: dict[str, tuple[Any, ...]] = {
 
 
 def recorded_config(records: Sequence[Record], catalog: Catalog) -> tuple[Config | None, str]:
-    """Return the configuration of a model under Hugging Face's names, or None and what it lacks."""
+    """Return the model's configuration under Hugging Face's names, or None and what is missing."""
     for record in records:
         if record.keys() >= _META:
             return _of_meta(record, catalog)
@@ -95,7 +95,7 @@ def _of_megatron(record: Record, catalog: Catalog) -> tuple[Config | None, str]:
 
 
 def _unsupported_values(record: Record) -> list[str]:
-    """List the arguments whose value asks for what none of these models computes."""
+    """List the arguments whose value requests something that none of these models computes."""
     supported = {**_MUST_BE, **(_OF_EXPERTS if record.get("num_experts") else {})}
     return [
         f"{name} is {record.get(name)!r}"
@@ -105,7 +105,7 @@ def _unsupported_values(record: Record) -> list[str]:
 
 
 def _unknown_arguments(record: Record) -> list[str]:
-    """List the arguments that are set and may change the model in a way not known here."""
+    """List the arguments that are set and may change the model in an unknown way."""
     known = {*_MEGATRON, *_MUST_BE, *_SHOWN_BY_NAMES, *_SIZES, *_SIZES_OF_EXPERTS, *_OF_EXPERTS}
     known |= _harmless_arguments()
     has_experts = bool(record.get("num_experts"))
@@ -118,22 +118,22 @@ def _unknown_arguments(record: Record) -> list[str]:
 
 @cache
 def _harmless_arguments() -> frozenset[str]:
-    """Return Megatron-LM's arguments that change nothing of what a trained model computes.
+    """Return Megatron-LM's arguments that do not affect what a trained model computes.
 
-    From its command line and configuration classes (core 0.7 to 0.20): how it was trained, on what,
-    where and how fast, in which precision, and details of what another argument switches on.
+    From its command line and configuration classes (core 0.7 to 0.20): how, on what, where and how
+    fast it was trained, in which precision, and details of what another argument switches on.
     """
     file = resources.files(__package__).joinpath("megatron_arguments.txt")
     return frozenset(file.read_text("utf-8").split())
 
 
 def _is_off(value: Any) -> bool:
-    """Return whether an argument is unset; a zero may mean something."""
+    """Return whether an argument is unset; a zero may be a setting."""
     return value is None or value is False or (isinstance(value, str | list | tuple) and not value)
 
 
 def _architecture(record: Record, catalog: Catalog) -> tuple[str, str, Config]:
-    """Return which of transformers' models has these names, its class, and what only it records."""
+    """Return the transformers model with these names, its class, and the keys only it records."""
     names = catalog.tensors
     if not record.get("num_experts"):
         if any(name.endswith(".q_norm.weight") for name in names):
@@ -171,7 +171,7 @@ def _dense_layers(record: Record) -> list[int]:
 def _check_names(
     model_type: str, architecture: str, config: Config, catalog: Catalog
 ) -> tuple[Config | None, str]:
-    """Add the sizes that tensors have; None if they are not exactly the architecture's."""
+    """Add the sizes of tensors; None if they are not exactly the architecture's."""
     shapes = {name: entry.shape for name, entry in catalog.tensors.items()}
     embedding = shapes.get("model.embed_tokens.weight")
     gate = shapes.get("model.layers.0.mlp.gate_proj.weight")

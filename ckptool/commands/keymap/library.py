@@ -1,4 +1,4 @@
-"""Key maps by name, those that come with ckptool, and by file."""
+"""Key maps by name (the built-in ones), and by file."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ckptool.core.text import did_you_mean, one_of
 from ckptool.errors import UsageError
 
 AUTO = "auto"
-"""Asks for the built-in map that a checkpoint's names fit."""
+"""Requests the built-in map that matches a checkpoint's names."""
 _DEEPEST = 50
-"""How deep map files may include one another."""
+"""The depth up to which map files may include one another."""
 _LARGEST = 1 << 22
 """Bytes of a map file: 10,000 rules are 1 MB."""
 
@@ -38,7 +38,7 @@ def _builtin_map(name: str) -> KeyMap:
 def _builtin_files() -> dict[str, str]:
     """Return the text of each map: that of ``maps/megatron/gpt.toml`` by ``megatron-gpt``.
 
-    So too that of a file in a folder of ``maps/megatron``.
+    Also of files in subfolders of ``maps/megatron``.
     """
     return {
         f"{folder.name}-{file.name.removesuffix('.toml')}": file.read_text("utf-8")
@@ -56,7 +56,7 @@ def _files_below(folder: Traversable) -> Iterator[Traversable]:
 
 
 def map_text(name: str) -> str:
-    """Return the TOML of a built-in map; UsageError if there is none of that name."""
+    """Return the TOML of a built-in map; UsageError for an unknown name."""
     if name not in builtin_maps():
         raise UsageError(f"{name!r}: unknown map", hint=one_of(name, builtin_maps()))
     return _builtin_files()[name]
@@ -82,7 +82,7 @@ def load_map(name: str) -> KeyMap:
 def _map_in(path: Path, shown: str, within: tuple[Path, ...], parsed: dict[Path, KeyMap]) -> KeyMap:
     """Parse a TOML file, and the maps that it includes: built-in ones, or files beside it.
 
-    ``within`` are the files that include it, ``parsed`` those that were read: each is once.
+    ``within`` are the files that include it, ``parsed`` those already read: each is read once.
     Raises UsageError.
     """
     file = path.resolve()

@@ -1,4 +1,4 @@
-"""Key maps: chosen, turned the right way, held against what is recorded, and applied."""
+"""Key maps: choose one, orient it, check it against what is recorded, and apply it."""
 
 from __future__ import annotations
 
@@ -35,22 +35,21 @@ from ckptool.core.text import plural
 from ckptool.errors import Unsupported, UsageError
 
 EXPERTS = ("packed", "separate")
-"""How a mixture of experts is held: one tensor for all of them, or one for each."""
+"""How a mixture of experts is stored: one tensor for all of them, or one per expert."""
 _PACKED = "transformers 5 in memory"
-"""What maps call the side whose experts are packed."""
+"""The name that maps give the side whose experts are packed."""
 HUGGING_FACE = "Hugging Face"
 _OF_FILES = ("hf", "safetensors")
-"""Formats that files of a model have, in which some models' experts are packed, too (Qwen3.5)."""
+"""Formats of model files, in which some models' experts are packed, too (Qwen3.5)."""
 
 
 @dataclass(frozen=True, slots=True)
 class MapReport:
-    """The map that was applied, why this one, and every tensor that it makes.
+    """The applied map, the reason for it, and every tensor that it makes.
 
-    ``config`` is the model's configuration as config.json has it, None if the target is not
-    Hugging Face's or the checkpoint does not record enough: ``config_lacks`` says what.
-    ``warnings`` say where config.json names a model that the map is not for, and what it does not
-    say of the model's size.
+    ``config`` is the model's configuration as in config.json, None if the target is not Hugging
+    Face's or the checkpoint does not record enough: ``config_lacks`` says what. ``warnings`` name a
+    mismatch between the map and the model in config.json, and sizes that it does not state.
     """
 
     name: str
@@ -66,7 +65,7 @@ class MapReport:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a person should know of it."""
+        """Notes on the map for the user."""
         applied = f"map {self.name}, {self.source} to {self.target}: {self.reason}"
         left = (f"excluded by the map: {', '.join(self.excluded)}",) if self.excluded else ()
         made = plural(len(self.computed), "tensor")
@@ -100,7 +99,7 @@ class MapReport:
 
     @property
     def decided(self) -> object:
-        """What the map decides of the output, beyond names and places."""
+        """The map's decisions on the output, beyond names and places."""
         return [
             (move.sources, move.target, move.entry.shape, move.operation) for move in self.moves
         ]
@@ -109,10 +108,10 @@ class MapReport:
 def map_checkpoint(
     opened: OpenedCheckpoint, catalog: Catalog, options: MapOptions, *, whole: bool = True
 ) -> tuple[Catalog, MapReport]:
-    """Return the (located) catalog under the map that is requested, and what was done.
+    """Return the (located) catalog under the requested map, and the map's report.
 
-    ``whole`` says that the catalog should have all of the model.
-    Raises UsageError or Unsupported as ``apply_map``, and where no map or several would do.
+    ``whole`` means that the catalog should contain the entire model. Raises UsageError or
+    Unsupported as ``apply_map`` does, and if no map or several match.
     """
     inside = records(opened.source, opened.catalog, options.assets)
     if records_model(inside):
@@ -135,7 +134,7 @@ def _map_by(
     *,
     whole: bool,
 ) -> tuple[Catalog, MapReport]:
-    """Map a catalog by what is recorded in a checkpoint, and around it by the files' places."""
+    """Map a catalog by what is recorded in a checkpoint, and around it by file."""
     known = [*inside, *around.values()]
     if options.experts is not None:
         key_map, reason = _map_of_experts(catalog, known, options)
@@ -182,7 +181,7 @@ def _map_by(
 
 
 def _other_model(key_map: KeyMap, recorded: Record, types: Sequence[str]) -> str:
-    """Return what is said of a map that is applied to a model that it is not for.
+    """Return the warning about a map that is applied to a model that it is not for.
 
     Raises Unsupported if that model is known to compute something else.
     """
@@ -202,9 +201,9 @@ def _other_model(key_map: KeyMap, recorded: Record, types: Sequence[str]) -> str
 def _compare_counts(
     key_map: KeyMap, source: Catalog, target: Catalog, recorded: Record, *, whole: bool
 ) -> list[str]:
-    """Hold a model's layers, experts and heads against what is recorded; return what is to be said.
+    """Check a model's layers, experts and heads against what is recorded; return the warnings.
 
-    The names of Hugging Face's side tell them. Raises Unsupported if they are not as many.
+    Uses the names of the Hugging Face side. Raises Unsupported if the counts differ.
     """
     way, catalog = key_map, source
     if key_map.target == HUGGING_FACE or key_map.source not in (HUGGING_FACE, _PACKED):
@@ -238,7 +237,7 @@ def _compare_counts(
 
 
 def _unknown_sizes(error: UnknownSizes, key_map: KeyMap) -> _MissingSizes:
-    """Return the error that names the dims that can be looked up or given."""
+    """Return the error that names the dims to look up or to give."""
     keys = {n: _keys(key_map.sizes.get(n, ())) for n in error.names}
     names = [name for name in error.names if keys[name]] or list(error.names)
     written = ", ".join(keys[name][0] for name in names if keys[name])
@@ -257,7 +256,7 @@ def _keys(lookups: Sequence[str | int]) -> list[str]:
 
 
 def requested_map(catalog: Catalog, options: MapOptions) -> tuple[KeyMap, str]:
-    """Return the map of ``--map``, turned as requested or as most names match, and the reason."""
+    """Return the map of ``--map``, oriented as requested or as most names match, and the reason."""
     forward = load_map(options.name or "")
     if options.inverse is not None:
         return (forward.inverse if options.inverse else forward), "as asked"
@@ -276,19 +275,19 @@ def requested_map(catalog: Catalog, options: MapOptions) -> tuple[KeyMap, str]:
 
 
 def _count_matches(catalog: Catalog, key_map: KeyMap) -> int:
-    """Count the model's tensors that the map's rules take."""
+    """Count the model's tensors that the map's rules match."""
     frames, _ = _match(catalog, key_map)
     return sum(len(names) for frame, names in frames.items() if frame.part == "model")
 
 
 def _match(catalog: Catalog, key_map: KeyMap) -> tuple[Frames, list[str]]:
-    """Return the names that the map's rules take, by frame, and the model's that none takes."""
+    """Return the names that the map's rules match, by frame, and the model's unmatched ones."""
     matcher = Matcher(key_map, ModelFacts().of(catalog, key_map), "model")
     return find_frames(catalog, matcher.knows, matcher.knows)
 
 
 def _detect_map(catalog: Catalog, known: list[Record], options: MapOptions) -> tuple[KeyMap, str]:
-    """Return the one built-in map that takes every tensor of the model, and the reason."""
+    """Return the only built-in map that matches every tensor of the model, and the reason."""
     ways = [
         way
         for key_map in builtin_maps().values()
@@ -308,9 +307,9 @@ def _detect_map(catalog: Catalog, known: list[Record], options: MapOptions) -> t
 def _map_of_experts(
     catalog: Catalog, known: list[Record], options: MapOptions
 ) -> tuple[KeyMap, str]:
-    """Return the one built-in map that packs a model's experts, or takes them apart, as requested.
+    """Return the only built-in map that packs or separates a model's experts, as requested.
 
-    Raises UsageError if they are so already, or no map takes every tensor of the model.
+    Raises UsageError if they are that way already, or no map matches every tensor of the model.
     """
     asked = f"--experts {options.experts}"
     if options.experts not in EXPERTS:
@@ -329,7 +328,7 @@ def _map_of_experts(
 
 
 def _fitting(catalog: Catalog, known: list[Record], ways: Sequence[KeyMap]) -> list[KeyMap]:
-    """Return the maps that take every tensor of the model."""
+    """Return the maps that match every tensor of the model."""
     kinds, types = kinds_of(catalog), _model_types(known)
     return [
         way
@@ -356,7 +355,7 @@ def _only_one(candidates: list[KeyMap], known: list[Record], asked: str) -> tupl
 
 
 def _model_types(known: Sequence[Record]) -> list[str]:
-    """Return the ``model_type`` of the strongest record that has one, as that of --hf-assets.
+    """Return the ``model_type`` of the strongest record that has one, such as --hf-assets.
 
     With that of the language model in it, if there is one.
     """
@@ -369,7 +368,7 @@ def _is_for(key_map: KeyMap, types: Collection[str]) -> bool:
 
 
 def _require_for(types: Sequence[str], candidates: Sequence[KeyMap], asked: str) -> None:
-    """Raise UsageError if names fit, but config.json says that the model is another."""
+    """Raise UsageError if names match, but config.json names another model."""
     if any(_is_for(key_map, types) for key_map in candidates):
         return
     first = candidates[0]
@@ -381,7 +380,7 @@ def _require_for(types: Sequence[str], candidates: Sequence[KeyMap], asked: str)
 
 
 def _none_fits(catalog: Catalog, maps: Iterable[KeyMap], asked: str) -> UsageError:
-    """Return the error that says which map comes nearest, and what it does not take."""
+    """Return the error that names the nearest map, and what it does not match."""
     ways = [way for key_map in maps for way in (key_map, key_map.inverse)]
     nearest = max(ways, key=lambda way: _count_matches(catalog, way))
     if not _count_matches(catalog, nearest):

@@ -1,4 +1,4 @@
-"""Whether a model's config.json describes its tensors, which have transformers' names."""
+"""Check whether a model's config.json describes its tensors, which have transformers' names."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _LAYER = re.compile(rf"({_MODEL})(?:layers|h)\.(\d+)\..+")
 _PREDICTING = re.compile(rf"{_MODEL}layers\.(\d+)\.eh_proj\.weight")
 _PROJECTION = re.compile(rf"{_MODEL}layers\.\d+\.self_attn\.([qk])_proj\.weight")
 _GATE = re.compile(rf"{_MODEL}layers\.\d+\.mlp\.gate_proj\.weight")
-"""Of the language model alone: what sees or hears beside it has heads and widths of its own."""
+"""Only the language model's: vision and audio parts have their own heads and widths."""
 _EXPERT = re.compile(rf"({_MODEL}(?:layers|h)\.\d+\..*\bexperts)\.(\d+)\.(.+)")
 _EXPERTS = re.compile(rf"({_MODEL}(?:layers|h)\.\d+\..*\bexperts)\.(gate_up_proj|down_proj)")
 
 _VOCABULARY = ("vocab_size", "padded_vocab_size", "draft_vocab_size")
-"""The last is that of the head of a draft model (EAGLE-3)."""
+"""The last is the head of a draft model (EAGLE-3)."""
 _MORE_EMBEDDINGS = {"mllama": 8, "mllama_text_model": 8, "moshi": 1}
 """Embeddings beyond the vocabulary, for images and the like (transformers 5.23)."""
 _MORE_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_layers")
@@ -38,21 +38,20 @@ _EXPERT_COUNTS = (
     "num_moe_experts",  # Megatron-core's configuration
 )
 _NO_EXPERTS = ("zero_expert_num",)
-"""Experts that give back what they get (LongCat-Flash): transformers 5.23 has tensors of them."""
+"""Experts that return their input (LongCat-Flash): transformers 5.23 has tensors of them."""
 _NARROW = ("embedding_size", "word_embed_proj_dim", "embedding_dim")
 _PLAIN = frozenset(
     "llama mistral mixtral qwen2 qwen2_moe qwen3 qwen3_moe gemma gemma2 olmo olmo2 olmoe starcoder2"
     " cohere granite".split()
 )
-"""Model types whose projections have as many rows as there are heads of one size."""
+"""Model types whose projections have as many rows as the heads of one size have."""
 _HEAD_SIZE_OF_ITS_OWN = frozenset(["qwen3", "qwen3_moe", "gemma", "gemma2"])
 
 
 def config_problems(config: Record, catalog: Catalog) -> list[Problem]:
     """Find where a config.json contradicts the tensors, each with the code config-mismatch.
 
-    Names that are not transformers', quantized tensors, and what a config is silent about are not
-    compared.
+    Not compared: names other than transformers', quantized tensors, and keys that a config lacks.
     """
     inner = config.get("text_config")
     merged = {**config, **inner} if isinstance(inner, dict) else dict(config)
@@ -70,28 +69,28 @@ def config_problems(config: Record, catalog: Catalog) -> list[Problem]:
 
 
 Difference = tuple[str, str | None]
-"""What the config says and what is true instead, and the tensor that shows it."""
+"""The config's statement, the actual fact, and the tensor that shows it."""
 
 
 def count_problems(recorded: Record, catalog: Catalog) -> list[str]:
-    """Find where what is recorded of a model contradicts how many layers, experts and heads it has.
+    """Find where what is recorded contradicts the number of layers, experts and heads of a model.
 
-    The tensors have transformers' names; ``recorded`` may come from another's configuration.
+    The tensors have transformers' names; ``recorded`` may be of another configuration.
     """
     return [f"recorded is {text}" for text, _ in _compare_counts(recorded, catalog)]
 
 
 def uncounted_experts(recorded: Record, catalog: Catalog) -> set[int]:
-    """Return how many experts layers have by their names alone, as no configuration says it."""
+    """Return the number of experts per layer by names alone, as no configuration states it."""
     if _numbers(recorded, _EXPERT_COUNTS):
         return set()
     return {len(found) for found in _experts(catalog).values()}
 
 
 def lacking_experts(recorded: Record, catalog: Catalog) -> list[str]:
-    """Find what experts of some layers have and others lack, whatever is recorded.
+    """Find tensors that experts of some layers have and others lack, whatever is recorded.
 
-    Where no configuration says how many there are, the rows of a layer's router do.
+    If no configuration states the number of experts, the rows of a layer's router do.
     """
     parts: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     counts: dict[str, int] = {}
@@ -116,11 +115,11 @@ def lacking_experts(recorded: Record, catalog: Catalog) -> list[str]:
 
 _ALL = -1
 _DOWN = {"gate_up_proj": "down_proj", "gate_proj": "down_proj", "up_proj": "down_proj", "w1": "w2"}
-"""What an expert that has the one has, too."""
+"""The tensor that an expert with the other one has, too."""
 
 
 def _routed(counts: Mapping[str, int], catalog: Catalog) -> Iterator[str]:
-    """Yield the layers whose routers have another number of rows than there are experts.
+    """Yield the layers whose routers do not have a row per expert.
 
     ERNIE 4.5 VL has two routers a layer, with their inputs first.
     """
@@ -141,7 +140,7 @@ def _compare_counts(config: Record, catalog: Catalog) -> Iterator[Difference]:
 
 
 def _numbers_in(catalog: Catalog) -> dict[str, TensorEntry]:
-    """Return the tensors that are not scalars, and hold weights as they are."""
+    """Return the tensors that are not scalars and hold unquantized weights."""
     return {
         name: entry
         for name, entry in catalog.tensors.items()
@@ -172,7 +171,7 @@ def _compare_sizes(config: Record, tensors: Mapping[str, TensorEntry]) -> Iterat
 def _difference(
     config: Mapping[str, int], size: int, measured: str, name: str | None
 ) -> Iterator[Difference]:
-    """Yield the difference of a size from all those that the config gives, if any."""
+    """Yield the difference of a size from all those that the config states, if there is one."""
     if config and size not in config.values():
         yield f"{_join(config)}, but {measured}", name
 
@@ -182,10 +181,10 @@ def _join(config: Record) -> str:
 
 
 def _compare_layers(config: Record, catalog: Catalog) -> Iterator[Difference]:
-    """Count the layers, with those that predict further tokens or without.
+    """Count the layers, with or without those that predict further tokens.
 
-    Those that predict join the last hidden state with an embedding by ``eh_proj`` (DeepSeek V3,
-    GLM 4.5); transformers skips them, and its config need not count them. With ``block_configs``
+    Those that predict join the last hidden state with an embedding by ``eh_proj`` (DeepSeek V3, GLM
+    4.5); transformers skips them, and its config need not count them. With ``block_configs``
     (Nemotron-NAS) a layer may do nothing, and then has no tensor.
     """
     counts = {} if "block_configs" in config else _numbers(config, LAYER_COUNTS)
@@ -200,7 +199,7 @@ def _compare_layers(config: Record, catalog: Catalog) -> Iterator[Difference]:
 
 
 def _experts(catalog: Catalog) -> dict[str, set[int]]:
-    """Return the numbers of the experts of each layer that has a tensor for each."""
+    """Return the numbers of the experts of each layer with a tensor per expert."""
     found: dict[str, set[int]] = defaultdict(set)
     for match in filter(None, map(_EXPERT.fullmatch, catalog.tensors)):
         found[match[1]].add(int(match[2]))
@@ -244,7 +243,7 @@ def _compare_attention(config: Record, tensors: Mapping[str, TensorEntry]) -> It
 
 
 def _compare_ties(config: Record, catalog: Catalog) -> Iterator[Difference]:
-    """Yield that a head is missing which the config says is a tensor of its own."""
+    """Yield that a head is missing that is a separate tensor by the config."""
     names = config.get("architectures")
     is_causal = isinstance(names, list) and any(str(n).endswith("ForCausalLM") for n in names)
     if config.get("tie_word_embeddings") is not False or not is_causal:
@@ -255,7 +254,7 @@ def _compare_ties(config: Record, catalog: Catalog) -> Iterator[Difference]:
 
 
 def _compare_dtypes(configs: Sequence[Record], catalog: Catalog) -> Iterator[Difference]:
-    """Compare the type of most elements with those that a config says, and its text_config."""
+    """Compare the type of most elements with those of a config and its text_config."""
     said = [
         (key, str(config[key]).removeprefix("torch."))
         for config in configs
@@ -268,7 +267,7 @@ def _compare_dtypes(configs: Sequence[Record], catalog: Catalog) -> Iterator[Dif
 
 
 def main_dtype(catalog: Catalog) -> str | None:
-    """Return the dtype of most floating elements: norms and biases may be kept in another."""
+    """Return the dtype of most floating elements: norms and biases may have another."""
     elements: Counter[str] = Counter()
     for entry in catalog.tensors.values():
         if entry.dtype.kind == "float":
@@ -277,7 +276,7 @@ def main_dtype(catalog: Catalog) -> str | None:
 
 
 def with_dtype(config: Record, dtype: str | None) -> dict[str, Any]:
-    """Return a config with another element type wherever it says one; as it is for None."""
+    """Return a config with another element type wherever it states one; unchanged for None."""
     if dtype is None:
         return dict(config)
     keys = [key for key in DTYPE_KEYS if key in config] or ["torch_dtype"]

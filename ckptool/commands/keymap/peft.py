@@ -1,7 +1,7 @@
-"""PEFT's adapter out of a trainer's checkpoint: its tensors, its names, adapter_config.json.
+"""PEFT's adapter from a trainer's checkpoint: its tensors, its names, adapter_config.json.
 
-Names are those that PEFT 0.21 saves: without the adapter's name, ``base_layer`` and what wraps the
-module that a LoRA is on, and with what is beside them in ``modules_to_save``.
+Names are those that PEFT 0.21 saves: without the adapter's name, ``base_layer`` and the wrappers of
+a LoRA's module, and including the neighbours in ``modules_to_save``.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _OF_A = re.compile(r".+\.lora_(?:A\.weight|embedding_A)")
 
 
 def adapter_of(catalog: Catalog) -> Catalog:
-    """Return the tensors of a model's adapter alone, under PEFT's names.
+    """Return only the tensors of a model's adapter, under PEFT's names.
 
-    Raises UsageError if there is none, or several; Unsupported if two models have one, and of
-    tokens that are trained by themselves.
+    Raises UsageError if there is none, or several; Unsupported if two models have one, and for
+    separately trained tokens.
     """
     rule = unwrapping_rule([name for name in catalog.tensors if ".lora_" in name])
     unwrap = substitution(rule) if rule else str
@@ -83,8 +83,8 @@ def adapter_of(catalog: Catalog) -> Catalog:
 def with_adapter_config(opened: OpenedCheckpoint, catalog: Catalog, layout: Layout) -> Layout:
     """Add adapter_config.json to a folder, as recorded in or around the checkpoint.
 
-    A config.json, which is of the model, is left out. Where nothing records ``lora_alpha`` a note
-    says what to give. Unsupported if what is recorded has another rank than the tensors.
+    A config.json, which describes the model, is dropped. If ``lora_alpha`` is recorded nowhere, a
+    note says what to pass. Raises Unsupported if the recorded rank is not that of the tensors.
     """
     files = tuple(file for file in layout.files if file.path != CONFIG)
     layout = replace(layout, files=files)
@@ -126,7 +126,7 @@ def _ranks(catalog: Catalog) -> set[int]:
 
 
 def _require_true(record: Record, place: str, catalog: Catalog) -> None:
-    """Raise Unsupported if a configuration has another rank than the tensors, or biases."""
+    """Raise Unsupported if a configuration has biases, or another rank than the tensors."""
     if record.get("bias", "none") != "none":
         raise Unsupported(
             f"{place} says bias {record['bias']}: the base model's biases are not supported",

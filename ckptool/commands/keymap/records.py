@@ -1,4 +1,4 @@
-"""What is recorded of a model: in the checkpoint, beside it, and one folder up.
+"""What is recorded of a model: in the checkpoint, beside it, and in the folders above.
 
 Records are the config.json of transformers, Meta's params.json, Megatron-LM's arguments, and what
 trainers write around a checkpoint: Megatron-Bridge, NeMo 1 and 2, verl, the Trainer of
@@ -36,15 +36,15 @@ _AROUND = (
 )
 """Of transformers; verl (0.9, for FSDP and for Megatron-LM); Megatron-Bridge (0.3); NeMo 2, 1."""
 _JOB = b'"model_spec"'
-"""What is in a job config of torchtitan (0.3), JSON of any name (``debug.save_config_file``)."""
+"""Keys of a torchtitan (0.3) job config, JSON of any name (``debug.save_config_file``)."""
 _MOST_JOBS = 64
 _FOLDERS_UP = 2
 """verl (0.9) has the model's shards in ``model/dist_ckpt``, its config two folders above."""
 HIDDEN_SIZES = ("hidden_size", "n_embd", "d_model", "dim")
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
-"""What configs call the width of the hidden state, and how many layers there are."""
+"""Keys for the width of the hidden state, and for the number of layers."""
 MODEL_TYPES = "model_types"
-"""Under which the ``model_type`` of a whole model is found, and that of its ``text_config``."""
+"""Keys of the ``model_type`` of a whole model, and of that of its ``text_config``."""
 DTYPE_KEYS = ("dtype", "torch_dtype")
 _NAMESPACES = ("argparse.Namespace", "types.SimpleNamespace")
 _DEEPEST = 3
@@ -59,7 +59,7 @@ def records(source: Files, catalog: Catalog, assets: Path | None) -> list[Record
     """Return what is recorded of the model, the strongest record first.
 
     The config.json of ``assets``, that beside the checkpoint, Meta's params.json, and the arguments
-    that Megatron-LM saves. UsageError if a file of ``assets`` cannot be read.
+    that Megatron-LM saves. Raises UsageError if a file of ``assets`` cannot be read.
     """
     given = [_read_file(assets / CONFIG)] if assets is not None else []
     beside = [read_beside(source, name) for name in (CONFIG, _PARAMS)]
@@ -88,10 +88,10 @@ def _read_file(path: Path) -> Record:
 
 
 def _parse(path: str, nbytes: int, read: Callable[[], bytes]) -> Record:
-    """Parse an object of JSON or YAML, with its ``text_config`` as part of it.
+    """Parse an object of JSON or YAML, merging its ``text_config`` into it.
 
-    Its own are ``dtype`` and, with that of ``text_config``, ``model_type``. What ``vision_config``
-    has is there as ``vision_config.NAME``, too.
+    Its own ``dtype`` stays, and both model types do. Keys of ``vision_config`` become
+    ``vision_config.NAME``.
     """
     content = parse_object(path, nbytes, read)
     inner, vision = content.get("text_config"), content.get("vision_config")
@@ -121,7 +121,7 @@ def parse_object(path: str, nbytes: int, read: Callable[[], bytes]) -> dict[str,
 
 
 def _load_yaml(data: bytes) -> Any:
-    """Return what YAML holds; what it tags as an object of Python is the plain data in it.
+    """Return the contents of YAML; objects tagged as Python's become the plain data in them.
 
     Raises ValueError.
     """
@@ -130,7 +130,7 @@ def _load_yaml(data: bytes) -> Any:
     class PlainLoader(yaml.SafeLoader):
         """Makes dicts, lists and text of whatever is tagged.
 
-        ``<<`` is a key as any other: what it merges may double with every line.
+        ``<<`` is an ordinary key: merging could double the content with every line.
         """
 
         def flatten_mapping(self, node: Any) -> None:
@@ -164,7 +164,7 @@ def _namespaces(value: Any, depth: int, *, named: bool) -> Iterator[Record]:
 
 
 def _of_megatron(arguments: Record) -> Record:
-    """Add to Megatron-LM's arguments, or Megatron-core's configuration, what others call it.
+    """Add the names that others use to the arguments of Megatron-LM or Megatron-core.
 
     Core 0.7 to 0.20.
     """
@@ -184,15 +184,15 @@ def _of_megatron(arguments: Record) -> Record:
 
 
 def records_model(found: Iterable[Record]) -> bool:
-    """Return whether one of some records says how large the model is."""
+    """Return whether one of the records states the size of the model."""
     return any(map(_find_model, found))
 
 
 def records_around(path: Location, catalog: Catalog) -> dict[str, Record]:
-    """Return what files around a checkpoint record of its model, by the files' places.
+    """Return what files around a checkpoint record of its model, by file.
 
-    In its folder and the two above, the nearest first. A file that cannot be read, or that
-    describes tensors of other sizes, is none.
+    In its folder and the two above, nearest first. Skips files that cannot be read, or that
+    describe tensors of other sizes.
     """
     found: dict[str, Record] = {}
     for place, read in _files_around(path):
@@ -204,9 +204,9 @@ def records_around(path: Location, catalog: Catalog) -> dict[str, Record]:
 
 
 def _files_around(path: Location) -> Iterator[tuple[str, Callable[[], Record]]]:
-    """Yield the places where trainers leave configurations, and what reads each.
+    """Yield the places where trainers put configurations, and the reader of each.
 
-    Those of a ``.nemo`` archive are in it; torchtitan's are looked for on a disk.
+    Those of a ``.nemo`` archive are inside it; torchtitan's are searched for on a disk.
     """
     is_folder = path.is_dir()
     archive = None if is_folder else archive_in(file_at(path), path)
@@ -237,7 +237,7 @@ def read_nearest(path: Location, names: Sequence[str]) -> tuple[str, Record]:
 
 
 def _folders_around(path: Location) -> list[Location]:
-    """Return a checkpoint's folder and those above that may be its own, the nearest first."""
+    """Return a checkpoint's folder and those above that may belong to it, nearest first."""
     own = path if path.is_dir() else path.parent
     own = Path(os.path.abspath(own)) if isinstance(own, Path) else own
     return [own, *own.parents[:_FOLDERS_UP]]
@@ -254,7 +254,7 @@ def _of_trainer(content: Record) -> Record:
 def _of_torchtitan(model: Record) -> Record:
     """Return what torchtitan (0.3) records of a model, under transformers' names.
 
-    Layers are a list there: what differs among them is left out.
+    Layers are a list there: keys that differ among them are omitted.
     """
     layers = model.get("layers")
     layers = layers if isinstance(layers, list) else []
@@ -287,11 +287,10 @@ def _read(path: Location) -> Record:
 
 
 def _find_model(record: Record) -> Record | None:
-    """Return the part of a configuration that says how large the model is, the outermost.
+    """Return the outermost part of a configuration that states the size of the model.
 
     With the plain values around it: Megatron-core's ``GPTModelConfig`` (0.20) has the vocabulary
-    there, and its ``transformer`` the rest. An alias of YAML may put one part in many places: each
-    is looked at once.
+    there, and its ``transformer`` the rest. YAML aliases may repeat a part: each is visited once.
     """
     parts: list[tuple[Record, Record]] = [(record, {})]
     seen = {id(record)}
@@ -314,7 +313,7 @@ def _find_model(record: Record) -> Record | None:
 
 
 def _describes(record: Record, catalog: Catalog) -> bool:
-    """Return whether most of the model's matrices have a dim of the size that is recorded."""
+    """Return whether most of the model's matrices have a dim of the recorded size."""
     hidden = next((record[name] for name in HIDDEN_SIZES if type(record.get(name)) is int), None)
     shapes = [
         entry.shape

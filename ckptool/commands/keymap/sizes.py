@@ -1,4 +1,4 @@
-"""How large the axes of a key map are: as given, or as the model's configuration says."""
+"""The sizes of a key map's axes: as given, or from the model's configuration."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _SIGNS: Mapping[str, Callable[[int, int], int | None]] = {
     "/": lambda whole, part: None if whole % part else whole // part,
     "-": lambda whole, part: whole - part if whole >= part else None,
 }
-"""What the signs of an expression of sizes stand for."""
+"""The operators in an expression of sizes."""
 Seen = dict[tuple[str, bool], int | None]
-"""The dims that were looked up for another: their sizes, None while and where they have none.
+"""The dims already looked up: their sizes, None while in progress and if they have none.
 
-Each with the sizes that are given, or without.
+Each with or without the given sizes.
 """
 
 
 def facts(key_map: KeyMap, records: Sequence[Record], given: Mapping[str, int]) -> ModelFacts:
-    """Return the sizes of a map's axes, as given or as recorded, and all facts that hold."""
+    """Return the sizes of a map's axes, given or recorded, and all facts that hold."""
     merged = merge(records)
     unknown = given.keys() - key_map.axes
     if unknown:
@@ -57,11 +57,11 @@ def merge(records: Sequence[Record]) -> dict[str, Any]:
 def _look_up(
     name: str, key_map: KeyMap, merged: Record, sizes: Mapping[str, int], seen: Seen
 ) -> int | None:
-    """Return the first size that a dim's keys, or expressions of two sizes, give.
+    """Return the first size that a dim's keys, or expressions of two sizes, yield.
 
-    An expression gives none where a size of it is unknown, does not divide, or is too small.
-    A dim that is as large as another by default is so only where that one is recorded: a size that
-    was given says nothing of the other.
+    An expression yields none if one of its sizes is unknown, does not divide, or is too small. A
+    dim whose size defaults to another's takes only a recorded one: a given size does not apply to
+    it.
     """
     for lookup in key_map.sizes[name]:
         if isinstance(lookup, int):
@@ -79,7 +79,7 @@ def _look_up(
 def _value(
     word: str, key_map: KeyMap, merged: Record, sizes: Mapping[str, int], seen: Seen
 ) -> int | None:
-    """Return a record's number, how many items one has (``KEY.length``), or another dim's size."""
+    """Return a record's number, the length of a list (``KEY.length``), or another dim's size."""
     if word in sizes:
         return sizes[word]
     listed = merged.get(word.removesuffix(".length")) if word.endswith(".length") else None

@@ -1,4 +1,4 @@
-"""The options of every command, each declared once. Light: nothing here imports numpy or torch.
+"""The options of every command, each declared once, without importing numpy or torch.
 
 This module has the kinds of options whose values other parts of the package parse.
 """
@@ -78,7 +78,7 @@ def _dims(value: Any, name: str) -> Mapping[str, int]:
 
 
 def _storage_options(value: Any, name: str) -> Mapping[str, Any]:
-    """Return the options of KEY=VALUE: a value that is JSON as what it is, any other as text."""
+    """Return options given as KEY=VALUE: JSON values are parsed, all others are text."""
     if isinstance(value, Mapping):
         return value
     options = {}

@@ -1,6 +1,6 @@
-"""The words that options take by name, for completion in a shell: each from the table that has it.
+"""The named choices of options, for shell completion: each from the table that defines it.
 
-What a table is in is imported when it is asked for: options are declared at every start.
+A table's module is imported on request, as options are declared at every start.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ def builtin_map_names() -> Iterable[str]:
 
 
 def map_names() -> Iterable[str]:
-    """Return what names a key map: the word for the one that fits, and those of ckptool."""
+    """Return the names of key maps: the one that selects automatically, and the built-in ones."""
     from ckptool.commands.keymap.library import AUTO
 
     return (AUTO, *builtin_map_names())
 
 
 def expert_words() -> Iterable[str]:
-    """Return how a mixture of experts can be held."""
+    """Return the ways to store a mixture of experts."""
     from ckptool.commands.keymap.maps import EXPERTS
 
     return EXPERTS
 
 
 def dtype_names() -> Iterable[str]:
-    """Return the floating-point types of weights, under the names that people use first."""
+    """Return the floating-point types of weights, under their preferred names."""
     from ckptool.core.dtype import BY_NAME, EXPONENTS, short_name
 
     types = [dtype.name for dtype in BY_NAME.values() if dtype.kind == "float"]
@@ -60,21 +60,21 @@ def dtype_names() -> Iterable[str]:
 
 
 def policy_names() -> Iterable[str]:
-    """Return the policies of placement."""
+    """Return the placement policies."""
     from ckptool.core.sharding.placement import POLICIES
 
     return POLICIES
 
 
 def rank_state_words() -> Iterable[str]:
-    """Return what can be done with state that differs between ranks."""
+    """Return the ways to treat state that differs between ranks."""
     from ckptool.commands.reshard.rank_state import WORDS
 
     return WORDS
 
 
 def code_names() -> Iterable[str]:
-    """Return the codes of findings."""
+    """Return the finding codes."""
     from ckptool.commands.verify.codes import CODES
 
     return CODES

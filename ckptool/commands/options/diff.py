@@ -10,9 +10,9 @@ from ckptool.engine.run_options import workers_option
 
 
 class DiffOptions(OptionSet):
-    """How to read both, what to make of the first before it is compared, and whether to read data.
+    """How to read both, how to rewrite the first before it is compared, and whether to read data.
 
-    Without ``values`` names, shapes and element types of tensors are compared, and nothing else.
+    Without ``values`` only names, shapes and element types of tensors are compared.
     """
 
     values: bool = option(

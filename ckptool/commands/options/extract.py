@@ -1,4 +1,4 @@
-"""How to take tensors out of a checkpoint."""
+"""How to extract tensors from a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MAPS = ("map", "dim", "hf_assets", "inverse")
 
 
 class ExtractOptions(OptionSet):
-    """How to read the checkpoint, which element type to give the tensors, and how to write them."""
+    """How to read the checkpoint, which element type to use, and how to write the tensors."""
 
     read: ReadOptions = group(ReadOptions, READING, without=("split_stacked",))
     rewrite: RewriteOptions = group(RewriteOptions, without=(*_NAMES, *_MAPS))

@@ -9,7 +9,7 @@ from ckptool.core.options import COUNT, FLAG, OptionSet, group, option
 
 
 class PruneOptions(OptionSet):
-    """Which steps to keep, how to verify them, and whether the others are removed."""
+    """Which steps to keep, how to verify them, and whether to remove the others."""
 
     keep_last: int = option(
         "--keep-last",

@@ -19,7 +19,7 @@ READING = "How to read the checkpoint"
 class ReadOptions(OptionSet):
     """How to read a checkpoint.
 
-    Without ``values`` those that lie among the data may be left ``UNREAD``.
+    Without ``values``, values among the data may be left ``UNREAD``.
     """
 
     from_format: str | None = option(

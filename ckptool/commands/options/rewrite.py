@@ -1,4 +1,4 @@
-"""What to make of a checkpoint: what to keep, under which names, in which element types."""
+"""How to rewrite a checkpoint: what to keep, under which names, in which element types."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ EVERYTHING = Selection()
 
 
 class MapOptions(OptionSet):
-    """Which key map to apply, and what it needs. ``inverse`` None: the way that the names fit."""
+    """Which key map to apply, and its parameters; ``inverse`` None means whichever way matches."""
 
     name: str | None = option(
         "--map",
@@ -86,7 +86,7 @@ class MapOptions(OptionSet):
 
     @property
     def is_asked(self) -> bool:
-        """Whether a key map is to be applied."""
+        """Whether a key map was requested."""
         return self.name is not None or self.experts is not None
 
 

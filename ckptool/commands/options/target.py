@@ -27,7 +27,7 @@ WRITING = "How to write DST"
 
 
 def overwrite_option() -> Any:
-    """Declare whether what exists at the target, or a manifest, is replaced."""
+    """Declare whether an existing target or manifest is replaced."""
     return option(
         "--overwrite", FLAG, help="Replace what exists at the target, once everything is written."
     )
@@ -59,11 +59,11 @@ class TransferOptions(OptionSet):
     dry_run: bool = option("--dry-run", FLAG, help="Show the plan; write nothing.")
 
     def is_shared(self, ranks: int) -> bool:
-        """Return whether other processes write the rest, or have; so do all of several ranks."""
+        """Return whether other processes write, or wrote, the rest; true of several ranks."""
         return (self.part is not None or self.finish or ranks > 1) and not self.dry_run
 
     def require_one_way(self) -> None:
-        """Raise UsageError for options that do not go together."""
+        """Raise UsageError for options that cannot be combined."""
         if self.part is not None and self.finish:
             raise UsageError("--part and --finish: one at a time; --finish once all parts are done")
         if self.resume and (self.part is not None or self.finish):
@@ -72,7 +72,7 @@ class TransferOptions(OptionSet):
 
 
 def max_shard_size_option() -> Any:
-    """Declare where a new file begins; in bytes."""
+    """Declare the size in bytes beyond which a new file starts."""
     return option(
         "--max-shard-size",
         SIZE,
@@ -83,7 +83,7 @@ def max_shard_size_option() -> Any:
 
 
 class SaveOptions(OptionSet):
-    """How to write what is in memory; ``to`` None is what the target's name says."""
+    """How to write a state from memory; ``to`` None means as the target's name says."""
 
     to: str | None = None
     max_shard_size: int = max_shard_size_option()
@@ -93,7 +93,7 @@ class SaveOptions(OptionSet):
 
 
 class ConvertOptions(OptionSet):
-    """How to read a checkpoint, what to make of it, and how to write it.
+    """How to read a checkpoint, how to rewrite it, and how to write it.
 
     ``max_shard_size`` in bytes.
     """
@@ -121,8 +121,8 @@ class ConvertOptions(OptionSet):
 class ReshardOptions(OptionSet):
     """The mesh, what decides the placements, how to read and how to write.
 
-    ``rank_state`` decides on state that differs between the source's ranks, whatever
-    ``read.per_rank`` says. ``to`` None is the source's own kind.
+    ``rank_state`` applies to state that differs between the source's ranks, whatever
+    ``read.per_rank`` says. ``to`` None means the source's own kind.
     """
 
     mesh: Mesh | None = option(

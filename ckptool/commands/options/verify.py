@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class VerifyOptions(OptionSet):
-    """How to read it, how deep to look, and what fails.
+    """How to read it, how much to check, and what fails.
 
     ``sample`` is the share of the data that is read, above 0 and up to 1.
     """
@@ -116,5 +116,5 @@ class SalvageOptions(OptionSet):
 
 
 def salvage_options(verify: VerifyOptions, *, overwrite: bool) -> SalvageOptions:
-    """Return what a salvage needs of the options of verify."""
+    """Return the options of verify that a salvage needs."""
     return SalvageOptions(verify.read, TransferOptions(overwrite, run=RunOptions(verify.workers)))

@@ -1,8 +1,8 @@
-"""Load what a reshard wrote through torch itself, and compare it with the source.
+"""Load the output of a reshard through torch itself, and compare it with the source.
 
-Every rank loads its own shards, as a training job on the new mesh would. torch 2.13 gives a DTensor
-of unevenly strided shards one box with a wrong place, or a shard of several row ranges one box at
-all (``compute_local_shape_and_global_offset``). Such a tensor is loaded whole instead, and the
+Every rank loads its own shards, as a training job on the new mesh would. torch 2.13
+(``compute_local_shape_and_global_offset``) gives a DTensor of unevenly strided shards one misplaced
+box, and a shard of several row ranges only one box. Such a tensor is loaded whole instead, and the
 rank's own part of it is compared.
 """
 
@@ -35,7 +35,7 @@ _TILE = 1 << 20
 
 
 def require_loadable(reshard: Reshard, ranks: Ranks) -> None:
-    """Raise Unsupported if these ranks cannot load the result, before it is written."""
+    """Raise Unsupported, before anything is written, if these ranks cannot load the result."""
     target, size = reshard.report.target_format, reshard.report.mesh.size
     if target not in _LOADERS:
         raise Unsupported(
@@ -57,9 +57,9 @@ def require_loadable(reshard: Reshard, ranks: Ranks) -> None:
 def check_loads(reshard: Reshard, ranks: Ranks) -> None:
     """Load the written checkpoint through torch, each rank its shards, and compare every bit.
 
-    Raises Unsupported if the result cannot be loaded by these ranks, and TransferError if
-    torch fails or finds other values than the source has; on every rank the same. Values are
-    gathered from the source anew; tensors are loaded a few at a time.
+    Raises Unsupported if these ranks cannot load the result, TransferError if torch fails or its
+    values differ from the source; the same on every rank. Values are gathered from the source
+    again; tensors are loaded a few at a time.
     """
     require_loadable(reshard, ranks)
     with _process_group():
@@ -72,7 +72,7 @@ def check_loads(reshard: Reshard, ranks: Ranks) -> None:
 
 @contextmanager
 def _process_group() -> Iterator[None]:
-    """Use the process group that there is, or one of this process alone."""
+    """Use the existing process group, or one of this process alone."""
     try:
         import torch.distributed as distributed
         from torch._C._distributed_c10d import HashStore
@@ -93,9 +93,9 @@ def _process_group() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class LoadedTensor:
-    """What a rank has of a tensor: ``local`` is its memory, ``pieces`` say what lies where in it.
+    """A rank's part of a tensor: ``local`` is its memory, ``pieces`` locate boxes in it.
 
-    ``tensor`` is what torch's loader is given: the DTensor around it, or itself.
+    ``tensor`` is what torch's loader gets: the DTensor around it, or itself.
     """
 
     tensor: Any
@@ -148,7 +148,7 @@ class Check:
             )
 
     def shard(self, entry: TensorEntry) -> LocalShard:
-        """Return what this rank holds of a tensor on the new mesh."""
+        """Return this rank's part of a tensor on the new mesh."""
         return self._placed.shards(entry)[self.rank]
 
     def placements(self, entry: TensorEntry) -> list[Any]:
@@ -157,7 +157,7 @@ class Check:
         return [_torch_placement(item, rank) for item in self._placed.placements[entry.name]]
 
     def compare(self, entry: TensorEntry, loaded: LoadedTensor) -> None:
-        """Raise TransferError if what was loaded is not what the source has."""
+        """Raise TransferError if the loaded data differs from the source's."""
         bits = _bits(loaded.local, entry.dtype.itemsize)
         for piece in loaded.pieces:
             shift = tuple(g - l for g, l in zip(piece.box.lo, piece.local.lo, strict=True))
@@ -178,7 +178,7 @@ class Check:
 
 
 def _device_mesh(mesh: Mesh) -> Any:
-    """Return torch's mesh, without the process group per dim that loading does not need."""
+    """Return torch's mesh, without the process group per dim, which loading does not need."""
     from torch import tensor
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -223,7 +223,7 @@ def _torch_placement(placement: Placement, rank: int) -> Any:
 
 @contextmanager
 def _loading(path: Path) -> Iterator[None]:
-    """Raise TransferError, with the last line of its message, for whatever torch raises."""
+    """Turn any error of torch into a TransferError with the last line of its message."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
@@ -237,7 +237,7 @@ def _loading(path: Path) -> Iterator[None]:
 
 
 def _check_rank_file(check: Check) -> None:
-    """Check this rank's file by ``torch.load``; mapped, so that values are read one by one."""
+    """Check this rank's file through ``torch.load``; mapped, so that values are read one by one."""
     state = check.together(lambda: _own_file(check.target / f"checkpoint_{check.rank}.pt"))
 
     def compare() -> None:
@@ -256,7 +256,7 @@ def _own_file(path: Path) -> Any:
 
 
 def _local_tensor(check: Check, entry: TensorEntry, state: Any) -> LoadedTensor:
-    """Return a tensor of the file; TransferError unless it is placed and shaped as it should be."""
+    """Return a tensor of the file; TransferError unless it has the right placements and shape."""
     from torch.distributed.tensor import DTensor
 
     for step in entry.path:
@@ -296,7 +296,7 @@ def _check_group(check: Check, group: Sequence[TensorEntry], reader: Callable[[s
 
 
 def _load(target: Path, state: dict[str, Any], reader: Any) -> None:
-    """Call ``dcp.load``, whose ranks talk to one another, so that they fail together too."""
+    """Call ``dcp.load``, whose ranks communicate, so that they also fail together."""
     from torch.distributed.checkpoint.state_dict_loader import load
 
     with _loading(target):
@@ -304,7 +304,7 @@ def _load(target: Path, state: dict[str, Any], reader: Any) -> None:
 
 
 def _empty(check: Check, entry: TensorEntry) -> LoadedTensor:
-    """Allocate this rank's shard and a DTensor around it; the whole tensor where torch errs."""
+    """Allocate this rank's shard and a DTensor around it; the whole tensor where torch is wrong."""
     import torch
     from torch.distributed.tensor import DTensor
 
@@ -324,7 +324,7 @@ def _empty(check: Check, entry: TensorEntry) -> LoadedTensor:
 
 
 def _torch_agrees(shape: tuple[int, ...], shard: LocalShard, mesh: Any, placed: list[Any]) -> bool:
-    """Return whether torch's loader looks for the shard where it is: one box, in its place."""
+    """Return whether torch's loader expects the shard at its place, as one box."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     size, offset = compute_local_shape_and_global_offset(shape, mesh, placed)
@@ -346,4 +346,4 @@ _LOADERS: dict[str, Callable[[Check], None]] = {
     ),
     "rank-local": _check_rank_file,
 }
-"""What loads and compares each target format."""
+"""The function that loads and compares each target format."""

@@ -1,4 +1,4 @@
-"""Placements that a file asks for: a TOML plan, or the tp_plan of a transformers config."""
+"""Placements from a file: a TOML plan, or the tp_plan of a transformers config."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _KEYS, _RULE_KEYS = ("mesh", "names", "rule"), ("tensor", "placements")
 def read_plan(path: Path, mesh: Mesh | None = None) -> tuple[Mesh | None, list[PlacementRule]]:
     """Read the mesh and rules of a TOML plan: ``mesh``, ``names``, ``[[rule]]`` tables in order.
 
-    A ``mesh`` that is given goes before the plan's; the plan's names go to a mesh without.
-    Raises UsageError if the file cannot be read, or says anything else.
+    A given ``mesh`` overrides the plan's; a mesh without names gets the plan's. Raises UsageError
+    if the file cannot be read, or has any other key.
     """
     import tomllib
 

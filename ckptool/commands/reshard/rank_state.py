@@ -1,4 +1,4 @@
-"""State that each rank of the source holds for itself, and what another mesh makes of it."""
+"""State that each rank of the source holds for itself, and its treatment on another mesh."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from ckptool.errors import Unsupported, UsageError
 WORDS = ("drop-rng", "stop", "keep", "drop")
 _OWN_NAME = re.compile(r"(?P<name>.*)@rank(?P<rank>\d+)")
 _RANDOM = re.compile(r"(\w*_)?rng(_(tracker_)?states?)?|random_states?")
-"""A step of a name: ``rng``, ``rng_state``, ``random_states``, as verl, Megatron-core, transformers
-and accelerate call the states of random number generators."""
+"""A step of a name: ``rng``, ``rng_state``, ``random_states``; verl, Megatron-core, transformers
+and accelerate name the states of random number generators so.
+"""
 
 RANDOM_STATE = "random number state"
 OWN_NUMBER = "rank number"
@@ -25,14 +26,14 @@ _PYTHON_WORDS = 625
 """Of ``random.getstate``: 624 words and a position."""
 
 _Entry = TensorEntry | ObjectEntry | str
-"""What a rank has, or why it cannot be read."""
+"""A rank's entry, or why it cannot be read."""
 _States = Mapping[str, Mapping[int, _Entry]]
-"""What each rank has under a name."""
+"""The entry of each rank under one name."""
 
 
 @dataclass(frozen=True, slots=True)
 class DroppedState:
-    """A tensor or value that is not written. ``ranks`` have one each; none where all agree."""
+    """A tensor or value that is not written. ``ranks`` have one each; empty if all agree."""
 
     name: str
     kind: str
@@ -40,7 +41,7 @@ class DroppedState:
 
 
 def require_rank_state(what: str) -> None:
-    """Raise UsageError if ``what`` is neither a word for all of it nor a rank."""
+    """Raise UsageError if ``what`` is neither a known choice nor a rank."""
     if what not in WORDS and not what.isdecimal():
         raise UsageError(
             f"invalid --rank-state {what!r}", hint=f"{', '.join(WORDS)}, or a rank of the source"
@@ -50,12 +51,12 @@ def require_rank_state(what: str) -> None:
 def resolve_rank_state(
     catalog: Catalog, what: str, *, same_ranks: bool = False
 ) -> tuple[Catalog, tuple[DroppedState, ...]]:
-    """Return the catalog with what is kept of the state that differs between ranks, and the rest.
+    """Return the catalog with the kept part of state that differs between ranks, and the rest.
 
-    ``what`` is ``drop-rng``, ``drop``, ``keep``, ``stop`` or the number of a rank. ``same_ranks``
-    says that as many ranks as the source has find their own again: ``drop-rng`` drops none. Raises
-    Unsupported, with the list, where there is state that is neither to be kept nor to be dropped;
-    UsageError if that rank has none. What cannot be read and is kept is refused elsewhere.
+    ``what`` is ``drop-rng``, ``drop``, ``keep``, ``stop`` or a rank's number. ``same_ranks`` means
+    that there are as many ranks as in the source, each with its own state: ``drop-rng`` then drops
+    nothing. Raises Unsupported, with the list, for state that is neither kept nor dropped;
+    UsageError if the given rank has none. Unreadable state that is kept is refused elsewhere.
     """
     catalog = with_entries(catalog, _with_rank_step)
     states = _list_states(catalog)
@@ -79,7 +80,7 @@ def resolve_rank_state(
 
 
 def dropped_notes(dropped: Iterable[DroppedState]) -> list[str]:
-    """Return a note for each kind of state that is dropped: how many, and their names."""
+    """Return a note for each kind of dropped state: how many, and their names."""
     kinds: dict[str, list[str]] = {}
     for state in dropped:
         kinds.setdefault(state.kind, []).append(state.name)
@@ -90,7 +91,7 @@ def dropped_notes(dropped: Iterable[DroppedState]) -> list[str]:
 
 
 def _list_states(catalog: Catalog) -> _States:
-    """Return what each rank has under a name, or why that cannot be read."""
+    """Return each rank's entry under a name, or why it cannot be read."""
     states: dict[str, dict[int, _Entry]] = {}
     kinds: tuple[Mapping[str, _Entry], ...] = (catalog.tensors, catalog.objects, catalog.conflicts)
     for entries in kinds:
@@ -101,9 +102,9 @@ def _list_states(catalog: Catalog) -> _States:
 
 
 def _with_rank_step(entry: AnyEntry) -> AnyEntry:
-    """Return an entry that a path's last step says to be one rank's, as that step: of DCP folders.
+    """Return an entry of a DCP folder whose path ends in a rank as that rank's own entry.
 
-    They have ``convert --per-rank``'s names as keys.
+    Such folders have the names of ``convert --per-rank`` as keys.
     """
     match = _OWN_NAME.fullmatch(entry.path[-1]) if _ends_in_text(entry.path) else None
     if match is None:
@@ -137,7 +138,7 @@ def _require_none(names: list[str]) -> None:
 def _take_rank(
     catalog: Catalog, states: _States, rank: int
 ) -> tuple[Catalog, tuple[DroppedState, ...]]:
-    """Return the catalog with one rank's state for all, and what that rank has none of."""
+    """Return the catalog with one rank's state for all, and the names that the rank lacks."""
     mine = {f"{name}@rank{rank}" for name, ranks in states.items() if rank in ranks}
     if not mine:
         raise UsageError(
@@ -154,7 +155,7 @@ def _take_rank(
 
 
 def _kind(name: str, entries: Mapping[int, _Entry]) -> str:
-    """Return the kind of what ranks have under one name."""
+    """Return the kind of the ranks' entries under one name."""
     values = {rank: e.value for rank, e in entries.items() if isinstance(e, ObjectEntry)}
     if len(values) == len(entries):
         if all(type(value) is int and value == rank for rank, value in values.items()):
@@ -165,7 +166,7 @@ def _kind(name: str, entries: Mapping[int, _Entry]) -> str:
 
 
 def _is_generator(value: object) -> bool:
-    """Return whether a value is what ``random.getstate`` or ``numpy.random.get_state`` returns."""
+    """Return whether a value is a result of ``random.getstate`` or ``numpy.random.get_state``."""
     if not isinstance(value, tuple | list) or len(value) < 3:
         return False
     version, words = value[:2]
@@ -175,7 +176,7 @@ def _is_generator(value: object) -> bool:
 
 
 def _random_head(name: str) -> str | None:
-    """Return a name up to the step that says: state of random number generators; None if none does.
+    """Return a name up to the step that names a random number generator; None if there is none.
 
     A generator inside a model or an optimizer may be part of it.
     """

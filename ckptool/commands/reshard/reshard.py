@@ -1,4 +1,4 @@
-"""Write a checkpoint for a new device mesh; state that differs between ranks by --rank-state."""
+"""Write a checkpoint for a new device mesh; --rank-state decides on state of single ranks."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ from ckptool.storage.url import Location
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class ReshardReport(TransferReport):
-    """What is to be written, or was. Sizes in bytes.
+    """The planned or finished reshard; sizes in bytes.
 
-    ``rank_bytes`` is what each rank of the mesh holds, ``peak_memory`` the most that moving the
-    bytes needs beside the catalog, ``budget`` what it may. ``dropped`` is state of the source's
-    ranks that has no meaning for others. ``costs`` are of a dry run alone.
+    ``rank_bytes`` is the share of each rank of the mesh, ``peak_memory`` the memory that moving
+    bytes needs besides the catalog, ``budget`` its limit. ``dropped`` is state of the source's
+    ranks that is meaningless for others. ``costs`` are only in a dry run.
     """
 
     mesh: Mesh
@@ -66,11 +66,11 @@ class ReshardReport(TransferReport):
 
     @property
     def over_read(self) -> float | None:
-        """Bytes that are read from the source's files for each byte of its tensors."""
+        """Bytes read from the source's files per byte of its tensors."""
         return None if self.costs is None else self.costs.read_bytes / max(1, self.read_bytes)
 
     def more(self) -> Mapping[str, object]:
-        """Return the mesh, the plan, and what reading it and loading the result costs."""
+        """Return the mesh, the plan, and the cost of reading it and loading the result."""
         tensors = [
             {"name": name, "placements": list(map(str, c.placements)), "reason": c.reason}
             for name, c in self.choices.items()
@@ -90,9 +90,9 @@ class ReshardReport(TransferReport):
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """``read_bytes`` is what the reshard reads from the source's files, gaps and all.
+    """``read_bytes`` is what the reshard reads from the source's files, including gaps.
 
-    ``from_source`` and ``from_target`` are what each rank of the new mesh opens and reads at load.
+    ``from_source`` and ``from_target`` are what each rank of the new mesh opens and reads to load.
     """
 
     read_bytes: int
@@ -116,7 +116,7 @@ class Reshard(Transfer[ReshardReport]):
         ranks: Ranks | None = None,
         begun: Callable[[], None] = lambda: None,
     ) -> ReshardReport:
-        """Write the target as a transfer does, and load it where that is requested."""
+        """Write the target as a transfer does, and load it if requested."""
         ranks = ranks or Ranks()
         self.require_possible(ranks)
         report = Transfer.run(self, progress, ranks, begun)
@@ -127,9 +127,9 @@ class Reshard(Transfer[ReshardReport]):
         return report
 
     def require_possible(self, ranks: Ranks) -> None:
-        """Raise Unsupported if the result is to be loaded, and these ranks cannot.
+        """Raise Unsupported if the result is to be loaded, but these ranks cannot.
 
-        UsageError if it is not to be written whole.
+        Raises UsageError if only a part of it is to be written.
         """
         if self.check and self.options.part is not None:
             raise UsageError(
@@ -141,11 +141,11 @@ class Reshard(Transfer[ReshardReport]):
             require_loadable(self, ranks)
 
     def with_costs(self) -> ReshardReport:
-        """Return the report with what the reshard will read and what loading the result will."""
+        """Return the report with the costs of the reshard and of loading its result."""
         return replace(self.report, costs=self.costs())
 
     def costs(self) -> Costs:
-        """Return what the reshard will read, and what each rank of the new mesh will at load."""
+        """Return the bytes that the reshard reads, and the cost of loading per new rank."""
         from ckptool.core.layout import written_entries
         from ckptool.engine.write.cost import bytes_to_read
 
@@ -162,10 +162,10 @@ class Reshard(Transfer[ReshardReport]):
 def prepare_reshard(
     source: Location, target: Location | None, options: ReshardOptions, *, ranks: int = 1
 ) -> Reshard:
-    """Plan a reshard, which some ``ranks`` share: nothing is written yet, nor a tensor read.
+    """Plan a reshard, shared by ``ranks``; nothing is written and no tensor is read yet.
 
     ``target`` None means a sibling of the source named after the mesh. Raises UsageError,
-    Unsupported or a SourceError where it cannot be done as requested.
+    Unsupported or a SourceError if it cannot be done as requested.
     """
     require_rank_state(options.rank_state)
     placer = _placer(options)
@@ -234,7 +234,7 @@ def _request(
     placed: PlacedTensors,
     assets: Path | None,
 ) -> Request:
-    """Return what the writer is asked for, with the model's configuration where it wants that."""
+    """Return the writer's request, with the model's configuration if it needs that."""
     known = records(opened.source, catalog, assets) if writer.is_model_folder else []
     config = ChainMap(*map(dict, known))  # the strongest record first
     return Request(target.name, placed=placed, config=config)
@@ -261,7 +261,7 @@ def _placer(options: ReshardOptions) -> Placer:
 
 
 def _with_names(mesh: Mesh, source: Mesh | None) -> Mesh:
-    """Return the mesh with the names of the source's dims, where it has as many and none itself.
+    """Return the mesh with the names of the source's dims if it is unnamed and has as many dims.
 
     A trainer that finds its mesh dims by name, as verl does, loads no others.
     """
@@ -274,7 +274,7 @@ def _with_names(mesh: Mesh, source: Mesh | None) -> Mesh:
 
 
 def _writer(to: str | None, opened: OpenedCheckpoint) -> Format:
-    """Return the target format: as requested, or the source's own where that is cut for a mesh."""
+    """Return the target format: the requested one, or the source's own if it is cut for a mesh."""
     if to is not None:
         if to not in FORMATS or FORMATS[to].reshard is None:
             hint = one_of(to, targets(mesh=True))
@@ -300,7 +300,7 @@ def _rank_bytes(catalog: Catalog, placed: PlacedTensors) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class LoadCost:
-    """Files that a rank opens, and bytes of tensor data that it reads."""
+    """The files that a rank opens, and the bytes of tensor data that it reads."""
 
     files: int
     nbytes: int
@@ -309,8 +309,8 @@ class LoadCost:
 def load_costs(entries: Iterable[TensorEntry], placed: PlacedTensors) -> tuple[LoadCost, ...]:
     """Return the cost per row-major position of the mesh, if every chunk touched is read whole.
 
-    ``torch.distributed.checkpoint.load`` (torch 2.13) reads whole items, however little of one a
-    rank needs.
+    ``torch.distributed.checkpoint.load`` (torch 2.13) reads whole items, even if a rank needs
+    little.
     """
     files: list[set[str]] = [set() for _ in range(placed.mesh.size)]
     nbytes = [0] * placed.mesh.size

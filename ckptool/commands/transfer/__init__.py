@@ -1,1 +1,1 @@
-"""What all commands that write have in common: the transfer, its report, what it may replace."""
+"""The common part of all commands that write: the transfer, its report, and overwriting."""

@@ -1,7 +1,7 @@
-"""What --overwrite replaces: the files of the old checkpoint, and nothing that lies beside them.
+"""What --overwrite replaces: the files of the old checkpoint, and nothing beside them.
 
-Which files these are is read from the old checkpoint itself: those that its catalog names, and
-those that go with a model where the new one brings its own.
+The old checkpoint itself determines these files: those that its catalog names, and those of its
+model if the new one brings its own.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _SCAN = ScanOptions(per_rank=True, values=False)
 def own_files(target: Location, layout: Layout, new: Files) -> frozenset[str] | None:
     """Find the files of the checkpoint at a target that ``layout`` would replace, relative to it.
 
-    ``new`` is the source of what is to be written. For a single file it is that file and what
-    ckptool put beside it. None if there is no checkpoint; Unsupported if it is unclear which
-    files belong to it.
+    ``new`` is the source of the new output. For a single file it is that file and ckptool's side
+    file. Returns None if there is no checkpoint; raises Unsupported if it is unclear which files
+    belong to it.
     """
     if not layout.folder:
         return _own_beside(target)
@@ -61,7 +61,7 @@ def own_files(target: Location, layout: Layout, new: Files) -> frozenset[str] | 
 
 
 def kept_note(target: Location, layout: Layout, new: Files) -> str | None:
-    """Return a note on what stays at a target that is replaced; None if nothing does."""
+    """Return a note on what stays at a replaced target; None if nothing does."""
     if not layout.folder or not target.is_dir():
         return None
     own = own_files(target, layout, new)
@@ -79,7 +79,7 @@ def kept_note(target: Location, layout: Layout, new: Files) -> str | None:
 
 
 def require_unmixed(target: Path, staged: Path, own: Iterable[str]) -> None:
-    """Raise TransferError if what stays at a target would be read with the new checkpoint."""
+    """Raise TransferError if files that stay at a target would be read with the new checkpoint."""
     names = frozenset(own)
     old = LocalSource.folder(target)
     kept = {name: size for name, size in old.files.items() if name not in names}
@@ -99,7 +99,7 @@ def require_unmixed(target: Path, staged: Path, own: Iterable[str]) -> None:
 
 
 def _read_with(target: Path, alone: LocalSource, mixed: _MixedSource) -> list[str]:
-    """Return the files beside the new checkpoint that would be read with it, or in its stead."""
+    """Return the files beside the new checkpoint that would be read with it, or instead of it."""
     new = detect(alone)
     if new is not detect(mixed):
         return sorted(mixed.kept.files)
@@ -117,7 +117,7 @@ def _read_with(target: Path, alone: LocalSource, mixed: _MixedSource) -> list[st
 
 
 class _MixedSource:
-    """The files of the new checkpoint, and those that would lie beside it."""
+    """The files of the new checkpoint, and those that would be beside it."""
 
     def __init__(self, new: LocalSource, kept: LocalSource) -> None:
         self.root = kept.root
@@ -135,11 +135,11 @@ class _MixedSource:
         return _MixedSource(self._new.narrowed(folder), self.kept.narrowed(folder))
 
     def expect(self, spans: Iterable[tuple[str, int, int]]) -> None:
-        """Do nothing: a disk needs no notice."""
+        """Do nothing: a disk needs no announcement."""
 
 
 def _own_beside(target: Location) -> frozenset[str] | None:
-    """Return the file at a target and its side file, as far as they are a checkpoint's."""
+    """Return the file at a target and its side file, if they are a checkpoint's."""
     own = {target.name} if _is_own_file(target) else set()
     side, is_own = find_side(target)
     return frozenset(own | ({side.name} if side is not None and is_own else set()))
@@ -159,12 +159,12 @@ def find_side(file: Location) -> tuple[Location | None, bool]:
 
 
 def _is_foreign_side(source: Source, name: str) -> bool:
-    """Return whether a file has the name of a side file and is none that ckptool wrote."""
+    """Return whether a file has the name of a side file, but was not written by ckptool."""
     return name.endswith(EXTRA) and not (name in source.files and is_written_here(source, name))
 
 
 def _is_own_file(file: Location) -> bool:
-    """Return whether a file may be replaced: a checkpoint, a link to whatever, or empty."""
+    """Return whether a file may be replaced: a checkpoint, any link, or an empty file."""
     try:
         if isinstance(file, Path) and file.is_symlink():
             return True
@@ -177,7 +177,7 @@ def _is_own_file(file: Location) -> bool:
 
 
 def _files_of(target: Location, source: Files, row: Format, layout: Layout) -> frozenset[str]:
-    """Return a checkpoint's files, and those of its model where the new one brings its own."""
+    """Return a checkpoint's files, with those of its model if the new one brings its own."""
     try:
         catalog = run_bounded(target, lambda: row.scan(source, _SCAN))
     except CkptoolError:
@@ -188,7 +188,7 @@ def _files_of(target: Location, source: Files, row: Format, layout: Layout) -> f
 
 
 def _named_files(target: Location, source: Files, row: Format) -> frozenset[str]:
-    """Return the files of a checkpoint that cannot be read whole; Unsupported if names lack."""
+    """Return the files of a partly readable checkpoint; Unsupported if names are missing."""
     problems: list[Problem] = []
     options = replace(_SCAN, problems=problems)
     try:
@@ -201,7 +201,7 @@ def _named_files(target: Location, source: Files, row: Format) -> frozenset[str]
 
 
 def _unchanged_files(source: Files, layout: Layout, new: Files) -> frozenset[str]:
-    """Return the files that the new checkpoint brings along just as they are there."""
+    """Return the files that are already there exactly as the new checkpoint would write them."""
     return frozenset(
         file.path
         for file in layout.files
@@ -218,7 +218,7 @@ def _is_same(file: FileLayout, source: Files, new: Files) -> bool:
 
 
 def _files_of_release(target: Location, source: Files, layout: Layout) -> frozenset[str] | None:
-    """Return the files of a run written by ckptool for Megatron-LM: its checkpoint is a release."""
+    """Return the files of a run that ckptool wrote for Megatron-LM: its checkpoint is a release."""
     folder = latest_folder(source)
     if folder != RELEASE or MEGATRON not in {file.path for file in layout.files}:
         return None
@@ -233,7 +233,7 @@ def _files_of_release(target: Location, source: Files, layout: Layout) -> frozen
 
 
 def _drop_linked(target: Path, names: frozenset[str]) -> frozenset[str]:
-    """Drop the files that lie behind a link which leads out of the folder."""
+    """Drop the files behind a link that leads out of the folder."""
     folders = {parent for name in names for parent in PurePosixPath(name).parents}
     linked = {str(folder) for folder in folders if (target / folder).is_symlink() and folder.name}
     return frozenset(
@@ -249,8 +249,8 @@ def _unknown(target: Location, error: Exception) -> Unsupported:
 
 
 def may_open_late(target: Location, *, overwrites: bool) -> bool:
-    """Return whether items may be opened while they are read, however late damage then shows.
+    """Return whether items may be opened while they are read, so that damage may show late.
 
-    Not where the checkpoint at the target is removed before: stores cannot rename.
+    False if the checkpoint at the target is removed first, as in stores, which cannot rename.
     """
     return isinstance(target, Path) or not overwrites

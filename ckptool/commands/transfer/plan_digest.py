@@ -1,4 +1,4 @@
-"""The digest of a plan: what a resumed run, all parts and all ranks must have in common."""
+"""The digest of a plan, which a resumed run, all parts and all ranks must agree on."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ckptool.storage.local import Files
 
 
 def plan_digest(plan: Plan, source: Files, decided: object) -> str:
-    """Hash all that decides the output, but for the source's own bytes, with SHA-256.
+    """Hash everything that decides the output, except the source's own bytes, with SHA-256.
 
-    That are headers, values and configs too, which options decide on, and files from elsewhere.
-    ``decided`` is what options and maps decided beyond what the layout shows.
+    This includes headers, values and configs, which options affect, and files from elsewhere.
+    ``decided`` is what options and maps decide beyond the layout.
     """
     digest = hashlib.sha256(repr((__version__, decided)).encode())
     for file in plan.layout.files:
@@ -35,7 +35,7 @@ def plan_digest(plan: Plan, source: Files, decided: object) -> str:
             for column in entry.chunks.columns():
                 digest.update(column)
             continue
-        size = entry.source_dtype.itemsize  # a place is the same whenever it is opened
+        size = entry.source_dtype.itemsize  # a place is the same at every opening
         places = [(chunk.box.lo, likely_place(chunk.at, size)) for chunk in entry.chunks]
         spots = [(lo, at.file, at.offset) for lo, at in places]
         digest.update(repr(spots).encode())

@@ -1,4 +1,4 @@
-"""What a transfer is to write, or wrote: what the reports of all writing commands begin with."""
+"""The planned or finished transfer: the common part of the reports of all writing commands."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one of ``of`` parts is to write, or wrote if it is ``done``; the first is number 1."""
+    """One of ``of`` parts, planned, or written if ``done``; numbers start at 1."""
 
     number: int
     of: int
@@ -34,7 +34,7 @@ class Part:
 
     @classmethod
     def of_layout(cls, share: Share, layout: Layout, mesh_size: int | None) -> Self:
-        """Return what a share of the files of a layout is."""
+        """Return the part for a share of a layout's files."""
         files = [layout.files[number] for number in share.files(layout, mesh_size)]
         nbytes = sum(file.nbytes for file in files)
         return cls(share.position + 1, share.size, len(files), nbytes)
@@ -42,10 +42,10 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class TransferReport(Report):
-    """What is to be written, or was ``written``. Sizes in bytes.
+    """A transfer, planned or ``written``; sizes in bytes.
 
-    ``verify`` is whether the output is read back and compared before it takes its place. Of what
-    is done in parts ``part`` is the one that was requested; ``written`` is true once all are.
+    ``verify`` means that the output is read back and compared before it is put in place. ``part``
+    is the requested part, if any; ``written`` is true once all parts are.
     """
 
     source: Location
@@ -65,7 +65,7 @@ class TransferReport(Report):
     part: Part | None = None
 
     def more(self) -> Mapping[str, object]:
-        """Return the files, and what a key map makes."""
+        """Return the files, and the tensors that a key map makes."""
         files = [{"path": file.path, "bytes": file.nbytes} for file in self.files]
         return {"files": files, "map": None if self.map is None else self.map.to_dict()}
 
@@ -82,9 +82,9 @@ class TransferReport(Report):
         mesh_size: int | None = None,
         **more: Any,
     ) -> Self:
-        """Return the report of a plan; ``more`` are the fields that the plan does not say.
+        """Return the report of a plan; ``more`` are the fields that the plan does not determine.
 
-        ``mesh_size`` is the number of ranks that the layout is for, None if it is for none.
+        ``mesh_size`` is the number of ranks that the layout is for, None without a mesh.
         """
         part = (
             None if options.part is None else Part.of_layout(options.part, plan.layout, mesh_size)
@@ -114,7 +114,7 @@ class TransferReport(Report):
 def target_notes(
     opened: OpenedCheckpoint, target: Location, layout: Layout, options: TransferOptions
 ) -> tuple[str, ...]:
-    """Return notes on the place that is written to, and on what stays there."""
+    """Return notes on the target, and on what stays there."""
     kept = kept_note(target, layout, opened.source) if options.overwrite else None
     notes = [] if kept is None else [kept]
     if isinstance(target, Path):
@@ -130,7 +130,7 @@ def target_notes(
 
 
 def free_bytes(folder: Location) -> int | None:
-    """Return the free bytes of a folder's disk, 0 where unknown; None of a store."""
+    """Return the free bytes of a folder's disk, 0 if unknown; None for a store."""
     if not isinstance(folder, Path):
         return None
     try:

@@ -1,4 +1,4 @@
-"""Move a checkpoint into another layout: the one way that all writing commands take."""
+"""Move a checkpoint into another layout, for all writing commands alike."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ Progress = Callable[[int], None]
 def stage_at(
     target: Location, layout: Layout, options: StageOptions, how: TransferOptions
 ) -> Output:
-    """Return the stage in which output for a target is made: all of it, a part, or the end."""
+    """Return the stage that makes the output of a target: all of it, a part, or the end."""
     if isinstance(target, Path):
         from ckptool.engine.write.parts import PartsStage, PartStage
 
@@ -69,13 +69,13 @@ def stage_at(
 
 
 def no_progress(nbytes: int) -> None:
-    """Tell nobody."""
+    """Ignore progress."""
 
 
 def require_agreement(catalog: Catalog) -> None:
     """Raise Damaged if ranks contradict one another on something that is to be written.
 
-    Unsupported if all that is missing was left out when the checkpoint was saved.
+    Raises Unsupported if everything missing was excluded when the checkpoint was saved.
     """
     reasons = catalog.conflicts.values()
     codes = {why.code if isinstance(why, Problem) else "" for why in reasons}
@@ -94,7 +94,7 @@ def require_agreement(catalog: Catalog) -> None:
 
 
 def require_apart(opened: OpenedCheckpoint, target: Location) -> None:
-    """Raise UsageError if the target lies in the source, or holds it; side files count."""
+    """Raise UsageError if the target is inside the source, or contains it; side files count."""
     for source, place in product(_with_side(opened.path), _with_side(target)):
         try:
             inner, outer = source.resolve(), place.resolve()
@@ -105,7 +105,7 @@ def require_apart(opened: OpenedCheckpoint, target: Location) -> None:
 
 
 def _with_side(place: Location) -> list[Location]:
-    """Return a file with the side file that belongs to it, be it there or not; else the place."""
+    """Return a file with its side file, whether that exists or not; any other place alone."""
     side = side_name(place.name)
     return [place] if side is None else [place, place.with_name(side)]
 
@@ -113,7 +113,7 @@ def _with_side(place: Location) -> list[Location]:
 def resolve_target(target: Location) -> Location:
     """Resolve ``.`` and ``..`` to the folder's own name, beside which others can be put.
 
-    UsageError if it has none, as the root of a disk.
+    Raises UsageError if it has none, such as the root of a disk.
     """
     if not isinstance(target, Path) or target.name not in ("", ".."):
         return target
@@ -124,7 +124,7 @@ def resolve_target(target: Location) -> Location:
 
 
 def _is_finished_by(stage: Output, ranks: Ranks) -> bool:
-    """Finish what an earlier run was killed in; return whether nothing is left to be done.
+    """Finish what an earlier run was killed in; return whether nothing is left to do.
 
     The first rank does so, then the first of each other node, whose disk may be another.
     """
@@ -144,9 +144,8 @@ _FINISHED = "all was written by an earlier run, whose commit was interrupted; it
 class Transfer(Generic[AnyReport]):
     """A transfer that is planned and checked, but not begun, with the report of the plan.
 
-    ``decided`` is what options and maps decided, beyond what the layout shows; a run can only be
-    resumed where it is the same. ``placed`` is how the output is cut for a mesh, None if it is
-    cut for none.
+    ``decided`` is what options and maps decide beyond the layout; a run can only be resumed with an
+    equal one. ``placed`` says how the output is cut for a mesh, None without one.
     """
 
     opened: OpenedCheckpoint
@@ -159,7 +158,7 @@ class Transfer(Generic[AnyReport]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that progress counts: those written, with ``verify`` those read of both sides."""
+        """Bytes that progress counts: written, and with ``verify`` read from both sides."""
         part: Part | None = getattr(self.report, "part", None)
         written = self.plan.layout.nbytes
         compared = self.plan.compared_bytes if self.options.verify else 0
@@ -171,7 +170,7 @@ class Transfer(Generic[AnyReport]):
         return written + compared
 
     def obstacle(self) -> str | None:
-        """Return why a run would be refused as the target is now; None if it would not.
+        """Return why a run would be refused by the target as it is now; None if it would not be.
 
         Stores are not asked.
         """
@@ -185,7 +184,7 @@ class Transfer(Generic[AnyReport]):
         return None
 
     def require_possible(self, ranks: Ranks) -> None:
-        """Raise Unsupported if these ``ranks`` cannot do what was asked; any can transfer."""
+        """Raise Unsupported if these ``ranks`` cannot do what was requested; any can transfer."""
 
     def run(
         self,
@@ -193,12 +192,11 @@ class Transfer(Generic[AnyReport]):
         ranks: Ranks | None = None,
         begun: Callable[[], None] = lambda: None,
     ) -> AnyReport:
-        """Write the layout at the target, whole or not at all, sharing the work with ``ranks``.
+        """Write the layout at the target, all of it or nothing, shared with ``ranks``.
 
         ``begun`` is called once the target is found free. Returns the report, with notes on how it
-        took its place. Raises Damaged if the source contradicts itself, Changed if it is
-        another than was planned for, TransferError if writing fails or what was written is not
-        what should have been.
+        was put in place. Raises Damaged if the source contradicts itself, Changed if it is not the
+        one that was planned for, TransferError if writing fails or the output is not as planned.
         """
         ranks = ranks or Ranks()
         stage = self._open_stage(ranks)
@@ -230,7 +228,7 @@ class Transfer(Generic[AnyReport]):
             stage.close()
 
     def _written(self, notes: Iterable[str], *, whole: bool = False) -> AnyReport:
-        """Return the report, now that it is of what was written: a part, or the ``whole``."""
+        """Return the report of what was now written: a part, or the ``whole``."""
         report: Any = self.report
         more: dict[str, Any] = {}
         if isinstance(report, TransferReport):
@@ -240,7 +238,7 @@ class Transfer(Generic[AnyReport]):
         return replace(report, notes=(*report.notes, *notes), **more)  # type: ignore[no-any-return]
 
     def _failure(self, error: OSError | TransferError, stage: Output) -> TransferError:
-        """Return the error with the target's path and, where that helps, a hint at ``--resume``."""
+        """Return the error with the target's path and, if that helps, a hint at ``--resume``."""
         head = f"{self.target}: "
         if isinstance(error, OSError):
             error = failure_of(error, head)
@@ -249,15 +247,16 @@ class Transfer(Generic[AnyReport]):
         return TransferError(message, hint="; ".join(filter(None, hints)) or None)
 
     def _next_step(self, stage: Output) -> str | None:
-        """Return how a run that ended midway goes on: of what was in memory it begins again."""
+        """Return how to continue a run that ended midway; a save from memory starts over."""
         step = stage.next_step()
         is_in_memory = isinstance(self.opened.source, MemoryFiles)
         return _SAVES_AGAIN if is_in_memory and step is not None else step
 
     def _open_stage(self, ranks: Ranks) -> Output | None:
-        """Make the stage of this rank; None if an earlier run wrote all that is requested.
+        """Create the stage of this rank; None if an earlier run wrote all that is requested.
 
-        Damaged if replicas differ or files of ranks do not, Unsupported if plans differ.
+        Raises Damaged if replicas differ or files of ranks are identical, Unsupported if plans
+        differ.
         """
         if ranks.size > 1 and self.options.part is not None:
             raise UsageError("--part: torchrun shares the work among its ranks by itself")
@@ -286,7 +285,7 @@ class Transfer(Generic[AnyReport]):
                 raise damaged(copied, subject="the ranks' files")
 
     def _write_unchanged(self, stage: Output, progress: Progress, ranks: Ranks) -> tuple[str, ...]:
-        """Write; raise Changed if what looks damaged is a source that was changed."""
+        """Write; raise Changed if apparent damage is a source that was changed."""
         try:
             return self._write(stage, progress, ranks)
         except (SourceError, NotVerified):
@@ -316,10 +315,10 @@ class Transfer(Generic[AnyReport]):
         return tuple(remarks)
 
     def before_commit(self) -> None:
-        """Do what is to be done when all is written, just before it takes its place."""
+        """Prepare the commit, once everything is written."""
 
     def _files_of(self, share: Share) -> list[int]:
-        """Return the places in the layout of the files of a share of the work."""
+        """Return the indices of a share's files in the layout."""
         return share.files(self.plan.layout, None if self.placed is None else self.placed.mesh.size)
 
     def _move(
@@ -328,7 +327,7 @@ class Transfer(Generic[AnyReport]):
         stage.write(self.plan, self.opened.source, self.options.run, progress, numbers, share)
 
     def _commit(self, stage: Output, progress: Progress, *, shared: bool) -> str | None:
-        """Put the output in its place, or say of a part that it is done."""
+        """Put the output in place, or mark a part as done."""
         if self.options.part is not None:
             return stage.commit()
         if self.options.verify and (shared or self.options.finish):
@@ -364,7 +363,7 @@ class Transfer(Generic[AnyReport]):
         )
 
     def _verify(self, stage: Output, progress: Progress, numbers: Sequence[int]) -> RangeCounts:
-        """Compare files, as they lie there, with what they should be; count what casts lose."""
+        """Compare the files in place with what they should be; count values that casts lose."""
         from ckptool.commands.verify.compare.written import require_written
 
         source, staged = self.opened.source, stage.written
