@@ -1,4 +1,4 @@
-"""The codes of verify's findings: how grave each is, what it means, and what to do about it."""
+"""The codes of verify's findings: severity, meaning, and next step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ckptool.errors import UsageError
 
 
 class Severity(Enum):
-    """``error`` fails, ``warning`` fails with --strict, ``info`` is for people to know."""
+    """``error`` fails, ``warning`` fails with --strict, ``info`` only informs."""
 
     ERROR = "error"
     WARNING = "warning"
@@ -277,13 +277,13 @@ _CODES: dict[str, dict[str, Code]] = {
 }
 CODES = {name: code for codes in _CODES.values() for name, code in codes.items()}
 CHECKS = {name: check for check, codes in _CODES.items() for name in codes}
-"""The check that each code is a result of."""
+"""The check that reports each code."""
 ALWAYS = ("files", "save", "structure", "tensors", "pickles", "limits")
-"""The checks that are made whatever is asked."""
+"""The checks that are always made."""
 
 
 def require_codes(codes: Iterable[str]) -> None:
-    """Raise UsageError if one is no code."""
+    """Raise UsageError if one is not a code."""
     for code in codes:
         if code not in CODES:
             hint = did_you_mean(code, CODES, "list them: ckptool verify --codes")

@@ -1,7 +1,7 @@
-"""What verify found: a report with one finding for each cause, and all that the cause affects.
+"""The findings of verify: a report with one finding per cause, and everything it affects.
 
-A file that is cut shows in each of its tensors, when the metadata is read and when the data is.
-All of this is one finding of the file, and what else shows it is listed under ``affected``.
+A truncated file shows in each of its tensors, in the metadata and in the data. All of this is one
+finding of the file, with the rest listed under ``affected``.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from ckptool.errors import Problem
 from ckptool.storage.url import Location
 
 _ABSENT = ("file-empty", "file-missing", "file-truncated")
-"""The codes of a file that lacks bytes, the one that tells most first."""
+"""The codes of a file that lacks bytes, the most specific first."""
 _FOLLOWS = (*_ABSENT, "data-missing", "bytes-unused")
-"""What may follow from such a file, of the same file."""
+"""Codes that may follow from such a file, for the same file."""
 _ONCE_A_FILE = ("copy-damaged", "rank-copied")
 _DAMAGED = ("file-unreadable", "crc-mismatch", "item-mismatch", "codec-corrupt")
 _OTHER_CONTENT = ("tensor-differs", "manifest-differs")
 _JOINED = frozenset([*_ABSENT, *_DAMAGED, *_OTHER_CONTENT])
-"""The codes of which a file has one finding, however many of its parts show it."""
+"""The codes with one finding per file, however many of its parts show it."""
 _ONE_SIDED = ("tensor-missing", "tensor-extra", "value-missing", "value-extra")
 _OF_BOTH = ("shape-differs", "dtype-differs", "value-differs", "value-not-compared")
 _BY_MANIFEST = ("missing", "extra", "differs", "unchecked", "incomplete")
 _ALIKE = frozenset([*_ONE_SIDED, *_OF_BOTH, *(f"manifest-{word}" for word in _BY_MANIFEST)])
-"""The codes of which several names have one finding where they show the same."""
+"""The codes with one finding for several names that show the same."""
 _LOSSES = frozenset([*_ABSENT, "file-unreadable", "metadata-unreadable", "zip-structure"])
-"""What can be the reason that nothing of a file could be placed."""
+"""Possible reasons why nothing of a file could be placed."""
 _MOST_NAMED = 3
 SIDES = ("A", "B")
-"""How findings and reports call the two of a comparison."""
+"""The names of the two sides of a comparison in findings and reports."""
 
 
 @dataclass(frozen=True, slots=True)
 class Affected:
-    """A tensor or value that a finding affects, and how; or only what else shows the cause."""
+    """A tensor or value that a finding affects, and how; or another symptom of the cause."""
 
     tensor: str | None
     message: str
@@ -50,7 +50,7 @@ class Affected:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong, or worth knowing.
+    """One problem, or one remark.
 
     ``code`` is stable, in kebab-case; ``file`` is relative to the checkpoint's root; ``message``
     says the thing, the problem and the numbers, ``hint`` the next step.
@@ -65,7 +65,7 @@ class Finding:
     hint: str | None = None
 
     def within(self, head: str) -> Finding:
-        """Return the finding introduced by what it lies in."""
+        """Return the finding, prefixed with what it is part of."""
         affected = tuple(Affected(a.tensor, f"{head}: {a.message}") for a in self.affected)
         return replace(self, message=f"{head}: {self.message}", affected=affected)
 
@@ -87,7 +87,7 @@ def _conflict_problem(name: str, why: str) -> Problem:
 
 
 def finding_of(problem: Problem, affected: tuple[Affected, ...] = ()) -> Finding:
-    """Return a problem with the severity and the next step of its code, or its own."""
+    """Return the finding of a problem, with its code's severity, and its own or the code's hint."""
     code, hint = CODES[problem.code], problem.hint or CODES[problem.code].hint
     return Finding(
         problem.code, code.severity, str(problem), problem.file, problem.tensor, affected, hint
@@ -96,11 +96,11 @@ def finding_of(problem: Problem, affected: tuple[Affected, ...] = ()) -> Finding
 
 @dataclass(frozen=True, slots=True, repr=False)
 class VerifyReport(Report):
-    """What verify found at ``path``. It is true where no errors were found.
+    """The findings at ``path``; true if there are no errors.
 
-    ``depth`` says what was read (``full``, ``quick``, ``sample``, ``part``), ``nbytes`` how many
-    bytes of data. ``ignored`` are errors that the options leave out of the findings. ``summary``
-    sums it up; ``ok`` decides the exit code.
+    ``depth`` is how much was read (``full``, ``quick``, ``sample``, ``part``), ``nbytes`` the bytes
+    of data read. ``ignored`` are errors that the options exclude from the findings. ``summary`` is
+    one line; ``ok`` decides the exit code.
     """
 
     path: Location
@@ -130,7 +130,7 @@ class VerifyReport(Report):
 
     @property
     def ignored_text(self) -> str:
-        """Return such as ``; 1 error ignored: file-truncated (__0_0.distcp)``, or nothing."""
+        """Return text such as ``; 1 error ignored: file-truncated (__0_0.distcp)``, or nothing."""
         if not self.ignored:
             return ""
         by_code: dict[str, list[str]] = defaultdict(list)
@@ -171,14 +171,14 @@ def summarize(report: VerifyReport, options: VerifyOptions) -> str:
 
 
 _NEVER_IGNORED = {"nothing-compared"}
-"""There is no answer then, whatever is thought of it."""
+"""Codes that leave no answer, so that they cannot be ignored."""
 
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """How the problems of a checkpoint become findings.
+    """Turns the problems of a checkpoint into findings.
 
-    ``sizes`` are the files that are there, in bytes; ``ignore`` are codes to leave out,
+    ``sizes`` are those of the existing files, in bytes; ``ignore`` are codes to exclude,
     ``fail_nonfinite`` makes NaN and infinity errors.
     """
 
@@ -190,10 +190,10 @@ class Findings:
     def of(
         self, problems: Iterable[Problem], pickle_problems: Collection[Problem] = ()
     ) -> tuple[list[Finding], list[Finding]]:
-        """Return one finding for each cause, and the errors among those that are ignored.
+        """Return one finding per cause, and the ignored errors among them.
 
-        The gravest come first, causes before their effects. ``pickle_problems`` say best where a
-        pickle names what it should not.
+        The most severe come first, causes before effects. ``pickle_problems`` locate forbidden
+        names in a pickle best.
         """
         unique: dict[tuple[object, ...], Problem] = {}
         for problem in problems:
@@ -204,7 +204,7 @@ class Findings:
         ignore = set(self.ignore) - _NEVER_IGNORED
         shown = [problem for problem in unique.values() if problem.code not in ignore]
         rest = [problem for problem in unique.values() if problem.code in ignore]
-        # The copy of a file that a warning is about was not read either.
+        # The copy of a file that a warning names was not read either.
         ignored = [
             finding
             for finding in self._joined(rest)
@@ -243,7 +243,7 @@ class Findings:
         return replace(finding_of(cause, tuple(affected)), message=message, tensor=tensor)
 
     def _of_file(self, file: str, group: Sequence[Problem]) -> Finding:
-        """Return the finding of a file that is missing, empty or cut, with all that it affects."""
+        """Return the finding of a missing, empty or truncated file, with everything it affects."""
         cause = group[0]
         affected = list(dict.fromkeys(Affected(p.tensor, str(p)) for p in group if p.tensor))
         names = dict.fromkeys(part.tensor for part in affected if part.tensor)
@@ -261,7 +261,7 @@ class Findings:
         return replace(finding, message=f"{message}{self._named(names)}", tensor=None)
 
     def _named(self, names: Mapping[str, None]) -> str:
-        """Return such as ``; 116 tensors affected: a, b, c and 113 more``."""
+        """Return text such as ``; 116 tensors affected: a, b, c and 113 more``."""
         if not names:
             return ""
         counts = [(len(names), "name")]
@@ -273,7 +273,7 @@ class Findings:
 
 
 def _of_alike(group: Sequence[Problem]) -> Finding:
-    """Return the finding of several names of which the same is wrong."""
+    """Return the finding of several names with the same problem."""
     finding = finding_of(group[0], tuple(Affected(p.tensor, str(p)) for p in group))
     message = (
         f"{list_some([str(problem.tensor) for problem in group], _MOST_NAMED)}: {_detail(group[0])}"
@@ -282,12 +282,12 @@ def _of_alike(group: Sequence[Problem]) -> Finding:
 
 
 def _detail(problem: Problem) -> str:
-    """Return what is wrong, without the name of the tensor or value."""
+    """Return the problem without the name of the tensor or value."""
     return problem.removeprefix(f"{problem.tensor}: ")
 
 
 def _repeats(problem: Problem, pickle_problems: Collection[Problem]) -> bool:
-    """Return whether the check of the pickles themselves says better where in the file it is."""
+    """Return whether the check of the pickles reports the same with a better location."""
     if problem.code != "hostile-global" or problem in pickle_problems:
         return False
     return any(
@@ -297,7 +297,7 @@ def _repeats(problem: Problem, pickle_problems: Collection[Problem]) -> bool:
 
 
 def _by_cause(problems: list[Problem], catalog: Catalog | None) -> list[list[Problem]]:
-    """Split problems into those of one cause each, which comes first among them."""
+    """Group problems by cause; the cause comes first in each group."""
     lacking: dict[str, str] = {}
     for code in reversed(_ABSENT):
         lacking |= {p.file: code for p in problems if p.code == code and p.file}
@@ -318,7 +318,7 @@ def _by_cause(problems: list[Problem], catalog: Catalog | None) -> list[list[Pro
     causes = []
     for key, group in groups.items():
         code = key[0] if isinstance(key, tuple) else group[0].code
-        # what is said of the whole file comes first, then what is said of its tensors
+        # problems of the whole file come before those of its tensors
         causes.append(sorted(group, key=lambda p: (p.code != code, bool(p.tensor))))
     return causes
 
@@ -326,7 +326,7 @@ def _by_cause(problems: list[Problem], catalog: Catalog | None) -> list[list[Pro
 def _unread_file(problems: list[Problem], catalog: Catalog | None) -> tuple[str, str] | None:
     """Return the code and name of the only file of which nothing could be placed, if there is one.
 
-    It explains all gaps: which parts of tensors such a file had, nothing else says.
+    It explains all gaps, as nothing else records which parts of tensors such a file had.
     """
     if catalog is None or not any(problem.code == "chunk-gap" for problem in problems):
         return None

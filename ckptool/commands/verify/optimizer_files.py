@@ -1,4 +1,4 @@
-"""The files that hold an optimizer's state and nothing else, beside those of the model."""
+"""The files that contain only an optimizer's state, beside those of the model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def trainer_file(source: Files, catalog: Catalog) -> str | None:
 
 
 def has_optimizer(each: Survey) -> bool:
-    """Return whether an optimizer's state lies in what was found of a checkpoint."""
+    """Return whether a checkpoint, as far as it was read, has an optimizer's state."""
     if each.catalog is None:
         return False
     if trainer_file(each.source, each.catalog) is not None:
@@ -40,7 +40,7 @@ def has_optimizer(each: Survey) -> bool:
 
 
 def require_unlisted(source: Files, names: Iterable[str]) -> None:
-    """Raise Unsupported if a list of the folder's files has one of those that are to go."""
+    """Raise Unsupported if a list of the folder's files contains one that is to be removed."""
     lists = [file for file in (LISTED, CHECKLIST) if file in source.files]
     texts = {file: read_metadata(source, file) for file in lists}
     for name in names:
@@ -50,7 +50,7 @@ def require_unlisted(source: Files, names: Iterable[str]) -> None:
 
 
 def require_optimizer(path: Location) -> None:
-    """Raise Unsupported if a file holds more than the state dict of an optimizer."""
+    """Raise Unsupported if a file contains more than the state dict of an optimizer."""
     try:
         found = open_checkpoint(path, ReadOptions("torch-save")).catalog
     except CkptoolError as error:
@@ -63,9 +63,9 @@ def require_optimizer(path: Location) -> None:
 def files_apart(
     opened: OpenedCheckpoint, kept: Catalog, dropped: Collection[TensorEntry]
 ) -> frozenset[str]:
-    """Return the files of the ``dropped`` tensors, without which the rest is a whole checkpoint.
+    """Return the files of the ``dropped`` tensors, without which the rest is complete.
 
-    Raises Unsupported if what is ``kept`` lies in them too, or would no longer be read.
+    Raises Unsupported if they also contain something ``kept``, or the rest would not be readable.
     """
     name = opened.format.name
     theirs, others = _files_of(dropped), _files_of(kept.tensors.values())

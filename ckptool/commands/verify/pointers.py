@@ -1,4 +1,4 @@
-"""What points to a step of a run: small files that name it, symbolic links, the Trainer's best."""
+"""Pointers to a step of a run: small files that name it, symbolic links, the Trainer's best."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _LARGEST_STATE = 64 << 20
 
 
 def find_pointers(run: Location, steps: Sequence[Step]) -> dict[Location, str]:
-    """Return the steps that something beside them or in the run names, each with what does.
+    """Return the steps that something beside them or in the run names, each with its pointer.
 
-    That is a link, a small file such as ``latest`` (DeepSpeed, Megatron-LM), or the newest
+    A pointer is a link, a small file such as ``latest`` (DeepSpeed, Megatron-LM), or the newest
     ``trainer_state.json`` of transformers' Trainer, which names the best checkpoint.
     """
     pointers: dict[Location, str] = {}
@@ -51,7 +51,7 @@ def find_links(run: Location, steps: Sequence[Step]) -> dict[Location, str]:
 
 
 def _links_below(run: Path, steps: Sequence[Step]) -> Iterator[Path]:
-    """Yield the links in a run and in its steps, also where a link leads to a step's folder."""
+    """Yield the links in a run and in its steps, also if a link leads to a step's folder."""
     paths = [s.path for s in steps if isinstance(s.path, Path) and not s.path.is_symlink()]
     for root in (run, *paths):
         for head, folders, files in os.walk(root):
@@ -82,7 +82,7 @@ def _read_text(path: Location) -> str:
 def _add_named(
     text: str, source: str, steps: Sequence[Step], pointers: dict[Location, str]
 ) -> None:
-    """Add the steps that a text is the name or the number of, or a path to or into."""
+    """Add the steps of which a text is the name, the number, or a path to or into."""
     names = {part for part in text.split("/") if part}
     number = int(text) if text.isdecimal() and len(text) < 20 else None
     for step in steps:
@@ -103,7 +103,7 @@ def _add_target(
 
 
 def _best_checkpoint(step: Step) -> str | None:
-    """Return the checkpoint that the state of transformers' Trainer in a step calls the best."""
+    """Return the best checkpoint according to the state of transformers' Trainer in a step."""
     file = step.path / _TRAINER_STATE
     with suppress(CkptoolError, OSError, ValueError):
         if isinstance(file, Path) and file.stat().st_size > _LARGEST_STATE:

@@ -1,4 +1,4 @@
-"""Which steps of a run to remove: none that a rule keeps, that is pointed to, or is unclear."""
+"""Which steps of a run to remove: never one that a rule keeps, a pointer names, or is unclear."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ Fate = Literal["keep", "strip", "remove", "leave"]
 
 @dataclass(frozen=True, slots=True)
 class StepFate:
-    """What becomes of a step and why. ``leave`` is what no rule keeps and nobody removes.
+    """The fate of a step and the reason. ``leave`` means that no rule keeps it, but it stays.
 
-    ``strip`` keeps a step without its optimizer's state. ``ok`` says what verify found, None where
-    it was not asked; ``nbytes`` is the size of its files, ``freed`` how many of these bytes go.
+    ``strip`` keeps a step without its optimizer's state. ``ok`` is the result of verify, None if
+    not verified; ``nbytes`` is the size of its files, ``freed`` how many of these bytes go.
     """
 
     path: Location
@@ -48,10 +48,10 @@ class StepFate:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class PruneReport(Report):
-    """What becomes of each step of a run, the newest first.
+    """The fate of each step of a run, newest first.
 
-    ``leftovers`` are what earlier removals did not finish; they go too. ``removed`` says whether
-    that was done.
+    ``leftovers`` are unfinished earlier removals; they are removed too. ``removed`` says whether
+    the removal was done.
     """
 
     computed: ClassVar = ("ok", "good", "freed")
@@ -65,22 +65,22 @@ class PruneReport(Report):
 
     @property
     def good(self) -> int:
-        """Steps that are kept and that verify found no error in."""
+        """Kept steps without errors."""
         return sum(step.ok is True for step in self.kept)
 
     @property
     def kept(self) -> list[StepFate]:
-        """Steps that are kept, with their optimizer's state or without it."""
+        """Kept steps, with or without their optimizer's state."""
         return [step for step in self.steps if step.fate in ("keep", "strip")]
 
     @property
     def ok(self) -> bool:
-        """Whether there is a good step, and no step that is kept is damaged."""
+        """Whether there is a good step, and no kept step is damaged."""
         return self.good > 0 and all(step.ok is not False for step in self.kept)
 
     @property
     def freed(self) -> int:
-        """Bytes of the steps that go, and of the optimizers' state of those that lose it."""
+        """Bytes of the removed steps, and of the optimizer state removed from others."""
         return sum(step.freed for step in self.steps)
 
     def of_fate(self, fate: Fate) -> list[StepFate]:
@@ -91,11 +91,11 @@ class PruneReport(Report):
 def prune(run: Location, options: PruneOptions, notify: Notify = lambda text: None) -> PruneReport:
     """Decide which steps of a run are kept, verify these, and with ``yes`` remove the others.
 
-    The steps of each folder in the run are counted by themselves, and of these each kind, by their
-    names without numbers. ``notify`` is called with what is done next, as it takes long. Raises
-    UsageError if nothing would lose its optimizer, NotFound or Unrecognised if there is no
+    The steps of each folder in the run are counted separately, and so is each kind of step, by its
+    name without numbers. ``notify`` is called with each long operation before it begins. Raises
+    UsageError if no step would lose its optimizer, NotFound or Unrecognised if there is no
     checkpoint, Unsupported if the run is one checkpoint, TransferError if something cannot be
-    removed, Changed if a step that is kept is gone meanwhile.
+    removed, Changed if a kept step vanished meanwhile.
     """
     if options.drop_optimizer_of_older and options.keep_every is None:
         raise UsageError(
@@ -126,7 +126,7 @@ def prune(run: Location, options: PruneOptions, notify: Notify = lambda text: No
 
 
 class _Decision:
-    """Decides on the steps of one kind beside one another, given the oldest first."""
+    """Decides on the steps of one kind in one folder, given oldest first."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class _Decision:
         self._resumes = False
 
     def fates(self) -> Iterator[StepFate]:
-        """Yield what becomes of each step, the newest first."""
+        """Yield the fate of each step, newest first."""
         for at in range(len(self._steps) - 1, -1, -1):
             yield self._fate(self._steps[at], self._steps[:at])
 
@@ -175,7 +175,7 @@ class _Decision:
         return StepFate(step.path, step.number, "keep", f"{reason}; {damage}", nbytes, ok=False)
 
     def _is_last_to_resume(self, step: Step) -> bool:
-        """Return whether a good step is the newest that has an optimizer, if that matters."""
+        """Return whether a good step is the newest with an optimizer, if that matters."""
         if self._resumes or not self._options.drop_optimizer_of_older:
             return False
         read = self._options.verify.read
@@ -185,7 +185,7 @@ class _Decision:
     def _stripped(self, step: Step, kept: StepFate, *, is_last: bool) -> StepFate:
         """Return the fate of an older good step, which may lose its optimizer's state.
 
-        The last that has one keeps it: training could resume from no other.
+        The last one with an optimizer keeps it: training could resume from no other.
         """
         pointed = step.number is None or step.path in self._pointers
         if pointed or not self._options.drop_optimizer_of_older:
@@ -203,7 +203,7 @@ class _Decision:
         return replace(kept, fate="strip", reason=reason, freed=sum(each.freed for each in strips))
 
     def _reason_to_keep(self, step: Step) -> str | None:
-        """Return what keeps a step however old it is; None if nothing does."""
+        """Return the rule that keeps a step, however old it is; None if there is none."""
         every = self._options.keep_every
         if step.number is None:
             return "has no step number"
@@ -214,7 +214,7 @@ class _Decision:
         return None
 
     def _ambiguous(self, step: Step) -> str | None:
-        """Return why a step may be another thing than its name says; None if it is clear."""
+        """Return why a step may not be what its name says; None if it is clear."""
         if step.number is None:
             return None
         if self._numbers[step.number] > 1:
@@ -229,7 +229,7 @@ class _Decision:
 
 
 def _unclear(step: Step) -> str | None:
-    """Return why nobody should decide on a step; None if it is a checkpoint of its own."""
+    """Return why a step must not be decided on; None if it is a checkpoint of its own."""
     path = step.path
     if isinstance(path, Path) and path.is_symlink():
         return f"a symbolic link to {os.readlink(path)}"
@@ -246,9 +246,9 @@ def _unclear(step: Step) -> str | None:
 
 
 def _remove(report: PruneReport, verify: VerifyOptions, notify: Notify) -> PruneReport:
-    """Remove what the report says, and strip what it says, the oldest first.
+    """Remove and strip steps as the report says, oldest first.
 
-    What is pointed to meanwhile stays as it is.
+    Steps that something points to by now stay unchanged.
     """
     for leftover in report.leftovers:
         clear(leftover)
@@ -272,7 +272,7 @@ def _remove(report: PruneReport, verify: VerifyOptions, notify: Notify) -> Prune
 
 
 def _require_kept(report: PruneReport) -> None:
-    """Raise Changed if a step that is kept is no longer there."""
+    """Raise Changed if a kept step is no longer there."""
     for step in report.kept:
         if isinstance(step.path, Path) and not os.path.lexists(step.path):
             raise Changed(
@@ -282,7 +282,7 @@ def _require_kept(report: PruneReport) -> None:
 
 
 def _nbytes_of(path: Location) -> int:
-    """Return the bytes of all files of a step, its side file among them."""
+    """Return the bytes of all files of a step, including its side file."""
     if not isinstance(path, Path):
         side, _ = find_side(path)
         places = [path] if side is None or isinstance(side, Path) else [path, side]

@@ -22,7 +22,7 @@ from ckptool.storage.url import Location, within
 
 @dataclass(frozen=True, slots=True, repr=False)
 class StepReport(Report):
-    """What verify found of each checkpoint of a step; ``reasons`` say why it is not good, if so."""
+    """The findings for each checkpoint of a step; ``reasons`` say why it is not good, if so."""
 
     computed: ClassVar = ("ok",)
 
@@ -40,9 +40,9 @@ class StepReport(Report):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class RunReport(Report):
-    """The steps that were verified, the newest first; ``total`` is how many the run has.
+    """The verified steps, newest first; ``total`` is how many the run has.
 
-    It is true where there is a good one; where ``every`` step was verified, where all are good.
+    True if one is good; if ``every`` step was verified, true if all are.
     """
 
     computed: ClassVar = ("ok",)
@@ -77,9 +77,9 @@ class RunReport(Report):
 def verify_run(run: Location, options: VerifyOptions, *, every: bool) -> RunReport:
     """Verify the steps of a run from the newest to the first without errors, or every one.
 
-    A step that cannot be read fails, one that is removed meanwhile is skipped. Raises NotFound or
-    Unrecognised if the folder has no checkpoint, UsageError for options that no step can be
-    verified with, NoAnswer if a store gives none.
+    An unreadable step fails; one that is removed meanwhile is skipped. Raises NotFound or
+    Unrecognised if the folder has no checkpoint, UsageError for options that suit no step, NoAnswer
+    if a store does not answer.
     """
     require_codes(options.ignore)
     require_known(options.read.from_format)
@@ -145,7 +145,7 @@ def _nothing_in(path: Location) -> str:
 
 
 def _is_gone(path: Location) -> bool:
-    """Return whether a folder of a disk is no longer there, as old steps of a run are removed."""
+    """Return whether a folder on a disk no longer exists, as old steps of a run are removed."""
     if not isinstance(path, Path):
         return False
     try:
@@ -156,7 +156,7 @@ def _is_gone(path: Location) -> bool:
 
 
 def _reason(report: VerifyReport, options: VerifyOptions) -> str:
-    """Return the first thing that is wrong, and how much more is."""
+    """Return the first problem, and how many more there are."""
     failures = report.fails(options.strict)
     if not failures:
         return report.summary

@@ -41,7 +41,7 @@ _SHARD = re.compile(r"\d+-of-\d+")
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of a run: where it lies, its number if its name has one, and its checkpoints.
+    """One step of a run: its place, its number if its name has one, and its checkpoints.
 
     Most are one checkpoint; some trainers save several side by side (``actor``, ``critic``).
     """
@@ -52,17 +52,16 @@ class Step:
 
     @property
     def names(self) -> frozenset[str]:
-        """Return what its checkpoints are called inside it."""
+        """Return the names of its checkpoints inside it."""
         return frozenset(str(within(part, self.path)) for part in self.parts)
 
 
 def steps_of(run: Location) -> list[Step]:
-    """Return the steps of a run's folder, the oldest first; those without a number before all.
+    """Return the steps of a run's folder, oldest first; those without a number come before all.
 
-    What is hidden in it is none: it is being written, or removed.
-    A folder that is named as the others are and holds no checkpoint is a step without parts. Where
-    nothing below the folder is one, the folder itself may be. Raises NotFound or Unrecognised
-    where there is no checkpoint at all.
+    Hidden entries are skipped: they are being written, or removed. A folder named like the others
+    that holds no checkpoint is a step without parts. If there is no checkpoint below the folder,
+    the folder itself may be one. Raises NotFound or Unrecognised if there is no checkpoint at all.
     """
     itself, inner = find_checkpoints(run)
     if itself is not None:
@@ -82,7 +81,7 @@ def steps_of(run: Location) -> list[Step]:
 
 
 def is_run(place: Location) -> bool:
-    """Return whether a folder has several steps, and a file of its trainer that names the latest.
+    """Return whether a folder has several steps, and a trainer's file that names the latest.
 
     ``open_checkpoint`` opens that one; without such a file it raises Several.
     """
@@ -92,16 +91,16 @@ def is_run(place: Location) -> bool:
     if isinstance(place, Path):
         markers = {file for file in markers if (place / file).exists()}
     else:
-        markers &= place.listing.keys()  # which was asked for already
+        markers &= place.listing.keys()  # which was requested already
     if not markers:
         return False
     return len(steps_of(place)) > 1
 
 
 def _is_step(path: Location, run: Location) -> bool:
-    """Return whether a checkpoint below a folder that is one itself is a step of its own.
+    """Return whether a checkpoint inside a folder that is a checkpoint itself is a separate step.
 
-    Files that are numbered from 0 without a gap are one a rank, not one a step.
+    Files numbered from 0 without a gap are one per rank, not one per step.
     """
     parts = within(path, run).parts
     step = _step_in(parts)
@@ -117,7 +116,7 @@ def _is_step(path: Location, run: Location) -> bool:
 
 
 def _step_in(parts: tuple[str, ...]) -> tuple[int, int] | None:
-    """Return which part of a relative path says the step, and the step."""
+    """Return the part of a relative path that names the step, and the step."""
     for pattern in _NUMBERS:
         for at in range(len(parts) - 1, -1, -1):
             if match := pattern.search(_typeless(parts[at])):
@@ -129,12 +128,12 @@ def _step_in(parts: tuple[str, ...]) -> tuple[int, int] | None:
 
 
 def _typeless(name: str) -> str:
-    """Return a name without its element types: ``checkpoint-4bit-300`` is step 300."""
+    """Return a name without element types: ``checkpoint-4bit-300`` is step 300."""
     return _TYPE.sub("", name)
 
 
 def _group(run: Location, checkpoints: Iterable[Location]) -> list[Step]:
-    """Return checkpoints that lie in one step's folder as one step."""
+    """Return the checkpoints in one step's folder as one step."""
     groups: dict[Location, tuple[int | None, list[Location]]] = {}
     for checkpoint in checkpoints:
         parts = within(checkpoint, run).parts
@@ -147,7 +146,7 @@ def _group(run: Location, checkpoints: Iterable[Location]) -> list[Step]:
 
 
 def _without_checkpoint(steps: Iterable[Step]) -> Iterator[Step]:
-    """Yield what lies beside steps and is called as they are, but holds no checkpoint."""
+    """Yield entries named like steps and beside them that hold no checkpoint."""
     known = {step.path for step in steps}
     patterns = {(path.parent, name_pattern(path.name)) for path in known if _step_in((path.name,))}
     for parent in dict.fromkeys(parent for parent, _ in patterns):
@@ -159,7 +158,7 @@ def _without_checkpoint(steps: Iterable[Step]) -> Iterator[Step]:
 
 
 def _inside(run: Location, steps: Iterable[Step]) -> Iterator[Step]:
-    """Yield the steps in the folder of another, a checkpoint that is not read from them."""
+    """Yield the steps in another step's folder that are not read as part of it."""
     alone = [step for step in steps if step.parts == (step.path,) != (run,)]
     folders = {"/".join(within(step.path, run).parts): step for step in alone}
     named: dict[Location, Step] = {}
@@ -186,7 +185,7 @@ def _is_folder(path: Location) -> bool:
 
 
 def _names_in(folder: Location) -> list[str]:
-    """Return what lies directly in a folder; nothing if it is gone or cannot be listed."""
+    """Return the entries of a folder; nothing if it is gone or cannot be listed."""
     try:
         return [path.name for path in folder.iterdir()]
     except NoAnswer:
@@ -196,20 +195,20 @@ def _names_in(folder: Location) -> list[str]:
 
 
 def name_pattern(name: str) -> str:
-    """Return what is left of a name without its numbers: steps of one kind have one pattern."""
+    """Return a name without its numbers: steps of one kind share it."""
     return re.sub(r"\d+(?:\.\d+)?(?:e-?\d+)?", "#", name)
 
 
 def step_named(name: str) -> int | None:
-    """Return the training step that a name says at its end; None if that may be no step."""
+    """Return the training step at the end of a name; None if that may not be a step."""
     matches = (pattern.search(name) for pattern in (_STEP, _ITERATION, _OF_TRAINER))
     return next((int(m[1]) for m in matches if m is not None and m.end() == len(name)), None)
 
 
 def says_step(step: Step) -> bool:
-    """Return whether a step's name tells its number from that of a rank, a part or a version.
+    """Return whether the number in a step's name cannot be a rank, a part or a version.
 
-    ``checkpoint_3`` is a step as a folder, as a file it may well be what rank 3 saved.
+    As a folder ``checkpoint_3`` is a step; as a file it may be what rank 3 saved.
     """
     words = _NUMBERS if _is_folder(step.path) else [_STEP, _ITERATION, _EPOCH]
     return any(pattern.search(_typeless(step.path.name)) for pattern in words)
@@ -218,7 +217,7 @@ def says_step(step: Step) -> bool:
 def holds_steps(step: Step) -> bool:
     """Return whether a step's folder holds others, each in a folder or a file of its own.
 
-    What a step that is a checkpoint as a whole is read from is of that, whatever its name, such as
+    Files that a step as a whole is read from belong to it, whatever their name, such as
     ``global_step1`` of DeepSpeed.
     """
     others, read = _others_in(step)
@@ -228,7 +227,7 @@ def holds_steps(step: Step) -> bool:
 def _others_in(step: Step) -> tuple[list[Location], set[Location] | None]:
     """Return the checkpoints in a step's folder that have the number of another one.
 
-    And the files and folders that the step is read from, None if that is not known.
+    And the files and folders that the step is read from, None if that is unknown.
     """
     whole, inner = find_checkpoints(step.path) if _is_folder(step.path) else (None, [])
     others = [path for path in (*step.parts, *inner) if _is_of_another(step, path)]
@@ -246,6 +245,6 @@ def _is_of_another(step: Step, path: Location) -> bool:
 
 
 def _says_another(step: Step, names: Iterable[str]) -> bool:
-    """Return whether one of the parts of a path names the number of another step."""
+    """Return whether a component of a path has the number of another step."""
     found = (pattern.search(_typeless(name)) for name in names for pattern in _NUMBERS)
     return any(match is not None and int(match[1]) != step.number for match in found)

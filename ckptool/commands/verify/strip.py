@@ -1,4 +1,4 @@
-"""Drop the optimizer's state of a step: the rest takes its place, in the step's own format."""
+"""Drop the optimizer's state of a step: the rest replaces it, in the step's own format."""
 
 from __future__ import annotations
 
@@ -34,36 +34,36 @@ from ckptool.storage.url import Location
 
 @dataclass(frozen=True, slots=True)
 class Strip:
-    """How a checkpoint loses its optimizer's state; ``freed`` bytes go."""
+    """How a checkpoint loses its optimizer's state; ``freed`` is in bytes."""
 
     freed: int
     run: Callable[[], object]
 
 
 def plan_strip(parts: Sequence[Location], read: ReadOptions, workers: int | None) -> list[Strip]:
-    """Plan to take the optimizer's state out of each checkpoint of a step that has one.
+    """Plan to remove the optimizer's state from each checkpoint of a step that has one.
 
-    Names, shards and values stay as they are. Where it is a file of its own, that goes; else a new
-    checkpoint is compared with the old one before both exchange their names; only then the old one
-    goes. Raises Unsupported if the optimizer cannot be separated: from other files in a store,
-    from what ckptool does not write, or where a tensor may be a model's module of an optimizer's
-    name.
+    Names, shards and values stay unchanged. A separate optimizer file is removed; otherwise a new
+    checkpoint is compared with the old one before both exchange their names, and only then the old
+    one is removed. Raises Unsupported if the optimizer cannot be separated: from other files in a
+    store, from a format that ckptool does not write, or if a tensor may be a model's module of an
+    optimizer's name.
     """
     strips = [_plan(part, read, RunOptions(workers)) for part in parts]
     return [strip for strip in strips if strip is not None]
 
 
 def finish_strips(folder: Location) -> None:
-    """Finish what a killed run was exchanging in a folder; the one that goes is removed.
+    """Finish the exchange of a killed run in a folder; the old checkpoint is removed.
 
-    Raises Unsupported if something there is not as it was noted.
+    Raises Unsupported if something there is not as noted.
     """
     for target in targets_with_notes(folder) if isinstance(folder, Path) else ():
         Stage(target, Layout((), folder=True), StageOptions(str, "")).finish_earlier()
 
 
 def _plan(part: Location, read: ReadOptions, run: RunOptions) -> Strip | None:
-    """Plan for one checkpoint; None if it has no optimizer's state."""
+    """Return the plan for one checkpoint; None if it has no optimizer's state."""
     opened = open_checkpoint(part, read)
     catalog = with_every_part(opened.catalog)
     kept = _without_optimizer(catalog)
@@ -111,7 +111,7 @@ def _plan_removal(opened: OpenedCheckpoint) -> Strip | None:
 def _copy_without(
     opened: OpenedCheckpoint, gone: Collection[str], options: TransferOptions
 ) -> Transfer[ConvertReport]:
-    """Plan to write all files of a folder but some, as they are."""
+    """Plan to write all files of a folder except some, unchanged."""
     files = {name: size for name, size in opened.source.files.items() if name not in gone}
     links = [name for name in files if Path(f"{opened.path}/{name}").is_symlink()]
     if links:
@@ -133,7 +133,7 @@ def _exchange(opened: OpenedCheckpoint, strip: Transfer[ConvertReport]) -> Strip
 
 
 def _without_optimizer(catalog: Catalog) -> Catalog:
-    """Leave out an optimizer's tensors and the values beside them: a value alone is a setting."""
+    """Exclude an optimizer's tensors and the values beside them: a value alone is a setting."""
     tensors = {n: e for n, e in catalog.tensors.items() if state_category(e) != "optimizer"}
     heads = {name.partition(".")[0] for name in catalog.tensors.keys() - tensors.keys()}
     objects = {

@@ -1,7 +1,7 @@
-"""Whether a checkpoint is whole, unchanged and safe, from its own files alone.
+"""Whether a checkpoint is complete, unchanged and safe, from its own files alone.
 
-Nothing stops the rest: what a scan skips becomes a finding, every file is looked at by itself, and
-then the content is read once, or the share of it that is requested.
+No problem stops the rest: what a scan skips becomes a finding, every file is checked by itself, and
+then the content is read once, or the requested share of it.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def verify(
 ) -> VerifyReport:
     """Check the checkpoint at ``path``, all of it or a part, sharing the work with ``ranks``.
 
-    All findings are collected. ``started`` is told how many bytes will be read, and returns what is
-    told of them as they are. Raises NotFound and Unrecognised where there is no checkpoint,
+    All findings are collected. ``started`` is called with the number of bytes to read and returns
+    the callable that gets progress. Raises NotFound and Unrecognised if there is no checkpoint,
     UsageError for an unknown code.
     """
     ranks = ranks or Ranks()
@@ -87,7 +87,7 @@ def examine(
     digest: bool = False,
     share: Share = ALL,
 ) -> Verification:
-    """Check as ``verify`` does; where all content is read, digest its files too if asked to."""
+    """Check as ``verify`` does; if all content is read, hash its files too if requested."""
     require_codes(options.ignore)
     verification = Verification(survey(path, options.read), options, share)
     verification.check_structure(path)
@@ -98,9 +98,9 @@ def examine(
 
 
 class Verification:
-    """What was ``surveyed`` of a checkpoint, and the problems so far.
+    """The survey of a checkpoint, and the problems so far.
 
-    ``digests`` are the SHA-256 (hex) of files that were read whole.
+    ``digests`` are the SHA-256 (hex) of files that were read completely.
     """
 
     def __init__(self, surveyed: Survey, options: VerifyOptions, share: Share = ALL) -> None:
@@ -125,7 +125,7 @@ class Verification:
         return self.surveyed.catalog
 
     def check_structure(self, asked: Location) -> None:
-        """Look at metadata, names and sizes; ``asked`` is the path that the user gave."""
+        """Check metadata, names and sizes; ``asked`` is the path that the user gave."""
         source, row, catalog = self.surveyed.source, self.surveyed.format, self._catalog
         self._problems += unnamed_latest(asked, self.surveyed)
         self._problems += name_problems(source, row, catalog)
@@ -214,7 +214,7 @@ class Verification:
         return located(row, source, chosen, lambda item: True)[0]
 
     def _check_elements(self, content: _Content) -> None:
-        """Note what is odd in the elements that were read, or are read again."""
+        """Note oddities in the elements that were read, or are read again."""
         source, spans, names = self.surveyed.source, content.spans, content.read.not_finite
         written = self._sample.whole_files(content.read.written)
         self._problems += unwritten_ends(spans, written, source.files)
@@ -234,7 +234,7 @@ class Verification:
     def _read(
         self, spans: list[ByteSpan], started: Started, whole: Mapping[str, int], *, announced: bool
     ) -> ContentReport:
-        """Read spans once, or files where they are to be digested."""
+        """Read spans once, or whole files if they are to be hashed."""
         source = self.surveyed.source
         apart = (span.nbytes for span in spans if span.packing or span.file not in whole)
         progress = started(sum(apart) + sum(whole.values()))
@@ -248,20 +248,20 @@ class Verification:
         return check_spans(spans, source, workers, count, whole, announced=announced)
 
     def _read_again(self, content: _Content) -> set[str]:
-        """Check what needs elements and not bytes; return the tensors with NaN or infinity."""
+        """Check elements, which bytes do not show; return the tensors with NaN or infinity."""
         source = self.surveyed.source
         names, problems = scattered_not_finite(content.views, source)
         self._problems += problems
         self._problems += replica_problems(content.tensors.values(), source)
         if self._catalog is not None and self._sample.checks_whole:
             self._problems += differing_step_values(self._catalog)
-            with suppress(CkptoolError):  # of which what reads all of it tells
+            with suppress(CkptoolError):  # the reader of all data reports on these
                 self._problems += copied_files(self._catalog, source)
         self._problems += content.counters.problems()
         return names
 
     def join(self, ranks: Ranks) -> None:
-        """Take over what other ranks found in their shares."""
+        """Merge the findings of other ranks' shares."""
         files = self._files
         mine = self._problems, files.problems, files.pickles.problems, self._unchecked, self._nbytes
         found = ranks.gather(mine)
@@ -284,9 +284,9 @@ class Verification:
     def report(
         self, more: Iterable[Problem] = (), *, compared: Catalog | None = None, nbytes: int = 0
     ) -> VerifyReport:
-        """Return all findings, with those of ``more`` problems, and what they come to.
+        """Return the report of all findings, with those of ``more`` problems.
 
-        ``compared`` is the catalog that more is about, of which ``nbytes`` were read.
+        ``compared`` is the catalog that these concern, of which ``nbytes`` were read.
         """
         options, catalog, source = self._options, self._catalog, self.surveyed.source
         files = catalog.files | catalog.companions if catalog else source.files
@@ -316,7 +316,7 @@ class Verification:
         return replace(report, summary=summarize(report, options))
 
     def _of_a_copy(self, problem: Problem) -> Problem:
-        """Return damage of a copy that is not read as no damage of the checkpoint."""
+        """Return damage of an unread copy as no damage of the checkpoint."""
         copies = self._catalog.copies if self._catalog else frozenset()
         is_error = CODES[problem.code].severity is Severity.ERROR
         return problem.recoded("copy-damaged") if is_error and problem.file in copies else problem
@@ -331,9 +331,9 @@ def _distinct(found: Iterable[Iterable[Problem]]) -> list[Problem]:
 
 
 def changes(source: Files, files: Iterable[str]) -> list[Problem]:
-    """Return a problem where a file was written or replaced since the source was listed.
+    """Return a problem if a file was written or replaced since the source was listed.
 
-    What was read is then of no one save.
+    The data read may then mix two saves.
     """
     names = source.changed([file for file in files if file in source.files])
     return list(changed(names).problems) if names else []
@@ -358,7 +358,7 @@ class _Content:
         views: Views,
         spans: Iterable[ByteSpan],
     ) -> None:
-        """Add what another part of the checkpoint holds, and what is to be read of it."""
+        """Add the content of another part of the checkpoint, and what to read of it."""
         for mine, others in ((self.tensors, tensors), (self.trimmed, trimmed)):
             for name, entry in others.items():
                 known = mine[name].chunks if name in mine else ()

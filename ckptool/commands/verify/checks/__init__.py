@@ -1,1 +1,1 @@
-"""What is looked at in one checkpoint."""
+"""The checks of one checkpoint."""

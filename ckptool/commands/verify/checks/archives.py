@@ -1,7 +1,7 @@
 """The torch.save archives of a checkpoint: their directories, headers, pickles and records.
 
-A DCP folder has an archive an item, and those of tensors of one shape and type are equal byte for
-byte but for their storages and checksums: what was checked in the one is not checked in the next.
+A DCP folder has an archive per item, and those of tensors of one shape and type are equal byte for
+byte except for storages and checksums: what was checked in one is not checked in the next.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _LEAST_LIMIT = 1 << 26
 class ArchiveCheck:
     """Opens archives one after another; ``spans`` are the records whose bytes must still be read.
 
-    ``problems`` are what the archives' structure shows.
+    ``problems`` are those of the archives' structure.
     """
 
     def __init__(self, source: Source, pickles: PickleAudit) -> None:
@@ -67,7 +67,7 @@ class ArchiveCheck:
         return True
 
     def _look_at_all(self, item: Container, region: Region, records: list[ZipRecord]) -> None:
-        """Check everything about an archive that is like none before it."""
+        """Check everything about an archive that matches no earlier one."""
         before = len(self.problems)
         is_file = item.nbytes == self._source.files.get(item.file)
         if is_file:
@@ -85,7 +85,7 @@ class ArchiveCheck:
     def _look_into(
         self, item: Container, region: Region, records: list[ZipRecord], *, has_crc: bool
     ) -> bool:
-        """Read small records now, the others as spans; return whether pickles name nothing odd."""
+        """Read small records now, return others as spans; return whether pickles are harmless."""
         is_plain = True
         storages = [record for record in records if record.is_storage and record.size]
         are_checked = has_checksums(storages)
@@ -102,7 +102,7 @@ class ArchiveCheck:
     def _look_at_small(
         self, item: Container, region: Region, record: ZipRecord, has_crc: bool
     ) -> bool:
-        """Read what is no storage at once: the pickle, and notes such as the byte order."""
+        """Read everything but storages at once: the pickle, and records such as the byte order."""
         try:
             with coded("archive-content", file=item.file):
                 data = record_bytes(region, record, has_crc)
@@ -117,10 +117,10 @@ class ArchiveCheck:
 
 
 def _of_another_name(file: str, records: list[ZipRecord], source: Source) -> Iterator[Problem]:
-    """Yield that a rank's file was saved as another's by its records, which lies beside it.
+    """Yield that a rank's file was saved as another's, which is beside it, by its records' names.
 
-    torch.save calls the records of a file after it, without what follows the last dot (1.6 to
-    2.13). Only the numbers in the names may differ: any other name is a person's choice.
+    torch.save names the records of a file after it, up to the last dot (1.6 to 2.13). Only the
+    numbers in the names may differ: any other name is a user's choice.
     """
     saved_as = records[0].name.partition("/")[0] if records else ""
     folder, slash, name = file.rpartition("/")
@@ -133,7 +133,7 @@ def _of_another_name(file: str, records: list[ZipRecord], source: Source) -> Ite
 
 
 def _with_header_at_hand(region: Region, records: Iterable[ZipRecord]) -> Iterator[ZipRecord]:
-    """Yield all records, but in a decoded item those near its ends: the rest is not kept."""
+    """Yield all records; of a decoded item only those near its ends, as the rest is not kept."""
     is_decoded = region.source is None
     for record in records:
         end = record.offset + record.stored + 24
@@ -161,7 +161,7 @@ _MOST_SIZES, _MOST_OF_A_SIZE, _MOST_RECORDS = 256, 4, 32
 
 
 class _Template(NamedTuple):
-    """An archive's bytes that are the same in all of its kind, and the records that are not.
+    """The bytes that all archives of one kind share, and the records that differ.
 
     Each of these with the places that state its CRC-32.
     """
@@ -172,13 +172,13 @@ class _Template(NamedTuple):
 
 
 class ArchiveTemplates:
-    """Remembers archives that have checksums, and in which nothing is wrong."""
+    """Remembers archives with checksums and without problems."""
 
     def __init__(self) -> None:
         self._by_size: dict[int, list[_Template]] = {}
 
     def add(self, region: Region, records: Collection[ZipRecord]) -> None:
-        """Remember an archive of one tensor, where all but its bytes is at hand."""
+        """Remember an archive of one tensor, if all but the tensor's bytes is in memory."""
         templates = self._by_size.get(region.nbytes, [])
         is_full = len(self._by_size) >= _MOST_SIZES or len(templates) >= _MOST_OF_A_SIZE
         if is_full or len(records) > _MOST_RECORDS:
@@ -214,13 +214,13 @@ def _crc_places(region: Region, record: ZipRecord) -> tuple[int, ...]:
 def _with_own_crc(
     region: Region, record: ZipRecord, crc_places: tuple[int, ...]
 ) -> ZipRecord | None:
-    """Return the record with the CRC-32 of this archive, None where two places differ in it."""
+    """Return the record with this archive's CRC-32, None if two places disagree on it."""
     first, *others = (region.crc32_at(at) for at in crc_places)
     return record._replace(crc32=first) if all(other == first for other in others) else None
 
 
 def _between(free: Iterable[tuple[int, int]], nbytes: int) -> Iterator[tuple[int, int]]:
-    """Yield what lies between these spans, which are in order, up to ``nbytes``."""
+    """Yield the gaps between these spans, which are in order, up to ``nbytes``."""
     position = 0
     for start, end in free:
         if start > position:

@@ -1,8 +1,8 @@
-"""What in a checkpoint contradicts something else: ranks, replicas, markers, configs, checksums.
+"""Contradictions within a checkpoint: between ranks, replicas, markers, configs, checksums.
 
 ``integrity.json`` is ``{"algorithm": "sha256", "files": {name: hexadecimal digest}}`` and names all
 files beside it but itself (megatron-core 0.20, ``--verify-integrity``). ``checklist.chk``, which
-Meta's llama weights come with, is what ``md5sum`` prints: a digest and a name a line.
+comes with Meta's llama weights, is the output of ``md5sum``: a digest and a name per line.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ckptool.storage.url import Location
 
 
 def catalog_problems(catalog: Catalog) -> Iterator[Problem]:
-    """Yield contradictions between ranks, gaps, odd names, values not written, and remarks."""
+    """Yield contradictions between ranks, gaps, odd names, unwritten values, and remarks."""
     entries = catalog.tensors.values()
     yield from conflict_problems(catalog)
     yield from filter(None, map(coverage_problem, entries))
@@ -53,9 +53,9 @@ def replica_problems(entries: Iterable[TensorEntry], source: Files) -> Iterator[
 
 
 def unnamed_latest(asked: Location, surveyed: Survey) -> Iterator[Problem]:
-    """Yield that a run's folder that was requested does not name its latest checkpoint.
+    """Yield that the folder of a run does not name its latest checkpoint.
 
-    Frameworks write the name into a file of the run's folder, and resume by nothing else.
+    Frameworks write the name into a file of the run's folder, and resume only by that.
     """
     marker, step = surveyed.format.latest, surveyed.path
     if marker is None or not re.fullmatch(marker.folders, step.name):
@@ -70,7 +70,7 @@ _ADAPTER = "adapter_config.json"
 
 
 def config_file_problems(source: Files, row: Format, catalog: Catalog) -> Iterator[Problem]:
-    """Yield that the config.json of a model's folder is missing, or does not fit the tensors."""
+    """Yield that the config.json of a model's folder is missing, or does not match the tensors."""
     if row.config is None:
         return
     if CONFIG in source.files:
@@ -98,9 +98,9 @@ _BLOCK = 1 << 22
 
 
 def integrity_problems(source: Source) -> Iterator[Problem]:
-    """Yield the listed files that are missing, or whose bytes are not those that were listed.
+    """Yield the listed files that are missing, or whose bytes do not match the list.
 
-    Every listed file is read once. A remark where the list names another algorithm: it is unknown.
+    Every listed file is read once. Yields a remark if the list names an unknown algorithm.
     """
     if LISTED in source.files:
         yield from _differing_from_list(source)

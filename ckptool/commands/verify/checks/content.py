@@ -1,4 +1,4 @@
-"""Where the content of tensors lies, so that it is read once, and what is odd in it."""
+"""The places of tensors' content, so that it is read once, and what is odd in it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def located(
     kept = {name: _chosen_of(entry, chosen) for name, entry in catalog.tensors.items()}
     wanted = (at for entry in kept.values() for at in places(entry) if isinstance(at, Container))
     expect_edges(source, ((at.file, at.offset, at.nbytes) for at in wanted))
-    with suppress(CkptoolError):  # which tensors it is of is found below
+    with suppress(CkptoolError):  # the tensor is determined below
         return _opened(format_, source, bare.with_tensors(kept))
     for name, entry in kept.items():
         one = bare.with_tensors({name: entry})
@@ -74,7 +74,7 @@ def _chosen_of(entry: TensorEntry, chosen: Callable[[Container], bool]) -> Tenso
 def _opened(
     format_: Format, source: Files, catalog: Catalog
 ) -> tuple[dict[str, TensorEntry], list[Problem]]:
-    """Return the tensors of a catalog, or those that they turn out to wrap, and what is noted."""
+    """Return the tensors of a catalog, or those that they turn out to wrap, and notes."""
     if format_.locate is None or not any(map(_has_container, catalog.tensors.values())):
         return catalog.tensors, []
     opened = format_.locate(source, catalog)
@@ -87,7 +87,7 @@ def _has_container(entry: TensorEntry) -> bool:
 
 @dataclass(slots=True)
 class Views:
-    """Where tensors' elements lie: runs of bytes, and places that must be gathered."""
+    """The places of tensors' elements: runs of bytes, and scattered ones to be gathered."""
 
     runs: dict[_Where, list[View]] = field(default_factory=lambda: defaultdict(list))
     scattered: list[tuple[TensorEntry, Box, Place]] = field(default_factory=list)
@@ -118,7 +118,7 @@ class Views:
 
 
 def _run(at: Place, shape: tuple[int, ...], itemsize: int) -> tuple[_Where, int, int] | None:
-    """Return where the elements lie and their bytes, if they fill one run, in any order."""
+    """Return the place of the elements and their bytes, if they fill one run, in any order."""
     if isinstance(at, Container | ScaledBlocks) or at.ops:
         return None
     nbytes = itemsize + sum((n - 1) * s for n, s in zip(shape, at.strides, strict=True))
@@ -130,7 +130,7 @@ def _run(at: Place, shape: tuple[int, ...], itemsize: int) -> tuple[_Where, int,
 
 
 def attach(views: Views, spans: list[ByteSpan]) -> list[ByteSpan]:
-    """Put each view into the span that holds it; return spans of their own for the others."""
+    """Attach each view to the span that contains it; return new spans for the others."""
     by_place: dict[_Where, list[ByteSpan]] = defaultdict(list)
     for span in sorted(spans, key=lambda span: span.offset):
         by_place[span.packing or span.file].append(span)
@@ -145,7 +145,7 @@ def attach(views: Views, spans: list[ByteSpan]) -> list[ByteSpan]:
 
 
 def _place(view: View, spans: list[ByteSpan], starts: list[int]) -> bool:
-    """Put a view into the span that holds it; return whether there is one."""
+    """Attach a view to the span that contains it; return whether there is one."""
     at = bisect_right(starts, view.start) - 1
     if at < 0 or view.start + view.nbytes > spans[at].end:
         return False
@@ -155,7 +155,7 @@ def _place(view: View, spans: list[ByteSpan], starts: list[int]) -> bool:
 
 
 def _own_spans(file: str, views: list[View]) -> list[ByteSpan]:
-    """Return spans without a checksum: one a tensor, or one for tensors that share bytes."""
+    """Return spans without a checksum: one per tensor, or one for tensors that share bytes."""
     spans: list[ByteSpan] = []
     for view in sorted(views, key=lambda view: (view.start, -view.nbytes)):
         start = view.start - spans[-1].offset if spans else 0
@@ -192,16 +192,16 @@ def scattered_not_finite(views: Views, source: Files) -> tuple[set[str], list[Pr
 
 
 _PAGE = 4096
-"""Bytes; what a file system has not written begins at a multiple of it."""
+"""Bytes; what a file system did not write starts at a multiple of it."""
 
 
 def unwritten_ends(
     spans: Iterable[ByteSpan], written: Mapping[str, int], sizes: Mapping[str, int]
 ) -> Iterator[Problem]:
-    """Yield a problem for each file that ends in zeros from a page boundary inside a tensor on.
+    """Yield a problem for each file that ends in zeros starting at a page boundary in a tensor.
 
-    ``written`` says where the last byte ends that is not zero, of files without checksums. Zeros
-    that begin with a tensor, or a row of one, are values like any other.
+    ``written`` is the end of the last nonzero byte in files without checksums. Zeros that start
+    with a tensor, or a row of one, are ordinary values.
     """
     last = {span.file: span for span in sorted(spans, key=lambda span: span.end)}
     by_file: dict[str, list[ByteSpan]] = {file: [] for file in written}
@@ -219,7 +219,7 @@ def unwritten_ends(
 
 
 def _cut(span: ByteSpan, start: int, end: int) -> Iterator[View]:
-    """Yield the views of a span that ``start`` cuts inside of a row, just behind a value."""
+    """Yield the views of a span that ``start`` cuts within a row, just after a value."""
     for view in span.views:
         before = start - span.offset - view.start
         inside = 0 < before < view.nbytes and (not view.row or before % view.row)

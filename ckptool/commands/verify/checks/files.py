@@ -1,4 +1,4 @@
-"""Each file of a checkpoint by itself, whatever the others say."""
+"""Each file of a checkpoint by itself, independent of the others."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _CLOCK = 2.0
 
 
 def name_problems(source: Source, row: Format, catalog: Catalog | None) -> Iterator[Problem]:
-    """Yield what names and sizes alone show: empty files, and files of an unfinished write.
+    """Yield problems of names and sizes alone: empty files, and files of an unfinished write.
 
-    Names of files that a catalog calls bare show nothing: they are tensors' names.
+    Names of files that a catalog calls bare are tensors' names and prove nothing.
     """
     bare = catalog.bare if catalog else frozenset()
     rules = {file: file_rule(row, file) for file in source.files if file not in bare}
@@ -70,7 +70,7 @@ def _uncommitted(rules: Mapping[str, FileRule | None]) -> Iterator[Problem]:
 
 
 def _unreadable_json(source: Source, rules: Mapping[str, FileRule | None]) -> Iterator[Problem]:
-    """Yield the small files that are JSON by their names and not by their content."""
+    """Yield the small files that are JSON by name but not by content."""
     for file, rule in rules.items():
         is_json = rule is not None and rule.role is FileRole.JSON
         if is_json and 0 < source.files[file] < _SMALL_JSON:
@@ -93,10 +93,10 @@ def newer_than_metadata(source: Files, row: Format) -> Iterator[Problem]:
 
 
 class FileCheck:
-    """Looks at files one by one: archives, headers, indexes and pickles.
+    """Checks files one by one: archives, headers, indexes and pickles.
 
-    ``chosen`` says which items of larger files are opened. ``archives`` has the bytes still to be
-    read, ``problems`` is what is wrong.
+    ``chosen`` decides which items of larger files are opened. ``archives`` has the bytes still to
+    be read, ``problems`` the problems found.
     """
 
     def __init__(self, source: Source, row: Format, chosen: Callable[[Container], bool]) -> None:
@@ -113,7 +113,7 @@ class FileCheck:
         return [*self._problems, *self.archives.problems, *self.pickles.problems]
 
     def look_at_metadata(self, catalog: Catalog | None) -> None:
-        """Check metadata files, and whole-file archives: what ``--quick`` reads too."""
+        """Check metadata files and whole-file archives, which ``--quick`` reads too."""
         inner = {item.file for item in catalog.archives} | catalog.bare if catalog else set()
         named = catalog.named if catalog else {}
         for file, names in named.items():
@@ -123,19 +123,19 @@ class FileCheck:
                 self._attempt(file, self._look_at)
 
     def find_items(self) -> None:
-        """Check the archives inside larger files, where no metadata says where they are."""
+        """Check the archives inside larger files whose positions no metadata records."""
         for file in self._source.files:
             if self._role(file) is FileRole.ITEMS:
                 self._attempt(file, self._look_for_archives)
 
     def look_at_items(self, items: Iterable[Container]) -> None:
-        """Check some archives inside larger files, where metadata says that they are."""
+        """Check some archives inside larger files at the positions in the metadata."""
         chosen = sorted(filter(self._chosen, items), key=attrgetter("file", "offset"))
         expect_edges(self._source, ((item.file, item.offset, item.nbytes) for item in chosen))
         self._unreadable |= {item.file for item in chosen if not self.archives.look_at(item)}
 
     def look_beside_items(self, items: Iterable[Container]) -> None:
-        """Check what else is in the files of all items, once these were looked at."""
+        """Check the rest of the files that contain items, once the items were checked."""
         by_file: dict[str, list[Container]] = {}
         for item in items:
             by_file.setdefault(item.file, []).append(item)
@@ -145,7 +145,7 @@ class FileCheck:
             self._require_claimed(file, of_file)
 
     def _files(self, catalog: Catalog | None) -> list[str]:
-        """Return the files of the catalog and metadata, or all where there is no catalog."""
+        """Return the files of the catalog and metadata, or all files without a catalog."""
         files = self._source.files
         if catalog is None:
             return list(files)
@@ -210,7 +210,7 @@ class FileCheck:
             raise Damaged(message, "file-truncated", file=file)
 
     def _compare_with_found(self, file: str, items: list[Container]) -> None:
-        """Note a file whose archives are not where metadata says: it is of another save."""
+        """Note a file whose archives are not where the metadata says: it is of another save."""
         places = {(item.offset, item.nbytes) for item in find_archives(self._source, file)}
         strangers = places - {(item.offset, item.nbytes) for item in items}
         if len(strangers) * 2 > len(places):
@@ -221,7 +221,7 @@ class FileCheck:
             self._problems.append(Problem(message, "overwrite-interrupted", file=file))
 
     def _require_claimed(self, file: str, items: list[Container]) -> None:
-        """Note bytes between and behind the items of a file."""
+        """Note bytes between and after the items of a file."""
         spare, position = 0, 0
         for start, end in sorted((item.offset, item.offset + item.nbytes) for item in items):
             spare += max(0, start - position)

@@ -1,7 +1,7 @@
 """Parts of a checkpoint in a store, each opened and read while its bytes are in memory.
 
-An archive is opened at both its ends before its records are read. A store answers late, however
-little is asked for: so the archives of a file are fetched whole, in order, some of them ahead.
+An archive is opened at both ends before its records are read. A store answers late even to small
+requests, so the archives of a file are fetched whole, in order, some of them ahead.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from ckptool.storage.local import Files, Run
 from ckptool.storage.planned_ranges import CAPACITY
 
 _PART = CAPACITY * 3 // 8
-"""Bytes of a part: it and the next are in memory together."""
+"""Bytes of a part; two consecutive parts are in memory together."""
 
 
 def parts(catalog: Catalog, source: Files) -> Iterator[tuple[Catalog, bool]]:
-    """Yield a catalog in parts, and whether all that is read of one was announced.
+    """Yield a catalog in parts, and whether everything that is read of one was announced.
 
-    Each item and each chunk is in one part; those that do not fit, or are compared with copies
-    elsewhere, in the last, which was not announced.
+    Each item and each chunk is in one part; those that are too large, or are compared with copies
+    elsewhere, are in the last, which was not announced.
     """
     items = _Items(catalog)
     tensors: list[dict[str, TensorEntry]] = [{} for _ in items.groups]
@@ -51,7 +51,7 @@ def parts(catalog: Catalog, source: Files) -> Iterator[tuple[Catalog, bool]]:
 
 
 class _Items:
-    """The items of a catalog; those that fit are in groups, file by file, of at most a part."""
+    """The items of a catalog; those that fit are grouped, file by file, up to a part's size."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._items = sorted(set(catalog.archives), key=_place)
@@ -71,7 +71,7 @@ class _Items:
             left -= item.nbytes
 
     def group_of(self, at: Place) -> int | None:
-        """Return the number of the group whose item has the bytes of a place; None without one."""
+        """Return the number of the group whose item contains a place; None if there is none."""
         item = self._find(at)
         return None if item is None else self._group_of.get(_place(item))
 
@@ -95,7 +95,7 @@ def _place(at: Place) -> tuple[str, int]:
 
 
 def _runs(item: Container) -> Iterator[Run]:
-    """Yield at least what is read of an item: all of it, and both ends as often as it is opened."""
+    """Yield at least what is read of an item: all of it, and both ends at every opening."""
     yield item.file, item.offset, item.nbytes
     for _ in range(2):
         yield from edge_spans(item.file, item.offset, item.nbytes)

@@ -1,4 +1,4 @@
-"""What the pickles of a checkpoint name, and whether the values that they make are a trap."""
+"""What the pickles of a checkpoint name, and whether their values are a trap."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _SMALL = 4096
 class PickleAudit:
     """Follows pickles without running them; ``problems`` name what does not belong in one.
 
-    A class or function is reported once a file, where it is named first.
+    A class or function is reported once per file, at its first occurrence.
     """
 
     def __init__(self) -> None:
         self.problems: list[Problem] = []
         self._reported: set[tuple[str, Global]] = set()
-        self._find_in_small = cache(find_globals)  # they are alike by the thousand
+        self._find_in_small = cache(find_globals)  # there may be thousands alike
 
     def look_at(self, data: bytes, file: str, offset: int | None, *, pickles: int = 1) -> bool:
         """Check so many ``pickles`` in a row; return whether all that they name belongs there.
@@ -37,7 +37,7 @@ class PickleAudit:
         return self.note(named, file, offset)
 
     def note(self, named: Mapping[Global, int], file: str, offset: int | None) -> bool:
-        """Check what a pickle was seen to name, as ``look_at`` does."""
+        """Check the names found in a pickle, as ``look_at`` does."""
         belongs = True
         for item, at in named.items():
             hostile = can_run_code(item) and item.name != "getattr"
@@ -66,7 +66,7 @@ _DEEPEST = 100
 
 
 def odd_values(objects: Iterable[ObjectEntry]) -> Iterator[Problem]:
-    """Yield values that unfold to far more than they are, or would call what is no function."""
+    """Yield values that expand to far more than their size, or would call a non-function."""
     audit = _ValueAudit()
     for entry in objects:
         for code, reason in audit.oddities(entry.value):
@@ -74,7 +74,7 @@ def odd_values(objects: Iterable[ObjectEntry]) -> Iterator[Problem]:
 
 
 class _ValueAudit:
-    """One look at values, each part of them once, however often it is referred to."""
+    """A check of values that visits each part once, however often it is referenced."""
 
     def __init__(self) -> None:
         self._expansion = Expansion()
@@ -84,7 +84,7 @@ class _ValueAudit:
         self._endless = self._computed = False
 
     def oddities(self, value: Any) -> Iterator[tuple[str, str]]:
-        """Yield the codes that a value deserves, and why."""
+        """Yield the codes that apply to a value, and why."""
         self._deepest, self._endless, self._computed = 0, False, False
         size = self._expansion.parts(value)
         self._descend(value)
@@ -97,7 +97,7 @@ class _ValueAudit:
             yield "value-suspicious", "a record that would call what is not a class or function"
 
     def _descend(self, value: Any) -> None:
-        """Go down to each part that no value before has had."""
+        """Visit each part that no earlier value contained."""
         stack: list[tuple[Any, bool]] = [(value, False)]
         while stack:
             item, is_left = stack.pop()

@@ -1,4 +1,4 @@
-"""Which of a checkpoint's data is read: all, a sample of it, or what is one part's."""
+"""Which data of a checkpoint is read: all, a sample of it, or one part's share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckptool.engine.share import Share
 class DataSample:
     """A ``share`` of the items and of the spans outside them, chosen by ``seed``; or all.
 
-    What concerns no data in particular is checked by who reads all, and the first part.
+    Checks that concern no particular data are done by readers of all data, and by the first part.
     """
 
     def __init__(self, share: float, seed: int) -> None:
@@ -24,7 +24,7 @@ class DataSample:
         self._choices: dict[Container, bool] = {}
 
     def takes(self, item: Container) -> bool:
-        """Return whether an item is in the sample, however often that is asked."""
+        """Return whether an item is in the sample; the answer never changes."""
         if self.is_all:
             return True
         if item not in self._choices:
@@ -32,22 +32,22 @@ class DataSample:
         return self._choices[item]
 
     def of(self, spans: list[ByteSpan], chosen: Collection[str]) -> list[ByteSpan]:
-        """Return the spans to be read: all in files of ``chosen`` items, some of the others."""
+        """Return the spans to read: all in files of ``chosen`` items, some of the others."""
         if self.is_all:
             return spans
         return [s for s in spans if s.file in chosen or self._chance.random() < self._share]
 
     def narrow(self, tensors: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
-        """Return tensors without the chunks that others read; here all."""
+        """Return the tensors without the chunks that others read; here all."""
         return tensors
 
     def whole_files(self, files: Mapping[str, int]) -> dict[str, int]:
-        """Return those of the files all of whose data is read here."""
+        """Return the files that are read here completely."""
         return {**files} if self.is_all else {}
 
 
 class DataPart(DataSample):
-    """The items, and the files without items, that are one share of all, balanced by bytes."""
+    """The items, and the files without items, of one share of all, balanced by bytes."""
 
     def __init__(self, share: Share, catalog: Catalog | None, sizes: Mapping[str, int]) -> None:
         super().__init__(0, 0)
@@ -63,11 +63,11 @@ class DataPart(DataSample):
         self._files = {file for file, _ in mine & files.keys()}
 
     def takes(self, item: Container) -> bool:
-        """Return whether an item is of this part."""
+        """Return whether an item belongs to this part."""
         return (item.file, item.offset) in self._items or item.file in self._files
 
     def of(self, spans: list[ByteSpan], chosen: Collection[str]) -> list[ByteSpan]:
-        """Return the spans of this part; of files of ``chosen`` items only its items gave some."""
+        """Return the spans of this part; in files of ``chosen`` items only its items have some."""
         return [span for span in spans if span.file in chosen or span.file in self._files]
 
     def narrow(self, tensors: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
@@ -82,7 +82,7 @@ class DataPart(DataSample):
         return at.file in self._inner or at.file in self._files
 
     def whole_files(self, files: Mapping[str, int]) -> dict[str, int]:
-        """Return those of the files all of whose data is read here."""
+        """Return the files that are read here completely."""
         return {file: nbytes for file, nbytes in files.items() if file in self._files}
 
 

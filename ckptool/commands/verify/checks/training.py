@@ -1,4 +1,4 @@
-"""Whether the state of a training run agrees with itself: optimizer state and step counters."""
+"""The consistency of a training run's state: optimizer state and step counters."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _KINDS_FIRST = frozenset([*_KINDS, *_WEIGHTS])
 _STEPS = ("step", "global_step", "iteration", "current_step", "epoch", "last_epoch")
 _SHOWN = 3
 _FEW_VALUES = 8
-"""Two saves, or parameters that begin later, give few counters; more are no counters of a run."""
+"""Two saves, or parameters added later, give few values; more are not counters of a run."""
 
 
 def optimizer_problems(catalog: Catalog) -> Iterator[Problem]:
-    """Yield optimizer state that lacks a part that others have, or differs in shape."""
+    """Yield optimizer state that lacks a part that others have, or has another shape."""
     states = _states(catalog)
     yield from _incomplete(states, catalog.conflicts)
     yield from _incomplete(_states_by_kind(catalog), catalog.conflicts)
@@ -50,9 +50,9 @@ def _states(catalog: Catalog) -> States:
 
 
 def _states_by_kind(catalog: Catalog) -> States:
-    """Return the same of names that begin with the kind (DeepSpeed, Megatron), with the weights.
+    """Return the same for names that begin with the kind (DeepSpeed, Megatron), with the weights.
 
-    What has no state at all, such as a buffer, or a frozen or tied parameter, is not among them.
+    Omits what has no state at all, such as a buffer, or a frozen or tied parameter.
     """
     states: States = defaultdict(dict)
     for entry in catalog.tensors.values():
@@ -63,7 +63,7 @@ def _states_by_kind(catalog: Catalog) -> States:
 
 
 def _incomplete(states: States, conflicts: Collection[str]) -> Iterator[Problem]:
-    """Yield state that is a part of what others have; names in ``conflicts`` are there too."""
+    """Yield incomplete state, compared with other parameters'; ``conflicts`` count as present."""
     groups: dict[frozenset[str], list[str]] = defaultdict(list)
     for head, state in states.items():
         known = {kind for kind in _KINDS if f"{head}.{kind}" in conflicts}
@@ -93,7 +93,7 @@ def _misshapen(catalog: Catalog, states: States) -> Iterator[Problem]:
 
 
 def _models_by_tail(catalog: Catalog) -> dict[str, TensorEntry]:
-    """Return the model's tensors by their names, and by their names without the first step."""
+    """Return the model's tensors by name, and by name without the first step."""
     models: dict[str, TensorEntry] = {}
     for entry in catalog.tensors.values():
         if state_category(entry) == "model":
@@ -103,7 +103,7 @@ def _models_by_tail(catalog: Catalog) -> dict[str, TensorEntry]:
 
 
 def differing_step_values(catalog: Catalog) -> Iterator[Problem]:
-    """Yield differing step counters of which each rank has its own (``NAME@rankR``)."""
+    """Yield differing step counters that each rank has for itself (``NAME@rankR``)."""
     groups: dict[str, list[str]] = defaultdict(list)
     for entry in catalog.objects.values():
         last = entry.path[-1] if entry.path else None
@@ -121,7 +121,7 @@ class StepCounters:
         self._values: dict[float, list[str]] = defaultdict(list)
 
     def read(self, located: Iterable[TensorEntry], source: Files, *, announced: bool) -> None:
-        """Read those of some tensors; what is read may have been ``announced`` before."""
+        """Read the counters among some tensors; they may have been ``announced`` before."""
         jobs = _counter_jobs(located)
         if announced:
             jobs = (job._replace(runs=()) for job in jobs)
@@ -134,7 +134,7 @@ class StepCounters:
                 self._values[float(value)].append(entry.name)
 
     def problems(self) -> Iterator[Problem]:
-        """Yield that they differ."""
+        """Yield a problem if they differ."""
         if len(self._values) < 2:
             return
         code = "steps-differ" if len(self._values) <= _FEW_VALUES else "steps-scattered"

@@ -1,1 +1,1 @@
-"""One checkpoint against another."""
+"""Comparison of one checkpoint with another."""

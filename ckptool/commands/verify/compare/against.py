@@ -1,4 +1,4 @@
-"""Whether one checkpoint holds the same as another: names, types, shapes, then every value."""
+"""Whether one checkpoint equals another: names, types, shapes, then every value."""
 
 from __future__ import annotations
 
@@ -59,11 +59,10 @@ from ckptool.storage.url import Location
 
 @dataclass(frozen=True, slots=True, repr=False)
 class AgainstReport(Report):
-    """What the comparison found. It is true where both are equal.
+    """The result of the comparison; true if both are equal.
 
-    ``verify.nbytes`` were read of both sides together.
-
-    ``coverage`` is how much of either side was compared, None if one cannot be read.
+    ``verify.nbytes`` were read from both sides together. ``coverage`` is how much of either side
+    was compared, None if one cannot be read.
     """
 
     verify: VerifyReport = field(metadata={"key": None})
@@ -77,7 +76,7 @@ class AgainstReport(Report):
 
     @property
     def ok(self) -> bool:
-        """Return whether both are equal, as far as that was asked."""
+        """Return whether both are equal, as far as requested."""
         return self.verify.ok
 
     def to_dict(self) -> dict[str, Any]:
@@ -102,11 +101,10 @@ def against(
 ) -> AgainstReport:
     """Compare the checkpoint at ``path`` with another; all differences are collected.
 
-    The first side is rewritten as ``convert`` does before it is compared, so that with the same
-    options an export is the same as what it was made of. Of ``options.read``, only ``per_rank``
-    applies to the other side too. ``started`` is told how many bytes will be read, and returns what
-    is told of them as they are. Raises NotFound, Unrecognised or UsageError where there is nothing
-    to compare.
+    The first side is rewritten as by ``convert`` before it is compared, so that with the same
+    options an export equals its source. Of ``options.read``, only ``per_rank`` applies to the other
+    side too. ``started`` is called with the number of bytes to read and returns the callable that
+    gets progress. Raises NotFound, Unrecognised or UsageError if there is nothing to compare.
     """
     require_codes(options.ignore)
     read = ReadOptions(comparing.other_format, per_rank=options.read.per_rank)
@@ -122,7 +120,7 @@ def against(
 
 
 class Side:
-    """One of the two: ``opened`` unless it is damaged, ``catalog`` is what of it is compared."""
+    """One side: ``opened`` unless it is damaged; ``catalog`` is the part that is compared."""
 
     def __init__(
         self, name: str, path: Location, open_side: Callable[[], OpenedCheckpoint]
@@ -142,7 +140,7 @@ class Side:
         return None if self.opened is None else self.opened.format.name
 
     def rename_as_one_file(self) -> None:
-        """Call what Lightning saved as it is called in a checkpoint of one file."""
+        """Rename Lightning's tensors and values as in a checkpoint of one file."""
         if self.opened is not None:
             self.opened = replace(self.opened, catalog=named_as_one_file(self.opened.catalog))
 
@@ -166,7 +164,7 @@ class Side:
         return catalog.tensors
 
     def findings(self, ignore: tuple[str, ...]) -> tuple[list[Finding], list[Finding]]:
-        """Return the findings of this side, and its errors that are ignored."""
+        """Return the findings of this side, and its ignored errors."""
         catalog = self.opened.catalog if self.opened else None
         sizes = self.opened.source.files if self.opened else {}
         shown, ignored = Findings(catalog, sizes, ignore).of(self.problems)
@@ -174,11 +172,10 @@ class Side:
 
 
 class Comparison:
-    """Two checkpoints, and what was found of them so far.
+    """Two checkpoints, and the findings so far.
 
-    ``alike`` are the names of tensors whose values can be compared; ``pairs`` those tensors that
-    were, ``differing`` those of them whose values differ. ``alignment`` is None if a side cannot
-    be read.
+    ``alike`` are the names of tensors whose values can be compared; ``pairs`` those that were,
+    ``differing`` those whose values differ. ``alignment`` is None if a side cannot be read.
     """
 
     def __init__(
@@ -200,7 +197,7 @@ class Comparison:
         self.alignment: Alignment | None = None
 
     def compare_structure(self) -> None:
-        """Compare names, types, shapes and the values besides tensors; no data is read."""
+        """Compare names, types, shapes and non-tensor values; no data is read."""
         one, other = (side.opened for side in self._sides)
         if one is None or other is None:
             return
@@ -227,12 +224,12 @@ class Comparison:
             if all(name in entries for entries in tensors):
                 first, second = (entries[name] for entries in tensors)
                 if self._comparing.cast and is_computed(first):
-                    first = as_type(first, second.dtype)  # rounded once, as convert does
+                    first = as_type(first, second.dtype)  # rounded once, as by convert
                 is_cast = self._comparing.cast and first.dtype != second.dtype
                 self.pairs.append(TensorPair(first, second, is_cast))
 
     def _compare_values(self, mine: Unfolded, theirs: Unfolded) -> None:
-        """Compare names, and the values besides tensors."""
+        """Compare names, and non-tensor values."""
         self._problems += differing_names(mine.catalog, theirs.catalog)
         problems = list(differing_values(mine.catalog, theirs.catalog))
         self._problems += problems
@@ -242,7 +239,7 @@ class Comparison:
         self._whole_values = mine.whole(compared), theirs.whole(compared)
 
     def _is_alike(self, name: str, mine: Catalog, theirs: Catalog) -> bool:
-        """Return whether the values of a tensor can be compared; note types that differ."""
+        """Return whether the values of a tensor can be compared; note differing types."""
         if name not in theirs.tensors:
             return False
         problem = differing_type(mine.tensors[name], theirs.tensors[name], self._comparing)
@@ -250,7 +247,7 @@ class Comparison:
         return problem is None
 
     def compare_content(self, started: Started) -> None:
-        """Compare files beside the tensors, and every element of the tensors that both have."""
+        """Compare files beside the tensors, and every element of the common tensors."""
         opened = [side.opened for side in self._sides if side.opened and side.catalog]
         if len(opened) < 2:
             return
@@ -281,7 +278,7 @@ class Comparison:
         return sum(pair.nbytes for pair in self.pairs)
 
     def report(self) -> AgainstReport:
-        """Return all that was found, and what it comes to."""
+        """Return the report of all findings."""
         any_tensor = any(side.catalog and side.catalog.tensors for side in self._sides)
         is_compared = self.pairs or (self._values and not any_tensor)
         if self.alignment is not None and not is_compared:
@@ -309,7 +306,7 @@ class Comparison:
         )
 
     def findings(self) -> tuple[list[Finding], list[Finding]]:
-        """Return what is wrong between the two and with either side; errors that are ignored."""
+        """Return the problems between the two and of either side, and the ignored errors."""
         ignore = self._options.ignore
         between = [*self._problems, *(tensor.problem for tensor in self.differing)]
         groups = [Findings(self._sides[0].catalog, {}, ignore).of(between)]

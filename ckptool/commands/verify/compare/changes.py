@@ -1,4 +1,4 @@
-"""How much tensors changed: the norm of the change, relative to the norm of what was there."""
+"""How much tensors changed: the norm of the change, relative to the norm of A."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Squares(NamedTuple):
 
     @property
     def relative(self) -> float:
-        """Return ``|B - A| / |A|``: infinite where A is zero, NaN where either has such values."""
+        """Return ``|B - A| / |A|``: infinite if A is zero, NaN if either has such values."""
         if self.before:
             return math.sqrt(self.change / self.before)
         return math.inf if self.change else self.change
@@ -39,7 +39,7 @@ class Squares(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ChangedTensor:
-    """A tensor whose values differ. ``relative`` is None of element types that are no numbers."""
+    """A tensor whose values differ. ``relative`` is None for element types that are not numbers."""
 
     tensor: DifferingTensor
     relative: float | None
@@ -47,7 +47,7 @@ class ChangedTensor:
 
 @dataclass(frozen=True, slots=True)
 class ChangedModule:
-    """How many of a module's ``tensors`` changed, and how much these did together."""
+    """The number of a module's ``tensors`` that changed, and their change together."""
 
     module: str
     tensors: int
@@ -58,7 +58,7 @@ class ChangedModule:
 def measure(
     pairs: Sequence[TensorPair], files: tuple[Files, Files], workers: int, progress: Progress
 ) -> dict[str, Squares]:
-    """Return the sums of each pair of numeric tensors by the first one's name; both are read."""
+    """Return the sums of each pair of numeric tensors by the first one's name; reads both."""
     found: dict[str, Squares] = defaultdict(Squares)
     lock = threading.Lock()
 
@@ -90,7 +90,7 @@ def _squares(pair: TensorPair, tile: PairTile) -> Squares:
 def changed_tensors(
     differing: Iterable[DifferingTensor], squares: Mapping[str, Squares]
 ) -> tuple[ChangedTensor, ...]:
-    """Return the tensors that changed, what changed most first: NaN before all numbers."""
+    """Return the changed tensors, largest change first: NaN before all numbers."""
     changed = [
         ChangedTensor(each, squares[each.name].relative if each.name in squares else None)
         for each in differing
@@ -101,7 +101,7 @@ def changed_tensors(
 def changed_modules(
     names: Iterable[str], changed: Iterable[ChangedTensor], squares: Mapping[str, Squares]
 ) -> tuple[ChangedModule, ...]:
-    """Return the modules of the tensors of these names in which any changed, most first."""
+    """Return the modules in which any of these tensors changed, largest change first."""
     counts: dict[str, int] = defaultdict(int)
     for name in names:
         counts[module_of(name)] += 1
@@ -118,7 +118,7 @@ def changed_modules(
 
 
 def module_of(name: str) -> str:
-    """Return the layer that a tensor belongs to, or else all but the last step of its name."""
+    """Return the layer that a tensor belongs to, or else its name without the last step."""
     steps = name.split(".")
     numbers = [at for at, step in enumerate(steps[:-1]) if step.isdecimal()]
     return ".".join(steps[: numbers[0] + 1] if numbers else steps[:-1]) or name

@@ -1,4 +1,4 @@
-"""How much of a checkpoint was compared, and what was left out."""
+"""How much of a checkpoint was compared, and what was excluded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ckptool.storage.url import Location
 
 @dataclass(frozen=True, slots=True)
 class Amount:
-    """So many tensors with so many bytes, and so many values besides."""
+    """A number of tensors with their bytes, and a number of values."""
 
     tensors: int = 0
     nbytes: int = 0
@@ -32,7 +32,7 @@ class Amount:
         )
 
     def __str__(self) -> str:
-        """Return such as ``102 tensors (17,039,496 bytes) and 16 values``."""
+        """Return text such as ``102 tensors (17,039,496 bytes) and 16 values``."""
         tensors = f"{plural(self.tensors, 'tensor')} ({self.nbytes:,} bytes)"
         parts = [tensors] if self.tensors else []
         parts += [plural(self.values, "value")] if self.values else []
@@ -41,7 +41,7 @@ class Amount:
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """What was compared of all that one side holds."""
+    """What was compared, of everything that one side has."""
 
     compared: Amount
     total: Amount
@@ -54,7 +54,7 @@ class Coverage:
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """A checkpoint, rewritten as requested, and what of another one it is to be compared with.
+    """A rewritten checkpoint, and the part of another one to compare it with.
 
     ``notes`` are remarks on what of either is not compared.
     """
@@ -67,9 +67,9 @@ class Alignment:
 def align(
     opened: OpenedCheckpoint, asked: RewriteOptions, other: Catalog, other_path: Location
 ) -> Alignment:
-    """Rewrite a checkpoint, and choose what of another one that is about. No tensor byte is read.
+    """Rewrite a checkpoint, and choose the part of another one to compare. No tensor byte is read.
 
-    What is to be dropped may be in the other one alone. Raises as ``rewrite`` does.
+    A pattern to drop may match only in the other one. Raises as ``rewrite`` does.
     """
     mine, selection = opened.catalog, asked.selection
     drop = [glob for glob in selection.drop if is_used(mine, glob) or not is_used(other, glob)]
@@ -81,15 +81,15 @@ def align(
 
 
 def amount(tensors: Iterable[TensorEntry], values: int = 0) -> Amount:
-    """Return how much tensors and values are, in the bytes that lie in the source's files."""
+    """Return the amount of tensors and values, in bytes of the source's files."""
     sizes = [entry.elements * entry.source_dtype.itemsize for entry in tensors]
     return Amount(len(sizes), sum(sizes), values)
 
 
 def rewritten_coverage(made: RewriteResult, names: Collection[str], values: int) -> Coverage:
-    """Return what was compared of a checkpoint of whose rewritten tensors those ``names`` were.
+    """Return how much of a checkpoint was compared, if ``names`` of its rewritten tensors were.
 
-    What a key map joins or splits counts as what it comes from.
+    Tensors that a key map joins or splits count as their sources.
     """
     total = amount(made.whole.tensors.values(), len(made.whole.objects))
     if made.map is not None:
@@ -104,7 +104,7 @@ def rewritten_coverage(made: RewriteResult, names: Collection[str], values: int)
 
 
 def excluded_by_rewrite(made: RewriteResult, path: object) -> list[Problem]:
-    """Return remarks on what the selection leaves out of a checkpoint, and on what the map does."""
+    """Return remarks on what the selection and the map exclude."""
     kept = {id(entry.chunks) for entry in made.kept.tensors.values()}
     gone = [entry for entry in made.whole.tensors.values() if id(entry.chunks) not in kept]
     notes = excluded(path, gone, len(made.whole.objects) - len(made.kept.objects))
@@ -123,7 +123,7 @@ def excluded_by_rewrite(made: RewriteResult, path: object) -> list[Problem]:
 
 
 def excluded(path: object, tensors: Collection[TensorEntry], values: int) -> list[Problem]:
-    """Return the remark that some of a checkpoint was not to be compared, if there is any."""
+    """Return the remark that some of a checkpoint was excluded, if any was."""
     if not tensors and not values:
         return []
     categories = Counter(state_category(entry) for entry in tensors)
@@ -133,7 +133,7 @@ def excluded(path: object, tensors: Collection[TensorEntry], values: int) -> lis
 
 
 def catalog_coverage(catalog: Catalog, names: Collection[str], values: int) -> Coverage:
-    """Return what was compared of a checkpoint of whose tensors those ``names`` were."""
+    """Return how much of a checkpoint was compared, if ``names`` of its tensors were."""
     total = amount(catalog.tensors.values(), len(catalog.objects))
     compared = amount((catalog.tensors[name] for name in names), values)
     return Coverage(compared, total)

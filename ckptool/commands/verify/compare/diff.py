@@ -1,4 +1,4 @@
-"""What differs between two checkpoints, or between one and the model of a config.json."""
+"""Differences between two checkpoints, or between one and the model of a config.json."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _OF_VALUES = ("value", "companion", "excluded", "nothing-compared")
 
 @dataclass(frozen=True, slots=True)
 class DiffSide:
-    """One of the two. ``model`` is the class where it is that of a config.json."""
+    """One side. ``model`` is the class if it is the model of a config.json."""
 
     path: Location
     format: str | None
@@ -56,7 +56,7 @@ class TensorPairs:
     b: TensorEntry
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what JSON says of them."""
+        """Return its JSON."""
         sides = (("a", self.a), ("b", self.b))
         looks = {side: {"dtype": e.dtype.name, "shape": e.shape} for side, e in sides}
         return {"tensor": self.a.name, **looks}
@@ -64,12 +64,12 @@ class TensorPairs:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class DiffReport(Report):
-    """What differs. It is true where nothing does.
+    """The differences; true if there are none.
 
-    ``changed`` and ``modules`` are empty where values were not compared.
-    ``alike`` tensors have the same name, shape and element type; ``findings`` are all differences
-    that are none of tensors. ``fit`` is what would give A more of B's names. ``readable`` is false
-    where one of the two is damaged, so that nothing could be compared.
+    ``changed`` and ``modules`` are empty if values were not compared. ``alike`` tensors have the
+    same name, shape and element type; ``findings`` are all differences besides tensors'. ``fit`` is
+    the option that would give A more of B's names. ``readable`` is false if a side is damaged, so
+    that nothing could be compared.
     """
 
     a: DiffSide
@@ -125,8 +125,8 @@ def diff(
 ) -> DiffReport:
     """Compare names, shapes and element types of tensors, and with ``values`` their content.
 
-    The comparison is that of ``verify --against``. ``started`` is told how many bytes will be read.
-    Raises NotFound, Unrecognised or UsageError where there is nothing to compare.
+    The comparison is that of ``verify --against``. ``started`` is called with the number of bytes
+    to read. Raises NotFound, Unrecognised or UsageError if there is nothing to compare.
     """
     _require_possible(options)
     theirs = ReadOptions(options.compare.other_format, per_rank=options.read.per_rank)
@@ -144,7 +144,7 @@ def diff(
 
 
 def _require_possible(options: DiffOptions) -> None:
-    """Raise UsageError for options of values where these are not compared."""
+    """Raise UsageError for value options if values are not compared."""
     of_values = {"--rtol", "--atol"} & {*changed(options.compare)}
     if of_values and not options.values:
         raise UsageError(f"{min(of_values)} says when values are equal: it needs --values")
@@ -196,7 +196,7 @@ def _report(
 def _fit(
     sides: tuple[Side, Side], mine: Catalog, theirs: Catalog, options: DiffOptions
 ) -> Fit | None:
-    """Return what would give the first side more of the other's names, if anything would."""
+    """Return the option that would give the first side more of the other's names, if any."""
     one, two = (side.opened for side in sides)
     if one is None or two is None:
         return None
@@ -208,7 +208,7 @@ def _fit(
 
 
 def _catalogs(comparison: Comparison) -> tuple[Catalog, Catalog]:
-    """Return what is compared of both sides: nothing if one cannot be read."""
+    """Return the compared catalogs of both sides: empty if one cannot be read."""
     if comparison.alignment is None:
         return Catalog("", {}, {}, {}), Catalog("", {}, {}, {})
     return comparison.alignment.made.catalog, comparison.alignment.theirs.catalog
@@ -217,7 +217,7 @@ def _catalogs(comparison: Comparison) -> tuple[Catalog, Catalog]:
 def _changes(
     comparison: Comparison, sides: tuple[Side, Side], options: DiffOptions, started: Started
 ) -> tuple[tuple[ChangedTensor, ...], tuple[ChangedModule, ...]]:
-    """Measure the tensors that changed, and sum that up by module."""
+    """Measure the tensors that changed, and sum up the changes by module."""
     differing = {each.name for each in comparison.differing}
     pairs = [pair for pair in comparison.pairs if pair.one.name in differing]
     if not pairs or sides[0].opened is None or sides[1].opened is None:

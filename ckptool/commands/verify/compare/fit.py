@@ -1,4 +1,4 @@
-"""What would make the names of one checkpoint those of another: a prefix, a rename, a key map."""
+"""How to make the names of one checkpoint match another's: a prefix, a rename, a key map."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST_COMPARED = 2000
 
 
 class Prefix(NamedTuple):
-    """What names begin with, and what those that are wanted begin with in its place."""
+    """The prefix of names, and the prefix that wanted names have instead."""
 
     old: str
     new: str
@@ -45,15 +45,15 @@ class Prefix(NamedTuple):
         return f"^{re.escape(self.old)}={self.new}"
 
     def changed(self, name: str) -> str:
-        """Return a name with the new prefix, as it is where it does not have the old one."""
+        """Return a name with the new prefix, unchanged if it does not have the old one."""
         return self.new + name.removeprefix(self.old) if name.startswith(self.old) else name
 
 
 def prefix_changes(names: Iterable[str], wanted: Sequence[str]) -> list[Prefix]:
-    """Return the changes of a prefix that give names wanted ones, those that give most first.
+    """Return the prefix changes that yield wanted names, the most productive first.
 
-    A wanted name is compared with the first name that has most of its last steps; of many wanted
-    names a few thousand are.
+    A wanted name is compared with the first name that shares most of its last steps; of many wanted
+    names only a few thousand are used.
     """
     by_tail: dict[str, str] = {}
     for name in names:
@@ -69,7 +69,7 @@ def prefix_changes(names: Iterable[str], wanted: Sequence[str]) -> list[Prefix]:
 
 
 def _tails(name: str) -> Iterator[str]:
-    """Yield a name, and what is left of it without its first steps, the longest first."""
+    """Yield a name, and its tails without its first steps, longest first."""
     yield name
     for at, character in enumerate(name):
         if character == ".":
@@ -78,7 +78,7 @@ def _tails(name: str) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """An option that gives A's tensors more of B's names: ``common`` of them, of ``wanted``."""
+    """An option that gives A's tensors more of B's names: ``common`` of ``wanted``."""
 
     option: str
     common: int
@@ -93,10 +93,10 @@ class _Candidate(NamedTuple):
 def find_fit(
     opened: OpenedCheckpoint, made: Catalog, wanted: Collection[str], assets: Path | None
 ) -> Fit | None:
-    """Return what would make most names of the tensors ``made`` of a checkpoint wanted ones.
+    """Return the option that gives the tensors ``made`` of a checkpoint most wanted names.
 
-    None if nothing gives more of them, or as many and fewer others. Key maps are tried where
-    nothing else gives half; ``assets`` is a folder with the config.json that they may need.
+    None if no option gives more of them, or as many and fewer others. Key maps are tried if nothing
+    else gives half; ``assets`` is a folder with the config.json that they may need.
     """
     targets = dict.fromkeys(wanted)
     names = list(made.tensors)
@@ -131,7 +131,7 @@ def _candidates(
 
 
 def _renamed(head: str, names: Sequence[str], wanted: Collection[str]) -> Iterator[_Candidate]:
-    """Yield what prefixes and wrappers make of names."""
+    """Yield the names without prefixes and wrappers."""
     known = set(names)
     missing = [name for name in wanted if name not in known]
     unexpected = [name for name in names if name not in wanted]
@@ -146,7 +146,7 @@ def _renamed(head: str, names: Sequence[str], wanted: Collection[str]) -> Iterat
 
 
 def _mapped(opened: OpenedCheckpoint, assets: Path | None) -> Iterator[_Candidate]:
-    """Yield what the key map that fits the names makes of the model, if there is one."""
+    """Yield the model's names under the key map that matches them, if there is one."""
     for folder in dict.fromkeys((None, assets)):
         options = RewriteOptions(Selection(model_only=True), MapOptions("auto", assets=folder))
         try:

@@ -1,4 +1,4 @@
-"""The tensors that transformers' model of a config.json has: names, shapes and types, no values."""
+"""The tensors of a config.json's transformers model: names, shapes and types, without values."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ CONFIG = "config.json"
 def open_other(path: Location, options: ReadOptions, names: Collection[str]) -> OpenedCheckpoint:
     """Open a checkpoint, or the model of a config.json: that file, or a folder with nothing else.
 
-    ``names`` are those that it is to be compared with.
-
-    Raises as ``open_checkpoint`` does, Unsupported if transformers cannot make the model.
+    ``names`` are those to compare it with. Raises as ``open_checkpoint`` does, Unsupported if
+    transformers cannot create the model.
     """
     if isinstance(path, Path) and path.name == CONFIG and path.is_file():
         return open_model(path, names)
@@ -42,11 +41,11 @@ def is_model(opened: OpenedCheckpoint) -> bool:
 
 
 def open_model(config: Path, names: Collection[str]) -> OpenedCheckpoint:
-    """Make the model of a config.json without memory, and return its state dict as a checkpoint.
+    """Create the model of a config.json without memory, and return its state dict as a checkpoint.
 
-    Nothing is fetched, and no code that comes with a model is run. A weight that is tied to another
-    one, and so need not be saved, is there only where it ends one of ``names``. Raises Unsupported
-    without transformers, or where it does not know the model.
+    Nothing is downloaded, and no code that comes with a model is run. A tied weight, which need not
+    be saved, is included only if it ends one of ``names``. Raises Unsupported without transformers,
+    or if it does not know the model.
     """
     try:
         import torch
@@ -91,7 +90,7 @@ def open_model(config: Path, names: Collection[str]) -> OpenedCheckpoint:
 
 
 def _tied(model: Any) -> Collection[str]:
-    """Return the names of weights that are others under a second name (transformers 4 and 5)."""
+    """Return the names of weights that are tied to others (transformers 4 and 5)."""
     if hasattr(model, "all_tied_weights_keys"):
         return tuple(model.all_tied_weights_keys)
     return tuple(model._tied_weights_keys or ()) if model.config.tie_word_embeddings else ()

@@ -1,4 +1,4 @@
-"""How two catalogs differ but for elements: names, shapes, types, values, and files beside them."""
+"""Differences of two catalogs besides elements: names, shapes, types, values, and other files."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ _LONGEST_SHOWN = 60
 
 @dataclass(frozen=True, slots=True)
 class Counterpart:
-    """What of another checkpoint is to be compared; ``names`` are what it calls these tensors.
+    """The part of another checkpoint to compare; ``names`` are its names for these tensors.
 
-    ``excluded`` are its other tensors, ``excluded_values`` is how many other values it has.
+    ``excluded`` are its other tensors, ``excluded_values`` counts its other values.
     """
 
     catalog: Catalog
@@ -46,9 +46,9 @@ class Counterpart:
 
 
 def counterpart(catalog: Catalog, mine: Catalog, selection: Selection) -> Counterpart:
-    """Return what of another catalog a selection of ``mine`` is about.
+    """Return the part of another catalog that corresponds to a selection of ``mine``.
 
-    It is not about names that it would leave out, unless ``mine`` has them once renamed.
+    Names that the selection would exclude do not, unless ``mine`` has them after renaming.
     """
     wanted = {*mine.tensors, *mine.objects, *mine.conflicts}
     similar, names = catalog, {name: name for name in catalog.tensors}
@@ -67,9 +67,9 @@ def _is_selected(name: str, selection: Selection) -> bool:
 
 
 def _model_like(catalog: Catalog, wanted: set[str]) -> tuple[Catalog, dict[str, str]]:
-    """Return the model's tensors, and what the catalog calls them.
+    """Return the model's tensors, and the catalog's names for them.
 
-    They are under their own names or the bare ones, whichever are wanted.
+    They have their own names or the bare ones, whichever are wanted.
     """
     tensors = {n: e for n, e in catalog.tensors.items() if state_category(e) == "model"}
     conflicts = {
@@ -88,7 +88,7 @@ def _model_like(catalog: Catalog, wanted: set[str]) -> tuple[Catalog, dict[str, 
 
 
 def differing_names(mine: Catalog, theirs: Catalog) -> Iterator[Problem]:
-    """Yield a problem for each tensor and each value that only one of the two has."""
+    """Yield a problem for each tensor and each value that only one side has."""
     for holds, lacks, code, here, there in (
         (mine, theirs, "missing", "A", "B"),
         (theirs, mine, "extra", "B", "A"),
@@ -111,7 +111,7 @@ def differing_names(mine: Catalog, theirs: Catalog) -> Iterator[Problem]:
 
 
 def holds_no_values(format_name: str) -> bool:
-    """Return whether a format has tensors alone; other values are in a side file, if at all."""
+    """Return whether a format stores only tensors; other values are in a side file, if at all."""
     return not FORMATS[format_name].has_values
 
 
@@ -120,7 +120,7 @@ def _has(catalog: Catalog, name: str) -> bool:
 
 
 def unread_notes(catalog: Catalog, selection: Selection = EVERYTHING) -> list[Problem]:
-    """Return what a scan noted of selected tensors that it does not read at all."""
+    """Return the scan's notes on selected tensors that it does not read."""
     notes = [note for note in catalog.notes if isinstance(note, Problem)]
     unread = [note for note in notes if note.code == "tensor-unsupported" and note.tensor]
     return [
@@ -132,7 +132,7 @@ def unread_notes(catalog: Catalog, selection: Selection = EVERYTHING) -> list[Pr
 
 
 def differing_unread(mine: Catalog, theirs: Catalog, selection: Selection) -> Iterator[Problem]:
-    """Yield a problem for each tensor that a scan does not read, in both or in one of the two."""
+    """Yield a problem for each tensor that a scan does not read, on one side or both."""
     notes = [
         {str(note.tensor): note for note in unread_notes(catalog, selection)}
         for catalog in (mine, theirs)
@@ -153,7 +153,7 @@ def differing_unread(mine: Catalog, theirs: Catalog, selection: Selection) -> It
 def differing_type(one: TensorEntry, other: TensorEntry, options: CompareOptions) -> Problem | None:
     """Return how shapes or element types of two tensors differ, None if values can be compared.
 
-    Single numbers, such as a step counter, are never cast.
+    Scalars, such as a step counter, are never cast.
     """
     if one.shape != other.shape:
         message = f"{one.name}: shape A {list(one.shape)}, B {list(other.shape)}"
@@ -169,7 +169,7 @@ def differing_type(one: TensorEntry, other: TensorEntry, options: CompareOptions
 
 
 def differing_values(mine: Catalog, theirs: Catalog) -> Iterator[Problem]:
-    """Yield a problem for each value that both have and that differs, or cannot be compared."""
+    """Yield a problem for each common value that differs, or cannot be compared."""
     known = Foreign()
     for name in common_values(mine, theirs):
         one, other = mine.objects[name].value, theirs.objects[name].value
@@ -182,7 +182,7 @@ def differing_values(mine: Catalog, theirs: Catalog) -> Iterator[Problem]:
 
 
 def common_values(mine: Catalog, theirs: Catalog) -> list[str]:
-    """Return the names of the values that both have."""
+    """Return the names of the values that both sides have."""
     return [name for name in mine.objects if name in theirs.objects]
 
 
@@ -201,8 +201,8 @@ def readable(
 ) -> tuple[Catalog, dict[str, Problem]]:
     """Return the catalog's tensors with containers opened, and why others cannot be read.
 
-    ``catalog`` is that of ``opened``, rewritten or not. No tensor byte is read. Where it
-    ``defers``, items of a store that can be opened by who reads them are not opened.
+    ``catalog`` is that of ``opened``, rewritten or not. No tensor byte is read. If it ``defers``,
+    items of a store that their readers can open stay unopened.
     """
     gaps = {entry.name: coverage_problem(entry) for entry in catalog.tensors.values()}
     lost = {name: problem for name, problem in gaps.items() if problem is not None}
@@ -223,7 +223,7 @@ def readable(
 def stored_problems(
     reads: CheckedSource, entries: Iterable[TensorEntry], workers: int
 ) -> Iterator[Problem]:
-    """Yield wrong checksums of what was read of tensors, and copies that differ."""
+    """Yield wrong checksums of the bytes read for tensors, and differing copies."""
     stored = [part for entry in entries for part in _stored_tensors(entry)]
     try:
         yield from reads.problems(stored, workers)
@@ -233,7 +233,7 @@ def stored_problems(
 
 
 def _stored_tensors(entry: TensorEntry) -> Iterator[TensorEntry]:
-    """Yield the tensors in files that a tensor is made of: itself, or its values and scales."""
+    """Yield the stored tensors that a tensor consists of: itself, or its values and scales."""
     made_of = [chunk.at for chunk in entry.chunks if isinstance(chunk.at, ScaledBlocks)]
     if not made_of:
         yield entry
@@ -245,11 +245,11 @@ def differing_companions(
 ) -> Iterator[Problem]:
     """Yield a problem for each file beside the first one's tensors that the other lacks or changed.
 
-    These are config.json, tokenizer and their like. The files of ``--hf-assets``, which ``convert``
-    copies, go before those of the same name. A config.json that says another element type is no
-    other, nor is what it says of a quantization where numbers are made of that: tensors are
-    compared by themselves. Raises NotFound if a file cannot be read, UsageError if there are
-    no assets.
+    These are config.json, tokenizer and similar files. The files of ``--hf-assets``, which
+    ``convert`` copies, replace those of the same name. A config.json that differs only in element
+    type is equal, and so is one that differs in a quantization that was removed: tensors are
+    compared separately. Raises NotFound if a file cannot be read, UsageError if there are no
+    assets.
     """
     mine, theirs = _companions(one), _companions(other)
     assets = rewriting.map.assets
@@ -276,7 +276,7 @@ class _Companion(NamedTuple):
     nbytes: int
 
     def equals(self, other: _Companion, besides: tuple[str, ...]) -> bool:
-        """Return whether both are the same bytes, or configs ``besides`` some keys."""
+        """Return whether both are the same bytes, or equal configs ``besides`` some keys."""
         if self.nbytes == other.nbytes and self._digest() == other._digest():
             return True
         is_config = self.file.split("/")[-1] == CONFIG
@@ -302,7 +302,7 @@ class _Companion(NamedTuple):
 
 
 def _companions(opened: OpenedCheckpoint) -> dict[str, _Companion]:
-    """Return each file that goes with a model, by its name as ``convert`` writes it."""
+    """Return each file that goes with a model, by the name that ``convert`` gives it."""
     sizes = opened.catalog.companions
     return {
         path: _Companion(opened.source, name, sizes[name])

@@ -1,4 +1,4 @@
-"""Compare two tensors element by element, wherever and however either of them lies."""
+"""Compare two tensors element by element, whatever their storage."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from ckptool.engine.read.tiles import Progress, read_tiles
 from ckptool.errors import CkptoolError, Problem
 
 _AT_ONCE = 1 << 18
-"""Elements that are compared as numbers at once: these take several times the memory."""
+"""Elements that are compared as numbers at a time; that takes several times their memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
     """How two tensors differ.
 
-    ``elements`` of them do; ``first`` is the index of the first one in row-major order, ``values``
-    are what either side has there. ``largest`` is the largest difference between two numbers, None
-    where no number stands against a number.
+    ``elements`` counts differing ones; ``first`` is the index of the first in row-major order,
+    ``values`` are its values on both sides. ``largest`` is the largest difference between two
+    numbers, None if no number meets a number.
     """
 
     elements: int
@@ -49,7 +49,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class DifferingElement:
-    """What one side has at an index: the value, the file, and the rank that wrote it if known."""
+    """One side at an index: the value, the file, and the rank that wrote it if known."""
 
     value: str
     file: str
@@ -57,15 +57,15 @@ class DifferingElement:
 
     @property
     def place(self) -> str:
-        """Return who holds it."""
+        """Return the rank and file that hold it."""
         return self.file if self.rank is None else f"rank {self.rank}, {self.file}"
 
 
 @dataclass(frozen=True, slots=True)
 class DifferingTensor:
-    """A tensor whose values differ, and what either side has at the first differing element.
+    """A tensor whose values differ, with both sides of its first differing element.
 
-    ``differing`` of its ``elements`` do; ``largest`` is as that of a ``Difference``.
+    ``differing`` of its ``elements`` do; ``largest`` is that of ``Difference``.
     """
 
     name: str = field(metadata={"key": "tensor"})
@@ -90,7 +90,7 @@ class DifferingTensor:
 
 
 def differing_tensor(pair: TensorPair, found: Difference) -> DifferingTensor:
-    """Return the difference of a pair, with who holds its first element."""
+    """Return the difference of a pair, with the holders of its first element."""
     one, sides = pair.one, []
     for entry, value in zip((one, pair.other), found.values, strict=True):
         chunk, _ = next(ChunkIndex(entry).find(Box.at(found.first, (1,) * len(found.first))))
@@ -103,7 +103,7 @@ def differing_tensor(pair: TensorPair, found: Difference) -> DifferingTensor:
 class TensorComparison:
     """Differences by the first one's name; ``unreadable`` has the side, 0 or 1, and its error.
 
-    ``ranges`` counts what casts made infinite, or another number: on both sides that is the same.
+    ``ranges`` counts numbers that casts changed to infinity, or saturated: the same on both sides.
     """
 
     differences: dict[str, Difference] = field(default_factory=dict)
@@ -118,12 +118,12 @@ def compare(
     workers: int,
     progress: Progress = lambda nbytes: None,
 ) -> TensorComparison:
-    """Compare all pairs on a few threads, a few MiB of memory each.
+    """Compare all pairs on a few threads, with a few MiB of memory each.
 
     Bit by bit without a tolerance: equal NaN patterns are equal, 0.0 and -0.0 are not; after a cast
-    any NaN is equal to any other. Numbers are equal where ``|a - b| <= atol + rtol * |b|``, and NaN
-    to NaN. The chunks of every tensor must tile it exactly. Raises Unsupported if a cast needs
-    torch and it is not there.
+    any NaN equals any other. Numbers are equal if ``|a - b| <= atol + rtol * |b|``, and NaN equals
+    NaN. The chunks of every tensor must tile it exactly. Raises Unsupported if a cast needs torch
+    and torch is missing.
     """
     found = TensorComparison()
     look = note_differences(found, options)
@@ -134,7 +134,7 @@ def compare(
 def note_differences(
     found: TensorComparison, options: CompareOptions
 ) -> Callable[[TensorPair, Iterator[PairTile]], None]:
-    """Return what notes the differences of a pair in its tiles, on any of several threads."""
+    """Return a function that notes the differences in a pair's tiles, on any of several threads."""
     lock = threading.Lock()
 
     def look(pair: TensorPair, tiles: Iterator[PairTile]) -> None:
@@ -206,7 +206,7 @@ def _numbers(flat: tuple[Array, Array], types: tuple[DType, DType]) -> list[Arra
 
 
 def _bits(one: Array, other: Array) -> Array:
-    """Return whether each element of two flat arrays has other bits."""
+    """Return whether the bits of each element of two flat arrays differ."""
     rows = [np.frombuffer(raw(side), "u1").reshape(-1, side.itemsize) for side in (one, other)]
     return np.asarray((rows[0] != rows[1]).any(axis=1))
 
@@ -218,7 +218,7 @@ def _describe(
     box: Box,
     start: int,
 ) -> Difference | None:
-    """Return how elements of a box from its element ``start`` on differ, None if they do not."""
+    """Return how elements of a box from element ``start`` on differ, None if they do not."""
     count = int(np.count_nonzero(differ))
     if not count:
         return None
@@ -238,7 +238,7 @@ _PARTS = {"complex32": "float16", "complex64": "float32", "complex128": "float64
 
 
 def numbers_of(flat: Array, dtype: DType) -> Array:
-    """Return the numbers of flat elements, one row an element: complex ones have two."""
+    """Return the numbers of flat elements, one row per element: complex ones have two."""
     part = BY_NAME[_PARTS.get(dtype.name, dtype.name)]
     stored = flat.view("u1").view(f"u{part.itemsize}")
     return decode(stored, part).reshape(len(flat), -1)
@@ -254,7 +254,7 @@ def _is_nan(values: Array) -> Array:
 
 
 def are_apart(one: Array, other: Array, *, rtol: float, atol: float) -> Array:
-    """Return whether elements are further apart than allowed; equal infinities, NaN are not."""
+    """Return whether elements differ by more than allowed; equal infinities and NaN do not."""
     with np.errstate(invalid="ignore", over="ignore"):
         size = np.abs(other.astype(np.float64))
         near = _distance(one, other) <= atol + rtol * size
@@ -265,7 +265,7 @@ def are_apart(one: Array, other: Array, *, rtol: float, atol: float) -> Array:
 
 
 def _distance(one: Array, other: Array) -> Array:
-    """Return how far numbers are apart: exact where both are integers of one type."""
+    """Return the differences of numbers: exact if both are integers of one type."""
     if one.dtype == other.dtype and one.dtype.kind in "iu":
         gap = np.maximum(one, other) - np.minimum(one, other)
         return gap.view(f"u{gap.itemsize}")
@@ -274,14 +274,14 @@ def _distance(one: Array, other: Array) -> Array:
 
 
 def largest_gap(one: Array, other: Array) -> float | None:
-    """Return the largest difference of two numbers; None if none stands against a number."""
+    """Return the largest difference of two numbers; None if no number meets a number."""
     gaps = _distance(one, other)
     known = gaps[~_is_nan(gaps)]
     return known.max().item() if known.size else None
 
 
 def element_text(element: Array, dtype: DType) -> str:
-    """Return one element as people write it; its bits where it is no number."""
+    """Return one element as text; its bits if it is not a number."""
     if not is_numeric(dtype):
         return f"0x{raw(element).hex()}"
     if dtype.kind == "bool":

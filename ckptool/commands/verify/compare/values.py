@@ -1,10 +1,10 @@
-"""Non-tensor values as text that is equal where the values are: canonical JSON.
+"""Non-tensor values as canonical JSON, which is equal if and only if the values are.
 
 null, booleans, integers, finite floats, text, lists and dicts whose keys are all text are
 themselves; all else is an object with one key that begins with ``$``: ``{"$tuple": [...]}``,
 ``{"$bytes": "hex"}``, ``{"$float": "nan"}``, ``{"$complex": [re, im]}``, ``{"$set": [...]}``,
-``{"$dict": [[key, value], ...]}``, ``{"$global": "torch.float32"}``, ``{"$call": [...]}``. Written
-without spaces, keys sorted, all of ASCII.
+``{"$dict": [[key, value], ...]}``, ``{"$global": "torch.float32"}``, ``{"$call": [...]}``. Without
+spaces, with sorted keys, in ASCII.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def canonical_text(content: Any) -> str:
 
 
 def value_text(value: Any, name: str) -> str:
-    """Return the canonical JSON of a value of a checkpoint.
+    """Return the canonical JSON of a checkpoint's value.
 
-    Raises Unsupported if it is too deep or too large to be written down (a million parts).
+    Raises Unsupported if it is too deep or too large to be written (a million parts).
     """
     try:
         return canonical_text(_plain(value, _DEEPEST, iter(range(_MOST_NODES)), name))
@@ -110,7 +110,7 @@ def _scalar(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Unfolded:
-    """A catalog with values taken apart; ``origins`` are the values that its values come from."""
+    """A catalog with flattened values; ``origins`` are the values that its values come from."""
 
     catalog: Catalog
     origins: dict[str, str]
@@ -123,7 +123,7 @@ class Unfolded:
 
 
 def unfolded(catalog: Catalog, other: Catalog) -> Unfolded:
-    """Take dicts and lists apart where the other one has names inside of them."""
+    """Flatten dicts and lists in which the other one has names."""
     heads = {
         name[:at] for name in other.objects for at, char in enumerate(name) if char == "."
     } - other.objects.keys()

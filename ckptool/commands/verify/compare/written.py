@@ -1,4 +1,4 @@
-"""Whether what was written is what was read: the source against the output, as it lies there."""
+"""Whether the output is correct: the source against the output, as it is in place."""
 
 from __future__ import annotations
 
@@ -37,14 +37,13 @@ def require_written(
     *,
     later: Collection[int] = (),
 ) -> RangeCheck:
-    """Compare all bytes of some files of the layout with the source and what was to be written.
+    """Compare all bytes of some files of the layout with the source and the plan.
 
     Returns how many numbers the casts made infinite. Files that are written ``later`` hold no
-    tensors. ``sides`` are the files of the source and of
-    the output. The elements of the source are those to be written: renamed, cast and dequantized.
-    Neither side is read by the tiles of the plan, but row by row, where its own description says
-    that a row lies. Raises NotVerified if the output is not what it should be, and what reading
-    the source raises.
+    tensors. ``sides`` are the files of the source and of the output. The elements of the source are
+    those to be written: renamed, cast and dequantized. Neither side is read by the tiles of the
+    plan, but row by row, at the place that its own description gives. Raises NotVerified if the
+    output is not as planned, and the errors of reading the source.
     """
     entries = [_kept_rows(plan, entry) for entry in plan.entries]
     layout = replace(plan.layout, files=tuple(plan.layout.files[number] for number in numbers))
@@ -62,7 +61,7 @@ def require_written(
     source = PairSource(TensorSource(sides[0], beyond), TensorSource(sides[1]))
     rest = _read_back(pairs, layout.files, source, found, (workers, progress))
     unreadable = (pair.one.name for pair in pairs if pair.one.name in found.unreadable)
-    for name in unreadable:  # in the order of the tensors, not that in which threads came to them
+    for name in unreadable:  # in the order of the tensors, not that of the threads
         side, error = found.unreadable[name]
         if side == 1 and isinstance(error, SourceError | Changed):
             raise _not_verified(f"{name} cannot be read back: {error.message}") from error
@@ -81,9 +80,9 @@ def require_written(
 
 
 def require_complete(plan: Plan) -> None:
-    """Raise NotVerified if the files of the layout do not hold each tensor, all of it.
+    """Raise NotVerified if the files of the layout do not contain every tensor completely.
 
-    Who compares all files by himself reads that; who compares some does not.
+    Comparing all files reads that as well; comparing some does not.
     """
     entries = [_kept_rows(plan, entry) for entry in plan.entries]
     written = written_entries(plan.layout, {entry.name: entry for entry in entries})
@@ -102,7 +101,7 @@ def _require_none_missing(
 
 
 def _boxes(written: TensorEntry) -> tuple[Box, ...]:
-    """Return the parts of a tensor that are written; none where all of it is."""
+    """Return the parts of a tensor that are written; none if all of it is."""
     whole = Box.whole(written.shape)
     boxes = tuple(chunk.box for chunk in written.chunks)
     return () if boxes == (whole,) else boxes
@@ -115,7 +114,7 @@ def _read_back(
     found: TensorComparison,
     how: tuple[int, Progress],
 ) -> Rest:
-    """Read all of some files once, and note in ``found`` and what is returned how they differ."""
+    """Read some files once, and collect their differences in ``found`` and in the result."""
     rest = Rest(files, source.sides)
     look = note_differences(found, CompareOptions())
 
@@ -130,9 +129,9 @@ def _read_back(
 
 
 def _missing(plan: Plan, unwritten: Sequence[TensorEntry]) -> list[str]:
-    """Return the names of those that are not in the output, and should be.
+    """Return the names that should be in the output but are not.
 
-    Of tied tensors a layout may store one, and none of a tensor without elements.
+    A layout may store one of several tied tensors, and no tensor without elements.
     """
     names = {entry.name for entry in unwritten if entry.elements}
     if not names:

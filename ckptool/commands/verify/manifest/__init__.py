@@ -1,1 +1,1 @@
-"""A manifest of a checkpoint, and a checkpoint against it."""
+"""The manifest of a checkpoint, and the comparison of a checkpoint with it."""

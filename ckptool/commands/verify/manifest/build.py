@@ -1,4 +1,4 @@
-"""Make the manifest of a checkpoint: every tensor, value and file is read and digested."""
+"""Build the manifest of a checkpoint: read and hash every tensor, value and file."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from ckptool.storage.url import Location
 
 _LONGEST_JSON = 1024
 _UNPLACED = "sharding-unrecorded"
-"""The code of names whose parts are there, but nothing says how they fit together."""
+"""The code of names whose parts are present, but whose arrangement is not recorded."""
 
 
 def build_manifest(
@@ -49,15 +49,15 @@ def build_manifest(
     *,
     overwrite: bool = False,
 ) -> VerifyReport:
-    """Verify the checkpoint at ``path``, read all of it, and write its manifest if it is whole.
+    """Verify the checkpoint at ``path``, read all of it, and write its manifest unless it fails.
 
-    ``rewriting`` is done first, as ``convert`` does it; the manifest is then of the result, and of
-    no file. Errors count though they are to be ignored. Raises as verify does, Unsupported if
-    the manifest cannot be written.
+    ``rewriting`` is done first, as by ``convert``; the manifest is then of the result, without
+    files. Ignored errors count, too. Raises as verify does, Unsupported if the manifest cannot be
+    written.
     """
     require_writable(target, overwrite=overwrite)
     require_codes(options.ignore)
-    # Damage that is ignored would be taken for the truth from then on.
+    # Ignored damage would count as the truth from then on.
     harmless = [code for code in options.ignore if CODES[code].severity is not Severity.ERROR]
     options = replace(options, ignore=tuple(harmless))
     verification = examine(path, options, started, digest=True)
@@ -92,13 +92,13 @@ def _not_written(report: VerifyReport, target: Location, options: VerifyOptions)
 
 
 def contents_text(*parts: Collection[object]) -> str:
-    """Return such as ``102 tensors, 16 values, 3 files``."""
+    """Return text such as ``102 tensors, 16 values, 3 files``."""
     nouns = zip(parts, ("tensor", "value", "file"), strict=True)
     return ", ".join(plural(len(entries), noun) for entries, noun in nouns if entries)
 
 
 def excluded_text(rest: Amount, path: Location) -> str:
-    """Return what of a checkpoint or manifest was left out, for the end of a summary."""
+    """Return what of a checkpoint or manifest was excluded, for the end of a summary."""
     return "" if rest == Amount() else f"; excluded: {rest} of {path}"
 
 
@@ -120,10 +120,10 @@ def measure(
 ) -> tuple[CheckpointManifest, list[Problem], int]:
     """Return the manifest of a checkpoint, the problems in its way, and the bytes read for it.
 
-    It is of all tensors and of these ``files``. ``catalog`` is that of ``opened``, rewritten or
-    not. Every record's checksum is checked on the way, and copies are compared, unless that was
-    done when the digests of files that are ``known`` were made. What cannot be read has no digest
-    and is a problem. Raises Unsupported if a value is too large to be written down.
+    It covers all tensors and these ``files``. ``catalog`` is that of ``opened``, rewritten or not.
+    Checksums of all records are checked and copies compared meanwhile, unless that was done when
+    ``known`` digests of files were made. Unreadable entries have no digest and are problems. Raises
+    Unsupported if a value is too large to be written.
     """
     sizes, source = file_sizes(opened.catalog), opened.source
     unread = [name for name in files if name not in known]
@@ -156,7 +156,7 @@ def measure(
 
 
 def _values(catalog: Catalog) -> tuple[dict[str, ValueProof], dict[str, str]]:
-    """Return the proof of each value, and what has none."""
+    """Return the proof of each value, and the values without one."""
     known = Foreign()
     proofs, unproved = {}, {str(note.tensor): str(note) for note in unread_notes(catalog)}
     for name, why in catalog.conflicts.items():
@@ -173,5 +173,5 @@ def _values(catalog: Catalog) -> tuple[dict[str, ValueProof], dict[str, str]]:
 
 
 def file_sizes(catalog: Catalog) -> dict[str, int]:
-    """Return the files of a checkpoint and those that go with a model, with their bytes."""
+    """Return the files of a checkpoint and of its model, with their sizes in bytes."""
     return catalog.files | catalog.companions

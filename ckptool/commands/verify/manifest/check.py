@@ -1,4 +1,4 @@
-"""Compare a checkpoint with its manifest, and say how it differs from what that says."""
+"""Compare a checkpoint with its manifest, and report the differences."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def check_manifest(
 ) -> VerifyReport:
     """Verify the checkpoint at ``path``, read all of it, and compare it with a manifest.
 
-    Its data is read for the manifest alone, unless ``options`` want a sample or NaN to be found.
-    ``rewriting`` is done first, as ``convert`` does it; files are then not compared. Raises as
-    verify does, NotFound or Damaged if there is no manifest.
+    Its data is read only for the manifest, unless ``options`` request a sample or a search for NaN.
+    ``rewriting`` is done first, as by ``convert``; files are then not compared. Raises as verify
+    does, NotFound or Damaged if there is no manifest.
     """
     manifest = read_manifest(recorded_in)
     if options.sample == 1 and not options.fail_nonfinite:
@@ -77,7 +77,7 @@ def check_manifest(
 
 
 def narrowed(manifest: CheckpointManifest, chosen: Counterpart) -> CheckpointManifest:
-    """Return what of a manifest is to be compared: tensors and values, and no file."""
+    """Return the part of a manifest to compare: tensors and values, but no files."""
     return replace(
         manifest,
         tensors={new: manifest.tensors[old] for new, old in chosen.names.items()},
@@ -88,7 +88,7 @@ def narrowed(manifest: CheckpointManifest, chosen: Counterpart) -> CheckpointMan
 
 
 def manifest_catalog(manifest: CheckpointManifest) -> Catalog:
-    """Return the names of a manifest as a catalog that has no chunks."""
+    """Return the names of a manifest as a catalog without chunks."""
     tensors = {
         name: TensorEntry(name, (name,), BY_NAME[proof.dtype], proof.shape, ())
         for name, proof in manifest.tensors.items()
@@ -100,10 +100,10 @@ def manifest_catalog(manifest: CheckpointManifest) -> Catalog:
 def differences(
     recorded: CheckpointManifest, measured: CheckpointManifest, catalog: Catalog, stored: Catalog
 ) -> Iterator[Problem]:
-    """Yield a problem for each thing that is not as the manifest says.
+    """Yield a problem for each difference from the manifest.
 
-    ``measured`` has the digests of the files that are here with their recorded sizes, ``catalog``
-    what was measured, ``stored`` that of the files.
+    ``measured`` has the digests of the files with their recorded sizes, ``catalog`` is what was
+    measured, ``stored`` is the catalog of the files.
     """
     changed = [name for name, proof in recorded.files.items() if measured.files.get(name) != proof]
     yield from _differing_tensors(recorded, measured, catalog, changed)
@@ -128,10 +128,10 @@ def _is_another_writing(
     changed: Collection[str],
     catalog: Catalog,
 ) -> bool:
-    """Return whether the files are other ones, not those recorded of which some have changed.
+    """Return whether the files are of another writing, not the recorded ones with changes.
 
-    A reshard may happen to write files of the same names and sizes; then no digest is the same but
-    those of what goes with any copy of a model, such as its config.json.
+    A reshard may produce files of the same names and sizes; then only the digests of files that go
+    with any copy of a model, such as config.json, are equal.
     """
     if measured.format != recorded.format:
         return True
@@ -147,7 +147,7 @@ def _differing_tensors(
     catalog: Catalog,
     changed: Collection[str],
 ) -> Iterator[Problem]:
-    """Yield the tensors that differ, each of a file that ``changed`` and holds some of it."""
+    """Yield the differing tensors, each of a file that ``changed`` and holds some of it."""
     yield from _one_sided(recorded.tensors, measured.tensors, "a tensor")
     for name, proof in recorded.tensors.items():
         tensor = measured.tensors.get(name)

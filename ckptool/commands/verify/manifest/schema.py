@@ -36,7 +36,7 @@ from ckptool.storage.url import Location
 
 SCHEMA = "ckptool.manifest/1"
 MARK = b'{\n"schema": "ckptool.manifest/'
-"""How every manifest begins."""
+"""The beginning of every manifest."""
 _LARGEST = 1 << 30
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -68,7 +68,7 @@ class FileProof:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointManifest:
-    """What a checkpoint of ``format`` holds. ``unproved`` maps names to why no digest has them."""
+    """What a checkpoint of ``format`` contains. ``unproved``: names without a digest, and why."""
 
     format: str
     tensors: dict[str, TensorProof]
@@ -78,7 +78,7 @@ class CheckpointManifest:
 
 
 def manifest_text(manifest: CheckpointManifest) -> str:
-    """Return a manifest as its file has it: JSON, a line an entry, its own digest at the end."""
+    """Return the text of a manifest: JSON, one line per entry, its own digest at the end."""
     content = {"schema": SCHEMA} | asdict(manifest)
     content["sha256"] = text_digest(canonical_text(content))
     return "{\n" + ",\n".join(_lines(content)) + "\n}\n"
@@ -94,7 +94,7 @@ def _lines(content: Mapping[str, Any]) -> Iterator[str]:
 
 
 def write_manifest(manifest: CheckpointManifest, path: Location, *, overwrite: bool) -> None:
-    """Write a manifest, whole or not at all. Raises as ``require_writable`` does."""
+    """Write a manifest completely or not at all. Raises as ``require_writable`` does."""
     require_writable(path, overwrite=overwrite)
     if not isinstance(path, Path):
         path.write_bytes(manifest_text(manifest).encode())
@@ -115,10 +115,10 @@ def require_writable(path: Location, *, overwrite: bool) -> None:
 
 
 def read_manifest(path: Location) -> CheckpointManifest:
-    """Return the manifest in a file.
+    """Read a manifest from a file.
 
-    Raises NotFound if it cannot be read, Damaged if it is no manifest of a known version, is
-    not what was written, or lacks anything.
+    Raises NotFound if it cannot be read, Damaged if it is not a manifest of a known version, is not
+    what was written, or is incomplete.
     """
     try:
         if isinstance(path, Path) and path.stat().st_size > _LARGEST:

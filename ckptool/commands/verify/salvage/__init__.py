@@ -1,1 +1,1 @@
-"""What is left of a damaged checkpoint."""
+"""The salvage of a damaged checkpoint."""

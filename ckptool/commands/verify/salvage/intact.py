@@ -20,9 +20,9 @@ _OF_WHOLE_FILES = frozenset(["rank-copied", "overwrite-interrupted", "item-misma
 
 @dataclass(frozen=True, slots=True)
 class IntactPart:
-    """What is intact of a catalog, and why the rest is not, by name.
+    """The intact part of a catalog, and why the rest is not, by name.
 
-    ``unproved`` of the tensors lie in bytes for which no checksum is stored.
+    ``unproved`` counts tensors in bytes for which no checksum is stored.
     """
 
     catalog: Catalog
@@ -31,11 +31,11 @@ class IntactPart:
 
 
 def find_intact(opened: OpenedCheckpoint, problems: Iterable[Problem], workers: int) -> IntactPart:
-    """Return what of a checkpoint is intact: tiled by chunks that are as they were written.
+    """Return the intact part of a checkpoint: tiled by chunks that are as they were written.
 
-    ``problems`` are those of the scan; what they name is lost. Every chunk is read. Where a
-    damaged one has an intact copy, that takes its place; copies that differ are lost. Raises
-    Unsupported if files of several saves are mixed, for then nothing is certain.
+    ``problems`` are those of the scan; entries that they name are lost. Every chunk is read. An
+    intact copy replaces a damaged chunk; differing copies are lost. Raises Unsupported if files of
+    several saves are mixed, as nothing is certain then.
     """
     problems, source = list(problems), opened.source
     lost = _named_by(opened.catalog, problems)
@@ -60,7 +60,7 @@ def find_intact(opened: OpenedCheckpoint, problems: Iterable[Problem], workers: 
 
 
 def _named_by(catalog: Catalog, problems: list[Problem]) -> dict[str, str]:
-    """Return the names that problems are about, that are contradictory or not read, with why."""
+    """Return the names that problems mention, that are contradictory or not read, with why."""
     mixed = [problem for problem in problems if problem.code == "saves-mixed"]
     if mixed:
         raise Unsupported(
@@ -95,7 +95,7 @@ def _copied_files(problems: list[Problem], opened: OpenedCheckpoint, workers: in
 
 
 def _in_files_of_others(catalog: Catalog, suspect: set[str]) -> dict[str, str]:
-    """Return tensors with a chunk in a file that turned out to have other items than it should.
+    """Return tensors with a chunk in a file that turned out to have other items than expected.
 
     Such a file may be another rank's or of another save, and an item of the right shape in it
     another tensor.
@@ -109,7 +109,7 @@ def _in_files_of_others(catalog: Catalog, suspect: set[str]) -> dict[str, str]:
 
 
 def _without(catalog: Catalog, lost: dict[str, str], suspect: set[str]) -> Catalog:
-    """Return the catalog without what is lost, and without anything in suspect files."""
+    """Return the catalog without lost entries, and without anything in suspect files."""
     tensors = {}
     for name, entry in catalog.tensors.items():
         if name not in lost:
@@ -138,7 +138,7 @@ def _chunk_of(chunk: Chunk, copies: list[Copy]) -> Chunk | None:
 
 
 def _with_intact_chunks(entry: TensorEntry, damage: DamageMap) -> TensorEntry | str:
-    """Return the tensor with damaged chunks replaced by copies, or what is wrong with it."""
+    """Return the tensor with damaged chunks replaced by copies, or its problem."""
     chunks = []
     itemsize = entry.source_dtype.itemsize
     for chunk in entry.chunks:

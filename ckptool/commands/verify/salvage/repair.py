@@ -1,7 +1,7 @@
-"""The catalog of a damaged checkpoint: of cut files at full length, or of data files alone.
+"""The catalog of a damaged checkpoint: with truncated files padded, or from data files alone.
 
-A cut file is scanned as if it were as long as it says, with zeros where bytes are lost. Whoever
-then reads the tensors from the files themselves finds out which of them these zeros are.
+A truncated file is scanned as if it had its stated length, with zeros for the lost bytes. Reading
+the tensors from the real files later shows which of them are lost.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _WIDE = struct.Struct("<2H3Q")
 
 @dataclass(slots=True)
 class _PaddedFile:
-    """A file of ``size`` bytes; behind those it has lie ``pieces`` by their place, and zeros."""
+    """A file padded to ``size`` bytes; beyond its own bytes are ``pieces`` by place, and zeros."""
 
     size: int
     pieces: dict[int, bytes] = field(default_factory=dict)
     _starts: list[int] = field(default_factory=list)
 
     def pieces_from(self, offset: int, nbytes: int) -> Iterator[tuple[int, bytes]]:
-        """Yield the pieces that may reach into ``nbytes`` from ``offset``, in rising order."""
+        """Yield the pieces that may reach into ``nbytes`` from ``offset``, in ascending order."""
         if len(self._starts) != len(self.pieces):
             self._starts = list(self.pieces)
         first = max(0, bisect_right(self._starts, offset) - 1)
@@ -62,7 +62,7 @@ class ZeroPaddedSource:
         self.files: Mapping[str, int] = {**source.files, **sizes}
 
     def read(self, file: str, offset: int, nbytes: int) -> bytes:
-        """Read as the source does. Raises Damaged behind the end that the file should have."""
+        """Read as the source does. Raises Damaged beyond the padded end."""
         padded = self._padded.get(file)
         if padded is None or offset + nbytes <= self._source.files[file]:
             return self._source.read(file, offset, nbytes)
@@ -88,7 +88,7 @@ class ZeroPaddedSource:
 
 
 def pad_cut_files(source: Files) -> tuple[ZeroPaddedSource | None, list[Problem]]:
-    """Return the source with cut files at full length, None if there is none; what is wrong."""
+    """Return the source with truncated files padded, None if there are none; and the problems."""
     problems: list[Problem] = []
     padded: dict[str, _PaddedFile] = {}
     for name in source.files:
@@ -101,7 +101,7 @@ def pad_cut_files(source: Files) -> tuple[ZeroPaddedSource | None, list[Problem]
 
 
 def _error(source: Source, file: str) -> CkptoolError | None:
-    """Return what is wrong with a safetensors or torch.save file, None if nothing is."""
+    """Return the problem of a safetensors or torch.save file, None if there is none."""
     try:
         if file.endswith(".safetensors"):
             read_safetensors(source, file)
@@ -123,7 +123,7 @@ def _is_torch(source: Source, file: str) -> bool:
 
 
 def _padded(source: Source, file: str) -> _PaddedFile | None:
-    """Return a file at the length that it should have, None if that is not known."""
+    """Return a file padded to the length that it should have, None if that is unknown."""
     try:
         if file.endswith(".safetensors"):
             size = read_promised_size(source, file)
@@ -136,7 +136,7 @@ def _padded(source: Source, file: str) -> _PaddedFile | None:
 
 
 def _with_directory(size: int, archive: Recovered) -> _PaddedFile:
-    """Return an archive with lost storages, all zeros, and a directory behind what is left."""
+    """Return an archive with lost storages, all zeros, and a directory after what is left."""
     padded = _PaddedFile(size)
     records = [*archive.records, *_appended(padded, archive.lost)]
     start = padded.size
@@ -146,7 +146,7 @@ def _with_directory(size: int, archive: Recovered) -> _PaddedFile:
 
 
 def _appended(padded: _PaddedFile, lost: Mapping[str, int]) -> Iterator[ZipRecord]:
-    """Yield records that are called deflated, so that none has a checksum to be compared by."""
+    """Yield records that are marked deflated, so that no checksum of them is compared."""
     for name, nbytes in lost.items():
         text, header = name.encode("utf-8", "replace"), padded.size
         padded.append(LOCAL.pack(b"PK\x03\x04", 0, 0, 0, 0, 0, 0, 0, 0, len(text), 0) + text)
@@ -164,10 +164,10 @@ def _central(record: ZipRecord) -> bytes:
 
 
 def rebuild(surveyed: Survey, options: ReadOptions) -> Recovery:
-    """Return the catalog of what was surveyed, cut files included.
+    """Return the catalog of a survey, including truncated files.
 
-    Where that is none: from the data files alone, where the format can. Raises Unsupported
-    where nothing can be read.
+    If there is none: from the data files alone, if the format supports it. Raises Unsupported if
+    nothing can be read.
     """
     source, problems = pad_cut_files(surveyed.source)
     if source is not None and (recovery := _scan(surveyed, source, problems, options)) is not None:
@@ -188,7 +188,7 @@ def rebuild(surveyed: Survey, options: ReadOptions) -> Recovery:
 def _scan(
     surveyed: Survey, source: ZeroPaddedSource, damage: list[Problem], options: ReadOptions
 ) -> Recovery | None:
-    """Return what is in files padded to full length; what of it is lost shows when it is read."""
+    """Return what is in files padded to full length; lost parts show when they are read."""
     problems: list[Problem] = []
     asked = scan_options(options, surveyed.format, problems)
     try:
@@ -207,7 +207,7 @@ def _unrecorded(catalog: Catalog) -> tuple[str, ...]:
 
 
 def _unseen(surveyed: Survey, problems: Iterable[Problem]) -> tuple[str, ...]:
-    """Return what may have been in files that cannot be read, where those files alone said so."""
+    """Return what unreadable files may have contained, if only they recorded it."""
     committed_by = {rule.committed_by for rule in surveyed.format.files}
     if not committed_by.isdisjoint(surveyed.source.files):
         return ()

@@ -38,12 +38,12 @@ _MARK = b'{\n "schema": "ckptool.salvage/'
 
 @dataclass(frozen=True, slots=True, repr=False)
 class SalvageReport(Report):
-    """What is intact, and what is lost of the checkpoint at ``path``.
+    """What is intact and what is lost of the checkpoint at ``path``; true if nothing is lost.
 
-    ``lost`` maps names to why; ``problems`` are what else is wrong with the source, ``unknown``
-    what no file says any more, ``notes`` what the target holds otherwise or not. ``unproved`` of
-    the tensors lie in bytes for which no checksum is stored. ``nbytes`` were written; ``listing``
-    is the file beside the target that says all of this. It is true where nothing is lost.
+    ``lost`` maps names to why; ``problems`` are other problems of the source, ``unknown`` what no
+    file records any more, ``notes`` remarks on the target. ``unproved`` counts tensors in bytes for
+    which no checksum is stored. ``nbytes`` were written; ``listing`` is the file beside the target
+    that says all of this.
     """
 
     computed: ClassVar = ("complete",)
@@ -86,7 +86,7 @@ class Salvage(Transfer[SalvageReport]):
         ranks: Ranks | None = None,
         begun: Callable[[], None] = lambda: None,
     ) -> SalvageReport:
-        """Write the target, whole or not at all, then the list beside it."""
+        """Write the target, completely or not at all, then the list beside it."""
         late: Committed | None = None
         report = self.report
         try:
@@ -110,15 +110,15 @@ class Salvage(Transfer[SalvageReport]):
         return report
 
     def before_commit(self) -> None:
-        """Put the list of what stood at the target before away."""
+        """Move away the list of the checkpoint that was at the target before."""
         self.listing.put_away()
 
 
 class Listing:
-    """The list of what is lost, beside the target: it never stands beside another's.
+    """The list of what is lost, beside the target; it is never beside another's output.
 
-    An earlier one is renamed away just before the commit, and back where that fails. Unsupported
-    where another file has the place of either.
+    An earlier one is renamed just before the commit, and back if that fails. Raises Unsupported if
+    another file is in the place of either.
     """
 
     def __init__(self, place: Location) -> None:
@@ -130,13 +130,13 @@ class Listing:
             require_marked(self._aside, _MARK, noun="list of a salvage")
 
     def put_away(self) -> None:
-        """Rename an earlier list away, where there is one."""
+        """Rename an earlier list, if there is one."""
         if isinstance(self._place, Path) and os.path.lexists(self._place):
             os.replace(self._place, self._aside)
             self._is_away = True
 
     def put_back(self) -> str:
-        """Undo ``put_away``; what to add to a message where that fails."""
+        """Undo ``put_away``; return what to add to a message if that fails."""
         if self._is_away:
             try:
                 os.replace(self._aside, str(self._place))
@@ -145,7 +145,7 @@ class Listing:
         return ""
 
     def write(self, report: SalvageReport) -> None:
-        """Write the list, and remove what was renamed away, also by a run that was killed."""
+        """Write the list, and remove renamed ones, also those of a killed run."""
         content = json.dumps(report.to_dict(), indent=1) + "\n"
         if isinstance(self._place, Path):
             write_whole(self._place, content.encode(), mark=_MARK)
@@ -155,7 +155,7 @@ class Listing:
 
 
 def plan_salvage(path: Location, target: Location, options: SalvageOptions) -> Salvage:
-    """Read a damaged checkpoint as far as it can be, and plan to write what is intact of it.
+    """Read a damaged checkpoint as far as possible, and plan to write what is intact of it.
 
     Raises NotFound or Unrecognised if there is no checkpoint, Unsupported if nothing in it is
     intact or the target cannot be written. The source is only read.
