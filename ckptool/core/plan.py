@@ -238,6 +238,8 @@ class Plan:
     def first_file(self, entry: TensorEntry, box: Box) -> int:
         """Return the first of the files, by its place in the layout, that has some of a box."""
         tables = self.layout.tables
+        if tables is None and len(self._holders[entry.name]) == 1:
+            return self._holders[entry.name][0]
         cut: object = entry.name if tables is None else tables[entry.name].cut
         if cut not in self._cuts:
             self._cuts[cut] = ChunkIndex(self._written[entry.name])
@@ -246,6 +248,16 @@ class Plan:
             for chunk, _ in self._cuts[cut].find(box)
             for place in stored_places(chunk.at)
         )
+
+    @cached_property
+    def _holders(self) -> dict[str, list[int]]:
+        """The parts' files, by their places in the layout, of each tensor by name."""
+        holders: dict[str, list[int]] = {}
+        for number, file in enumerate(self.layout.files):
+            for part in file.parts:
+                if isinstance(part, (Data, ScatteredData)):
+                    holders.setdefault(part.name, []).append(number)
+        return holders
 
     @cached_property
     def _written(self) -> dict[str, TensorEntry]:

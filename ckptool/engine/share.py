@@ -7,7 +7,7 @@ from heapq import heapify, heapreplace
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckptool.core.catalog import Extent
-from ckptool.core.sharding.table import ChunkTable
+from ckptool.core.sharding.table import ChunkTable, WholeTensor
 from ckptool.errors import UsageError
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def checked_chunks(plan: Plan, numbers: Collection[int]) -> Iterator[tuple[Tenso
 
     ``numbers`` are places in the layout. A record that several files need is checked whole by who
     writes the first of them, and not by all. Of a tensor whose chunks are in a table each chunk has
-    one of its own: those of other files are not looked at.
+    one of its own: those of other files are not looked at. What lies in a file as it is has none.
     """
     seen: set[object] = set()
     mine = frozenset(numbers)
@@ -65,7 +65,7 @@ def checked_chunks(plan: Plan, numbers: Collection[int]) -> Iterator[tuple[Tenso
             seen.add(id(chunk))
             if plan.first_file(entry, chunk.box) in mine:
                 yield entry, chunk
-    others = plan.catalog.tensors.keys() - tabled
+    others = {e.name for e in plan.entries if not isinstance(e.chunks, ChunkTable | WholeTensor)}
     for number in range(len(plan.layout.files)) if others else ():
         for entry, chunk in plan.chunks([number], others):
             at = chunk.at

@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from json.encoder import encode_basestring as _quoted
 from typing import Any, NamedTuple, cast
 
 from ckptool.core.box import Box, row_major_strides
@@ -31,6 +32,7 @@ _FEWER = "put fewer tensors in each file (convert: a smaller --max-shard-size)"
 _MOST_DIGITS = 20
 _INTEGERS = {int}
 _ZEROS = bytes.maketrans(b"123456789", b"000000000")
+_dumps = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 _LONG_NUMBER = b"0" * (_MOST_DIGITS + 1)
 """What only a number of too many digits has in it, or a name, once all digits are zeros."""
 
@@ -318,8 +320,7 @@ def _drop_overlaps(
         del tensors[name]
 
 
-@dataclass(frozen=True, slots=True)
-class OutgoingSlice:
+class OutgoingSlice(NamedTuple):
     """A box of a tensor that is to be written, in the file without the ``head`` of its name."""
 
     name: str
@@ -345,27 +346,30 @@ def lay_out_safetensors(
 ) -> FileLayout:
     """Lay out one file: tensors by falling item size, then name, so that all are aligned."""
     ordered = sorted(slices, key=lambda item: (-item.dtype.itemsize, item.name))
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    parts: list[Part] = []
+    header = [f'"__metadata__":{_dumps(dict(metadata))}'] if metadata else []
+    data: list[Data] = []
     position = 0
-    for item in ordered:
-        name = item.name.removeprefix(item.head)
-        if name == "__metadata__":
+    for name, dtype, box, head in ordered:
+        short = name.removeprefix(head)
+        if short == "__metadata__":
             raise Unsupported(f"{path}: safetensors cannot store a tensor named __metadata__")
-        if len(item.box.shape) > _MOST_DIMS:
-            message = f"{path}: {item.name} has {len(item.box.shape):,} dims;"
-            raise Unsupported(f"{message} ckptool reads up to {_MOST_DIMS}")
-        header[name] = {
-            "dtype": item.dtype.safetensors,
-            "shape": _header_shape(item),
-            "data_offsets": [position, position + item.nbytes],
-        }
-        parts.append(Data(item.name, item.box, item.dtype.itemsize))
-        position += item.nbytes
-    text = _encode(header)
+        shape = box.shape
+        if len(shape) > _MOST_DIMS:
+            message = f"{path}: {name} has {len(shape):,} dims; ckptool reads up to {_MOST_DIMS}"
+            raise Unsupported(message)
+        end = position + math.prod(shape) * dtype.itemsize
+        sizes = ",".join(map(str, _header_shape(dtype, shape)))
+        header.append(
+            f'{_quoted(short)}:{{"dtype":"{dtype.safetensors}","shape":[{sizes}],'
+            f'"data_offsets":[{position},{end}]}}'
+        )
+        data.append(Data(name, box, dtype.itemsize))
+        position = end
+    text = _encode("{" + ",".join(header) + "}")
     text += b" " * (-len(text) % 8)
     _require_readable(text, path)
-    return FileLayout(path, (Literal(len(text).to_bytes(8, "little") + text), *parts), rank)
+    parts: tuple[Part, ...] = (Literal(len(text).to_bytes(8, "little") + text), *data)
+    return FileLayout.lazy(path, 8 + len(text) + position, lambda: parts, rank)
 
 
 def _require_readable(text: bytes, path: str) -> None:
@@ -376,16 +380,13 @@ def _require_readable(text: bytes, path: str) -> None:
     _require_within_limits(text, path)
 
 
-def _encode(header: dict[str, Any]) -> bytes:
+def _encode(text: str) -> bytes:
     try:
-        return json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        return text.encode()
     except UnicodeEncodeError as error:
         name = ascii(error.object[max(0, error.start - 40) : error.end])
         raise Unsupported(f"safetensors cannot store a name that is not Unicode: {name}") from None
 
 
-def _header_shape(item: OutgoingSlice) -> list[int]:
-    shape = list(item.box.shape)
-    if item.dtype.safetensors == "F4":
-        shape[-1] *= 2
-    return shape
+def _header_shape(dtype: DType, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (*shape[:-1], shape[-1] * 2) if dtype.safetensors == "F4" else shape

@@ -7,7 +7,7 @@ import hashlib
 from ckptool import __version__
 from ckptool.core.layout import Literal, Verbatim
 from ckptool.core.plan import Plan
-from ckptool.core.sharding.table import ChunkTable
+from ckptool.core.sharding.table import ChunkTable, WholeTensor
 from ckptool.engine.read.containers import likely_place
 from ckptool.engine.write.run import read_verbatim
 from ckptool.storage.local import Files
@@ -29,14 +29,18 @@ def plan_digest(plan: Plan, source: Files, decided: object) -> str:
                 for piece in read_verbatim(part, source):
                     digest.update(piece)
     for entry in plan.entries:
+        chunks = entry.chunks
         kind = (entry.name, entry.path, entry.shape, entry.dtype.name, entry.source_dtype.name)
+        if isinstance(chunks, WholeTensor):
+            digest.update(repr((kind, chunks.begin)).encode())
+            continue
         digest.update(repr(kind).encode())
-        if isinstance(entry.chunks, ChunkTable):
-            for column in entry.chunks.columns():
+        if isinstance(chunks, ChunkTable):
+            for column in chunks.columns():
                 digest.update(column)
             continue
         size = entry.source_dtype.itemsize  # a place is the same at every opening
-        places = [(chunk.box.lo, likely_place(chunk.at, size)) for chunk in entry.chunks]
+        places = [(chunk.box.lo, likely_place(chunk.at, size)) for chunk in chunks]
         spots = [(lo, at.file, at.offset) for lo, at in places]
         digest.update(repr(spots).encode())
     for value in plan.catalog.objects.values():

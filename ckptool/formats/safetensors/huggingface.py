@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Any
 
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.layout import FileLayout, Layout, Literal
@@ -217,10 +216,13 @@ def _index_file(
     index: str, names: list[str], groups: list[list[TensorEntry]], head: str
 ) -> FileLayout:
     total = sum(entry.nbytes for group in groups for entry in group)
-    files = zip(names, groups, strict=True)
-    weight_map = {e.name.removeprefix(head): name for name, group in files for e in group}
-    content: dict[str, Any] = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+    shards = zip(names, groups, strict=True)
+    weight_map = {e.name.removeprefix(head): name for name, group in shards for e in group}
+    lines = json.dumps(  # what indent=2 makes of it, which Python's own encoder writes slowly
+        weight_map, separators=(",\n    ", ": "), sort_keys=True, ensure_ascii=False
+    )
+    head_lines = f'{{\n  "metadata": {{\n    "total_size": {total}\n  }},\n  "weight_map": {{\n    '
+    text = f"{head_lines}{lines[1:-1]}\n  }}\n}}\n"
     return FileLayout(index, (Literal(text.encode()),))
 
 

@@ -64,3 +64,13 @@ def test_shards_beside_a_whole_model_are_refused_for_transformers_opens_that(
     assert ckptool.open(tmp_path / "model.safetensors").read("a").tolist() == [1, 1]
     (tmp_path / "model.safetensors").unlink()
     assert ckptool.open(tmp_path).read("a").tolist() == [0, 0]
+
+
+def test_the_index_is_written_as_python_writes_json(tmp_path: Path) -> None:
+    names = ["b", 'a"\\\n', "é\x7f"]
+    save_file({name: np.zeros(2, np.uint8) for name in names}, tmp_path / "a.safetensors")
+    ckptool.convert(tmp_path / "a.safetensors", tmp_path / "hf", to="hf", max_shard_size="4B")
+    text = (tmp_path / "hf" / "model.safetensors.index.json").read_text("utf-8")
+    index = json.loads(text)
+    assert sorted(index["weight_map"]) == sorted(names)
+    assert text == json.dumps(index, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
