@@ -62,7 +62,7 @@ class Box(NamedTuple):
 class BoxTable(Sequence[Box]):
     """Many boxes as two columns: numpy arrays ``[n, dims]`` of their lows and their highs.
 
-    Tensors that are cut alike share one, which remembers whether it is a grid over their shape.
+    Tensors that are cut alike share a table, which remembers whether it is a grid over their shape.
     """
 
     __slots__ = ("_grid", "_hash", "highs", "lows")
@@ -128,7 +128,7 @@ class BoxTable(Sequence[Box]):
 
 
 def spans_of(boxes: Sequence[Box]) -> list[list[tuple[int, int]]]:
-    """Return for each dim where each of some boxes begins and ends; all have as many dims."""
+    """Return the starts and ends of some boxes in each dim; all have the same number of dims."""
     if isinstance(boxes, BoxTable):
         sides = zip(boxes.lows.T.tolist(), boxes.highs.T.tolist(), strict=True)
     else:
@@ -144,7 +144,7 @@ def boxes_of(chunks: Sequence[Any]) -> Sequence[Box]:
 
 
 def solid_places(boxes: Sequence[Box]) -> list[int]:
-    """Return the places of the boxes that hold an element."""
+    """Return the indices of the boxes that contain an element."""
     if isinstance(boxes, BoxTable):
         places: list[int] = (boxes.highs > boxes.lows).all(axis=1).nonzero()[0].tolist()
         return places
@@ -159,11 +159,11 @@ class Piece(NamedTuple):
 
 
 PlacedRun = tuple[int, int, int]
-"""Consecutive indexes of a dim: their start in the global tensor, in the local one, their count."""
+"""Consecutive indices of a dim: start in the global tensor, start in the local one, count."""
 
 
 def pieces_of_runs(runs: Sequence[Sequence[PlacedRun]]) -> tuple[Piece, ...]:
-    """Return the pieces of a local tensor that holds these runs of each dim."""
+    """Return the pieces of a local tensor that consists of these runs of each dim."""
     pieces = []
     for choice in product(*runs):
         shape = [count for _, _, count in choice]
@@ -196,10 +196,10 @@ def contiguous(strides: tuple[int, ...], shape: tuple[int, ...], itemsize: int) 
 
 
 def flat_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """Return the boxes that hold elements ``start`` to ``stop`` of a row-major tensor, in order.
+    """Return the boxes of elements ``start`` to ``stop`` of a row-major tensor, in order.
 
-    At most ``2 n - 1`` boxes for ``n`` dimensions: ragged ends around whole rows. ValueError if
-    the range does not lie within the tensor.
+    At most ``2 n - 1`` boxes for ``n`` dimensions: ragged ends around whole rows. Raises ValueError
+    if the range is outside the tensor.
     """
     if not 0 <= start <= stop <= math.prod(shape):
         raise ValueError(f"elements {start} to {stop} of shape {list(shape)}")
@@ -227,7 +227,7 @@ def _within_row(shape: Sequence[int], row: int, start: int, stop: int) -> list[B
 
 
 def is_grid(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
-    """Return whether the boxes are those of a grid over the whole shape: a cheap proof of tiling.
+    """Return whether the boxes form a grid over the whole shape: a cheap proof of tiling.
 
     Other boxes may tile it too.
     """
@@ -257,9 +257,9 @@ _FEW_PAIRS = 256
 def overlapping_pair(boxes: Iterable[Box]) -> tuple[Box, Box] | None:
     """Find two boxes that share an element; None if there are none.
 
-    Sweeps along the dimension that separates the boxes best. Where that one alone would leave many
-    pairs to compare, a segment tree over up to four dimensions keeps the cost of n boxes near
-    n log n (Zomorodian and Edelsbrunner, "Fast software for box intersections").
+    Sweeps along the dimension that separates the boxes best. If that leaves many pairs to compare,
+    a segment tree over up to four dimensions keeps the cost of n boxes near n log n (Zomorodian and
+    Edelsbrunner, "Fast software for box intersections").
     """
     solid = [box for box in boxes if box.volume]
     unique = set(solid)
@@ -283,7 +283,7 @@ def _projected_pairs(boxes: list[Box], dim: int) -> int:
 
 
 def _one_way(spans: list[Box], starts: list[Box], dim: int) -> tuple[Box, Box] | None:
-    """Find a box of ``spans`` and one of ``starts`` that begins within it along ``dim``."""
+    """Find a box of ``spans`` and one of ``starts`` that begins inside it along ``dim``."""
     ordered = sorted(starts, key=lambda box: box.lo[dim])
     lows = [box.lo[dim] for box in ordered]
     for box in spans:

@@ -1,4 +1,4 @@
-"""Which tensors are cast, and to what: the model's weights, and whatever a glob asks for."""
+"""Casts of tensors: the model's weights, and tensors that globs select."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WITHOUT_TORCH = frozenset(["float64", "float32", "float16", "bfloat16"])
 
 @dataclass(frozen=True, slots=True)
 class Casts:
-    """The type that the ``model``'s weights get, and ``rules`` of a glob and the type it asks for.
+    """The type for the ``model``'s weights, and ``rules`` of a glob and a type.
 
     The first rule that matches a name decides, whatever the tensor is.
     """
@@ -29,7 +29,7 @@ class Casts:
     rules: tuple[tuple[str, DType], ...] = ()
 
     def dtype_for(self, entry: TensorEntry) -> DType | None:
-        """Return the type that is requested a tensor; None if none is."""
+        """Return the type to cast a tensor to; None if none was requested."""
         for glob, dtype in self.rules:
             if fnmatchcase(entry.name, glob):
                 return dtype
@@ -40,7 +40,7 @@ NO_CASTS = Casts()
 
 
 def parse_casts(texts: Sequence[str]) -> Casts:
-    """Parse ``bf16`` and ``GLOB=bf16``; UsageError if they make no sense together."""
+    """Parse ``bf16`` and ``GLOB=bf16``; UsageError if they conflict."""
     model: DType | None = None
     rules: list[tuple[str, DType]] = []
     for text in texts:
@@ -72,8 +72,8 @@ class CastResult:
 def cast(catalog: Catalog, casts: Casts) -> CastResult:
     """Cast floating tensors as requested.
 
-    Integers and tensors without dims, such as step counters, are never cast, nor are quantized
-    tensors and their scales. UsageError if a glob matches nothing that can be.
+    Integers, tensors without dims (such as step counters), and quantized tensors and their scales
+    are never cast. Raises UsageError if a glob matches nothing that can be.
     """
     if casts == NO_CASTS:
         return CastResult(catalog, (), ())
@@ -91,47 +91,46 @@ def cast(catalog: Catalog, casts: Casts) -> CastResult:
 
 
 def can_cast(entry: TensorEntry) -> bool:
-    """Return whether a tensor is one of floating numbers with dims."""
+    """Return whether a tensor has floating-point elements and dims."""
     return entry.dtype.kind == "float" and bool(entry.shape)
 
 
 def needs_torch(stored: DType, wanted: DType) -> bool:
-    """Return whether only torch casts the one type to the other: those of 8 bits and less."""
+    """Return whether only torch converts between the types: those of 8 bits and less."""
     return stored != wanted and not {stored.name, wanted.name} <= _WITHOUT_TORCH
 
 
 def as_type(entry: TensorEntry, dtype: DType) -> TensorEntry:
-    """Return a tensor with another dtype; numbers that are computed are rounded once."""
+    """Return a tensor with another dtype; computed numbers are rounded only once."""
     return replace(entry, dtype=dtype, stored=None if is_computed(entry) else entry.source_dtype)
 
 
 def coarser(one: DType, other: DType) -> DType:
-    """Return the type of two that numbers of the other are rounded to; ``other`` of equal sizes."""
+    """Return the type of two to which the other is rounded; ``other`` if sizes are equal."""
     return one if one.itemsize < other.itemsize else other
 
 
 def is_computed(entry: TensorEntry) -> bool:
-    """Return whether numbers are computed, as of quantized tensors, in the type that they have.
+    """Return whether numbers are computed in the type that they have, as in quantized tensors.
 
-    Only chunks in a tuple are looked through: those of tables are places in files.
+    Only chunks in a tuple are examined: those of tables are places in files.
     """
     chunks = entry.chunks if isinstance(entry.chunks, tuple) else ()
     return any(isinstance(chunk.at, ScaledBlocks) for chunk in chunks)
 
 
 RangeCounts = Counter[tuple[str, str, str]]
-"""How many numbers were beyond a type's range: by the tensor's name, the type, what they became."""
+"""The count of numbers beyond a type's range, by tensor, type, and what they became."""
 _RANGES = ("float64", "float32", "bfloat16", "float16", "float8_e5m2")
-"""Types from the widest range to the narrowest; all others are narrower still, without infinity."""
+"""Types from the widest range to the narrowest; all others are narrower and lack infinity."""
 SATURATES = "float8_e4m3fn"
-"""What is beyond its range becomes its largest number, 448, infinities too, by torch 2.13 and 2.15;
-NaN by 2.4."""
+"""Out-of-range numbers and infinities become 448, its largest, by torch 2.13, 2.15; NaN by 2.4."""
 
 
 def narrows(entry: TensorEntry) -> bool:
     """Return whether a cast of a tensor may make finite numbers infinite.
 
-    Those that are computed are of 32 bits before; then bf16 does not count.
+    Computed numbers have 32 bits before the cast; bf16 then has the same range.
     """
     stored, wanted = _rank(entry.source_dtype.name), _rank(entry.dtype.name)
     if stored == wanted > _rank("bfloat16") and is_computed(entry):
@@ -144,7 +143,7 @@ def _rank(name: str) -> int:
 
 
 def beyond_notes(counts: RangeCounts) -> list[str]:
-    """Note how many numbers are beyond the range of each type."""
+    """Note how many numbers exceed the range of each type."""
     notes = []
     for wanted, became in sorted({(wanted, became) for _, wanted, became in counts}):
         names = sorted(name for name, *made in counts if made == [wanted, became])
@@ -159,7 +158,7 @@ def beyond_notes(counts: RangeCounts) -> list[str]:
 
 
 def uncounted_notes(entries: Iterable[TensorEntry]) -> list[str]:
-    """Note that nobody counts the numbers that casts make infinite."""
+    """Note that numbers that casts make infinite are not counted."""
     types = sorted({entry.dtype.name for entry in entries if narrows(entry)})
     return [
         f"--no-verify: values beyond the range of {name} become {beyond(name)} uncounted"
@@ -193,7 +192,7 @@ def _require_used(catalog: Catalog, casts: Casts, castable: Collection[str]) -> 
 def _uncast_notes(
     catalog: Catalog, casts: Casts, dtypes: Mapping[str, DType | None]
 ) -> tuple[str, ...]:
-    """Note the floating tensors of other types that the model's dtype leaves as they are."""
+    """Note the floating tensors of other types to which the model's dtype does not apply."""
     if casts.model is None:
         return ()
     floating = (e for e in catalog.tensors.values() if e.dtype.kind == "float")

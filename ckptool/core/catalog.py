@@ -1,4 +1,4 @@
-"""What every checkpoint says: these bytes, at this place, are that box of that tensor."""
+"""The content of every checkpoint: these bytes, at this place, are that box of that tensor."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Record(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Addressable bytes: element ``i`` lies at ``offset + sum(i * strides)`` (all in bytes).
+    """Addressable bytes: element ``i`` is at ``offset + sum(i * strides)`` (all in bytes).
 
     ``ops`` turn the stored bytes into the values, element by element: the repairs ``byteswap``,
-    ``conj`` and ``neg``, and what a key map adds, ``add+1``. ``record`` is the checksummed span
+    ``conj`` and ``neg``, and a key map's addition, ``add+1``. ``record`` is the checksummed span
     that the bytes are part of.
     """
 
@@ -43,11 +43,11 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class EncodedBlob:
-    """A blob that a codec must decode whole before any element can be addressed.
+    """A blob that a codec must decode completely before any element can be addressed.
 
-    ``nbytes`` is its size in the file, ``size`` the size once decoded; ``start`` and ``strides``
-    address the decoded bytes as ``Extent`` addresses a file's, and so does the checksummed
-    ``record`` that they are part of.
+    ``nbytes`` is its size in the file, ``size`` the decoded size; ``start`` and ``strides`` address
+    the decoded bytes as ``Extent`` addresses a file's. ``record`` is the checksummed span in the
+    decoded bytes.
     """
 
     file: str
@@ -78,26 +78,26 @@ class Opening(Protocol):
 
     @property
     def start(self) -> int:
-        """Where in the file its elements begin, as far as alike containers show: what to fetch."""
+        """Where in the file its elements begin, judging by similar containers: what to fetch."""
 
     @property
     def edges(self) -> Sequence[tuple[str, int, int]]:
         """File, offset and bytes of what is read to open it; nothing if it is open."""
 
     def place(self, at: Container, shape: tuple[int, ...]) -> Place:
-        """Return where the elements of a chunk of ``shape`` lie, whatever ``start`` says.
+        """Return where the elements of a chunk of ``shape`` are, whatever ``start`` says.
 
-        Raises what the format's ``locate`` would have raised.
+        Raises the errors that the format's ``locate`` would have raised.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """An archive or item in a file, not opened yet; it holds one chunk, or more than its ``part``.
+    """An archive or item in a file, not opened yet, with one chunk, or more than its ``part``.
 
-    ``inspect`` never opens it; the format's ``locate`` turns it into one of the other places, or
-    leaves an ``opening`` for who reads it, where a look at it costs as much as its bytes. It then
-    has a ``part``. ``nbytes`` is its size in the file.
+    ``inspect`` never opens it; the format's ``locate`` turns it into one of the other places, or,
+    if looking at it costs as much as its bytes, leaves an ``opening`` for its reader and sets
+    ``part``. ``nbytes`` is its size in the file.
     """
 
     file: str
@@ -111,16 +111,16 @@ class Container:
 Scheme = Literal[
     "scaled", "affine", "mxfp4", "nvfp4/", "nvfp4*", "packed", "gptq", "awq", "codes", "rows"
 ]
-"""How numbers are made of what is stored, as ``engine/read/dequantize.py`` does it."""
+"""How numbers are computed from what is stored; see ``engine/read/dequantize.py``."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScaledBlocks:
-    """Quantized numbers, each block of them with a scale of its own.
+    """Quantized numbers with one scale per block.
 
-    ``block`` is how many elements a block has in each dim. ``scheme`` says what numbers are made
-    of: these, ``others`` (a scale of all, zero points, a table), and ``settings``, numbers such as
-    bits. ``part`` are those of the elements that the chunk consists of.
+    ``block`` is the number of elements of a block in each dim. ``scheme`` says what numbers are
+    computed from: these, ``others`` (a scale of all, zero points, a table), and ``settings``,
+    numbers such as bits. ``part`` are the elements that the chunk consists of.
     """
 
     values: TensorEntry
@@ -133,7 +133,7 @@ class ScaledBlocks:
 
     @property
     def stored(self) -> tuple[TensorEntry, ...]:
-        """The tensors in files that the numbers are made of."""
+        """The stored tensors from which the numbers are computed."""
         return (self.values, self.scales, *self.others)
 
     @property
@@ -149,7 +149,7 @@ Place = Extent | EncodedBlob | Container | ScaledBlocks
 
 
 def stored_places(at: Place) -> Iterator[Extent | EncodedBlob | Container]:
-    """Yield the places in files that a place is made of."""
+    """Yield the places in files that a place consists of."""
     if not isinstance(at, ScaledBlocks):
         yield at
         return
@@ -160,7 +160,7 @@ def stored_places(at: Place) -> Iterator[Extent | EncodedBlob | Container]:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """The same box, stored once more by another rank."""
+    """The same box, stored again by another rank."""
 
     at: Place
     rank: int
@@ -168,7 +168,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A box of the global tensor, where its bytes lie, and the rank that wrote it if known."""
+    """A box of the global tensor, the place of its bytes, and the rank that wrote it if known."""
 
     box: Box
     at: Place
@@ -176,7 +176,7 @@ class Chunk:
     copies: tuple[Copy, ...] = ()
 
     def map_places(self, move: Callable[[Place], Place]) -> Chunk:
-        """Return the chunk with what ``move`` makes of its place, and of each copy's."""
+        """Return the chunk with ``move`` applied to its place, and to each copy's."""
         copies = tuple([Copy(move(copy.at), copy.rank) for copy in self.copies])
         return Chunk(self.box, move(self.at), self.rank, copies)
 
@@ -194,7 +194,7 @@ class Index:
 
 @dataclass(frozen=True, slots=True)
 class RankStep:
-    """The last step of a path whose value differs between ranks, as one rank has it."""
+    """The last step of the path of a value that differs between ranks: one rank's value."""
 
     step: Any
     rank: int
@@ -216,8 +216,8 @@ def flat_name(path: Path) -> str:
 class TensorEntry:
     """One tensor: global shape, element type, and the chunks that tile it.
 
-    ``stored`` is the element type in the files where a rewrite asks for another ``dtype``; ``part``
-    is ``model``, ``optimizer`` or ``other`` where that was decided from the whole catalog.
+    ``stored`` is the element type in the files if a rewrite requests another ``dtype``; ``part`` is
+    ``model``, ``optimizer`` or ``other`` if that was decided from the whole catalog.
     """
 
     name: str
@@ -241,7 +241,7 @@ class TensorEntry:
 
     @property
     def numel(self) -> int:
-        """Elements of the whole tensor, as torch calls them."""
+        """Elements of the whole tensor, by torch's name."""
         return self.elements
 
     @property
@@ -282,23 +282,23 @@ class Catalog:
     """Everything a checkpoint's metadata says, and no tensor's bytes.
 
     ``files`` maps each file, relative to the root, to its size in bytes. ``mesh_source`` is
-    ``declared`` or ``inferred``. ``notes`` are things a person should know that stop nothing;
+    ``declared`` or ``inferred``. ``notes`` are remarks for the user that stop nothing;
     ``conflicts`` are the names that cannot be read because ranks contradict one another, and why.
-    ``companions`` are files that belong to the model but hold no tensor (config.json, tokenizer),
-    with their sizes in bytes. ``copies`` are files that hold again what others do and are not read.
-    ``bare`` are those of ``files`` without a structure of their own: elements lie in them where
-    metadata says, whatever their first bytes or their names look like. ``archives`` are the
-    torch.save archives inside larger files, opened or not, those of values included. ``named`` is
-    what its metadata files, pickles all, name: for each file, module and name of classes and
-    functions, and the byte where each first is.
+    ``companions`` are files that belong to the model but contain no tensor (config.json,
+    tokenizer), with their sizes in bytes. ``copies`` are files that repeat others and are not read.
+    ``bare`` are those of ``files`` without a structure of their own: metadata says where elements
+    are in them, whatever their first bytes or their names look like. ``archives`` are the
+    torch.save archives inside larger files, opened or not, including those of values. ``named`` is
+    what its metadata files, all pickles, name: for each file, module and name of classes and
+    functions, and the byte of the first occurrence.
 
-    ``info`` is what the files record of their making, as short texts, and nothing that is only
+    ``info`` has what the files record of their origin, as short texts, and nothing that is only
     likely. ``writer`` is the code that wrote the files; ``framework`` what trained or serves the
-    model, where that is another, and ``version`` the version of it, or else of the writer;
-    ``parallelism`` the degrees, as ``"TP 2, PP 2, DP 1, EP 2, CP 1"`` in this order and only those
-    that are known; ``step`` the training step in digits, where no value of a known name says it;
-    ``arguments`` the few that tell models apart, as ``"layers 4, hidden 64"``. Each of these is a
-    row of ``inspect``; any other key follows the writer on its row.
+    model, if different, and ``version`` its version, or else the writer's; ``parallelism`` the
+    known degrees, in this order, as ``"TP 2, PP 2, DP 1, EP 2, CP 1"``; ``step`` the training step
+    in digits, if no value of a known name has it; ``arguments`` the few that distinguish models, as
+    ``"layers 4, hidden 64"``. Each of these is a row of ``inspect``; any other key follows the
+    writer on its row.
     """
 
     format: str
@@ -382,10 +382,10 @@ def _begin(chunks: Sequence[Any]) -> object:
 
 
 def tied_names(catalog: Catalog) -> list[tuple[str, ...]]:
-    """Group the names that are one and the same tensor: same bytes, shape and type.
+    """Group the names that are the same tensor: same bytes, shape and type.
 
     Tensors without dims, such as the step that an optimizer keeps for each parameter, are never
-    one: whoever loads them changes each by itself.
+    grouped: a loader changes each separately.
     """
     groups: dict[object, list[str]] = {}
     solid = [e for e in catalog.tensors.values() if e.shape and e.elements and len(e.chunks)]

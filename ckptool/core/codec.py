@@ -1,4 +1,4 @@
-"""Codecs that must run over a whole blob before any element in it can be addressed."""
+"""Codecs that must decode a whole blob before any element in it can be addressed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def zstd_edges(blob: bytes, limit: int, edge: int, *, what: str) -> tuple[bytes,
 
 
 def _unzstd(blob: bytes, limit: int, what: str) -> Iterator[bytes]:
-    """Yield what a zstd frame holds in pieces of at most a MiB."""
+    """Yield the decoded content of a zstd frame in pieces of at most a MiB."""
     import zstandard
 
     left = limit + 1

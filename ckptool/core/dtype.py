@@ -1,4 +1,4 @@
-"""One table of element types: torch's names, sizes, and what the formats call them."""
+"""One table of element types: torch's names, sizes, and the names in the formats."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class DType:
         return self.name
 
     def __reduce__(self) -> tuple[Callable[[str], DType], tuple[str]]:
-        """Be the same object again in a process that this one is sent to."""
+        """Unpickle to the same object in another process."""
         return _named, (self.name,)
 
 

@@ -1,4 +1,4 @@
-"""What a writer will write, known to the byte before one byte moves."""
+"""The output of a writer, known to the byte before one byte is moved."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Data(NamedTuple):
 
 
 class ScatteredData(NamedTuple):
-    """The C-ordered image of a local tensor of ``shape`` that is made of ``pieces`` of ``name``."""
+    """The C-ordered image of a local tensor of ``shape`` made of ``pieces`` of ``name``."""
 
     name: str
     shape: tuple[int, ...]
@@ -50,7 +50,7 @@ class ScatteredData(NamedTuple):
 class Patch(NamedTuple):
     """Four bytes at ``at`` of a literal: the little-endian CRC-32 of the file's part ``part``.
 
-    That part comes before the literal: a store is written from the beginning to the end.
+    That part comes before the literal: a store is written from beginning to end.
     """
 
     at: int
@@ -69,7 +69,7 @@ class Literal(NamedTuple):
 
 
 class Verbatim(NamedTuple):
-    """A whole file of the source, as it is."""
+    """A whole file of the source, unchanged."""
 
     file: str
     nbytes: int
@@ -81,9 +81,9 @@ Part = Data | ScatteredData | Literal | Verbatim
 class FileLayout:
     """One output file: its path relative to the target folder, and its parts in order.
 
-    ``rank`` is the rank whose data it holds, None if it belongs to all. The parts of a lazy
-    file are made each time they are asked for: a plan of millions of chunks stays small. So are
-    the ``decisive`` ones: all but those of tensors, or what those are made of.
+    ``rank`` is the rank whose data it holds, None if it belongs to all. The parts of a lazy file
+    are made on each access, so that a plan of millions of chunks stays small. So are the
+    ``decisive`` ones: all but those of tensors, or the data that those are made from.
     """
 
     __slots__ = ("_make", "_make_decisive", "nbytes", "path", "rank")
@@ -104,7 +104,7 @@ class FileLayout:
         rank: int | None,
         decisive: Callable[[], Iterable[Part]] | None = None,
     ) -> FileLayout:
-        """Make a file of ``nbytes`` bytes whose parts ``make`` returns, ``decisive`` those."""
+        """Make a file of ``nbytes`` bytes whose parts and ``decisive`` ones are made late."""
         file = cls(path, (), rank)
         file.nbytes = nbytes
         file._make, file._make_decisive = make, decisive
@@ -116,9 +116,9 @@ class FileLayout:
 
     @property
     def decisive(self) -> Iterable[Part]:
-        """Parts that tell what holds no tensor from all else that could be written in its place.
+        """Parts that identify the non-tensor content of the file.
 
-        Those parts themselves or, where they are large, what ckptool makes them of.
+        These parts themselves or, if they are large, the data from which ckptool makes them.
         """
         return self.parts if self._make_decisive is None else self._make_decisive()
 
@@ -130,23 +130,23 @@ class FileLayout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WrittenCut:
-    """How tensors that are written alike are cut: each box, and the file and rank that it is of.
+    """How tensors that are written alike are cut: each box, and its file and rank.
 
-    No box is there twice.
+    No box occurs twice.
     """
 
     boxes: Sequence[Box]
     files: Sequence[tuple[str, int]]
 
     def places(self, paths: Collection[str]) -> list[int]:
-        """Return which of the boxes lie in some files."""
+        """Return which of the boxes are in some files."""
         return [at for at, (path, _) in enumerate(self.files) if path in paths]
 
 
 class WrittenChunks(Sequence[Chunk]):
     """Where one tensor is written: ``offsets`` is a numpy array of the byte where each box begins.
 
-    A box is C-ordered, of elements of ``itemsize`` bytes. Each becomes a ``Chunk`` when asked for.
+    A box is C-ordered, of elements of ``itemsize`` bytes. Each becomes a ``Chunk`` on access.
     """
 
     __slots__ = ("cut", "itemsize", "offsets")
@@ -182,10 +182,10 @@ class WrittenChunks(Sequence[Chunk]):
 class Layout:
     """All output files. The last one commits: an index or ``.metadata``.
 
-    ``folder`` says whether the target is a folder or the single file ``files[-1]`` (and what
-    lies beside it). ``notes`` name what the target format cannot hold as it is. ``rows`` says how
-    many rows of a tensor are written, for those whose last rows are left out. ``tables`` say where
-    each tensor is written, as the parts of the files do; None where these alone do.
+    ``folder`` says whether the target is a folder or the single file ``files[-1]`` (and its side
+    files). ``notes`` name what the target format cannot hold unchanged. ``rows`` says how many rows
+    of a tensor are written, if its last rows are dropped. ``tables`` say where each tensor is
+    written, as the parts of the files do; None if only these do.
     """
 
     files: tuple[FileLayout, ...]
@@ -243,7 +243,7 @@ def tile_count(shape: tuple[int, ...], itemsize: int, limit: int) -> int:
 
 
 def _split_dim(shape: tuple[int, ...], itemsize: int, limit: int) -> tuple[int, int]:
-    """Return the outermost dim one step of which fits the limit, and the bytes of such a step."""
+    """Return the outermost dim of which one step fits the limit, and the bytes of such a step."""
     for dim in range(len(shape)):
         inner = math.prod(shape[dim + 1 :]) * itemsize
         if inner <= limit:

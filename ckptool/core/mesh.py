@@ -1,4 +1,4 @@
-"""Device meshes and the placements of tensors on them, as torch's DTensor has them."""
+"""Device meshes and the placements of tensors on them, as in torch's DTensor."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Mesh:
         return math.prod(self.shape)
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
-        """Return where global ``rank`` sits, one index per mesh dim; None if it does not."""
+        """Return the position of global ``rank``, one index per mesh dim; None if it is outside."""
         if rank not in self.ranks:
             return None
         return coordinate_of(self.ranks.index(rank), self.shape)

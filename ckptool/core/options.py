@@ -2,8 +2,7 @@
 
 The command line (``cli/parameters.py``), the keywords of the Python functions
 (``api/arguments.py``) and their help derive from fields made by ``option``. A field made by
-``group`` nests another class.
-Sizes, fractions and dims are parsed from the texts that people write.
+``group`` nests another class. Sizes, fractions and dims are parsed from text.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _UNITS = {
 
 
 def parse_size(text: str, option: str) -> int:
-    """Return the bytes of ``5GB``, ``512MiB`` or ``1000``; UsageError if it is no size."""
+    """Return the bytes of ``5GB``, ``512MiB`` or ``1000``; UsageError if it is not a size."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     unit = _UNITS.get(match[2].lower()) if match else None
     size = int(float(match[1]) * unit) if match and unit else 0
@@ -46,7 +45,7 @@ def parse_size(text: str, option: str) -> int:
 
 
 def parse_share(text: str, option: str) -> float:
-    """Return 0.05 of ``5%`` or ``0.05``; UsageError if it is no share between 0 and 1."""
+    """Return 0.05 for ``5%`` or ``0.05``; UsageError if it is not a share between 0 and 1."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(%?)\s*", text)
     share = float(match[1]) / (100 if match[2] else 1) if match else 0.0
     if not 0 < share <= 1:
@@ -70,10 +69,10 @@ def parse_dims(texts: Sequence[str]) -> dict[str, int]:
 
 @dataclass_transform(frozen_default=True)
 class OptionSet:
-    """Options that belong together: a class whose fields are options, immutable, equal by value.
+    """Related options: a class whose fields are options, immutable, equal by value.
 
-    A dataclass with these methods: those that ``dataclass`` compiles for every class would take a
-    tenth of the time in which a command starts.
+    It replaces dataclass: the methods that ``dataclass`` compiles for every class would take a
+    tenth of the start-up time.
     """
 
     def __init_subclass__(cls) -> None:
@@ -142,9 +141,9 @@ SIZE = Kind(str, "Size", lambda value, name: parse_size(str(value), name), metav
 
 
 class Option(NamedTuple):
-    """One option. ``shown`` is the default as people write it, ``former`` the flag's old name.
+    """One option. ``shown`` is the default as displayed, ``former`` the flag's old name.
 
-    ``choices`` returns the words that it takes by name, for completion.
+    ``choices`` returns its named values, for completion.
     """
 
     flag: str
@@ -172,7 +171,7 @@ class Option(NamedTuple):
         return self.field if iskeyword(word) else word
 
     def parse(self, value: Any, name: str) -> Any:
-        """Return the value that the field takes. Raises UsageError if it makes no sense."""
+        """Return the value for the field. Raises UsageError if it is invalid."""
         if self.minimum is not None and value < self.minimum:
             raise UsageError(f"{name} {value}: at least {self.minimum}")
         return self.kind.parse(value, name)
@@ -194,7 +193,7 @@ def option(
 
 
 class OptionGroup(NamedTuple):
-    """A class of options as a part: its help panel, keywords left out, defaults that differ."""
+    """A nested class of options: its help panel, omitted keywords, defaults that differ."""
 
     kind: Any = None
     panel: str | None = None
@@ -203,7 +202,7 @@ class OptionGroup(NamedTuple):
 
 
 def group(kind: Any, panel: str | None = None, without: Collection[str] = (), **other: Any) -> Any:
-    """Declare a field that holds other options; ``other`` are defaults that differ there."""
+    """Declare a field with nested options; ``other`` are defaults that differ there."""
     made = OptionGroup(kind, panel, without, other)
     return field(default_factory=partial(kind, **other), metadata={"group": made})
 
@@ -213,7 +212,7 @@ def _default(field: Field[Any]) -> Any:
 
 
 def options_of(part: OptionGroup) -> Iterator[Option]:
-    """Yield the options of a class and of all that it nests, in order."""
+    """Yield the options of a class and of all nested ones, in order."""
     for each in fields(part.kind):
         inner: OptionGroup | None = each.metadata.get("group")
         declared: Option | None = each.metadata.get("option")
@@ -228,7 +227,7 @@ def options_of(part: OptionGroup) -> Iterator[Option]:
 
 
 def build(part: OptionGroup, values: Mapping[str, Any], /, **given: Any) -> Any:
-    """Make options of parsed values by keyword; ``given`` are fields, as they are."""
+    """Build options from parsed values by keyword; ``given`` are fields to set unchanged."""
     made = {**part.defaults, **given}
     for each in fields(part.kind):
         inner: OptionGroup | None = each.metadata.get("group")

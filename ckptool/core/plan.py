@@ -42,13 +42,13 @@ from ckptool.errors import Damaged, Unsupported, damaged
 
 _BATCH = 16
 _SMALL = 1 << 18
-"""Bytes of a tensor that is read whole for all that is written of it."""
+"""Bytes of a tensor up to which it is read whole for all of its parts."""
 _KEPT = 4 << 20
 """Bytes of the source's rows that a reader keeps while it cuts columns out of them."""
 
 
 class TileSource(NamedTuple):
-    """``box`` of the global tensor, out of ``chunk``, goes to ``where`` in a tile."""
+    """``box`` of the global tensor, from ``chunk``, goes to ``where`` in a tile."""
 
     chunk: Chunk
     box: Box
@@ -58,8 +58,8 @@ class TileSource(NamedTuple):
 class Tile(NamedTuple):
     """A range of an output file: a C-ordered array of ``shape`` at byte ``offset``.
 
-    It is filled from ``sources``; or with ``pieces`` of the tensor, which is read whole for it and
-    for the others of its job, and has no sources then.
+    It is filled from ``sources``; or from ``pieces`` of the tensor, which is then read whole for
+    all tiles of the job, and ``sources`` is empty.
     """
 
     file: int
@@ -87,9 +87,9 @@ class LayoutPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Parts that are cut in step, ``rows`` rows a tile; or one part by itself where it is 0.
+    """Parts that are cut in step, ``rows`` rows a tile; or a single part if it is 0.
 
-    Or, where the tensor is small, all of its parts ``at_once``, each of them one tile.
+    Or, if the tensor is small, all of its parts ``at_once``, each of them one tile.
     """
 
     parts: tuple[LayoutPart, ...]
@@ -111,8 +111,8 @@ class Group:
 class Plan:
     """A checked pairing of a source's catalog with the layout of all of its tensors.
 
-    Raises Damaged if the chunks of a tensor do not tile it exactly, Unsupported if two files
-    have one path.
+    Raises Damaged if the chunks of a tensor do not tile it exactly, Unsupported if two files have
+    the same path.
     """
 
     def __init__(self, catalog: Catalog, layout: Layout) -> None:
@@ -141,12 +141,12 @@ class Plan:
 
     @property
     def compared_bytes(self) -> int:
-        """Bytes of all tensors, once in the source's types and once in those that are written."""
+        """Bytes of all tensors, in the source's types plus in those that are written."""
         return self.read_bytes + sum(entry.nbytes for entry in self.entries)
 
     @cached_property
     def largest_blob(self) -> int:
-        """Bytes of the largest blob that must be decoded whole, stored and decoded together."""
+        """Bytes of the largest blob that must be decoded completely, stored plus decoded."""
         return max(
             (
                 at.nbytes + at.size
@@ -171,7 +171,7 @@ class Plan:
     def groups(self, files: Iterable[tuple[int, Sequence[Part]]], limit: int) -> list[Group]:
         """Group the tensor parts of some files: those that share the rows of a tensor.
 
-        ``files`` are places in the layout with their parts, ``limit`` the bytes of a tile.
+        ``files`` are indices in the layout with their parts, ``limit`` the bytes of a tile.
         """
         by_rows: dict[object, list[LayoutPart]] = {}
         tensors = self.catalog.tensors
@@ -217,7 +217,7 @@ class Plan:
     ) -> Iterator[tuple[TensorEntry, Chunk]]:
         """Yield the chunks, with their tensors, that some files of the layout are made from.
 
-        Of all tensors, or those of ``names``. What of a file is opened late is opened together.
+        Of all tensors, or those of ``names``. Late-opened chunks of one file are opened together.
         """
         for number in numbers:
             boxes = [
@@ -236,7 +236,7 @@ class Plan:
                 yield from ((entry, chunk) for chunk, _ in index.find(whole))
 
     def first_file(self, entry: TensorEntry, box: Box) -> int:
-        """Return the first of the files, by its place in the layout, that has some of a box."""
+        """Return the first of the files, by index in the layout, that contains part of a box."""
         tables = self.layout.tables
         if tables is None and len(self._holders[entry.name]) == 1:
             return self._holders[entry.name][0]
@@ -261,7 +261,7 @@ class Plan:
 
     @cached_property
     def _written(self) -> dict[str, TensorEntry]:
-        """Where tensors of which the chunks are in tables are written, by name."""
+        """The places of tensors whose chunks are in tables, by name."""
         tabled = {e.name: e for e in self.entries if isinstance(e.chunks, ChunkTable)}
         return written_entries(self.layout, tabled)
 
@@ -273,7 +273,7 @@ class Plan:
 
 
 def _shared_of(place: LayoutPart, entry: TensorEntry, limit: int) -> object:
-    """Return what the parts that are written together have in common: a small tensor, or rows."""
+    """Return the key shared by parts that are written together: a small tensor, or rows."""
     is_small = 0 < entry.elements * entry.source_dtype.itemsize <= min(limit, _SMALL)
     return entry.name if is_small else _rows_of(place)
 
@@ -281,7 +281,7 @@ def _shared_of(place: LayoutPart, entry: TensorEntry, limit: int) -> object:
 def _groups(places: list[LayoutPart], entry: TensorEntry, limit: int) -> list[Group]:
     """Return the groups of parts that are written together.
 
-    All of a small tensor is read at once, where as much is written and it is not one run of bytes.
+    A small tensor is read at once, if as much of it is written and it is not one run of bytes.
     """
     if _shared_of(places[0], entry, limit) != entry.name:
         return _group(places, entry, limit)
@@ -296,7 +296,7 @@ def _groups(places: list[LayoutPart], entry: TensorEntry, limit: int) -> list[Gr
 
 
 def _rows_of(place: LayoutPart) -> object:
-    """Return what the parts of one group have in common: the tensor and the rows they hold."""
+    """Return the key shared by the parts of one group: the tensor and its rows."""
     part = place.part
     if isinstance(part, Data) and len(part.box.lo) > 1 and part.box.volume:
         return part.name, part.box.lo[0], part.box.hi[0]
@@ -304,7 +304,7 @@ def _rows_of(place: LayoutPart) -> object:
 
 
 def _group(places: list[LayoutPart], entry: TensorEntry, limit: int) -> list[Group]:
-    """Return one group, or where a row of all is more than a few tiles, one for each part.
+    """Return one group; or, if a row of all is more than a few tiles, one for each part.
 
     The tiles of a group are as many rows as a reader keeps at once: whole ones of the source.
     """
@@ -335,7 +335,7 @@ def _tiles_of(
 def _sources(
     local: Box, pieces: list[tuple[Box, tuple[int, ...]]], index: ChunkIndex
 ) -> Iterator[TileSource]:
-    """Yield what fills a box of a local tensor.
+    """Yield the sources that fill a box of a local tensor.
 
     ``pieces`` are boxes of the local tensor, each with its shift to the global tensor.
     """

@@ -1,4 +1,4 @@
-"""Which tensors and values are the model, which the optimizer, which something else."""
+"""The category of tensors and values: model, optimizer, or other."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _OF_AN_OPTIMIZER = re.compile(
     rf"(.+\.)?{_STATE_DICT}(\.[^.]+)?\.(state|param_groups|base_optimizer_state)(\..+)?"
     rf"|(.+\.)?state\..+\.({_KIND}|step)"
 )
-"""Names of an optimizer's state dict that lies somewhere in another state dict."""
+"""Names of an optimizer's state dict somewhere in another state dict."""
 _GROUPS = ".param_groups"
 _STATE = frozenset(["state", "param_groups", "base_optimizer_state"])
 _OF_A_LAYER = re.compile(r".+\.(weight|bias|running_mean|running_var|num_batches_tracked)")
 
 
 def state_category(entry: TensorEntry | ObjectEntry) -> str:
-    """Return ``model``, ``optimizer`` or ``other``: as the whole catalog shows it, or by name."""
+    """Return ``model``, ``optimizer`` or ``other``: the recorded part, or else by name."""
     return entry.part or state_category_of_name(entry.name, entry.path)
 
 
@@ -48,9 +48,9 @@ def state_category_of_name(name: str, path: Path) -> str:
 
 
 def is_state_of_optimizer(name: str) -> bool:
-    """Return whether a name says that a tensor is state: no module of a model is called so.
+    """Return whether a name can only be optimizer state: no module of a model has such a name.
 
-    ``optimizer.weight`` is a model's where that has a module ``optimizer``.
+    ``optimizer.weight`` is a model's if that has a module ``optimizer``.
     """
     steps = name.split(".")
     return not _STATE.isdisjoint(steps) or _KINDS.fullmatch(_head(name)) is not None
@@ -68,14 +68,14 @@ def _category_of_step(step: str) -> str | None:
 
 
 def with_parts(catalog: Catalog) -> Catalog:
-    """Mark the ``part`` of a catalog's entries where their names alone are misleading."""
+    """Set the ``part`` of a catalog's entries whose names alone are misleading."""
     return _mark(catalog, _misleading_names(catalog))
 
 
 def with_every_part(catalog: Catalog) -> Catalog:
-    """Mark the ``part`` of each of a catalog's entries, which stays known when names change.
+    """Set the ``part`` of each of a catalog's entries, so that it survives renaming.
 
-    Masters are the model where they are its only weights.
+    Masters are the model if they are its only weights.
     """
     parts = {name: state_category(entry) for name, entry in catalog.tensors.items()}
     parts |= {name: state_category(entry) for name, entry in catalog.objects.items()}
@@ -112,7 +112,7 @@ def _of_part(entry: TensorEntry, part: str) -> TensorEntry:
 
 
 def _misleading_names(catalog: Catalog) -> dict[str, str]:
-    """Return the part of each tensor and value whose name alone does not tell it."""
+    """Return the part of each tensor and value whose name alone does not determine it."""
     parts: dict[str, str] = {}
     groups: dict[str, list[str]] = defaultdict(list)
     for entries in (catalog.tensors, catalog.objects):
@@ -128,7 +128,7 @@ def _misleading_names(catalog: Catalog) -> dict[str, str]:
 
 
 def _parts_in_container(head: str, names: list[str]) -> dict[str, str]:
-    """Return the parts of a state dict that holds a model and an optimizer.
+    """Return the parts of a state dict that contains a model and an optimizer.
 
     Composer saves ``state.model`` and ``state.optimizers``, torch's own tutorial ``app.model`` and
     ``app.optim``.
@@ -144,7 +144,7 @@ def _parts_in_container(head: str, names: list[str]) -> dict[str, str]:
 
 
 def _beside_param_groups(catalog: Catalog) -> Iterator[str]:
-    """Yield the tensors of ``X.state`` where there is ``X.param_groups``, whatever X is."""
+    """Yield the tensors of ``X.state`` if there is ``X.param_groups``, whatever X is."""
     names = (f".{name}" for entries in (catalog.objects, catalog.tensors) for name in entries)
     optimizers = {name.partition(_GROUPS)[0] for name in names if _GROUPS in name}
     heads = tuple(f"{optimizer}.state."[1:] for optimizer in optimizers)
@@ -154,7 +154,7 @@ def _beside_param_groups(catalog: Catalog) -> Iterator[str]:
 def _is_of_model(
     head: str, names: list[str], groups: Mapping[str, list[str]], catalog: Catalog
 ) -> bool:
-    """Return whether the model has a module or parameter of this name, elsewhere a part's."""
+    """Return whether the model has a module or parameter of a name that usually means a part."""
     if not all(name in catalog.tensors for name in names):
         return False
     if _KINDS.fullmatch(head):
@@ -171,7 +171,7 @@ def _is_state(
 ) -> bool:
     """Return whether ``exp_avg.NAME`` and the like are the state of a parameter with other names.
 
-    So they are where nothing but such state is there, and what DeepSpeed saves beside it.
+    They are if there is nothing but such state, and what DeepSpeed saves beside it.
     """
     if names == [head]:
         return False
@@ -195,8 +195,8 @@ _OF_A_MODULE = frozenset(["module", "frozen", "buffer"])
 def weights(catalog: Catalog) -> list[str]:
     """Return the names of the model's tensors, with masters that are a parameter's only weight.
 
-    DeepSpeed's ZeRO 3 saves no weights of partitioned parameters but the masters,
-    ``fp32.<parameter>``; those that are not partitioned lie in ``module``.
+    DeepSpeed's ZeRO 3 saves partitioned parameters only as masters, ``fp32.<parameter>``;
+    unpartitioned ones are in ``module``.
     """
     names = [n for n, e in catalog.tensors.items() if state_category(e) == "model"]
     if {_head(name) for name in names} <= _OF_A_MODULE:
@@ -208,7 +208,7 @@ def weights(catalog: Catalog) -> list[str]:
 
 
 def masters_are_weights(catalog: Catalog) -> bool:
-    """Return whether masters are the model's only weights, be they read or not."""
+    """Return whether masters are the model's only weights, whether they are read or not."""
     heads = {_head(name) for name in weights(catalog)}
     return heads <= (_OF_A_MODULE - {"module"}) | {_MASTERS}
 
@@ -219,7 +219,7 @@ def is_master(name: str) -> bool:
 
 
 def model_prefixes(catalog: Catalog) -> tuple[str, ...]:
-    """Return the steps that wrap the names of the model's tensors; () where nothing does."""
+    """Return the steps that wrap the names of the model's tensors; () if nothing does."""
     names = weights(catalog)
     heads = {_head(name) for name in names}
     everything = {_head(name) for name in catalog.tensors}
@@ -230,7 +230,7 @@ def model_prefixes(catalog: Catalog) -> tuple[str, ...]:
 
 
 def _prefix_in_container(names: Collection[str], catalog: Catalog) -> str | None:
-    """Return ``app.model`` where a model is wrapped so, beside what is none of it."""
+    """Return ``app.model`` if a model is wrapped so, beside entries outside it."""
     if len(names) == len(catalog.tensors) or not names:
         return None
     wrappers = {".".join(name.split(".")[:2]) for name in names if name.count(".") > 1}
@@ -246,8 +246,8 @@ def _head(name: str) -> str:
 def model_prefix(catalog: Catalog) -> str | None:
     """Return the step that wraps all of the model's names, or None if nothing wraps them.
 
-    A name such as Hugging Face's ``model.layers.0`` is not wrapped: the step must be a level
-    of its own in the nested state dict, or the checkpoint must hold more than a model.
+    A name such as Hugging Face's ``model.layers.0`` is not wrapped: the step must be a level of its
+    own in the nested state dict, or the checkpoint must contain more than a model.
     """
     entries = catalog.tensors.values()
     paths = [entry.path for entry in entries if state_category(entry) == "model"]

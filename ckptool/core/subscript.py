@@ -1,4 +1,4 @@
-"""Subscripts of tensors as numpy writes them, ``NAME[0:4, :8]``, and the views that they mean."""
+"""Subscripts of tensors in numpy's notation, ``NAME[0:4, :8]``, and the views that they select."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _ITEM = re.compile(r"(-?\d{1,18})|(-?\d{1,18})?\s*:\s*(-?\d{1,18})?(?:\s*:\s*(-?
 
 
 class Pick(NamedTuple):
-    """The indexes of one dim that are wanted, ascending; ``is_one`` leaves the dim out."""
+    """The wanted indices of one dim, ascending; ``is_one`` drops the dim."""
 
     indexes: range
     is_one: bool = False
 
     def positions(self, low: int, high: int) -> tuple[int, int]:
-        """Return the first of the indexes that lie in ``low:high``, and the end of them."""
+        """Return the first index within ``low:high``, and the end of those within."""
         start, step = self.indexes.start, self.indexes.step
         first, end = (-((start - bound) // step) for bound in (low, high))
         first = min(max(0, first), len(self.indexes))
@@ -42,7 +42,7 @@ def split_subscript(text: str) -> tuple[str, Subscript]:
 
 
 def _item(text: str) -> int | slice | EllipsisType | None:
-    """Return what one item of a subscript is; None if it is none."""
+    """Return the meaning of one item of a subscript; None if it is invalid."""
     if text == "...":
         return ...
     match = _ITEM.fullmatch(text)
@@ -53,10 +53,10 @@ def _item(text: str) -> int | slice | EllipsisType | None:
 
 
 def picks(name: str, shape: Sequence[int], subscript: Subscript) -> list[Pick]:
-    """Return the indexes of each dim of a tensor that a subscript means, as numpy does.
+    """Return the indices of each dim of a tensor that a subscript selects, as numpy does.
 
-    Raises UsageError if it has more items than the tensor dims, an index is out of range, or a
-    step is not positive.
+    Raises UsageError if it has more items than the tensor dims, an index is out of range, or a step
+    is not positive.
     """
     called = f"{name} {list(shape)}"
     given = [item for item in subscript if item is not ...]
@@ -79,7 +79,7 @@ def _pick(called: str, item: int | slice | EllipsisType, size: int) -> Pick:
 
 
 def without_other_chunks(entry: TensorEntry, wanted: Sequence[Pick]) -> TensorEntry:
-    """Keep the chunks that hold any wanted element, of all one, and no replicas."""
+    """Keep the chunks that contain any wanted element, completely, without replicas."""
     kept = [chunk for chunk in entry.chunks if _common(chunk.box, wanted).volume]
     chunks = kept or list(entry.chunks[:1])
     return replace(entry, chunks=tuple(replace(chunk, copies=()) for chunk in chunks))
@@ -88,7 +88,7 @@ def without_other_chunks(entry: TensorEntry, wanted: Sequence[Pick]) -> TensorEn
 def take(entry: TensorEntry, wanted: Sequence[Pick]) -> TensorEntry:
     """View the wanted elements of a tensor, as ``tensor[subscript]`` does; no byte is read.
 
-    A checksum stays only where all that it covers is wanted. Replicas go.
+    A checksum stays only if everything that it covers is wanted. Replicas are dropped.
     """
     shape = tuple(len(pick.indexes) for pick in wanted if not pick.is_one)
     chunks = []
@@ -103,13 +103,13 @@ def take(entry: TensorEntry, wanted: Sequence[Pick]) -> TensorEntry:
 
 
 def _common(box: Box, wanted: Sequence[Pick]) -> Box:
-    """Return which positions among the wanted indexes lie in a box."""
+    """Return which positions among the wanted indices are in a box."""
     ends = [p.positions(lo, hi) for p, lo, hi in zip(wanted, box.lo, box.hi, strict=True)]
     return Box(tuple(first for first, _ in ends), tuple(end for _, end in ends))
 
 
 def _part(chunk: Chunk, common: Box, wanted: Sequence[Pick]) -> Chunk:
-    """Return the part of a chunk at these positions, without the dims of which one is picked."""
+    """Return the part of a chunk at these positions, without the dims indexed by one number."""
     kept = [dim for dim, pick in enumerate(wanted) if not pick.is_one]
     first = [p.indexes[at] - lo for p, at, lo in zip(wanted, common.lo, chunk.box.lo, strict=True)]
     box = Box(tuple(common.lo[dim] for dim in kept), tuple(common.hi[dim] for dim in kept))

@@ -1,4 +1,4 @@
-"""Words of messages: counts with their nouns, the first of many names, and what was meant."""
+"""Words of messages: counts with their nouns, the first of many names, suggestions."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ def plural(count: int, noun: str) -> str:
 
 
 def list_some(names: Collection[str], most: int = 8) -> str:
-    """Return such as ``a, b, c and 113 more``: the first names, and how many there are besides."""
+    """Return text such as ``a, b, c and 113 more``: the first names, and the number of others."""
     more = f" and {len(names) - most:,} more" if len(names) > most else ""
     return f"{', '.join(islice(names, most))}{more}"
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str | None = None) -> str | None:
-    """Return the hint that names the known word most like a misspelt one, or ``otherwise``."""
+    """Return the hint with the known word most similar to a misspelt one, or ``otherwise``."""
     close = nearest(word, known)
     return otherwise if close is None else f"did you mean {close}?"
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """Return the known word most like a misspelt one, None if none is like it."""
-    from difflib import get_close_matches  # an error alone needs it
+    """Return the known word most similar to a misspelt one, None if none is similar."""
+    from difflib import get_close_matches  # only errors need it
 
     return next(iter(get_close_matches(word, list(known), n=1)), None)
 
 
 def one_of(word: str, known: Collection[str]) -> str | None:
-    """Return the hint that names the known word most like a misspelt one, or else all."""
+    """Return the hint with the known word most similar to a misspelt one, or else all."""
     return did_you_mean(word, known, f"one of {', '.join(known)}")
 
 

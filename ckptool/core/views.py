@@ -1,8 +1,8 @@
-"""Tensors and parts of them, viewed otherwise: entries and places in, the same out. No byte moves.
+"""Views of tensors and their parts: entries and places in, the same out. No byte moves.
 
 A tensor's chunks are boxes whose bytes have strides, so each of these is geometry on boxes and
-strides; of a ``Container``, not opened yet, and of ``ScaledBlocks``, they are those of its
-``part``. Replicas follow their chunk. Names and paths stay, placements go.
+strides; for a ``Container``, not opened yet, and for ``ScaledBlocks``, on those of its ``part``.
+Replicas follow their chunk. Names and paths stay, placements are dropped.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _part_of(at: Container | ScaledBlocks, shape: Sequence[int]) -> StridedPart:
 
 
 def _readdress(at: Place, shape: Sequence[int], skip: int, strides: Strides) -> Place:
-    """Return a place that begins ``skip`` later, in the unit of its strides, with others."""
+    """Return a place that begins ``skip`` later, in the unit of its strides, with other strides."""
     if isinstance(at, Extent):
         return Extent(at.file, at.offset + skip, strides, at.record, at.ops)
     if isinstance(at, EncodedBlob):
@@ -59,7 +59,7 @@ def _readdress(at: Place, shape: Sequence[int], skip: int, strides: Strides) -> 
 
 
 def _move_place(at: Place, shape: Sequence[int], first: Sequence[int], restride: Restride) -> Place:
-    """Return where the part of a tensor of ``shape`` lies that begins at index ``first``."""
+    """Return where the part of a tensor of ``shape`` is that begins at index ``first``."""
     strides = _strides_of(at, shape)
     skip = sum(index * stride for index, stride in zip(first, strides, strict=False))
     return _readdress(at, shape, skip, restride(strides))
@@ -73,10 +73,10 @@ def part_of_place(
     strides: Sequence[int],
     itemsize: int,
 ) -> Place:
-    """Return where a part of shape ``part`` lies, of a tensor of ``shape`` that lies ``at``.
+    """Return where a part of shape ``part`` is, for a tensor of ``shape`` at the place ``at``.
 
     ``start`` and ``strides`` address the part in the row-major order of the tensor, in elements of
-    ``itemsize`` bytes. ValueError if the tensor's own strides cannot express it.
+    ``itemsize`` bytes. Raises ValueError if the tensor's own strides cannot express it.
     """
     unit = itemsize if isinstance(at, Extent | EncodedBlob) else 1
     skip, steps = map_strides(shape, _strides_of(at, shape), part, start, strides, unit)
@@ -91,10 +91,10 @@ def map_strides(
     strides: Sequence[int],
     unit: int,
 ) -> tuple[int, tuple[int, ...]]:
-    """Map a row-major start and strides within ``shape`` to a tensor that has other ``steps``.
+    """Map a row-major start and strides within ``shape`` to a tensor with other ``steps``.
 
-    ``unit`` is the step of a row-major tensor's last dim. ValueError if a stride is not one, or
-    several, of a dim's, or leads out of it.
+    ``unit`` is the step of a row-major tensor's last dim. Raises ValueError if a stride is not a
+    multiple of a dim's, or leads out of it.
     """
     if 0 in shape:
         return 0, (0,) * len(strides)
@@ -120,9 +120,9 @@ def map_strides(
 
 
 def reads_any_order(part: StridedPart, shape: Sequence[int]) -> bool:
-    """Return whether a part, a chunk of ``shape``, has strides in whatever order dims are stored.
+    """Return whether a part, a chunk of ``shape``, has strides for any order of stored dims.
 
-    It has none where it is to have dims as one that are two as they are stored.
+    It has none if one of its dims is two dims as stored.
     """
     by_column = tuple(math.prod(part.shape[:dim]) for dim in range(len(part.shape)))
     try:
@@ -135,7 +135,7 @@ def reads_any_order(part: StridedPart, shape: Sequence[int]) -> bool:
 def narrow_place(
     at: Place, shape: Sequence[int], box: Box, itemsize: int, *, dropped: int = 0
 ) -> Place:
-    """Return where ``box`` of a tensor of ``shape`` lies, without its first ``dropped`` dims."""
+    """Return where ``box`` of a tensor of ``shape`` is, without its first ``dropped`` dims."""
     rows = row_major_strides(shape, 1)
     start = sum(index * row for index, row in zip(box.lo, rows, strict=True))
     return part_of_place(at, shape, box.shape[dropped:], start, rows[dropped:], itemsize)
@@ -152,8 +152,8 @@ def pieces_of_run(
 ) -> Iterator[tuple[Box, Place]]:
     """Yield the boxes of a row-major tensor of ``shape`` that a run of its elements fills.
 
-    The run holds elements ``start`` to ``stop``. It lies in the tensor of shape ``stored`` that
-    lies ``at``, in order, from its element ``first`` on. ``itemsize`` is in bytes.
+    The run is elements ``start`` to ``stop``. It is stored in order in the tensor of shape
+    ``stored`` at the place ``at``, from its element ``first`` on. ``itemsize`` is in bytes.
     """
     rows = row_major_strides(shape, 1)
     for box in flat_range(shape, start, stop):
@@ -163,7 +163,7 @@ def pieces_of_run(
 
 
 def narrow(entry: TensorEntry, dim: int, start: int, stop: int) -> TensorEntry:
-    """Keep the indexes ``start`` to ``stop`` of a dim. Unsupported if the tensor has fewer."""
+    """Keep the indices ``start`` to ``stop`` of a dim; Unsupported if the tensor has fewer."""
     if not 0 <= start <= stop <= entry.shape[dim]:
         raise Unsupported(
             f"{entry.name}: {start:,} to {stop:,} is out of range in dim {dim} of"
@@ -182,9 +182,9 @@ def narrow(entry: TensorEntry, dim: int, start: int, stop: int) -> TensorEntry:
 
 
 def join(entries: Sequence[TensorEntry], dim: int) -> TensorEntry:
-    """Join tensors one after the other along a dim, under the first one's name.
+    """Concatenate tensors along a dim, under the first one's name.
 
-    Unsupported if their shapes (but for ``dim``) or element types differ.
+    Raises Unsupported if their shapes (except for ``dim``) or element types differ.
     """
     first = entries[0]
     chunks: list[Chunk] = []
@@ -213,7 +213,7 @@ def unstack(entry: TensorEntry, dim: int = 0) -> list[TensorEntry]:
 
 
 def insert_dim(entry: TensorEntry, dim: int, size: int = 1) -> TensorEntry:
-    """Insert a dim of ``size`` indexes that all hold the same elements."""
+    """Insert a dim of ``size`` indices that all have the same elements."""
 
     def grown(values: tuple[int, ...], value: int) -> tuple[int, ...]:
         return (*values[:dim], value, *values[dim:])
@@ -239,10 +239,10 @@ def permute(entry: TensorEntry, dims: Sequence[int]) -> TensorEntry:
 
 
 def pad(entry: TensorEntry, dim: int, size: int) -> TensorEntry:
-    """Lengthen a dim to ``size`` indexes by repeating the last one.
+    """Lengthen a dim to ``size`` indices by repeating the last one.
 
     As Megatron-LM's checkpoint converter pads a vocabulary (tools/checkpoint, core 0.12 to 0.20).
-    Unsupported if there is no last index, or ``size`` is less than there are.
+    Raises Unsupported if there is no last index, or ``size`` is too small.
     """
     more = size - entry.shape[dim]
     if more < 0 or (more and not entry.shape[dim]):
@@ -346,7 +346,7 @@ def with_chunks(entry: TensorEntry, shape: tuple[int, ...], chunks: list[Chunk])
 
 
 def require_one_type(entries: Sequence[TensorEntry]) -> None:
-    """Raise Unsupported if tensors that are to be one are of several types."""
+    """Raise Unsupported if tensors to be joined have several types."""
     first = entries[0]
     for entry in entries:
         if (entry.dtype, entry.source_dtype) != (first.dtype, first.source_dtype):

@@ -1,4 +1,4 @@
-"""CRC-32: of runs from those of their pieces, and of records against what their writer stored."""
+"""CRC-32: joined from pieces, and of records against what their writer stored."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 CrcPiece = tuple[int, int, int]
-"""A run of bytes: its offset, how many they are, and their CRC-32."""
+"""A run of bytes: offset, length, and CRC-32."""
 
 
 def join_crcs(pieces: list[CrcPiece]) -> int:
@@ -53,14 +53,14 @@ def record_job(record: Record) -> Job[Record, ByteReader, memoryview]:
 
 
 _MOST_GAPS = 16
-"""Runs of a record that are read one by one: one read of all of it costs no more."""
+"""Gaps of a record that are read one by one; beyond these one read of all of it costs less."""
 
 
 class RecordCheck:
-    """Compares the records that are touched with the CRC-32 their writer stored.
+    """Compares the records in use with the CRC-32 that their writer stored.
 
-    Pieces that are read in passing are noted; ``unseen`` names the records that must still be read.
-    Where the work is ``shared`` these are only the ``required`` ones: others read the rest.
+    Pieces that are read anyway are noted; ``unseen`` names the records that must still be read. If
+    work is ``shared`` these are only the ``required`` ones: others read the rest.
     """
 
     def __init__(self, *, shared: bool = False) -> None:
@@ -97,7 +97,7 @@ class RecordCheck:
     def problems(self, without: Collection[Record] = ()) -> list[Problem]:
         """Return a problem for each record whose bytes are not as written, in the files' order.
 
-        All records that are required must have been read whole, but for those left out.
+        All required records must have been read completely, except for excluded ones.
         """
         problems: list[Problem] = []
         by_place = sorted(self._tensor.items(), key=lambda item: (item[0].file, item[0].offset))
@@ -114,13 +114,13 @@ class RecordCheck:
         return problems
 
     def read_unseen(self, source: Files, workers: int) -> None:
-        """Read what pieces do not cover of records; Damaged if a file ends before one does."""
+        """Read the uncovered parts of records; Damaged if a file ends before one does."""
         gaps = (gap for record in self.unseen() for gap in self._gaps(record))
         jobs = (byte_job(gap, gap[0].file, *gap[1:]) for gap in gaps)
         read_tiles(ByteSource(source), jobs, self._note_gap, workers)
 
     def _gaps(self, record: Record) -> list[tuple[Record, int, int]]:
-        """Return the runs of a record that are still to be read; all of it where they are many."""
+        """Return the runs of a record that are still to be read; all of it if there are many."""
         gaps, position, end = [], record.offset, record.offset + record.nbytes
         overlaps = False
         for offset, (nbytes, _) in sorted(self._pieces[record].items()):

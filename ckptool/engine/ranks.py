@@ -1,4 +1,4 @@
-"""The processes that torchrun started, and how they share a transfer among them."""
+"""The processes that torchrun started, and how they share a transfer."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 Value = TypeVar("Value")
 
 MEETING = 120.0
-"""Seconds after which ranks that were started together must have met."""
+"""Seconds within which ranks that were started together must have met."""
 _TO_WORK_ALONE = "torchrun sets it; to work alone, unset RANK and WORLD_SIZE"
 
 
 class Launch(NamedTuple):
-    """The place of a process among the ranks of a job, and where they meet (host:port)."""
+    """The position of a process among the ranks of a job, and where they meet (host:port)."""
 
     rank: int
     size: int
@@ -33,9 +33,9 @@ class Launch(NamedTuple):
 
 
 def read_launch(environment: Mapping[str, str]) -> Launch | None:
-    """Return what torchrun's environment variables say; None for a process it did not start.
+    """Return the launch in torchrun's environment variables; None if it did not start the process.
 
-    Raises UsageError if a variable is missing, is no number, or does not fit the others.
+    Raises UsageError if a variable is missing, is not a number, or contradicts the others.
     """
     if "RANK" not in environment or "WORLD_SIZE" not in environment:
         return None
@@ -53,7 +53,7 @@ def read_launch(environment: Mapping[str, str]) -> Launch | None:
 
 
 def read_number(environment: Mapping[str, str], name: str) -> int:
-    """Return a variable that is a natural number; UsageError if it is none, or not set."""
+    """Return a variable that is a natural number; UsageError if it is not, or is unset."""
     text = environment.get(name)
     if text is None:
         raise UsageError(f"RANK and WORLD_SIZE are set, but {name} is not", hint=_TO_WORK_ALONE)
@@ -63,18 +63,18 @@ def read_number(environment: Mapping[str, str], name: str) -> int:
 
 
 class Ranks:
-    """One process by itself: nothing to agree on."""
+    """One process by itself, with nothing to agree on."""
 
     rank = 0
     size = 1
     local_rank = 0
 
     def gather(self, value: Value) -> list[Value]:
-        """Return what every rank passed, in the order of ranks."""
+        """Return what every rank passed, in rank order."""
         return [value]
 
     def together(self, work: Callable[[], Value]) -> Value:
-        """Do ``work``; where it fails on any rank, every rank raises the first one's error."""
+        """Do ``work``; if it fails on any rank, every rank raises the first one's error."""
         return work()
 
 
@@ -102,7 +102,7 @@ class TorchRanks(Ranks):
             raise _no_meeting(launch, f"({error_text(error)})") from None
 
     def gather(self, value: Value) -> list[Value]:
-        """Return what every rank passed, in the order of ranks."""
+        """Return what every rank passed, in rank order."""
         values: list[Value | None] = [None] * self.size
         try:
             wait_for(lambda: self._distributed.all_gather_object(values, value, self._group))
@@ -114,7 +114,7 @@ class TorchRanks(Ranks):
         return values  # type: ignore[return-value]
 
     def together(self, work: Callable[[], Value]) -> Value:
-        """Do ``work``; where it fails on any rank, every rank raises the first one's error."""
+        """Do ``work``; if it fails on any rank, every rank raises the first one's error."""
         failure: CkptoolError | None = None
         try:
             result = work()
@@ -131,15 +131,15 @@ class TorchRanks(Ranks):
     def close(self) -> None:
         """End the process group, once its threads have nothing left to do.
 
-        Groups that lie in garbage still own threads; gloo (torch 2.13) aborts the process when the
-        interpreter ends before they are collected.
+        Groups that are garbage still own threads; gloo (torch 2.13) aborts the process if the
+        interpreter exits before they are collected.
         """
         self._distributed.destroy_process_group(self._group)
         gc.collect()
 
 
 class RunningRanks(TorchRanks):
-    """The ranks of the process group that a program has already, over a group of their own."""
+    """The ranks of a program's existing process group, over a group of their own."""
 
     _after_loss = "their messages say why"
 
@@ -167,10 +167,10 @@ def _as_report(error: CkptoolError | None) -> tuple[type[CkptoolError], str, str
 
 @contextmanager
 def join_ranks() -> Iterator[Ranks]:
-    """Join the ranks that torchrun started this process among; alone, be the only one.
+    """Join the ranks of the torchrun job of this process; without one, be the only rank.
 
-    Raises UsageError if the environment that torchrun sets makes no sense, Unsupported if the
-    other ranks cannot be met.
+    Raises UsageError if torchrun's environment is invalid, Unsupported if the other ranks cannot be
+    reached.
     """
     launch = read_launch(os.environ)
     if launch is None:
@@ -199,7 +199,7 @@ def _no_meeting(launch: Launch, why: str) -> Unsupported:
 
 
 class NodeRanks(NamedTuple):
-    """The ranks that write into the place that this one writes into, out of all ``places``.
+    """The ranks that write into the same place as this one, out of all ``places``.
 
     All ranks do on a shared disk, else those of one machine.
     """
@@ -210,19 +210,19 @@ class NodeRanks(NamedTuple):
 
     @property
     def leads(self) -> bool:
-        """Whether this rank is the one that begins and commits."""
+        """Whether this rank begins and commits."""
         return self.rank == self.ranks[0]
 
     @property
     def share(self) -> Share:
-        """What this rank does of all that is done at the node."""
+        """This rank's share of all work at the node."""
         return Share(self.ranks.index(self.rank), len(self.ranks))
 
 
 def begin_output(stage: Output, ranks: Ranks) -> NodeRanks:
-    """Begin the output in each place that ranks write into: each will hold all of it.
+    """Begin the output in each place that ranks write into; each will hold all of it.
 
-    Raises as ``Output.begin`` does, TransferError if a rank sees none that was begun.
+    Raises as ``Output.begin`` does, TransferError if a rank sees no output that was begun.
     """
     tokens = ranks.gather(os.urandom(8).hex())
 
@@ -253,10 +253,10 @@ def _first_of(stage: Output, ranks: Ranks, tokens: list[str]) -> int:
 
 
 def wait_for(work: Callable[[], Value], seconds: float | None = None) -> Value:
-    """Do work that may block outside Python on a thread of its own, so that signals end the wait.
+    """Do work that may block outside Python on a separate thread, so that signals end the wait.
 
-    Raises what the work raises, TimeoutError if it takes longer than ``seconds``; it then goes
-    on by itself.
+    Raises what the work raises, TimeoutError if it takes longer than ``seconds``; it then continues
+    in the background.
     """
     from concurrent.futures import Future
 

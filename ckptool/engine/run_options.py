@@ -11,7 +11,7 @@ from ckptool.core.options import COUNT, FLAG, SIZE, OptionSet, option
 
 
 def workers_option() -> Any:
-    """Declare the number of threads; None is as many as suit the source and the target."""
+    """Declare the number of threads; None means as many as suit the source and the target."""
     return option(
         "--workers",
         COUNT,
@@ -22,7 +22,7 @@ def workers_option() -> Any:
 
 
 class RunOptions(OptionSet):
-    """``budget`` in bytes of memory for tiles, source spans and decoded blobs together."""
+    """``budget`` is in bytes of memory for tiles, source spans and decoded blobs together."""
 
     workers: int | None = workers_option()
     budget: int = option(
@@ -35,12 +35,12 @@ class RunOptions(OptionSet):
 
 @dataclass(frozen=True)
 class StageOptions:
-    """``overwrite`` replaces what stands at the target; ``resume`` continues a partial output.
+    """``overwrite`` replaces an existing target; ``resume`` continues a partial output.
 
-    ``plan``, which ``make_plan`` returns, and ``source`` are the digests that a resumed run must
-    share with the first, the parts of a run ``source_state``, too; ``verify`` is whether output is
+    ``plan``, made by ``make_plan``, and ``source`` are digests that a resumed run must share with
+    the first, and the parts of a run also ``source_state``; ``verify`` means that output is
     compared with the source before it counts; ``own`` returns the files of the checkpoint at the
-    target, None if none is there.
+    target, None if there is none.
     """
 
     make_plan: Callable[[], str]
@@ -54,5 +54,5 @@ class StageOptions:
 
     @cached_property
     def plan(self) -> str:
-        """The digest of the plan, made once it is asked for: a dry run does without."""
+        """The digest of the plan, made on first access: a dry run does not need it."""
         return self.make_plan()

@@ -1,4 +1,4 @@
-"""What one of several processes does of a work: decided by each alone, and by all alike."""
+"""The share of work of one of several processes, which each computes alone and all alike."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Share(NamedTuple):
-    """One of ``size`` shares of a work, counted from 0; the only one where nothing is shared."""
+    """One of ``size`` shares of work, counted from 0; the only one if nothing is shared."""
 
     position: int = 0
     size: int = 1
@@ -28,17 +28,17 @@ class Share(NamedTuple):
         return self.size == 1
 
     def takes(self, sizes: Sequence[int]) -> list[int]:
-        """Return the places of the items that are this share's, in order, of all with ``sizes``."""
+        """Return the indices of this share's items, in order, of all with ``sizes``."""
         if self.is_all:
             return list(range(len(sizes)))
         owners = _balanced(sizes, self.size)
         return [at for at, owner in enumerate(owners) if owner == self.position]
 
     def files(self, layout: Layout, mesh_size: int | None) -> list[int]:
-        """Return the places in the layout of the files that this share writes.
+        """Return the indices in the layout of the files that this share writes.
 
-        Where there are as many shares as the mesh has ranks, each has one rank's files; else they
-        are balanced by bytes. What belongs to all ranks is then written by the first.
+        If there are as many shares as the mesh has ranks, each has one rank's files; else they are
+        balanced by bytes. The first writes what belongs to all ranks.
         """
         if self.size == mesh_size:
             owners = [file.rank or 0 for file in layout.files]
@@ -47,15 +47,15 @@ class Share(NamedTuple):
 
 
 ALL = Share()
-"""All that is to be done."""
+"""All of the work."""
 
 
 def checked_chunks(plan: Plan, numbers: Collection[int]) -> Iterator[tuple[TensorEntry, Chunk]]:
-    """Yield the chunks, with their tensors, whose records whoever writes some files checks.
+    """Yield the chunks, with their tensors, whose records the writer of some files checks.
 
-    ``numbers`` are places in the layout. A record that several files need is checked whole by who
-    writes the first of them, and not by all. Of a tensor whose chunks are in a table each chunk has
-    one of its own: those of other files are not looked at. What lies in a file as it is has none.
+    ``numbers`` are indices in the layout. A record that several files need is checked whole only by
+    the writer of the first of them. If a tensor's chunks are in a table, each has its own record,
+    so those of other files are skipped. What is stored as it is has none.
     """
     seen: set[object] = set()
     mine = frozenset(numbers)
@@ -79,7 +79,7 @@ def checked_chunks(plan: Plan, numbers: Collection[int]) -> Iterator[tuple[Tenso
 
 
 def _balanced(sizes: Sequence[int], count: int) -> list[int]:
-    """Return who gets each item: the largest first, to whoever has the fewest bytes so far."""
+    """Return the owner of each item: the largest first, to whoever has the fewest bytes so far."""
     owners = [0] * len(sizes)
     load = [(0, owner) for owner in range(count)]
     heapify(load)
@@ -91,7 +91,7 @@ def _balanced(sizes: Sequence[int], count: int) -> list[int]:
 
 
 def parse_part(text: str, option: str) -> Share:
-    """Return the share that ``3/8`` names: the third of eight. UsageError if it names none."""
+    """Return the share named by ``3/8``: the third of eight. UsageError if it is invalid."""
     number, slash, count = text.partition("/")
     if (
         not (slash and number.isdecimal() and count.isdecimal())

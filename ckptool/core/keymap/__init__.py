@@ -1,1 +1,1 @@
-"""Key maps: one layout's names and tensors in terms of another's."""
+"""Key maps: the names and tensors of one layout in terms of another's."""

@@ -1,7 +1,7 @@
-"""Named axes: how a map says what the dims of a tensor are made of.
+"""Named axes: how a map describes the dims of a tensor.
 
-``layer (kv (q + k + v) dim) hidden`` is a tensor of three dims. The second is made of three axes,
-row-major as in ``Tensor.unflatten``; the middle one of them holds ``q`` indexes, then ``k``, then
+``layer (kv (q + k + v) dim) hidden`` is a tensor of three dims. The second consists of three axes,
+row-major as in ``Tensor.unflatten``; the middle one of them has ``q`` indices, then ``k``, then
 ``v``.
 """
 
@@ -14,13 +14,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from ckptool.errors import UsageError
 
 Axis = tuple[str, ...]
-"""One name; or several, whose indexes follow one another."""
+"""One name; or several, with consecutive indices."""
 
 Dim = tuple[Axis, ...]
-"""The axes that a dim is made of, slowest first."""
+"""The axes of a dim, slowest first."""
 
 Axes = tuple[Dim, ...]
-"""What each dim of a tensor is made of."""
+"""The axes of each dim of a tensor."""
 
 NAME = re.compile(r"[a-z][a-z0-9_]*")
 _SUM = rf"{NAME.pattern}(?:\s*\+\s*{NAME.pattern})*"
@@ -28,7 +28,7 @@ _WORD = re.compile(rf"\s*(?:({NAME.pattern}|\(\s*{_SUM}\s*\))|([()]))")
 
 
 def parse_axes(text: str) -> Axes:
-    """Parse dims written as in the module's docstring; UsageError if they are not."""
+    """Parse dims written as in the module's docstring; UsageError if they are invalid."""
     dims: list[Dim] = []
     inside: list[Axis] | None = None
     at = 0
@@ -66,7 +66,7 @@ def axes_of(dims: Axes) -> list[Axis]:
 
 
 def show_axes(dims: Sequence[Dim]) -> str:
-    """Write the dims as they are parsed."""
+    """Return the dims in the notation that ``parse_axes`` reads."""
     return " ".join(map(_show_dim, dims))
 
 
@@ -82,9 +82,9 @@ Shape = tuple[int, ...]
 
 
 def solve(tensors: Sequence[tuple[Axes, Shape]], known: Sizes) -> dict[str, int]:
-    """Return the size of every axis that follows from shapes and the sizes that are known.
+    """Return the size of every axis that follows from shapes and known sizes.
 
-    Two axes of a sum are never taken to be of one size: what is fused need not be in halves.
+    Two axes of a sum are never assumed equal: fused parts need not be halves.
     """
     sizes = dict(known)
     equations = {
@@ -101,7 +101,7 @@ def solve(tensors: Sequence[tuple[Axes, Shape]], known: Sizes) -> dict[str, int]
 
 
 def _solve_dim(dim: Dim, length: int, sizes: Sizes) -> dict[str, int]:
-    """Return the sizes that one dim of ``length`` indexes determines, if one axis is unknown."""
+    """Return the sizes that one dim of ``length`` indices determines, if one axis is unknown."""
     unknown = [axis for axis in dim if size_of(axis, sizes) is None]
     if len(unknown) != 1:
         return {}

@@ -1,4 +1,4 @@
-"""Carry the tensors of one rule over: assemble the array they are boxes of, and cut it anew."""
+"""Carry the tensors of one rule over: assemble the array that they are boxes of, and recut it."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ _MOST_NAMED = 3
 
 @dataclass(frozen=True, slots=True)
 class CarriedTensor:
-    """A tensor that a rule's target pattern makes; ``entry`` still has its source's name.
+    """A tensor made by a rule's target pattern; ``entry`` still has its source's name.
 
-    ``block`` of a tensor that is one of several blocks is their dim, and the indexes of it outside
-    and inside of them.
+    ``block`` of a tensor that is one of several blocks is their dim, and its indices outside and
+    inside of them.
     """
 
     name: str
@@ -48,7 +48,7 @@ class CarriedTensor:
     block: tuple[int, int, int] | None = None
 
     def followed_by(self, other: CarriedTensor) -> CarriedTensor:
-        """Return two blocks of one tensor as one."""
+        """Return two blocks of one tensor joined."""
         if self.block is None:
             raise TypeError(f"{self.name} has no blocks")
         dim, outer, inner = self.block
@@ -60,9 +60,9 @@ class CarriedTensor:
 
 
 def split_blocks(rule: Rule, group: Sequence[BoundTensor], known: Sizes) -> list[BoundTensor]:
-    """Return the group with each tensor of several blocks as these blocks.
+    """Return the group with each tensor of several blocks split into these blocks.
 
-    Raises UnknownSizes; Unsupported if the blocks are not as long as their dim.
+    Raises UnknownSizes; Unsupported if the blocks do not add up to their dim.
     """
     return [block for tensor in group for block in _blocks(rule, tensor, known)]
 
@@ -122,10 +122,10 @@ def join_blocks(made: Sequence[CarriedTensor]) -> list[CarriedTensor]:
 def carry(
     rule: Rule, group: Sequence[BoundTensor], sizes: Sizes, *, exact: bool = False
 ) -> list[CarriedTensor]:
-    """Return a rule's targets, made of all sources that differ only in what it takes together.
+    """Return a rule's targets, made from all sources that differ only in joined axes.
 
     ``sizes`` are those of ``group_sizes``. Raises Unsupported if a source is missing, and with
-    ``exact`` where elements would be added or left out.
+    ``exact`` if elements would be added or dropped.
     """
     common = {axis: group[0].binding[axis] for axis in rule.common}
     if rule.tie:
@@ -151,7 +151,7 @@ def carry(
 
 
 def _add(entry: TensorEntry, add: int) -> TensorEntry:
-    """Return a tensor with a number added to each element, rounded to its type as torch does.
+    """Return a tensor with a number added to each element, rounded to its type as in torch.
 
     Raises Unsupported if the elements are not floats of 16 bits or more.
     """
@@ -182,7 +182,7 @@ def _as_copies(entries: Sequence[TensorEntry]) -> TensorEntry:
 def _tie(
     rule: Rule, group: Sequence[BoundTensor], common: Binding, known: Sizes
 ) -> list[CarriedTensor]:
-    """Return the sources as copies of one another, under each name that is made."""
+    """Return the sources as copies of one another, under each target name."""
     entries = [tensor.entry for tensor in group]
     first = entries[0]
     for other in entries[1:]:
@@ -208,7 +208,7 @@ def _ranked(entries: Sequence[TensorEntry]) -> Iterator[Chunk]:
 
 
 def _cut_like(entry: TensorEntry, others: Sequence[TensorEntry]) -> TensorEntry:
-    """Cut a tensor's chunks wherever those of the others end."""
+    """Cut a tensor's chunks at every boundary of the others' chunks."""
     for dim in range(len(entry.shape)):
         edges = {e for o in others for c in o.chunks for e in (c.box.lo[dim], c.box.hi[dim])}
         entry = replace(entry, chunks=tuple(_cut_at(entry, dim, sorted(edges))))
@@ -278,7 +278,7 @@ def _assemble(rule: Rule, group: Sequence[BoundTensor], sizes: Sizes) -> TensorE
 
 
 def _split_axes(tensor: BoundTensor, rule: Rule, sizes: Sizes) -> tuple[TensorEntry, list[Axis]]:
-    """Return the tensor with a dim for each axis, without padding, and these axes."""
+    """Return the tensor with one dim per axis, without padding, and these axes."""
     entry, dims = tensor.entry, tensor.pattern.axes or ()
     for dim in range(len(dims) - 1, -1, -1):
         if len(dims[dim]) != 1:
@@ -291,12 +291,12 @@ def _split_axes(tensor: BoundTensor, rule: Rule, sizes: Sizes) -> tuple[TensorEn
 
 
 def _find(axes: Sequence[Axis], axis: Axis) -> int:
-    """Return which of some axes is a part of an axis, or has it as a part."""
+    """Return which of some axes is a part of an axis, or contains it."""
     return next(place for place, other in enumerate(axes) if not set(axis).isdisjoint(other))
 
 
 def _start(axis: Axis, part: Axis, binding: Binding, sizes: Sizes) -> int:
-    """Return where a tensor's indexes of an axis, or a part of it, begin among the rule's."""
+    """Return where a tensor's indices of an axis, or of a part of it, begin among the rule's."""
     if len(axis) == 1:
         return binding.get(axis[0], 0)
     return sum(sizes[name] for name in axis[: axis.index(part[0])])
@@ -305,7 +305,7 @@ def _start(axis: Axis, part: Axis, binding: Binding, sizes: Sizes) -> int:
 def _cut(
     rule: Rule, pattern: Pattern, array: TensorEntry, sizes: Sizes
 ) -> Iterator[tuple[Binding, TensorEntry]]:
-    """Yield the boxes of the array that this pattern's names stand for, each with its indexes."""
+    """Yield the boxes of the array that this pattern's names represent, each with its indices."""
     axes = axes_of(pattern.axes or ())
     for dim, axis in enumerate(rule.axes):
         part = next((own for own in axes if set(own) <= set(axis)), axis)
@@ -318,7 +318,7 @@ def _cut(
 
 
 def _unstack(array: TensorEntry, names: Sequence[str]) -> Iterator[tuple[Binding, TensorEntry]]:
-    """Yield the array without its dims that have a name, for each of their indexes."""
+    """Yield the array without its named dims, for each of their indices."""
     dim = next((dim for dim, name in enumerate(names) if name), None)
     if dim is None:
         yield {}, array
@@ -343,7 +343,7 @@ def _shape(rule: Rule, pattern: Pattern, part: TensorEntry, sizes: Sizes) -> Ten
 
 
 def operation(rule: Rule, target: Pattern, sizes: Sizes) -> str:
-    """Say how a target of a rule is made, such as ``split q | k | v, permute``."""
+    """Return how a target of a rule is made, such as ``split q | k | v, permute``."""
     words = []
     whole = rule.whole
     if len({source.text for source in rule.sources}) > 1:
@@ -365,7 +365,7 @@ def operation(rule: Rule, target: Pattern, sizes: Sizes) -> str:
 
 
 def padding(rule: Rule, sizes: Sizes) -> str:
-    """Say ``unpad 112 to 103``, or ``pad 103 to 112``."""
+    """Return ``unpad 112 to 103``, or ``pad 103 to 112``."""
     axis = next(axis for axis in rule.axes if rule.padding in axis)
     full, total = kept_size(axis, rule, sizes), size_of(axis, sizes) or 0
     if rule.whole in rule.targets:
@@ -374,7 +374,7 @@ def padding(rule: Rule, sizes: Sizes) -> str:
 
 
 def _parts_named(rule: Rule, parts: Sequence[Pattern]) -> list[str]:
-    """Return the axes of the first sum that tell the parts apart."""
+    """Return the axes of the first sum that distinguish the parts."""
     sums = [axis for axis in axes_of(rule.whole.axes or ()) if len(axis) > 1]
     return [
         " ".join(" + ".join(own) for own in axes_of(part.axes or ()) if set(own) < set(axis))
@@ -384,7 +384,7 @@ def _parts_named(rule: Rule, parts: Sequence[Pattern]) -> list[str]:
 
 
 def _order(rule: Rule, parts: tuple[Pattern, ...]) -> list[str]:
-    """Return the word for a part that has its axes in another order than the whole, if any."""
+    """Return the word for a part whose axes are in another order than in the whole, if any."""
     dims = rule.whole.axes or ()
     whole = axes_of(dims)
     for part in parts:

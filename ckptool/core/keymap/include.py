@@ -1,4 +1,4 @@
-"""Include a map in another: what begins otherwise, what is left out, what goes first."""
+"""Include a map in another: other prefixes, excluded names, precedence."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _BEGINS = re.compile(r"[^*?\[\]#]*\*")
 
 
 def moved(key_map: KeyMap, within: Sequence[Mapping[str, str]]) -> KeyMap:
-    """Return a map whose names begin otherwise, as ``within`` says of either side.
+    """Return a map with other prefixes, as ``within`` gives for either side.
 
-    Raises UsageError if names that stay as they are would begin in two ways that no rule says.
+    Raises UsageError if kept names would need two prefixes and no rule says which.
     """
 
     def move(pattern: Pattern, starts: Mapping[str, str]) -> Pattern:
@@ -54,7 +54,7 @@ def moved(key_map: KeyMap, within: Sequence[Mapping[str, str]]) -> KeyMap:
 
 
 def kept_names(source: str, target: str, where: str) -> Kept:
-    """Return the names that no rule takes; UsageError if it is not said what they become."""
+    """Return the names that no rule matches; UsageError if their new names are not given."""
     if source != target and not all(_BEGINS.fullmatch(glob) for glob in (source, target)):
         raise UsageError(
             f"{where}: keep {source!r} = {target!r}: to rename what is kept, write BEGINNING*"
@@ -64,7 +64,7 @@ def kept_names(source: str, target: str, where: str) -> Kept:
 
 
 def begin(name: str, starts: Mapping[str, str]) -> str | None:
-    """Return a name that begins otherwise; None if it has none of the beginnings."""
+    """Return a name with another prefix; None if it has none of the prefixes."""
     old = next((old for old in starts if name.startswith(old)), None)
     return None if old is None else starts[old] + name.removeprefix(old)
 
@@ -76,9 +76,9 @@ def is_about(rule: Rule, glob: str) -> bool:
 
 
 def with_included(own: KeyMap, other: KeyMap, without: Sequence[str]) -> KeyMap:
-    """Add what another map says of names, after the own; which models it is for is the own's.
+    """Append another map's rules to the map's own, which keeps the models it is for.
 
-    What is there already, as of a map that several include, is not there twice.
+    Rules that are already present, as of a map that several include, are not repeated.
     """
     more = (rule for rule in other.rules if not any(is_about(rule, glob) for glob in without))
     return replace(

@@ -1,4 +1,4 @@
-"""Require that a rule of a key map says, both ways, which elements are which."""
+"""Require that a key map's rule determines, in both directions, which elements correspond."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ckptool.errors import UsageError
 
 
 def require_invertible(rule: Rule) -> None:
-    """Raise UsageError if a rule does not say, both ways, which elements are which."""
+    """Raise UsageError if a rule does not pair elements in both directions."""
     patterns = (*rule.sources, *rule.targets)
     if rule.only not in (None, "model", "optimizer"):
         raise UsageError(f"only = {rule.only!r} must be model or optimizer")
@@ -42,7 +42,7 @@ def _require_tie(rule: Rule) -> None:
 
 
 def _require_same_axes(rule: Rule) -> None:
-    """Require that every part holds every axis, or one of each sum; together all but padding."""
+    """Require that every part has every axis, or one of each sum; together all but padding."""
     whole, padding = rule.whole, rule.padding
     sums = [axis for axis in axes_of(whole.axes or ()) if len(axis) > 1]
     choices = [c for part in rule.parts for c in itertools.product(*_choice(part, whole, sums))]
@@ -58,7 +58,7 @@ def _require_same_axes(rule: Rule) -> None:
 
 
 def _choice(part: Pattern, whole: Pattern, sums: list[Axis]) -> list[Axis]:
-    """Return which of each sum's axes a part holds; UsageError if the axes differ."""
+    """Return which of each sum's axes a part has; UsageError if the axes differ."""
     axes = {*((a,) for a in part.spelled), *axes_of(part.axes or ())}
     choices: list[Axis] = []
     for axis in sums:

@@ -1,6 +1,6 @@
-"""Which rule of a map takes which name, and which names belong to one parameter.
+"""Matching of names with a map's rules, and of names that belong to one parameter.
 
-A frame is what stands before and after a parameter's name, as in ``model.W`` and
+A frame is what precedes and follows a parameter's name, as in ``model.W`` and
 ``optimizer.state.W.exp_avg``. All names of one frame are renamed together, as the parameters are.
 """
 
@@ -17,14 +17,14 @@ from ckptool.core.state_category import state_category
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What is known of the model: sizes of axes by name, the facts that hold, names there are."""
+    """Facts about the model: sizes of axes by name, the facts that hold, names that exist."""
 
     sizes: Mapping[str, int] = field(default_factory=dict)
     true: frozenset[str] = frozenset()
     names: frozenset[str] = frozenset()
 
     def of(self, catalog: Catalog, key_map: KeyMap) -> ModelFacts:
-        """Add the names of a checkpoint's tensors, wrapped or not, and the facts they tell."""
+        """Add the names of a checkpoint's tensors, wrapped or not, and the facts that follow."""
         if not key_map.tells and all(rule.beside is None for rule in key_map.rules):
             return self
         names = frozenset(inner for name in catalog.tensors for inner in unwrapped(name))
@@ -37,7 +37,7 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A rule, and the pattern of it, that takes a parameter's name."""
+    """A rule, and its pattern that matches a parameter's name."""
 
     rule: Rule
     pattern: Pattern
@@ -45,12 +45,12 @@ class Claim:
 
     @property
     def group(self) -> object:
-        """What the claims share whose tensors are carried over together."""
+        """The key shared by claims whose tensors are carried over together."""
         return id(self.rule), *(self.binding[axis] for axis in self.rule.common)
 
 
 class Matcher:
-    """Finds the rule that takes a parameter's name, in one part of a checkpoint."""
+    """Finds the rule that matches a parameter's name, in one part of a checkpoint."""
 
     def __init__(self, key_map: KeyMap, facts: ModelFacts, part: str) -> None:
         self._facts = facts
@@ -67,7 +67,7 @@ class Matcher:
             self._dropped[pattern.key].append(pattern)
 
     def claim(self, name: str) -> Claim | None:
-        """Return the first rule that takes the name, or None. UnknownSizes where sizes decide."""
+        """Return the first rule that matches the name, or None; UnknownSizes if sizes decide."""
         key, numbers = abstract(name)
         for rule, pattern in self._patterns.get(key, ()):
             binding = self._match(pattern, numbers, rule.whole.text)
@@ -76,7 +76,7 @@ class Matcher:
         return self._claim_kept(name) if key else None
 
     def _claim_kept(self, name: str) -> Claim | None:
-        """Return the claim of a name that stays as it is, by a rule of its own."""
+        """Return the claim of a kept name, by a rule of its own."""
         if name not in self._kept and (new := self._kept_as(name)):
             source, target = (Pattern(each, *abstract(each)) for each in (name, new))
             self._kept[name] = Claim(Rule((source,), (target,)), source, {})
@@ -94,13 +94,13 @@ class Matcher:
         return rule.beside.name(binding, self._facts.sizes) in self._facts.names
 
     def drops(self, name: str) -> bool:
-        """Return whether the map says to leave the name out. UnknownSizes where sizes decide."""
+        """Return whether the map excludes the name. Raises UnknownSizes if sizes decide."""
         key, numbers = abstract(name)
         patterns = self._dropped.get(key, ())
         return any(self._match(p, numbers, p.text) is not None for p in patterns)
 
     def knows(self, name: str) -> bool:
-        """Return whether the map takes or drops the name."""
+        """Return whether the map matches or excludes the name."""
         try:
             return self.claim(name) is not None or self.drops(name)
         except UnknownSizes:
@@ -114,7 +114,7 @@ def kinds_of(catalog: Catalog) -> frozenset[str]:
 
 
 def fits(catalog: Catalog, kinds: frozenset[str], key_map: KeyMap, facts: ModelFacts) -> bool:
-    """Return whether the map takes every tensor of the model, with one of its marks (if any).
+    """Return whether the map matches every tensor of the model, with one of its marks (if any).
 
     ``kinds`` are those of the catalog.
     """
@@ -133,12 +133,12 @@ def fits(catalog: Catalog, kinds: frozenset[str], key_map: KeyMap, facts: ModelF
 
 
 _MOST_WRAPPERS = 3
-"""As in ``model.module.module.``, of a model that is wrapped twice."""
+"""As in ``model.module.module.``, for a model that is wrapped twice."""
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What stands around parameters' names, dots included, and which part it is."""
+    """The text around parameters' names, including dots, and the part it is in."""
 
     prefix: str
     suffix: str = ""
@@ -161,13 +161,13 @@ Frames = dict[Frame, dict[str, str]]
 """For each frame: parameter's name -> whole name."""
 
 Knows = Callable[[str], bool]
-"""Whether a map's rules take a parameter's name."""
+"""Whether a map's rules match a parameter's name."""
 
 
 def find_frames(catalog: Catalog, known: Knows, known_state: Knows) -> tuple[Frames, list[str]]:
-    """Return every name that holds a parameter's, by frame, and the model's that hold none.
+    """Return every name that contains a parameter's, by frame, and the model's others.
 
-    ``known`` tells the names of the model's parameters, ``known_state`` those of an optimizer's.
+    ``known`` recognizes the model's parameters, ``known_state`` those of an optimizer's state.
     """
     model = [n for n, e in catalog.tensors.items() if state_category(e) == "model"]
     frames: Frames = {frame: {} for frame in _model_frames(model, known)}
@@ -191,9 +191,9 @@ def find_frames(catalog: Catalog, known: Knows, known_state: Knows) -> tuple[Fra
 
 
 def _model_frames(names: Iterable[str], known: Knows) -> list[Frame]:
-    """Return the wrappers that parameters' names lie in, such as none, ``model.`` or ``ema.``.
+    """Return the wrappers of parameters' names, such as none, ``model.`` or ``ema.``.
 
-    A name's wrapper is the shortest beginning of it that is followed by a parameter's name.
+    A name's wrapper is its shortest prefix that is followed by a parameter's name.
     """
     parameters = ((name, next(filter(known, unwrapped(name)), None)) for name in names)
     counts = Counter(name.removesuffix(inner) for name, inner in parameters if inner is not None)
@@ -203,7 +203,7 @@ def _model_frames(names: Iterable[str], known: Knows) -> list[Frame]:
 
 
 def unwrapped(name: str) -> Iterator[str]:
-    """Yield the name, and the name without its first steps, as a wrapper may add them."""
+    """Yield the name, and the name without its first steps, which a wrapper may have added."""
     steps = name.split(".")
     for count in range(min(_MOST_WRAPPERS + 1, len(steps))):
         yield ".".join(steps[count:])
@@ -212,7 +212,7 @@ def unwrapped(name: str) -> Iterator[str]:
 def _add_state_frames(
     names: Iterable[str], parameters: Collection[str], frames: Frames
 ) -> list[str]:
-    """Put names around parameters' names into frames, made as needed; return those around none."""
+    """Sort names that contain parameters' names into frames, made as needed; return the others."""
     unframed = []
     for name in names:
         states = (frame for frame in frames if frame.part != "model")

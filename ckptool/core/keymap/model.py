@@ -1,10 +1,9 @@
-"""A key map: what each tensor of one layout is called in another, and how it is made of others.
+"""A key map: the name of each tensor of one layout in another, and how it is made from others.
 
-A rule pairs names, such as ``layers.{layer}.wq.weight [(head pair two) hidden]``. What stands in
-braces is an axis whose index is spelled out in the name; in brackets (see ``core/keymap/axes.py``)
-are the axes of the tensor's dims. A tensor is a box of an array that has all of these axes. So the
-same axes, arranged in two ways, say how to rename, split, join, stack, unstack, permute and pad,
-and how to undo it.
+A rule pairs names, such as ``layers.{layer}.wq.weight [(head pair two) hidden]``. Braces contain an
+axis whose index is in the name; brackets (see ``core/keymap/axes.py``) the axes of the tensor's
+dims. A tensor is a box of an array that has all of these axes. So the same axes in two arrangements
+say how to rename, split, join, stack, unstack, permute and pad, and how to undo it.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ from ckptool.errors import Unsupported, UsageError
 _NUMBER = re.compile(r"[0-9]+")
 
 Binding = dict[str, int]
-"""The index of each axis that a name spells out."""
+"""The index of each axis in a name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A number in a name: the index of an axis, counted from the size called ``offset`` on."""
+    """A number in a name: the index of an axis, counted from the size called ``offset``."""
 
     axis: str
     offset: str | None = None
@@ -46,7 +45,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Which of the blocks of a dim one is: its dim, the axes around the blocks, its place."""
+    """The position of one block of a dim: its dim, the axes around the blocks, its index."""
 
     dim: int
     outer: Dim
@@ -58,9 +57,9 @@ class Block:
 class Pattern:
     """Names of one kind of tensor, and its axes; ``axes`` is None if the shape does not matter.
 
-    ``key`` is the name with ``#`` for each number, ``slots`` what stands for these. An ``optional``
-    one is accepted but never made. A tensor of several blocks has a pattern for each: ``block``
-    says where they lie, all have the same text, and the axes of the tensor without the others.
+    ``key`` is the name with ``#`` for each number, ``slots`` are these numbers. An ``optional`` one
+    is accepted but never made. A tensor of several blocks has a pattern for each: ``block`` is its
+    position; all have the same text, and the axes of the tensor without the others.
     """
 
     text: str
@@ -72,7 +71,7 @@ class Pattern:
 
     @property
     def spelled(self) -> tuple[str, ...]:
-        """The axes that names spell out."""
+        """The axes whose indices names contain."""
         return tuple(slot.axis for slot in self.slots if isinstance(slot, Slot))
 
     @property
@@ -81,7 +80,7 @@ class Pattern:
         return {s.offset for s in self.slots if isinstance(s, Slot) and s.offset is not None}
 
     def match(self, numbers: Sequence[int], sizes: Mapping[str, int]) -> Binding | None:
-        """Return the indexes that the numbers of a name with this ``key`` stand for, or None."""
+        """Return the indices in the numbers of a name with this ``key``, or None."""
         binding: Binding = {}
         for slot, number in zip(self.slots, numbers, strict=True):
             if isinstance(slot, int):
@@ -94,7 +93,7 @@ class Pattern:
         return binding
 
     def name(self, binding: Mapping[str, int], sizes: Mapping[str, int]) -> str:
-        """Return the name of the tensor with these indexes."""
+        """Return the name of the tensor with these indices."""
         pieces = self.key.split("#")
         numbers = [
             slot
@@ -116,17 +115,17 @@ def abstract(name: str) -> tuple[str, tuple[int, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Sources and targets that hold the same elements; one side is one tensor, or they are pairs.
+    """Sources and targets with the same elements; one side is a single tensor, or they are pairs.
 
-    ``padding`` is the axis whose indexes only fill up, ``tie`` says that all patterns are one and
-    the same tensor, ``when`` names a fact that must hold, ``unless`` one that must not, ``only``
-    the part of the checkpoint (``model`` or ``optimizer``) that the rule is for. ``beside`` is a
-    name that must be there, too, with the same indexes; ``back`` is that of the other way.
-    ``add`` is added to the elements of the sources.
+    ``padding`` is the axis whose indices are only filler, ``tie`` means that all patterns are the
+    same tensor, ``when`` names a fact that must hold, ``unless`` one that must not, ``only`` the
+    part of the checkpoint (``model`` or ``optimizer``) that the rule is for. ``beside`` is a name
+    that must exist, too, with the same indices; ``back`` is that of the other direction. ``add`` is
+    added to the elements of the sources.
 
-    ``whole`` is the pattern that names all of the axes, ``common`` are the axes that all names
-    spell out: there is one group of tensors for each of their indexes. ``pairs`` are rules of a
-    source and a target each, where several sources make as many targets.
+    ``whole`` is the pattern with all of the axes, ``common`` are the axes in all names: there is
+    one group of tensors for each of their indices. ``pairs`` are rules of one source and one target
+    each, if several sources make as many targets.
     """
 
     sources: tuple[Pattern, ...]
@@ -189,7 +188,7 @@ class Rule:
         return [*spelled, *axes_of(self.whole.axes or ())]
 
     def varying(self, pattern: Pattern) -> list[str]:
-        """Return the axes that a pattern's names spell out, and not all names do."""
+        """Return the axes in a pattern's names that are not in all names."""
         return [axis for axis in pattern.spelled if axis not in self.common]
 
 
@@ -199,9 +198,9 @@ def _names_axes(pattern: Pattern) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Names that no rule takes, by glob, and what these become.
+    """Names that no rule matches, by glob, and their new names.
 
-    They stay as they are; where ``target`` is another glob, both are a beginning and ``*``.
+    They stay unchanged; if ``target`` is another glob, both are a prefix and ``*``.
     """
 
     source: str
@@ -212,7 +211,7 @@ class Kept:
         return Kept(self.target, self.source)
 
     def new_name(self, name: str) -> str:
-        """Return what a name that the glob matches becomes."""
+        """Return the new name of a name that the glob matches."""
         if self.source == self.target:
             return name
         return self.target[:-1] + name.removeprefix(self.source[:-1])
@@ -220,16 +219,16 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class KeyMap:
-    """Rules, in order: the first that takes a name has it.
+    """Rules, in order: the first that matches a name applies.
 
-    ``sizes`` say where the size of an axis is written down: keys and expressions to look up, or the
-    number itself. ``drop`` are source names that are left out, ``marks`` names one of which tells a
-    checkpoint to be of the source's kind, ``model_types`` those of config.json, ``unless`` facts
-    about a model that it is not for, ``tells`` the facts that hold where each has all of its names
-    there. ``keep`` are names that no rule takes and that stay as they are, but for their beginning;
-    of several the longest glob decides. ``detected`` says whether it is applied without being
-    named, and ``needs_model_type`` that it is so only where config.json names a model's type.
-    ``back_drop``, ``back_marks`` and ``back_detected`` are those of the other way.
+    ``sizes`` say where the size of an axis is recorded: keys and expressions to look up, or the
+    number itself. ``drop`` are source names to exclude, ``marks`` names one of which identifies a
+    checkpoint of the source's kind, ``model_types`` those of config.json, ``unless`` facts about a
+    model that it is not for, ``tells`` the facts that hold if all names of each exist. ``keep`` are
+    names that no rule matches and that stay unchanged, except for their prefix; of several the
+    longest glob decides. ``detected`` says whether it is applied without being named, and
+    ``needs_model_type`` that config.json must then name a model's type. ``back_drop``,
+    ``back_marks`` and ``back_detected`` are those of the other direction.
     """
 
     name: str
@@ -260,19 +259,19 @@ class KeyMap:
 
     @property
     def numbered(self) -> frozenset[str]:
-        """The axes whose indexes some name spells out."""
+        """The axes whose index is in some name."""
         patterns = (p for rule in self.rules for p in (*rule.sources, *rule.targets))
         return frozenset(axis for pattern in patterns for axis in pattern.spelled)
 
     def kept_as(self, name: str) -> str | None:
-        """Return what a parameter's name becomes that no rule takes; None if it is not kept."""
+        """Return the new name of a parameter that no rule matches; None if it is not kept."""
         fitting = [kept for kept in self.keep if fnmatchcase(name, kept.source)]
         longest = max(fitting, key=lambda kept: len(kept.source), default=None)
         return longest.new_name(name) if longest else None
 
     @property
     def inverse(self) -> KeyMap:
-        """The map the other way."""
+        """The map in the other direction."""
         return replace(
             self,
             source=self.target,
@@ -290,7 +289,7 @@ class KeyMap:
 
 @dataclass(frozen=True, slots=True)
 class BoundTensor:
-    """A tensor that a rule's source pattern takes, with the indexes that its name spells out."""
+    """A tensor that matches a rule's source pattern, with the indices in its name."""
 
     pattern: Pattern
     binding: Binding
@@ -298,12 +297,12 @@ class BoundTensor:
 
     @property
     def axes(self) -> Axes:
-        """What each dim is made of; () where the shape does not matter."""
+        """The axes of each dim; () if the shape does not matter."""
         return self.pattern.axes or ()
 
 
 class UnknownSizes(UsageError):
-    """Sizes of axes that neither the shapes nor what is known of the model tell."""
+    """Sizes of axes that neither the shapes nor the facts about the model determine."""
 
     def __init__(self, names: Sequence[str], pattern: str) -> None:
         super().__init__(f"{pattern}: unknown size of {', '.join(names)}")
@@ -311,14 +310,14 @@ class UnknownSizes(UsageError):
         self.pattern = pattern
 
     def all_of(self, names: Sequence[str]) -> UnknownSizes:
-        """Return the same error, for the sizes that several rules lack."""
+        """Return the same error for the sizes that several rules lack."""
         return UnknownSizes(names, self.pattern)
 
 
 def group_sizes(rule: Rule, group: Sequence[BoundTensor], known: Sizes) -> dict[str, int]:
     """Return the sizes of all axes of a rule that are needed to carry the group over.
 
-    Raises UnknownSizes; Unsupported if a shape is not what the axes say.
+    Raises UnknownSizes; Unsupported if a shape does not match the axes.
     """
     _require_offsets(rule, known)
     if rule.renames:
@@ -354,7 +353,7 @@ def group_sizes(rule: Rule, group: Sequence[BoundTensor], known: Sizes) -> dict[
 
 
 def _require_offsets(rule: Rule, known: Sizes) -> None:
-    """Raise UnknownSizes where a number in a target's name counts from a size that is not known."""
+    """Raise UnknownSizes if a number in a target's name counts from an unknown size."""
     made = (pattern for pattern in rule.targets if not pattern.optional)
     unknown = {offset for pattern in made for offset in pattern.needs} - known.keys()
     if unknown:
@@ -362,7 +361,7 @@ def _require_offsets(rule: Rule, known: Sizes) -> None:
 
 
 def _spelled_sizes(rule: Rule, group: Sequence[BoundTensor]) -> dict[str, tuple[int, str]]:
-    """Count the indexes the sources' names spell out of each axis that the targets' do not.
+    """Count the indices in the sources' names of each axis that is not in the targets' names.
 
     Each with the name of the last.
     """

@@ -1,4 +1,4 @@
-"""Parse key maps as people write them, in TOML, and require that their rules work both ways."""
+"""Parse key maps from TOML, and require that their rules work in both directions."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ _MOST_ADDED = 1 << 24
 _LARGEST_SIZE = 1 << 63
 
 Included = Callable[[str], KeyMap]
-"""Returns the map that another includes, by what it calls it."""
+"""Returns the map that another includes, by its name there."""
 
 
 def parse_map(content: Mapping[str, Any], where: str, included: Included) -> KeyMap:
-    """Parse a TOML file's content; UsageError with the rule where something is wrong."""
+    """Parse a TOML file's content; UsageError naming the rule if something is wrong."""
     names = _texts(content.get("include", []), where)
     key_map = _bounded(_parse_own(content, where, has_more=bool(names)), where)
     without = _texts(content.get("without", []), where)
@@ -67,14 +67,14 @@ def _bounded(key_map: KeyMap, where: str) -> KeyMap:
 
 
 def _within(content: Mapping[str, Any], where: str) -> list[Mapping[str, str]]:
-    """Return how names of what is included begin, and begin here, by side."""
+    """Return the prefixes of included names, there and here, by side."""
     return _starts(_table(content, "within", where), f"{where}: [within]", _PLAIN)
 
 
 def _starts(
     table: Mapping[str, Any], where: str, allowed: re.Pattern[str]
 ) -> list[Mapping[str, str]]:
-    """Return how names begin, and how they begin otherwise, by side."""
+    """Return prefixes and their replacements, by side."""
     _require_keys(table, {"from", "to"}, where)
     sides = [_table(table, side, where) for side in ("from", "to")]
     for text in (text for side in sides for pair in side.items() for text in pair):
@@ -84,9 +84,9 @@ def _starts(
 
 
 def _copies(rules: Sequence[Rule], starts: Sequence[Mapping[str, str]]) -> list[Rule]:
-    """Return the rules all of whose names begin as ``starts`` says, beginning otherwise.
+    """Return copies, with other prefixes, of the rules all of whose names begin as in ``starts``.
 
-    They go before the others: of ``layers.{mtp + layers}`` and ``layers.{layer}`` the second takes
+    They precede the others: of ``layers.{mtp + layers}`` and ``layers.{layer}`` the second matches
     all numbers. Raises UsageError.
     """
     copies = []
@@ -108,13 +108,13 @@ def _copies(rules: Sequence[Rule], starts: Sequence[Mapping[str, str]]) -> list[
 
 
 def _moved(pattern: Pattern, starts: Mapping[str, str]) -> Pattern | None:
-    """Return a pattern whose names begin otherwise; None if they begin in none of the ways."""
+    """Return a pattern with another prefix; None if it has none of the prefixes."""
     text = begin(pattern.text, starts)
     return None if text is None else _blocks(text)[pattern.block.place if pattern.block else 0]
 
 
 def _parse_own(content: Mapping[str, Any], where: str, *, has_more: bool) -> KeyMap:
-    """Parse a map without what it includes."""
+    """Parse a map without its includes."""
     _require_keys(content, _KEYS, where)
     rules = []
     for number, table in enumerate(_tables(content, "rule", where), 1):
@@ -153,7 +153,7 @@ def _require_keys(table: Mapping[str, Any], known: Set[str], where: str) -> None
 
 
 def _kept(value: Any, where: str) -> Iterator[Kept]:
-    """Yield the names that no rule takes: globs, or how they begin on either side."""
+    """Yield the names that no rule matches: globs, or prefixes on either side."""
     for each in value if isinstance(value, list) else [value]:
         sides = each if isinstance(each, Mapping) else {"from": each, "to": each}
         if sides.keys() != {"from", "to"}:
@@ -163,7 +163,7 @@ def _kept(value: Any, where: str) -> Iterator[Kept]:
 
 
 def _detect(content: Mapping[str, Any], where: str) -> str:
-    """Return when ``--map auto`` takes the map."""
+    """Return when ``--map auto`` selects the map."""
     how = content.get("detect", "both")
     if how not in ("both", "from", "config"):
         raise UsageError(f"{where}: detect = {how!r} must be 'both', 'from' or 'config'")
@@ -197,7 +197,7 @@ def _patterns(value: Any, where: str = "") -> tuple[Pattern, ...]:
 
 
 def _blocks(text: str) -> list[Pattern]:
-    """Parse a name whose dim may hold several blocks, ``[(kv (q | k) dim) hidden]``: one of each.
+    """Parse a name whose dim may have several blocks, ``[(kv (q | k) dim) hidden]``: one of each.
 
     Raises UsageError.
     """
@@ -254,8 +254,8 @@ def _texts(value: Any, where: str = "") -> list[str]:
 def _variants(table: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the rule; or the two that ``<.{axis}>`` in its only ``from`` name stands for.
 
-    One takes tensors stacked along a first dim, unless the fact ``apart`` holds, the other a tensor
-    for each index.
+    One matches tensors stacked along a first dim, unless the fact ``apart`` holds, the other a
+    tensor per index.
     """
     if not isinstance(table, Mapping):
         raise UsageError("is not a table")
@@ -303,7 +303,7 @@ def _rule(table: Mapping[str, Any]) -> Rule:
 def _beside(
     table: Mapping[str, Any], *sides: Sequence[Pattern]
 ) -> tuple[Pattern | None, Pattern | None]:
-    """Return the names that must be there beside those of either side."""
+    """Return the names that must exist beside those of either side."""
     required: list[Pattern | None] = []
     names = _table(table, "beside", "the rule")
     _require_keys(names, {"from", "to"}, "beside")

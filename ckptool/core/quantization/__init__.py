@@ -1,1 +1,1 @@
-"""Quantized tensors: find them by names and types, and lay out numbers in their place."""
+"""Quantized tensors: find them by names and types, and replace them with numbers."""

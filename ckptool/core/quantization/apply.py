@@ -1,4 +1,4 @@
-"""Put numbers in the place of quantized tensors: a catalog in, a catalog out."""
+"""Replace quantized tensors with numbers: a catalog in, a catalog out."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ckptool.errors import Unsupported
 
 @dataclass(frozen=True, slots=True)
 class DequantizeResult:
-    """A catalog with numbers in the place of values and scales.
+    """A catalog with numbers in place of values and scales.
 
-    ``kinds`` are those of the dequantized tensors, ``unfit`` why values whose scales do not fit, or
-    whose kind is not known, are none of them: both by the identity of the entry's chunks, which
-    selecting and renaming leave as it is.
+    ``kinds`` are those of the dequantized tensors, ``unfit`` is why other values have scales that
+    do not fit, or an unknown kind: both by the identity of the entry's chunks, which selecting and
+    renaming preserve.
     """
 
     catalog: Catalog
@@ -25,7 +25,7 @@ class DequantizeResult:
     unfit: dict[int, Unsupported]
 
     def counts(self, kept: Catalog) -> dict[str, int]:
-        """Count those of each kind that a selection keeps; Unsupported if one is unfit."""
+        """Count the tensors of each kind in a selection; Unsupported if one is unfit."""
         identities = [id(entry.chunks) for entry in kept.tensors.values()]
         for identity in identities:
             if identity in self.unfit:
@@ -34,9 +34,9 @@ class DequantizeResult:
 
 
 def dequantize(catalog: Catalog, around: Surroundings) -> DequantizeResult:
-    """Put numbers in the place of values and scales.
+    """Replace values and scales with numbers.
 
-    Raises Unsupported if no tensor is quantized in a known way, and what reading does.
+    Raises Unsupported if no tensor has a supported quantization, and the errors of reading.
     """
     found = list(pairs(catalog))
     by_values = {pair.values.name: pair for pair in found}

@@ -1,4 +1,4 @@
-"""bitsandbytes: four bits by a table of 16 numbers, and eight bits with a scale a row."""
+"""bitsandbytes: four bits by a table of 16 numbers, and eight bits with one scale per row."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def find_bitsandbytes(tensors: Tensors, names: Iterable[str]) -> Iterator[Quanti
 
 
 def _lay_out_codes(pair: Quantized, around: Surroundings) -> TensorEntry:
-    """Lay out codes of four bits, two a byte, in blocks of the tensor's elements in a row."""
+    """Lay out codes of four bits, two per byte, in blocks of consecutive elements."""
     state = _state(around.read(pair.about[0]))
     shape, size = state.get("shape"), state.get("blocksize")
     if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in shape):
@@ -82,7 +82,7 @@ def _lay_out_codes(pair: Quantized, around: Surroundings) -> TensorEntry:
 def _nested(
     pair: Quantized, nested: list[TensorEntry], state: dict[str, Any]
 ) -> tuple[float, float]:
-    """Return the size of blocks of scales, and what is added to them."""
+    """Return the block size of nested scales, and the offset added to them."""
     size, offset = state.get("nested_blocksize"), state.get("nested_offset")
     if type(size) is not int or size < 1 or not isinstance(offset, int | float):
         raise pair.unfit("its quant_state has no nested_blocksize or nested_offset")

@@ -16,7 +16,7 @@ _PACKED = ".weight_packed"
 _PLAIN_SCALE = ".scale"
 _MX_GROUP, _NV_GROUP = 32, 16
 _BLOCK = (128, 128)
-"""DeepSeek-V3's, where no config says another size."""
+"""DeepSeek-V3's, if no config states another size."""
 
 
 def find_floats(tensors: Tensors) -> Iterator[Quantized]:
@@ -62,7 +62,7 @@ def find_floats(tensors: Tensors) -> Iterator[Quantized]:
 def _of_scale(
     tensors: Tensors, values: TensorEntry, scales: TensorEntry, name: str
 ) -> Iterator[Quantized]:
-    """Yield what a weight and its scale are."""
+    """Yield the quantized tensor of a weight and its scale."""
     of_all = tensors.get(f"{scales.name}_2")
     kind = values.dtype.name
     if of_all is not None and kind == "uint8":
@@ -80,17 +80,17 @@ def _of_scale(
 
 
 def _is_mx(scales: TensorEntry) -> bool:
-    """Return whether scales are exponents of two, in bytes."""
+    """Return whether scales are power-of-two exponents, in bytes."""
     return scales.dtype.name in ("uint8", EXPONENTS)
 
 
 def _powers(scales: TensorEntry) -> TensorEntry:
-    """Return bytes that are exponents of two as what they are."""
+    """Return bytes that are power-of-two exponents with their real type."""
     return replace(scales, dtype=BY_NAME[EXPONENTS])
 
 
 def _lay_out_mxfp8(pair: Quantized, around: Surroundings) -> TensorEntry:
-    """Lay out floats of eight bits with an exponent for 32 of a row."""
+    """Lay out floats of eight bits with one exponent per 32 of a row."""
     shape = pair.values.shape
     if (
         not shape
@@ -104,7 +104,7 @@ def _lay_out_mxfp8(pair: Quantized, around: Surroundings) -> TensorEntry:
 
 
 def _lay_out_scaled(pair: Quantized, around: Surroundings) -> TensorEntry:
-    """Lay out numbers with one scale, one a row, one a group of a row, or one a block."""
+    """Lay out numbers with one scale for all, per row, per group of a row, or per block."""
     pair.require_type(pair.scales, "float")
     shape, grid = pair.values.shape, pair.scales.shape
     for entry in pair.others:
@@ -152,10 +152,10 @@ def _with_dims(entry: TensorEntry, count: int) -> TensorEntry:
 
 
 def _even(shape: tuple[int, ...], grid: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Return the size of the blocks where they divide a tensor without a rest.
+    """Return the size of the blocks if they divide a tensor evenly.
 
-    None if they are neither square, nor of one row, nor of whole columns or the whole matrix:
-    such scales may be turned round.
+    None if they are neither square, nor of one row, nor of whole columns or the whole matrix: such
+    scales may be transposed.
     """
     if any(not count or size % count for size, count in zip(shape, grid, strict=True)):
         return None
@@ -165,7 +165,7 @@ def _even(shape: tuple[int, ...], grid: tuple[int, ...]) -> tuple[int, ...] | No
 
 
 def _lay_out_nvfp4(pair: Quantized, around: Surroundings) -> TensorEntry:
-    """Lay out floats of four bits, two a byte, with a scale for so many of a row and one of all."""
+    """Lay out floats of four bits, two per byte, with a scale per group of a row and one of all."""
     pair.require_type(pair.scales, "float8_e4m3fn" if pair.others else EXPONENTS)
     for of_all in pair.others:
         pair.require_type(of_all, "float")
@@ -183,9 +183,9 @@ def _lay_out_nvfp4(pair: Quantized, around: Surroundings) -> TensorEntry:
 
 
 def _lay_out_mxfp4(pair: Quantized, around: Surroundings) -> TensorEntry:
-    """Lay out gpt-oss's experts as transformers (5.23, mxfp4.py) has them: the inputs first.
+    """Lay out gpt-oss's experts as transformers (5.23, mxfp4.py) has them: inputs first.
 
-    Stored are rows of outputs; models and files without quantization have them as columns.
+    Rows of outputs are stored; models and files without quantization have them as columns.
     """
     shape, grid = pair.values.shape, pair.scales.shape
     if not grid or shape[:-1] != grid or not shape[-1]:

@@ -1,4 +1,4 @@
-"""A quantized tensor, what its scheme has to know, and the entry of the numbers it becomes."""
+"""A quantized tensor, the facts its scheme needs, and the entry of the numbers it becomes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ckptool.errors import Unsupported
 
 Tensors = Mapping[str, TensorEntry]
 _IGNORED = ("ignore", "modules_to_not_convert")
-"""What compressed-tensors and ModelOpt, and transformers, call modules with no such weights.
+"""Keys for modules without such weights: compressed-tensors' and ModelOpt's, transformers'.
 
-By name, by ``re:`` and a pattern, or by a glob, as ModelOpt (0.47) has them.
+By name, by ``re:`` and a pattern, or by a glob, as in ModelOpt (0.47).
 """
 _FP8 = frozenset(["FP8", "FP8 in blocks"])
 _MX = frozenset(["MXFP4", "MXFP8"])
@@ -39,9 +39,9 @@ _OF_METHOD: Mapping[str, frozenset[str]] = {
 
 @dataclass(frozen=True, slots=True)
 class QuantizationConfig:
-    """What lies beside a model of its quantization: ``quantization_config`` of config.json.
+    """The recorded quantization of a model: ``quantization_config`` of config.json.
 
-    ``fields`` are as transformers reads them; empty if nothing lies there.
+    ``fields`` are as transformers reads them; empty if there are none.
     """
 
     fields: Mapping[str, Any] = field(default_factory=dict)
@@ -54,12 +54,12 @@ class QuantizationConfig:
 
     @property
     def method(self) -> str | None:
-        """The ``quant_method``, None if none is said."""
+        """The ``quant_method``, None if none is stated."""
         method = self.fields.get("quant_method")
         return None if method is None else str(method)
 
     def block_of(self, module: str) -> tuple[int, int] | None:
-        """Return the size of the blocks of a module's weight, None if none is said.
+        """Return the block size of a module's weight, None if none is stated.
 
         A group of part of a row is a block of one row.
         """
@@ -69,10 +69,10 @@ class QuantizationConfig:
         return said or _pair(self.fields.get("weight_block_size"))
 
     def weights_of(self, module: str) -> Mapping[str, Any]:
-        """Return what the group of a module says of its weights (compressed-tensors 0.20).
+        """Return the settings for the weights of a module's group (compressed-tensors 0.20).
 
-        A target is the name of a module, ``re:`` and a pattern of such, or a class: the first two
-        go before the last. {} where no group takes the module, or ``ignore`` has it.
+        A target is the name of a module, ``re:`` and a pattern of names, or a class: the first two
+        take precedence. {} if no group matches the module, or ``ignore`` does.
         """
         if self.is_ignored(module):
             return {}
@@ -87,7 +87,7 @@ class QuantizationConfig:
         return {}
 
     def is_ignored(self, module: str) -> bool:
-        """Return whether what is said is not for a module."""
+        """Return whether the config does not apply to a module."""
         return any(pattern.match(module) for pattern in self._ignored)
 
 
@@ -129,7 +129,7 @@ def _pair(value: Any) -> tuple[int, int] | None:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What a scheme needs besides the tensors: the type that is wanted, small tensors, the config.
+    """What a scheme needs besides the tensors: the requested type, small tensors, the config.
 
     ``read`` returns the bytes of a tensor, and none of one that is not small.
     """
@@ -141,12 +141,11 @@ class Surroundings:
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """A quantized tensor: what its kind and its numbers are called, and what they are made of.
+    """A quantized tensor: its kind, the name of its numbers, and the tensors it consists of.
 
     ``others`` are zero points, a scale of all, and the like; ``about`` are tensors that only
-    describe it, ``values_beside`` plain values that do, and ``objects`` what these are called.
-    ``lay_out`` makes the entry of its numbers, and raises Unsupported if what is
-    stored does not fit together.
+    describe it, ``values_beside`` plain values that do, and ``objects`` their names. ``lay_out``
+    makes the entry of its numbers, and raises Unsupported if the stored tensors do not match.
     """
 
     kind: str
@@ -163,7 +162,7 @@ class Quantized:
 
     @property
     def stored(self) -> tuple[TensorEntry, ...]:
-        """All the tensors in whose place the numbers come."""
+        """All the tensors that the numbers replace."""
         return (self.values, self.scales, *self.others, *self.about)
 
     @property
@@ -178,9 +177,9 @@ class Quantized:
         block: tuple[int, ...],
         flat: tuple[int, ...] | None = None,
     ) -> TensorEntry:
-        """Return the entry of the numbers, of ``shape``, a scale for each ``block`` of them.
+        """Return the entry of the numbers, of ``shape``, with a scale per ``block``.
 
-        ``block`` counts in the dims of ``flat`` where that is another shape of the same elements.
+        ``block`` counts in the dims of ``flat`` if that is another shape of the same elements.
         """
         part = StridedPart(flat or shape, 0, row_major_strides(shape, 1))
         stored = (self.values, self.scales, block, part, self.scheme, self.others, self.settings)
@@ -205,9 +204,9 @@ class Quantized:
         )
 
     def require_said(self, said: Mapping[str, Any], **found: int | str | bool) -> None:
-        """Raise Unsupported if ``said``, of quantization_config, says another than is found.
+        """Raise Unsupported if ``said``, of quantization_config, differs from what is stored.
 
-        What it does not say, or says as -1, is none.
+        A missing value, or -1, agrees with anything.
         """
         for key, value in found.items():
             other = said.get(key)
@@ -215,13 +214,13 @@ class Quantized:
                 raise self.unfit(f"quantization_config says {key} {other}, the tensors {value}")
 
     def require_method(self, config: QuantizationConfig) -> None:
-        """Raise Unsupported if the config is of a method that stores no tensors of this kind."""
+        """Raise Unsupported if the config's method stores no tensors of this kind."""
         kinds = _OF_METHOD.get(config.method or "")
         if kinds and self.kind not in kinds and not config.is_ignored(self.module):
             raise self.unfit(f"quantization_config says {config.method}, the tensors {self.kind}")
 
     def require_type(self, entry: TensorEntry, wanted: str) -> None:
-        """Raise Unsupported if a part is of a type that would be read as other numbers."""
+        """Raise Unsupported if a part has a type that would be read as other numbers."""
         if wanted not in (entry.dtype.name, entry.dtype.kind):
             raise Unsupported(
                 f"{self.values.name}: scales {entry.name} are {entry.dtype.name}, not {wanted}",

@@ -25,18 +25,18 @@ _KINDS = {
     "HQQ": re.compile(r".*\.W_q"),
     "torchao": re.compile(r".*\.(qdata|_\w+_qdata|tensor_impl\..+)"),
 }
-"""How names tell quantized tensors whose parts are not all there, or of another kind."""
+"""Name patterns of quantized tensors that are incomplete, or of another kind."""
 _WORDS = re.compile(r"(.*)\.qweight")
 _MARKED = re.compile(
     "quant_state|SCB|g_idx|_packed|_scale_2|int_repr|W_q|qdata|tensor_impl|qweight"
 )
-"""What each of these names has somewhere, and few others have."""
+"""A text that each of these names contains somewhere, and few others do."""
 _COARSE = re.compile(r"(float8_e[45].*|float4.*|u?int[1-8])")
 _DEEPEST = 3
 
 
 def pairs(catalog: Catalog) -> Iterator[Quantized]:
-    """Yield the tensors that are quantized in a known way, with all that their numbers need."""
+    """Yield the tensors with a supported quantization, with everything their numbers need."""
     marked = _marked(catalog)
     yield from find_floats(catalog.tensors)
     yield from find_packed(catalog.tensors)
@@ -45,12 +45,12 @@ def pairs(catalog: Catalog) -> Iterator[Quantized]:
 
 
 def _marked(catalog: Catalog) -> list[str]:
-    """Return the few names that may be of quantized tensors by what they have in them."""
+    """Return the few names that may be of quantized tensors by their text."""
     return [name for name in catalog.tensors if _MARKED.search(name)]
 
 
 def kinds(catalog: Catalog) -> dict[str, int]:
-    """Count the quantized tensors of each kind that names and types tell."""
+    """Count the quantized tensors of each kind, by names and types."""
     known = list(pairs(catalog))
     counts = Counter(pair.kind for pair in known)
     stored = {entry.name for pair in known for entry in pair.stored}
@@ -61,7 +61,7 @@ def kinds(catalog: Catalog) -> dict[str, int]:
 
 
 def _kind(catalog: Catalog, name: str) -> str | None:
-    """Return the kind that a name alone tells; None for all others."""
+    """Return the kind that a name alone determines; None for all others."""
     if not _MARKED.search(name):
         return None
     for kind, pattern in _KINDS.items():
@@ -73,11 +73,11 @@ def _kind(catalog: Catalog, name: str) -> str | None:
 
 
 def unknown_kind(catalog: Catalog, entry: TensorEntry) -> Unsupported | None:
-    """Return why what stays quantized is not dequantized; None for all else.
+    """Return why a tensor that stays quantized is not dequantized; None for all others.
 
-    Matrices of integers and floats of 8 bits and less are that too: without scales they are no
-    numbers that a model was trained with. A bias of bytes is none: so GPT-2 and GPT-NeoX of
-    transformers (up to 4.27) store their causal masks.
+    Includes matrices of integers and floats of 8 bits and less: without scales they are no numbers
+    that a model was trained with. A bias of bytes is not: GPT-2 and GPT-NeoX of transformers (up to
+    4.27) store their causal masks that way.
     """
     name, dtype = entry.name, entry.dtype
     kind, left_out = _kind(catalog, name), f"{name.rpartition('.')[0]}.*"

@@ -1,4 +1,4 @@
-"""The chunks of a tensor as columns: those of a checkpoint of thousands of ranks are millions."""
+"""The chunks of a tensor as columns: a checkpoint of thousands of ranks has millions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ckptool.core.catalog import Chunk, Container, Extent, TensorEntry
 _T = TypeVar("_T")
 
 OpenChunks = Callable[[Sequence[tuple[TensorEntry, Chunk]]], Iterable[Chunk]]
-"""Opens the items of chunks, each with its tensor; raises what is wrong with the first that is."""
+"""Opens the items of chunks, each with its tensor; raises the problem of the first bad one."""
 
 
 class ItemTable(Sequence[Container]):
@@ -48,9 +48,9 @@ class ItemTable(Sequence[Container]):
 
 
 class ChunkTable(Sequence[Chunk]):
-    """Chunks with their boxes and items in columns; each becomes a ``Chunk`` when asked for.
+    """Chunks with their boxes and items in columns; each becomes a ``Chunk`` on access.
 
-    ``file_ranks`` are the ranks that wrote the items' files. No two chunks are of the same box.
+    ``file_ranks`` are the ranks that wrote the items' files. No two chunks have the same box.
     """
 
     __slots__ = ("boxes", "file_ranks", "items")
@@ -67,7 +67,7 @@ class ChunkTable(Sequence[Chunk]):
         return items.files[items.file_numbers[0]], int(items.offsets[0])
 
     def columns(self) -> Iterator[bytes]:
-        """Yield all that tells the table from others, as bytes."""
+        """Yield everything that distinguishes the table from others, as bytes."""
         items = self.items
         yield repr((len(self), items.files)).encode()
         for column in (self.boxes.lows, items.file_numbers, items.offsets, items.lengths):
@@ -106,9 +106,9 @@ class ChunkTable(Sequence[Chunk]):
 
 
 class LateTable(ChunkTable):
-    """Chunks of a tensor, each of which ``open_chunks`` opens when it is first asked for, and kept.
+    """Chunks of a tensor, each of which ``open_chunks`` opens on first access, and keeps.
 
-    Those that were ``opened`` are by their places in the table.
+    ``opened`` ones are stored by their index in the table.
     """
 
     __slots__ = ("entry", "open_chunks", "opened")
@@ -145,7 +145,7 @@ class LateTable(ChunkTable):
 
 
 def open_together(wanted: Iterable[tuple[LateTable, Iterable[int]]]) -> None:
-    """Open those chunks of tables, by their places, that are not open yet: all at once."""
+    """Open those chunks of tables, by index, that are not open yet: all at once."""
     todo = {
         (id(table), at): table
         for table, places in wanted
@@ -167,7 +167,7 @@ def opened_chunks(chunks: Sequence[Chunk]) -> Iterable[Chunk]:
 
 
 class WholeTensor(Sequence[Chunk]):
-    """The one chunk of a tensor that lies as it is in a file, made when it is asked for.
+    """The only chunk of a tensor that is stored as it is in a file, made on access.
 
     Tensors of one shape share ``boxes``, the one box that each of them is.
     """
@@ -188,7 +188,7 @@ class WholeTensor(Sequence[Chunk]):
 
     @property
     def cut(self) -> object:
-        """What is the same for all tensors of one shape in one file."""
+        """The key shared by all tensors of one shape in one file."""
         return self.boxes, self.file
 
     def __len__(self) -> int:
@@ -217,7 +217,7 @@ class WholeTensor(Sequence[Chunk]):
 
 
 class Joined(Sequence[_T], Generic[_T]):
-    """Sequences behind one another, as one."""
+    """Concatenated sequences, as one."""
 
     __slots__ = ("_parts",)
 

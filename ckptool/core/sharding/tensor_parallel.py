@@ -1,6 +1,6 @@
 """Merge tensor-parallel ranks' shards: rules by name, the boxes they make, the merged tensor.
 
-A framework says in one ``RuleTable`` how it cuts its tensors; ``--tp-rule`` says it for others.
+Each framework has a ``RuleTable`` of how it cuts its tensors; ``--tp-rule`` replaces it elsewhere.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class TpRule:
     """Each rank holds a part along ``dim`` of each of several blocks; None: all of it.
 
     ``blocks`` are their sizes along ``dim``, as shares of a rank's part. A gated ``linear_fc1`` has
-    two equal ones, gate and up: rank r holds ``[gate_r; up_r]``. Each part is held by ``holders``
-    consecutive ranks, as key-value heads are where there are fewer heads than ranks.
+    two equal ones, gate and up: rank r holds ``[gate_r; up_r]``. ``holders`` consecutive ranks hold
+    each part, as for key-value heads if there are fewer heads than ranks.
     """
 
     dim: int | None = None
@@ -80,7 +80,7 @@ def parse_tp_rules(texts: Sequence[str] | None) -> tuple[NamedRule, ...]:
 
 
 def suggest_rule(name: str) -> str:
-    """Return what to add to the command where nothing says how to merge ranks' shards."""
+    """Return what to add to the command if no rule says how to merge ranks' shards."""
     return (
         f"--tp-rule '{name}=RULE' sets it: column (shards follow one another along dim 0), row"
         " (along dim 1), gated (in each of two halves of dim 0), replicate (all are the same), or"
@@ -115,8 +115,8 @@ Resolver = Callable[[re.Match[str], _Facts], TpRule | None]
 class RuleTable(Generic[_Facts]):
     """How a framework cuts its tensors: the first pattern that matches a whole name decides.
 
-    In the place of a rule may stand a function of the match and of what else is known, for cuts
-    that sizes decide; where it returns None, later patterns are tried.
+    A rule may also be a function of the match and of other facts, for cuts that depend on sizes; if
+    it returns None, later patterns are tried.
     """
 
     framework: str
@@ -167,7 +167,7 @@ class Fit:
         for whole, local in self.pieces:
             common = chunk.box.intersect(local)
             if is_empty and chunk.box.contains(local):
-                common = local  # boxes without elements share none, and still say where it lies
+                common = local  # empty boxes share nothing, but still have a place
             if common is not None:
                 shift = [low - high for low, high in zip(local.lo, whole.lo, strict=True)]
                 first = common.relative_to(chunk.box.lo).lo
@@ -175,7 +175,7 @@ class Fit:
 
 
 Block = tuple[int, int, int]
-"""A block's size along a dim: that of the rank's part, of the parts of ranks before, of all."""
+"""A block's size along a dim: of the rank's part, of the parts of ranks before, of all."""
 
 
 def _fit(local: Shape, blocks: Mapping[int, Sequence[Block]]) -> Fit:
@@ -190,7 +190,7 @@ def _fit(local: Shape, blocks: Mapping[int, Sequence[Block]]) -> Fit:
 
 
 def fit_rank(local: Shape, cuts: Sequence[RankCut]) -> Fit:
-    """Return where one rank's shard belongs, of which each rank has one of the same shape.
+    """Return where one rank's shard belongs if each rank has one of the same shape.
 
     Raises Undetermined if a dim has no such blocks.
     """
@@ -208,7 +208,7 @@ def fit_rank(local: Shape, cuts: Sequence[RankCut]) -> Fit:
 def fit_ranks(shapes: Sequence[Shape], rule: TpRule) -> list[Fit]:
     """Return where each rank's shard belongs by a rule.
 
-    Raises Undetermined if shards of these shapes are not what the rule says.
+    Raises Undetermined if shards of these shapes contradict the rule.
     """
     dim, total, holders = rule.dim, sum(rule.blocks), rule.holders
     if dim is None:
@@ -246,7 +246,7 @@ def _refuse_misfit(rule: TpRule, shapes: Sequence[Shape]) -> Undetermined:
 
 
 def list_shapes(shapes: Sequence[Shape]) -> str:
-    """Return the shapes of all ranks in order, a shape that several have in turn once."""
+    """Return the shapes of all ranks in order; consecutive equal ones once."""
     runs = [(list(shape), len(list(alike))) for shape, alike in groupby(shapes)]
     return ", ".join(
         f"{shape} on {count} ranks" if count > 1 else f"{shape}" for shape, count in runs
@@ -265,9 +265,9 @@ class RankShard:
 def merge_shards(
     name: str, path: Path, shards: Sequence[RankShard], fits: Sequence[Fit]
 ) -> TensorEntry:
-    """Return the tensor that ranks' shards make, each placed by its fit.
+    """Return the tensor that ranks' shards form, each placed by its fit.
 
-    Raises Damaged if ranks give it several dtypes or shapes.
+    Raises Damaged if ranks have different dtypes or shapes for it.
     """
     shapes, dtypes = {fit.whole for fit in fits}, {shard.dtype for shard in shards}
     if len(shapes) != 1 or len(dtypes) != 1:
@@ -286,7 +286,7 @@ def merge_shards(
 
 @dataclass(frozen=True, slots=True)
 class LocalTensor:
-    """One rank's shard of a tensor, which is stored as a plain tensor."""
+    """One rank's shard of a tensor, stored as a plain tensor."""
 
     dtype: DType
     shape: tuple[int, ...]
@@ -300,10 +300,10 @@ LocalTensors = Mapping[int, LocalTensor]
 def merge_ranks(
     name: str, path: Path, parts: LocalTensors, rule: TpRule, *, world: int
 ) -> TensorEntry:
-    """Return the tensor that the local ones of all ranks make by a rule.
+    """Return the tensor that the local ones of all ranks form by a rule.
 
     Raises Damaged if a rank has none, or they differ in more than the size along the rule's dim;
-    Raises Undetermined if they are not what the rule says.
+    Raises Undetermined if they contradict the rule.
     """
     missing = sorted(set(range(world)) - set(parts))
     if missing:

@@ -1,1 +1,1 @@
-"""Whether bytes are what they were when they were written."""
+"""Whether bytes are as they were written."""

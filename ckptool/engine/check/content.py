@@ -1,7 +1,7 @@
 """Read spans of files once: compare their CRC-32, and look for NaN and infinite values.
 
 Spans are cut into tiles that a few threads share, so that memory stays bounded and one large record
-is no slower than many small ones. Files that are digested too are a thread's from end to end.
+is no slower than many small ones. A file that is hashed too is read by one thread from end to end.
 
 In every IEEE-like format the non-finite codes are the largest ones of each sign. Read as integers,
 positive ones are found by the largest signed value, negative ones by the largest unsigned value.
@@ -28,8 +28,8 @@ from ckptool.storage.local import Files
 class ContentReport:
     """``problems`` of the bytes, and the tensors with a value that is NaN or infinite.
 
-    ``written`` is, for each file with bytes that no checksum covers, where the last of those ends
-    that is not zero; ``digests`` is the SHA-256 (hex) of each file that was read whole.
+    ``written`` is, for each file with bytes that no checksum covers, the end of the last nonzero
+    one; ``digests`` is the SHA-256 (hex) of each file that was read completely.
     """
 
     problems: list[Problem] = field(default_factory=list)
@@ -39,7 +39,7 @@ class ContentReport:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, other: ContentReport) -> None:
-        """Add what was found in other spans."""
+        """Add the results of other spans."""
         self.problems += other.problems
         self.not_finite |= other.not_finite
         self.digests |= other.digests
@@ -47,7 +47,7 @@ class ContentReport:
             self.note_written(file, end)
 
     def note_written(self, file: str, end: int) -> None:
-        """Note that a byte that is not zero ends there."""
+        """Note that a nonzero byte ends there."""
         with self._lock:
             self.written[file] = max(end, self.written.get(file, 0))
 
@@ -63,8 +63,8 @@ def check_spans(
 ) -> ContentReport:
     """Read every span once. ``progress`` is called with bytes as they are read.
 
-    Files of ``whole``, which have so many bytes, are read from end to end and digested. What is
-    read may have been ``announced`` to the source before.
+    Files of ``whole``, which maps them to their sizes, are read from end to end and hashed. The
+    reads may have been ``announced`` to the source before.
     """
     report = ContentReport()
     pieces: dict[int, list[CrcPiece]] = {id(span): [] for span in spans}
@@ -94,7 +94,7 @@ def check_spans(
 def _check_tile(
     span: ByteSpan, tile: SpanTile, report: ContentReport, pieces: list[CrcPiece]
 ) -> None:
-    """Look for values that are not finite, and note the checksum of a tile or where it ends."""
+    """Look for non-finite values, and note the checksum of a tile or its last nonzero byte."""
     end = tile.start + tile.nbytes
     for view in span.views:
         low, high = max(tile.start, view.start), min(end, view.start + view.nbytes)
@@ -108,7 +108,7 @@ def _check_tile(
 
 
 def _written_end(span: ByteSpan, tile: SpanTile) -> int:
-    """Return where in the file the last byte ends that is not zero; 0 if all are."""
+    """Return where in the file the last nonzero byte ends; 0 if all are zero."""
     data = tile.data
     nbytes = len(data) if data[-1] else len(bytes(data).rstrip(b"\0"))
     return span.offset + tile.start + nbytes if nbytes else 0
@@ -141,7 +141,7 @@ _FIRST_NOT_FINITE = {
 """The lowest positive code that is infinite or NaN; those above it are too."""
 
 _ONLY_NAN = {"float8_e4m3fnuz": 0x80, "float8_e5m2fnuz": 0x80, "float8_e8m0fnu": 0xFF}
-"""Formats with a single code that is no number."""
+"""Formats with a single NaN code."""
 
 
 def can_be_not_finite(dtype: DType) -> bool:

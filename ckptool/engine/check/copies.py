@@ -1,4 +1,4 @@
-"""Files of two ranks that are one and the same: one was copied over the other."""
+"""Identical files of two ranks: one was copied over the other."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ _Shards = dict[str, tuple[TensorEntry, Chunk]]
 
 
 def copied_files(catalog: Catalog, source: Files) -> Iterator[Problem]:
-    """Yield each file that is byte for byte the file of another rank, though both hold shards.
+    """Yield each file that equals the file of another rank, though both hold shards.
 
-    Of files of one size both ends are read, and all of two whose ends are alike. Not where the
-    shards have one value throughout, as a state of zeros, and not in a store, where each file would
-    cost requests more.
+    Both ends of files of one size are read, and all of two whose ends are equal. Skips shards with
+    one value throughout, such as a state of zeros, and stores, where each file would cost requests.
     """
     entries = [entry for entry in catalog.tensors.values() if _lies_open(entry)]
     if source.block > 1 or not entries:
@@ -42,17 +41,17 @@ def copied_files(catalog: Catalog, source: Files) -> Iterator[Problem]:
 
 
 def _lies_open(entry: TensorEntry) -> bool:
-    """Return whether metadata alone says where elements lie: of DCP's items it does not."""
+    """Return whether metadata alone locates the elements, which is not so for DCP's items."""
     if isinstance(entry.chunks, ChunkTable):
         return isinstance(entry.chunks, LateTable)
     return any(isinstance(chunk.at, Extent) for chunk in entry.chunks)
 
 
 def _with_equal_ends(files: Iterable[str], source: Files) -> list[list[str]]:
-    """Return the files of one size whose first and last bytes are the same, where there are two."""
+    """Return files of one size with the same first and last bytes, if there are two."""
     sizes: dict[int, list[str]] = defaultdict(list)
     for name in files:
-        if name in source.files:  # the memory of other ranks is not
+        if name in source.files:  # other ranks' memory cannot be read
             sizes[source.files[name]].append(name)
     alike: dict[object, list[str]] = defaultdict(list)
     for size, names in sizes.items():
@@ -64,7 +63,7 @@ def _with_equal_ends(files: Iterable[str], source: Files) -> list[list[str]]:
 
 
 def _shards_by_file(entries: Iterable[TensorEntry]) -> dict[str, _Shards]:
-    """Return the tensors that each file holds one shard of, of those that several files share."""
+    """Return the tensors of which each file holds one shard, if several files share them."""
     files: dict[str, _Shards] = defaultdict(dict)
     for entry in entries:
         holders = {chunk.at.file for chunk in entry.chunks}
@@ -76,7 +75,7 @@ def _shards_by_file(entries: Iterable[TensorEntry]) -> dict[str, _Shards]:
 
 
 def _is_constant(entry: TensorEntry, chunk: Chunk, source: Files) -> bool:
-    """Return whether a shard begins with one element again and again, or is only one."""
+    """Return whether a shard begins with one repeated element, or has only one."""
     size, nbytes = entry.source_dtype.itemsize, source.files[chunk.at.file] - chunk.at.offset
     nbytes = min(_SAMPLE, math.prod(chunk.box.shape) * size, nbytes) // size * size
     data = source.read(chunk.at.file, chunk.at.offset, nbytes)
@@ -84,7 +83,7 @@ def _is_constant(entry: TensorEntry, chunk: Chunk, source: Files) -> bool:
 
 
 def _are_elsewhere(one: _Shards, other: _Shards) -> bool:
-    """Return whether two files hold shards of other places of each tensor that both hold."""
+    """Return whether two files hold shards of different places of each tensor that both hold."""
     both = one.keys() & other.keys()
     return bool(both) and all(one[name][1].box != other[name][1].box for name in both)
 

@@ -33,8 +33,8 @@ def digests(
 ) -> dict[str, str]:
     """Return the SHA-256 (hex) of each tensor's elements in row-major order, by name.
 
-    So it does not depend on how tensors are sharded. Bounded memory: a tile a worker. The chunks
-    must tile each tensor exactly; the largest are begun first.
+    It does not depend on how tensors are sharded. Memory is bounded: one tile per worker. The
+    chunks must tile each tensor exactly; the largest tensors are started first.
     """
     hexes: dict[str, str] = {}
 
@@ -71,10 +71,9 @@ def _sha256(pieces: Iterable[memoryview]) -> str:
 
 
 class DamageMap:
-    """Reads the records and blobs of some tensors once, and knows which of them are damaged.
+    """Reads the records and blobs of some tensors once, and records which of them are damaged.
 
-    Bytes without a checksum count as intact where the file has them: nothing says that they are
-    not.
+    Bytes without a checksum count as intact if the file has them.
     """
 
     def __init__(self, entries: Iterable[TensorEntry], source: Files, workers: int) -> None:
@@ -95,9 +94,9 @@ class DamageMap:
         read_tiles(TensorSource(source), decoding, self._check, workers)
 
     def problem(self, place: Place, shape: tuple[int, ...], itemsize: int) -> str | None:
-        """Return what is wrong with the bytes of a place; None if nothing is known to be.
+        """Return the problem of the bytes at a place; None if none is known.
 
-        ``shape`` and ``itemsize`` (bytes) are of the elements that lie there.
+        ``shape`` and ``itemsize`` (bytes) are those of the elements there.
         """
         if isinstance(place, EncodedBlob):
             return self._damaged.get(place)
@@ -108,7 +107,7 @@ class DamageMap:
         return self._overrun(place, shape, itemsize)
 
     def _overrun(self, place: Extent, shape: tuple[int, ...], itemsize: int) -> str | None:
-        """Return how elements lie behind the end of their file; None if they do not."""
+        """Return how far elements reach beyond the end of their file; None if they do not."""
         if not all(shape):
             return None
         steps = zip(shape, place.strides, strict=True)
@@ -119,7 +118,7 @@ class DamageMap:
         return f"it lies at bytes {place.offset:,} to {end:,} of {place.file}, which has {size:,}"
 
     def _check(self, place: Record | EncodedBlob, tiles: Iterator[memoryview]) -> None:
-        """Note what is wrong with a record, or with a blob that its job decodes."""
+        """Note the problem of a record, or of a blob that its job decodes."""
         problem, end = None, place.offset + place.nbytes
         try:
             if end > self._sizes.get(place.file, 0):
@@ -137,7 +136,7 @@ class DamageMap:
 
 
 def _decode_job(blob: EncodedBlob, entry: TensorEntry) -> Job[EncodedBlob, Gatherer, memoryview]:
-    """Return the job that decodes a blob whole, and yields nothing: what is wrong is raised."""
+    """Return the job that decodes a blob completely and yields nothing; it raises problems."""
 
     def decode(gatherer: Gatherer) -> Iterator[memoryview]:
         nowhere = Box.whole((0,) * len(entry.shape))

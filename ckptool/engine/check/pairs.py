@@ -1,4 +1,4 @@
-"""Read two tensors side by side, wherever and however either of them lies."""
+"""Read two tensors side by side, whatever their storage."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _TILES_PER_JOB = 3
 class TensorPair:
     """Two tensors of one shape; ``is_cast`` rounds one of them to the other's coarser type.
 
-    Only the ``boxes`` are compared; all of it where none are given.
+    Only the ``boxes`` are compared; all of it if there are none.
     """
 
     one: TensorEntry
@@ -43,7 +43,7 @@ class TensorPair:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether both are compared as they are stored, without memory for casts.
+        """Return whether both are compared as stored, without memory for casts.
 
         Computing a number of a quantized tensor takes some twenty times its bytes.
         """
@@ -57,7 +57,7 @@ class TensorPair:
 
 
 class PairTile(NamedTuple):
-    """The elements of one box on two sides; ``nbytes`` are those that were read of both."""
+    """The elements of one box on two sides; ``nbytes`` counts those read from both."""
 
     box: Box
     one: Array
@@ -74,7 +74,7 @@ class Unreadable(Exception):
 
 
 class SideReaders(NamedTuple):
-    """What one thread reads the two sides with."""
+    """The readers of the two sides for one thread."""
 
     one: Gatherer
     other: Gatherer
@@ -97,14 +97,15 @@ class PairSource(NamedTuple):
         return self.one.files, self.other.files
 
     def reader(self) -> SideReaders:
-        """Return what one thread reads with."""
+        """Return the readers for one thread."""
         return SideReaders(self.one.reader(), self.other.reader())
 
 
 def pair_jobs(pairs: Iterable[TensorPair]) -> Iterator[Job[TensorPair, SideReaders, PairTile]]:
     """Yield jobs that read some tiles of a pair each, in row-major order.
 
-    The chunks of every tensor must tile what is compared of it. Reading a tile raises Unreadable.
+    The chunks of every tensor must tile the part that is compared. Reading a tile raises
+    Unreadable.
     """
     for pair in pairs:
         itemsize = max(pair.one.source_dtype.itemsize, pair.other.source_dtype.itemsize)

@@ -71,14 +71,14 @@ def differing_replicas(
 
 
 def _holders(chunk: Chunk, copy: Copy) -> str:
-    """Return who holds a box twice: two ranks, or one, as of what a map makes of several."""
+    """Return the holders of both copies of a box: two ranks, or one, if a map joined tensors."""
     if chunk.rank == copy.rank:
         return "the tensors that it is made of"
     return f"rank {chunk.rank} and rank {copy.rank}"
 
 
 def _pair(entry: TensorEntry, chunk: Chunk, copy: Copy) -> TensorPair:
-    """Return the elements at the two places as tensors by themselves, as they are stored."""
+    """Return the elements at the two places as separate tensors, as they are stored."""
     from ckptool.engine.check.pairs import TensorPair
 
     shape = _without_repeats(chunk.box.shape, chunk.at, copy.at)

@@ -1,4 +1,4 @@
-"""What of an output is no tensor: headers, values, indexes and copied files, as they were made."""
+"""The non-tensor bytes of an output: headers, values, indexes and copied files."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from ckptool.errors import Changed, SourceError
 from ckptool.storage.local import Files
 
 _SUM = 4
-"""Bytes of the checksum of a part, which is known once that is written."""
+"""Bytes of the checksum of a part, which is known once the part is written."""
 _HOLE = 1 << 14
-"""Bytes of tensors that are read along with what is on both sides of them, on a disk."""
+"""Bytes of a tensor up to which it is read along with the bytes around it, on a disk."""
 
 _Sum = tuple[int, int]
-"""The offset of a checksum, and the number of the part that it is of."""
+"""The offset of a checksum, and the number of its part."""
 
 
 class RestRun(NamedTuple):
-    """Bytes of a file that are no tensor's, and those of small tensors between them.
+    """Non-tensor bytes of a file, and small tensors between them.
 
-    ``made`` is what they should be, of a store its digest. ``holes`` are where in the file the
-    tensors lie, and their bytes: they count as zeros. ``sums`` are where in the file checksums of
-    tensors lie, and the part that each is of. They are known once that is written, and count as
-    zeros: all of one part must be the same.
+    ``made`` is what they should be; for a store, its digest. ``holes`` are the offsets and sizes of
+    the tensors, which count as zeros. ``sums`` are the offsets of tensors' checksums, and the part
+    of each. They are known once that is written, and count as zeros: all of one part must be the
+    same.
     """
 
     file: str
@@ -48,7 +48,7 @@ class RestRun(NamedTuple):
 
 
 class _Copy(NamedTuple):
-    """A file of the source that lies in another as it is."""
+    """A file of the source that was copied into another unchanged."""
 
     file: str
     offset: int
@@ -61,7 +61,7 @@ class _Copy(NamedTuple):
 
 
 class _Rest:
-    """What is known of a run while its end is not."""
+    """An unfinished run."""
 
     def __init__(self, file: str) -> None:
         self.file = file
@@ -72,11 +72,11 @@ class _Rest:
 
     @property
     def end(self) -> int:
-        """Where in the file it ends by now."""
+        """Where in the file it ends so far."""
         return self.start + len(self.data)
 
     def go_on_at(self, offset: int) -> None:
-        """Leave out what lies before an offset; begin there where nothing is known yet."""
+        """Skip what is before an offset; begin there if the run is empty."""
         if not self.data:
             self.start = offset
         elif offset > self.end:
@@ -85,15 +85,15 @@ class _Rest:
 
 
 class RestTile(NamedTuple):
-    """How bytes that are no tensor's are not as they were made; None if they are."""
+    """How non-tensor bytes differ from what was written; None if they do not."""
 
     problem: str | None
     nbytes: int = 0
-    """Progress counts the bytes of tensors alone."""
+    """Progress counts only the bytes of tensors."""
 
 
 class Rest:
-    """What of written files is no tensor, to be read back; ``sides`` are source and output."""
+    """The non-tensor bytes of written files, to be read back; ``sides`` are source and output."""
 
     def __init__(self, files: Sequence[FileLayout], sides: tuple[Files, Files]) -> None:
         self._files = files
@@ -107,8 +107,8 @@ class Rest:
     ) -> Iterator[Job[Any, SideReaders, Any]]:
         """Yield the jobs of tensors, and those that read the rest.
 
-        In a store the rest is read together with the tensors beside it: a request would else be
-        sent for each header.
+        In a store the rest is read together with the tensors beside it, as each header would cost a
+        request.
         """
         if self._written.block == 1:
             yield from of_tensors
@@ -130,11 +130,11 @@ class Rest:
         yield from (self._job_of(one) for one in rest if isinstance(one, _Copy))
 
     def look(self, file: str, tiles: Iterator[RestTile]) -> None:
-        """Note what of a file is not as it was made. Raises what reading the source does."""
+        """Note differences in a file. Raises the errors of reading the source."""
         self._problems += [tile.problem for tile in tiles if tile.problem is not None]
 
     def problem(self) -> str | None:
-        """Return where a file is first not as it was laid out, once all was read; None if none."""
+        """Return the first difference of a file from its layout, once all was read."""
         for file in self._files:
             nbytes = self._written.files.get(file.path)
             if nbytes is None:
@@ -147,7 +147,7 @@ class Rest:
         return f"{name}: two checksums of a tensor, part {number:,} of the file, differ"
 
     def _rest_of(self, file: FileLayout) -> Iterator[RestRun | _Copy]:
-        """Yield what of a file is no tensor, in order, in runs of about a tile at most."""
+        """Yield the non-tensor bytes of a file, in order, in runs of about a tile at most."""
         tile, widest = self._written.tile, _HOLE if self._written.block == 1 else 0
         run, offset = _Rest(file.path), 0
         for part in file.parts:
@@ -167,7 +167,7 @@ class Rest:
             yield self._run(run)
 
     def _run(self, rest: _Rest) -> RestRun:
-        """Return the run of bytes that ends here; the next one begins there."""
+        """Return the run that ends here; the next one begins there."""
         data, start, end = memoryview(rest.data), rest.start, rest.end
         sums = tuple([each for each in rest.sums if start - _SUM < each[0] < end])
         _blank(data, start, sums)
@@ -177,7 +177,7 @@ class Rest:
         return run
 
     def _mark(self, data: memoryview) -> bytes:
-        """Return what tells bytes from others: on a disk, where they are read at once, these."""
+        """Return a key that distinguishes bytes: on a disk the bytes themselves."""
         return bytes(data) if self._written.block == 1 else _digest(data)
 
     def _job_of(self, one: RestRun | _Copy) -> Job[str, SideReaders, RestTile]:
@@ -198,7 +198,7 @@ class Rest:
             yield RestTile(None if is_equal else f"{where} differ from what was to be written")
 
     def _note_sums(self, run: RestRun, data: memoryview) -> None:
-        """Note the checksums in a run, which may be cut off; those that are the same leave 0."""
+        """Note the checksums in a run, which may be truncated; equal ones leave 0."""
         values: dict[int, int] = {}
         for at, number in run.sums:
             low, high = _inside(data, run.offset, at)
@@ -240,14 +240,14 @@ def _read_back(readers: SideReaders, file: str, offset: int, nbytes: int) -> mem
 
 
 def _blank(data: memoryview, start: int, sums: Iterable[_Sum]) -> None:
-    """Put zeros in the place of checksums, which may lie in part in the bytes from ``start`` on."""
+    """Replace checksums with zeros; they may be partly in the bytes from ``start`` on."""
     for at, _ in sums:
         low, high = _inside(data, start, at)
         data[low:high] = bytes(high - low)
 
 
 def _inside(data: memoryview, start: int, at: int) -> tuple[int, int]:
-    """Return which of the bytes from ``start`` on are those of a checksum."""
+    """Return which of the bytes from ``start`` on belong to a checksum."""
     return max(0, at - start), min(len(data), at - start + _SUM)
 
 

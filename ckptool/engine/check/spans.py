@@ -1,4 +1,4 @@
-"""Runs of bytes that are read once: tile by tile, file by file, decoded where they are packed."""
+"""Runs of bytes that are read once: tile by tile, file by file, decoded if they are packed."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class View:
 
 @dataclass(eq=False, slots=True)
 class ByteSpan:
-    """``nbytes`` of a file, or of what ``packing`` decodes to, that are read once.
+    """``nbytes`` of a file, or of the decoded ``packing``, that are read once.
 
-    ``crc32`` is what the writer recorded, None if it did not; ``what`` is how errors call it.
+    ``crc32`` is what the writer recorded, None if it did not; ``what`` is its name in errors.
     """
 
     file: str
@@ -59,7 +59,7 @@ class Packing:
 
 
 class SpanTile(NamedTuple):
-    """Bytes of a span from ``start`` on; or of a file that are no span's."""
+    """Bytes of a span from ``start`` on; or of a file, outside its spans."""
 
     span: ByteSpan | None
     start: int
@@ -72,13 +72,13 @@ class SpanTile(NamedTuple):
 
 
 SpanJob = Job[str | None, ByteReader, SpanTile]
-"""Its subject is the file that is read from end to end, None if it is not."""
+"""Its subject is the file that is read from end to end, None if there is none."""
 
 
 def span_jobs(spans: Iterable[ByteSpan], whole: Mapping[str, int], limit: int) -> Iterator[SpanJob]:
     """Yield one tile of at most ``limit`` bytes, one file, or all spans of one packed blob each.
 
-    Files of ``whole``, which have so many bytes, are read from end to end.
+    Files of ``whole``, which maps them to their sizes, are read from end to end.
     """
     packed: dict[Packing, list[ByteSpan]] = {}
     inside: dict[str, list[ByteSpan]] = {file: [] for file in whole}
@@ -101,7 +101,7 @@ def span_jobs(spans: Iterable[ByteSpan], whole: Mapping[str, int], limit: int) -
 
 
 def _split_overlapping(spans: Iterable[ByteSpan]) -> tuple[list[ByteSpan], list[ByteSpan]]:
-    """Return spans that lie behind one another, and those that begin inside one of these."""
+    """Return consecutive spans, and those that begin inside one of these."""
     adjoining: list[ByteSpan] = []
     overlapping: list[ByteSpan] = []
     for span in sorted(spans, key=lambda span: span.offset):
@@ -131,7 +131,7 @@ def _read_part(span: ByteSpan, start: int, nbytes: int, reader: ByteReader) -> I
 def _read_file(
     file: str, nbytes: int, spans: Sequence[ByteSpan], reader: ByteReader
 ) -> Iterator[SpanTile]:
-    """Yield all bytes of a file in order; those between its spans too."""
+    """Yield all bytes of a file in order, including those between its spans."""
     position = 0
     for span in spans:
         for data in reader.run(file, position, span.offset - position):
@@ -147,7 +147,7 @@ def _read_packed(
 ) -> Iterator[SpanTile]:
     """Yield the tiles of all spans of one blob, in the order in which they are decoded.
 
-    Raises Damaged if it decodes to more or fewer bytes, or does not.
+    Raises Damaged if it decodes to more or fewer bytes, or not at all.
     """
     in_order = sorted(spans, key=lambda span: span.offset)
     cuts = iter([(span, *cut) for span in in_order for cut in _cut(span, reader.tile)])
@@ -183,7 +183,7 @@ def _decode(packing: Packing, span: ByteSpan, reader: ByteReader) -> Iterator[by
 
 
 def _read_stored(packing: Packing, reader: ByteReader) -> Iterator[bytes]:
-    """Yield a blob as it is stored, through memory that is not the reader's buffer."""
+    """Yield a blob as stored, in memory other than the reader's buffer."""
     for start in range(0, packing.nbytes, _PIECE):
         piece = memoryview(bytearray(min(_PIECE, packing.nbytes - start)))
         reader.read_into(packing.file, packing.offset + start, piece)

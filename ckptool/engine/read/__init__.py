@@ -1,1 +1,1 @@
-"""Bytes of tensors into memory."""
+"""Reading the bytes of tensors into memory."""

@@ -1,4 +1,4 @@
-"""Containers that are opened when their elements are read: what to fetch, and where these lie."""
+"""Containers that are opened when their elements are read: what to fetch, and where these are."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ckptool.core.plan import Tile
 from ckptool.storage.local import Run
 
 Need = Run | Opening
-"""Bytes that are read, or what is opened before: each once, whoever reads it."""
+"""Bytes that are read, or something to open first, once for all readers."""
 
 
 def open_place(at: Place, shape: tuple[int, ...]) -> Place:
-    """Return where the elements of a chunk of ``shape`` lie; a container is opened for that."""
+    """Return where the elements of a chunk of ``shape`` are; opens its container."""
     if isinstance(at, Container) and at.opening is not None:
         return at.opening.place(at, shape)
     return at
@@ -35,7 +35,7 @@ def open_tile(tile: Tile) -> Tile:
 
 
 def likely_place(at: Place, itemsize: int) -> Place:
-    """Return where the elements likely lie of what is opened later; any other place itself."""
+    """Return the likely place of elements that are opened later; any other place unchanged."""
     if not isinstance(at, Container) or at.opening is None or at.part is None:
         return at
     start, steps = at.part.start * itemsize, (step * itemsize for step in at.part.strides)
@@ -49,7 +49,7 @@ def openings(at: Place) -> Iterator[Opening]:
 
 
 def runs_of(needs: Iterable[Need], opened: set[Opening]) -> Iterator[Run]:
-    """Yield the bytes that are read, and those of what is opened, but for what was before."""
+    """Yield the bytes that are read, and those of what is opened, except what was opened before."""
     for need in needs:
         if isinstance(need, tuple):
             yield need

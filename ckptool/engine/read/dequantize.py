@@ -1,8 +1,8 @@
-"""Dequantize: numbers from coarse ones and the scales of their blocks, as torch computes them.
+"""Dequantize: compute numbers from values and the scales of their blocks, as torch does.
 
-The formulas are those of ``torch.distributed.checkpoint.quantized_hf_storage`` (torch 2.13): FP8
-in blocks as DeepSeek-V3 stores it, and MXFP4 as gpt-oss does; those of compressed-tensors (0.20):
-packed integers, and NVFP4, of which ModelOpt has a dialect; of AutoGPTQ (0.7), AutoAWQ (0.2),
+The formulas are those of ``torch.distributed.checkpoint.quantized_hf_storage`` (torch 2.13): FP8 in
+blocks as DeepSeek-V3 stores it, and MXFP4 as gpt-oss does; those of compressed-tensors (0.20):
+packed integers, and NVFP4, of which ModelOpt has a variant; of AutoGPTQ (0.7), AutoAWQ (0.2),
 bitsandbytes (0.50) and torchao (0.18).
 """
 
@@ -38,7 +38,7 @@ _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 def fill_scaled(gather: Gather, at: ScaledBlocks, out: Array, box: Box, dtype: DType) -> None:
     """Compute the elements of a box, rounded to ``dtype`` once, into ``out``.
 
-    ``gather`` reads a box of a tensor as it is stored.
+    ``gather`` reads a box of a tensor as stored.
     """
     try:
         import torch
@@ -55,11 +55,11 @@ def fill_scaled(gather: Gather, at: ScaledBlocks, out: Array, box: Box, dtype: D
 
 
 _Region = tuple[Box, int, tuple[int, ...]]
-"""A box of the whole tensor, where in it a part's box begins, and with what strides it goes on."""
+"""A box of the whole tensor, where in it a part's box begins, and the part's strides."""
 
 
 def least_box(part: StridedPart, box: Box) -> _Region | None:
-    """Return the least box of the whole tensor that holds a part's ``box``.
+    """Return the smallest box of the whole tensor that contains a part's ``box``.
 
     None if a dim of the part does not run along one of the whole tensor.
     """
@@ -83,7 +83,7 @@ def least_box(part: StridedPart, box: Box) -> _Region | None:
 
 
 def run_of_rows(part: StridedPart, box: Box) -> _Region:
-    """Return the least run of rows that holds a part's ``box``, along the first dim of several."""
+    """Return the smallest run of rows, along one dim, that contains a part's ``box``."""
     rows = row_major_strides(part.shape, 1)
     first = part.start + sum(i * s for i, s in zip(box.lo, part.strides, strict=True))
     last = first + sum((n - 1) * s for n, s in zip(box.shape, part.strides, strict=True))
@@ -107,14 +107,14 @@ def _dequantize_blocks(gather: Gather, at: ScaledBlocks, box: Box, wanted: Any) 
 
 
 def _dequantize_affine(gather: Gather, at: ScaledBlocks, box: Box, wanted: Any) -> Any:
-    """Subtract the zero points of blocks, which are integers, and multiply by their scales."""
+    """Subtract the integer zero points of blocks, and multiply by their scales."""
     zeros = read_floats(gather, at.others[0], blocks_of(box, at.block))
     numbers = read_floats(gather, at.values, box) - spread(zeros, at, box)
     return (numbers * spread_scales(gather, at, box)).to(wanted)
 
 
 _ROW_FACTOR = 7.874015718698502e-3
-"""1 / 127 as bitsandbytes has it: ``int8_vectorwise_dequant`` (0.50)."""
+"""1 / 127 as bitsandbytes uses it: ``int8_vectorwise_dequant`` (0.50)."""
 
 
 def _dequantize_rows(gather: Gather, at: ScaledBlocks, box: Box, wanted: Any) -> Any:
@@ -141,7 +141,7 @@ def _dequantize_codes(gather: Gather, at: ScaledBlocks, box: Box, wanted: Any) -
 
 
 def _absmax(gather: Gather, at: ScaledBlocks, grid: Box) -> Any:
-    """Return the scales of blocks in 32 bits, nested ones multiplied out and moved."""
+    """Return the scales of blocks in 32 bits; nested ones are dequantized."""
     import torch
 
     scales = _flat(gather, at.scales, grid)
@@ -156,12 +156,12 @@ def _absmax(gather: Gather, at: ScaledBlocks, grid: Box) -> Any:
 
 
 def _flat(gather: Gather, entry: TensorEntry, box: Box) -> Any:
-    """Read a run of the elements of a tensor of one dim, or of several of which one is not 1."""
+    """Read a run of the elements of a tensor with only one dim other than 1."""
     return read_floats(gather, entry, _widened(entry, box.lo[0], box.hi[0])).flatten()
 
 
 def _widened(entry: TensorEntry, lo: int, hi: int) -> Box:
-    """Return the box of a run of elements of a tensor all of whose dims but one are 1."""
+    """Return the box of a run of elements of a tensor with only one dim other than 1."""
     longest = max(range(len(entry.shape)), key=lambda dim: entry.shape[dim])
     start = tuple(lo if dim == longest else 0 for dim in range(len(entry.shape)))
     stop = tuple(hi if dim == longest else 1 for dim in range(len(entry.shape)))
@@ -169,7 +169,7 @@ def _widened(entry: TensorEntry, lo: int, hi: int) -> Box:
 
 
 def _bytes_of(gather: Gather, entry: TensorEntry, lo: int, hi: int) -> Any:
-    """Read a run of the bytes of a tensor all of whose dims but one are 1."""
+    """Read a run of the bytes of a tensor with only one dim other than 1."""
     import torch
 
     size = entry.source_dtype.itemsize
@@ -182,7 +182,7 @@ def _bytes_of(gather: Gather, entry: TensorEntry, lo: int, hi: int) -> Any:
 def _dequantize_nvfp4(gather: Gather, at: ScaledBlocks, box: Box, wanted: Any) -> Any:
     """Multiply floats of four bits by scales of 8 bits and one of all, in 32 bits.
 
-    Two floats are in a byte, the first in its lower half. The scale of all divides the others
+    A byte has two floats, the first in its lower half. The scale of all divides the others
     (compressed-tensors) or multiplies them (ModelOpt); MXFP4 has none.
     """
     import torch
@@ -190,7 +190,7 @@ def _dequantize_nvfp4(gather: Gather, at: ScaledBlocks, box: Box, wanted: Any) -
     lo, hi = box.lo[-1] // 2, -(-box.hi[-1] // 2)
     pairs = torch.from_numpy(gather(at.values, Box((*box.lo[:-1], lo), (*box.hi[:-1], hi))))
     divides = at.scheme == "nvfp4/"
-    # The sign of a zero is kept by compressed-tensors, not by ModelOpt.
+    # compressed-tensors keeps the sign of a zero, ModelOpt does not
     table = torch.tensor([*_FP4, -0.0 if divides else 0.0, *(-n for n in _FP4[1:])])
     numbers = table[torch.stack((pairs & 0x0F, pairs >> 4), -1).to(torch.long)].flatten(-2)
     first = box.lo[-1] - 2 * lo
@@ -208,7 +208,7 @@ def _dequantize_mxfp4(gather: Gather, at: ScaledBlocks, box: Box, wanted: Any) -
 
     grid, size = blocks_of(box, at.block), at.block[-1]
     pairs = torch.from_numpy(gather(at.values, Box((*grid.lo, 0), (*grid.hi, size // 2))))
-    # Twice the values, since 2 ** 128 is beyond floats of 32 bits, and half of it is not.
+    # twice the values, since 2 ** 128 exceeds 32-bit floats, and half of it does not
     table = torch.tensor([2 * number for number in (*_FP4, *(-n for n in _FP4))], dtype=wanted)
     codes = torch.arange(256)
     both = torch.stack((table[codes & 0x0F], table[codes >> 4]), -1)
@@ -217,7 +217,7 @@ def _dequantize_mxfp4(gather: Gather, at: ScaledBlocks, box: Box, wanted: Any) -
     numbers = numbers.reshape(*grid.shape, size)
     exponents = torch.from_numpy(gather(at.scales, grid)).to(torch.int32) - 128
     factors = torch.pow(2.0, exponents).unsqueeze(-1)
-    # float16 has not all these powers of two: there the product is rounded, not the factor.
+    # float16 lacks some of these powers of two: the product is rounded, not the factor
     numbers *= factors if wanted == torch.float16 else factors.to(wanted)
     rows = numbers.reshape(*grid.shape[:-1], grid.shape[-1] * size)
     start = box.lo[-1] - grid.lo[-1] * size
@@ -236,4 +236,4 @@ _SCHEMES: Mapping[Scheme, Callable[[Gather, ScaledBlocks, Box, Any], Any]] = {
     "rows": _dequantize_rows,
     "codes": _dequantize_codes,
 }
-"""What computes a box of the numbers in 32 bits, rounded once to the type that is wanted."""
+"""The function that computes a box in 32 bits, which is rounded once to the requested type."""

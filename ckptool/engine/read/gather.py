@@ -1,4 +1,4 @@
-"""Fill an array with a box of a chunk, wherever and in whatever order its bytes lie."""
+"""Fill an array with a box of a chunk, whatever the place and order of its bytes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def unit(itemsize: int) -> np.dtype[Any]:
 
 
 def array(shape: tuple[int, ...], dtype: DType, buffer: memoryview) -> Array:
-    """Return a C-ordered array without values yet, in ``buffer`` where it fits."""
+    """Return an uninitialized C-ordered array, in ``buffer`` if it fits."""
     nbytes = math.prod(shape) * dtype.itemsize
     memory = buffer if nbytes <= len(buffer) else memoryview(bytearray(nbytes))
     return np.frombuffer(memory, "u1", nbytes).view(unit(dtype.itemsize)).reshape(shape)
@@ -54,14 +54,14 @@ def raw(values: Array) -> memoryview:
 
 
 def part_of(values: Array, box: Box) -> Array:
-    """Return the elements of a box of an array, as a view."""
+    """Return a view of the elements of a box of an array."""
     inside: Any = (..., *map(slice, box.lo, box.hi))
     part: Array = values[inside]
     return part
 
 
 def cut(values: Array, tile: Tile) -> Array:
-    """Return a tile, C-ordered, of a whole tensor; Damaged if its pieces do not fill it."""
+    """Return a C-ordered tile of a whole tensor; Damaged if its pieces do not fill it."""
     pieces = tile.pieces
     box, local = pieces[0]
     if len(pieces) == 1 and local.shape == tile.shape:
@@ -79,10 +79,10 @@ def cut(values: Array, tile: Tile) -> Array:
 
 
 class Gatherer:
-    """Reads boxes of chunks for one thread, with at most one decoded blob kept.
+    """Reads boxes of chunks for one thread, keeping at most one decoded blob.
 
-    ``note`` is called with pieces of records that are read in passing; ``beyond`` counts the
-    numbers that a cast makes infinite.
+    ``note`` is called with the pieces of records that are read; ``beyond`` counts the numbers that
+    a cast makes infinite.
     """
 
     def __init__(
@@ -108,11 +108,11 @@ class Gatherer:
         self._reader.close()
 
     def forget(self) -> None:
-        """Keep no rows any longer: the next boxes lie elsewhere."""
+        """Drop the kept rows: the next boxes are elsewhere."""
         self._rows.forget()
 
     def read_bytes(self, file: str, offset: int, nbytes: int) -> memoryview:
-        """Return bytes of a file, in memory that the next call may use again."""
+        """Return bytes of a file, in memory that the next call may reuse."""
         data = self.memory(nbytes)[:nbytes]
         self._reader.read_into(file, offset, data)
         return data
@@ -128,8 +128,8 @@ class Gatherer:
     ) -> None:
         """Copy ``box`` (in the global tensor's coordinates) of the chunk into ``out``.
 
-        ``shared`` says that boxes beside it will be asked for next: whole rows are then read and
-        kept, so that the file is read once for all of them.
+        ``shared`` means that neighbouring boxes follow: whole rows are then read and kept, so that
+        the file is read once for all of them.
         """
         local = box.relative_to(chunk.box.lo)
         rows = row_run(chunk, local, dtype.itemsize) if shared else None
@@ -158,7 +158,7 @@ class Gatherer:
             raise TypeError(f"{at} was never located")
 
     def gather(self, entry: TensorEntry, box: Box) -> Array:
-        """Return a box of a whole tensor, as its elements are stored.
+        """Return a box of a whole tensor, with its elements as stored.
 
         The chunks must cover the box. Runs of checksummed records are noted.
         """
@@ -167,16 +167,16 @@ class Gatherer:
         return values
 
     def read_stored(self, entry: TensorEntry, box: Box) -> Array:
-        """Return the same as ``gather``, in memory that the next call may use again."""
+        """Return the same as ``gather``, in memory that the next call may reuse."""
         nbytes = box.volume * entry.source_dtype.itemsize
         values = array(box.shape, entry.source_dtype, self.memory(nbytes))
         self.gather_into(values, entry, box)
         return values
 
     def read_values(self, entry: TensorEntry, box: Box) -> Array:
-        """Return the same as ``read_stored``, in the element type that a rewrite asks for.
+        """Return the same as ``read_stored``, in the element type that a rewrite requests.
 
-        Raises Unsupported if that needs torch and it is not there.
+        Raises Unsupported if that needs torch and torch is missing.
         """
         stored, types = self.read_stored(entry, box), (entry.source_dtype, entry.dtype)
         made = cast(stored, *types)
@@ -204,7 +204,7 @@ class Gatherer:
     def _count_computed(
         self, beyond: RangeCheck, entry: TensorEntry, at: ScaledBlocks, made: tuple[Array, Box]
     ) -> None:
-        """Count the computed numbers that are beyond the range of the type they are made in."""
+        """Count the computed numbers that exceed the range of their type."""
         values, local = made
         if not beyond.may_have_lost(values, entry.source_dtype):
             return
@@ -214,7 +214,7 @@ class Gatherer:
         beyond.note(entry.name, numbers, wide, values, entry.source_dtype)
 
     def _fill_run(self, out: Array, at: Place, local: Box) -> bool:
-        """Read what is one run of a file as it lies, and note it; return whether it is."""
+        """Read and note a single run of a file; return whether it is one."""
         if not isinstance(at, Extent) or at.ops or not out.size:
             return False
         if not contiguous(at.strides, out.shape, out.itemsize):
@@ -242,7 +242,7 @@ class Gatherer:
         return known[1]
 
     def _row_block(self, at: Extent, start: int, nbytes: int, out: Array, local: Box) -> Array:
-        """Return a box of the rows that lie at ``start``, read unless they are kept."""
+        """Return a box of the rows at ``start``; reads them unless they are kept."""
         begin = self._rows.begin(at, start, nbytes)
         inside = begin + sum(i * s for i, s in zip(local.lo[1:], at.strides[1:], strict=True))
         return np.ndarray(out.shape, out.dtype, self._rows.buffer, inside, at.strides)
@@ -269,7 +269,7 @@ class Gatherer:
         order = sorted(range(out.ndim), key=lambda d: -strides[d])
         stored_so = out.flags.c_contiguous and order == [*range(out.ndim)]
         if not worth and not stored_so and out.nbytes <= SPAN:
-            # In the file's order many runs are one call; out of memory they are put in any order.
+            # in the file's order many runs are one call; memory takes them in any order
             stored: Array = np.empty([out.shape[d] for d in order], out.dtype)
             self._fill(stored, file, offset, tuple(strides[d] for d in order))
             out.transpose(order)[...] = stored
@@ -304,7 +304,7 @@ def _runs(out: Array, dim: int, strides: tuple[int, ...]) -> list[memoryview] | 
 
 
 def _require_crc(at: EncodedBlob, blob: bytes, what: str) -> None:
-    """Raise Damaged if a decoded blob is not what its writer checksummed."""
+    """Raise Damaged if a decoded blob does not match its writer's checksum."""
     record = at.record
     if record is None:
         return

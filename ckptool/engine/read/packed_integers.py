@@ -1,4 +1,4 @@
-"""Integers in words of 32 bits, the first in the lowest bits: unpack them, and make them numbers.
+"""Integers packed into 32-bit words, lowest bits first: unpack and dequantize them.
 
 compressed-tensors packs along the columns, with half of the range added. AutoGPTQ packs along the
 inputs, which are the columns of the weight; AutoAWQ along the outputs, its rows, in another order.
@@ -17,7 +17,7 @@ from ckptool.engine.read.scaled import Gather, blocks_of, read_floats, spread, s
 from ckptool.errors import Damaged, Unsupported
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where in a word the eight integers of four bits lie that AutoAWQ packs (``packing_utils``)."""
+"""The position in a word of each of AutoAWQ's eight 4-bit integers (``packing_utils``)."""
 _WORD = 32
 
 
@@ -50,9 +50,9 @@ def dequantize_packed(gather: Gather, at: ScaledBlocks, box: Box, wanted: Any) -
 def dequantize_gptq(gather: Gather, at: ScaledBlocks, box: Box, wanted: Any) -> Any:
     """Subtract the zero points of GPTQ's integers, and multiply by scales, in 32 bits.
 
-    A column has the scale of the group that ``g_idx`` says, or of its block. AutoGPTQ adds one to
-    a stored zero point; where that leaves its bits, it (0.7) has another result than GPTQModel,
-    which lets the next zero point have the carry: Unsupported.
+    A column has the scale of the group in ``g_idx``, or of its block. AutoGPTQ adds one to a stored
+    zero point; if that overflows its bits, AutoGPTQ (0.7) and GPTQModel, which carries into the
+    next zero point, differ: Unsupported.
     """
     bits, added = map(int, at.settings)
     zeros, *order = at.others
@@ -93,14 +93,14 @@ def _floats() -> Any:
 
 
 def _blocks(start: int, stop: int, at: ScaledBlocks) -> Any:
-    """Return the group of each column where a group is a run of them."""
+    """Return the group of each column if groups are consecutive columns."""
     import torch
 
     return torch.arange(start, stop) // at.block[-1]
 
 
 def _order(gather: Gather, order: TensorEntry, start: int, stop: int, at: ScaledBlocks) -> Any:
-    """Read the group of each column. Raises Damaged if there is no such group."""
+    """Read the group of each column. Raises Damaged for a group number out of range."""
     import torch
 
     stored = np.ascontiguousarray(gather(order, Box((start,), (stop,))))
@@ -112,10 +112,10 @@ def _order(gather: Gather, order: TensorEntry, start: int, stop: int, at: Scaled
 
 
 def _groups(gather: Gather, order: TensorEntry, start: int, stop: int, at: ScaledBlocks) -> Any:
-    """Read the groups of columns as compressed-tensors orders them; None if it does not.
+    """Read the groups of columns in compressed-tensors' order; None if it has none.
 
-    It has -1 where there is no order. Raises Damaged if groups are not of one size, for then
-    which scale a column has is not defined.
+    -1 means no order. Raises Damaged if groups differ in size, as the scale of a column is then
+    undefined.
     """
     import torch
 
@@ -132,9 +132,9 @@ def _groups(gather: Gather, order: TensorEntry, start: int, stop: int, at: Scale
 
 
 def _unpack(gather: Gather, words: TensorEntry, box: Box, dim: int, bits: int) -> Any:
-    """Return a box of the integers that are packed along a dim, as integers of 32 bits.
+    """Return a box of the integers packed along a dim, as 32-bit integers.
 
-    Those of a width that does not divide a word run on into the next one.
+    If their width does not divide a word, they continue in the next word.
     """
     import torch
 

@@ -26,7 +26,7 @@ ExtentRun = tuple[Extent, int, int, int]
 
 
 def run_of(tile: Tile, source: TileSource) -> ExtentRun | None:
-    """Return the run of bytes that one source of a tile is, None if it is none as it lies."""
+    """Return the run of bytes of one source of a tile, None if it is not a run as stored."""
     at, where = source.chunk.at, source.where
     itemsize = tile.entry.source_dtype.itemsize
     if not isinstance(at, Extent) or at.ops or where.shape[1:] != tile.shape[1:]:
@@ -49,7 +49,7 @@ def touch(
 
 
 class PlannedPiece(NamedTuple):
-    """Bytes of a tile as they are to be written, ``skip`` bytes behind its beginning."""
+    """Bytes of a tile in the form to be written, at the offset ``skip``."""
 
     tile: Tile
     skip: int
@@ -58,16 +58,16 @@ class PlannedPiece(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that were read for it."""
+        """Bytes read for it."""
         return len(self.data)
 
 
 class PlanReader:
     """Reads tiles of a plan for one thread.
 
-    Tiles of straight runs of bytes are read piece by piece, wide columns are cut out of rows that
-    are read once; others are gathered. Numpy is imported only where it is needed. All pieces
-    of checksummed records that are read are noted in ``records``.
+    Tiles of straight runs of bytes are read piece by piece, wide columns are cut from rows that are
+    read once; others are gathered. Numpy is imported only on demand. All pieces of checksummed
+    records are noted in ``records``.
     """
 
     def __init__(self, source: Files, records: RecordCheck) -> None:
@@ -102,7 +102,7 @@ class PlanReader:
                 yield PlannedPiece(tile, 0, data, crc32(data))
 
     def _cut_whole(self, tiles: Sequence[Tile]) -> Iterator[PlannedPiece]:
-        """Read a tensor, and cut tiles out of it."""
+        """Read a tensor, and cut tiles from it."""
         from ckptool.engine.read.gather import cut, raw
 
         entry = tiles[0].entry
@@ -114,9 +114,9 @@ class PlanReader:
             yield PlannedPiece(tile, 0, data, crc32(data))
 
     def data(self, tile: Tile, *, shared: bool) -> memoryview:
-        """Return the bytes of a tile as they are to be written, until the next is asked for.
+        """Return the bytes of a tile in the form to be written, valid until the next call.
 
-        Where others are made of the same rows of the source, these are read whole.
+        If other tiles use the same rows of the source, these are read whole.
         """
         self._forget_rows()
         tile = open_tile(tile)
@@ -135,14 +135,14 @@ class PlanReader:
             self._rows.forget()
 
     def _straight_runs(self, tile: Tile) -> list[ExtentRun]:
-        """Return the sources of a tile that are runs of bytes as they lie; note its records."""
+        """Return the sources of a tile that are straight runs of bytes; note its records."""
         for source in tile.sources:
             touch(self._records, tile.entry, source.chunk)
         runs = (run_of(tile, source) for source in tile.sources)
         return [run for run in runs if run is not None]
 
     def _copy_run(self, tile: Tile, run: ExtentRun) -> Iterator[PlannedPiece]:
-        """Read a run of bytes in pieces that the processor's cache holds."""
+        """Read a run of bytes in pieces that fit the processor's cache."""
         at, start, skip, nbytes = run
         total, step = 0, min(self._source.piece, len(self._buffer))
         for done in range(0, nbytes, step):
@@ -155,7 +155,7 @@ class PlanReader:
             self._records.piece(at.record, start, nbytes, total)
 
     def _bytes_of(self, tile: Tile, straight: list[ExtentRun], *, shared: bool) -> memoryview:
-        """Return the bytes of a tile as they are to be written; note its ``straight`` runs."""
+        """Return the bytes of a tile in the form to be written; note its ``straight`` runs."""
         if shared and tile.entry.source_dtype == tile.entry.dtype:
             data = self._rows.columns(tile)
             if data is not None:
@@ -175,7 +175,7 @@ class PlanReader:
         return raw(cast(values, tile.entry.source_dtype, tile.entry.dtype))
 
     def _gather(self, tile: Tile, *, shared: bool) -> Array:
-        """Return the tile's elements as the source has them, in an array of the tile's shape."""
+        """Return the tile's elements as in the source, in an array of the tile's shape."""
         from ckptool.engine.read.gather import array
 
         dtype = tile.entry.source_dtype

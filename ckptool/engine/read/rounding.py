@@ -1,7 +1,7 @@
-"""Numbers in another floating type, bit for bit as torch's ``.to()`` makes them, without torch.
+"""Cast numbers to another floating type, bit for bit as torch's ``.to()``, without torch.
 
-Where torch itself makes other NaNs at other places of a tensor (its vector code and the code for
-the rest of a row differ), NaNs are those of the vector code (torch 2.13 on x86).
+Where torch itself makes different NaNs depending on their place in a tensor (its vector code and
+the code for the rest of a row differ), NaNs are those of the vector code (torch 2.13 on x86).
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from ckptool.errors import Unsupported
 Array = np.ndarray[Any, np.dtype[Any]]
 
 _PIECE = 1 << 16
-"""Elements at a time, which the processor's cache holds."""
+"""Elements per step, which fit the processor's cache."""
 _NAN, _NAN_OF_HALF = 0xFFFF, 0x7FC0
-"""What torch makes of a NaN in bfloat16, the second where it comes from float16."""
+"""Torch's bfloat16 NaN, the second one for NaNs from float16."""
 _QUIET, _QUIET_HALF = np.uint32(0x0040_0000), np.uint32(0x7E00)
 _INFINITY, _SIZE = np.uint32(0x7F80_0000), np.uint32(0x7FFF_FFFF)
 _LEAST_HALF, _BEYOND_HALF = np.uint32(113 << 23), np.uint32(143 << 23)
-"""The least normal half, and the least number whose exponent is beyond those of halves."""
+"""The smallest normal half, and the smallest number whose exponent exceeds those of halves."""
 
 
 def cast(values: Array, stored: DType, wanted: DType) -> Array:
-    """Return the same numbers in another element type, rounded to nearest even as torch does.
+    """Return the numbers in another element type, rounded to nearest even as torch does.
 
-    ``values`` are stored bits of any shape, and so is the result. Raises Unsupported if only
-    torch does it and it is not there.
+    ``values`` are stored bits of any shape, and so is the result. Raises Unsupported if only torch
+    can, and torch is missing.
     """
     if stored == wanted:
         return values
@@ -48,9 +48,9 @@ def cast(values: Array, stored: DType, wanted: DType) -> Array:
 
 
 class RangeCheck:
-    """Counts numbers that are beyond the range of the type they are cast to.
+    """Counts numbers beyond the range of the type they are cast to.
 
-    What is not finite when stored does not count, unless it becomes a number.
+    A number that is stored as non-finite does not count, unless it becomes finite.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class RangeCheck:
         return bool(_is_limit(made.reshape(-1), wanted).any())
 
     def note(self, name: str, values: Array, stored: DType, made: Array, wanted: DType) -> None:
-        """Count those of one tensor in some values, as they are stored and as they were cast."""
+        """Count those of one tensor in some values, as stored and as cast."""
         limits = _is_limit(made.reshape(-1), wanted)
         if not limits.any():
             return
@@ -78,9 +78,9 @@ class RangeCheck:
 
 
 _EXPONENT = {"float64": 0x7FF0 << 48, "float32": 0x7F80_0000, "float16": 0x7C00, "bfloat16": 0x7F80}
-"""The bits of the exponent, all of which infinities and NaNs have, and no other number has."""
+"""The bits of the exponent, all set in infinities and NaNs only."""
 _MOST, _BEYOND_MOST = 0x7E, 464.0
-"""The bits of 448, the largest number of e4m3fn, and what is rounded to it at most."""
+"""The bits of 448, the largest number of e4m3fn, and of the largest number rounded to it."""
 
 
 def _is_finite(bits: Array, dtype: DType) -> Array:
@@ -98,14 +98,14 @@ def _is_limit(bits: Array, dtype: DType) -> Array:
 
 
 def _is_beyond(bits: Array, dtype: DType) -> Array:
-    """Return where numbers, infinite ones included, are larger than what is rounded to 448."""
+    """Return where numbers, including infinite ones, are larger than any that is rounded to 448."""
     single = BY_NAME["float32"]
     numbers = cast(bits, dtype, single).view(np.float32)
     return np.asarray(np.abs(numbers) > _BEYOND_MOST)
 
 
 def _round(bits: Array, stored: str, wanted: str) -> Array:
-    """Return the bits in the other type; what is not 64 bits wide on both sides goes through 32."""
+    """Return the bits in the other type; goes through 32 bits unless both sides have 64."""
     if stored == "float64":
         single = bits.view(np.float64).astype(np.float32).view(np.uint32)
     elif stored == "bfloat16":
@@ -154,7 +154,7 @@ def _to_bfloat16(single: Array, quiet: int) -> Array:
 def _to_half(single: Array) -> Array:
     """Round floats of 32 bits to halves; NaNs become quiet and keep their payload's upper bits.
 
-    Normal numbers are rounded as integers, for numpy's own way is slow.
+    Normal numbers are rounded as integers, as numpy's own way is slow.
     """
     size = single & _SIZE
     rounded = size >> np.uint32(13)

@@ -1,4 +1,4 @@
-"""Whole rows of chunks, read once for the tiles that share them, and columns cut out of them."""
+"""Whole rows of chunks, read once for the tiles that share them, and columns cut from them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ NotePiece = Callable[[Record, int, memoryview], None]
 """Called with each piece of a checksummed record: the record, the file offset and the bytes."""
 
 _NARROW = 512
-"""Bytes of a row of a column block below which elements are copied faster than rows of bytes."""
+"""Bytes of a row of a column block below which copying elements is faster than copying rows."""
 
 
 class RowCache:
-    """Rows of row-major chunks, for one thread: kept in ``buffer`` while there is room.
+    """Rows of row-major chunks, for one thread: kept in ``buffer`` as long as there is room.
 
     ``note`` is called with the rows of checksummed records.
     """
@@ -32,17 +32,17 @@ class RowCache:
         self._cut = memoryview(b"")
 
     def forget(self) -> None:
-        """Keep no rows any longer: the next boxes lie elsewhere."""
+        """Drop the kept rows: the next boxes are elsewhere."""
         self._kept.clear()
         self._used = 0
 
     def scratch(self, nbytes: int) -> memoryview:
-        """Return memory for at most SPAN bytes; no rows are kept any longer."""
+        """Return memory for at most SPAN bytes; drops the kept rows."""
         self.forget()
         return self.buffer[:nbytes]
 
     def begin(self, at: Extent, start: int, nbytes: int) -> int:
-        """Return where in ``buffer`` rows of the file lie; they are read unless they are kept."""
+        """Return where in ``buffer`` rows of the file are; reads them unless they are kept."""
         kept = self._kept.get((at.file, start, nbytes))
         if kept is not None:
             return kept
@@ -60,7 +60,7 @@ class RowCache:
     def columns(self, tile: Tile) -> memoryview | None:
         """Return the bytes of a tile that is one block of wide columns; None if it is not.
 
-        They are valid until the next are asked for.
+        They are valid until the next call.
         """
         blocks = [_column(tile, source) for source in sorted(tile.sources, key=_first_row)]
         columns = [column for column in blocks if column is not None]
@@ -80,7 +80,7 @@ class RowCache:
         return self._cut[:nbytes]
 
     def _make_room(self, columns: list[_Column]) -> bool:
-        """Return whether the rows of all columns fit together; others are forgotten for them."""
+        """Return whether the rows of all columns fit together; drops others for them."""
         sizes = {(c.at.file, c.start, c.rows * c.row) for c in columns}
         if self._used + sum(size[2] for size in sizes - self._kept.keys()) > SPAN:
             self.forget()
@@ -104,7 +104,7 @@ def _column(tile: Tile, source: TileSource) -> _Column | None:
     if not isinstance(at, Extent) or at.ops or len(wanted) < 2:
         return None
     shape, itemsize = source.chunk.box.shape, tile.entry.source_dtype.itemsize
-    row, step = row_major_strides(shape, itemsize)[:2]  # those of a dim of one index say nothing
+    row, step = row_major_strides(shape, itemsize)[:2]  # a dim of one index does not matter
     if wanted[2:] != shape[2:] or source.where.shape[1:] != tile.shape[1:]:
         return None
     if wanted[1] * step < _NARROW:

@@ -22,13 +22,13 @@ from ckptool.storage.local import SPAN, Run
 _LONG_RUN = 2 << 10
 _OVER_READ = 4
 _PAGE = 4 << 10
-"""Gaps that are shorter spare the disk nothing."""
+"""Gaps shorter than this save the disk nothing."""
 
 
 def tile_runs(tiles: Sequence[Tile], block: int, *, shared: bool) -> Iterator[Need]:
-    """Yield what is read for tiles; where rows of the source are ``shared``, these whole and once.
+    """Yield what is read for tiles; if rows of the source are ``shared``, these whole and once.
 
-    ``block`` is how many bytes a read costs at least.
+    ``block`` is the least number of bytes that a read costs.
     """
     rows: set[Run] = set()
     for tile in tiles:
@@ -58,9 +58,9 @@ def entry_runs(entry: TensorEntry, boxes: Iterable[Box], block: int) -> Iterator
 
 
 def row_run(chunk: Chunk, local: Box, itemsize: int) -> Run | None:
-    """Return the whole rows of a row-major chunk that a box is a part of; None if it is not.
+    """Return the whole rows of a row-major chunk that contain a box; None if there are none.
 
-    Reading these rows then serves the boxes beside it too, as long as they are no more than a span.
+    Reading these rows then serves neighbouring boxes too, as long as they fit a span.
     """
     at, shape = likely_place(chunk.at, itemsize), chunk.box.shape
     if not isinstance(at, Extent) or at.ops or len(shape) < 2 or local.shape[1:] == shape[1:]:
@@ -92,7 +92,7 @@ def place_runs(at: Place, local: Box, itemsize: int, block: int) -> Iterator[Nee
 def _strided_runs(
     file: str, start: int, shape: tuple[int, ...], strides: tuple[int, ...], size: int, block: int
 ) -> Iterator[Run]:
-    """Yield one read where that is worth it, else one for each index of the widest dim."""
+    """Yield one read if that is worthwhile, else one for each index of the widest dim."""
     if worth_a_span(shape, strides, size, block):
         yield file, start, span_of(shape, strides, size)
         return
@@ -113,10 +113,10 @@ def span_of(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> 
 def worth_a_span(
     shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, block: int = 1
 ) -> bool:
-    """Return whether one read over the gaps, into scratch, beats one read per run.
+    """Return whether one read across the gaps, into scratch, beats one read per run.
 
-    It does where no gap spares a ``block``, the bytes that a read costs at least, and where short
-    runs lie in one page or are a large part of what is between them.
+    It does if no gap saves a ``block``, the least number of bytes that a read costs, and short runs
+    are in one page or a large share of what is between them.
     """
     span, nbytes = span_of(shape, strides, itemsize), math.prod(shape) * itemsize
     steps = [stride for n, stride in zip(shape, strides, strict=True) if n > 1]

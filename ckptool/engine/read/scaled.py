@@ -1,4 +1,4 @@
-"""What every scheme of quantization reads: values as floats, and the scales of their blocks."""
+"""Reads common to all quantization schemes: values as floats, and the scales of their blocks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def blocks_of(box: Box, block: tuple[int, ...]) -> Box:
 
 
 def spread(of_blocks: Any, at: ScaledBlocks, box: Box) -> Any:
-    """Return for each element of a box what its block has."""
+    """Return for each element of a box the value of its block."""
     import torch
 
     grid = blocks_of(box, at.block)

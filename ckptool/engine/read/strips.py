@@ -1,4 +1,4 @@
-"""Rows of a tensor that lie in the same chunks, one behind the other: found once, read often."""
+"""Rows of a tensor that are in the same consecutive chunks: found once, read often."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class _Piece(NamedTuple):
-    """What a chunk holds of each row: ``width`` bytes, those of row ``i`` at ``start + i * width``.
+    """A chunk's part of each row: ``width`` bytes, those of row ``i`` at ``start + i * width``.
 
-    ``inside`` are the slices of an array of some rows that are filled with it.
+    ``inside`` are the slices of an array of some rows that it fills.
     """
 
     at: Extent
@@ -31,7 +31,7 @@ class _Piece(NamedTuple):
 
 
 class Strip(NamedTuple):
-    """All rows of ``box`` along ``dim``, of which each chunk has one run of bytes of its own.
+    """All rows of ``box`` along ``dim``, of which each chunk has one run of bytes.
 
     At most ``most`` of them are read at once.
     """
@@ -55,7 +55,7 @@ class Strip(NamedTuple):
     def fill(
         self, values: Array, box: Box, reader: FileReader, rows: RowCache, note: NotePiece
     ) -> None:
-        """Read a box that it holds into a C-ordered array; ``note`` what is read of records."""
+        """Read a box that it holds into a C-ordered array; ``note`` the pieces of records."""
         first, count = box.lo[self.dim], box.hi[self.dim] - box.lo[self.dim]
         memory = values.reshape(-1).view("u1").data
         for at, start, width, inside in self.pieces:
@@ -72,9 +72,9 @@ class Strip(NamedTuple):
 def strip_of(
     entry: TensorEntry, box: Box, found: Iterable[tuple[Chunk, SharedBox]]
 ) -> Strip | None:
-    """Return the strip that a box is of, where ``found`` are its chunks and what each has of it.
+    """Return the strip of a box, given its chunks ``found`` and what each has of it.
 
-    None if a chunk has some of its rows only, or does not have them in one run of bytes.
+    None if a chunk has only some of its rows, or not in one run of bytes.
     """
     shape, itemsize = box.shape, entry.source_dtype.itemsize
     dim = next((dim for dim, size in enumerate(shape) if size > 1), None)

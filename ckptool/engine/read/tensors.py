@@ -35,7 +35,7 @@ from ckptool.storage.local import TILE, Files
 class TensorTile(NamedTuple):
     """The elements of a box of a tensor, in an array of the box's shape.
 
-    ``nbytes`` are those of the elements as they are stored.
+    ``nbytes`` are those of the elements as stored.
     """
 
     box: Box
@@ -56,7 +56,7 @@ class TensorSource:
         return (self.files,)
 
     def reader(self) -> Gatherer:
-        """Return what one thread reads with."""
+        """Return the reader for one thread."""
         return Gatherer(self.files, beyond=self.beyond)
 
 
@@ -73,21 +73,21 @@ class CheckedSource:
         return (self.files,)
 
     def reader(self) -> Gatherer:
-        """Return what one thread reads with."""
+        """Return the reader for one thread."""
         return Gatherer(self.files, self._records.note)
 
     def problems(self, entries: Iterable[TensorEntry], workers: int) -> list[Problem]:
         """Return a problem for each record of these tensors that is not as it was written.
 
-        Records of copies, and others that were not read whole, are read here. Raises Damaged if
-        a file ends before a record does.
+        Records of copies, and others that were not read completely, are read here. Raises Damaged
+        if a file ends before a record does.
         """
         self._touch(entries)
         self._records.read_unseen(self.files, workers)
         return self._records.problems()
 
     def problems_so_far(self, entries: Iterable[TensorEntry]) -> list[Problem]:
-        """As ``problems``, of the records that were read whole; nothing is read."""
+        """Return the same as ``problems`` for records that were read completely; reads nothing."""
         self._touch(entries)
         return self._records.problems(without=set(self._records.unseen()))
 
@@ -103,8 +103,8 @@ def tensor_job(
 ) -> Job[TensorEntry, Gatherer, TensorTile]:
     """Return the job that reads a whole tensor in row-major order; its chunks must tile it.
 
-    Tiles have at most ``limit`` bytes, by default those that suit the source. Elements are of the
-    type that a rewrite asks for, or as they are ``stored``.
+    Tiles have at most ``limit`` bytes, by default those that suit the source. Elements have the
+    type that a rewrite requests, or are as ``stored``.
     """
 
     def runs(block: int) -> Iterator[Need]:
@@ -129,7 +129,7 @@ def _read_tensor(
 def place_job(
     entry: TensorEntry, at: Place, shape: tuple[int, ...], limit: int
 ) -> Job[TensorEntry, Gatherer, TensorTile]:
-    """Return the job that reads the elements at one place, of ``shape``, as they are stored."""
+    """Return the job that reads the elements at one place, of ``shape``, as stored."""
 
     whole, dtype = Box.whole(shape), entry.source_dtype
 
@@ -146,14 +146,14 @@ def place_job(
 
 
 def read_place(gatherer: Gatherer, at: Place, box: Box, dtype: DType) -> Array:
-    """Return a box of the elements at one place, in the coordinates of these."""
+    """Return a box of the elements at one place, in their own coordinates."""
     values = array(box.shape, dtype, memoryview(b""))
     gatherer.fill_from(at, values, box, dtype)
     return values
 
 
 _FILL = 8 << 20
-"""Bytes that are read into memory at a time, as long as one element is not larger."""
+"""Bytes read into memory at a time, unless one element is larger."""
 
 
 class BoxMemory(Protocol):
@@ -186,9 +186,9 @@ class FillRequest(NamedTuple):
 def fill(requests: Sequence[FillRequest], source: Files, workers: int) -> None:
     """Read every box into its memory, from the files of its source; chunks must be located.
 
-    Records that are read whole are compared with the checksum their writer stored; of those that
-    are read in part nothing is known. Raises Damaged if one differs or a file ends early: the
-    memory then holds what was read.
+    A record that is read completely is compared with the checksum that its writer stored; one that
+    is read in part is not. Raises Damaged if one differs or a file ends early: the memory then
+    contains what was read.
     """
     checked = CheckedSource(source)
     read_tiles(checked, _fill_jobs(requests), _exhaust, workers)
@@ -196,7 +196,7 @@ def fill(requests: Sequence[FillRequest], source: Files, workers: int) -> None:
 
 
 def _fill_jobs(requests: Sequence[FillRequest]) -> Iterator[Job[FillRequest, Gatherer, TensorTile]]:
-    """Yield the tiles of all boxes as the files have them; those of one blob are one thread's."""
+    """Yield the tiles of all boxes in the files' order; those of one blob are one thread's."""
     placed = sorted(((*_first_spot(request), at) for at, request in enumerate(requests)))
     for *_, at in placed:
         request = requests[at]
@@ -208,12 +208,12 @@ def _fill_jobs(requests: Sequence[FillRequest]) -> Iterator[Job[FillRequest, Gat
 
 
 def _exhaust(request: FillRequest, filled: Iterator[TensorTile]) -> None:
-    """Read all tiles: their memory is where they belong."""
+    """Read all tiles: reading puts them in place."""
     deque(filled, maxlen=0)
 
 
 def _first_spot(request: FillRequest) -> tuple[str, int]:
-    """Return where the first bytes of a box lie: file and offset."""
+    """Return where the first bytes of a box are: file and offset."""
     spots = [(c.at.file, c.at.offset) for c, _ in ChunkIndex(request.entry).find(request.box)]
     return min(spots, default=("", 0))
 
@@ -225,7 +225,7 @@ def _is_packed(chunk: Chunk) -> bool:
 def _fill_boxes(
     request: FillRequest, boxes: Sequence[Box], gatherer: Gatherer
 ) -> Iterator[TensorTile]:
-    """Yield tiles that are read into the memory where they belong."""
+    """Yield tiles that are read directly into their memory."""
     entry, whole, memory = request
     for box in boxes:
         with memory.part(box.relative_to(whole.lo)) as out:

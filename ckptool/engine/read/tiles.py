@@ -1,9 +1,9 @@
-"""Read what is wanted of a source, tile by tile on a few threads: the one loop for all readers.
+"""Read the wanted parts of a source, tile by tile on a few threads: the one loop for all readers.
 
-A job is what one thread reads in order: a whole tensor where the order matters (its SHA-256), some
-tiles of one where it does not, a record, a file. The sink is called once a job, with the job's
-subject and its tiles, each read when the sink asks for it and valid until it asks for the next. So
-what a sink knows of a job lives in its locals, and it may stop early or catch what a read raises.
+A job is what one thread reads in order: a whole tensor if the order matters (its SHA-256), some
+tiles of one if it does not, a record, a file. The sink is called once per job, with the job's
+subject and its tiles; each tile is read when the sink requests it and valid until it requests the
+next. So a sink keeps its state of a job in locals, and may stop early or catch what a read raises.
 """
 
 from __future__ import annotations
@@ -26,23 +26,22 @@ from ckptool.storage.planned_ranges import memory_to_read, unversioned
 Progress = Callable[[int], None]
 
 PAIR_TILE = 3 << 20
-"""Bytes of a tile that is compared with another: with smaller ones two threads wait for the lock of
-Python as long as they read."""
+"""Bytes of a compared tile: with smaller ones two threads wait for the GIL when reading."""
 _MOST_JOBS = 1 << 12
 _MOST_RUNS = 1 << 14
-"""Runs of bytes whose reads of a store are planned together, of at most a few MiB each."""
+"""Runs of bytes whose reads from a store are planned together, of at most a few MiB each."""
 _ENOUGH = 1 << 18
 """Bytes of the jobs that a thread takes at a time, each counted as ``_LEAST`` bytes at least."""
 _LEAST = 1 << 12
 _LITTLE = 16 << 20
-"""Bytes of memory that are not worth another order of jobs."""
+"""Bytes of memory that do not justify reordering jobs."""
 
 
 class Closeable(Protocol):
-    """What a thread owns and gives back at its end."""
+    """Resources of a thread, released at its end."""
 
     def close(self) -> None:
-        """Give back what is held."""
+        """Release everything."""
 
 
 class ReadTile(Protocol):
@@ -50,7 +49,7 @@ class ReadTile(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that were read for it."""
+        """Bytes read for it."""
 
 
 Subject = TypeVar("Subject")
@@ -67,18 +66,18 @@ class ReadSource(Protocol[ReaderOut]):
         """The files of each side."""
 
     def reader(self) -> ReaderOut:
-        """Return what one thread reads with."""
+        """Return the reader for one thread."""
 
 
 RunsOf = Callable[[int], Iterable[Need]]
-"""Yields what a job reads, where a read costs at least a block of so many bytes."""
+"""Yields what a job reads, if a read costs at least a block of so many bytes."""
 
 
 class Job(NamedTuple, Generic[Subject, Reader, TileOut]):
-    """The tiles that one thread reads in order; ``subject`` is what the sink knows them by.
+    """The tiles that one thread reads in order; ``subject`` identifies them to the sink.
 
-    ``runs`` are, for each side, what yields the bytes that it reads there; none are where that is
-    not known before. Jobs of few ``nbytes`` are taken several at a time.
+    ``runs`` yield, for each side, the bytes that it reads there; they are empty if that is not
+    known before. Jobs of few ``nbytes`` are taken several at a time.
     """
 
     subject: Subject
@@ -88,7 +87,7 @@ class Job(NamedTuple, Generic[Subject, Reader, TileOut]):
 
 
 class Cancelled(Exception):
-    """Another thread's error ends this one's job too."""
+    """Another thread's error ends this job, too."""
 
 
 def read_tiles(
@@ -100,9 +99,9 @@ def read_tiles(
 ) -> None:
     """Read all jobs into the sink, on ``workers`` threads.
 
-    The sink is called by several threads at once, in any order of jobs. ``progress`` is called
-    with the bytes of each tile once the sink has done with it. The first error, also an
-    interruption, ends all threads after their tile, and is raised.
+    The sink is called by several threads at once, in any order of jobs. ``progress`` is called with
+    the bytes of each tile once the sink is done with it. The first error, or an interruption, ends
+    all threads after their tile, and is raised.
     """
     stop, lock = threading.Event(), threading.Lock()
     plans: deque[Callable[[], None]] = deque()
@@ -146,10 +145,10 @@ def _announced(
     workers: int,
     plans: deque[Callable[[], None]],
 ) -> Iterator[Job[Subject, Reader, TileOut]]:
-    """Yield all jobs; stores are told of some at a time what they read.
+    """Yield all jobs; announce their reads to stores in groups.
 
-    These come in the order, of a few, in which the least is read before it is needed. ``plans``
-    are what ends the last that were announced.
+    Of a few orders they come in the one that needs the least memory. ``plans`` end the last
+    announcements.
     """
     opened: set[Opening] = set()
     while window := list(_window(sides, jobs, opened)):
@@ -166,9 +165,9 @@ def _announced(
 def _window(
     sides: Sequence[Files], jobs: Iterator[Job[Subject, Reader, TileOut]], opened: set[Opening]
 ) -> Iterator[tuple[Job[Subject, Reader, TileOut], list[list[Run]]]]:
-    """Yield the next jobs, with what each reads of each side, until they are many runs.
+    """Yield the next jobs, with what each reads from each side, until they are many runs.
 
-    What must be ``opened`` is, by the first job that reads it.
+    The first job that reads something to be ``opened`` opens it.
     """
     count = 0
     for job in islice(jobs, _MOST_JOBS):
@@ -182,7 +181,7 @@ def _window(
 
 
 def _best_order(runs: Sequence[Sequence[Sequence[Run]]], workers: int) -> Sequence[int]:
-    """Return the order of jobs, by what each reads of each side, that needs the least memory.
+    """Return the order of jobs, by what each reads from each side, that needs the least memory.
 
     As they come, by files, or by places in files that are written side by side.
     """
@@ -201,9 +200,9 @@ def _best_order(runs: Sequence[Sequence[Sequence[Run]]], workers: int) -> Sequen
 
 
 def _side_by_side(jobs: Sequence[Sequence[Run]], workers: int) -> Iterator[Run]:
-    """Yield the runs of all jobs in the order in which threads that are equally fast read them.
+    """Yield the runs of all jobs in the order in which equally fast threads read them.
 
-    Each thread reads on from where the fewest bytes were read: jobs that share rows keep in step,
+    Each thread continues where the fewest bytes were read: jobs that share rows keep in step,
     however many small runs one of them has more than another.
     """
     waiting = enumerate(map(iter, jobs))
@@ -220,7 +219,7 @@ def _side_by_side(jobs: Sequence[Sequence[Run]], workers: int) -> Iterator[Run]:
 def _run_threads(work: Callable[[], None], count: int, stop: threading.Event) -> None:
     """Do ``work`` on ``count`` threads until all have ended.
 
-    The first error, also an interruption of the caller, sets ``stop`` and is raised at the end.
+    The first error, or an interruption of the caller, sets ``stop`` and is raised at the end.
     """
     errors: list[BaseException] = []
 
@@ -243,7 +242,7 @@ def _run_threads(work: Callable[[], None], count: int, stop: threading.Event) ->
     except BaseException as error:  # noqa: BLE001 (raised once all threads have ended)
         errors.append(error)
         stop.set()
-        # An interrupted Thread.join takes a running thread for ended.
+        # an interrupted Thread.join takes a running thread for ended
         for thread, ended in zip(threads, ends, strict=True):
             if thread.is_alive():
                 ended.wait()
@@ -271,7 +270,7 @@ class ByteReader:
         self._reader.close()
 
     def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
-        """Fill memory of the caller's own; Damaged if the file ends before."""
+        """Fill the caller's memory; Damaged if the file ends before."""
         self._reader.read_into(file, offset, buffer)
 
     def read(self, file: str, offset: int, nbytes: int) -> memoryview:
@@ -298,7 +297,7 @@ class ByteSource:
         return (self.files,)
 
     def reader(self) -> ByteReader:
-        """Return what one thread reads with."""
+        """Return the reader for one thread."""
         return ByteReader(self.files)
 
 
@@ -311,5 +310,5 @@ def byte_job(
 
 
 def known_runs(*runs: Run) -> RunsOf:
-    """Return what yields the bytes that a job reads, whatever a read costs."""
+    """Return a callable that yields the bytes of a job, whatever a read costs."""
     return lambda block: runs

@@ -1,4 +1,4 @@
-"""A box of a tensor that is read wider than it was asked for, for the boxes beside it."""
+"""Boxes of a tensor that are read wider than requested, for the boxes beside them."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ Read = Callable[[TensorEntry, Box], Array]
 
 
 class Windows:
-    """Reads boxes that are some columns of many rows: a read of these passes all the others.
+    """Reads boxes of some columns of many rows, as reading these passes all others.
 
-    Where a second box of a tensor is asked for, as many columns are kept as half of SPAN holds;
-    those of two tensors, values and scales, are.
+    From the second box of a tensor on, as many columns are kept as fit half of SPAN; those of two
+    tensors, values and scales.
     """
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[TensorEntry, Box, Array]] = {}
 
     def gather(self, read: Read, entry: TensorEntry, box: Box) -> Array:
-        """Return a box of a whole tensor, as its elements are stored; not to be written to."""
+        """Return a box of a whole tensor, with its elements as stored; it is read-only."""
         dim = _cut_dim(entry, box)
         if dim is None:
             return read(entry, box)
@@ -41,7 +41,7 @@ class Windows:
 
 
 def _cut_dim(entry: TensorEntry, box: Box) -> int | None:
-    """Return the last dim of which a box has a part only; None if that has many rows not."""
+    """Return the last dim of which a box has only a part; None if that has few rows."""
     cut = [d for d, n in enumerate(box.shape) if n < entry.shape[d]]
     has_rows = bool(cut) and math.prod(box.shape[: cut[-1]]) > 1
     return cut[-1] if has_rows else None

@@ -1,1 +1,1 @@
-"""Bytes of tensors into files, whole or not at all."""
+"""Writing the bytes of tensors into files, completely or not at all."""

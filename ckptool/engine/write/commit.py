@@ -1,15 +1,14 @@
-"""How what is staged takes the place of what stands at a target, or is finished after a kill.
+"""Put staged output in place of what is at a target, and finish that after a kill.
 
-A folder: at any moment the old one stands there or the new one, whole. Both exchange their names
-(``renameat2``), which is one step. Where the file system has no such step the old folder is renamed
-away first; where it cannot rename the old folder at all, as an overlay cannot one of a lower layer,
-the files take their places one by one. Then only the files of the old checkpoint are removed: all
-else in its folder is renamed into the new one.
+A folder: at any moment either the old or the new one is there, complete. Both exchange their names
+(``renameat2``) in one step. Where the file system lacks that, the old folder is renamed away first;
+where the old folder cannot be renamed at all, such as one of a lower layer of an overlay, the files
+are moved one by one. Then only the files of the old checkpoint are removed: all else in its folder
+is renamed into the new one.
 
-A file: it takes the place of another in one step. Of a file and its side file the main one does: a
-side file that stands beside the old one is renamed away before, the new one to its place after, so
-that no other program ever finds one of each; ckptool, as long as the note is there, reads the one
-that belongs to the main file that stands.
+A file replaces another in one step. Of a file and its side file the main one does: an old side file
+is renamed away before, and the new one into place after, so that no other program ever finds one of
+each; while the note exists, ckptool reads the side file that belongs to the main file in place.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ _BY_FILES = "until the last file was moved neither the old nor the new one was c
 
 
 def aside_of(target: Path) -> Path:
-    """Return where the old folder goes for a moment where two cannot be exchanged."""
+    """Return where the old folder goes temporarily if two cannot be exchanged."""
     return target.with_name(f".{target.name}.replaced")
 
 
@@ -70,9 +69,9 @@ class FolderCommit:
         self._fsync = fsync
 
     def replace(self, note: CommitNote) -> str | None:
-        """Make the staged folder the target; return a remark where that was not one step.
+        """Make the staged folder the target; return a remark if that took more than one step.
 
-        Raises OSError or Unsupported if it fails: then the old one stands as it did.
+        Raises OSError or Unsupported if it fails: the old one is then unchanged.
         """
         self._note.write(note)
         if note.old is not None:
@@ -84,13 +83,13 @@ class FolderCommit:
         return None
 
     def is_done(self, note: CommitNote) -> bool:
-        """Return whether the new folder stands at the target, whatever is left of the old one."""
+        """Return whether the new folder is at the target, whatever is left of the old one."""
         return stands_whole(self._target, note.old if note.by_files else note.new, note.names)
 
     def roll(self, note: CommitNote) -> bool:
-        """Go on after a kill; return whether the new one now stands at the target.
+        """Continue after a kill; return whether the new one is now at the target.
 
-        False if nothing was done yet. Raises Unsupported if nothing is as it was noted.
+        False if nothing was done yet. Raises Unsupported if the folders are not as noted.
         """
         if self.is_done(note):
             return True
@@ -108,7 +107,7 @@ class FolderCommit:
         return False
 
     def clear(self, note: CommitNote) -> None:
-        """Move what was not the old checkpoint's into the new one, and remove what was.
+        """Move foreign files of the old folder into the new one, and remove the old checkpoint.
 
         Raises Committed if something can be neither moved nor removed: it stays where it is.
         """
@@ -149,7 +148,7 @@ class FolderCommit:
         old.rmdir()
 
     def _keep_error(self, old: Path, names: Collection[str], why: str) -> Committed:
-        """Return the error where files keep the rest of the old folder from being removed."""
+        """Return the error for files that keep the rest of the old folder from being removed."""
         return Committed(
             f"{self._target}: the new one is in place, but {list_some(names)}, {why}, is still in"
             f" {old}; nothing of the old one was removed",
@@ -169,7 +168,7 @@ class FolderCommit:
             raise self._unknown_state(note)
 
     def _unknown_state(self, note: CommitNote) -> Unsupported:
-        """Return the error where nothing is as it was noted, as in a copy: what stands where."""
+        """Return the error for folders that are not as noted, as in a copy: what is where."""
         places = [
             f"{path} {self._describe(path, note)}"
             for path in (self._target, self._staged, self._aside)
@@ -184,7 +183,7 @@ class FolderCommit:
         )
 
     def _describe(self, path: Path, note: CommitNote) -> str:
-        """Describe what stands at a path, as far as its files show."""
+        """Describe what is at a path, as far as its files show."""
         if not os.path.lexists(path):
             return "is not there"
         for what, files in (("new", note.names), ("old", note.own)):
@@ -194,7 +193,7 @@ class FolderCommit:
         return f"holds {list_some(names)}" if names else "is something else"
 
     def _replace_in_steps(self, note: CommitNote) -> str:
-        """Rename the old folder away and the new one to its place; back where that fails."""
+        """Rename the old folder away and the new one into place; rename it back if that fails."""
         if os.path.lexists(self._aside):
             raise in_the_way(self._aside)
         try:
@@ -230,7 +229,7 @@ class FolderCommit:
     def _replace_files(self, note: CommitNote) -> None:
         """Remove the old checkpoint's files, then move the new ones in, the last one last.
 
-        What is no longer staged is in its place already.
+        What is no longer staged is in place already.
         """
         staged = [name for name in note.names if os.path.lexists(self._staged / name)]
         in_place = note.names.keys() - set(staged)
@@ -255,7 +254,7 @@ class FileCommit:
         self._side = None if name is None else target.with_name(name)
 
     def replace(self, note: CommitNote) -> str | None:
-        """Make the staged files the target's; OSError if it fails: then the old ones stand."""
+        """Make the staged files the target's; on OSError the old ones are unchanged."""
         self._note.write(note)
         for name in note.names:
             keep_mode(self._target.with_name(name), self._staged / name)
@@ -268,13 +267,13 @@ class FileCommit:
         return None
 
     def is_done(self, note: CommitNote) -> bool:
-        """Return whether the new main file stands at the target."""
+        """Return whether the new main file is at the target."""
         return is_new_file(self._target, self._target.name, note)
 
     def roll(self, note: CommitNote) -> bool:
-        """Go back after a kill, unless the new main file already stands at the target.
+        """Roll back after a kill, unless the new main file is already at the target.
 
-        Raises Unsupported if nothing is as it was noted.
+        Raises Unsupported if the files are not as noted.
         """
         if self.is_done(note):
             return True
@@ -284,9 +283,9 @@ class FileCommit:
         return False
 
     def clear(self, note: CommitNote) -> None:
-        """Put the new side file in its place and remove the old one.
+        """Put the new side file in place and remove the old one.
 
-        Raises Committed if something else lies there: all stays where it is.
+        Raises Committed if another file is there: everything then stays where it is.
         """
         if not os.path.lexists(self._staged):
             return
@@ -299,7 +298,7 @@ class FileCommit:
         self._staged.rmdir()
 
     def _require_known(self, note: CommitNote) -> None:
-        """Raise Committed if a file that is not the noted one would be removed or moved."""
+        """Raise Committed if a file that was not noted would be removed or moved."""
         known = (
             {}
             if self._side is None

@@ -18,8 +18,8 @@ from ckptool.storage.planned_ranges import join_runs, unversioned
 def bytes_to_read(plan: Plan, source: Files) -> int:
     """Return the bytes that a run of the plan reads from the source's files, tile by tile.
 
-    More than the tensors hold where a gap costs less than another read, or where several files
-    need one chunk that must be decoded whole. Of a store each byte is read once for some files.
+    More than the tensors hold if a gap costs less than another read, or if several files need one
+    chunk that must be decoded completely. From a store each byte is read once for some files.
     """
     total, known = 0, dict[object, int]()
     opened: set[Opening] = set()
@@ -46,7 +46,7 @@ def _table_bytes(
     known: dict[object, int],
     opened: set[Opening],
 ) -> int:
-    """Return how many bytes of a disk are read for a tensor, once for all that are alike."""
+    """Return the bytes of a disk that are read for a tensor, computed once for similar ones."""
     entry = plan.catalog.tensors[name]
     stored = _stored(entry)
     kind = table.cut, table.itemsize, entry.source_dtype, stored
@@ -60,7 +60,7 @@ def _table_bytes(
 
 
 def _stored(entry: TensorEntry) -> object:
-    """Return how the chunks of a tensor lie in files, wherever; None if one must be opened."""
+    """Return how a tensor's chunks are stored, relative to their place; None if one is closed."""
     if isinstance(entry.chunks, WholeTensor):
         return entry.chunks.boxes, entry.chunks.strides
     stored = tuple(
@@ -72,9 +72,10 @@ def _stored(entry: TensorEntry) -> object:
 
 
 def _group_bytes(plan: Plan, group: Group, known: dict[object, int], opened: set[Opening]) -> int:
-    """Return how many bytes a group reads of a disk; ``known`` are those of groups that are alike.
+    """Return the bytes of a disk that a group reads; ``known`` are those of similar groups.
 
-    They are where their parts are, and where chunks lie as they are, by boxes and strides.
+    Groups are similar if their parts are at the same places, and their chunks have the same boxes
+    and strides.
     """
     entry = plan.catalog.tensors[group.parts[0].part.name]
     stored = _stored(entry)

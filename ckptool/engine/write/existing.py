@@ -1,7 +1,7 @@
-"""What stands at a target already: files that ckptool wrote, which go, and others, which stay.
+"""What is already at a target: files that ckptool wrote, which go, and others, which stay.
 
-Noted files are known again by size and time, those being written by size. An inode number alone
-proves nothing: a copy has others, and the file system gives those of removed files to new ones.
+Noted files are recognized by size and time, those being written by size. An inode number alone
+proves nothing: a copy has others, and the file system reuses those of removed files.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def stamps(folder: Path, names: Iterable[str]) -> dict[str, Stamp]:
-    """Return the stamps of those of the files that stand in a folder."""
+    """Return the stamps of those files that exist in a folder."""
     now = {name: stamp(folder / name) for name in names}
     return {name: status for name, status in now.items() if status is not None}
 
@@ -37,19 +37,19 @@ def staged_files(folder: Path, names: Iterable[str]) -> LocalSource:
 
 
 def stands_whole(folder: Path, inode: int | None, files: Mapping[str, Stamp]) -> bool:
-    """Return whether a folder is the one that was noted, with each of its files as it was."""
+    """Return whether a folder is the one that was noted, with each of its files unchanged."""
     return inode is not None and identity(folder) == inode and stamps(folder, files) == files
 
 
 def changed_files(folder: Path, files: Mapping[str, Stamp]) -> list[str]:
-    """Return the files that stand in a folder, and not as they were noted."""
+    """Return the files in a folder that are not as noted."""
     return sorted(name for name, now in stamps(folder, files).items() if now != files[name])
 
 
 def remove_staged(folder: Path, sizes: Mapping[str, int]) -> None:
     """Remove a folder and the files that ckptool wrote into it; nothing if there is more.
 
-    Raises Unsupported if something else lies in it: then all of it stays.
+    Raises Unsupported if something else is in it: then all of it stays.
     """
     require_no_foreign(folder, sizes)
     remove_own(folder, _written_files(folder, sizes))
@@ -57,9 +57,9 @@ def remove_staged(folder: Path, sizes: Mapping[str, int]) -> None:
 
 
 def require_no_foreign(folder: Path, sizes: Mapping[str, int]) -> None:
-    """Raise Unsupported if something in a folder cannot be what ckptool writes, whole or not.
+    """Raise Unsupported if something in a folder cannot be what ckptool writes, complete or not.
 
-    ``sizes`` are the bytes that each of its files has once it is whole.
+    ``sizes`` are the bytes of each of its complete files.
     """
     foreign = kept_entries(folder, _written_files(folder, sizes))
     if foreign:
@@ -71,7 +71,7 @@ def require_no_foreign(folder: Path, sizes: Mapping[str, int]) -> None:
 
 
 def require_whole(folder: Path, sizes: Mapping[str, int]) -> None:
-    """Raise TransferError if a file that was written is gone, or not of its size in bytes."""
+    """Raise TransferError if a file that was written is gone, or has another size in bytes."""
     now = {name: nbytes for name, (nbytes, _) in stamps(folder, sizes).items()}
     lost = [name for name, nbytes in sizes.items() if now.get(name) != nbytes]
     if lost:
@@ -79,9 +79,9 @@ def require_whole(folder: Path, sizes: Mapping[str, int]) -> None:
 
 
 def require_space(folder: Path, needed: int, staged: Path, sizes: Mapping[str, int]) -> None:
-    """Raise Unsupported if a folder has no room for what is to be written into it.
+    """Raise Unsupported if the disk of a folder lacks room for what is to be written into it.
 
-    What was ``staged`` of the files with these ``sizes`` before has its room.
+    Files with these ``sizes`` that are already ``staged`` need none.
     """
     if not folder.is_dir():
         raise Unsupported(f"{folder}: no such folder to write into", hint=f"mkdir -p {folder}")
@@ -93,9 +93,9 @@ def require_space(folder: Path, needed: int, staged: Path, sizes: Mapping[str, i
 
 
 def require_short_names(folder: Path, names: Iterable[str], hint: str) -> None:
-    """Raise Unsupported if the file system of a folder takes no name as long as one of these.
+    """Raise Unsupported if the file system of a folder does not allow names as long as these.
 
-    Not every file system says what it takes: some say 0, or that there is no limit.
+    Not every file system knows its limit: some report 0, or none.
     """
     most = os.pathconf(folder, "PC_NAME_MAX") if folder.is_dir() else 0
     if most <= 0:
@@ -123,7 +123,7 @@ _STAYS = frozenset((errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.ENOTDIR))
 def kept_entries(folder: Path, own: Collection[str]) -> list[str]:
     """List what in a folder is not among the files ``own``; whole folders end with ``/``.
 
-    Links are entries like files. A folder in which one of the ``own`` lies is not one entry.
+    Links are entries like files. A folder that contains one of the ``own`` is not one entry.
     """
     return sorted(_walk_kept(folder, "", frozenset(own), _parents(own)))
 
@@ -150,7 +150,7 @@ def _parents(files: Iterable[str]) -> frozenset[str]:
 
 
 def in_conflict(folder: Path, own: Collection[str], new: Iterable[str]) -> list[str]:
-    """List what in a folder is not ``own``, but stands where one of the ``new`` files would be."""
+    """List what in a folder is not ``own``, but is in the place of one of the ``new`` files."""
     names = {_obstacle(folder, frozenset(own), name) for name in new}
     return sorted(name for name in names if name is not None)
 
@@ -175,9 +175,9 @@ def require_no_conflict(target: object, names: Collection[str]) -> None:
 
 
 def already_in_store(target: object, names: Sequence[str], *, removes: bool) -> Unsupported:
-    """Return the error for files that stand where the output goes.
+    """Return the error for existing files in the place of the output.
 
-    ``removes`` says that --overwrite removes them before all is written, for want of renames.
+    ``removes`` means that --overwrite removes them before all is written, for lack of renames.
     """
     if not removes:
         return Unsupported(
@@ -189,7 +189,7 @@ def already_in_store(target: object, names: Sequence[str], *, removes: bool) -> 
 
 
 def not_replaced(path: object, target: object) -> Unsupported:
-    """Return the error where --overwrite would replace what is no checkpoint, or not ckptool's."""
+    """Return the error for an --overwrite of what is not a checkpoint, or not ckptool's."""
     if path == target:
         message = f"{path}: not a checkpoint, and is not replaced"
     else:

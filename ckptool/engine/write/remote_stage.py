@@ -1,4 +1,4 @@
-"""Output in a store, which has no rename: what commits is written last, and removed first.
+"""Output in a store, which has no rename: the committing file is written last, and removed first.
 
 A store has no locks either: a note there names the process that writes an unfinished output.
 """
@@ -38,12 +38,12 @@ _MARKS = (".metadata", ".json", ".pkl", "latest", "meta.pt")
 
 
 class RemoteStage:
-    """The target itself, and a small object: which run's output it holds, and who writes.
+    """The target itself, and a small object that names the run and the writer of its output.
 
-    It lies in a folder, where all who read that see it, and beside a single file. A file of a
-    store appears once it is whole, so that those that are there with their size are finished.
-    The ``last_files`` are written last of all, by one process, and make it a checkpoint; there are
-    none where that file holds tensors.
+    The object is in a folder, where all its readers see it, and beside a single file. A file of a
+    store appears once it is complete, so existing ones of the right size are finished. One process
+    writes the ``last_files`` last of all, which makes it a checkpoint; there are none if that file
+    holds tensors.
     """
 
     journal = NO_JOURNAL
@@ -69,7 +69,7 @@ class RemoteStage:
         self.last_files: tuple[int, ...] = () if tensors else (last,)
 
     def finish_earlier(self) -> bool:
-        """Return False: what a killed run left in a store is resumed or begun afresh."""
+        """Return False: the rest of a killed run in a store is resumed or replaced."""
         return False
 
     def stands(self) -> bool:
@@ -77,11 +77,11 @@ class RemoteStage:
         return bool(self._list_existing())
 
     def begin(self) -> None:
-        """Note whose output this is and clear the place, or with ``resume`` take what is there.
+        """Note the owner of the output and clear the place, or with ``resume`` take it over.
 
         The note names the old files until they are removed: a resumed run removes them first, as
-        one of the size of a new file would pass for it.
-        Raises Unsupported if the target exists, cannot be written to, or is not to be resumed.
+        one of the size of a new file would pass for it. Raises Unsupported if the target exists,
+        cannot be written to, or is not to be resumed.
         """
         self.require_possible()
         self._require_removal()
@@ -96,7 +96,7 @@ class RemoteStage:
             self._write_note()
 
     def require_possible(self) -> None:
-        """Raise Unsupported if what is there may not be replaced, or nothing is to resume."""
+        """Raise Unsupported if what is there must not be replaced, or nothing can be resumed."""
         self._require_writable()
         note = self._read_note(self._note)
         self._parts = (note or {}).get("parts", 0)
@@ -133,7 +133,7 @@ class RemoteStage:
         return frozenset([*written, *map(hidden_name, written), *map(str, note.get("old", ()))])
 
     def _require_replaceable(self, existing: Collection[str], *, begun: bool) -> None:
-        """Raise Unsupported if something that is no checkpoint's would be replaced.
+        """Raise Unsupported if something that is not a checkpoint's would be replaced.
 
         Once it is ``begun`` the old checkpoint may be gone, and others' files stay.
         """
@@ -148,7 +148,7 @@ class RemoteStage:
         require_no_conflict(self.target, sorted(names & frozenset(existing) - self._old))
 
     def join(self, rank: int = 0) -> None:
-        """Look who began, and what an earlier run finished, after ``begin``."""
+        """Read who began, and what an earlier run finished, after ``begin``."""
         self._writer = (self._read_note(self._claim) or {}).get("writer")
         if self._options.resume:
             existing, sizes = self._list_existing(), self._sizes()
@@ -176,7 +176,7 @@ class RemoteStage:
     def _require_whole(self, names: Iterable[str]) -> dict[str, ObjectInfo]:
         """Return files as they are there now; TransferError if one is not as it was written.
 
-        That is of its size, and of the version that was read back where it was.
+        That means another size, or another version than the one that was read back.
         """
         existing, sizes = self._list_existing(), self._sizes()
         here = {name: existing[name] for name in names if name in existing}
@@ -202,7 +202,7 @@ class RemoteStage:
         numbers: Collection[int],
         share: Share,
     ) -> None:
-        """Write files of the plan, those of ``numbers``, as a share of all that is done."""
+        """Write files of the plan, those of ``numbers``, as a share of all the work."""
         from ckptool.engine.write.send import send
 
         self._require_mine()
@@ -218,10 +218,10 @@ class RemoteStage:
         return [number for number in numbers if number not in self.last_files]
 
     def commit(self) -> None:
-        """Remove the note: there is nothing partial any more.
+        """Remove the note: nothing is partial any more.
 
-        TransferError if a file is not as it was; what makes a checkpoint of the others is gone
-        then, unless it is another's.
+        TransferError if a file is not as it was; what makes a checkpoint of the others is then
+        removed, unless it is another's.
         """
         self._require_mine()
         try:
@@ -240,7 +240,7 @@ class RemoteStage:
     def _require_removal(self) -> None:
         """Raise Denied if nothing may be removed: the note would stay for ever.
 
-        Nothing is called so, which makes no difference to a store.
+        No object has this name, which makes no difference to a store.
         """
         probe = self._note.with_name(hidden_name(self._note.name))
         self._writing(lambda: self._store.remove([probe.key], f"{self._note}: a test removal"))
@@ -250,14 +250,14 @@ class RemoteStage:
         return self._writer is not None
 
     def next_step(self) -> str | None:
-        """Return how a run that ended midway goes on; None if there is nothing to go on from."""
+        """Return how to continue a run that ended midway; None if there is nothing to continue."""
         return RESUME_HINT if self.is_partial() else None
 
     def close(self) -> None:
         """Do nothing: a store has no locks."""
 
     def discard(self, *, resumed: bool = False) -> None:
-        """Remove what was written; an output that was resumed only where that is asked."""
+        """Remove what was written; a resumed output only if requested."""
         if not self._is_new and not resumed:
             return
         own_files = {*self._names, *map(hidden_name, self._names)}
@@ -272,7 +272,7 @@ class RemoteStage:
             self._forget()
 
     def _own(self, names: Collection[str]) -> dict[str, ObjectInfo]:
-        """Return those of some files that are there, but for what another wrote since."""
+        """Return those of some files that are there, except what another has written since."""
         existing, mine = self._list_existing(), self._read_back
         return {
             name: info
@@ -298,7 +298,7 @@ class RemoteStage:
         self._writer = writer
 
     def _put_note(self, place: RemotePath, **more: object) -> None:
-        """Write a note of this run at a place, with more than whose plan and source it is."""
+        """Write a note of this run at a place, with more than its plan and source."""
         if not self._store.atomic_put:
             self._writing(lambda: self._store.make_folder(self.folder.key, str(self.folder)))
         note = journal_head(self._options.plan, self._options.source) | more
@@ -321,7 +321,7 @@ class RemoteStage:
             )
 
     def _require_ended(self, note: Mapping[str, Any] | None, what: str) -> None:
-        """Raise Unsupported if who wrote a note is another process here that is at work."""
+        """Raise Unsupported if the writer in a note is another running process on this machine."""
         writer = (note or {}).get("writer")
         if isinstance(writer, dict) and is_running(writer):
             who = describe_writer(writer)
@@ -360,12 +360,12 @@ class RemoteStage:
         return note if isinstance(note, dict) else None
 
     def _replaces_one_file(self, existing: dict[str, ObjectInfo]) -> bool:
-        """Return whether one file replaces one file: then the old one stands until that."""
+        """Return whether one file replaces one file: the old one then stays until that."""
         files = {file.path for file in self._layout.files}
         return not self._layout.folder and len(files) == 1 and set(existing) <= files
 
     def _remove(self, files: Collection[str]) -> None:
-        """Remove files of the output, first those without which the others are no checkpoint."""
+        """Remove files of the output, starting with those that make the others a checkpoint."""
 
         def comes_later(name: str) -> bool:
             return name != self.target.name and not name.endswith(_MARKS)
@@ -386,12 +386,12 @@ class RemoteStage:
             ) from None
 
     def _abort_old_uploads(self) -> None:
-        """Throw away the parts that a killed run left."""
+        """Discard the uploaded parts that a killed run left."""
         names = {*self._names, *self._noted}
         keys = {(self.folder / name).key for name in names}
         abort_uploads(self._store, f"{self.folder.key}/", keys.__contains__)
 
 
 def part_note(note: RemotePath, number: int) -> RemotePath:
-    """Return where a part, counted from 0, says who writes it and what it has written."""
+    """Return where a part, counted from 0, records its writer and what it has written."""
     return note.with_name(f"{note.name}.{number + 1}")

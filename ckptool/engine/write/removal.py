@@ -1,4 +1,4 @@
-"""Remove a checkpoint so that no part of it is ever taken for a whole one."""
+"""Remove a checkpoint so that no part of it is ever mistaken for a complete one."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _SCHEMA = "ckptool.removal/1"
 def remove(path: Location, side: Location | None = None) -> None:
     """Remove a checkpoint, a folder or a file, with the ``side`` file that goes with it, if any.
 
-    On a disk it loses its name first; in a store a note says first that it is no longer whole.
-    Whoever ends this midway leaves what ``leftovers`` finds. Raises TransferError.
+    On a disk it loses its name first; in a store a note first marks it incomplete. If this is
+    interrupted, ``leftovers`` finds the rest. Raises TransferError.
     """
     with _removing(path):
         if isinstance(path, Path):
@@ -36,7 +36,7 @@ def remove(path: Location, side: Location | None = None) -> None:
 
 
 def remove_file(path: Location) -> None:
-    """Remove one file of a checkpoint that is whole without it, at once. Raises TransferError."""
+    """Remove one file of a checkpoint that is complete without it. Raises TransferError."""
     with _removing(path):
         if isinstance(path, Path):
             path.unlink()
@@ -46,7 +46,7 @@ def remove_file(path: Location) -> None:
 
 
 def leftovers(folder: Location) -> Iterator[Location]:
-    """Yield what removals that were cut short have left directly in a folder."""
+    """Yield what interrupted removals have left directly in a folder."""
     if isinstance(folder, Path):
         for name in sorted(os.listdir(folder)):
             if name.startswith(".") and name.endswith(_SUFFIX):
@@ -57,7 +57,7 @@ def leftovers(folder: Location) -> Iterator[Location]:
 
 
 def clear(leftover: Location) -> None:
-    """Remove what a removal that was cut short has left. Raises TransferError."""
+    """Remove what an interrupted removal has left. Raises TransferError."""
     with _removing(leftover):
         if isinstance(leftover, Path):
             _delete(leftover)
@@ -67,7 +67,7 @@ def clear(leftover: Location) -> None:
 
 @contextmanager
 def _removing(path: Location) -> Iterator[None]:
-    """Raise TransferError if the disk or the store will not let a path go."""
+    """Raise TransferError if the disk or the store refuses to remove a path."""
     try:
         yield
     except OSError as error:
@@ -91,7 +91,7 @@ def _delete(path: Path) -> None:
 
 
 def _remove_from_store(path: RemotePath, side: Location | None = None) -> None:
-    """Remove all below a place, behind a note that readers refuse and a later run finishes by."""
+    """Remove all below a place, behind a note that readers refuse and that a later run obeys."""
     store = path.store
     files = store.find(path.key, str(path))
     if "" in files:
@@ -99,7 +99,7 @@ def _remove_from_store(path: RemotePath, side: Location | None = None) -> None:
         store.remove([path.key, *others], str(path))
         return
     note = path / UNFINISHED
-    # Where nothing may be removed the note would stay for ever, on a checkpoint that is whole.
+    # if nothing may be removed, the note would stay for ever on a complete checkpoint
     store.remove([note.with_name(hidden_name(note.name)).key], f"{path}: a test removal")
     note.write_bytes(json.dumps({"schema": _SCHEMA}).encode())
     store.remove([(path / name).key for name in files if name != UNFINISHED], str(path))

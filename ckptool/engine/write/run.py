@@ -34,10 +34,10 @@ from ckptool.storage.read_ahead import SMALL_MEMORY
 
 _MINIMUM_PER_WORKER = 16 << 20
 _WRITE = 1 << 19
-"""Bytes of one write, while the processor's cache holds them."""
+"""Bytes of one write, while they are in the processor's cache."""
 _TILE_OF = attrgetter("tile")
 _MOST_OPEN = 32
-"""Descriptors of one thread."""
+"""File descriptors of one thread."""
 
 
 def run(
@@ -51,12 +51,12 @@ def run(
     journal: Journal = NO_JOURNAL,
     share: Share = ALL,
 ) -> None:
-    """Write the plan's files below ``folder``: all, or those of ``numbers`` (places in the layout).
+    """Write the plan's files below ``folder``: all, or those of ``numbers`` (layout indices).
 
     ``progress`` is called with bytes as they are written; each finished file is noted in
-    ``journal``, and those that it names already are not written again.
-    Raises Damaged if source bytes differ from the checksum their writer stored or a
-    file ends early, TransferError if writing fails, Unsupported if the budget is too small.
+    ``journal``, and files already noted there are not written again. Raises Damaged if source bytes
+    do not match the checksum that their writer stored or a file ends early, TransferError if
+    writing fails, Unsupported if the budget is too small.
     """
     source.keep(fetched_ahead(source, options))
     wanted = range(len(plan.layout.files)) if numbers is None else numbers
@@ -67,10 +67,10 @@ def run(
 
 
 def peak_memory(plan: Plan, source: Files, options: RunOptions, *, local: bool = True) -> int:
-    """Return the most bytes of memory that a run takes for tiles, spans and decoded blobs.
+    """Return the most bytes of memory that a run uses for tiles, spans and decoded blobs.
 
-    Reading the output back takes a tile and a span of either side.
-    Uploads to a store, where the target is not ``local``, take all of the budget.
+    Reading the output back takes a tile and a span of either side. Uploads to a store, where the
+    target is not ``local``, use all of the budget.
     """
     if not local:
         return options.budget
@@ -80,14 +80,14 @@ def peak_memory(plan: Plan, source: Files, options: RunOptions, *, local: bool =
 
 
 def fetched_ahead(source: Files, options: RunOptions) -> int:
-    """Return the bytes of the budget that hold what is fetched ahead: of a disk nothing is."""
+    """Return the bytes of the budget for data fetched ahead: none for a disk."""
     return 0 if source.block == 1 else options.budget // 4
 
 
 def workers_within_budget(plan: Plan, options: RunOptions, *sources: Files) -> int:
     """Return how many workers, which read all sources, the budget has room for.
 
-    Unsupported if not even one fits.
+    Raises Unsupported if not even one fits.
     """
     per_worker = _MINIMUM_PER_WORKER + plan.largest_blob
     if per_worker > options.budget:
@@ -101,7 +101,7 @@ def workers_within_budget(plan: Plan, options: RunOptions, *sources: Files) -> i
 
 
 class _PlanWriter:
-    """One run of a plan: the files that are still to be written, and what is known of each."""
+    """One run of a plan: the files that are still to be written, and the state of each."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class _PlanWriter:
         self._left: dict[int, int] = {}
 
     def write(self, todo: Sequence[int], finished: Sequence[int], journal: Journal) -> None:
-        """Write the files ``todo``; what the ``finished`` ones were made from is checked again."""
+        """Write the files ``todo``; the sources of the ``finished`` ones are checked again."""
         self._journal = journal
         if self._share.is_all:
             chunks = self._plan.chunks(finished)
@@ -181,7 +181,7 @@ class _PlanWriter:
         return piece.skip, piece.nbytes, piece.crc
 
     def _count(self, tile: Tile, crc: int) -> None:
-        """Note one more tile that is written, with this CRC-32; the last of a file finishes it."""
+        """Note one more written tile, with this CRC-32; the last of a file finishes it."""
         with self._lock:
             self._crcs[tile.file][tile.part].append((tile.offset, tile.nbytes, crc))
             self._left[tile.file] -= 1
@@ -191,7 +191,7 @@ class _PlanWriter:
             self._left[tile.file] = -1
 
     def _finish(self, number: int) -> None:
-        """Write what is not tensor data, sync the file, and note that it is done."""
+        """Write the non-tensor data, sync the file, and note that it is done."""
         file, crcs = self._files[number], self._crcs.pop(number, defaultdict(list))
         with open(self._folder / file.path, "r+b", buffering=0) as stream:
             descriptor, offset = stream.fileno(), 0
@@ -211,7 +211,7 @@ class _PlanWriter:
         self._journal.done(file.path, join_crcs([piece for at in crcs.values() for piece in at]))
 
     def _copy_file(self, part: Verbatim, descriptor: int, path: str, offset: int) -> int:
-        """Copy a file as it is to an offset of another; return its CRC-32."""
+        """Copy a file unchanged to an offset of another; return its CRC-32."""
         crc = 0
         for piece in read_verbatim(part, self._source):
             _write_at(descriptor, path, offset, piece)
@@ -221,7 +221,7 @@ class _PlanWriter:
 
 
 class _OutputFiles:
-    """The files below a folder; each thread that writes has descriptors of its own."""
+    """The files below a folder; each writing thread has its own descriptors."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -232,7 +232,7 @@ class _OutputFiles:
         _write_at(self._descriptor(path), path, offset, data)
 
     def close(self) -> None:
-        """Close the descriptors of the thread that calls this."""
+        """Close the descriptors of the calling thread."""
         _close_all(getattr(self._local, "descriptors", {}))
 
     def _descriptor(self, path: str) -> int:
@@ -266,7 +266,7 @@ class _WritingReader(PlanReader):
 
 
 class _PlanTiles(NamedTuple):
-    """Files to read the tiles of a plan from, and those that the same threads write."""
+    """The files to read the tiles of a plan from, and those that the same threads write."""
 
     files: Files
     records: RecordCheck
@@ -278,7 +278,7 @@ class _PlanTiles(NamedTuple):
         return (self.files,)
 
     def reader(self) -> PlanReader:
-        """Return what one thread reads with."""
+        """Return the reader for one thread."""
         return _WritingReader(self.files, self.records, self.output)
 
 
@@ -317,7 +317,7 @@ def apply_patches(literal: Literal, part_crc: Callable[[int], int]) -> bytes:
 
 
 def read_verbatim(part: Verbatim, source: Files) -> Iterator[memoryview]:
-    """Yield the pieces of a file that is copied as it is; Damaged if its size has changed."""
+    """Yield the pieces of a file that is copied unchanged; Damaged if its size has changed."""
     files = source if part.file in source.files else LocalSource.file(Path(part.file))
     name = part.file if files is source else Path(part.file).name
     reader = ByteReader(files)

@@ -1,4 +1,4 @@
-"""Plan -> a store: each file is written from its beginning to its end, several files at a time."""
+"""Plan -> a store: each file is written from beginning to end, several files at a time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ckptool.storage.url import RemotePath
 class Capacity(NamedTuple):
     """What the memory budget has room for.
 
-    ``files`` that are sent at once; for each of them threads that read, and parts in memory.
+    ``files`` that are sent at once; for each of them reading threads, and parts in memory.
     """
 
     files: int
@@ -52,7 +52,7 @@ def send(
     """Write those of the plan's files in ``numbers`` that are not ``finished`` yet.
 
     The layout's last file appears after all others, and once the source is found to be unchanged
-    and its checksums right. Raises as ``run`` does.
+    and its checksums match. Raises as ``run`` does.
     """
     files = plan.layout.files
     todo = [number for number in numbers if files[number].path not in finished]
@@ -93,7 +93,7 @@ def send(
 
 
 def _upload(upload: Upload, pieces: Iterator[memoryview]) -> Upload:
-    """Write all pieces; what was sent is thrown away where that fails."""
+    """Write all pieces; on failure discard what was sent."""
     try:
         for data in pieces:
             upload.write(data)
@@ -106,9 +106,9 @@ def _upload(upload: Upload, pieces: Iterator[memoryview]) -> Upload:
 def within_budget(
     plan: Plan, source: Files, options: RunOptions, numbers: Collection[int]
 ) -> Capacity:
-    """Return what there is room for while files of the layout, those of ``numbers``, are sent.
+    """Return the capacity for sending files of the layout, those of ``numbers``.
 
-    Raises Unsupported if there is none for one file, one thread that reads and one part.
+    Raises Unsupported if there is no room for one file, one reading thread and one part.
     """
     cached = fetched_ahead(source, options)
     part = memory_of_part(max((plan.layout.files[number].nbytes for number in numbers), default=0))
@@ -135,7 +135,7 @@ def within_budget(
 
 
 class _FileContents(NamedTuple):
-    """The contents of a layout's files; what reads them has ``readers`` threads of its own."""
+    """The contents of a layout's files; their reader has ``readers`` threads of its own."""
 
     plan: Plan
     source: Files
@@ -148,7 +148,7 @@ class _FileContents(NamedTuple):
         return (self.source,)
 
     def reader(self) -> _ContentReader:
-        """Return what one thread reads with."""
+        """Return the reader for one thread."""
         return _ContentReader(self)
 
     def job(self, number: int) -> Job[int, _ContentReader, memoryview]:
@@ -158,7 +158,7 @@ class _FileContents(NamedTuple):
 
 
 class _ContentReader:
-    """Reads files from their beginning to their end, while its threads gather what comes next."""
+    """Reads files from beginning to end, while its threads gather what comes next."""
 
     def __init__(self, contents: _FileContents) -> None:
         self.plan = contents.plan
@@ -187,7 +187,7 @@ class _ContentReader:
             yield waiting.popleft().result()
 
     def read_verbatim(self, part: Verbatim) -> Iterator[memoryview]:
-        """Read a file that is copied as it is."""
+        """Read a file that is copied unchanged."""
         return read_verbatim(part, self._source)
 
     def _gather(self, tile: Tile) -> bytes:
@@ -199,7 +199,7 @@ class _ContentReader:
 
 
 class _FileContent:
-    """The bytes of one file in order; a checksum stands behind the part that it is of."""
+    """The bytes of one file in order; a checksum comes after its part."""
 
     def __init__(self, number: int, reader: _ContentReader) -> None:
         self._number = number
@@ -237,7 +237,7 @@ def _file_runs(plan: Plan, number: int, source: Files, block: int) -> Iterator[N
 
 
 def _group(plan: Plan, spot: LayoutPart, source: Files) -> Group:
-    """Return a part as it is cut into tiles: by whole rows where a store's are shared by files."""
+    """Return a part as it is cut into tiles: by whole rows if files share those of a store."""
     part, shape = spot.part, plan.catalog.tensors[spot.part.name].shape
     row = math.prod(shape[1:]) * part.itemsize
     of_columns = len(part.shape) > 1 and part.shape[1:] != shape[1:]

@@ -1,4 +1,4 @@
-"""Output appears whole or not at all: staged beside the target, synced, then put in its place."""
+"""Output appears completely or not at all: staged beside the target, synced, then moved."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ RESUME_HINT = "the finished files are kept; the same command with --resume conti
 class Stage:
     """A hidden folder beside the target, and journals of what is finished in it.
 
-    One process makes it (``begin``); others that write into it ``join``. Each keeps a journal of
-    its own. Only ``commit`` touches the target: no files need be written last of all.
+    One process makes it (``begin``); others that write into it ``join``. Each keeps its own
+    journal. Only ``commit`` touches the target: no file need be written last.
     """
 
     last_files: tuple[int, ...] = ()
@@ -76,9 +76,10 @@ class Stage:
         self._note = NoteFile(note_path(target), fsync=options.fsync)
 
     def finish_earlier(self) -> bool:
-        """Finish the commit that an earlier run was killed in.
+        """Finish the commit in which an earlier run was killed.
 
-        Return whether ``resume`` has nothing left to do: the output that it would write stands.
+        Return whether ``resume`` has nothing left to do: the output that it would write is in
+        place.
         """
         note = self._note.read()
         if note is None:
@@ -102,18 +103,18 @@ class Stage:
     def _is_gone(self) -> bool:
         """Return whether the target was removed after it was put in place: nothing is left of it.
 
-        Whoever is killed then may well remove the output before the next run.
+        A user may well remove the output of a killed run before the next one.
         """
         places = (self.target, aside_of(self.target))
         staged = is_real_folder(self.folder) and os.listdir(self.folder)
         return not staged and not any(map(os.path.lexists, places))
 
     def stands(self) -> bool:
-        """Return whether something stands at the target."""
+        """Return whether something is at the target."""
         return os.path.lexists(self.target)
 
     def begin(self) -> None:
-        """Make the folder, or with ``resume`` take the one an earlier run left.
+        """Make the folder, or with ``resume`` take over an earlier run's.
 
         Raises Unsupported if the target exists, does not fit, or there is nothing to resume.
         """
@@ -144,7 +145,7 @@ class Stage:
                 self._first.close()
 
     def _remove_earlier(self) -> None:
-        """Remove what an earlier run staged; Unsupported if something else lies there."""
+        """Remove what an earlier run staged; Unsupported if something else is there."""
         journals = self._journals()
         self._require_idle(journals)
         if is_real_folder(self.folder):
@@ -183,7 +184,7 @@ class Stage:
             raise Unsupported(f"{self.target}: there is no partial output to resume")
 
     def _require_ours(self) -> None:
-        """Raise Unsupported if a name that is needed is too long, or ckptool did not make it."""
+        """Raise Unsupported if a needed name is too long, or not ckptool's."""
         folder, beside = self.target.parent, f"{self._note.path.name}.new"
         hint = "shorten the target's name: this name is derived from it"
         require_short_names(folder, [beside], hint)
@@ -222,12 +223,12 @@ class Stage:
         numbers: Collection[int],
         share: Share,
     ) -> None:
-        """Write files of the plan, those of ``numbers``, as a share of all that is done."""
+        """Write files of the plan, those of ``numbers``, as a share of all the work."""
         folder, journal = self.folder, self.journal
         run(plan, source, folder, options, progress, numbers=numbers, journal=journal, share=share)
 
     def takes(self, numbers: Iterable[int]) -> list[int]:
-        """Return those of the files of a share that are written before the commit: here all."""
+        """Return the files of a share that are written before the commit: here all."""
         return list(numbers)
 
     @property
@@ -236,13 +237,13 @@ class Stage:
         return staged_files(self.folder, self._sizes)
 
     def mark(self, token: str) -> None:
-        """Leave a mark that whoever shares this disk can see."""
+        """Leave a mark that is visible to all processes on this disk."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         with open(open_unfollowed(self._mark, flags), "w", encoding="ascii") as stream:
             stream.write(token)
 
     def is_marked(self, token: str) -> bool:
-        """Return whether the mark is seen here."""
+        """Return whether the mark is visible here."""
         return self._mark.is_file() and self._mark.read_text() == token
 
     @property
@@ -251,7 +252,7 @@ class Stage:
 
     @cached_property
     def own(self) -> Collection[str] | None:
-        """The files of the checkpoint at the target, once that is known to stand."""
+        """The files of the checkpoint at the target, once one is known to be there."""
         return self._options.own()
 
     def _commit(self, *, folder: bool) -> Commit:
@@ -260,9 +261,9 @@ class Stage:
         return FileCommit(self.target, self.folder, self._note, overwrite=self._options.overwrite)
 
     def commit(self) -> str | None:
-        """Make the staged files the target; return a remark where that took several steps.
+        """Make the staged files the target; return a remark if that took several steps.
 
-        An error before that leaves the old one as it is; one after it is Committed.
+        An error before that leaves the old one unchanged; one after it is Committed.
         """
         self._refuse_existing()
         require_no_foreign(self.folder, self._sizes)
@@ -298,7 +299,7 @@ class Stage:
         return bool(self._journals())
 
     def next_step(self) -> str | None:
-        """Return how a run that ended midway goes on; None if there is nothing to go on from."""
+        """Return how to continue a run that ended midway; None if there is nothing to continue."""
         return RESUME_HINT if self.is_partial() else None
 
     def close(self) -> None:
@@ -306,13 +307,13 @@ class Stage:
         self.journal.close()
 
     def remains(self) -> str | None:
-        """Return None: a disk refuses nobody what he wrote himself."""
+        """Return None: a disk lets a process remove what it wrote itself."""
         return None
 
     def discard(self, *, resumed: bool = False) -> None:
-        """Remove what this process staged; an output that it resumed only where that is asked.
+        """Remove what this process staged; a resumed output only if requested.
 
-        Where something else lies in it all of it stays, and the next run names that.
+        If something else is in it all of it stays, and the next run reports that.
         """
         self.journal.close()
         if not self._is_new and not resumed:
@@ -323,7 +324,7 @@ class Stage:
             self._forget()
 
     def outputs(self) -> list[Path]:
-        """Return what will stand at the end: the target folder, or file and those beside it."""
+        """Return what will exist at the end: the target folder, or file and those beside it."""
         if self._layout.folder:
             return [self.target]
         files = [self.target.parent / file.path for file in self._layout.files]
@@ -340,7 +341,7 @@ class Stage:
         return sorted(self.folder.parent.glob(f"{name}.journal.[0-9]*"))
 
     def _forget(self) -> None:
-        """Remove all that was noted of this output, the commit last."""
+        """Remove all notes of this output, the commit's last."""
         self._mark.unlink(missing_ok=True)
         for path in reversed(self._journals()):
             path.unlink(missing_ok=True)
@@ -361,7 +362,7 @@ class Stage:
             self._require_replaceable(path)
 
     def _require_replaceable(self, path: Path) -> None:
-        """Raise Unsupported if --overwrite would replace what is no checkpoint's file."""
+        """Raise Unsupported if --overwrite would replace a file that is not a checkpoint's."""
         if path.is_dir() != self._layout.folder:
             kinds = ("a folder", "a file") if path.is_dir() else ("a file", "a folder")
             raise Unsupported(f"{path}: is {kinds[0]}, but {kinds[1]} would be written")
@@ -381,7 +382,7 @@ class Stage:
 
 
 def _unfinished(target: Path, error: OSError) -> Committed:
-    """Return the error after the commit: what failed is only what follows it."""
+    """Return the error after the commit: only a later step failed."""
     return Committed(
         f"{target}: the new one is complete, but cleaning up failed: {error.strerror or error}",
         hint="the next command that writes there, such as the same with --resume, finishes it",

@@ -1,4 +1,4 @@
-"""Who writes an unfinished output in a store, as a note there says: stores have no locks."""
+"""The writer of an unfinished output in a store, as noted there: stores have no locks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def this_writer() -> dict[str, Any]:
-    """Return what a note says of this process; no two runs say the same."""
+    """Return the note's description of this process; no two runs have the same."""
     return {
         "host": platform.node(),
         "process": os.getpid(),
