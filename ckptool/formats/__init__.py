@@ -1,4 +1,4 @@
-"""The checkpoint formats ckptool knows: one row each, all metadata only."""
+"""The checkpoint formats that ckptool knows: one row each, metadata only."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 
 PLUGINS = "CKPTOOL_PLUGINS"
-"""The environment variable that allows installed formats of others where it is 1."""
+"""The environment variable that enables installed formats of other packages if it is 1."""
 
 
 class Registry(Mapping[str, Format]):
-    """Formats by their names, each imported when it is first asked for.
+    """Formats by name, each imported on first use.
 
     ``places`` maps names to ``module.attribute`` below this package. A command pays only for the
     formats it meets. Installed packages add formats by entry points of the group
-    ``ckptool.formats``, which come first, where ``PLUGINS`` allows it: a plug-in is code.
+    ``ckptool.formats``, which come first, if ``PLUGINS`` enables them: a plug-in is code.
     """
 
     def __init__(self, places: dict[str, str]) -> None:
@@ -33,7 +33,7 @@ class Registry(Mapping[str, Format]):
         self._added: dict[str, Format] = {}
 
     def add(self, row: Format) -> None:
-        """Make a format known in this process, before all others."""
+        """Add a format in this process, before all others."""
         if row.name in self._places and self[row.name] is not row:
             raise UsageError(f"ckptool has a format {row.name!r} itself")
         if row.name not in self._places:
@@ -74,7 +74,7 @@ class Registry(Mapping[str, Format]):
 
 
 def _load_plugin(point: EntryPoint) -> Format:
-    """Return the format of a plug-in. Raises UsageError if it is none of its entry's name."""
+    """Return the format of a plug-in; UsageError if it is not a Format of its entry's name."""
     try:
         row = point.load()
     except (ImportError, AttributeError) as error:
@@ -111,11 +111,11 @@ FORMATS = Registry(
         "torch-checkpointing": "rank_files.TORCH_CHECKPOINTING_FORMAT",
     }
 )
-"""Most specific first: a source is of the first format that matches it."""
+"""Most specific first: the first format that matches a source is its format."""
 
 
 def detect(source: Source) -> Format | None:
-    """Return the format of a source, or None if it is of no known one."""
+    """Return the format of a source, or None if it is unknown."""
     return next((row for row in FORMATS.values() if row.matches(source)), None)
 
 
@@ -126,21 +126,21 @@ def targets(*, mesh: bool = False) -> dict[str, Format]:
 
 
 def file_rule(row: Format | None, file: str) -> FileRule | None:
-    """Return what a file is by its own format's rules, or else by any of ckptool's; or None."""
+    """Return the rule for a file of its own format, or else of any of ckptool's; or None."""
     own = next((rule for rule in (row.files if row else ()) if rule.matches(file)), None)
     return own or _shared_rule(file)
 
 
 @lru_cache(maxsize=1 << 16)
 def _shared_rule(file: str) -> FileRule | None:
-    # What another package says of files is for its own checkpoints: it must not end checks of ours.
+    # another package's rules are for its own checkpoints: they must not end checks of ours
     rules = (rule for row in FORMATS.built_in() for rule in row.files)
     return next((rule for rule in rules if rule.matches(file)), None)
 
 
 @cache
 def single_file_suffixes() -> dict[str, Format]:
-    """Return the formats whose checkpoint is one file, by the suffixes of such files."""
+    """Return the single-file formats, by the suffixes of their files."""
     return {suffix: row for row in FORMATS.values() for suffix in row.suffixes}
 
 

@@ -1,4 +1,4 @@
-"""What a format is, and what it may ask of the place where a checkpoint lies."""
+"""What a format is, and what it can request of the place of a checkpoint."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class ScanOptions:
-    """How to read what the files alone leave open, and what to do with damage.
+    """How to read what the files alone do not determine, and what to do with damage.
 
-    ``per_rank`` keeps plain tensors that differ between ranks as one tensor a rank;
-    ``flat_params`` are the model's parameters with their shapes, in its own order, where FSDP1's
-    flat ones shall be taken apart; ``tp_rules`` say, by glob, how tensor-parallel ranks'
-    parameters fit together; ``world_size`` is the number of ranks whose files are read, where
-    several saves lie in one folder or no file records it.
+    ``per_rank`` keeps plain tensors that differ between ranks as one tensor per rank;
+    ``flat_params`` are the model's parameters with their shapes, in its own order, to unflatten
+    FSDP1's; ``tp_rules`` say, by glob, how tensor-parallel ranks' parameters fit together;
+    ``world_size`` is the number of ranks whose files are read, if several saves share a folder or
+    no file records it.
 
-    Without ``values`` those that lie among the data are left ``UNREAD`` where a format can.
+    Without ``values``, those among the data are left ``UNREAD`` if a format can.
 
-    With a list ``problems`` a scan skips what is damaged and notes it there; else it is raised.
+    With a list ``problems`` a scan skips damaged parts and notes them there; else it raises.
     """
 
     per_rank: bool = False
@@ -45,7 +45,7 @@ class ScanOptions:
     world_size: int | None = None
 
     def report(self, problems: Sequence[str], *, subject: str, hint: str | None = None) -> None:
-        """Raise one Damaged for all problems, or note them; nothing if there is none."""
+        """Raise one Damaged for all problems, or note them; do nothing if there are none."""
         if not problems:
             return
         error = damaged(problems, subject=subject, hint=hint)
@@ -66,12 +66,12 @@ class ScanOptions:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the user asks of a writer.
+    """The user's request to a writer.
 
-    ``target`` is the last part of the target's path, ``max_shard_size`` the bytes of tensor data
-    a file may hold, ``one_rank`` drops the source's own chunks, ``placed`` cuts the tensors for a
-    new mesh instead. ``config`` is what a Hugging Face config beside the source says of the model,
-    ``assets`` the names of files from elsewhere that are put beside what is written.
+    ``target`` is the last part of the target's path, ``max_shard_size`` the bytes of tensor data a
+    file may hold, ``one_rank`` drops the source's own chunks, ``placed`` cuts the tensors for a new
+    mesh instead. ``config`` is the model's Hugging Face config beside the source, ``assets`` the
+    names of files from elsewhere that are put beside the output.
     """
 
     target: str
@@ -83,12 +83,12 @@ class Request:
 
 
 LayOut = Callable[[Catalog, Request], Layout]
-"""Lays a catalog out in a format's files."""
+"""Lays out a catalog in a format's files."""
 
 
 @dataclass(frozen=True, slots=True)
 class Deferred:
-    """A function whose module, of ``module:function``, is imported when it is first called."""
+    """A function given as ``module:function``, whose module is imported on the first call."""
 
     place: str
 
@@ -112,7 +112,7 @@ class Locate(Protocol):
 
 
 class FileRole(Enum):
-    """What a file of a checkpoint is made of, and so how it can be checked by itself."""
+    """What a file of a checkpoint consists of, and so how it can be checked by itself."""
 
     METADATA = "a pickle that names what lies in other files"
     ITEMS = "torch.save archives, one behind the other"
@@ -123,7 +123,7 @@ class FileRole(Enum):
 
 @dataclass(frozen=True, slots=True)
 class FileRule:
-    """What files are whose whole path, below any folder, matches a regular expression.
+    """The role of files whose whole path, below any folder, matches a regular expression.
 
     ``committed_by`` names the file that is written last, into the same folder.
     """
@@ -139,7 +139,7 @@ class FileRule:
 
 @dataclass(frozen=True, slots=True)
 class LatestMarker:
-    """The file of a run's folder that names its latest checkpoint, of folders called so."""
+    """The file of a run's folder that names its latest checkpoint, and such folders' pattern."""
 
     file: str
     folders: str = ".*"
@@ -147,7 +147,7 @@ class LatestMarker:
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """What the data files hold whose metadata is lost, and what no file says any more."""
+    """The content of data files whose metadata is lost, and what no file records any more."""
 
     catalog: Catalog
     problems: tuple[Problem, ...]
@@ -216,9 +216,9 @@ class Format:
         return self.probe is not None and self.probe(source)
 
     def lay_out(self, catalog: Catalog, request: Request) -> Layout:
-        """Lay a catalog out whole, or cut for the mesh that ``request`` places it on.
+        """Lay out a catalog whole, or cut for the mesh on which ``request`` places it.
 
-        Raises Unsupported if the format is not written so, or cannot hold what is asked.
+        Raises Unsupported if the format is not written so, or cannot hold what is requested.
         """
         writer = self.convert if request.placed is None else self.reshard
         if writer is None:
@@ -229,4 +229,4 @@ class Format:
 
 
 EXTRA = ".extra.pt"
-"""How the file ends that holds what a safetensors file beside it cannot."""
+"""The suffix of the file for what a safetensors file beside it cannot hold."""

@@ -1,9 +1,9 @@
 """ByteCheckpoint folders: ``model/``, ``optimizer/`` and ``extra_state/`` of one step.
 
 Read: ByteCheckpoint 0.0.2 (its DDP, FSDP and FSDP2 checkpointers). Each of the first two is laid
-out as DCP does, but an item is a tensor's bare bytes; how they are strided is in ``.metadata``,
-the pickle of each tensor without its bytes. The family begins each name. FSDP's decomposed form
-keeps flat parameters, and in ``.metadata`` what they are made of: they are taken apart.
+out as in DCP, but an item is a tensor's bare bytes; its strides are in ``.metadata``, in the pickle
+of each tensor without its bytes. The family begins each name. FSDP's decomposed form keeps flat
+parameters, with their members in ``.metadata``: they are unflattened.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _Metadata = Mapping[str, Any]
 
 
 def flat_members(files: Mapping[str, _Metadata]) -> dict[str, list[Member]]:
-    """Return what each flat parameter is made of, by its name."""
+    """Return the members of each flat parameter, by its name."""
     by_flat: dict[str, list[Member]] = {}
     for name, metadata in files.items():
         record = metadata.get("user_defined_dict") or {}
@@ -75,7 +75,7 @@ def _members(flat: str, names: list[str], record: _Metadata) -> Iterator[Member]
 
 
 def unflatten_family(catalog: Catalog, flat: Mapping[str, list[Member]]) -> Catalog:
-    """Take the flat parameters of one family, and states of them, apart."""
+    """Unflatten the flat parameters of one family, and their optimizer states."""
     members_of = {name: _members_in(entry, flat) for name, entry in catalog.tensors.items()}
     if not any(members_of.values()):
         return catalog
@@ -100,7 +100,7 @@ def _members_in(entry: TensorEntry, flat: Mapping[str, list[Member]]) -> list[Me
 
 
 _Skeletons = Mapping[tuple[str, tuple[int, ...] | None], bytes]
-"""For the name and offset of an item, the pickle of the tensor without its bytes."""
+"""By the name and offset of an item, the pickle of the tensor without its bytes."""
 
 
 def _locate(catalog: Catalog, skeletons: _Skeletons, options: ScanOptions) -> Catalog:
@@ -141,7 +141,7 @@ def _place(entry: TensorEntry, chunk: Chunk, skeletons: _Skeletons, at: Place) -
 
 @lru_cache(maxsize=4096)
 def _skeleton(pickled: bytes) -> StoredTensor | None:
-    """Return the tensor that a pickle describes; many are alike."""
+    """Return the tensor that a pickle describes; many are equal."""
     return read_tensor(read_pickle(pickled, what="a tensor's record in .metadata").value)
 
 
@@ -198,7 +198,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
 
 
 def _require_families(source: Source, parts: Mapping[str, str], options: ScanOptions) -> None:
-    """Report the families of which there are data files, and no metadata."""
+    """Report families with data files but no metadata."""
     families = {match[1] for name in source.files if (match := _SHARDS.fullmatch(name))}
     missing = [f"{family}/.metadata" for family in sorted(families.difference(parts.values()))]
     problems = [
@@ -213,14 +213,14 @@ def _require_families(source: Source, parts: Mapping[str, str], options: ScanOpt
 def _scan_family(
     name: str, records: dict[str, DcpMetadata], source: Source, options: ScanOptions
 ) -> Catalog:
-    """Read the folder of one family, and add what its metadata says to ``records``."""
+    """Read the folder of one family, and add its metadata to ``records``."""
     catalog, parsed = read_folder(source, options)
     records.update((name, metadata) for metadata in parsed.values())
     return with_inferred_mesh(catalog)
 
 
 def _extra_state(source: Source, options: ScanOptions, world: int) -> list[Catalog]:
-    """Read what each rank saved for itself, of ``world`` ranks or more; none where none did."""
+    """Read each rank's own state, of ``world`` ranks or more; none if there is none."""
     files = {int(m[1]): m.string for m in filter(None, map(_EXTRA.fullmatch, source.files))}
     if not files:
         return []
@@ -244,7 +244,7 @@ def _extra_state(source: Source, options: ScanOptions, world: int) -> list[Catal
 
 
 def _lost_extra_state(files: Mapping[int, str], world: int) -> list[Problem]:
-    """Return the ranks without a file: every rank writes one of its own, or none does."""
+    """Return the ranks without a file: either every rank writes its own, or none does."""
     missing = find_missing_ranks(files, max(world, max(files) + 1))
     if not missing:
         return []

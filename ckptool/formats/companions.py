@@ -1,4 +1,4 @@
-"""What lies beside and around a checkpoint: a model's companions, subfolders, trackers, configs."""
+"""Files beside and around a checkpoint: a model's companions, subfolders, trackers, configs."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _NAMES = frozenset(
     " quantize_config.json hf_quant_config.json quant_config.json adapter_config.json".split()
 )
 PIPELINE = "model_index.json"
-"""What lists the components of a pipeline, in folders of their own (diffusers 0.42)."""
+"""The list of a pipeline's components, which are in separate folders (diffusers 0.42)."""
 TRAINER_STATE = "trainer_state.json"
 TRAINER_FILES = frozenset([TRAINER_STATE, "training_args.bin"])
-"""What transformers' Trainer writes once beside a checkpoint (transformers 5)."""
+"""Files that transformers' Trainer writes once beside a checkpoint (transformers 5)."""
 _SUFFIXES = (".py", ".tiktoken")
 _PROSE = frozenset("README.md LICENSE LICENSE.txt USE_POLICY.md NOTICE".split())
 
@@ -53,7 +53,7 @@ def _is_companion(name: str) -> bool:
 
 
 def companion_targets(catalog: Catalog) -> dict[str, str]:
-    """Return a catalog's companions by the path that each has beside what is written.
+    """Return a catalog's companions by their paths beside the output.
 
     A pipeline's models have one each, so they stay in the folders of its components.
     """
@@ -62,7 +62,7 @@ def companion_targets(catalog: Catalog) -> dict[str, str]:
 
 
 def is_of_model(path: str) -> bool:
-    """Return whether only a model's own files have this name, no code or text of a person."""
+    """Return whether only a model's own files have this name, no user's code or text."""
     name = path.rpartition("/")[2]
     return name in _NAMES - _PROSE or name.endswith(".tiktoken")
 
@@ -101,9 +101,9 @@ Scan = Callable[[Source, ScanOptions], Catalog]
 def scan_subfolder(
     scan: Scan, source: Source, folder: str, options: ScanOptions, *, prefix: str = ""
 ) -> Catalog:
-    """Scan a subfolder; what is noted on the way, or raised, names files as seen from above.
+    """Scan a subfolder; notes and errors name files relative to the folder above.
 
-    ``prefix`` is what tensors' names will begin with, and do in what is noted.
+    ``prefix`` is the prefix that tensors' names will get, and have in notes.
     """
     problems: list[Problem] | None = None if options.problems is None else []
     try:
@@ -119,7 +119,7 @@ def scan_subfolder(
 
 
 def join_catalogs(first: Catalog, *others: Catalog) -> Catalog:
-    """Return the first catalog with the tensors, values, files and notes of all of them."""
+    """Return the first catalog extended by the tensors, values, files and notes of the others."""
     catalogs = (first, *others)
     return replace(
         first,
@@ -144,7 +144,7 @@ def models_of_pipeline(catalog: Catalog) -> dict[str, Catalog]:
 
 
 def component(catalog: Catalog, folder: str) -> Catalog:
-    """Return what is of one component of a pipeline, with the paths that it has there."""
+    """Return the part of a pipeline in one component, with its paths there."""
     head = f"{folder}/"
     names = {entry.name for entry in entries_of(catalog) if entry.path[0] == folder}
 
@@ -164,8 +164,8 @@ _LONGEST = 64
 def latest_folder(source: Source) -> str | None:
     """Return the subfolder that a run's tracker file names; None if there is no tracker.
 
-    Megatron-LM's holds an iteration (``iter_0000100``) or ``release``; ByteCheckpoint and verl
-    write the same file beside ``global_step_100``. Damaged if the folder it names is not there.
+    Megatron-LM's contains an iteration (``iter_0000100``) or ``release``; ByteCheckpoint and verl
+    write the same file beside ``global_step_100``. Raises Damaged if that folder is missing.
     """
     size = source.files.get(MEGATRON)
     if size is None or size > _LONGEST:
@@ -216,10 +216,10 @@ def describe_framework(objects: Mapping[str, ObjectEntry]) -> dict[str, str]:
 
 
 def add_tensor_parallelism(catalog: Catalog) -> Catalog:
-    """Add the degree of tensor parallelism to torchtitan's catalog, where its chunks show it.
+    """Add the degree of tensor parallelism to torchtitan's catalog, if its chunks show it.
 
-    FSDP cuts torchtitan's dense tensors along dim 0; what the innermost mesh dim cuts along
-    another dim, the others cutting the rest among all data-parallel ranks, is tensor-parallel.
+    FSDP cuts torchtitan's dense tensors along dim 0; it is tensor parallelism if the innermost mesh
+    dim cuts along another dim, and the others cut the rest among all data-parallel ranks.
     """
     mesh, parallelism = catalog.mesh, catalog.info.get("parallelism", "")
     if catalog.info.get("framework") != "torchtitan" or mesh is None or len(mesh.shape) < 2:
@@ -240,9 +240,9 @@ def _is_cut_in_two_ways(entry: TensorEntry) -> bool:
 
 
 def read_config(source: Source) -> Mapping[str, Any]:
-    """Read a Hugging Face ``config.json`` (empty without one), with the text model's inside.
+    """Read a Hugging Face ``config.json`` (empty without one), merging the text model's.
 
-    Raises Damaged if it is no JSON object.
+    Raises Damaged if it is not a JSON object.
     """
     content = read_json_object(source, CONFIG)
     inner = content.get("text_config")
@@ -250,7 +250,7 @@ def read_config(source: Source) -> Mapping[str, Any]:
 
 
 def read_json_object(source: Source, file: str) -> dict[str, Any]:
-    """Read a small file's JSON object, empty without the file; Damaged if it is another."""
+    """Read a small file's JSON object, empty without the file; Damaged if it is none."""
     if file not in source.files:
         return {}
     try:
@@ -279,13 +279,13 @@ def describe_config(source: Source) -> dict[str, str]:
 
 
 def size_in(content: Mapping[str, Any], key: str) -> int | None:
-    """Return a size that a model's config says; None if it is silent."""
+    """Return a size in a model's config; None if it is not there."""
     value = content.get(key)
     return value if type(value) is int and value > 0 else None
 
 
 RANDOM_STATES = re.compile(r"random_states_(\d{1,6})\.pkl")
-"""What accelerate calls the file of a rank's random states, beside a model of any format."""
+"""The name of accelerate's file of a rank's random states, beside a model of any format."""
 
 
 def lost_random_states(source: Source, catalog: Catalog) -> list[Problem]:

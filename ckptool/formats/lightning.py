@@ -1,9 +1,9 @@
-"""What Lightning opens: ``meta.pt`` beside DCP files, or all in one file, ``optimizer_states`` too.
+"""Lightning's own files: ``meta.pt`` beside DCP files, or all in one file with optimizers.
 
-Its strategies save the model and ``optimizer_0`` and so on with DCP, and the rest, which holds the
-loops, callbacks and schedulers, in ``meta.pt``: a folder without it is "not a valid checkpoint". A
-whole checkpoint is one file with all of that at the top; the Trainer's has the model in
-``state_dict`` and a list of optimizers in ``optimizer_states`` (Lightning 2.6).
+Its strategies save the model and ``optimizer_0`` and so on with DCP, and the rest (loops, callbacks
+and schedulers) in ``meta.pt``: a folder without it is "not a valid checkpoint". A whole checkpoint
+is one file with all of that at the top level; the Trainer's has the model in ``state_dict`` and a
+list of optimizers in ``optimizer_states`` (Lightning 2.6).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _OPTIMIZER = re.compile(r"optimizer_(\d{1,6})")
 
 
 def split_meta(catalog: Catalog) -> tuple[Catalog, list[FileLayout]]:
-    """Return what Lightning saves with DCP, and the ``meta.pt`` with the rest, if there is any.
+    """Return the catalog that Lightning saves with DCP, and the ``meta.pt`` with the rest, if any.
 
     The catalog's values are those that are to be written.
     """
@@ -44,8 +44,8 @@ def split_meta(catalog: Catalog) -> tuple[Catalog, list[FileLayout]]:
 def as_one_file(catalog: Catalog) -> Catalog:
     """Return the catalog with the paths that its entries have in a checkpoint of one file.
 
-    The catalog of any other writer is returned as it is. Raises Unsupported if a value of
-    ``meta.pt`` and one beside it would be at the same place.
+    The catalog of any other writer is returned unchanged. Raises Unsupported if a value of
+    ``meta.pt`` and one beside it would have the same path.
     """
     names = _meta_names(catalog)
     if not names:
@@ -81,7 +81,7 @@ def _named_by_path(entry: AnyEntry) -> AnyEntry:
 
 
 def _meta_names(catalog: Catalog) -> set[str]:
-    """Return the names of what came out of Lightning's ``meta.pt``; of another writer, none."""
+    """Return the names from Lightning's ``meta.pt``; none for another writer."""
     if catalog.info.get("writer") != WRITER:
         return set()
     paths = {entry.name: entry.path for entry in entries_of(catalog)}

@@ -1,14 +1,14 @@
-"""Meta's Llama folders: ``consolidated.NN.pth``, one a model-parallel rank, and ``params.json``.
+"""Meta's Llama folders: ``consolidated.NN.pth``, one per model-parallel rank, and ``params.json``.
 
-How a tensor is cut follows from the layer that Meta's code makes it with (fairscale's
-``ColumnParallelLinear`` and ``RowParallelLinear``); the files do not say it. Token embeddings
-are cut along their width in Llama 1 and 2 (``ParallelEmbedding``) and by rows of the vocabulary in
-Llama 3 (``VocabParallelEmbedding``): the width of a part tells. Where there are more ranks than
+How a tensor is cut follows from its layer in Meta's code (fairscale's ``ColumnParallelLinear`` and
+``RowParallelLinear``); the files do not record it. Token embeddings are cut along their width in
+Llama 1 and 2 (``ParallelEmbedding``) and by rows of the vocabulary in Llama 3
+(``VocabParallelEmbedding``): the width of a part shows which. If there are more ranks than
 key-value heads, several ranks have the same one. Written: the same cuts, for a mesh of one dim.
 
 Names and cuts are those of ``llama`` (1 to 3), ``llama-models`` (3.2 with vision) and Llama 4,
-where several tensors are one: ``wqkv`` and ``mlp.fc1_weight`` are each rank's parts of the fused
-ones, ``moe_w_out_eF_D`` each rank's rows of every expert.
+which fuses tensors: ``wqkv`` and ``mlp.fc1_weight`` are each rank's parts of the fused ones,
+``moe_w_out_eF_D`` each rank's rows of every expert.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ Token embeddings are placed as in the source, or by rows as in Llama 3.
 
 @dataclass(frozen=True, slots=True)
 class LlamaSizes:
-    """What ``params.json`` says of a model; None if it is silent."""
+    """The sizes in ``params.json``; None for missing ones."""
 
     width: int | None = None
     heads: int | None = None
@@ -77,7 +77,7 @@ class LlamaSizes:
 
     @property
     def arguments(self) -> str:
-        """Describe those that tell models apart, as a person reads them."""
+        """Return the sizes that distinguish models, as text."""
         sizes = {
             "dim": self.width,
             "layers": self.layers,
@@ -106,7 +106,7 @@ def sizes_of(params: Mapping[str, Any]) -> LlamaSizes:
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    """What decides a cut besides a tensor's name; ``shape`` is that of one rank's part."""
+    """What determines a cut besides a tensor's name; ``shape`` is that of one rank's part."""
 
     shape: tuple[int, ...]
     sizes: LlamaSizes
@@ -114,14 +114,14 @@ class _Facts:
 
 
 def _embedding_rule(_: re.Match[str], facts: _Facts) -> TpRule | None:
-    """Return rows of the vocabulary where a part is as wide as the model, else columns."""
+    """Return rows of the vocabulary if a part is as wide as the model, else columns."""
     if facts.sizes.width is None or len(facts.shape) != 2:
         return None
     return COLUMN if facts.shape[1] == facts.sizes.width else ROW
 
 
 def _key_value_rule(_: re.Match[str], facts: _Facts) -> TpRule | None:
-    """Return rows; several consecutive ranks have the same ones where key-value heads are few."""
+    """Return rows; several consecutive ranks have the same ones if key-value heads are few."""
     heads, size = facts.sizes.key_value_heads, facts.sizes.head_size
     if not facts.shape or not heads or not size:
         return COLUMN if facts.shape else None
@@ -232,7 +232,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
 
 
 def _lost_ranks(source: Source, catalog: Catalog) -> list[Problem]:
-    """Return that the last ranks' files are gone, where rows of queries are missing."""
+    """Return a problem if rows of queries are missing: the last ranks' files are gone."""
     sizes = sizes_of(read_json_object(source, _PARAMS))
     rows = sizes.heads * sizes.head_size if sizes.heads and sizes.head_size else None
     for name, entry in catalog.tensors.items():
@@ -253,8 +253,8 @@ def _merge_cut(
 ) -> tuple[dict[str, TensorEntry], dict[str, str], list[Problem]]:
     """Merge the tensors that model parallelism cuts, by name and ``params.json``.
 
-    A rule that was given decides before a name does. Returns the tensors, why others stay as they
-    are of which no rule is known, and what contradicts itself.
+    A given rule precedes a name. Returns the tensors, why others without a known rule stay
+    unmerged, and contradictions.
     """
     values = [(name, leaf.value) for leaves in ranks.values() for name, leaf in leaves.items()]
     names = dict.fromkeys(name for name, value in values if isinstance(value, PlainLeaf))
@@ -282,7 +282,7 @@ def _merge_cut(
 
 
 def _with_width(sizes: LlamaSizes, leaves: RankLeaves) -> LlamaSizes:
-    """Take the model's width from the last norm where ``params.json`` is silent."""
+    """Return the sizes, with the model's width from the last norm if ``params.json`` lacks it."""
     norm = leaves.get("norm.weight")
     shape = norm.value.tensor.shape if norm and isinstance(norm.value, PlainLeaf) else ()
     return replace(sizes, width=sizes.width or (shape[0] if shape else None))
@@ -295,7 +295,7 @@ def _merge_tensor(
     rules: Sequence[NamedRule],
     world: int,
 ) -> TensorEntry | None:
-    """Return the merged tensor; None where each of ``world`` ranks has the whole of it."""
+    """Return the merged tensor; None if each of ``world`` ranks has the whole of it."""
     parts: dict[int, LocalTensor] = {}
     for rank, leaf in of_ranks.items():
         if not isinstance(leaf.value, PlainLeaf):
@@ -333,7 +333,7 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
 def _require_cut(entry: TensorEntry, placement: object, ranks: int) -> None:
     """Raise Unsupported if a tensor is not cut as Meta's code cuts it, into equal parts.
 
-    Embeddings are cut along either dim, by the model's generation.
+    Embeddings are cut along either dim, depending on the model's generation.
     """
     if ranks == 1:
         return

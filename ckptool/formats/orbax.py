@@ -1,4 +1,4 @@
-"""Orbax checkpoints (JAX): detected, to say that they are not read.
+"""Orbax checkpoints (JAX): detected only to report that they are not supported.
 
 ``_METADATA`` or ``manifest.ocdbt`` (orbax-checkpoint 0.5 and later), in the folder itself or in
 that of an item such as ``default/`` or ``state/`` below a step.

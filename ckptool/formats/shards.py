@@ -1,7 +1,7 @@
-"""A model in several files, and the index that says which of them holds each tensor.
+"""A model in several files, and the index of the file that contains each tensor.
 
-``*.index.json`` as transformers, huggingface_hub and torch write it: ``weight_map`` is from names
-to files, beside the index.
+``*.index.json`` as transformers, huggingface_hub and torch write it: ``weight_map`` maps names to
+files beside the index.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ckptool.serialization.state_dict.leaves import Assembled
 
 
 def read_index(source: Source, index: str) -> tuple[dict[str, str], object]:
-    """Return which file holds each tensor, and the index's ``metadata``; Damaged if it is none."""
+    """Return the file of each tensor, and the index's ``metadata``; Damaged if invalid."""
     try:
         content = json.loads(read_metadata(source, index))
         weight_map, metadata = content["weight_map"], content.get("metadata")
@@ -37,7 +37,7 @@ def read_shards(
     read: Callable[[str], Assembled],
     options: ScanOptions,
 ) -> tuple[Assembled, dict[str, str]]:
-    """Return what ``read`` finds in all files together, and the last file that has each tensor."""
+    """Return what ``read`` finds in all files together, and the last file with each tensor."""
     contents = Assembled()
     file_of: dict[str, str] = {}
     for file in files:
@@ -64,7 +64,7 @@ def _read_shard(
 def list_misplaced(
     weight_map: Mapping[str, str], file_of: Mapping[str, str], index: str
 ) -> list[Problem]:
-    """Return the tensors that are not in the files into which the index puts them."""
+    """Return the tensors that are not in the files that the index lists."""
     return [
         Problem(
             f"{name}: {index} lists it in {file}, but it is "

@@ -30,9 +30,9 @@ _OF_A_RANK = re.compile(r"rank[._-]?[1-9]", re.IGNORECASE)
 
 
 def _model_in(source: Source) -> str | None:
-    """Return the file of the model that transformers or diffusers left here with its config.json.
+    """Return the model file that transformers or diffusers saved here with its config.json.
 
-    A trainer's state may lie beside it.
+    A trainer's state may be beside it.
     """
     found = (name for name in _MODELS if name in source.files)
     return next(found, None) if "config.json" in source.files else None
@@ -81,7 +81,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
 
 
 def _rank_of(leaves: Mapping[str, Leaf]) -> int:
-    """Return the rank that wrote a file, where the DTensors in it agree on one; else 0."""
+    """Return the rank that wrote a file, if the DTensors in it agree on one; else 0."""
     shares = [leaf.value.share for leaf in leaves.values() if isinstance(leaf.value, ShareLeaf)]
     ranks = {share.rank for share in shares if share.rank is not None}
     return ranks.pop() if len(ranks) == 1 else 0

@@ -1,4 +1,4 @@
-"""What a writer must decide about every checkpoint, whatever its own format."""
+"""Decisions about every checkpoint that all writers share."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from ckptool.serialization.state_dict.tree import nest
 from ckptool.serialization.state_dict.values import NUMPY, UNREAD_TENSOR, Foreign, type_name
 
 NOT_CARRIED = "value-not-written"
-"""The code of a note on what no writer carries over, or only one that writes pickles of its own."""
+"""The code of a note on something that no writer, or only a pickling one, carries over."""
 CARRIED = "carried as they are, for those who trust the source"
-"""How a note on values begins that are written as the source has them, classes and all."""
+"""The beginning of a note on values that are written as in the source, classes and all."""
 
 
 def select_plain(catalog: Catalog, *, numpy: bool = True) -> tuple[list[ObjectEntry], list[str]]:
-    """Return the values that are plain data, and one note for each that is not and stays behind.
+    """Return the values that are plain data, and one note for each other one, which is dropped.
 
-    ``numpy`` says that its arrays, scalars and generators are plain. Tensors of a kind that is not
-    read need no note: the catalog has one for each.
+    ``numpy`` means that its arrays, scalars and generators count as plain. Tensors of unsupported
+    kinds need no note: the catalog has one for each.
     """
     plain: list[ObjectEntry] = []
     notes: list[str] = []
@@ -71,20 +71,20 @@ def nest_state(tensors: list[TensorEntry], objects: list[ObjectEntry]) -> Any:
 
 
 def lay_out_extra(path: str, tensors: list[TensorEntry], objects: list[ObjectEntry]) -> FileLayout:
-    """Lay out a torch.save file beside the main one, for what the main format cannot hold."""
+    """Lay out a torch.save file beside the main one, for everything the main format cannot hold."""
     return FileLayout(path, tuple(lay_out_archive(nest_state(tensors, objects))))
 
 
 def note_companions(catalog: Catalog) -> list[str]:
-    """Return one note on the companions, where what is written is one file."""
+    """Return one note on the companions, if the output is one file."""
     files = ", ".join(catalog.companions)
     return [f"not carried into one file: {files}"] if files else []
 
 
 def lay_out_companions(catalog: Catalog, *, of_trainer: bool = False) -> list[FileLayout]:
-    """Lay out config.json, tokenizer files and their like, as they are.
+    """Lay out config.json, tokenizer files and similar ones, unchanged.
 
-    Those in which a trainer says how far it is are for itself, ``of_trainer``, alone.
+    Those with a trainer's progress are only for the trainer's own format, ``of_trainer``.
     """
     return [
         FileLayout(path, (Verbatim(name, catalog.companions[name]),))
@@ -102,7 +102,7 @@ _Item = TypeVar("_Item", bound=_Sized)
 
 
 def group_by_size(items: Iterable[_Item], limit: int) -> list[list[_Item]]:
-    """Group items in order, as many a file as fit ``limit`` bytes; a larger one has its own file.
+    """Group items in order, as many per file as fit ``limit`` bytes; a larger one has its own file.
 
     At least one group, which is empty if there is no item.
     """
@@ -118,9 +118,9 @@ def group_by_size(items: Iterable[_Item], limit: int) -> list[list[_Item]]:
 
 
 def note_tied(catalog: Catalog) -> list[str]:
-    """Return one note for each group of tied tensors, which a flat format writes once a name.
+    """Return one note for each group of tied tensors, which a flat format writes once per name.
 
-    Single numbers, such as the step of all parameters of a group, are not worth one.
+    Scalars, such as the step of all parameters of a group, are not worth one.
     """
     return [
         f"tied: {' = '.join(names)} share their bytes in the source; each is written in full"
@@ -144,9 +144,9 @@ class WriterAssignment:
     def boxes(self, entry: TensorEntry) -> Mapping[Box, int]:
         """Return boxes that tile the tensor, each with the rank that writes it.
 
-        One and the same for tensors that are cut alike, where no rank is chosen. Cut for the
-        request's mesh where it has one; else the source's own chunks; else, where ranks are
-        unknown, there is no chunk (of no elements) or one rank is asked for, all on rank 0.
+        The same object for tensors that are cut alike, if no rank was chosen. Cut for the request's
+        mesh if there is one; else the source's own chunks; else, if ranks are unknown, there are no
+        chunks (no elements) or one rank is requested, all on rank 0.
         """
         placed = self._request.placed
         if placed is not None and entry.elements:
@@ -190,8 +190,8 @@ class WriterAssignment:
 class _PlacedKind:
     """How tensors of one shape and placement are cut: each box, and the ranks that hold it.
 
-    ``writers`` are these ranks where each box has one; the bytes of an element, of all tensors
-    that were given these and not counted yet, are ``not_counted``.
+    ``writers`` are these ranks if each box has only one; ``not_counted`` are the bytes of an
+    element, summed over all tensors that got these and were not counted yet.
     """
 
     holders: list[tuple[Box, list[int]]]
@@ -213,7 +213,7 @@ class _PlacedKind:
 def _source_boxes(entry: TensorEntry) -> dict[Box, int]:
     """Return the source's chunks; of several that begin at one place (empty ones), the largest.
 
-    What a rewrite left of a rank's chunks is put together again where it fills a box.
+    Parts of a rank's chunks after a rewrite are joined again if they fill a box.
     """
     first: dict[tuple[int, ...], Chunk] = {}
     for chunk in sorted(entry.chunks, key=lambda chunk: -chunk.box.volume):
@@ -226,7 +226,7 @@ def _source_boxes(entry: TensorEntry) -> dict[Box, int]:
 
 
 def _join_boxes(boxes: list[Box]) -> list[Box]:
-    """Return the one box that many fill together, as those of a permuted tensor do; or all."""
+    """Return the one box that several fill together, as those of a permuted tensor do; or all."""
     if len(boxes) <= _FEW_BOXES:
         return boxes
     around = Box(
@@ -237,7 +237,7 @@ def _join_boxes(boxes: list[Box]) -> list[Box]:
 
 
 def require_placed(request: Request) -> PlacedTensors:
-    """Return the mesh and placements; Unsupported if they are none that rank files can have."""
+    """Return the mesh and placements; Unsupported if rank files cannot have them."""
     placed = request.placed
     if placed is None:
         raise Unsupported("a file per rank needs a device mesh", hint="ckptool reshard --mesh 2x4")

@@ -1,1 +1,1 @@
-"""What several formats are made of: zip archives, pickles, and the state dicts in them."""
+"""The building blocks of several formats: zip archives, pickles, and the state dicts in them."""

@@ -1,6 +1,6 @@
-"""Files that are no checkpoint of a known format: what they are, and what to do with each.
+"""Files that are not a checkpoint of a known format: what they are, and what to do with each.
 
-Each is detected by how it begins, by its name, or by the records of a zip archive.
+Each is detected by its first bytes, its name, or the records of a zip archive.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from ckptool.serialization.source import Source
 
 HEAD = 512
-"""Bytes of a file's beginning that are looked at."""
+"""Bytes of a file's beginning that are examined."""
 _LONGEST_LINE = 60
 
 
 class FileKind(NamedTuple):
-    """What a file is, and the step that leads to one that can be read.
+    """What a file is, and the step that leads to a readable one.
 
-    A file is of this kind where ``head`` matches its beginning and ``name`` all of its name.
+    A file is of this kind if ``head`` matches its beginning and ``name`` its whole name.
     """
 
     what: str
@@ -58,7 +58,7 @@ _PLACEHOLDERS = (
     ),
     FileKind("an XML document, such as a store's error", _AGAIN, rb"\s*<\?xml"),
 )
-"""What stands in a file's place: a pointer to it, or what a server answered."""
+"""Stand-ins for a file: a pointer to it, or a server's answer."""
 
 _NPZ = FileKind(
     "a NumPy archive (.npz)",
@@ -166,11 +166,11 @@ _KINDS = (
 )
 """The kinds in the order in which they are tried: by the head, by the name, by the content."""
 _SAFETENSORS = re.compile(rb".{6}\0\0\{", re.DOTALL)
-"""A header's length in 8 bytes, which may be those of any magic number, and its JSON."""
+"""A header's length in 8 bytes, which may equal any magic number, and its JSON."""
 
 
 def detect_placeholder(head: bytes) -> FileKind | None:
-    """Return what stands in a file's place and begins so; None for all else."""
+    """Return the stand-in for a file that begins so; None for all else."""
     kind = _first_match(_PLACEHOLDERS, head, "")
     size = re.search(rb"\nsize ([0-9]{1,18})", head) if kind is _LFS else None
     if size is not None:
@@ -179,9 +179,9 @@ def detect_placeholder(head: bytes) -> FileKind | None:
 
 
 def detect_kind(head: bytes, name: str) -> FileKind | None:
-    """Return what a file is that begins with these ``HEAD`` bytes; None if nothing tells it.
+    """Return the kind of a file that begins with these ``HEAD`` bytes; None if unknown.
 
-    None too where it is a safetensors file, even one that is cut short.
+    Also None for a safetensors file, even a truncated one.
     """
     if _SAFETENSORS.match(head):
         return None
@@ -201,7 +201,7 @@ def _text_kind(head: bytes) -> FileKind | None:
     try:
         text = head.decode()
     except UnicodeDecodeError as error:
-        # A character may be cut where the beginning ends.
+        # a character may be cut at the end of the head
         text = head[: error.start].decode() if len(head) - error.start < 4 else ""
     line = text.strip().partition("\n")[0][:_LONGEST_LINE]
     if not line or not all(char.isprintable() or char.isspace() for char in text):
@@ -210,7 +210,7 @@ def _text_kind(head: bytes) -> FileKind | None:
 
 
 def _zip_kind(names: Collection[str], file: str) -> FileKind | None:
-    """Return what a zip archive is that holds these records and is no torch.save file."""
+    """Return the kind of a zip archive that contains these records and is not a torch.save file."""
     inner = {name.partition("/")[2] for name in names}
     if names and all(name.endswith(".npy") for name in names):
         return _NPZ
@@ -225,7 +225,7 @@ def _zip_kind(names: Collection[str], file: str) -> FileKind | None:
 
 
 def not_a(expected: str, source: Source, file: str) -> Damaged:
-    """Return the error for a file that should be ``expected`` and is something else."""
+    """Return the error for a file that should be ``expected`` but is something else."""
     head = read_head(source, file)
     kind = detect_kind(head, file)
     what = f"not {expected} (it begins with {head[:8].hex(' ')})"
@@ -244,5 +244,5 @@ def unrecognised_zip(names: Collection[str], file: str) -> Unrecognised:
 
 
 def read_head(source: Source, file: str) -> bytes:
-    """Return the beginning of a file, as ``detect_kind`` takes it."""
+    """Return the beginning of a file, for ``detect_kind``."""
     return source.read(file, 0, min(HEAD, source.files[file]))

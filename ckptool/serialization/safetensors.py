@@ -1,6 +1,6 @@
-"""The header of one safetensors file, and how to lay one out.
+"""The header of one safetensors file, and the layout of a new one.
 
-Format: 8 bytes little-endian header length, a JSON header, then the tensors' bytes without holes
+Format: 8 bytes little-endian header length, a JSON header, then the tensors' bytes without gaps
 (safetensors 0.8). A header may be padded with spaces; torch's consolidation writes none.
 """
 
@@ -34,11 +34,11 @@ _INTEGERS = {int}
 _ZEROS = bytes.maketrans(b"123456789", b"000000000")
 _dumps = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 _LONG_NUMBER = b"0" * (_MOST_DIGITS + 1)
-"""What only a number of too many digits has in it, or a name, once all digits are zeros."""
+"""Matches a number with too many digits, or a name, once all digits are zeros."""
 
 
 class _Kind(NamedTuple):
-    """What tensors of one element type and shape have in common: their bytes, strides and box."""
+    """The properties of tensors of one element type and shape: their bytes, strides and box."""
 
     dtype: DType
     shape: tuple[int, ...]
@@ -69,12 +69,12 @@ class StoredSlice(NamedTuple):
 
     @property
     def at(self) -> Extent:
-        """Where its elements lie."""
+        """The place of its elements."""
         return Extent(self.file, self.offset, self.kind.strides)
 
     @property
     def chunks(self) -> WholeTensor:
-        """The one chunk of a tensor of which this is all."""
+        """The only chunk, which is the whole tensor."""
         return WholeTensor(self.kind.boxes, self.file, self.offset, self.kind.strides)
 
 
@@ -96,8 +96,8 @@ def read_safetensors(
 ) -> SafetensorsFile:
     """Read and check a header. Raises Damaged if it breaks one of the format's rules.
 
-    Where there is a list of ``problems``, entries that do are noted there and left out, as far as
-    the others are whole for all that; so are two that share bytes, of which neither can be trusted.
+    With a list of ``problems``, bad entries are added there and skipped, if the others are valid
+    nevertheless; so are two that share bytes, as neither can be trusted.
     """
     with coded("safetensors-header", file=file):
         before = len(problems or ())
@@ -117,7 +117,7 @@ def read_safetensors(
 
 
 def read_promised_size(source: Source, file: str) -> int:
-    """Return how many bytes a file should have by its header; Damaged if that is not whole."""
+    """Return the size in bytes that a file should have by its header; Damaged if incomplete."""
     with coded("safetensors-header", file=file):
         _, tensors, start = _read_header(source, file, [])
     return max((item.end for item in tensors.values()), default=start)
@@ -156,7 +156,7 @@ def _read_header(
 
 
 def _within(error: Damaged, file: str, name: str | None = None) -> Iterator[Problem]:
-    """Yield the problems of an error, which lie in one entry of the header or in all of it."""
+    """Yield the problems of an error, which concern one entry of the header or all of it."""
     for problem in error.problems:
         code = "safetensors-header" if problem.code == UNCODED else problem.code
         yield Problem(str(problem), code, file=file, tensor=name or problem.tensor)
@@ -198,7 +198,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _unique_unicode(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Do as ``_unique``; ValueError as well where an escape stands for half a character."""
+    """Do the same as ``_unique``; ValueError also if an escape represents half a character."""
     unique = _unique(pairs)
     for text in itertools.chain(unique, (v for v in unique.values() if isinstance(v, str))):
         text.encode()
@@ -216,7 +216,7 @@ def _read_entry(
 ) -> StoredSlice:
     """Return the tensor that an entry describes; Damaged if it contradicts itself.
 
-    What is wrong with a type and a shape is looked for once: ``kinds`` are those that are right.
+    A type and a shape are checked once: ``kinds`` are the valid ones.
     """
     try:
         dtype_name, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -241,7 +241,7 @@ def _read_entry(
 
 
 def _kind_of(file: str, name: str, dtype_name: object, shape: tuple[int, ...]) -> _Kind:
-    """Return the kind of an element type and a shape; Damaged if there is none such."""
+    """Return the kind of an element type and a shape; Damaged if there is none."""
     dtype = BY_SAFETENSORS.get(dtype_name) if isinstance(dtype_name, str) else None
     if dtype is None:
         shown = repr(dtype_name[:40]) if isinstance(dtype_name, str) else "that is not text"
@@ -263,7 +263,7 @@ def _torch_shape(file: str, name: str, dtype: DType, shape: tuple[int, ...]) -> 
 
 
 def _is_seamless(tensors: Iterable[StoredSlice], start: int, size: int) -> bool:
-    """Return whether tensors lie behind one another, from ``start`` to the end of the file."""
+    """Return whether tensors follow one another, from ``start`` to the end of the file."""
     position = start
     for item in tensors:
         if item.offset != position:
@@ -275,9 +275,9 @@ def _is_seamless(tensors: Iterable[StoredSlice], start: int, size: int) -> bool:
 def _require_no_holes(
     file: str, tensors: Mapping[str, StoredSlice], start: int, size: int, *, is_whole: bool
 ) -> None:
-    """Raise Damaged if bytes belong to no tensor, or are not there.
+    """Raise Damaged if bytes belong to no tensor, or are missing.
 
-    Where entries were left out (``is_whole`` is False) holes are no damage.
+    If entries were skipped (``is_whole`` is False) gaps are not damage.
     """
     position = start
     for name, item in tensors.items():
@@ -298,7 +298,7 @@ def _drop_overlaps(
 ) -> None:
     """Drop tensors, which are in the order of their bytes, that share bytes with others.
 
-    Raises Damaged for the first two where there is no list of ``problems``.
+    Raises Damaged for the first two if there is no list of ``problems``.
     """
     shared: set[str] = set()
     widest, end = "", 0
@@ -321,7 +321,7 @@ def _drop_overlaps(
 
 
 class OutgoingSlice(NamedTuple):
-    """A box of a tensor that is to be written, in the file without the ``head`` of its name."""
+    """A box of a tensor to be written, named in the file without ``head``."""
 
     name: str
     dtype: DType
@@ -344,7 +344,7 @@ def lay_out_safetensors(
     metadata: Mapping[str, str],
     rank: int | None = None,
 ) -> FileLayout:
-    """Lay out one file: tensors by falling item size, then name, so that all are aligned."""
+    """Lay out one file: tensors by decreasing item size, then name, so that all are aligned."""
     ordered = sorted(slices, key=lambda item: (-item.dtype.itemsize, item.name))
     header = [f'"__metadata__":{_dumps(dict(metadata))}'] if metadata else []
     data: list[Data] = []

@@ -1,4 +1,4 @@
-"""A place where a checkpoint lies, and reads of it that every format makes."""
+"""The place of a checkpoint, and reads of it that every format makes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Source(Protocol):
 
     @property
     def files(self) -> Mapping[str, int]:
-        """Return how many bytes each file below the root has, by its relative path with ``/``."""
+        """Return the size in bytes of each file below the root, by its relative path with ``/``."""
 
     def read(self, file: str, offset: int, nbytes: int) -> bytes:
         """Return exactly ``nbytes`` bytes at ``offset``; Damaged if the file ends before."""
@@ -33,11 +33,11 @@ class Source(Protocol):
         """Return the part below a subfolder, as a source of its own."""
 
     def expect(self, spans: Iterable[tuple[str, int, int]]) -> None:
-        """Announce what is read next: file, offset and bytes. A store fetches it ahead."""
+        """Announce the next reads: file, offset and bytes. A store fetches them ahead."""
 
 
 def require(source: Source, file: str, *, wanted_by: str) -> int:
-    """Return the size in bytes of a file that metadata names; Damaged if it is not there."""
+    """Return the size in bytes of a file that metadata names; Damaged if it is missing."""
     size = source.files.get(file)
     if size is not None:
         return size
@@ -50,11 +50,11 @@ def require(source: Source, file: str, *, wanted_by: str) -> int:
 
 MOST_RANKS = 1 << 20
 EDGE = 2048
-"""Bytes of an archive's ends that are read at once."""
+"""Bytes at each end of an archive that are read at once."""
 _HEAD = 256 << 10
-"""Bytes in which most headers and directories of files fit."""
+"""Bytes that contain most headers and directories of files."""
 _OF_A_FILE = 128
-"""Of a file no more than one in so many of its bytes is read for its directory at first."""
+"""At first at most one in so many of a file's bytes is read for its directory."""
 
 
 def read_metadata(source: Source, file: str, largest: int = LARGEST) -> bytes:
@@ -71,7 +71,7 @@ def read_metadata(source: Source, file: str, largest: int = LARGEST) -> bytes:
 
 
 def expect_heads(source: Source, files: Iterable[str]) -> None:
-    """Announce that the beginnings of these files, where headers are, are read next."""
+    """Announce that the beginnings of these files, with the headers, are read next."""
     sizes = source.files
     source.expect((file, 0, min(sizes[file], _HEAD)) for file in files if file in sizes)
 
@@ -82,7 +82,7 @@ def expect_edges(source: Source, places: Iterable[tuple[str, int, int]]) -> None
 
 
 def expect_archives(source: Source, files: Iterable[str]) -> None:
-    """Announce that both ends of these files are read next, where their directories are."""
+    """Announce that both ends of these files, with their directories, are read next."""
     sizes = ((file, source.files[file]) for file in files if file in source.files)
     edges = (edge_spans(file, 0, size, min(_HEAD, size // _OF_A_FILE)) for file, size in sizes)
     source.expect(span for both in edges for span in both)
@@ -99,12 +99,12 @@ def edge_spans(
 
 
 def find_missing_ranks(present: Collection[int], expected: int) -> list[int]:
-    """Return the ranks below ``expected`` that are not present, the first twelve of them."""
+    """Return the missing ranks below ``expected``, the first twelve of them."""
     return list(islice((rank for rank in range(expected) if rank not in present), 12))
 
 
 def require_rank(rank: int, what: str) -> None:
-    """Raise Damaged if a rank, or a world size, is larger than any."""
+    """Raise Damaged if a rank, or a world size, is out of range."""
     if rank > MOST_RANKS:
         message = f"{what}: rank {rank:,}; ckptool reads up to {MOST_RANKS:,} ranks"
         raise Damaged(message, "rank-missing")

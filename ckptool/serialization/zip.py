@@ -1,4 +1,4 @@
-"""The directory of a zip archive that may lie anywhere inside a file, and what contradicts it.
+"""The directory of a zip archive anywhere inside a file, and its contradictions.
 
 torch.save writes zips of stored records, always with a zip64 end record, sizes and CRC-32 only in
 the central directory and in descriptors (torch 1.6 to 2.13). Other zips (re-compressed) are legal.
@@ -17,9 +17,9 @@ from ckptool.serialization.source import Source, edge_spans
 
 STORED, DEFLATED = 0, 8
 STREAMED = 8
-"""The flag of a record that has a descriptor behind its bytes."""
+"""The flag of a record that has a descriptor after its bytes."""
 IN_EXTRA = 0xFFFFFFFF
-"""Stands where a size or offset is in the zip64 extra field."""
+"""Means that a size or offset is in the zip64 extra field."""
 
 LOCAL = struct.Struct("<4s5H3L2H")
 CENTRAL = struct.Struct("<4s6H3L5H2L")
@@ -29,14 +29,14 @@ END = struct.Struct("<4s4H2LH")
 END64 = struct.Struct("<4sQ2H2L4Q")
 LOCATOR64 = struct.Struct("<4sLQL")
 _BLOCK = 512
-"""Bytes between the edges that are read at once; twice as many each time that the next are near."""
+"""Bytes between the edges that are read at once; doubled each time the next are near."""
 _LARGEST_BLOCK, _NEAR = 1 << 16, 1 << 12
 
 
 class Region:
     """``nbytes`` of a file from ``offset``; small reads near both edges cost no further access.
 
-    What was decoded has no ``source``: its first and last bytes, the ``edges``, are all of it.
+    A decoded region has no ``source``: only its first and last bytes, the ``edges``, are available.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Region:
 
     @property
     def what(self) -> str:
-        """Return what errors call this region."""
+        """Return the name of this region in errors."""
         return self.file if self.offset == 0 else f"{self.file} at offset {self.offset:,}"
 
     def is_at_hand(self, start: int, end: int) -> bool:
@@ -65,9 +65,9 @@ class Region:
         return end <= len(self._head) or start >= self.nbytes - len(self._tail)
 
     def expect(self, starts: Iterable[int], count: int) -> None:
-        """Announce that ``count`` local headers are read next, but for those at hand.
+        """Announce that ``count`` local headers are read next, except those in memory.
 
-        Where they are near one another, all between the edges is.
+        If they are near one another, everything between the edges is.
         """
         if self.source is None:
             return
@@ -83,7 +83,7 @@ class Region:
         return b"".join([self.read(start, end - start) for start, end in spans])
 
     def crc32_at(self, start: int) -> int:
-        """Return the CRC-32 that is noted there."""
+        """Return the CRC-32 that is recorded there."""
         return int.from_bytes(self.read(start, CRC32_NBYTES), "little")
 
     def read(self, start: int, nbytes: int) -> bytes:
@@ -103,7 +103,7 @@ class Region:
         return self._from_block(start, nbytes)
 
     def _from_block(self, start: int, nbytes: int) -> bytes:
-        """Read between the edges: a descriptor, the header behind it and its name at once."""
+        """Read between the edges: a descriptor, the header after it and its name at once."""
         if self.source is None:
             what = f"{nbytes:,} bytes at {start:,} of an encoded entry"
             raise Damaged(f"{self.file}: {what} are out of range")
@@ -118,9 +118,9 @@ class Region:
 
 
 def item_region(source: Source, item: Container, what: str, limit: int, edge: int) -> Region:
-    """Return the bytes of an item as a region of its own, decoded where it is packed.
+    """Return the bytes of an item as a region of its own, decoded if it is packed.
 
-    Of a packed one, of ``limit`` decoded bytes at most, the first and last ``edge`` are at hand.
+    Of a packed one, of ``limit`` decoded bytes at most, the first and last ``edge`` are in memory.
     """
     if not item.transforms:
         return Region(source, item.file, item.offset, item.nbytes)
@@ -133,7 +133,7 @@ class ZipRecord(NamedTuple):
     """One record; ``offset`` is where its bytes begin, ``header`` where its local header does.
 
     All count from the start of the region; ``stored`` and ``size`` are bytes, in the file and once
-    decoded. ``noted`` is where the directory holds the CRC-32, 0 if there is no directory.
+    decoded. ``noted`` is the offset of the CRC-32 in the directory, 0 if there is no directory.
     """
 
     name: str
@@ -153,10 +153,10 @@ class ZipRecord(NamedTuple):
 
 
 def has_checksums(records: Iterable[ZipRecord]) -> bool:
-    """Return whether the CRC-32 of some of these is stored; a 0 then is one, else none.
+    """Return whether the CRC-32 of some of these is stored; a 0 is then real, else missing.
 
     torch stores none at all under ``set_crc32_options(False)``, and none of storages under
-    ``skip_data()``, which someone else fills (GPUDirect Storage).
+    ``skip_data()``, which another program fills (GPUDirect Storage).
     """
     return any(record.crc32 for record in records)
 
@@ -183,7 +183,7 @@ def read_directory(region: Region) -> dict[str, ZipRecord]:
 
 
 def _headers(data: bytes) -> Iterator[int]:
-    """Yield where the directory says the local headers are, as far as it can be read."""
+    """Yield the offsets of local headers in the directory, as far as it can be read."""
     position = 0
     while data[position : position + 4] == b"PK\x01\x02" and position + CENTRAL.size <= len(data):
         fields = CENTRAL.unpack_from(data, position)
@@ -214,7 +214,7 @@ def _find_directory(region: Region) -> tuple[int, int, int]:
 
 
 def _require_same_end(region: Region, narrow: Sequence[int], wide: Sequence[int]) -> None:
-    """Raise Damaged if the two end records differ in what the narrow one can hold."""
+    """Raise Damaged if the two end records differ in what the narrow one can represent."""
     limits = (0xFFFF, 0xFFFF, IN_EXTRA, IN_EXTRA)
     for number, wide_number, limit in zip(narrow, wide, limits, strict=True):
         if number not in (wide_number, limit):
@@ -293,9 +293,9 @@ def _data_offset(region: Region, written: bytes, header: int) -> int:
 
 
 def count_unclaimed_bytes(region: Region, records: Iterable[ZipRecord]) -> int:
-    """Count bytes of the region that belong to no record, nor to the directory and its end records.
+    """Count bytes of the region outside all records, the directory and its end records.
 
-    Descriptors are as long as they may be: what is hidden in less is not noticed.
+    Descriptors are assumed to be as long as they may be: fewer hidden bytes go unnoticed.
     """
     start, size, _ = _find_directory(region)
     end = _end_offset(region)

@@ -1,1 +1,1 @@
-"""Where bytes lie: disks, and stores behind URLs."""
+"""Where bytes are stored: disks, and stores behind URLs."""

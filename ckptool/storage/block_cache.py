@@ -1,4 +1,4 @@
-"""Blocks of a store's files: neighbouring reads share a request; what comes is fetched ahead."""
+"""Blocks of a store's files: neighbouring reads share a request; next ones are fetched ahead."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 BLOCK = 256 << 10
-"""Bytes that are fetched at least. Most headers, directories and small tensors fit."""
+"""The least number of bytes to fetch. Most headers, directories and small tensors fit."""
 CAPACITY = 16 << 20
 """Bytes of memory for what was read, unless a budget says otherwise."""
 _AHEAD = 16
@@ -27,7 +27,7 @@ Key = tuple[ObjectVersion, int]
 """A file and the number of a block in it."""
 Fetch = Callable[[ObjectVersion, int, int], bytes | memoryview]
 Block = bytes | memoryview
-"""The bytes of a part of a block, fewer where the file ends in it."""
+"""The bytes of a part of a block, fewer if the file ends in it."""
 
 
 class _Part(NamedTuple):
@@ -42,11 +42,11 @@ class _Part(NamedTuple):
         return self.high - self.low
 
     def holds(self, other: _Part) -> bool:
-        """Return whether all of another part is in this one."""
+        """Return whether another part is within this one."""
         return self.low <= other.low and other.high <= self.high
 
     def joined(self, other: _Part) -> _Part:
-        """Return the least part that holds this one and another."""
+        """Return the smallest part that contains this one and another."""
         return _Part(min(self.low, other.low), max(self.high, other.high))
 
 
@@ -54,18 +54,18 @@ _WHOLE = _Part(0, BLOCK)
 
 
 class _Fetched(NamedTuple):
-    """A part of a block, on its way or here."""
+    """A part of a block, being fetched or available."""
 
     part: _Part
     data: Future[Block]
 
 
 class BlockCache:
-    """What was read last of some files, for all threads.
+    """The most recently read blocks of some files, for all threads.
 
-    ``fetch`` reads a file from one offset to another (fewer bytes where it ends). Each run of
-    blocks that is missing is one request; of a block that was announced just what will be read is
-    fetched. Whoever asks for bytes that are on their way waits for them.
+    ``fetch`` reads a file from one offset to another (fewer bytes if it ends). Each run of missing
+    blocks is one request; of an announced block only what will be read is fetched. A thread that
+    needs bytes that are being fetched waits for them.
     """
 
     def __init__(self, fetch: Fetch, capacity: int = CAPACITY) -> None:
@@ -92,9 +92,9 @@ class BlockCache:
         return done
 
     def expect(self, spans: Iterable[tuple[ObjectVersion, int, int]]) -> None:
-        """Fetch what is read next ahead, several blocks at a time: file, offset and bytes of each.
+        """Fetch the next reads ahead, several blocks at a time: file, offset and bytes of each.
 
-        Spans longer than a block are left out: they are requests of their own.
+        Spans longer than a block are skipped: they are requests of their own.
         """
         expected: dict[Key, _Part] = {}
         for file, offset, nbytes in spans:
@@ -116,7 +116,7 @@ class BlockCache:
             self._queue.clear()
 
     def _blocks(self, file: ObjectVersion, start: int, end: int) -> list[tuple[int, _Fetched]]:
-        """Return the parts of blocks that hold some bytes; fetch those that nobody does yet."""
+        """Return the parts of blocks that contain some bytes; fetch the missing ones."""
         blocks: list[tuple[int, _Fetched]] = []
         missing: list[tuple[int, _Fetched]] = []
         with self._lock:
@@ -143,10 +143,10 @@ class BlockCache:
         return key in self._kept and self._kept[key].part.holds(part)
 
     def _begin(self, key: Key, part: _Part) -> _Fetched:
-        """Note, with the lock held, that a block is on its way: what is expected of it, or all."""
+        """Note, with the lock held, that a block is being fetched: the expected part, or all."""
         expected = self._expected.pop(key, _WHOLE)
         wanted = expected if expected.holds(part) else _WHOLE
-        if key in self._kept:  # what is read of one edge of two archives is read again of both
+        if key in self._kept:  # the same edge of two archives is read again for both
             wanted = wanted.joined(self._kept[key].part)
         fetched = _Fetched(wanted, Future())
         self._forget(key)
@@ -155,7 +155,7 @@ class BlockCache:
         return fetched
 
     def _forget(self, key: Key) -> None:
-        """Keep a block no longer, with the lock held."""
+        """Drop a block, with the lock held."""
         self._unread.discard(key)
         if (fetched := self._kept.pop(key, None)) is not None:
             self._held -= fetched.part.nbytes
@@ -172,13 +172,13 @@ class BlockCache:
         for number, fetched in run:
             at = number * BLOCK + fetched.part.low - start
             piece = data[at : at + fetched.part.high - fetched.part.low]
-            # Copies: a view would keep the blocks of the whole run in memory.
+            # copies: a view would keep the blocks of the whole run in memory
             fetched.data.set_result(piece if len(run) == 1 else bytes(piece))
 
     def _give_up(
         self, file: ObjectVersion, run: Sequence[tuple[int, _Fetched]], error: BaseException
     ) -> None:
-        """Forget blocks that cannot be fetched, and tell who waits for them why."""
+        """Drop blocks that cannot be fetched, and pass the reason to waiting threads."""
         with self._lock:
             for number, _ in run:
                 self._forget((file, number))
@@ -191,7 +191,7 @@ class BlockCache:
                 self._forget(next(iter(self._kept)))
 
     def _fetch_ahead(self) -> None:
-        """Keep some of the blocks that are expected on their way."""
+        """Keep some of the expected blocks being fetched."""
         with self._lock:
             while self._queue and len(self._unread) < _AHEAD:
                 file, number = key = self._queue.popleft()
@@ -202,20 +202,20 @@ class BlockCache:
                 fetched = self._begin(key, expected)
                 try:
                     self._pool.submit(self._fill_ahead, file, number, fetched)
-                except RuntimeError as error:  # no thread can be started: who reads it fetches it
+                except RuntimeError as error:  # no thread can be started: the reader fetches it
                     self._forget(key)
                     fetched.data.set_exception(error)
                     return
                 self._unread.add(key)
 
     def _fill_ahead(self, file: ObjectVersion, number: int, fetched: _Fetched) -> None:
-        """Fetch one block that is expected; an error waits in it for whoever reads it."""
+        """Fetch one expected block; an error is kept in it for its reader."""
         with suppress(Exception):
             self._fill(file, [(number, fetched)])
 
 
 def _parts(start: int, end: int) -> Iterator[tuple[int, _Part]]:
-    """Yield the blocks that hold some bytes of a file, with the part of each that does."""
+    """Yield the blocks that contain some bytes of a file, with the part of each that does."""
     for number in range(start // BLOCK, (end - 1) // BLOCK + 1):
         first = number * BLOCK
         yield number, _Part(max(0, start - first), min(BLOCK, end - first))
@@ -224,7 +224,7 @@ def _parts(start: int, end: int) -> Iterator[tuple[int, _Part]]:
 def _adjoining(
     blocks: Iterable[tuple[int, _Fetched]],
 ) -> Iterator[list[tuple[int, _Fetched]]]:
-    """Yield runs of blocks whose parts lie behind one another without a gap."""
+    """Yield runs of blocks whose parts are adjacent."""
     run: list[tuple[int, _Fetched]] = []
     for number, fetched in blocks:
         if run:

@@ -1,7 +1,7 @@
-"""What a run notes while it writes or replaces a target, and which side file goes with it.
+"""The note of a run that writes or replaces a target, and which side file goes with it.
 
-A run that was cut short leaves the note: a later one finishes by it, and a reader finds by it the
-side file that belongs to the safetensors file that stands.
+An interrupted run leaves the note: a later one finishes by it, and a reader finds by it the side
+file that belongs to the safetensors file in place.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ from ckptool.storage.disk import identity, in_the_way, is_real_file, open_unfoll
 _SCHEMA = "ckptool.commit/2"
 
 UNFINISHED = ".ckptool-unfinished.json"
-"""The note that lies in a folder of a store from the first byte on until all is written."""
+"""The note in a folder of a store from the first byte until everything is written."""
 
 
 @dataclass(frozen=True, slots=True)
 class CommitNote:
     """What a commit of a ``folder`` or of a single file is about to do.
 
-    ``new`` and ``old`` are the inodes of what is staged and of what stands at the target, ``own``
-    the files of the old checkpoint, which go, and ``names`` those that come, the one that commits
-    last, each with its size and time. ``by_files`` says that the files take their places one by
-    one.
+    ``new`` and ``old`` are the inodes of what is staged and of what is at the target, ``own`` the
+    files of the old checkpoint, which go, and ``names`` the new ones, the one that commits last,
+    each with its size and time. ``by_files`` means that the files are moved one by one.
     """
 
     plan: str
@@ -55,7 +54,7 @@ class NoteFile:
         self._fsync = fsync
 
     def read(self) -> CommitNote | None:
-        """Read what a run that was cut short noted, or None; Unsupported for another's file."""
+        """Read the note of an interrupted run, or return None; Unsupported for another's file."""
         if not os.path.lexists(self.path):
             return None
         if not is_real_file(self.path):
@@ -67,7 +66,7 @@ class NoteFile:
         return note
 
     def write(self, note: CommitNote) -> None:
-        """Write the note so that it outlives a loss of power."""
+        """Write the note so that it survives a power failure."""
         data = json.dumps({"schema": _SCHEMA} | asdict(note)).encode()
         with open(open_unfollowed(self._part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
             file.write(data)
@@ -107,14 +106,14 @@ OLD_SIDE = ".replaced"
 
 
 def side_name(name: str) -> str | None:
-    """Return the name of the file beside a safetensors file for what that cannot hold."""
+    """Return the name of the file beside a safetensors file for everything it cannot hold."""
     if not name.endswith(".safetensors"):
         return None
     return f"{name.removesuffix('.safetensors')}.extra.pt"
 
 
 def staging_folder(target: Path) -> Path:
-    """Return where the output for a target is written until it is whole."""
+    """Return where the output for a target is written until it is complete."""
     return target.with_name(f".{target.name}.partial")
 
 
@@ -124,7 +123,7 @@ def note_path(target: Path) -> Path:
 
 
 def targets_with_notes(folder: Path) -> list[Path]:
-    """Return the places in a folder that a run which was cut short was about to replace."""
+    """Return the places in a folder that an interrupted run was about to replace."""
     head, tail = note_path(folder / "*").name.split("*")
     found = (path.name for path in folder.iterdir())
     names = (n for n in found if n.startswith(head) and n.endswith(tail))
@@ -134,8 +133,8 @@ def targets_with_notes(folder: Path) -> list[Path]:
 def side_file(path: Path) -> Path | None:
     """Return the file that goes with a safetensors file, None if it has none.
 
-    In the middle of a commit, or of one that was killed, it is not in its place. Raises Unsupported
-    where it is unclear which one goes with the file.
+    During a commit, or after a killed one, it is in another place. Raises Unsupported if it is
+    unclear which one goes with the file.
     """
     name = side_name(path.name)
     if name is None:
@@ -163,12 +162,12 @@ def _side_in_commit(path: Path, side: Path) -> Path:
 
 
 def is_new_file(path: Path, name: str, note: CommitNote) -> bool:
-    """Return whether the new main file stands at a path, as it was noted."""
+    """Return whether the new main file is at a path, as noted."""
     return identity(path) == note.new and stamp(path) == note.names.get(name)
 
 
 def unknown_files(target: Path, staged: Path) -> Unsupported:
-    """Return the error where neither place has the file that was noted, as in a copy of both."""
+    """Return the error if neither place has the file that was noted, as in a copy of both."""
     return Unsupported(
         f"{target}: an interrupted run was moving a file of {staged} there, and neither that file"
         " nor one in the folder is the one it recorded (changed since, or copied); it is unclear"
@@ -183,7 +182,7 @@ Stamp = tuple[int, int]
 
 
 def stamp(path: Path) -> Stamp | None:
-    """Return the stamp of what stands at a path, None if nothing does; follow no link."""
+    """Return the stamp of what is at a path, None if nothing is; follows no link."""
     try:
         status = os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):

@@ -1,4 +1,4 @@
-"""The files below a folder of a disk, and whether files are still those that were listed."""
+"""The files below a folder of a disk, and whether they are still those that were listed."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class Listed(Protocol):
 
     @property
     def version(self) -> object:
-        """What changes when its content does: a time in nanoseconds, or a store's ETag."""
+        """A value that changes with the content: a time in nanoseconds, or a store's ETag."""
 
 
 class FileStatus(NamedTuple):
     """A file as the file system describes it; times in nanoseconds.
 
     ``changed`` is the time of the last change of anything, which nothing sets back. ``access`` is
-    mode, owner, group and count of links: a change of these alone leaves the content as it is.
+    mode, owner, group and link count: a change of these alone leaves the content unchanged.
     """
 
     nbytes: int
@@ -47,12 +47,12 @@ class FileStatus(NamedTuple):
 
     @classmethod
     def of(cls, status: os.stat_result) -> FileStatus:
-        """Return the part of a stat that tells one content from another."""
+        """Return the part of a stat that distinguishes contents."""
         access = (status.st_mode, status.st_uid, status.st_gid, status.st_nlink)
         return cls(status.st_size, status.st_mtime_ns, status.st_ino, status.st_ctime_ns, access)
 
     def has_content_of(self, before: FileStatus) -> bool:
-        """Return whether nothing was written since ``before``, as far as a file system tells."""
+        """Return whether nothing was written since ``before``, as far as the file system shows."""
         if self[:3] != before[:3]:
             return False
         return self.changed == before.changed or self.access != before.access
@@ -61,7 +61,7 @@ class FileStatus(NamedTuple):
 def status_now(path: str) -> FileStatus | None:
     """Return the status of a file, None if it is gone or cannot be opened.
 
-    Opened, not only looked at: a network file system then asks its server.
+    The file is opened, so that a network file system asks its server.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -89,7 +89,7 @@ def version_digest(listed: Mapping[str, Listed], files: Iterable[str]) -> str:
 
 
 def missing(file: str) -> Damaged:
-    """Return the error where a file is not there."""
+    """Return the error for a missing file."""
     return Damaged(f"{file}: the file is missing", "file-missing", file=file)
 
 
@@ -106,14 +106,14 @@ def changed(files: Iterable[str]) -> Changed:
 
 
 DEPTH = 32
-"""How many folders deep a checkpoint's folder is looked at."""
+"""How many folder levels of a checkpoint's folder are listed."""
 _TOO_DEEP = f"not looked into: it lies more than {DEPTH} folders deep"
 _MOST_ENTRIES = 200_000
 _MOST_VISITS = 200
 
 
 def _why_unlisted(path: str, error: OSError) -> Problem:
-    """Return why an entry is not listed; its code tells a link to nothing from what is gone."""
+    """Return why an entry is not listed; dangling links have a code of their own."""
     if os.path.islink(path) and error.errno in (errno.ENOENT, errno.ELOOP, errno.ENOTDIR):
         return Problem("a link to nothing", "file-missing")
     if error.errno == errno.ENOENT:
@@ -122,9 +122,9 @@ def _why_unlisted(path: str, error: OSError) -> Problem:
 
 
 class FileListing:
-    """The files below ``root``, with a bound on all that is looked at.
+    """The files below ``root``, up to a limit.
 
-    ``unlisted`` is why entries could not be looked at, by their paths.
+    ``unlisted`` is why entries could not be listed, by path.
     """
 
     def __init__(self, root: Path) -> None:
@@ -135,7 +135,7 @@ class FileListing:
         self._visits: Counter[tuple[int, int]] = Counter()
 
     def enter(self, head: str, parents: tuple[tuple[int, int], ...], depth: int) -> None:
-        """Note the files of one folder and of those below. OSError if it cannot be listed."""
+        """Note the files of one folder and of those below; OSError if it cannot be listed."""
         folder = self._root / head
         status = os.stat(folder)
         identity = (status.st_dev, status.st_ino)
@@ -167,7 +167,7 @@ class FileListing:
         elif entry.is_file():
             self.files[name] = FileStatus.of(entry.stat())
         else:
-            os.stat(entry.path)  # fails where it is a link to nothing, or no longer there
+            os.stat(entry.path)  # fails for a dangling link, or a removed entry
 
     def _count(self) -> bool:
         self._seen += 1

@@ -32,18 +32,18 @@ Run = tuple[str, int, int]
 """A file, and the offset and number of bytes that are read of it."""
 
 SPAN = 4 << 20
-"""Bytes that are read at once to gather elements that lie apart."""
+"""Bytes that are read at once to gather scattered elements."""
 TILE = 1 << 20
-"""Bytes that are moved at a time on a disk, as long as one element is not larger."""
+"""Bytes that are moved at a time on a disk, unless one element is larger."""
 CORES = min(8, os.cpu_count() or 1)
-"""Threads that read a disk: more only wait for each other, its reads are the kernel's to order."""
+"""Threads that read a disk: more would only wait for each other, as the kernel orders its reads."""
 
 _MOST_EXPECTED = 1 << 12
 """Small reads of a disk that are requested together: enough to keep it busy."""
 
 
 class FileReader(Protocol):
-    """What one thread reads with."""
+    """A reader for one thread."""
 
     def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` from ``offset``; Damaged if the file ends before."""
@@ -52,7 +52,7 @@ class FileReader(Protocol):
         """Fill each run, the first from ``offset``, each other ``step`` bytes after the last."""
 
     def close(self) -> None:
-        """Give back what is held."""
+        """Release all resources."""
 
 
 class Files(Protocol):
@@ -63,9 +63,9 @@ class Files(Protocol):
     piece: int
     """Bytes that are read at once."""
     block: int
-    """Bytes that a read costs at least: gaps shorter than it are read over."""
+    """The least number of bytes that a read costs: shorter gaps are read too."""
     workers: int
-    """How many threads move its bytes best, unless a user says it."""
+    """The number of threads that moves its bytes best, unless the user sets it."""
 
     @property
     def root(self) -> str:
@@ -77,7 +77,7 @@ class Files(Protocol):
 
     @property
     def unlisted(self) -> Mapping[str, Problem]:
-        """Why files and folders below are not in ``files`` nor what they hold, by their paths."""
+        """Why files and folders below are missing in ``files``, by path."""
 
     def narrowed(self, folder: str) -> Files:
         """Return the part below a subfolder, as a source of its own."""
@@ -86,47 +86,47 @@ class Files(Protocol):
         """Return every folder below, at any depth, as a source of its own."""
 
     def alone(self, name: str) -> Files:
-        """Return one of the files by itself, with the ``.extra.pt`` file beside it."""
+        """Return one of the files alone, with the ``.extra.pt`` file beside it."""
 
     def fingerprint(self, files: Iterable[str], *, exact: bool = False) -> str:
-        """Return a SHA-256 (hex) over what changes with files; ``exact``: with times set back."""
+        """Return a SHA-256 (hex) that changes with the files; ``exact``: despite times set back."""
 
     def changed(self, files: Iterable[str]) -> list[str]:
-        """Return those of the files that were written, replaced or removed since listed."""
+        """Return those files that were written, replaced or removed since listed."""
 
     def modified(self, file: str) -> float:
         """Return when a file was last modified, in seconds since the epoch; 0 if unknown."""
 
     def expect(self, spans: Iterable[tuple[str, int, int]]) -> None:
-        """Prepare for what is read next: file, offset and bytes of each."""
+        """Prepare for the next reads: file, offset and bytes of each."""
 
     def read(self, file: str, offset: int, nbytes: int) -> bytes:
         """Return exactly ``nbytes`` at ``offset``; Damaged if the file ends before."""
 
     def plan_reads(self, runs: Iterable[Run]) -> Callable[[], None]:
-        """Prepare for all that is read next, in order: it may be fetched ahead, each byte once.
+        """Prepare for all next reads, in order: each byte may be fetched ahead, once.
 
-        What is returned is called once all has been read, or nothing more of it will be.
+        Call the result when everything has been read, or nothing more will be.
         """
 
     def keep(self, nbytes: int) -> None:
-        """Keep no more than so many bytes of what was read, or fetched ahead."""
+        """Keep at most so many bytes of what was read, or fetched ahead."""
 
     def reader(self) -> FileReader:
-        """Return what one thread reads with."""
+        """Return a reader for one thread."""
 
 
 class LocalSource:
     """A local folder, or some of its files, readable at any offset.
 
-    ``files`` maps relative paths to sizes in bytes, ``listed`` to what each file was when it was
-    listed: one that is another when it is opened is not read. ``places`` are those of them that lie
-    elsewhere below the root, ``unlisted`` what could not be looked at, and why. Links are followed;
-    a loop of them ends the walk where it closes.
+    ``files`` maps relative paths to sizes in bytes, ``listed`` to the status of each file when
+    listed: a file with another status when opened is not read. ``places`` are those that are
+    elsewhere below the root, ``unlisted`` those that could not be listed, and why. Links are
+    followed, up to a loop.
     """
 
     tile = TILE
-    piece = 1 << 19  # read, checked and written while the processor's cache holds it
+    piece = 1 << 19  # read, checked and written while it is in the processor's cache
     block = 1
     workers = CORES
 
@@ -156,7 +156,7 @@ class LocalSource:
 
     @classmethod
     def folder(cls, root: Path, without: Collection[str] = ()) -> LocalSource:
-        """List all below ``root`` but some; ``unlisted`` names the folders that lie too deep."""
+        """List all below ``root`` except some; ``unlisted`` names folders that are too deep."""
         listing = FileListing(root)
         try:
             listing.enter("", (), DEPTH)
@@ -167,7 +167,7 @@ class LocalSource:
 
     @classmethod
     def file(cls, path: Path) -> LocalSource:
-        """Return one file by itself, with the ``.extra.pt`` file beside a safetensors file."""
+        """Return one file alone, with the ``.extra.pt`` file beside a safetensors file."""
         listed, places = {path.name: _status(path)}, {}
         side = side_file(path)
         if side is not None:
@@ -192,17 +192,17 @@ class LocalSource:
         }
 
     def alone(self, name: str) -> LocalSource:
-        """Return one of the files by itself, with the ``.extra.pt`` file beside it."""
+        """Return one of the files alone, with the ``.extra.pt`` file beside it."""
         return LocalSource.file(Path(self.root, name))
 
     def expect(self, spans: Iterable[tuple[str, int, int]]) -> None:
-        """Ask the disk for what is read next: file, offset and bytes of each."""
+        """Ask the disk for the next reads: file, offset and bytes of each."""
         with closing(self.reader()) as reader, suppress(CkptoolError, OSError):
             for span in islice(spans, _MOST_EXPECTED):
                 reader.expect(*span)
 
     def plan_reads(self, runs: Iterable[Run]) -> Callable[[], None]:
-        """Ask the disk for all that is read next, in order, as far as memory is free."""
+        """Ask the disk for all next reads, in order, as far as memory is free."""
 
         def asked() -> Generator[int, None, None]:
             with closing(self.reader()) as reader, suppress(CkptoolError, OSError):
@@ -214,7 +214,7 @@ class LocalSource:
         """Do nothing: the kernel keeps what was read of a disk."""
 
     def reader(self) -> LocalReader:
-        """Return what one thread reads with."""
+        """Return a reader for one thread."""
         return LocalReader(self.root, self._listed, self._places, ahead=self._ahead)
 
     def fingerprint(self, files: Iterable[str], *, exact: bool = False) -> str:
@@ -230,7 +230,7 @@ class LocalSource:
         return hashlib.sha256(repr((digest, changed)).encode()).hexdigest()
 
     def changed(self, files: Iterable[str]) -> list[str]:
-        """Return those of the files that were written, replaced or removed since listed."""
+        """Return those files that were written, replaced or removed since listed."""
         listed = [(name, self._listed[name]) for name in files if name in self._listed]
         now = ((name, before, status_now(self._path(name))) for name, before in listed)
         return [n for n, before, s in now if s is None or not s.has_content_of(before)]
@@ -263,19 +263,19 @@ def require_within(source: Files, file: str, offset: int, nbytes: int) -> None:
 def read_exactly(source: Files, file: str, offset: int, nbytes: int) -> bytes:
     """Return exactly ``nbytes`` at ``offset`` of a file; Damaged if it ends before."""
     require_within(source, file, offset, nbytes)
-    stream = io.BytesIO(bytes(nbytes))  # whose value is these bytes, not a copy
+    stream = io.BytesIO(bytes(nbytes))  # a bytes object, without a copy
     with closing(source.reader()) as reader, stream.getbuffer() as memory:
         reader.read_into(file, offset, memory)
     return stream.getvalue()
 
 
 def unreadable(file: str, error: OSError) -> NotFound:
-    """Return the error where a file cannot be opened or read."""
+    """Return the error for a file that cannot be opened or read."""
     return NotFound(f"{file}: cannot be read: {error.strerror}", "file-unreadable", file=file)
 
 
 def too_short(file: str, offset: int, nbytes: int, size: int) -> Damaged:
-    """Return the error where a file of ``size`` bytes ends before what is read of it."""
+    """Return the error for a file of ``size`` bytes that ends before a read does."""
     return Damaged(
         f"{file}: {nbytes:,} bytes are expected at offset {offset:,}, but the file has"
         f" {size:,} bytes; it is truncated or its metadata is wrong",
@@ -295,7 +295,7 @@ def _status(path: Path) -> FileStatus:
 def _open(path: str, file: str, listed: FileStatus | None) -> int:
     """Open a file to read, the one that was ``listed``; Changed if it is another.
 
-    A pipe that took the place of a file must not block.
+    A pipe in its place must not block.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -316,7 +316,7 @@ def _open(path: str, file: str, listed: FileStatus | None) -> int:
 class LocalReader:
     """Positioned reads for one thread, with a bounded number of open files.
 
-    A file that is not as it was ``listed`` is not read.
+    A file that is not as ``listed`` is not read.
     """
 
     def __init__(
@@ -360,17 +360,17 @@ class LocalReader:
         return count
 
     def expect(self, file: str, offset: int, nbytes: int) -> None:
-        """Have a few bytes read that are requested soon."""
+        """Request the read of a few bytes that are needed soon."""
         self._ahead.expect(self._descriptor(file), file, offset, nbytes)
 
     def ask(self, file: str, offset: int, nbytes: int) -> Iterator[int]:
-        """Have bytes read that are requested soon; yield how many at a time."""
+        """Request reads of bytes that are needed soon; yield how many at a time."""
         return self._ahead.ask(self._descriptor(file), file, offset, offset + nbytes)
 
     def read_runs(self, file: str, offset: int, step: int, runs: Sequence[memoryview]) -> None:
         """Fill each run, the first from ``offset``, each other ``step`` bytes after the last.
 
-        The kernel is asked for them all before: it then reads them as one.
+        All are requested from the kernel first, which then reads them as one.
         """
         descriptor = self._descriptor(file)
         offsets = range(offset, offset + step * len(runs), step)

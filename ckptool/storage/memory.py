@@ -1,4 +1,4 @@
-"""Bytes in this process's memory, to be read as files are."""
+"""Bytes in this process's memory, read like files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ckptool.storage.local import CORES, TILE, Run, read_exactly, too_short
 
 
 class MemoryReader:
-    """What one thread reads with."""
+    """A reader for one thread."""
 
     def __init__(self, buffers: Mapping[str, memoryview]) -> None:
         self._buffers = buffers
@@ -32,9 +32,9 @@ class MemoryReader:
 
 
 class MemoryFiles:
-    """Buffers by the names of files that they stand for. They must not change meanwhile.
+    """Buffers by the names of the files that they represent; they must not change meanwhile.
 
-    ``token`` is their identity: what is in memory is resumed by nobody.
+    ``token`` is their identity: a transfer from memory cannot be resumed.
     """
 
     tile = TILE
@@ -68,7 +68,7 @@ class MemoryFiles:
         return self.token
 
     def changed(self, files: Iterable[str]) -> list[str]:
-        """Return none: nothing tells whether memory was written to."""
+        """Return none: changes of memory are not detected."""
         return []
 
     def modified(self, file: str) -> float:
@@ -76,19 +76,19 @@ class MemoryFiles:
         return 0.0
 
     def expect(self, spans: Iterable[tuple[str, int, int]]) -> None:
-        """Do nothing: all is there."""
+        """Do nothing: everything is there."""
 
     def read(self, file: str, offset: int, nbytes: int) -> bytes:
         """Return exactly ``nbytes`` at ``offset``; Damaged if the file ends before."""
         return read_exactly(self, file, offset, nbytes)
 
     def plan_reads(self, runs: Iterable[Run]) -> Callable[[], None]:
-        """Do nothing: all is there."""
+        """Do nothing: everything is there."""
         return lambda: None
 
     def keep(self, nbytes: int) -> None:
         """Do nothing: the memory is its owner's."""
 
     def reader(self) -> MemoryReader:
-        """Return what one thread reads with."""
+        """Return a reader for one thread."""
         return MemoryReader(self._buffers)

@@ -1,6 +1,6 @@
-"""A file of a store that is written from its beginning, and appears once it is whole.
+"""A file of a store that is written from its beginning, and appears once it is complete.
 
-Its parts are sent side by side where the store takes them so, else in order.
+Its parts are sent concurrently if the store allows it, else in order.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _T = TypeVar("_T")
 
 
 def memory_of_part(nbytes: int) -> int:
-    """Return the bytes that each part of an upload takes in memory, with the client's copy."""
+    """Return the bytes of memory for each part of an upload, including the client's copy."""
     return 2 * part_size(nbytes)
 
 
 def hidden_name(path: str) -> str:
-    """Return what a file is called until it is whole, where a store shows files before."""
+    """Return a file's name until it is complete, for stores that show unfinished files."""
     folder, slash, name = path.rpartition("/")
     return f"{folder}{slash}.{name}.partial"
 
 
 class Upload:
-    """One upload, in parts: ``capacity`` of them fit in memory, with the one that is being filled.
+    """One upload, in parts: ``capacity`` of them fit in memory, including the one being filled.
 
     A store whose files grow as they are written gets them under a hidden name first.
     """
@@ -59,7 +59,7 @@ class Upload:
         self._part = bytearray()
 
     def write(self, data: memoryview | bytes) -> None:
-        """Append bytes; a full part is sent. TransferError if that, or one before, fails."""
+        """Append bytes; a full part is sent. Raises TransferError if that, or one before, fails."""
         view = memoryview(data)
         while view:
             piece = view[: self._parts.part - len(self._part)]
@@ -70,7 +70,7 @@ class Upload:
                 self._send()
 
     def finish(self) -> None:
-        """Send what is left, and wait until all has arrived; ``close`` makes the file appear."""
+        """Send the rest, and wait until everything has arrived; ``close`` makes the file appear."""
         if self._part:
             self._send()
         self._wait(0)
@@ -92,9 +92,9 @@ class Upload:
             raise TransferError(f"{self._place}: has {size['size']:,} bytes, not {self._nbytes:,}")
 
     def abort(self) -> None:
-        """Leave nothing behind: once no part is on its way, those sent are thrown away.
+        """Leave nothing behind: once no part is being sent, discard those sent.
 
-        What could not be is among what ``remains`` of the store.
+        What could not be discarded is added to ``remains`` of the store.
         """
         self._pool.shutdown(cancel_futures=True)
         self._parts.discard()
@@ -103,7 +103,7 @@ class Upload:
                 self._store.fs.rm_file(self._hidden)
 
     def _send(self) -> None:
-        """Send the part that was filled; as many stay on their way as there is room for."""
+        """Send the part that was filled; as many are sent at once as there is room for."""
         number, data = self._number, self._part
         self._number, self._part = number + 1, bytearray()
         self._sending.append(self._pool.submit(self._parts.put, number, data))
@@ -142,7 +142,8 @@ _WIDE = 4
 class PartSender(Protocol):
     """Sends parts of ``part`` bytes, the last may be shorter.
 
-    ``at_once`` of them go side by side; ``in_memory`` are kept, with the one being filled.
+    ``at_once`` of them are sent concurrently; ``in_memory`` are kept, including the one being
+    filled.
     """
 
     part: int
@@ -153,10 +154,10 @@ class PartSender(Protocol):
         """Send the part of this number, counted from 0."""
 
     def complete(self) -> None:
-        """Make the file appear, of its parts in order."""
+        """Make the file appear, from its parts in order."""
 
     def discard(self) -> None:
-        """Throw away what was sent."""
+        """Discard what was sent."""
 
 
 def part_size(nbytes: int) -> int:
@@ -167,7 +168,7 @@ def part_size(nbytes: int) -> int:
 def part_sender(store: Store, key: str, nbytes: int, capacity: int) -> PartSender:
     """Return how a file of ``nbytes`` is sent; ``capacity`` parts fit in memory.
 
-    A file of no more than one part is sent whole.
+    A file of at most one part is sent whole.
     """
     part = part_size(nbytes)
     if nbytes <= part and store.atomic_put and hasattr(store.fs, "_pipe_file"):
@@ -202,8 +203,8 @@ class _WholeSender:
 class _StreamSender:
     """Parts that are written to fsspec's own stream.
 
-    Several go at once where there is room: adlfs (2026.8) stages them side by side, gcsfs (2026.10)
-    sends them as one request. What fails only the stream could have sent again.
+    Several are sent at once if there is room: adlfs (2026.8) stages them concurrently, gcsfs
+    (2026.10) sends them as one request. Only the stream could retry what fails.
     """
 
     at_once = 1
@@ -226,14 +227,14 @@ class _StreamSender:
             self._stream.discard()
         with suppress(Exception):
             self._stream.closed = True
-        with suppress(Exception):  # huggingface_hub (2.4) keeps on disk what it has not sent
+        with suppress(Exception):  # huggingface_hub (2.4) keeps unsent data on disk
             Path(self._stream.temp_file.name).unlink()
 
 
 class _MultipartSender:
     """A multipart upload of s3fs (2024.6 to 2026.9), whose own stream sends one part at a time.
 
-    Each request that fails is sent again: a part's number says where it belongs.
+    Each failed request is sent again: a part's number says where it belongs.
     """
 
     def __init__(self, store: Store, stream: Any, nbytes: int, capacity: int) -> None:
@@ -247,7 +248,7 @@ class _MultipartSender:
         self._arrived = 0
         stream.loc = nbytes
         store.ask(store.url(stream.path), stream._initiate_upload)
-        stream.closed = True  # else it would write what it holds, nothing, when it is forgotten
+        stream.closed = True  # else it would write its empty buffer when it is freed
 
     def put(self, number: int, data: bytearray) -> None:
         answer = self._ask(f"part {number + 1}", "upload_part", PartNumber=number + 1, Body=data)
@@ -256,7 +257,7 @@ class _MultipartSender:
         self._arrived += len(data)
 
     def complete(self) -> None:
-        """Complete the upload; where an answer was lost, look whether that is done."""
+        """Complete the upload; if an answer was lost, check whether that is done."""
         parts = [self._sent[number] for number in sorted(self._sent)]
         try:
             self._ask(
@@ -275,7 +276,7 @@ class _MultipartSender:
         return self._store.ask(what, lambda: stream._call_s3(method, **upload, **named))
 
     def _is_complete(self, etags: list[str]) -> bool:
-        """Return whether the object is there, made of the parts that were sent."""
+        """Return whether the object exists and consists of the parts that were sent."""
         stream = self._stream
         found = self._store.ask(
             self._store.url(stream.path),
@@ -285,9 +286,9 @@ class _MultipartSender:
 
 
 def _etag_of(parts: list[str]) -> str | None:
-    """Return S3's ETag of an object that is made of parts, by theirs; None if they are no MD5s.
+    """Return S3's ETag of a multipart object, from those of its parts; None if they are not MD5s.
 
-    The API reference says: the MD5 of the parts' MD5s, and their count.
+    By the API reference: the MD5 of the parts' MD5s, and their count.
     """
     try:
         digests = b"".join(bytes.fromhex(part.strip('"')) for part in parts)

@@ -1,4 +1,4 @@
-"""Ranges of files that are known to be read: each is fetched once, ahead of who reads it."""
+"""Announced ranges of files: each is fetched once, ahead of its reader."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ Run = tuple[ObjectVersion, int, int]
 """Bytes that are read together: their file, offset and how many they are."""
 
 CAPACITY = 128 << 20
-"""Bytes of memory for what was fetched and is not read yet, unless a budget says otherwise."""
+"""Bytes of memory for what was fetched and not read yet, unless a budget says otherwise."""
 _LARGEST = 8 << 20
-"""Bytes of one request: an answer then takes longer to come than to begin."""
+"""Bytes of one request, for which the transfer takes longer than the latency."""
 _LEAST = 1 << 20
-"""Bytes of the smallest of the requests that a long run is cut into where memory is short."""
+"""Bytes of the smallest requests into which a long run is cut if memory is short."""
 _GAP = 16 << 10
-"""Bytes that are fetched unwanted rather than asked around, in any request."""
+"""Bytes of a gap that are fetched with any request, rather than starting another."""
 _WORTH_A_GAP = 32
-"""Of so many bytes that are wanted another may be unwanted."""
+"""One unwanted byte is accepted for so many wanted ones."""
 _AT_ONCE = 16
 _CHEAP = 256 << 10
-"""Bytes that take no longer than another request: up to twice what is wanted may be unwanted."""
+"""Bytes that take no longer than another request: up to twice the wanted ones may be unwanted."""
 _LEAST_KEPT = 8
-"""Ranges that there is room for at least, if they are small enough."""
+"""The least number of ranges that there is room for, if they are small enough."""
 _MOST_PLANS = 4
-"""Two sides of a comparison may be in one store, and each has a plan that ends and one begun."""
+"""Both sides of a comparison may be in one store, each with a plan that ends and one begun."""
 
 
 class Range(NamedTuple):
@@ -48,9 +48,9 @@ class Range(NamedTuple):
 
 
 def join_runs(runs: Iterable[Run], largest: int = _LARGEST) -> Iterator[Range]:
-    """Yield the fewest ranges of at most ``largest`` bytes that hold all runs, file by file.
+    """Yield the fewest ranges of at most ``largest`` bytes that contain all runs, file by file.
 
-    Runs that lie near one another share a range where little between them is unwanted.
+    Runs close to one another share a range if there are few unwanted bytes between them.
     """
     for file, start, end in _join_near(runs):
         count = -(-(end - start) // largest)
@@ -102,7 +102,7 @@ class _Plan:
         self._starts = {file: [r.start for r in ranges] for file, ranges in self._ranges.items()}
         self._uses: dict[Range, _Uses] = {}
         self.order: list[Range] = []
-        """The range that is read at each place: as often as it is, unless that is at once."""
+        """The range that is read at each place; it repeats unless its reads are consecutive."""
         for file, start, nbytes in runs:
             for part in self._between(file, start, start + nbytes):
                 if not self.order or self.order[-1] != part:
@@ -110,20 +110,20 @@ class _Plan:
                 common = min(part.end, start + nbytes) - max(part.start, start)
                 self._uses.setdefault(part, _Uses([], [])).add(len(self.order) - 1, common)
         self.unread = {part: uses.ends[-1] for part, uses in self._uses.items()}
-        """Bytes of each range that are yet to be read."""
+        """Bytes of each range that are still to be read."""
         self.ahead = 0
         """How many places, in order, have been fetched ahead or need not be."""
         used = {part: (uses.places[0], uses.places[-1]) for part, uses in self._uses.items()}
         self.memory = _peak(used)
-        """Bytes of all ranges, at the most, that are begun and not yet read to their ends."""
+        """The most bytes of all ranges that are begun and not yet read completely."""
 
     def find(self, file: ObjectVersion, offset: int) -> Range | None:
-        """Return the range that holds a byte of a file and is still to be read."""
+        """Return the range that contains a byte of a file and is still to be read."""
         part = next(self._between(file, offset, offset + 1), None)
         return part if part in self.unread else None
 
     def next_place(self, part: Range) -> int:
-        """Return where in the order a range that is still to be read is read next."""
+        """Return where in the order an unread range is read next."""
         uses = self._uses[part]
         return uses.places[bisect_right(uses.ends, uses.ends[-1] - self.unread[part])]
 
@@ -138,28 +138,28 @@ class _Plan:
 
 
 def _peak(used: Mapping[Range, tuple[int, int]]) -> int:
-    """Return the most bytes at once of ranges that are held from a first to a last use."""
+    """Return the most bytes at once of ranges that are kept from a first to a last use."""
     begun = [(first, part.nbytes) for part, (first, _) in used.items()]
     ended = [(last + 1, -part.nbytes) for part, (_, last) in used.items()]
     return max(accumulate(nbytes for _, nbytes in sorted([*begun, *ended])), default=0)
 
 
 def unversioned(runs: Iterable[tuple[str, int, int]]) -> Iterator[Run]:
-    """Yield runs of files of one source, of whatever version: what is planned before it is read."""
+    """Yield runs of files of one source, of any version: what is planned before it is read."""
     for file, start, nbytes in runs:
         yield ObjectVersion(file, ""), start, nbytes
 
 
 def memory_to_read(runs: Iterable[Run]) -> int:
-    """Return the bytes that are kept at once where runs are read in this order, each byte once."""
+    """Return the bytes kept at once if runs are read in this order, each byte once."""
     return _Plan(list(runs), _LARGEST).memory
 
 
 class PlannedRanges:
-    """What is fetched ahead of some files, for all threads, in at most ``capacity`` bytes.
+    """Ranges of some files that are fetched ahead, for all threads, in at most ``capacity`` bytes.
 
-    A range is kept until all of it has been read. Where there is no room for what is requested
-    now, those that are needed last go, to be fetched again.
+    A range is kept until all of it has been read. If there is no room for what is requested now,
+    those needed last are dropped, to be fetched again.
     """
 
     def __init__(self, fetch: Fetch, capacity: int = CAPACITY) -> None:
@@ -173,7 +173,7 @@ class PlannedRanges:
         self._pool: ThreadPoolExecutor | None = None
 
     def plan(self, runs: Iterable[Run]) -> Callable[[], None]:
-        """Announce what is read next, in order; return what is called once it is not any longer.
+        """Announce the next reads, in order; return a function that ends the announcement.
 
         Threads may still read what was announced before.
         """
@@ -186,9 +186,9 @@ class PlannedRanges:
         return partial(self._end, plan)
 
     def _cut(self, wanted: Sequence[Run]) -> _Plan:
-        """Return a plan of as large ranges as there is room for.
+        """Return a plan of ranges as large as there is room for.
 
-        Smaller ones help where few bytes of each are read at once, not where these are read again
+        Smaller ones help if few bytes of each are read at once, but not if these are read again
         after all else.
         """
         largest = max(_LEAST, min(_LARGEST, self.capacity // _LEAST_KEPT))
@@ -211,7 +211,7 @@ class PlannedRanges:
             self._end(plan)
 
     def _end(self, plan: _Plan) -> None:
-        """Forget a plan, and what was fetched for it alone."""
+        """Drop a plan, and what was fetched only for it."""
         with self._lock:
             plan.unread.clear()
             plan.order.clear()
@@ -223,7 +223,7 @@ class PlannedRanges:
             self._drop(part)
 
     def read_into(self, file: ObjectVersion, offset: int, buffer: memoryview) -> int | None:
-        """Fill a buffer from ``offset``; return the bytes there are, fewer where the file ends.
+        """Fill a buffer from ``offset``; return the bytes there are, fewer if the file ends.
 
         None if some of them were not announced. Raises as ``fetch`` does.
         """
@@ -246,7 +246,7 @@ class PlannedRanges:
         return any(part in plan.unread for plan in self._plans)
 
     def _data(self, file: ObjectVersion, offset: int) -> tuple[_Plan, Range, Block] | None:
-        """Return the range that holds a byte, with its bytes; None if none is announced."""
+        """Return the range that contains a byte, with its bytes; None if none is announced."""
         with self._lock:
             plan, part = next(
                 ((p, part) for p in self._plans if (part := p.find(file, offset))), (None, None)
@@ -264,19 +264,19 @@ class PlannedRanges:
         return plan, part, future.result()
 
     def _begin(self, part: Range) -> Future[Block]:
-        """Note, with the lock held, that a range is on its way."""
+        """Note, with the lock held, that a range is being fetched."""
         future = self._kept[part] = Future()
         self._held += part.nbytes
         self._on_their_way += 1
         return future
 
     def _drop(self, part: Range) -> None:
-        """Forget, with the lock held, what was fetched of a range."""
+        """Drop, with the lock held, what was fetched of a range."""
         if self._kept.pop(part, None) is not None:
             self._held -= part.nbytes
 
     def _fill(self, part: Range, future: Future[Block]) -> None:
-        """Fetch a range; an error is that of all who wait for it, and ends the reading ahead."""
+        """Fetch a range; an error goes to all who wait for it, and ends reading ahead."""
         try:
             data = self._fetch(*part)
         except BaseException as error:  # noqa: BLE001 (raised where the range is read)
@@ -296,7 +296,7 @@ class PlannedRanges:
         self._fetch_ahead(plan)
 
     def _fetch_ahead(self, plan: _Plan) -> None:
-        """Have the next ranges of the plan fetched, as many as there is room for."""
+        """Fetch the next ranges of the plan, as many as there is room for."""
         with self._lock:
             while plan.ahead < len(plan.order):
                 part = plan.order[plan.ahead]
@@ -310,7 +310,7 @@ class PlannedRanges:
                 future = self._begin(part)
                 try:
                     self._pool.submit(self._fill_ahead, plan, part, future)
-                except RuntimeError as error:  # no thread can be started: who reads it fetches it
+                except RuntimeError as error:  # no thread can be started: the reader fetches it
                     self._on_their_way -= 1
                     self._drop(part)
                     future.set_exception(error)
@@ -319,8 +319,8 @@ class PlannedRanges:
     def _make_room_ahead(self, plan: _Plan, wanted: Range) -> bool:
         """Return whether there is room for a range, with the lock held.
 
-        Where the plan does not fit, what it alone needs later goes for it, as long as that is
-        enough. Where it fits, reading on makes room, and dropping would fetch bytes twice.
+        If the plan does not fit, ranges that only it needs later are dropped, if that suffices. If
+        it fits, reading on makes room, and dropping would fetch bytes twice.
         """
         missing = self._held + wanted.nbytes - self.capacity
         if missing <= 0 or plan.memory <= self.capacity:
@@ -333,30 +333,30 @@ class PlannedRanges:
         return True
 
     def _make_room(self, wanted: Range) -> None:
-        """Forget, with the lock held, what is needed last while there is too much."""
+        """Drop, with the lock held, what is needed last while there is too much."""
         if self._held > self.capacity:
             self._drop_last(self._droppable(wanted), self.capacity)
 
     def _drop_last(self, parts: list[Range], most: int) -> None:
-        """Drop those of some ranges that are needed last until no more than ``most`` bytes are."""
+        """Drop those of some ranges that are needed last until at most ``most`` bytes are left."""
         for part in sorted(parts, key=self._place, reverse=True):
             if self._held <= most:
                 return
             self._drop(part)
 
     def _droppable(self, wanted: Range) -> list[Range]:
-        """Return the ranges that are here, but for the one that is wanted."""
+        """Return the fetched ranges, except the one that is wanted."""
         return [part for part, future in self._kept.items() if future.done() and part != wanted]
 
     def _plans_of(self, part: Range) -> list[_Plan]:
         return [plan for plan in self._plans if part in plan.unread]
 
     def _place(self, part: Range) -> int:
-        """Return how late a range is next read in the plans that have it."""
+        """Return how late a range is next read in the plans that contain it."""
         return min((plan.next_place(part) for plan in self._plans_of(part)), default=0)
 
     def _note_read(self, plan: _Plan, part: Range, nbytes: int) -> None:
-        """Note that bytes of a range have been read; it goes once all are."""
+        """Note that bytes of a range have been read; drop it once all are."""
         with self._lock:
             if part in plan.unread:
                 plan.unread[part] -= nbytes

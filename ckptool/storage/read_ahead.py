@@ -1,9 +1,9 @@
-"""Ask a disk early for what the page cache does not hold, and do not fill memory with it.
+"""Request data early that is not in the page cache, and do not fill memory with it.
 
-The kernel reads 128 KiB ahead unless the disk is set to more, which leaves a fast one idle most of
-the time: where a file is read on from where the last read ended, some MiB are asked for instead
-(``POSIX_FADV_WILLNEED``). What is cached says ``cachestat`` (Linux 6.5); before that nothing is
-given up, for it may be others'.
+The kernel reads 128 KiB ahead unless the disk is set to more, which leaves a fast disk idle most of
+the time: for sequential reads some MiB are requested instead (``POSIX_FADV_WILLNEED``).
+``cachestat`` (Linux 6.5) shows what is cached; without it no page is dropped, as it may be another
+process's.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from dataclasses import dataclass
 _STEP = 1 << 20
 """Bytes that are requested at a time."""
 _PIECE = 256 << 10
-"""Bytes of one such call: of more the kernel takes no more than the disk does at a time."""
+"""Bytes of one such call: the kernel reads at most one request of the disk per call."""
 _LOOK = 64 << 10
-"""Bytes of a step that are looked at to tell whether it is cached."""
+"""Bytes of a step that are checked to see whether it is cached."""
 _MOST = 16 << 20
 """Bytes that are requested beyond what was read of a file."""
 _GAP = 4 << 10
-"""Bytes that may be left out between two reads, one of which goes on where the other ended."""
+"""Bytes that may be skipped between two sequential reads."""
 _MOST_UNREAD = 1 << 16
-"""Steps that are noted as requested for and not read to their end."""
+"""Steps that are noted as requested and not completely read."""
 _SHORT = 16
-"""Memory is short where less than the 16th part of it is free."""
+"""Memory is short if less than a 16th of it is free."""
 _CACHESTAT = 451
 _SMALL = 16 << 10
-"""Bytes of a read that costs less than to call the kernel for it."""
+"""Bytes of a read that costs less than a call of the kernel for it."""
 _WINDOW = 64 << 10
-"""Bytes that are read at once where small reads go on."""
+"""Bytes that are read at once for sequential small reads."""
 _MOST_WINDOWS = 16
-"""Files of which small reads may go on at the same time."""
+"""Files that may have sequential small reads at the same time."""
 SMALL_MEMORY = _WINDOW * _MOST_WINDOWS
 """Bytes of memory that ``SmallReads`` take at most."""
 
 
 @dataclass(slots=True)
 class _Stream:
-    """Reads of a file that go on: how far they came, what was asked, and how far to be ahead.
+    """Sequential reads of a file: how far they came, what was requested, how far to be ahead.
 
     ``size`` is that of the file, in bytes.
     """
@@ -60,7 +60,7 @@ class _Stream:
 
 @dataclass(slots=True)
 class _Window:
-    """``nbytes`` of a file that are kept from ``start``; ``again`` counts reads that went on."""
+    """``nbytes`` of a file that are kept from ``start``; ``again`` counts sequential reads."""
 
     start: int
     nbytes: int
@@ -69,10 +69,10 @@ class _Window:
     again: int = 0
 
     def note(self, offset: int, nbytes: int) -> bool:
-        """Note a read; return whether it is at least the third that went on from the one before.
+        """Note a read; return whether it is at least the third of a sequence.
 
-        What lies between two is less than a page: to read it in vain costs less than a call. The
-        second may be of a header, behind which nothing else is asked for.
+        The gap between two is less than a page: reading it costs less than a call. The second may
+        be of a header, with nothing else read after it.
         """
         near = 0 <= offset - self.reached <= _GAP
         self.again = self.again + 1 if near else 0
@@ -80,7 +80,7 @@ class _Window:
 
 
 class SmallReads:
-    """Reads what lies behind a small read along with it, where such reads go on, for one thread.
+    """Reads what follows a small read along with it, if such reads are sequential, for one thread.
 
     A tensor of a few KiB then costs a copy, not a call of the kernel.
     """
@@ -91,10 +91,10 @@ class SmallReads:
     def find(
         self, file: str, offset: int, nbytes: int, read: Callable[[str, int, memoryview], int]
     ) -> memoryview | None:
-        """Return some bytes of a file until the next are asked for; None if they are to be read.
+        """Return some bytes of a file, valid until the next call; None if they must be read.
 
-        Where the reads of the file go on, ``read`` fills memory as far as the file has bytes, and
-        returns how many.
+        If the reads of the file are sequential, ``read`` fills memory as far as the file has bytes,
+        and returns how many.
         """
         if nbytes > _SMALL:
             return None
@@ -114,7 +114,7 @@ class SmallReads:
         return window.memory[at : at + nbytes]
 
     def _begin(self, file: str) -> _Window:
-        """Return a window of a file that nothing was read of, in place of the oldest of many."""
+        """Return an empty window of a file, replacing the oldest if there are many."""
         if len(self._windows) >= _MOST_WINDOWS:
             del self._windows[next(iter(self._windows))]
         window = self._windows[file] = _Window(0, 0, -_GAP - 1, memoryview(b""))
@@ -124,8 +124,8 @@ class SmallReads:
 class ReadAhead:
     """What all threads read of the files of a folder.
 
-    Where memory is short, steps that were not cached are given up once they were read: pages that
-    are in use would have to go for them. Where memory is free they stay, and are read again fast.
+    If memory is short, steps that were not cached are dropped once they were read, since pages in
+    use would be evicted for them. If memory is free they stay, and reading them again is fast.
     """
 
     def __init__(self) -> None:
@@ -135,12 +135,12 @@ class ReadAhead:
         self._cached: dict[str, bool] = {}
 
     def begin(self, descriptor: int, file: str, offset: int, nbytes: int) -> None:
-        """Ask for bytes that are read now, and where reads go on for more and more after them.
+        """Request bytes that are read now, and for sequential reads more and more after them.
 
-        Of what it is asked for before, the kernel reads nothing ahead by itself, which would be
-        taken for another's. Of small reads, such as of headers, it does.
+        The kernel does no read-ahead of its own for what was requested before, which would look
+        like another process's. For small reads, such as of headers, it does.
         """
-        # Without a lock: threads that meet here ask twice, which costs less than waiting.
+        # without a lock: threads that meet here ask twice, which costs less than waiting
         stream = self._streams.get(file)
         if stream is None or not stream.goes_on(offset):
             stream = self._streams[file] = _Stream(offset, offset, os.fstat(descriptor).st_size)
@@ -154,16 +154,16 @@ class ReadAhead:
             deque(self.ask(descriptor, file, start, end), maxlen=0)
 
     def expect(self, descriptor: int, file: str, offset: int, nbytes: int) -> None:
-        """Ask for a few bytes of a file, unless the first that were expected of it are cached."""
+        """Request a few bytes of a file, unless the first bytes expected of it are cached."""
         if file not in self._cached:
             self._cached[file] = cached_bytes(descriptor, offset, nbytes) != 0
         if not self._cached[file]:
             will_need(descriptor, offset, nbytes)
 
     def ask(self, descriptor: int, file: str, start: int, end: int) -> Iterator[int]:
-        """Ask for some bytes of a file, yield how many at a time.
+        """Request some bytes of a file, yield how many at a time.
 
-        The kernel is slow to take what is asked: other threads need not wait for it.
+        The kernel is slow to take requests: other threads need not wait for it.
         """
         while start < end:
             step = start // _STEP
@@ -176,7 +176,7 @@ class ReadAhead:
             yield nbytes
 
     def end(self, descriptor: int, file: str, offset: int, nbytes: int) -> None:
-        """Give up the steps that are read to their end now, where memory is short."""
+        """Drop the steps that are now read completely, if memory is short."""
         if not self._unread:
             return
         end = offset + nbytes
@@ -194,9 +194,9 @@ class ReadAhead:
 
 
 def ask_aside(asked: Generator[int, None, None]) -> Callable[[], None]:
-    """Ask on a thread of its own, some bytes at a time, until no memory is to spare for more.
+    """Request bytes on a separate thread, some at a time, until no memory is left for more.
 
-    Returns what ends that.
+    Returns a function that ends this.
     """
     stop = threading.Event()
 
@@ -219,9 +219,9 @@ def ask_aside(asked: Generator[int, None, None]) -> Callable[[], None]:
 
 
 def ask(descriptor: int, offset: int, nbytes: int) -> bool:
-    """Have some bytes of a file read into the page cache; return whether it had none of them.
+    """Read some bytes of a file into the page cache; return whether none of them were there.
 
-    Where it has the first of them it is left to the kernel: to ask for all costs a tenth of reading
+    If the first are there, the rest is left to the kernel: requesting all costs a tenth of reading
     them.
     """
     first = min(_LOOK, nbytes)
@@ -236,26 +236,26 @@ def ask(descriptor: int, offset: int, nbytes: int) -> bool:
 
 
 def will_need(descriptor: int, offset: int, nbytes: int) -> None:
-    """Have some bytes of a file read into the page cache."""
+    """Read some bytes of a file into the page cache."""
     _advise(descriptor, offset, nbytes, os.POSIX_FADV_WILLNEED)
 
 
 def _advise(descriptor: int, offset: int, nbytes: int, advice: int) -> None:
-    """Tell the kernel; a file system or a sandbox that takes no advice reads all the same.
+    """Advise the kernel; a file system or sandbox that takes no advice still reads.
 
-    So does who reads what no file has, as damaged metadata may say: reading tells of that.
+    So does a read beyond a file's end, by damaged metadata: reading then reports that.
     """
     with suppress(OSError, OverflowError):
         os.posix_fadvise(descriptor, offset, nbytes, advice)
 
 
-_libc = ctypes.PyDLL(None)  # to let other threads run for so short a call costs more than it
+_libc = ctypes.PyDLL(None)  # releasing the GIL for so short a call costs more than the call
 _Span, _Pages = ctypes.c_uint64 * 2, ctypes.c_uint64 * 5
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def cached_bytes(descriptor: int, offset: int, nbytes: int) -> int | None:
-    """Return how many bytes of some of a file are in the page cache; None where nobody says it.
+    """Return how many of some bytes of a file are in the page cache; None if unknown.
 
     ``cachestat`` fills five counts of pages, the first of those that are cached.
     """
@@ -271,5 +271,5 @@ def spare_memory() -> int:
 
 
 def memory_is_short() -> bool:
-    """Return whether what is read takes memory that other files are cached in."""
+    """Return whether reading takes memory in which other files are cached."""
     return os.sysconf("SC_AVPHYS_PAGES") * _SHORT < os.sysconf("SC_PHYS_PAGES")

@@ -13,22 +13,22 @@ from ckptool.storage.store import ObjectInfo
 from ckptool.storage.url import WEB, RemotePath
 
 AT_ONCE = 16
-"""Requests that are on their way together: a store's answers take long, however many there are."""
+"""Concurrent requests: a store's answers take long, however many there are."""
 _FEW = 2
-"""Files that are requested one by one: a file by itself, and that beside it."""
+"""Files that are requested one by one: a single file, and its side file."""
 
 
 class RemoteSource:
     """A folder of a store, or some of its files, readable at any offset.
 
-    ``files`` maps relative paths to sizes in bytes, as the one listing said. Sources that were
-    narrowed share what was read.
+    ``files`` maps relative paths to sizes in bytes, from the one listing. Narrowed sources share
+    what was read.
     """
 
     tile = piece = 2 << 20
     block = BLOCK
     workers = max(4, CORES)
-    """Threads that check and write what is fetched ahead of them, on threads that only wait."""
+    """Threads that check and write what other, waiting threads fetch ahead."""
 
     def __init__(self, place: RemotePath, infos: Mapping[str, ObjectInfo]) -> None:
         self.root = str(place)
@@ -44,7 +44,7 @@ class RemoteSource:
 
     @classmethod
     def file(cls, place: RemotePath) -> RemoteSource:
-        """Return one file by itself, with the ``.extra.pt`` file beside a safetensors file."""
+        """Return one file alone, with the ``.extra.pt`` file beside a safetensors file."""
         infos = {place.name: place.listing[""]}
         if place.suffix == ".safetensors":
             extra = place.with_name(place.stem + ".extra.pt")
@@ -53,7 +53,7 @@ class RemoteSource:
         return cls(place.parent, infos)
 
     def alone(self, name: str) -> RemoteSource:
-        """Return one of the files by itself, with the ``.extra.pt`` file beside it."""
+        """Return one of the files alone, with the ``.extra.pt`` file beside it."""
         extra = name.removesuffix(".safetensors") + ".extra.pt"
         folder, _, _ = name.rpartition("/")
         chosen = {file: self._infos[file] for file in (name, extra) if file in self._infos}
@@ -74,9 +74,9 @@ class RemoteSource:
         return version_digest(self._infos, files)
 
     def changed(self, files: Iterable[str]) -> list[str]:
-        """Return those of the files that were replaced or removed since they were listed.
+        """Return those files that were replaced or removed since they were listed.
 
-        Nothing is asked where every read names the version that was listed.
+        Nothing is asked if every read names the version that was listed.
         """
         known = [name for name in files if name in self._infos]
         asked = [n for n in known if not self._place.store.reads_version(self._infos[n].version)]
@@ -99,19 +99,19 @@ class RemoteSource:
         return self._infos[file].modified
 
     def expect(self, spans: Iterable[tuple[str, int, int]]) -> None:
-        """Fetch ahead what is read next, file, offset and bytes of each, unless it is planned."""
+        """Fetch the next reads ahead, file, offset and bytes of each, unless they are planned."""
         store = self._place.store
         runs = ((self._version_of(file), offset, nbytes) for file, offset, nbytes in spans)
         store.blocks.expect(run for run in runs if not store.ranges.has_planned(*run))
 
     def plan_reads(self, runs: Iterable[Run]) -> Callable[[], None]:
-        """Have what is read next fetched ahead, in order, each byte once and many at a time."""
+        """Fetch the next reads ahead, in order, each byte once and many at a time."""
         return self._place.store.ranges.plan(
             (self._version_of(file), offset, nbytes) for file, offset, nbytes in runs
         )
 
     def keep(self, nbytes: int) -> None:
-        """Keep no more than so many bytes of what was fetched ahead."""
+        """Keep at most so many bytes of what was fetched ahead."""
         self._place.store.keep(nbytes)
 
     def read(self, file: str, offset: int, nbytes: int) -> bytes:
@@ -141,7 +141,7 @@ class RemoteSource:
         return self
 
     def close(self) -> None:
-        """Do nothing: only memory is held."""
+        """Do nothing: it only holds memory."""
 
     def _version_of(self, file: str) -> ObjectVersion:
         """Return a file in the version that was listed; any version of one that was not."""

@@ -1,7 +1,7 @@
-"""Retry the requests of stores, and tell errors that last from those that pass.
+"""Retry requests to stores, and distinguish permanent errors from temporary ones.
 
 Each client of fsspec has errors of its own (s3fs 2026.9, gcsfs 2026.10, adlfs 2026.8, and 2.4 of
-huggingface_hub): what they share is the answer's status, in them or in what caused them.
+huggingface_hub): what they share is the answer's status, in them or in their causes.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _REFUSALS = {
     "AuthenticationFailed": ("the credentials are not, or no longer, valid", _RENEW_HINT),
     "InvalidAuthenticationInfo": ("the credentials are not, or no longer, valid", _RENEW_HINT),
 }
-"""What stores answer (S3's codes, Google's words, Azure's codes) to who is not accepted."""
+"""Answers of stores (S3's codes, Google's words, Azure's codes) to rejected credentials."""
 _REFUSAL = re.compile(rf"\b(?:{'|'.join(_REFUSALS)})")
 _BARE_400 = re.compile(r"\(400\)|: Bad Request$")
 _WRONG_NAME = re.compile(r"\b(?:InvalidResourceName|OutOfRangeInput|InvalidBucketName)\b")
-"""Codes of Azure and S3 for a container, a bucket or a key that cannot be called so."""
+"""Codes of Azure and S3 for an invalid name of a container, a bucket or a key."""
 _UNCONNECTED = re.compile(
     r"EndpointConnection|ClientConnector|Connection refused|ConnectionRefused|"
     r"Could not connect|[Nn]ame or service not known|failed to lookup|dns error"
@@ -46,10 +46,10 @@ _UNCONNECTED = re.compile(
 
 
 class NoAnswer(OSError):
-    """A store did not answer, however often it was asked: this says nothing of what it holds.
+    """A store did not answer, however often it was asked; that says nothing about its content.
 
-    Like the error of a disk that fails it is no CkptoolError: whatever collects what is wrong with
-    a checkpoint lets it pass, and so all work ends.
+    Like the error of a failing disk it is not a CkptoolError: code that collects a checkpoint's
+    problems lets it pass, so that it ends all work.
     """
 
     code = "no-answer"
@@ -61,21 +61,21 @@ class NoAnswer(OSError):
 
 
 class Denied(NoAnswer):
-    """A store refuses what is requested."""
+    """A store refuses a request."""
 
     code = "access-denied"
 
 
 class Unaccepted(Denied):
-    """A store refuses, or no longer accepts, who asks, whatever it is."""
+    """A store does not, or no longer, accept the credentials, whatever the request."""
 
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
     """How often a request is tried, and the seconds to wait: for an answer, and between tries.
 
-    No try begins later than ``total`` seconds after the first, or than ``connecting`` where none
-    finds anybody who listens.
+    No try begins later than ``total`` seconds after the first, or than ``connecting`` if no server
+    listens.
     """
 
     attempts: int = 10
@@ -86,20 +86,20 @@ class RetryPolicy:
     connecting: float = 6.0
 
     def before(self, attempt: int) -> float:
-        """Return the seconds before this attempt, twice as long each time and randomly fewer."""
+        """Return the seconds before this attempt: doubled each time, with random jitter."""
         doubled: float = self.pause * 2 ** (attempt - 2)
         return min(self.longest_pause, doubled) * random.uniform(0.5, 1)
 
     def of_listings(self) -> RetryPolicy:
-        """Return the policy for what comes before all else, while somebody waits for it."""
+        """Return the policy for the first requests, while a user waits."""
         return replace(self, total=min(self.total, 40.0))
 
 
 def retry(policy: RetryPolicy, what: str, work: Callable[[], _T]) -> _T:
-    """Return the answer to a request, tried again where that may help.
+    """Return the answer to a request, retried if that may help.
 
-    Raises NotFound if nothing is there, Denied if access is, NoAnswer if the store gives
-    none. An error of our own code is no answer, and is raised as it is.
+    Raises NotFound if nothing is there, Denied if access is denied, NoAnswer if the store gives
+    none. An error of our own code is raised as it is.
     """
     started = time.monotonic()
     attempt = 1
@@ -125,7 +125,7 @@ def retry(policy: RetryPolicy, what: str, work: Callable[[], _T]) -> _T:
 
 
 def unreachable(what: str, error: Exception) -> NotFound | Denied:
-    """Return the error for a place that lasts, with what it says."""
+    """Return the error for a permanently unreachable place, with its message."""
     status, text = status_of(error), error_text(error)
     if (refusal := _refusal(error)) is not None:
         reason, hint = refusal
@@ -140,7 +140,7 @@ def unreachable(what: str, error: Exception) -> NotFound | Denied:
 
 
 def is_ours(error: BaseException) -> bool:
-    """Return whether an error is our own code's, or of a wrong call: no answer of a store."""
+    """Return whether an error is our own code's, or of a wrong call, not a store's answer."""
     at = error.__traceback__
     if isinstance(error, OSError | CkptoolError) or at is None:
         return False
@@ -152,7 +152,7 @@ def is_ours(error: BaseException) -> bool:
 
 
 def status_of(error: BaseException) -> int | None:
-    """Return the HTTP status of the answer that an error stands for, None if it has none."""
+    """Return the HTTP status of the answer that an error represents, None if it has none."""
     for cause in _causes(error):
         for holder in (cause, getattr(cause, "response", None)):
             if isinstance(holder, Mapping):
@@ -166,7 +166,7 @@ def status_of(error: BaseException) -> int | None:
 
 
 def lasts(error: Exception) -> bool:
-    """Return whether asking again does not change an error."""
+    """Return whether an error is permanent, so that asking again does not help."""
     if isinstance(error, _LASTING) or _lacks_credentials(error) or _is_forbidden(error):
         return True
     status = status_of(error)
@@ -176,9 +176,9 @@ def lasts(error: Exception) -> bool:
 
 
 def _refusal(error: Exception) -> tuple[str, str] | None:
-    """Return why who asks is not accepted, and what helps, where an answer says so.
+    """Return why the credentials are not accepted, and the remedy, if an answer says so.
 
-    S3 answers expired credentials with status 400, and where a body cannot be with nothing else.
+    S3 answers expired credentials with status 400; an answer without a body has only that.
     """
     for cause in _causes(error):
         match = _REFUSAL.search(str(cause))
@@ -190,7 +190,7 @@ def _refusal(error: Exception) -> tuple[str, str] | None:
 
 
 def _is_unconnected(error: Exception) -> bool:
-    """Return whether nobody listens where the store should be."""
+    """Return whether no server listens at the store's address."""
     if isinstance(error, ConnectionRefusedError):
         return True
     texts = (f"{type(cause).__name__} {cause}" for cause in _causes(error))
@@ -212,13 +212,13 @@ def _retry_after(error: Exception) -> float:
 
 
 def _boto(response: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what botocore says of an answer."""
+    """Return botocore's fields of an answer."""
     metadata: Mapping[str, Any] = response.get("ResponseMetadata", {})
     return metadata
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error, and those that it was raised for."""
+    """Yield an error, and its causes."""
     cause: BaseException | None = error
     for _ in range(8):
         if cause is None:
@@ -239,7 +239,7 @@ def _is_forbidden(error: Exception) -> bool:
 
 
 def error_text(error: BaseException) -> str:
-    """Return what an error says, in one line, without credentials that URLs in it may hold."""
+    """Return the message of an error, in one line, without credentials in its URLs."""
     text = " ".join(str(error).split()) or type(error).__name__
     text = re.sub(r"(\w+://)[^/\s@'\"]*@", r"\1", text)
     return re.sub(r"\?[^\s'\")]*=[^\s'\")]*", "", text)[:300]

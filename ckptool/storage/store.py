@@ -37,12 +37,12 @@ _P = ParamSpec("_P")
 _BEHIND_THE_END = 416
 _ANOTHER_VERSION = 412
 _VERSIONS = ("generation", "ETag", "etag", "md5Hash", "sha256", "blob_id", "Last-Modified")
-"""What clients call that which another version of a file does not have; Google's first."""
+"""The clients' keys for a value that differs between versions of a file; Google's first."""
 _ATOMIC_PUT = {*S3, *GOOGLE, *AZURE, "hf"}
 
 
 class ObjectInfo(NamedTuple):
-    """A file of a store: its size in bytes, and what changes when it does (an ETag or a time)."""
+    """A file of a store: its size in bytes, and its version (an ETag or a time)."""
 
     nbytes: int
     version: str
@@ -51,24 +51,24 @@ class ObjectInfo(NamedTuple):
 
 @dataclass(slots=True)
 class Traffic:
-    """What was asked of a store: requests, and the bytes that came."""
+    """The requests to a store, and the bytes received."""
 
     requests: int = 0
     received: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def count(self, received: int = 0) -> None:
-        """Count one more request, which brought so many bytes."""
+        """Count one more request, which returned so many bytes."""
         with self._lock:
             self.requests += 1
             self.received += received
 
 
 class Store:
-    """A store, or a file system of fsspec. ``traffic`` counts what is asked of it.
+    """A store, or a file system of fsspec. ``traffic`` counts its requests.
 
-    ``options`` are the file system's own; credentials are its business and appear in no message.
-    A process that was forked, or gets a store by pickle, opens its own connections.
+    ``options`` are the file system's own; it handles credentials, which appear in no message. A
+    process that was forked, or gets a store by pickle, opens its own connections.
     """
 
     policy = RetryPolicy()
@@ -77,14 +77,14 @@ class Store:
         self.scheme = url.partition("://")[0].lower()
         self.traffic = Traffic()
         self.remains: dict[str, int] = {}
-        """Bytes of files that were not finished, by their URLs, that could not be thrown away."""
+        """Bytes of unfinished files, by URL, that could not be discarded."""
         self.blocks = BlockCache(_weakly(self.read))
         self.ranges = PlannedRanges(_weakly(self.read))
         self._url = url
         self._options = options
         self._sizes: dict[str, int] = {}
         self._named: set[str] = set()
-        """Folders whose metadata file was named: they may not be listed."""
+        """Folders whose metadata file was given: they may not be listable."""
         self._fs: Any = None
         self._client: StoreClient | None = None
         self._others: StoreClient | None = None
@@ -102,7 +102,7 @@ class Store:
 
     @property
     def client(self) -> StoreClient:
-        """What lists and reads the store, connected when it is first needed."""
+        """The client that lists and reads the store, connected on first use."""
         if self._client is None:
             others, timeout = _weakly(self._by_fsspec), self.policy.timeout
             alone = by_obstore_alone(self.scheme, self._options, others, timeout)
@@ -111,13 +111,13 @@ class Store:
 
     @property
     def fs(self) -> Any:
-        """The file system of fsspec, which writes and removes: opened when it is first needed."""
+        """The file system of fsspec, which writes and removes: opened on first use."""
         if self._fs is None:
             self._fs = open_file_system(self._url, self._options)
         return self._fs
 
     def _by_fsspec(self) -> StoreClient:
-        """Return what lists and reads with the file system."""
+        """Return the client that lists and reads with the file system."""
         if self._others is None:
             fs, timeout = self.fs, self.policy.timeout
             reader = FsspecReader(fs, self.scheme, self._sizes, timeout)
@@ -126,36 +126,36 @@ class Store:
         return self._others
 
     def disconnect(self) -> None:
-        """Forget all connections, locks and what is on its way: they are another process's."""
+        """Drop all connections, locks and pending requests: they are another process's."""
         self._fs = self._client = self._others = None
         self.blocks = BlockCache(_weakly(self.read), self.blocks.capacity)
         self.ranges = PlannedRanges(_weakly(self.read), self.ranges.capacity)
         self.traffic = Traffic(self.traffic.requests, self.traffic.received)
 
     def keep(self, nbytes: int) -> None:
-        """Keep no more than so many bytes of what was read, or is fetched ahead."""
+        """Keep at most so many bytes of what was read, or is fetched ahead."""
         self.blocks.capacity = min(CAPACITY, nbytes // 4)
         self.ranges.capacity = nbytes - self.blocks.capacity
 
     @property
     def atomic_put(self) -> bool:
-        """Whether an object appears only once it is whole."""
+        """Whether an object appears only once it is complete."""
         return self.scheme in _ATOMIC_PUT
 
     def key(self, url: str) -> str:
-        """Return what the file system calls the place that a URL names."""
+        """Return the file system's name for the place of a URL."""
         if self.scheme in S3:
             return url.partition("://")[2].strip("/")
         return str(self.fs._strip_protocol(url))
 
     def changed(self, key: str, nbytes: int) -> None:
-        """Forget what was read of a file: it was written, and has so many bytes."""
+        """Drop what was read of a file: it was written, and has so many bytes."""
         self._sizes[key] = nbytes
         self.blocks.clear()
         self.ranges.clear()
 
     def url(self, key: str) -> str:
-        """Return a place of the store as messages show it."""
+        """Return a place of the store as shown in messages."""
         if self.scheme in S3:
             return redact_url(f"s3://{key}")
         return redact_url(self.fs.unstrip_protocol(key))
@@ -163,7 +163,7 @@ class Store:
     def find(self, key: str, what: str) -> dict[str, ObjectInfo]:
         """Return all files below a place by their relative paths; a file itself is ``""``.
 
-        Raises NotFound if there is none, or it cannot be listed; errors call it ``what``.
+        Raises NotFound if there is none, or it cannot be listed; errors name it ``what``.
         """
         infos = self._list_web(key) if self.scheme in WEB else self._list_files(key, what)
         files = {}
@@ -180,10 +180,10 @@ class Store:
         return dict(sorted(files.items()))
 
     def _list_files(self, key: str, what: str) -> dict[str, Any]:
-        """Return a file of S3 where it is called as files are, or what a listing shows.
+        """Return a file of S3 if the name is a file's, or what a listing shows.
 
-        There a file may have the name of a folder; and one request tells of it, a listing takes
-        two more. Where there is no such file, s3fs (2024.6 to 2026.9) looks for a folder.
+        A file may have the name of a folder there; one request shows it, a listing takes two more.
+        If there is no such file, s3fs (2024.6 to 2026.9) looks for a folder.
         """
         if self.scheme in S3 and is_file(key) and key.rpartition("/")[2] not in INDEXES:
             self.traffic.count()
@@ -191,7 +191,7 @@ class Store:
                 info = self.ask(what, lambda: self.client.info(key))
             except Unaccepted:
                 raise
-            except Denied:  # S3 says so of what is not there, to who may not list
+            except Denied:  # S3's answer for missing keys without permission to list
                 return self._list(key, what)
             if info["type"] == "file":
                 return {key: info}
@@ -208,13 +208,13 @@ class Store:
             return self._look_up(key, what, error)
         if isinstance(infos, Mapping):
             return dict(infos)
-        # adlfs (2024.7 to 2026.8) has no details of a file that is asked for by its name.
+        # adlfs (2024.7 to 2026.8) has no details of a file requested by name
         return {name: self.ask(what, partial(self.client.info, name)) for name in infos}
 
     def _look_up(self, key: str, what: str, error: Denied) -> dict[str, Any]:
-        """Return what can be known where listing is denied: of a metadata file, and by that.
+        """Return what can be known if listing is denied: a metadata file, and files that it names.
 
-        A store that may not be listed does not say either that a file is not there.
+        A store that denies listing does not reveal either that a file is missing.
         """
         if key in self._named:
             return self._list_named(key, "")
@@ -227,7 +227,7 @@ class Store:
         return {key: info}
 
     def _head(self, key: str) -> dict[str, Any] | None:
-        """Return what the store says of a file; None if it is not there, or is not shown."""
+        """Return the store's information on a file; None if it is missing, or not shown."""
         self.traffic.count()
         try:
             return self.ask(self.url(key), lambda: self.client.info(key))
@@ -258,7 +258,7 @@ class Store:
         return self._list_named(head.rstrip("/"), mark + query)
 
     def _web_info(self, key: str) -> dict[str, Any] | None:
-        """Return what the server says of a file, its size at least; None if there is none."""
+        """Return the server's information on a file, at least its size; None if there is none."""
         self.traffic.count()
         try:
             info = self.ask(redact_url(key), lambda: self.client.info(key))
@@ -277,7 +277,7 @@ class Store:
         return self.blocks.read_into(file, offset, buffer) if done is None else done
 
     def read(self, file: ObjectVersion, start: int, end: int) -> memoryview:
-        """Return the bytes of a file from ``start`` to ``end``, fewer where it ends before.
+        """Return the bytes of a file from ``start`` to ``end``, fewer if it ends before.
 
         Raises Changed if the store knows that it is no longer the file that was listed.
         """
@@ -288,7 +288,7 @@ class Store:
         return self.ask(what, lambda: self._range(file, start, end))
 
     def _range(self, file: ObjectVersion, start: int, end: int) -> memoryview:
-        """Send one ranged request; OSError if fewer bytes came than there are, or more."""
+        """Send one ranged request; OSError if fewer bytes came than exist, or more."""
         key = file.key
         try:
             data = self.client.read(file, start, end)
@@ -306,15 +306,15 @@ class Store:
         return data
 
     def _size_now(self, key: str) -> int:
-        """Return the size of a file as the store says it now, not as it was listed."""
+        """Return the current size of a file, not the listed one."""
         return int(self.client.info(key)["size"] or 0)
 
     def reads_version(self, version: str) -> bool:
-        """Return whether a read that names this version fails where another is there."""
+        """Return whether a read that names this version fails if another is there."""
         return is_pinned(self.scheme, version)
 
     def make_folder(self, key: str, what: str) -> None:
-        """Make a folder where the store has folders."""
+        """Make a folder if the store has folders."""
         self.ask(what, lambda: self.fs.makedirs(key, exist_ok=True))
 
     def put(self, key: str, data: bytes, what: str) -> None:
@@ -328,7 +328,7 @@ class Store:
         return data
 
     def remove(self, keys: Iterable[str], what: str) -> None:
-        """Remove files, those that are there, one after the other."""
+        """Remove those files that exist, one after the other."""
         for key in keys:
             with suppress(NotFound):
                 self.ask(what, partial(self.fs.rm_file, key))
@@ -339,7 +339,7 @@ class Store:
 
 
 def _weakly(method: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Return a store's method for what the store itself holds: no cycle keeps its connections."""
+    """Return a method with a weak reference to its store: no cycle keeps its connections."""
     held = WeakMethod(method)
 
     def call(*arguments: _P.args, **named: _P.kwargs) -> _T:

@@ -1,6 +1,6 @@
-"""The files in a tar archive, read where they lie in it: nothing is unpacked.
+"""The files in a tar archive, read in place: nothing is unpacked.
 
-Read are the three dialects that Python's ``tarfile`` and GNU tar write: ustar, pax (long names and
+Supports the three dialects that Python's ``tarfile`` and GNU tar write: ustar, pax (long names and
 sizes from 8 GiB in records before a member) and GNU's (long names before, sizes in base 256).
 """
 
@@ -31,14 +31,14 @@ _PAX_RECORD = re.compile(rb"([1-9][0-9]{0,5}) ([^=\n]{1,256})=")
 
 
 class Span(NamedTuple):
-    """Where the bytes of a member lie in the archive."""
+    """The place of a member's bytes in the archive."""
 
     offset: int
     nbytes: int
 
 
 def is_tar(source: Files, file: str) -> bool:
-    """Return whether a file begins as a tar archive that is not compressed."""
+    """Return whether a file begins as an uncompressed tar archive."""
     end = MAGIC_AT + len(MAGIC)
     return source.files[file] >= end and source.read(file, MAGIC_AT, len(MAGIC)) == MAGIC
 
@@ -75,17 +75,17 @@ class TarFiles:
         return {folder: self._part(f"{self.root}/{folder}", below) for folder, below in grouped}
 
     def alone(self, name: str) -> TarFiles:
-        """Return one of the files by itself."""
+        """Return one of the files alone."""
         folder, _, last = name.rpartition("/")
         root = f"{self.root}/{folder}" if folder else self.root
         return self._part(root, {last: self._spans[name]})
 
     def fingerprint(self, files: Iterable[str], *, exact: bool = False) -> str:
-        """Return a SHA-256 (hex) over what changes when the archive does."""
+        """Return a SHA-256 (hex) that changes with the archive."""
         return self._holder.fingerprint([self._archive], exact=exact)
 
     def changed(self, files: Iterable[str]) -> list[str]:
-        """Return all of the files where the archive was written, replaced or removed."""
+        """Return all of the files if the archive was written, replaced or removed."""
         names = list(files)
         return names if names and self._holder.changed([self._archive]) else []
 
@@ -94,7 +94,7 @@ class TarFiles:
         return self._holder.modified(self._archive)
 
     def expect(self, spans: Iterable[tuple[str, int, int]]) -> None:
-        """Prepare for what is read next: file, offset and bytes of each."""
+        """Prepare for the next reads: file, offset and bytes of each."""
         self._holder.expect(map(self._place, spans))
 
     def read(self, file: str, offset: int, nbytes: int) -> bytes:
@@ -102,15 +102,15 @@ class TarFiles:
         return read_exactly(self, file, offset, nbytes)
 
     def plan_reads(self, runs: Iterable[Run]) -> Callable[[], None]:
-        """Prepare for all that is read next, in order."""
+        """Prepare for all next reads, in order."""
         return self._holder.plan_reads(map(self._place, runs))
 
     def keep(self, nbytes: int) -> None:
-        """Keep no more than so many bytes of what was read, or fetched ahead."""
+        """Keep at most so many bytes of what was read, or fetched ahead."""
         self._holder.keep(nbytes)
 
     def reader(self) -> TarReader:
-        """Return what one thread reads with."""
+        """Return a reader for one thread."""
         return TarReader(self._holder.reader(), self._archive, self._spans)
 
     def _part(self, root: str, spans: Mapping[str, Span]) -> TarFiles:
@@ -141,7 +141,7 @@ class TarReader:
             self._reader.read_runs(self._archive, start, step, runs)
 
     def close(self) -> None:
-        """Give back what is held."""
+        """Release all resources."""
         self._reader.close()
 
     def _start(self, file: str, offset: int, nbytes: int) -> int:
@@ -152,7 +152,7 @@ class TarReader:
 
 
 class _Header(NamedTuple):
-    """What the block before a member says. ``at`` is the offset of its data."""
+    """The block before a member. ``at`` is the offset of its data."""
 
     kind: bytes
     name: str
@@ -161,7 +161,7 @@ class _Header(NamedTuple):
 
 
 def _list_members(holder: Files, archive: str) -> dict[str, Span]:
-    """Return where each regular file lies. Raises Damaged for any that is not read as it is."""
+    """Return the place of each regular file; Damaged for any that cannot be read in place."""
     spans: dict[str, Span] = {}
     for_all: dict[str, str] = {}
     own: dict[str, str] = {}
@@ -209,7 +209,7 @@ def _parse_header(archive: str, block: bytes, at: int) -> _Header:
 
 
 def _number(field: bytes) -> int | None:
-    """Return a number in octal digits, or in base 256 behind a byte of 0x80; None if it is none."""
+    """Return a number in octal digits, or in base 256 after a byte of 0x80; else None."""
     if field[0] == 0x80:
         return int.from_bytes(field[1:])
     digits = field.strip(b" \0")
@@ -221,7 +221,7 @@ def _text(field: bytes) -> str:
 
 
 def _note(archive: str, at: int, kind: bytes, data: bytes, known: dict[str, str]) -> None:
-    """Add what stands before a member to what is known of it. Raises Damaged."""
+    """Add the records before a member to what is known of it. Raises Damaged."""
     if kind == _LONG_LINK:
         return  # the link itself is refused
     found = {"path": _text(data)} if kind == _LONG_NAME else _pax_records(archive, at, data)
@@ -231,7 +231,7 @@ def _note(archive: str, at: int, kind: bytes, data: bytes, known: dict[str, str]
 
 
 def _pax_records(archive: str, at: int, data: bytes) -> dict[str, str]:
-    """Return those records of POSIX.1-2001 (pax) that say which bytes are a member's, or whose."""
+    """Return the POSIX.1-2001 (pax) records that determine a member's bytes, or its name."""
     found: dict[str, str] = {}
     start = 0
     while start < len(data):
@@ -247,7 +247,7 @@ def _pax_records(archive: str, at: int, data: bytes) -> dict[str, str]:
 
 
 def _amend(archive: str, at: int, header: _Header, said: Mapping[str, str]) -> _Header:
-    """Return a header with the name and size in bytes that were said before; a folder's is 0."""
+    """Return a header with the name and size in bytes from earlier records; a folder's is 0."""
     if any(key.startswith("GNU.sparse.") for key in said):
         raise _refused(archive, at, "a sparse file")
     if "size" in said:
@@ -261,7 +261,7 @@ def _amend(archive: str, at: int, header: _Header, said: Mapping[str, str]) -> _
 
 
 def _add(archive: str, at: int, header: _Header, spans: dict[str, Span], size: int) -> None:
-    """Add a member to ``spans``. Raises Damaged if it is none that can be read in place."""
+    """Add a member to ``spans``. Raises Damaged if it cannot be read in place."""
     parts = [part for part in header.name.split("/") if part not in ("", ".")]
     name = "/".join(parts)
     shown = ascii(header.name[:200])

@@ -1,4 +1,4 @@
-"""What can be known of a folder that cannot be listed: well-known files, and those they name."""
+"""The files of a folder that cannot be listed: well-known ones, and those they name."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _NAMED = re.compile(rb"[\w.\-]+\.(?:distcp|safetensors|bin)\b")
 _AT_ONCE = 16
 
 InfoOf = Callable[[str], dict[str, Any] | None]
-"""What a server says of a file by its name."""
+"""The server's information on a file by name."""
 
 
 def is_file(url: str) -> bool:
-    """Whether a URL names a file, by how it ends."""
+    """Return whether a URL names a file, by its suffix."""
     return url.partition("?")[0].endswith(_FILES)
 
 
 def names_below(info_of: InfoOf, read: Callable[[str], bytes]) -> list[str]:
     """Return the files of a folder: well-known ones, and those an index or ``.metadata`` names.
 
-    ``info_of`` is None for a file that is not there. Raises NotFound if none of them is.
+    ``info_of`` returns None for a missing file. Raises NotFound if none of them exists.
     """
     known = infos(_KNOWN, info_of)
     if not known:
@@ -48,7 +48,7 @@ def names_below(info_of: InfoOf, read: Callable[[str], bytes]) -> list[str]:
 
 
 def infos(names: Iterable[str], info_of: InfoOf) -> dict[str, dict[str, Any]]:
-    """Return what the server says of those files that are there; several are asked for at once."""
+    """Return the server's information on existing files; several are requested at once."""
     names = list(names)
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         answers = zip(names, pool.map(info_of, names), strict=True)

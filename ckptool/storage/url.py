@@ -1,4 +1,4 @@
-"""A place in a store that a URL names, with those members of ``pathlib.Path`` that are needed."""
+"""The place in a store that a URL names, with the needed members of ``pathlib.Path``."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _options: ContextVar[Mapping[str, Any]] = ContextVar(
 
 @contextmanager
 def storage_options(options: Mapping[str, Any]) -> Iterator[None]:
-    """Open the stores of all URLs that are parsed meanwhile with these options of fsspec."""
+    """Open the stores of all URLs parsed in this context with these options of fsspec."""
     before = _options.set(options)
     try:
         yield
@@ -55,7 +55,7 @@ class RemotePath:
 
     @classmethod
     def parse(cls, url: str) -> RemotePath:
-        """Return the place that a URL names; UsageError if it names no kind of store."""
+        """Return the place that a URL names; UsageError for an unknown kind of store."""
         from ckptool.storage.store import Store
 
         scheme = url.partition("://")[0].lower()
@@ -80,12 +80,12 @@ class RemotePath:
 
     @property
     def key(self) -> str:
-        """What the store itself calls it."""
+        """The store's own name for it."""
         return self.store.key(self._base + self._query)
 
     @property
     def url(self) -> str:
-        """The URL as it was given, credentials and all: for other libraries, not for messages."""
+        """The URL as given, including credentials: for other libraries, not for messages."""
         return self._base + self._query
 
     @property
@@ -95,17 +95,17 @@ class RemotePath:
 
     @property
     def suffix(self) -> str:
-        """The last part's ending, with its dot."""
+        """The suffix of the last part, with its dot."""
         return Path(self.name).suffix
 
     @property
     def stem(self) -> str:
-        """The last part without its ending."""
+        """The last part without its suffix."""
         return Path(self.name).stem
 
     @property
     def parent(self) -> RemotePath:
-        """The folder around it; itself where it is the whole store."""
+        """The folder around it; itself if it is the whole store."""
         if self._base.endswith("://"):
             return self
         head = self._base.rpartition("/")[0]
@@ -114,7 +114,7 @@ class RemotePath:
 
     @property
     def parents(self) -> Sequence[RemotePath]:
-        """All folders around it, the nearest first, up to the bucket, or the like, or the host."""
+        """All folders around it, nearest first, up to the bucket, or the like, or the host."""
         folders, folder = [], self
         while not (folder := folder.parent)._base.endswith("://"):
             folders.append(folder)
@@ -125,7 +125,7 @@ class RemotePath:
         return self / "/".join(names) if names else self
 
     def with_name(self, name: str) -> RemotePath:
-        """Return the place beside it that is called ``name``."""
+        """Return the place beside it with this name."""
         return self.parent / name
 
     def resolve(self) -> RemotePath:
@@ -136,7 +136,7 @@ class RemotePath:
     def listing(self) -> dict[str, ObjectInfo]:
         """The files below by their relative paths, or the file itself under ``""``.
 
-        Asked for once; NotFound if there is neither.
+        Requested once; raises NotFound if there is neither.
         """
         return self.store.find(self.key, str(self))
 
@@ -159,7 +159,7 @@ class RemotePath:
             return False
 
     def iterdir(self) -> Iterator[RemotePath]:
-        """Yield what lies directly in the folder."""
+        """Yield the entries of the folder."""
         yield from (self / name for name in dict.fromkeys(n.split("/")[0] for n in self.listing))
 
     def read_bytes(self) -> bytes:
@@ -175,12 +175,12 @@ Location = Path | RemotePath
 
 
 def within(path: Location, folder: Location) -> PurePath:
-    """Return the way from a folder to a place in it."""
+    """Return the path of a place relative to a folder."""
     return PurePath(str(path)).relative_to(str(folder))
 
 
 def location(text: str | Path) -> Location:
-    """Return a path, or what a URL names; ``file://`` is a path. UsageError for half a URL."""
+    """Return a path, or the place of a URL (``file://`` is a path); UsageError if invalid."""
     text = str(text)
     if "::" in text and "://" in text:
         raise UsageError(
@@ -203,7 +203,7 @@ def location(text: str | Path) -> Location:
 
 
 def _path(text: str, path: str) -> Path:
-    """Return a path; UsageError if it begins with ``~``, unless a folder here is called so."""
+    """Return a path; UsageError if it begins with ``~``, unless a folder here has that name."""
     if path.partition("/")[0] == "~" and not os.path.lexists("~"):
         hint = f"did you mean {os.path.expanduser(path)}?"
         raise UsageError(f"{text}: only a shell expands ~", hint=hint)
@@ -211,7 +211,7 @@ def _path(text: str, path: str) -> Path:
 
 
 def _supported_url(scheme: str, rest: str) -> str:
-    """Return a URL with its scheme in lower case; UsageError if it names what is not read."""
+    """Return a URL with its scheme in lower case; UsageError if it is not supported."""
     if scheme in _BUCKETS and not rest.partition("/")[0]:
         raise UsageError(f"{scheme}://{rest}: names no bucket or host", hint=f"{scheme}://NAME/...")
     if "?versionid=" in rest.lower() and scheme not in WEB:
@@ -223,7 +223,7 @@ def _supported_url(scheme: str, rest: str) -> str:
 
 
 def redact_url(url: str) -> str:
-    """Return a URL as messages show it: without user, password or signature."""
+    """Return a URL for messages: without user, password or signature."""
     head, mark, rest = url.partition("://")
     host, slash, path = rest.partition("/")
     user, at, server = host.rpartition("@")

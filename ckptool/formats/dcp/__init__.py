@@ -1,6 +1,6 @@
 """torch.distributed.checkpoint folders: ``.metadata`` and ``__{rank}_{n}.distcp`` files.
 
-Read: torch 2.1 to 2.15, by any writer that keeps to it (FSDP1 and 2, torchtitan, Lightning with its
+Read: torch 2.1 to 2.15, by any conforming writer (FSDP1 and 2, torchtitan, Lightning with its
 ``meta.pt``, nvidia-resiliency-ext), several files per rank, one file per item, zstd stream
 extension, and saves without collectives (one ``__{rank}.metadata`` per rank). Each item is a
 torch.save archive of one chunk or one value. Written: as torch 2.13 does, one file per rank.
@@ -53,7 +53,7 @@ def _probe(source: Source) -> bool:
 
 
 def scan(source: Source, options: ScanOptions, *, metadata: str = METADATA) -> Catalog:
-    """Return the catalog of a DCP folder, by the file that is its ``metadata`` or ranks' own."""
+    """Return the catalog of a DCP folder, from its ``metadata`` file or the ranks' own."""
     catalog, _ = read_folder(source, options, values=options.values, metadata=metadata)
     catalog = add_tensor_parallelism(with_inferred_mesh(catalog))
     return _unflatten(source, catalog, options)
@@ -64,8 +64,8 @@ def read_folder(
 ) -> tuple[Catalog, dict[str, DcpMetadata]]:
     """Read a DCP folder: its catalog, with no mesh yet, and its metadata files.
 
-    Without ``values`` nothing is read but metadata: values are ``UNREAD``. A value that cannot be
-    read, or must not be, is a conflict of its own.
+    Without ``values`` only metadata is read: values are ``UNREAD``. A value that cannot or must not
+    be read is a conflict of its own.
     """
     parsed = read_metadata_files(source, options, metadata)
     inventory = take_inventory(source, parsed)
@@ -100,7 +100,7 @@ def _add_values(
 
 
 def _add(contents: Assembled, value: Assembled | None) -> None:
-    """Add what lies in a value, under names of its own where others have them."""
+    """Add the content of a value, under new names if others have the same."""
     if value is None:
         return
     used = {*contents.tensors, *contents.objects}
@@ -114,7 +114,7 @@ def _add(contents: Assembled, value: Assembled | None) -> None:
 
 
 def _unflatten(source: Source, catalog: Catalog, options: ScanOptions) -> Catalog:
-    """Take FSDP1's flat parameters apart where ``options`` has them, else note them."""
+    """Unflatten FSDP1's flat parameters if ``options`` has them, else note them."""
     flats = {name: entry for name, entry in catalog.tensors.items() if is_flat(name)}
     if not flats:
         return catalog
@@ -134,7 +134,7 @@ def _read_lightning(source: Source) -> Assembled:
 
 
 def _files_of(tables: Sequence[ItemTable]) -> set[str]:
-    """Return the files that items of any table lie in; all tables name the same files."""
+    """Return the files of the items of any table; all tables name the same files."""
     if not tables:
         return set()
     import numpy as np

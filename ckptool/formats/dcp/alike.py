@@ -1,9 +1,9 @@
-"""Items of small tensors that are alike, opened many at a time.
+"""Similar items of small tensors, opened many at a time.
 
-torch writes the items of tensors of one shape and type as archives of the same bytes, but for the
-elements and their CRC-32 (torch 2.1 to 2.13). One is opened; of the others a window of a file at a
-time is compared with it: all that its opening looked at. An item that differs is left for
-``locate_item``, which says why.
+torch writes the items of tensors of one shape and type as archives of the same bytes, except for
+the elements and their CRC-32 (torch 2.1 to 2.13). One is opened; the others are compared with it,
+one window of a file at a time, in everything that its opening read. An item that differs is left to
+``locate_item``, which reports why.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _WINDOW, _NEAR = 1 << 20, 1 << 12
 Kind = tuple[int, DType, tuple[int, ...]]
 """Bytes of an item, and the type and shape that the metadata says it has."""
 AlikePlaces = dict[tuple[str, int, Kind], Extent]
-"""Where the elements lie of items, by file, offset and kind."""
+"""The places of items' elements, by file, offset and kind."""
 
 
 def kind_of(item: Item) -> Kind:
-    """Return what items have in common that may be alike."""
+    """Return the kind that items must share to be similar."""
     return item.at.nbytes, item.dtype, item.shape
 
 
 def locate_alike(source: Source, items: Iterable[Item]) -> AlikePlaces:
-    """Return where the elements of small items lie, of those that are like one that is opened."""
+    """Return the places of the elements of small items that are similar to an opened one."""
     by_kind: dict[Kind, dict[str, list[int]]] = {}
     firsts: dict[Kind, Item] = {}
     for item in items:
@@ -74,7 +74,7 @@ def _open_model(source: Source, item: Item) -> _Model | None:
 
 
 class _Model(NamedTuple):
-    """An item that was opened: its archive, where its elements lie and the record that they are."""
+    """An opened item: its archive, and the place and record of its elements."""
 
     archive: CachedArchive
     place: Extent
@@ -85,12 +85,12 @@ class _Model(NamedTuple):
     def locate(
         self, source: Source, file: str, offsets: Sequence[int]
     ) -> Iterator[tuple[Extent, int]]:
-        """Yield where the elements lie of items of a file at these offsets, with each offset."""
+        """Yield the places of the elements of a file's items at these offsets, with each offset."""
         start, inside = self.place.offset - self.offset, self.record.offset - self.offset
         strides, nbytes, ops = self.place.strides, self.record.nbytes, self.place.ops
         for window in _windows(offsets, self.nbytes):
             crcs: list[int] = []
-            with suppress(CkptoolError):  # said where each is opened
+            with suppress(CkptoolError):  # reported when each is opened
                 crcs = self._checksums(source, file, window)
             for at, crc in zip(window, crcs, strict=False):
                 if crc:
@@ -98,7 +98,7 @@ class _Model(NamedTuple):
                     yield Extent(file, at + start, strides, record, ops), at
 
     def _checksums(self, source: Source, file: str, offsets: Sequence[int]) -> list[int]:
-        """Return the CRC-32 that each item records, 0 for those that are not alike."""
+        """Return the CRC-32 that each item records, 0 for those that are not similar."""
         import numpy as np
 
         first = offsets[0]
@@ -113,7 +113,7 @@ class _Model(NamedTuple):
 
 
 def _windows(offsets: Sequence[int], nbytes: int) -> Iterator[list[int]]:
-    """Yield offsets, in order, of items that are near enough to be read at once."""
+    """Yield offsets, in order, of items that are close enough to be read at once."""
     window: list[int] = []
     for at in offsets:
         if window and (at - window[-1] > nbytes + _NEAR or at + nbytes - window[0] > _WINDOW):

@@ -1,8 +1,8 @@
-"""How the chunks of all tensors are cut for a DCP folder, and where in its files each lies.
+"""How the chunks of all tensors are cut for a DCP folder, and their places in its files.
 
-A checkpoint may be cut into millions of chunks. So an archive's frame is made once for each
-element type and chunk shape, tensors that are cut alike share their boxes, and a file's parts are
-put together only when the file is written.
+A checkpoint may be cut into millions of chunks. So an archive's frame is made once for each element
+type and chunk shape, tensors that are cut alike share their boxes, and a file's parts are assembled
+only when the file is written.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def data_file(rank: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Where tensors that are cut alike are cut: boxes, the rank that writes each, its bytes.
+    """The cuts of similar tensors: boxes, the rank that writes each, its bytes.
 
     ``starts`` is where in a box's archive its elements begin, ``frames`` all other bytes of it.
     """
@@ -52,7 +52,7 @@ class Cut:
 
 
 class Chunks:
-    """The chunks of all tensors, in columns: which rank's file each lies in, and where.
+    """The chunks of all tensors, in columns: the rank's file and place of each.
 
     ``values`` are the bytes of rank 0's file before any chunk.
     """
@@ -88,7 +88,7 @@ class Chunks:
         return [int(rank) for rank in np.flatnonzero(np.diff(self._edges))]
 
     def tables(self) -> dict[str, WrittenChunks]:
-        """Return where the elements of each tensor are written."""
+        """Return the places of the elements of each tensor."""
         cuts: dict[int, WrittenCut] = {}
         tables = {}
         for (entry, cut), first in zip(self.tensors, self.firsts.tolist(), strict=False):
@@ -100,7 +100,7 @@ class Chunks:
         return tables
 
     def decisive(self) -> Iterator[bytes]:
-        """Yield what decides where in which file each chunk lies, and what is around it there."""
+        """Yield what decides the file and place of each chunk, and the bytes around it."""
         numbers: dict[int, int] = {}
         for _, cut in self.tensors:
             if id(cut) not in numbers:
@@ -116,7 +116,7 @@ class Chunks:
         yield self.offsets.tobytes()
 
     def parts(self, rank: int, values: Sequence[Part]) -> tuple[Part, ...]:
-        """Return all parts of a rank's file, made anew: its ``values``, then its chunks."""
+        """Return all parts of a rank's file, made on each call: its ``values``, then its chunks."""
         parts = list(values)
         for number, place in self._rows(rank):
             entry, cut = self.tensors[number]
@@ -144,9 +144,9 @@ class Chunks:
 
 @lru_cache(maxsize=4096)
 def _frame(dtype: str, shape: tuple[int, ...]) -> tuple[list[Part], int, int, bytes]:
-    """Return the archive of one tensor, whatever tensor it is, and its bytes.
+    """Return the archive of one tensor, whichever tensor it is, and its bytes.
 
-    Then where in it the elements begin, and all that is not they.
+    Then where in it the elements begin, and all other bytes.
     """
     stand_in = TensorEntry("", (), BY_NAME[dtype], shape, ())
     parts = lay_out_archive(TensorRef.whole(stand_in))

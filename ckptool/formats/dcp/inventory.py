@@ -1,4 +1,4 @@
-"""What the metadata files of a DCP folder say, and whether the data files bear it out."""
+"""The content of a DCP folder's metadata files, checked against the data files."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ DAMAGE_HINT = "the save was interrupted, or files were lost or mixed with those 
 
 @dataclass(slots=True)
 class Inventory:
-    """What the metadata files say together.
+    """The joint content of the metadata files.
 
     ``tables``, ``chunks`` and ``values`` are by name, values with the rank of each item;
     ``extents`` are file, offset and bytes of every item that is in no table, with its name;
-    ``archives`` those of them that can be opened.
-    ``damaged_files`` have a problem of their own, which stands for all of their items.
+    ``archives`` those of them that can be opened. ``damaged_files`` have a problem of their own,
+    which covers all of their items.
     """
 
     types: dict[str, TensorMetadata] = field(default_factory=dict)
@@ -55,12 +55,12 @@ class Inventory:
     damaged_files: set[str] = field(default_factory=set)
 
     def path(self, name: str) -> Path:
-        """Return where a name stands in the state dict."""
+        """Return the path of a name in the state dict."""
         return self.paths.get(name, (name,))
 
 
 def take_inventory(source: Source, parsed: Mapping[str, DcpMetadata]) -> Inventory:
-    """Collect all that the metadata files say, with what contradicts them or one another."""
+    """Collect the content of the metadata files, with its contradictions."""
     inventory = Inventory()
     for file, metadata in parsed.items():
         if len(parsed) == 1:
@@ -84,7 +84,7 @@ def read_metadata_files(
 ) -> dict[str, DcpMetadata]:
     """Read the metadata of a folder by file: ``metadata``, that of all ranks, or else of each.
 
-    Raises Damaged if there is none; where ranks' is missing it is reported.
+    Raises Damaged if there is none; a missing rank's is reported.
     """
     by_rank = {name: int(m[1]) for name in source.files if (m := RANK_METADATA.fullmatch(name))}
     if metadata not in source.files and not by_rank:
@@ -185,7 +185,7 @@ def _add_metadata(source: Source, file: str, metadata: DcpMetadata, inventory: I
 
 
 def _add_item(source: Source, file: str, name: str, item: Container, inventory: Inventory) -> bool:
-    """Return whether an item can be opened as an archive; where not, note why."""
+    """Return whether an item can be opened as an archive; if not, note why."""
     inventory.extents.append((item.file, item.offset, item.nbytes, name))
     size = source.files.get(item.file)
     is_read = not item.transforms or set(item.transforms) == {ZSTD}
@@ -202,7 +202,7 @@ def _add_item(source: Source, file: str, name: str, item: Container, inventory: 
 
 
 def _item_problem(source: Source, file: str, name: str, item: Container) -> Problem:
-    """Return why an item cannot be opened; a problem of no tensor is about the whole file."""
+    """Return why an item cannot be opened; a problem without a tensor concerns the whole file."""
     try:
         size = require(source, item.file, wanted_by=file)
     except Damaged as error:

@@ -47,9 +47,9 @@ _LARGEST_VALUE = 1 << 26
 def read_values(
     source: Source, name: str, items: list[tuple[int, Container]], path: Path
 ) -> Assembled:
-    """Read a bytes item, of one rank or of each. Tensors inside become tensors of their own.
+    """Read a bytes item, of one rank or of each. Tensors inside become separate tensors.
 
-    Where it cannot be read, or must not be, that is a conflict under the item's name.
+    If it cannot or must not be read, that is a conflict under the item's name.
     """
     ranks: dict[int, dict[str, Leaf]] = {}
     for rank, item in items:
@@ -67,7 +67,7 @@ def _refusal(name: str, problem: Problem) -> Refusal:
 
 
 def _value_leaves(source: Source, name: str, item: Container, path: Path) -> dict[str, Leaf]:
-    """Return what an item holds; where some of it is refused, the item is, as it is one value."""
+    """Return the leaves of an item; if some of it is refused, the item is, as it is one value."""
     opened = open_item(source, item, name, _LARGEST_VALUE, _LARGEST_VALUE)
     leaves = read_leaves(opened, source, prefix=path)
     has_tensor = any(isinstance(leaf.value, PlainLeaf | ShareLeaf) for leaf in leaves.values())
@@ -87,11 +87,11 @@ def locate(
 ) -> Catalog:
     """Open the items of the catalog's tensors and check them against the metadata.
 
-    The metadata does not tell a tensor subclass that wraps others from a plain tensor: one that
-    lies in one item is replaced by the tensors in it. Raises Unsupported if one lies in several,
-    or is of a kind that is not read, Damaged if an item is not what the metadata says.
-    Where it ``defers``, items as large as those of plain tensors are opened when they are read; of
-    a work that is ``shared``, where its plan comes to them.
+    The metadata does not distinguish a tensor subclass that wraps others from a plain tensor: one
+    in a single item is replaced by the tensors in it. Raises Unsupported if one is in several, or
+    is of an unsupported kind, Damaged if an item contradicts the metadata. If it ``defers``, items
+    as large as those of plain tensors are opened when they are read; in ``shared`` work, when its
+    plan reaches them.
     """
     whole, open_chunks = catalog, partial(_open_late_chunks, source)
     if defers and shared:
@@ -125,7 +125,7 @@ def locate(
         except CkptoolError as error:
             problems += error.problems
     if problems and defers:
-        locate(source, whole)  # raises what is wrong with the others, too
+        locate(source, whole)  # raises the problems of the others, too
     if problems:
         raise damaged(problems, subject="the items", hint=DAMAGE_HINT)
     if unread:
@@ -166,7 +166,7 @@ def _open_chunk(source: Source, entry: TensorEntry, known: AlikePlaces, chunk: C
 
 
 def _read_inner_tensors(source: Source, entry: TensorEntry) -> Assembled | None:
-    """Read the one item of a tensor that wraps others; None if that is not all of it."""
+    """Read the only item of a tensor that wraps others; None if it has several."""
     chunk = entry.chunks[0]
     item = chunk.at
     is_one = len(entry.chunks) == 1 and not chunk.copies and entry.stored is None
@@ -179,7 +179,7 @@ def _read_inner_tensors(source: Source, entry: TensorEntry) -> Assembled | None:
 
 
 def _unread_tensors(problems: list[Problem]) -> Unsupported:
-    """Return one error for all tensors of kinds that are not read."""
+    """Return one error for all tensors of unsupported kinds."""
     more = f"\n  and {len(problems) - 1:,} more such tensors" if len(problems) > 1 else ""
     error = Unsupported(
         f"{problems[0]}{more}",
@@ -192,7 +192,7 @@ def _unread_tensors(problems: list[Problem]) -> Unsupported:
 
 
 def _items_of(some: Iterable[tuple[TensorEntry, Chunk]]) -> Iterator[Item]:
-    """Yield what is still to be opened of chunks, which come with their tensors."""
+    """Yield the unopened items of chunks, which come with their tensors."""
     for entry, chunk in some:
         for at in (chunk.at, *(copy.at for copy in chunk.copies)):
             if isinstance(at, Container) and at.opening is None:

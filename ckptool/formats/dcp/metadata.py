@@ -37,24 +37,24 @@ class TensorMetadata:
 MetadataIndex = tuple[str, tuple[int, ...] | None]
 """A name and a chunk's offset; the offset is None for a bytes item."""
 SavePlan = tuple[MetadataIndex, ...]
-"""What one rank meant to save, in its own order."""
+"""What one rank intended to save, in its own order."""
 
 
 @dataclass(frozen=True, slots=True)
 class DcpMetadata:
-    """What one metadata file says.
+    """The content of one metadata file.
 
     ``items`` is keyed by name and chunk offset; the offset is None for a bytes item. Those of
-    tensors with a table are not among them. ``named`` are the globals of the pickle, with the byte
-    where each first is.
+    tensors with a table are not included. ``named`` are the globals of the pickle, with the byte of
+    the first occurrence.
 
     Megatron-core records more. ``plans`` are, for each rank, the name and offset of every chunk it
-    meant to save, in its own order (None if they were not recorded). ``reformulated`` are the
-    shapes of tensors that are stored as ``[X/x, Y/y, x*y]`` where ranks held ``[x, y]`` of
-    ``[X, Y]``, so that ranks can cut the last dim (up to 0.15).
+    intended to save, in its own order (None if they were not recorded). ``reformulated`` are the
+    shapes of tensors that are stored as ``[X/x, Y/y, x*y]`` if ranks held ``[x, y]`` of ``[X, Y]``,
+    so that ranks can cut the last dim (up to 0.15).
 
     ByteCheckpoint records ``skeletons``, the pickle of each item's tensor without its bytes, and
-    what its flat parameters are made of, which is among the ``extra`` fields that DCP has not.
+    the members of its flat parameters, which are in the ``extra`` fields that DCP lacks.
     """
 
     tensors: dict[str, TensorMetadata]
@@ -76,7 +76,7 @@ def parse(data: bytes, what: str) -> DcpMetadata:
             loaded = read_pickle(data, what=what, rows=True)
         except Damaged as error:
             raise Damaged(error.message.recoded("metadata-unreadable")) from None
-        del data  # of a large one as much as all columns take
+        del data  # for a large one as much as all columns take
         named = {(item.module, item.name): at for item, at in loaded.globals.items()}
         return _metadata(loaded.value, named, what)
 
@@ -126,7 +126,7 @@ def _metadata(value: Any, named: dict[tuple[str, str], int], what: str) -> DcpMe
 
 
 def _is_quantized(entry: Call) -> bool:
-    """Return whether torch quantized a tensor: its one item is read as a value's is."""
+    """Return whether torch quantized a tensor: its one item is read like a value's."""
     try:
         dtype = _dtype(entry)
     except (KeyError, TypeError, AttributeError, IndexError):
@@ -155,7 +155,7 @@ def _tensor(name: str, entry: Call, what: str, boxes: _Boxes) -> TensorMetadata:
 
 
 class _Sizes(dict[Call, tuple[int, ...]]):
-    """The sizes that records hold, one and the same tuple for one and the same record."""
+    """The sizes in records: the same tuple for the same record."""
 
     def __missing__(self, record: Call) -> tuple[int, ...]:
         self[record] = shape = read_sizes(record)
@@ -233,7 +233,7 @@ def _text(value: Any) -> str:
 
 
 def _is_text(value: Any) -> bool:
-    """Return whether a value is text that can be written, and so no half of a surrogate pair."""
+    """Return whether a value is text that can be written, without half of a surrogate pair."""
     try:
         return isinstance(value, str) and (value.isascii() or bool(value.encode()))
     except UnicodeEncodeError:

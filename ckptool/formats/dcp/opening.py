@@ -1,8 +1,8 @@
 """One item of a DCP folder, opened: now, or when its elements are read.
 
-A store answers late, however little is asked for. There an item is opened from the bytes that are
-fetched for its elements anyway; where in it these lie is guessed from one that is alike, for what
-to fetch and for nothing else.
+A store answers late even to small requests. There an item is opened from the bytes that are fetched
+for its elements anyway; the place of these is guessed from a similar item, only to decide what to
+fetch.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ _ALIGNMENT = 64
 
 
 class NoPlainTensor(Unsupported):
-    """An item holds a tensor of another kind, where the metadata has only its type and shape."""
+    """An item contains a tensor of another kind; the metadata has only its type and shape."""
 
 
 class Item(NamedTuple):
-    """An item, the tensor and the box that it is of, and what the metadata says of it."""
+    """An item, the tensor and the box that it is of, and its metadata."""
 
     at: Container
     tensor: str
@@ -61,13 +61,13 @@ class Item(NamedTuple):
 
     @classmethod
     def of(cls, entry: TensorEntry, box: Box, at: Container) -> Item:
-        """Return the item that a chunk of a tensor lies in, or is a part of."""
+        """Return the item that contains a chunk of a tensor."""
         shape = at.part.shape if at.part else box.shape
         return cls(at, entry.name, box, entry.source_dtype, shape)
 
     @property
     def what(self) -> str:
-        """How errors call it."""
+        """Its name in errors."""
         return f"{self.tensor} {self.box}"
 
     @property
@@ -77,7 +77,7 @@ class Item(NamedTuple):
 
     @property
     def kind(self) -> tuple[int, int]:
-        """What is the same of items whose elements begin at the same place, of one writer."""
+        """The kind of items whose elements begin at the same place, for one writer."""
         return self.at.nbytes - self.data_nbytes, self.data_nbytes % _ALIGNMENT
 
 
@@ -96,9 +96,9 @@ def open_item(source: Source, item: Container, what: str, limit: int, edge: int)
 
 
 def locate_item(source: Source, item: Item) -> Place:
-    """Return where all elements of an item lie.
+    """Return where all elements of an item are.
 
-    Raises Damaged if it is not what the metadata says, NoPlainTensor where it may be.
+    Raises Damaged if it contradicts the metadata, NoPlainTensor if it may be another kind.
     """
     at, what, dtype, shape = item.at, item.what, item.dtype, item.shape
     opened = open_item(source, at, what, item.data_nbytes * 2 + _OVERHEAD, _EDGE)
@@ -113,7 +113,7 @@ def locate_item(source: Source, item: Item) -> Place:
 
 
 def part_of_item(item: Item, place: Place, part: StridedPart, shape: tuple[int, ...]) -> Place:
-    """Return where a part, a chunk of ``shape``, lies of an item whose elements lie at a place."""
+    """Return where a part, a chunk of ``shape``, is in an item with elements at a place."""
     try:
         return part_of_place(
             place, part.shape, shape, part.start, part.strides, item.dtype.itemsize
@@ -136,10 +136,10 @@ def _no_tensor(
 
 
 def open_late(source: Source, catalog: Catalog, open_chunks: OpenChunks) -> Catalog:
-    """Return the catalog with tables whose chunks ``open_chunks`` opens when they are asked for.
+    """Return the catalog with tables whose chunks ``open_chunks`` opens on access.
 
-    Who has a share of a checkpoint opens the items that are of it. A table whose items are of a
-    kind is so where the first of that kind holds a plain tensor: it is opened here.
+    Whoever has a share of a checkpoint opens only the items in it. Items of a kind count as plain
+    tensors if the first of that kind is one: it is opened here.
     """
     kinds: dict[tuple[int, int], bool] = {}
     tensors = dict(catalog.tensors)
@@ -159,7 +159,7 @@ def open_late(source: Source, catalog: Catalog, open_chunks: OpenChunks) -> Cata
 
 
 def _is_plain(source: Source, entry: TensorEntry, chunk: Chunk) -> bool:
-    """Return whether a chunk's item is a plain tensor; what is wrong is said where all are."""
+    """Return whether a chunk's item is a plain tensor; problems are reported later, together."""
     if not isinstance(chunk.at, Container):
         return False
     item = Item.of(entry, chunk.box, chunk.at)
@@ -170,9 +170,9 @@ def _is_plain(source: Source, entry: TensorEntry, chunk: Chunk) -> bool:
 
 
 class Openings:
-    """Defers the opening of items whose elements likely begin where those of one alike do.
+    """Defers the opening of items whose elements likely begin where those of a similar one do.
 
-    That one is opened. ``locate`` opens all of the catalog's items and raises what is wrong.
+    That one is opened. ``locate`` opens all of the catalog's items and raises their problems.
     """
 
     def __init__(self, source: Source, catalog: Catalog, locate: Callable[[], object]) -> None:
@@ -187,7 +187,7 @@ class Openings:
         expect_edges(source, ((i.at.file, i.at.offset, i.at.nbytes) for i in first.values()))
         self._starts: dict[tuple[int, int], int] = {}
         for kind, item in first.items():
-            with suppress(CkptoolError):  # said where this item is opened
+            with suppress(CkptoolError):  # reported when this item is opened
                 place = locate_item(source, item)
                 if _is_row_major(place, item):
                     self._starts[kind] = place.offset - item.at.offset
@@ -213,7 +213,7 @@ class Openings:
         return replace(chunk, at=replace(at, part=part, opening=opening))
 
     def explain(self) -> None:
-        """Raise what is wrong with any item; threads that ask at once are told the same."""
+        """Raise the problems of any item; threads that ask at once get the same ones."""
         with self._lock:
             if self._error is None:
                 try:
@@ -226,7 +226,7 @@ class Openings:
 
 @dataclass(eq=False, slots=True)
 class ItemOpening:
-    """Opens an item when its elements are first read; all who read it wait for that."""
+    """Opens an item when its elements are first read; all its readers wait for that."""
 
     openings: Openings
     item: Item
@@ -241,7 +241,7 @@ class ItemOpening:
         return () if self._place else edge_spans(at.file, at.offset, at.nbytes)
 
     def place(self, at: Container, shape: tuple[int, ...]) -> Place:
-        """Return where the elements of a chunk of ``shape`` lie, a part of the item."""
+        """Return where the elements of a chunk of ``shape``, a part of the item, are."""
         with self._lock:
             if self._place is None:
                 self._place = self._locate()
@@ -258,7 +258,7 @@ class ItemOpening:
 
 
 def _plain_items(catalog: Catalog) -> Iterator[Item]:
-    """Yield the items of tensors that were stored once: copies are compared by their checksums."""
+    """Yield the items of tensors that were stored once: copies are compared by checksum."""
     for entry in catalog.tensors.values():
         for chunk in entry.chunks:
             at = chunk.at
@@ -267,7 +267,7 @@ def _plain_items(catalog: Catalog) -> Iterator[Item]:
 
 
 def _is_row_major(place: Place, item: Item) -> bool:
-    """Return whether the elements are all of a record, as they are and in order."""
+    """Return whether the elements are a whole record, unchanged and in order."""
     if not isinstance(place, Extent) or place.record is None or place.ops:
         return False
     is_all = (place.record.offset, place.record.nbytes) == (place.offset, item.data_nbytes)

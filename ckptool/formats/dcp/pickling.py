@@ -24,7 +24,7 @@ _SIZED = pickle.TUPLE1 + pickle.MEMOIZE + pickle.REDUCE + pickle.MEMOIZE
 
 
 class WrittenAt(NamedTuple):
-    """Where a value was put: ``length`` bytes of ``file`` from ``offset``."""
+    """The place of a value: ``length`` bytes of ``file`` from ``offset``."""
 
     file: str
     offset: int
@@ -35,7 +35,7 @@ WrittenValue = tuple[ObjectEntry, WrittenAt]
 
 
 class MetadataPickler:
-    """Write opcodes of protocol 4. A method that returns bytes returns what pushes a value."""
+    """Writes opcodes of protocol 4. A method that returns bytes returns those that push a value."""
 
     def __init__(self, chunks: Chunks, values: Sequence[WrittenValue]) -> None:
         self._head: list[bytes] = [pickle.PROTO + b"\x04"]
@@ -56,7 +56,7 @@ class MetadataPickler:
         return (Literal(b"".join([*self._head, body])),)
 
     def _decisive(self) -> Iterator[Part]:
-        """Yield what decides this file and, of those that hold chunks, all but their values."""
+        """Yield what decides this file and, except for values, the files with chunks."""
         yield from map(Literal, self._chunks.decisive())
         yield Literal(repr([(v.name, v.path, at) for v, at in self._values]).encode())
 
@@ -91,7 +91,7 @@ class MetadataPickler:
             yield self._text(value.name) + nothing + pickle.EMPTY_TUPLE + pickle.NEWOBJ
 
     def _list(self, cut: Cut) -> bytes:
-        """Pickle the chunks of tensors that are cut so, once for all of them."""
+        """Pickle the chunks of tensors that are cut alike, once for all of them."""
         import numpy as np
 
         if id(cut) not in self._lists:
@@ -145,7 +145,7 @@ class MetadataPickler:
             )
 
     def _storage_of_chunks(self) -> Iterator[bytes]:
-        """Pickle where each chunk lies, tensors of as many dims together."""
+        """Pickle the places of chunks, for tensors of as many dims together."""
         import numpy as np
 
         if self._files is None:
@@ -199,7 +199,7 @@ class MetadataPickler:
         return pickle.MARK + rows + pickle.SETITEMS
 
     def _size_columns(self, sizes: Any) -> list[Any]:
-        """Return the opcodes of a torch.Size a row, of the numbers ``[n, dims]``."""
+        """Return the opcodes of one torch.Size per row, of the numbers ``[n, dims]``."""
         dims = sizes.shape[1]
         size = self._global("torch", "Size")
         if not dims:
@@ -223,7 +223,7 @@ class MetadataPickler:
         return self._global(module, name) + argument + pickle.TUPLE1 + pickle.REDUCE
 
     def _dict(self, items: Iterable[bytes]) -> Iterator[bytes]:
-        """Pickle a dict of which each item is its key and value; more can be set behind it."""
+        """Pickle a dict of which each item is its key and value; more can be set after it."""
         yield pickle.EMPTY_DICT + pickle.MARK
         yield from items
         yield pickle.SETITEMS
@@ -264,7 +264,7 @@ def _integer(value: int) -> bytes:
 
 
 def _integers(numbers: Any) -> tuple[bytes, Any]:
-    """Return the opcode that pushes each of some integers, all alike, and their bytes."""
+    """Return the opcode that pushes each of some integers, the same for all, and their bytes."""
     largest = int(numbers.max(initial=0))
     if largest < 1 << 16:
         return pickle.BININT2, _little_endian(numbers, 2)
@@ -281,7 +281,7 @@ def _little_endian(numbers: Any, width: int) -> Any:
 
 
 def _rows(count: int, *pieces: Any) -> bytes:
-    """Return rows of bytes behind one another, of pieces that are the same in all or arrays."""
+    """Return joined rows of bytes, from pieces that are constants or arrays."""
     import numpy as np
 
     widths = [len(piece) if isinstance(piece, bytes) else piece.shape[1] for piece in pieces]

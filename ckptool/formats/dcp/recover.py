@@ -1,8 +1,8 @@
-"""What ``.distcp`` files say by themselves, when the ``.metadata`` that describes them is gone.
+"""The content of ``.distcp`` files alone, if the ``.metadata`` that describes them is lost.
 
 torch.distributed.checkpoint (torch 2.1 to 2.13) writes each item as a torch.save archive of a local
-tensor or a value, one behind the other. An item records element type, shape, strides and
-checksums; its name, its place in the global tensor and the global shape lie in ``.metadata`` alone.
+tensor or a value, one after the other. An item records element type, shape, strides and checksums;
+its name, its place in the global tensor and the global shape are only in ``.metadata``.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _UNNAMED = (
 
 
 def recover(source: Source) -> Recovery:
-    """Return what metadata that was never committed describes, or else the items as they lie."""
+    """Return what uncommitted metadata describes, or else the items as they are."""
     return _by_uncommitted(source) or _by_items(source)
 
 
 def _by_uncommitted(source: Source) -> Recovery | None:
-    """Return what metadata says that was written and never renamed, where it is whole."""
+    """Return the content of metadata that was written but never renamed, if it is complete."""
     if _UNCOMMITTED not in source.files or METADATA in source.files:
         return None
     problems: list[Problem] = []
@@ -50,10 +50,10 @@ def _by_uncommitted(source: Source) -> Recovery | None:
 
 
 def _by_items(source: Source) -> Recovery:
-    """Return the items of all data files, each under the name of its place.
+    """Return the items of all data files, each under a name made from its place.
 
-    ``__0_0.item3`` is the fourth archive of ``__0_0.distcp``. Problems are the items that cannot be
-    read, and the spans of files that are no whole archive.
+    ``__0_0.item3`` is the fourth archive of ``__0_0.distcp``. Problems are unreadable items, and
+    the spans of files that are not a complete archive.
     """
     tensors: dict[str, TensorEntry] = {}
     objects: dict[str, ObjectEntry] = {}

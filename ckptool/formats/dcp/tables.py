@@ -1,6 +1,6 @@
 """The chunks of a ``.metadata`` whose records were read into columns, as tables.
 
-A tensor gets a table where each of its chunks has just one item, none of them packed; that of any
+A tensor gets a table if each of its chunks has just one item, none of them packed; that of any
 other is read record by record.
 """
 
@@ -23,7 +23,7 @@ from ckptool.serialization.pickle.rows import INTEGER, OBJECT, Rows
 _LARGEST = 1 << 62
 _MOST_LEFT = 1 << 23
 _FEW = 16
-"""Chunks of a tensor whose records tell that it is cut as another: most are one and the same."""
+"""Chunks up to which a tensor's records are compared with another's: most are equal."""
 _INDEX, _INFO = {"fqn", "offset"}, {"relative_path", "offset", "length"}
 
 
@@ -38,19 +38,19 @@ def rank_of(file: str) -> int | None:
 
 
 class TensorItems(Protocol):
-    """What the metadata says of a tensor, as far as tables go."""
+    """The metadata of a tensor, as far as tables need it."""
 
     @property
     def table(self) -> ChunkTable | None: ...
 
 
 class Unfit(Exception):
-    """Records are not as most are; they are read one by one."""
+    """Records are unlike most others; they are read one by one."""
 
 
 @dataclass(slots=True)
 class _Columns:
-    """Items of all tensors: numbers of names and files, offsets of chunks, and where each lies."""
+    """Items of all tensors: numbers of names and files, offsets of chunks, and their places."""
 
     names: list[Any] = field(default_factory=list)
     dims: list[Any] = field(default_factory=list)
@@ -63,7 +63,7 @@ class _Columns:
 class StoredItems:
     """The items of a ``.metadata``: ``others`` are the records that are in no column.
 
-    ``tables`` are by tensor name; those that are taken are ``claimed``.
+    ``tables`` are by tensor name; those in use are ``claimed``.
     """
 
     def __init__(self, storage_data: Mapping[Any, Any]) -> None:
@@ -138,7 +138,7 @@ class StoredItems:
             )
 
     def _sort(self) -> None:
-        """Put the items of each tensor together, in their own order."""
+        """Sort the items by tensor, in their own order."""
         import numpy as np
 
         every = self._columns
@@ -161,7 +161,7 @@ class StoredItems:
             self._by_name[name] = (dims[rows], lows[rows], items)
 
     def take(self, name: str, shape: tuple[int, ...], chunks: list[Any]) -> ChunkTable | None:
-        """Return the table of a tensor; None if it has none, or none that fits its chunks."""
+        """Return the table of a tensor; None if it has none, or none that matches its chunks."""
         if name not in self._by_name:
             return None
         dims, lows, items = self._by_name[name]
@@ -202,7 +202,7 @@ class StoredItems:
         return known
 
     def _order(self, shape: tuple[int, ...], boxes: BoxTable, dims: Any, lows: Any) -> Any:
-        """Return the same as ``_match``; of few chunks once for all that are alike."""
+        """Return the same as ``_match``; for few chunks once for all similar tensors."""
         if len(boxes) > _FEW:
             return _match(shape, boxes, dims, lows)
         stored = shape, id(boxes), dims.tobytes(), lows.tobytes()
@@ -212,7 +212,7 @@ class StoredItems:
 
 
 def _boxes(shape: tuple[int, ...], chunks: list[Any]) -> BoxTable:
-    """Return the boxes of a tensor's chunks; Unfit where one is of other dims."""
+    """Return the boxes of a tensor's chunks; Unfit if one has another number of dims."""
     import numpy as np
 
     lows: list[Any] = []
@@ -237,9 +237,9 @@ def _boxes(shape: tuple[int, ...], chunks: list[Any]) -> BoxTable:
 
 
 def _match(shape: tuple[int, ...], boxes: BoxTable, dims: Any, lows: Any) -> Any:
-    """Return for each chunk the place of its item, None where these are in the same order.
+    """Return for each chunk the index of its item, None if these are in the same order.
 
-    Unfit where not each chunk has just one, at an offset of its own.
+    Raises Unfit unless each chunk has exactly one, at a distinct offset.
     """
     import numpy as np
 
@@ -277,7 +277,7 @@ def _objects(rows: Rows, name: str) -> list[Any]:
 
 
 def _texts(rows: Rows, name: str, known: dict[str, int]) -> Any:
-    """Return the numbers of a field's texts among those that are known; Unfit where one is none."""
+    """Return the numbers of a field's texts among the known ones; Unfit if one is not text."""
     import numpy as np
 
     if name not in rows.columns or (rows.columns[name].kinds <= INTEGER).any():
@@ -293,7 +293,7 @@ def _texts(rows: Rows, name: str, known: dict[str, int]) -> Any:
 
 
 def _naturals(rows: Rows, name: str) -> Any:
-    """Return a field's integers; Unfit where one is negative or none."""
+    """Return a field's integers; Unfit if one is negative or not an integer."""
     if name not in rows.columns:
         raise Unfit
     kinds, numbers = rows.columns[name]
@@ -303,7 +303,7 @@ def _naturals(rows: Rows, name: str) -> Any:
 
 
 def _sizes(rows: Rows, name: str) -> tuple[Any, Any]:
-    """Return a field's sizes ``[n, widest]`` and how many each has; Unfit where one is none."""
+    """Return a field's sizes ``[n, widest]`` and the length of each; Unfit if one is not a size."""
     if name not in rows.columns:
         raise Unfit
     kinds, numbers = rows.columns[name]
@@ -315,9 +315,9 @@ def _sizes(rows: Rows, name: str) -> tuple[Any, Any]:
 def find_sound_tables(
     tensors: Mapping[str, TensorItems], others: Mapping[Any, Container], sizes: Mapping[str, int]
 ) -> dict[str, ChunkTable]:
-    """Return the tables by tensor where each item of all lies in its file, and by itself.
+    """Return the tables by tensor if every item is within its file, and overlaps no other.
 
-    Else return none: what is wrong is found item by item. ``others`` are the items of no table,
+    Else return none: problems are then found item by item. ``others`` are the items of no table,
     ``sizes`` the bytes of each file.
     """
     tables = {name: entry.table for name, entry in tensors.items() if entry.table is not None}

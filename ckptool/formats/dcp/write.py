@@ -58,7 +58,7 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
 
 
 def _require_text(names: Iterable[str]) -> None:
-    """Raise Unsupported for a name that is no text, as half of a surrogate pair is none."""
+    """Raise Unsupported for a name that is not text, such as half of a surrogate pair."""
     for name in names:
         try:
             name.isascii() or name.encode()
@@ -70,7 +70,7 @@ def _require_text(names: Iterable[str]) -> None:
 
 
 def _cut_all(catalog: Catalog, assignment: WriterAssignment) -> list[tuple[TensorEntry, Cut]]:
-    """Return all tensors with their cuts, one of those that are cut alike."""
+    """Return all tensors with their cuts, one object for those that are cut alike."""
     cuts: dict[tuple[int, str], tuple[Mapping[Box, int], Cut]] = {}
     tensors = []
     for entry in catalog.tensors.values():

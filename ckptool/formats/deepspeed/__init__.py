@@ -1,12 +1,12 @@
 """DeepSpeed's checkpoints, as it saves them, and universal ones.
 
-``deepspeed``: ``latest`` and a folder a tag, or the tag's folder itself. Read: ZeRO 0 to 3 of
+``deepspeed``: ``latest`` and a folder per tag, or the tag's folder itself. Read: ZeRO 0 to 3 of
 DeepSpeed 0.4 to 0.19, BF16_Optimizer, pipeline layers, tensor parallelism with
 ``universal_checkpoint_info``, mixtures of experts. Names: ``module.<p>`` (weights in the training
 type), ``fp32.<p>`` (masters), ``exp_avg.<p>`` and the optimizer's other states, ``step.<p>``,
 ``frozen.<p>``, ``buffer.<b>``; ``client_state`` is what the training script added.
 
-``deepspeed-universal``: ``zero/<parameter>/fp32.pt`` and its like, and model files. Read: what
+``deepspeed-universal``: ``zero/<parameter>/fp32.pt`` and similar files, and model files. Read: what
 ``ds_to_universal`` of DeepSpeed 0.10 to 0.19 writes. Written: what DeepSpeed 0.19 loads with
 ``checkpoint.load_universal``, at any ZeRO stage, data and tensor parallelism.
 """

@@ -42,7 +42,7 @@ Ranks = tuple[int, int]
 
 @dataclass(slots=True)
 class TagFiles:
-    """The files of one tag. ``stage_3`` says that model files are one a data-parallel rank.
+    """The files of one tag. ``stage_3`` means one model file per data-parallel rank.
 
     ``layers`` are by layer and tensor-parallel rank, ``experts`` by MoE layer, expert and ``mp``
     rank, ``expert_optimizers`` by expert-parallel rank and ``mp`` rank.
@@ -66,7 +66,7 @@ def has_model_file(names: Iterable[str]) -> bool:
 
 
 def drop_copies(paths: Iterable[str]) -> list[str]:
-    """Drop the model files of ZeRO 3 where there are others, as a universal checkpoint has."""
+    """Drop the model files of ZeRO 3 if there are others, as in a universal checkpoint."""
     matches = {path: _MODEL.fullmatch(path.rpartition("/")[2]) for path in paths}
     whole = any(match and match[1] is None for match in matches.values())
     return [path for path, m in matches.items() if not (whole and m and m[1] is not None)]
@@ -142,7 +142,7 @@ class Grid:
         return self.pipeline * self.tensor
 
     def rank(self, dp: int, mp: int) -> int:
-        """Return the global rank, as Megatron and DeepSpeed's pipelines count."""
+        """Return the global rank, in the order of Megatron and DeepSpeed's pipelines."""
         stage, tensor = divmod(mp, self.tensor)
         return (stage * self.data + dp) * self.tensor + tensor
 
@@ -158,7 +158,7 @@ class RankState:
 
 @dataclass(slots=True)
 class DeepSpeedCheckpoint:
-    """All states of one tag; those of layers and experts are read as they are asked for."""
+    """All states of one tag; those of layers and experts are read on request."""
 
     source: Source
     files: TagFiles
@@ -176,7 +176,7 @@ class DeepSpeedCheckpoint:
 
     @property
     def aliases(self) -> dict[str, str]:
-        """Tied parameters' other names, to the name that holds the data."""
+        """Other names of tied parameters, mapped to the name that holds the data."""
         return {
             str(alias): str(name)
             for state in self.models.values()
@@ -189,12 +189,12 @@ class DeepSpeedCheckpoint:
         return self.partitions(0)[0].state if self.optimizers else None
 
     def select(self, states: Mapping[Ranks, State], mp: int) -> list[RankState]:
-        """Return those of the states that are of one ``mp`` rank, by data-parallel rank."""
+        """Return the states of one ``mp`` rank, by data-parallel rank."""
         of_rank = [(dp, state) for (dp, rank), state in sorted(states.items()) if rank == mp]
         return [RankState(state, dp, self.grid.rank(dp, mp)) for dp, state in of_rank]
 
     def partitions(self, mp: int) -> list[RankState]:
-        """Return what the optimizer files of one ``mp`` rank hold of the optimizer."""
+        """Return the optimizer's content in the optimizer files of one ``mp`` rank."""
         files = self.select(self.optimizers, mp)
         return [replace(file, state=file.state.inner("optimizer_state_dict")) for file in files]
 
@@ -236,7 +236,7 @@ def _read_grid(files: TagFiles, first: State, optimizers: Mapping[Ranks, State])
 
 
 def _require_all(files: Mapping[Ranks, str], dp: int, mp: int, what: str) -> None:
-    """Raise Damaged if the file of a rank is missing, or is of a rank there is none of."""
+    """Raise Damaged if the file of a rank is missing, or belongs to a nonexistent rank."""
     for model_rank in range(mp):
         present = {d for d, m in files if m == model_rank}
         missing = find_missing_ranks(present, dp)
@@ -256,9 +256,9 @@ def _require_all(files: Mapping[Ranks, str], dp: int, mp: int, what: str) -> Non
 
 
 def _count_data_ranks(files: TagFiles, first: State, optimizers: Mapping[Ranks, State]) -> int:
-    """Return the number of data-parallel ranks, which partition_count tells for each group of them.
+    """Return the number of data-parallel ranks, from partition_count for each group of them.
 
-    Where that cannot be read, the files are counted: nothing of an optimizer is placed then.
+    If that cannot be read, the files are counted: nothing of an optimizer is placed then.
     """
     if not optimizers:
         ranks = 1 + max(dp for dp, _ in files.models)

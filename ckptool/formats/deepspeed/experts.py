@@ -1,8 +1,8 @@
-"""Mixtures of experts: their files, which rank's are which, and their optimizer without ZeRO.
+"""Mixtures of experts: their files, the experts of each rank, and their optimizer without ZeRO.
 
-DeepSpeed (``deepspeed.moe``, 0.5 to 0.19) writes a file an expert, under its global number, and
-without ZeRO an optimizer's file an expert-parallel rank. A rank's experts are consecutive ones; the
-groups of parameters that hold experts are called ``ep_size_N`` by their degree.
+DeepSpeed (``deepspeed.moe``, 0.5 to 0.19) writes a file per expert, under its global number, and
+without ZeRO an optimizer file per expert-parallel rank. A rank's experts are consecutive; the
+groups of parameters that contain experts are named ``ep_size_N`` by their degree.
 
 A model file records how many experts each MoE layer has. An expert's file names its parameters with
 the expert's number, and its layer's parameters like the model file does.
@@ -49,7 +49,7 @@ def read_experts(checkpoint: DeepSpeedCheckpoint, mp: int) -> Mapping[_Key, Stat
 
 
 def find_expert_degrees(groups: Any) -> set[int]:
-    """Return the degrees of expert parallelism that groups of experts are called by."""
+    """Return the degrees of expert parallelism in the names of experts' groups."""
     dicts = map(dict_or_empty, groups if isinstance(groups, list | tuple) else [])
     names = (group.get("name") for group in dicts)
     matches = (_DEGREE.match(name) for name in names if isinstance(name, str))
@@ -61,8 +61,7 @@ def select_experts(
 ) -> dict[str, PlainLeaf] | None:
     """Return the parameters of one rank's experts, in the order of the module.
 
-    None where layers are spread over several numbers of ranks: the files do not say which is
-    over how many.
+    None if layers are spread over different numbers of ranks: the files do not record which.
     """
     inner = optimizer.inner("optimizer_state_dict")  # where DeepSpeed wraps torch's own
     degrees = find_expert_degrees((inner if inner.stored else optimizer).groups())
@@ -81,7 +80,7 @@ def select_experts(
 
 
 def require_experts(checkpoint: DeepSpeedCheckpoint) -> None:
-    """Raise Damaged if the file of an expert is missing, or is of an expert there is none of."""
+    """Raise Damaged if the file of an expert is missing, or belongs to a nonexistent expert."""
     files = {(layer, expert): file for (layer, expert, _), file in checkpoint.files.experts.items()}
     counts = _count_experts(checkpoint.model, files)
     wanted = {(layer, e) for layer, count in enumerate(counts) for e in range(count)}
@@ -114,7 +113,7 @@ def _count_experts(model: State, files: Collection[_Key]) -> list[int]:
 def _require_own_names(
     experts: Mapping[_Key, Collection[str]], files: Mapping[_Key, str], module: Collection[str]
 ) -> None:
-    """Raise Damaged if a file holds another expert, or one of another layer, than it is named.
+    """Raise Damaged if a file contains another expert, or one of another layer, than its name says.
 
     ``experts`` are the names in the files, ``module`` those of the model file, in order.
     """
@@ -143,7 +142,7 @@ def _place(head: str, first: Mapping[str, int]) -> int | None:
 
 
 def find_lost_optimizers(checkpoint: DeepSpeedCheckpoint) -> Problem | None:
-    """Return which expert-parallel rank lacks its optimizer's file, or what file is of no rank."""
+    """Return the expert-parallel rank without an optimizer file, or the file of no rank."""
     files = checkpoint.files
     if not files.experts or checkpoint.optimizers or read_trained_shapes(checkpoint.model):
         return None

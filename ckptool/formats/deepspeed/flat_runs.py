@@ -1,4 +1,4 @@
-"""What ranks keep of DeepSpeed's flat groups: partitions, and the runs of parameters in them."""
+"""DeepSpeed's flat groups on ranks: partitions, and the runs of parameters in them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STATES = frozenset(
     "fp32 exp_avg exp_avg_sq step max_exp_avg_sq exp_inf momentum_buffer sum square_avg grad_avg"
     " acc_delta worker_error server_error".split()
 )
-"""What DeepSpeed's and torch's optimizers call the state of a parameter."""
+"""The names of a parameter's state in DeepSpeed's and torch's optimizers."""
 _FEWEST = 16
 _PIECE = 1 << 20
 _T = TypeVar("_T")
@@ -54,7 +54,7 @@ def cut_evenly(shape: tuple[int, ...], rank: int, ranks: int) -> tuple[int, int]
 
 
 def is_flat(tensor: PlainLeaf) -> bool:
-    """Return whether it is one contiguous dim, as flat partitions are."""
+    """Return whether it has one contiguous dim, as flat partitions do."""
     shape = tensor.shape
     return len(shape) == 1 and (shape[0] < 2 or tensor.tensor.strides == (1,))
 
@@ -68,10 +68,10 @@ def place_run(run: Run, shape: tuple[int, ...], at: Place, itemsize: int, rank: 
 
 @dataclass(slots=True)
 class RankContents:
-    """What the files of one model-parallel rank hold.
+    """The content of one model-parallel rank's files.
 
-    ``leaves`` are values and tensors that every rank holds alike, by rank and flat name.
-    ``notes`` say what is not carried, ``barred`` why masters and moments cannot be placed.
+    ``leaves`` are values and tensors that every rank has alike, by rank and flat name. ``notes``
+    say what is not carried, ``barred`` why masters and moments cannot be placed.
     """
 
     tensors: dict[Name, RankShard] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class RankContents:
     barred: Refusal | None = None
 
     def add(self, name: Name, dtype: DType, shape: tuple[int, ...], chunks: list[Chunk]) -> None:
-        """Add chunks of a tensor. Damaged if another file gives it another type or shape."""
+        """Add chunks of a tensor; Damaged if another file has another type or shape for it."""
         shard = self.tensors.setdefault(name, RankShard(dtype, shape))
         if (shard.dtype, shard.shape) != (dtype, shape):
             raise Damaged(
@@ -103,9 +103,9 @@ class RankContents:
         self.add(name, vector.dtype, shape, chunks)
 
     def add_leaf(self, path: Path, value: Any, rank: int, *, rank_state: bool = False) -> None:
-        """Add a value, or a tensor, that other ranks may hold as well.
+        """Add a value, or a tensor, that other ranks may have as well.
 
-        A value of which a part is refused is so under its own name.
+        A partly refused value is refused under its own name.
         """
         why = find_refusal(value)
         if why is not None:
@@ -113,7 +113,7 @@ class RankContents:
         self.add_leaves({flat_name(path): Leaf(path, value, rank_state)}, rank)
 
     def add_leaves(self, leaves: Mapping[str, Leaf], rank: int) -> None:
-        """Add values that are leaves already. What is refused once stays so."""
+        """Add values that are leaves already. Refused ones stay refused."""
         known = self.leaves.setdefault(rank, {})
         for name, leaf in leaves.items():
             if name not in known or not isinstance(known[name].value, Refusal):
@@ -124,7 +124,7 @@ class RankContents:
     ) -> _T | None:
         """Add the masters and moments that ``add`` adds to other contents; return its result.
 
-        Where they depend on a part that is refused, or are ``barred`` already, none are added.
+        If they depend on a refused part, or are already ``barred``, none are added.
         """
         more = RankContents()
         try:
@@ -149,7 +149,7 @@ class RankContents:
 
 @dataclass(slots=True)
 class FlatSlot:
-    """What one rank keeps of one flat group: partitions, values of all of it, and refused kinds."""
+    """One rank's part of one flat group: partitions, complete values, and refused kinds."""
 
     flat: dict[str, PlainLeaf] = field(default_factory=dict)
     scalars: dict[str, Any] = field(default_factory=dict)
@@ -160,7 +160,7 @@ class FlatSlot:
 def read_flat_slot(state: State, master: Any, values: Mapping[str, Any], padding: int) -> FlatSlot:
     """Return the master and the optimizer's state of one group.
 
-    What is as long as the master is flat as well; a state may be ``padding`` elements longer.
+    A state of the master's length is flat as well; it may be ``padding`` elements longer.
     """
     vector = state.vector(master)
     if vector is None or not is_flat(vector):
@@ -184,10 +184,10 @@ def read_flat_slot(state: State, master: Any, values: Mapping[str, Any], padding
 def refuse_kinds(
     contents: RankContents, slots: Sequence[FlatSlot], names: Iterable[str], rank: int
 ) -> None:
-    """Refuse the state of these parameters that some slot cannot read, and others hold of them.
+    """Refuse the state of parameters that one slot cannot read, and the other slots' parts of it.
 
-    It is taken out of all slots. What no optimizer keeps of a parameter, as far as is known, and no
-    slot does, has no name but its own.
+    It is removed from all slots. State that no known optimizer keeps of a parameter, and no slot
+    has, keeps its own name.
     """
     refused = {kind: why for slot in slots for kind, why in slot.refused.items()}
     for kind, why in refused.items():
@@ -207,7 +207,7 @@ def add_partition_run(
     run: Run,
     shape: tuple[int, ...],
 ) -> None:
-    """Add what one partition holds of a tensor; Damaged if it is shorter than that."""
+    """Add one partition's part of a tensor; Damaged if the partition is shorter than that."""
     size = vector.shape[0] if vector else 0
     end = run.at + run.stop - run.start
     if vector is None or end > size:
@@ -232,8 +232,8 @@ def add_other(
 def require_distinct_ranks(ranks: Sequence[RankState], slots: Sequence[Sequence[FlatSlot]]) -> None:
     """Raise Damaged if a rank's file is a copy of another's; ``slots`` are those of each rank.
 
-    Different ranks never hold the same partitions. Only recorded checksums are compared; ranks
-    whose states are all zero, or that hold next to nothing, may be alike.
+    Different ranks never have the same partitions. Only recorded checksums are compared; ranks
+    whose states are all zero, or that have next to nothing, may be equal.
     """
     first: dict[tuple[tuple[int, int], ...], str] = {}
     for rank, own in zip(ranks, slots, strict=True):

@@ -1,4 +1,4 @@
-"""Read a DeepSpeed checkpoint: what each rank's files hold, and one catalog of all of them."""
+"""Read a DeepSpeed checkpoint: the content of each rank's files, and one catalog of all of them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from ckptool.serialization.state_dict.leaves import Assembled
 from ckptool.serialization.state_dict.values import note_stray_keys, note_unread
 
 _OPTIMIZER_FILE = frozenset("optimizer_state_dict ds_config ds_version param_shapes".split())
-"""What DeepSpeed writes in a file of optimizer states; shapes up to 0.4."""
+"""Keys that DeepSpeed writes in a file of optimizer states; shapes up to 0.4."""
 
 
 @refuse_malformed
@@ -120,7 +120,7 @@ def assemble_contents(
 
 
 def _find_universal_info(checkpoint: DeepSpeedCheckpoint) -> Mapping[str, Any]:
-    """Return how tensor-parallel shards fit, where the training script or DeepSpeed records it."""
+    """Return how tensor-parallel shards fit, if the training script or DeepSpeed recorded it."""
     key = "universal_checkpoint_info"
     for state in (*checkpoint.models.values(), *checkpoint.optimizers.values()):
         inner = state.mapping(key) or state.inner("optimizer_state_dict").mapping(key)
@@ -130,7 +130,7 @@ def _find_universal_info(checkpoint: DeepSpeedCheckpoint) -> Mapping[str, Any]:
 
 
 def _add_tied_masters(assembled: Assembled, aliases: Mapping[str, str]) -> None:
-    """Give masters that are the only weights there are (ZeRO 3) their other names, too."""
+    """Add tied parameters' masters under all names if they are the only weights (ZeRO 3)."""
     for alias, name in aliases.items():
         master = assembled.tensors.get(f"{MASTER}.{name}")
         if master is not None and f"module.{name}" not in assembled.tensors:
@@ -141,7 +141,7 @@ def _add_tied_masters(assembled: Assembled, aliases: Mapping[str, str]) -> None:
 def describe_checkpoint(
     name: str, checkpoint: DeepSpeedCheckpoint, assembled: Assembled, files: Iterable[str]
 ) -> Catalog:
-    """Return the catalog of what was assembled; ``files`` are those of the checkpoint."""
+    """Return the catalog of the assembled content; ``files`` are those of the checkpoint."""
     source, grid = checkpoint.source, checkpoint.grid
     optimizer = checkpoint.first_optimizer
     info = _list_training_facts(checkpoint.model, optimizer)
@@ -165,7 +165,7 @@ def describe_checkpoint(
 
 
 def _list_training_facts(model: State, optimizer: State | None) -> dict[str, str]:
-    """Return what a person wants to know of a run: version, stage, precision, offloading."""
+    """Return facts about a run for the user: version, stage, precision, offloading."""
     version = model.stored.get("ds_version")
     config = dict_or_empty(model.stored.get("ds_config"))
     zero = dict_or_empty(config.get("zero_optimization"))
@@ -191,9 +191,9 @@ def _list_training_facts(model: State, optimizer: State | None) -> dict[str, str
 
 
 def read_contents(checkpoint: DeepSpeedCheckpoint) -> list[RankContents]:
-    """Return what the files of each model-parallel rank hold.
+    """Return the content of each model-parallel rank's files.
 
-    Where one rank's masters and moments cannot be placed, none are: what is left would look whole.
+    If one rank's masters and moments cannot be placed, none are: the rest would look complete.
     """
     ranks = range(checkpoint.grid.model)
     contents = [_read_rank(checkpoint, mp, None) for mp in ranks]
@@ -205,7 +205,7 @@ def read_contents(checkpoint: DeepSpeedCheckpoint) -> list[RankContents]:
 
 
 def _read_rank(checkpoint: DeepSpeedCheckpoint, mp: int, barred: Refusal | None) -> RankContents:
-    """Return what the files of one model-parallel rank hold, without masters where ``barred``."""
+    """Return the content of one model-parallel rank's files, without masters if ``barred``."""
     contents = RankContents(barred=barred)
     add_tensors = _add_stage_3 if checkpoint.files.stage_3 else _add_module_and_optimizer
     trained = add_tensors(contents, checkpoint, mp)
@@ -251,7 +251,7 @@ def _add_stage_3(contents: RankContents, checkpoint: DeepSpeedCheckpoint, mp: in
 def _add_module_and_optimizer(
     contents: RankContents, checkpoint: DeepSpeedCheckpoint, mp: int
 ) -> set[str] | None:
-    """Add what the files of one rank hold; return the trained parameters where that is known."""
+    """Add the content of one rank's files; return the trained parameters if known."""
     state, rank = checkpoint.models[0, mp], checkpoint.grid.rank(0, mp)
     groups = read_shape_groups(state)
     trained: set[str] | None = {name for group in groups for name in group} or None

@@ -1,4 +1,4 @@
-"""The dicts in DeepSpeed's files: their tensors, what lays them out, and values besides."""
+"""The dicts in DeepSpeed's files: their tensors, the layout of these, and other values."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _PARTITIONS = frozenset(
 CLIENT = "client_state"
 _OPTIMIZERS = ("optimizer", "optimizer_state_dict")
 _WRAPPERS = ("base_optimizer_state", "optimizer_state_dict")
-"""What DeepSpeed keeps torch's own optimizer under."""
+"""The keys under which DeepSpeed keeps torch's own optimizer."""
 _NAMING = ("params", "name", "moe")
 _ENGINE = frozenset(
     "lr_scheduler data_sampler random_ltd skipped_steps global_steps global_samples dp_world_size"
@@ -58,11 +58,11 @@ _ENUMS = "deepspeed.runtime.zero.config."
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A file's dict: what torch.save wrote, with access that raises Damaged and names the file.
+    """The dict of a torch.save file, with access that raises Damaged and names the file.
 
     ``stored`` is the dict as it is, ``readable`` the same with a ``Refusal`` in place of each part
-    that cannot be read, or must not be, or one for all of it; ``refused`` are those of the whole
-    file by their paths. What needs a part that is refused raises Barred.
+    that cannot or must not be read, or one for all of it; ``refused`` are those of the whole file
+    by path. Whatever needs a refused part raises Barred.
     """
 
     file: TorchFile
@@ -72,7 +72,7 @@ class State:
 
     @property
     def fields(self) -> Mapping[Any, Any]:
-        """What the dict holds, with refusals among it; Barred where all of it is refused."""
+        """The items of the dict, including refusals; Barred if all of it is refused."""
         if isinstance(self.readable, Refusal):
             raise Barred(self.readable)
         return self.readable
@@ -99,7 +99,7 @@ class State:
         return read_natural(self._typed(value, int, key)) or default
 
     def inner(self, key: str) -> State:
-        """Return the state in a dict of this one, of which parts, or all, may be refused."""
+        """Return the state of a nested dict, of which parts, or all, may be refused."""
         if isinstance(self.readable, Refusal):
             return self
         value = self.readable.get(key)
@@ -115,9 +115,9 @@ class State:
         return [text for text in self._typed(value, list | tuple, key) if isinstance(text, str)]
 
     def groups(self) -> list[dict[str, Any]]:
-        """Return what names and orders parameters in the ``param_groups`` of this state, if any.
+        """Return the names and order of parameters in the ``param_groups`` of this state, if any.
 
-        Barred where some of that is refused; what else a group holds is not looked at.
+        Raises Barred if some of that is refused; the other items of a group are ignored.
         """
         groups = require_shallow(self.fields.get("param_groups")) or []
         kept = [require_shallow(group) for group in groups]
@@ -136,13 +136,13 @@ class State:
 
     @property
     def refusals(self) -> dict[str, Refusal]:
-        """Why entries of the dict are refused, by their names."""
+        """Why entries of the dict are refused, by name."""
         reasons = {str(k): find_refusal(v) for k, v in self.fields.items()} if self.refused else {}
         return {name: why for name, why in reasons.items() if why is not None}
 
     @property
     def value_names(self) -> list[Any]:
-        """The names of what is not a plain tensor, but for what is refused."""
+        """The names of values that are not plain tensors, except refused ones."""
         refused = self.refusals
         values = (name for name, value in self.fields.items() if read_tensor(value) is None)
         return [name for name in values if str(name) not in refused]
@@ -154,9 +154,9 @@ class State:
 
 
 def refuse_malformed(scan: Scan) -> Scan:
-    """Make a scan raise Damaged if a state is of another make than any DeepSpeed writes.
+    """Make a scan raise Damaged if a state is unlike any that DeepSpeed writes.
 
-    Where everything depends on a part that is refused, that is raised: Hostile or Damaged.
+    If everything depends on a refused part, that is raised: Hostile or Damaged.
     """
 
     @wraps(scan)
@@ -173,9 +173,9 @@ def refuse_malformed(scan: Scan) -> Scan:
 
 
 def read_state(source: Source, file: str) -> State:
-    """Return the dict in a file of torch.save's, with refusals in place of what cannot be read.
+    """Return the dict of a torch.save file, with refusals in place of unreadable parts.
 
-    Raises Damaged if it is something else, Hostile if what can run code is no such part.
+    Raises Damaged if it is something else, Hostile for code outside these parts.
     """
     opened = read_torch_file(source, file)
     if not isinstance(opened.inert, dict):
@@ -201,7 +201,7 @@ def read_optimizer(source: Source, file: str) -> State:
 
 
 def make_refusal(error: SourceError, name: str, part: str | None) -> Refusal:
-    """Return why what has that name, and is of that part, cannot be read."""
+    """Return why the entry of that name and part cannot be read."""
     problem = error.message
     why = Refusal(f"{name}: {problem}", problem.code, file=problem.file, tensor=name)
     why.part = part
@@ -209,19 +209,19 @@ def make_refusal(error: SourceError, name: str, part: str | None) -> Refusal:
 
 
 def require_shallow(value: Any) -> Any:
-    """Return the value; raise Barred where it is refused itself, be it that parts of it are."""
+    """Return the value; raise Barred if it is refused itself, though not if parts of it are."""
     if isinstance(value, Refusal):
         raise Barred(value)
     return value
 
 
 def require_shallow_dict(value: Any) -> Mapping[Any, Any]:
-    """Return a dict, or an empty one for anything else; Barred where it is refused itself."""
+    """Return a dict, or an empty one for anything else; Barred if it is refused itself."""
     return dict_or_empty(require_shallow(value))
 
 
 def read_shape_groups(state: State) -> list[dict[str, tuple[int, ...]]]:
-    """Return parameter shapes by name, one dict a group, in the order of the flat buffers.
+    """Return parameter shapes by name, one dict per group, in the order of the flat buffers.
 
     DeepSpeed before 0.5.4 wrote one dict for the only group.
     """
@@ -244,9 +244,9 @@ def read_trained_shapes(state: State) -> dict[str, tuple[int, ...]]:
 
 
 def require_all_tensors(*states: State, values: bool = False) -> None:
-    """Raise Barred where an entry of the states is refused that may be a tensor.
+    """Raise Barred if an entry of the states that may be a tensor is refused.
 
-    With ``values``, also where it is none now: another name could fit in its place.
+    With ``values``, also if it is not one now: another name could take its place.
     """
     for state in states:
         for why in state.refusals.values():
@@ -272,10 +272,10 @@ def read_engine_leaves(state: State, source: Source) -> dict[str, Leaf]:
 def list_refused_leaves(
     state: State, prefix: Path = (), kinds: Mapping[str, str] | None = None
 ) -> dict[str, Leaf]:
-    """Return what is refused of a file's tensors and of their layout, each part by its name.
+    """Return the refusals among a file's tensors and their layout, each part by its name.
 
     Without a ``prefix`` that is a model file's; ``kinds`` say which names in its module are those
-    of a ``buffer`` or of a ``frozen`` parameter. Other values are ``read_engine_leaves`` and
+    of a ``buffer`` or of a ``frozen`` parameter. Other values are in ``read_engine_leaves`` and
     ``read_optimizer_leaves``, which refuse theirs.
     """
     leaves: dict[str, Leaf] = {}
@@ -292,7 +292,7 @@ def list_refused_leaves(
 
 
 def read_optimizer_leaves(optimizer: State, source: Source) -> dict[str, Leaf]:
-    """Return the values of an optimizer that are no parameter's: its groups, the loss scale."""
+    """Return the optimizer's values that belong to no parameter: its groups, the loss scale."""
     values = {key: _unwrap(v) for key, v in optimizer.stored.items() if key not in _PARTITIONS}
     groups = find_param_groups(optimizer.stored)
     if groups:
@@ -329,7 +329,7 @@ def _unwrap(value: Any) -> Any:
 
 
 def find_zero_stage(model: State, optimizer: State | None) -> int | None:
-    """Return the stage of ZeRO; None if it is odd. Barred where only a refused part tells it."""
+    """Return the stage of ZeRO; None if it is odd. Raises Barred if only a refused part has it."""
     stage = _unwrap(optimizer.stored.get("zero_stage")) if optimizer else None
     if isinstance(stage, int):
         return stage

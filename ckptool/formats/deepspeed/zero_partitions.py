@@ -1,12 +1,12 @@
-"""Masters and moments of ZeRO, stages 1 to 3: named tensors out of the ranks' partitions.
+"""Masters and moments of ZeRO, stages 1 to 3: named tensors from the ranks' partitions.
 
-ZeRO 1 and 2 (``runtime/zero/stage_1_and_2.py``, ``bf16_optimizer.py``) put the parameters of a
-group one after the other, pad the end, and cut the whole into one partition a rank. ZeRO 3
-(``stage3.py``) cuts each parameter by itself: rank r holds elements r * s to (r + 1) * s, where s
-is its size divided by the ranks, rounded up (DeepSpeed 0.4 to 0.19).
+ZeRO 1 and 2 (``runtime/zero/stage_1_and_2.py``, ``bf16_optimizer.py``) concatenate the parameters
+of a group, pad the end, and cut the whole into one partition per rank. ZeRO 3 (``stage3.py``) cuts
+each parameter by itself: rank r holds elements r * s to (r + 1) * s, where s is its size divided by
+the ranks, rounded up (DeepSpeed 0.4 to 0.19).
 
-``param_slice_mappings`` are not looked at: under round-robin gradients they tell the offsets of
-another order than the one the partitions have. ``param_shapes`` are right.
+``param_slice_mappings`` are ignored: under round-robin gradients they have the offsets of another
+order than the partitions'. ``param_shapes`` are right.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def add_flat_groups(
 ) -> None:
     """Add the tensors of ZeRO 1, ZeRO 2 or BF16_Optimizer.
 
-    A group of experts has fewer partitions than there are ranks; where data comes before expert
-    parallelism, the ranks of one expert follow one another.
+    A group of experts has fewer partitions than there are ranks; if data parallelism comes before
+    expert parallelism, the ranks of one expert are consecutive.
     """
     config = checkpoint.models[0, mp].inner("ds_config")
     data_first = config.get("use_data_before_expert_parallelism") is True
@@ -119,7 +119,7 @@ def _read_partition_counts(state: State, groups: int, ranks: int) -> list[int]:
 
 
 def _read_paddings(state: State, groups: Sequence[Shapes]) -> list[list[int]]:
-    """Return the elements left free after each parameter, by group (since 0.19.8; none before)."""
+    """Read the elements left free after each parameter, by group (since 0.19.8; none before)."""
     if not state.get("param_alignment_paddings"):
         return [[0] * len(group) for group in groups]
     stored = [
@@ -137,8 +137,8 @@ def _read_flat_slots(state: State) -> list[FlatSlot]:
     """Return the groups of one rank's file.
 
     Masters are stored without the padding at their end, moments with it; an elastic checkpoint
-    stores both without, as a list of dicts. Versions before 0.16 tell all padding as the last
-    rank's, 0.5 does not tell it.
+    stores both without, as a list of dicts. Versions before 0.16 record all padding as the last
+    rank's, 0.5 does not record it.
     """
     masters = state.sequence("single_partition_of_fp32_groups")
     paddings = list(map(read_natural, state.get("group_paddings") or [_ANY] * len(masters)))
@@ -205,10 +205,10 @@ def _add_group(
 def place_flat_runs(
     shapes: Shapes, paddings: Sequence[int], size: int, parts: int
 ) -> Iterator[Run]:
-    """Yield the runs of a group laid out flat and cut into ``parts`` partitions of ``size``.
+    """Yield the runs of a flat group that is cut into ``parts`` partitions of ``size``.
 
-    ``paddings`` are the elements left free after each parameter. Raises Damaged if the group
-    does not fill its partitions up to the alignment, which is less than two elements a partition.
+    ``paddings`` are the elements left free after each parameter. Raises Damaged if the group does
+    not fill its partitions up to the alignment, which is less than two elements per partition.
     """
     offset = 0
     for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
@@ -233,13 +233,13 @@ def _add_whole_states(
     shapes: Shapes,
     names: Mapping[str, str],
 ) -> None:
-    """Add, and take out of the slots, what is kept by whole parameters: the momentum of Muon.
+    """Add, and remove from the slots, state that is kept by whole parameter: the momentum of Muon.
 
-    A rank keeps that of each parameter of which its partition holds an element, one after the
+    A rank keeps that of each parameter of which its partition contains an element, one after the
     other (DeepSpeed 0.17 to 0.19, ``stage_1_and_2.py``, ``_muon_momentum_buffer``); of a parameter
-    in two partitions, both ranks keep it. An offloaded optimizer's lies in partitions. Lengths
-    tell: those of all ranks must be the sums of their parameters', and one must be longer than
-    what its partition has of them.
+    in two partitions, both ranks keep it. An offloaded optimizer's is in partitions. Lengths
+    decide: those of all ranks must be the sums of their parameters', and one must be longer than
+    its partition's part of them.
     """
     whole = [_place_whole_runs(runs, shapes, part) for part in range(len(members))]
     wanted = [own[-1].at + own[-1].stop if own else 0 for own in whole]
@@ -260,7 +260,7 @@ def _add_whole_states(
 
 
 def _place_whole_runs(runs: Sequence[Run], shapes: Shapes, part: int) -> list[Run]:
-    """Return the runs of a vector that holds whole each parameter of which a partition has some."""
+    """Return the runs of a vector with each parameter, complete, of which a partition has some."""
     whole, at = [], 0
     for name in [run.name for run in runs if run.part == part]:
         numel = math.prod(shapes[name])
@@ -277,7 +277,7 @@ def _find_flat_vector(slot: FlatSlot, kind: str) -> PlainLeaf | None:
 def add_split_groups(
     contents: RankContents, ranks: Sequence[RankState], groups: Sequence[Shapes]
 ) -> None:
-    """Add the tensors of ZeRO 3; none where it has no ranks, as in a universal checkpoint."""
+    """Add the tensors of ZeRO 3; none if it has no ranks, as in a universal checkpoint."""
     if not ranks:
         return
     shapes = {name: shape for group in groups for name, shape in group.items()}
@@ -299,7 +299,7 @@ def add_split_groups(
 
 
 def place_split_runs(shapes: Shapes, sizes: Sequence[int], rank: int, ranks: int) -> Iterator[Run]:
-    """Yield the runs of one rank where each parameter was cut by itself into ``ranks`` pieces.
+    """Yield the runs of one rank if each parameter was cut by itself into ``ranks`` pieces.
 
     Their parts are the rank's sub groups, whose elements are ``sizes``. Raises Damaged if the
     pieces do not fill the sub groups exactly.

@@ -34,7 +34,7 @@ from ckptool.formats.companions import MEGATRON
 from ckptool.serialization.source import Source, read_metadata
 
 _LATEST = LatestMarker(MEGATRON, r"iter_[0-9]{7,}|release")
-"""Megatron-LM resumes by this file alone (megatron-core 0.20)."""
+"""Megatron-LM resumes only by this file (megatron-core 0.20)."""
 _FOLDER = re.compile(r"mp_rank_[0-9]{2,6}(_[0-9]{3,6}){0,2}/model_optim_rng\.pt")
 
 
@@ -63,7 +63,7 @@ _COMMON_STATE = b"common_state/shard_"
 
 
 def _probe_torch_dist(source: Source) -> bool:
-    """Whether ``metadata.json`` says so, or its other files do where that is lost or damaged."""
+    """Whether ``metadata.json`` says so, or its other files do if that is lost or damaged."""
     if _read_config(source) is not None:
         return True
     if _METADATA not in source.files:
@@ -77,12 +77,12 @@ def _probe_torch_dist(source: Source) -> bool:
 
 
 def _read_head(source: Source) -> bytes:
-    """Return the begin of the DCP metadata, which has the first names."""
+    """Return the beginning of the DCP metadata, which has the first names."""
     return source.read(_METADATA, 0, min(source.files[_METADATA], _HEAD))
 
 
 def _read_config(source: Source) -> dict[str, Any] | None:
-    """Return what ``metadata.json`` says of the backend; None if it is none of Megatron's."""
+    """Return the backend in ``metadata.json``; None if it is not one of Megatron's."""
     if not 0 < source.files.get(_CONFIG, 0) <= _LARGEST_CONFIG:
         return None
     try:
@@ -117,7 +117,7 @@ _STEP_FOLDER = re.compile(r"(.*[/\\])?(iter_[0-9]{7,}|release)[/\\]?")
 
 
 def _probe_fsdp_dtensor(source: Source) -> bool:
-    """Whether the first names in the metadata are Megatron's: those of another DCP are not."""
+    """Whether the first names in the metadata are Megatron's, not another DCP folder's."""
     if _METADATA not in source.files:
         return False
     head = _read_head(source)

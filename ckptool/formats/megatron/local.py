@@ -59,7 +59,7 @@ _STACKED_EXPERTS = ".experts.experts."
 
 @dataclass(slots=True)
 class _ShardedRanks:
-    """What all ranks' files hold together.
+    """The joint content of all ranks' files.
 
     ``kinds`` are the types and shapes of whole tensors, ``buffers`` each group's parameters.
     """
@@ -176,7 +176,7 @@ def _join_boxes(boxes: Sequence[Box]) -> tuple[tuple[Piece, ...], tuple[int, ...
 
 
 def _name_globally(name: str, part: ShardRecord) -> str:
-    """Give a name the numbers of layer and expert in the whole model, by the stacked dims.
+    """Return a name with the whole model's numbers of layer and expert, by the stacked dims.
 
     The last stage's copy of a tied embedding has the embedding's name.
     """
@@ -207,7 +207,7 @@ class ShardRecord:
 
 
 def join_parts(parts: Sequence[ShardRecord]) -> Sequence[ShardRecord]:
-    """Turn parts of several tensors into parts of one, which holds one tensor after the other.
+    """Turn parts of several tensors into parts of one, which concatenates the tensors.
 
     So z, x, B, C and dt are kept apart that are one ``in_proj`` of Mamba's in the rank's model.
     Raises Damaged if their dims differ.

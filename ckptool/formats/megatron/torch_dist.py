@@ -84,7 +84,7 @@ def scan(source: Source, config: dict[str, Any] | None, options: ScanOptions) ->
 
 
 def _reshape(catalog: Catalog, parsed: dict[str, DcpMetadata]) -> Catalog:
-    """Give tensors the shapes that they had before they were reformulated."""
+    """Restore the shapes that tensors had before they were reformulated."""
     tensors = dict(catalog.tensors)
     for name, shape in chain(*(metadata.reformulated.items() for metadata in parsed.values())):
         if name not in tensors:
@@ -104,7 +104,7 @@ def _describe(source: Source, catalog: Catalog) -> Catalog:
 
 
 def _note_unfinished(source: Source, catalog: Catalog, options: ScanOptions) -> Catalog:
-    """Note that a save's last file is not there, though all else can be read: damage to verify."""
+    """Note that a save's last file is missing, though all else can be read: damage to verify."""
     if CONFIG in source.files:
         message = f"{CONFIG} names no backend, as Megatron's does: it is damaged"
         raise Damaged(message, "metadata-unreadable", file=CONFIG)
@@ -188,7 +188,7 @@ def _unwrap(entry: ObjectEntry) -> list[ObjectEntry]:
 
 
 def _require_common(source: Source, catalog: Catalog, options: ScanOptions) -> None:
-    """Report common state that is nowhere in a catalog with names as stored: every save has it."""
+    """Report common state that is missing in a catalog with names as stored: every save has it."""
     paths = [entry.path for entry in catalog.objects.values()]
     paths += [entry.path for entry in catalog.tensors.values()]
     paths += [(name,) for name in catalog.conflicts]

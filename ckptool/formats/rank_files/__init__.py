@@ -3,8 +3,8 @@
 Read: torch ``_experimental`` ``checkpoint_{r}.pt``; plain FSDP rank files such as
 ``model_rank{r}.pt``; verl ``model_world_size_{W}_rank_{r}.pt``; accelerate 1.15
 ``pytorch_model_fsdp_0_rank{r}.bin``, and whole ``pytorch_model.bin`` and ``optimizer.bin`` beside
-each rank's random states; torch_checkpointing 0.1 ``<item>_{r}.pt`` with
-``metadata.pkl``. Where files come in several families, the family begins each name.
+each rank's random states; torch_checkpointing 0.1 ``<item>_{r}.pt`` with ``metadata.pkl``. If files
+come in several families, the family begins each name.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from ckptool.serialization.state_dict.values import note_unread
 _VERL_CONFIG = "fsdp_config.json"
 _VERL, _TORCH_CHECKPOINTING = "verl (by its file names)", "torch_checkpointing"
 WRITERS = {_VERL: "verl", _TORCH_CHECKPOINTING: "torch-checkpointing"}
-"""The format in which the files of a writer, as ``Catalog.info`` has it, are written again."""
+"""The format that writes a writer's files again; writers as in ``Catalog.info``."""
 
 
 def _probe(source: Source) -> bool:
@@ -101,7 +101,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
 
 
 def _files(source: Source, world: int | None = None) -> list[RankFile]:
-    """Return the rank files, by known names, and by numbers in others where contents agree."""
+    """Return the rank files, by known names, and by numbers in others if contents agree."""
     named = rank_files(source)
     if METADATA not in source.files:
         numbered = find_numbered_files(
@@ -118,7 +118,7 @@ def _files(source: Source, world: int | None = None) -> list[RankFile]:
 
 
 def _of_two_numbers(files: list[RankFile]) -> set[str]:
-    """Return the files that seem to be of kinds which differ in a number, such as a second rank."""
+    """Return files that seem to be of kinds that differ in a number, such as a second rank."""
     kinds: dict[str, set[str]] = {}
     for item in files:
         kinds.setdefault(re.sub(r"[0-9]+", "#", item.file), set()).add(item.family)
@@ -189,9 +189,9 @@ def _fsdp_version(source: Source) -> str | None:
 def _join_families(
     families: Mapping[str, list[tuple[int, dict[str, Leaf]]]], *, is_named: bool
 ) -> dict[int, dict[str, Leaf]]:
-    """Return the values of each rank, with their family in front where there are several.
+    """Return the values of each rank, prefixed with their family if there are several.
 
-    Not where all names of the family begin with it already. One that ``is_named`` is always there.
+    Not if all names of the family begin with it already. An ``is_named`` family is always prefixed.
     """
     several = len(families) > 1
     ranks: dict[int, dict[str, Leaf]] = {}
@@ -210,7 +210,7 @@ def _join_families(
 
 
 def _copied_file(rank: int, leaves: Mapping[str, Leaf]) -> Iterator[Problem]:
-    """Yield a problem where the DTensors in a file say that another rank wrote it."""
+    """Yield a problem if the DTensors in a file say that another rank wrote it."""
     for name, leaf in leaves.items():
         if isinstance(leaf.value, ShareLeaf) and leaf.value.share.rank not in (None, rank):
             message = f"the file of rank {rank} was written by rank {leaf.value.share.rank}"
@@ -231,7 +231,7 @@ def _absent_members(merged: Assembled, ranks: Mapping[int, object]) -> list[Prob
 
 
 def _flat_parameters(merged: Assembled) -> list[Problem]:
-    """Return FSDP1's flat parameters: local state dicts hold no map back to the originals."""
+    """Return FSDP1's flat parameters: local state dicts have no map back to the originals."""
     return [
         Problem(
             f"{name}: an FSDP1 flat parameter; nothing in the files says which parameters it is"
@@ -245,10 +245,10 @@ def _flat_parameters(merged: Assembled) -> list[Problem]:
 
 
 def _merge(ranks: Mapping[int, RankLeaves], options: ScanOptions) -> Assembled:
-    """Merge the ranks' values; take FSDP1's flat parameters apart where ``options`` has them.
+    """Merge the ranks' values; unflatten FSDP1's flat parameters if ``options`` has them.
 
-    With ``use_orig_params`` the files also hold each rank's piece of each parameter. It lies in
-    the flat one and says nothing more, but its length must be what is expected there.
+    With ``use_orig_params`` the files also have each rank's piece of each parameter, which is a
+    part of the flat one; only its length is checked.
     """
     if not options.flat_params:
         return assemble(ranks, per_rank=options.per_rank)
@@ -278,7 +278,7 @@ def _select(
 
 
 def _tied_names(ranks: Mapping[int, RankLeaves], inner: Collection[str]) -> dict[Path, str]:
-    """Return further names of members: on every rank the very bytes of the member's piece."""
+    """Return other names of members: on every rank their bytes are those of the member's piece."""
     by_path: dict[Path, set[str]] = {}
     for leaves in ranks.values():
         pieces = {
@@ -303,7 +303,7 @@ def _wrong_pieces(
     flats: Mapping[str, TensorEntry],
     members: Iterable[tuple[str, Member]],
 ) -> Iterator[Problem]:
-    """Yield the pieces of parameters that are longer or shorter than the flat parameter says."""
+    """Yield the pieces of parameters whose length contradicts the flat parameter."""
     for flat, member in members:
         name = flat_name(member.path)
         for chunk in flats[flat].chunks:

@@ -28,11 +28,11 @@ from ckptool.serialization.state_dict.assemble import assemble
 from ckptool.serialization.state_dict.leaves import read_file_leaves
 
 _NAMELESS = ((), ("",))
-"""The paths of what a torch.save file holds alone, or under an empty name."""
+"""The paths of the only value of a torch.save file, or of one under an empty name."""
 
 
 def _main_file(source: Source) -> str | None:
-    """Return the one file of a source, apart from what ckptool put beside it."""
+    """Return the only file of a source, apart from ckptool's side file."""
     files = [name for name in source.files if not name.endswith(EXTRA)]
     return files[0] if len(files) == 1 else None
 
@@ -65,7 +65,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
 
 
 def with_extra(catalog: Catalog, source: Source, extra: str) -> Catalog:
-    """Add the tensors and values of the extra file to the catalog, where there is one."""
+    """Add the tensors and values of the extra file to the catalog, if there is one."""
     if extra not in source.files:
         return catalog
     more = assemble({0: read_file_leaves(source, extra)})
@@ -86,7 +86,7 @@ _WRITTEN_ANEW = frozenset(["format", "DCP_VERSION", "DCP_SHARDING_INFO"])
 
 
 def note_headers(metadata: Mapping[str, Mapping[str, str]]) -> tuple[Problem, ...]:
-    """Return a note for each file whose header has other keys than writers of the format use."""
+    """Return a note for each file whose header has keys that writers of the format do not use."""
     keys = {file: sorted(header.keys() - _WRITTEN_ANEW) for file, header in metadata.items()}
     return tuple(
         Problem(f"not carried: metadata of {file}: {list_some(names)}", NOT_CARRIED, file=file)
@@ -98,7 +98,7 @@ def note_headers(metadata: Mapping[str, Mapping[str, str]]) -> tuple[Problem, ..
 def read_whole_tensors(
     source: Source, file: str, options: ScanOptions
 ) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    """Return the tensors of a file that holds whole ones, and the file's metadata."""
+    """Return the tensors of a file of whole tensors, and the file's metadata."""
     header = read_safetensors(source, file, options.problems)
     tensors = {
         name: TensorEntry(name, (name,), item.kind.dtype, item.kind.shape, item.chunks)
@@ -110,10 +110,10 @@ def read_whole_tensors(
 def split_extra(
     catalog: Catalog, path: str, unread: Collection[str] = ()
 ) -> tuple[list[TensorEntry], list[FileLayout], list[str]]:
-    """Split off what safetensors cannot hold, into an extra file ``path`` where there is any.
+    """Split off what safetensors cannot hold, into an extra file ``path`` if there is any.
 
-    ``unread`` are further of its element types, which a format's own reader does not know. Returns
-    the other tensors, the file, and notes on what is in it or is not carried at all.
+    ``unread`` are more element types, which a format's own reader does not know. Returns the other
+    tensors, the file, and notes on what is in it or is not carried at all.
     """
     tensors = list(catalog.tensors.values())
     others = [entry for entry in tensors if not _is_supported(entry)]

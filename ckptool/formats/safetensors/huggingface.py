@@ -27,7 +27,7 @@ _INDEX_SUFFIX = ".safetensors.index.json"
 _INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
 _SHARD = re.compile(r"(?P<stem>.*)-(?P<number>[0-9]+)-of-(?P<count>[0-9]+)\.safetensors")
 _STEM = "diffusion_pytorch_model"
-"""How diffusers (0.42) calls the files of its own models, which transformers calls ``model``."""
+"""The stem of diffusers' (0.42) own model files, which is ``model`` in transformers."""
 _VARIANT = re.compile(r"(?P<stem>[^.]+)\.[^.-]+(?P<rest>(-\d+-of-\d+)?\.safetensors)")
 _DCP_SHARD = re.compile(r"shard-\d+-model-")
 _EXTRA = f"model{EXTRA}"
@@ -103,7 +103,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
 
 
 def _index(source: Source) -> str | None:
-    """Return the index that is read: where there are several, transformers' own."""
+    """Return the index to read: of several, transformers' own."""
     indexes = _indexes(source)
     if len(indexes) > 1 and _INDEX not in indexes:
         raise Damaged(f"{source.root}: several indexes: {', '.join(indexes)}")
@@ -111,10 +111,10 @@ def _index(source: Source) -> str | None:
 
 
 def _refuse_two_models(source: Source, index: str | None, files: list[str]) -> None:
-    """Raise Damaged if model.safetensors lies beside shards that are not it.
+    """Raise Damaged if model.safetensors is beside shards that are not it.
 
     transformers opens it before it looks for an index (transformers 5), so the shards would be
-    another model than the one that users of the folder have.
+    another model than the one that users of the folder load.
     """
     of_model = index == _INDEX or any(file.startswith("model-") for file in files)
     if of_model and _WHOLE in source.files and _WHOLE not in files:
@@ -133,7 +133,7 @@ def _refuse_two_models(source: Source, index: str | None, files: list[str]) -> N
 
 
 def _unindexed(source: Source) -> list[str]:
-    """Return the shards of a folder without an index, all that their names promise."""
+    """Return the shards of a folder without an index, all that their names state."""
     weights = _weights(source)
     matches = [m for name in weights if (m := _SHARD.fullmatch(name))]
     if not matches:
@@ -179,7 +179,7 @@ def _writer(headers: Mapping[str, Mapping[str, str]]) -> str:
 
 
 def lay_out(catalog: Catalog, request: Request, head: str = "") -> Layout:
-    """Lay out a model's folder; names that begin with ``head`` are without it in its files."""
+    """Lay out a model's folder; in its files names have no prefix ``head``."""
     fitting, extra, notes = split_extra(catalog, _EXTRA)
     is_adapter = _is_adapter(fitting, {*catalog.companions, *request.assets})
     groups = [fitting] if is_adapter else group_by_size(fitting, request.max_shard_size)
@@ -197,7 +197,7 @@ def lay_out(catalog: Catalog, request: Request, head: str = "") -> Layout:
 
 
 def _is_adapter(tensors: list[TensorEntry], beside: set[str]) -> bool:
-    """Return whether this is PEFT's adapter, which it looks for in one file of that name.
+    """Return whether this is PEFT's adapter, which PEFT looks for in one file of that name.
 
     By the configuration ``beside`` it or, without one, by the names: all are LoRA's (PEFT 0.21).
     """
@@ -208,7 +208,7 @@ def _is_adapter(tensors: list[TensorEntry], beside: set[str]) -> bool:
 
 
 def _stem_of(catalog: Catalog) -> str:
-    """Return how the files of weights begin: as those of the source do where that is diffusers'."""
+    """Return the stem of the weight files: the source's, if that is diffusers'."""
     return _STEM if any(name.startswith(_STEM) for name in catalog.files) else "model"
 
 

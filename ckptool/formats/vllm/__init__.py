@@ -2,10 +2,10 @@
 
 As ``ShardedStateLoader`` reads (vLLM at commit 01ed47b4): plain local tensors without offsets or
 metadata, all keys of a rank spread over its parts. Empty tensors and all but the first name of tied
-ones are left out, as the loader leaves them out of what it expects. Read: models of which ``merge``
-knows how they were cut; the files do not say it. Written: where a layer's query, key and value
-projections are all there and cut by rows, each rank's parts of them are joined to ``qkv_proj``, and
-so are gate and up projection; embeddings are padded with zero rows.
+ones are omitted, as the loader does not expect them. Read: models whose cuts ``merge`` knows; the
+files do not record them. Written: if a layer's query, key and value projections are all there and
+cut by rows, each rank's parts of them are joined to ``qkv_proj``, and so are gate and up
+projection; embeddings are padded with zero rows.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _RULES = tuple(
     }.items()
     for name in names
 )
-"""How vLLM cuts the tensors of Llama-like models, for the placement of what is written so."""
+"""How vLLM cuts the tensors of Llama-like models, for the placement of tensors written for it."""
 _FILE = re.compile(r"model-rank-([0-9]{1,9})-part-([0-9]{1,9})\.safetensors")
 
 
@@ -128,7 +128,7 @@ class _OutgoingShard:
 
 
 def lay_out(catalog: Catalog, request: Request) -> Layout:
-    """Lay out every rank's files, and one for other values; Unsupported but for a 1-d mesh."""
+    """Lay out every rank's files, and one for other values; Unsupported except for a 1-d mesh."""
     placed = require_placed(request)
     mesh = placed.mesh
     if len(mesh.shape) != 1:
@@ -164,7 +164,7 @@ def _without_aliases(entries: list[TensorEntry]) -> list[TensorEntry]:
 
 
 class _Joiner:
-    """Joins and pads what each rank has, as vLLM does."""
+    """Joins and pads each rank's tensors, as vLLM does."""
 
     def __init__(
         self, entries: Sequence[TensorEntry], placed: PlacedTensors, key_value_heads: int | None
@@ -218,7 +218,7 @@ class _Joiner:
 
     @property
     def notes(self) -> list[str]:
-        """Return what vLLM's loader may not find as it wants it."""
+        """Return what vLLM's loader may not find as expected."""
         apart = [name for name in self._groups if _PART.fullmatch(name)]
         joined = [name for name in self._groups if "qkv_proj." in name]
         notes = []
@@ -247,7 +247,7 @@ class _Joiner:
             yield _OutgoingShard(name, ref.dtype, ref.shape, (ref.content,))
 
     def _joined(self, name: str, members: Sequence[TensorEntry], position: int) -> _OutgoingShard:
-        """Return a rank's rows of each member; several have the same where heads are few."""
+        """Return a rank's rows of each member; several ranks have the same if heads are few."""
         contents = []
         for entry in members:
             parts = self._parts(entry)
@@ -276,7 +276,7 @@ class _Joiner:
 
 
 def _part_file(rank: int, part: int, shards: list[_OutgoingShard]) -> FileLayout:
-    """Lay out a safetensors file of local tensors; a rank has one at least, for the loader."""
+    """Lay out a safetensors file of local tensors; a rank has at least one, for the loader."""
     path = f"model-rank-{rank}-part-{part}.safetensors"
     contents = {shard.name: shard.contents for shard in shards}
     slices = [OutgoingSlice(o.name, o.dtype, Box.whole(o.shape)) for o in shards]

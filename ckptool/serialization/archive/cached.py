@@ -1,4 +1,4 @@
-"""Archives that are alike but for the checksums of what they hold: one of them is read."""
+"""Archives that differ only in the checksums of their content: one of them is read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _Spans = tuple[tuple[int, int], ...]
 
 
 class TracedRegion(Region):
-    """A region that notes what is read of it."""
+    """A region that records what is read of it."""
 
     def __init__(self, region: Region) -> None:
         vars(self).update(vars(region))
@@ -31,11 +31,11 @@ class TracedRegion(Region):
 
 
 class CachedArchive(NamedTuple):
-    """What was read of an archive, what it holds, and where it notes the CRC-32 of each storage.
+    """The parts read of an archive, its content, and the place of each storage's CRC-32.
 
-    A DCP folder holds an archive per item (torch 2.1 to 2.13), and those of tensors of one shape
-    and type differ in the tensors' bytes and the CRC-32 of these alone, which the reading of an
-    archive never looks at: where all that it did look at is the same, so is what it holds.
+    A DCP folder has an archive per item (torch 2.1 to 2.13), and those of tensors of one shape and
+    type differ only in the tensors' bytes and their CRC-32, which reading an archive never uses: if
+    everything that it did use is equal, so is the content.
     """
 
     spans: _Spans
@@ -45,7 +45,7 @@ class CachedArchive(NamedTuple):
     noted: Mapping[str, int]
 
     def at(self, region: Region) -> TorchFile:
-        """Return what another archive holds of which the same was read."""
+        """Return the content of another archive with the same read parts."""
         crcs = {key: region.crc32_at(at) for key, at in self.noted.items()}
         are_checked = any(crcs.values())
         moved = region.offset - self.offset
@@ -65,13 +65,13 @@ _CACHE: dict[int, list[CachedArchive]] = {}
 
 
 def find_cached(region: Region) -> TorchFile | None:
-    """Return what the archive in a region holds, where one that is alike was read before."""
+    """Return the content of the archive in a region, if a similar one was read before."""
     archive = match_cached(region)
     return None if archive is None else archive.at(region)
 
 
 def match_cached(region: Region) -> CachedArchive | None:
-    """Return the archive that was read before and is like the one in a region."""
+    """Return the archive that was read before and is similar to the one in a region."""
     archives = _CACHE.get(region.nbytes, ())
     return next((one for one in archives if region.joined(one.spans) == one.read), None)
 
@@ -82,10 +82,10 @@ def keep_archive(
     storages: Mapping[str, ZipRecord],
     unread: Iterable[ZipRecord],
 ) -> None:
-    """Keep what an archive holds, by all that was read of it, where that is at hand.
+    """Keep the content of an archive, with everything that was read of it, if that is in memory.
 
-    ``storages`` are records whose bytes were not read, by the storages' keys; of them and of
-    ``unread`` the CRC-32 may differ.
+    ``storages`` are records whose bytes were not read, by the storages' keys; their CRC-32 and
+    those of ``unread`` may differ.
     """
     if len(_CACHE) >= _MOST_SIZES or not all(starmap(traced.is_at_hand, traced.spans)):
         return
@@ -97,7 +97,7 @@ def keep_archive(
 
 
 def _subtract(spans: Iterable[tuple[int, int]], crcs: Iterable[int]) -> _Spans:
-    """Return all bytes of spans, each once and in order, but for the CRC-32 at each of ``crcs``."""
+    """Return all bytes of spans, each once and in order, except the CRC-32 at each of ``crcs``."""
     places = {at for start, end in spans for at in range(start, end)}
     places -= {at for start in crcs for at in range(start, start + CRC32_NBYTES)}
     starts = sorted(at for at in places if at - 1 not in places)

@@ -1,8 +1,8 @@
 """One rank's share of a tensor as torch pickles it, and the whole that it is part of.
 
-DTensors and ShardedTensors were read from files by torch 2.1, 2.4 and 2.13; tensors whose
-attributes declare their shards from files by torch 2.15. A DTensor's device mesh is recorded as a
-tensor of ranks (torch 2.1 to 2.9), or as a layout and a rank map (2.10 to 2.13).
+Verified with files: DTensors and ShardedTensors of torch 2.1, 2.4 and 2.13, tensors whose
+attributes declare their shards of torch 2.15. A DTensor's device mesh is recorded as a tensor of
+ranks (torch 2.1 to 2.9), or as a layout and a rank map (2.10 to 2.13).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ckptool.serialization.source import Source
 
 @dataclass(frozen=True, slots=True)
 class DTensorShare:
-    """One rank's part of a DTensor. ``rank`` is the rank that pickled it, where it says so."""
+    """One rank's part of a DTensor. ``rank`` is the rank that pickled it, if recorded."""
 
     dtype: DType
     shape: tuple[int, ...]
@@ -63,7 +63,7 @@ class ShardedShare:
 
 @dataclass(frozen=True, slots=True)
 class DeclaredShare:
-    """One rank's part of a tensor whose attributes say which boxes of the whole it holds."""
+    """One rank's part of a tensor whose attributes declare its boxes of the whole."""
 
     dtype: DType
     shape: tuple[int, ...]
@@ -73,7 +73,7 @@ class DeclaredShare:
 
 
 OF_DTENSORS = ("_local_tensor", "_spec")
-"""The attributes that make a DTensor."""
+"""The attributes of a DTensor."""
 Share = DTensorShare | ShardedShare | DeclaredShare
 
 
@@ -99,9 +99,9 @@ def read_declared_share(value: PickleValue, tensor: StoredTensor) -> DeclaredSha
 def read_share(
     value: PickleValue, file: TorchFile, source: Source
 ) -> DTensorShare | ShardedShare | None:
-    """Return the share that a tensor subclass describes, or None if it is something else.
+    """Return the share that a tensor subclass describes, or None for any other.
 
-    None too of a DTensor whose local tensors are of a kind that is not read.
+    Also None for a DTensor whose local tensors are of an unsupported kind.
     """
     value = unwrap_parameter(value)
     if not isinstance(value, Call) or value.name != "torch._tensor._rebuild_from_type_v2":
@@ -142,14 +142,14 @@ def _dtensor(
 
 
 def read_placement(value: PickleValue) -> Placement:
-    """Read a placement record; Damaged if it is none that is known."""
+    """Read a placement record; Damaged for an unknown one."""
     if isinstance(value, Call) and value.is_new:
         return make_placement(value.function.name, value.fields)
     raise Damaged(f"unknown placement {describe(value)}")
 
 
 def make_placement(name: str, fields: Mapping[str, Any]) -> Placement:
-    """Return the placement of a class of this name; Damaged if none is known."""
+    """Return the placement of a class of this name; Damaged for an unknown one."""
     if name == "Shard":
         return Shard(_dim(fields.get("dim")))
     if name in ("StridedShard", "_StridedShard"):
@@ -208,7 +208,7 @@ _MOST_RANKS = 1 << 18
 
 
 def mesh_of(record: Any, file: TorchFile, source: Source) -> tuple[Mesh, int | None]:
-    """Return the mesh, and the rank that pickled it where the record says so."""
+    """Return the mesh, and the rank that pickled it if recorded."""
     fields = read_fields(record, "DeviceMesh")
     if record not in file.meshes:
         file.meshes[record] = read_mesh(fields, file, source)
@@ -257,7 +257,7 @@ def _mesh_of_layout(
 
 
 def _axes(layout: PickleValue, ranks: int) -> list[list[int]]:
-    """Return for each mesh dim the offset into the map of ``ranks`` ranks of each step along it."""
+    """Return for each mesh dim the offsets into the map of ``ranks`` ranks along it."""
     fields = read_fields(layout, "_MeshLayout")
     if "axes" in fields:
         records = [read_fields(axis, "_FlatLayout") for axis in fields["axes"]]

@@ -1,6 +1,6 @@
-"""What torch.save wrote: the pickle's value, and where each storage lies.
+"""Read what torch.save wrote: the pickle's value, and the place of each storage.
 
-Zip archives (torch 1.6 to 2.13) hold ``<root>/data.pkl`` and one record per storage in
+Zip archives (torch 1.6 to 2.13) contain ``<root>/data.pkl`` and one record per storage in
 ``<root>/data/<key>``; the legacy stream (before 1.6) is five pickles, then each storage's element
 count and bytes.
 """
@@ -47,7 +47,7 @@ _MOST_INFLATED = 100
 
 
 class StoredBytes(NamedTuple):
-    """Where a storage's bytes lie: in the file, or in a deflated blob (``codec``).
+    """The place of a storage's bytes: in the file, or in a deflated blob (``codec``).
 
     ``nbytes`` is the size of the bytes in the file, ``size`` once decoded.
     """
@@ -62,12 +62,12 @@ class StoredBytes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TorchFile:
-    """A torch.save file: what it holds, its storages by key, and its byte order.
+    """A torch.save file: its value, its storages by key, and its byte order.
 
-    ``pickled`` is the size in bytes of its pickle, ``meshes`` what its device meshes were read as,
-    with the rank that pickled each: most tensors share one record. ``inert`` is what it holds
-    whatever that names; ``hostile`` says of each global in it that can run code what is wrong.
-    One that lies in a blob of zstd was ``packed`` in that, and has so many bytes once decoded.
+    ``pickled`` is the size in bytes of its pickle, ``meshes`` its device meshes as read, with the
+    rank that pickled each: most tensors share one record. ``inert`` is its value whatever that
+    names; ``hostile`` has the problem of each global in it that can run code. ``packed`` is the
+    zstd blob that it was in, if any, and its decoded size in bytes.
     """
 
     what: str
@@ -81,12 +81,12 @@ class TorchFile:
 
     @property
     def value(self) -> PickleValue:
-        """Return what the file holds; Hostile if it names a global that can run code."""
+        """Return the value of the file; Hostile if it names a global that can run code."""
         require_harmless(self.hostile)
         return self.inert
 
     def narrowed(self, part: PickleValue) -> TorchFile:
-        """Return the file as if it held a part of its value alone, with what is hostile in that."""
+        """Return the file as if it had only a part of its value and its hostile globals."""
         if not self.hostile:
             return replace(self, inert=part)
         inside = collect_globals(part)
@@ -95,12 +95,12 @@ class TorchFile:
 
 
 def is_zip(head: bytes) -> bool:
-    """Return whether a file that begins so is a zip archive."""
+    """Return whether a file with this beginning is a zip archive."""
     return head[:4] == b"PK\x03\x04"
 
 
 def is_legacy(head: bytes) -> bool:
-    """Return whether a file that begins so is a legacy stream."""
+    """Return whether a file with this beginning is a legacy stream."""
     return _LEGACY_HEAD.match(head) is not None
 
 
@@ -129,9 +129,9 @@ def _read_archive(region: Region) -> TorchFile:
 
 
 class OpenArchive:
-    """An archive of which the directory and the bytes of the ``pickle`` were read, no more.
+    """An archive of which only the directory and the bytes of the ``pickle`` were read.
 
-    CkptoolError where torch.save did not write it, or its pickle is not what was checksummed.
+    Raises CkptoolError if torch.save did not write it, or its pickle does not match its checksum.
     """
 
     def __init__(self, region: TracedRegion) -> None:
@@ -149,7 +149,7 @@ class OpenArchive:
 
     @property
     def file(self) -> str:
-        """The file that the archive lies in."""
+        """The file that contains the archive."""
         return self._region.file
 
     def read(self) -> TorchFile:
@@ -166,7 +166,7 @@ class OpenArchive:
         return file
 
     def storages(self) -> dict[str, StoredBytes]:
-        """Return where each storage lies, by its key."""
+        """Return the place of each storage, by its key."""
         stored = self._stored()
         are_checked = has_checksums(stored.values())
         return {key: _locate(self._region, record, are_checked) for key, record in stored.items()}
@@ -201,14 +201,14 @@ def _unpickle_small(data: bytes) -> Loaded:
 
 
 def _require_in_value(loaded: Loaded) -> None:
-    """Raise Hostile for what can run code and lies in no value, so that none can be left out."""
+    """Raise Hostile for code in no value, which no selection could exclude."""
     if loaded.hostile:
         inside = collect_globals(loaded.value)
         require_harmless({g: why for g, why in loaded.hostile.items() if g not in inside})
 
 
 def _root(region: Region, records: Mapping[str, ZipRecord]) -> str:
-    """Return the folder of an archive's records; CkptoolError where torch.save did not write it."""
+    """Return the root folder of an archive's records; CkptoolError if not torch.save's."""
     roots = [n[: -len("/data.pkl")] for n in records if n.endswith("/data.pkl")]
     if any(name.split("/", 1)[-1] == "constants.pkl" for name in records):
         raise Unrecognised(
@@ -225,9 +225,9 @@ def _root(region: Region, records: Mapping[str, ZipRecord]) -> str:
 
 
 def record_bytes(region: Region, record: ZipRecord, has_crc: bool) -> bytes:
-    """Return a small record, decoded; Damaged if it is too large or not what was checksummed.
+    """Return a small record, decoded; Damaged if it is too large or does not match its checksum.
 
-    ``has_crc`` says that its archive has checksums: where none is stored, all are 0.
+    ``has_crc`` means that its archive has checksums: without any, all are 0.
     """
     if record.size > LARGEST:
         raise Damaged(
@@ -296,7 +296,7 @@ def _read_legacy(source: Source, file: str) -> TorchFile:
 def read_legacy_pickles(source: Source, file: str, *, judges: bool = True) -> list[Loaded]:
     """Read the five pickles at the file's start.
 
-    Where it ``judges``, it raises Hostile at a global that can run code.
+    If it ``judges``, raises Hostile at a global that can run code.
     """
 
     def read(length: int) -> list[Loaded]:
@@ -314,9 +314,9 @@ _T = TypeVar("_T")
 
 
 def read_growing(read: Callable[[int], _T], size: int) -> _T:
-    """Return what ``read`` makes of the first bytes of ``size``, more of them while it ends early.
+    """Return ``read`` of the first of ``size`` bytes, with more of them if it ends early.
 
-    Raises what ``read`` does: Truncated where even all of them, or ``LARGEST``, are too few.
+    Raises as ``read`` does; Truncated if all of them, or ``LARGEST``, are not enough.
     """
     length = min(size, _PIECE)
     while True:

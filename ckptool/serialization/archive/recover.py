@@ -1,9 +1,9 @@
-"""Archives in a file without an index, and the records of one that was cut or broken.
+"""Archives in a file without an index, and the records of a truncated or broken one.
 
-A zip's directory lies at its end. torch.save (torch 1.6 to 2.13) writes ``data.pkl`` first, then
-the storages, each behind a header with its name and, where it is not empty, before a descriptor
-with its CRC-32 and size. The header has no size; ``data.pkl`` ends where its pickle does, and says
-how large each storage is.
+A zip's directory is at its end. torch.save (torch 1.6 to 2.13) writes ``data.pkl`` first, then the
+storages, each after a header with its name and, if not empty, before a descriptor with its CRC-32
+and size. The header has no size; ``data.pkl`` ends where its pickle does, which records the size of
+each storage.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _BLOCK = 1 << 22
 
 
 def find_archives(source: Source, file: str) -> list[Container]:
-    """Return every archive that lies whole in a file, in order, whatever lies between them.
+    """Return every complete archive in a file, in order, whatever is between them.
 
-    The zip64 locator that torch always writes (torch 1.6 to 2.13) states where the end record lies,
-    counted from the archive's first byte; where that holds, one ends. One that lies in the data of
-    another is a part of it.
+    The zip64 locator that torch always writes (torch 1.6 to 2.13) records the position of the end
+    record, counted from the archive's first byte; where that is correct, an archive ends. One
+    inside the data of another is a part of it.
     """
     archives: list[Container] = []
     for where, at in _ends(source, file):
@@ -54,7 +54,7 @@ def find_archives(source: Source, file: str) -> list[Container]:
 
 
 def _ends(source: Source, file: str) -> Iterator[tuple[int, int]]:
-    """Yield what each locator states, and where it lies."""
+    """Yield the position in each locator, and that of the locator."""
     size = source.files[file]
     for block in range(0, size, _BLOCK):
         data = source.read(file, block, min(_BLOCK + _TAIL.size, size - block))
@@ -69,9 +69,9 @@ def _ends(source: Source, file: str) -> Iterator[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """The records of an archive that are where and as long as its pickle says.
+    """The records of an archive that have the position and length in its pickle.
 
-    ``lost`` maps the names of the other storages to the bytes that they should have.
+    ``lost`` maps the names of the other storages to their expected bytes.
     """
 
     records: tuple[ZipRecord, ...]
@@ -79,15 +79,15 @@ class Recovered:
 
 
 def recover_records(source: Source, file: str) -> Recovered:
-    """Read the records of a cut or broken archive; Damaged if not even its pickle is whole."""
+    """Read the records of a truncated or broken archive; Damaged if its pickle is incomplete."""
     return _RecordScan(source, file).run()
 
 
 def read_legacy_counts(source: Source, file: str) -> tuple[int, dict[int, bytes]]:
-    """Return the size in bytes of a legacy stream that was cut, and its storages' counts by place.
+    """Return the size in bytes of a truncated legacy stream, and its storages' counts by place.
 
-    A count is the 8 bytes before a storage: its number of elements, as its pickle says it. Raises
-    Damaged if that is not whole, or contradicts a number that is there.
+    A count is the 8 bytes before a storage: its number of elements, as in its pickle. Raises
+    Damaged if that is incomplete, or contradicts an existing count.
     """
     *_, value, keys = read_legacy_pickles(source, file)
     storages = {s.key: s for s in map(read_storage, value.persistent)}
@@ -105,7 +105,7 @@ def read_legacy_counts(source: Source, file: str) -> tuple[int, dict[int, bytes]
 
 
 class _RecordScan:
-    """Reads the records of an archive one behind the other, without its directory."""
+    """Reads the records of an archive in sequence, without its directory."""
 
     def __init__(self, source: Source, file: str) -> None:
         self._source, self._file = source, file
@@ -117,7 +117,7 @@ class _RecordScan:
         self._next: int | None = None
 
     def run(self) -> Recovered:
-        """Read all records, and return those that are whole and named once."""
+        """Read all records, and return those that are complete and named once."""
         for position in self._positions():
             try:
                 if is_zip(self._read(position, 4)):
@@ -133,7 +133,7 @@ class _RecordScan:
         return Recovered(tuple(records.values()), lost)
 
     def _positions(self) -> Iterator[int]:
-        """Yield where headers begin: behind the record before, or else wherever the next one is."""
+        """Yield where headers begin: after the previous record, or else the next one found."""
         position: int | None = 0
         while position is not None and position + LOCAL.size <= self._size:
             self._next = None
@@ -150,7 +150,7 @@ class _RecordScan:
         return None
 
     def _read_record(self, position: int) -> None:
-        """Read the record whose header begins here; Damaged if it is not whole."""
+        """Read the record whose header begins here; Damaged if it is incomplete."""
         header = LOCAL.unpack(self._read(position, LOCAL.size))
         name = self._read(position + LOCAL.size, header[9]).decode("utf-8", "replace")
         start = position + LOCAL.size + header[9] + header[10]
@@ -169,7 +169,7 @@ class _RecordScan:
         self._next = end
 
     def _read_sizes(self, name: str, start: int, size: int, crc: int) -> None:
-        """Read how large the pickle that is this record says the storages are."""
+        """Read the sizes of the storages from this record, the pickle."""
         if crc and zlib.crc32(self._read(start, size)) != crc:
             raise Damaged(f"{self._file}: record {name!r} does not match its CRC-32")
         self._root = name.removesuffix("/data.pkl")
@@ -177,7 +177,7 @@ class _RecordScan:
         self._sizes = {storage.key: storage.nbytes for storage in storages}
 
     def _require_named(self, name: str, size: int, end: int) -> None:
-        """Raise Damaged if it is none of this archive, or its pickle says another size."""
+        """Raise Damaged if it is not a record of this archive, or its pickle gives another size."""
         root, _, inner = name.partition("/")
         folder, _, key = inner.partition("/")
         sizes = self._sizes or {}
@@ -190,7 +190,7 @@ class _RecordScan:
         return self._source.read(self._file, position, nbytes)
 
     def _size_of(self, name: str, start: int) -> int:
-        """Return the size in bytes of a record that only its descriptor says."""
+        """Return the size in bytes of a record whose descriptor alone has it."""
         if name.endswith("/data.pkl"):
             return self._load(start).end
         key = name.partition("/data/")[2]
@@ -204,7 +204,7 @@ class _RecordScan:
         return size
 
     def _load(self, start: int) -> Loaded:
-        """Read the pickle that begins at ``start``, as much as it needs."""
+        """Read the pickle that begins at ``start``, as many bytes as it needs."""
 
         def read(length: int) -> Loaded:
             return read_pickle(self._read(start, length), what=f"{self._file} (data.pkl)")
@@ -212,7 +212,7 @@ class _RecordScan:
         return read_growing(read, self._size - start)
 
     def _descriptor(self, name: str, at: int, size: int, form: struct.Struct) -> tuple[int, int]:
-        """Return the CRC-32 that stands behind a record, and where the next record begins."""
+        """Return the CRC-32 after a record, and where the next record begins."""
         mark, crc, stored, plain = form.unpack(self._read(at, form.size))
         if mark != b"PK\x07\x08" or (stored, plain) != (size, size):
             raise Damaged(f"{self._file}: record {name!r} does not end where it should")

@@ -1,13 +1,13 @@
 """The tensors of a torch.save pickle: plain, quantized and wrapping ones, and their storages.
 
 torch 1.6 to 2.13 pickles a quantized tensor as ``_rebuild_qtensor`` of the storage of its integers
-and the parameters of its quantizer. Its parts are called as torch's own functions that return them:
-``int_repr``; for one scale ``q_scale`` and ``q_zero_point``; for one scale a channel
+and the parameters of its quantizer. Its parts have the names of torch's functions that return them:
+``int_repr``; for one scale ``q_scale`` and ``q_zero_point``; for a scale per channel
 ``q_per_channel_scales``, ``q_per_channel_zero_points`` (tensors) and ``q_per_channel_axis``.
 
-torch 2.0 to 2.15 pickles a tensor subclass that wraps others, as torchao's quantized ones, as
-``_rebuild_wrapper_subclass`` of its outer shape, and its attributes. What the class makes of them
-is its own business: they are read as they are.
+torch 2.0 to 2.15 pickles a tensor subclass that wraps others, such as torchao's quantized ones, as
+``_rebuild_wrapper_subclass`` of its outer shape, and its attributes. The inner tensors are read as
+they are, not as the class would present them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _ARGUMENTS = {
     "torch._utils._rebuild_tensor_v2": 6,
     "torch._utils._rebuild_tensor_v3": 7,
 }
-"""The functions that rebuild a strided tensor, and how many arguments each needs."""
+"""The functions that rebuild a strided tensor, and the number of arguments of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class StoredTensor:
 
 
 def read_storage(item: Persistent) -> Storage:
-    """Read the id ``('storage', class, key, location, numel[, view])``; Damaged if it is none."""
+    """Read the id ``('storage', class, key, location, numel[, view])``; Damaged if invalid."""
     value = item.value
     if not isinstance(value, tuple) or len(value) not in (5, 6) or value[0] != "storage":
         raise Damaged("a persistent id that is not a torch storage")
@@ -110,7 +110,7 @@ def read_storage(item: Persistent) -> Storage:
 
 
 def unwrap_parameter(value: PickleValue) -> Any:
-    """Return a parameter's tensor, which ``_rebuild_parameter`` wraps; any other value itself."""
+    """Return a parameter's tensor, which ``_rebuild_parameter`` wraps; others unchanged."""
     for _ in range(8):
         if not isinstance(value, Call) or value.name not in _PARAMETER or not value.args:
             break
@@ -119,12 +119,12 @@ def unwrap_parameter(value: PickleValue) -> Any:
 
 
 def is_tensor_record(value: PickleValue) -> bool:
-    """Return whether a value is what torch pickles a tensor as, of whatever kind."""
+    """Return whether a value is torch's pickle of a tensor, of whatever kind."""
     return isinstance(value, Call) and value.name.startswith(("torch._utils.", "torch._tensor."))
 
 
 def read_tensor(value: PickleValue, depth: int = 4) -> StoredTensor | None:
-    """Read the tensor that a call would rebuild; None if it is no plain strided tensor.
+    """Read the tensor that a call would rebuild; None if it is not a plain strided tensor.
 
     ``depth`` is how many calls may wrap one another. Raises Damaged if the record contradicts
     itself.
@@ -166,7 +166,7 @@ def _strided_tensor(args: tuple[Any, ...], function: str) -> StoredTensor | None
 
 
 def read_attributes(value: PickleValue) -> dict[str, Any]:
-    """Return the attributes that a tensor's record sets on it, a parameter's own among them.
+    """Return the attributes that a tensor's record sets on it, including a parameter's own.
 
     Raises Damaged if there are more than any tensor has.
     """
@@ -191,7 +191,7 @@ def read_natural(value: PickleValue) -> int:
 
 
 def describe(value: PickleValue) -> str:
-    """Describe a value of a pickle: a small plain one as it is, another by its type."""
+    """Describe a value of a pickle: a small plain one by itself, another by its type."""
     small = isinstance(value, str) or (isinstance(value, int) and abs(value) < _LIMIT)
     return repr(value)[:80] if small or value is None else f"a {type(value).__name__}"
 
@@ -223,10 +223,10 @@ def read_dtype(value: PickleValue) -> DType:
 
 @coded("storage-mismatch")
 def locate_tensor(tensor: StoredTensor, file: TorchFile) -> Place:
-    """Return where a tensor of a file lies.
+    """Return the place of a tensor in a file.
 
-    Raises Damaged if its storage is missing, has another size than the pickle says, or ends
-    before the tensor does.
+    Raises Damaged if its storage is missing, has another size than in the pickle, or ends before
+    the tensor does.
     """
     storage = tensor.storage
     stored = file.storages.get(storage.key)
@@ -276,8 +276,8 @@ _BY_SCHEME = {
 def split_quantized(value: PickleValue) -> dict[str, Any] | None:
     """Return the parts of a quantized tensor by name; None for every other value.
 
-    None too where several numbers share a byte (``quint4x2``), or the quantizer is none of torch's
-    affine ones: such tensors are left as they are.
+    Also None if several numbers share a byte (``quint4x2``), or the quantizer is not one of torch's
+    affine ones: such tensors stay as they are.
     """
     value = unwrap_parameter(value)
     if not isinstance(value, Call) or value.function != _REBUILD_QUANTIZED or len(value.args) < 5:
@@ -293,7 +293,7 @@ def split_quantized(value: PickleValue) -> dict[str, Any] | None:
 
 
 def _has_whole_bytes(storage: PickleValue) -> bool:
-    """Return whether a persistent id is that of a storage of integers of whole bytes."""
+    """Return whether a persistent id is of a storage of whole-byte integers."""
     value = storage.value if isinstance(storage, Persistent) else None
     cls = value[1] if isinstance(value, tuple) and len(value) > 1 else None
     return isinstance(cls, Global) and cls.name in QUANTIZED_STORAGES
@@ -314,7 +314,7 @@ def describe_quantized(names: Collection[str]) -> list[str]:
 def find_wrapper_class(value: PickleValue) -> Global | None:
     """Return the class of a tensor subclass that wraps others; None for every other value.
 
-    DTensors and ShardedTensors are none: what they wrap is a part of them.
+    DTensors and ShardedTensors do not count: what they wrap is a part of them.
     """
     value = unwrap_parameter(value)
     if not isinstance(value, Call) or value.name != _FROM_TYPE or len(value.args) != 4:
@@ -335,9 +335,9 @@ def split_wrapper(value: PickleValue) -> dict[str, Any] | None:
 
 
 def read_outer(value: PickleValue) -> tuple[DType, tuple[int, ...]] | None:
-    """Return the element type and shape that a subclass wrapping others shows to the outside.
+    """Return the outer element type and shape of a subclass that wraps others.
 
-    None for every other value; Damaged if the record is none.
+    None for every other value; Damaged if the record is invalid.
     """
     if find_wrapper_class(value) is None:
         return None

@@ -1,8 +1,8 @@
-"""Lay out what torch.save would write, DTensors included, without torch and the tensors' bytes.
+"""Lay out what torch.save would write, including DTensors, without torch or tensor bytes.
 
 The archive follows torch 2.13: stored records, data aligned to 64 bytes by an ``FB`` extra field,
-CRC-32 and sizes in a descriptor after the data and in the central directory, zip64 end records.
-Its pickle uses protocol 2.
+CRC-32 and sizes in a descriptor after the data and in the central directory, zip64 end records. Its
+pickle uses protocol 2.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _UTF8 = 0x800
 _ROOT = "archive"
 _IDENTITY = ".data/serialization_id"
 _CRC32_AT = 16
-"""Where an entry of the directory has its CRC-32."""
+"""The offset of the CRC-32 in a directory entry."""
 _LARGEST_FILE = 1 << 63
 
 
@@ -67,7 +67,7 @@ def lay_out_archive(value: Any, *, root: str = _ROOT) -> list[Part]:
 
 
 def _identity(crc: int) -> bytes:
-    """Return what tells an archive from others, of the CRC-32 of its pickle.
+    """Return the serialization id of an archive, from its pickle's CRC-32.
 
     torch (2.13) writes two hashes of 20 digits there: of the names, and of all CRC-32.
     """
@@ -75,9 +75,9 @@ def _identity(crc: int) -> bytes:
 
 
 def is_written_here(source: Source, file: str) -> bool:
-    """Return whether ``lay_out_archive`` wrote a file, one without a root of its own.
+    """Return whether ``lay_out_archive`` wrote a file with the default root.
 
-    What torch saved, or saved again, is not; nor is what cannot be read, such as a folder.
+    False for what torch saved, or saved again, and for anything unreadable, such as a folder.
     """
     try:
         records = read_directory(Region(source, file, 0, source.files[file]))
@@ -103,7 +103,7 @@ class _Archive:
     """Collects the parts of a zip of stored records, front to back."""
 
     def __init__(self, root: str) -> None:
-        self._root = root.encode(errors="replace").decode()  # a file's name may be no text
+        self._root = root.encode(errors="replace").decode()  # a file's name may not be Unicode
         self._parts: list[Part] = []
         self._position = 0
         self._entries: list[_Entry] = []
@@ -179,7 +179,7 @@ def end_records(count: int, length: int, start: int) -> bytes:
 
 
 def _join_literals(parts: list[Part]) -> list[Part]:
-    """Join adjoining literals, with their patches moved along and renumbered."""
+    """Join adjacent literals, with their patches shifted and renumbered."""
     numbers: list[int] = []
     groups: list[list[Part]] = []
     for part in parts:
@@ -209,7 +209,7 @@ def _renumber(part: Part, number_of: Callable[[int], int]) -> Part:
 
 
 def offset_parts(parts: list[Part], by: int) -> list[Part]:
-    """Return the same parts when ``by`` others come before them in a file."""
+    """Return the same parts, shifted by ``by`` preceding ones in a file."""
     return [_renumber(part, lambda number: number + by) for part in parts]
 
 
@@ -224,13 +224,13 @@ _Key = tuple[DType, tuple[int, ...], tuple[Placement, ...]]
 
 
 class RankRecords:
-    """Makes the records that torch 2.13 pickles the DTensors of one rank's file as.
+    """Makes the records that torch 2.13 writes for the DTensors of one rank's file.
 
     The mesh need not exist: a record is what ``torch.save`` writes in a job whose first groups are
-    those of its one mesh. Hashes are left to be computed anew, as torch does where it finds None: a
+    those of its one mesh. Hashes are left to be recomputed, as torch does if it finds None: a
     recorded one would be wrong in another process. All DTensors share one record of the mesh, and
-    those that are alike but for their values (a layer's and the next one's, a weight's and its
-    moments') one of everything else, as torch's operators do.
+    those that differ only in their values (a layer's and the next one's, a weight's and its
+    moments') share everything else, as torch's operators do.
     """
 
     def __init__(self, mesh: Mesh, rank: int) -> None:
@@ -251,14 +251,14 @@ class RankRecords:
         return Call(_REBUILD, (_REBUILD_WRAPPER, _DTENSOR, wrapper, (None, state)))
 
     def _wrapper(self, dtype: DType, shape: tuple[int, ...]) -> tuple[Any, ...]:
-        """Return the arguments that make the DTensor itself, which has no values."""
+        """Return the arguments that create the DTensor itself, which has no values."""
         strides = contiguous_strides(shape)
         return (_DTENSOR, dtype_global(dtype), shape, strides, 0, self._layout, self._device, False)
 
     def _spec(
         self, dtype: DType, shape: tuple[int, ...], placements: tuple[Placement, ...]
     ) -> Call:
-        """Return a ``DTensorSpec``, as its ``__post_init__`` leaves it."""
+        """Return a ``DTensorSpec`` in the state that its ``__post_init__`` leaves."""
         strided = any(isinstance(item, StridedShard) for item in placements)
         size = Call(Global("torch", "Size"), (shape,))
         meta = (size, contiguous_strides(shape), dtype_global(dtype))
@@ -274,7 +274,7 @@ class RankRecords:
 
 
 def _object(cls: Global, **attributes: Any) -> Call:
-    """Return an object of a class, made without its ``__init__``."""
+    """Return an object of a class, created without its ``__init__``."""
     return Call(cls, (), True, attributes)
 
 
@@ -323,8 +323,8 @@ def _device_mesh(mesh: Mesh, rank: int) -> Call:
 def _group_names(mesh: Mesh, rank: int) -> list[str]:
     """Return the names of a rank's process groups, one per mesh dim, as torch 2.13 numbers them.
 
-    ``init_process_group`` makes group 0; ``init_device_mesh`` takes it for a dim of all ranks, and
-    makes for every other dim one group after another, row-major over the other dims.
+    ``init_process_group`` creates group 0; ``init_device_mesh`` uses it for a dim of all ranks, and
+    creates for every other dim one group after another, row-major over the other dims.
     """
     coordinate = mesh.coordinate(rank) or ()
     names, first = [], 1

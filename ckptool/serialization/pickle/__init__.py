@@ -1,1 +1,1 @@
-"""Pickles, read without running them, and written without their tensors."""
+"""Pickles: read without running them, and written without their tensors."""

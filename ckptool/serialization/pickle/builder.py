@@ -29,7 +29,7 @@ MARK = _Mark()
 class Stack:
     """A program at a position, and what its opcodes have pushed.
 
-    IndexError says that the program or the stack ends too early, Damaged what else is malformed.
+    IndexError means that the program or the stack ends too early, Damaged any other defect.
     """
 
     def __init__(self, data: bytes, start: int, what: str) -> None:
@@ -41,7 +41,7 @@ class Stack:
         self._marks: list[int] = []
 
     def malformed(self, reason: str) -> Damaged:
-        """Return the error for what is wrong where the program stands."""
+        """Return the error for a defect at the current position."""
         place = f"{self.what}: malformed pickle at byte {self.pos - self._start:,}"
         return Damaged(f"{place}: {reason}", "pickle-malformed")
 
@@ -71,9 +71,9 @@ class Stack:
         self._stack.append(MARK)
 
     def _pop_mark(self, *, rows: bool = False) -> list[Any]:
-        """Pop what lies above the last mark. POP may have dropped marks that are still noted.
+        """Pop everything above the last mark. POP may have dropped marks that are still noted.
 
-        Rows are among it only where ``rows`` says so.
+        Rows may be among it only with ``rows``.
         """
         stack, marks = self._stack, self._marks
         while marks:
@@ -114,7 +114,7 @@ class Stack:
 
 
 def _are_paired(values: list[Any]) -> bool:
-    """Return whether the keys among values that stand for many take turns with their values."""
+    """Return whether the keys among values that represent many alternate with their values."""
     pairs = zip(values[::2], values[1::2], strict=False)
     return len(values) % 2 == 0 and all(
         type(key) is type(value) is Rows and key.begin == value.begin
@@ -131,17 +131,17 @@ _LONGEST_INTEGER = 1024
 _MOST_DIGITS = 3 * _LONGEST_INTEGER
 _LARGEST_KEY = 10_000
 _COST = 4
-"""A part of a key takes as long as four other values."""
+"""A part of a key costs as much time as four other values."""
 _AT_ONCE = 6
-"""Text is compared 2**6 characters at a time, as far as it costs."""
+"""Text is compared 2**6 characters at a time, for its cost."""
 _SET_COSTS = 4
 """An empty set takes as much memory as four empty lists."""
 _SIZE = b"\x94\x85\x94R\x94"
-"""MEMOIZE, TUPLE1, MEMOIZE, REDUCE, MEMOIZE: behind a tuple of sizes, as protocol 4 writes it."""
+"""MEMOIZE, TUPLE1, MEMOIZE, REDUCE, MEMOIZE: after a tuple of sizes, as protocol 4 writes it."""
 
 
 class Builder(Stack):
-    """A stack with what makes values on it, and the memo.
+    """A stack with operations that build values on it, and the memo.
 
     What it builds is bounded by the size of the program; a dict key can only be a small plain
     value.
@@ -198,7 +198,7 @@ class Builder(Stack):
             raise self.malformed("too many containers for a pickle of its size")
 
     def _tuple(self, count: int) -> None:
-        """Push a tuple of the last ``count`` values. Where it is a ``torch.Size`` at once, that."""
+        """Push a tuple of the last ``count`` values, or the ``torch.Size`` made of it next."""
         stack = self._stack
         if Rows in map(type, stack[-count:]):
             stack[-count:] = expand_rows(stack[-count:])
@@ -217,7 +217,7 @@ class Builder(Stack):
             stack.append(items)
 
     def _follows(self, opcodes: bytes) -> bool:
-        """Step over these opcodes if they are the next."""
+        """Step over these opcodes if they are next."""
         end = self.pos + len(opcodes)
         if self._data[self.pos : end] != opcodes:
             return False
@@ -225,9 +225,9 @@ class Builder(Stack):
         return True
 
     def _changed(self) -> Any:
-        """Return what an opcode adds to: no torch.Size, for equal ones can be one record.
+        """Return the container to add to: not a torch.Size, as equal ones share a record.
 
-        Nor what the memo has of rows, whose columns would not change.
+        Nor one that the memo has of rows, whose columns would not change.
         """
         target = self._stack[-1] if type(self._stack[-1]) is not Rows else self._top()
         if isinstance(target, Call) and target.function is TORCH_SIZE:
@@ -264,7 +264,7 @@ class Builder(Stack):
             raise self.malformed(f"SETITEM on {type(target).__name__}")
 
     def _set_items_to_mark(self) -> None:
-        """Set items of a dict. Where it is the state of an object, build that too."""
+        """Set items of a dict. If it is the state of an object, build that too."""
         self._set_items(self._pop_mark(rows=True))
         if self._follows(b"b"):
             self._build()
@@ -285,7 +285,7 @@ class Builder(Stack):
             raise self.malformed(f"ADDITEMS to {type(target).__name__}")
 
     def require_keys(self, keys: list[Any]) -> None:
-        """Do as ``key`` for many: most are all text, all records, or all integers."""
+        """Do the same as ``key`` for many: most are all text, all records, or all integers."""
         kinds = set(map(type, keys))
         if kinds == _TEXT:
             self.charge(sum(map(len, keys)) >> _AT_ONCE)
@@ -297,11 +297,10 @@ class Builder(Stack):
                 self.key(key)
 
     def key(self, key: PickleValue) -> PickleValue:
-        """Return a value that may key a dict; charge what hashing and comparing it costs.
+        """Return a value that may key a dict; charge the cost of hashing and comparing it.
 
-        Damaged if it is not plain, or not small.
-
-        Text and records have hashes that no pickle can choose, numbers collide by the dozen.
+        Raises Damaged if it is not plain, or not small. A pickle cannot choose the hashes of text
+        and records, but can make many numbers collide.
         """
         left = [_LARGEST_KEY]
         self._require_key(key, left, 0)
@@ -312,7 +311,7 @@ class Builder(Stack):
         return key
 
     def _count_collisions(self, key: tuple[PickleValue, ...]) -> int:
-        """Count the other tuples that have had the hash of this one, which a pickle can choose."""
+        """Count the other tuples with the hash of this one, which a pickle can choose."""
         chosen, identity = hash(key), hash(repr(key))
         if identity not in self._tuples:
             self._tuples.add(identity)

@@ -1,4 +1,4 @@
-"""The classes and functions that pickles name: which run code, are numpy's, or hold plain data.
+"""The classes and functions that pickles name: those that run code, numpy's, and plain data.
 
 Those of real checkpoints were seen in files by torch 2.1 to 2.13, torchao 0.18, accelerate,
 Lightning, torchtitan, verl, Megatron-core 0.12 to 0.20, nvidia-resiliency-ext, DeepSpeed 0.19 and
@@ -15,21 +15,21 @@ from ckptool.serialization.pickle.records import Global
 
 
 def _expand(names_by_module: Mapping[str, str]) -> frozenset[Global]:
-    """Return each name of a module, where a table has them as one text."""
+    """Return each name of a module, from a table that has them as one text."""
     return frozenset(
         Global(module, name) for module, names in names_by_module.items() for name in names.split()
     )
 
 
 GETATTR = Global("builtins", "getattr")
-"""Sound pickles name it, and call it with one pair of arguments; others can run code with it."""
+"""Sound pickles call it only with one known pair of arguments; others can run code with it."""
 SHARDED_MODULE = "torch.distributed._shard.sharded_tensor.api"
 _BUILTINS = ("builtins", "__builtin__")
 _SAFE_BUILTINS = frozenset(
     "set frozenset complex bytearray range slice int float str bytes list dict tuple bool"
     " object xrange long unicode Ellipsis NotImplemented".split()
 )
-"""Those of Python 3, and what protocol 2 calls ``range``, ``int`` and ``str``."""
+"""Those of Python 3, and protocol 2's names for ``range``, ``int`` and ``str``."""
 _CODE_PACKAGES = frozenset(
     "IPython _ctypes _functools _io _operator _osx_support _pickle _posixsubprocess _socket"
     " _thread aiohttp asyncio atexit bdb cProfile cffi cgitb cloudpickle code codeop commands"
@@ -50,7 +50,7 @@ _CODE_PACKAGES = frozenset(
     " torch.utils.bottleneck torch.utils.collect_env torch.utils.cpp_extension"
     " torch.utils.data._utils torch.utils.data.datapipes torch.utils.model_zoo".split()
 )
-"""Whatever these packages hold can run code, or touch the system, but for ``_INERT``."""
+"""Everything in these packages can run code, or touch the system, except ``_INERT``."""
 _CODE_FUNCTIONS = _expand(
     {
         "io": "open FileIO open_code",
@@ -72,13 +72,13 @@ _INERT = _expand(
         "uuid": "UUID SafeUUID",
     }
 )
-"""Plain holders of data whose modules also hold what runs code.
+"""Plain data classes in modules that also contain code.
 
-Of Megatron-core's safe globals, and of the hyperparameters that Lightning saves. What a partial
-would call is a global too, and judged by itself.
+From Megatron-core's safe globals, and from the hyperparameters that Lightning saves. The function
+in a partial is a global too, and judged by itself.
 """
 _DOTTED = frozenset([Global(SHARDED_MODULE, "ShardedTensor.ProcessGroupState")])
-"""Names with a dot that checkpoints really hold; any other walks from a class to what it hides."""
+"""Dotted names in real checkpoints; any other could reach hidden attributes of a class."""
 
 
 def can_run_code(item: Global) -> bool:
@@ -109,7 +109,7 @@ _SCALARS = (
     " float16 float32 float64 longdouble float128 complex64 complex128 clongdouble complex256"
     " str_ bytes_ void datetime64 timedelta64"
 )
-"""The classes of numpy's scalars, which settings name as element types."""
+"""The classes of numpy's scalars, which settings use as element types."""
 _NUMPY_DATA = _expand(
     {
         "numpy": f"ndarray dtype {_SCALARS}",
@@ -119,7 +119,7 @@ _NUMPY_DATA = _expand(
         "numpy._core.numeric": "_frombuffer",
     }
 )
-"""What makes arrays, by numpy 1.17 to 2.4, whose inner modules are ``numpy._core`` since 2.0."""
+"""Creators of arrays, in numpy 1.17 to 2.4; inner modules are in ``numpy._core`` since 2.0."""
 _NUMPY_RANDOM = _expand(
     {
         "numpy.random": "__RandomState_ctor",
@@ -135,7 +135,7 @@ _NUMPY_RANDOM = _expand(
 
 
 def is_numpy(item: Global) -> bool:
-    """Return whether a global makes, or is the type of, an array, a scalar or a random generator.
+    """Return whether a global creates, or is the type of, an array, a scalar or a random generator.
 
     They are data, as long as no element is a Python object.
     """
@@ -143,7 +143,7 @@ def is_numpy(item: Global) -> bool:
 
 
 def is_generator(item: Global) -> bool:
-    """Return whether a global makes a random generator, or is a part of one."""
+    """Return whether a global creates a random generator, or a part of one."""
     return item in _NUMPY_RANDOM
 
 
@@ -151,7 +151,7 @@ _DTYPES = frozenset(BY_NAME) | frozenset(
     ["qint8", "quint8", "qint32", "quint4x2", "quint2x4"]
     + [f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)]
 )
-"""Element types that can be a value; those of the second line are of no tensor that is read."""
+"""Element types that can be a value; tensors of those on the second line are not supported."""
 
 
 def is_dtype(item: Global) -> bool:
@@ -232,7 +232,7 @@ _HARMLESS_PACKAGES = frozenset(
 
 
 def is_known(item: Global) -> bool:
-    """Return whether real checkpoints name this global, so that naming it is nothing to report."""
+    """Return whether real checkpoints name this global, so that it need not be reported."""
     if item.module in _BUILTINS:
         return item.name in _SAFE_BUILTINS or item.name == "getattr"
     if is_numpy(item) or is_dtype(item) or item in _KNOWN:
@@ -243,10 +243,10 @@ def is_known(item: Global) -> bool:
 
 
 def is_harmless(item: Global) -> bool:
-    """Return whether a global is by its name a class of a package whose classes hold data."""
+    """Return whether a global is, by its name, a class of a package whose classes contain data."""
     return item.module.partition(".")[0] in _HARMLESS_PACKAGES and _is_class(item)
 
 
 def _is_class(item: Global) -> bool:
-    """Return whether a name is spelt as that of a class, not of a function."""
+    """Return whether a name is written like a class's, not a function's."""
     return item.name.lstrip("_")[:1].isupper()

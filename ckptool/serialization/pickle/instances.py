@@ -1,11 +1,11 @@
-"""Records that a pickle repeats by the thousand, each read at once.
+"""Records that a pickle repeats thousands of times, each read at once.
 
-A class instance with a state is some twenty opcodes, the same for every instance but for what its
-fields hold. Where those are plain (integers, short text, sizes, what the memo has), the second
-instance of a class becomes a regular expression that finds the third and all further ones. A field
-may hold a list of a few such instances, or an object whose state is a tuple of plain values: the
-metadata of a tensor in few chunks is one match. Stack and memo become what the opcodes one by one
-would make of them; what does not fit is left to them.
+A class instance with a state is some twenty opcodes, the same for every instance except for its
+fields' values. If those are plain (integers, short text, sizes, memo entries), the second instance
+of a class becomes a regular expression that finds the third and all further ones. A field may
+contain a list of a few such instances, or an object whose state is a tuple of plain values: the
+metadata of a tensor in few chunks is one match. Stack and memo become what the individual opcodes
+would have made of them; whatever does not match is left to the opcodes.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from ckptool.serialization.pickle.rows import RowClass, Run
 
 
 class Memo:
-    """What a pickle has noted, by number: ``dense`` from 0 on, ``sparse`` what comes behind a gap.
+    """The memo of a pickle by number: ``dense`` from 0 on, ``sparse`` after a gap.
 
-    What runs of rows note is made when it is asked for: ``hidden`` is how much that is. Numbers
-    below ``plain`` are places in ``dense``; ``made`` is what was requested, by its id. ``changes``
-    counts how often a number was given to something else.
+    Memo entries of rows are made on access: ``hidden`` counts them. Numbers below ``plain`` are
+    indices in ``dense``; ``made`` are the entries made so far, by id. ``changes`` counts how often
+    a number was reassigned.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Memo:
         return len(self.dense) + len(self.sparse) + self.hidden
 
     def __getitem__(self, index: int) -> Any:
-        """Return what has this number; LookupError where nothing has."""
+        """Return the entry of this number; LookupError if there is none."""
         if index < self.plain:
             return self.dense[index] if 0 <= index < len(self.dense) else self.sparse[index]
         at = bisect_right(self._firsts, index) - 1
@@ -58,11 +58,11 @@ class Memo:
 
     @property
     def next_number(self) -> int:
-        """The number under which the next value is noted."""
+        """The number of the next entry."""
         return len(self.dense) + self.hidden
 
     def add_run(self, run: Run) -> None:
-        """Note all that a run of rows does."""
+        """Add all entries of a run of rows."""
         first = self.next_number
         self.plain = min(self.plain, first)
         self.hidden += run.noted
@@ -70,7 +70,7 @@ class Memo:
         self._runs.append((self.hidden, run))
 
     def put(self, index: int, value: Any) -> None:
-        """Note a value under this number; ValueError if it is none, or a row's."""
+        """Set the entry of this number; ValueError if it is invalid, or a row's."""
         if index < 0 or self.plain <= index < self.next_number:
             raise ValueError(index)
         if index < self.next_number:
@@ -116,22 +116,21 @@ _MOST_PATTERNS = 64
 _MOST_VALUES = 1 << 14
 _LONGEST_WAIT = 63
 _FAR = 1 << 16
-"""Bytes within which many rows are, so that numpy is worth its start."""
+"""Bytes within which there are many rows, so that numpy is worth starting."""
 _KEY = 5
-"""Bytes that tell a class: LONG_BINGET and its number, or BINGET's with EMPTY_TUPLE, NEWOBJ."""
+"""Bytes that identify a class: LONG_BINGET and its number, or BINGET's with EMPTY_TUPLE, NEWOBJ."""
 _SHORT, _TUPLE, _SHORT_TEXT = ord("h"), ord("t"), 0x8C
 _MARK, _EMPTY_LIST = ord("("), ord("]")
 _PLAIN = {ord("N"): None, 0x88: True, 0x89: False}
 _INTEGERS = {ord("K"): (1, False), ord("M"): (1, False), ord("J"): (1, True), 0x8A: (2, True)}
-"""Where the bytes of an integer begin, and whether they are signed."""
+"""The offset of an integer's bytes, and whether they are signed."""
 
 
 class _InstancePattern(NamedTuple):
-    """The instances of one class: the expression that finds one, in it a group for each value.
+    """The instances of one class: an expression that matches one, with a group for each value.
 
-    ``fields`` are its names, each with the pattern of the instances that a list there holds, the
-    class of which an object there is made, or None. Only a flat one, where all are None, can be a
-    row.
+    ``fields`` are its names, each with the pattern of the instances in a list there, the class of
+    an object there, or None. Only a flat one, where all are None, can be a row.
     """
 
     expression: re.Pattern[bytes]
@@ -141,7 +140,7 @@ class _InstancePattern(NamedTuple):
 
 
 class InstanceReader:
-    """Reads instances in a row out of ``data``, onto a machine's stack and memo."""
+    """Reads consecutive instances from ``data``, onto a machine's stack and memo."""
 
     def __init__(self, data: bytes, stack: list[Any], memo: Memo) -> None:
         self._data = data
@@ -158,8 +157,8 @@ class InstanceReader:
     def read_rows(self, pos: int, end: int, *, is_key: bool) -> int:
         """Read many instances from ``pos`` to ``end`` as columns; return the offset after them.
 
-        Those of two classes only where the first ``is_key`` of the second. After an attempt that
-        finds few the next ones are left out, more of them each time.
+        Those of two classes only if the first ``is_key`` of the second. After an attempt that finds
+        few, attempts are skipped, more of them each time.
         """
         self._attempts += 1
         if self._attempts <= self._waits or self._memo.sparse:
@@ -184,7 +183,7 @@ class InstanceReader:
         return pos + run.nbytes
 
     def _find_classes(self, pos: int) -> tuple[RowClass, ...]:
-        """Return the class of the instances from ``pos`` on, or the two that take turns."""
+        """Return the class of the instances from ``pos`` on, or the two that alternate."""
         classes: list[RowClass] = []
         for _ in range(3):
             pattern = self._patterns.get(self._data[pos : pos + _KEY])
@@ -207,7 +206,7 @@ class InstanceReader:
     def read(self, pos: int, end: int, most: int) -> tuple[int, int]:
         """Read up to ``most`` instances that begin from ``pos`` to ``end``.
 
-        Returns the offset after them, and how many dicts and lists they have.
+        Returns the offset after them, and the number of their dicts and lists.
         """
         data, patterns, note, stack = self._data, self._patterns, self._memo.dense, self._stack
         values = self._values
@@ -244,7 +243,7 @@ class InstanceReader:
         return pos, containers
 
     def _build(self, pattern: _InstancePattern, pieces: Iterable[bytes]) -> Call:
-        """Return an instance of which all pieces are known; note it and what it holds."""
+        """Return an instance from its known pieces; note it and its content."""
         note, values, noted = self._memo.dense, self._values, self._values.noted
         state: dict[str, Any] = {}
         record = Call(pattern.rows.function, (), True, state)
@@ -264,7 +263,7 @@ class InstanceReader:
         return record
 
     def _add_pattern(self, pos: int) -> bool:
-        """Take the instance at ``pos`` as the pattern of its class; False if there is none."""
+        """Use the instance at ``pos`` as the pattern of its class; False if there is none."""
         match = _ANY_INSTANCE.match(self._data, pos) if self._patterns_left else None
         if match is None:
             return False
@@ -277,7 +276,7 @@ class InstanceReader:
         return True
 
     def _pattern_of(self, match: re.Match[bytes]) -> _InstancePattern:
-        """Return the pattern of an instance that was found; LookupError where there can be none."""
+        """Return the pattern of an instance; LookupError if there can be none."""
         reference, fields = match[1], _ANY_FIELD.findall(match[2])
         names = tuple(self._values[item] for item, _ in fields)
         if not all(type(name) is str for name in names) or len({*names}) < len(names):
@@ -294,7 +293,7 @@ class InstanceReader:
         return _InstancePattern(found_by, of_rows, pairs, not any(inner))
 
     def _field_pattern(self, sample: bytes) -> tuple[_InstancePattern | Global | None, bytes]:
-        """Return what a field holds where that is no plain value, and the expression for it."""
+        """Return the kind of a field that is not a plain value, and the expression for it."""
         begin = 3 if sample[2:3] == b"(" else 2
         if sample[0] == _EMPTY_LIST and (match := _ANY_INSTANCE.match(sample, begin)):
             pattern = self._pattern_of(match)
@@ -307,14 +306,14 @@ class InstanceReader:
         return None, b"(%b)" % _VALUE
 
     def _class_at(self, reference: bytes) -> Global:
-        """Return the class that a reference is to; LookupError where it is to another value."""
+        """Return the class that a reference means; LookupError if it means another value."""
         function = self._values[reference]
         if type(function) is not Global or function.name == "getattr" or function is TORCH_SIZE:
             raise LookupError
         return function
 
     def _forget_changes(self) -> None:
-        """Forget all that was read of the memo where its entries have changed."""
+        """Drop everything read from the memo if its entries have changed."""
         if self._changes != self._memo.changes:
             self._changes = self._memo.changes
             self._patterns.clear()
@@ -325,11 +324,10 @@ class InstanceReader:
 
 
 class _Values(dict[bytes, Any]):
-    """The values that opcodes make; LookupError where they make none.
+    """The values that opcodes make; LookupError if they make none.
 
-    Of a list of instances, of a class that is ``listed``, they are the pieces of each: lists can
-    change.
-    ``noted`` is what some of them put into the memo, with the value itself.
+    For a list of instances, of a class that is ``listed``, they are the pieces of each: lists can
+    change. ``noted`` is what some of them add to the memo, including the value itself.
     """
 
     def __init__(self, memo: Memo, listed: Mapping[bytes, _InstancePattern]) -> None:
@@ -342,7 +340,7 @@ class _Values(dict[bytes, Any]):
         return value
 
     def forget(self) -> None:
-        """Drop all values, which are made anew from their opcodes."""
+        """Drop all values; they are made again from their opcodes."""
         self.clear()
         self.noted.clear()
 
@@ -375,7 +373,7 @@ class _Values(dict[bytes, Any]):
         return state
 
     def _split(self, piece: bytes) -> list[tuple[bytes, ...]]:
-        """Return the pieces of each instance in a list; LookupError where one is none."""
+        """Return the pieces of each instance in a list; LookupError if one is not an instance."""
         begin = 3 if piece[2] == _MARK else 2
         expression = self._listed[piece[begin : begin + _KEY]].expression
         found = list(expression.finditer(piece, begin))

@@ -24,11 +24,11 @@ class Truncated(Damaged):
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What a pickle holds.
+    """The content of a pickle.
 
     ``value`` is the object, ``end`` the offset after its STOP, ``globals`` the offset of the first
-    opcode that names each global, ``persistent`` all persistent ids, ``hostile`` what is wrong with
-    globals that can run code, where they were let through.
+    opcode that names each global, ``persistent`` all persistent ids, ``hostile`` the problem of
+    each global that can run code, if these were accepted.
     """
 
     value: PickleValue
@@ -43,11 +43,11 @@ def read_pickle(
 ) -> Loaded:
     """Read the pickle that begins at ``start``; ``what`` names it in errors.
 
-    With ``rows`` lists and dicts may have ``Rows`` in them, each of which stands for many records;
-    as keys of a dict those have as many values.
+    With ``rows`` lists and dicts may contain ``Rows``, each of which represents many records; as
+    keys of a dict those have as many values.
 
-    Raises Damaged if it is malformed and, where it ``judges``, Hostile if it names a global
-    that can run code.
+    Raises Damaged if it is malformed and, if it ``judges``, Hostile if it names a global that can
+    run code.
     """
     machine = Machine(data, start, what, judges=judges, rows=rows)
     try:
@@ -63,13 +63,13 @@ def read_pickle(
 
 
 def require_harmless(hostile: Mapping[Global, Problem]) -> None:
-    """Raise Hostile for the first of the globals that can run code, where there is one."""
+    """Raise Hostile for the first global that can run code, if there is one."""
     for problem in hostile.values():
         raise Hostile(problem, hint=HOSTILE_HINT)
 
 
 def _run(machine: Machine, size: int) -> PickleValue:
-    """Run a program; Damaged if it is malformed, Truncated where it has no end."""
+    """Run a program; Damaged if it is malformed, Truncated if it has no end."""
     what = machine.what
     try:
         return machine.run()
@@ -84,7 +84,7 @@ def _run(machine: Machine, size: int) -> PickleValue:
 
 _MOST_REMEMBERED = 1024
 _recent_globals: dict[bytes, dict[Global, int]] = {}
-"""What the pickles that were read last name, by the digest of their bytes."""
+"""The globals of the most recently read pickles, by the digest of their bytes."""
 
 
 def _digest(data: bytes) -> bytes:
@@ -92,7 +92,7 @@ def _digest(data: bytes) -> bytes:
 
 
 def _remember(data: bytes, start: int, named: dict[Global, int]) -> None:
-    """Note what the first pickle of ``data`` names, up to where it breaks."""
+    """Remember the globals of the first pickle of ``data``, up to where it breaks."""
     if start:
         return
     if len(_recent_globals) >= _MOST_REMEMBERED:
@@ -101,15 +101,15 @@ def _remember(data: bytes, start: int, named: dict[Global, int]) -> None:
 
 
 def remember_alike(data: bytes, known: bytes) -> None:
-    """Note that a pickle names what one that was read does, at the same bytes."""
+    """Remember that a pickle has the globals of one that was read, at the same bytes."""
     _remember(data, 0, find_globals(known))
 
 
 def find_globals(data: bytes, *, pickles: int = 1) -> dict[Global, int]:
-    """Return all globals that ``pickles`` in a row name, with the first offset in ``data`` of each.
+    """Return all globals of consecutive ``pickles``, with the first offset in ``data`` of each.
 
-    Those that can run code are among them. A malformed pickle is followed up to where it breaks.
-    One that ``read_pickle`` read lately, whole or not, is not followed once more.
+    Including those that can run code. A malformed pickle is followed up to where it breaks. One
+    that ``read_pickle`` read recently, complete or not, is not followed again.
     """
     known = _recent_globals.get(_digest(data)) if pickles == 1 else None
     if known is not None:

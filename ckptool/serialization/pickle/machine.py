@@ -1,6 +1,6 @@
 """The machine that follows a pickle's opcodes and calls nothing.
 
-Calls that make plain values are answered with what they would return.
+Calls that make plain values are replaced with their results.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _STOP, _MEMOIZE = pickle.STOP[0], pickle.MEMOIZE[0]
 _BININT1, _BININT2 = pickle.BININT1[0], pickle.BININT2[0]
 _BINGET, _LONG_BINGET, _LONG_BINPUT = pickle.BINGET[0], pickle.LONG_BINGET[0], pickle.LONG_BINPUT[0]
 _BEGIN = b"\x81\x94}\x94("
-"""NEWOBJ, MEMOIZE, EMPTY_DICT, MEMOIZE, MARK: behind the empty tuple that makes an object."""
+"""NEWOBJ, MEMOIZE, EMPTY_DICT, MEMOIZE, MARK: after the empty tuple of a new object."""
 HOSTILE_HINT = "do not load this file with torch.load(weights_only=False) or pickle"
 _NO_VALUES = (type(MARK), Rows)
 _UINT4 = struct.Struct("<I").unpack_from
@@ -40,8 +40,8 @@ class Machine(Builder):
     """Follows one program. With ``judges`` it raises Hostile at a global that can run code.
 
     ``globals`` are the byte of the opcode that first names each, ``persistent`` all persistent ids,
-    ``hostile`` what is wrong with each global that can run code, where it does not judge. Where it
-    may leave ``rows``, these stand in lists and dicts for many instances.
+    ``hostile`` the problem of each global that can run code, if it does not judge. If it may leave
+    ``rows``, these represent many instances in lists and dicts.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Machine(Builder):
         self.hostile: dict[Global, Problem] = {}
 
     def run(self) -> PickleValue:
-        """Run the program and return what it leaves. Opcodes by the million are done here."""
+        """Run the program and return its result. Millions of opcodes are handled here."""
         data, table, stack, pos = self._data, _TABLE, self._stack, self.pos
         memo, sparse = self._memo.dense, self._memo.sparse
         last, plain, hidden = min(len(data) - 8, self._end), self._memo.plain, self._memo.hidden
@@ -109,7 +109,7 @@ class Machine(Builder):
             pos = self.pos
 
     def _stopped(self, opcode: int) -> Damaged:
-        """Return why an opcode is not followed: it is none, or too many were."""
+        """Return why an opcode is not followed: it is unknown, or there were too many."""
         if opcode not in _TABLE:
             return self.malformed(f"unknown opcode 0x{opcode:02x}")
         return self.malformed(f"more than {MOST_SINGLE:,} bytes that are not records alike")
@@ -133,7 +133,7 @@ class Machine(Builder):
         return end
 
     def _empty_tuple(self) -> None:
-        """Push an empty tuple. Where it begins an object with a state, do all up to that."""
+        """Push an empty tuple. If it begins an object with a state, continue up to that."""
         stack = self._stack
         if not self._follows(_BEGIN):
             stack.append(())
@@ -145,7 +145,7 @@ class Machine(Builder):
         self._mark()
 
     def _frame(self) -> None:
-        """Note where a frame ends: no instance before that is cut by the next one's length."""
+        """Note where a frame ends: the next one's length interrupts no instance before that."""
         size = self._uint(8)
         self._frame_end = self.pos + size
 
@@ -180,7 +180,7 @@ class Machine(Builder):
         self._name_global(module, name, at)
 
     def _refer(self, value: PickleValue) -> None:
-        """Push a persistent id, or of a module's class, as the legacy format has it, the class."""
+        """Push a persistent id; or for a module's class, as in the legacy format, the class."""
         if isinstance(value, tuple) and len(value) == 4 and value[0] == "module":
             self._push(value[1])
             return
@@ -203,7 +203,7 @@ class Machine(Builder):
     def _answer(
         self, function: PickleValue, args: PickleValue, *, is_new: bool = False
     ) -> PickleValue:
-        """Return a plain value where the call would make one, else the call as a record."""
+        """Return a plain value if the call would make one, else the call as a record."""
         if not isinstance(args, tuple):
             raise self.malformed("a call without a tuple of arguments")
         if isinstance(function, Global):
@@ -216,7 +216,7 @@ class Machine(Builder):
         return Call(function, args, is_new)
 
     def _get_attribute(self, args: tuple[PickleValue, ...]) -> PickleValue:
-        """Answer ``getattr``, by which ShardedTensor pickles reach one nested class."""
+        """Resolve ``getattr``, by which ShardedTensor pickles reach one nested class."""
         sharded = Global(SHARDED_MODULE, "ShardedTensor")
         if args == (sharded, "ProcessGroupState"):
             return Global(sharded.module, "ShardedTensor.ProcessGroupState")

@@ -1,4 +1,4 @@
-"""What a pickle names and would call, as inert records."""
+"""Inert records of what a pickle names and would call."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TORCH_SIZE = Global("torch", "Size")
 
 
 class Call:
-    """What a pickle would have made by calling ``function`` with ``args``, left undone.
+    """The call of ``function`` with ``args`` that a pickle would have made.
 
     ``state`` is what BUILD would have set, ``items`` and ``entries`` what would have been appended
     to or stored into the result.
@@ -46,7 +46,7 @@ class Call:
 
     @property
     def name(self) -> str:
-        """Return the dotted name of what would have been called."""
+        """Return the dotted name of the function."""
         return str(self.function) if isinstance(self.function, Global) else "(computed)"
 
     @property
@@ -105,12 +105,12 @@ class OrderedMapping(dict[Any, Any]):
 
 _Scalar: TypeAlias = bool | int | float | complex | str | bytes | bytearray | None
 MOST_SINGLE = 1 << 29
-"""Bytes of a pickle, beside its rows, that are followed opcode by opcode."""
+"""Bytes of a pickle, outside its rows, that are followed opcode by opcode."""
 _MOST_OF_ROWS = MOST_SINGLE >> 6
 
 
 class RowObjects(list[Any]):
-    """What rows of a pickle refer to; it counts what is made of them, however large the pickle."""
+    """The objects that rows of a pickle refer to; limits how many are made, whatever the size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,4 +134,4 @@ PickleValue: TypeAlias = Union[
     "set[PickleValue]",
     "frozenset[PickleValue]",
 ]
-"""What a pickle is read as: plain values and containers, and inert records."""
+"""The value of a pickle: plain values and containers, and inert records."""

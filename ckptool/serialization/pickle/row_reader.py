@@ -1,9 +1,9 @@
-"""Instances that a pickle repeats by the thousand, read into columns.
+"""Instances that a pickle repeats thousands of times, read into columns.
 
 A metadata pickle of a million chunks is a million instances of the same three classes, in batches
-of a thousand. Where an instance may begin is searched for; then each field is read of all of them
-at once. One counts only where its opcodes end just where the next begins, so by induction all are
-what the machine would have read one by one. What does not fit is left to the machine.
+of a thousand. Possible beginnings of instances are searched for; then each field is read for all of
+them at once. One counts only if its opcodes end just where the next begins, so by induction all are
+what the machine would have read one by one. Whatever does not match is left to the machine.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SIZE_END = b"\x85\x94R\x94"
 
 
 class _KnownRun(NamedTuple):
-    """Rows that were read out of ``data`` and end there; they hold no text of their own."""
+    """Rows that were read from ``data`` and end there; they have no text of their own."""
 
     data: bytes
     classes: Sequence[RowClass]
@@ -48,9 +48,9 @@ class _KnownRun(NamedTuple):
 
 
 class RowReader:
-    """Reads rows out of ``data``; ``value_of`` is what the memo has under a number.
+    """Reads rows from ``data``; ``value_of`` returns the memo entry of a number.
 
-    It must hold more than a few bytes.
+    ``data`` must have more than a few bytes.
     """
 
     def __init__(self, data: bytes, value_of: Callable[[int], Any]) -> None:
@@ -72,15 +72,14 @@ class RowReader:
         self._begins_size = np.isin(np.arange(256), list(b"KMJ\x8a()"))
 
     def forget(self) -> None:
-        """Forget what the memo had, some of which is something else now."""
+        """Drop memo entries, some of which have changed."""
         self._codes.clear()
         self._known.clear()
 
     def read(self, pos: int, end: int, classes: Sequence[RowClass], noted: int) -> Run | None:
-        """Read rows of classes that take turns from ``pos`` on; None if they are few.
+        """Read rows of alternating classes from ``pos`` on; None if they are few.
 
-        ``noted`` is the number under which the memo notes what comes next. Rows that begin behind
-        ``end`` are left out.
+        ``noted`` is the number of the next memo entry. Rows that begin after ``end`` are skipped.
         """
         import numpy as np
 
@@ -129,14 +128,14 @@ class RowReader:
             self._known.appendleft(known)
 
     def _is_repeated(self, known: _KnownRun, begin: bytes, pos: int, end: int) -> bool:
-        """Return whether the same rows come again, and no other behind them."""
+        """Return whether the same rows come again, and no other after them."""
         behind = pos + len(known.data)
         is_within = behind <= min(end, self._last)
         is_same = is_within and self._data.startswith(known.data, pos)
         return is_same and not self._data.startswith(begin, behind)
 
     def _literal(self, at: Any, opcodes: bytes, good: Any) -> Any:
-        """Return the offsets behind opcodes that are the same in all rows."""
+        """Return the offsets after opcodes that are the same in all rows."""
         for begin in range(0, len(opcodes), 8):
             some = opcodes[begin : begin + 8]
             words = self._words[at + begin] & self._masks[len(some)]
@@ -144,17 +143,17 @@ class RowReader:
         return self._within(at + len(opcodes), good)
 
     def _within(self, at: Any, good: Any) -> Any:
-        """Return offsets from which opcodes can be read; a row is not good that is too long."""
+        """Return offsets from which opcodes can be read; too long rows are invalid."""
         if at.max() > self._last:
             good &= at <= self._last
             return at.clip(max=self._last)
         return at
 
     def _field(self, at: Any, good: Any) -> tuple[Column, Any]:
-        """Read a value of each row; return the offsets behind them, too.
+        """Read a value of each row; return the offsets after them, too.
 
-        Those count that are of the first one's kind: integers, plain ones, sizes, or else what the
-        memo has and text.
+        Valid are those of the first one's kind: integers, plain ones, sizes, or else memo entries
+        and text.
         """
         import numpy as np
 
@@ -185,7 +184,7 @@ class RowReader:
         return self._sizes(end, column, good) if is_size else (column, end)
 
     def _integers(self, at: Any, opcodes: Any) -> tuple[Any, Any]:
-        """Read integers; they end where they begin where there is none."""
+        """Read integers; the end of an invalid one is its beginning."""
         import numpy as np
 
         lengths, signs = self._lengths[opcodes], self._signs[opcodes]
@@ -230,9 +229,9 @@ class RowReader:
         return Column(dims.astype(np.int8), table), after
 
     def _resolve(self, table: list[list[Column]], noted: int) -> int:
-        """Put codes in place of references and text, in all columns; return how many rows hold.
+        """Replace references and text with codes, in all columns; return how many rows are valid.
 
-        Where some refer to what is not known yet, the columns are left as they are.
+        If some refer to unknown entries, the columns stay unchanged.
         """
         import numpy as np
 
@@ -267,8 +266,8 @@ class RowReader:
     ) -> tuple[Column, Any]:
         """Return a column of codes, and which rows are known.
 
-        Rows begin to note at ``begin``, the column's text at ``at``; ``texts`` are codes of those
-        of the run, by number. A row can refer to what an earlier one noted.
+        Rows begin their memo entries at ``begin``, the column's text at ``at``; ``texts`` are codes
+        of those of the run, by number. A row can refer to an earlier one's entry.
         """
         import numpy as np
 
@@ -282,12 +281,12 @@ class RowReader:
         return Column(kinds, known[:, None]), holds
 
     def _value(self, reference: int) -> Any:
-        """Return what the memo has under a number, and for an opcode's negative what it pushes."""
+        """Return the memo entry of a number, and for an opcode's negative what it pushes."""
         code = self._code(reference)
         return None if code is None else self._objects[code]
 
     def _code(self, reference: int) -> int | None:
-        """Return the place among the objects of what the memo has; None if it has nothing."""
+        """Return the index among the objects of a memo entry; None if there is none."""
         if reference not in self._codes:
             try:
                 value = _PLAIN[-reference] if reference < 0 else self._value_of(reference)
@@ -298,7 +297,7 @@ class RowReader:
         return self._codes[reference]
 
     def _text(self, at: int) -> int:
-        """Return the place among the objects of the text whose opcode is at an offset."""
+        """Return the index among the objects of the text whose opcode is at an offset."""
         written = self._data[at + 2 : at + 2 + self._data[at + 1]]
         if written not in self._texts:
             self._objects.count_one()
@@ -313,7 +312,7 @@ def _first_false(flags: Any) -> int:
 
 
 def _narrow(numbers: Any) -> Any:
-    """Return numbers in 32 bits where they fit."""
+    """Return numbers in 32 bits if they fit."""
     import numpy as np
 
     fits = numbers.min() >= -1 << 31 and numbers.max() < 1 << 31

@@ -1,4 +1,4 @@
-"""Rows of columns: instances of a class that a pickle repeats, and what they put into its memo."""
+"""Rows of columns: repeated instances of a class in a pickle, and their memo entries."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 from ckptool.serialization.pickle.records import TORCH_SIZE, Call, Global, RowObjects
 
 OBJECT, TEXT, INTEGER = -1, -2, -3
-"""What a field of a row is, where it is no size: those are the number of its dims."""
+"""The kind of a row's field that is not a size: sizes have their number of dims."""
 
 
 class RowClass(NamedTuple):
-    """A class whose instances are alike: the opcodes of its reference and of its fields' names."""
+    """A class with similar instances: the opcodes of its reference and of its fields' names."""
 
     function: Global
     names: tuple[str, ...]
@@ -23,7 +23,7 @@ class RowClass(NamedTuple):
 class Column(NamedTuple):
     """A field of ``n`` rows: the kind of each, and its numbers, ``[n, dims]``.
 
-    The number of an object or a text is its place in the list of all of a pickle.
+    The number of an object or a text is its index in the list of all of a pickle.
     """
 
     kinds: Any
@@ -31,11 +31,11 @@ class Column(NamedTuple):
 
 
 class Rows:
-    """Instances of one class in a row, as columns; ``objects`` are what these refer to.
+    """Consecutive instances of one class, as columns; ``objects`` are what these refer to.
 
-    It stands on the machine's stack, and in the lists and dicts that are made of it, for all of its
-    instances. ``begin`` is where these begin in the pickle, those of a class that they take turns
-    with, too. ``made`` are those that were requested one by one.
+    It represents all of its instances on the machine's stack, and in lists and dicts. ``begin`` is
+    where these begin in the pickle, including those of an alternating class. ``made`` are those
+    that were requested individually.
     """
 
     __slots__ = ("begin", "columns", "function", "made", "objects")
@@ -53,7 +53,7 @@ class Rows:
         return len(next(iter(self.columns.values())).numbers)
 
     def notes(self, row: int) -> tuple[Any, ...]:
-        """Return what a row puts into the memo: the record, its state, what its fields hold."""
+        """Return the memo entries of a row: the record, its state, its fields' content."""
         if row not in self.made:
             self.objects.count_one()
             state: dict[str, Any] = {}
@@ -78,7 +78,7 @@ class Rows:
 
 
 def expand_rows(values: list[Any]) -> list[Any]:
-    """Return values with an instance each for those that stand for many."""
+    """Return values with an instance each for those that represent many."""
     flat: list[Any] = []
     for value in values:
         flat.extend(value) if type(value) is Rows else flat.append(value)
@@ -86,7 +86,7 @@ def expand_rows(values: list[Any]) -> list[Any]:
 
 
 class Run:
-    """Rows that take turns, one of each class: what they put into the memo, by number."""
+    """Alternating rows, one of each class: their memo entries, by number."""
 
     __slots__ = ("_begins", "nbytes", "noted", "rows")
 
@@ -97,7 +97,7 @@ class Run:
         self.noted = sum(int(count_notes(each.columns.values()).sum()) for each in rows)
 
     def __getitem__(self, index: int) -> Any:
-        """Return what the run put into the memo as the ``index``-th."""
+        """Return the ``index``-th memo entry of the run."""
         import numpy as np
 
         if self._begins is None:
@@ -110,7 +110,7 @@ class Run:
 
 
 def count_of_kinds(kinds: Any) -> Any:
-    """Return how much values put into the memo: a text itself, a size three, an empty one two.
+    """Return the number of memo entries of values: a text one, a size three, an empty one two.
 
     All are integers, or all are sizes, or none is either.
     """
@@ -120,7 +120,7 @@ def count_of_kinds(kinds: Any) -> Any:
 
 
 def count_notes(columns: Iterable[Column]) -> Any:
-    """Return how much each row puts into the memo."""
+    """Return the number of memo entries of each row."""
     import numpy as np
 
     every = list(columns)

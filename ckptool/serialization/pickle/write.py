@@ -1,6 +1,6 @@
-"""Pickle state dicts whose tensors are references, and what was read from other pickles.
+"""Pickle state dicts whose tensors are references, and values from other pickles.
 
-Named is only what ``torch.load(weights_only=True)`` accepts, as long as the values name no more.
+It names only what ``torch.load(weights_only=True)`` accepts, unless the values name more.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ckptool.serialization.pickle.globals import is_name
 from ckptool.serialization.pickle.records import Call, Global, OrderedMapping, Persistent
 
 Content = Data | ScatteredData | Literal
-"""What fills a storage: tensor data of the source, or bytes the writer knows."""
+"""The content of a storage: tensor data of the source, or bytes the writer knows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class TensorRef:
 
     @staticmethod
     def of_shard(entry: TensorEntry, shard: LocalShard) -> TensorRef:
-        """Refer to what one rank holds of an entry: one box, maybe an empty one, or several."""
+        """Refer to one rank's part of an entry: one box, possibly empty, or several."""
         name, itemsize, pieces = entry.name, entry.dtype.itemsize, shard.pieces
         if len(pieces) > 1:
             scattered = ScatteredData(name, shard.shape, pieces, itemsize)
@@ -55,9 +55,10 @@ class TensorRef:
 
 
 def dump(value: Any) -> tuple[bytes, list[Content]]:
-    """Return the pickle of a value in protocol 2, and what fills its storages, by number.
+    """Return the pickle of a value in protocol 2, and the content of its storages, by number.
 
-    Inert records become what they were read from. Unsupported if values are nested too deep.
+    Inert records become what they were read from. Raises Unsupported if values are nested too
+    deeply.
     """
     stream = io.BytesIO()
     pickler = _RecordPickler(stream, 2)
@@ -72,10 +73,10 @@ _PurePickler: Any = pickle._Pickler
 
 
 class _RecordPickler(_PurePickler):  # type: ignore[misc]
-    """Python's own pickler, taught to write globals by name instead of looking them up.
+    """Python's own pickler, which writes globals by name instead of importing them.
 
-    ``storages`` numbers the storages of the tensors it has met. References to the same content
-    (tied tensors) share a storage.
+    ``storages`` numbers the storages of the tensors so far. References to the same content (tied
+    tensors) share a storage.
     """
 
     dispatch: ClassVar = dict(_PurePickler.dispatch)
@@ -126,7 +127,7 @@ class _RecordPickler(_PurePickler):  # type: ignore[misc]
             self.write(pickle.BUILD)
 
     def save_set(self, items: Any) -> None:
-        # Written alike by every process: the order of a set differs between processes.
+        # written alike by every process: the order of a set differs between processes
         ordered = sorted(items, key=lambda item: (type(item).__name__, repr(item)))
         self.save_reduce(type(items), (ordered,), obj=items)
 

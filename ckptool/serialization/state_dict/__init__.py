@@ -1,1 +1,1 @@
-"""State dicts: their names, their values, and one out of what all ranks hold."""
+"""State dicts: their names, their values, and the one that all ranks' parts form."""

@@ -1,11 +1,10 @@
-"""Files of ranks that are alike: one is read, the others by how their bytes differ from it.
+"""Similar files of ranks: one is read, the others by how their bytes differ from it.
 
-The pickles of ranks that hold alike shards (torch 2.10 to 2.13) differ in a few numbers of their
-device mesh alone: the rank, its coordinates, the names of its groups. Where that is shown, a file
-holds what the first one does, but for the mesh, for where its storages lie and for their checksums.
-It is shown by one more pickle, with holes in these places, which fit nothing that is computed with:
-what the two hold must be equal everywhere but there. All else is read in full, as is what is not
-shown.
+The pickles of ranks with similar shards (torch 2.10 to 2.13) differ only in a few numbers of their
+device mesh: the rank, its coordinates, the names of its groups. If that is proved, a file has the
+content of the first one, except for the mesh, the places of its storages and their checksums. The
+proof is one more pickle with holes in these places, which cannot be computed with: the contents of
+the two must be equal everywhere else. Everything else is read in full.
 """
 
 from __future__ import annotations
@@ -40,15 +39,15 @@ if TYPE_CHECKING:
 _LEAST = 1 << 16
 """Bytes of the smallest file that is worth it."""
 _LARGEST = 1 << 24
-"""Bytes of the largest pickle that is kept with what it holds."""
+"""Bytes of the largest pickle that is kept with its content."""
 _MOST_FILES = 4
 _MOST_DIFFERING = 1 << 10
-"""Bytes of a pickle that are looked for in literals: names of groups are some, others are not."""
+"""Differing bytes up to which a pickle is searched for literals: names of groups are some."""
 _MOST_PROBES = 4
 _HOLE = pickle.BYTEARRAY8 + (4).to_bytes(8, "little")
-"""Begins what pushes a number as a bytearray of four bytes, which is no key, no text, no size."""
+"""The opcode prefix of a number as a bytearray of four bytes, which is no key, text or size."""
 _OF_A_RANK = ("_rank", "_coordinate_on_dim", "_dim_group_names", "_dim_group_infos")
-"""The attributes of a device mesh that differ between the ranks of one (torch 2.1 to 2.13)."""
+"""The attributes of a device mesh that differ between its ranks (torch 2.1 to 2.13)."""
 _READ_OF_THEM = _OF_A_RANK[:2]
 _SCALARS = frozenset([str, int, bool, float, bytes, type(None)])
 _CONTRADICTIONS = (
@@ -63,7 +62,7 @@ _CONTRADICTIONS = (
 
 
 class AlikeFiles:
-    """Reads the files of ranks, one after another; the first of each kind stands for the next."""
+    """Reads the files of ranks, one after another; the first of each kind represents the next."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -100,7 +99,7 @@ class _Movable(NamedTuple):
 
 
 def _movable_tensors(opened: TorchFile, leaves: Mapping[str, Leaf]) -> dict[str, _Movable] | None:
-    """Return the tensors of a file by name; None if it holds what another must not share."""
+    """Return the tensors of a file by name; None if others must not share its content."""
     meshes = {id(mesh): number for number, (mesh, _) in enumerate(opened.meshes.values())}
     movable: dict[str, _Movable] = {}
     for name, leaf in leaves.items():
@@ -124,13 +123,13 @@ def _movable_tensors(opened: TorchFile, leaves: Mapping[str, Leaf]) -> dict[str,
 
 
 def _is_of_a_file(value: Any) -> bool:
-    """Return whether a value has a part that differs between files that are alike."""
+    """Return whether a value has a part that differs between similar files."""
     parts = walk_parts(value, hidden=True)
     return any(isinstance(x, Persistent) or (isinstance(x, Call) and _is_mesh(x)) for x in parts)
 
 
 class _Literal(NamedTuple):
-    """Bytes of a pickle that are a number or a text, whole; their opcode is at ``opcode``."""
+    """Bytes of a pickle that are a complete number or text; their opcode is at ``opcode``."""
 
     opcode: int
     start: int
@@ -139,7 +138,7 @@ class _Literal(NamedTuple):
     is_signed: bool
 
     def value(self, data: bytes) -> Any:
-        """Return what stands there in a pickle; UnicodeDecodeError where it is no text."""
+        """Return its value in a pickle; UnicodeDecodeError if it is not text."""
         written = data[self.start : self.end]
         if self.is_text:
             return written.decode("utf-8", "surrogatepass")
@@ -148,7 +147,7 @@ class _Literal(NamedTuple):
 
 @dataclass(slots=True)
 class _Template:
-    """A file that was read, and in which bytes of its pickle others may differ from it."""
+    """A file that was read, and the bytes of its pickle in which others may differ from it."""
 
     pickle: bytes
     opened: TorchFile
@@ -160,7 +159,7 @@ class _Template:
     probes_left: int = _MOST_PROBES
 
     def leaves_of(self, archive: OpenArchive, source: Source) -> dict[str, Leaf] | None:
-        """Return what another file holds; None if it must be read in full to know that."""
+        """Return the content of another file; None if that must be read in full."""
         if len(archive.pickle) != len(self.pickle):
             return None
         unknown = self._unknown_bytes(archive.pickle)
@@ -184,7 +183,7 @@ class _Template:
         return leaves
 
     def _unknown_bytes(self, data: bytes) -> np.ndarray[Any, Any]:
-        """Return where another pickle differs and was not shown that it may."""
+        """Return where another pickle differs without proof that it may."""
         import numpy as np
 
         found = np.flatnonzero(np.frombuffer(self.pickle, "u1") != np.frombuffer(data, "u1"))
@@ -193,7 +192,7 @@ class _Template:
         return found
 
     def _probe(self, unknown: np.ndarray[Any, Any]) -> bool:
-        """Show that the literals with these bytes, too, end in device meshes alone."""
+        """Prove that the literals with these bytes, too, are used only in device meshes."""
         if not self.probes_left or len(unknown) > _MOST_DIFFERING:
             return False
         self.probes_left -= 1
@@ -238,7 +237,7 @@ def _moved(
     file: str,
     meshes: Sequence[tuple[Mesh, int | None]],
 ) -> Leaf | None:
-    """Return a tensor's leaf as another file has it; None if its storage there is another."""
+    """Return a tensor's leaf for another file; None if its storage there is different."""
     leaf, place, _, before, number = known
     if stored is None or stored.size != before.size or stored.codec:
         return None
@@ -257,7 +256,7 @@ def _moved(
 
 
 def _find_literals(data: bytes, places: Sequence[int]) -> tuple[_Literal, ...] | None:
-    """Return the numbers and texts that bytes of a pickle lie in; None if one lies in none."""
+    """Return the numbers and texts at these bytes of a pickle; None if one is in neither."""
     wanted = sorted({*places})
     found: list[_Literal] = []
     covered = 0
@@ -267,7 +266,7 @@ def _find_literals(data: bytes, places: Sequence[int]) -> tuple[_Literal, ...] |
             if inside:
                 covered += inside
                 found.append(literal)
-    except ValueError:  # what Python's own tools do not follow
+    except ValueError:  # which Python's own tools do not follow
         return None
     return tuple(found) if covered == len(wanted) else None
 
@@ -289,7 +288,7 @@ def _literals(data: bytes, last: int) -> Iterator[_Literal]:
 
 
 def _with_holes(data: bytes, literals: Sequence[_Literal]) -> bytes:
-    """Return a pickle that has in the place of each literal a bytearray with its number."""
+    """Return a pickle with each literal replaced by a bytearray of its number."""
     pieces: list[bytes] = []
     done = 0
     for number, literal in enumerate(literals):
@@ -299,7 +298,7 @@ def _with_holes(data: bytes, literals: Sequence[_Literal]) -> bytes:
 
 
 def _filled(value: Any, values: Sequence[Any]) -> Any:
-    """Return a part of a mesh with values in the place of its holes."""
+    """Return a part of a mesh with values in place of its holes."""
     if type(value) is bytearray:
         return values[int.from_bytes(value, "little")]
     if type(value) not in (list, tuple):
@@ -341,7 +340,7 @@ def _pair_meshes(one: Any, other: Any) -> list[tuple[Call, Call]] | None:
 
 
 def _parts(value: Any) -> list[Any] | None:
-    """Return what a value is made of; None if it is of a kind that is not compared."""
+    """Return the parts of a value; None for a kind that is not compared."""
     kind = type(value)
     if kind is Persistent:
         return [value.value]
@@ -359,7 +358,7 @@ def _is_mesh(record: Call) -> bool:
 
 
 def _parts_of_mesh(record: Call) -> list[Any]:
-    """Return what is the same of a mesh on all of its ranks."""
+    """Return what is equal in a mesh on all of its ranks."""
     fields = record.state.items()
     common = [value for name, value in fields if name not in _OF_A_RANK]
     more = [record.items, record.entries] if record.is_filled else []
@@ -367,9 +366,9 @@ def _parts_of_mesh(record: Call) -> list[Any]:
 
 
 def _is_alike(one: Any, other: Any) -> bool:
-    """Return whether two are lists or tuples of the same lengths, at last of numbers or texts.
+    """Return whether two are lists or tuples of the same lengths, ultimately of numbers or texts.
 
-    The second may have holes in their place.
+    The second may have holes instead.
     """
     if type(other) is bytearray:
         return type(one) in (int, str)

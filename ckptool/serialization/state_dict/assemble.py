@@ -1,4 +1,4 @@
-"""Put the global tensors together from what each rank's file holds."""
+"""Assemble the global tensors from each rank's file."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from ckptool.serialization.state_dict.values import same_value
 _MOST_SHOWN = 12
 
 _Leaves = Mapping[int, Leaf]
-"""The values of one name, by the rank that has each; at least one."""
+"""The values of one name, by rank; at least one."""
 
 
 def assemble(ranks: Mapping[int, RankLeaves], *, per_rank: bool = False) -> Assembled:
@@ -58,7 +58,7 @@ def assemble(ranks: Mapping[int, RankLeaves], *, per_rank: bool = False) -> Asse
 
 
 def _merge(name: str, leaves: _Leaves, result: Assembled, per_rank: bool) -> None:
-    """Merge what ranks have under one name; Damaged if they contradict one another."""
+    """Merge the ranks' entries of one name; Damaged if they contradict one another."""
     refused = {r: leaf.value for r, leaf in leaves.items() if isinstance(leaf.value, Refusal)}
     if refused:
         _merge_refused(name, leaves, refused, result)

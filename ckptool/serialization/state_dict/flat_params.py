@@ -49,9 +49,9 @@ def is_flat(name: str) -> bool:
 def find_members(
     flats: Mapping[str, TensorEntry], parameters: Parameters
 ) -> dict[str, list[Member]]:
-    """Return what each flat parameter is made of, by the model's parameters.
+    """Return the members of each flat parameter, by the model's parameters.
 
-    A parameter belongs to the innermost unit that its name lies in. Raises Unsupported if the
+    A parameter belongs to the innermost unit that contains its name. Raises Unsupported if the
     parameters of a unit do not fill its flat parameter.
     """
     heads = {name.removesuffix(FLAT): name for name in flats}
@@ -68,7 +68,7 @@ def find_members(
 
 
 def _find_prefix(heads: Iterable[str], parameters: Parameters) -> str:
-    """Return what comes before the model's own names: nothing, or the file's family."""
+    """Return the prefix of the model's own names: nothing, or the file's family."""
     first = {head.partition(".")[0] + "." for head in heads if "." in head}
     for prefix in ("", *sorted(first)):
         if all(any((prefix + name).startswith(head) for name, _ in parameters) for head in heads):
@@ -103,9 +103,9 @@ def _lay_end_to_end(parts: Parameters, step: int) -> list[Member]:
 
 
 def unflatten(flat: TensorEntry, members: Iterable[Member]) -> Iterator[TensorEntry]:
-    """Yield each member as a tensor of its own, where some of its elements are stored.
+    """Yield each member as a separate tensor, if some of its elements are stored.
 
-    Raises Damaged if a member ends outside the flat parameter, or that has other than one dim.
+    Raises Damaged if a member ends outside the flat parameter, or that does not have one dim.
     """
     if len(flat.shape) != 1:
         raise Damaged(f"{flat.name}: a flat parameter of {len(flat.shape)} dims")
@@ -123,7 +123,7 @@ def unflatten(flat: TensorEntry, members: Iterable[Member]) -> Iterator[TensorEn
 
 
 def _cut(flat: TensorEntry, chunk: Chunk, member: Member) -> Iterator[Chunk]:
-    """Yield what one chunk of the flat parameter holds of a member."""
+    """Yield the part of a member in one chunk of the flat parameter."""
     low = max(chunk.box.lo[0], member.start)
     high = min(chunk.box.hi[0], member.stop)
     if low >= high:

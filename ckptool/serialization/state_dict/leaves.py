@@ -1,4 +1,4 @@
-"""The named values of one rank's file, those that are refused among them."""
+"""The named values of one rank's file, including refused ones."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class PlainLeaf:
-    """A tensor in a rank's file that says nothing of sharding.
+    """A tensor in a rank's file without sharding information.
 
-    ``attributes`` are the names of what else its record sets on it.
+    ``attributes`` are the names of other attributes that its record sets.
     """
 
     place: Place
@@ -59,9 +59,9 @@ class PlainLeaf:
 
 @dataclass(frozen=True, slots=True)
 class ShareLeaf:
-    """A rank's part of a sharded tensor, with where each local tensor lies.
+    """A rank's part of a sharded tensor, with the place of each local tensor.
 
-    ``attributes`` are the names of what its record sets on it besides.
+    ``attributes`` are the names of other attributes that its record sets.
     """
 
     share: Share
@@ -73,8 +73,8 @@ class ShareLeaf:
 class Leaf:
     """One named value of one rank's file. ``rank_state`` marks state that belongs to a rank.
 
-    ``note`` is what a person should know of how it was read, or of what it was taken from. The
-    value is a ``Refusal`` where it cannot be read, or must not be.
+    ``note`` is a remark for the user on how it was read, or what it was taken from. The value is a
+    ``Refusal`` if it cannot or must not be read.
     """
 
     path: Path
@@ -88,7 +88,7 @@ RankLeaves = Mapping[str, Leaf]
 
 @dataclass(slots=True)
 class Assembled:
-    """What all ranks' files hold together.
+    """The content of all ranks' files together.
 
     ``conflicts`` are plain tensors that differ between ranks, by name, and refusals; ``problems``
     are other contradictions. None is repaired.
@@ -107,7 +107,7 @@ class Assembled:
         return {name: why for name, why in self.conflicts.items() if isinstance(why, Refusal)}
 
     def add(self, other: Assembled) -> None:
-        """Add what another part of the checkpoint holds."""
+        """Add the content of another part of the checkpoint."""
         self.tensors |= other.tensors
         self.objects |= other.objects
         self.notes += other.notes
@@ -116,7 +116,7 @@ class Assembled:
         self.meshes += other.meshes
 
     def take_problems(self) -> list[str]:
-        """Return the problems, and the conflicts that are no refusals, which are taken out."""
+        """Return and remove the problems, and the conflicts that are not refusals."""
         conflicts, self.conflicts = self.conflicts, dict(self.refusals)
         return [*self.problems, *(why for n, why in conflicts.items() if n not in self.conflicts)]
 
@@ -131,10 +131,10 @@ def read_file_leaves(
 def read_leaves(
     file: TorchFile, source: Source, *, prefix: Path = (), rank_state: bool = False
 ) -> dict[str, Leaf]:
-    """Return the named values of one file: tensors as leaves of their kind, all else as it is.
+    """Return the named values of one file: tensors as leaves of their kind, all else unchanged.
 
-    A tensor that contradicts itself, or a value that names what can run code, is a ``Refusal``.
-    Raises Hostile for what can run code and is in no leaf.
+    A tensor that contradicts itself, or a value that names something that can run code, is a
+    ``Refusal``. Raises Hostile for code outside all leaves.
     """
     leaves: dict[str, Leaf] = {}
     unseen = dict(file.hostile)
@@ -153,7 +153,7 @@ def read_leaves(
 
 
 def _note(notes: dict[Path, str], name: str, path: Path) -> str | None:
-    """Return what is to be said of a leaf; of what was noted of all it lies in, take it once."""
+    """Return the note on a leaf; a note on a whole container is returned once."""
     heads = (path[:length] for length in range(len(path) + 1))
     texts = [notes.pop(head) for head in heads if head in notes] if notes else []
     flat = flat_name(path) or "value"
@@ -166,7 +166,7 @@ def _note(notes: dict[Path, str], name: str, path: Path) -> str | None:
 def _accuse(
     value: Any, hostile: Mapping[Global, Problem], name: str, unseen: dict[Global, Problem]
 ) -> Refusal | None:
-    """Return why a value must not be read, where it names what can run code."""
+    """Return why a value must not be read, if it names something that can run code."""
     named = collect_globals(value)
     inside = [item for item in hostile if item in named]
     for item in inside:
@@ -185,9 +185,9 @@ def _accuse(
 def _classify_or_refuse(
     value: Any, file: TorchFile, source: Source, name: str, unseen: dict[Global, Problem]
 ) -> Any:
-    """Return a tensor's leaf or any other value itself; or why it cannot be read, or must not be.
+    """Return a tensor's leaf or any other value unchanged; or why it cannot or must not be read.
 
-    What the value names that can run code is removed from ``unseen``.
+    Names in the value that can run code are removed from ``unseen``.
     """
     why = _accuse(value, file.hostile, name, unseen) if file.hostile else None
     if why is not None:
@@ -222,12 +222,12 @@ def _classify(value: Any, file: TorchFile, source: Source, name: str) -> Any:
 
 
 def _others(value: Any, known: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names of a tensor's attributes that are not among those that are read."""
+    """Return the names of a tensor's attributes that are not read."""
     return tuple(str(name) for name in read_attributes(value) if name not in known)
 
 
 class Barred(Exception):
-    """What is read depends on a part that is refused."""
+    """A value to be read depends on a refused part."""
 
     def __init__(self, refusal: Refusal) -> None:
         super().__init__(str(refusal))
@@ -235,7 +235,7 @@ class Barred(Exception):
 
 
 def require_readable(value: _T) -> _T:
-    """Return the value; raise Barred where a part of it is refused."""
+    """Return the value; raise Barred if a part of it is refused."""
     why = find_refusal(value)
     if why is not None:
         raise Barred(why)
@@ -248,17 +248,17 @@ def find_refusal(value: Any) -> Refusal | None:
 
 
 def replace_refused(file: TorchFile, source: Source) -> tuple[Any, dict[Path, Refusal]]:
-    """Return what a file holds, with a ``Refusal`` in place of each part that is refused.
+    """Return the content of a file, with a ``Refusal`` in place of each refused part.
 
-    Parts are what its dicts and lists hold. Each refusal is returned by its path as well. What the
-    dicts name besides, as keys or attributes, stays as it is.
+    Parts are the items of its dicts and lists. Each refusal is returned by its path as well. Other
+    names in the dicts, as keys or attributes, stay as they are.
     """
     walk = _RefusalWalk(file, source)
     return walk.replace(file.inert, ()), walk.refused
 
 
 class _RefusalWalk:
-    """One walk through the dicts and lists of a file; each is looked at once."""
+    """One walk through the dicts and lists of a file; each is visited once."""
 
     def __init__(self, file: TorchFile, source: Source) -> None:
         self._file, self._source = file, source
@@ -267,7 +267,7 @@ class _RefusalWalk:
         self.refused: dict[Path, Refusal] = {}
 
     def replace(self, value: Any, path: Path) -> Any:
-        """Return the value itself where nothing in it is refused, else a copy with why."""
+        """Return the value itself if nothing in it is refused, else a copy with refusals."""
         if isinstance(value, str | int | float | bytes | None):
             return value
         if id(value) not in self._known:
@@ -294,7 +294,7 @@ class _RefusalWalk:
 
 
 def _copy_with(value: Any, changed: dict[Any, Any]) -> Any:
-    """Return a copy of a dict, list or tuple in which some parts are others."""
+    """Return a copy of a dict, list or tuple with some parts replaced."""
     if isinstance(value, dict):
         copied = copy.copy(value)
         copied.update(changed)

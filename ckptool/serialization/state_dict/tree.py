@@ -22,18 +22,18 @@ _FEWEST_LEAVES = 100_000
 
 
 class Module(NamedTuple):
-    """What a module holds itself, by name, and the modules in it."""
+    """What a module contains itself, by name, and its submodules."""
 
     tensors: list[tuple[str, Any]]
     children: list[tuple[str, Any]]
 
 
 def module_state(value: PickleValue) -> Module | None:
-    """Return what a module's record holds, in the order of ``state_dict()``; None for all else.
+    """Return a module's content in the order of ``state_dict()``; None for all else.
 
-    A module is an object whose attributes are kept as they are in memory (torch 1.0 to 2.15):
+    A module is an object whose attributes are saved as in memory (torch 1.0 to 2.15):
     ``_parameters``, ``_buffers`` and ``_modules``, each a dict by name, and the set of the names of
-    buffers that are not saved. What a class of its own adds by code cannot be known.
+    buffers that are not saved. Additions by a class's own code are unknown.
     """
     if not isinstance(value, Call) or value.state is None:
         return None
@@ -53,7 +53,7 @@ def module_state(value: PickleValue) -> Module | None:
 
 
 def _names(value: PickleValue) -> set[str]:
-    """Return the members of a set of names, as protocol 2 writes it or later ones."""
+    """Return the members of a set of names, as protocol 2 or later ones write it."""
     if isinstance(value, Call) and len(value.args) == 1:
         value = value.args[0]
     names = value if isinstance(value, list | tuple | set | frozenset) else ()
@@ -63,16 +63,15 @@ def _names(value: PickleValue) -> set[str]:
 class StateDictWalk:
     """Flattens a state dict, as DCP does (torch 2.4 to 2.13).
 
-    Dicts are entered, defaultdicts as well, lists where a dict or a tensor lies inside. Entered too
-    is what DCP would pickle whole: tuples where a tensor lies inside, the parts of quantized
-    tensors and of tensor subclasses that wrap others, and modules, whose names are those of
-    ``state_dict()``. Everything else, and an empty container, is a leaf; a container in itself is
-    one that is ``Repeated``. ``notes`` are what a person should know of how values were entered, by
+    Dicts are entered, including defaultdicts, and lists that contain a dict or a tensor. Also
+    entered are values that DCP would pickle whole: tuples that contain a tensor, the parts of
+    quantized tensors and of tensor subclasses that wrap others, and modules, whose names are those
+    of ``state_dict()``. Everything else, and an empty container, is a leaf; a container in itself
+    is one that is ``Repeated``. ``notes`` are remarks for the user on how values were entered, by
     the values' paths.
 
-    ``pickled`` is the size in bytes of the pickle. Raises Damaged if the nesting has no end, or
-    where the pickle refers to its own parts so often that it unfolds to more values than it has
-    bytes.
+    ``pickled`` is the size in bytes of the pickle. Raises Damaged if the nesting has no end, or if
+    the pickle refers to its own parts so often that it expands to more values than it has bytes.
     """
 
     def __init__(self, what: str, pickled: int = 0) -> None:
@@ -84,7 +83,7 @@ class StateDictWalk:
         self.notes: dict[Path, str] = {}
 
     def leaves(self, value: PickleValue, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-        """Yield the leaves of a value that lies at ``path`` with their paths, in order."""
+        """Yield the leaves of the value at ``path`` with their paths, in order."""
         self._count(len(path))
         if id(value) in self._open:
             yield path, Repeated(_display_name(self._open[id(value)]))
@@ -99,7 +98,7 @@ class StateDictWalk:
             del self._open[id(value)]
 
     def _count(self, depth: int) -> None:
-        """Count a value that lies so deep. Raises Damaged if it is one too many, or too deep."""
+        """Count a value at a depth. Raises Damaged if there are too many, or it is too deep."""
         self._left -= 1
         if self._left < 0 or depth > _DEEPEST:
             message = f"{self._what}: the state dict is nested more than {_DEEPEST} deep, or"
@@ -107,7 +106,7 @@ class StateDictWalk:
             raise Damaged(message, "pickle-bomb")
 
     def _module(self, value: PickleValue) -> Module | None:
-        """Return what a module holds, looked up once however often the pickle refers to it."""
+        """Return a module's content, looked up once however often the pickle refers to it."""
         if not isinstance(value, Call):
             return None
         if id(value) not in self._modules:
@@ -115,7 +114,7 @@ class StateDictWalk:
         return self._modules[id(value)]
 
     def _module_leaves(self, value: Call, module: Module, path: Path) -> Iterator[tuple[Path, Any]]:
-        """Yield the leaves of a module as ``state_dict()`` names them; where none, the module."""
+        """Yield the leaves of a module as ``state_dict()`` names them, or else the module."""
         entries = list(self._module_entries(value, module, path, ()))
         if entries:
             self.notes[path] = (
@@ -177,9 +176,9 @@ def _entries(value: PickleValue) -> list[tuple[Any, Any]]:
 
 
 def _is_entered(value: PickleValue, what: str, known: dict[int, bool]) -> bool:
-    """Return whether a list holds a dict or a tensor, or a tuple a tensor, at any depth.
+    """Return whether a list contains a dict or a tensor, or a tuple a tensor, at any depth.
 
-    ``known`` says it of parts that were looked at before, and learns of those that hold none.
+    ``known`` has the answer for parts that were visited before, and learns those without any.
     """
     seen: set[int] = set()
     stack = [(value, 0)]
@@ -204,9 +203,9 @@ def _is_entered(value: PickleValue, what: str, known: dict[int, bool]) -> bool:
 def assign_names(entries: Iterable[tuple[Path, Any]]) -> dict[str, tuple[Path, Any]]:
     """Return leaves by their flat name.
 
-    Of several paths that give one name the shortest keeps it, whatever their order; of paths as
-    long, the one of text before numbers. The others are called ``NAME@2`` and so on. What lies at
-    the root, or under an empty key, is a ``value``.
+    Of several paths with one name the shortest keeps it, whatever their order; of equally long
+    paths, the one of text before numbers. The others are called ``NAME@2`` and so on. A leaf at the
+    root, or under an empty key, is a ``value``.
     """
     by_name: dict[str, list[tuple[Path, Any]]] = {}
     for path, leaf in entries:
@@ -231,9 +230,9 @@ def _order_of(path: Path) -> tuple[bool, int, list[tuple[str, bool, str]]]:
 
 
 def nest(entries: Iterable[tuple[Path, Any]]) -> Any:
-    """Return the nested state dict whose leaves lie at these paths.
+    """Return the nested state dict whose leaves are at these paths.
 
-    List positions must be complete; where some were dropped, the list becomes a dict of positions.
+    List indices must be complete; if some were dropped, the list becomes a dict of indices.
     """
     items = list(entries)
     if len(items) == 1 and items[0][0] == ():
@@ -255,7 +254,7 @@ def nest(entries: Iterable[tuple[Path, Any]]) -> Any:
 
 
 class _Branch:
-    """A container while it is put together: its children by step, nodes or leaves."""
+    """A container being assembled: its children by step, nodes or leaves."""
 
     __slots__ = ("children",)
 

@@ -1,4 +1,4 @@
-"""Non-tensor values of a checkpoint: their parts, their size, which are plain, what is equal."""
+"""Non-tensor values of a checkpoint: their parts, size, plainness and equality."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from ckptool.serialization.pickle.records import Call, Global, Persistent, state
 
 _PLAIN_CALLS = frozenset(["torch.Size", "torch.device", "torch.serialization._get_layout"])
 UNREAD_TENSOR = "torch storage"
-"""Stands among the foreign globals of a value that is not read, such as a tensor of some kinds."""
+"""Marks a value as not read, such as a tensor of an unsupported kind, among its foreign globals."""
 NUMPY = "numpy data"
-"""Stands there for all of numpy's arrays, scalars and generators, which writers carry."""
+"""Represents all of numpy's arrays, scalars and generators there, which writers carry."""
 _SCALARS = frozenset([str, int, float, bool, complex, bytes, bytearray, type(None)])
 _ELEMENT_TYPE = re.compile(r"[<>=|]?[?biufcSUVmM]\d{0,9}")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Repeated:
-    """Stands for a value that is one of those it lies in: a dict that holds itself."""
+    """Represents a value that contains itself, such as a dict in itself."""
 
     outer: str
 
@@ -43,7 +43,7 @@ def list_parts(value: object) -> list[Any]:
 
 
 def walk_parts(value: object, *, hidden: bool = False) -> Iterator[Any]:
-    """Yield a value and all that lies in it but scalars, each once.
+    """Yield a value and everything in it but scalars, each once.
 
     With ``hidden`` also what persistent ids name, and the attributes of dicts.
     """
@@ -64,13 +64,13 @@ def walk_parts(value: object, *, hidden: bool = False) -> Iterator[Any]:
 MOST_TIMES = 16
 MOST_PARTS = 1_000_000
 _COUNTED = 10**15
-"""Sizes are counted up to here: each doubling would make a number one bit longer."""
+"""The limit of counted sizes: each doubling would make a number one bit longer."""
 
 
 class Expansion:
-    """Measures how large values of one checkpoint are once they are written out.
+    """Measures the expanded size of values of one checkpoint.
 
-    Each part is measured once, however often it is referred to; ``distinct`` counts these. The
+    Each part is measured once, however often it is referenced; ``distinct`` counts these. The
     values must outlive this object.
     """
 
@@ -79,7 +79,7 @@ class Expansion:
         self._sizes: dict[int, int] = {}
 
     def parts(self, value: object) -> int:
-        """Count the parts of a value once written out, at most ``_COUNTED``; itself in it once."""
+        """Count the parts of an expanded value, at most ``_COUNTED``; itself in it once."""
         stack: list[tuple[Any, list[Any] | None]] = [(value, None)]
         while stack:
             item, inner = stack.pop()
@@ -106,7 +106,7 @@ class Expansion:
 
 
 def require_bounded(values: Iterable[Any], *, what: str) -> None:
-    """Raise Damaged if values refer to their parts so often that writing them has no end."""
+    """Raise Damaged if values refer to their parts so often that expanding them has no end."""
     expansion = Expansion()
     size = min(sum(map(expansion.parts, values)), _COUNTED)
     if not expansion.is_bounded(size):
@@ -116,7 +116,7 @@ def require_bounded(values: Iterable[Any], *, what: str) -> None:
 
 
 class Foreign:
-    """Remembers ``collect_foreign_globals`` of values of one checkpoint, which may share them."""
+    """Caches ``collect_foreign_globals`` for values of one checkpoint, which may share them."""
 
     def __init__(self) -> None:
         self._known: dict[int, set[str]] = {}
@@ -129,15 +129,15 @@ class Foreign:
 
 
 def collect_foreign_globals(value: object) -> set[str]:
-    """Return the names of the classes and functions in a value that are no plain data.
+    """Return the names of the classes and functions in a value that are not plain data.
 
-    Plain is what ``torch.load(weights_only=True)`` rebuilds without further permission.
+    Plain data is what ``torch.load(weights_only=True)`` rebuilds without further permission.
     """
     return {name for item in walk_parts(value) if (name := _foreign_name(item)) is not None}
 
 
 def _foreign_name(item: object) -> str | None:
-    """Return what is foreign in a part of a value, the parts inside it apart."""
+    """Return what is foreign in a part of a value, without the parts inside it."""
     if isinstance(item, Call):
         if holds_objects(item):
             return "numpy elements that are Python objects"
@@ -184,7 +184,7 @@ _NUMPY_TYPES = {
 
 
 def type_name(value: object) -> str:
-    """Return what a person calls the type: ``int``, ``torch.Size``, ``argparse.Namespace``."""
+    """Return the usual name of the type: ``int``, ``torch.Size``, ``argparse.Namespace``."""
     if isinstance(value, Call):
         return _call_type(value)
     if isinstance(value, Persistent):
@@ -197,7 +197,7 @@ def type_name(value: object) -> str:
 
 
 def _call_type(call: Call) -> str:
-    """Return what a person calls what a call would make."""
+    """Return the usual name of a call's result type."""
     if call.name == "torch._tensor._rebuild_from_type_v2" and len(call.args) > 1:
         return _class_name(call.args[1]) + _of_subclass(call)
     if call.name.endswith("_rebuild_nested_tensor"):
@@ -215,7 +215,7 @@ def _class_name(value: object) -> str:
 
 
 def _of_subclass(record: Call) -> str:
-    """Return of a DTensor the class of its local tensor where that is a subclass too."""
+    """Return for a DTensor the class of its local tensor if that is a subclass too."""
     local = state_fields(record.args[3]).get("_local_tensor") if len(record.args) == 4 else None
     if isinstance(local, Call) and local.name == record.name and len(local.args) > 1:
         return f" of {_class_name(local.args[1])}"
@@ -257,7 +257,7 @@ def _pairs(a: Any, b: Any) -> list[tuple[Any, Any]] | None:
 
 
 def note_stray_keys(file: str, keys: Iterable[Any]) -> list[str]:
-    """Return a note on what lies in a file under keys that its format does not have, if any."""
+    """Return a note on entries of a file under keys that its format does not have, if any."""
     names = ", ".join(repr(key)[:80] for key in keys)
     return [f"not carried: {names} of {file}, unknown to its format"] if names else []
 

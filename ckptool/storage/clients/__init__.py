@@ -1,1 +1,1 @@
-"""What speaks with stores: file systems of fsspec, and obstore, a client in Rust."""
+"""The clients of stores: file systems of fsspec, and obstore, a client in Rust."""

@@ -1,6 +1,6 @@
-"""Who asks S3, and where, as far as that is written down: in the environment and in profiles.
+"""AWS credentials and endpoint, as far as they are in the environment and in profiles.
 
-What botocore (1.43) finds in other ways, or what changes how it asks, is left to it: roles, SSO,
+Whatever botocore (1.43) finds in other ways, or changes its requests, is left to it: roles, SSO,
 programs that give credentials, other certificates, other kinds of addresses.
 """
 
@@ -24,7 +24,7 @@ _UNDERSTOOD = {
     "AWS_ENDPOINT_URL",
     "AWS_ENDPOINT_URL_S3",
     "AWS_CA_BUNDLE",
-    "AWS_REGION",  # botocore does not look at this one and the next
+    "AWS_REGION",  # botocore ignores this one and the next
     "AWS_EXECUTION_ENV",
     "AWS_EC2_METADATA_DISABLED",
     "AWS_MAX_ATTEMPTS",
@@ -36,11 +36,11 @@ _IN_A_PROFILE = {*_KEYS, "region", "endpoint_url", "output", "cli_pager"}
 _COMMERCIAL = re.compile(r"(?:us|ca|mx|sa|eu|il|af|me|ap)-(?!iso|gov)[a-z]+-\d")
 """Regions whose hosts are called ``s3.REGION.amazonaws.com``."""
 _IN_A_HOST = re.compile(r"[a-z0-9][a-z0-9-]{1,61}[a-z0-9](?<!--x-s3)")
-"""Buckets that botocore names in the host; obstore asks for those of S3 Express in another way."""
+"""Buckets that botocore names in the host; obstore addresses those of S3 Express differently."""
 
 
 class Signer(NamedTuple):
-    """Who asks S3 in which region, and at which endpoint; empty if it is AWS's own."""
+    """The credentials, region and endpoint for S3; the endpoint is empty if it is AWS's own."""
 
     key: str
     secret: str
@@ -49,7 +49,7 @@ class Signer(NamedTuple):
     endpoint: str
 
     def settings(self, bucket: str) -> dict[str, object] | None:
-        """Return obstore's settings for a bucket; None where botocore would ask in another way."""
+        """Return obstore's settings for a bucket; None if botocore would address it differently."""
         if not self.endpoint and not _IN_A_HOST.fullmatch(bucket):
             return None
         endpoint = self.endpoint or f"https://{bucket}.s3.{self.region}.amazonaws.com"
@@ -70,7 +70,7 @@ class Signer(NamedTuple):
 
 
 def find_signer(environment: Mapping[str, str]) -> Signer | None:
-    """Return who asks S3 as botocore finds it; None if it has to be asked itself."""
+    """Return the signer that botocore would find; None if only botocore itself can tell."""
     names = {name for name, value in environment.items() if name.startswith("AWS_") and value}
     if names - _UNDERSTOOD or _has_fsspec_settings(environment):
         return None
@@ -92,9 +92,9 @@ def find_signer(environment: Mapping[str, str]) -> Signer | None:
 
 
 def _profile(environment: Mapping[str, str]) -> dict[str, str] | None:
-    """Return what the profile in use says; None if it is not there, or not understood.
+    """Return the settings of the profile in use; None if it is missing, or not understood.
 
-    Keys of both files are not put together: which of them count is botocore's to say.
+    Keys of both files are not merged: which of them count is up to botocore.
     """
     name = environment.get("AWS_PROFILE") or "default"
     try:
@@ -116,7 +116,7 @@ def _profile(environment: Mapping[str, str]) -> dict[str, str] | None:
 
 
 def _sections(file: str) -> dict[str, dict[str, str]]:
-    """Return the sections of a file, none where it is not there; ValueError if it is not one."""
+    """Return the sections of a file, none if it is missing; ValueError if it is invalid."""
     path = Path(file).expanduser()
     if not path.exists():
         return {}

@@ -1,8 +1,7 @@
-"""Ranged reads by the clients of fsspec, of the version that was listed, and as it was asked.
+"""Ranged reads by fsspec's clients, checked for the listed version and the requested range.
 
-The clients themselves (s3fs 2026.9, gcsfs 2026.10, adlfs 2026.8, fsspec 2026.9 for the web) look
-neither at the version nor at which range was answered: a proxy may give the whole file, or other
-bytes.
+The clients themselves (s3fs 2026.9, gcsfs 2026.10, adlfs 2026.8, fsspec 2026.9 for the web) check
+neither: a proxy may return the whole file, or other bytes.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ AsyncRead = Callable[[Any, ObjectVersion, int, int], Coroutine[Any, Any, bytes]]
 
 
 def is_pinned(scheme: str, version: str) -> bool:
-    """Return whether a read that names this version fails where another is there.
+    """Return whether a read that names this version fails if another is there.
 
-    Emulators of Google Cloud Storage do not know conditions: there files are listed again as well.
+    Emulators of Google Cloud Storage ignore conditions: there files are listed again as well.
     """
     return scheme in (*S3, *AZURE) and version.startswith('"')
 
@@ -60,7 +59,7 @@ async def _read_google(fs: Any, file: ObjectVersion, start: int, end: int) -> by
         status, given, _, data = await fs._request(
             "GET", fs.url(file.key), headers=headers, **version
         )
-    except FileExistsError:  # what gcsfs makes of 412
+    except FileExistsError:  # gcsfs's error for 412
         raise _replaced(f"gs://{file.key}") from None
     _require_range(file.key, status, given.get("Content-Range"), len(data), start, end)
     if pinned:
@@ -124,11 +123,11 @@ RANGE_READS: Mapping[str, AsyncRead] = {
     **dict.fromkeys(AZURE, _read_azure),
     **dict.fromkeys(WEB, _read_web),
 }
-"""How the files of a scheme are read."""
+"""How the files of each scheme are read."""
 
 
 def _require_version(what: str, file: ObjectVersion, given: str | None) -> None:
-    """Check which version an answer is of, where it says so: a store may not know conditions."""
+    """Check the version of an answer, if it has one: a store may ignore conditions."""
     if given is not None and given != file.version:
         raise _replaced(what)
 
@@ -140,11 +139,11 @@ def _replaced(what: str) -> Changed:
 def _require_range(
     what: str, status: int, content_range: str | None, size: int | None, start: int, end: int
 ) -> int:
-    """Check that an answer holds the bytes from ``start`` on, ``end`` excluded, maybe fewer.
+    """Check that an answer has the bytes from ``start`` to ``end`` (exclusive), or fewer.
 
-    Returns how many. Raises Unsupported if the server gives whole files only, and OSError, which
-    is tried again, where it gave other bytes. A whole file (``size`` bytes) is as good where all of
-    it was wanted.
+    Returns how many. Raises Unsupported if the server returns only whole files, and OSError, which
+    is retried, if it returned other bytes. A whole file (``size`` bytes) is accepted if all of it
+    was wanted.
     """
     if status != _PARTIAL:
         if start == 0 and size is not None and size <= end:

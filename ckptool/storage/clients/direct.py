@@ -1,7 +1,7 @@
-"""Lists and reads S3 by obstore alone: s3fs, which takes long to load, is not needed.
+"""Lists and reads S3 with obstore alone, without s3fs, which takes long to import.
 
-So it is where who asks, and where, is written down. The first answer of a bucket decides: whatever
-fails before that is s3fs's to ask, and to find out about (a region, a redirect), for good.
+Used if credentials and endpoint are recorded. The first answer of a bucket decides: if anything
+fails before that, s3fs takes over for good and finds the reason (a region, a redirect).
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ _CONNECT, _READ = 5.0, 15.0
 
 
 class StoreClient(Protocol):
-    """Lists and reads files of a store; each raises what the store's client raises."""
+    """Lists and reads files of a store; each method raises the errors of the store's client."""
 
     def find(self, key: str) -> Mapping[str, dict[str, Any]] | list[str]:
         """Return all files below a place, or the file there, by their keys."""
 
     def info(self, key: str) -> dict[str, Any]:
-        """Return what the store says of a file, or that there is a folder."""
+        """Return the store's information on a file, or that there is a folder."""
 
     def get(self, key: str) -> bytes | memoryview:
         """Return all of a small file."""
 
     def read(self, file: ObjectVersion, start: int, end: int) -> memoryview:
-        """Return the bytes from ``start`` to ``end``, fewer where the file ends before."""
+        """Return the bytes from ``start`` to ``end``, fewer if the file ends before."""
 
 
 @dataclass
 class _Bucket:
-    """A bucket as obstore asks for it; None once that is left to s3fs."""
+    """A bucket as obstore addresses it; None once it is left to s3fs."""
 
     store: Any
     has_answered: bool = False
 
 
 class DirectClient:
-    """Asks obstore; what that cannot answer is asked of ``others``, s3fs, which is then loaded."""
+    """Asks obstore; ``others``, s3fs, which is then imported, answers what obstore cannot."""
 
     def __init__(self, signer: Signer, others: Callable[[], StoreClient], timeout: float) -> None:
         self._signer = signer
@@ -71,7 +71,7 @@ class DirectClient:
         return self._others().find(key) if found is None else found
 
     def info(self, key: str) -> dict[str, Any]:
-        """Return what S3 says of a file, or that there is a folder; FileNotFoundError for none."""
+        """Return S3's information on a file or folder; FileNotFoundError if there is neither."""
         found = self._ask(key, _look_up)
         if found is None:
             return self._others().info(key)
@@ -85,7 +85,7 @@ class DirectClient:
         return self._others().get(key) if data is None else data
 
     def read(self, file: ObjectVersion, start: int, end: int) -> memoryview:
-        """Return the bytes from ``start`` to ``end``, fewer where the file ends before."""
+        """Return the bytes from ``start`` to ``end``, fewer if the file ends before."""
         version = file.version if is_pinned(S3[0], file.version) else None
 
         def read(store: Any, bucket: str, key: str) -> memoryview | None:
@@ -97,7 +97,7 @@ class DirectClient:
     def _ask(self, place: str, work: Callable[[Any, str, str], _T | None]) -> _T | None:
         """Return obstore's answer about a place; None if it gives none.
 
-        Raises refusals, and Busy, after which the place is asked of others once.
+        Raises refusals, and Busy, after which the others are asked about the place once.
         """
         name, _, key = place.partition("/")
         if is_forked() or key != key.strip("/") or self._turns.are_others(place):
@@ -137,7 +137,7 @@ def by_obstore_alone(
     others: Callable[[], StoreClient],
     timeout: float,
 ) -> DirectClient | None:
-    """Return what asks obstore, where that knows who asks and where; None if it does not."""
+    """Return a client on obstore, if credentials and endpoint are recorded; None if not."""
     if scheme not in S3 or options or has_proxies() or not is_available():
         return None
     signer = find_signer(os.environ)
@@ -145,9 +145,9 @@ def by_obstore_alone(
 
 
 def _list(store: Any, bucket: str, key: str) -> dict[str, dict[str, Any]] | None:
-    """Return all files below a key, or the one there; None where s3fs has to say what they are.
+    """Return all files below a key, or the one there; None if s3fs has to determine that.
 
-    obstore (0.12) shows the mark of a folder, which is empty and ends with a slash, without that.
+    obstore (0.12) shows the marker of a folder, which is empty and ends with a slash, without it.
     """
     import obstore
 
@@ -178,10 +178,10 @@ def _head(store: Any, bucket: str, key: str) -> dict[str, dict[str, Any]]:
 
 
 def _look_up(store: Any, bucket: str, key: str) -> dict[str, Any] | None:
-    """Return what is said of a file, or that it is a folder; empty if there is neither.
+    """Return the information on a file, or that it is a folder; empty if there is neither.
 
-    That there is no such key is no answer by itself, as long as there was none: the bucket may be
-    called otherwise where the store is asked so.
+    A missing key is not an answer by itself before any other answer: the bucket may have another
+    name at this endpoint.
     """
     found = _head(store, bucket, key)
     if not found:
@@ -199,7 +199,7 @@ def _get(store: Any, bucket: str, key: str) -> memoryview:
 
 
 def _described(bucket: str, meta: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what obstore says of an object as s3fs does."""
+    """Return obstore's information on an object in the form of s3fs."""
     return {
         "name": f"{bucket}/{meta['path']}",
         "size": meta["size"],

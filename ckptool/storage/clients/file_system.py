@@ -1,4 +1,4 @@
-"""The file system of fsspec that a URL names, with settings for many requests at once."""
+"""The fsspec file system of a URL, with settings for many concurrent requests."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ _CONNECTIONS = 64
 _opened: WeakValueDictionary[int, Any] = WeakValueDictionary()
 """File systems that were opened, by ``id``."""
 _inherited: list[Any] = []
-"""Those of the process that this one was forked from. Clients of fsspec that are forgotten take
-their sockets out of the queue of events, which is that process's as well: it would wait for answers
-for ever."""
+"""Those of the process that this one was forked from. When fsspec's clients are freed, they remove
+their sockets from the event queue, which the processes share: the parent would wait for answers for
+ever.
+"""
 
 
 def _keep_inherited() -> None:
@@ -50,7 +51,7 @@ def open_file_system(url: str, options: Mapping[str, Any]) -> Any:
 
         fs = url_to_fs(url, **{**options, **_wide(scheme, options)})[0]
         if options and is_s3(fs):
-            fs.connect()  # looks at the options
+            fs.connect()  # checks the options
     except ImportError as error:
         raise _missing(url, scheme, error) from None
     except TypeError as error:
@@ -59,7 +60,7 @@ def open_file_system(url: str, options: Mapping[str, Any]) -> Any:
     except ValueError as error:
         if "not known" not in str(error).lower():
             raise UsageError(f"{redact_url(url)}: {error_text(error)}") from None
-        if scheme in _EXTRAS:  # abfss:// is known to fsspec by what adlfs tells it alone
+        if scheme in _EXTRAS:  # fsspec knows abfss:// only from adlfs
             raise _missing(url, scheme, error) from None
         hint = "s3://, gs://, az://, hf://, https://, or another that fsspec knows"
         raise UsageError(f"{redact_url(url)}: unknown store {scheme}://", hint=hint) from None
@@ -78,11 +79,11 @@ def _missing(url: str, scheme: str, error: Exception) -> Unsupported:
 
 
 def _wide(scheme: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings for many requests of a store at once: botocore allows 10."""
+    """Return settings for many concurrent requests to a store: botocore allows 10."""
     if _EXTRAS.get(scheme) != "s3":
         return {}
     from fsspec.config import conf
 
     theirs = options.get("config_kwargs", conf.get("s3", {}).get("config_kwargs", {}))
-    once = {"retries": {"max_attempts": 0}}  # ``Store.ask`` tries again
+    once = {"retries": {"max_attempts": 0}}  # ``Store.ask`` retries
     return {"config_kwargs": {"max_pool_connections": _CONNECTIONS} | once | theirs}

@@ -1,7 +1,7 @@
-"""Ranged reads of other stores by obstore: Google Cloud Storage, Azure and web servers.
+"""Ranged reads of other stores with obstore: Google Cloud Storage, Azure and web servers.
 
-fsspec's client is in charge: it says where the store is, and gives obstore its credentials as long
-as they last. Whatever obstore cannot read it reads, or says why it cannot.
+fsspec's client is in charge: it determines the store's address, and gives obstore its credentials
+as long as they last. What obstore cannot read, the client reads, or reports why it cannot.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from ckptool.storage.clients.turns import Turns
 from ckptool.storage.url import AZURE, GOOGLE, WEB
 
 _PLAIN = re.compile(r"[A-Za-z0-9][\w.\-]*", re.ASCII)
-"""Names that are the same in a URL."""
+"""Characters that are the same in a URL."""
 _AMBIGUOUS = re.compile(r"/\.{1,2}(?:/|$)|%2e|#", re.IGNORECASE)
-"""Parts of a URL that clients may leave out, each in its own way."""
+"""Parts of a URL that clients may omit, each in its own way."""
 _SCOPE = "https://storage.azure.com/.default"
-"""What azure-storage-blob (12.31) asks tokens for."""
+"""The scope of tokens that azure-storage-blob (12.31) requests."""
 
 
 class _Way(NamedTuple):
     """How obstore reads what a file system reads.
 
-    ``split`` gives the place of a file that obstore connects to and a name in it, None if it
-    would read another; ``connect`` gives obstore's store for such a place, None if it does not
-    know one; ``version`` what of a listed version obstore can name, or compare.
+    ``split`` returns the place that obstore connects to and a file's name in it, None if obstore
+    would read another; ``connect`` returns obstore's store for such a place, None if it does not
+    know one; ``version`` the part of a listed version that obstore can name, or compare.
     """
 
     split: Callable[[Any, ObjectVersion], tuple[str, str] | None]
@@ -51,7 +51,7 @@ class _Way(NamedTuple):
 
 
 class ObstoreOtherReader:
-    """Reads parts of files by obstore; ``reader`` reads what that cannot, with fsspec's client."""
+    """Reads parts of files with obstore; ``reader`` reads the rest with fsspec's client."""
 
     def __init__(self, fs: Any, way: _Way, reader: RangeReader, timeout: float) -> None:
         self._fs = fs
@@ -64,7 +64,7 @@ class ObstoreOtherReader:
         self._turns = Turns()
 
     def read(self, file: ObjectVersion, start: int, end: int) -> memoryview:
-        """Return the bytes from ``start`` to ``end``, fewer where the file ends before."""
+        """Return the bytes from ``start`` to ``end``, fewer if the file ends before."""
         works = self._has_read or self._failed < TRIALS
         place = self._way.split(self._fs, file) if works and not is_forked() else None
         if place is None or self._turns.are_others(file.key):
@@ -97,9 +97,9 @@ class ObstoreOtherReader:
 
 
 def by_obstore(fs: Any, scheme: str, reader: RangeReader, timeout: float) -> RangeReader:
-    """Return what reads by obstore where that asks as a file system does, else ``reader``.
+    """Return a reader on obstore, if that would ask as the file system does, else ``reader``.
 
-    Each client goes by proxies in its own way; s3fs says itself whether it does.
+    Each client treats proxies in its own way; s3fs reports its use of them.
     """
     if not is_available():
         return reader
@@ -122,10 +122,10 @@ def _split_web(fs: Any, file: ObjectVersion) -> tuple[str, str] | None:
 
 
 def split_url(url: str) -> tuple[str, str]:
-    """Return a folder and a name in it as obstore (0.12) asks for them, of the URL of a file.
+    """Return the folder and name that obstore (0.12) would request for the URL of a file.
 
-    The name is empty if it, or the folder, would be asked for under another: obstore quotes
-    names, and puts those of a folder behind its query.
+    The name is empty if it, or the folder, would be requested under another: obstore quotes names,
+    and puts those of a folder after its query.
     """
     folder, _, name = url.rpartition("/")
     return (folder, name) if _PLAIN.fullmatch(name) and "?" not in folder else (url, "")
@@ -143,7 +143,7 @@ def _connect_web(fs: Any, folder: str, timeout: float) -> Any:
 def _connect_google(fs: Any, bucket: str, timeout: float) -> Any:
     """Return obstore's store for a bucket; None with settings of aiohttp, or certificates.
 
-    Who pays is named in a header, as google-auth (2.62) does of a quota project.
+    A header names the payer, as google-auth (2.62) sends a quota project.
     """
     from obstore.store import GCSStore
 
@@ -166,7 +166,7 @@ def _connect_google(fs: Any, bucket: str, timeout: float) -> Any:
 
 
 def _connect_azure(fs: Any, container: str, timeout: float) -> Any:
-    """Return obstore's store for a container; None where adlfs has other kinds of credentials."""
+    """Return obstore's store for a container; None if adlfs has other kinds of credentials."""
     from obstore.store import AzureStore
 
     client = fs.service_client
@@ -205,7 +205,7 @@ def _lasting(**credential: str) -> Callable[[], Any]:
 
 
 def _options(url: str, timeout: float, headers: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return settings for requests that are sent once, and given up after a time in seconds."""
+    """Return settings for requests that are sent once, with a timeout in seconds."""
     time = timedelta(seconds=timeout)
     client = {
         "allow_http": url.startswith("http:"),
@@ -224,4 +224,4 @@ _WAYS: Mapping[str, _Way] = {
     **dict.fromkeys(AZURE, _Way(_split_key, _connect_azure, re.compile(r'".+"'))),
     **dict.fromkeys(WEB, _Way(_split_web, _connect_web, re.compile(r"(?!)"))),
 }
-"""How obstore reads the files of a scheme."""
+"""How obstore reads the files of each scheme."""

@@ -1,9 +1,8 @@
-"""Ranged reads of S3 by obstore, a client in Rust: a sixth of s3fs's processor time.
+"""Ranged reads of S3 with obstore, a client in Rust: a sixth of s3fs's processor time.
 
-s3fs is in charge. Its first read of a bucket says where its requests go,
-redirects followed, and how they are signed; obstore then asks there, with the credentials that s3fs
-has. Whatever obstore cannot read, s3fs reads, or says why it cannot; but a refusal is not asked for
-twice.
+s3fs is in charge. Its first read of a bucket shows where its requests go, after redirects, and how
+they are signed; obstore then asks there, with the credentials of s3fs. What obstore cannot read,
+s3fs reads, or reports why it cannot; but a refused request is not repeated.
 """
 
 from __future__ import annotations
@@ -33,21 +32,21 @@ _UNDERSTOOD = {
     "x-amz-request-payer",
     "x-amz-security-token",
 }
-"""Headers of S3 that obstore sends as well, or that mean nothing if a part is read."""
+"""Headers of S3 that obstore sends as well, or that do not matter for partial reads."""
 KEPT = timedelta(minutes=6)
-"""How long credentials are said to last: obstore (0.12) asks anew five minutes before."""
+"""Stated lifetime of credentials: obstore (0.12) renews them five minutes before its end."""
 _REFUSAL = re.compile(
     r"status code: (4(?!08|29)\d\d)\b.*?<Code>(\w+)</Code>.*?<Message>(.*?)</Message>", re.DOTALL
 )
 """How obstore (0.12) quotes an answer that asking again does not change."""
 TRIALS = 3
-"""Reads that obstore may fail, and s3fs not, before it is left alone for never having read."""
+"""Reads that may fail in obstore but not in s3fs before obstore is no longer tried."""
 _processes: set[int] = set()
 """The process in which obstore runs."""
 
 
 class ObstoreReader:
-    """Reads parts of S3 objects by obstore; ``reader`` reads what that cannot, with s3fs."""
+    """Reads parts of S3 objects with obstore; ``reader`` reads the rest with s3fs."""
 
     def __init__(self, fs: Any, reader: RangeReader, timeout: float) -> None:
         self._fs = fs
@@ -61,7 +60,7 @@ class ObstoreReader:
         self._turns = Turns()
 
     def read(self, file: ObjectVersion, start: int, end: int) -> memoryview:
-        """Return the bytes from ``start`` to ``end``, fewer where the file ends before."""
+        """Return the bytes from ``start`` to ``end``, fewer if the file ends before."""
         bucket, key, version_id = self._fs.split_path(file.key)
         is_usable = self._is_usable(key) and version_id is None
         if not is_usable or self._turns.are_others(key):
@@ -87,7 +86,7 @@ class ObstoreReader:
     def _try(
         self, store: Any, key: str, version: str | None, file: ObjectVersion, start: int, end: int
     ) -> memoryview:
-        """Read by obstore as long as it never did: what it cannot read may be its own fault."""
+        """Read with obstore before its first success: a failure may be its own fault."""
         data = _read(store, key, version, start, end)
         if data is not None:
             self._has_read = True
@@ -97,14 +96,14 @@ class ObstoreReader:
         return data
 
     def _is_usable(self, key: str) -> bool:
-        """Whether obstore, in this process, can read what is called so."""
+        """Whether obstore, in this process, can read objects of such names."""
         works = self._has_read or self._failed < TRIALS
         return works and key == key.strip("/") and not is_forked()
 
     def _read_first(
         self, bucket: str, key: str, file: ObjectVersion, start: int, end: int
     ) -> memoryview:
-        """Read with s3fs, and learn from its request how to ask for more of the bucket."""
+        """Read with s3fs, and learn from its request how to address the bucket."""
         sent: list[Any] = []
 
         def note(request: Any, **_: object) -> None:
@@ -134,13 +133,13 @@ def is_forked() -> bool:
 
 
 def has_proxies() -> bool:
-    """Return whether the environment names proxies: each client goes by them in its own way."""
+    """Return whether the environment names proxies: each client treats them in its own way."""
     names = {name.lower() for name, value in os.environ.items() if value}
     return any(name.endswith("_proxy") for name in names - {"no_proxy"})
 
 
 async def _listen(fs: Any, note: Callable[..., None]) -> Any:
-    """Have each request of a read noted as it is sent; return where that is ended."""
+    """Record each request of a read as it is sent; return a function that ends this."""
     client = await fs.set_session()
     client.meta.events.register(_SENDING, note)
     return client.meta.events
@@ -149,7 +148,7 @@ async def _listen(fs: Any, note: Callable[..., None]) -> Any:
 def _read(
     store: Any, key: str, version: str | None, start: int, end: int, turns: Turns | None = None
 ) -> memoryview | None:
-    """Return bytes of an object; None if there is no answer, or not of what was requested.
+    """Return bytes of an object; None if there is no answer, or a different one.
 
     With ``turns`` raises a refusal as s3fs does, and Busy.
     """
@@ -164,10 +163,10 @@ def _read(
 def read_range(
     store: Any, key: str, version: str | None, start: int, end: int
 ) -> memoryview | None:
-    """Return bytes of an object; None if the answer is of others. Raises what obstore does.
+    """Return bytes of an object; None if the answer has others. Raises obstore's errors.
 
-    A version that is no ETag, in quotes, is Google's generation, which obstore (0.12) cannot ask
-    for as a condition. It checks the status and Content-Range itself, not how many bytes come.
+    A version that is not an ETag, in quotes, is Google's generation, which obstore (0.12) cannot
+    send as a condition. It checks the status and Content-Range itself, but not how many bytes come.
     """
     import obstore
 
@@ -183,9 +182,9 @@ def read_range(
 
 
 def raise_answer(turns: Turns, place: str, error: Exception) -> None:
-    """Raise what an error of obstore quotes of S3's answer: a refusal as s3fs does, or Busy.
+    """Raise the answer of S3 that an obstore error quotes: a refusal as s3fs does, or Busy.
 
-    Returns where it quotes neither: s3fs may be told something else.
+    Returns if it quotes neither: s3fs may get another answer.
     """
     turns.require_answer(place, error)
     if (refusal := _refusal_of(error)) is not None:
@@ -193,7 +192,7 @@ def raise_answer(turns: Turns, place: str, error: Exception) -> None:
 
 
 def _refusal_of(error: Exception) -> Exception | None:
-    """Return the error that s3fs raises where S3 refuses; None where asking again may help."""
+    """Return the error that s3fs raises if S3 refuses; None if asking again may help."""
     refusal = _REFUSAL.search(str(error))
     return None if refusal is None else _translated(*refusal.groups())
 
@@ -235,7 +234,7 @@ def open_s3(
     client_options: Mapping[str, Any],
     credentials: Callable[[], Any],
 ) -> Any:
-    """Return obstore's store for a bucket; None where this version does not know a setting."""
+    """Return obstore's store for a bucket; None if this version does not know a setting."""
     endpoint = settings["endpoint"]
 
     def make() -> Any:
@@ -243,7 +242,7 @@ def open_s3(
 
         return S3Store(
             bucket,
-            # obstore takes the endpoint that the environment has for S3 first
+            # obstore prefers the endpoint that the environment has for S3
             config=cast("Any", {**settings, "aws_endpoint_url_s3": endpoint}),
             client_options=cast(
                 "Any", {**client_options, "allow_http": endpoint.startswith("http:")}
@@ -256,7 +255,7 @@ def open_s3(
 
 
 def open_store(make: Callable[[], Any]) -> Any:
-    """Return a store of obstore as it is made; None where this version does not know a setting."""
+    """Return a store of obstore as created; None if this version does not know a setting."""
     _processes.add(os.getpid())
     try:
         return make()
@@ -267,9 +266,9 @@ def open_store(make: Callable[[], Any]) -> Any:
 def s3_settings(
     url: str, headers: Mapping[str, str | bytes], bucket: str, key: str
 ) -> dict[str, Any] | None:
-    """Return obstore's settings for a bucket, of a request that read ``key`` in it.
+    """Return obstore's settings for a bucket, from a request that read ``key`` in it.
 
-    None if the request has what obstore would not send, or another kind of signature.
+    None if the request has headers that obstore would not send, or another kind of signature.
     """
     texts = {name.lower(): _text(value) for name, value in headers.items()}
     if {name for name in texts if name.startswith("x-amz-")} - _UNDERSTOOD:
@@ -298,7 +297,7 @@ def _text(value: str | bytes) -> str:
 
 
 def _trust(fs: Any) -> dict[str, Any]:
-    """Return which certificates are trusted, as botocore has it of its settings."""
+    """Return the trusted certificates, from botocore's settings."""
     verify = fs.client_kwargs.get("verify", fs.session.get_config_variable("ca_bundle"))
     if isinstance(verify, str):
         return {"root_certificate": Path(verify).read_bytes()}
@@ -306,7 +305,7 @@ def _trust(fs: Any) -> dict[str, Any]:
 
 
 async def _credentials(fs: Any) -> dict[str, Any]:
-    """Return s3fs's credentials, renewed by botocore where they are about to expire."""
+    """Return s3fs's credentials, renewed by botocore if they are about to expire."""
     given = fs.client_kwargs
     key = fs.key or given.get("aws_access_key_id")
     if key is not None:

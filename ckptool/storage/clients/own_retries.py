@@ -1,6 +1,6 @@
-"""The retries of clients themselves are turned off: ``Store.ask`` knows when it is enough.
+"""Turn off the clients' own retries: ``Store.ask`` retries instead, with one policy.
 
-But parts of a stream that is uploaded only its client can send again: gcsfs and adlfs still do.
+Only its client can resend parts of a stream that is uploaded: gcsfs and adlfs still do.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ckptool.storage.retry import lasts
 
 
 def end_own_retries(fs: Any) -> None:
-    """Have a file system send each request once, as far as others can send it again."""
+    """Make a file system send each request once, if others can send it again."""
     if is_s3(fs):
         fs.retries = 1
     elif hasattr(fs, "service_client"):
@@ -23,7 +23,7 @@ def end_own_retries(fs: Any) -> None:
 
 
 def _end_those_of_adlfs(policy: Any) -> None:
-    """Send requests once but for blocks: azure-storage-blob (12.31) waits 57 seconds in four."""
+    """Send requests once except blocks: azure-storage-blob (12.31) waits 57 seconds in four."""
     if "configure_retries" in vars(policy):
         return
     configure = type(policy).configure_retries
@@ -38,7 +38,7 @@ def _end_those_of_adlfs(policy: Any) -> None:
 
 
 def _end_those_of_gcsfs(fs: Any) -> None:
-    """Send requests once but for parts: gcsfs (2026.10) waits 31 seconds in six."""
+    """Send requests once except parts: gcsfs (2026.10) waits 31 seconds in six."""
     again, once, file_system = type(fs)._request, fs._request.__wrapped__, ref(fs)
 
     async def request(method: str, path: str, *arguments: Any, **named: Any) -> Any:

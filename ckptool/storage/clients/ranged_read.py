@@ -1,4 +1,4 @@
-"""Ranged reads with file systems of fsspec, and what else is asked of these to read."""
+"""Ranged reads with file systems of fsspec, and their other reads."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ class RangeReader(Protocol):
     """Reads parts of a store's files, one request each."""
 
     def read(self, file: ObjectVersion, start: int, end: int) -> memoryview:
-        """Return the bytes from ``start`` to ``end``, fewer where the file ends before.
+        """Return the bytes from ``start`` to ``end``, fewer if the file ends before.
 
-        Raises what the store's client raises: each has errors of its own.
+        Raises the errors of the store's client: each has its own.
         """
 
 
 class FsspecReader:
-    """Reads with a file system of fsspec; a request is given up after ``timeout`` seconds.
+    """Reads with a file system of fsspec; a request times out after ``timeout`` seconds.
 
     ``sizes`` are the bytes of the files that were listed.
     """
@@ -33,11 +33,11 @@ class FsspecReader:
         self._timeout = timeout
 
     def read(self, file: ObjectVersion, start: int, end: int) -> memoryview:
-        """Return the bytes from ``start`` to ``end``, fewer where the file ends before."""
+        """Return the bytes from ``start`` to ``end``, fewer if the file ends before."""
         if (read := RANGE_READS.get(self._scheme)) is not None:
             data = wait(self._fs, read(self._fs, file, start, end), self._timeout)
         else:
-            # fsspec's own way also reads some MiB behind a part, unless it is told not to.
+            # by default fsspec also reads some MiB after a part
             plain = {"cache_type": "none", "size": self._sizes.get(file.key)}
             limits = {"start": start, "end": end} | (plain if self._is_plain else {})
             data = call(self._fs, "_cat_file", self._timeout, file.key, **limits)
@@ -67,7 +67,7 @@ class FsspecClient:
         return found
 
     def info(self, key: str) -> dict[str, Any]:
-        """Return what the store says of a file now, or that there is a folder."""
+        """Return the store's current information on a file, or that there is a folder."""
         self._fs.invalidate_cache()
         return dict(call(self._fs, "_info", self._timeout, key))
 
@@ -77,7 +77,7 @@ class FsspecClient:
         return data
 
     def read(self, file: ObjectVersion, start: int, end: int) -> memoryview:
-        """Return the bytes from ``start`` to ``end``, fewer where the file ends before."""
+        """Return the bytes from ``start`` to ``end``, fewer if the file ends before."""
         return self._reader.read(file, start, end)
 
 
@@ -87,14 +87,14 @@ def is_s3(fs: Any) -> bool:
 
 
 def call(fs: Any, method: str, timeout: float, *arguments: Any, **named: Any) -> Any:
-    """Call a method of a file system; give up after a time where it can be given up."""
+    """Call a method of a file system; with a timeout if it can be cancelled."""
     if not fs.async_impl:
         return getattr(fs, method.removeprefix("_"))(*arguments, **named)
     return wait(fs, getattr(fs, method)(*arguments, **named), timeout)
 
 
 def wait(fs: Any, work: Coroutine[Any, Any, Any], timeout: float) -> Any:
-    """Wait for a coroutine of a file system; give up after a time."""
+    """Wait for a coroutine of a file system, with a timeout."""
     from fsspec.asyn import sync
 
     return sync(fs.loop, lambda: work, timeout=timeout)

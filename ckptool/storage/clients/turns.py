@@ -1,4 +1,4 @@
-"""Who asks a store next that could not answer: of two clients one, so that it is asked once."""
+"""Which of two clients asks a busy store next, so that it is asked only once."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import re
 _BUSY = re.compile(r"status code: (?:408|429|5(?!01)\d\d)\b.*")
 """How obstore (0.12) quotes an answer that asking again later may change."""
 _BROKEN = re.compile(r"HTTP error: (?:error sending request|request or response body error).*")
-"""How it says that a connection ended."""
+"""How it reports that a connection ended."""
 _UNCONNECTED = "kind: Connect,"
-"""How it says that there never was one: nobody is asked too often then."""
+"""How it reports that there never was one: repeating it does not ask anyone too often."""
 
 
 class Busy(OSError):
-    """A store cannot answer now, and may later."""
+    """A store cannot answer now, but may later."""
 
 
 class Turns:
-    """Who asks next for a place: fsspec's client where obstore was put off: it is told how long."""
+    """Which client asks next for a place: fsspec's after obstore was told to wait."""
 
     def __init__(self) -> None:
         self._put_off: set[str] = set()
@@ -29,7 +29,7 @@ class Turns:
         return is_put_off
 
     def require_answer(self, place: str, error: Exception) -> None:
-        """Raise Busy where an error says that there is no answer now, instead of asking twice."""
+        """Raise Busy if an error says that there is no answer now, instead of asking twice."""
         text = str(error)
         busy = _BUSY.search(text) or (None if _UNCONNECTED in text else _BROKEN.search(text))
         if busy is not None:

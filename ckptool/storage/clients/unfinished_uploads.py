@@ -1,4 +1,4 @@
-"""Multipart uploads that were begun and never completed: their parts cost storage, unseen."""
+"""Multipart uploads that were never completed: their parts cost storage, unseen."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 def abort_uploads(store: Store, head: str, chosen: Callable[[str], bool]) -> None:
-    """Throw away the parts of unfinished files whose keys begin with ``head`` and are chosen.
+    """Discard the parts of unfinished files whose keys begin with ``head`` and are chosen.
 
-    None are where they cannot be listed, as in all stores but S3, and by who may not; what is
-    found and cannot be thrown away is among what ``remains`` of the store.
+    Does nothing if they cannot be listed, as in all stores but S3, or without permission; what is
+    found and cannot be discarded is added to ``remains`` of the store.
     """
     if not hasattr(store.fs, "call_s3"):
         return
@@ -42,7 +42,7 @@ def _list_uploads(store: Store, head: str) -> Iterator[tuple[str, str]]:
 
 
 def abort_upload(store: Store, key: str, number: str, nbytes: int = 0) -> None:
-    """Throw away the parts, of so many bytes, of an unfinished file of S3, or say they stay."""
+    """Discard the parts, of so many bytes, of an unfinished file of S3, or note that they stay."""
     bucket, _, name = key.partition("/")
     url = store.url(key)
     try:
