@@ -16,7 +16,7 @@ from ckptool.core.layout import tiles
 from ckptool.engine.read.gather import Array, Gatherer
 from ckptool.engine.read.runs import entry_runs
 from ckptool.engine.read.tensors import CheckedSource, TensorSource
-from ckptool.engine.read.tiles import PAIR_TILE, Job
+from ckptool.engine.read.tiles import LARGE, PAIR_TILE, Job
 from ckptool.errors import CkptoolError
 from ckptool.storage.local import TILE, Files
 
@@ -112,9 +112,11 @@ def pair_jobs(pairs: Iterable[TensorPair]) -> Iterator[Job[TensorPair, SideReade
         parts = pair.boxes or (Box.whole(pair.one.shape),)
         limit = PAIR_TILE if pair.is_plain else TILE
         boxes = chain.from_iterable(tiles(part, itemsize, limit) for part in parts)
+        pieces = max(1, len(pair.one.chunks), len(pair.other.chunks))
+        at_a_time = pair.nbytes // 2 // pieces if pair.is_plain else LARGE
         while batch := list(islice(boxes, _TILES_PER_JOB)):
             runs = [partial(entry_runs, entry, batch) for entry in (pair.one, pair.other)]
-            yield Job(pair, partial(_read_both, pair, batch), runs, pair.nbytes)
+            yield Job(pair, partial(_read_both, pair, batch), runs, at_a_time)
 
 
 def _read_both(pair: TensorPair, boxes: Sequence[Box], readers: SideReaders) -> Iterator[PairTile]:

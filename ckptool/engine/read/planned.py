@@ -9,13 +9,14 @@ from operator import mul, sub
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckptool.core.box import Box, contiguous
+from ckptool.core.casts import is_computed
 from ckptool.core.catalog import Chunk, Extent, TensorEntry, stored_places
 from ckptool.core.plan import Tile, TileSource
 from ckptool.engine.checksum import RecordCheck, crc32, crc32_combine
 from ckptool.engine.read.containers import open_chunk, open_tile
 from ckptool.engine.read.row_cache import RowCache
 from ckptool.engine.read.runs import entry_runs, tile_runs
-from ckptool.engine.read.tiles import Job
+from ckptool.engine.read.tiles import LARGE, Job
 from ckptool.storage.local import Files
 
 if TYPE_CHECKING:
@@ -193,7 +194,10 @@ def plan_job(tiles: Sequence[Tile]) -> Job[Sequence[Tile], PlanReader, PlannedPi
     if tiles[0].pieces:
         entry = tiles[0].entry
         runs = partial(entry_runs, entry, [Box.whole(entry.shape)])
-        return Job(tiles, lambda reader: reader.pieces(tiles), [runs], entry.nbytes)
+        nbytes = entry.nbytes // len(tiles)
+        return Job(tiles, lambda reader: reader.pieces(tiles), [runs], nbytes)
     runs = partial(tile_runs, tiles, shared=len(tiles) > 1)
-    nbytes = sum(tile.nbytes for tile in tiles)
+    entry, pieces = tiles[0].entry, sum(len(tile.sources) for tile in tiles)
+    is_moved = entry.source_dtype == entry.dtype and not is_computed(entry)
+    nbytes = sum(tile.nbytes for tile in tiles) // max(1, pieces) if is_moved else LARGE
     return Job(tiles, lambda reader: reader.pieces(tiles), [runs], nbytes)

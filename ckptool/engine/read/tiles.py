@@ -8,10 +8,11 @@ next. So a sink keeps its state of a job in locals, and may stop early or catch 
 
 from __future__ import annotations
 
+import resource
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import islice
@@ -30,9 +31,13 @@ PAIR_TILE = 3 << 20
 _MOST_JOBS = 1 << 12
 _MOST_RUNS = 1 << 14
 """Runs of bytes whose reads from a store are planned together, of at most a few MiB each."""
-_ENOUGH = 1 << 18
-"""Bytes of the jobs that a thread takes at a time, each counted as ``_LEAST`` bytes at least."""
+LARGE = 3 << 17
+"""Bytes that a job moves at a time which make it the kernel's work: processors share it."""
+_ENOUGH = 1 << 20
+"""Bytes of the small jobs that a thread takes at a time, each of ``_LEAST`` bytes at least."""
 _LEAST = 1 << 12
+_OFTEN = 4
+"""Times that a thread waits in a small job where that is for the disk, not for other threads."""
 _LITTLE = 16 << 20
 """Bytes of memory that do not justify reordering jobs."""
 
@@ -83,11 +88,42 @@ class Job(NamedTuple, Generic[Subject, Reader, TileOut]):
     subject: Subject
     read: Callable[[Reader], Iterator[TileOut]]
     runs: Sequence[RunsOf] = ()
-    nbytes: int = _ENOUGH
+    nbytes: int = LARGE
 
 
 class Cancelled(Exception):
     """Another thread's error ends this job, too."""
+
+
+class _Turns:
+    """Lets one thread after the other do small jobs: Python's work more than the kernel's.
+
+    Two threads that do such at once hand the GIL to and fro, and take twice as long as one of them
+    alone: 2,600 tensors of 8 KiB are resharded in 1.0 s, not 1.9. Where the one whose
+    turn it is waits for the disk, the others go on.
+    """
+
+    def __init__(self) -> None:
+        self._turn = threading.Lock()
+        self._waits = False
+
+    @contextmanager
+    def take(self, jobs: int) -> Iterator[None]:
+        """Do so many small jobs; none need no turn."""
+        if not jobs or not self._turn.acquire(blocking=not self._waits):
+            yield
+            return
+        try:
+            before = _count_waits()
+            yield
+            self._waits = _count_waits() - before > _OFTEN * jobs
+        finally:
+            self._turn.release()
+
+
+def _count_waits() -> int:
+    """Return how often this thread waited for something, such as a disk."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
 
 
 def read_tiles(
@@ -103,21 +139,11 @@ def read_tiles(
     the bytes of each tile once the sink is done with it. The first error, or an interruption, ends
     all threads after their tile, and is raised.
     """
-    stop, lock = threading.Event(), threading.Lock()
+    stop, lock, turns = threading.Event(), threading.Lock(), _Turns()
     plans: deque[Callable[[], None]] = deque()
-    jobs, sides, enough = iter(wanted), source.sides, _ENOUGH
+    jobs, sides, large = iter(wanted), source.sides, LARGE
     if any(files.block > 1 for files in sides):
-        jobs, enough = _announced(sides, jobs, workers, plans), 0
-
-    def next_jobs() -> list[Job[Subject, Reader, TileOut]]:
-        taken, nbytes = [], 0
-        with lock:
-            for job in jobs:
-                taken.append(job)
-                nbytes += max(_LEAST, job.nbytes)
-                if nbytes >= enough:
-                    break
-        return taken
+        jobs, large = _announced(sides, jobs, workers, plans), 0
 
     def counted(tiles: Iterator[TileOut]) -> Iterator[TileOut]:
         for tile in tiles:
@@ -126,17 +152,41 @@ def read_tiles(
             if stop.is_set():
                 raise Cancelled
 
+    def do(some: list[Job[Subject, Reader, TileOut]], reader: Reader) -> None:
+        for job in some:
+            sink(job.subject, counted(job.read(reader)))
+
     def read_jobs() -> None:
         with closing(source.reader()) as reader:
-            while not stop.is_set() and (some := next_jobs()):
-                for job in some:
-                    sink(job.subject, counted(job.read(reader)))
+            while not stop.is_set():
+                with lock:
+                    small, last = _next_jobs(jobs, large)
+                if not small and not last:
+                    return
+                with turns.take(len(small)):
+                    do(small, reader)
+                do(last, reader)
 
     try:
         _run_threads(read_jobs, workers, stop)
     finally:
         for end in plans:
             end()
+
+
+def _next_jobs(
+    jobs: Iterator[Job[Subject, Reader, TileOut]], large: int
+) -> tuple[list[Job[Subject, Reader, TileOut]], list[Job[Subject, Reader, TileOut]]]:
+    """Take the next small jobs, and the ``large`` one that follows, if it does."""
+    small, nbytes = list[Job[Subject, Reader, TileOut]](), 0
+    for job in jobs:
+        if job.nbytes >= large:
+            return small, [job]
+        small.append(job)
+        nbytes += max(_LEAST, job.nbytes)
+        if nbytes >= _ENOUGH:
+            break
+    return small, []
 
 
 def _announced(
@@ -306,7 +356,7 @@ def byte_job(
 ) -> Job[Subject, ByteReader, memoryview]:
     """Return the job that reads a run of bytes."""
     run = (file, offset, nbytes)
-    return Job(subject, lambda reader: reader.run(*run), [known_runs(run)])
+    return Job(subject, lambda reader: reader.run(*run), [known_runs(run)], nbytes)
 
 
 def known_runs(*runs: Run) -> RunsOf:

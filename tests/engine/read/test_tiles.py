@@ -140,3 +140,40 @@ def test_an_interruption_is_raised_once_all_threads_have_ended() -> None:
     with pytest.raises(KeyboardInterrupt):
         read_tiles(NoFiles(), empty_jobs(1), sink, 1)
     assert ended == [0]
+
+
+def test_small_jobs_are_done_by_one_thread_after_the_other(source: ByteSource) -> None:
+    at_work: list[str] = []
+    most: list[int] = []
+
+    def sink(name: str, tiles: Iterator[memoryview]) -> None:
+        at_work.append(name)
+        most.append(len(at_work))
+        assert sum(len(tile) for tile in tiles) == TILE // 4
+        time.sleep(0)  # lets another thread in, if there is one
+        at_work.remove(name)
+
+    read_tiles(source, [byte_job("a", "a", 0, TILE // 4)] * 40, sink, 3)
+    assert len(most) == 40
+    assert max(most) == 1
+
+
+def test_large_jobs_are_done_at_once(source: ByteSource) -> None:
+    both = threading.Barrier(2, timeout=20)
+    jobs = [byte_job(name, name, 0, TILE) for name in "ab"]
+    read_tiles(source, jobs, lambda name, tiles: both.wait(), 2)
+
+
+def test_small_jobs_that_wait_for_the_disk_are_done_at_once(
+    source: ByteSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = iter(range(0, 10**6, 1000))
+    monkeypatch.setattr("ckptool.engine.read.tiles._count_waits", lambda: next(waits))
+    both = threading.Barrier(2, timeout=20)
+
+    def sink(name: str, tiles: Iterator[memoryview]) -> None:
+        if name == "b":
+            both.wait()
+
+    four_at_a_time = [byte_job(name, name, 0, TILE // 4) for name in "aaaabaaabaaa"]
+    read_tiles(source, four_at_a_time, sink, 2)
