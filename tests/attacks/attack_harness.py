@@ -17,9 +17,12 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from multiprocessing.connection import wait
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+from attack_build import entry, safetensors
 from ckptool.commands.convert import prepare
 from ckptool.commands.inspect import inspect
 from ckptool.commands.options.read import ReadOptions
@@ -106,6 +109,7 @@ def _in_child(
     setup: Callable[[Path], None],
 ) -> list[Outcome]:
     """Outcomes of the sources from the first on, up to the one that kills the child."""
+    _import_all()
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
@@ -135,6 +139,18 @@ def _in_child(
                 break
     os.waitpid(child, 0)
     return outcomes
+
+
+@cache
+def _import_all() -> None:
+    """Import what is attacked: each child would else do so for itself."""
+    with TemporaryDirectory() as folder:
+        source = Path(folder, "source", "model.safetensors")
+        source.parent.mkdir()
+        source.write_bytes(safetensors({"w": entry()}))
+        for target in TARGETS:
+            assert _convert(source, target, None).kind == "ok"
+        assert _verify(source).kind == "ok"
 
 
 def _collect_between_sources() -> None:

@@ -1,7 +1,7 @@
 """The whole benchmark on two CPU ranks: true results, planted faults found, nothing left.
 
-Ranks that the command itself starts are not forked: they are its children, to be found and ended.
-Those of torchrun are forked from a process that has torch imported.
+Ranks are forked from a process that has torch imported, whoever starts them; but for those of the
+interrupted command, which are its children, to be found and ended.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ ROOT = HERE.parents[2]
 SIZE = "2MB"
 REAL = ["torch-save", "dcp-sync", "dcp-async-thread/async+cached"]
 OWN = "bench_savers:"
+BENCH = ("-m", "ckptool", "bench")
 PLANTED = [OWN + name for name in ("Dirty", "HalfDirty", "Failing", "Dying", "Impossible")]
 
 
@@ -52,15 +53,14 @@ class Ran:
         return next(row for row in self.told["strategies"] if row["name"] == name)
 
 
-def start(folder: Path, *words: str, launcher: tuple[str, ...] = ()) -> Forked:
+def start(folder: Path, *words: str, command: tuple[str, ...] = BENCH) -> Forked:
     """The command as a process of its own; its TMPDIR and its folder to work in are below."""
     for name in ("work", "tmp"):
         (folder / name).mkdir()
     paths = (ROOT, HERE, os.environ.get("PYTHONPATH", ""))
     environment = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "TMPDIR": str(folder / "tmp")}
     size = () if "--like" in words else ("--size", SIZE)
-    line = ["-m", *launcher, "ckptool", "bench", *size, "--repeat", "1"]
-    line += ["--out", str(folder / "work"), *words]
+    line = [*command, *size, "--repeat", "1", "--out", str(folder / "work"), *words]
     return Forked(line, os.environ | environment, Path.cwd())
 
 
@@ -84,9 +84,9 @@ def commands_about(folder: Path) -> Iterator[str]:
                 yield line
 
 
-def bench(folder: Path, *words: str, launcher: tuple[str, ...] = ()) -> Ran:
+def bench(folder: Path, *words: str, command: tuple[str, ...] = BENCH) -> Ran:
     shared = list_shared_memory()
-    return finish(start(folder, *words, launcher=launcher), folder, shared)
+    return finish(start(folder, *words, command=command), folder, shared)
 
 
 def names(ran: Ran) -> set[str]:
@@ -106,10 +106,10 @@ def folder() -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def ran() -> Iterator[Ran]:
     wanted = ",".join(REAL + PLANTED)
-    launcher = ("torch.distributed.run", "--nproc-per-node", "2", "-m")
+    command = ("-m", "torch.distributed.run", "--nproc-per-node", "2", *BENCH)
     with tempfile.TemporaryDirectory() as path, pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHON_EXEC", str(forking_python(Path(path))))  # starts the ranks
-        yield bench(Path(path), "--strategies", wanted, "--json", launcher=launcher)
+        yield bench(Path(path), "--strategies", wanted, "--json", command=command)
 
 
 def test_every_strategy_runs_to_a_true_table(ran: Ran) -> None:
@@ -182,9 +182,14 @@ def test_nothing_is_left_behind(ran: Ran) -> None:
 # Killed in mid-save
 
 
-def test_what_a_killed_loop_leaves_is_found_and_removed(folder: Path) -> None:
+MAIN = "from ckptool.cli import main; main()"
+
+
+def test_what_a_killed_loop_leaves_is_found_and_removed(folder: Path, tmp_path: Path) -> None:
     wanted = f"{OWN}Leaking,dcp-sync"
-    ran = bench(folder, "--ranks", "2", "--strategies", wanted, "--abort", "--json")
+    program = f"import sys; sys.executable = {str(forking_python(tmp_path))!r}\n" + MAIN
+    words = ("--ranks", "2", "--strategies", wanted, "--abort", "--json")
+    ran = bench(folder, *words, command=("-c", program, "bench"))
     assert ran.code == 0, ran.stderr
     assert ran.told["settings"]["ranks"] == 2
     left = ran.row(OWN + "Leaking")["abort"]
