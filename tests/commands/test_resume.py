@@ -241,9 +241,13 @@ def test_finished_files_are_not_written_again(source: Path, out: Path, stopped: 
     assert os.listdir(out) == ["r"]
 
 
-def test_a_finished_file_of_another_size_is(source: Path, out: Path, stopped: Path) -> None:
-    with open(stopped / "__0_0.distcp", "r+b") as stream:
-        stream.truncate(100)
+@pytest.mark.parametrize("change", ["cut", "flipped"])
+def test_a_finished_file_that_was_changed_is(
+    change: str, source: Path, out: Path, stopped: Path
+) -> None:
+    file = stopped / "__0_0.distcp"
+    data = file.read_bytes()
+    file.write_bytes(data[:100] if change == "cut" else data[:-1] + bytes([data[-1] ^ 1]))
     ready(source, out / "r", resume=True).run()
     assert read_back("dcp", out / "r") == read_back("dcp", source)
 
