@@ -20,6 +20,7 @@ from ckptool.commands.convert import prepare
 from ckptool.commands.options.target import ConvertOptions, ReshardOptions, TransferOptions
 from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.core.sharding.placement import parse_mesh
+from ckptool.engine.run_options import RunOptions
 from ckptool.storage.commit_note import UNFINISHED
 from ckptool.storage.multipart import PART
 from ckptool.storage.url import RemotePath, location
@@ -110,7 +111,8 @@ def big(path: Path, count: int) -> Path:
     path.mkdir()
     tensors = {f"layer.{n}": torch.arange(1 << 21, dtype=torch.int32) + n for n in range(count)}
     save_file({n: t.view(2048, 1024) for n, t in tensors.items()}, path / "m.safetensors")
-    options = ReshardOptions(parse_mesh("2"), to="dcp")
+    unproved = TransferOptions(verify=False, run=RunOptions(fsync=False))
+    options = ReshardOptions(parse_mesh("2"), to="dcp", transfer=unproved)
     prepare_reshard(path / "m.safetensors", path / "big", options).run()
     return path / "big"
 
