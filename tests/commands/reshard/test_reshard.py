@@ -325,6 +325,15 @@ def test_replicas_are_spread_over_the_ranks(out: Path) -> None:
     assert max(sizes.values()) < 1.05 * min(sizes.values())
 
 
+def test_a_replica_is_written_by_the_rank_with_the_fewest_bytes(out: Path) -> None:
+    dcp.save({"cut": torch.ones(5, 100), "whole": torch.ones(50)}, checkpoint_id=out / "s")
+    report = reshard(out / "s", out / "r", "2", rules=("whole=Replicate()",), policy="fsdp")
+    assert {name: sorted(ranks) for name, ranks in ours(report).items()} == {
+        "cut": [0, 1],  # three rows, and two
+        "whole": [1],
+    }
+
+
 # Rank files, as torch loads them
 
 
