@@ -31,6 +31,7 @@ from ckptool.engine.run_options import RunOptions
 from ckptool.engine.share import Share, checked_chunks, parse_part
 from ckptool.engine.write import stage as stage_module
 from ckptool.engine.write.commit import FolderCommit
+from ckptool.engine.write.journal import Journal
 from ckptool.errors import (
     Changed,
     CkptoolError,
@@ -342,6 +343,17 @@ def test_one_process_takes_over_what_parts_have_done(three: Any, source: Path) -
     planned(source, target, asked(resume=True)).run()
     assert target.is_dir()
     assert sorted(path.name for path in target.parent.iterdir()) == ["m"]
+
+
+def test_who_takes_over_notes_what_the_parts_have_done(tmp_path: Path) -> None:
+    """It may be killed as well."""
+    part = Journal.resume(tmp_path / "journal.0", "plan", "source", parts=2)
+    part.done("a", 7)
+    part.close()
+    for _ in range(2):
+        alone = Journal.resume(tmp_path / "journal.0", "plan", "source")
+        assert alone.crc_of("a") == 7
+        alone.close()
 
 
 def test_no_run_that_begins_afresh_removes_parts_unasked(three: Any, source: Path) -> None:
