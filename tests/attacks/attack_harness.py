@@ -22,7 +22,8 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from attack_build import entry, safetensors
+import attack_build as b
+
 from ckptool.commands.convert import prepare
 from ckptool.commands.inspect import inspect
 from ckptool.commands.options.read import ReadOptions
@@ -147,7 +148,7 @@ def _import_all() -> None:
     with TemporaryDirectory() as folder:
         source = Path(folder, "source", "model.safetensors")
         source.parent.mkdir()
-        source.write_bytes(safetensors({"w": entry()}))
+        source.write_bytes(b.safetensors({"w": b.entry()}))
         for target in TARGETS:
             assert _convert(source, target, None).kind == "ok"
         assert _verify(source).kind == "ok"
