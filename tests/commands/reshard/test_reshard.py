@@ -122,13 +122,11 @@ def truth(source: Path) -> dict[str, Bits]:
 
 @pytest.mark.parametrize("target", LOADED)
 @pytest.mark.parametrize("one", GOOD, ids=by_name)
-def test_every_good_checkpoint_onto_other_meshes(one: Case, target: str, out: Path) -> None:
-    """Onto two of the meshes each: a mesh knows nothing of the format that is cut for it."""
-    begin = GOOD.index(one) + 2 * LOADED.index(target)
-    for mesh in (MESHES * 3)[begin % len(MESHES) :][:2]:
-        reshard(one.path, out / mesh, mesh, to=target, rank_state="drop")
-        found = of_the_model(read_back(target, out / mesh))
-        assert found == of_the_model(one.truth), mesh
+def test_every_good_checkpoint_onto_another_mesh(one: Case, target: str, out: Path) -> None:
+    """Onto one of the meshes for each target: it knows nothing of the format that is cut for it."""
+    mesh = MESHES[(GOOD.index(one) + LOADED.index(target)) % len(MESHES)]
+    reshard(one.path, out / mesh, mesh, to=target, rank_state="drop")
+    assert of_the_model(read_back(target, out / mesh)) == of_the_model(one.truth), mesh
 
 
 @pytest.mark.parametrize("target", REOPENED)
