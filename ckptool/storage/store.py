@@ -17,8 +17,8 @@ from weakref import WeakMethod, WeakSet
 from ckptool.errors import Changed, NotFound, Unsupported
 from ckptool.storage.block_cache import CAPACITY, BlockCache, ObjectVersion
 from ckptool.storage.clients.checked_ranges import is_pinned
-from ckptool.storage.clients.direct import StoreClient, by_obstore_alone
 from ckptool.storage.clients.file_system import open_file_system
+from ckptool.storage.clients.obstore_client import StoreClient, by_obstore_alone
 from ckptool.storage.clients.obstore_others import by_obstore
 from ckptool.storage.clients.ranged_read import FsspecClient, FsspecReader
 from ckptool.storage.planned_ranges import PlannedRanges

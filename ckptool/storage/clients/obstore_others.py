@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from ckptool.storage.block_cache import ObjectVersion
-from ckptool.storage.clients.obstore_read import (
+from ckptool.storage.clients.obstore_s3 import (
     KEPT,
     TRIALS,
     ObstoreReader,

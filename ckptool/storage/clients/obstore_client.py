@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 from ckptool.storage.block_cache import ObjectVersion
 from ckptool.storage.clients.aws import Signer, find_signer
 from ckptool.storage.clients.checked_ranges import is_pinned
-from ckptool.storage.clients.obstore_read import (
+from ckptool.storage.clients.obstore_s3 import (
     has_proxies,
     is_available,
     is_forked,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ckptool.storage.clients.obstore_read import s3_settings
+from ckptool.storage.clients.obstore_s3 import s3_settings
 
 SIGNED = "AWS4-HMAC-SHA256 Credential=AKIA/20260801/eu-west-1/s3/aws4_request, SignedHeaders=host"
 
