@@ -1,4 +1,4 @@
-"""What verify found as CI systems read it: JUnit, and annotations of GitHub."""
+"""The findings of verify for CI systems: JUnit, and GitHub annotations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOST_ANNOTATIONS = 10
 
 
 class Suite(NamedTuple):
-    """What verify found of a checkpoint, by the checks that were ``asked`` beside the usual ones.
+    """The findings for one checkpoint, by check; ``asked`` are the checks besides the usual ones.
 
     ``reasons`` say why it fails beyond that.
     """
@@ -30,7 +30,7 @@ class Suite(NamedTuple):
 
 
 def print_junit(suites: Iterable[Suite], *, strict: bool) -> None:
-    """Print JUnit: a suite per checkpoint, in it a case per check by its name."""
+    """Print JUnit: a suite per checkpoint, with a case per check."""
     root = ElementTree.Element("testsuites", name="ckptool verify")
     for suite in suites:
         root.append(_suite(suite, strict=strict))
@@ -73,7 +73,7 @@ def _lines(findings: Iterable[Finding]) -> str:
 
 
 def show_annotations(reports: Iterable[VerifyReport], *, stderr: bool) -> None:
-    """Print workflow commands of GitHub: one a cause, errors first, ten at most."""
+    """Print GitHub workflow commands: one per cause, errors first, at most ten."""
     found = [
         (report, finding)
         for level in _LEVELS
@@ -90,7 +90,7 @@ def show_annotations(reports: Iterable[VerifyReport], *, stderr: bool) -> None:
 
 
 def annotation(report: VerifyReport, finding: Finding) -> str:
-    """Return the workflow command of a finding, which its text cannot leave."""
+    """Return the workflow command of a finding, which its text cannot break out of."""
     path = report.path
     file = path / finding.file if finding.file and path.is_dir() else path
     if isinstance(file, Path) and file.is_absolute() and file.is_relative_to(Path.cwd()):

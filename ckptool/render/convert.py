@@ -1,4 +1,4 @@
-"""What a conversion did, or would do; and what a key map does to each tensor."""
+"""The result or plan of a conversion, and the effect of a key map on each tensor."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def show_convert(report: ConvertReport) -> None:
 
 
 def show_part(report: TransferReport, part: Part) -> None:
-    """Show what one part wrote, and what comes next."""
+    """Show what one part wrote, and the next step."""
     target = visible(str(report.target))
     line = Text.assemble(
         f"wrote part {part.number} of {part.of} of ", (target, "bold"), f": {_size_of(part)}"
@@ -66,7 +66,7 @@ def show_part(report: TransferReport, part: Part) -> None:
 
 
 def planned_part(report: TransferReport) -> list[str]:
-    """Return the line on what the part that is requested would write; none for the whole."""
+    """Return the line on the planned output of the requested part; none for the whole."""
     part = report.part
     if part is None:
         return []
@@ -78,7 +78,7 @@ def _size_of(part: Part) -> str:
 
 
 def compares(report: TransferReport) -> str:
-    """Return what to say of what is read once more, in the line on what is read and written."""
+    """Return the end of the line on reads and writes that says what is read again."""
     return ", then reads both again to compare them" if report.verify else ""
 
 
@@ -92,7 +92,7 @@ def show_files(files: Iterable[FileLayout], screen: Console) -> None:
 
 
 def show_moves(report: MapReport, screen: Console) -> None:
-    """Show a line for all tensors made alike that differ only in numbers of their names."""
+    """Show one line for similar tensors whose names differ only in numbers."""
     table = Table(box=None, padding=(0, 0, 0, 2), show_header=False)
     for overflow in ("fold", "ellipsis", "fold", "ellipsis", "ellipsis"):
         table.add_column(overflow=overflow)
@@ -119,7 +119,7 @@ def _group(moves: Iterable[Move]) -> list[list[Move]]:
 
 
 def _fold_names(names: Iterable[str]) -> str:
-    """Join names that differ only in numbers, a line each with all the numbers at each place."""
+    """Join names that differ only in numbers, one per line, with all the numbers at each place."""
     numbered: dict[tuple[str, ...], set[Numbers]] = defaultdict(set)
     for name in names:
         words, numbers = split_numbers(name)

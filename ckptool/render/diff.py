@@ -22,7 +22,7 @@ _MOST_LINES = 24
 
 
 def show_diff(report: DiffReport) -> None:
-    """Show both sides, what only one has, what differs, what changed, then the summary."""
+    """Show both sides, one-sided names, differences, changes, then the summary."""
     screen = console()
     rows = [_side(side, called) for called, side in (("A", report.a), ("B", report.b))]
     emit(screen, columns(screen, rows, "lllrr", cuts=1))
@@ -83,7 +83,7 @@ def _count(line: TensorLine) -> Cell:
 def _pair_rows(
     pairs: Iterable[TensorPairs], cells: Callable[[TensorPairs], tuple[Cell, Cell]]
 ) -> list[list[Cell]]:
-    """Return a row for all pairs that look alike and differ only in numbers of their names."""
+    """Return one row for similar pairs whose names differ only in numbers."""
     groups: dict[object, list[TensorPairs]] = {}
     for pair in pairs:
         looks = (pair.a.shape, pair.b.shape, pair.a.dtype, pair.b.dtype)
@@ -107,7 +107,7 @@ def _types(pair: TensorPairs) -> tuple[Cell, Cell]:
 def _show_changed(
     screen: Console, changed: Sequence[ChangedTensor], modules: Sequence[ChangedModule]
 ) -> None:
-    """Show the modules and then the tensors that changed, what changed most first."""
+    """Show the modules and then the tensors that changed, largest change first."""
     rows: list[list[Cell]] = [
         [m.module, (_relative(m.relative), "red"), f"{m.changed:,}", f"{m.tensors:,}"]
         for m in modules

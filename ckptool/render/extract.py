@@ -1,4 +1,4 @@
-"""Tensors that were taken out of a checkpoint: their numbers, or the file they were written to."""
+"""Extracted tensors: their numbers, or the file they were written to."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WIDEST = 120
 
 
 def show_values(read: Sequence[Values]) -> None:
-    """Show each slice: what it is, then its numbers as numpy writes them."""
+    """Show each slice: its description, then its numbers as numpy prints them."""
     screen = console()
     width = min(screen.width, _WIDEST)
     lines: list[Text] = []
@@ -33,7 +33,7 @@ def show_values(read: Sequence[Values]) -> None:
 
 
 def _text(values: Values, width: int) -> str:
-    """Return the numbers with as many digits as tell them apart, ``...`` for those not read."""
+    """Return the numbers with enough digits to distinguish them, ``...`` for those not read."""
     most = values.numbers.size if values.full else 0
     return np.array2string(
         values.numbers,
@@ -55,7 +55,7 @@ def _heading(taken: TensorSlice) -> Text:
 
 
 def show_extract(report: ExtractReport) -> None:
-    """Show a line for the file, and one for each tensor in it where there are several."""
+    """Show a line for the file, and if it has several tensors, one for each."""
     screen = console()
     counted = plural(len(report.slices), "tensor")
     head = Text.assemble("wrote ", (visible(str(report.target)), "bold"))

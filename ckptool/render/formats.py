@@ -49,9 +49,9 @@ def show_map(name: str) -> None:
 
 
 def show_map_check(report: MapCheck) -> None:
-    """Show the names that no rule takes, the rules that take none, and why a map cannot be applied.
+    """Show names without a rule, rules without a match, and why a map cannot be applied.
 
-    Of the rules that take none only those are listed that are like such a name.
+    Of the rules without a match only those similar to such a name are listed.
     """
     out = console()
     near = [each for each in report.rules if each.nearest]

@@ -14,7 +14,7 @@ from shutil import which
 from ckptool.render.text import console, header_table
 
 _WIDEST = 120
-"""Columns of the pages' own lines: longer ones are hard to read."""
+"""Columns of the pages: longer lines are hard to read."""
 _CANNOT_RUN = (126, 127)
 """Exit codes of a shell that cannot run or find a command."""
 
@@ -65,7 +65,7 @@ def show_page(page: str) -> None:
 
 
 def _page(text: str) -> bool:
-    """Show a text in ``$PAGER`` or less, as git does; return whether one took it."""
+    """Show a text in ``$PAGER`` or less, as git does; return whether a pager took it."""
     command = os.environ.get("PAGER", "less" if which("less") else "")
     if command in ("", "cat"):
         return False
@@ -74,7 +74,7 @@ def _page(text: str) -> bool:
     pager = subprocess.Popen(
         command, shell=True, stdin=subprocess.PIPE, env=environment, encoding=encoding
     )
-    # Ctrl-C is the pager's, and leaving it before the end is no failure
+    # Ctrl-C belongs to the pager, and leaving it early is no failure
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     pager.communicate(text)

@@ -23,7 +23,7 @@ def show_error(error: CkptoolError) -> None:
 
 
 def error_json(error: CkptoolError) -> dict[str, Any]:
-    """Return the error as ``ckptool.error/2``: what it says, its exit code, all its problems."""
+    """Return the error as ``ckptool.error/2``: its message, its exit code, all its problems."""
     damaged = isinstance(error, Damaged)
     problems = [
         {
@@ -39,7 +39,7 @@ def error_json(error: CkptoolError) -> dict[str, Any]:
 
 
 def _hint(error: CkptoolError) -> str | None:
-    """Return what to do next: of damage without a hint of its own, what verify says of its code."""
+    """Return the next step: for damage without a hint of its own, verify's hint for its code."""
     if error.hint is not None or not isinstance(error, Damaged):
         return error.hint
     from ckptool.commands.verify.codes import CODES
@@ -49,14 +49,14 @@ def _hint(error: CkptoolError) -> str | None:
 
 
 def show_notes(notes: Iterable[str]) -> None:
-    """Show each note on a line of its own."""
+    """Show each note on its own line."""
     screen = console(stderr=True)
     for note in notes:
         say(screen, f"[yellow]note:[/] {_lines(note)}")
 
 
 def show_obstacle(reason: str | None) -> None:
-    """Show why a run that was only planned would be refused, if it would."""
+    """Show why a planned run would be refused, if it would be."""
     if reason is not None:
         show_notes([f"would fail now: {reason}"])
 
@@ -68,7 +68,7 @@ def show_interrupted(left: Iterable[str]) -> None:
 
 
 def show_step(text: str) -> None:
-    """Show what a long command does now."""
+    """Show the current step of a long command."""
     say(console(stderr=True), f"[dim]{escaped(text)}[/]")
 
 

@@ -1,4 +1,4 @@
-"""How far a command is: a bar where somebody watches, lines now and then in a log."""
+"""Progress of a command: a bar on a terminal, occasional lines in a log."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ def is_live(*, quiet: bool) -> bool | None:
 
 @contextmanager
 def progress(total: int, *, quiet: bool) -> Iterator[Advance]:
-    """Yield a function to call with the bytes that were written since the last call."""
+    """Yield a function to call with the bytes written since the last call."""
     with started_progress(quiet=quiet) as start:
         yield start(total)
 
 
 @contextmanager
 def started_progress(*, quiet: bool) -> Iterator[Callable[[int], Advance]]:
-    """Yield a function to call with the bytes there will be, once that is known.
+    """Yield a function to call with the total bytes, once known.
 
-    It returns one to call with the bytes that were moved since the last call.
+    It returns one to call with the bytes moved since the last call.
     """
     live = is_live(quiet=quiet)
     if live is None:
@@ -54,7 +54,7 @@ def started_progress(*, quiet: bool) -> Iterator[Callable[[int], Advance]]:
 
 @contextmanager
 def _bar() -> Iterator[Callable[[int], Advance]]:
-    """Yield how to begin a bar, which appears with the first bytes: notes come before it."""
+    """Yield a function that starts a bar, which appears with the first bytes, after notes."""
     from rich.progress import (
         BarColumn,
         DownloadColumn,
@@ -66,7 +66,7 @@ def _bar() -> Iterator[Callable[[int], Advance]]:
     from rich.text import Text
 
     class Speed(ProgressColumn):
-        """In units of 1024, as all sizes are; rich's own counts by the thousand."""
+        """Speed in units of 1024, as all sizes are; rich's own counts by the thousand."""
 
         def render(self, task: Task) -> Text:
             """Return the speed of a task."""
@@ -92,7 +92,7 @@ def _bar() -> Iterator[Callable[[int], Advance]]:
 
 
 class LogProgress:
-    """Prints a line with rate and time left, at most one in ten seconds. Threads may share it."""
+    """Prints a line with rate and time left, at most one in ten seconds; threads may share it."""
 
     def __init__(self, total: int, screen: Console) -> None:
         self._total = total
@@ -102,7 +102,7 @@ class LogProgress:
         self._began = self._printed = time.monotonic()
 
     def advance(self, nbytes: int) -> None:
-        """Count bytes, and print a line where the last one is long ago."""
+        """Count bytes, and print a line if the last one is long ago."""
         with self._lock:
             self._done += nbytes
             now = time.monotonic()

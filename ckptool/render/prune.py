@@ -1,4 +1,4 @@
-"""What becomes of the steps of a run, on the screen."""
+"""The fate of the steps of a run, on the screen."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _DONE = {"keep": "kept", "strip": "stripped", "remove": "removed", "leave": "lef
 
 
 def show_prune(report: PruneReport) -> None:
-    """Show a table of the steps, the newest first, then what was removed, or would be."""
+    """Show a table of the steps, newest first, then what was or would be removed."""
     screen = console()
     heads = ("step", "checkpoint", "size", "", "why")
     rows = [_row(step, report) for step in report.steps]

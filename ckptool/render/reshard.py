@@ -1,4 +1,4 @@
-"""What a reshard did, or would do."""
+"""The result or plan of a reshard."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def show_reshard(report: ReshardReport) -> None:
-    """Show a few lines for the whole; with load costs, of a dry run, every choice and file too."""
+    """Show a summary; for a dry run, with load costs, also every choice and file."""
     screen = console()
     costs = report.costs
     verb = "wrote" if report.written else "would write"
@@ -71,7 +71,7 @@ def _placed(choice: Choice) -> str:
 
 
 def mesh_text(mesh: Mesh) -> str:
-    """Return ``dp=2,tp=4``, or ``2x4`` where the dims have no names."""
+    """Return ``dp=2,tp=4``, or ``2x4`` if the dims have no names."""
     if mesh.names is None:
         return "x".join(map(str, mesh.shape))
     return ",".join(f"{n}={s}" for n, s in zip(mesh.names, mesh.shape, strict=True))
@@ -94,7 +94,7 @@ def _loading(costs: tuple[LoadCost, ...]) -> str:
 
 
 def _from_to(nbytes: Sequence[int]) -> str:
-    """Return the least and the most of some sizes, once where they are the same."""
+    """Return the smallest and the largest of some sizes, once if they are equal."""
     least, most = size(min(nbytes)), size(max(nbytes))
     return most if least == most else f"{least} to {most}"
 

@@ -35,13 +35,13 @@ def _markdown(heads: Sequence[str], rows: Rows) -> Iterable[str]:
 
 
 def _field(value: object) -> str:
-    """Return a value as CSV holds it: in one line, and no text of it a formula of a spreadsheet."""
+    """Return a value for CSV: on one line, and never as a spreadsheet formula."""
     text = visible(_text(value))
     return f"'{text}" if isinstance(value, str) and _FORMULA.match(text) else text
 
 
 _FORMULA = re.compile(r"[=@]|[+-](?![0-9.]*([eE][+-]?[0-9]+)?\Z|inf)")
-"""What spreadsheets run: a sign alone begins a number, too."""
+"""What spreadsheets run as formulas; a sign alone may also begin a number."""
 
 
 def _line(cells: Iterable[str]) -> str:
@@ -49,14 +49,14 @@ def _line(cells: Iterable[str]) -> str:
 
 
 def _cell(value: object) -> str:
-    """Return a value as Markdown shows it: no character of it is taken for markup."""
+    """Return a value for Markdown, with all markup escaped."""
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
     return _MARKUP.sub(r"\\\g<0>", visible(_text(value)))
 
 
 _MARKUP = re.compile(r"[\\`*<>|~]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])|(?<=\])\(")
-"""What begins markup: an underscore does not inside a word, a bracket alone is no link."""
+"""What begins markup; not an underscore inside a word, nor a bracket alone."""
 
 
 def _is_number(value: object) -> bool:
@@ -64,7 +64,7 @@ def _is_number(value: object) -> bool:
 
 
 def _text(value: object) -> str:
-    """Return a value of JSON as one text; a list of texts is joined by commas."""
+    """Return a JSON value as one text; a list of texts is joined by commas."""
     if value is None:
         return ""
     if isinstance(value, str):

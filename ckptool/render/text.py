@@ -21,23 +21,23 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 Cell = str | tuple[str, str] | Text
-"""Of a row: untrusted text, alone or with its style, or a text that is ready to be shown."""
+"""A cell: untrusted text, alone or with its style, or a finished text."""
 
 _UNBOUNDED = 1 << 16
 _NARROWEST = 12
 _NARROWEST_WORDS = 26
 _HEAD_SHARES = (0.5, 0.3, 0.15, 0.7, 0.9)
-"""Of a text that is cut, how much is before the ellipsis: what keeps most apart is taken."""
+"""The share of a shortened text before the ellipsis; the one that keeps most distinct is used."""
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
 _BATCH = 1 << 10
 MOST_LINES = 200
-"""Of a list, on a terminal."""
+"""Lines of a list on a terminal."""
 _WORD = re.compile(r"(?:`[^`]*`|\S)+")
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
 def console(stderr: bool = False, record: bool = False) -> Console:
-    """Return the screen, so wide where nobody watches that no line is ever cut or wrapped."""
+    """Return the console; if not a terminal, it is so wide that no line is ever cut or wrapped."""
     stream = sys.stderr if stderr else sys.stdout
     if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(errors="backslashreplace")
@@ -71,12 +71,12 @@ def size(nbytes: int) -> str:
 
 
 def free(nbytes: int | None) -> str:
-    """Return what to say of a disk's free bytes, where there is a disk."""
+    """Return the text on a disk's free bytes, if there is a disk."""
     return "" if nbytes is None else f", {size(nbytes)} free"
 
 
 def magnitude(count: int) -> str:
-    """Return ``6.74 B``: a count as people say it; small ones in full."""
+    """Return ``6.74 B``: a rounded count; small ones in full."""
     for limit, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**4, "K")):
         if count >= limit:
             return f"{_three_digits(count / (1000 if unit == 'K' else limit))} {unit}"
@@ -120,10 +120,10 @@ def columns(
 ) -> list[Text]:
     """Align rows as lines, indented by two cells. ``aligns`` has an ``l`` or ``r`` per column.
 
-    On a terminal that is too narrow, the cells of column ``cuts`` lose a part inside, so that no
-    two that differ look alike. Where that cannot be, and for rows without such a column, the one
-    that takes most has lines of its own: it comes first, or last where it is the last one. A row
-    is one text, whatever lines it takes.
+    On a terminal that is too narrow, the cells of column ``cuts`` are shortened inside, so that no
+    two different ones look alike. If that is impossible, and for rows without such a column, the
+    widest cell has its own lines: first, or last if it is the last one. A row is one text, however
+    many lines it takes.
     """
     headings = [[_part((head, "dim")) for head in heads]] if heads else []
     parts = [*headings, *([_part(cell) for cell in row] for row in rows)]
@@ -186,9 +186,9 @@ def _line(row: Sequence[_Part], widths: Sequence[int], aligns: str) -> Text:
 def _stacked(
     row: Sequence[_Part], widths: Sequence[int], aligns: str, longest: int, room: int
 ) -> Text:
-    """Return a row with lines of its own for one of its cells, before or after the others.
+    """Return a row in which one cell has its own lines, before or after the others.
 
-    The last cell begins beside the others where there is room for some words.
+    The last cell begins beside the others if there is room for some words.
     """
     rest = [0 if at == longest else width for at, width in enumerate(widths)]
     beside = sum(width + 2 for width in rest if width)
@@ -213,7 +213,7 @@ def _indent(line: Text) -> str:
 
 
 def _folded(line: Text, room: int, deeper: int = 2) -> Text:
-    """Fold a line at spaces, else behind a mark of a name; further lines are indented more."""
+    """Fold a line at spaces, else after punctuation in a name; further lines are indented more."""
     indent = _indent(line)
     further = indent + " " * deeper
     pieces: list[Text] = []
@@ -227,7 +227,7 @@ def _folded(line: Text, room: int, deeper: int = 2) -> Text:
 
 
 def _break_in(text: str, room: int, indent: int) -> int:
-    """Return where to break a text, so that what is before takes ``room`` cells at most."""
+    """Return where to break a text, so that its beginning takes at most ``room`` cells."""
     end = indent + 1
     while end < len(text) and cell_len(text[: end + 1]) <= room:
         end += 1
@@ -242,7 +242,7 @@ _NEW_LINE = Text("\n")
 
 
 def _shorten(parts: Sequence[_Part], width: int) -> list[_Part]:
-    """Cut parts to ``width`` cells; those that would look like others are left whole."""
+    """Shorten parts to ``width`` cells; those that would look like others stay whole."""
     long = {part.plain for part in parts if part.width > width}
     short = {part.plain for part in parts} - long
     best: dict[str, float] = {}
@@ -262,7 +262,7 @@ def _cut(part: _Part, width: int, head: float) -> _Part:
 
 
 def without_inside(text: Text, width: int, head: float) -> Text:
-    """Cut a text to ``width`` cells, of which ``head`` is the share before the ellipsis."""
+    """Shorten a text to ``width`` cells, with the share ``head`` before the ellipsis."""
     if text.cell_len <= width:
         return text
     kept = width - 1
@@ -280,7 +280,7 @@ def say(screen: Console, markup: str) -> None:
 
 
 def header_table(*fixed: str, folded: Sequence[str], width: int | None = None) -> Table:
-    """Return an empty table: columns ``width`` cells wide or more, then those that are folded."""
+    """Return an empty table: columns at least ``width`` cells wide, then folded ones."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
@@ -292,7 +292,7 @@ def header_table(*fixed: str, folded: Sequence[str], width: int | None = None) -
 
 
 def emit(screen: Console, lines: Iterable[Text]) -> None:
-    """Print lines; a recording that nobody watches becomes as wide as they need.
+    """Print lines; an unwatched recording becomes as wide as they need.
 
     On a terminal a line that is too long is wrapped between words.
     """
@@ -306,7 +306,7 @@ def emit(screen: Console, lines: Iterable[Text]) -> None:
 
 
 def first_lines(screen: Console, lines: Sequence[Text]) -> list[Text]:
-    """Return the lines that somebody who watches can read, and how many there are more."""
+    """Return the lines for a terminal, and how many more there are."""
     if not screen.is_terminal or len(lines) <= MOST_LINES:
         return list(lines)
     rest = f"  ... and {len(lines) - MOST_LINES:,} more lines; --json lists all"
@@ -320,7 +320,7 @@ def _parts_of(line: Text) -> Iterable[Text]:
 def _wrapped(line: Text, room: int) -> Text:
     """Wrap a line between words; a command in backticks is one, so that it can be copied.
 
-    Further lines are indented by two more cells. A word that is longer is the terminal's to wrap.
+    Further lines are indented by two more cells. A longer word is left to the terminal.
     """
     if line.cell_len <= room:
         return line
@@ -336,13 +336,13 @@ def _wrapped(line: Text, room: int) -> Text:
 
 
 class _Lines(list[Text]):
-    """Lines to print at once: each by itself costs rich as much as thirty do."""
+    """Lines to print at once: printing each alone costs rich as much as thirty do."""
 
     def __rich_console__(self, screen: Console, options: ConsoleOptions) -> Iterator[Segment]:
         """Yield the pieces of all lines, none of which is cut or wrapped."""
         from rich.segment import Segment
 
-        if screen.color_system is None and not screen.record:  # all that rich would leave of them
+        if screen.color_system is None and not screen.record:  # all that rich would keep of them
             yield Segment("".join(f"{line.plain}\n" for line in self))
             return
         for line in self:

@@ -1,4 +1,4 @@
-"""Show what verify found: on the screen, and the codes as JSON."""
+"""The findings of verify on the screen, and the codes as JSON."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def show_verify(report: VerifyReport) -> None:
 
 
 def show_findings(findings: Iterable[Finding], screen: Console) -> None:
-    """Show each kind of finding with its hint, the gravest first."""
+    """Show each kind of finding with its hint, most severe first."""
     order = list(Severity)
     by_code = sorted(findings, key=lambda each: (order.index(each.severity), each.code))
     for code, group in groupby(by_code, key=lambda finding: finding.code):
@@ -59,7 +59,7 @@ def _show_summary(report: VerifyReport, screen: Console) -> None:
 
 
 def show_summary_line(summary: str, *, ok: bool, screen: Console) -> None:
-    """Show the one line that sums a report up, its first word in colour."""
+    """Show the one line that summarizes a report, its first word in colour."""
     colour = "bold green" if ok else "bold red"
     answer, mark, rest = summary.partition(":")
     say(screen, f"\n[{colour}]{escaped(answer)}[/]{mark}{escaped(rest)}")
@@ -77,7 +77,7 @@ def _print_more(screen: Console, count: int) -> None:
 
 
 def show_against(report: AgainstReport) -> None:
-    """Show what differs in structure, then the tensors whose values differ, then the summary."""
+    """Show structural differences, then the tensors whose values differ, then the summary."""
     screen = console()
     _show_sides(report, screen)
     show_findings([f for f in report.verify.findings if f.code != "tensor-differs"], screen)
@@ -86,7 +86,7 @@ def show_against(report: AgainstReport) -> None:
 
 
 def _show_sides(report: AgainstReport, screen: Console) -> None:
-    """Show the two that are compared, and how much of them."""
+    """Show the two sides, and how much of them was compared."""
     paths = report.verify.path, report.other
     formats = report.verify.format, report.other_format
     coverages = report.coverage or (None, None)
@@ -99,7 +99,7 @@ def _show_sides(report: AgainstReport, screen: Console) -> None:
 
 
 def _coverage_text(coverage: Coverage) -> str:
-    """Return such as ``34 of 136 tensors, 8.13 MiB of 24.4 MiB, 0 of 16 values compared``."""
+    """Return text such as ``34 of 136 tensors, 8.13 MiB of 24.4 MiB, 0 of 16 values compared``."""
     part, total = coverage.compared, coverage.total
     tensors = f"{part.tensors:,} of {plural(total.tensors, 'tensor')}"
     nbytes = f"{size(part.nbytes)} of {size(total.nbytes)}"
@@ -108,7 +108,7 @@ def _coverage_text(coverage: Coverage) -> str:
 
 
 def _show_differing(tensors: tuple[DifferingTensor, ...], screen: Console) -> None:
-    """Show a line a tensor, then what either side has at the first differing element, and where."""
+    """Show a line per tensor, then both sides of the first differing element, and where it is."""
     if not tensors:
         return
     heads = ("tensor", "differ", "of", "largest", "first at")
@@ -152,7 +152,7 @@ def show_latest_good(report: RunReport, *, quiet: bool) -> None:
 
 
 def show_steps(report: RunReport) -> None:
-    """Show a table of the steps, the newest first, then what to resume from."""
+    """Show a table of the steps, newest first, then the one to resume from."""
     screen = console()
     heads = ("step", "checkpoint", "format", "", "why")
     rows = [_step_row(step, report) for step in report.steps]
@@ -185,7 +185,7 @@ def _remarks(step: StepReport) -> str:
 
 
 def show_salvage(report: SalvageReport) -> None:
-    """Show what is wrong, what is lost and why, what cannot be known, then what was written."""
+    """Show the problems, what is lost and why, what is unknown, then what was written."""
     screen = console()
     say(screen, f"[bold]{escaped(report.path)}[/]  {report.format}")
     _show_lines(screen, "problems", report.problems)
@@ -231,7 +231,7 @@ def _show_end(screen: Console, report: SalvageReport) -> None:
 
 
 def show_codes() -> None:
-    """Show every code with its severity and meaning, a line each."""
+    """Show every code with its severity and meaning, one per line."""
     screen = console()
     width = max(map(len, CODES))
     for name, code in CODES.items():

@@ -1,6 +1,6 @@
-"""A rank as ``launch`` starts it: ``python -m ckptool.commands.bench``.
+"""A rank as started by ``launch``: ``python -m ckptool.commands.bench``.
 
-What libraries spawn does not import this module anew, so that their processes start fast.
+Processes spawned by libraries do not import this module again, so that they start fast.
 """
 
 from __future__ import annotations

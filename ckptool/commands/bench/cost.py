@@ -26,7 +26,7 @@ class Interval(NamedTuple):
 
 
 def parse_duration(value: object, name: str) -> float:
-    """Return the seconds of ``90``, ``0.4s``, ``15min`` or ``2h``; UsageError if it is none."""
+    """Return the seconds of ``90``, ``0.4s``, ``15min`` or ``2h``; UsageError if invalid."""
     match = re.fullmatch(_NUMBER + "([a-z]*)", str(value))
     unit = _UNITS.get(match[2] or "s") if match else None
     seconds = float(match[1]) * unit if match and unit else 0.0
@@ -47,7 +47,7 @@ def parse_interval(value: object, name: str) -> Interval:
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """The job that is to be saved, as far as it was said; times in seconds.
+    """The described job, as far as it is known; times in seconds.
 
     ``interval`` is from the start of a save to the next, ``mtbf`` the mean time between failures.
     """
@@ -67,23 +67,23 @@ class Training:
 
     @property
     def is_known(self) -> bool:
-        """Return whether anything was said."""
+        """Return whether anything is known."""
         return (self.step_time, self.interval, self.mtbf) != (None, None, None)
 
 
 UNKNOWN = Training()
-"""A job of which nothing was said."""
+"""A job of which nothing is known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a strategy costs; seconds, and shares of all time.
+    """The cost of a strategy; seconds, and shares of all time.
 
-    ``save`` is what one save takes of training, the slower steps beside it included, in ``steps``
-    where the length of one is known. ``young`` and ``daly`` are the best intervals, ``interval``
-    the one that the shares are of: as requested, or Daly's, and never shorter than a save lasts.
-    ``saving`` is the share of time that saves take, ``redone`` that is lost in failures, ``lost``
-    both, and ``hours_a_week`` the same in hours.
+    ``save`` is the training time that one save costs, including slower steps beside it, in
+    ``steps`` if the length of one is known. ``young`` and ``daly`` are the best intervals,
+    ``interval`` is the one that the shares are for: as requested, or Daly's, and never shorter than
+    a save. ``saving`` is the share of time in saves, ``redone`` the share lost in failures,
+    ``lost`` both, and ``hours_a_week`` the same in hours.
     """
 
     save: float
@@ -100,9 +100,9 @@ class Cost:
 def cost_of(
     training: Training, *, blocked: float, written: float, durable: float, slowdown: float | None
 ) -> Cost:
-    """Return what a strategy costs a job; without an interval and a failure rate, that of a save.
+    """Return the cost of a strategy for a job; without an interval and a failure rate, of a save.
 
-    After a failure the newest durable checkpoint is on average half an interval old, and the time
+    After a failure the newest durable checkpoint is on average half an interval old, plus the time
     that a save needs to become durable.
     """
     save = blocked + max(0.0, slowdown or 0.0) * max(0.0, written - blocked)
@@ -122,7 +122,7 @@ def cost_of(
 
 
 def _daly(save: float, mtbf: float) -> float:
-    """Return Daly's interval from the start of a save to the next: his, and the save itself."""
+    """Return Daly's interval from the start of a save to the next: his, plus the save itself."""
     if save >= 2 * mtbf:
         return mtbf + save
     share = save / (2 * mtbf)

@@ -1,4 +1,4 @@
-"""The folders that a benchmark works in, on disk or in a store, and what a save leaves behind."""
+"""The folders that a benchmark uses, on disk or in a store, and what a save leaves behind."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def has_bytes(folder: Path) -> bool:
 
 
 def list_folder(folder: Path) -> set[str]:
-    """Return the names directly in a folder; none where it is not there."""
+    """Return the names directly in a folder; none if it does not exist."""
     with suppress(OSError):
         return set(os.listdir(folder))
     return set()
@@ -64,7 +64,7 @@ def make_durable(folder: Location) -> None:
 
 
 def remove(path: Location) -> None:
-    """Remove a file or a folder with all in it, as far as it is there, also while it is filled."""
+    """Remove a file or a folder with everything in it, if any, even while it is being filled."""
     if not isinstance(path, Path):
         remove_uploaded(path)
     elif path.is_dir() and not path.is_symlink():
@@ -106,14 +106,14 @@ def unused_shared_memory(before: Collection[str], doomed: Collection[int] = ()) 
 
 
 def _open_paths(process: psutil.Process) -> set[str]:
-    """Return the files that a process has open or mapped, as far as this user may see."""
+    """Return the files that a process has open or mapped, as far as permitted."""
     with suppress(psutil.Error):
         return {file.path for file in [*process.open_files(), *process.memory_maps()]}
     return set()
 
 
 class Folders(NamedTuple):
-    """Where the ranks work, their TMPDIR, and the URL to save below where that is in a store."""
+    """Where the ranks work, their TMPDIR, and the URL to save below if in a store."""
 
     scratch: str
     temporary: str
@@ -122,9 +122,9 @@ class Folders(NamedTuple):
 
 @contextmanager
 def scratch(out: Location) -> Iterator[Folders]:
-    """Make folders of the run's own, which are removed at the end."""
+    """Make the run's own folders, which are removed at the end."""
     parent = out if isinstance(out, Path) else None
-    # sockets lie among the temporary files, and their paths must be short
+    # sockets are among the temporary files, and their paths must be short
     work, temporary = (tempfile.mkdtemp(prefix="ckptool-", dir=place) for place in (parent, None))
     try:
         (Path(work) / "logs").mkdir()
@@ -174,7 +174,7 @@ def require_savable(out: RemotePath, *, abort: bool) -> None:
 
 @contextmanager
 def scratch_in_store(place: RemotePath) -> Iterator[RemotePath]:
-    """Try a folder that can be written and removed, and remove it at the end.
+    """Test that a folder can be written and removed, and remove it at the end.
 
     Raises Unsupported before anything is measured, TransferError if something stays.
     """
@@ -191,10 +191,10 @@ def scratch_in_store(place: RemotePath) -> Iterator[RemotePath]:
 
 
 def remove_uploaded(place: RemotePath) -> None:
-    """Remove a folder, and the parts of files that were not finished; TransferError if it stays."""
+    """Remove a folder, and the parts of unfinished files; TransferError if something stays."""
     store, inside = place.store, f"{place.key}/"
     store.fs.invalidate_cache()
-    with suppress(NotFound, Denied):  # what stays is looked for below
+    with suppress(NotFound, Denied):  # what stays is searched for below
         store.ask(str(place), lambda: store.fs.rm(place.key, recursive=True))
     abort_uploads(store, inside, lambda key: True)
     if list_uploaded(place):
@@ -204,7 +204,7 @@ def remove_uploaded(place: RemotePath) -> None:
 
 
 def list_uploaded(place: RemotePath) -> dict[str, int]:
-    """Return the bytes of every file below, as the store lists them now."""
+    """Return the size of every file below, as the store lists them now."""
     try:
         return {n: file.nbytes for n, file in place.store.find(place.key, str(place)).items()}
     except NotFound:
@@ -212,17 +212,17 @@ def list_uploaded(place: RemotePath) -> dict[str, int]:
 
 
 def store_clients(place: RemotePath) -> tuple[str, ...]:
-    """Return the packages that speak with the store: fsspec, and the one that knows it."""
+    """Return the packages that access the store: fsspec, and the one for its scheme."""
     return tuple(dict.fromkeys(("fsspec", type(place.store.fs).__module__.partition(".")[0])))
 
 
 def path_or_url(place: Location) -> Path | str:
-    """Return a place as strategies take it."""
+    """Return a place in the form for strategies."""
     return place if isinstance(place, Path) else place.url
 
 
 def write_raw(data: memoryview, file: Location) -> None:
-    """Write a file in order, by Python or by fsspec alone, until the disk or the store has it."""
+    """Write a file sequentially, by Python or fsspec alone, until the disk or the store has it."""
     with (
         file.open("wb") if isinstance(file, Path) else file.store.fs.open(file.key, "wb") as stream
     ):

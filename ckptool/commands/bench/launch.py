@@ -1,4 +1,4 @@
-"""The task of the ranks: how they are started with it, and how they agree while they run."""
+"""The task of the ranks: how they are started, and how they agree while they run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ckptool.storage.url import Location, location
 
 _LEAST_TIMEOUT = 240.0
 _SLOWEST = 10e6
-"""Bytes a second that are written at least, as long as nobody has measured it."""
+"""Assumed minimum of bytes written per second before anything is measured."""
 
 _SLACK = 20
 """How many times as long as a raw write a save may take."""
@@ -41,9 +41,9 @@ Emit = Callable[[dict[str, Any]], None]
 
 @dataclass(slots=True)
 class Task:
-    """What the ranks are to do. ``folders.scratch`` is theirs alone.
+    """The ranks' task. ``folders.scratch`` is theirs alone.
 
-    ``write_rate``: bytes a second that all ranks write together, where that is known.
+    ``write_rate``: bytes per second that all ranks write together, if known.
     """
 
     settings: Settings
@@ -54,7 +54,7 @@ class Task:
 
     @property
     def timeout(self) -> float:
-        """Seconds that a save, or a talk of the ranks, may take before it counts as hung."""
+        """Seconds after which a save, or a message between ranks, counts as hung."""
         return _LEAST_TIMEOUT + _SLACK * total(self.specs) / self.write_rate
 
     def folder(self, job: str) -> Path:
@@ -68,15 +68,15 @@ class Task:
         return location(self.folders.store) / job.replace("/", "_")
 
     def log(self, job: str, rank: int) -> Path:
-        """Return the file for what a job's processes print."""
+        """Return the file for the output of a job's processes."""
         return Path(self.folders.scratch) / "logs" / f"{job.replace('/', '_')}-{rank}.log"
 
 
 class Meeting:
-    """What the watching processes of all ranks say to one another, without a process group.
+    """Messages between the watching processes of all ranks, without a process group.
 
-    A group would start threads, which no fork survives. They meet at the store that the process
-    keeps which started them; where that keeps none, rank 0 does.
+    A group would start threads, which do not survive a fork. They meet at a store kept by the
+    process that started them, or else by rank 0.
     """
 
     def __init__(self) -> None:
@@ -99,31 +99,31 @@ class Meeting:
         return Task(Settings(**fields["settings"]), specs, fields["strategies"], folders)
 
     def emit(self, event: dict[str, Any]) -> None:
-        """Tell ``launch`` what happens."""
+        """Report an event to ``launch``."""
         self._store.set(f"event-{self._events}", json.dumps(event))
         self._events += 1
 
     def gather(self, value: Any) -> list[Any]:
-        """Return what every rank passed, in the order of ranks; values that JSON holds."""
+        """Return what every rank passed, in rank order; values must be valid JSON."""
         self._number += 1
         keys = [f"gather-{self._number}-{rank}" for rank in range(self.size)]
         self._store.set(keys[self.rank], json.dumps(value))
         return [json.loads(self._await(key)) for key in keys]
 
     def _await(self, key: str) -> bytes:
-        """Return what a key holds once it is there. The store's own waiting hears no signal."""
+        """Return the value of a key once it exists. The store's own wait ignores signals."""
         while not self._has(key):
             time.sleep(_POLL_MEETING)
         value: bytes = self._store.get(key)
         return value
 
     def failing(self, job: str) -> Callable[[], str | None]:
-        """Return a question: which other rank failed at this job?"""
+        """Return a function that returns another rank that failed at this job, if any."""
         key = f"failed-{job}"
         return lambda: f"rank {self._store.get(key).decode()} failed" if self._has(key) else None
 
     def fail(self, job: str) -> None:
-        """Let the others know that this rank failed at the job."""
+        """Tell the others that this rank failed at the job."""
         self._store.set(f"failed-{job}", str(self.rank))
 
     def _has(self, key: str) -> bool:
@@ -132,7 +132,7 @@ class Meeting:
     def begin_group(self, job: str, backend: str, timeout: float) -> None:
         """Start, within a child, the process group of this job's processes.
 
-        ``timeout``: seconds after which what its ranks say to one another fails.
+        ``timeout``: seconds after which communication of its ranks fails.
         """
         import torch.distributed as dist
         from torch._C._distributed_c10d import PrefixStore
@@ -152,10 +152,10 @@ def _connect(host: str, port: int, *, serve: bool) -> Any:
 
 
 def launch(task: Task, emit: Emit) -> None:
-    """Run the task on ranks that are processes of this machine; nothing of them is left afterwards.
+    """Run the task on ranks that are processes of this machine; none is left afterwards.
 
-    TransferError if a rank ends otherwise than it should, KeyboardInterrupt and SystemExit
-    where this process is asked to stop.
+    Raises TransferError if a rank fails, KeyboardInterrupt and SystemExit if this process is told
+    to stop.
     """
     store = _connect(_HOST, 0, serve=True)  # at a port that is free
     store.set("task", json.dumps(asdict(task)))
@@ -184,14 +184,14 @@ def launch(task: Task, emit: Emit) -> None:
 
 @contextmanager
 def _unwind_on_signals() -> Iterator[None]:
-    """Raise SystemExit where a signal would end this process at once, and leave all there is."""
+    """Raise SystemExit for a signal that would end this process at once, without cleanup."""
 
     def stop(number: int, frame: object) -> NoReturn:
         raise SystemExit(128 + number)
 
     fatal = [n for n in _FATAL if signal.getsignal(n) is signal.SIG_DFL]
     if threading.current_thread() is not threading.main_thread():
-        fatal = []  # Python sets handlers in no other
+        fatal = []  # Python sets handlers only in the main thread
     for number in fatal:
         signal.signal(number, stop)
     try:

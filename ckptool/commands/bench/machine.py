@@ -1,4 +1,4 @@
-"""The machine: what it is, its raw speed without any checkpoint library, its room for a run."""
+"""The machine: its description, its raw speed without any checkpoint library, its free space."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Probe = Callable[[], object]
 
 
 def describe_machine(folder: Location) -> dict[str, str | int]:
-    """Return what the figures of a benchmark depend on, that works in ``folder``."""
+    """Return what a benchmark's figures depend on; it works in ``folder``."""
     return {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "processor": _processor() or platform.processor(),
@@ -72,11 +72,11 @@ def installed_version(distribution: str) -> str | None:
 
 
 def measure_limits(nbytes: int, device: Device, folder: Location) -> dict[str, float | None]:
-    """Return bytes a second of all ranks together, the best of three rounds; None where not there.
+    """Return bytes per second of all ranks together, the best of three rounds; None where absent.
 
     ``nbytes`` is one rank's share, of which at most 4 GiB are moved. Ranks work at the same time.
-    ``write`` is sequential into a file per rank, fsync included; ``upload``, where a store is
-    written to, by fsspec alone, until the file is closed.
+    ``write`` is sequential into a file per rank, including fsync; ``upload``, if a store is used,
+    by fsspec alone, until the file is closed.
     """
     import torch
 
@@ -125,21 +125,21 @@ def _rate(nbytes: int, work: Probe) -> float:
 
 _RANK_BYTES = 400 << 20
 _DEVICE_BYTES = 1 << 30
-"""Of a device: for the runtime's own, the communicator, and the matrices of a step."""
+"""Memory of a device for the runtime, the communicator, and the matrices of a step."""
 
 _HOST_COPIES = {"cpu": 5, "accelerator": 4}
-"""How often the state lies in host memory at most: itself on CPU ranks, staged, staged once more
-for another process, and for the check a snapshot and what was loaded."""
+"""The most copies of the state in host memory: itself on CPU ranks, staged, staged again for
+another process, and for the check a snapshot and what was loaded.
+"""
 
 _DEVICE_COPIES = 3
-"""How often a rank's share lies on its device at most: itself, what is loaded into, and what is
-loaded."""
+"""The most copies of a rank's share on its device: itself, the load's target, and its result."""
 
 
 def require_room(out: Location, nbytes: int, ranks: int, devices: Accelerators) -> None:
-    """Raise Unsupported, with the numbers, where a run with ``nbytes`` of state would not fit.
+    """Raise Unsupported, with the numbers, if a run with ``nbytes`` of state would not fit.
 
-    One checkpoint at a time lies on disk, or the raw file that is as large. A store is not asked.
+    One checkpoint at a time is on disk, or the raw file of the same size. A store is not asked.
     """
     if isinstance(out, Path):
         require_disk(out, nbytes * 21 // 20 + (64 << 20))
@@ -156,7 +156,7 @@ def require_room(out: Location, nbytes: int, ranks: int, devices: Accelerators) 
 
 
 def require_disk(out: Path, needed: int) -> None:
-    """Raise Unsupported if ``out`` is no folder, or its disk has too few bytes free."""
+    """Raise Unsupported if ``out`` is not a folder, or its disk has too few bytes free."""
     if not out.is_dir():
         raise Unsupported(f"{out}: no such folder", hint=f"mkdir -p {out}")
     free = shutil.disk_usage(out).free

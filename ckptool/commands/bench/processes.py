@@ -27,14 +27,14 @@ _LAST = ("end", "failed", "lost")
 _AWAITED = ("training", "checking")
 
 Tell = Callable[[str, Any], None]
-"""Send a word, and what belongs to it, to the process that watches."""
+"""Sends a word, with its data, to the watching process."""
 
 Work = Callable[[Tell], Any]
 
 
 @dataclass(slots=True)
 class ChildResult:
-    """How a process ended: what its work returned, or what went wrong.
+    """How a process ended: the result of its work, or the error.
 
     ``base`` and ``peak`` are bytes of host memory of the process and its children: when training
     began, and the most since.
@@ -56,11 +56,11 @@ def run_child(
     measure: bool = False,
     pause: float = _SAMPLE,
 ) -> ChildResult:
-    """Work in a process of its own, and wait until it ends. What it prints goes to ``log``.
+    """Work in a separate process, and wait until it ends. Its output goes to ``log``.
 
-    ``stop`` is asked every ``pause`` seconds; the reason it gives ends the process, not its
-    children, as ``timeout`` seconds without a word do. With ``measure``, memory is sampled from the
-    word ``training`` to ``checking``; the process waits for the first sample and for the last.
+    ``stop`` is called every ``pause`` seconds; a reason that it returns ends the process, but not
+    its children, as do ``timeout`` seconds without a word. With ``measure``, memory is sampled from
+    the word ``training`` to ``checking``; the process waits for the first sample and for the last.
     """
     context = multiprocessing.get_context("fork")
     pipe, theirs = context.Pipe()
@@ -123,15 +123,15 @@ def _sample(pid: int, result: ChildResult, *, begin: bool) -> float:
 
 
 def last_line(log: Path) -> str:
-    """Return the last line of what processes printed; empty if they printed nothing."""
+    """Return the last line that processes printed; empty if they printed nothing."""
     return log.read_text("utf-8", "replace").strip().rpartition("\n")[2].strip()
 
 
 def _do_work(work: Work, pipe: Connection, log: Path) -> None:
-    """Do the work, in the process itself. Ctrl-C is for the watching one, which ends this one."""
+    """Do the work, in the process itself. Ctrl-C goes to the watching one, which ends this one."""
     die_with_parent()
     gc.freeze()  # collecting would write to, and so copy, every page shared with the parent
-    gc.enable()  # the command line goes without
+    gc.enable()  # not needed by the command line
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -173,7 +173,7 @@ def require_proportional_memory() -> None:
 
 
 def proportional_memory(processes: Iterable[psutil.Process]) -> int:
-    """Return the bytes that processes hold together; what they share counts once (PSS)."""
+    """Return the memory of processes together, in bytes; shared memory counts once (PSS)."""
     nbytes = 0
     for process in processes:
         with suppress(psutil.Error):
@@ -182,7 +182,7 @@ def proportional_memory(processes: Iterable[psutil.Process]) -> int:
 
 
 def descendants(pid: int | None = None) -> list[psutil.Process]:
-    """Return what runs below a process, this one unless ``pid`` is given; zombies do not run."""
+    """Return the processes below a process, by default this one; without zombies."""
     with suppress(psutil.Error):
         return list(filter(_runs, psutil.Process(pid).children(recursive=True)))
     return []
@@ -195,14 +195,14 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def command_line(process: psutil.Process) -> str:
-    """Return the words that started a process, cut to 120 characters; empty once it has ended."""
+    """Return the command line of a process, cut to 120 characters; empty once it has ended."""
     with suppress(psutil.Error):
         return " ".join(process.cmdline())[:_MOST_WORDS]
     return ""
 
 
 def orphans(timeout: float) -> list[psutil.Process]:
-    """Return what still runs below this process after ``timeout`` seconds, when it should not."""
+    """Return the processes that are still below this one after ``timeout`` seconds."""
     deadline = time.monotonic() + timeout
     while True:
         processes = [p for p in descendants() if "resource_tracker" not in command_line(p)]
@@ -212,7 +212,7 @@ def orphans(timeout: float) -> list[psutil.Process]:
 
 
 def end_descendants(timeout: float = 5.0) -> None:
-    """Kill all that runs below this process, also what is started within ``timeout`` seconds."""
+    """Kill all processes below this one, including those started within ``timeout`` seconds."""
     deadline = time.monotonic() + timeout
     while (processes := descendants()) and time.monotonic() < deadline:
         for process in processes:

@@ -43,12 +43,12 @@ _OLDEST_TORCH = (2, 9)
 _LIBRARIES = ("torch_checkpointing", "nvidia-resiliency-ext")
 
 Progress = Callable[[Mapping[str, Any]], None]
-"""Takes what happens: ``event`` is begin, doing, measured, skipped, failed or limits."""
+"""Called with events: ``event`` is begin, doing, measured, skipped, failed or limits."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedBench:
-    """A benchmark that will fit: its settings are known, nothing is written."""
+    """A benchmark that fits: its settings are known, nothing is written."""
 
     settings: Settings
     specs: list[TensorSpec]
@@ -113,10 +113,10 @@ class PreparedBench:
 
 
 def prepare_bench(options: BenchOptions) -> PreparedBench:
-    """Settle what is measured and where, and that it will fit.
+    """Decide what is measured and where, and that it fits.
 
-    Raises UsageError for an unknown strategy, Unsupported without torch or room, and what
-    ``open_checkpoint`` raises for ``like``.
+    Raises UsageError for an unknown strategy, Unsupported without torch or room, and the errors of
+    ``open_checkpoint`` for ``like``.
     """
     names = select_strategies(options.strategies)
     training = Training.of(options.step_time, options.interval, options.mtbf)

@@ -1,4 +1,4 @@
-"""Which tensors are saved: those of a model and its AdamW, by size or as in a checkpoint."""
+"""The tensors to save: those of a model and its AdamW, by size or as in a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class TensorSpec(NamedTuple):
-    """A tensor to save: where it lies in the state dict, its shape, its element type's name."""
+    """A tensor to save: its path in the state dict, its shape, its element type's name."""
 
     path: tuple[str, ...]
     shape: tuple[int, ...]
@@ -67,9 +67,9 @@ def _adamw(model: dict[str, TensorSpec]) -> Iterator[TensorSpec]:
 
 
 def specs_like(path: Location) -> list[TensorSpec]:
-    """Return the tensors of a checkpoint by its catalog; AdamW's state too where it has none.
+    """Return the tensors of a checkpoint by its catalog, with AdamW's state if it has none.
 
-    Raises what ``open_checkpoint`` raises, and Unsupported if it holds no tensor of a model.
+    Raises the errors of ``open_checkpoint``, and Unsupported if it contains no model tensor.
     """
     specs: dict[str, dict[str, TensorSpec]] = defaultdict(dict)
     for entry in open_checkpoint(path).catalog.tensors.values():

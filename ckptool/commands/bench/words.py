@@ -1,4 +1,4 @@
-"""What a benchmark comes to in words: seconds, shares, and which way to save is best."""
+"""The results of a benchmark in words: seconds, shares, and the best way to save."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ if TYPE_CHECKING:
 
 
 def seconds(value: float) -> str:
-    """Write ``0.21 s``, ``34 ms``: two or three significant digits."""
+    """Return ``0.21 s``, ``34 ms``: two or three significant digits."""
     if value < 0.0995:
         return f"{value * 1000:.2g} ms" if value < 0.00995 else f"{value * 1000:.0f} ms"
     return f"{value:.2f} s" if value < 99.5 else f"{value:,.0f} s"
 
 
 def slowdown(value: float) -> str:
-    """Write ``6 % slower``, ``2 % faster``, ``as fast``."""
+    """Return ``6 % slower``, ``2 % faster``, ``as fast``."""
     percent = round(abs(value) * 100)
     if not percent:
         return "as fast"
@@ -26,13 +26,13 @@ def slowdown(value: float) -> str:
 
 
 def share(value: float) -> str:
-    """Write ``0.034 %``, ``3.4 %``: two digits."""
+    """Return ``0.034 %``, ``3.4 %``: two digits."""
     percent = value * 100
     return f"{percent:.0f} %" if percent >= 9.95 else f"{percent:.2g} %"
 
 
 def cost_words(report: BenchReport) -> str:
-    """Return what the best strategy costs, and the next one; empty if nothing is known."""
+    """Return the cost of the best strategy, and of the next one; empty if nothing is known."""
     best = report.best
     if best is None or not report.training.is_known:
         return ""
@@ -56,7 +56,7 @@ _SYNCHRONOUS = ("dcp-sync", "torch-save", "experimental-sync")
 
 
 def advice(report: BenchReport) -> str:
-    """Say in one sentence which is best, against the synchronous one that people would use."""
+    """Return one sentence on the best strategy, against the usual synchronous one."""
     best = report.best
     if best is None:
         return "no strategy saved the parameters as they were at the call"

@@ -1,1 +1,1 @@
-"""What bench shows."""
+"""The screens of bench."""

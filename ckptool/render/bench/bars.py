@@ -19,18 +19,18 @@ _NAMES = {_BLOCKED: "training blocked", _BACKGROUND: "until written", _SYNCING: 
 _SHADES, _ASCII = "█▓░", "#=-"
 _NARROWEST, _WIDEST = 10, 40
 _BESIDE = 36
-"""Cells of a line that are neither a name's nor a bar's."""
+"""Cells of a line besides the name and the bar."""
 
 _INCHES_PER_BAR = 0.34
 
 
 def rate(value: float) -> str:
-    """Write bytes a second as ``1.2 GiB/s``."""
+    """Return a rate as ``1.2 GiB/s``."""
     return f"{size(int(value))}/s"
 
 
 def draw_bars(report: BenchReport, screen: Console) -> list[Text]:
-    """Draw a bar per strategy: blocked, written, durable; and what that is of the limits."""
+    """Draw a bar per strategy: blocked, written, durable, each as a share of the limits."""
     shades = _SHADES if screen.encoding.startswith("utf") else _ASCII
     legend = Text("  ")
     for shade, (colour, name) in zip(shades, _NAMES.items(), strict=True):
@@ -51,7 +51,7 @@ def draw_bars(report: BenchReport, screen: Console) -> list[Text]:
 
 
 def _width(report: BenchReport, screen: Console) -> int:
-    """Return the cells of the longest bar: what a terminal leaves beside the names."""
+    """Return the cells of the longest bar: what the names leave of the terminal's width."""
     if not screen.is_terminal:
         return _WIDEST
     names = max(len(visible(result.name)) for result in report.results)
@@ -68,16 +68,16 @@ def _bar(report: BenchReport, result: Measured, width: int, shades: str) -> Text
 
 
 def _parts(result: Measured) -> tuple[float, float, float]:
-    """Return when each colour of a bar ends; a commit that blocks may end last, as blocked."""
+    """Return where each colour of a bar ends; a commit that blocks may end last, as blocked."""
     durable = result.durable_median
     blocked = min(result.blocked_median, durable)
     return blocked, min(max(result.written_median, blocked), durable), durable
 
 
 def require_plottable(path: Path) -> None:
-    """Check, before anything is measured, that the picture can be drawn and put there.
+    """Check, before anything is measured, that the picture can be drawn and written.
 
-    UsageError for another suffix, Unsupported without the folder or matplotlib.
+    Raises UsageError for another suffix, Unsupported without the folder or matplotlib.
     """
     if path.suffix not in (".svg", ".png"):
         raise UsageError(f"--plot {path}: the file must end in .svg or .png")
@@ -122,7 +122,7 @@ def write_plot(report: BenchReport, path: Path) -> None:
 
 
 def _draw(axes: Any, place: int, result: Measured, *, best: bool) -> None:
-    """Draw one bar, with the seconds behind it."""
+    """Draw one bar, followed by the seconds."""
     blocked, durable = result.blocked_median, result.durable_median
     alpha = 1.0 if result.is_consistent else 0.45
     begin = 0.0

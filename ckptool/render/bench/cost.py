@@ -1,4 +1,4 @@
-"""What each way to save costs of training time, and which to take."""
+"""The cost of each strategy in training time, and the best one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _HEADINGS = "  strategy|a save costs|steps|every|of training time|a week|best in
 
 
 def cost_rows(report: BenchReport) -> list[list[Text]]:
-    """Return a row per strategy, the cheapest first; none where nothing is known of the job."""
+    """Return a row per strategy, the cheapest first; none if nothing is known of the job."""
     if not report.training.is_known:
         return []
     rows = [[Text(heading, "dim") for heading in _HEADINGS.split("|")]]

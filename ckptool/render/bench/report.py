@@ -75,14 +75,14 @@ def _show_begin(event: Mapping[str, Any]) -> None:
 _LONGEST = 24
 _HEADINGS = "  strategy|blocked|first|durable|steps|memory|device|saved state"
 _DISPENSABLE = (5, 2)
-"""Columns that a narrow terminal goes without, in this order."""
+"""Columns that a narrow terminal omits, in this order."""
 
 _ONCE_STAGED = "consistent where training waits for the staging, as it does here; DIRTY without"
 _ABORT_HEADINGS = "strategy|killed in mid-save: the folder|processes|shared memory|temporary files"
 
 
 def show_bench(report: BenchReport, changes: Sequence[Change] | None = None) -> None:
-    """Show all that was measured and where; what could not be, with the reasons."""
+    """Show everything that was measured and where; and what could not be, with the reasons."""
     screen = console()
     rows = [[Text(heading, "dim") for heading in _HEADINGS.split("|")]]
     rows += [_row(report, result) for result in report.ranked]
@@ -140,7 +140,7 @@ def _heading(report: BenchReport) -> list[Text]:
 def describe_machine(
     machine: Mapping[str, str | int], versions: Mapping[str, str]
 ) -> tuple[Text, Text]:
-    """Return what the figures depend on, as two lines."""
+    """Return two lines on the machine, which the figures depend on."""
     cores, memory = plural(int(machine["cores"]), "core"), size(int(machine["memory_bytes"]))
     return (
         Text(f"{cores} {machine['processor']}, {memory} memory, {machine['filesystem']}", "dim"),
@@ -193,7 +193,7 @@ def _leftovers(names: Sequence[str]) -> Text:
 
 
 def _notes(report: BenchReport) -> list[Text]:
-    """Return remarks, failures and what could not run, a line each; then a blank one."""
+    """Return remarks, failures and what could not run, one per line; then a blank one."""
     remarks: dict[str, list[str]] = {}
     for result in report.results:
         if result.remark:

@@ -69,7 +69,7 @@ def _remarks(report: TransferBenchReport, result: RowResult) -> list[Text]:
 
 
 def _traffic(result: RowResult) -> str:
-    """Write ``40 requests, reads 1.00 x, 0.6 s CPU``: bytes as multiples of what is moved."""
+    """Return text such as ``40 requests, reads 1.00 x, 0.6 s CPU``: multiples of the size."""
     words = [plural(result.requests, "request"), f"reads {result.read_bytes / result.nbytes:.2f} x"]
     if result.written_bytes > result.nbytes / 100:
         words.append(f"writes {result.written_bytes / result.nbytes:.2f} x")
@@ -77,7 +77,7 @@ def _traffic(result: RowResult) -> str:
 
 
 def _ratio(ratio: Ratio) -> Text:
-    """Write ``1.20 x cp -r``, or how many times faster where it is at least twice as fast."""
+    """Return text such as ``1.20 x cp -r``, or how many times faster if at least twice as fast."""
     if ratio.value > 0.5:
         spread = f"({ratio.lowest:.2f} to {ratio.highest:.2f})"
         return Text.assemble((f"{ratio.value:.2f} x", "bold"), f" {ratio.peer} {spread}")

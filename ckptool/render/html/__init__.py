@@ -1,4 +1,4 @@
-"""A report as one HTML page that needs nothing else: ``page.py`` fills ``page.html``.
+"""A self-contained HTML page of a report: ``page.py`` fills ``page.html``.
 
-The scripts build the page of the JSON of the report alone, and set text, never markup.
+The scripts build the page only from the JSON of the report, and set text, never markup.
 """

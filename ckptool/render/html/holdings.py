@@ -1,4 +1,4 @@
-"""Which rank holds which box of each tensor, in few words: alike tensors share one description."""
+"""The ranks that hold each box of each tensor, compactly: similar tensors share a description."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from ckptool.render.text import ranges
 
 _MOST_RANKS = 1 << 16
 _MOST_BOXES = 1024
-"""Boxes that are listed of a tensor whose boxes are no grid."""
+"""Boxes listed of a tensor whose boxes are not a grid."""
 
 _Holders = dict[Box, list[int]]
-"""The ranks that hold each box; none where the files do not say."""
+"""The ranks that hold each box; none if the files do not say."""
 
 
 @dataclass(slots=True)
 class Holdings:
-    """``of`` each tensor by name: ``boxes`` and ``ranks`` are places in these tables.
+    """``of`` each tensor by name: ``boxes`` and ``ranks`` are indices in these tables.
 
-    ``by`` is ``placements`` where these and the mesh say which ranks hold a box, and ``files``
-    where only the rank that wrote it is known. Boxes are a grid, by the edges along each dim as
-    runs of start, step and count; or else a list of corners, with how many ``more`` there are.
-    ``ranks`` has for each box, row-major, a text such as ``0..3,8``.
+    ``by`` is ``placements`` if these and the mesh determine which ranks hold a box, and ``files``
+    if only the rank that wrote it is known. Boxes are a grid, by the edges along each dim as runs
+    of start, step and count; or else a list of corners, with how many ``more`` there are. ``ranks``
+    has for each box, row-major, a text such as ``0..3,8``.
     """
 
     of: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class Holdings:
     _places: dict[object, int] = field(default_factory=dict)
 
     def add(self, entry: TensorEntry, mesh: Mesh | None) -> dict[str, Any]:
-        """Describe who holds a tensor."""
+        """Describe the holders of a tensor."""
         placed = _by_placements(entry, mesh)
         holders = sorted((placed or _by_files(entry)).items())
         boxes = [box for box, _ in holders]
@@ -63,7 +63,7 @@ class Holdings:
 
 
 def holdings(catalog: Catalog) -> Holdings:
-    """Describe what each rank holds of the tensors of a catalog."""
+    """Describe the tensors of a catalog by rank."""
     made = Holdings()
     known: dict[object, dict[str, Any]] = {}
     for name, entry in catalog.tensors.items():
@@ -77,7 +77,7 @@ def holdings(catalog: Catalog) -> Holdings:
 
 
 def _by_files(entry: TensorEntry) -> _Holders:
-    """Return who wrote each box."""
+    """Return the writers of each box."""
     holders: _Holders = {}
     for chunk in entry.chunks:
         ranks = (chunk.rank, *(copy.rank for copy in chunk.copies))
@@ -86,7 +86,7 @@ def _by_files(entry: TensorEntry) -> _Holders:
 
 
 def _by_placements(entry: TensorEntry, mesh: Mesh | None) -> _Holders | None:
-    """Return who holds each box; None if the placements do not say, or the files disagree."""
+    """Return the holders of each box; None if the placements do not say, or the files disagree."""
     if mesh is None or entry.placements is None or mesh.size > _MOST_RANKS or not entry.elements:
         return None
     try:

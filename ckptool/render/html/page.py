@@ -1,7 +1,7 @@
 """Write a report as one HTML page: its JSON, a style sheet and scripts; nothing is fetched.
 
-What is untrusted is in the JSON, where it cannot end its element, and in the title, escaped. The
-policy of the page allows the one style sheet and script by their SHA-256, and no request.
+Untrusted text is in the JSON, where it cannot end its element, and in the title, escaped. The
+page's policy allows the one style sheet and script by their SHA-256, and no request.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from ckptool.render.html.holdings import holdings
 from ckptool.render.text import visible
 
 MARK = b"<!doctype html>\n<!-- ckptool page -->\n"
-"""How every page begins."""
+"""The beginning of every page."""
 _SCRIPTS = "base table fold tree treemap mesh inspect verify diff bench main".split()
 _LONG = {"only_a": "name", "only_b": "name", "shape_differs": "tensor", "dtype_differs": "tensor"}
 """The lists of a diff that may be as long as the checkpoints, and the key that names a row."""
 
 
 def page(report: Mapping[str, Any]) -> bytes:
-    """Return the page of what ``to_dict`` of a report returns."""
+    """Return the page of a report's ``to_dict``."""
     packed = {rows: _packed(report[rows], key) for rows, key in _LONG.items() if rows in report}
     codes = {finding["code"]: None for finding in _findings(report)}
     meanings = {"meanings": {code: CODES[code].meaning for code in codes}}
@@ -46,7 +46,7 @@ def _findings(report: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def inspect_page(report: InspectReport, stats: StatsReport | None = None) -> bytes:
-    """Return the page of a checkpoint, with which rank holds what of each tensor."""
+    """Return the page of a checkpoint, with the ranks that hold each tensor."""
     content = report.to_dict() | ({} if stats is None else {**stats.more()})
     held = holdings(report.catalog)
     rows = [row | held.of[row["name"]] for row in content["tensors"]]
@@ -55,12 +55,12 @@ def inspect_page(report: InspectReport, stats: StatsReport | None = None) -> byt
 
 
 def _order(mesh: Mesh | None) -> tuple[int, ...] | None:
-    """Return the ranks of a mesh by position where they do not count from 0."""
+    """Return the ranks of a mesh by position if they do not count from 0."""
     return None if mesh is None or mesh.ranks == tuple(range(mesh.size)) else mesh.ranks
 
 
 def _packed(rows: Iterable[Mapping[str, Any]], key: str) -> dict[str, Any]:
-    """Return rows of which many differ in one key alone, such as the name, as the scripts read."""
+    """Return rows in the form that the scripts read, many of which differ in only one key."""
     looks: dict[str, int] = {}
     pairs = []
     for row in rows:
@@ -93,6 +93,6 @@ def _hash(text: str) -> str:
 
 
 def _inert(content: Mapping[str, Any]) -> str:
-    """Return JSON in ASCII that no parser of HTML takes for a tag, comment or entity."""
+    """Return JSON in ASCII that no HTML parser takes for a tag, comment or entity."""
     text = json.dumps(content, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return text.replace("&", r"\u0026").replace("<", r"\u003c").replace(">", r"\u003e")

@@ -1,1 +1,1 @@
-"""What inspect shows."""
+"""The screens of inspect."""

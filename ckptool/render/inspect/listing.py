@@ -86,7 +86,7 @@ def value_lines(catalog: Catalog, screen: Console) -> list[Text]:
 
 
 def _value_rows(name: str, value: Any) -> Iterator[tuple[str, Any, str]]:
-    """Yield a value with what is shown of it; of an object with attributes, these below it."""
+    """Yield a value with its text; after an object with attributes, these."""
     fields: dict[str, Any] = {}
     if isinstance(value, Call) and simple_value(value) is None:
         arguments, fields = content_of(value) or ((), {})
@@ -104,7 +104,7 @@ def _value_rows(name: str, value: Any) -> Iterator[tuple[str, Any, str]]:
 
 
 def stats_lines(stats: Sequence[TensorStats], console: Console) -> list[Text]:
-    """Return a row per tensor; NaN and Inf in red where there are any."""
+    """Return a row per tensor; NaN and Inf in red if there are any."""
     rows = map(_statistics, stats)
     lines = columns(console, rows, "lllrrrrrrr", heads=_STATISTICS, cuts=0)
     if any(item.entry.dtype.kind == "complex" for item in stats):
@@ -139,7 +139,7 @@ Kind = TypeVar("Kind", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class TensorLine:
-    """``count`` tensors that look like ``entry``; ``name`` has braces for what differs."""
+    """``count`` tensors similar to ``entry``; ``name`` has braces for the differing parts."""
 
     part: str
     name: str
@@ -188,7 +188,7 @@ def split_numbers(name: str) -> tuple[tuple[str, ...], Numbers]:
 
 
 def with_numbers(words: Sequence[str], axes: Sequence[Numbers]) -> str:
-    """Join a name again, with several numbers at one place in braces."""
+    """Rebuild a name, with several numbers at one place in braces."""
     name = words[0]
     for axis, word in zip(axes, words[1:], strict=True):
         name += (f"{{{ranges(axis)}}}" if len(axis) > 1 else str(axis[0])) + word
@@ -196,7 +196,7 @@ def with_numbers(words: Sequence[str], axes: Sequence[Numbers]) -> str:
 
 
 def products(tuples: Collection[Numbers]) -> list[tuple[Numbers, ...]]:
-    """Return disjoint products of number sets that together make up the set of tuples."""
+    """Return disjoint products of number sets whose union is the set of tuples."""
     if () in tuples:
         return [()]
     tails: dict[int, set[Numbers]] = {}
@@ -215,7 +215,7 @@ def natural(name: str) -> list[tuple[int, int, str]]:
 
 
 def _fold_scalars(lines: list[TensorLine], names: list[str]) -> list[TensorLine]:
-    """Join an optimizer's 0-d states as ``optim.state.*.step``, where that names no others."""
+    """Join an optimizer's 0-d states as ``optim.state.*.step``, if that matches no others."""
     groups: dict[tuple[str, str, object], list[TensorLine]] = {}
     for line in lines:
         steps = line.entry.name.split(".")

@@ -1,4 +1,4 @@
-"""The picture of a checkpoint: what it is, what it weighs, its tensors folded, values, ranks."""
+"""The overview of a checkpoint: what it is, its size, tensors folded, values, ranks."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _share(share: PartShare, whole: int, screen: Console) -> list[Cell]:
 
 
 def _bar(part: float, width: int, screen: Console) -> str:
-    """Draw a bar of a share; none where the screen has no room for it."""
+    """Draw a bar of a share; none if the screen has no room for it."""
     if screen.is_terminal and screen.width < _ROOM_FOR_BARS:
         return ""
     return bar(part, width, ascii_only=screen.options.ascii_only)
@@ -184,7 +184,7 @@ def _tensor(line: TensorLine, brief: bool) -> list[Cell]:
 
 
 def _placements(entry: TensorEntry, brief: bool) -> Cell:
-    """Return the placements, or the number of chunks where no placement is known."""
+    """Return the placements, or the number of chunks if no placement is known."""
     if entry.placements is None:
         chunks = len(entry.chunks)
         return plural(chunks, "chunk") if chunks != 1 else "", "dim"
@@ -213,7 +213,7 @@ Loads = dict[int, tuple[int, int]]
 
 
 def rank_lines(catalog: Catalog, screen: Console) -> list[Text]:
-    """Return a row per rank, ranks with the same load in one, and max / mean below."""
+    """Return a row per rank, ranks with the same load joined, and max / mean below."""
     loads, unknown = loads_of(catalog)
     if not loads:
         return [Text("  the files do not record which rank wrote them", style="dim")]
@@ -230,7 +230,7 @@ def rank_lines(catalog: Catalog, screen: Console) -> list[Text]:
 
 
 def loads_of(catalog: Catalog) -> tuple[Loads, int]:
-    """Sum up what each rank stored, replicas where they lie, and the bytes of no known rank."""
+    """Sum up what each rank stored, replicas at their own rank, and the bytes of no known rank."""
     loads: Loads = dict.fromkeys(range(catalog.world_size or 0), (0, 0))
     unknown = 0
     for entry in catalog.tensors.values():

@@ -48,11 +48,9 @@ def show(
     depth: int | None = None,
     sort: str = "name",
 ) -> None:
-    """Print the whole picture, or only the views that are requested."""
+    """Print the whole overview, or only the requested views."""
     catalog = report.catalog
-    views = (
-        [stats_lines(stats, console)] if len(stats) else []
-    )  # a report is false where it has NaN
+    views = [stats_lines(stats, console)] if len(stats) else []  # a report with NaN is false
     if depth is not None:
         views.append(module_lines(report, depth, console, sort))
     if tensors:
@@ -86,10 +84,10 @@ def inspect_json(
     depth: int | None = None,
     sort: str | None = None,
 ) -> dict[str, Any]:
-    """Return the report as ``ckptool.inspect/2``; ``value`` is left out where JSON cannot hold it.
+    """Return the report as ``ckptool.inspect/2``; ``value`` is omitted if JSON cannot hold it.
 
     With globs only the ``tensors`` that match, in the checkpoint's order unless they are to be
-    sorted; ``rank_bytes``, ``shards`` and ``modules`` only where asked for.
+    sorted; ``rank_bytes``, ``shards`` and ``modules`` only on request.
     """
     catalog = report.catalog
     names = tensors_named(catalog, tensors, "--tensors") if tensors else catalog.tensors
@@ -107,7 +105,7 @@ def inspect_json(
 
 
 def _shards_json(entry: TensorEntry) -> list[dict[str, Any]]:
-    """List every box of a tensor, replicas included: which rank and file holds it, and where."""
+    """List every box of a tensor, including replicas: its rank, file and place."""
     return [
         {
             "tensor": entry.name,
@@ -123,7 +121,7 @@ def _shards_json(entry: TensorEntry) -> list[dict[str, Any]]:
 
 
 EXPORT_MARK = b'<svg class="rich-terminal"'
-"""How every exported screen begins."""
+"""The beginning of every exported screen."""
 
 
 def require_exportable(path: Path) -> None:

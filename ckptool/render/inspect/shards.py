@@ -1,6 +1,6 @@
-"""Draw which rank and file holds which box of a tensor, and list what lies where.
+"""Draw which rank and file holds which box of a tensor, and list them.
 
-Each row or column of the picture's cells stands for an index of the tensor.
+Each row or column of the picture's cells represents an index of the tensor.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _COLOURS = (
 
 
 def shard_lines(catalog: Catalog, pattern: str, screen: Console) -> list[Text]:
-    """Return the picture and the legend of each tensor that matches, of many the first few.
+    """Return the picture and the legend of each tensor that matches, up to a few.
 
     Raises UsageError if none does.
     """
@@ -75,7 +75,7 @@ def _facts(entry: TensorEntry) -> Text:
 
 
 class _Picture:
-    """Up to two dims of a tensor as blocks; the others are seen at index 0."""
+    """Up to two dims of a tensor as blocks; the others are shown at index 0."""
 
     def __init__(self, entry: TensorEntry, screen: Console) -> None:
         rank = len(entry.shape)
@@ -147,7 +147,7 @@ class _Picture:
 
 
 def _height(shape: tuple[int, ...], down: int | None, across: int | None, width: int) -> int:
-    """Return the rows that make an element about as high as wide, within reason."""
+    """Return the number of rows that makes an element about as high as wide, within limits."""
     if down is None or across is None:
         return 2
     return max(4, min(12, round(width / 2 * shape[down] / max(shape[across], 1))))
@@ -180,7 +180,7 @@ class _Axis:
 
 
 def _cut_dims(shape: Sequence[int], chunks: Sequence[Chunk]) -> tuple[int | None, int | None]:
-    """Choose the dims to draw downwards and across: those cut most, else the first two."""
+    """Choose the dims to draw vertically and horizontally: those cut most, else the first two."""
     dims = range(len(shape))
     if len(dims) < 2:
         return None, next(iter(dims), None)
@@ -197,7 +197,7 @@ def _make_axis(
     least: int,
     most: int,
 ) -> _Axis:
-    """Return cells for a dim: about ``wanted``, at least ``least`` a box, of ``most`` boxes."""
+    """Return cells for a dim: about ``wanted``, at least ``least`` per box, for ``most`` boxes."""
     if dim is None:
         return _Axis(None, (0,) * wanted)
     length = shape[dim]
@@ -222,7 +222,7 @@ def _make_axis(
 
 @dataclass(frozen=True, slots=True)
 class ChunkLocation:
-    """One box in one file; ``remark`` says how the bytes lie if not plainly."""
+    """One box in one file; ``remark`` says how the bytes are stored if not plainly."""
 
     rank: int | None
     box: Box
@@ -236,7 +236,7 @@ def _colour(rank: int | None) -> str:
 
 
 def legend_lines(entry: TensorEntry, screen: Console) -> list[Text]:
-    """Return a row per box, replicas included; where they are hundreds, per rank and file."""
+    """Return a row per box, including replicas; if there are hundreds, per rank and file."""
     groups: dict[object, list[ChunkLocation]] = {}
     locations = list(chunk_locations(entry))
     for number, each in enumerate(locations):
@@ -260,7 +260,7 @@ def chunk_locations(entry: TensorEntry) -> Iterator[ChunkLocation]:
 
 
 def _stored(at: Place, box: Box, itemsize: int) -> tuple[int, str]:
-    """Return the bytes in the file, and how they lie."""
+    """Return the bytes in the file, and how they are stored."""
     if isinstance(at, EncodedBlob):
         return at.nbytes, f"{at.codec}, {at.size:,} bytes decoded"
     if isinstance(at, Container):

@@ -1,4 +1,4 @@
-"""The steps of a run, a line each."""
+"""The steps of a run, one per line."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _NARROW = 66
 
 
 def steps_lines(run: RunSummary, screen: Console) -> list[Text]:
-    """Return a row per step, the newest first, below each that is not complete why.
+    """Return a row per step, newest first, followed by the reason if it is incomplete.
 
-    Checkpoints of which none has a step's number, as the parts of a pipeline, are not called so.
+    Checkpoints without a step's number, such as the parts of a pipeline, are not called steps.
     """
     good = sum(step.complete for step in run.steps)
     numbered = any(step.number is not None for step in run.steps)
@@ -51,7 +51,7 @@ def steps_lines(run: RunSummary, screen: Console) -> list[Text]:
 
 
 def _wrapped(reasons: Iterable[str], screen: Console) -> Iterator[str]:
-    """Yield reasons as lines that fit the screen behind their indent."""
+    """Yield reasons as lines that fit the screen after their indent."""
     for reason in map(visible, reasons):
         yield from wrap(reason, max(20, screen.width - 7)) if screen.is_terminal else [reason]
 

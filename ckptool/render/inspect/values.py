@@ -1,4 +1,4 @@
-"""Non-tensor values, briefly on the screen."""
+"""Short text of non-tensor values for the screen."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _HYPERPARAMETERS = ("lr", "initial_lr", "betas", "momentum", "eps", "weight_deca
 
 
 def preview(value: Any, limit: int = 60) -> str:
-    """Return a value in at most about ``limit`` characters, without more work than that."""
+    """Return a value in at most about ``limit`` characters, with no more work than that."""
     if isinstance(value, list | tuple | set | frozenset):
         return _container(value, limit)
     if isinstance(value, dict):
@@ -35,7 +35,7 @@ def preview(value: Any, limit: int = 60) -> str:
 
 
 def _record(call: Call, limit: int) -> str | None:
-    """Return what a record holds, None if its name is all there is to say."""
+    """Return the content of a record, None if only its name can be shown."""
     simple = simple_value(call)
     if simple is not None:
         is_time = isinstance(simple, date | time | timedelta)
@@ -88,7 +88,7 @@ def _atom(value: Any) -> str:
 
 
 def notable_values(entries: Iterable[ObjectEntry], most: int = 8) -> list[tuple[str, str]]:
-    """Return what a person asks for first: short values outside the optimizer, then its rates."""
+    """Return the most interesting values: short ones outside the optimizer, then its rates."""
     others: list[ObjectEntry] = []
     optimizer: list[ObjectEntry] = []
     for entry in entries:
@@ -101,7 +101,7 @@ def notable_values(entries: Iterable[ObjectEntry], most: int = 8) -> list[tuple[
 
 
 def _hyperparameters(entries: Iterable[ObjectEntry]) -> list[tuple[str, str]]:
-    """Return each rate of the optimizer once, with all values that its groups give it."""
+    """Return each rate of the optimizer once, with all values in its groups."""
     rates: dict[str, dict[str, None]] = {}
     for entry in entries:
         last = str(entry.path[-1]).rpartition(".")[2]

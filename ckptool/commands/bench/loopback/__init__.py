@@ -1,5 +1,5 @@
-"""An S3 server on loopback that keeps buckets in memory, with latency and a cap of its line.
+"""An S3 server on loopback that keeps buckets in memory, with latency and limited bandwidth.
 
-It checks no signatures, and knows what clients of checkpoints ask for. ``server.py`` speaks HTTP,
-``objects.py`` knows what S3 answers, ``messages.py`` what is asked and answered.
+It checks no signatures, and supports the requests of checkpoint clients. ``server.py`` speaks HTTP,
+``objects.py`` knows S3's answers, ``messages.py`` has requests and answers.
 """

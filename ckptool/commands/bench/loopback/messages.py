@@ -1,4 +1,4 @@
-"""What is asked of an S3 server, and what it answers."""
+"""Requests to an S3 server, and its answers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Request:
         return self.key.rpartition("/")[2]
 
     def span(self, size: int | None = None) -> tuple[int, int]:
-        """Return the first and the last byte that are requested; ValueError without a range."""
+        """Return the first and the last byte requested; ValueError without a range."""
         match = _RANGE.fullmatch(self.range or "")
         if match is None:
             raise ValueError(self.range)
@@ -46,7 +46,7 @@ class Request:
 
 @dataclass
 class Answer:
-    """What is answered; ``length`` is what is said of the body's length where that is a lie."""
+    """An answer; ``length`` is the stated length of the body if that is wrong."""
 
     status: int = 200
     body: bytes | memoryview = b""
@@ -59,12 +59,12 @@ class Dropped(Exception):
 
 
 def make_error(status: int, code: str, headers: Mapping[str, str] | None = None) -> Answer:
-    """Return an error as S3 says it."""
+    """Return an error in S3's form."""
     body = f"<Error><Code>{code}</Code><Message>{code}</Message></Error>".encode()
     return Answer(status, body, {"Content-Type": "application/xml", **(headers or {})})
 
 
 def make_document(root: str, inside: str) -> Answer:
-    """Return an XML document as S3 gives it."""
+    """Return an XML document in S3's form."""
     body = f'{_XML}<{root} xmlns="{_XMLNS}">{inside}</{root}>'.encode()
     return Answer(200, body, {"Content-Type": "application/xml"})

@@ -1,4 +1,4 @@
-"""The objects of an S3 server, and what it answers about them."""
+"""The objects of an S3 server, and its answers about them."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ class ObjectStore:
         self.partial: dict[str, PartialUpload] = {}
         self.lock = threading.RLock()
         self.page = 1000
-        """Entries of one answer of a listing."""
+        """Entries per page of a listing."""
 
     def carry_out(self, request: Request, body: bytes) -> Answer:
-        """Do what is requested, and return the answer."""
+        """Execute a request, and return the answer."""
         with self.lock:
             answer: Answer = getattr(self, _METHODS[request.operation])(request, body)
             return answer
@@ -256,7 +256,7 @@ def _described(stored: StoredObject) -> str:
 
 
 def _text(key: str, query: dict[str, str]) -> str:
-    """Return a key as an answer shows it, URL-encoded where that is requested."""
+    """Return a key for an answer, URL-encoded if requested."""
     return urllib.parse.quote(key) if "encoding-type" in query else escape(key)
 
 

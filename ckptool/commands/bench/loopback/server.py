@@ -1,4 +1,4 @@
-"""An S3 server on loopback, whose answers take time and share a line, with a log of requests."""
+"""An S3 server on loopback, with latency and shared bandwidth, and a log of requests."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from ckptool.commands.bench.loopback.objects import ObjectStore
 
 _SEND = 256 << 10
 _ABSOLUTE = re.compile(r"http://[^/]*")
-"""What clients of AWS in C++ put before the path, as HTTP allows."""
+"""The prefix that AWS's C++ clients put before the path, as HTTP allows."""
 
 
 class S3Server(ObjectStore):
-    """The server. ``latency`` is in seconds a request, ``bandwidth`` in bytes a second of all."""
+    """The server. ``latency`` is in seconds per request, ``bandwidth`` in bytes per second."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,17 +35,17 @@ class S3Server(ObjectStore):
         threading.Thread(target=self._http.serve_forever, args=(0.05,), daemon=True).start()
 
     def close(self) -> None:
-        """Answer no more."""
+        """Stop answering."""
         self._http.shutdown()
         self._http.server_close()
 
     def answer(self, request: Request, body: bytes) -> Answer:
-        """Answer one request, after the latency; raises Dropped where there is no answer."""
+        """Answer one request, after the latency; raises Dropped if there is no answer."""
         time.sleep(self.latency)
         return self.carry_out(request, body)
 
     def wait_for_line(self, nbytes: int) -> None:
-        """Wait until the line has room for so many bytes."""
+        """Wait until the bandwidth allows so many bytes."""
         if not self.bandwidth:
             return
         with self.lock:
@@ -67,7 +67,7 @@ _OBJECT_OPERATIONS = {
     "POST": (("uploads", "CreateMultipartUpload"), ("uploadId", "CompleteMultipartUpload")),
     "DELETE": (("uploadId", "AbortMultipartUpload"), ("", "DeleteObject")),
 }
-"""What a method asks for, by the first of the query's names that is there."""
+"""The operation of each method, by the first matching query name."""
 _HEADERS = {
     "Authorization": "authorization",
     "User-Agent": "client",
@@ -83,7 +83,7 @@ class _HttpServer(ThreadingHTTPServer):
     request_queue_size = 256
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Say nothing: clients close connections when they like."""
+        """Ignore errors: clients may close connections at any time."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -96,10 +96,10 @@ class _Handler(BaseHTTPRequestHandler):
         super().__init__(*words)  # type: ignore[arg-type]
 
     def log_message(self, *words: object) -> None:
-        """Write nothing: the server has a log of its own."""
+        """Write nothing: the server has its own log."""
 
     def handle_expect_100(self) -> bool:
-        """Ask for the body at once: the client waits for that."""
+        """Request the body at once: the client waits for that."""
         super().handle_expect_100()
         self.wfile.flush()
         return True
@@ -153,14 +153,14 @@ class _Handler(BaseHTTPRequestHandler):
         return len(answer.body)
 
     def _reset(self) -> None:
-        """End the connection at once, as a machine that is gone does."""
+        """Reset the connection, as if the machine were gone."""
         self.close_connection = True
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.connection.close()
 
 
 def _join_chunks(readline: Callable[[], bytes], read: Callable[[int], bytes]) -> bytes:
-    """Return a body that comes in chunks, each after its length."""
+    """Return a body sent in chunks, each after its length."""
     chunks: list[bytes] = []
     while size := int(readline().partition(b";")[0], 16):
         chunks.append(read(size))

@@ -1,4 +1,4 @@
-"""The save strategies: a library is a file, and a name in the table here."""
+"""The save strategies: one file per library, and names in the table here."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ STRATEGIES: dict[str, Strategy] = {
     for family in (torch_savers, torch_checkpointing, nvrx)
     for strategy in family.STRATEGIES
 }
-"""Every strategy by name, in the order in which they are measured."""
+"""Every strategy by name, in the order of measurement."""
 
 
 def select_strategies(wanted: Iterable[str]) -> list[str]:
-    """Return the names of the strategies that are ``wanted``; all where nothing is.
+    """Return the names of the ``wanted`` strategies; all if none is given.
 
-    A word is a name, a family (what precedes the ``/``), a glob, or ``MODULE:CLASS`` for a saver
-    of one's own. Raises UsageError if a word fits nothing.
+    A word is a name, a family (before the ``/``), a glob, or ``MODULE:CLASS`` for a custom saver.
+    Raises UsageError if a word matches nothing.
     """
     names = [name for word in wanted for name in _match(word)]
     return list(dict.fromkeys(names)) or list(STRATEGIES)
@@ -45,7 +45,7 @@ def _match(word: str) -> list[str]:
 
 
 def load_strategy(name: str) -> Strategy:
-    """Return the strategy of a selected name; UsageError if an own one is not there."""
+    """Return the strategy of a selected name; UsageError if a custom one does not exist."""
     if ":" not in name:
         return STRATEGIES[name]
     module, _, attribute = name.partition(":")

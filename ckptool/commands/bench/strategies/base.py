@@ -1,4 +1,4 @@
-"""What a strategy is: a way to save, through the public API of the library that has it."""
+"""The interface of a strategy: a way to save, through a library's public API."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _NOT_PINNED = "staged in shared memory, not pinned: torch pins with CUDA alone"
 @dataclass(frozen=True, slots=True)
 class Place:
     """What a strategy may depend on: the device, the ranks, the bytes of the state and of free
-    shared memory, and the folder to write in."""
+    shared memory, and the target folder.
+    """
 
     device: Device
     ranks: int
@@ -37,23 +38,23 @@ class Place:
 
 
 class Handle:
-    """A save that was started; as it stands, one that was complete when the call returned."""
+    """A save in progress; this base class is one that was complete when the call returned."""
 
     def __init__(self) -> None:
         self._ended = time.perf_counter()
 
     def staged(self) -> None:
-        """Wait until the library allows the state to be changed; the loop is blocked meanwhile."""
+        """Wait until the library allows the state to be changed; this blocks the loop."""
 
     def done(self) -> bool:
-        """Whether this rank's background work is over. Asks no other rank."""
+        """Whether this rank's background work is over. Does not ask other ranks."""
         return True
 
     def commit(self) -> float:
-        """Do what the loop must still do once all ranks are done; it is blocked meanwhile.
+        """Finish the save once all ranks are done; this blocks the loop.
 
-        Returns when the library held the checkpoint for written, by ``perf_counter``. Raises what
-        went wrong in the background.
+        Returns when the library considered the checkpoint written, by ``perf_counter``. Raises
+        errors from the background.
         """
         return self._ended
 
@@ -69,7 +70,7 @@ class PendingSave(Handle):
         self._ended = time.perf_counter()
 
     def staged(self) -> None:
-        """Wait as the library wants it."""
+        """Wait as the library requires."""
         if self._staged is not None:
             self._staged()
 
@@ -78,7 +79,7 @@ class PendingSave(Handle):
         return self._written.done()
 
     def commit(self) -> float:
-        """Return when the future was set; raise its exception where it has one."""
+        """Return when the future was set; raise its exception if it has one."""
         self._written.result()
         return self._ended or time.perf_counter()
 
@@ -86,11 +87,11 @@ class PendingSave(Handle):
 class Strategy:
     """A way to save. An instance lives in every rank, and saves many times.
 
-    ``name`` is ``FAMILY`` or ``FAMILY/VARIANT``, ``says`` what a person would call it.
-    ``background`` tells whether training goes on during the save, ``must_wait`` whether the library
-    wants ``Handle.staged`` awaited before the state changes, ``to_urls`` whether it can save to a
-    URL; others save to disks only. ``shares`` and ``pins`` tell whether it stages in shared memory,
-    and pins that where the device can.
+    ``name`` is ``FAMILY`` or ``FAMILY/VARIANT``, ``says`` its description. ``background`` means
+    that training continues during the save, ``must_wait`` that the library requires
+    ``Handle.staged`` before the state changes, ``to_urls`` that it can save to a URL; others save
+    only to disks. ``shares`` means that it stages in shared memory, ``pins`` that it pins that if
+    the device can.
     """
 
     name = ""
@@ -107,11 +108,11 @@ class Strategy:
         return place.lacks_shared_memory() if self.shares else None
 
     def remark(self, place: Place) -> str | None:
-        """Return what is different here from what the name promises, or None."""
+        """Return how this differs here from what the name promises, or None."""
         return _NOT_PINNED if self.pins and not place.device.pins else None
 
     def set_up(self, device: Device) -> None:
-        """Make ready for the first save; the process group is up."""
+        """Prepare for the first save; the process group is up."""
 
     def save(self, state: State, path: Any) -> Handle:
         """Save to a folder that does not exist yet; all ranks call it at once.
@@ -121,8 +122,8 @@ class Strategy:
         raise NotImplementedError
 
     def load(self, state: State, path: Any) -> State:
-        """Load a checkpoint back as the library does it; ``state`` is zeros, to load into."""
+        """Load a checkpoint back through the library; ``state`` is zeros, to load into."""
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Let go of all that ``set_up`` and ``save`` made."""
+        """Release everything that ``set_up`` and ``save`` made."""

@@ -1,4 +1,4 @@
-"""Where rows are measured: what their placeholders stand for, and samples of them all in turns."""
+"""Where rows are measured: the values of their placeholders, and samples of them all in turn."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Scene:
             outputs.mkdir()
 
     def imports_torch(self, row: Row) -> bool | None:
-        """Return whether a command that is measured in CPU seconds loads torch, as Python says."""
+        """Return whether a command measured in CPU seconds imports torch, as Python reports."""
         if row.measure != "cpu" or "torch" in row.needs:
             return None
         python, *words = self.command(row)
@@ -78,7 +78,7 @@ def count_bytes(path: Path) -> int:
 
 
 def _warm_cache(checkpoint: Path) -> None:
-    """Read a checkpoint, so that no row pays for what the page cache gave up in the meantime."""
+    """Read a checkpoint, so that no row pays for evictions from the page cache."""
     for file in walk_files(checkpoint):
         with open(file, "rb") as stream:
             while stream.read(1 << 20):
@@ -86,14 +86,14 @@ def _warm_cache(checkpoint: Path) -> None:
 
 
 def _drop_cache(checkpoint: Path) -> None:
-    """Have the page cache give up a checkpoint, all of which is on the disk by now."""
+    """Evict a checkpoint from the page cache; all of it is on the disk already."""
     for file in walk_files(checkpoint):
         with open(file, "rb") as stream:
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def missing_package(row: Row) -> str | None:
-    """Return why a row cannot be measured where a package that it needs is missing, or None."""
+    """Return why a row cannot be measured, if a package that it needs is missing; else None."""
     missing = [name for name in row.needs if find_spec(name) is None]
     return f"{', '.join(missing)} is not installed" if missing else None
 
@@ -101,7 +101,7 @@ def missing_package(row: Row) -> str | None:
 def measure(
     rows: tuple[Row, ...], scene: Scene, repeat: int, skipped: dict[str, str], progress: Progress
 ) -> tuple[RowResult, ...]:
-    """Measure every row once a round; a row of others that fails is left out with its error."""
+    """Measure every row once per round; a failing row of a peer is left out with its error."""
     samples: dict[str, list[Sample]] = {row.name: [] for row in rows}
     for number in range(1, repeat + 1):
         for row in rows:

@@ -1,1 +1,1 @@
-"""What runs on each rank of the benchmark."""
+"""The code that runs on each rank of the benchmark."""

@@ -1,4 +1,4 @@
-"""Kill the loop in mid-save, and see what is left and what it passes for."""
+"""Kill the loop during a save, and check what is left and whether it is accepted."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from ckptool.commands.bench.worker.rank import Rank
 
 _GRACE = 3.0
-"""Seconds that what a killed loop leaves is given to end by itself."""
+"""Seconds within which processes of a killed loop may end by themselves."""
 
 
 def abort(rank: Rank, name: str, strategy: Strategy, whole: Collection[str]) -> dict[str, Any]:
-    """Kill every rank's loop in mid-save, look, and load what is left in fresh processes.
+    """Kill every rank's loop during a save, inspect, and load what is left in fresh processes.
 
     ``whole``: the names of the files of a finished save.
     """
@@ -70,7 +70,7 @@ def abort(rank: Rank, name: str, strategy: Strategy, whole: Collection[str]) -> 
 
 
 def _kill_in_mid_save(rank: Rank, strategy: Strategy, job: str, path: Path) -> bool:
-    """Save, and kill once there are bytes on disk; return whether the save was over before that."""
+    """Save, and kill once there are bytes on disk; return whether the save finished before that."""
     words: set[str] = set()
 
     def save_once(device: Device, tell: Tell) -> None:
@@ -98,9 +98,9 @@ def _kill_in_mid_save(rank: Rank, strategy: Strategy, job: str, path: Path) -> b
 def _judge_folder(
     rank: Rank, name: str, strategy: Strategy, path: Path, whole: Collection[str]
 ) -> str:
-    """Say what the folder passes for: a checkpoint where no file of a finished one is missing.
+    """Return the verdict on the folder: a checkpoint if no file of a finished one is missing.
 
-    It is whole where the library loads it, bit for bit as it was at the call.
+    It is whole if the library loads it, bit for bit as it was at the call.
     """
 
     def load(device: Device, tell: Tell) -> bool:
