@@ -1,4 +1,7 @@
-"""The content of every checkpoint: these bytes, at this place, are that box of that tensor."""
+"""The content of every checkpoint: these bytes, at this place, are that box of that tensor.
+
+Nothing here changes once made; what there are millions of is not frozen, which triples its cost.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +28,12 @@ class Record(NamedTuple):
     crc32: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Extent:
     """Addressable bytes: element ``i`` is at ``offset + sum(i * strides)`` (all in bytes).
 
     ``ops`` turn the stored bytes into the values, element by element: the repairs ``byteswap``,
-    ``conj`` and ``neg``, and a key map's addition, ``add+1``. ``record`` is the checksummed span
-    that the bytes are part of.
+    ``conj``, ``neg``, and a key map's ``add+1``. ``record`` is the checksummed span around them.
     """
 
     file: str
@@ -91,7 +93,7 @@ class Opening(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Container:
     """An archive or item in a file, not opened yet, with one chunk, or more than its ``part``.
 
@@ -166,7 +168,7 @@ class Copy:
     rank: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Chunk:
     """A box of the global tensor, the place of its bytes, and the rank that wrote it if known."""
 
@@ -212,7 +214,7 @@ def flat_name(path: Path) -> str:
     return ".".join(map(str, path))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class TensorEntry:
     """One tensor: global shape, element type, and the chunks that tile it.
 

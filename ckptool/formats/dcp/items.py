@@ -102,7 +102,8 @@ def locate(
     unread: list[Problem] = []
     contents = Assembled()
     closed = [e for e in catalog.tensors.values() if not isinstance(e.chunks, LateTable)]
-    items = list(_items_of((entry, chunk) for entry in closed for chunk in entry.chunks))
+    chunks_of = {entry.name: tuple(entry.chunks) for entry in closed}
+    items = list(_items_of((e, chunk) for e in closed for chunk in chunks_of[e.name]))
     expect_edges(source, ((item.at.file, item.at.offset, item.at.nbytes) for item in items))
     known = locate_alike(source, items)
     for name, entry in catalog.tensors.items():
@@ -110,12 +111,11 @@ def locate(
             contents.tensors[name] = entry
             continue
         try:
-            located = _locate_entry(source, entry, known)
+            chunks: Sequence[Chunk] = _locate_chunks(source, entry, chunks_of[name], known)
             table = whole.tensors[name].chunks
             if isinstance(table, ChunkTable):
-                opened = dict(enumerate(located.chunks))
-                located = replace(located, chunks=LateTable(entry, table, open_chunks, opened))
-            contents.tensors[name] = located
+                chunks = LateTable(entry, table, open_chunks, dict(enumerate(chunks)))
+            contents.tensors[name] = replace(entry, chunks=chunks)
         except NoPlainTensor as error:
             inner = _read_inner_tensors(source, entry)
             if inner is None or not inner.tensors.keys().isdisjoint(catalog.tensors):
@@ -134,11 +134,13 @@ def locate(
     return replace(catalog, tensors=contents.tensors, objects=objects, notes=notes)
 
 
-def _locate_entry(source: Source, entry: TensorEntry, known: AlikePlaces) -> TensorEntry:
-    """Open the items of a tensor that are not ``known``; one error is raised for all that fail."""
+def _locate_chunks(
+    source: Source, entry: TensorEntry, closed: Sequence[Chunk], known: AlikePlaces
+) -> tuple[Chunk, ...]:
+    """Open a tensor's chunks whose items are not ``known``; raise one error for all that fail."""
     chunks: list[Chunk] = []
     problems: list[Problem] = []
-    for chunk in entry.chunks:
+    for chunk in closed:
         try:
             chunks.append(_open_chunk(source, entry, known, chunk))
         except NoPlainTensor:
@@ -147,7 +149,7 @@ def _locate_entry(source: Source, entry: TensorEntry, known: AlikePlaces) -> Ten
             problems.append(error.message)
     if problems:
         raise damaged(problems, subject=entry.name)
-    return replace(entry, chunks=tuple(chunks))
+    return tuple(chunks)
 
 
 def _open_late_chunks(source: Source, some: Sequence[tuple[TensorEntry, Chunk]]) -> Iterator[Chunk]:
@@ -158,6 +160,12 @@ def _open_late_chunks(source: Source, some: Sequence[tuple[TensorEntry, Chunk]])
 
 def _open_chunk(source: Source, entry: TensorEntry, known: AlikePlaces, chunk: Chunk) -> Chunk:
     """Open the items of a chunk of a tensor."""
+    at = chunk.at
+    if not chunk.copies and isinstance(at, Container) and at.part is None:
+        kind = at.nbytes, entry.source_dtype, chunk.box.shape
+        place = known.get((at.file, at.offset, kind))
+        if place is not None:
+            return Chunk(chunk.box, place, chunk.rank)
     try:
         return chunk.map_places(partial(_locate_place, source, entry, chunk.box, known))
     except CkptoolError as error:

@@ -141,19 +141,23 @@ def open_late(source: Source, catalog: Catalog, open_chunks: OpenChunks) -> Cata
     Whoever has a share of a checkpoint opens only the items in it. Items of a kind count as plain
     tensors if the first of that kind is one: it is opened here.
     """
-    kinds: dict[tuple[int, int], bool] = {}
+    known: dict[tuple[int, int], bool] = {}
+    volumes: dict[int, Any] = {}  # of boxes, which tensors that are cut alike share
     tensors = dict(catalog.tensors)
     for name, entry in tensors.items():
         table = entry.chunks
         if not isinstance(table, ChunkTable):
             continue
-        nbytes = (table.boxes.highs - table.boxes.lows).prod(axis=1) * entry.source_dtype.itemsize
+        boxes = table.boxes
+        if id(boxes) not in volumes:
+            volumes[id(boxes)] = (boxes.highs - boxes.lows).prod(axis=1)
+        nbytes = volumes[id(boxes)] * entry.source_dtype.itemsize
         rests, places = (table.items.lengths - nbytes).tolist(), (nbytes % _ALIGNMENT).tolist()
-        of_table = dict(zip(zip(rests, places, strict=True), range(len(table)), strict=True))
-        for kind, at in of_table.items():
-            if kind not in kinds:
-                kinds[kind] = _is_plain(source, entry, table[at])
-        if all(kinds[kind] for kind in of_table):
+        kinds = dict(zip(zip(rests, places, strict=True), range(len(table)), strict=True))
+        for kind, at in kinds.items():
+            if kind not in known:
+                known[kind] = _is_plain(source, entry, table[at])
+        if all(map(known.__getitem__, kinds)):
             tensors[name] = replace(entry, chunks=LateTable(entry, table, open_chunks, {}))
     return catalog.with_tensors(tensors)
 

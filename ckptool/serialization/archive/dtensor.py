@@ -36,7 +36,7 @@ from ckptool.serialization.pickle.records import Call, Global, PickleValue, stat
 from ckptool.serialization.source import Source
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class DTensorShare:
     """One rank's part of a DTensor. ``rank`` is the rank that pickled it, if recorded."""
 

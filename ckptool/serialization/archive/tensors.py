@@ -48,7 +48,7 @@ _ARGUMENTS = {
 """The functions that rebuild a strided tensor, and the number of arguments of each."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Storage:
     """A storage that a pickle refers to. ``numel`` counts elements of ``itemsize`` bytes."""
 
@@ -65,7 +65,7 @@ class Storage:
         return self.numel * self.itemsize
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class StoredTensor:
     """A tensor of a pickle: ``offset`` and ``strides`` in elements of its storage."""
 

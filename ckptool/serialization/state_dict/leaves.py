@@ -37,7 +37,7 @@ _DEEPEST = 100
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class PlainLeaf:
     """A tensor in a rank's file without sharding information.
 
@@ -57,7 +57,7 @@ class PlainLeaf:
         return self.tensor.shape
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class ShareLeaf:
     """A rank's part of a sharded tensor, with the place of each local tensor.
 
@@ -69,7 +69,7 @@ class ShareLeaf:
     attributes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Leaf:
     """One named value of one rank's file. ``rank_state`` marks state that belongs to a rank.
 
