@@ -173,7 +173,7 @@ def flat(tree: Any, head: str = "") -> dict[str, Any]:
 
 
 def numpy_globals() -> list[Any]:
-    """What numpy's arrays and scalars are made by: data, and not on torch's own list."""
+    """The functions that create numpy's arrays and scalars: data, but not on torch's own list."""
     import numpy as np
 
     multiarray, numeric = np._core.multiarray, np._core.numeric  # type: ignore[attr-defined]

@@ -1,9 +1,9 @@
-"""Python commands in processes that are forked from one that has torch imported.
+"""Python commands in processes forked from one that has imported torch.
 
-A process of its own that imports torch costs seconds, and most of what tests start does so. The
-commands run as ``python`` runs them; what they have in common is what the import leaves behind, and
-the seed of hashes. One that ends by itself does all that ``python`` does at the end but take the
-interpreter apart: for torch's modules that takes 0.4 seconds.
+A separate process that imports torch costs seconds, and most processes in tests do so. The commands
+run as ``python`` runs them; they share the state that the import leaves behind, and the hash seed.
+One that ends by itself does everything that ``python`` does at exit but tear down the interpreter,
+which takes 0.4 seconds for torch's modules.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The layers, read from the imports. Imports point down only."""
+"""The layers, from the imports, which point down only."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def name_called(call: ast.Call) -> str:
 def breaking(
     modules: Iterable[Path], found: Callable[[Path], Iterable[str]]
 ) -> dict[str, list[str]]:
-    """What is found in modules that must have none of it, by module."""
+    """The modules with something that none of them may have."""
     told = {by_path(module): sorted(found(module)) for module in modules}
     return {path: what for path, what in told.items() if what}
 

@@ -1,6 +1,6 @@
-"""One rank of several: load checkpoints onto meshes, and note what is not as the truth has it.
+"""One rank of several: load checkpoints onto meshes, and record differences from the truth.
 
-Usage: ``load_workers.py SOURCES OUT MESHES``, started once a rank with torchrun's environment.
+Usage: ``load_workers.py SOURCES OUT MESHES``, started once per rank with torchrun's environment.
 SOURCES is a JSON object of checkpoints and their truth (safetensors files), MESHES one of meshes
 and the placements of their dims. ``OUT/rank-{r}.json`` lists, by load, the tensors that differ.
 """
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def truth_of(file: Path) -> State:
-    """The tensors; a fixture's have their bytes alone, and say in a file beside what they are."""
+    """The tensors; a fixture's file has only their bytes, and a file beside it describes them."""
     held, facts = load_file(file), file.with_suffix(".json")
     if not facts.exists():
         return held
@@ -71,7 +71,7 @@ def truth_of(file: Path) -> State:
 
 
 def placed(tensor: Any, mesh: DeviceMesh, placements: list[int | None]) -> Any:
-    """As torch itself cuts a tensor; a dim that it does not have is not cut."""
+    """The shard as torch itself cuts it; a dim that the tensor lacks is not cut."""
     cut = [
         Shard(dim) if dim is not None and dim < tensor.ndim else Replicate() for dim in placements
     ]
@@ -110,7 +110,7 @@ class Network(torch.nn.Module):
 
 
 def trained(load: Callable[[str, State], None], out: Path) -> list[str]:
-    """The parameters of a model under FSDP2 and tensor parallelism that are not the truth."""
+    """The parameters of a model under FSDP2 and tensor parallelism that differ from the truth."""
     mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
     network = Network()
     parallelize_module(network, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
@@ -122,7 +122,7 @@ def trained(load: Callable[[str, State], None], out: Path) -> list[str]:
 
 
 def partial(load: Callable[[str, State], None], out: Path) -> list[str]:
-    """What is wrong after a load of a state dict with a name that the checkpoint lacks."""
+    """The problems after loading a state dict with a name that the checkpoint lacks."""
     source = str(out / "network" / "model.pt")
     state = {"up.weight": torch.zeros(13, 9), "new": torch.ones(2)}
     if load is by_load:

@@ -1,8 +1,8 @@
-"""One rank of several: save what all hold, and note what was refused.
+"""One rank of several: save the ranks' joint state, and record what was refused.
 
-Usage: ``save_workers.py OUT``, started once a rank with torchrun's environment. ``OUT/ours`` and
+Usage: ``save_workers.py OUT``, started once per rank with torchrun's environment. ``OUT/ours`` and
 ``OUT/theirs`` are the saves of ckptool and of torch, ``OUT/whole.pt`` has the tensors whole;
-``OUT/rank-{r}.json`` says how each save ended that is to be refused.
+``OUT/rank-{r}.json`` records how each save that must be refused ended.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def state_on(mesh: DeviceMesh) -> dict[str, Any]:
 
 
 def stage_on(mesh: DeviceMesh) -> dict[str, Any]:
-    """A pipeline of which the first stage alone is sharded; its last rank holds nothing."""
+    """A pipeline of which only the first stage is sharded; its last rank holds nothing."""
     if dist.get_rank() < 2:
         tensors = {"first": torch.arange(7.0), "none": torch.empty(0, 4)}
         return {n: distribute_tensor(t, mesh["tp"], [Shard(0)]) for n, t in tensors.items()}

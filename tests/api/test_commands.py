@@ -1,4 +1,4 @@
-"""The commands as functions: the same options by keyword, the commands' own reports."""
+"""The commands as functions: the same options as keywords, the commands' own reports."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_convert(out: Path) -> None:
 
 @pytest.mark.parametrize("name", ["deepspeed_zero_3", "hf_shards", "rank_base"])
 def test_progress_ends_with_all_that_was_announced(name: str, out: Path) -> None:
-    """However much of it is not tensors."""
+    """Including the bytes that are not tensors."""
     path = case(name).path
     calls: list[Callable[[Any], Any]] = [
         lambda tell: ckptool.convert(path, out / "d", to="dcp", fsync=False, progress=tell),
@@ -212,7 +212,7 @@ CALLS: dict[str, tuple[Callable[[Path], Any], Callable[[Path], list[object]]]] =
 
 
 def totalled(told: dict[str, Any]) -> list[dict[str, Any]]:
-    """The report, or both sides of a diff, or each step's reports: what says how many it has."""
+    """The report, or both sides of a diff, or each step's reports: those with totals."""
     steps = [each for step in told.get("steps", ()) for each in step["reports"]]
     return steps or ([told["a"], told["b"]] if "a" in told else [told])
 
@@ -249,7 +249,7 @@ def test_a_report_says_of_what_it_is_and_its_answer() -> None:
 
 
 def test_commands_take_an_open_checkpoint(out: Path) -> None:
-    """With what it was opened with."""
+    """With the options that it was opened with."""
     one = ckptool.open(SOURCE, model_only=True, dtype="fp32")
     assert repr(ckptool.inspect(one)).startswith(f"<ckptool.InspectReport {SOURCE} dcp: ")
     assert ckptool.inspect(one).totals.tensors == len(one.tensors)
@@ -310,7 +310,7 @@ def test_a_manifest_proves_other_formats(out: Path) -> None:
 
 @pytest.fixture
 def run(out: Path) -> Path:
-    """Three steps, of which the newest has lost a file's end."""
+    """Three steps; the newest has a truncated file."""
     for step in (10, 20, 30):
         shutil.copytree(SOURCE, out / "run" / f"step-{step}")
     cut = max((out / "run" / "step-30").glob("*.distcp"))

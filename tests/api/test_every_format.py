@@ -1,4 +1,4 @@
-"""Every real checkpoint, read in each of the ways that Python offers, is the truth bit by bit."""
+"""Every real checkpoint, read in each of Python's ways, equals the truth bit by bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ckptool.load: in place, strict, nested; what does not fit is refused before all else."""
+"""ckptool.load: in place, strict, nested; misfits are refused before anything is written."""
 
 from __future__ import annotations
 

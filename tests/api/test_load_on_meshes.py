@@ -1,4 +1,4 @@
-"""What each rank of a mesh is given, a rank at a time in one process without communication."""
+"""The shards that each rank of a mesh loads, one rank at a time in one process."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def saved(tmp_path: Path) -> Path:
 
 
 def right(state: dict[str, Any], mesh: DeviceMesh, cut: list[Any]) -> None:
-    """Every local tensor is what torch itself cuts of the truth."""
+    """Whether every local tensor is torch's own cut of the truth."""
     for name, tensor in state.items():
         truth = TRUTH[name.removeprefix("_orig_mod.").replace("head", "embed")]
         local = tensor

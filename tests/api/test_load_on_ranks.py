@@ -1,4 +1,4 @@
-"""Several ranks load onto meshes: every shard is what torch itself would cut from the truth."""
+"""Several ranks load onto meshes: every shard equals torch's own cut of the truth."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ def test_every_rank_gets_its_own_boxes(world: int, tmp_path: Path) -> None:
         torch.save(state, tmp_path / name / "model.pt")
     save_file(uneven(), tmp_path / "uneven" / "truth.safetensors")
     sources = {FIXTURES / n / "ckpt": FIXTURES / n / "truth.safetensors" for n in SOURCES}
-    if world == 2:  # each rank a Python of its own: proves nothing more of the other formats
+    if (
+        world == 2
+    ):  # each rank starts its own Python, which proves nothing more for the other formats
         sources = {}
     sources |= {tmp_path / "uneven" / "model.pt": tmp_path / "uneven" / "truth.safetensors"}
     given = json.dumps({str(path): str(truth) for path, truth in sources.items()})

@@ -1,4 +1,4 @@
-"""Numbers that are not stored: what is read as another type is what convert would write."""
+"""Computed numbers: what is read in another type equals what convert writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ckptool.open: what a checkpoint holds, and any part of any tensor."""
+"""ckptool.open: the contents of a checkpoint, and any part of any tensor."""
 
 from __future__ import annotations
 

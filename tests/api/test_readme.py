@@ -1,4 +1,4 @@
-"""What the README shows of Python runs as it stands there."""
+"""The README's Python runs as written."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def zeros(**options: Any) -> dict[str, torch.Tensor]:
 
 
 def program(page: Path) -> str:
-    """What a page shows of Python, as one program."""
+    """The Python of a page, as one program."""
     return "\n".join(re.findall(r"```python\n(.*?)```", page.read_text(), re.S))
 
 
@@ -41,7 +41,7 @@ def make_model() -> torch.nn.Module: return torch.nn.Linear(1, 1)
 model = make_model()
 state_dict: dict[str, Any] = {}
 """
-"""What the programs of a page take for granted, to a type checker."""
+"""The names that a page's programs assume, for a type checker."""
 
 
 @pytest.mark.parametrize("page", [README, PYTHON], ids=lambda page: page.name)

@@ -1,4 +1,4 @@
-"""A state dict from memory, in every format that is written, as torch and safetensors load it."""
+"""A state dict from memory, in every target format, as torch and safetensors load it."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_the_target_is_as_for_convert(state: Any, out: Path) -> None:
 def test_memory_that_is_changed_meanwhile_is_found(
     out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was written is compared with memory before it takes its place."""
+    """The output is compared with memory before it is put in place."""
     weight = torch.zeros(1000)
     make = MemoryFiles.reader
 
@@ -182,7 +182,7 @@ def test_memory_that_is_changed_meanwhile_is_found(
 
 
 def test_a_save_that_failed_is_begun_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody resumes what was in memory: the hint names no option that there is not."""
+    """A save from memory cannot be resumed: the hint names no nonexistent option."""
 
     def fill(*args: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

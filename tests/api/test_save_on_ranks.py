@@ -1,4 +1,4 @@
-"""Several ranks save together: torch loads what each wrote, and finds what torch itself saves."""
+"""Several ranks save together: torch loads each one's output, equal to its own saves."""
 
 from __future__ import annotations
 

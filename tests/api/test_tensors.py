@@ -1,4 +1,4 @@
-"""Memory of tensors; staging for devices, on devices that are not: what arrives, and when."""
+"""Memory of tensors, and staging for simulated devices: what arrives, and when."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ckptool.core.box import Box
 
 
 class Device:
-    """A device module with streams that say what they are told. Current streams are a thread's."""
+    """A device module whose streams record their calls. Current streams are per thread."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
@@ -66,7 +66,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 
 def begun(target: torch.Tensor) -> tuple[tensors.Staging, tensors._DeviceMemory]:
-    """Staging for a tensor that is taken for one on a device."""
+    """Staging for a tensor that passes for one on a device."""
     made = tensors.Staging()
     made._before[target.device] = tensors._work_so_far(target.device)
     return made, tensors._DeviceMemory(target, made)

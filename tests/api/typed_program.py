@@ -1,6 +1,6 @@
-"""A program of a user with a type checker: ``mypy --strict`` reads it, with the package.
+"""A user's program for a type checker: ``mypy --strict`` reads it, with the package.
 
-Lines with ``type: ignore`` are mistakes; mypy says so where one is no longer told.
+Lines with ``type: ignore`` are mistakes; mypy reports those that it no longer finds wrong.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whole files of a checkpoint that are lost, take each other's place, or come from elsewhere."""
+"""Whole files of a checkpoint that are lost, exchanged, or from another checkpoint."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def families(files: list[str]) -> list[list[str]]:
 
 
 def further(names: list[str]) -> str:
-    """The last name of a family with a number that none of its files has."""
+    """The last name of a family, with a number that none of its files has."""
     numbers = [list(map(int, _NUMBER.findall(name))) for name in names]
     varying = [at for at in range(len(numbers[0])) if len({one[at] for one in numbers}) > 1]
     new = 1 + max(one[varying[0]] for one in numbers)
@@ -125,10 +125,9 @@ def put(path: Path, content: bytes) -> None:
 
 
 def older_bytes(source: Path, file: str) -> bytes | None:
-    """The file as an earlier step's save would have left it: other values, right checksums.
+    """The file as an earlier step's save would have left it: other values, correct checksums.
 
-    Tensors that count steps have counted one less. None if no tensor's bytes lie in it as
-    they are.
+    Step counters are one less. None if no tensor's bytes are stored plainly in it.
     """
     opened = open_checkpoint(source)
     root = opened.path if opened.path.is_dir() else opened.path.parent

@@ -1,6 +1,6 @@
 """Run an attack in a forked child with bounded time and memory, and judge how it ended.
 
-Whatever a source holds, opening and converting it must end in a ``CkptoolError`` or in a right
+Whatever a source contains, opening and converting it must end in a ``CkptoolError`` or in a correct
 result. Each attack runs open -> prepare -> run; the child reports one ``Outcome``.
 """
 
@@ -38,12 +38,12 @@ from ckptool.render.inspect.report import inspect_json
 MEMORY = 1 << 30
 """Bytes by which the address space may grow."""
 SECONDS = 30.0 if "COVERAGE_RUN" in os.environ else 10.0
-"""Of the processor's time: it makes no difference how busy the machine is.
+"""Seconds of processor time, so that a busy machine makes no difference.
 
-Where coverage is measured, all takes up to three times as long.
+With coverage measured, everything takes up to three times as long.
 """
 ASLEEP = 20
-"""Times as long by the clock: whoever then has not used its seconds waits for something."""
+"""Times as long by the clock: a process that has not used its seconds by then is waiting."""
 
 VERIFY = "verify"
 """Instead of a target: verify the source."""
@@ -94,7 +94,7 @@ def attack_all(
     from_: str | None = None,
     setup: Callable[[Path], None] = lambda path: None,
 ) -> list[Outcome]:
-    """One outcome a source. A child that dies or hangs is replaced for the sources after."""
+    """One outcome per source. A child that dies or hangs is replaced for the remaining sources."""
     pending = list(sources)
     outcomes: list[Outcome] = []
     while len(outcomes) < len(pending):

@@ -1,4 +1,4 @@
-"""Values that no format expects in a torch.save file: carried, named or refused."""
+"""Unexpected values in a torch.save file: carried over, named or refused."""
 
 from __future__ import annotations
 

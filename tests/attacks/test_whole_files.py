@@ -1,6 +1,6 @@
-"""What verify sees of whole files that were lost, exchanged, renumbered, left over, or are older.
+"""What verify reports of whole files that were lost, exchanged, left over, or are older.
 
-``ckptool/docs/verify.md`` says it in a table, a row a format; here it is measured.
+A table in ``ckptool/docs/verify.md`` says it, with a row per format; here it is measured.
 """
 
 from __future__ import annotations

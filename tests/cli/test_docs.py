@@ -1,4 +1,4 @@
-"""What the README and the pages of the docs say of the command line is true.
+"""The statements of the README and the docs about the command line are true.
 
 ``python tests/cli/test_docs.py`` writes the tables of options, ``ckptool/docs/options.md``.
 """
@@ -66,7 +66,7 @@ def test_a_command_is_understood(words: list[str], monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a folder that holds what the commands of the README begin with."""
+    """Return a folder with the inputs of the README's commands."""
     model = {n: torch.from_numpy(a).float() for n, a in recorded("llama3")["trainer"].items()}
     for run in ("runs", "runs/checkpoint"):
         state = {"model": model, "train_state": {"step": 1000}}

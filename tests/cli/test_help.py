@@ -1,4 +1,4 @@
-"""``ckptool help``: the pages of the documentation where no browser is."""
+"""``ckptool help``: the pages of the documentation without a browser."""
 
 from __future__ import annotations
 

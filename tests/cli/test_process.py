@@ -1,4 +1,4 @@
-"""The process itself: what it says of an error, and how it ends where nobody reads it."""
+"""The process itself: its error messages, and how it ends if nobody reads it."""
 
 from __future__ import annotations
 

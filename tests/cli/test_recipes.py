@@ -1,4 +1,4 @@
-"""Every command of the recipes runs as it stands there, on a run that torch saved."""
+"""Every command of the recipes runs as written, on a run that torch saved."""
 
 from __future__ import annotations
 

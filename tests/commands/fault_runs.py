@@ -1,4 +1,4 @@
-"""Commands that write, killed and failed at every call that changes a file system."""
+"""Writing commands, killed or failed at every call that changes a file system."""
 
 from __future__ import annotations
 

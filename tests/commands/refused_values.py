@@ -1,4 +1,4 @@
-"""Values that cannot be read, or must not be: what can run code, and what contradicts itself."""
+"""Values that cannot or must not be read: one that runs code, and one that contradicts itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is converted, under which names and types; and what is refused before a byte is written."""
+"""The output of convert, its names and types; and refusals before a byte is written."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Killed or failed at any call that changes the file system: the old one stands or the new one.
+"""Killed or failed at any call that changes the file system: the old or the new one is in place.
 
-``make test`` tries a few calls of Python's own in each command; ``make faults`` lets strace befall
+``make test`` tries a few calls of Python's own in each command; ``make faults`` lets strace hit
 every system call.
 """
 

@@ -1,4 +1,4 @@
-"""The JSON of a report: derived from its dataclass, under the words that the screen uses."""
+"""The JSON of a report: derived from its dataclass, in the words of the screen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors and slices of them come out of every format as they went in."""
+"""Tensors and slices of them come out of every format unchanged."""
 
 from __future__ import annotations
 

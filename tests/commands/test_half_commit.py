@@ -1,4 +1,4 @@
-"""A commit that was cut short, then copied or added to: what ckptool did not write stays."""
+"""An interrupted commit, copied or added to: files that ckptool did not write stay."""
 
 from __future__ import annotations
 

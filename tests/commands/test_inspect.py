@@ -1,4 +1,4 @@
-"""What ``inspect`` and ``--stats`` find out."""
+"""The results of ``inspect`` and ``--stats``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is left out of a conversion cannot stop what is not, whatever it is."""
+"""Whatever is excluded from a conversion cannot stop the rest."""
 
 from __future__ import annotations
 

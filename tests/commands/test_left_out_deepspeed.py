@@ -1,4 +1,4 @@
-"""What is left out of a DeepSpeed checkpoint's conversion cannot stop what is not."""
+"""Whatever is excluded from a DeepSpeed checkpoint's conversion cannot stop the rest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""--overwrite replaces a checkpoint, and nothing that lies beside its files."""
+"""--overwrite replaces a checkpoint, and nothing beside its files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts that processes write which do not know one another: together what one process writes."""
+"""Parts written by independent processes: together they equal the output of one process."""
 
 from __future__ import annotations
 

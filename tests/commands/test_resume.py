@@ -1,4 +1,4 @@
-"""Killed, interrupted, resumed: the target is whole or not there, and ends bit-equal."""
+"""Killed, interrupted, resumed: the target is complete or absent, and ends bit-equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No file that may be part of a checkpoint, listed or not, is left out without a note."""
+"""No file that may be part of a checkpoint, listed or not, is ignored without a note."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""What was written by which version of a framework is read bit-equal: measured, not remembered.
+"""Measure which framework versions' checkpoints are read bit-equal.
 
 ``make compatibility`` installs each version beside one torch, has the recipes of ``fixtures/`` save
 small checkpoints with it, reads them with ckptool and compares every tensor, bit by bit, with what
 the writer had in memory. For those of ``RESUMES`` the framework then resumes from its own folder
-and from what ckptool made of that, on other numbers of ranks: losses must be equal to the last bit.
-The table is put into ``ckptool/docs/formats.md``. It needs a package registry, and takes one to
-five minutes a version.
-Arguments are what to measure, as ``deepspeed`` or ``deepspeed==0.19.8``; other rows stay.
+and from ckptool's version of it, on other numbers of ranks: losses must be equal to the last bit.
+The table is written into ``ckptool/docs/formats.md``. It needs a package registry, and takes one to
+five minutes per version. Arguments select what to measure, such as ``deepspeed`` or
+``deepspeed==0.19.8``; other rows stay.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the programs beside this share: ranks on gloo, the loop of training, and their losses."""
+"""The common part of the programs here: ranks on gloo, the training loop, and losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which versions of which packages are measured, and how each resumes from what ckptool makes."""
+"""The packages and versions to measure, and how each resumes from ckptool's output."""
 
 from __future__ import annotations
 

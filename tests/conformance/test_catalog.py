@@ -1,4 +1,4 @@
-"""What the catalog says of each real checkpoint is the truth."""
+"""The catalog of each real checkpoint equals the truth."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Damaged and hostile checkpoints: the right error, nothing at the target, nothing run."""
+"""Damaged and hostile checkpoints: the right error, nothing at the target, no code run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recipes work, and what they make is what the fixtures hold."""
+"""The recipes work, and their output is that of the fixtures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every format passes the suite that is meant for those of others: ``ckptool.conformance``.
+"""Every format passes the suite meant for external ones: ``ckptool.conformance``.
 
 It reads a fixture, writes it in the format and reads it back, cuts each of its files, and changes
 bytes of each.

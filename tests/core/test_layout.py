@@ -1,4 +1,4 @@
-"""Tiles: contiguous ranges of the C-ordered image, that cover it exactly, within the limit."""
+"""Tiles: contiguous ranges of the C-ordered image that cover it exactly, within the limit."""
 
 from __future__ import annotations
 

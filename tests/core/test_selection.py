@@ -1,4 +1,4 @@
-"""Catalog to catalog: what is kept, what it is called, where it nests, what is split."""
+"""Catalog to catalog: selecting, renaming, nesting, splitting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which names are the model, which the optimizer, which something else."""
+"""Which names belong to the model, to the optimizer, or to neither."""
 
 from __future__ import annotations
 

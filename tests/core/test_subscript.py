@@ -1,4 +1,4 @@
-"""Subscripts mean what numpy means by them, whatever chunks a tensor lies in."""
+"""Subscripts select what numpy selects, whatever chunks a tensor has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What inspect is told of the framework, its version and degrees, by what the files record."""
+"""The framework, version and degrees that inspect shows, from what the files record."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the docs list is what the registry knows."""
+"""The docs list exactly the formats in the registry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Lightning opens again: its folder with ``meta.pt``, or a checkpoint of one file."""
+"""The files that Lightning opens: its folder with ``meta.pt``, or a checkpoint of one file."""
 
 from __future__ import annotations
 

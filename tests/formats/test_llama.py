@@ -1,4 +1,4 @@
-"""Meta's consolidated files: parts as fairscale's layers hold them, joined and cut again."""
+"""Meta's consolidated files: parts as in fairscale's layers, joined and cut again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State dicts that cannot be flattened: names that collide, values that hold themselves."""
+"""State dicts that cannot be flattened: colliding names, values that contain themselves."""
 
 from __future__ import annotations
 

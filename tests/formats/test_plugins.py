@@ -1,4 +1,4 @@
-"""The worked example of the docs, installed as a plug-in: read, written, checked, or not known."""
+"""The docs' worked example, installed as a plug-in: read, written, checked, or disabled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What readers of the frameworks' own formats raise has a stable code."""
+"""Errors of the framework formats' readers have a stable code."""
 
 from __future__ import annotations
 

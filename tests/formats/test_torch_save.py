@@ -1,4 +1,4 @@
-"""Files that torch.save wrote with options of its own, or of kinds no fixture has."""
+"""Files that torch.save wrote with special options, or of kinds that no fixture has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fuzzer's targets on their seeds, on bytes near them, and on all that ever crashed one."""
+"""The fuzzer's targets on their seeds, on bytes near them, and on all past crashes."""
 
 from __future__ import annotations
 

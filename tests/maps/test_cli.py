@@ -1,4 +1,4 @@
-"""Key maps on the command line: what is shown, said and refused."""
+"""Key maps on the command line: output, notes and refusals."""
 
 from __future__ import annotations
 

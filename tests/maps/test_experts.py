@@ -1,4 +1,4 @@
-"""Experts that transformers packs in memory, one by one: its own files say how."""
+"""Experts that transformers packs in memory, separated as in its own files."""
 
 from __future__ import annotations
 

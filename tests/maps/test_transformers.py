@@ -1,4 +1,4 @@
-"""Models of transformers, carried to a trainer's layout and back: bit for bit, and loadable."""
+"""Models of transformers, converted to a trainer's layout and back: bit-equal, and loadable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The maps of the page on key maps, as they are written there, on models of transformers."""
+"""The example maps of the key-map page, as written there, on models of transformers."""
 
 from __future__ import annotations
 

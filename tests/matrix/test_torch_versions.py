@@ -1,7 +1,7 @@
-"""Checkpoints that other versions of torch wrote are read, and they load what ckptool writes.
+"""Checkpoints of other versions of torch are read, and those versions load ckptool's output.
 
 ``make matrix`` names the versions and ``CKPTOOL_TORCH_AT``, a command that runs Python with one:
-``$CKPTOOL_TORCH_AT 2.6.0 script.py``. Without it the torch of the tests takes part alone.
+``$CKPTOOL_TORCH_AT 2.6.0 script.py``. Without it only the torch of the tests is used.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``ckptool bench --out URL``: saves to a store are measured, and nothing of them stays there."""
+"""``ckptool bench --out URL``: saves to a store are measured, and nothing of them is left there."""
 
 from __future__ import annotations
 

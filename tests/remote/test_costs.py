@@ -1,4 +1,4 @@
-"""What looking at a checkpoint in a store costs: requests, and bytes."""
+"""The cost of looking at a checkpoint in a store: requests and bytes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A store that is gone from some request on: nothing reads as whole that is not, or stays for ever.
+"""A store that is gone from some request on: nothing incomplete reads as complete.
 
-From the n-th request on each connection is reset, for every n there is: as if the process, the
+From the n-th request on each connection is reset, for every possible n: as if the process, the
 network or the store had ended there.
 """
 

@@ -1,4 +1,4 @@
-"""The server that tests rely on does what it is asked to."""
+"""The server that tests rely on does what it is told."""
 
 from __future__ import annotations
 

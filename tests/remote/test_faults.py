@@ -1,4 +1,4 @@
-"""What goes wrong on the way to a store is tried again, and where that is vain, said clearly."""
+"""Failures on the way to a store are retried, and if that is in vain, reported clearly."""
 
 from __future__ import annotations
 

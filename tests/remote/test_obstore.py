@@ -1,4 +1,4 @@
-"""Reads of S3 by obstore where s3fs is in charge: the same bytes, with the same credentials."""
+"""Reads of S3 by obstore if s3fs is in charge: the same bytes, with the same credentials."""
 
 from __future__ import annotations
 

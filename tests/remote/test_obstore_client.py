@@ -1,4 +1,4 @@
-"""S3 by obstore alone, without s3fs; and s3fs wherever obstore has no answer, as if it led."""
+"""S3 by obstore alone, without s3fs; and by s3fs if obstore has no answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads of Google Cloud Storage and Azure by obstore, and by gcsfs and adlfs where it cannot."""
+"""Reads of Google Cloud Storage and Azure by obstore, and by gcsfs and adlfs if it cannot."""
 
 from __future__ import annotations
 

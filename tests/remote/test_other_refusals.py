@@ -1,4 +1,4 @@
-"""Google Cloud Storage and Azure that refuse who asks, or give no answer: as of S3."""
+"""Google Cloud Storage and Azure that refuse credentials, or give no answer: as S3 does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An open checkpoint in other processes: forked ones, and those that get it by pickle."""
+"""An open checkpoint in other processes: forked ones, and those that unpickle it."""
 
 from __future__ import annotations
 

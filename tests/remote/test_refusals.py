@@ -1,4 +1,4 @@
-"""A store that refuses who asks, or gives no answer, says nothing of the checkpoint it holds."""
+"""A store that refuses credentials, or gives no answer, says nothing about the checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same against a server of others (moto), which knows S3 as its authors read its manual."""
+"""The same against an independent server (moto), which implements S3 from its manual."""
 
 from __future__ import annotations
 

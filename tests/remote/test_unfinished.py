@@ -1,4 +1,4 @@
-"""An upload that was killed at any file is no checkpoint for anybody, until it is completed."""
+"""An upload that was killed at any file is not a checkpoint until it is completed."""
 
 from __future__ import annotations
 

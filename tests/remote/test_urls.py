@@ -1,4 +1,4 @@
-"""URLs as people write them, and errors as they meet them: the right exit code, and no secrets."""
+"""URLs and errors as users meet them: the right exit code, and no secrets."""
 
 from __future__ import annotations
 

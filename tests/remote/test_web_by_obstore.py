@@ -1,4 +1,4 @@
-"""Reads of the web by obstore: what aiohttp would ask for, the same bytes, or aiohttp reads."""
+"""Reads of the web by obstore: aiohttp's requests, the same bytes, or aiohttp itself reads."""
 
 from __future__ import annotations
 

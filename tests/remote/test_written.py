@@ -1,4 +1,4 @@
-"""What a store holds is read back, all of it, and is what was made until it counts."""
+"""Everything written to a store is read back and compared before it counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What objects hold is shown as data, and no class of theirs is imported or called."""
+"""The content of objects is shown as data, and none of their classes is imported or called."""
 
 from __future__ import annotations
 

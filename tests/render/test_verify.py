@@ -1,4 +1,4 @@
-"""What verify found as JUnit and annotations of GitHub, and the table of codes."""
+"""The findings of verify as JUnit and GitHub annotations, and the table of codes."""
 
 from __future__ import annotations
 

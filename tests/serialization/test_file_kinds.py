@@ -1,4 +1,4 @@
-"""A file that is no checkpoint of a known format is called what it is, with the next step."""
+"""A file that is not a known checkpoint is named as what it is, with the next step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One safetensors file: what is laid out, the library reads; what it writes, we read."""
+"""One safetensors file: the library reads our layout, and we read the library's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who asks S3, and where, without botocore: what that finds, or nothing."""
+"""S3 credentials and endpoint without botocore: botocore's result, or nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks of a store's files: just what is announced is fetched, and an error reaches everybody."""
+"""Blocks of a store's files: only announced bytes are fetched, and an error reaches everybody."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders as they may be: pipes, links, folders of others, and far too much of everything."""
+"""Odd folders: pipes, links, other users' folders, and far too much of everything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of a store that are written from their beginning, with streams of any client."""
+"""Files of a store that are written sequentially, with streams of any client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How obstore is told to ask as s3fs does."""
+"""obstore's settings match the requests of s3fs."""
 
 from __future__ import annotations
 

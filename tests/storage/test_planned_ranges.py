@@ -1,4 +1,4 @@
-"""What is known to be read of a store: each byte is fetched once, in few requests, in order."""
+"""Announced reads of a store: each byte is fetched once, in few requests, in order."""
 
 from __future__ import annotations
 

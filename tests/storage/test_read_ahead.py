@@ -1,4 +1,4 @@
-"""What is cold is asked for early, and given up again where memory is short; no byte is another."""
+"""Cold data is requested early, and dropped again if memory is short; bytes never differ."""
 
 from __future__ import annotations
 

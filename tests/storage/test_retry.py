@@ -1,4 +1,4 @@
-"""What the clients of stores raise, and what is made of it."""
+"""Errors of stores' clients, and the errors that ckptool raises for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NeMo's archives are read in place, and refused where a member is not what it seems."""
+"""NeMo's archives are read in place, and refused if a member is not what it seems."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a map fits a checkpoint's names: what it does not take, and what its rules wait for."""
+"""How a map matches a checkpoint's names: names without a rule, and rules without a match."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A config.json that is made from the checkpoint alone: transformers loads the model with it."""
+"""A config.json made from the checkpoint alone: transformers loads the model with it."""
 
 from __future__ import annotations
 

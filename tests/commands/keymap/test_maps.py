@@ -1,4 +1,4 @@
-"""Key maps at work: chosen, applied to models and optimizers, refused where they do not fit."""
+"""Key maps at work: chosen, applied to models and optimizers, refused if they do not match."""
 
 from __future__ import annotations
 

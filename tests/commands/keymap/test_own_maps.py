@@ -1,4 +1,4 @@
-"""Maps of one's own: what they add to weights, what they include, what they refuse."""
+"""User-written maps: what they add to weights, what they include, what they refuse."""
 
 from __future__ import annotations
 

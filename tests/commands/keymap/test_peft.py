@@ -1,4 +1,4 @@
-"""PEFT's adapter out of what trainers save of it: PEFT 0.21.2's names, and its configuration."""
+"""PEFT's adapter from trainers' saves: PEFT 0.21.2's names, and its configuration."""
 
 from __future__ import annotations
 

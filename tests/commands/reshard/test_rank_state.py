@@ -1,4 +1,4 @@
-"""State that each rank holds for itself: dropped where it means nothing elsewhere, or refused."""
+"""State that each rank holds for itself: dropped if it is meaningless elsewhere, or refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Any checkpoint onto any mesh: bit-equal, cut as torch cuts, whole or not at all."""
+"""Any checkpoint onto any mesh: bit-equal, cut as torch cuts, completely or not at all."""
 
 from __future__ import annotations
 

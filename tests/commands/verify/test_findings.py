@@ -1,4 +1,4 @@
-"""One cause is one finding, with all that it affects; what is ignored is said to be."""
+"""One cause is one finding, with everything it affects; ignored errors are mentioned."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""prune: what stays, what goes, and what stands whenever it is killed."""
+"""prune: what stays, what goes, and what is in place whenever it is killed."""
 
 from __future__ import annotations
 

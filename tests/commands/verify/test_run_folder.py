@@ -1,4 +1,4 @@
-"""verify over a run's folder: the newest whole step, and why newer ones are passed over."""
+"""verify over a run's folder: the newest good step, and why newer ones are skipped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""prune --drop-optimizer-of-older: what older steps keep, and what stands whenever it is killed."""
+"""prune --drop-optimizer-of-older: what older steps keep, also if it is killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""verify: good checkpoints are sound, and each damage has its code."""
+"""verify: good checkpoints have no errors, and each kind of damage has its code."""
 
 from __future__ import annotations
 

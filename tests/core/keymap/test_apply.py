@@ -1,4 +1,4 @@
-"""Rules of a key map: which make sense, what they do to arrays, and that they undo themselves."""
+"""Rules of a key map: which are valid, their effect on arrays, and that they undo themselves."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Weights as compressed-tensors 0.20 and ModelOpt 0.47 pack them, and what they read again.
+"""Weights as compressed-tensors 0.20 and ModelOpt 0.47 pack them, and the numbers they unpack.
 
-``python tests/core/quantization/compressed_weights.py`` records them where both are installed.
+``python tests/core/quantization/compressed_weights.py`` records them if both are installed.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Weights as their own libraries quantize them, and the numbers that these make of them.
+"""Weights as their own libraries quantize them, and the numbers that these compute from them.
 
-``python tests/core/quantization/recorded_weights.py NAME`` records one of ``WRITERS`` again, where
+``python tests/core/quantization/recorded_weights.py NAME`` records one of ``WRITERS`` again, if
 that library is installed: bitsandbytes 0.50.2, AutoGPTQ 0.7.1 and AutoAWQ 0.2.9 (of these two the
 modules that are imported here, in otherwise empty packages), compressed-tensors 0.12.2, which still
-knows an order of groups, and 0.20.0, transformers 5.23.0, torchao 0.18.0 and 0.13.0.
+supports an order of groups, and 0.20.0, transformers 5.23.0, torchao 0.18.0 and 0.13.0.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Names that tell quantized tensors are told from all others by a cheaper look first."""
+"""A cheap first check of names finds all quantized tensors."""
 
 from __future__ import annotations
 

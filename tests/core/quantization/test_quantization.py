@@ -1,4 +1,4 @@
-"""Quantized checkpoints: kept as they are, shown for what they are, and made numbers on demand.
+"""Quantized checkpoints: kept unchanged, shown as what they are, and dequantized on request.
 
 The oracle is torch's own reader of such checkpoints.
 """

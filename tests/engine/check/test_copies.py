@@ -1,4 +1,4 @@
-"""A rank's file copied over another's, where nothing inside says whose it is."""
+"""A rank's file copied over another's, if nothing inside identifies its rank."""
 
 from __future__ import annotations
 

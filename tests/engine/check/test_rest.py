@@ -1,4 +1,4 @@
-"""What is read back of a file besides its tensors: all of it, once, and in bounded memory."""
+"""Reading back the non-tensor bytes of a file: all, once, and in bounded memory."""
 
 from __future__ import annotations
 

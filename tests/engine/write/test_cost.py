@@ -1,4 +1,4 @@
-"""What a dry run says will be read is what is read."""
+"""The dry run's estimate of what is read equals what is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Moving bytes: any tile size and number of threads, failures on the way, the target at the end."""
+"""Moving bytes: any tile size and number of threads, failures midway, the target at the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Items of small tensors that are opened many at a time: as when each is opened by itself."""
+"""Similar items of small tensors, opened many at a time, with the result of opening each alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders of torch.distributed.checkpoint that no fixture is like."""
+"""torch.distributed.checkpoint folders unlike any fixture."""
 
 from __future__ import annotations
 

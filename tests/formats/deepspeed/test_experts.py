@@ -1,4 +1,4 @@
-"""Files of experts that were lost, exchanged or renumbered: never another expert's moments."""
+"""Lost, exchanged or renumbered files of experts: never another expert's moments."""
 
 from __future__ import annotations
 

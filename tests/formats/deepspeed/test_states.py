@@ -1,4 +1,4 @@
-"""States that no DeepSpeed writes: refused, whatever is wrong in them and wherever."""
+"""States unlike any of DeepSpeed's are refused, whatever is wrong in them and wherever."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How tensor-parallel shards fit together, against shards that torch's rules would make."""
+"""How tensor-parallel shards fit together, against shards cut by torch's rules."""
 
 from __future__ import annotations
 

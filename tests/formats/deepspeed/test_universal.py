@@ -1,4 +1,4 @@
-"""What is written for DeepSpeed's ``load_universal``, as DeepSpeed reads it."""
+"""The output for DeepSpeed's ``load_universal``, as DeepSpeed reads it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's checkpoints without frozen parameters: never exported as if they were whole."""
+"""DeepSpeed's checkpoints without frozen parameters: never exported as if complete."""
 
 from __future__ import annotations
 

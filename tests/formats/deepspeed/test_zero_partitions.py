@@ -1,4 +1,4 @@
-"""What DeepSpeed does not keep by partition: states by whole parameter or rank, and buffers."""
+"""State that DeepSpeed does not partition: by whole parameter or rank, and buffers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Megatron's checkpoints, where they are not whole, and where the files leave something open."""
+"""Incomplete Megatron checkpoints, and facts that the files do not determine."""
 
 from __future__ import annotations
 

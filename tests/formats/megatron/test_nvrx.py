@@ -1,4 +1,4 @@
-"""Local checkpoints: whichever copy of a rank's file is whole is used."""
+"""Local checkpoints: any complete copy of a rank's file is used."""
 
 from __future__ import annotations
 

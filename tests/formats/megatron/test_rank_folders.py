@@ -1,4 +1,4 @@
-"""Folders of model-parallel ranks that are lost, swapped, or of another save."""
+"""Folders of model-parallel ranks that are lost, swapped, or from another save."""
 
 from __future__ import annotations
 

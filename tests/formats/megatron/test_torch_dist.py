@@ -1,4 +1,4 @@
-"""What is written for Megatron-core: the files, keys and shapes that its loader asks for."""
+"""The output for Megatron-core: the files, keys and shapes that its loader requests."""
 
 from __future__ import annotations
 

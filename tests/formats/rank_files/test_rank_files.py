@@ -1,4 +1,4 @@
-"""Which files of a folder are one a rank of one checkpoint, and which belong to another save."""
+"""Which files of a folder are one per rank of one checkpoint, and which belong to another save."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A lost last shard, betrayed by what else lies in the folder."""
+"""A lost last shard, revealed by the rest of the folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a report of save strategies says: seconds, advice, the table, bars, JSON, a picture."""
+"""The report of save strategies: seconds, advice, the table, bars, JSON, a picture."""
 
 from __future__ import annotations
 

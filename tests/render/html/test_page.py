@@ -1,4 +1,4 @@
-"""``--html``: one file that needs nothing else, small, and inert whatever names it holds."""
+"""``--html``: one self-contained file, small, and inert whatever names it contains."""
 
 from __future__ import annotations
 

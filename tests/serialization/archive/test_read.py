@@ -1,4 +1,4 @@
-"""An archive that is alike one read before is read as if it were the first."""
+"""An archive similar to one read before is read as if it were the first."""
 
 from __future__ import annotations
 

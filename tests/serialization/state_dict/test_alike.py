@@ -1,4 +1,4 @@
-"""Files of ranks that are alike: what is read of one by another is what is read of it alone."""
+"""Similar files of ranks: reading one by another gives the result of reading it alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FSDP1's flat parameters: taken apart where their make-up is given, refused where it is not."""
+"""FSDP1's flat parameters: unflattened if their members are given, refused if not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How large values are once they are written out, however often they refer to their parts."""
+"""The expanded size of values, however often they refer to their parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The transfer bench: what it reports and what it leaves behind, never how fast it is."""
+"""The transfer bench: its report and what it leaves behind, never its speed."""
 
 from __future__ import annotations
 

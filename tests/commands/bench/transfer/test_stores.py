@@ -1,4 +1,4 @@
-"""The bench of stores: what it reports and what it leaves behind, never how fast it is."""
+"""The bench of stores: its report and what it leaves behind, never its speed."""
 
 from __future__ import annotations
 

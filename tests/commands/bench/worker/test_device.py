@@ -1,4 +1,4 @@
-"""What is asked of an accelerator, by one that only takes notes: no test machine has a real one."""
+"""Calls to an accelerator, recorded by a fake one: no test machine has a real one."""
 
 from __future__ import annotations
 

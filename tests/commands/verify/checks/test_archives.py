@@ -1,4 +1,4 @@
-"""An archive that is alike a sound one is judged as if it were the first that is looked at."""
+"""An archive similar to a sound one is judged as if it were the first to be checked."""
 
 from __future__ import annotations
 

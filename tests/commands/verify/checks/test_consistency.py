@@ -1,4 +1,4 @@
-"""The checksums that are listed of a checkpoint's files, and what convert leaves behind."""
+"""Listed checksums of a checkpoint's files, and what convert excludes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What names and sizes of files show, of every format: lost markers and ranks, and bare files."""
+"""Names and sizes of files in every format: lost markers and ranks, and bare files."""
 
 from __future__ import annotations
 

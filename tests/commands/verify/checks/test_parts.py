@@ -1,4 +1,4 @@
-"""A checkpoint in a store, which is verified in parts: it finds what it finds on a disk."""
+"""A checkpoint in a store, verified in parts, has the findings of one on a disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""verify --against: what is the same is so in any layout; what differs is found and placed."""
+"""verify --against: equal in any layout; differences are found and located."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An export is proved to be its source's by the options that it was made with, and by no less."""
+"""An export is proved with exactly the options that it was made with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is written and is not what was read never counts; what is as it should be does."""
+"""Wrong output is never committed; correct output is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""verify --salvage: what is written is right, what is not is named, the source is never touched."""
+"""verify --salvage: the output is right, losses are named, the source is never touched."""
 
 from __future__ import annotations
 
