@@ -258,7 +258,7 @@ def require_all_tensors(*states: State, values: bool = False) -> None:
 
 
 def read_engine_leaves(state: State, source: Source) -> dict[str, Leaf]:
-    """Return the values of a model file. Keys that DeepSpeed does not know are the script's own."""
+    """Return the values of a model file. Keys unknown to DeepSpeed are the script's own."""
     values: dict[Any, Any] = {}
     client: dict[Any, Any] = {}
     for key, value in state.stored.items():
@@ -304,7 +304,7 @@ def read_optimizer_leaves(optimizer: State, source: Source) -> dict[str, Leaf]:
 
 
 def read_raw_leaves(optimizer: State, source: Source) -> dict[str, Leaf]:
-    """Return an optimizer's state dict as it is, for each rank."""
+    """Return an optimizer's state dict unchanged, for each rank."""
     file = optimizer.file.narrowed(dict(optimizer.stored))
     return read_leaves(file, source, prefix=("optimizer",), rank_state=True)
 
@@ -320,7 +320,7 @@ def find_param_groups(optimizer: Any) -> Any:
 
 
 def _unwrap(value: Any) -> Any:
-    """Return a loss scaler as the dict of its attributes, an enum's member as its value."""
+    """Return a loss scaler as a dict of its attributes, an enum's member as its value."""
     if isinstance(value, Call) and value.name.startswith(_LOSS_SCALERS):
         return dict(value.fields)
     if isinstance(value, Call) and value.name.startswith(_ENUMS) and len(value.args) == 1:

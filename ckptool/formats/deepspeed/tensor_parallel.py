@@ -3,7 +3,7 @@
 Megatron-DeepSpeed and DeepSpeed's automatic tensor parallelism write ``universal_checkpoint_info``
 for DeepSpeed's own universal checkpoints (``checkpoint/ds_to_universal.py``, 0.19): patterns of
 parameters that are replicated, cut along dim 1, or made of several parts; all others are cut along
-dim 0. Without it nothing in the files tells how shards fit together.
+dim 0. Without it the files do not record how shards fit together.
 """
 
 from __future__ import annotations
@@ -58,11 +58,10 @@ def merge_contents(
     info: Mapping[str, Any],
     options: ScanOptions,
 ) -> None:
-    """Add the tensors of all model-parallel ranks to what was assembled.
+    """Add the tensors of all model-parallel ranks to the assembled ones.
 
-    Shards that nothing says how to join become conflicts, or ``NAME@rankR`` with ``per_rank``.
-    A rule that was given decides before ``info``, which is ``universal_checkpoint_info``, does.
-    What a rank has refused is left out.
+    Shards without a known rule become conflicts, or ``NAME@rankR`` with ``per_rank``. A given rule
+    precedes ``info``, which is ``universal_checkpoint_info``. A rank's refusals are skipped.
     """
     names = dict.fromkeys(name for rank in contents for name in rank.tensors)
     refused = {n for n, why in assembled.conflicts.items() if isinstance(why, Refusal)}
@@ -91,7 +90,7 @@ def merge_contents(
 
 
 def _refuse_lacking(name: Name, error: Damaged) -> Refusal:
-    """Return why a tensor is refused of which a rank has no shard, where ranks refuse some."""
+    """Return why a tensor is refused if a rank has no shard of it, and ranks refuse some."""
     text, why = ".".join(name), error.message
     refusal = Refusal(why, why.code, file=why.file, tensor=text)
     refusal.part = "model" if name[0] in ("module", "frozen", "buffer") else "optimizer"
@@ -102,10 +101,10 @@ def _refuse_lacking(name: Name, error: Damaged) -> Refusal:
 def _select_shards(
     name: Name, contents: Sequence[RankContents], grid: Grid
 ) -> dict[int, RankShard]:
-    """Return the shards of the first stage that holds a tensor, by ``mp`` rank.
+    """Return the shards of the first stage with a tensor, by ``mp`` rank.
 
-    Only tied modules are held by several stages, and those keep them equal. Automatic tensor
-    parallelism gives a rank without heads an empty shard, which its optimizer leaves out.
+    Only tied modules are in several stages, which keep them equal. Automatic tensor parallelism
+    gives a rank without heads an empty shard, which its optimizer omits.
     """
     shards = {mp: c.tensors[name] for mp, c in enumerate(contents) if name in c.tensors}
     dtype = next(iter(shards.values())).dtype
@@ -133,9 +132,9 @@ def merge_tensor(
     info: Mapping[str, Any] | None = None,
     rule: TpRule | None = None,
 ) -> TensorEntry:
-    """Return the tensor that shards make, by ``mp`` rank. Raises Undetermined, see ``fit_shards``.
+    """Return the tensor that shards form, by ``mp`` rank. Raises Undetermined, see ``fit_shards``.
 
-    Raises Damaged if ranks hold it in several dtypes.
+    Raises Damaged if ranks have several dtypes for it.
     """
     ranks, text = list(shards.values()), ".".join(name)
     if len(ranks) == 1:
@@ -155,7 +154,7 @@ def merge_tensor(
 def _list_unmerged(
     name: Name, shards: Mapping[int, RankShard], grid: Grid
 ) -> dict[str, TensorEntry]:
-    """Return each rank's shard as a tensor of its own, ``NAME@rankR``."""
+    """Return each rank's shard as a separate tensor, ``NAME@rankR``."""
     entries = {}
     for mp, shard in shards.items():
         rank = grid.rank(0, mp)
@@ -170,9 +169,9 @@ def _list_unmerged(
 
 
 def fit_shards(name: str, shapes: Sequence[Shape], info: Mapping[str, Any]) -> list[Fit]:
-    """Return how the shards of ``shapes``, by tensor-parallel rank, make a parameter.
+    """Return how the shards of ``shapes``, by tensor-parallel rank, form a parameter.
 
-    Raises Undetermined if the file does not tell, or tells what no copy of bytes can do.
+    Raises Undetermined if the file does not record it, or records what no copy of bytes can do.
     """
     if not info:
         raise Undetermined("no universal_checkpoint_info records how they were cut")
@@ -222,7 +221,7 @@ def _fit_of_parts(
 
 
 def _cut_evenly(spec: Any, total: int, shapes: Sequence[Shape]) -> list[list[int]]:
-    """Return even cuts, from the parts' sizes or from their number alone (before version 0.4)."""
+    """Return even cuts, from the parts' sizes or only their number (before version 0.4)."""
     if isinstance(spec, int):
         spec = (total // spec,) * spec if spec and not total % spec else ()
     parts, ranks = read_sizes(spec), len(shapes)
@@ -256,7 +255,7 @@ def _place_piece(piece: Mapping[str, Any], shard: Shape, whole: Shape) -> Piece:
 
 
 def _find_strided_box(size: Shape, view: Any, shape: Shape) -> Box:
-    """Return the box of ``shape`` that a view of offset and strides is; Undetermined for none."""
+    """Return the box of ``shape`` that is a view of offset and strides; Undetermined for none."""
     offset, strides = view
     wanted = row_major_strides(shape, 1)
     left, lo = read_natural(offset), []
@@ -276,7 +275,7 @@ def _find_strided_box(size: Shape, view: Any, shape: Shape) -> Box:
 
 
 def _find_matching(values: Any, name: str) -> Iterator[Any]:
-    """Yield the values of a dict's patterns that match the name; none where it is no dict."""
+    """Yield the values of a dict's patterns that match the name; none if it is not a dict."""
     for pattern, value in values.items() if isinstance(values, dict) else ():
         if _matches(str(pattern), name):
             yield value
@@ -288,7 +287,7 @@ def _is_listed(name: str, info: Mapping[str, Any], key: str) -> bool:
 
 
 def _matches(pattern: str, name: str) -> bool:
-    """Match a name from its start. Unsupported for patterns that may take more than a moment."""
+    """Match a name from its start. Raises Unsupported for patterns that may be slow."""
     repeats = len(re.findall(r"(?<!\\)[*+{]", pattern))
     if len(pattern) + len(name) > _LONGEST or repeats > _MOST_REPEATS:
         raise Unsupported(f"universal_checkpoint_info: the pattern {pattern[:80]!r} is too long")
@@ -306,7 +305,7 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def describe_cut(name: str, shape: Shape, info: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a universal checkpoint's file says of a parameter's cut, by DeepSpeed's keys."""
+    """Return a parameter's cut by DeepSpeed's keys, for a universal checkpoint's file."""
     parts = _find_sub_params(name, info)
     if parts is not None:
         return {"sub_param_shape": _record_sub_params(parts, shape)}

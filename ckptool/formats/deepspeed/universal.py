@@ -1,13 +1,13 @@
-"""Universal checkpoints, read and written: ``zero``, a folder a parameter, and model files.
+"""Universal checkpoints, read and written: ``zero``, a folder per parameter, and model files.
 
 DeepSpeed's ``ds_to_universal`` (0.10 to 0.19) writes ``{"param": tensor, ...}``, from ZeRO 3 a bare
-vector without a shape, and ``step.pt`` a bare tensor or number. It also writes masters for what has
-none: frozen parameters, buffers and tied names, rounded; the model file has those as they were.
+vector without a shape, and ``step.pt`` a bare tensor or number. It also writes masters for entries
+without one: frozen parameters, buffers and tied names, rounded; the model file has those unrounded.
 
-Written is what DeepSpeed loads with ``checkpoint.load_universal``. ZeRO 1 and 2 read
+The output is what DeepSpeed loads with ``checkpoint.load_universal``. ZeRO 1 and 2 read
 ``mp_rank_00_model_states.pt``, ZeRO 3 reads ``zero_pp_rank_0_...``, all of them ``zero``; both
-model files are written, so that any stage can resume. From 0.14.5 to 0.19.0 ZeRO 3 loads bare
-vectors alone, and ZeRO 1 and 2 dicts alone; 0.19.8 loads both at ZeRO 3.
+model files are written, so that any stage can resume. From 0.14.5 to 0.19.0 ZeRO 3 loads only bare
+vectors, and ZeRO 1 and 2 only dicts; 0.19.8 loads both at ZeRO 3.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _MODEL_FILES = ("mp_rank_00_model_states", "zero_pp_rank_0_mp_rank_00_model_stat
 
 @refuse_malformed
 def scan(source: Source, options: ScanOptions) -> Catalog:
-    """Return the catalog of the universal checkpoint that the marker names, or the source is."""
+    """Return the catalog of the universal checkpoint that the marker names, or of the source."""
     folder = find_tag_folder(source, LATEST_UNIVERSAL)
     files = find_files(drop_copies(source.files), folder)
     checkpoint = read_checkpoint(source, files)
@@ -89,7 +89,7 @@ def scan(source: Source, options: ScanOptions) -> Catalog:
 def _read_states(
     checkpoint: DeepSpeedCheckpoint, contents: list[RankContents], folder: str
 ) -> RankContents:
-    """Return what ``zero`` holds. Damaged if the state of a trained parameter is missing."""
+    """Read the content of ``zero``; Damaged if a trained parameter's state is missing."""
     source, states = checkpoint.source, RankContents()
     if folder + OPTIMIZER_STATE not in source.files:
         message = f"{folder}{OPTIMIZER_STATE} is missing: the conversion to a universal checkpoint"
@@ -123,7 +123,7 @@ def _read_states(
 def _find_rounded(
     checkpoint: DeepSpeedCheckpoint, contents: list[RankContents], trained: Collection[str]
 ) -> Collection[str]:
-    """Return names that are not trained, but that the converter writes masters of all the same."""
+    """Return untrained names of which the converter writes masters nevertheless."""
     in_model = {name for rank in contents for _, name in rank.tensors}
     leaves = [leaf for rank in contents for own in rank.leaves.values() for leaf in own.values()]
     in_model |= {str(leaf.path[1]) for leaf in leaves if leaf.path[0] in _MODEL_KINDS}
@@ -131,7 +131,7 @@ def _find_rounded(
 
 
 def _add_common_step(contents: RankContents, optimizer: State, names: Iterable[str]) -> None:
-    """Add the step that ZeRO 3 keeps for all parameters, in what is left of rank 0's optimizer."""
+    """Add the common step of ZeRO 3's parameters, from the rest of rank 0's optimizer."""
     try:
         group = optimizer.inner("optimizer_state_dict").inner("state").fields.get(0)
         step = require_shallow_dict(group).get(_STEP)
@@ -145,7 +145,8 @@ def _add_common_step(contents: RankContents, optimizer: State, names: Iterable[s
 def _list_state_files(source: Source, folder: str) -> list[tuple[str, str, str]]:
     """Return parameter, kind and path of each state below ``zero``.
 
-    A file is none that only one of several parameters has, unless optimizers call a state so.
+    A file that only one of several parameters has does not count, unless it has the name of an
+    optimizer state.
     """
     files = []
     head = f"{folder}zero/"
@@ -165,10 +166,10 @@ def _add_states(
     shapes: Mapping[str, tuple[int, ...]],
     rounded: Collection[str],
 ) -> list[str]:
-    """Add all states but those of ``rounded`` parameters; return which of these were there.
+    """Add all states except those of ``rounded`` parameters; return which of these exist.
 
-    A state that cannot be read, or must not be, is refused by its name. ``shapes`` are those of
-    the parameters, for the vectors that have none.
+    A state that cannot or must not be read is refused by its name. ``shapes`` are those of the
+    parameters, for vectors without one.
     """
     left_out = []
     files = _list_state_files(source, folder)
@@ -312,10 +313,9 @@ def _lay_out_states(
     *,
     bare: bool,
 ) -> Iterator[FileLayout]:
-    """Yield one file a state; the padding of a vocabulary is cut off, as DeepSpeed does.
+    """Yield one file per state; the padding of a vocabulary is cut off, as DeepSpeed does.
 
-    How many ``rows`` of a tensor are kept is added for those that lose some. ``bare`` asks for
-    vectors alone.
+    The kept ``rows`` of each tensor that loses some are recorded. ``bare`` requests only vectors.
     """
     for kind, entry in states.items():
         path = f"{tag}/zero/{name}/{kind}.pt"
@@ -334,7 +334,7 @@ def _lay_out_states(
 
 
 def _nest_values(objects: list[ObjectEntry], client: Mapping[str, TensorEntry]) -> dict[str, Any]:
-    """Return all values as one nested dict, tensors of the training script included."""
+    """Return all values as one nested dict, including tensors of the training script."""
     items: list[tuple[Any, Any]] = [(entry.path, entry.value) for entry in objects]
     items += [(entry.path, TensorRef.whole(entry)) for entry in client.values()]
     values = nest(items) if items else {}
@@ -342,7 +342,7 @@ def _nest_values(objects: list[ObjectEntry], client: Mapping[str, TensorEntry]) 
 
 
 def _make_model_state(values: Mapping[str, Any], parts: _Parts) -> dict[str, Any]:
-    """Return a model file: what the engine reads back, and the module as it was."""
+    """Return a model file: what the engine reads back, and the module unchanged."""
     shapes = {n: s[MASTER].shape for n, s in parts.states.items()}
     size = Global("torch", "Size")
     refs = {name: TensorRef.whole(entry) for name, entry in parts.module.items()}
@@ -383,7 +383,7 @@ def _make_optimizer_state(values: Mapping[str, Any], parts: _Parts) -> dict[str,
 
 
 def _find_step(values: Mapping[str, Any], parts: _Parts) -> dict[str, Any]:
-    """Return the step of the first parameter, which ZeRO 3 takes for all."""
+    """Return the step of the first parameter, which ZeRO 3 uses for all."""
     name, states = next(iter(parts.states.items()))
     entry = states.get(_STEP)
     known = values.get(_STEP)

@@ -1,7 +1,7 @@
-"""The optimizer of DeepSpeed without ZeRO: whole tensors, numbered and not named.
+"""The optimizer of DeepSpeed without ZeRO: whole tensors, numbered instead of named.
 
 Read: torch's own state dict (fp32 training); ``FP16_UnfusedOptimizer``, with masters by group;
-``FP16_Optimizer``, with one flat tensor a group (``runtime/fp16``, DeepSpeed 0.3 to 0.19).
+``FP16_Optimizer``, with one flat tensor per group (``runtime/fp16``, DeepSpeed 0.3 to 0.19).
 
 Each group lists parameters in the order of the module; which parameter is in which group, or
 frozen, follows from the shapes, unless several answers fit.
@@ -42,7 +42,7 @@ def add_whole_optimizers(
 ) -> set[str] | None:
     """Add the optimizer of ZeRO 0, or each expert-parallel rank's; return the trained parameters.
 
-    None where their names are not known: what the files hold is then added under its numbers.
+    None if their names are not known: the content of the files is then added by number.
     """
     model, by_expert = checkpoint.models[0, mp], checkpoint.expert_optimizers
     files = checkpoint.select(by_expert or {(0, mp): model}, mp)
@@ -86,9 +86,9 @@ def _add_optimizer(
     """Add masters and moments under the names of ``weights``; return those that were trained.
 
     ``experts`` are those of the rank's experts, which have groups of their own. None, with nothing
-    added, where order and shapes do not tell the names.
+    added, if order and shapes do not determine the names.
     """
-    is_wrapped = "optimizer_state_dict" in state.fields  # torch's optimizer, by DeepSpeed's own
+    is_wrapped = "optimizer_state_dict" in state.fields  # torch's optimizer inside DeepSpeed's
     inner = state.inner("optimizer_state_dict") if is_wrapped else state
     stored = inner.groups()
     groups = [group.get("params", []) for group in stored]
@@ -130,7 +130,7 @@ def _name_parameters(
     wanted: Sequence[Sequence[_Shape | None]],
     of_experts: Sequence[bool],
 ) -> list[list[str]] | None:
-    """Return the names of each group's parameters; groups ``of_experts`` hold experts alone."""
+    """Return the names of each group's parameters; groups ``of_experts`` contain only experts."""
     named: list[list[str]] = [[] for _ in wanted]
     for pool, moe in ((weights, False), (experts, True)):
         numbers = [number for number, own in enumerate(of_experts) if own is moe]
@@ -170,7 +170,7 @@ def _add_flat(
     shapes: Shapes,
     rank: int,
 ) -> list[str] | None:
-    """Add one flat tensor a group. The names are known where one group holds all parameters."""
+    """Add one flat tensor per group. The names are known if one group has all parameters."""
     vectors = [vector for value in flats if (vector := state.vector(value)) is not None]
     total = sum(math.prod(shape) for shape in shapes.values())
     if len(vectors) != 1 or vectors[0].shape != (total,):
@@ -197,8 +197,8 @@ def name_by_order(
 ) -> list[list[str]] | None:
     """Return the names of each group's parameters; None if no answer fits, or more than one.
 
-    ``names`` are all parameters with their shapes, in the order of the module. A shape of None
-    fits every parameter.
+    ``names`` are all parameters with their shapes, in the order of the module. A shape of None fits
+    every parameter.
     """
     states: dict[tuple[int, ...], int] = {(0,) * len(groups): 1}
     history = []
@@ -214,7 +214,7 @@ def name_by_order(
 
 
 _Came = list[tuple[tuple[int, ...], int | None, int]]
-"""The states that lead to one: which it was, the group that took the parameter, and the ways."""
+"""The states that lead to one: the state, the group that took the parameter, and the ways."""
 
 
 def _advance(
@@ -223,7 +223,7 @@ def _advance(
     groups: Sequence[Sequence[_Shape | None]],
     least: int,
 ) -> dict[tuple[int, ...], _Came]:
-    """Return the states after one more parameter, where groups have at least ``least`` of them."""
+    """Return the states after one more parameter, if groups have at least ``least`` of them."""
     after: dict[tuple[int, ...], _Came] = {}
     for state, count in states.items():
         if sum(state) >= least:

@@ -1,9 +1,9 @@
 """Weights in the training type, frozen parameters and buffers, from DeepSpeed's model files.
 
-``save_checkpoint(exclude_frozen_parameters=True)`` leaves frozen parameters out of all files. From
-ZeRO 2 on, ``frozen_param_shapes`` is None then, and a dict otherwise, empty if nothing was
-frozen (DeepSpeed 0.9 to 0.19, ``runtime/engine.py``). Below that, and in pipelines, it is always
-None: there only the modules that torch lists beside a state dict show that some have no tensor.
+``save_checkpoint(exclude_frozen_parameters=True)`` omits frozen parameters from all files. From
+ZeRO 2 on, ``frozen_param_shapes`` is None then, and a dict otherwise, empty if nothing was frozen
+(DeepSpeed 0.9 to 0.19, ``runtime/engine.py``). Below that, and in pipelines, it is always None:
+there only torch's list of modules beside a state dict shows that some have no tensor.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ EXCLUDED = "frozen-excluded"
 UNRECORDED = "frozen-unrecorded"
 _KEY = "frozen_param_shapes"
 _GRADIENTS = 2
-"""The first stage of ZeRO that records what was frozen."""
+"""The first stage of ZeRO that records which parameters were frozen."""
 _SHOWN = 8
 _WRAPPED = frozenset(["base_layer", "original_module"])
-"""What PEFT calls the module that an adapter was put on: it has parameters, always."""
+"""PEFT's name of the module that an adapter was put on, which always has parameters."""
 _WITHOUT_PARAMETERS = re.compile(
     r".*(act|activation|dropout|drop|drop_path|relu|gelu|silu|tanh|sigmoid|softmax|identity|pool"
     r"|pooling|flatten|rotary|rotary_emb|rope|loss|loss_fn|criterion|attn_drop|proj_drop)(_fn|_func)?\d*"
@@ -58,8 +58,8 @@ def add_module(
 ) -> None:
     """Add ``module`` of ZeRO 0, 1 or 2.
 
-    What is neither trained, nor a buffer, nor an alias of another parameter, was frozen; where
-    ``trained`` is None, nothing says what was trained. The optimizer leaves out what is empty.
+    Tensors that are neither trained, nor buffers, nor aliases of other parameters, were frozen; if
+    ``trained`` is None, the trained ones are unknown. The optimizer omits empty ones.
     """
     buffers = set(state.names("buffer_names"))
     vectors = state.inner("frozen_param_fragments").tensors | state.inner("module").tensors
@@ -77,10 +77,10 @@ def add_module(
 def classify_refused(
     state: State, aliases: Mapping[str, str], trained: Collection[str] | None
 ) -> dict[str, str]:
-    """Return what each refused name in ``module`` stands for: ``module``, ``buffer``, ``frozen``.
+    """Return the kind of each refused name in ``module``: ``module``, ``buffer``, ``frozen``.
 
-    As ``add_module`` decides it: a tensor is what is trained or a buffer, whatever stands for it
-    now, and what is neither, and no tensor, is not frozen.
+    As decided by ``add_module``: trained names and buffers are tensors, whatever they are now; a
+    name that is neither, and no tensor, is not frozen.
     """
     buffers = set(state.names("buffer_names"))
     kinds = {}
@@ -147,10 +147,10 @@ def add_frozen_pieces(contents: RankContents, states: Sequence[RankState]) -> No
 
 
 def add_layers(contents: RankContents, checkpoint: DeepSpeedCheckpoint, tensor: int) -> None:
-    """Add the layers of all stages, one file each, that are of one tensor-parallel rank.
+    """Add the layers of all stages, one file each, of one tensor-parallel rank.
 
-    A layer's parameters are called ``<layer>.<name>``; those of a tied one
-    ``tied_modules.<key>.<name>``, and which layer that is only their names and shapes tell.
+    A layer's parameters are named ``<layer>.<name>``; those of a tied one
+    ``tied_modules.<key>.<name>``, and only their names and shapes show which layer that is.
     """
     grid = checkpoint.grid
     trained: Shapes = {}
@@ -201,9 +201,9 @@ def _find_head(
     trained: Shapes,
     tied: Mapping[str, Shapes],
 ) -> str:
-    """Return what the names of a layer's parameters begin with.
+    """Return the prefix of the names of a layer's parameters.
 
-    Raises Barred where that of a tied one cannot be told, as a parameter is refused.
+    Raises Barred if a tied layer's cannot be determined because a parameter is refused.
     """
     if any(f"{layer}.{name}" in trained for name in (*vectors, *refused)):
         return str(layer)
@@ -230,7 +230,7 @@ def _find_head(
 
 
 def note_excluded(checkpoint: DeepSpeedCheckpoint, assembled: Assembled) -> None:
-    """Note what shows that frozen parameters are in no file; a conflict where that is certain."""
+    """Note evidence that frozen parameters are in no file; as a conflict if it is certain."""
     found = (_find_certain(checkpoint, state) for state in checkpoint.models.values())
     problem = next(filter(None, found), None)
     if problem is not None:
@@ -243,7 +243,7 @@ def note_excluded(checkpoint: DeepSpeedCheckpoint, assembled: Assembled) -> None
 
 
 def _find_certain(checkpoint: DeepSpeedCheckpoint, state: State) -> Problem | None:
-    """Return what says for certain that parameters are missing."""
+    """Return certain evidence that parameters are missing."""
     bare = _find_bare_modules(state)
     stage = (
         3 if checkpoint.files.stage_3 else find_zero_stage(state, checkpoint.first_optimizer) or 0
@@ -261,12 +261,12 @@ def _find_certain(checkpoint: DeepSpeedCheckpoint, state: State) -> Problem | No
 
 
 def _find_likely(state: State) -> Problem | None:
-    """Return a remark where modules have no tensor, and nothing says if they have parameters."""
+    """Return a remark if modules have no tensor, and may have parameters."""
     stored, modules = _list_stored(state), _list_modules(state)
     trained = read_trained_shapes(state).keys()
     buffers, tied = set(state.names("buffer_names")), set(map(str, state.mapping("shared_params")))
     if not modules or (trained and stored - trained - buffers - tied):
-        return None  # something frozen is there: nothing was left out
+        return None  # something frozen is present: nothing was excluded
     bare = _find_bare_modules(state)
     owners = {_drop_numbers(name.rpartition(".")[0]) for name in stored}
     named = [module for module in bare if not module.rpartition(".")[2].isdigit()]
@@ -289,7 +289,7 @@ def _find_likely(state: State) -> Problem | None:
 
 
 def _compare_layers(checkpoint: DeepSpeedCheckpoint) -> Problem | None:
-    """Return a remark where layers of a pipeline hold less than layers like them, or nothing."""
+    """Return a remark if layers of a pipeline have fewer tensors than similar layers, or none."""
     layers = {
         file: set(map(str, checkpoint.read_file(file).fields))
         for (_, tensor), file in sorted(checkpoint.files.layers.items())
@@ -300,7 +300,7 @@ def _compare_layers(checkpoint: DeepSpeedCheckpoint) -> Problem | None:
         name.split(".", 2)[2] for name in trained if name.startswith("tied_modules.")
     }
     if any(names - endings for names in layers.values()):
-        return None  # something frozen, or a buffer, is there
+        return None  # something frozen, or a buffer, is present
     smaller = [file for file, names in layers.items() if _is_less(names, layers.values())]
     if not smaller:
         return None
@@ -330,7 +330,7 @@ def _list_stored(state: State) -> set[str]:
 
 
 def _find_bare_modules(state: State) -> list[str]:
-    """Return the modules without modules in them, of which no tensor is in the file."""
+    """Return the innermost modules without a tensor in the file."""
     modules, stored = _list_modules(state), _list_stored(state)
     parents = {parent for name in (*modules, *stored) for parent in _list_parents(name)}
     return [module for module in modules if module not in parents]
@@ -342,5 +342,5 @@ def _list_parents(name: str) -> Iterator[str]:
 
 
 def _drop_numbers(module: str) -> str:
-    """Return a module's name without the numbers that count its layers."""
+    """Return a module's name without its layers' numbers."""
     return re.sub(r"(?<![^.])[0-9]+(?=\.)", "*", module)

@@ -1,8 +1,8 @@
-"""The whole model: the arguments it was trained with, the numbers of its layers and experts.
+"""The whole model: its training arguments, and the numbers of its layers and experts.
 
 Megatron-LM's training puts its ``args`` namespace into every checkpoint. Every pipeline stage
-counts its layers from zero, and every expert-parallel rank its experts. Stages hold consecutive
-layers; with a virtual pipeline each holds several runs of layers (``model0``, ``model1``, ...), all
+counts its layers from zero, and every expert-parallel rank its experts. Stages have consecutive
+layers; with a virtual pipeline each has several runs of layers (``model0``, ``model1``, ...), all
 stages' first runs coming before their second ones (megatron-core,
 ``transformer/transformer_layer.py``, ``get_transformer_layer_offset``).
 """
@@ -47,12 +47,12 @@ _GROUPED = re.compile(r"(.*\bexperts\.linear_fc[12]\.(?:weight|bias))([0-9]+)()"
 _BUFFERS = ("expert_bias", "local_tokens_per_expert", "global_tokens_per_expert", "inv_freq")
 
 StageRun = tuple[int, int]
-"""A pipeline stage, and which of its virtual stages."""
+"""A pipeline stage, and one of its virtual stages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """What the arguments say; ``values`` is empty if none were saved."""
+    """The recorded arguments; ``values`` is empty if none were saved."""
 
     values: Mapping[str, Any]
 
@@ -67,18 +67,18 @@ class Arguments:
 
     @property
     def gated(self) -> bool | None:
-        """Whether ``linear_fc1`` holds a gate and an up projection; None if nothing says."""
+        """Whether ``linear_fc1`` has a gate and an up projection; None if unknown."""
         stated = [self.values[name] for name in _GATES if type(self.values.get(name)) is bool]
         return any(stated) if stated else None
 
     @property
     def transformer(self) -> str | None:
-        """``local`` or ``transformer_engine``: whose layers the model is made of."""
+        """``local`` or ``transformer_engine``: the origin of the model's layers."""
         value = self.values.get("transformer_impl")
         return value if isinstance(value, str) else None
 
     def info(self) -> dict[str, str]:
-        """Return what ``Catalog.info`` says of the framework, the degrees and the arguments."""
+        """Return the framework, the degrees and the arguments for ``Catalog.info``."""
         if not self.values:
             return {"framework": "Megatron-core"}
         degrees = {short: self.integer(name) for short, name in _DEGREES.items()}
@@ -98,21 +98,21 @@ def _is_shown(value: Any) -> bool:
 
 
 def read_arguments(value: Any) -> Arguments:
-    """Return the arguments of a pickled namespace; none where the value is no namespace."""
+    """Return the arguments of a pickled namespace; none if the value is not a namespace."""
     if isinstance(value, Call) and value.name in _NAMESPACES:
         return Arguments({k: v for k, v in value.fields.items() if isinstance(k, str)})
     return Arguments(value if isinstance(value, dict) else {})
 
 
 def find_arguments(objects: Iterable[ObjectEntry]) -> Arguments:
-    """Return the arguments among a catalog's values: the one that is called ``args``."""
+    """Return the arguments among a catalog's values: the one named ``args``."""
     return next(
         (read_arguments(entry.value) for entry in objects if entry.name == "args"), Arguments({})
     )
 
 
 def keep_first_arguments(catalog: Catalog) -> Catalog:
-    """Keep the first rank's arguments for all ranks': they differ in the rank that saved them."""
+    """Keep only the first rank's arguments: they differ just in the rank that saved them."""
     own = [name for name in catalog.objects if name.startswith("args@rank")]
     if not own:
         return catalog
@@ -155,7 +155,7 @@ def number_layer(name: str, offsets: Mapping[str, int]) -> str:
 
 
 def is_buffer(name: str) -> bool:
-    """Return whether a module's tensor is no parameter, and so of no concern to the optimizer."""
+    """Return whether a module's tensor is not a parameter, and so irrelevant to the optimizer."""
     return name.endswith(_BUFFERS)
 
 

@@ -1,8 +1,8 @@
-"""Read nvidia-resiliency-ext's local checkpoints: which files, and what all ranks hold together.
+"""Read nvidia-resiliency-ext's local checkpoints: choose files, and merge all ranks' content.
 
 ``<rank>/iter_<iteration>_<owner>_local.pt``, written as ``_local.dirty.pt`` and then renamed. With
-replication a rank's folder also holds files of other owners. An iteration is whole where every
-owner has a file somewhere (nvidia-resiliency-ext 0.2 to 0.7, ``LocalCheckpointManager``).
+replication a rank's folder also has files of other owners. An iteration is complete if every owner
+has a file somewhere (nvidia-resiliency-ext 0.2 to 0.7, ``LocalCheckpointManager``).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _RANKS_UNKNOWN = (
 
 
 def scan(source: Source, options: ScanOptions) -> Catalog:
-    """Return the catalog of the newest iteration that is whole; Damaged if none is."""
+    """Return the catalog of the newest complete iteration; Damaged if there is none."""
     local = read_local(source, options.world_size)
     args = _read_arguments(local)
     stated = args.integer("world_size")
@@ -98,13 +98,13 @@ def _require_kind(file: TorchFile) -> str:
 
 
 def _read_arguments(local: LocalIteration) -> Arguments:
-    """Return Megatron's arguments, where the files hold its state."""
+    """Return Megatron's arguments, if the files contain its state."""
     common = read_state_fields(next(iter(local.files.values()))).get("common")
     return read_arguments(common.get("args") if isinstance(common, dict) else None)
 
 
 def _read_plain(source: Source, files: Mapping[int, TorchFile], options: ScanOptions) -> Assembled:
-    """Merge plain state dicts: rules place tensors, all else must be the same on all ranks."""
+    """Merge plain state dicts: rules place tensors, all else must be equal on all ranks."""
     ranks: dict[int, dict[str, Leaf]] = {}
     for rank, file in files.items():
         state = file.narrowed(read_state_fields(file).get("state_dict"))
@@ -140,14 +140,14 @@ def _is_ruled(name: str, leaf: Leaf, options: ScanOptions) -> bool:
 
 
 def _is_same_everywhere(entry: TensorEntry) -> bool:
-    """Return whether checksums prove that all ranks hold the same bytes."""
+    """Return whether checksums prove that all ranks have the same bytes."""
     return all(proved_equal(chunk.at, copy.at) for chunk in entry.chunks for copy in chunk.copies)
 
 
 def _merge_by_rules(
     ranks: Mapping[int, Mapping[str, Leaf]], options: ScanOptions
 ) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    """Return the tensors for which there is a rule, put together by it, and conflicts."""
+    """Return the tensors with a rule, merged by it, and conflicts."""
     rules = ParameterRules(Arguments({}), (max(ranks) + 1, 1, 1), options.tp_rules)
     fragments: Fragments = {}
     paths = {}
@@ -168,7 +168,7 @@ _LOCAL_FILE = re.compile(r"([0-9]{1,9})/iter_([0-9]{7,18})_([0-9]{1,9})_local(\.
 
 @dataclass(frozen=True, slots=True)
 class LocalIteration:
-    """The files of one iteration, one for each owner, and what a person should know of them."""
+    """The files of one iteration, one per owner, and notes on them for the user."""
 
     iteration: int
     files: dict[int, TorchFile]
@@ -187,10 +187,10 @@ class _Copy:
 
 
 def read_local(source: Source, world_size: int | None = None) -> LocalIteration:
-    """Return the files of the newest iteration that is whole.
+    """Return the files of the newest complete iteration.
 
-    ``world_size`` is the number of owners; where it is not known, that of the highest rank seen.
-    Raises Damaged if no iteration is whole, with what each of them lacks.
+    ``world_size`` is the number of owners; if unknown, it is taken from the highest rank seen.
+    Raises Damaged if no iteration is complete, with what each of them lacks.
     """
     copies = [copy for name in source.files if (copy := _parse_name(name))]
     for copy in copies:
@@ -226,7 +226,7 @@ def _parse_name(name: str) -> _Copy | None:
 
 
 def _open_copies(source: Source, copies: list[_Copy]) -> tuple[dict[int, TorchFile], list[str]]:
-    """Open for each owner the first copy that can be, its own before replicas."""
+    """Open for each owner the first readable copy, its own before replicas."""
     files: dict[int, TorchFile] = {}
     notes: list[str] = []
     for copy in sorted(copies, key=lambda c: (c.owner, c.folder != c.owner, c.folder)):

@@ -1,4 +1,4 @@
-"""The folders ``mp_rank_TT[_PPP][_EEE]`` of Megatron's own format, one a model-parallel rank."""
+"""The folders ``mp_rank_TT[_PPP][_EEE]`` of Megatron's own format, one per model-parallel rank."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _DEGREES = ("TP", "PP", "EP")
 
 @dataclass(frozen=True, slots=True)
 class RankFolder:
-    """What the files of one model-parallel rank hold, before its names are those of the model.
+    """The content of one model-parallel rank's files, before names are those of the whole model.
 
     ``runs`` are the model's tensors by virtual pipeline stage, in the model's order; ``rest`` is
-    all else, the model's other values under ``model`` or ``modelN`` among it.
+    all else, including the model's other values under ``model`` or ``modelN``.
     """
 
     rank: Rank
@@ -50,14 +50,14 @@ class RankFolder:
 
     @property
     def optimizer(self) -> Any:
-        """What the state dict holds of the optimizer, or None."""
+        """The optimizer in the state dict, or None."""
         return self.file.inert.get("optimizer") if isinstance(self.file.inert, dict) else None
 
 
 def read_folders(source: Source) -> tuple[list[RankFolder], Arguments]:
-    """Return all folders in order of expert, pipeline and tensor rank; the first's arguments.
+    """Return all folders in order of expert, pipeline and tensor rank, and the first's arguments.
 
-    Raises Damaged if a rank is missing, or names cannot tell pipeline from expert ranks.
+    Raises Damaged if a rank is missing, or names do not distinguish pipeline from expert ranks.
     """
     names = sorted(name for name in source.files if _FOLDER.fullmatch(name))
     expect_archives(source, names)
@@ -100,8 +100,8 @@ def _parse_rank(name: str, args: Arguments) -> Rank:
 def find_layer_wise_conflict(source: Source) -> dict[str, str]:
     """Return why the state of a layer-wise optimizer, which distributes parameters, is not read.
 
-    ``LayerWiseDistributedOptimizer`` (megatron-core 0.16 to 0.20) saves a file a data rank;
-    which parameters a rank had is not recorded.
+    ``LayerWiseDistributedOptimizer`` (megatron-core 0.16 to 0.20) saves a file per data rank; the
+    parameters of each rank are not recorded.
     """
     files = sorted(name for name in source.files if _LAYER_WISE.fullmatch(name))
     if not files:
@@ -114,7 +114,7 @@ def find_layer_wise_conflict(source: Source) -> dict[str, str]:
 
 
 def find_virtual_stage(path: Path) -> int | None:
-    """Return in whose virtual stage's model a value lies: that under ``model1`` is 1."""
+    """Return the virtual stage whose model contains a value: below ``model1`` it is 1."""
     match = _MODEL.fullmatch(str(path[0])) if len(path) > 1 else None
     return int(match[1] or 0) if match else None
 
@@ -142,7 +142,7 @@ def _require_own(ranks: Mapping[Rank, str], writers: Mapping[str, Any]) -> None:
 
 
 def _pair_neighbours(ranks: Iterable[Rank]) -> Iterator[tuple[Rank, Rank]]:
-    """Yield each rank with the next one along each axis, that is, with the other two the same."""
+    """Yield each rank with the next one along each axis, with the other two equal."""
     for axis in range(3):
         lines: dict[tuple[int, ...], list[Rank]] = {}
         for rank in ranks:
@@ -169,7 +169,7 @@ def _require_all(ranks: Mapping[Rank, str], args: Arguments) -> None:
     lacking = prod(sizes) - len(ranks)
     own = args.integer("expert_tensor_parallel_size")
     if lacking and (own is None or own == sizes[0] or sizes[2] == 1):
-        tensor, pipeline, expert = map(range, sizes)  # a product would hold every number stated
+        tensor, pipeline, expert = map(range, sizes)  # a product would contain every stated number
         every = ((t, p, e) for t in tensor for p in pipeline for e in expert)
         missing = next(rank for rank in every if rank not in ranks)
         what = ", ".join(f"{k} rank {n}" for k, n in zip(_DEGREES, missing, strict=True))
@@ -212,9 +212,9 @@ def _read_folder(source: Source, rank: Rank, number: int, file: TorchFile, name:
 def _require_numbers(
     runs: Mapping[int, Mapping[str, object]], rest: Mapping[str, Leaf], file: str
 ) -> None:
-    """Raise where what is refused of a model may be all that tells of a layer or an expert.
+    """Raise if a refused part of a model may be the only evidence of a layer or an expert.
 
-    The numbers of those in later stages, and on other ranks, follow from how many there are.
+    The numbers of those in later stages, and on other ranks, depend on how many there are.
     """
     for leaf in rest.values():
         virtual = find_virtual_stage(leaf.path)
@@ -227,9 +227,9 @@ def _require_numbers(
 
 
 def _is_state(path: tuple[Any, ...]) -> bool:
-    """Return whether a path leads into the optimizer's state, with its numbers, or to those.
+    """Return whether a path is in the optimizer's state by number, or in the list of numbers.
 
-    The numbers of a group's parameters (``params``) say nothing once the state has names.
+    The numbers of a group's parameters (``params``) are meaningless once the state has names.
     """
     steps = [step for step in path[:7] if not isinstance(step, Index)]
     inner = steps[2:] if steps[1:2] == ["optimizer"] else steps[1:]

@@ -38,12 +38,12 @@ Rank = tuple[int, int, int]
 _GROUPED = re.compile(r"((?:.*\.)?experts\.weight)([12])")
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""The shape that a rank's parameters have, by their names in the whole model."""
+"""The shapes of a rank's parameters, by their names in the whole model."""
 
 
 @dataclass(frozen=True, slots=True)
 class _ParameterFacts:
-    """What decides a rule besides a name, see ``find_rule``."""
+    """The facts besides a name that determine a rule, see ``find_rule``."""
 
     shapes: Shapes
     stated: TpRule | None
@@ -62,9 +62,9 @@ _UNKNOWN_GATE = "the arguments do not say whether it holds a gate and an up proj
 
 
 def _cut_gated(match: re.Match[str], facts: _ParameterFacts) -> TpRule:
-    """Tell a gate and an up projection from one alone: the layer after it takes one of them.
+    """Distinguish a gated projection from a plain one: the layer after it takes one half or all.
 
-    A vision model beside the language model that the arguments speak of may differ from it.
+    A vision model beside the language model that the arguments describe may differ from it.
     ``partition_stride`` was 1 for a gated ``linear_fc1``, too, up to megatron-core 0.15.
     """
     name, shapes, stated = match[0], facts.shapes, facts.stated
@@ -124,7 +124,7 @@ def _cut_mixer(match: re.Match[str], facts: _ParameterFacts) -> TpRule:
 
 
 def _cut_down(match: re.Match[str], facts: _ParameterFacts) -> TpRule:
-    """Tell if latent attention's down projections are replicated, or cut as in older layers."""
+    """Determine if latent attention's down projections are replicated, or cut as in old layers."""
     which, rows, args = match[2], facts.shapes[match[0]][0], facts.args
     latent = args.integer("q_lora_rank" if which == "q" else "kv_lora_rank")
     shared = 0 if which == "q" else args.integer("qk_pos_emb_head_dim")
@@ -184,10 +184,10 @@ _TABLE: RuleTable[_ParameterFacts] = RuleTable(
 
 
 def find_rule(name: str, shapes: Shapes, stated: TpRule | None, args: Arguments) -> TpRule:
-    """Return the rule of a parameter; Undetermined if nothing tells it.
+    """Return the rule of a parameter; Undetermined if it is unknown.
 
-    ``shapes`` are those of all parameters as ranks hold them; ``stated`` is what the parameter's
-    own attributes say (``partition_dim``), where it was saved with them.
+    ``shapes`` are those of all parameters on ranks; ``stated`` is from the parameter's own
+    attributes (``partition_dim``), if it was saved with them.
     """
     return _TABLE.find(name, _ParameterFacts(shapes, stated, args))
 
@@ -206,9 +206,9 @@ def view_experts(name: str, local: tuple[int, ...], experts: int) -> tuple[int, 
 
 @dataclass(frozen=True, slots=True)
 class StorageRun:
-    """A tensor, or a run of elements, that lies ``at`` a place; ``start`` is its first element.
+    """A tensor, or a run of elements, ``at`` a place; ``start`` is its first element.
 
-    ``rank`` is the rank that wrote it, where that is another than the one that holds the parameter.
+    ``rank`` is the rank that wrote it, if not the one that holds the parameter.
     """
 
     shape: tuple[int, ...]
@@ -226,10 +226,10 @@ class StorageRun:
 class LocalParameter:
     """A parameter as one rank holds it.
 
-    ``name`` is its name in the whole model and ``local`` the shape it has on the rank. ``writer``
-    numbers the rank's files. ``view`` is the storage that it shares with others, and the element at
-    which it begins there. ``stacked`` says that its first dim counts the rank's experts. ``fit`` is
-    its place in the whole one, where the checkpoint itself records that.
+    ``name`` is its name in the whole model and ``local`` its shape on the rank. ``writer`` numbers
+    the rank's files. ``view`` is the storage that it shares with others, and the element at which
+    it begins there. ``stacked`` means that its first dim counts the rank's experts. ``fit`` is its
+    place in the whole one, if the checkpoint itself records that.
     """
 
     name: str
@@ -248,10 +248,10 @@ class LocalParameter:
 
 @dataclass(slots=True)
 class ParameterRules:
-    """What says how the ranks' parameters fit together.
+    """The rules by which the ranks' parameters fit together.
 
     ``degrees`` are those of tensor, pipeline and expert parallelism; ``rules`` are the user's,
-    ``stated`` those that parameters were saved with, ``shapes`` what a rank holds of each.
+    ``stated`` those saved with parameters, ``shapes`` a rank's shape of each.
     """
 
     args: Arguments
@@ -290,11 +290,11 @@ class ParameterRules:
 
 
 Fragments = dict[tuple[str, ...], list[tuple[LocalParameter, Sequence[StorageRun]]]]
-"""By kind (``model``, ``fp32``, ``exp_avg``, ...) and name: what ranks store of a parameter."""
+"""By kind (``model``, ``fp32``, ``exp_avg``, ...) and name: the ranks' parts of a parameter."""
 
 
 def add_fragments(fragments: Fragments, more: Fragments) -> None:
-    """Add what more ranks, or other files, store of parameters."""
+    """Add the parts of parameters on more ranks, or in other files."""
     for path, parts in more.items():
         fragments.setdefault(path, []).extend(parts)
 
@@ -302,7 +302,7 @@ def add_fragments(fragments: Fragments, more: Fragments) -> None:
 def merge_fragments(
     fit: Callable[[LocalParameter], Fit], fragments: Fragments
 ) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    """Return the tensors ``kind.name`` that ranks' stores make, and why others cannot be joined."""
+    """Return the tensors ``kind.name`` that ranks' parts form, and why others cannot be joined."""
     tensors: dict[str, TensorEntry] = {}
     conflicts: dict[str, str] = {}
     for path, parts in fragments.items():
@@ -330,7 +330,7 @@ def merge_fragments(
 
 
 def _place_runs(parameter: LocalParameter, runs: Sequence[StorageRun]) -> Iterator[Chunk]:
-    """Yield what a rank stores of its parameter, in the coordinates that it has on the rank."""
+    """Yield a rank's parts of its parameter, in the rank's own coordinates."""
     for run in runs:
         rank = parameter.writer if run.rank is None else run.rank
         size = run.dtype.itemsize

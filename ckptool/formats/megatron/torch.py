@@ -55,7 +55,7 @@ _HEADS = ("output_layer.weight", "word_embeddings_for_head.weight")
 
 @dataclass(slots=True)
 class _ModelRanks:
-    """What the ranks hold together, as far as it is read.
+    """The joint content of the ranks, so far.
 
     ``offsets`` are the first layers of each stage's runs, ``tied`` parameters' first names,
     ``parameters`` those of each rank's runs, by the rank's number.
@@ -106,7 +106,7 @@ def scan(source: Source, options: ScanOptions) -> Catalog:
 
 
 def _drop_refused(fragments: Fragments, conflicts: Mapping[str, str]) -> Fragments:
-    """Return what no rank refuses; what only some refuse is a tensor, as the others show."""
+    """Return entries that no rank refuses; those that only some refuse are tensors."""
     for path in fragments:
         why = conflicts.get(flat_name(path))
         if isinstance(why, Refusal):
@@ -138,7 +138,7 @@ def _prepare(
 
 
 def _read_model(folder: RankFolder, ranks: _ModelRanks) -> None:
-    """Add a rank's model; of a parameter with two names, the optimizer knows the first alone."""
+    """Add a rank's model; of a parameter with two names, the optimizer knows only the first."""
     experts = folder.experts
     stacked = ranks.rules.args.integer("num_experts")
     if experts is None and stacked is not None:
@@ -161,7 +161,7 @@ def _read_model(folder: RankFolder, ranks: _ModelRanks) -> None:
 def _name_globally(
     name: str, folder: RankFolder, virtual: int, ranks: _ModelRanks, experts: int | None
 ) -> str:
-    """Return the name in the whole model; that of the embedding for a head that is tied to it."""
+    """Return the name in the whole model; a tied head gets the embedding's name."""
     layered = number_layer(name, ranks.offsets[folder.rank[1], virtual])
     return ranks.tied.get(name) or number_expert(layered, folder.rank[2] * (experts or 0))
 
@@ -178,7 +178,7 @@ def _make_parameter(
 
 
 def _read_optimizer(source: Source, folder: RankFolder, ranks: _ModelRanks) -> None:
-    """Add the rank's optimizer state by name, or a conflict where nothing names it."""
+    """Add the rank's optimizer state by name, or a conflict if the names are unknown."""
     runs = ranks.parameters[folder.number]
     expert_parallel = ranks.rules.degrees[2] > 1
     file = folder.distributed
@@ -206,9 +206,9 @@ def _read_optimizer(source: Source, folder: RankFolder, ranks: _ModelRanks) -> N
 
 
 def _is_refused(folder: RankFolder) -> bool:
-    """Return whether a part of a rank's optimizer cannot be read, so that none of it is placed.
+    """Return whether part of a rank's optimizer is unreadable, so that none of it is placed.
 
-    The optimizer lists the parameters in the order of the model, of which a part may be refused.
+    The optimizer lists the parameters in the order of the model, part of which may be refused.
     """
     leaves = folder.rest.values()
     refused = [leaf for leaf in leaves if isinstance(leaf.value, Refusal)]
@@ -216,7 +216,7 @@ def _is_refused(folder: RankFolder) -> bool:
 
 
 def _list_refused(folder: RankFolder) -> Iterator[str]:
-    """Yield the names, on the rank, of what is refused of its model."""
+    """Yield the names, on the rank, of refused parts of its model."""
     for leaf in folder.rest.values():
         if find_virtual_stage(leaf.path) is not None and isinstance(leaf.value, Refusal):
             yield flat_name(leaf.path[1:])
@@ -230,7 +230,7 @@ def _has_state(value: Any) -> bool:
 
 
 def _collect_others(folders: list[RankFolder], ranks: _ModelRanks) -> dict[int, dict[str, Leaf]]:
-    """Return each rank's other values, with the layers of the whole model; a rank's as such."""
+    """Return each rank's other values, with the whole model's layer numbers."""
     others: dict[int, dict[str, Leaf]] = {}
     for folder in folders:
         experts = folder.experts

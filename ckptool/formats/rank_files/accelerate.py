@@ -1,10 +1,9 @@
-"""A folder that accelerate saved: model and optimizer as families of files, and what lies beside.
+"""A folder that accelerate saved: model and optimizer as families of files, and other files.
 
 From FSDP with DCP, ``pytorch_model_fsdp_0/`` (in old versions ``pytorch_model_0/``) and
-``optimizer_0/`` are DCP folders (accelerate 1.15); else ``model.safetensors`` or its shards hold
-the model, and ``optimizer.bin`` the optimizer. Scheduler, sampler and random states lie beside
-them, also where transformers' Trainer saved. The family begins each name, unless all names begin
-with it.
+``optimizer_0/`` are DCP folders (accelerate 1.15); else ``model.safetensors`` or its shards are the
+model, and ``optimizer.bin`` the optimizer. Scheduler, sampler and random states are beside them,
+also from transformers' Trainer. The family begins each name, unless all names begin with it.
 """
 
 from __future__ import annotations
@@ -45,9 +44,9 @@ def _probe(source: Source) -> bool:
 
 
 def _whole_model(source: Source) -> Format | None:
-    """Return what reads the model where it is not in DCP folders, but as Hugging Face's shards.
+    """Return the reader of the model if it is not in DCP folders, but in Hugging Face's shards.
 
-    Random states by accelerate's name tell its folders from models that are only that.
+    Random states with accelerate's name distinguish its folders from plain models.
     """
     if not any(map(RANDOM_STATES.fullmatch, source.files)):
         return None

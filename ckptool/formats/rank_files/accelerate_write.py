@@ -1,10 +1,10 @@
 """Lay out the folder that accelerate opens again under FSDP, and transformers' Trainer with it.
 
 ``pytorch_model_fsdp_0/`` and ``optimizer_0/`` are DCP folders (accelerate 1.15, sharded state).
-Beside them lie what is the same on all ranks, in a file each, and random states, in a file for each
-rank. The Trainer's (transformers 5) have names of their own: ``scheduler.pt`` for
-``scheduler.bin``, ``rng_state_0.pth`` for ``random_states_0.pkl``; its ``trainer_state.json``, in
-which the step is, is copied.
+Beside them are entries that are equal on all ranks, in a file each, and random states, in a file
+per rank. The Trainer's (transformers 5) have different names: ``scheduler.pt`` for
+``scheduler.bin``, ``rng_state_0.pth`` for ``random_states_0.pkl``; its ``trainer_state.json``,
+which contains the step, is copied.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _require_place(name: str, path: Path) -> None:
 
 
 def _note_numbers(catalog: Catalog) -> list[str]:
-    """Return a note where optimizer state is by number, as accelerate 1.6 has it under FSDP2."""
+    """Return a note if optimizer state is by number, as in accelerate 1.6 under FSDP2."""
     paths = [entry.path for entry in catalog.tensors.values() if len(entry.path) > 2]
     numbered = any(
         path[:2] == ("optimizer", "state") and str(path[2]).isdecimal() for path in paths
@@ -77,7 +77,7 @@ def _note_numbers(catalog: Catalog) -> list[str]:
 
 
 def _files_beside(catalog: Catalog, mesh: Mesh) -> tuple[list[FileLayout], list[str]]:
-    """Lay out the files that are no DCP folder, and return notes on what they cannot hold."""
+    """Lay out the files outside the DCP folders, and return notes on what they cannot hold."""
     objects, notes = select_plain(catalog)
     tensors = list(catalog.tensors.values())
     is_trainers = TRAINER_STATE in catalog.companions

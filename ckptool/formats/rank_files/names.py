@@ -1,10 +1,10 @@
-"""The files of a folder that are one a rank: by their names, else by what they hold.
+"""The files of a folder that are one per rank: by their names, else by their content.
 
 accelerate and transformers' Trainer write some files once, beside those of the ranks. Other names
 need only differ in numbers: ``rank0/model.pt``, ``dp_rank_00_model.pt``, ``model_1_of_4.bin``.
-Numbers may as well count steps, or the shards of a whole model, and a LoRA adapter has a rank too
-(``lora_rank8.pt``). So unless a name says ``rank``, the files must hold DTensors or ShardedTensors,
-whose records say which rank wrote each.
+Numbers may also count steps, or the shards of a whole model, and a LoRA adapter has a rank too
+(``lora_rank8.pt``). So unless a name says ``rank``, the files must contain DTensors or
+ShardedTensors, whose records name the rank that wrote each.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _FAMILY_STEP = re.compile(r"(?:step|iter|epoch)[a-z]*[-_=.]?([0-9]{1,18})", re.I
 
 @dataclass(frozen=True, slots=True)
 class RankFile:
-    """A file of one rank: its family, rank, and the world size its name states."""
+    """A file of one rank: its family, its rank, and the world size in its name."""
 
     file: str
     family: str
@@ -48,7 +48,7 @@ class RankFile:
 
 
 def rank_files(source: Source) -> list[RankFile]:
-    """Return the files directly in the source's folder that known names make ranks' files."""
+    """Return the files directly in the source's folder whose known names make them rank files."""
     pattern = _ITEM_FILE if METADATA in source.files else _RANK_FILE
     families: dict[tuple[str, int | None], list[RankFile]] = {}
     for file in source.files:
@@ -65,7 +65,7 @@ def rank_files(source: Source) -> list[RankFile]:
 
 
 def has_fsdp_folder(source: Source) -> bool:
-    """Return whether accelerate put the model beside these files into a folder of its own."""
+    """Return whether accelerate put the model beside these files into a separate folder."""
     heads = ("pytorch_model_fsdp_", "pytorch_model_0/")
     return any(name.startswith(heads) for name in source.files)
 
@@ -117,15 +117,15 @@ _DEPTH = 1
 _OF = re.compile(r"(?:.*[._/-])?of[._-]?", re.IGNORECASE)
 _RANK = re.compile(r"(?:.*[._/-])?rank[._-]?", re.IGNORECASE)
 _WORDS = frozenset(["of", "rank", "dp", "tp", "pp", "ep", "cp", "mp"])
-"""What stands beside a number and is no name of a family."""
+"""Words beside a number that are not the name of a family."""
 _STEP = re.compile(r".*(?:step|iter|iteration|epoch|checkpoint|ckpt)s?[._=-]?", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
 class _NumberedName:
-    """A file's name: the text before, between and behind its numbers, and the numbers.
+    """A file's name: the text before, between and after its numbers, and the numbers.
 
-    ``of`` is the number behind the word "of", which is not among ``numbers``.
+    ``of`` is the number after the word "of", which is not among ``numbers``.
     """
 
     file: str
@@ -161,7 +161,7 @@ def _split_numbers(file: str) -> _NumberedName | None:
 
 
 def _ranked_files(source: Source, names: list[_NumberedName]) -> Iterator[RankFile]:
-    """Yield these files, each in its own folder or all in none, where they are those of ranks."""
+    """Yield these files, if they are ranks', each in its own folder or all in one."""
     columns = zip(*(name.numbers for name in names), strict=True)
     varying = [at for at, column in enumerate(columns) if len(set(column)) > 1]
     texts = [text for text in names[0].texts[:-2] if not _OF.fullmatch(text)]
@@ -181,10 +181,10 @@ def _ranked_files(source: Source, names: list[_NumberedName]) -> Iterator[RankFi
 def _recorded_ranks(
     source: Source, names: list[_NumberedName], by_name: list[int] | None
 ) -> list[int] | None:
-    """Return the rank that each file records; None if they are no one checkpoint's.
+    """Return the rank that each file records; None if they are not of one checkpoint.
 
-    A file that was copied over another's is noticed later: then the numbers are the ranks, counted
-    as those are that the content proves.
+    A file that was copied over another's is noticed later: then the numbers are the ranks, if the
+    content of the others proves it.
     """
     recorded: list[tuple[int, int]] = []
     for name in names:
@@ -203,7 +203,7 @@ def _recorded_ranks(
 
 
 def _recorded_rank(source: Source, file: str) -> tuple[int, int] | None:
-    """Return the rank that wrote a file and how many there were, as its shares record it."""
+    """Return the rank that wrote a file and the number of ranks, from its shares."""
     try:
         leaves = read_file_leaves(source, file).values()
     except CkptoolError:
@@ -220,14 +220,14 @@ def _recorded_rank(source: Source, file: str) -> tuple[int, int] | None:
 
 
 def _fewest_ranks(share: DTensorShare | ShardedShare) -> int:
-    """Return how many ranks there were at least, as one share records."""
+    """Return the least number of ranks, from one share."""
     if isinstance(share, ShardedShare):
         return share.world_size
     return max(share.mesh.ranks, default=0) + 1
 
 
 def _family(name: _NumberedName) -> str:
-    """Return what the files are called, without their numbers and the words beside those."""
+    """Return the name of the files, without their numbers and the words beside those."""
     words = re.split(r"[._/-]+", "_".join(name.texts[:-1]))
     return "_".join(word for word in words if word and word.lower() not in _WORDS) or "state"
 
@@ -244,7 +244,7 @@ def by_family(files: Iterable[RankFile]) -> dict[str, list[RankFile]]:
 
 
 def keep_processes(source: Source, files: Sequence[RankFile]) -> list[RankFile]:
-    """Return the files without the families whose numbers are no ranks of processes."""
+    """Return the files without the families whose numbers are not ranks of processes."""
     kept = {name for name, of in by_family(files).items() if _are_processes(source, of)}
     return [item for item in files if item.family in kept]
 
@@ -252,7 +252,7 @@ def keep_processes(source: Source, files: Sequence[RankFile]) -> list[RankFile]:
 def _are_processes(source: Source, items: Sequence[RankFile]) -> bool:
     """Return whether files are of processes, counted from 0 or recorded in the files.
 
-    Without the first one, whole tensors must at least be of one shape in all of them.
+    Without the first one, whole tensors must at least have the same shape in all of them.
     """
     numbers = {item.rank for item in items}
     stated = any(item.world for item in items) or items[0].family.startswith(STATES_OF_A_RANK)
@@ -324,7 +324,7 @@ def _counted(files: Mapping[int, list[str]]) -> str:
 
 
 def missing_ranks(files: list[RankFile], world: int | None) -> list[Problem]:
-    """Return the ranks that names, or else ``world``, promise and no file holds, by family."""
+    """Return the ranks that names, or else ``world``, imply but no file has, by family."""
     problems: list[Problem] = []
     world = None if any(item.world for item in files) else world
     for family, items in by_family(files).items():

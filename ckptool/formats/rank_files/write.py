@@ -49,7 +49,7 @@ def lay_out_rank_files(catalog: Catalog, request: Request) -> Layout:
 
 
 def stays_plain(catalog: Catalog, entry: TensorEntry) -> bool:
-    """Return whether a tensor is no DTensor: as the source says or, if silent, as it is a scalar.
+    """Return whether a tensor is not a DTensor: as in the source, else if it is a scalar.
 
     Scalars such as an optimizer's step and buffers are plain tensors on every rank.
     """
@@ -74,9 +74,9 @@ def by_family(leaves: Iterable[tuple[Path, Any]]) -> dict[str, Any]:
 
 
 def own_path(path: Path, rank: int, mesh: Mesh) -> Path | None:
-    """Return the path of an entry in the file of ``rank``; None if it is another rank's alone.
+    """Return the path of an entry in the file of ``rank``; None if it is only another rank's.
 
-    State of a rank that the mesh lacks lies in all files, its rank in its name.
+    State of a rank that the mesh lacks is in all files, with its rank in its name.
     """
     last = path[-1] if path else None
     if not isinstance(last, RankStep) or last.rank not in mesh.ranks:
@@ -89,9 +89,9 @@ def _is_of_a_rank(entry: TensorEntry) -> bool:
 
 
 class RankTensors:
-    """What the file of each rank holds of a catalog's tensors, once they are cut for a mesh.
+    """The content of each rank's file from a catalog's tensors, cut for a mesh.
 
-    Tied tensors share a storage again, where they are placed alike.
+    Tied tensors share a storage again if they are placed alike.
     """
 
     def __init__(self, catalog: Catalog, placed: PlacedTensors) -> None:
@@ -122,14 +122,14 @@ class RankTensors:
 
     @property
     def notes(self) -> list[str]:
-        """Which tensors are whole on every rank though their placements would cut them."""
+        """Tensors that are whole on every rank though their placements would cut them."""
         whole = [name for name in self._plain if _cuts(self._placements.get(name, ()))]
         if not whole:
             return []
         return [f"plain tensors, so whole on every rank: {list_some(sorted(whole))}"]
 
     def is_plain(self, name: str) -> bool:
-        """Return whether a tensor is whole in the file of every rank, and no DTensor."""
+        """Return whether a tensor is whole in the file of every rank, and not a DTensor."""
         return name in self._plain
 
     def leaves(self, rank: int) -> list[tuple[Path, Any]]:

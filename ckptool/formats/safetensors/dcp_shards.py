@@ -35,7 +35,7 @@ _ROWS = {
     "vocab_size": re.compile(r"(.*\.)?(embed_tokens|wte|word_embeddings|lm_head)\.weight"),
     "hidden_size": re.compile(r"(.*\.)?(norm|input_layernorm|post_attention_layernorm)\.weight"),
 }
-"""The tensors, as transformers names them, that have as many rows as a number of the config."""
+"""Tensors, by transformers' names, with as many rows as a number in the config."""
 _EXTRA = f"model{EXTRA}"
 _UNREAD_BY_TORCH = ("F8_E8M0", "F4")
 """Element types that torch 2.13's HuggingFaceStorageReader has no name for."""
@@ -51,7 +51,7 @@ def _probe(source: Source) -> bool:
 
 @dataclass(slots=True)
 class _ShardContents:
-    """What all shards hold, by tensor: chunks, and element types with numbers of dims."""
+    """The joint content of all shards, by tensor: chunks, and element types with dim counts."""
 
     chunks: dict[str, list[Chunk]] = field(default_factory=lambda: defaultdict(list))
     types: dict[str, set[tuple[DType, int]]] = field(default_factory=lambda: defaultdict(set))
@@ -101,7 +101,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
 
 
 def _name_problems(shards: list[re.Match[str]]) -> list[str]:
-    """Return what the names contradict; a rank without data has no file: coverage decides then."""
+    """Return contradictions in the names; a rank without data has no file: coverage decides."""
     problems: list[str] = [
         Problem(f"{match.string}: no shard 0 exists, shards are counted from 1", "rank-missing")
         for match in shards
@@ -115,7 +115,7 @@ def _name_problems(shards: list[re.Match[str]]) -> list[str]:
 
 
 def _unknown_shapes(contents: _ShardContents, file: str) -> list[Problem]:
-    """Return all but scalars: shapes are where the last chunks end, which ``file`` may hold."""
+    """Return all but scalars: shapes are where the last chunks end, which ``file`` may have."""
     return [
         Problem(
             f"{name}: its shape is unknown, as {file} may hold its end",
@@ -181,9 +181,9 @@ def _shorter_than_configured(source: Source, tensors: dict[str, TensorEntry]) ->
 def _compare_consolidated(
     source: Source, world: int, tensors: dict[str, TensorEntry], problems: list[str]
 ) -> tuple[list[str], frozenset[str]]:
-    """Compare with a consolidated copy in the same folder; say what nothing here can show.
+    """Compare with a consolidated copy in the same folder; note what cannot be verified here.
 
-    Returns what a person should know, and the files of the copy.
+    Returns the notes, and the files of the copy.
     """
     if not HF.matches(source):
         message = f"nothing here records the number of ranks: if there were more than {world},"

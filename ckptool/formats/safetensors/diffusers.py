@@ -1,10 +1,10 @@
 """A pipeline of diffusers: ``model_index.json``, and a folder for each of its components.
 
-``DiffusionPipeline.save_pretrained`` (diffusers 0.42) writes them. Components that are models hold
-``diffusion_pytorch_model.safetensors``, or ``model.safetensors`` where they are transformers', in
-one file or in shards, beside a config.json; schedulers and tokenizers are files of text. The
-component's folder begins each name. Files of a variant (``model.fp16.safetensors``) are the same
-model once more: they are read where they are the only ones, and are written without that word.
+``DiffusionPipeline.save_pretrained`` (diffusers 0.42) writes them. Model components have
+``diffusion_pytorch_model.safetensors``, or ``model.safetensors`` if they are transformers', in one
+file or in shards, beside a config.json; schedulers and tokenizers are text files. The component's
+folder begins each name. Files of a variant (``model.fp16.safetensors``) are the same model again:
+they are read if they are the only ones, and written without that word.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _TEXTS = (".json", ".txt", ".model", ".jinja")
 
 
 def _components(source: Source) -> dict[str, str]:
-    """Return the components that a pipeline has, with the classes that they are of.
+    """Return the components of a pipeline, with their classes.
 
-    A component is a list of a library and a class, null where the pipeline is without it.
+    A component is a list of a library and a class, null if the pipeline lacks it.
     """
     index = read_json_object(source, PIPELINE)
     return {
@@ -84,7 +84,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
 
 
 def _texts(source: Source, components: dict[str, str]) -> Iterator[tuple[str, int]]:
-    """Yield the files that hold no tensor: the index, configurations, tokenizers."""
+    """Yield the files without tensors: the index, configurations, tokenizers."""
     yield from {PIPELINE: source.files[PIPELINE], **companions(source)}.items()
     for name, size in source.files.items():
         folder, _, file = name.partition("/")
@@ -94,9 +94,9 @@ def _texts(source: Source, components: dict[str, str]) -> Iterator[tuple[str, in
 
 
 def lay_out(catalog: Catalog, request: Request) -> Layout:
-    """Lay out each component's weights as a model's folder, and copy all files of text.
+    """Lay out each component's weights as a model's folder, and copy all text files.
 
-    Raises Unsupported if the checkpoint is no pipeline, or a name is of no component.
+    Raises Unsupported if the checkpoint is not a pipeline, or a name is of no component.
     """
     if PIPELINE not in catalog.companions:
         raise Unsupported(

@@ -60,7 +60,7 @@ from ckptool.serialization.state_dict.values import note_unread, same_value
 
 _NOTHING = Catalog("", {}, {}, {})
 _MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError, struct.error)
-"""What is raised where an entry of the manifest lacks something, or has it in another form."""
+"""The errors of a manifest entry that lacks something, or has it in another form."""
 
 
 @dataclass(slots=True)
@@ -78,7 +78,7 @@ class _Reader:
     def read(self, logical: str, entries: dict[int, Fields]) -> None:
         """Read one logical path, with the entry of each rank that has one.
 
-        What cannot be read, or must not be, becomes a conflict by its name.
+        An entry that cannot or must not be read becomes a conflict by its name.
         """
         sharded = {rank: entry for rank, entry in entries.items() if entry["type"] in SHARDED}
         if sharded:
@@ -117,7 +117,7 @@ class _Reader:
         return replace(_NOTHING, conflicts={name: refusal})
 
     def _of_rank(self, logical: str, rank: int, entry: Fields) -> Catalog:
-        """Read what one rank has at a path."""
+        """Read one rank's entry at a path."""
         path = self.manifest.path(logical, rank)
         kind = entry["type"]
         if kind in ("Tensor", "ChunkedTensor"):
@@ -158,7 +158,7 @@ class _Reader:
     def _entry(
         self, path: Path, shards: list[Fields], shape: tuple[int, ...], chunks: list[Chunk]
     ) -> Catalog:
-        """Return the tensor of some shards; none, and a note, where its kind is not read."""
+        """Return the tensor of some shards; none, and a note, if its kind is unsupported."""
         type_name = shards[0]["tensor"]["dtype"] if shards else "no shards"
         dtype, parameters = element_type(type_name), _NOTHING
         if type_name in QUANTIZED and chunks:
@@ -188,7 +188,7 @@ class _Reader:
         return Catalog("", parameters.tensors, parameters.objects, {}) if leaves else _NOTHING
 
     def _object(self, path: Path, entry: Fields) -> Catalog:
-        """Read a value that torch.save wrote; tensors in it become tensors of their own."""
+        """Read a value that torch.save wrote; tensors in it become separate tensors."""
         opened = self.places.open(entry)
         leaves = read_leaves(opened, self.places.source, prefix=path)
         value = assemble({0: leaves or {flat_name(path): Leaf(path, {})}})
@@ -253,9 +253,9 @@ def _probe(source: Source) -> bool:
 
 
 def _is_uncommitted(source: Source) -> bool:
-    """Return whether all files lie as those of a snapshot whose metadata was never written.
+    """Return whether all files are placed like those of a snapshot without its metadata.
 
-    Of safetensors DCP leaves shards in a folder of such a name, until they are consolidated.
+    DCP leaves safetensors shards in a folder of such a name until they are consolidated.
     """
     return any(
         name.startswith(_SURE) and not name.endswith(".safetensors") for name in source.files
@@ -301,7 +301,7 @@ def _catalog(source: Source, manifest: Manifest, reader: _Reader) -> Catalog:
 
 
 def _unlisted_files(source: Source, used: Collection[str]) -> list[Problem]:
-    """Return one note of data files, which have no suffix, that the manifest does not list."""
+    """Return one note on data files, which have no suffix, that the manifest does not list."""
     names = [name for name in source.files if _DATA.fullmatch(name) and name not in used]
     if not names:
         return []

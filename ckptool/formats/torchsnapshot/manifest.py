@@ -1,6 +1,6 @@
-"""The manifest of a TorchSnapshot folder: JSON that says what each rank has, and where.
+"""The manifest of a TorchSnapshot folder: JSON with each rank's entries, and their places.
 
-Tensors lie in raw bytes, or in archives of torch.save.
+Tensors are raw bytes, or archives of torch.save.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ckptool.serialization.zip import Region
 METADATA = ".snapshot_metadata"
 
 Fields = Mapping[str, Any]
-"""One entry of the manifest, as JSON has it."""
+"""One entry of the manifest, as in JSON."""
 
 CONTAINERS = ("dict", "OrderedDict", "list")
 SHARDED = ("ShardedTensor", "DTensor")
@@ -53,7 +53,7 @@ class Manifest:
     entries: dict[str, dict[int, Fields]]
 
     def path(self, logical: str, rank: int) -> Path:
-        """Return the steps of a logical path; the rank's containers say what kind each step is."""
+        """Return the steps of a logical path; the rank's containers give the kind of each step."""
         tokens = logical.split("/")
         containers = ("/".join(tokens[:at]) for at in range(len(tokens)))
         return tuple(
@@ -62,7 +62,7 @@ class Manifest:
         )
 
     def leaves(self) -> Iterator[tuple[str, dict[int, Fields]]]:
-        """Yield the logical paths of everything but containers that hold something."""
+        """Yield the logical paths of everything but non-empty containers."""
         inner = {logical.rpartition("/")[0] for logical in self.entries}
         for logical, entries in self.entries.items():
             if logical not in inner:
@@ -116,7 +116,7 @@ VALUES: dict[str, Callable[[str], Any]] = {
     "bytes": base64.b64decode,
     "float": lambda text: struct.unpack("<d", base64.b64decode(text))[0],
 }
-"""What the ``serialized_value`` of a primitive entry stands for, by the entry's type."""
+"""The value in ``serialized_value`` of a primitive entry, by the entry's type."""
 
 
 _RAW = "buffer_protocol"
@@ -126,9 +126,9 @@ QUANTIZED = {"torch.qint8": "int8", "torch.quint8": "uint8", "torch.qint32": "in
 
 @dataclass(slots=True)
 class Places:
-    """Finds what entries of a manifest refer to.
+    """Locates what entries of a manifest refer to.
 
-    ``used`` fills up with the files, ``archives`` with those that torch.save wrote.
+    ``used`` collects the files, ``archives`` those that torch.save wrote.
     """
 
     source: Source
@@ -146,7 +146,7 @@ class Places:
         return chunks
 
     def _place(self, entry: Fields, shape: tuple[int, ...]) -> Place | None:
-        """Return where a tensor's bytes lie; None if it is not a plain tensor."""
+        """Return the place of a tensor's bytes; None if it is not a plain tensor."""
         dtype = element_type(entry["dtype"])
         file, start, length = self._span(entry)
         if dtype is None or entry["serializer"] not in (_RAW, _ARCHIVE):
@@ -160,7 +160,7 @@ class Places:
         return Extent(file, start, row_major_strides(shape, dtype.itemsize))
 
     def _span(self, entry: Fields) -> tuple[str, int, int]:
-        """Return the file, offset and length in bytes of what an entry refers to."""
+        """Return the file, offset and length in bytes that an entry refers to."""
         file = str(entry["location"])
         size = require(self.source, file, wanted_by=METADATA)
         self.used.add(file)
@@ -187,5 +187,5 @@ class Places:
 
 
 def element_type(name: str) -> DType | None:
-    """Return the element type that an entry names; of quantized tensors that of their integers."""
+    """Return the element type of an entry; for quantized tensors that of their integers."""
     return BY_NAME.get(QUANTIZED.get(name, name.removeprefix("torch.")))

@@ -1,11 +1,11 @@
 """How vLLM cuts and fuses the tensors of Llama-like models (vLLM at commit 01ed47b4).
 
 Query, key and value projections are one tensor, each rank's parts of them in this order; so are
-gate and up projection. Where there are fewer key-value heads than ranks, several ranks have the
-same one. The vocabulary is padded to a multiple of 64 rows. The experts of ``FusedMoE`` are one
-tensor a rank: ``w13_weight`` is ``[experts, gate then up, hidden]``, ``w2_weight`` ``[experts,
-hidden, inner]``. Tensor-parallel ranks cut the inner size of each expert, expert-parallel ones the
-experts; the sizes in ``config.json`` say which. Tensors get Hugging Face's names and shapes.
+gate and up projection. If there are fewer key-value heads than ranks, several ranks have the same
+one. The vocabulary is padded to a multiple of 64 rows. The experts of ``FusedMoE`` are one tensor
+per rank: ``w13_weight`` is ``[experts, gate then up, hidden]``, ``w2_weight`` ``[experts, hidden,
+inner]``. Tensor-parallel ranks cut the inner size of each expert, expert-parallel ones the experts;
+the sizes in ``config.json`` show which. Tensors get Hugging Face's names and shapes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ckptool.formats.companions import CONFIG, size_in
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """What a model's ``config.json`` says of its sizes; None if it is silent."""
+    """The sizes in a model's ``config.json``; None for missing ones."""
 
     heads: int | None = None
     key_value_heads: int | None = None
@@ -64,7 +64,7 @@ def sizes_of(config: Mapping[str, Any]) -> ModelSizes:
 
 
 def _first_size(config: Mapping[str, Any], *keys: str) -> int | None:
-    """Return the first size that a config has, as models call it by several names."""
+    """Return the first size that a config has, as models use several names for it."""
     return next(filter(None, (size_in(config, key) for key in keys)), None)
 
 
@@ -80,7 +80,7 @@ _MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 def _expert_entries(
     name: str, match: re.Match[str], parts: LocalTensors, sizes: ModelSizes, world: int
 ) -> Iterator[TensorEntry]:
-    """Yield one tensor for each expert and projection, as ``_by_expert`` shares them out."""
+    """Yield one tensor for each expert and projection, from ``_by_expert``."""
     members = _MEMBERS[match["which"]]
     by_expert = _by_expert(name, parts, sizes, world, gated=len(members) == 2)
     mixtral = "block_sparse_moe." in match["head"]
@@ -136,7 +136,7 @@ _Facts = tuple[LocalTensors, int]
 
 
 def _output_rule(_: re.Match[str], facts: _Facts) -> TpRule:
-    """Return columns; vision models call a projection so that may be whole on every rank."""
+    """Return columns; vision models may have a whole projection of this name on every rank."""
     _require_part(*facts)
     return ROW
 
@@ -163,9 +163,9 @@ _TABLE: RuleTable[_Facts] = RuleTable(
 
 @dataclass(slots=True)
 class Merger:
-    """Joins the ranks' tensors. ``unknown`` says why of those of which no rule is known.
+    """Joins the ranks' tensors. ``unknown`` maps tensors without a known rule to the reason.
 
-    A rule that was given decides before a name does, and keeps fused tensors as they are.
+    A given rule precedes a name, and keeps fused tensors as they are.
     """
 
     config: ModelSizes
@@ -284,7 +284,7 @@ class Merger:
         return {rank: _rows_of(name, part, 0, left[rank]) for rank, part in parts.items()}
 
     def add_tied(self) -> None:
-        """Add the embeddings again where the config ties them: only the first name was saved."""
+        """Add the embeddings again if the config ties them: only the first name was saved."""
         for name in [n for n in self.tensors if n.endswith("lm_head.weight")]:
             twin = name.removesuffix("lm_head.weight") + "model.embed_tokens.weight"
             if self.config.tied and twin not in self.tensors:
@@ -305,21 +305,21 @@ def _require_plain(parts: LocalTensors) -> None:
 
 
 def _require_part(outputs: LocalTensors, world: int) -> None:
-    """Raise Undetermined if an output projection may be whole: vision models are, at times."""
+    """Raise Undetermined if an output projection may be whole, as in some vision models."""
     shape = next(iter(outputs.values())).shape
     if world > 1 and (len(shape) != 2 or shape[1] * world != shape[0]):
         raise Undetermined("an output projection of this shape may be cut or whole")
 
 
 def _keep_whole(name: str, owned: tuple[int, LocalTensor]) -> TensorEntry:
-    """Return a tensor that one rank holds whole, from that rank and its local tensor."""
+    """Return a tensor that one rank has whole, from that rank and its local tensor."""
     rank, part = owned
     chunk = Chunk(Box.whole(part.shape), part.at, rank)
     return TensorEntry(name, (name,), part.dtype, part.shape, (chunk,))
 
 
 def _rows_of(name: str, part: LocalTensor, start: int, stop: int) -> LocalTensor:
-    """Return some rows of a local tensor; Damaged if it has none such."""
+    """Return some rows of a local tensor; Damaged if it lacks them."""
     if not part.shape or not 0 <= start <= stop <= part.shape[0]:
         raise Damaged(f"{name}: {list(part.shape)} has no rows {start} to {stop}")
     box = Box.along(0, start, (stop - start, *part.shape[1:]))

@@ -41,13 +41,13 @@ _BUCKET = re.compile(
     r"\.gbuf_idx_([0-9]{1,4})\.dtype_(.+)\.bucket_idx_([0-9]{1,7})\.(\w+)"
 )
 Group = tuple[int, int]
-"""Which of several chained optimizers, and which group of data-parallel ranks."""
+"""One of several chained optimizers, and a group of data-parallel ranks."""
 Buffers = dict[int, dict[int, dict[str, TensorEntry]]]
 """By buffer, bucket and kind of state."""
 
 
 def find_bucket_group(name: str) -> Group | None:
-    """Return the group of ranks whose bucket a tensor is; None if it is none."""
+    """Return the group of ranks whose bucket a tensor is; None if it is not a bucket."""
     match = _BUCKET.fullmatch(name)
     return (int(match[1] or 0), int(match[2])) if match else None
 
@@ -83,7 +83,7 @@ def group_parameters(
 
 
 def read_buckets(buffers: Buffers, expected: Sequence[Sequence[LocalParameter]]) -> Fragments:
-    """Return what one group's buckets hold of each parameter; Undetermined if they misfit."""
+    """Return the content of one group's buckets by parameter; Undetermined if they do not fit."""
     if sorted(buffers) != list(range(len(expected))):
         raise Undetermined(f"{len(buffers)} buffers, but the model has {len(expected)}")
     fragments: Fragments = {}
@@ -112,7 +112,7 @@ def cut_runs(
     slots: Sequence[BucketSlot],
     runs: Sequence[Mapping[str, Sequence[StorageRun]]],
 ) -> Fragments:
-    """Return what buckets hold of each parameter, by its slot and their runs by kind of state."""
+    """Return the content of buckets by parameter, from its slot and their runs by kind of state."""
     fragments: Fragments = {}
     for parameter, slot in zip(parameters, slots, strict=True):
         for kind, run in runs[slot.bucket].items():
@@ -137,9 +137,9 @@ def _list_runs(entry: TensorEntry) -> list[StorageRun]:
 
 
 def drop_padding(entry: TensorEntry) -> TensorEntry:
-    """Return a bucket with its padding taken out; any other tensor as it is.
+    """Return a bucket without its padding; any other tensor unchanged.
 
-    Megatron saves padding as memory happens to hold it (``torch.empty``), NaN included.
+    Megatron saves padding as uninitialized memory (``torch.empty``), which may contain NaN.
     """
     if len(entry.shape) != 1 or find_bucket_group(entry.name) is None:
         return entry
@@ -155,8 +155,8 @@ def drop_padding(entry: TensorEntry) -> TensorEntry:
 def _select_parameters(chunks: list[Chunk]) -> list[Chunk]:
     """Return the chunks that are parameters' pieces, of chunks in order.
 
-    What begins between two multiples of the alignment, behind a chunk of the same rank or behind
-    padding, is padding: a parameter goes on there only where another rank's part begins.
+    A chunk that begins between two multiples of the alignment, after a chunk of the same rank or
+    after padding, is padding: a parameter continues there only where another rank's part begins.
     """
     kept: list[Chunk] = []
     before: Chunk | None = None
@@ -181,7 +181,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class BucketSlot:
-    """Where a parameter lies: elements ``start`` to ``stop`` of a bucket."""
+    """The place of a parameter: elements ``start`` to ``stop`` of a bucket."""
 
     bucket: int
     start: int
@@ -227,12 +227,12 @@ def _align(position: int) -> int:
 def find_slots_in_run(
     numels: Sequence[int], total: int, alone: Set[int], views: Sequence[int | None]
 ) -> list[list[BucketSlot]]:
-    """Return the slots of all parameters where buckets were saved as one run of ``total`` elements.
+    """Return the slots of all parameters if buckets were saved as one run of ``total`` elements.
 
     The buckets themselves are not recorded: each way in which the parameters fill the run under
-    some bucket size is returned; none where there are too many to look at. ``alone`` are the
-    positions of shared embeddings, ``views`` where parameters begin in the buffer, if they were
-    saved as views of it.
+    some bucket size is returned; none if there are too many to examine. ``alone`` are the positions
+    of shared embeddings, ``views`` where parameters begin in the buffer, if they were saved as
+    views of it.
     """
     if sum(numels) == total:
         return [_pack(numels)]
@@ -248,13 +248,13 @@ def find_slots_in_run(
 
 
 def find_gaps(slots: Sequence[BucketSlot]) -> list[tuple[int, int]]:
-    """Return the elements of a run that no parameter has: padding, which is saved as zeros."""
+    """Return the elements of a run outside all parameters: padding, which is saved as zeros."""
     ordered = sorted(slots, key=lambda slot: slot.start)
     return [(a.stop, b.start) for a, b in pairwise(ordered) if a.stop < b.start]
 
 
 def _pack(numels: Sequence[int]) -> list[BucketSlot]:
-    """Return the slots of one parameter after the other, with no gap."""
+    """Return the slots of consecutive parameters, without gaps."""
     slots, position = [], 0
     for numel in reversed(numels):
         slots.append(BucketSlot(0, position, position + numel))
@@ -264,9 +264,9 @@ def _pack(numels: Sequence[int]) -> list[BucketSlot]:
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """A way to fill the run, up to a parameter: what holds for bucket sizes above ``least``.
+    """A way to fill the run, up to a parameter: valid for bucket sizes above ``least``.
 
-    ``left`` parameters are to come; the run and the buffer have reached ``run`` and ``buffer``, the
+    ``left`` parameters remain; the run and the buffer have reached ``run`` and ``buffer``, the
     bucket began at ``begun`` of the buffer. The bucket size is at most ``most``.
     """
 
@@ -282,9 +282,9 @@ class _Way:
 def _find_ways(
     numels: Sequence[int], total: int, alone: Set[int], views: Sequence[int | None]
 ) -> Iterator[list[BucketSlot]]:
-    """Yield every way that gives the total: one for each range of bucket sizes that act alike.
+    """Yield every way that gives the total: one for each range of equivalent bucket sizes.
 
-    OverflowError where there are too many to look at.
+    Raises OverflowError if there are too many to examine.
     """
     rest = [0, *accumulate(numels)]
     open_ways = [_Way(len(numels))]

@@ -1,15 +1,15 @@
-"""The order of a model's parameters, from what ``torch_dist`` records: keys, chunks and plans.
+"""The order of a model's parameters, from the records of ``torch_dist``: keys, chunks and plans.
 
-Layers that are alike are stacked: ``decoder.layers.mlp.linear_fc1.weight`` is [layers, ...], its
-experts ``mlp.experts.experts.linear_fc1.weight`` [layers, experts, ...]. Layers that differ have
-numbers, ``decoder.layers.3.mlp.linear_fc1.weight``, and with ``singleton_local_shards`` (0.16) so
-have all, and experts, ``mlp.experts.experts.5.linear_fc1.weight``; a gate and its up projection are
-keys of their own then, ``linear_fc1.weight_w`` and ``_v`` (megatron-core 0.7 to 0.20).
+Similar layers are stacked: ``decoder.layers.mlp.linear_fc1.weight`` is [layers, ...], its experts
+``mlp.experts.experts.linear_fc1.weight`` [layers, experts, ...]. Different layers have numbers,
+``decoder.layers.3.mlp.linear_fc1.weight``, and with ``singleton_local_shards`` (0.16) so have all,
+and experts, ``mlp.experts.experts.5.linear_fc1.weight``; a gate and its up projection are separate
+keys then, ``linear_fc1.weight_w`` and ``_v`` (megatron-core 0.7 to 0.20).
 
 Each rank's plan lists what it saves in the order of its modules, a stacked key at the first layer
 that it occurs in. Keys are those of Transformer Engine's modules, whose norms are part of the
-linear layer after them. Megatron's own (local) layers have norms apart, before the attention's
-other modules, which are called ``input_layernorm`` and ``pre_mlp_layernorm``.
+linear layer after them. Megatron's own (local) layers have separate norms, before the attention's
+other modules, named ``input_layernorm`` and ``pre_mlp_layernorm``.
 """
 
 from __future__ import annotations
@@ -82,14 +82,14 @@ _BEFORE_NESTED, _AFTER_NESTED = (
 
 
 def is_stacked_expert(inner: str) -> bool:
-    """Return whether a layer's key is that of experts."""
+    """Return whether a layer's key is one of experts."""
     return inner.removeprefix(_NESTED).startswith(_EXPERTS)
 
 
 def order_outer(keys: Iterable[str]) -> tuple[list[str], list[str], list[str]]:
     """Return the keys before the layers, the norms after them, and the heads.
 
-    Layers that predict further tokens (``mtp``) lie between the norms and the heads. Raises
+    Layers that predict further tokens (``mtp``) are between the norms and the heads. Raises
     Undetermined for an unknown key.
     """
     outer = set(keys)
@@ -105,8 +105,8 @@ def order_layer(
 ) -> list[str]:
     """Return the order of a layer's keys, by the plans, else by Megatron's own order.
 
-    A layer that predicts further tokens holds a whole one, ``transformer_layer``, among its own
-    modules. Raises Undetermined if neither knows.
+    A layer that predicts further tokens has a whole one, ``transformer_layer``, among its own
+    modules. Raises Undetermined if neither determines it.
     """
     if any(key.startswith(_NESTED) for key in inner):
         return _order_prediction(inner, plans, implementation)
@@ -136,7 +136,7 @@ def _order_prediction(
 
 
 def _find_precedences(inner: set[str], plans: Sequence[SavePlan]) -> dict[str, set[str]]:
-    """Return for each key those before it in the layer in which a plan meets both first."""
+    """Return for each key those before it in the layer in which a plan lists both first."""
     before: dict[str, set[str]] = {key: set() for key in inner}
     for plan in plans:
         met: dict[tuple[str, int], list[str]] = {}
@@ -189,7 +189,7 @@ def _sort_by_plans(inner: Sequence[str], before: Mapping[str, set[str]]) -> list
 
 
 def name_module(prefix: str, layer: int, inner: str, *, local: bool) -> str:
-    """Return a layer's parameter's name in the model: a local layer's norms are its own modules."""
+    """Return a layer parameter's name in the model: local layers have norms as modules."""
     own = inner.removeprefix(_NESTED)
     outer = inner[: len(inner) - len(own)]
     if local and own.startswith(_QKV_NORM):
@@ -214,7 +214,7 @@ _HALF = re.compile(r"(.*\blinear_fc1\.(?:weight|bias))_[wv]")
 
 @dataclass(frozen=True, slots=True)
 class LayerKey:
-    """A key's place: ``{prefix}{number}.{inner}``, which expert, and the dims that count layers."""
+    """The place of a key: ``{prefix}{number}.{inner}``, the expert, and dims that count layers."""
 
     prefix: str
     number: int
@@ -225,7 +225,7 @@ class LayerKey:
 
 @dataclass(slots=True)
 class Layer:
-    """One layer; ``keys`` are those it has in the checkpoint, by their inner name and expert."""
+    """One layer; ``keys`` are its keys in the checkpoint, by their inner name and expert."""
 
     prefix: str
     number: int
@@ -234,7 +234,7 @@ class Layer:
 
 
 def parse_layer_key(key: str, offset: tuple[int, ...] | None) -> LayerKey | None:
-    """Return where a key belongs, for the chunk at ``offset``; None outside of all layers."""
+    """Return the place of a key, for the chunk at ``offset``; None outside of all layers."""
     numbered = _NUMBERED.fullmatch(key)
     if numbered:
         return LayerKey(numbered[1], int(numbered[2]), *_split_expert(numbered[3]), 0)
@@ -252,7 +252,7 @@ def _split_expert(name: str) -> tuple[str, int | None]:
 
 
 def join_gates(model: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """Join a gate and its up projection where they are two tensors: [gate; up]."""
+    """Join a gate and its up projection if they are two tensors: [gate; up]."""
     joined: dict[str, TensorEntry] = {}
     for name, entry in model.items():
         half = _HALF.fullmatch(name)
@@ -267,9 +267,9 @@ def join_gates(model: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
 def group_layers(
     entries: Iterable[TensorEntry], ranks: set[int]
 ) -> tuple[list[str], dict[tuple[str, int], Layer]]:
-    """Return the keys outside of layers, and the layers, of which one of ``ranks`` wrote a chunk.
+    """Return the keys outside of layers, and the layers of which one of ``ranks`` wrote a chunk.
 
-    A chunk of no known writer counts as the first rank's. Layers are in order of their numbers.
+    A chunk without a known writer counts as the first rank's. Layers are in order of their numbers.
     """
     outer: dict[str, None] = {}
     layers: dict[tuple[str, int], Layer] = {}

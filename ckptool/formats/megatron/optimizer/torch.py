@@ -68,7 +68,7 @@ class GatheredBuffer:
 
 
 def read_buffers(file: TorchFile) -> list[list[GatheredBuffer] | None]:
-    """Return each optimizer's buffers, in order; None where another rank's file has them."""
+    """Return each optimizer's buffers, in order; None if another rank's file has them."""
     optimizers = file.value if isinstance(file.value, list) else [file.value]
     return [
         list(_read_optimizer(part, file)) if isinstance(part, dict) else None for part in optimizers
@@ -76,7 +76,7 @@ def read_buffers(file: TorchFile) -> list[list[GatheredBuffer] | None]:
 
 
 def find_stray_keys(value: Any) -> list[Any]:
-    """Return the keys of the file's dicts that are neither numbers of buffers nor the layout's."""
+    """Return the keys of the file's dicts that are neither buffer numbers nor known fields."""
     optimizers = value if isinstance(value, list) else [value]
     keys = [key for part in optimizers if isinstance(part, dict) for key in part]
     return [key for key in keys if type(key) is not int and key not in _LAYOUT]
@@ -90,7 +90,7 @@ def _read_optimizer(optimizer: dict[Any, Any], file: TorchFile) -> Iterator[Gath
 
 
 def find_param_dtype(dtypes: Any) -> str | None:
-    """Return the parameters' element type, of a buffer's key (parameters' and gradients' type)."""
+    """Return the parameters' element type from a buffer's key (parameters' and gradients' type)."""
     first = dtypes[0] if isinstance(dtypes, tuple) and len(dtypes) == 2 else None
     return first.name if isinstance(first, Global) else None
 
@@ -134,10 +134,10 @@ def match_buffers(
 def read_gathered(
     source: Source, buffers: Iterable[tuple[GatheredBuffer, Sequence[LocalParameter]]], tied: bool
 ) -> Fragments:
-    """Return what buffers hold of their parameters. Raises Undetermined if they do not fit.
+    """Return the content of buffers by parameter. Raises Undetermined if they do not fit.
 
-    Where parameters fit in several ways, the one whose padding is zero is taken: that padding is
-    all that is read of a tensor here.
+    If parameters fit in several ways, the one whose padding is zero is taken: only that padding is
+    read from a tensor here.
     """
     fragments: Fragments = {}
     for buffer, parameters in buffers:
@@ -198,7 +198,7 @@ def _find_views(parameters: Sequence[LocalParameter]) -> list[int | None]:
 def read_numbered(
     file: TorchFile, value: Any, parameters: Sequence[LocalParameter], expert_parallel: bool
 ) -> tuple[Fragments, dict[str, TpRule]]:
-    """Return what one rank stores of its optimizer, and the rules that its masters were saved with.
+    """Return one rank's optimizer state, and the rules saved with its masters.
 
     ``parameters`` are the rank's in the model's order. Raises Undetermined.
     """
@@ -238,7 +238,7 @@ def _list_groups(optimizer: Any) -> Iterator[tuple[dict[str, Any], dict[Any, Any
 
 
 _GroupKey = tuple[bool, bool, bool]
-"""Without weight decay, with a learning rate of its own, of experts of several ranks."""
+"""Without weight decay, with its own learning rate, of experts of several ranks."""
 
 
 def _read_key(group: Mapping[str, Any]) -> _GroupKey:
@@ -249,7 +249,7 @@ def _read_key(group: Mapping[str, Any]) -> _GroupKey:
 def _find_key(
     parameter: LocalParameter, keys: Sequence[_GroupKey], expert_parallel: bool
 ) -> _GroupKey:
-    """Return the key of the group that a parameter is in, of those there are."""
+    """Return the key of the group of a parameter, among existing ones."""
     bare = {key[0] for key in keys}
     is_bare = parameter.name.endswith(".bias") or len(parameter.local) == 1
     is_decoupled = any(key[1] for key in keys) and parameter.name in _EMBEDDINGS
@@ -306,9 +306,9 @@ def _add_state(
 
 
 def _read_rule(value: Any) -> TpRule | None:
-    """Return the rule that a master was saved with, as attributes of the tensor.
+    """Return the rule that was saved with a master, as attributes of the tensor.
 
-    Models built without initialization have no true attributes: what they deny is not believed.
+    Models built without initialization lack true attributes, so that False is not evidence.
     """
     value = unwrap_parameter(value)
     if not isinstance(value, Call) or len(value.args) != 4 or not isinstance(value.args[3], dict):

@@ -1,7 +1,7 @@
-"""The distributed optimizer's state of a ``torch_dist`` checkpoint, taken apart into parameters.
+"""The distributed optimizer's state of a ``torch_dist`` checkpoint, split into parameters.
 
-Which parameters a model-parallel rank has shows in the chunks: those of tensor-parallel parameters
-lie on a grid, those of a pipeline stage were written by its ranks.
+The chunks show which parameters a model-parallel rank has: those of tensor-parallel parameters are
+on a grid, those of a pipeline stage were written by its ranks.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ _EXPERTS = "mlp.experts.experts."
 
 
 def name_state(source: Source, catalog: Catalog, plans: list[SavePlan]) -> Catalog:
-    """Put ``fp32.<name>``, ``exp_avg.<name>``, ... in the place of a catalog's buckets.
+    """Replace a catalog's buckets with ``fp32.<name>``, ``exp_avg.<name>``, ...
 
-    Where the parameters in them are not known for certain, the buckets stay, and a note says why.
+    If the parameters in them are not known for certain, the buckets stay, and a note says why.
     """
     tensors = catalog.tensors.values()
     state = {e.name: e for e in tensors if find_bucket_group(e.name) or _find_group(e)}
@@ -102,7 +102,7 @@ def _read_fragments(source: Source, state: Iterable[TensorEntry], stages: Stages
 
 
 def _find_group(entry: TensorEntry) -> Group | None:
-    """Return the group whose gathered state (``dp_zero_gather_scatter``) the tensor belongs to."""
+    """Return the group whose gathered state (``dp_zero_gather_scatter``) includes the tensor."""
     match = _GATHERED.fullmatch(str(entry.path[0]))
     return (int(match[1] or 0), int(match[2])) if match and len(entry.path) == 4 else None
 
@@ -141,9 +141,9 @@ def _find_writers(state: Iterable[TensorEntry]) -> dict[Group, set[int]]:
 
 @dataclass
 class Stages:
-    """The model's tensors, and which ranks of the save belong to which group.
+    """The model's tensors, and the group of each rank of the save.
 
-    ``orders`` fills up with the orders of layers by their keys.
+    ``orders`` caches the orders of layers by their keys.
     """
 
     model: dict[str, TensorEntry]
@@ -196,7 +196,7 @@ class Stages:
         """The pipeline stage of each rank of the save.
 
         Ranks are laid out with the stages outermost, or inside data parallelism
-        (``--use-tp-pp-dp-mapping``); whose buckets a rank wrote tells which it is.
+        (``--use-tp-pp-dp-mapping``); the buckets that a rank wrote show which.
         """
         pipeline, tensor = self.args.degree("PP"), self.args.degree("TP")
         world = max([len(self.plans), *(n + 1 for ranks in self.writers.values() for n in ranks)])
@@ -213,7 +213,7 @@ class Stages:
         raise Undetermined("its ranks are laid out in neither of Megatron's orders")
 
     def _split_virtual(self, layers: Sequence[Layer]) -> list[list[Layer]]:
-        """Return a stage's layers by virtual stage: of several, runs of consecutive numbers."""
+        """Split a stage's layers by virtual stage: of several, runs of consecutive numbers."""
         prefixes = sorted({layer.prefix for layer in layers})
         if len(prefixes) != 1:
             raise Undetermined(
@@ -274,7 +274,7 @@ class Stages:
     def _number_experts(
         self, layer: Layer, stored: Mapping[int | None, str], rank: Rank
     ) -> Sequence[int]:
-        """Return the numbers of the experts that a rank holds, of a stacked key or a key each."""
+        """Return the numbers of the experts on a rank, for a stacked key or a key each."""
         degree = self.args.degree("EP")
         stacked = stored.get(None)
         if stacked is None:
@@ -311,7 +311,7 @@ class Stages:
 def _find_cuts(
     entry: TensorEntry, index: int, degree: int, prepended: int
 ) -> tuple[list[RankCut], tuple[int, ...]]:
-    """Return a tensor's cuts among tensor-parallel ranks, by its chunks, and a rank's shape."""
+    """Return a tensor's tensor-parallel cuts, from its chunks, and a rank's shape."""
     whole = entry.shape[prepended:]
     shapes = {chunk.box.shape[prepended:] for chunk in entry.chunks}
     if len(shapes) != 1:
