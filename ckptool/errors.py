@@ -23,6 +23,7 @@ for damage, and it ends all work, as a TransferError.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Self
@@ -274,3 +275,10 @@ def damaged(problems: Sequence[str], *, subject: str, hint: str | None = None) -
     error = Damaged(message, hint=hint)
     error.problems = tuple(p if isinstance(p, Problem) else Problem(p) for p in problems)
     return error
+
+
+def error_text(error: BaseException) -> str:
+    """Return the message of an error, in one line, without credentials in its URLs."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    text = re.sub(r"(\w+://)[^/\s@'\"]*@", r"\1", text)
+    return re.sub(r"\?[^\s'\")]*=[^\s'\")]*", "", text)[:300]

@@ -105,6 +105,8 @@ def _show(report: Report, show: Callable[[Report], None], *, as_json: bool) -> N
 
 def _run(planned: Transfer[Report], ranks: Ranks, *, dry_run: bool, quiet: bool) -> Report:
     """Run the plan, or report why that would be refused now; show its notes and progress."""
+    if quiet and not dry_run:
+        return planned.run(ranks=ranks)  # nothing is shown: rich is not loaded
     from ckptool.render.messages import show_notes, show_obstacle
     from ckptool.render.progress import progress
 
@@ -118,8 +120,7 @@ def _run(planned: Transfer[Report], ranks: Ranks, *, dry_run: bool, quiet: bool)
             show_obstacle(planned.obstacle())
         planned.require_possible(ranks)
         return planned.report
-    with progress(planned.nbytes, quiet=quiet) as advance:
+    with progress(planned.nbytes, quiet=False) as advance:
         report = planned.run(advance, ranks, begun)
-    if not quiet:
-        show_notes(report.notes[len(planned.report.notes) :])
+    show_notes(report.notes[len(planned.report.notes) :])
     return report

@@ -10,8 +10,14 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ckptool.engine.share import Share
-from ckptool.errors import CkptoolError, TransferError, Unsupported, UsageError, failure_of
-from ckptool.storage.retry import error_text
+from ckptool.errors import (
+    CkptoolError,
+    TransferError,
+    Unsupported,
+    UsageError,
+    error_text,
+    failure_of,
+)
 
 if TYPE_CHECKING:
     from ckptool.engine.write.stage import Output

@@ -14,9 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from ckptool.errors import CkptoolError, NotFound, Problem, TransferError
+from ckptool.errors import CkptoolError, NotFound, Problem, TransferError, error_text
 from ckptool.storage.clients.unfinished_uploads import abort_upload
-from ckptool.storage.retry import NoAnswer, error_text, is_ours, retry
+from ckptool.storage.retry import NoAnswer, is_ours, retry
 from ckptool.storage.store import Store
 from ckptool.storage.url import RemotePath
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from ckptool.errors import CkptoolError, NotFound
+from ckptool.errors import CkptoolError, NotFound, error_text
 
 _T = TypeVar("_T")
 _LASTING = (FileNotFoundError, PermissionError, NotImplementedError, ValueError)
@@ -236,10 +236,3 @@ def _lacks_credentials(error: Exception) -> bool:
 def _is_forbidden(error: Exception) -> bool:
     """Return whether an error is gcsfs's for a 403: it has no class (2024.6 to 2026.10)."""
     return type(error) is OSError and str(error).startswith("Forbidden:")
-
-
-def error_text(error: BaseException) -> str:
-    """Return the message of an error, in one line, without credentials in its URLs."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    text = re.sub(r"(\w+://)[^/\s@'\"]*@", r"\1", text)
-    return re.sub(r"\?[^\s'\")]*=[^\s'\")]*", "", text)[:300]

@@ -193,6 +193,22 @@ def test_inspecting_a_small_checkpoint_imports_no_numpy() -> None:
     assert done.stderr.strip() == "[0, False, False]"
 
 
+def test_a_quiet_convert_on_a_disk_imports_no_screen_and_no_store(tmp_path: Path) -> None:
+    names = ("rich", "ckptool.storage.planned_ranges", "ckptool.storage.retry")
+    code = (
+        "import sys; from ckptool.cli import _run\n"
+        "sys.argv = ['ckptool', 'convert', '--quiet', '--no-verify', *sys.argv[1:]]\n"
+        f"code = _run(); sys.exit(str([code, *(m for m in {names} if m in sys.modules)]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(DCP), str(tmp_path / "model.safetensors")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stderr.strip() == "[0]"
+
+
 # Words
 
 

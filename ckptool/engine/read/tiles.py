@@ -22,7 +22,6 @@ from ckptool.core.catalog import Catalog, Opening
 from ckptool.engine.read.containers import Need, runs_of
 from ckptool.storage.file_status import changed
 from ckptool.storage.local import Files, Run
-from ckptool.storage.planned_ranges import memory_to_read, unversioned
 
 Progress = Callable[[int], None]
 
@@ -235,6 +234,8 @@ def _best_order(runs: Sequence[Sequence[Sequence[Run]]], workers: int) -> Sequen
 
     As they come, by files, or by places in files that are written side by side.
     """
+    from ckptool.storage.planned_ranges import memory_to_read, unversioned
+
     places = range(len(runs[0]))
     firsts = [min((run for side in runs for run in side[at]), default=("", 0, 0)) for at in places]
     by_file = sorted(places, key=lambda at: firsts[at])

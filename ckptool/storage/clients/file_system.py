@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 from weakref import WeakValueDictionary
 
-from ckptool.errors import Unsupported, UsageError
+from ckptool.errors import Unsupported, UsageError, error_text
 from ckptool.storage.clients.own_retries import end_own_retries
 from ckptool.storage.clients.ranged_read import is_s3
-from ckptool.storage.retry import error_text, unreachable
+from ckptool.storage.retry import unreachable
 from ckptool.storage.url import redact_url
 
 _EXTRAS = {
