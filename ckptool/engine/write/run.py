@@ -125,6 +125,7 @@ class _PlanWriter:
         self._crcs: dict[int, dict[int, list[CrcPiece]]] = defaultdict(lambda: defaultdict(list))
         self._lock = threading.Lock()
         self._left: dict[int, int] = {}
+        self._parts: dict[int, tuple[Part, ...]] = {}
 
     def write(self, todo: Sequence[int], finished: Sequence[int], journal: Journal) -> None:
         """Write the files ``todo``; the sources of the ``finished`` ones are checked again."""
@@ -155,8 +156,8 @@ class _PlanWriter:
         """Yield the jobs of some files with their parts, and count the tiles of each file."""
         tile = self._source.tile
         groups = self._plan.groups(batch, tile)
-        for number, _ in batch:
-            self._left[number] = 0
+        for number, parts in batch:
+            self._left[number], self._parts[number] = 0, parts
         for group in groups:
             for number, count in group.tile_counts(tile):
                 self._left[number] += count
@@ -194,21 +195,30 @@ class _PlanWriter:
         """Write the non-tensor data, sync the file, and note that it is done."""
         file, crcs = self._files[number], self._crcs.pop(number, defaultdict(list))
         with open(self._folder / file.path, "r+b", buffering=0) as stream:
-            descriptor, offset = stream.fileno(), 0
-            for at, part in enumerate(file.parts):
+            descriptor, offset, literals = stream.fileno(), 0, bytearray()
+            for at, part in enumerate(self._parts.pop(number)):
+                if not isinstance(part, Literal) or len(literals) >= _WRITE:
+                    self._write_literals(descriptor, file.path, offset, literals)
                 if isinstance(part, Literal):
                     data = apply_patches(part, lambda at: join_crcs(crcs[at]))
-                    _write_at(descriptor, file.path, offset, memoryview(data))
                     crcs[at] = [(offset, part.nbytes, crc32(data))]
-                    self._progress(part.nbytes)
+                    literals += data
                 elif isinstance(part, Verbatim):
                     crc = self._copy_file(part, descriptor, file.path, offset)
                     crcs[at] = [(offset, part.nbytes, crc)]
                     self._progress(part.nbytes)
                 offset += part.nbytes
+            self._write_literals(descriptor, file.path, offset, literals)
             if self._fsync:
                 os.fsync(descriptor)
         self._journal.done(file.path, join_crcs([piece for at in crcs.values() for piece in at]))
+
+    def _write_literals(self, descriptor: int, path: str, end: int, literals: bytearray) -> None:
+        """Write adjoining literals, which end at an offset of a file, and forget them."""
+        with memoryview(literals) as data:
+            _write_at(descriptor, path, end - len(data), data)
+            self._progress(len(data))
+        literals.clear()
 
     def _copy_file(self, part: Verbatim, descriptor: int, path: str, offset: int) -> int:
         """Copy a file unchanged to an offset of another; return its CRC-32."""
@@ -310,6 +320,8 @@ def touch_chunks(
 
 def apply_patches(literal: Literal, part_crc: Callable[[int], int]) -> bytes:
     """Return a literal with its patches; ``part_crc`` is the CRC-32 of one of the file's parts."""
+    if not literal.patches:
+        return literal.data
     data = bytearray(literal.data)
     for patch in literal.patches:
         data[patch.at : patch.at + 4] = part_crc(patch.part).to_bytes(4, "little")
