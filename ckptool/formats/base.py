@@ -114,7 +114,7 @@ class Locate(Protocol):
 class FileRole(Enum):
     """What a file of a checkpoint consists of, and so how it can be checked by itself."""
 
-    METADATA = "a pickle that names what lies in other files"
+    METADATA = "a pickle that describes the content of other files"
     ITEMS = "torch.save archives, one behind the other"
     SAFETENSORS = "a safetensors file"
     INDEX = "the JSON of a Hugging Face index"

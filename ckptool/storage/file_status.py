@@ -107,7 +107,7 @@ def changed(files: Iterable[str]) -> Changed:
 
 DEPTH = 32
 """How many folder levels of a checkpoint's folder are listed."""
-_TOO_DEEP = f"not looked into: it lies more than {DEPTH} folders deep"
+_TOO_DEEP = f"not searched: more than {DEPTH} folders deep"
 _MOST_ENTRIES = 200_000
 _MOST_VISITS = 200
 

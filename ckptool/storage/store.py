@@ -300,9 +300,9 @@ class Store:
             data = memoryview(b"")
         self.traffic.count(len(data))
         if len(data) > end - start:
-            raise OSError(f"{len(data):,} bytes came, {end - start:,} were asked for")
+            raise OSError(f"{len(data):,} bytes received, {end - start:,} requested")
         if len(data) < end - start and self._size_now(key) > start + len(data):
-            raise OSError(f"only {len(data):,} bytes came")
+            raise OSError(f"only {len(data):,} bytes received")
         return data
 
     def _size_now(self, key: str) -> int:

@@ -337,7 +337,7 @@ def test_a_folder_that_lies_too_deep_is_named(shards: Path) -> None:
     deepest.mkdir(parents=True)
     (deepest / "model.safetensors").touch()
     name = str(deepest.relative_to(shards))
-    with pytest.raises(NotFound, match=f"{name}: not looked into"):
+    with pytest.raises(NotFound, match=f"{name}: not searched"):
         open_checkpoint(shards)
     report = verify(shards, VerifyOptions())
     assert ("file-unreadable", name) in {(f.code, f.file) for f in report.findings}

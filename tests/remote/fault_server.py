@@ -86,7 +86,7 @@ def shifted_unsaid(request: Request, carry_out: Callable[[Request], Answer]) -> 
 
 
 def fewer(request: Request, carry_out: Callable[[Request], Answer]) -> Answer:
-    """Fewer bytes than were asked for, as if that were all."""
+    """Fewer bytes than requested, as if that were all."""
     answer = carry_out(request)
     answer.body = answer.body[:3]
     return answer

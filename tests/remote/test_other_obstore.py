@@ -83,7 +83,7 @@ def shifted(asked: Asked, ask: Any) -> Said:
 
 
 def fewer(asked: Asked, ask: Any) -> Said:
-    """Fewer bytes than were asked for, as if that were all."""
+    """Fewer bytes than requested, as if that were all."""
     said = ask(asked)
     return replace(said, body=said.body[:3])
 

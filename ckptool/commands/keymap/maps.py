@@ -228,8 +228,8 @@ def _compare_counts(
     if problems and whole:
         raise Unsupported(
             "the tensors do not match the recorded model:\n" + list_lines(problems),
-            hint="--hf-assets FOLDER gives the config.json of this model; a part of a model is"
-            " taken with --select or --drop",
+            hint="pass this model's config.json with --hf-assets FOLDER, or convert part of a model"
+            " with --select or --drop",
         )
     numbers = " or ".join(f"{number:,}" for number in sorted(counted))
     by_name = f"{numbers} experts per layer, counted from the names: no config records how many"

@@ -214,7 +214,7 @@ def _find_head(
     ]
     if len(fitting) > 1:
         raise Damaged(
-            f"layer {layer}: is one of the tied modules {', '.join(fitting)}, which are alike;"
+            f"layer {layer}: is one of the tied modules {', '.join(fitting)}, which look the same;"
             " the files do not say which",
             "sharding-unknown",
         )
@@ -274,7 +274,7 @@ def _find_likely(state: State) -> Problem | None:
     if certain:
         message = f"{state.file.what}: no tensor of {list_some(certain, _SHOWN)}, while modules"
         message += (
-            " called alike have some: frozen parameters were left out"
+            " with similar names have some: frozen parameters were excluded"
             " (exclude_frozen_parameters=True)?"
         )
         return Problem(message, EXCLUDED, file=state.file.what)
@@ -284,7 +284,7 @@ def _find_likely(state: State) -> Problem | None:
     message = (
         f"{state.file.what}: no tensor of the modules {list_some(unclear, _SHOWN)}: they have no"
     )
-    message += " parameters, or frozen ones that were left out (exclude_frozen_parameters=True)"
+    message += " parameters, or frozen ones that were excluded (exclude_frozen_parameters=True)"
     return Problem(message, UNRECORDED, file=state.file.what)
 
 
@@ -307,7 +307,7 @@ def _compare_layers(checkpoint: DeepSpeedCheckpoint) -> Problem | None:
     message = (
         f"{list_some(smaller, _SHOWN)}: no tensor, or fewer than layers like it: no parameters, or"
     )
-    message += " frozen ones that were left out (exclude_frozen_parameters=True)"
+    message += " frozen ones that were excluded (exclude_frozen_parameters=True)"
     return Problem(message, UNRECORDED, file=smaller[0])
 
 

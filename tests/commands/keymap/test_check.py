@@ -76,7 +76,7 @@ def test_on_the_command_line(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, line)
     assert done.exit_code == 1
     assert "layers.0.wk.weight" in done.stdout
-    assert "takes 1 of 2 tensors" in done.stdout
+    assert "matches 1 of 2 tensors" in done.stdout
     said = json.loads(CliRunner().invoke(app, [*line, "--json"]).stdout)
     assert (said["schema"], said["matched"]) == ("ckptool.map_check/2", 1)
     assert isinstance(CliRunner().invoke(app, ["maps", "--check", "x"]).exception, UsageError)

@@ -89,7 +89,7 @@ def require_complete(plan: Plan) -> None:
     _require_none_missing(plan, entries, written)
     problem = next((p for p in map(coverage_problem, written.values()) if p is not None), None)
     if problem is not None:
-        raise _not_verified(f"not written whole: {problem}")
+        raise _not_verified(f"not written completely: {problem}")
 
 
 def _require_none_missing(
