@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ckptool.commands.document import Report
-from ckptool.commands.keymap.maps import map_checkpoint, requested_map
+from ckptool.commands.keymap.choice import requested_map
+from ckptool.commands.keymap.maps import map_checkpoint
 from ckptool.commands.keymap.records import records, records_around
 from ckptool.commands.keymap.sizes import facts
 from ckptool.commands.open import open_checkpoint

@@ -1,15 +1,15 @@
-"""Key maps: choose one, orient it, check it against what is recorded, and apply it."""
+"""Key maps: check them against what is recorded of the model, and apply them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ckptool.commands.keymap.choice import PACKED, choose_map, is_for, match_names, model_types
 from ckptool.commands.keymap.functions import differing_function, fused_otherwise
 from ckptool.commands.keymap.hf_config import recorded_config
-from ckptool.commands.keymap.library import AUTO, builtin_maps, load_map
 from ckptool.commands.keymap.model_config import (
     count_problems,
     lacking_experts,
@@ -17,7 +17,6 @@ from ckptool.commands.keymap.model_config import (
 )
 from ckptool.commands.keymap.records import (
     CONFIG,
-    MODEL_TYPES,
     Record,
     records,
     records_around,
@@ -28,19 +27,11 @@ from ckptool.commands.open import OpenedCheckpoint
 from ckptool.commands.options.rewrite import MapOptions
 from ckptool.core.catalog import Catalog
 from ckptool.core.keymap.apply import Move, apply_map, list_lines
-from ckptool.core.keymap.match import Frames, Matcher, ModelFacts, find_frames, fits, kinds_of
 from ckptool.core.keymap.model import KeyMap, UnknownSizes
-from ckptool.core.quantization.names import quantized_names
 from ckptool.core.text import plural
 from ckptool.errors import Unsupported, UsageError
 
-EXPERTS = ("packed", "separate")
-"""How a mixture of experts is stored: one tensor for all of them, or one per expert."""
-_PACKED = "transformers 5 in memory"
-"""The name that maps give the side whose experts are packed."""
 HUGGING_FACE = "Hugging Face"
-_OF_FILES = ("hf", "safetensors")
-"""Formats of model files, in which some models' experts are packed, too (Qwen3.5)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,13 +127,8 @@ def _map_by(
 ) -> tuple[Catalog, MapReport]:
     """Map a catalog by what is recorded in a checkpoint, and around it by file."""
     known = [*inside, *around.values()]
-    if options.experts is not None:
-        key_map, reason = _map_of_experts(catalog, known, options)
-    elif options.name == AUTO:
-        key_map, reason = _detect_map(catalog, known, options)
-    else:
-        key_map, reason = requested_map(catalog, options)
-    types = _model_types(known)
+    key_map, reason = choose_map(catalog, known, options)
+    types = model_types(known)
     if grouped := fused_otherwise(key_map.rules, types):
         raise Unsupported(
             f"map {key_map.name}: {grouped!r} stores rows by group, but {types[0]} stores them"
@@ -150,7 +136,7 @@ def _map_by(
             hint="blocks are written [(head dim | kv dim | kv dim) hidden]",
         )
     recorded = merge(known)
-    differs = "" if not types or _is_for(key_map, types) else _other_model(key_map, recorded, types)
+    differs = "" if not types or is_for(key_map, types) else _other_model(key_map, recorded, types)
     facts_known = facts(key_map, known, options.dims)
     if facts_known != facts(key_map, inside, options.dims):
         reason += f", with sizes from {', '.join(around)}"
@@ -187,7 +173,7 @@ def _other_model(key_map: KeyMap, recorded: Record, types: Sequence[str]) -> str
     """
     is_for = f"{key_map.name} is for {', '.join(key_map.model_types)}"
     is_of = f"the model_type in config.json is {', '.join(types)}"
-    differs = "" if key_map.source == _PACKED else differing_function(recorded, types)
+    differs = "" if key_map.source == PACKED else differing_function(recorded, types)
     if differs:
         raise Unsupported(
             f"map {is_for}, and {is_of}, which computes something else although its names match:"
@@ -206,14 +192,14 @@ def _compare_counts(
     Uses the names of the Hugging Face side. Raises Unsupported if the counts differ.
     """
     way, catalog = key_map, source
-    if key_map.target == HUGGING_FACE or key_map.source not in (HUGGING_FACE, _PACKED):
+    if key_map.target == HUGGING_FACE or key_map.source not in (HUGGING_FACE, PACKED):
         way, catalog = key_map.inverse, target
-    if way.source not in (HUGGING_FACE, _PACKED):
+    if way.source not in (HUGGING_FACE, PACKED):
         return []
     problems: list[str] = []
     lacking: list[str] = []
     counted: set[int] = set()
-    for frame, names in _match(catalog, way)[0].items():
+    for frame, names in match_names(catalog, way)[0].items():
         if frame.part == "model":
             tensors = {inner: catalog.tensors[name] for inner, name in names.items()}
             model = catalog.with_tensors(tensors)
@@ -253,147 +239,3 @@ def _unknown_sizes(error: UnknownSizes, key_map: KeyMap) -> _MissingSizes:
 def _keys(lookups: Sequence[str | int]) -> list[str]:
     """Return the keys of config.json among a dim's lookups, without expressions."""
     return [look for look in lookups if isinstance(look, str) and " " not in look]
-
-
-def requested_map(catalog: Catalog, options: MapOptions) -> tuple[KeyMap, str]:
-    """Return the map of ``--map``, oriented as requested or as most names match, and the reason."""
-    forward = load_map(options.name or "")
-    if options.inverse is not None:
-        return (forward.inverse if options.inverse else forward), "as asked"
-    matches, inverse_matches = (
-        (_count_matches(catalog, replace(way, keep=())), _count_matches(catalog, way))
-        for way in (forward, forward.inverse)
-    )
-    if matches == inverse_matches and any(matches):
-        raise UsageError(
-            f"--map {options.name}: names match both sides of the map",
-            hint="use --inverse to apply it from `to` to `from`, --no-inverse from `from` to `to`",
-        )
-    if inverse_matches > matches:
-        return forward.inverse, "applied in reverse: the names match its `to` side"
-    return forward, "as asked"
-
-
-def _count_matches(catalog: Catalog, key_map: KeyMap) -> int:
-    """Count the model's tensors that the map's rules match."""
-    frames, _ = _match(catalog, key_map)
-    return sum(len(names) for frame, names in frames.items() if frame.part == "model")
-
-
-def _match(catalog: Catalog, key_map: KeyMap) -> tuple[Frames, list[str]]:
-    """Return the names that the map's rules match, by frame, and the model's unmatched ones."""
-    matcher = Matcher(key_map, ModelFacts().of(catalog, key_map), "model")
-    return find_frames(catalog, matcher.knows, matcher.knows)
-
-
-def _detect_map(catalog: Catalog, known: list[Record], options: MapOptions) -> tuple[KeyMap, str]:
-    """Return the only built-in map that matches every tensor of the model, and the reason."""
-    ways = [
-        way
-        for key_map in builtin_maps().values()
-        for inverse, way in ((False, key_map), (True, key_map.inverse))
-        if options.inverse in (None, inverse) and way.detected
-    ]
-    candidates = _fitting(catalog, known, ways)
-    if not candidates:
-        raise _none_fits(catalog, builtin_maps().values(), f"--map {AUTO}")
-    types = _model_types(known)
-    in_memory = [w for w in candidates if w.source == _PACKED and (not types or _is_for(w, types))]
-    if in_memory and catalog.format not in _OF_FILES:
-        candidates = in_memory
-    return _only_one(candidates, known, f"--map {AUTO}")
-
-
-def _map_of_experts(
-    catalog: Catalog, known: list[Record], options: MapOptions
-) -> tuple[KeyMap, str]:
-    """Return the only built-in map that packs or separates a model's experts, as requested.
-
-    Raises UsageError if they are that way already, or no map matches every tensor of the model.
-    """
-    asked = f"--experts {options.experts}"
-    if options.experts not in EXPERTS:
-        raise UsageError(f"{asked}: not {' or '.join(EXPERTS)}")
-    if options.name is not None:
-        raise UsageError(f"--map and {asked} cannot be combined", hint="use one after the other")
-    forward = [key_map for key_map in builtin_maps().values() if key_map.source == _PACKED]
-    ways = [(key_map, key_map.inverse) for key_map in forward]
-    wanted = options.experts == EXPERTS[1]
-    candidates = _fitting(catalog, known, [there if wanted else back for there, back in ways])
-    if candidates:
-        return _only_one(candidates, known, asked)
-    if _fitting(catalog, known, [back if wanted else there for there, back in ways]):
-        raise UsageError(f"{asked}: the experts are already {options.experts}")
-    raise _none_fits(catalog, forward, asked)
-
-
-def _fitting(catalog: Catalog, known: list[Record], ways: Sequence[KeyMap]) -> list[KeyMap]:
-    """Return the maps that match every tensor of the model."""
-    kinds, types = kinds_of(catalog), _model_types(known)
-    return [
-        way
-        for way in ways
-        if (not way.needs_model_type or (types and _is_for(way, types)))
-        and fits(catalog, kinds, way, facts(way, known, {}))
-    ]
-
-
-def _only_one(candidates: list[KeyMap], known: list[Record], asked: str) -> tuple[KeyMap, str]:
-    """Return the only one of the maps that is for the model, and the reason."""
-    types = _model_types(known)
-    if types:
-        _require_for(types, candidates, asked)
-        candidates = [key_map for key_map in candidates if _is_for(key_map, types)]
-    if len(candidates) == 1:
-        by = "names and config.json" if types else "names"
-        return candidates[0], f"detected from {by}"
-    matches = [f"{way.name} ({way.source} to {way.target})" for way in candidates]
-    raise UsageError(
-        f"{asked}: {len(candidates)} maps match:\n" + list_lines(matches),
-        hint=f"choose one, for example --map {candidates[0].name}",
-    )
-
-
-def _model_types(known: Sequence[Record]) -> list[str]:
-    """Return the ``model_type`` of the strongest record that has one, such as --hf-assets.
-
-    With that of the language model in it, if there is one.
-    """
-    kinds = (record.get(MODEL_TYPES) or [record.get("model_type")] for record in known)
-    return next((list(map(str, each)) for each in kinds if any(each)), [])
-
-
-def _is_for(key_map: KeyMap, types: Collection[str]) -> bool:
-    return not key_map.model_types or not {*types}.isdisjoint(key_map.model_types)
-
-
-def _require_for(types: Sequence[str], candidates: Sequence[KeyMap], asked: str) -> None:
-    """Raise UsageError if names match, but config.json names another model."""
-    if any(_is_for(key_map, types) for key_map in candidates):
-        return
-    first = candidates[0]
-    raise UsageError(
-        f"{asked}: {first.name} matches all names, but is for"
-        f" {', '.join(first.model_types)}, and the model_type in config.json is {', '.join(types)}",
-        hint=f"use --map {first.name} to apply it anyway",
-    )
-
-
-def _none_fits(catalog: Catalog, maps: Iterable[KeyMap], asked: str) -> UsageError:
-    """Return the error that names the nearest map, and what it does not match."""
-    ways = [way for key_map in maps for way in (key_map, key_map.inverse)]
-    nearest = max(ways, key=lambda way: _count_matches(catalog, way))
-    if not _count_matches(catalog, nearest):
-        return UsageError(
-            f"{asked}: no built-in map matches any model tensor",
-            hint="`ckptool maps` lists maps; `ckptool maps NAME` prints one to start from",
-        )
-    _, unmatched = _match(catalog, nearest)
-    return UsageError(
-        f"{asked}: no built-in map matches all model tensors; {nearest.name}"
-        f" ({nearest.source} to {nearest.target}) matches all but {len(unmatched):,}:\n"
-        + list_lines(unmatched),
-        hint="use --drop 'GLOB' to exclude tensors"
-        if quantized_names(catalog).isdisjoint(unmatched)
-        else "use --dequantize: key maps do not apply to quantized tensors",
-    )

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from ckptool.core.keymap.model import Kept, KeyMap, Pattern, Rule
 from ckptool.errors import UsageError
 
-_BEGINS = re.compile(r"[^*?\[\]#]*\*")
+_PLAIN = re.compile(r"[^*?\[\]#]*")
 
 
 def moved(key_map: KeyMap, within: Sequence[Mapping[str, str]]) -> KeyMap:
@@ -55,12 +55,13 @@ def moved(key_map: KeyMap, within: Sequence[Mapping[str, str]]) -> KeyMap:
 
 def kept_names(source: str, target: str, where: str) -> Kept:
     """Return the names that no rule matches; UsageError if their new names are not given."""
-    if source != target and not all(_BEGINS.fullmatch(glob) for glob in (source, target)):
+    kept = Kept(source, target)
+    if not all(map(_PLAIN.fullmatch, kept.prefixes)):
         raise UsageError(
-            f"{where}: keep {source!r} = {target!r}: to rename what is kept, write BEGINNING*"
-            " on both sides"
+            f"{where}: keep {source!r} = {target!r}: names may begin otherwise, but the globs after"
+            " that must be the same"
         )
-    return Kept(source, target)
+    return kept
 
 
 def begin(name: str, starts: Mapping[str, str]) -> str | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 
 from ckptool.core.catalog import Catalog
 from ckptool.core.keymap.model import Binding, KeyMap, Pattern, Rule, UnknownSizes, abstract
@@ -120,8 +121,11 @@ def fits(catalog: Catalog, kinds: frozenset[str], key_map: KeyMap, facts: ModelF
     """
     patterns = [*(p for rule in key_map.rules for p in rule.sources), *key_map.drop]
     known = {pattern.key for pattern in patterns}
-    for kind in kinds:
-        if not any(inner in known or key_map.kept_as(inner) for inner in unwrapped(kind)):
+    globs = [abstract(kept.source)[0] for kept in key_map.keep]
+    for kind in kinds - known:
+        inner = [*unwrapped(kind)]
+        is_kept = any(fnmatchcase(name, glob) for name in inner for glob in globs)
+        if known.isdisjoint(inner) and not is_kept:
             return False
     matcher = Matcher(key_map, facts.of(catalog, key_map), "model")
     frames, unmatched = find_frames(catalog, matcher.knows, matcher.knows)

@@ -200,7 +200,7 @@ def _names_axes(pattern: Pattern) -> int:
 class Kept:
     """Names that no rule matches, by glob, and their new names.
 
-    They stay unchanged; if ``target`` is another glob, both are a prefix and ``*``.
+    They stay unchanged; if ``target`` is another glob, only their prefixes differ.
     """
 
     source: str
@@ -214,7 +214,16 @@ class Kept:
         """Return the new name of a name that the glob matches."""
         if self.source == self.target:
             return name
-        return self.target[:-1] + name.removeprefix(self.source[:-1])
+        old, new = self.prefixes
+        return new + name.removeprefix(old)
+
+    @property
+    def prefixes(self) -> tuple[str, str]:
+        """What source and target have before the part that is the same."""
+        source, target = self.source, self.target
+        while source and target and source[-1] == target[-1]:
+            source, target = source[:-1], target[:-1]
+        return source, target
 
 
 @dataclass(frozen=True, slots=True)

@@ -414,6 +414,18 @@ def test_auto_says_what_the_nearest_map_does_not_take(out: Path) -> None:
     assert "all but 1:\n  - decoder.final_layernorm.bias" in error.message
 
 
+def test_experts_of_a_model_that_only_config_json_tells_say_so(out: Path) -> None:
+    names = ("experts.gate_up_proj", "experts.down_proj", "gate.weight")
+    state = {f"model.layers.0.mlp.{name}": torch.zeros(2, 4, 6) for name in names}
+    state["model.layers.0.moe.x"] = torch.zeros(2)
+    error = refusal(mapped, save(out / "a", state), out / "b", MapOptions(experts="separate"))
+    assert "all but 1:" in error.message
+    del state["model.layers.0.moe.x"]
+    state["model.layers.0.post_self_attn_layernorm.weight"] = torch.zeros(2)
+    error = refusal(mapped, save(out / "c", state), out / "b", MapOptions(experts="separate"))
+    assert "transformers-kolibri1 matches all names, but no config.json says" in error.message
+
+
 def test_a_megatron_model_that_is_wrapped_twice(out: Path) -> None:
     wrapped = {f"model.module.module.{n}": t for n, t in MEGATRON.items()}
     moments = {f"optimizer.state.module.module.{n}.exp_avg": t for n, t in MEGATRON.items()}
