@@ -50,6 +50,37 @@ KIMI = {
     "mlp_layer_types": ["dense", "sparse"],
 }
 SPARSE = {"mlp_layer_types": ["dense", "sparse"], "layer_types": ["full_attention"] * 2}
+INDEXED = {"index_head_dim": 4, "index_n_heads": 2, "mlp_layer_types": ["dense", "sparse"]}
+LAYERS = {
+    "hidden_size": 16,
+    "intermediate_size": 20,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+}
+"""Of vision that has its sizes under the names of text."""
+SAM = LAYERS | {
+    "hidden_size": 8,
+    "mlp_dim": 12,
+    "output_channels": 6,
+    "global_attn_indexes": (0,),
+    "window_size": 2,
+    "downsample_channels": [6, 16],
+}
+OCR = ROUTED | {
+    "num_key_value_heads": 4,
+    "mlp_layer_types": ["dense", "sparse"],
+    "n_group": 1,
+    "topk_group": 1,
+}
+QWEN_LINEAR = {
+    "shared_expert_intermediate_size": 8,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+}
 VISION = {
     "depth": 1,
     "hidden_size": 16,
@@ -61,15 +92,16 @@ VISION = {
 WITH_VISION: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Glm4vMoe": (
         ROUTED | {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
-        {"image_size": 16, "spatial_merge_size": 2},
+        VISION | {"image_size": 16, "spatial_merge_size": 2},
     ),
     "Qwen3_5Moe": (
-        MOE
-        | {"shared_expert_intermediate_size": 8, "linear_key_head_dim": 4}
-        | {"linear_value_head_dim": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 2},
-        {"num_position_embeddings": 16},
+        MOE | QWEN_LINEAR,
+        VISION | {"num_position_embeddings": 16},
     ),
-    "Qwen3VLMoe": (MOE, {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}),
+    "Qwen3VLMoe": (
+        MOE,
+        VISION | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+    ),
     "Ernie4_5_VLMoe": (
         {
             "num_attention_heads": 2,
@@ -85,10 +117,47 @@ WITH_VISION: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "moe_intermediate_size": [12, 6],
             "mlp_layer_types": ["dense", "sparse"],
         },
-        {},
+        VISION,
+    ),
+    "Glm5Next": (
+        DEEPSEEK
+        | INDEXED
+        | {"qk_rope_head_dim": 0, "n_group": 1, "hc_mult": 2, "pad_token_id": 0}
+        | {"layer_types": ["linear_attention", "indexed_attention"]}
+        | {"indexer_types": ["full"] * 2, "linear_head_dim": 4, "linear_num_heads": 2},
+        VISION | {"image_size": 16, "projection_intermediate_size": 18},
+    ),
+    "Qwen4Exp": (
+        MOE
+        | QWEN_LINEAR
+        | {"layer_types": ["linear_attention", "full_attention"], "hc_count": 2, "hc_lowrank": 3}
+        | {"ple_embed_dim": 32, "ngram_vocab_size_base": 64, "split_ngram_parts": 2}
+        | {"make_ngram_vocab_size_divisible_by": 2, "ple_layer_ids": [1], "eos_token_id": 1}
+        | {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 4}
+        | {"indexer_budget": 4, "indexer_compress_ratio": 2},
+        VISION | {"num_position_embeddings": 16},
+    ),
+    "DeepseekOcr2": (OCR, {"sam_config": SAM, "encoder_config": SMALL}),
+    "UnlimitedOcr": (
+        OCR | {"layer_types": ["reference_sliding_attention"] * 2},
+        {"sam_config": SAM, "encoder_config": LAYERS},
+    ),
+    "MistralLarge4": (
+        DEEPSEEK
+        | INDEXED
+        | {"n_group": 1, "indexer_types": ["full"] * 2, "no_rope_layers": [1, 1]}
+        | {"layer_types": ["indexed_attention"] * 2, "kv_source_layers": [0, 1]},
+        LAYERS | {"head_dim": 8},
+    ),
+    "MiniMaxM3VL": (
+        {"num_local_experts": 3, "num_experts_per_tok": 2, "dense_intermediate_size": 24}
+        | {"shared_intermediate_size": 12, "rotary_dim": 2}
+        | {"mlp_layer_types": ["dense", "sparse"], "index_n_heads": 2, "index_head_dim": 4}
+        | {"layer_types": ["full_attention", "minimax_m3_sparse"]},
+        LAYERS,
     ),
 }
-"""Families inside a model of images, and what their vision has beside ``VISION``."""
+"""Families inside a model of images: the sizes of text, and of vision."""
 FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3Moe": MOE | {"mlp_only_layers": [1]},
     "Qwen2Moe": MOE | {"shared_expert_intermediate_size": 8},
@@ -123,6 +192,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "KimiLinear": DEEPSEEK | UNTIED | KIMI,
     "Laguna": MOE | UNTIED | {"shared_expert_intermediate_size": 8},
     "AXK1": DEEPSEEK | UNTIED | {"n_group": 1},
+    "AXK2": DEEPSEEK | UNTIED | INDEXED | {"n_group": 1, "gated_norm_rank": 3},
+    "BailingHybrid": DEEPSEEK | UNTIED | KIMI | {"num_expert_group": 1, "eos_token_id": 1},
+    "Beam": MOE | UNTIED | {"mlp_layer_types": ["dense", "sparse"], "n_group": 1, "topk_group": 1},
+    "Flint": MOE | UNTIED | {"shared_expert_intermediate_size": 8, "mlp_only_layers": [1]},
+    "Kolibri1": UNTIED
+    | {"num_local_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+    | {"shared_expert_intermediate_size": 8},
+    "DeepseekV4": ROUTED
+    | UNTIED
+    | INDEXED
+    | {"num_key_value_heads": 1, "q_lora_rank": 8, "o_groups": 2, "o_lora_rank": 4, "hc_mult": 2}
+    | {"layer_types": ["heavily_compressed_attention", "compressed_sparse_attention"]}
+    | {"mlp_layer_types": ["hash_moe", "moe"]},
     "NemotronH": {
         "n_routed_experts": 4,
         "moe_intermediate_size": 12,
@@ -137,18 +219,50 @@ FAMILIES: dict[str, dict[str, Any]] = {
 Saved = tuple[Path, dict[str, torch.Tensor], dict[str, torch.Tensor]]
 
 
+def qwen3_omni() -> Any:
+    """Thinker, talker and what makes sound of codes."""
+    sound = {"encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 12}
+    sound |= {"d_model": 16, "output_dim": 16, "num_mel_bins": 16, "downsample_hidden_size": 8}
+    text = SMALL | MOE | UNTIED
+    talking = {key: size for key, size in text.items() if key != "num_experts"}
+    talking |= {"num_local_experts": 3, "moe_intermediate_size": 10}
+    talking |= {"shared_expert_intermediate_size": 8, "hidden_size": 24}
+    thinker = {
+        "text_config": text,
+        "vision_config": VISION | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+        "audio_config": sound,
+    }
+    talker = {
+        "text_config": talking,
+        "code_predictor_config": SMALL | {"hidden_size": 24, "num_code_groups": 3},
+        "thinker_hidden_size": 16,
+        "spatial_merge_size": 2,
+        "num_code_groups": 3,
+    }
+    wave = SMALL | {"num_key_value_heads": 4, "num_hidden_layers": 1, "decoder_dim": 32}
+    wave |= {"upsample_rates": (2, 2), "upsampling_ratios": (2,), "codebook_size": 10}
+    config = transformers.Qwen3OmniMoeConfig(
+        thinker_config=thinker, talker_config=talker, code2wav_config=wave
+    )
+    return transformers.Qwen3OmniMoeForConditionalGeneration(config)
+
+
 def made_of(family: str) -> Any:
     """A random model of a family, tiny."""
+    if family == "Qwen3OmniMoe":
+        return qwen3_omni()
     configured = getattr(transformers, f"{family}Config")
     if family not in WITH_VISION:
         config = configured(**SMALL | (FAMILIES | OF_THEIR_OWN)[family])
         return transformers.AutoModelForCausalLM.from_config(config)
     text, vision = WITH_VISION[family]
     text = {key: size for key, size in (SMALL | text).items() if size is not None}
-    config = configured(text_config=text | UNTIED, vision_config=VISION | vision, **UNTIED)
-    return getattr(transformers, f"{family}ForConditionalGeneration")(config)
+    config = configured(text_config=text | UNTIED, vision_config=vision, **UNTIED)
+    named = CALLED.get(family, f"{family}ForConditionalGeneration")
+    return getattr(transformers, named)(config)
 
 
+CALLED = {"MiniMaxM3VL": "MiniMaxM3SparseForConditionalGeneration"}
 OF_THEIR_OWN: dict[str, dict[str, Any]] = {
     "GptOss": {"num_local_experts": 3},
     "Llama4Text": {
@@ -161,40 +275,44 @@ OF_THEIR_OWN: dict[str, dict[str, Any]] = {
 """Those whose files are packed too."""
 
 
-@pytest.fixture(params=[name for name in (*FAMILIES, *WITH_VISION) if name not in OF_THEIR_OWN])
+MOMENTS = ("optimizer.state.", ".exp_avg")
+
+
+@pytest.fixture(
+    params=[name for name in (*FAMILIES, *WITH_VISION, "Qwen3OmniMoe") if name not in OF_THEIR_OWN]
+)
 def model(request: pytest.FixtureRequest, tmp_path: Path) -> Saved:
-    """A DCP folder of a model's state dict, that state dict, and what its files hold."""
+    """A DCP folder of a model and moments of its experts, those, and what its files hold."""
     made = made_of(request.param)
+    for tensor in (*made.parameters(), *made.buffers()):
+        if tensor.is_floating_point():
+            tensor.data.normal_()
     made.save_pretrained(tmp_path / "hf")
     state = {name: tensor.clone() for name, tensor in made.state_dict().items()}
-    moments = {f"optimizer.state.{n}.exp_avg": t.detach() + 1 for n, t in made.named_parameters()}
-    dcp.save(state | moments, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    experts = ((n, t) for n, t in made.named_parameters() if ".experts." in n)
+    moments = {n.join(MOMENTS): t.detach() + 1 for n, t in experts}
+    dcp.save(state := state | moments, checkpoint_id=tmp_path / "dcp", no_dist=True)
     files = sorted((tmp_path / "hf").glob("*.safetensors"))
     return tmp_path, state, {n: t for file in files for n, t in load_file(file).items()}
 
 
 def test_files_are_those_of_transformers_and_back(model: Saved) -> None:
+    """Moments go with their experts."""
     folder, state, files = model
-    options = MapOptions(experts="separate", assets=folder / "hf")
-    report = convert_to("hf", folder / "dcp", folder / "out", map=options, model_only=True)
+    options = MapOptions("auto", assets=folder / "hf")
+    report = convert_to("dcp", folder / "dcp", folder / "out", map=options)
     assert any("detected from names and config.json" in note for note in report.notes)
-    written = read_back("safetensors", folder / "out")
-    assert written == {name: bits(tensor) for name, tensor in files.items()}
+    written = flat(load_dcp(folder / "out"))
+    moments = {n: t for n, t in written.items() if n.startswith(MOMENTS[0])}
+    weights = {n: bits(t) for n, t in written.items() if n not in moments}
+    assert weights == {name: bits(tensor) for name, tensor in files.items()}
+    assert any(".experts.1." in name for name in moments)
+    for name, tensor in moments.items():
+        weight = files[name.removeprefix(MOMENTS[0]).removesuffix(MOMENTS[1])]
+        assert torch.equal(tensor, weight + 1)
     convert_to("dcp", folder / "out", folder / "back", map=MapOptions(experts="packed"))
     again = flat(load_dcp(folder / "back"))
     assert {n: bits(t) for n, t in again.items()} == {n: bits(t) for n, t in state.items()}
-
-
-def test_moments_go_with_their_experts(model: Saved) -> None:
-    folder, _, files = model
-    options = MapOptions("auto", assets=folder / "hf")
-    convert_to("dcp", folder / "dcp", folder / "out", map=options)
-    written = flat(load_dcp(folder / "out"))
-    moments = {n: t for n, t in written.items() if n.startswith("optimizer.")}
-    assert any(".experts.1." in name for name in moments)
-    for name, tensor in moments.items():
-        weight = files[name.removeprefix("optimizer.state.").removesuffix(".exp_avg")]
-        assert torch.equal(tensor, weight + 1)
 
 
 @pytest.mark.parametrize("family", OF_THEIR_OWN)
@@ -267,7 +385,7 @@ def test_granite_has_other_names_in_memory(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (MapOptions(experts="separate"), "the experts are separate already"),
+        (MapOptions(experts="separate"), "the experts are already separate"),
         (MapOptions("auto", experts="packed"), "cannot be combined"),
         (MapOptions(experts="apart"), "not packed or separate"),
     ],
@@ -385,8 +503,8 @@ def packed(folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("part", "words"),
     [
-        (".1.mlp.experts.2.", r"gate\.weight is of 3 experts, but found 2 in model\.layers\.1"),
-        (".experts.2.", r"gate\.weight is of 3 experts, but found 2 in model\.layers\.0"),
+        (".1.mlp.experts.2.", r"gate\.weight is for 3 experts, but found 2 in model\.layers\.1"),
+        (".experts.2.", r"gate\.weight is for 3 experts, but found 2 in model\.layers\.0"),
         (".1.mlp.experts.2.down_proj", "expert is 3 .*, but 2 in model.layers.1.*down_proj"),
         ("down_proj", r"model\.layers\.0\.mlp\.experts\.0\.down_proj not found"),
     ],
