@@ -338,6 +338,15 @@ def once(real: Callable[..., None], first: Callable[..., None]) -> Callable[...,
     return call
 
 
+def test_nothing_is_committed_while_a_part_that_was_done_goes_on(three: Any, source: Path) -> None:
+    planned, target = three
+    write(planned, source, target, "2/3")
+    going_on = Journal.lock(target.with_name(".m.partial.journal.1"))
+    refused(lambda: finish(planned, source, target), "another ckptool is writing")
+    going_on.close()
+    finish(planned, source, target)
+
+
 def test_one_process_takes_over_what_parts_have_done(three: Any, source: Path) -> None:
     planned, target = three
     planned(source, target, asked(resume=True)).run()
