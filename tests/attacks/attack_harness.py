@@ -9,16 +9,16 @@ from __future__ import annotations
 import gc
 import json
 import os
-import pickle
 import resource
 import shutil
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
-from multiprocessing.connection import wait
+from multiprocessing import Pipe
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -95,51 +95,64 @@ def attack_all(
     setup: Callable[[Path], None] = lambda path: None,
 ) -> list[Outcome]:
     """One outcome per source. A child that dies or hangs is replaced for the remaining sources."""
-    pending = list(sources)
     outcomes: list[Outcome] = []
-    while len(outcomes) < len(pending):
-        outcomes += _in_child(pending[len(outcomes) :], to, seconds, from_, setup)
+    for source in sources:
+        setup(source)
+        outcomes.append(_attack(source, to, seconds, from_))
     return outcomes
 
 
-def _in_child(
-    sources: list[Path],
-    to: Sequence[str],
-    seconds: float,
-    from_: str | None,
-    setup: Callable[[Path], None],
-) -> list[Outcome]:
-    """Outcomes of the sources from the first on, up to the one that kills the child."""
-    _import_all()
-    reading, writing = os.pipe()
-    child = os.fork()
-    if not child:
-        os.close(reading)
-        _limit()
-        _collect_between_sources()
-        with os.fdopen(writing, "wb") as out:
-            for source in sources:
-                setup(source)
-                pickle.dump(_outcome(source, to, seconds, from_), out)
-                out.flush()
-                gc.collect()
-        os._exit(0)
-    os.close(writing)
-    outcomes: list[Outcome] = []
-    with os.fdopen(reading, "rb") as stream:
-        while len(outcomes) < len(sources):
-            ready = wait([stream], ASLEEP * seconds)
-            if not ready and not stream.peek(0):
-                os.kill(child, signal.SIGKILL)
-                outcomes.append(Outcome("hang", message=f"no end after {seconds} s"))
-                break
-            try:
-                outcomes.append(pickle.load(stream))
-            except EOFError:
-                outcomes.append(Outcome("killed", message="the process died"))
-                break
-    os.waitpid(child, 0)
-    return outcomes
+_children: dict[object, _Child] = {}
+"""The one child that there is, by what it took over from this process."""
+
+
+def _attack(source: Path, to: Sequence[str], seconds: float, from_: str | None) -> Outcome:
+    place = (os.getcwd(), *sys.path)
+    if place not in _children:
+        for child in _children.values():
+            child.end()
+        _children.clear()
+        _children[place] = _Child()
+    outcome = _children[place].attack(source, to, seconds, from_)
+    if outcome.kind in ("hang", "killed"):
+        _children.pop(place).end()
+    return outcome
+
+
+class _Child:
+    """A fork of this process in which one source after the other is attacked."""
+
+    def __init__(self) -> None:
+        _import_all()
+        self._asked, asking = Pipe()
+        self._process = os.fork()
+        if not self._process:
+            self._asked.close()
+            _limit()
+            _collect_between_sources()
+            with suppress(EOFError):
+                while True:
+                    asking.send(_outcome(*asking.recv()))
+                    gc.collect()
+            os._exit(0)
+        asking.close()
+
+    def attack(self, source: Path, to: Sequence[str], seconds: float, from_: str | None) -> Outcome:
+        """Let it attack a source; ``hang`` or ``killed`` where it does not come to an end."""
+        self._asked.send((source, to, seconds, from_))
+        if not self._asked.poll(ASLEEP * seconds):
+            os.kill(self._process, signal.SIGKILL)
+            return Outcome("hang", message=f"no end after {seconds} s")
+        try:
+            outcome: Outcome = self._asked.recv()
+        except (EOFError, ConnectionResetError):
+            return Outcome("killed", message="the process died")
+        return outcome
+
+    def end(self) -> None:
+        """Let it end, if it has not."""
+        self._asked.close()
+        os.waitpid(self._process, 0)
 
 
 @cache
