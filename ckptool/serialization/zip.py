@@ -28,6 +28,8 @@ CRC32_NBYTES = 4
 END = struct.Struct("<4s4H2LH")
 END64 = struct.Struct("<4sQ2H2L4Q")
 LOCATOR64 = struct.Struct("<4sLQL")
+_NARROW, _WIDE = struct.Struct("<3L"), struct.Struct("<L2Q")
+"""CRC-32 and bytes, stored and decoded, in a descriptor."""
 _BLOCK = 512
 """Bytes between the edges that are read at once; doubled each time the next are near."""
 _LARGEST_BLOCK, _NEAR = 1 << 16, 1 << 12
@@ -349,8 +351,9 @@ def _descriptor_problem(region: Region, record: ZipRecord) -> str | None:
     start = record.offset + record.stored
     data = region.read(start, min(24, region.nbytes - start)).removeprefix(b"PK\x07\x08")
     wanted = (record.crc32, record.stored, record.size)
-    if data[:12] == struct.pack("<3L", *(n & 0xFFFFFFFF for n in wanted)):
-        return None
-    if data[:20] == struct.pack("<L2Q", *wanted):
+    for numbers in (_NARROW, _WIDE):
+        if len(data) >= numbers.size and numbers.unpack_from(data) == wanted:
+            return None
+    if data[:12] == _NARROW.pack(*(n & 0xFFFFFFFF for n in wanted)):
         return None
     return "its data descriptor and the directory differ in CRC-32 or size"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 
 from ckptool import __version__
 from ckptool.core.layout import Literal, Verbatim
@@ -28,17 +29,17 @@ def plan_digest(plan: Plan, source: Files, decided: object) -> str:
             elif isinstance(part, Verbatim) and part.file not in source.files:
                 for piece in read_verbatim(part, source):
                     digest.update(piece)
+    shared: dict[int, int] = {}
     for entry in plan.entries:
         chunks = entry.chunks
         kind = (entry.name, entry.path, entry.shape, entry.dtype.name, entry.source_dtype.name)
         if isinstance(chunks, WholeTensor):
             digest.update(repr((kind, chunks.begin)).encode())
             continue
-        digest.update(repr(kind).encode())
         if isinstance(chunks, ChunkTable):
-            for column in chunks.columns():
-                digest.update(column)
+            digest.update(b"".join([repr(kind).encode(), *_columns(chunks, shared)]))
             continue
+        digest.update(repr(kind).encode())
         size = entry.source_dtype.itemsize  # a place is the same at every opening
         places = [(chunk.box.lo, likely_place(chunk.at, size)) for chunk in chunks]
         spots = [(lo, at.file, at.offset) for lo, at in places]
@@ -46,3 +47,20 @@ def plan_digest(plan: Plan, source: Files, decided: object) -> str:
     for value in plan.catalog.objects.values():
         digest.update(repr((value.name, value.path)).encode())
     return digest.hexdigest()
+
+
+def _columns(table: ChunkTable, shared: dict[int, int]) -> Iterator[bytes]:
+    """Yield all that tells a table from others, as bytes.
+
+    The files and the boxes that many tables share are yielded once, and then by their number in
+    ``shared``, which has those that were met, by id.
+    """
+    items, boxes = table.items, table.boxes
+    for part in (items.files, boxes):
+        if id(part) not in shared:
+            shared[id(part)] = len(shared)
+            yield boxes.lows.tobytes() if part is boxes else repr(items.files).encode()
+    yield b"%d %d %d" % (len(table), shared[id(items.files)], shared[id(boxes)])
+    yield items.file_numbers.tobytes()
+    yield items.offsets.tobytes()
+    yield items.lengths.tobytes()

@@ -66,13 +66,6 @@ class ChunkTable(Sequence[Chunk]):
         items = self.items
         return items.files[items.file_numbers[0]], int(items.offsets[0])
 
-    def columns(self) -> Iterator[bytes]:
-        """Yield everything that distinguishes the table from others, as bytes."""
-        items = self.items
-        yield repr((len(self), items.files)).encode()
-        for column in (self.boxes.lows, items.file_numbers, items.offsets, items.lengths):
-            yield column.tobytes()
-
     @property
     def ranks(self) -> list[int | None]:
         """The rank that wrote each chunk, None if that is not known."""

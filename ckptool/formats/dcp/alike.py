@@ -100,15 +100,18 @@ class _Model(NamedTuple):
     def _checksums(self, source: Source, file: str, offsets: Sequence[int]) -> list[int]:
         """Return the CRC-32 that each item records, 0 for those that are not similar."""
         import numpy as np
+        from numpy.lib.stride_tricks import sliding_window_view
 
         first = offsets[0]
         data = np.frombuffer(source.read(file, first, offsets[-1] + self.nbytes - first), "u1")
-        begins = np.array(offsets)[:, None] - first
-        spans = [np.arange(*span) for span in self.archive.spans]
-        is_alike = data[begins + np.concatenate(spans)] == np.frombuffer(self.archive.read, "u1")
+        items = sliding_window_view(data, self.nbytes)[np.array(offsets) - first]
+        is_alike, read, done = np.ones(len(items), bool), np.frombuffer(self.archive.read, "u1"), 0
+        for start, end in self.archive.spans:
+            is_alike &= (items[:, start:end] == read[done : done + end - start]).all(axis=1)
+            done += end - start
         (noted,) = self.archive.noted.values()
-        crcs: Any = data[begins + np.arange(noted, noted + CRC32_NBYTES)].view("<u4")[:, 0]
-        found: list[int] = np.where(is_alike.all(axis=1), crcs, 0).tolist()
+        crcs: Any = items[:, noted : noted + CRC32_NBYTES].copy().view("<u4")[:, 0]
+        found: list[int] = np.where(is_alike, crcs, 0).tolist()
         return found
 
 
