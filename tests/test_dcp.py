@@ -156,7 +156,7 @@ def test_memory_that_two_names_share(saved: Path, tmp_path: Path) -> None:
     assert "a and c share memory" in found.message
 
 
-def test_a_keyword_that_is_none_is_said_at_once(saved: Path) -> None:
+def test_a_keyword_that_is_none_is_reported_at_once(saved: Path) -> None:
     with pytest.raises(TypeError, match=r"CheckpointReader\(\) got an unexpected .* 'modelonly'"):
         CheckpointReader(saved, modelonly=True)  # type: ignore[call-arg]
 

@@ -171,7 +171,7 @@ def stats(
 
 
 def not_finite_count(entry: TensorEntry, source: Files) -> Problem:
-    """Return how many values of a tensor are NaN or infinite, as a problem; None if none are."""
+    """Return the problem of a tensor with NaN or infinite values, and their counts."""
     try:
         stats = _measure([entry], source)[entry.name]
         message = f"{entry.name}: {stats.nan:,} NaN and {stats.inf:,} infinite values"

@@ -24,14 +24,13 @@ WRAPPERS = (
     "module",
     "pytorch_model_fsdp",
 )
-"""The steps that torch.compile, activation checkpointing, FSDP1, Fabric, DDP and accelerate put
-into names."""
+"""Name steps of torch.compile, activation checkpointing, FSDP1, Fabric, DDP and accelerate."""
 
 
 def wrappers_of(names: Collection[str]) -> list[str]:
-    """Return the wrappers that names of a model have, whatever the model may be.
+    """Return the wrappers in a model's names, whatever the model.
 
-    A model may have a ``module`` itself, but not around all that it has.
+    A model may have a ``module`` itself, but not around everything.
     """
     steps = {step for name in names for step in name.split(".")[:-1]}
     wrapped = bool(names) and all(name.startswith("module.") for name in names)
@@ -39,9 +38,9 @@ def wrappers_of(names: Collection[str]) -> list[str]:
 
 
 def unwrapping_rule(names: Collection[str], wrappers: Collection[str] = WRAPPERS) -> str | None:
-    """Return the rule of ``--rename`` that takes wrappers off the names, None if there are none.
+    """Return the ``--rename`` rule that removes wrappers from the names, None if there are none.
 
-    None also where two names would become one.
+    Also None if two names would become one.
     """
     steps = {step for name in names for step in name.split(".")[:-1]}
     found = [wrapper for wrapper in wrappers if wrapper in steps]
@@ -50,7 +49,7 @@ def unwrapping_rule(names: Collection[str], wrappers: Collection[str] = WRAPPERS
 
 
 def unwrapping_hint(names: Sequence[str], known: Callable[[str], bool]) -> str | None:
-    """Return the hint on the option that makes each of the names, and not now, a known one."""
+    """Return the hint on the option that makes all names known ones, which they are not now."""
     rule = unwrapping_rule(names)
     if rule is None or not all(map(known, map(substitution(rule), names))):
         return None
@@ -63,14 +62,14 @@ def matches(name: str, globs: Sequence[str]) -> bool:
 
 
 def is_glob(pattern: str) -> bool:
-    """Return whether a pattern has characters that match others than themselves."""
+    """Return whether a pattern has glob characters."""
     return any(character in pattern for character in "*?[")
 
 
 def matching_names(names: Collection[str], pattern: str) -> list[str]:
-    """Return the names that someone who looks for ``pattern`` means, in order.
+    """Return the names that ``pattern`` means, in order.
 
-    A whole name is that one alone; a glob all that it matches; other text all that contain it.
+    A whole name means only that one; a glob all that it matches; other text all that contain it.
     """
     if pattern in names:
         return [pattern]
@@ -80,7 +79,7 @@ def matching_names(names: Collection[str], pattern: str) -> list[str]:
 
 
 def closest_names(asked: str, names: Collection[str]) -> list[str]:
-    """Return up to three names most like ``asked``, those that contain all its steps first."""
+    """Return up to three names most similar to ``asked``, those with all its steps first."""
     steps = [step for step in re.split(r"[.*{}]+", asked) if step]
     inside = sorted((name for name in names if all(step in name for step in steps)), key=len)
     if steps and inside:
@@ -89,7 +88,7 @@ def closest_names(asked: str, names: Collection[str]) -> list[str]:
 
 
 def tensors_named(catalog: Catalog, patterns: Sequence[str], option: str) -> list[str]:
-    """Return the names of tensors that someone means by any pattern; UsageError if one has none.
+    """Return the names of tensors that any pattern means; UsageError if one means none.
 
     A pattern is a whole name, a glob, or a part of names.
     """
@@ -103,7 +102,7 @@ def tensors_named(catalog: Catalog, patterns: Sequence[str], option: str) -> lis
 
 
 def unknown_tensor(message: str, asked: str, catalog: Catalog) -> UsageError:
-    """Return an error that suggests the names most like the one that was requested."""
+    """Return an error that suggests the names most similar to the requested one."""
     if asked in catalog.objects:
         hint = "`ckptool inspect CKPT --values` shows it"
         return UsageError(f"{asked!r}: not a tensor, but a value", hint=hint)
@@ -141,14 +140,14 @@ def _require_used(catalog: Catalog, globs: Sequence[str], option: str) -> None:
 
 
 def is_used(catalog: Catalog, glob: str) -> bool:
-    """Return whether a glob matches any name of a catalog, be it of a tensor that is not read."""
+    """Return whether a glob matches any name of a catalog, including unread tensors."""
     unread = [n.tensor for n in catalog.notes if isinstance(n, Problem) and n.tensor]
     names = (*catalog.tensors, *catalog.objects, *catalog.conflicts, *unread)
     return any(fnmatchcase(name, glob) for name in names)
 
 
 def keep_names(catalog: Catalog, keep: Callable[[str], bool]) -> Catalog:
-    """Keep only the tensors, values and conflicts of such names."""
+    """Keep only the tensors, values and conflicts with these names."""
     return replace(
         catalog,
         tensors={name: entry for name, entry in catalog.tensors.items() if keep(name)},
@@ -176,13 +175,13 @@ def rename(catalog: Catalog, change: Callable[[str], str]) -> Catalog:
 
 
 class EntryChange(Protocol):
-    """Returns an entry changed."""
+    """Returns a changed entry."""
 
     def __call__(self, entry: AnyEntry, /) -> AnyEntry: ...
 
 
 def with_entries(catalog: Catalog, change: EntryChange) -> Catalog:
-    """Change every tensor and value, under the names that they then have."""
+    """Change every tensor and value, keyed by their new names."""
     tensors = [change(entry) for entry in catalog.tensors.values()]
     objects = [change(entry) for entry in catalog.objects.values()]
     return replace(
@@ -198,7 +197,7 @@ def rename_entry(entry: AnyEntry, name: str) -> AnyEntry:
 
 
 def without_rank(catalog: Catalog, names: set[str]) -> Catalog:
-    """Call ``NAME@rankR`` ``NAME`` again for these names, at its old path."""
+    """Rename ``NAME@rankR`` back to ``NAME`` for these names, at its old path."""
 
     def restored(entry: AnyEntry) -> AnyEntry:
         if entry.name not in names:
@@ -213,7 +212,7 @@ def without_rank(catalog: Catalog, names: set[str]) -> Catalog:
 def renamed_path(path: Path, new: str) -> Path:
     """Return the path of a renamed entry: steps at both ends that the new name keeps stay steps.
 
-    What lies between becomes one step; a name that shares nothing becomes a path of one step.
+    The part between becomes one step; a name that shares nothing becomes a path of one step.
     """
     head = 0
     while head < len(path) and new.startswith(flat_name(path[: head + 1]) + "."):
@@ -232,9 +231,9 @@ def renamed_path(path: Path, new: str) -> Path:
 def with_loadable_paths(catalog: Catalog) -> Catalog:
     """Set the paths under which torch's DCP loader (2.4 to 2.15) rebuilds every entry's name.
 
-    It makes a dict of all and flattens that again. So a list at the root, or one of which positions
-    were left out, becomes a dict of positions; and what lies at the root itself, under an empty
-    key, or at a path that another entry has the name of, lies under its name.
+    It builds one dict and flattens that again. So a list at the root, or one with missing indices,
+    becomes a dict of indices; and an entry at the root itself, under an empty key, or at a path
+    that is another entry's name, is stored under its name.
     """
     positions: dict[Path, set[int]] = {}
     entries = entries_of(catalog)
@@ -262,7 +261,7 @@ def entries_of(catalog: Catalog) -> list[TensorEntry | ObjectEntry]:
 
 
 def root_problem(catalog: Catalog) -> str | None:
-    """Return what DCP cannot hold of the catalog's root, and how it is written; None if it can."""
+    """Return what DCP cannot store at the catalog's root, and how it is written; None if it can."""
     for entry in entries_of(catalog):
         if not entry.path:
             return f"DCP stores dicts only: the value is written as {{{entry.name!r}: ...}}"
@@ -275,7 +274,7 @@ def root_problem(catalog: Catalog) -> str | None:
 
 
 def strip_prefix(catalog: Catalog, prefix: str) -> Catalog:
-    """Strip ``prefix`` (and the dot after it) where a name begins with it; UsageError if none."""
+    """Strip ``prefix`` (and the dot after it) from names that have it; UsageError if none do."""
     head = prefix.rstrip(".") + "."
     if not any(name.startswith(head) for name in (*catalog.tensors, *catalog.objects)):
         raise UsageError(f"--strip-prefix {prefix!r}: no name begins with {head!r}")
@@ -304,7 +303,7 @@ def with_prefix(catalog: Catalog, prefix: str) -> Catalog:
 
 
 def substitution(rule: str) -> Callable[[str], str]:
-    """Return the renaming of a ``REGEX=REPLACEMENT`` rule; UsageError if it is none."""
+    """Return the renaming of a ``REGEX=REPLACEMENT`` rule; UsageError if it is invalid."""
     pattern, equals, replacement = rule.rpartition("=")
     if not equals:
         raise UsageError(f"invalid --rename {rule!r}: expected REGEX=REPLACEMENT")
@@ -320,14 +319,14 @@ _STACKED = (
     (re.compile(r"((?:.*?\.)?layers\.)(?![0-9])(.+)"), ""),
     (re.compile(r"(.*\.experts\.)experts\.(?![0-9])((?!.*[0-9]$).+)"), "local_experts."),
 )
-"""Names of stacked tensors, and what stands before the number in a slice's."""
+"""Names of stacked tensors, and the prefix of the number in a slice's name."""
 
 
 def split_stacked(catalog: Catalog) -> Catalog:
     """Split ``layers.NAME`` into ``layers.3.NAME`` and so on, and likewise for experts.
 
-    ``experts.experts.NAME`` becomes ``experts.local_experts.3.NAME``, as Megatron-core's modules
-    call them. UsageError if no name stacks anything, or where a slice's name exists.
+    ``experts.experts.NAME`` becomes ``experts.local_experts.3.NAME``, as in Megatron-core's
+    modules. Raises UsageError if no name is stacked, or a slice's name exists.
     """
     tensors: dict[str, TensorEntry] = {}
     for entry in catalog.tensors.values():
@@ -342,7 +341,7 @@ def split_stacked(catalog: Catalog) -> Catalog:
 
 
 def _slices(entry: TensorEntry) -> list[TensorEntry]:
-    """Return a tensor's slices, by layer and by expert; the tensor where it stacks none."""
+    """Return a tensor's slices, by layer and by expert; the tensor itself if it is not stacked."""
     slices = [entry]
     for pattern, inserted in _STACKED:
         slices = [part for whole in slices for part in _split(whole, pattern, inserted)]

@@ -382,7 +382,7 @@ def test_formats_and_maps() -> None:
         (lambda: ckptool.map_text("llama"), UsageError, "unknown map"),
     ],
 )
-def test_what_makes_no_sense_is_said(call: Callable[[], Any], error: type, says: str) -> None:
+def test_what_makes_no_sense_is_reported(call: Callable[[], Any], error: type, says: str) -> None:
     with pytest.raises(error, match=says):
         call()
 

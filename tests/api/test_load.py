@@ -287,7 +287,7 @@ def under(head: str, *more: str) -> dict[str, Any]:
         ({"a": torch.zeros(2)}, {"b": torch.zeros(2)}, None),
     ],
 )
-def test_the_keyword_that_fits_the_names_is_said(
+def test_the_keyword_that_fits_the_names_is_reported(
     tmp_path: Path, there: dict[str, Any], here: dict[str, Any], keywords: Any
 ) -> None:
     torch.save(there, tmp_path / "m.pt")
@@ -301,7 +301,7 @@ def test_the_keyword_that_fits_the_names_is_said(
     ckptool.load(tmp_path / "m.pt", here, **keywords)
 
 
-def test_keys_that_are_no_words(tmp_path: Path) -> None:
+def test_keys_that_are_not_words(tmp_path: Path) -> None:
     state = {"state": {0: {"step": 5, "x": torch.ones(2)}, ("a", 1): 7}, "pair": (torch.ones(3),)}
     torch.save(state, tmp_path / "m.pt")
     filled: dict[str, Any] = {
@@ -349,7 +349,7 @@ def test_many_names_stay_readable(saved: Path) -> None:
         ({"a.b": 1, "a": {"b": 2}}, UsageError, "two values .* are named 'a.b'"),
     ],
 )
-def test_what_is_no_state_dict(saved: Path, state: Any, error: type, says: str) -> None:
+def test_what_is_not_a_state_dict(saved: Path, state: Any, error: type, says: str) -> None:
     with pytest.raises(error, match=says):
         ckptool.load(saved, state)
 
@@ -358,7 +358,7 @@ def test_what_is_no_state_dict(saved: Path, state: Any, error: type, says: str) 
     ("dtype", "hint"),
     [(torch.bfloat16, "silently: use cast=True"), (torch.int32, "nothing is cast silently$")],
 )
-def test_the_keyword_that_casts_is_said(saved: Path, dtype: torch.dtype, hint: str) -> None:
+def test_the_keyword_that_casts_is_reported(saved: Path, dtype: torch.dtype, hint: str) -> None:
     with pytest.raises(Unsupported) as caught:
         ckptool.load(saved, {"w": torch.zeros(3, 4, dtype=dtype)}, model_only=True, strict=False)
     assert re.search(hint, str(caught.value.hint))

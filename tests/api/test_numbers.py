@@ -108,7 +108,7 @@ def test_a_state_dict_of_several_types(tmp_path: Path, way: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["steps", "deep.weight", "deep.weight_scale_inv"])
-def test_what_is_no_number_by_itself_is_not_cast(tmp_path: Path, name: str) -> None:
+def test_what_is_not_a_number_by_itself_is_not_cast(tmp_path: Path, name: str) -> None:
     save_file(quantized(), tmp_path / "m.safetensors")
     state = {name: torch.zeros(quantized()[name].shape, dtype=torch.float16)}
     with pytest.raises(Unsupported, match=f"{name}: .* in the checkpoint, float16"):

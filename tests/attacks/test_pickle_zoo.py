@@ -667,7 +667,7 @@ def test_a_newline_in_a_global_is_not_written_as_a_program(
 
 
 @pytest.mark.parametrize("body", [b"(", b"(" + b.put(5) + b"1" + b.get(5), b"((2ll"])
-def test_a_mark_is_no_value(body: bytes, tmp_path: Path) -> None:
+def test_a_mark_is_not_a_value(body: bytes, tmp_path: Path) -> None:
     """The machine's own mark must not become a value that is shown or written."""
     source = in_dcp_value(tmp_path / "src", body)
     outcome = attack(source, to=("torch-save", "dcp"))

@@ -131,7 +131,7 @@ def test_a_pager_that_cannot_run_loses_nothing() -> None:
     assert "Every command takes URLs" in re.sub(r"\x1b\[[\d;]*m", "", shown)
 
 
-def test_a_pager_left_before_the_end_is_no_failure() -> None:
+def test_a_pager_left_before_the_end_is_not_a_failure() -> None:
     code = (
         "import signal; signal.signal(signal.SIGPIPE, signal.SIG_DFL)\n"
         "from ckptool.render.help import _page; print(_page('more than a pipe holds' * 100_000))"

@@ -296,7 +296,7 @@ def test_debug_shows_the_traceback_too(
     assert "error: bug in ckptool" in told
 
 
-def test_an_error_is_said_where_there_is_no_memory_for_colour(
+def test_an_error_is_reported_where_there_is_not_a_memory_for_colour(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def none_left(*arguments: object) -> None:
@@ -331,7 +331,7 @@ def test_what_torchrun_sets_is_checked(changes: dict[str, str], message: str) ->
     assert "unset RANK and WORLD_SIZE" in (caught.value.hint or "")
 
 
-def test_a_process_by_itself_is_no_rank() -> None:
+def test_a_process_by_itself_is_not_a_rank() -> None:
     assert read_launch({"WORLD_SIZE": "2"}) is None
     assert read_launch(JOB) == (0, 2, 0, "localhost:1")
     with pytest.raises(UsageError, match="MASTER_PORT is not"):

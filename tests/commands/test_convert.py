@@ -196,7 +196,7 @@ def test_a_dry_run_writes_nothing(out: Path) -> None:
     assert not list(out.iterdir())
 
 
-def test_what_was_left_out_is_said(out: Path) -> None:
+def test_what_was_excluded_is_reported(out: Path) -> None:
     report = convert_to("dcp", case("dcp_fsdp2_tp").path, out / "m", select=("model.*",))
     assert any("tensors" in line for line in report.excluded)
     assert any("values" in line for line in report.excluded)
@@ -244,7 +244,7 @@ def test_the_name_of_a_target_says_its_format(
     assert (out / target).is_dir() == (expected == "hf")
 
 
-def test_what_a_model_server_would_not_find_is_said(out: Path) -> None:
+def test_what_a_model_server_would_not_find_is_reported(out: Path) -> None:
     source = case("dcp_fsdp2_tp").path
     notes = ckptool.convert(source, out / "m", to="hf", dry_run=True).notes
     assert "config.json and a tokenizer are missing: copy with --hf-assets FOLDER" in notes
@@ -276,7 +276,7 @@ def test_what_a_model_server_would_not_find_is_said(out: Path) -> None:
     ],
     ids=["compiled", "checkpointed", "ddp", "a-model-with-a-module", "two-of-one-name"],
 )
-def test_names_that_no_model_loads_are_said(
+def test_names_that_no_model_loads_are_reported(
     names: tuple[str, ...], wrapper: str | None, out: Path
 ) -> None:
     torch.save({"model": {name: torch.ones(2) for name in names}}, out / "run.pt")
@@ -355,7 +355,7 @@ def test_a_file_system_that_does_not_say_how_long_names_are_takes_all(
     convert_to("dcp", case("dcp_base").path, out / "m")
 
 
-def test_the_root_of_the_disk_is_no_target() -> None:
+def test_the_root_of_the_disk_is_not_a_target() -> None:
     with pytest.raises(UsageError, match="is the root folder"):
         convert_to("dcp", case("dcp_base").path, Path("/"), overwrite=True)
 
@@ -429,7 +429,7 @@ def test_several_checkpoints_are_listed(copy_of: Any, out: Path) -> None:
         (lambda folder: _written(folder / "notes.txt", b"hello").parent, "no checkpoint"),
     ],
 )
-def test_what_is_no_checkpoint(make: Any, words: str, tmp_path: Path, out: Path) -> None:
+def test_what_is_not_a_checkpoint(make: Any, words: str, tmp_path: Path, out: Path) -> None:
     folder = tmp_path / "some"
     folder.mkdir()
     with pytest.raises(CkptoolError, match=words) as caught:

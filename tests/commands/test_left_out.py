@@ -110,7 +110,7 @@ def test_state_of_ranks_that_a_reshard_drops_does_not_stop_it(tmp_path: Path) ->
     "value", [Trap(), [Trap()], argparse.Namespace(a=Trap())], ids=["call", "list", "object"]
 )
 @pytest.mark.parametrize("key", ["hook", "hook.weight"])
-def test_what_is_surely_no_tensor_is_no_part_of_a_model(
+def test_what_is_surely_no_tensor_is_not_part_of_a_model(
     key: str, value: Any, tmp_path: Path
 ) -> None:
     source = one_file(tmp_path, {**MODEL, key: value})

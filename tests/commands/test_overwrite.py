@@ -176,7 +176,7 @@ def test_a_kept_file_that_transformers_opens_first_ends_the_commit(out: Path) ->
     assert {path.name: path.read_bytes() for path in (out / "m").iterdir()} == before
 
 
-def test_a_file_that_is_no_checkpoint_is_not_replaced(out: Path) -> None:
+def test_a_file_that_is_not_a_checkpoint_is_not_replaced(out: Path) -> None:
     (out / "m.txt").write_bytes(b"dear diary")
     with pytest.raises(UsageError, match="whose name ends in one of"):
         convert_to("torch-save", case("dcp_base").path, out / "m.txt", overwrite=True)
@@ -276,7 +276,7 @@ def refusing() -> Callable[..., bool]:
     return renamed
 
 
-def test_without_an_exchange_it_is_said_that_there_was_a_moment_without(
+def test_without_an_exchange_it_is_reported_that_there_was_a_moment_without(
     out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = out / "run"
@@ -399,7 +399,7 @@ def test_a_pipe_is_not_replaced(out: Path) -> None:
     assert (out / "m.pt").is_fifo()
 
 
-def test_a_name_that_is_no_text_can_be_written_to(out: Path) -> None:
+def test_a_name_that_is_not_a_text_can_be_written_to(out: Path) -> None:
     target = out / os.fsdecode(b"\xff.pt")
     convert_to("torch-save", case("dcp_base").path, target)
     assert read_back("torch-save", target) == case("dcp_base").truth

@@ -618,7 +618,7 @@ def test_options_that_do_not_go_together(source: Path, tmp_path: Path) -> None:
     refused(replace(checked, check=True).run, "--finish", UsageError)
 
 
-def test_what_is_said_of_a_part(source: Path, tmp_path: Path) -> None:
+def test_what_is_reported_of_a_part(source: Path, tmp_path: Path) -> None:
     log, target = tmp_path / "log", tmp_path / "m"
     line = ["convert", str(source), str(target), "--to", "dcp", "--part", "1/1"]
     ended = run([*line, "--json"], log)

@@ -204,7 +204,7 @@ def test_what_is_copied_as_it_is_needs_no_numpy(out: Path) -> None:
     assert torch.equal(torch.load(out / "m.pt")["w"], torch.zeros(4))
 
 
-def test_what_is_so_already_is_no_cast_and_needs_nothing(
+def test_what_is_so_already_is_not_a_cast_and_needs_nothing(
     out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_file({"w": torch.zeros(4).to(torch.float8_e4m3fn)}, out / "m.safetensors")

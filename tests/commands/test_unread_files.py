@@ -63,7 +63,7 @@ def test_a_stray_file_is_named(name: str, copy_of: Callable[[str], Path]) -> Non
     assert not verify(folder, VerifyOptions(quick=True, strict=True)).ok
 
 
-def test_what_is_no_part_of_a_checkpoint_is_not_named(copy_of: Callable[[str], Path]) -> None:
+def test_what_is_not_part_of_a_checkpoint_is_not_named(copy_of: Callable[[str], Path]) -> None:
     folder = copy_of("hf_shards")
     others = [
         *(".git/objects/model.pt", ".cache/huggingface/model.safetensors.metadata"),
@@ -131,7 +131,7 @@ def test_the_parts_of_a_pipeline_are_all_named(tmp_path: Path) -> None:
     }
 
 
-def test_a_comparison_says_what_it_left_out(copy_of: Callable[[str], Path]) -> None:
+def test_a_comparison_says_what_it_excluded(copy_of: Callable[[str], Path]) -> None:
     folder = copy_of("hf_shards")
     np.savez(folder / "optimizer.npz", m=np.ones(3))
     line = ["verify", str(case("hf_shards").path), "--against", str(folder), "--json"]

@@ -118,7 +118,7 @@ def test_what_cannot_be_read_is_refused(one: Case, out) -> None:
         ("rank_partial", ["addends"]),
     ],
 )
-def test_what_is_no_plain_tensor_is_named(name: str, unread: list[str]) -> None:
+def test_what_is_not_a_plain_tensor_is_named(name: str, unread: list[str]) -> None:
     notes = " ".join(catalog_of(case(name)).notes)
     assert all(one in notes for one in unread)
 

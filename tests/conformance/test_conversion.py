@@ -152,7 +152,7 @@ def test_companions_are_carried_into_folders(out: Path) -> None:
             assert (out / target / name).read_bytes() == (source / name).read_bytes()
 
 
-def test_values_that_are_no_plain_data_are_named(out: Path) -> None:
+def test_values_that_are_not_plain_data_are_named(out: Path) -> None:
     report = convert_to("torch-save", case("odd_kinds").path, out / "m.pt")
     assert any("args" in note and "argparse.Namespace" in note for note in report.notes)
     assert list(load_torch(out / "m.pt")) == ["w", "quantized", "channels"]

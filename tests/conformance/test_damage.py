@@ -43,7 +43,7 @@ def test_damage_is_reported_and_nothing_written(
         assert not list(out.iterdir())
 
 
-def test_what_is_damaged_can_be_left_out(copy_of: Callable[[str], Path], out: Path) -> None:
+def test_what_is_damaged_can_be_excluded(copy_of: Callable[[str], Path], out: Path) -> None:
     source = damaged_copy("chunk_gap", copy_of)
     convert_to("safetensors", source, out / "m", drop=("w",))
     whole = case("dcp_base").truth
@@ -74,7 +74,7 @@ def test_what_is_harmless_changes_nothing(
 
 
 @pytest.mark.parametrize("name", [name for name, one in DAMAGE.items() if one.answer == "silent"])
-def test_what_nothing_can_show_is_no_error(
+def test_what_nothing_can_show_is_not_an_error(
     name: str, copy_of: Callable[[str], Path], out: Path
 ) -> None:
     """Kept so that a reader that learns to notice it says so here."""

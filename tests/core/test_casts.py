@@ -105,6 +105,6 @@ def test_scales_of_any_kind_stay_as_they_are(names: list[str], cast_too: list[st
     assert [entry.name for entry in done.changed] == cast_too
 
 
-def test_exponents_are_no_type_of_weights() -> None:
+def test_exponents_are_not_type_of_weights() -> None:
     with pytest.raises(UsageError, match="without zero and sign"):
         parse_casts(["*.weight=float8_e8m0fnu"])

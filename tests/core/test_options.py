@@ -41,7 +41,7 @@ def test_they_are_replaced_and_never_changed() -> None:
 
 
 @pytest.mark.parametrize(("values", "named"), [((), {}), ((), {"to": "a", "x": 1}), ("abcd", {})])
-def test_what_is_no_field_or_lacks_is_refused(values: Any, named: dict[str, Any]) -> None:
+def test_what_is_not_a_field_or_lacks_is_refused(values: Any, named: dict[str, Any]) -> None:
     with pytest.raises(TypeError, match="Outer"):
         Outer(*values, **named)
 

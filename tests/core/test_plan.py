@@ -76,7 +76,7 @@ def test_coverage_is_what_counting_every_element_says(
 
 
 @given(TILED)
-def test_tilings_are_no_problem(found: tuple[tuple[int, ...], list[Box]]) -> None:
+def test_tilings_are_not_problem(found: tuple[tuple[int, ...], list[Box]]) -> None:
     assert coverage_problem(entry(*found)) is None
 
 

@@ -82,7 +82,7 @@ def test_a_model_inside_of_a_container_loses_both_steps() -> None:
     assert model_prefixes(whole) == ("app.model",)
 
 
-def test_masters_are_the_weights_where_there_are_no_others() -> None:
+def test_masters_are_the_weights_where_there_are_not_others() -> None:
     whole = with_every_part(catalog(["fp32.a.weight", "exp_avg.a.weight", "buffer.x"]))
     assert {n: e.part for n, e in whole.tensors.items()} == {
         "fp32.a.weight": "model",

@@ -88,14 +88,14 @@ def test_only_a_checksum_of_what_is_wanted_whole_stays() -> None:
     assert not any(chunk.copies for chunk in view.chunks)
 
 
-def test_chunks_without_wanted_elements_are_left_out() -> None:
+def test_chunks_without_wanted_elements_are_excluded() -> None:
     wanted = picks("w", (4, 2), split_subscript("w[3]")[1])
     (kept,) = without_other_chunks(chunked((4, 2), 2), wanted).chunks
     assert kept.box == Box((2, 0), (4, 2))
 
 
 @pytest.mark.parametrize("text", ["layers.[0-9].w", "w[]", "w[a]", "[0]", "w[1:2:3:4]", "w[--1]"])
-def test_what_is_no_subscript_is_a_name(text: str) -> None:
+def test_what_is_not_a_subscript_is_a_name(text: str) -> None:
     assert split_subscript(text) == (text, ())
 
 

@@ -120,7 +120,7 @@ def test_a_familys_own_folder_is_read_too() -> None:
     assert "blks.0.a.weight" in found.tensors
 
 
-def test_a_family_without_its_metadata_is_not_left_out(copy_of: Callable[[str], Path]) -> None:
+def test_a_family_without_its_metadata_is_not_excluded(copy_of: Callable[[str], Path]) -> None:
     folder = copy_of("bytecheckpoint_flat")
     (folder / "global_step_7" / "optimizer" / ".metadata").unlink()
     with pytest.raises(Damaged, match=r"optimizer/\.metadata is missing") as error:
@@ -139,7 +139,7 @@ def test_a_familys_damaged_metadata_is_named_with_its_folder(
     assert [p.file for p in error.value.problems] == ["optimizer/.metadata"]
 
 
-def test_a_tensor_without_a_name_is_no_flat_parameter() -> None:
+def test_a_tensor_without_a_name_is_not_a_flat_parameter() -> None:
     """A save of a bare tensor beside what flat parameters are made of."""
     chunk = Chunk(Box((0,), (2,)), Extent("f", 0, (4,)))
     bare = TensorEntry("", (), BY_NAME["float32"], (2,), (chunk,))

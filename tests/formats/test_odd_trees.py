@@ -65,7 +65,9 @@ def test_names_that_collide_are_all_carried(tmp_path: Path, to: str, name: str) 
 
 
 @pytest.mark.parametrize("state", [{"": torch.ones(2), "b": torch.ones(1)}, torch.ones(2)])
-def test_a_tensor_without_a_name_is_given_one_and_that_is_said(state: Any, tmp_path: Path) -> None:
+def test_a_tensor_without_a_name_is_given_one_and_that_is_reported(
+    state: Any, tmp_path: Path
+) -> None:
     torch.save(state, tmp_path / "m.pt")
     for to in ("safetensors", "dcp-safetensors"):
         report = ckptool.convert(tmp_path / "m.pt", tmp_path / to, to=to)
@@ -73,7 +75,7 @@ def test_a_tensor_without_a_name_is_given_one_and_that_is_said(state: Any, tmp_p
         assert ckptool.open(tmp_path / to).read("value").tolist() == [1, 1]
 
 
-def test_what_is_left_out_is_not_said_to_be_carried(tmp_path: Path) -> None:
+def test_what_is_excluded_is_not_said_to_be_carried(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2), "s": torch.ones(2, 2).to_sparse()}, tmp_path / "m.pt")
     report = ckptool.convert(tmp_path / "m.pt", tmp_path / "out", to="dcp")
     assert report.notes == ("not read: s (sparse tensor) is not a plain tensor",)

@@ -88,7 +88,7 @@ def test_a_tensor_of_an_accelerator_without_storages_is_its_copy(tmp_path: Path)
     assert list(checkpoint.tensors) == ["w"]
 
 
-def test_calls_that_wrap_one_another_without_end_are_no_tensor() -> None:
+def test_calls_that_wrap_one_another_without_end_are_not_tensor() -> None:
     """Wherever a tensor is expected, also where an item of a DCP folder is opened."""
     rebuild = Global("torch._tensor", "_rebuild_from_type_v2")
     args: tuple[Any, ...] = (Global("torch._utils", "_rebuild_tensor_v2"), None, (), None)

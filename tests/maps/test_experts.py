@@ -453,7 +453,9 @@ def test_experts_and_layers_that_are_missing_everywhere_are_missed(
     assert not (tmp_path / "out").exists()
 
 
-def test_the_number_of_experts_is_said_where_names_alone_tell_it(moe: Path, tmp_path: Path) -> None:
+def test_the_number_of_experts_is_reported_where_names_alone_tell_it(
+    moe: Path, tmp_path: Path
+) -> None:
     (moe / "config.json").unlink()
     report = convert_to("dcp", moe, tmp_path / "a", map=MapOptions(experts="packed"))
     assert "3 experts per layer, counted from the names: no config records how many" in report.notes

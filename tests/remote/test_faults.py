@@ -342,7 +342,7 @@ def test_the_old_checkpoint_is_no_longer_one_before_the_new_one_is_written(s3: S
     assert steps[-2:] == [("Put", ".metadata"), ("Delete", UNFINISHED)]
 
 
-def test_a_folder_that_is_no_checkpoint_is_not_replaced(s3: S3) -> None:
+def test_a_folder_that_is_not_a_checkpoint_is_not_replaced(s3: S3) -> None:
     s3.write("m/letter.txt", b"dear")
     with pytest.raises(Unsupported, match="not a checkpoint, and is not replaced"):
         resharded(case("dcp_fsdp2_tp").path, s3.url("m"), "2", overwrite=True)

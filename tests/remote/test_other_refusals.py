@@ -53,7 +53,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
         ("denied", ["verify", "SOURCE", "--against", "SOURCE"]),
     ],
 )
-def test_a_refused_read_ends_all_work_and_is_no_damage(
+def test_a_refused_read_ends_all_work_and_is_not_damage(
     kind: str, command: list[str], many: Path, box: str, emulator: Emulator, out: Path
 ) -> None:
     put(many, box)
@@ -82,7 +82,7 @@ def test_a_refused_listing_says_what_helps(box: str, emulator: Emulator) -> None
     assert open_checkpoint(location(f"{box}/.metadata")).catalog.tensors == wanted
 
 
-def test_credentials_that_expired_are_said_at_once(box: str, emulator: Emulator) -> None:
+def test_credentials_that_expired_are_reported_at_once(box: str, emulator: Emulator) -> None:
     put(SOURCE, box)
     rule = emulator.proxy.fail(emulator.refuse(*EXPIRED[emulator.scheme]))
     with pytest.raises(Unaccepted, match="not, or no longer, valid"):

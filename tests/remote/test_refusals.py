@@ -115,7 +115,7 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
     ids=lambda words: "-".join(words[::3]),
 )
-def test_a_refusal_ends_all_work_and_is_no_damage(
+def test_a_refusal_ends_all_work_and_is_not_damage(
     command: list[str], start: int, kind: str, many: Path, s3: S3, out: Path
 ) -> None:
     url, target = s3.put(many, "m"), out / "out"

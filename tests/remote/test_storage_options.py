@@ -61,7 +61,7 @@ def test_an_option_that_the_client_does_not_know_is_a_mistake_of_use(s3: S3) -> 
     assert "annon" in done.exception.message
 
 
-def test_what_is_no_option_is_a_mistake_of_use_and_not_repeated() -> None:
+def test_what_is_not_an_option_is_a_mistake_of_use_and_not_repeated() -> None:
     with pytest.raises(UsageError, match="expected KEY=VALUE"):
         STORAGE_OPTIONS.parse(["anon"], "--storage-option")
     with pytest.raises(UsageError) as caught:

@@ -198,7 +198,7 @@ def test_an_unknown_name_brings_the_closest(view):
     assert caught.value.hint == "did you mean l.0.wq.weight?"
 
 
-def test_map_of_a_value_says_that_it_is_no_tensor():
+def test_map_of_a_value_says_that_it_is_not_a_tensor():
     with pytest.raises(UsageError, match="not a tensor"):
         screen(tensor("w"), objects={"step": 1}, shards="step")
 

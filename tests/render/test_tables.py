@@ -92,7 +92,7 @@ def test_no_name_is_markup_or_breaks_a_row(tmp_path: Path) -> None:
         (["--format", "csv", "--depth", "1", "--values"], "one table, not modules and values"),
     ],
 )
-def test_what_makes_no_sense_is_said(words: list[str], said: str) -> None:
+def test_what_makes_no_sense_is_reported(words: list[str], said: str) -> None:
     done = CliRunner().invoke(app, ["inspect", str(case("dcp_base").path), *words])
     assert isinstance(done.exception, UsageError)
     assert said in done.exception.message

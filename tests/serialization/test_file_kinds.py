@@ -143,7 +143,7 @@ def test_a_pointer_in_the_place_of_metadata(name: str, tmp_path: Path) -> None:
     assert caught.value.hint == "git lfs pull"
 
 
-def test_pointers_in_a_checkpoint_are_no_damage(copy_of: Callable[[str], Path]) -> None:
+def test_pointers_in_a_checkpoint_are_not_damage(copy_of: Callable[[str], Path]) -> None:
     """A clone without git-lfs: every large file is a pointer."""
     folder = copy_of("hf_shards")
     for file in folder.glob("*.safetensors"):
@@ -169,7 +169,7 @@ def test_pointers_are_the_cause_of_what_is_truncated(
     assert verify(folder, VerifyOptions()).findings[0].code == "file-type-mismatch"
 
 
-def test_a_page_that_is_called_one_is_no_cause_of_damage(copy_of: Callable[[str], Path]) -> None:
+def test_a_page_that_is_called_one_is_not_a_cause_of_damage(copy_of: Callable[[str], Path]) -> None:
     folder = copy_of("hf_shards")
     shard = sorted(folder.glob("*.safetensors"))[0]
     shard.write_bytes(shard.read_bytes()[:-8])

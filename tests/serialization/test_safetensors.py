@@ -176,7 +176,7 @@ def test_headers_beyond_all_bounds(header: bytes, tmp_path: Path) -> None:
         read_safetensors(LocalSource.file(path), path.name)
 
 
-def test_a_name_that_is_no_unicode_cannot_be_written() -> None:
+def test_a_name_that_is_not_an_unicode_cannot_be_written() -> None:
     item = OutgoingSlice("a\ud800", BY_NAME["uint8"], Box.whole((1,)))
     with pytest.raises(Unsupported, match="Unicode"):
         lay_out_safetensors("x.safetensors", [item], {})

@@ -66,7 +66,7 @@ def test_a_file_that_vanished(tmp_path: Path) -> None:
         source.read("x", 0, 1)
 
 
-def test_a_name_with_a_null_character_is_no_file(tmp_path: Path) -> None:
+def test_a_name_with_a_null_character_is_not_a_file(tmp_path: Path) -> None:
     """As damaged metadata may name one."""
     source = LocalSource.folder(tmp_path)
     with pytest.raises(Damaged, match="the file is missing"):
@@ -84,7 +84,7 @@ def test_a_pipe_in_the_place_of_a_file_does_not_block(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("link", [False, True])
-def test_a_pipe_is_no_checkpoint(link: bool, tmp_path: Path) -> None:
+def test_a_pipe_is_not_a_checkpoint(link: bool, tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     os.mkfifo(tmp_path / "pipe" if link else path)
     if link:

@@ -209,7 +209,7 @@ def test_any_other_is_asked_for_again(error: Exception) -> None:
 
 
 @pytest.mark.parametrize("error", [TypeError("a slip"), ValueError("a slip"), KeyError("a slip")])
-def test_a_slip_of_our_own_is_no_answer(error: Exception) -> None:
+def test_a_slip_of_our_own_is_not_an_answer(error: Exception) -> None:
     ours: dict[str, Any] = {"__name__": "ckptool.storage.store", "error": error}
     exec("def work():\n    raise error", ours)
     with pytest.raises(type(error), match="a slip"):

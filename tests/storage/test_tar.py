@@ -168,7 +168,7 @@ HOSTILE: dict[str, tuple[Members, str]] = {
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_what_is_no_plain_file_of_one_name_is_refused(kind: str, tmp_path: Path) -> None:
+def test_what_is_not_a_plain_file_of_one_name_is_refused(kind: str, tmp_path: Path) -> None:
     members, said = HOSTILE[kind]
     dialect = tarfile.GNU_FORMAT if kind == "long link" else tarfile.PAX_FORMAT
     path = pack(tmp_path / "a.nemo", [*member("model_weights.ckpt", b"x"), *members], dialect)
@@ -256,7 +256,7 @@ def test_the_parts_of_several_ranks_are_not_guessed_at(tmp_path: Path) -> None:
     assert f"tar -xf {path} -C FOLDER" in str(error.value.hint)
 
 
-def test_it_is_found_in_a_folder_and_what_is_left_out_is_said(tmp_path: Path) -> None:
+def test_it_is_found_in_a_folder_and_what_is_excluded_is_reported(tmp_path: Path) -> None:
     data = contents(opened(ARCHIVE))["model_weights.ckpt"]
     more = member("./timestamps_asr_model_weights.ckpt", data)
     pack(tmp_path / "model.nemo", [*member("./model_weights.ckpt", data), *more])

@@ -1,4 +1,4 @@
-"""A checkpoint under another map of keys: catalog in, catalog out. No byte is moved."""
+"""Apply a key map to a checkpoint: catalog in, catalog out. No byte is moved."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MOMENTS = (".exp_avg", ".exp_avg_sq", ".max_exp_avg_sq", ".momentum_buffer")
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One tensor of the result, the tensors it is made of, and how."""
+    """One tensor of the result, its source tensors, and the operation."""
 
     sources: tuple[str, ...]
     target: str
@@ -37,7 +37,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class MapResult:
-    """A checkpoint under a map; ``excluded`` are the names that the map says to leave out.
+    """A checkpoint under a map; ``excluded`` are the names that the map excludes.
 
     ``computed`` are the tensors of the result whose elements the map changes.
     """
@@ -49,11 +49,11 @@ class MapResult:
 
 
 def apply_map(catalog: Catalog, key_map: KeyMap, facts: ModelFacts) -> MapResult:
-    """Apply a map to a checkpoint: its model, and what an optimizer keeps for each parameter.
+    """Apply a map to a checkpoint: to its model, and to an optimizer's state of each parameter.
 
-    The places of tensors must have been located. Raises UsageError if no rule takes a tensor
-    or two make one name, UnknownSizes, and Unsupported if shapes are not what the map says or
-    the optimizer's state cannot follow.
+    The places of tensors must have been located. Raises UsageError if no rule matches a tensor or
+    two yield one name, UnknownSizes, and Unsupported if shapes contradict the map or the
+    optimizer's state cannot follow.
     """
     unsupported = [name for name in key_map.unless if name in facts.true]
     if unsupported:
@@ -65,7 +65,7 @@ def apply_map(catalog: Catalog, key_map: KeyMap, facts: ModelFacts) -> MapResult
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """What is carried over together in one frame; ``first`` is the claim to one of its names."""
+    """Tensors carried over together in one frame; ``first`` is the claim to one of its names."""
 
     frame: Frame
     first: Claim
@@ -192,7 +192,7 @@ class _Application:
     def _require_alike(self, rule: Rule, first: BoundTensor, sizes: Mapping[str, int]) -> None:
         """Raise Unsupported if a dim of the model, or a number of names, has two sizes.
 
-        What all names of a rule number, such as layers, may differ in its other numbers: experts.
+        Indices in all names of a rule, such as layers, may differ in its other indices: experts.
         """
         within = tuple((axis, first.binding[axis]) for axis in rule.common)
         axes = {name for axis in rule.axes for name in axis}
@@ -220,7 +220,7 @@ class _Application:
             self._values += [rename_entry(entry, group.frame.around(name)) for name in targets]
 
     def _rename_in_lists(self, handled: set[str]) -> None:
-        """Rename in lists of parameters' names, as an optimizer's parameter groups have them."""
+        """Rename in lists of parameters' names, such as those of optimizer parameter groups."""
         listed_before: set[str] = set()
         for name, entry in self._catalog.objects.items():
             if name in handled or not _is_list_of_names(entry):
@@ -281,7 +281,7 @@ class _Application:
 def _for(rule: Rule, frame: Frame) -> Rule:
     """Return a rule for one part: gradients, and so their moments, are those of ``weight + 1``.
 
-    Raises Unsupported if it is not known what a rule that adds makes of an optimizer's state.
+    Raises Unsupported if the effect of an adding rule on an optimizer's state is unknown.
     """
     if not rule.add or frame.part == "model":
         return rule

@@ -1,4 +1,4 @@
-"""Integers that are packed in words of 32 bits: compressed-tensors, GPTQ and AWQ."""
+"""Integers packed into 32-bit words: compressed-tensors, GPTQ and AWQ."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from ckptool.errors import Unsupported
 
 _PACKED, _WORDS = ".weight_packed", ".qweight"
 _BITS = (4, 8)
-"""Those that the tensors tell; others are what ``num_bits`` of quantization_config says."""
+"""Widths that the tensors determine; others come from ``num_bits`` of quantization_config."""
 _GPTQ_BITS = (2, 3, 4, 8)
 _AWQ_BITS = 4
 _ADDED = {"gptq": 1.0, "gptq_v2": 0.0}
-"""What is added to a stored zero point: GPTQ of AutoGPTQ stores it less one, GPTQModel's v2 not."""
+"""Added to a stored zero point: AutoGPTQ stores it less one, GPTQModel's v2 format does not."""
 _REORDERED = ("true", "group", "dynamic")
-"""What compressed-tensors (0.20) calls groups of columns that are in another order than stored."""
+"""compressed-tensors' (0.20) names for groups of columns in another order than stored."""
 _OF_MODULES = ("dynamic", "extra_config")
-"""What GPTQModel and AutoRound call the settings that some modules have of their own."""
+"""The keys of GPTQModel and AutoRound for settings of single modules."""
 _AUTO_ROUND = {
     "auto_round:auto_gptq": "gptq",
     "auto_round:auto_awq": "awq",
 }
-"""What AutoRound calls the layouts that it shares with others."""
+"""AutoRound's names for the layouts that it shares with others."""
 
 
 def find_packed(tensors: Tensors) -> Iterator[Quantized]:
-    """Yield integers in words, where all is there that the numbers are made of.
+    """Yield integers in words, if all tensors that their numbers need exist.
 
     compressed-tensors: ``X.weight_packed`` with ``X.weight_scale`` and ``X.weight_shape``. GPTQ and
     AWQ: ``X.qweight`` with ``X.qzeros`` and ``X.scales``, GPTQ mostly with ``X.g_idx``.
@@ -58,7 +58,7 @@ def find_packed(tensors: Tensors) -> Iterator[Quantized]:
 
 
 def _of_words(tensors: Tensors, values: TensorEntry, module: str) -> Iterator[Quantized]:
-    """Yield GPTQ, packed along the inputs, or AWQ, along the outputs: the scales' columns tell."""
+    """Yield GPTQ, packed along the inputs, or AWQ, along the outputs, by the scales' columns."""
     zeros, scales, order = (tensors.get(f"{module}.{p}") for p in ("qzeros", "scales", "g_idx"))
     if zeros is None or scales is None or len(scales.shape) != 2 or len(values.shape) != 2:
         return
@@ -71,9 +71,9 @@ def _of_words(tensors: Tensors, values: TensorEntry, module: str) -> Iterator[Qu
 
 
 def _lay_out_integers(pair: Quantized, around: Surroundings) -> TensorEntry:
-    """Lay out integers that are packed in words, the rows of a tensor by themselves.
+    """Lay out integers that are packed in words, each row of a tensor by itself.
 
-    A word holds as many as say the shape and the words of a row.
+    The shape and the words of a row determine how many a word has.
     """
     pair.require_type(pair.scales, "float")
     shape = _shape(pair.about[0], around)
@@ -106,7 +106,7 @@ def _lay_out_integers(pair: Quantized, around: Surroundings) -> TensorEntry:
 
 
 def _shape(entry: TensorEntry, around: Surroundings) -> tuple[int, ...]:
-    """Return the shape that a tensor holds; empty if it holds none."""
+    """Return the shape stored in a tensor; empty if there is none."""
     if entry.dtype.kind != "int" or len(entry.shape) != 1:
         return ()
     stored, size = around.read(entry), entry.dtype.itemsize
@@ -115,7 +115,7 @@ def _shape(entry: TensorEntry, around: Surroundings) -> tuple[int, ...]:
 
 
 def _require_layout(pair: Quantized, method: str, config: Surroundings) -> str | None:
-    """Return what the config calls the format of GPTQ or AWQ; Unsupported if it is another."""
+    """Return the config's name for the format of GPTQ or AWQ; Unsupported if it is another."""
     fields = config.config.fields
     said = config.config.method
     if said == "auto-round":
@@ -178,7 +178,7 @@ def _of_modules(fields: Mapping[str, Any]) -> bool:
 
 
 def _lay_out_awq(pair: Quantized, around: Surroundings) -> TensorEntry:
-    """Lay out integers of four bits packed along the outputs, as AutoAWQ's GEMM has them."""
+    """Lay out integers of four bits packed along the outputs, as in AutoAWQ's GEMM."""
     form = _require_layout(pair, "awq", around) or "gemm"
     if form != "gemm":
         raise pair.unfit(f"AWQ of version {form} is not supported, only gemm")

@@ -24,18 +24,17 @@ _VALUES = {
     ".tensor_impl.int_data": ".tensor_impl",
     ".tensor_impl.float8_data": ".tensor_impl",
 }
-"""What the integers or floats are called, and where their scales lie."""
+"""The names of the integers or floats, and of their scales."""
 _PLAIN = ("PlainLayout", "QDQLayout", "Float8Layout")
 _INTEGER_ZEROS, _NO_ZEROS = 1, 3
-"""``ZeroPointDomain.INT`` and ``NONE``: a zero point that is a float is added, not subtracted."""
+"""``ZeroPointDomain.INT`` and ``NONE``: a floating-point zero point is added, not subtracted."""
 
 
 def find_torchao(catalog: Catalog, names: Iterable[str]) -> Iterator[Quantized]:
-    """Yield what has scales beside its values, and a block size among its plain values.
+    """Yield tensors with scales, and a block size among their plain values.
 
-    Its values have one of some ``names``.
-
-    In safetensors ``X.weight`` is ``X._weight_qdata``, ``X._weight_scale`` and so on.
+    The tensors have one of some ``names``. In safetensors ``X.weight`` is ``X._weight_qdata``,
+    ``X._weight_scale`` and so on.
     """
     for name in names:
         values = catalog.tensors[name]
@@ -52,7 +51,7 @@ def find_torchao(catalog: Catalog, names: Iterable[str]) -> Iterator[Quantized]:
 def _of_parts(
     catalog: Catalog, values: TensorEntry, name: str, head: str, whole: str
 ) -> Iterator[Quantized]:
-    """Yield what begins with ``head``: scales and zero points. All of it begins with ``whole``."""
+    """Yield the scales and zero points named ``head...``; all parts are named ``whole...``."""
     tensors = catalog.tensors
     scales, zeros = tensors.get(f"{head}scale"), tensors.get(f"{head}zero_point")
     if scales is None:
@@ -108,20 +107,20 @@ def _lay_out(pair: Quantized, around: Surroundings) -> TensorEntry:
 
 
 def _block(value: Any) -> tuple[int, ...]:
-    """Return a block size; () where it is none."""
+    """Return a block size; () if it is none."""
     is_block = isinstance(value, list | tuple) and all(type(n) is int for n in value)
     return tuple(value) if is_block else ()
 
 
 def _even(shape: tuple[int, ...], grid: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the size of blocks that divide a tensor into a grid; () where none does."""
+    """Return the size of blocks that divide a tensor into a grid; () if none does."""
     if len(shape) != len(grid) or any(n < 1 or s % n for s, n in zip(shape, grid, strict=True)):
         return ()
     return tuple(size // count for size, count in zip(shape, grid, strict=True))
 
 
 def _as_grid(pair: Quantized, entry: TensorEntry, grid: tuple[int, ...]) -> TensorEntry:
-    """View scales with a dim for each of the tensor, those of one index added where they lack."""
+    """Return a view of scales with as many dims as the tensor, adding dims of one index."""
     if entry.shape == grid:
         return entry
     if entry.shape != tuple(n for n in grid if n != 1):

@@ -43,9 +43,9 @@ ShardOrder = Sequence[tuple[int, Sequence[int]]]
 
 @dataclass(frozen=True, slots=True)
 class LocalShard:
-    """What one mesh position holds: the local tensor's shape and where its parts come from.
+    """The content of one mesh position: the local tensor's shape and the origin of its parts.
 
-    An empty shard has a 0 in ``shape`` and no pieces. There are several pieces where the rows of a
+    An empty shard has a 0 in ``shape`` and no pieces. There are several pieces if the rows of a
     position are not contiguous in the tensor.
     """
 
@@ -86,7 +86,7 @@ def _recorded_shards(
     recorded: tuple[tuple[int, tuple[int, ...]], ...],
     order: tuple[tuple[int, tuple[int, ...]], ...],
 ) -> tuple[LocalShard, ...]:
-    """Return what each position holds; a checkpoint has many tensors that are cut alike."""
+    """Return the shard of each position; a checkpoint has many tensors that are cut alike."""
     return _every_shard(_decide(shape, mesh_shape, placements, dict(recorded), order))
 
 
@@ -99,7 +99,7 @@ def shard_at(
     local_shape: Sequence[int],
     shard_order: ShardOrder | None = None,
 ) -> LocalShard:
-    """Return what row-major ``position`` alone holds, as ``local_shards`` does for all.
+    """Return the shard of row-major ``position`` alone, as ``local_shards`` does for all.
 
     Of the local shapes only the position's own is known.
     """
@@ -147,7 +147,7 @@ class _Reading:
 
 @lru_cache(maxsize=32)
 def _every_shard(reading: _Reading) -> tuple[LocalShard, ...]:
-    """Return the shards of all positions. Positions that hold the same runs share one object."""
+    """Return the shards of all positions. Positions with the same runs share one object."""
     known: dict[tuple[Runs, ...], LocalShard] = {}
     shards = []
     for position in range(math.prod(reading.mesh_shape)):
@@ -194,7 +194,7 @@ def _no_reading(
 
 
 def _check_stripes(shape: Sequence[int], sizes: Sequence[int], cuts: tuple[Cuts, ...]) -> None:
-    """Refuse split factors that would cut a tensor into more stripes than any real mesh does."""
+    """Raise Unsupported for split factors that make more stripes than any real mesh."""
     most = max(_MOST_STRIPES, _MOST_STRIPES_A_POSITION * math.prod(sizes))
     stripes = 1
     for length, dim_cuts in zip(shape, cuts, strict=True):
@@ -254,10 +254,10 @@ def declared_pieces(
     local_sizes: Sequence[Sizes],
     local_shape: Sizes,
 ) -> tuple[Piece, ...]:
-    """Return which boxes of the tensor of ``global_shape`` lie where in that of ``local_shape``.
+    """Return which boxes of the tensor of ``global_shape`` are where in that of ``local_shape``.
 
-    Elements of the local tensor that no shard covers are padding. Raises ValueError if the
-    numbers do not fit one another, as DCP does.
+    Elements of the local tensor that no shard covers are padding. Raises ValueError if the numbers
+    do not fit one another, as DCP does.
     """
     if not len(global_offsets) == len(local_offsets) == len(local_sizes):
         counts = f"{len(global_offsets)} global_offsets, {len(local_offsets)} local_offsets"
@@ -273,7 +273,7 @@ def declared_pieces(
 
 
 def _box(offset: Sizes, size: Sizes, shape: Sizes, what: str) -> Box:
-    """Return the box of a shard; ValueError if it does not lie within ``shape``."""
+    """Return the box of a shard; ValueError if it is not within ``shape``."""
     if not len(offset) == len(size) == len(shape):
         raise ValueError(
             f"a shard of {len(size)} dims at an offset of {len(offset)} in {what} {list(shape)}"

@@ -1,4 +1,4 @@
-"""Which chunks of a tensor share elements with a box, worked out once for all cut alike."""
+"""The chunks of a tensor that share elements with a box, computed once for all cut alike."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ckptool.core.box import Box, BoxTable, boxes_of, solid_places, spans_of
 from ckptool.core.catalog import Chunk, TensorEntry
 
 _FEW = 1024
-"""Boxes whose index the tensors that are cut alike share, and common boxes that it keeps."""
+"""Boxes up to which tensors that are cut alike share an index, and common boxes that it keeps."""
 
 
 class SharedBox(NamedTuple):
-    """What the chunk at ``place`` has in common with a box: ``box``, in the tensor's coordinates.
+    """The part that the chunk at ``place`` shares with a box: ``box``, in the tensor's coordinates.
 
     ``local`` is the same in the chunk's own coordinates, ``where`` in those of the box.
     """
@@ -45,7 +45,7 @@ class BoxIndex:
         self._room = _FEW
 
     def find(self, box: Box) -> Iterable[SharedBox]:
-        """Return what each has in common with ``box``; of few boxes it is kept for the first."""
+        """Return what each shares with ``box``; for few boxes the result is cached."""
         if len(self._boxes) > _FEW:
             return self._find(box)
         known = self._known.get(box)
@@ -76,7 +76,7 @@ def _shared_index(boxes: Sequence[Box]) -> BoxIndex:
 
 
 class ChunkIndex:
-    """Finds the chunks of one tensor that share elements with a box; each is always one object."""
+    """Finds the chunks of one tensor that share elements with a box, as the same objects."""
 
     def __init__(self, entry: TensorEntry) -> None:
         boxes = boxes_of(entry.chunks)
@@ -91,7 +91,7 @@ class ChunkIndex:
             yield chunk, shared.box
 
     def shared(self, box: Box) -> Iterator[tuple[Chunk, SharedBox]]:
-        """Yield each chunk that overlaps ``box``, with what they have in common."""
+        """Yield each chunk that overlaps ``box``, with the common part."""
         for shared in self._boxes.find(box):
             chunk = self._found.get(shared.place)
             if chunk is None:
@@ -99,6 +99,6 @@ class ChunkIndex:
             yield chunk, shared
 
     def overlaps(self, box: Box) -> Iterator[tuple[int, Box]]:
-        """Yield the place of each chunk that overlaps ``box``, with the common box."""
+        """Yield the index of each chunk that overlaps ``box``, with the common box."""
         for shared in self._boxes.find(box):
             yield shared.place, shared.box

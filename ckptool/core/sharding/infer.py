@@ -31,13 +31,13 @@ _MOST_RANKS = 1 << 17
 class Inference:
     """What the chunks determine.
 
-    ``placements`` are all that explain a tensor and put different rows on a rank: several where the
-    chunks do not tell, none of any tensor where ``mesh`` is None. A tensor stored whole counts as
-    replicated, and a mesh dim outside a tensor's own mesh as one that replicates it, for the chunks
-    tell no difference.
+    ``placements`` are all that explain a tensor and put different rows on a rank: several if the
+    chunks do not decide, none of any tensor if ``mesh`` is None. A tensor stored whole counts as
+    replicated, and a mesh dim outside a tensor's own mesh as one that replicates it, as the chunks
+    show no difference.
 
-    ``ambiguous`` are the mesh shapes between which the chunks do not decide; empty if they do,
-    or where no mesh explains all tensors.
+    ``ambiguous`` are the mesh shapes between which the chunks do not decide; empty if they do, or
+    if no mesh explains all tensors.
     """
 
     mesh: Mesh | None
@@ -84,10 +84,10 @@ _Signature = tuple[_Shape, Spans]
 
 @dataclass(frozen=True, slots=True)
 class _CutDim:
-    """What is known of a tensor dim that is cut.
+    """The known facts about a tensor dim that is cut.
 
-    ``spans`` are the distinct non-empty row ranges, ``writers`` tells which rank wrote which,
-    ``idle`` are ranks that wrote an empty chunk; ``leaves_empty`` where there is such a chunk.
+    ``spans`` are the distinct non-empty row ranges, ``writers`` says which rank wrote which,
+    ``idle`` are ranks that wrote an empty chunk; ``leaves_empty`` is true if there is such a chunk.
     """
 
     length: int
@@ -110,7 +110,7 @@ _Evidence = tuple[_CutDim | None, ...]
 
 
 def _evidence(shape: _Shape, stored: Spans) -> _Evidence | None:
-    """Return what the chunks tell of each tensor dim; None if no mesh cuts a tensor so."""
+    """Return the evidence of the chunks for each tensor dim; None if no mesh cuts a tensor so."""
     boxes, ranks = stored
     if not boxes or any(len(box.lo) != len(shape) for box in boxes):
         return None
@@ -197,7 +197,7 @@ class _Search:
     def _cuts(self, dim: _CutDim, shape: _Shape, order: Order) -> bool:
         """Return whether the order gives the spans, and each rank what it wrote.
 
-        Where the writer lists empty chunks, there must be some just where it lists one.
+        If the writer lists empty chunks, there must be some exactly where it lists one.
         """
         sizes = tuple(shape[mesh_dim] for mesh_dim in order)
         if not _may_give(dim, sizes):
@@ -212,7 +212,7 @@ class _Search:
 
 
 def _may_give(dim: _CutDim, sizes: tuple[int, ...]) -> bool:
-    """Test cheaply whether there are chunks enough and the first is of the right length."""
+    """Return whether there are enough chunks and the first has the right length: a cheap test."""
     first = dim.length
     for size in sizes:
         first = -(-first // size)
@@ -276,7 +276,7 @@ def _complexity(placements: Placements) -> tuple[int, int, str]:
 def with_inferred_mesh(catalog: Catalog) -> Catalog:
     """Return the catalog with the mesh and placements that its chunks and writing ranks determine.
 
-    A tensor without elements gets none: its chunks cannot tell how it was placed.
+    A tensor without elements gets none: its chunks do not show how it was placed.
     """
     world = catalog.world_size or 1
     entries = [entry for entry in catalog.tensors.values() if entry.placements is None]

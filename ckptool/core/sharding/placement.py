@@ -24,7 +24,7 @@ _MOST_RANKS = 131_072
 
 @dataclass(frozen=True, slots=True)
 class PlacementRule:
-    """Tensors whose name matches ``glob`` get these placements, or those of a style on ``tp``.
+    """Tensors whose names match ``glob`` get these placements, or those of a style on ``tp``.
 
     A ``required`` rule must match something.
     """
@@ -44,7 +44,7 @@ class Choice:
 
 
 def parse_mesh(text: str) -> Mesh:
-    """Return the mesh of ``2x4``, ``8`` or ``dp=2,tp=4``; UsageError if it is none."""
+    """Return the mesh of ``2x4``, ``8`` or ``dp=2,tp=4``; UsageError if it is invalid."""
     named = [part.partition("=") for part in text.split(",")] if "=" in text else []
     names = [name.strip() for name, _, _ in named] or None
     sizes = [size for _, _, size in named] or text.lower().split("x")
@@ -82,7 +82,7 @@ def parse_placement(text: str) -> Placement:
 def parse_rule(text: str) -> PlacementRule:
     """Return the rule ``GLOB=Shard(0),Replicate()`` or ``GLOB=colwise``.
 
-    Raises UsageError if it is none.
+    Raises UsageError if it is invalid.
     """
     glob, equals, right = text.partition("=")
     if not equals or not glob.strip():
@@ -91,7 +91,7 @@ def parse_rule(text: str) -> PlacementRule:
 
 
 def rule_of(glob: str, placements: Sequence[str]) -> PlacementRule:
-    """Return a rule from a glob and the words for its placements, one a mesh dim, or one style."""
+    """Return a rule from a glob and its placements in words, one per mesh dim, or one style."""
     if len(placements) == 1 and placements[0].strip() in STYLES:
         return PlacementRule(glob, style=placements[0].strip())
     return PlacementRule(glob, placements=tuple(map(parse_placement, placements)))
@@ -111,7 +111,7 @@ class Placer:
     policy: str | None = None
 
     def choose(self, catalog: Catalog) -> dict[str, Choice]:
-        """Return a choice for every tensor. UsageError if a rule does not fit mesh or tensor."""
+        """Return a choice for every tensor; UsageError if a rule does not fit mesh or tensor."""
         for rule in self.rules:
             if rule.required and not any(fnmatchcase(name, rule.glob) for name in catalog.tensors):
                 raise UsageError(
@@ -169,7 +169,7 @@ class Placer:
         return fsdp_last(placed, self.mesh, {at for at, name in enumerate(names) if name == "ep"})
 
     def _kept(self, entry: TensorEntry, catalog: Catalog) -> Placements | None:
-        """Carry the source's placements over by dim name or, where as many dims, by position."""
+        """Carry the source's placements over by dim name or, with as many dims, by position."""
         source = entry.mesh or catalog.mesh
         if entry.placements is None or source is None:
             return None
@@ -180,7 +180,7 @@ class Placer:
 
 
 def _places(source: Mesh, mesh: Mesh) -> tuple[int, ...] | None:
-    """Return which dim of the new mesh each of the source's becomes; None if nothing tells."""
+    """Return the new mesh's dim for each of the source's; None if that is unknown."""
     if source.names and mesh.names and set(source.names) <= set(mesh.names):
         return tuple(map(mesh.names.index, source.names))
     return tuple(range(len(mesh.shape))) if len(source.shape) == len(mesh.shape) else None
@@ -240,7 +240,7 @@ STYLES = {
 }
 """The words of transformers' ``tp_plan`` (transformers 5), and the dim that each shards.
 
-0 are a layer's output features, in weight and bias, 1 the input features, in the weight alone.
+0 are a layer's output features, in weight and bias, 1 the input features, only in the weight.
 """
 
 _COLWISE = re.compile(
@@ -283,7 +283,7 @@ POLICIES: dict[str, Callable[[TensorEntry, Mesh], Placements]] = {
 def fsdp_last(placements: Placements, mesh: Mesh, first: set[int]) -> Placements:
     """Make FSDP cut what the mesh dims ``first`` (tensor or expert parallel) left of a tensor dim.
 
-    So its shards of the same dim, written before theirs, become strided.
+    Its shards of the same dim, listed before theirs, become strided.
     """
     adjusted = list(placements)
     for at, placement in enumerate(placements):

@@ -134,7 +134,7 @@ class Rest:
         self._problems += [tile.problem for tile in tiles if tile.problem is not None]
 
     def problem(self) -> str | None:
-        """Return the first difference of a file from its layout, once all was read."""
+        """Return the first difference of a file from its layout, or None, once all was read."""
         for file in self._files:
             nbytes = self._written.files.get(file.path)
             if nbytes is None:

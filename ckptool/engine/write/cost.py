@@ -60,7 +60,7 @@ def _table_bytes(
 
 
 def _stored(entry: TensorEntry) -> object:
-    """Return how a tensor's chunks are stored, relative to their place; None if one is closed."""
+    """Return how a tensor's chunks are stored, relative to their place; None for closed ones."""
     if isinstance(entry.chunks, WholeTensor):
         return entry.chunks.boxes, entry.chunks.strides
     stored = tuple(

@@ -1,4 +1,4 @@
-"""Which files of a transfer are finished, so that a killed one can be resumed."""
+"""The record of a transfer's finished files, so that a killed one can be resumed."""
 
 from __future__ import annotations
 
@@ -26,10 +26,9 @@ _MARK = f'{{"schema": "{_SCHEMA}"'.encode()
 class Journal:
     """An append-only list of finished files, kept beside the folder that they are staged in.
 
-    The first line holds the digests of the plan and of the source's files, and in the first
-    process's the files that are to be written with their sizes; each further line a finished file
-    with the CRC-32 of its bytes. The open file is locked: two processes never write
-    one stage.
+    The first line has the digests of the plan and of the source's files, and in the first process's
+    journal the files to be written with their sizes; each further line a finished file with the
+    CRC-32 of its bytes. The open file is locked: two processes never write one stage.
     """
 
     def __init__(self, stream: IO[str] | None, finished: Mapping[str, int] | None = None) -> None:
@@ -50,7 +49,7 @@ class Journal:
         return cls(_open_locked(path))
 
     def begin(self, plan: str, source: str, **more: object) -> None:
-        """Forget what was noted, and begin with these digests and what else is to be known."""
+        """Empty the journal, and begin with these digests and other facts."""
         if self._stream is not None:
             self._stream.truncate(0)
         self._append(journal_head(plan, source) | more)
@@ -69,10 +68,10 @@ class Journal:
         """Open the journal of an earlier run of the same plan over the same source.
 
         ``others`` are journals that further ranks kept of the same output, ``files`` the sizes of
-        those that are to be written, to be noted if they are not; ``parts`` is into how many the
-        run is shared, ``state`` that of the source where it begins here. What parts noted is kept
-        where the run is no longer shared, and no part goes on from then. Raises Unsupported if
-        these are not those of the earlier run.
+        those to be written, to be noted if they are not; ``parts`` is into how many the run is
+        shared, ``state`` that of the source if the run begins here. Notes of parts are kept if the
+        run is no longer shared, and no part continues from then on. Raises Unsupported if these are
+        not those of the earlier run.
         """
         stream = _open_locked(path)
         finished: dict[str, int] = {}
@@ -99,11 +98,11 @@ class Journal:
         return self._finished.get(path)
 
     def done(self, path: str, crc: int) -> None:
-        """Note that a file is written (and synced, where asked); its bytes have this CRC-32."""
+        """Note that a file is written (and synced, if requested), with the CRC-32 of its bytes."""
         self._append({"done": path, "crc32": crc})
 
     def end(self, part: Mapping[str, object]) -> None:
-        """Note that the part of a run that this journal is of is done, and what it is."""
+        """Note that this journal's part of a run is done, with its description."""
         self._append({"part": part})
         if self._stream is not None:
             os.fsync(self._stream.fileno())
@@ -130,7 +129,7 @@ NO_JOURNAL = Journal(None)
 
 
 def read_part(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return how a part's journal begins, and what it ends with; empty if it is not done."""
+    """Return the first line of a part's journal, and its last; empty if the part is not done."""
     lines = _read_lines(path)
     part: Any = lines[-1].get("part") if lines else None
     is_done = isinstance(part, dict) and isinstance(part.get("files"), dict)
@@ -157,7 +156,7 @@ def require_no_parts(target: object, journals: Iterable[Path]) -> None:
 
 
 def unfinished_parts(target: object, count: int) -> Unsupported:
-    """Return the error where a run that is not one in parts would remove what these wrote."""
+    """Return the error for a run, not in parts, that would remove the output of parts."""
     return Unsupported(
         f"{target}: holds the unfinished output of a run in {count} parts",
         hint="--part K/N continues each, --finish ends it, and --overwrite starts over",
@@ -165,19 +164,19 @@ def unfinished_parts(target: object, count: int) -> Unsupported:
 
 
 def journal_head(plan: str, source: str) -> dict[str, object]:
-    """Return what the note of an output begins with: the digests of the plan and the source."""
+    """Return the beginning of an output's note: the digests of the plan and the source."""
     return {"schema": _SCHEMA, "plan": plan, "source": source}
 
 
 def is_journal(path: Path) -> bool:
-    """Return whether a file is a journal, or one that a killed run had only just made."""
+    """Return whether a file is a journal, or one that a killed run had only just created."""
     return is_real_file(path) and begins_with(path, _MARK)
 
 
 def noted_sizes(paths: Iterable[Path], expected: Mapping[str, int]) -> dict[str, int]:
-    """Return the files that journals say are being written, with the larger of the sizes.
+    """Return the files that journals list as being written, with the larger of the sizes.
 
-    ``expected`` are those of a run that begins afresh: a journal that was cut short names none.
+    ``expected`` are those of a run that starts over: a truncated journal lists none.
     """
     sizes = dict(expected)
     for path in paths:
@@ -199,7 +198,7 @@ def _open_locked(path: Path) -> IO[str]:
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if identity(path) != os.fstat(descriptor).st_ino:
-            raise BlockingIOError  # who had it is done, and has removed it
+            raise BlockingIOError  # its owner is done, and has removed it
     except OSError:
         stream.close()
         raise Unsupported(f"{path}: another ckptool is writing this target") from None
@@ -234,7 +233,7 @@ def require_same_run(path: str, head: Mapping[str, object], expected: Mapping[st
 
 
 def _read_lines(path: Path) -> list[dict[str, object]]:
-    """Return the lines of a journal, {} for one that is damaged, but for one that was cut short."""
+    """Return the lines of a journal, {} for a damaged one, without a truncated last line."""
     text = path.read_text(encoding="utf-8", errors="replace")
     return [_parse_line(line) for line in text.split("\n")[:-1]]
 
@@ -250,7 +249,7 @@ def _parse_line(line: str) -> dict[str, object]:
 def find_finished(
     plan: Plan, numbers: Collection[int], folder: Path, options: RunOptions, journal: Journal
 ) -> list[int]:
-    """Return those of the files that an earlier run finished, and that are as it wrote them."""
+    """Return those of the files that an earlier run finished and that are unchanged."""
     files = plan.layout.files
     whole: dict[int, FileLayout] = {}
     for number in numbers:

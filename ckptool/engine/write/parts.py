@@ -1,8 +1,8 @@
-"""Output that processes make which do not know one another, a part each; another commits it.
+"""Output made in parts by independent processes; another one commits it.
 
-Each part has the journal of a rank, which says of how many parts the run is. The journal ends with
-a note of the part once all its files are written, synced and compared: names, sizes and times,
-that of the last change of anything among them, which nothing sets back.
+Each part has a rank's journal, which records the number of parts. The journal ends with a note of
+the part once all its files are written, synced and compared: names, sizes and times, including that
+of the last change of anything, which nothing sets back.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ COMMITS = "what the parts wrote is kept; the same command commits it"
 
 
 class PartStage(Stage):
-    """The stage of one part: it is begun by whichever comes first, and continued by all."""
+    """The stage of one part: begun by whichever comes first, and continued by all."""
 
     def __init__(self, target: Path, layout: Layout, options: StageOptions, share: Share) -> None:
         super().__init__(target, layout, options)
@@ -45,8 +45,8 @@ class PartStage(Stage):
     def begin(self) -> None:
         """Open this part's journal, new or as an earlier run left it, and make the folder.
 
-        Raises Unsupported if the target exists, does not fit, another process writes this part,
-        or the others are parts of another run.
+        Raises Unsupported if the target exists, does not fit, another process writes this part, or
+        the others are parts of another run.
         """
         self.finish_earlier()
         self.require_possible()
@@ -101,11 +101,11 @@ class PartStage(Stage):
         return None
 
     def next_step(self) -> str | None:
-        """Return how a part that ended midway goes on."""
+        """Return how to continue a part that ended midway."""
         return CONTINUES if self.is_partial() else None
 
     def discard(self, *, resumed: bool = False) -> None:
-        """Remove what this part wrote; if it was resumed only where that is asked."""
+        """Remove what this part wrote; a resumed part only if requested."""
         if self.journal.is_open and (self._is_new or resumed):
             with suppress(OSError):
                 remove_own(self.folder, self._names)
@@ -116,7 +116,7 @@ class PartStage(Stage):
 
 
 class PartsStage(Stage):
-    """The stage that all parts have written into, to be committed."""
+    """The stage that all parts have written, to be committed."""
 
     def __init__(self, target: Path, layout: Layout, options: StageOptions) -> None:
         super().__init__(target, layout, options)
@@ -144,7 +144,7 @@ class PartsStage(Stage):
         self.require_possible()
 
     def join(self, rank: int = 0) -> None:
-        """Do nothing: all is written."""
+        """Do nothing: everything is written."""
 
     def mark(self, token: str) -> None:
         """Do nothing: only one process commits."""
@@ -158,7 +158,7 @@ class PartsStage(Stage):
         return []
 
     def next_step(self) -> str | None:
-        """Return how to go on where the commit failed."""
+        """Return how to continue if the commit failed."""
         return COMMITS if self._locked else None
 
     def discard(self, *, resumed: bool = False) -> None:
@@ -172,9 +172,9 @@ class PartsStage(Stage):
 
 
 def _marks(folder: Path, names: Iterable[str]) -> dict[str, list[int]]:
-    """Return what says of files, as JSON has it, that nobody wrote to them: follow no link.
+    """Return a record of files, as in JSON, that shows if they were written to; follows no link.
 
-    Not inodes, which sshfs and other file systems in user space number anew on each machine.
+    Without inodes, which sshfs and other file systems in user space renumber on each machine.
     """
     found = {}
     for name in names:
@@ -185,12 +185,12 @@ def _marks(folder: Path, names: Iterable[str]) -> dict[str, list[int]]:
 
 
 def run_head(plan: str, source: str, parts: int) -> dict[str, object]:
-    """Return what the journals of all parts of one run begin with."""
+    """Return the common beginning of the journals of all parts of one run."""
     return {"plan": plan, "source": source, "parts": parts}
 
 
 def end_of_part(options: StageOptions, files: Mapping[str, Any]) -> dict[str, object]:
-    """Return what is noted of a part that is done, with the stamps or versions of its files."""
+    """Return the note of a finished part, with the stamps or versions of its files."""
     return {"verified": options.verify, "source": options.source_state, "files": files}
 
 
@@ -199,7 +199,7 @@ def require_parts(
     parts: Mapping[int, tuple[Mapping[str, Any], Mapping[str, Any]]],
     options: StageOptions,
 ) -> Sequence[Mapping[str, Any]]:
-    """Return the files of each part, as they were noted at its end.
+    """Return the files of each part, as noted at its end.
 
     ``parts`` are how each journal begins and ends, by the part's number from 0 on. Raises
     Unsupported if they are of another run, or one is not done.
@@ -237,7 +237,7 @@ def _require_none(
 
 
 def damaged_part(target: object, number: int, count: int, files: Sequence[str]) -> Unsupported:
-    """Return the error where files of a part are not as it left them."""
+    """Return the error for a part whose files are not as it left them."""
     return Unsupported(
         f"{target}: {list_some(files)} of part {number + 1} of {count}: missing, or changed since",
         hint=f"the same command with --part {number + 1}/{count} in place of --finish writes what"

@@ -1,7 +1,7 @@
-"""Output in a store that processes make which do not know one another; another commits it.
+"""Output made in a store by independent processes; another one commits it.
 
-The note that keeps readers away says of how many parts the run is. Beside it each part has a note
-of its own: who writes it, and once it is done what it has written.
+The note that keeps readers away records the number of parts. Beside it each part has a note of its
+own: its writer, and once it is done the files it has written.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ckptool.storage.url import RemotePath
 
 
 class RemotePartStage(RemoteStage):
-    """One part of what a store will hold. The file that makes it a checkpoint is no part's."""
+    """One part of the output in a store. The file that makes it a checkpoint belongs to no part."""
 
     def __init__(
         self, target: RemotePath, layout: Layout, options: StageOptions, share: Share
@@ -43,7 +43,7 @@ class RemotePartStage(RemoteStage):
     def require_possible(self) -> None:
         """Raise Unsupported if something exists, this part is being written, or others differ.
 
-        What a store holds cannot be replaced in parts: it would be removed first, by one of them.
+        A store's content cannot be replaced in parts, as one of them would have to remove it first.
         """
         self._require_writable()
         note = self._read_note(self._note)
@@ -59,7 +59,7 @@ class RemotePartStage(RemoteStage):
         self._require_ended(self._read_note(self._claim), "this part")
 
     def begin(self) -> None:
-        """Note whose output this is, unless another part has, and who writes this part."""
+        """Note the owner of this output, unless another part has, and the writer of this part."""
         self.require_possible()
         self._require_removal()
         if self._read_note(self._note) is None:
@@ -76,7 +76,7 @@ class RemotePartStage(RemoteStage):
         require_same_run(str(self._note), self._read_note(self._note) or {}, expected)
 
     def takes(self, numbers: Iterable[int]) -> list[int]:
-        """Return the files of this part; what earlier runs of it left half sent is removed."""
+        """Return the files of this part; removes what its earlier runs left half sent."""
         last = len(self._layout.files) - 1
         taken = [number for number in numbers if number != last]
         self._names = [self._layout.files[number].path for number in taken]
@@ -91,20 +91,20 @@ class RemotePartStage(RemoteStage):
         self._put_note(self._claim, parts=self._share.size, part=part)
 
     def next_step(self) -> str | None:
-        """Return how a part that ended midway goes on."""
+        """Return how to continue a part that ended midway."""
         return CONTINUES if self.is_partial() else None
 
 
 class RemotePartsStage(RemoteStage):
-    """What all parts have written to a store, to be made a checkpoint by its last file.
+    """The parts in a store, to be made a checkpoint by the last file.
 
-    The note then says what each part has written: theirs are removed one by one.
+    The note then lists what each part has written: the parts' notes are removed one by one.
     """
 
     _ended: Mapping[str, Any] = MappingProxyType({})
 
     def require_possible(self) -> None:
-        """Raise Unsupported if a part is not done, or what it wrote is not there."""
+        """Raise Unsupported if a part is not done, or its files are missing."""
         self._require_writable()
         note = self._read_note(self._note) or {}
         self._require_ended(note, "it")
@@ -133,12 +133,12 @@ class RemotePartsStage(RemoteStage):
         self._put_note(self._note, parts=self._parts, files=files, **more)
 
     def takes(self, numbers: Iterable[int]) -> list[int]:
-        """Return the last file where that holds tensors: it makes a whole of the others."""
+        """Return the last file if it holds tensors: it makes a checkpoint of the others."""
         last = len(self._layout.files) - 1
         return [] if self.last_files else [last]
 
     def next_step(self) -> str | None:
-        """Return how to go on where the commit failed."""
+        """Return how to continue if the commit failed."""
         return COMMITS
 
     def discard(self, *, resumed: bool = False) -> None:

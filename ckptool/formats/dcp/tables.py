@@ -23,7 +23,7 @@ from ckptool.serialization.pickle.rows import INTEGER, OBJECT, Rows
 _LARGEST = 1 << 62
 _MOST_LEFT = 1 << 23
 _FEW = 16
-"""Chunks up to which a tensor's records are compared with another's: most are equal."""
+"""Chunks up to which tensors with equal records share boxes and order: most are cut alike."""
 _INDEX, _INFO = {"fqn", "offset"}, {"relative_path", "offset", "length"}
 
 

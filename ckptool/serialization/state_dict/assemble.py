@@ -40,9 +40,9 @@ _Leaves = Mapping[int, Leaf]
 def assemble(ranks: Mapping[int, RankLeaves], *, per_rank: bool = False) -> Assembled:
     """Merge the ranks' values by name.
 
-    Sharded tensors are placed by their own records. Plain tensors and values that are the same
-    on all ranks that hold them become one; values that differ are kept as ``NAME@rankR``; plain
-    tensors that differ are a conflict, unless ``per_rank`` asks to keep them likewise.
+    Sharded tensors are placed by their own records. Plain tensors and values that are equal on all
+    ranks that hold them become one; values that differ are kept as ``NAME@rankR``; plain tensors
+    that differ are a conflict, unless ``per_rank`` keeps them likewise.
     """
     result = Assembled()
     names = dict.fromkeys(name for by_name in ranks.values() for name in by_name)
@@ -98,7 +98,7 @@ def _kind(value: Any) -> str:
 def _merge_refused(
     name: str, leaves: _Leaves, refused: dict[int, Refusal], result: Assembled
 ) -> None:
-    """Keep why a value is refused; of values that differ, as ``NAME@rankR`` for each rank."""
+    """Keep the reason why a value is refused; if values differ, as ``NAME@rankR`` for each rank."""
     others = {rank: leaf for rank, leaf in leaves.items() if rank not in refused}
     may_be_tensor = any(why.may_be_tensor for why in refused.values())
     is_tensor = any(isinstance(leaf.value, PlainLeaf | ShareLeaf) for leaf in others.values())
@@ -111,7 +111,7 @@ def _merge_refused(
 
 
 def _attribute_notes(ranks: Mapping[int, RankLeaves]) -> list[str]:
-    """Return one note for all attributes of tensors that are not carried; none where none are."""
+    """Return one note for all tensor attributes that are not carried over; none without any."""
     tensors: dict[str, set[str]] = {}
     for leaves in ranks.values():
         for name, leaf in leaves.items():
@@ -194,7 +194,7 @@ def _keep_values(name: str, leaves: _Leaves, result: Assembled) -> None:
 
 
 def _own(name: str, rank: int, leaves: _Leaves) -> tuple[str, Leaf]:
-    """Return a value as one rank has it, at a path and under a name of its own."""
+    """Return one rank's value, at a path and under a name of its own."""
     *above, last = leaves[rank].path or ("value",)
     return f"{name}@rank{rank}", replace(leaves[rank], path=(*above, RankStep(last, rank)))
 
@@ -202,8 +202,8 @@ def _own(name: str, rank: int, leaves: _Leaves) -> tuple[str, Leaf]:
 def _merge_dtensor(name: str, leaves: _Leaves, result: Assembled, keep: bool) -> None:
     """Add the DTensor that ranks hold.
 
-    Where device meshes hold different ones it is a conflict, or with ``keep`` one tensor per mesh.
-    A partial one is only noted. Raises Damaged if records contradict one another.
+    If device meshes hold different ones it is a conflict, or with ``keep`` one tensor per mesh. A
+    partial one is only noted. Raises Damaged if records contradict one another.
     """
     first: DTensorShare = _first(leaves).value.share
     partial = [p for p in first.placements if isinstance(p, Partial)]
@@ -234,7 +234,7 @@ def _meshes_of(leaves: _Leaves) -> list[Mesh]:
 
 
 def _stages(leaves: _Leaves) -> list[_Leaves]:
-    """Return the ranks by their device mesh, where no rank is in two; else all together."""
+    """Return the ranks by their device mesh, if no rank is in two; else all together."""
     if len(_meshes_of(leaves)) == 1:
         return [leaves]
     by_mesh: dict[Mesh, dict[int, Leaf]] = {}
@@ -331,9 +331,9 @@ def _dtensor_chunks(mesh: Mesh, leaves: _Leaves) -> list[Chunk]:
 
 
 def _shard_chunks(shard: LocalShard, at: Place, rank: int, shape: tuple[int, ...]) -> list[Chunk]:
-    """Return the chunks of a rank's shard; one without elements where it has none.
+    """Return the chunks of a rank's shard; one without elements if it has none.
 
-    That lies at the far edge of the dims the rank holds nothing of.
+    That is at the far edge of the dims that the rank has nothing of.
     """
     if shard.pieces:
         return [Chunk(piece.box, shift_place(at, piece.local.lo), rank) for piece in shard.pieces]
@@ -342,7 +342,7 @@ def _shard_chunks(shard: LocalShard, at: Place, rank: int, shape: tuple[int, ...
 
 
 def _sharded_entry(name: str, leaves: _Leaves) -> TensorEntry:
-    """Return the ShardedTensor that ranks hold; Damaged if one's shards are not there."""
+    """Return the ShardedTensor that ranks hold; Damaged if a rank's shards are missing."""
     first: ShardedShare = _first(leaves).value.share
     chunks: list[Chunk] = []
     for rank, leaf in leaves.items():

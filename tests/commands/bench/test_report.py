@@ -112,7 +112,7 @@ def test_another_size_is_not_compared(old: Path) -> None:
         ('{"schema": "ckptool.bench/2", "strategies": [{}], "settings": {}}', UsageError),
     ],
 )
-def test_what_is_no_earlier_run_is_refused(
+def test_what_is_not_an_earlier_run_is_refused(
     content: str | None, error: type[CkptoolError], tmp_path: Path
 ) -> None:
     path = tmp_path / "old.json"

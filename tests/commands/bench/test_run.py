@@ -236,7 +236,7 @@ def test_interrupted_it_leaves_nothing(folder: Path) -> None:
         (["some.json"], 2, "unexpected argument"),
     ],
 )
-def test_what_cannot_be_is_said_before_anything_runs(
+def test_what_cannot_be_is_reported_before_anything_runs(
     words: list[str], code: int, said: str, folder: Path
 ) -> None:
     ran = bench(folder, *words)

@@ -95,7 +95,7 @@ def test_a_config_of_this_model_is_copied_as_it_is(out: Path) -> None:
     assert (out / "copy" / "config.json").read_bytes() == (source / "config.json").read_bytes()
 
 
-def test_a_cast_is_said_in_the_config(out: Path) -> None:
+def test_a_cast_is_reported_in_the_config(out: Path) -> None:
     source = folder(out / "m", CONFIG)
     report = convert_to("safetensors", source, out / "copy", casts=Casts(BY_NAME["bfloat16"]))
     said = json.loads((out / "copy" / "config.json").read_text())
@@ -180,7 +180,7 @@ def test_a_config_that_counts_in_its_own_way(
     convert_to("safetensors", source, out / "copy")
 
 
-def test_what_is_not_there_is_said(out: Path) -> None:
+def test_what_is_not_there_is_reported(out: Path) -> None:
     assert codes(folder(out / "m", None)) == ["config-missing"]
     adapter = out / "adapter"
     adapter.mkdir()

@@ -267,7 +267,7 @@ RULE = "[[rule]]\nfrom = 'w'\nto = 'v'\n"
         ("#" + 5_000_000 * "x", "larger than 4,194,304 bytes"),
     ],
 )
-def test_what_is_no_map_is_refused_with_the_file_named(
+def test_what_is_not_a_map_is_refused_with_the_file_named(
     text: str, words: str, tmp_path: Path
 ) -> None:
     file = written(tmp_path, m=text)

@@ -260,7 +260,7 @@ NO_YAML = ['!!int ""', '!!bool "x"', '!!timestamp "x"', MERGES, ALIASES]
 @pytest.mark.parametrize(
     "text", ["", "[1, 2]", "a: [", "a: " + "[" * 9_000, "x" * (2 << 20), *NO_YAML]
 )
-def test_a_file_that_is_no_configuration_is_none(text: str, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_configuration_is_none(text: str, tmp_path: Path) -> None:
     source = save(tmp_path / "iter_1")
     for name in ("run_config.yaml", "transformer_config.json"):
         write(source / name, text)

@@ -41,7 +41,7 @@ def run_of(folder: Path, *numbers: int, name: str = "step-{}") -> Path:
     return run
 
 
-def test_nothing_goes_unless_it_is_said(tmp_path: Path) -> None:
+def test_nothing_goes_unless_it_is_reported(tmp_path: Path) -> None:
     run = run_of(tmp_path, 100, 200, 300)
     report = pruned(run)
     assert fates(report) == {"step-300": "keep", "step-200": "remove", "step-100": "remove"}
@@ -81,7 +81,7 @@ def test_without_a_good_step_nothing_goes(tmp_path: Path) -> None:
     assert json.loads(ran.stdout)["good"] == 0
 
 
-def test_a_damaged_step_that_a_rule_keeps_stays_and_is_said(tmp_path: Path) -> None:
+def test_a_damaged_step_that_a_rule_keeps_stays_and_is_reported(tmp_path: Path) -> None:
     run = run_of(tmp_path, 100, 150, 200)
     damage(run / "step-100")
     ran = CliRunner().invoke(
@@ -129,7 +129,7 @@ def test_the_best_of_the_trainer_stays(tmp_path: Path) -> None:
     assert names_in(run) == ["checkpoint-2", "checkpoint-4"]
 
 
-def test_what_is_no_step_stays(tmp_path: Path) -> None:
+def test_what_is_not_a_step_stays(tmp_path: Path) -> None:
     run = run_of(tmp_path, 1, 2, 3)
     shutil.copytree(SOURCE, run / "final")
     (run / "step-0").mkdir()
@@ -145,7 +145,7 @@ def model_at(folder: Path) -> None:
     (folder / "config.json").write_text("{}")
 
 
-def test_shards_of_the_final_model_beside_the_steps_are_no_steps(tmp_path: Path) -> None:
+def test_shards_of_the_final_model_beside_the_steps_are_not_steps(tmp_path: Path) -> None:
     shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     for at, shard in enumerate(shards):
         save_file({f"w{at}": np.ones(4, "f4")}, tmp_path / shard)
@@ -281,7 +281,7 @@ def test_what_comes_to_lie_beside_a_step_stays(tmp_path: Path, late: bool) -> No
     assert (tmp_path / "step-1.safetensors").exists() is not late
 
 
-def test_one_checkpoint_is_no_run(tmp_path: Path) -> None:
+def test_one_checkpoint_is_not_a_run(tmp_path: Path) -> None:
     run = run_of(tmp_path, 1, 2)
     with pytest.raises(Unsupported, match="is one checkpoint"):
         pruned(run / "step-2")
@@ -291,7 +291,7 @@ def test_one_checkpoint_is_no_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["hf_shards", "hf_sharded", "bin_shards", "rank_base"])
-def test_the_files_of_one_checkpoint_are_no_steps(name: str, tmp_path: Path) -> None:
+def test_the_files_of_one_checkpoint_are_not_steps(name: str, tmp_path: Path) -> None:
     shutil.copytree(case(name).path, tmp_path / "run")
     with pytest.raises(Unsupported, match="is one checkpoint"):
         pruned(tmp_path / "run", yes=True)

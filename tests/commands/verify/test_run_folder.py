@@ -80,7 +80,7 @@ def test_steps_are_in_the_order_of_their_numbers(names: tuple[str, ...], tmp_pat
 
 @pytest.mark.parametrize("name", [n for n, one in DAMAGE.items() if one.source == "dcp_base"
                                   and one.answer == "Damaged" and not one.conversion])  # fmt: skip
-def test_a_damaged_step_is_passed_over(name: str, tmp_path: Path) -> None:
+def test_a_damaged_step_is_skipped(name: str, tmp_path: Path) -> None:
     run = saved(tmp_path, "step-1", "step-2", "step-3")
     DAMAGE[name].apply(run / "step-3")
     report = verify_run(run, VerifyOptions(), every=False)
@@ -98,7 +98,7 @@ EMPTY: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("state", EMPTY)
-def test_a_save_that_was_only_begun_is_passed_over(state: str, tmp_path: Path) -> None:
+def test_a_save_that_was_only_begun_is_skipped(state: str, tmp_path: Path) -> None:
     run = saved(tmp_path, "step-1", "step-2")
     EMPTY[state](run)
     assert latest(run) == "step-2"
@@ -107,7 +107,7 @@ def test_a_save_that_was_only_begun_is_passed_over(state: str, tmp_path: Path) -
     assert newest.reasons
 
 
-def test_an_empty_file_among_files_is_passed_over(tmp_path: Path) -> None:
+def test_an_empty_file_among_files_is_skipped(tmp_path: Path) -> None:
     run = saved(tmp_path, "step=1.ckpt", "step=2.ckpt")
     (run / "step=3.ckpt").touch()
     assert latest(run) == "step=2.ckpt"
@@ -139,12 +139,12 @@ def test_a_checkpoint_by_itself_is_one_step(name: str) -> None:
     assert step.parts
 
 
-def test_files_that_are_one_a_step_are_no_ranks(tmp_path: Path) -> None:
+def test_files_that_are_one_a_step_are_not_ranks(tmp_path: Path) -> None:
     run = saved(tmp_path, "checkpoint_100.pt", "checkpoint_200.pt")
     assert [step.number for step in steps_of(run)] == [100, 200]
 
 
-def test_the_bits_of_an_element_type_are_no_step(tmp_path: Path) -> None:
+def test_the_bits_of_an_element_type_are_not_step(tmp_path: Path) -> None:
     wanted = {
         "model.fp16.pt": None, "model.pt": None, "model_2000-bf16.pt": 2000, "point500.pt": 500,
         "w_fp8_e4m3fn.pt": None, "model-q4_0.safetensors": None, "model-Q5_K_M.safetensors": None,
@@ -227,7 +227,7 @@ def unreadable(at: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
         (("step-1/actor", "step-1/critic", "step-2/actor", "step-2/critic"), "step-2/critic"),
     ],
 )
-def test_a_step_that_cannot_be_read_is_passed_over(
+def test_a_step_that_cannot_be_read_is_skipped(
     names: tuple[str, ...],
     at: str,
     number: int,
@@ -276,7 +276,7 @@ def test_a_store_that_gives_no_answer_ends_it(
 @pytest.mark.parametrize(
     "options", [VerifyOptions(ignore=("bogus",)), VerifyOptions(ReadOptions(from_format="bogus"))]
 )
-def test_options_that_make_no_sense_are_no_fault_of_a_step(
+def test_options_that_make_no_sense_are_not_a_fault_of_a_step(
     options: VerifyOptions, tmp_path: Path
 ) -> None:
     with pytest.raises(UsageError, match=r"no such|unknown format"):

@@ -130,7 +130,7 @@ def test_settings_of_an_optimizer_stay(tmp_path: Path) -> None:
     assert sorted(left) == ["model", "opt"]
 
 
-def test_nothing_is_stripped_unless_it_is_said(tmp_path: Path) -> None:
+def test_nothing_is_stripped_unless_it_is_reported(tmp_path: Path) -> None:
     run = run_of(tmp_path, 100, 200)
     before = hashes(run / "step-100")
     assert fates(stripped(run)) == {"step-200": "keep", "step-100": "strip"}

@@ -100,7 +100,7 @@ def test_other_numbers_do_not_match(name: str) -> None:
     assert pattern.match(abstract(name)[1], {"layers": 61}) is None
 
 
-def test_a_name_with_leading_zeros_is_no_index() -> None:
+def test_a_name_with_leading_zeros_is_not_an_index() -> None:
     assert abstract("layers.01.w") == ("", ())
 
 

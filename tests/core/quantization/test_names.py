@@ -12,7 +12,7 @@ from ckptool.core.quantization import names
 
 
 @pytest.mark.parametrize("pattern", [*names._KINDS.values(), names._WORDS])
-def test_no_name_that_tells_a_kind_is_passed_over(pattern: re.Pattern[str]) -> None:
+def test_no_name_that_tells_a_kind_is_skipped(pattern: re.Pattern[str]) -> None:
     @given(st.from_regex(pattern, fullmatch=True))
     def check(name: str) -> None:
         assert names._MARKED.search(name)

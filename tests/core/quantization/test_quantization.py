@@ -312,7 +312,7 @@ def test_what_would_stay_quantized_is_refused_by_name(
     assert set(read_back("safetensors", out / "m")) == {"mlp.up_proj.weight", "norm.weight"}
 
 
-def test_a_causal_mask_of_bytes_is_no_quantized_matrix(out: Path) -> None:
+def test_a_causal_mask_of_bytes_is_not_a_quantized_matrix(out: Path) -> None:
     mask = torch.ones(1, 1, 4, 4, dtype=torch.uint8).tril()
     source = saved(deepseek() | {"h.0.attn.bias": mask}, out / "hf")
     convert_to("safetensors", source, out / "m", dequantize=True)
@@ -446,7 +446,7 @@ def test_plain_models_are_not_called_quantized(out: Path) -> None:
     ("dtype", "became"),
     [("float16", "infinite"), ("float8_e4m3fn", "its largest"), ("bfloat16", "")],
 )
-def test_numbers_beyond_the_range_of_their_type_are_said(
+def test_numbers_beyond_the_range_of_their_type_are_reported(
     dtype: str, became: str, out: Path
 ) -> None:
     """As many as are finite in 32 bits, and not in that type."""

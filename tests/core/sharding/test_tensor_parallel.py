@@ -44,7 +44,7 @@ def test_rule(text: str, rule: TpRule) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "w", "w=", "=row", "w=Shard(9)", "w=Shard(0,0)", "w=what"])
-def test_what_is_no_rule(text: str) -> None:
+def test_what_is_not_a_rule(text: str) -> None:
     with pytest.raises(UsageError):
         parse_tp_rule(text)
 

@@ -47,7 +47,7 @@ def test_a_file_copied_over_another_ranks_is_found(
 
 
 @pytest.mark.parametrize(("data", "found"), [(bytes(range(16)), 1), (bytes(16), 0)])
-def test_alike_files_of_one_value_are_no_copies(data: bytes, found: int, tmp_path: Path) -> None:
+def test_alike_files_of_one_value_are_not_copies(data: bytes, found: int, tmp_path: Path) -> None:
     """As the state of an optimizer that has not made a step."""
     for name in "ab":
         (tmp_path / name).write_bytes(data)

@@ -78,7 +78,7 @@ def test_columns_of_two_chunks(
         ("part of a later dim", (4, 4, WIDE), (0, 0, 0), (4, 2, WIDE // 2)),
     ],
 )
-def test_what_is_no_block_of_wide_columns(
+def test_what_is_not_a_block_of_wide_columns(
     tmp_path: Path, why: str, shape: tuple[int, ...], lo: tuple[int, ...], hi: tuple[int, ...]
 ) -> None:
     chunk = saved(tmp_path / "a", values(*shape), (0,) * len(shape))

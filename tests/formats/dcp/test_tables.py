@@ -183,7 +183,7 @@ def test_of_two_items_of_a_quantized_tensor_none_is_taken(ranks: int) -> None:
         parse(data.replace(b"\x07float32", b"\x06quint8"), ".metadata")
 
 
-def test_what_is_no_row_is_bounded_however_large_the_pickle(
+def test_what_is_not_a_row_is_bounded_however_large_the_pickle(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of a large one only rows are read beyond the limit of others; few become objects."""

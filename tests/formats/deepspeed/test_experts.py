@@ -96,7 +96,7 @@ def test_a_file_of_one_expert_too_many(name: str, copy_of: Copy, out: Path) -> N
         ),
     ],
 )  # fmt: skip
-def test_the_optimizer_of_experts_is_whole_or_left_out(
+def test_the_optimizer_of_experts_is_complete_or_excluded(
     moves: dict[str, str | None], words: str, copy_of: Copy, out: Path
 ) -> None:
     folder = copy_of("deepspeed_experts")

@@ -106,7 +106,7 @@ def test_other_names_have_no_place(out: Path) -> None:
     assert not list(out.iterdir())
 
 
-def test_a_stray_file_of_one_parameter_is_no_state(copy_of: Callable[[str], Path]) -> None:
+def test_a_stray_file_of_one_parameter_is_not_a_state(copy_of: Callable[[str], Path]) -> None:
     folder = copy_of("deepspeed_universal")
     before = open_checkpoint(folder).catalog.tensors.keys()
     state = min(folder.rglob("exp_avg.pt"))

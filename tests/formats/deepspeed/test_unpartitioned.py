@@ -44,7 +44,7 @@ def test_an_answer_is_never_wrong(kinds: list[int], data: st.DataObject) -> None
     assert found is None or found == [[name for name, _ in group] for group in groups]
 
 
-def test_many_layers_alike_are_told_apart_by_their_number() -> None:
+def test_many_layers_alike_are_distinguished_by_their_number() -> None:
     names = [(f"{layer}.w", (4, 4)) for layer in range(2000)]
     found = name_by_order(names, [[(4, 4)] * 2000])
     assert found == [[name for name, _ in names]]

@@ -30,7 +30,7 @@ def codes(path: Path) -> set[str]:
     return {one.code for one in verify(path, VerifyOptions(workers=1)).findings}
 
 
-def test_frozen_parameters_that_were_left_out_are_missed(out: Path) -> None:
+def test_frozen_parameters_that_were_excluded_are_missed(out: Path) -> None:
     one = case(EXCLUDED_BY_DEEPSPEED)
     with pytest.raises(Unsupported, match=r"without its frozen parameters.*fixed") as caught:
         convert_to("safetensors", one.path, out / "m")
@@ -48,7 +48,7 @@ def test_inspect_warns_of_them_as_verify_does() -> None:
     assert "without its frozen parameters" in report.notes[0]
 
 
-def test_what_is_there_is_written_where_that_is_said(out: Path) -> None:
+def test_what_is_there_is_written_where_that_is_reported(out: Path) -> None:
     one = case(EXCLUDED_BY_DEEPSPEED)
     report = convert_to("safetensors", one.path, out / "m", drop=("frozen",))
     assert read_back("safetensors", out / "m") == one.truth

@@ -97,7 +97,7 @@ def test_buffers_of_every_stage_of_a_pipeline(
         ("deepspeed_pipeline", "layer_01-model_00*"),
     ],
 )
-def test_what_is_no_tensor_in_a_module_is_noted_once(
+def test_what_is_not_a_tensor_in_a_module_is_noted_once(
     name: str, files: str, copy_of: Callable[[str], Path]
 ) -> None:
     """Such as the extra state of Transformer Engine's modules, which every rank's file has."""

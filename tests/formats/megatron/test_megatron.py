@@ -197,7 +197,7 @@ def test_state_by_number_that_no_name_fits_is_a_conflict_of_the_optimizer(
     }
 
 
-def test_the_state_of_a_layer_wise_optimizer_is_not_left_out_in_silence(
+def test_the_state_of_a_layer_wise_optimizer_is_not_excluded_in_silence(
     copy_of: Copy, out: Path
 ) -> None:
     run = copy_of("megatron_torch")

@@ -42,7 +42,7 @@ def test_experts_have_numbers_of_the_whole_model() -> None:
     assert not is_expert("decoder.layers.0.mlp.shared_experts.linear_fc1.weight")
 
 
-def test_arguments_that_are_no_namespace() -> None:
+def test_arguments_that_are_not_a_namespace() -> None:
     assert read_arguments(None).info() == {"framework": "Megatron-core"}
     assert read_arguments({"num_layers": 4, "bf16": True}).info()["arguments"] == "layers 4, bf16"
 

@@ -24,7 +24,7 @@ def same_as_truth(folder: Path, out: Path) -> bool:
     return read_back("safetensors", out / "model") == case("megatron_local").truth
 
 
-def test_an_unfinished_iteration_is_passed_over(copy_of: Copy, out: Path) -> None:
+def test_an_unfinished_iteration_is_skipped(copy_of: Copy, out: Path) -> None:
     folder = copy_of("megatron_local")
     shutil.copy(folder / "0" / FIRST, folder / "0" / "iter_0000110_0_local.pt")
     shutil.copy(folder / "1" / SECOND, folder / "1" / "iter_0000110_1_local.dirty.pt")

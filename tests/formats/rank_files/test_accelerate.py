@@ -205,7 +205,7 @@ def test_what_it_would_not_find_is_refused(state: Any, words: str, out: Path) ->
         ckptool.reshard(out / "a.pt", out / "r", mesh="2", to="accelerate", fsync=False)
 
 
-def test_optimizer_state_by_number_is_said(out: Path) -> None:
+def test_optimizer_state_by_number_is_reported(out: Path) -> None:
     torch.save({"optimizer": {"state": {0: {"m": torch.ones(2)}}}}, out / "a.pt")
     report = ckptool.reshard(out / "a.pt", out / "r", mesh="2", to="accelerate", fsync=False)
     assert [note for note in report.notes if note.startswith("optimizer state is by number")]

@@ -169,7 +169,7 @@ def test_a_numbered_rank_file_that_is_lost_or_a_copy(
         ("step_1/model.pt", "step_2/model.pt"),
     ],
 )
-def test_numbers_that_are_no_ranks(names: tuple[str, ...], tmp_path: Path) -> None:
+def test_numbers_that_are_not_ranks(names: tuple[str, ...], tmp_path: Path) -> None:
     """Shards of a whole model, runs and steps: each is a checkpoint, and both are named."""
     for at, name in enumerate(names):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -189,7 +189,7 @@ def ranked(folder: Path, rows: dict[int, int], name: str = "lora_rank{}.pt") -> 
 
 @pytest.mark.parametrize("name", ["lora_rank{}.pt", "rank{}/lora.pt"])
 @pytest.mark.parametrize("rows", [{8: 8, 16: 16}, {1: 1, 2: 2}, {2: 2, 4: 4, 8: 8}, {4: 4, 8: 4}])
-def test_ranks_of_adapters_are_no_ranks_of_processes(
+def test_ranks_of_adapters_are_not_ranks_of_processes(
     rows: dict[int, int], name: str, tmp_path: Path
 ) -> None:
     folder = ranked(tmp_path, rows, name)
@@ -222,7 +222,7 @@ def test_records_say_that_a_rank_is_lost(
         open_checkpoint(folder)
 
 
-def test_two_steps_of_one_rank_are_no_two_ranks(copy_of: Callable[[str], Path]) -> None:
+def test_two_steps_of_one_rank_are_not_two_ranks(copy_of: Callable[[str], Path]) -> None:
     """Only rank 0 of each save was kept."""
     folder = copy_of("rank_experimental")
     for number in range(2):

@@ -38,7 +38,7 @@ def test_of_two_other_indexes_none_is_taken(tmp_path: Path) -> None:
         ckptool.open(tmp_path)
 
 
-def test_shards_of_two_saves_without_an_index_are_told_apart_by_none(tmp_path: Path) -> None:
+def test_shards_of_two_saves_without_an_index_are_distinguished_by_none(tmp_path: Path) -> None:
     for count in (1, 2):
         name = f"model-00001-of-0000{count}.safetensors"
         save_file({"a": np.zeros(2, np.uint8)}, tmp_path / name)

@@ -81,7 +81,7 @@ def test_the_recommendation_is_one_line(capsys: pytest.CaptureFixture[str]) -> N
     ("value", "words"),
     [(0.0042, "4.2 ms"), (0.034, "34 ms"), (0.0999, "0.10 s"), (3.417, "3.42 s"), (250.4, "250 s")],
 )
-def test_seconds_are_said_in_two_or_three_digits(value: float, words: str) -> None:
+def test_seconds_are_reported_in_two_or_three_digits(value: float, words: str) -> None:
     assert seconds(value) == words
 
 
@@ -132,7 +132,9 @@ def test_bars_tell_their_parts_without_colours(capsys: pytest.CaptureFixture[str
     assert bars["sync"] == 20 * "█"
 
 
-def test_what_is_dirty_unless_training_waits_is_said_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_dirty_unless_training_waits_is_reported_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     staged = Consistency(CONSISTENT, "once staged", (), 9, at_once=4)
     screen = shown(report(measured("late", 1, 2, consistency=staged)), capsys)
     assert "once staged: consistent where training waits for the staging" in screen

@@ -70,7 +70,7 @@ def test_integers_of_every_size(dtype: str, tmp_path: Path) -> None:
     assert found.read("q.int_repr").equal(tensor.int_repr())
 
 
-def test_it_is_said_what_the_parts_are(tmp_path: Path) -> None:
+def test_it_is_reported_what_the_parts_are(tmp_path: Path) -> None:
     notes = save_quantized(quantized("q", 4), tmp_path / "q.pt", as_zip=True).catalog.notes
     assert any("q.int_repr" in note and "q.q_scale" in note for note in notes)
 
@@ -88,7 +88,7 @@ REBUILD = Global("torch._utils", "_rebuild_qtensor")
         None,
     ],
 )
-def test_what_is_no_quantized_tensor_has_no_parts(value: Any) -> None:
+def test_what_is_not_a_quantized_tensor_has_no_parts(value: Any) -> None:
     assert split_quantized(value) is None
 
 
@@ -178,7 +178,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "dcp"
 
 
-def test_a_kind_that_is_not_read_is_no_damage(folder: Path, tmp_path: Path) -> None:
+def test_a_kind_that_is_not_read_is_not_damage(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(Unsupported, match=r"s .* of an unsupported kind \(.*Marked\)") as one:
         ckptool.convert(folder, tmp_path / "out.pt", to="torch-save")
     assert one.value.exit_code == 4
@@ -225,7 +225,7 @@ def test_dtensors_of_them_are_named(tmp_path: Path) -> None:
     assert re.fullmatch(r"not read: w \(.*DTensor of .*Scaled\) is not a plain tensor", note)
 
 
-def test_attributes_without_end_are_no_tensor(tmp_path: Path) -> None:
+def test_attributes_without_end_are_not_tensor(tmp_path: Path) -> None:
     tensor = torch.ones(2)
     vars(tensor).update((f"a{n}", n) for n in range(300))
     torch.save({"w": tensor}, tmp_path / "m.pt")

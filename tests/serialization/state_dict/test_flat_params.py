@@ -99,7 +99,7 @@ def given_file(out: Path, shapes: Any) -> Path:
     return path
 
 
-def test_rank_files_are_taken_apart(out: Path) -> None:
+def test_rank_files_are_split(out: Path) -> None:
     """By the values that the recipe gave the model."""
     expected: dict[str, Bits] = {n: bits(seeded(n, *shape)) for n, shape in LINEAR.items()}
     source = case("rank_fsdp1_local").path
@@ -108,7 +108,7 @@ def test_rank_files_are_taken_apart(out: Path) -> None:
         assert read_back(target, out / target) == expected
 
 
-def test_a_dcp_folder_is_taken_apart(out: Path) -> None:
+def test_a_dcp_folder_is_split(out: Path) -> None:
     import torch.distributed.checkpoint as dcp
 
     flat = torch.cat([seeded(name, *shape).reshape(-1) for name, shape in LINEAR.items()])

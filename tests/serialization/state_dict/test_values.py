@@ -34,7 +34,7 @@ def test_sizes_stay_small_numbers() -> None:
     assert not expansion.is_bounded(size)
 
 
-def test_few_doublings_are_counted_exactly_and_are_no_bomb() -> None:
+def test_few_doublings_are_counted_exactly_and_are_not_bomb() -> None:
     value: list[object] = [0]
     for _ in range(3):
         value = [value, value]

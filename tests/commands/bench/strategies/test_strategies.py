@@ -54,7 +54,7 @@ def test_a_family_is_all_its_variants() -> None:
         ("", "dcp-async-process"),
     ],
 )
-def test_what_is_no_strategy_is_refused_with_the_nearest_or_all(word: str, hint: str) -> None:
+def test_what_is_not_a_strategy_is_refused_with_the_nearest_or_all(word: str, hint: str) -> None:
     with pytest.raises(UsageError, match="no such strategy") as refused:
         select_strategies([word])
     assert hint in (refused.value.hint or "")

@@ -87,7 +87,7 @@ def test_a_step_that_was_asked_for_by_itself_needs_no_tracker(
     assert codes <= {"note", "value-not-written"}
 
 
-def test_numbered_folders_are_no_snapshot(tmp_path: Path) -> None:
+def test_numbered_folders_are_not_snapshot(tmp_path: Path) -> None:
     (tmp_path / "0" / "state").mkdir(parents=True)
     (tmp_path / "0" / "state" / "w").write_bytes(bytes(8))
     with pytest.raises(Unrecognised):

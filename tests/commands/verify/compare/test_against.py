@@ -225,7 +225,7 @@ def test_values_are_compared(change: Callable[[Any], None], code: str, tmp_path:
     assert codes(report) == {code}
 
 
-def test_values_that_the_other_format_cannot_hold_are_a_difference_unless_left_out(
+def test_values_that_the_other_format_cannot_hold_are_a_difference_unless_excluded(
     tmp_path: Path,
 ) -> None:
     torch.save({"w": torch.ones(2), "step": 7}, tmp_path / "one.pt")
@@ -507,7 +507,7 @@ def test_exit_codes_and_json(tmp_path: Path) -> None:
         ("--against", ".", "--atol", "nan"),
     ],
 )
-def test_what_is_said_of_a_comparison_needs_one(arguments: tuple[str, ...]) -> None:
+def test_what_is_reported_of_a_comparison_needs_one(arguments: tuple[str, ...]) -> None:
     result = run(case("dcp_base").path, *arguments)
     assert isinstance(result.exception, UsageError)
 

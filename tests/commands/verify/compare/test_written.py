@@ -297,7 +297,7 @@ def test_progress_ends_with_all_that_is_moved_and_read(source: Path) -> None:
 
 
 @pytest.mark.parametrize("to", TARGETS)
-def test_numbers_that_a_cast_makes_infinite_are_said(to: str, out: Path) -> None:
+def test_numbers_that_a_cast_makes_infinite_are_reported(to: str, out: Path) -> None:
     """Those that are infinite already are no news; a tensor of two chunks is counted once."""
     infinite = float("inf")
     mask = torch.tensor([[0.0, -infinite, 65504.0, 1e30], [-7e4, float("nan"), 1.0, infinite]])

@@ -233,7 +233,7 @@ def test_what_no_digest_holds_is_proved_by_its_files_alone(
     assert not prove(folder, manifest).ok
 
 
-def test_values_that_a_format_cannot_hold_are_not_proved_unless_left_out(
+def test_values_that_a_format_cannot_hold_are_not_proved_unless_excluded(
     tmp_path: Path, manifest: Path
 ) -> None:
     write(changed(lambda content: None, tmp_path), manifest)

@@ -232,7 +232,7 @@ def test_a_file_without_a_whole_pickle_holds_nothing(nbytes: int, out: Path) -> 
     assert not (out / "saved.pt").exists()
 
 
-def test_a_flipped_byte_before_the_cut_is_no_part_of_what_is_kept(out: Path) -> None:
+def test_a_flipped_byte_before_the_cut_is_not_part_of_what_is_kept(out: Path) -> None:
     torch.save(state(), out / "whole.pt")
     data = bytearray((out / "whole.pt").read_bytes())
     data[5000] ^= 1
@@ -245,7 +245,7 @@ def test_a_flipped_byte_before_the_cut_is_no_part_of_what_is_kept(out: Path) -> 
 # What is around it
 
 
-def test_bytes_without_a_checksum_are_said_to_be_unproved(out: Path) -> None:
+def test_bytes_without_a_checksum_are_reported_to_be_unproved(out: Path) -> None:
     assert salvage(case("zip_without_crc").path, out / "m.pt").unproved
     assert not salvage(case("module_state").path, out / "n.pt").unproved
 
@@ -353,7 +353,7 @@ def test_a_broken_header_costs_one_record(
 
 
 @pytest.mark.parametrize("size", [0, 1, 8, 100])
-def test_an_archive_inside_a_storage_is_no_part_of_what_is_left(size: int, out: Path) -> None:
+def test_an_archive_inside_a_storage_is_not_part_of_what_is_left(size: int, out: Path) -> None:
     inner = out / "inner.pt"
     torch.save({"x": torch.arange(64), "y": torch.ones(64)}, inner)
     held = torch.frombuffer(bytearray(inner.read_bytes()), dtype=torch.uint8)
