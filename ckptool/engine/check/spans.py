@@ -113,7 +113,7 @@ def _split_overlapping(spans: Iterable[ByteSpan]) -> tuple[list[ByteSpan], list[
 def _tile_jobs(span: ByteSpan, limit: int) -> Iterator[SpanJob]:
     for start, nbytes in _cut(span, limit):
         run = known_runs((span.file, span.offset + start, nbytes))
-        yield Job(None, partial(_read_part, span, start, nbytes), [run])
+        yield Job(None, partial(_read_part, span, start, nbytes), [run], nbytes)
 
 
 def _cut(span: ByteSpan, limit: int) -> Iterator[tuple[int, int]]:
