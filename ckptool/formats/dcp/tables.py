@@ -147,11 +147,14 @@ class StoredItems:
         names = np.concatenate(every.names)
         order = np.argsort(names, kind="stable")
         ends = np.cumsum(np.bincount(names, minlength=len(self._names)))
-        widest = max(low.shape[1] for low in every.lows)
-        wide = [np.pad(low, ((0, 0), (0, widest - low.shape[1]))) for low in every.lows]
+        widest, integers = max(low.shape[1] for low in every.lows), np.result_type(*every.lows)
+        lows, begin = np.zeros((len(names), widest), integers), 0
+        for low in every.lows:
+            begin, first = begin + len(low), begin
+            lows[first:begin, : low.shape[1]] = low
         every.names.clear()
         every.lows.clear()
-        lows, dims = np.concatenate(wide)[order], np.concatenate(every.dims)[order]
+        lows, dims = lows[order], np.concatenate(every.dims)[order]
         spans = (every.files, every.offsets, every.lengths)
         files, offsets, lengths = (np.concatenate(column)[order] for column in spans)
         begins = [0, *ends.tolist()]
