@@ -63,6 +63,10 @@ class Registry(Mapping[str, Format]):
         """Yield the formats of this package."""
         return (self[name] for name in self._places)
 
+    def of_others(self) -> Iterator[Format]:
+        """Yield the formats of other packages."""
+        return (self[name] for name in (*self._added, *self._plugins))
+
     def __iter__(self) -> Iterator[str]:
         return iter((*self._added, *self._plugins, *self._places))
 
@@ -112,6 +116,8 @@ FORMATS = Registry(
     }
 )
 """Most specific first: the first format that matches a source is its format."""
+SINGLE_FILES = ("safetensors", "torch-save")
+"""Those of them whose checkpoints are single files, known without importing all."""
 
 
 def detect(source: Source) -> Format | None:
@@ -141,7 +147,8 @@ def _shared_rule(file: str) -> FileRule | None:
 @cache
 def single_file_suffixes() -> dict[str, Format]:
     """Return the single-file formats, by the suffixes of their files."""
-    return {suffix: row for row in FORMATS.values() for suffix in row.suffixes}
+    rows = (*FORMATS.of_others(), *(FORMATS[name] for name in SINGLE_FILES))
+    return {suffix: row for row in rows for suffix in row.suffixes}
 
 
 class KnownFormat(NamedTuple):

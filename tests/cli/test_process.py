@@ -193,8 +193,10 @@ def test_inspecting_a_small_checkpoint_imports_no_numpy() -> None:
     assert done.stderr.strip() == "[0, False, False]"
 
 
-def test_a_quiet_convert_on_a_disk_imports_no_screen_and_no_store(tmp_path: Path) -> None:
-    names = ("rich", "ckptool.storage.planned_ranges", "ckptool.storage.retry")
+def test_a_quiet_convert_imports_no_screen_no_store_and_no_other_format(
+    tmp_path: Path,
+) -> None:
+    names = ("rich", "ckptool.storage.planned_ranges", "ckptool.formats.deepspeed")
     code = (
         "import sys; from ckptool.cli import _run\n"
         "sys.argv = ['ckptool', 'convert', '--quiet', '--no-verify', *sys.argv[1:]]\n"
