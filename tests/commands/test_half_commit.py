@@ -97,6 +97,12 @@ def cut_short(folder: Path, *, exchange: bool = True) -> list[Path]:
     return [*found.values()]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _imported(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Import what is killed: each process would else do so for itself."""
+    write(tmp_path_factory.mktemp("whole"))
+
+
 @pytest.fixture(scope="module", params=[True, False], ids=["exchange", "steps"])
 def half_done(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
