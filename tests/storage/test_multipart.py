@@ -33,6 +33,14 @@ class Refusing(Stream):
         raise PermissionError("not yours")
 
 
+class Losing(Stream):
+    """One that keeps less than it took."""
+
+    def close(self) -> None:
+        self.truncate(2)
+        super().close()
+
+
 def upload(kind: type[Stream], monkeypatch: pytest.MonkeyPatch) -> RemotePath:
     """Write three bytes to a stream of this kind."""
 
@@ -57,3 +65,8 @@ def test_a_stream_that_is_refused_says_why(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(TransferError, match="access is denied") as caught:
         upload(Refusing, monkeypatch)
     assert caught.value.message.code == "access-denied"
+
+
+def test_a_file_that_appears_shorter_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TransferError, match="has 2 bytes, not 3"):
+        upload(Losing, monkeypatch)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ckptool.errors import CkptoolError, NotFound
+from ckptool.errors import CkptoolError, NotFound, error_text
 from ckptool.storage import retry as retrying
 from ckptool.storage.retry import Denied, NoAnswer, RetryPolicy, retry, status_of, time
 
@@ -240,3 +240,8 @@ def test_errors_that_cause_one_another_end() -> None:
     one, other = OSError("a"), OSError("b")
     one.__cause__, other.__cause__ = other, one
     assert status_of(one) is None
+
+
+def test_credentials_in_an_error_are_not_shown() -> None:
+    error = OSError("no answer from https://me:secret@host/x?X-Amz-Signature=secret (twice)")
+    assert error_text(error) == "no answer from https://host/x (twice)"

@@ -15,8 +15,10 @@ from safetensors.torch import save_file
 
 import ckptool
 from ckptool.commands.options.verify import VerifyOptions
-from ckptool.commands.verify.checks.consistency import LISTED
+from ckptool.commands.verify.checks.consistency import LISTED, catalog_problems
 from ckptool.commands.verify.verify import verify
+from ckptool.core.catalog import Catalog, TensorEntry
+from ckptool.core.dtype import BY_NAME
 
 Copy = Callable[[str], Path]
 
@@ -148,3 +150,9 @@ def test_what_every_writer_puts_into_a_header_is_not_worth_a_note(tmp_path: Path
     save_file({"w": torch.ones(3)}, tmp_path / "m.safetensors", metadata={"format": "np"})
     codes = {finding.code for finding in ckptool.verify(tmp_path / "m.safetensors").findings}
     assert codes == {"no-checksum"}
+
+
+def test_a_name_that_is_not_its_path_is_named() -> None:
+    entry = TensorEntry("a.w", ("b", "w"), BY_NAME["float32"], (0,), ())
+    (problem,) = catalog_problems(Catalog("dcp", {"a.w": entry}, {}, {}))
+    assert (problem.code, problem.tensor) == ("name-mismatch", "a.w")

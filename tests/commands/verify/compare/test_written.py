@@ -11,10 +11,12 @@ import torch
 
 from ckptool.commands.convert import ConvertReport, prepare
 from ckptool.commands.options.rewrite import RewriteOptions, Selection
-from ckptool.commands.options.target import ConvertOptions, TransferOptions
+from ckptool.commands.options.target import ConvertOptions, ReshardOptions, TransferOptions
+from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.commands.transfer.transfer import Transfer
 from ckptool.core.casts import parse_casts
 from ckptool.core.layout import Data, Literal, ScatteredData, Verbatim
+from ckptool.core.sharding.placement import parse_mesh
 from ckptool.engine.run_options import RunOptions
 from ckptool.engine.write import stage as stage_module
 from ckptool.errors import NotVerified
@@ -108,6 +110,19 @@ def test_other_bytes_never_count(
     assert error.value.exit_code == 5
     assert not transfer.target.exists()
     assert [path.name for path in source.parent.iterdir()] == ["source.pt"]
+
+
+def test_a_replica_of_other_bytes_never_counts(source: Path, damaging: Callable[..., None]) -> None:
+    transfer = TransferOptions(run=RunOptions(workers=2, fsync=False))
+    options = ReshardOptions(
+        parse_mesh("2"), policy="replicate", to="rank-local", transfer=transfer
+    )
+    resharding = prepare_reshard(source, source.with_name("m"), options)
+    (file,) = (one for one in resharding.plan.layout.files if one.rank == 1)
+    before = [part.nbytes for part in file.parts[: [*map(type, file.parts)].index(Data)]]
+    damaging(file.path, sum(before), flip)
+    with pytest.raises(NotVerified, match="1 replica differ after writing"):
+        resharding.run()
 
 
 def spots(transfer: Transfer[ConvertReport]) -> dict[str, tuple[str, int]]:
