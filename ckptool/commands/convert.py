@@ -77,7 +77,7 @@ def prepare(
         names = names - {CONFIG} | {ADAPTER_CONFIG}
     request = Request(target.name, options.max_shard_size, options.single_rank, assets=names)
     layout = writer.lay_out(catalog, request)
-    layout = with_assets(layout, assets, rewritten.map, catalog, model=writer.is_model_folder)
+    layout = with_assets(layout, assets, rewritten.map, catalog, writer)
     if selection.peft_adapter and writer.is_model_folder:
         layout = with_adapter_config(opened, catalog, layout)
     if options.rewrite.dequantize:

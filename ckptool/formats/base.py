@@ -183,6 +183,7 @@ class Format:
     - ``has_values`` is False if the files have no place for values that are no tensors.
     - ``is_model_folder`` says that what is written is a folder which a model is loaded from, with
       its config.json.
+    - ``companions_in`` is the folder of the target that holds config.json, tokenizer and the like.
     - ``config`` says whether a Hugging Face config.json must lie beside the tensors; where it is
       there, it must fit them. None where such a file is of no meaning.
     """
@@ -209,6 +210,7 @@ class Format:
     has_rank_state: bool = False
     has_values: bool = True
     is_model_folder: bool = False
+    companions_in: str = ""
     config: Literal["required", "optional"] | None = None
 
     def matches(self, source: Source) -> bool:

@@ -32,6 +32,8 @@ _NAMES = frozenset(
 )
 PIPELINE = "model_index.json"
 """The list of a pipeline's components, which are in separate folders (diffusers 0.42)."""
+OF_VERL = "huggingface"
+"""The folder in which verl (0.9) has a model's companions."""
 TRAINER_STATE = "trainer_state.json"
 TRAINER_FILES = frozenset([TRAINER_STATE, "training_args.bin"])
 """Files that transformers' Trainer writes once beside a checkpoint (transformers 5)."""

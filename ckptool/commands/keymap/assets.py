@@ -29,6 +29,7 @@ from ckptool.storage.local import LocalSource
 
 if TYPE_CHECKING:
     from ckptool.commands.keymap.maps import MapReport
+    from ckptool.formats.base import Format
 
 _LARGEST = 1 << 24
 _MOST_SHOWN = 6
@@ -43,20 +44,23 @@ QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_con
 
 
 def with_assets(
-    layout: Layout, assets: Path | None, report: MapReport | None, catalog: Catalog, *, model: bool
+    layout: Layout, assets: Path | None, report: MapReport | None, catalog: Catalog, writer: Format
 ) -> Layout:
     """Add the files of ``assets`` to a layout, replacing those of the same name.
 
-    ``model`` means that the target is a model's folder: without a config.json it gets one from the
-    map's report. Raises UsageError if files are requested and the target is a single file.
+    They lie where the ``writer`` has its companions. If the target is a model's folder and has no
+    config.json, it gets one from the map's report. Raises UsageError if files are requested and the
+    target is a single file.
     """
     if assets is not None and not layout.folder:
         raise UsageError("--hf-assets requires a target folder, not a single file")
     files = [] if assets is None else _asset_files(assets)
+    if writer.companions_in:
+        files = [file.within(writer.companions_in) for file in files]
     names = {file.path for file in files}
     files += [file for file in layout.files if file.path not in names]
     layout = replace(layout, files=tuple(files))
-    if not model or report is None or any(file.path == CONFIG for file in files):
+    if not writer.is_model_folder or report is None or any(file.path == CONFIG for file in files):
         return layout
     if report.config is not None:
         note = f"{CONFIG} written from the configuration recorded in the checkpoint"

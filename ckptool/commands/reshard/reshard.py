@@ -41,6 +41,7 @@ from ckptool.engine.write.run import peak_memory
 from ckptool.errors import Unsupported, UsageError
 from ckptool.formats import FORMATS, targets
 from ckptool.formats.base import Format, Request
+from ckptool.formats.companions import companions
 from ckptool.formats.rank_files import WRITERS
 from ckptool.storage.url import Location
 
@@ -188,11 +189,10 @@ def prepare_reshard(
     placed = PlacedTensors(
         placer.mesh, {name: choice.placements for name, choice in choices.items()}
     )
+    catalog = _with_companions(opened, catalog, writer)
     request = _request(opened, catalog, writer, target, placed, options.map.assets)
     layout = writer.lay_out(catalog, request)
-    layout = with_assets(
-        layout, options.map.assets, map_report, catalog, model=writer.is_model_folder
-    )
+    layout = with_assets(layout, options.map.assets, map_report, catalog, writer)
     plan = Plan(catalog, layout)
     report = ReshardReport.of(
         opened,
@@ -224,6 +224,16 @@ def _sibling(opened: OpenedCheckpoint, mesh: Mesh) -> Location:
     named = opened.path.name not in ("", "..")
     beside = opened.path if named else opened.path.resolve()
     return beside.with_name(f"{beside.name}-{'x'.join(map(str, mesh.shape))}")
+
+
+def _with_companions(opened: OpenedCheckpoint, catalog: Catalog, writer: Format) -> Catalog:
+    """Add config.json and the like beside a folder such as DCP's, if the writer takes them along.
+
+    They are only copied: what lies beside such a folder may be another's.
+    """
+    if not writer.companions_in or catalog.companions:
+        return catalog
+    return replace(catalog, companions=companions(opened.source))
 
 
 def _request(

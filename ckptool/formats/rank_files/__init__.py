@@ -20,7 +20,7 @@ from ckptool.core.sharding.infer import with_inferred_mesh
 from ckptool.core.text import list_some
 from ckptool.errors import Damaged, Problem
 from ckptool.formats.base import Deferred, FileRole, FileRule, Format, ScanOptions
-from ckptool.formats.companions import companions, read_json_object
+from ckptool.formats.companions import OF_VERL, companions, read_json_object
 from ckptool.formats.rank_files.names import (
     STATES_OF_A_RANK,
     RankFile,
@@ -145,7 +145,7 @@ def _catalog(
         info=info | ({"FSDP version": version} if version else {}),
         notes=(*merged.notes, *note_unread(merged.objects)),
         conflicts=merged.conflicts,
-        companions=companions(source) or companions(source, "huggingface/"),
+        companions=companions(source) or companions(source, f"{OF_VERL}/"),
     )
     return with_inferred_mesh(catalog) if mesh is None else catalog
 
@@ -344,4 +344,5 @@ VERL_FORMAT = replace(
     summary="verl's rank files of model, optimizer and extra state",
     probe=None,
     reshard=Deferred("ckptool.formats.rank_files.verl:lay_out"),
+    companions_in=OF_VERL,
 )

@@ -16,13 +16,13 @@ from ckptool.core.layout import FileLayout, Layout, Literal
 from ckptool.core.selection import entries_of
 from ckptool.errors import Unsupported
 from ckptool.formats.base import Request
+from ckptool.formats.companions import OF_VERL
 from ckptool.formats.rank_files.write import RankTensors, by_family, values_of
 from ckptool.formats.writing import lay_out_companions, require_placed, select_plain
 from ckptool.serialization.archive.write import lay_out_archive
 
 CONFIG = "fsdp_config.json"
 FAMILIES = ("model", "optim", "extra_state")
-_FOLDER = "huggingface"
 _MESH = {1: ("fsdp",), 2: ("ddp", "fsdp")}
 """What verl calls the dims of its mesh, by which it knows the tensors that it loads."""
 
@@ -42,7 +42,7 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
     tensors = RankTensors(catalog, placed)
     objects, notes = select_plain(catalog)
     size = placed.mesh.size
-    files = [file.within(_FOLDER) for file in lay_out_companions(catalog)]
+    files = [file.within(OF_VERL) for file in lay_out_companions(catalog)]
     for rank in range(size):
         leaves = [*tensors.leaves(rank), *values_of(objects, rank, placed.mesh)]
         numbered = ((_with_number(path), leaf) for path, leaf in leaves)

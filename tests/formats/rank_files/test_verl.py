@@ -112,3 +112,21 @@ def test_what_verl_has_no_file_for_is_refused(out: Path) -> None:
     torch.save({"model": {"w": torch.ones(2)}, "optimizer": {"m": torch.ones(2)}}, out / "a.pt")
     with pytest.raises(Unsupported, match=r"optimizer\.m: verl has only files of model, optim"):
         ckptool.reshard(out / "a.pt", out / "r", mesh="2", to="verl", fsync=False)
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_config_and_tokenizer_lie_where_verl_opens_them(given: bool, out: Path) -> None:
+    """Those beside a DCP folder, and those of ``--hf-assets`` in their place."""
+    ckptool.convert(SOURCE, out / "dcp", to="dcp", fsync=False)
+    (out / "dcp" / "tokenizer.json").write_text("{}")
+    assets = out / "assets"
+    assets.mkdir()
+    (assets / "config.json").write_text('{"mine": true}')
+    options: dict[str, Any] = {"hf_assets": assets} if given else {}
+    ckptool.reshard(out / "dcp", out / "r", mesh="1", to="verl", fsync=False, **options)
+    files = {str(p.relative_to(out / "r")) for p in (out / "r").rglob("*.json")}
+    assert files >= {"huggingface/config.json", "huggingface/tokenizer.json"}
+    assert not files & {"config.json", "tokenizer.json"}
+    source = assets if given else SOURCE / "huggingface"
+    written = (out / "r" / "huggingface" / "config.json").read_bytes()
+    assert written == (source / "config.json").read_bytes()
