@@ -30,7 +30,7 @@ def test_an_unfinished_iteration_is_skipped(copy_of: Copy, out: Path) -> None:
     shutil.copy(folder / "1" / SECOND, folder / "1" / "iter_0000110_1_local.dirty.pt")
     catalog = open_checkpoint(folder).catalog
     assert catalog.objects["iteration"].value == 100
-    assert "lacks the file of rank 1 (unfinished); iteration 100 is read" in catalog.notes[0]
+    assert "lacks the file of rank 1 (unfinished); reading iteration 100" in catalog.notes[0]
     assert same_as_truth(folder, out)
 
 
