@@ -118,6 +118,8 @@ FORMATS = Registry(
 """Most specific first: the first format that matches a source is its format."""
 SINGLE_FILES = ("safetensors", "torch-save")
 """Those of them whose checkpoints are single files, known without importing all."""
+MARKED = ("megatron-torch_dist", "deepspeed")
+"""Those whose files name the latest checkpoint of a run, one for each such name."""
 
 
 def detect(source: Source) -> Format | None:
@@ -142,6 +144,13 @@ def _shared_rule(file: str) -> FileRule | None:
     # another package's rules are for its own checkpoints: they must not end checks of ours
     rules = (rule for row in FORMATS.built_in() for rule in row.files)
     return next((rule for rule in rules if rule.matches(file)), None)
+
+
+@cache
+def latest_markers() -> frozenset[str]:
+    """Return the names of the files by which trainers say what a run's latest checkpoint is."""
+    rows = (*FORMATS.of_others(), *(FORMATS[name] for name in MARKED))
+    return frozenset(row.latest.file for row in rows if row.latest is not None)
 
 
 @cache

@@ -10,7 +10,7 @@ from pathlib import Path
 from ckptool.commands.detect import find_checkpoints, folder_at, natural_key
 from ckptool.commands.open import open_checkpoint
 from ckptool.errors import CkptoolError, NotFound, Unrecognised
-from ckptool.formats import FORMATS
+from ckptool.formats import latest_markers
 from ckptool.storage.retry import NoAnswer
 from ckptool.storage.url import Location, within
 
@@ -85,16 +85,13 @@ def is_run(place: Location) -> bool:
 
     ``open_checkpoint`` opens that one; without such a file it raises Several.
     """
-    markers = {row.latest.file for row in FORMATS.values() if row.latest is not None}
     if not place.is_dir():
         return False
     if isinstance(place, Path):
-        markers = {file for file in markers if (place / file).exists()}
+        is_marked = any((place / file).exists() for file in latest_markers())
     else:
-        markers &= place.listing.keys()  # which was requested already
-    if not markers:
-        return False
-    return len(steps_of(place)) > 1
+        is_marked = not latest_markers().isdisjoint(place.listing)  # requested already
+    return is_marked and len(steps_of(place)) > 1
 
 
 def _is_step(path: Location, run: Location) -> bool:
