@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from json.encoder import encode_basestring as _quoted
@@ -33,6 +34,7 @@ _MOST_DIGITS = 20
 _INTEGERS = {int}
 _ZEROS = bytes.maketrans(b"123456789", b"000000000")
 _dumps = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
+_SPACED_COLON = re.compile(rb'"\s+:')
 _LONG_NUMBER = b"0" * (_MOST_DIGITS + 1)
 """Matches a number with too many digits, or a name, once all digits are zeros."""
 
@@ -166,11 +168,17 @@ def _parse(text: bytes, file: str) -> dict[str, Any]:
     if text[:1] != b"{":
         raise Damaged(f"{file}: the header is not a JSON object")
     _require_within_limits(text, file)
+    parse_int = _parse_int if _LONG_NUMBER in text.translate(_ZEROS) else None
     try:
+        if b"\\" not in text and not _SPACED_COLON.search(text):
+            header = json.loads(text.decode(), parse_int=parse_int)
+            entries = (entry for entry in header.values() if isinstance(entry, dict))
+            if len(header) + sum(map(len, entries)) == text.count(b'":'):  # no name is there twice
+                return cast(dict[str, Any], header)
         header = json.loads(
             text.decode(),
             object_pairs_hook=_unique_unicode if b"\\u" in text else _unique,
-            parse_int=_parse_int if _LONG_NUMBER in text.translate(_ZEROS) else None,
+            parse_int=parse_int,
         )
     except (ValueError, RecursionError) as error:
         raise Damaged(f"{file}: the header is not valid JSON: {error}") from None

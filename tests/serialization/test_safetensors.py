@@ -176,6 +176,24 @@ def test_headers_beyond_all_bounds(header: bytes, tmp_path: Path) -> None:
         read_safetensors(LocalSource.file(path), path.name)
 
 
+NAMES = st.sampled_from(["a", ":", ":a", "é", '\\"'])
+COLONS = st.sampled_from([":", " :", ": ", "\t:"])
+
+
+@given(st.lists(st.tuples(NAMES, COLONS, st.sampled_from(["u", "dtype"]), COLONS), max_size=3))
+def test_a_name_twice_is_found_however_it_is_written(
+    entries: list[tuple[str, str, str, str]],
+) -> None:
+    one = '"%s"%s{"dtype":"U8","%s"%s"U8","shape":[0],"data_offsets":[0,0]}'
+    data = header_of(("{" + ",".join(one % entry for entry in entries) + "}").encode())
+    names = [name for name, *_ in entries]
+    if len({*names}) < len(names) or any(inner == "dtype" for _, _, inner, _ in entries):
+        with pytest.raises(Damaged, match="twice"):
+            read(data)
+    else:
+        assert {*read(data).tensors} == {name.removeprefix("\\") for name in names}
+
+
 def test_a_name_that_is_not_an_unicode_cannot_be_written() -> None:
     item = OutgoingSlice("a\ud800", BY_NAME["uint8"], Box.whole((1,)))
     with pytest.raises(Unsupported, match="Unicode"):
