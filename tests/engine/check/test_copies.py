@@ -46,14 +46,30 @@ def test_a_file_copied_over_another_ranks_is_found(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(("data", "found"), [(bytes(range(16)), 1), (bytes(16), 0)])
-def test_alike_files_of_one_value_are_not_copies(data: bytes, found: int, tmp_path: Path) -> None:
-    """As the state of an optimizer that has not made a step."""
-    for name in "ab":
-        (tmp_path / name).write_bytes(data)
+VARIED = bytes(range(256)) * 48
+"""Longer than what is read of both ends first."""
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "found"),
+    [
+        (VARIED, VARIED, 1),
+        (VARIED, VARIED[:6_000] + b"!" + VARIED[6_001:], 0),
+        (bytes(16), bytes(16), 0),
+    ],
+    ids=["copied", "alike at both ends", "zeros"],
+)
+def test_files_of_one_value_or_with_alike_ends_are_not_copies(
+    one: bytes, other: bytes, found: int, tmp_path: Path
+) -> None:
+    """Of one value as the state of an optimizer that has not made a step."""
+    (tmp_path / "a").write_bytes(one)
+    (tmp_path / "b").write_bytes(other)
+    count, size = len(one) // 4, len(one)
     chunks = tuple(
-        Chunk(Box((4 * n,), (4 * n + 4,)), Extent(name, 0, (4,))) for n, name in enumerate("ab")
+        Chunk(Box((count * n,), (count * n + count,)), Extent(name, 0, (4,)))
+        for n, name in enumerate("ab")
     )
-    entry = TensorEntry("w", ("w",), parse_dtype("float32"), (8,), chunks)
-    catalog = Catalog("vllm", {"w": entry}, {}, {"a": 16, "b": 16})
+    entry = TensorEntry("w", ("w",), parse_dtype("float32"), (2 * count,), chunks)
+    catalog = Catalog("vllm", {"w": entry}, {}, {"a": size, "b": size})
     assert len(list(copied_files(catalog, LocalSource.folder(tmp_path)))) == found
