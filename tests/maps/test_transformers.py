@@ -12,7 +12,9 @@ from ckptool.commands.options.rewrite import MapOptions
 
 transformers = pytest.importorskip("transformers")
 import torch  # noqa: E402
+import torch.distributed.checkpoint as dcp  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
+from torch.distributed.checkpoint.state_dict import get_state_dict  # noqa: E402
 
 SMALL = {
     "hidden_size": 32,
@@ -121,3 +123,42 @@ def test_to_the_trainer_and_back(name: str, family: str, saved: dict[str, Path],
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[key], wanted[key]) for key in wanted)
     assert torch.equal(logits(out / "back"), logits(source))
+
+
+class HFTransformerModel(torch.nn.Module):
+    """Holds a model as torchtitan's (0.3.0) backend for models of transformers does."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        layers = {str(n): layer for n, layer in enumerate(model.model.layers)}
+        model.model.layers = torch.nn.ModuleDict(layers)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", {"strip_prefix": "model.", "drop": ("optimizer.*",)}),
+        ("qwen3_tied", {"model_only": True}),
+    ],
+)
+def test_what_torchtitans_backend_for_transformers_saves(
+    family: str, options: dict[str, Any], saved: dict[str, Path], out: Path
+) -> None:
+    """Every name has ``model.`` before it, those of the optimizer too."""
+    source = saved[family]
+    model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    trained = HFTransformerModel(model)
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=0.0)
+    for parameter in trained.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    state, moments = get_state_dict(trained, optimizer)
+    assert "model.model.norm.weight" in state
+    dcp.save({**state, "optimizer": moments}, checkpoint_id=out / "step-5", no_dist=True)
+    convert_to("hf", out / "step-5", out / "hf", map=MapOptions(assets=source), **options)
+    wanted, found = (load_file(folder / "model.safetensors") for folder in (source, out / "hf"))
+    tied = {"lm_head.weight"} if family.endswith("tied") else set()
+    assert found.keys() - tied == wanted.keys()
+    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+    assert torch.equal(logits(out / "hf"), logits(source))

@@ -119,6 +119,8 @@ FOLDERS = [
     ("iter_0000005", {"iter_0000005/run_config.yaml": WRITTEN["run_config.yaml"]}),
     ("iter_0000005", {"iter_0000005/run_config.yaml": WRITTEN["run_config.yaml before"]}),
     ("model/weights", {"model/context/model.yaml": NEMO_2}),
+    ("run/iter_0000005", {"run/config.json": OF_HUGGING_FACE}),
+    ("actor/dist_ckpt", {"actor/huggingface/config.json": OF_HUGGING_FACE}),
     (
         "actor/dist_ckpt",
         {
@@ -134,7 +136,7 @@ FOLDERS = [
         },
     ),
 ]
-"""Megatron-Bridge with Megatron-core 0.20 and before, NeMo 2, verl 0.9 and after."""
+"""Megatron-Bridge with Megatron-core 0.20 and before, NeMo 2, a model's own, verl 0.9 and after."""
 
 
 @pytest.mark.parametrize(("folder", "files"), FOLDERS)
