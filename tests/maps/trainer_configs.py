@@ -3,6 +3,7 @@
 ``python tests/maps/trainer_configs.py`` writes the record anew, where the sources of
 Megatron-Bridge (commit 067f987df) and Megatron-LM (d98e8a64dd) lie on the path, with torch, PyYAML,
 omegaconf and transformers; ``transformer_engine`` and ``triton`` are empty modules.
+``model.yaml`` is recorded apart, by ``record_nemo`` with NeMo 2.5.3 and Megatron-core 0.14.0.
 """
 
 from __future__ import annotations
@@ -45,11 +46,28 @@ def record() -> None:
     layers = LLAMA | {"activation_func": torch.nn.functional.silu}
     own = {"vocab_size": VOCABULARY, "share_embeddings_and_output_weights": False}
     transformer = TransformerConfig(**layers)
-    made = {
+    made = recorded() | {
         "run_config.yaml": _run_config(GPTModelConfig(transformer=transformer, **own)),
         "run_config.yaml before": _run_config(GPTModelProvider(**layers, **own)),
         "transformer_config.json": _transformer_config(transformer),
     }
+    RECORD.write_bytes(gzip.compress(json.dumps(made).encode(), mtime=0))
+
+
+def record_nemo() -> None:
+    """Have NeMo 2's own ``io_dump`` write a model's file."""
+    from nemo.collections.llm.gpt.model.llama import LlamaConfig, LlamaModel
+    from nemo.lightning.io.mixin import IOMixin
+
+    class Context(IOMixin):
+        def __init__(self, model: Any) -> None:
+            self.model = model
+
+    own = {"vocab_size": VOCABULARY, "share_embeddings_and_output_weights": False}
+    config = LlamaConfig(**LLAMA, **own, apply_rope_fusion=False)
+    with tempfile.TemporaryDirectory() as folder:
+        Context(LlamaModel(config)).io_dump(Path(folder), yaml_attrs=["model"])
+        made = recorded() | {"model.yaml": (Path(folder) / "model.yaml").read_text()}
     RECORD.write_bytes(gzip.compress(json.dumps(made).encode(), mtime=0))
 
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import trainer_configs
-import yaml
 from conftest import convert_to, flat, load_dcp
 from safetensors.torch import save_file
 from torchtitan_states import JOBS, recorded
@@ -103,22 +102,10 @@ WRITTEN = trainer_configs.recorded()
 OF_HUGGING_FACE = json.dumps(
     SIZES | {"model_type": "llama", "head_dim": 6, "intermediate_size": 24, "vocab_size": 37}
 )
-NEMO_2 = yaml.safe_dump(
-    {
-        "_target_": "nemo.collections.llm.gpt.model.llama.LlamaModel",
-        "config": {
-            "_target_": "nemo.collections.llm.gpt.model.llama.LlamaConfig",
-            **trainer_configs.LLAMA,
-            "vocab_size": 37,
-        },
-        "optim": {"_target_": "nemo.lightning.MegatronOptimizerModule", "hidden_size": 3},
-    }
-)
-"""As ``io.context`` of NeMo 2.5 writes the arguments of a model and of its configuration."""
 FOLDERS = [
     ("iter_0000005", {"iter_0000005/run_config.yaml": WRITTEN["run_config.yaml"]}),
     ("iter_0000005", {"iter_0000005/run_config.yaml": WRITTEN["run_config.yaml before"]}),
-    ("model/weights", {"model/context/model.yaml": NEMO_2}),
+    ("model/weights", {"model/context/model.yaml": WRITTEN["model.yaml"]}),
     ("run/iter_0000005", {"run/config.json": OF_HUGGING_FACE}),
     ("actor/dist_ckpt", {"actor/huggingface/config.json": OF_HUGGING_FACE}),
     (
