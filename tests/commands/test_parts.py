@@ -685,14 +685,23 @@ def test_parts_make_the_same_in_a_store(kind: str, source: Path, tmp_path: Path)
     assert stored(place) == truth
 
 
-def test_in_a_store_files_that_are_gone_are_written_again(source: Path) -> None:
+@pytest.mark.parametrize("is_there", [False, True])
+def test_in_a_store_files_that_are_gone_or_replaced_are_written_again(
+    is_there: bool, source: Path
+) -> None:
     planned, place = convert("hf", **MANY), in_memory()
     write(planned, source, place, "1/2", "2/2")
-    lost = next(name for name in sorted(stored(place)) if "/model-00001-of" in name)
-    place.store.remove([f"{place.parent.key}/{lost}"], str(place))
+    whole = stored(place)
+    lost = next(name for name in sorted(whole) if "/model-00001-of" in name)
+    key = f"{place.parent.key}/{lost}"
+    if is_there:
+        place.store.put(key, bytes(len(whole[lost])), str(place))
+    else:
+        place.store.remove([key], str(place))
     said = refused(lambda: finish(planned, source, location(place.url)), "missing, or changed")
     write(planned, source, location(place.url), said.split("--part ")[1].split()[0])
     finish(planned, source, location(place.url))
+    assert stored(place)[lost] == whole[lost]
 
 
 def test_parts_replace_nothing_in_a_store(source: Path) -> None:

@@ -161,6 +161,18 @@ def test_a_resumed_upload_writes_only_what_is_missing(s3: S3, out: Path) -> None
     assert s3.get("m") == files_of(out / "m")
 
 
+def test_a_resumed_upload_writes_a_file_of_another_size_again(s3: S3, out: Path) -> None:
+    source = case("dcp_fsdp2_tp").path
+    resharded(source, out / "m", "4")
+    s3.fail(DENIED, *WRITES, key="*__2_0.distcp")
+    with pytest.raises(TransferError):
+        resharded(source, s3.url("m"), "4", run=RunOptions(1))
+    s3.heal()
+    s3.write("m/__0_0.distcp", s3.get("m")["__0_0.distcp"][:-1])
+    resharded(source, s3.url("m"), "4", resume=True)
+    assert s3.get("m") == files_of(out / "m")
+
+
 def test_without_resume_what_was_left_is_written_anew(s3: S3, out: Path) -> None:
     source = case("dcp_fsdp2_tp").path
     s3.fail(DENIED, *WRITES, key="*.metadata")

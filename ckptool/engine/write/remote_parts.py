@@ -66,7 +66,9 @@ class RemotePartStage(RemoteStage):
             files = [file.path for file in self._layout.files]
             self._put_note(self._note, parts=self._share.size, files=files)
         self._require_same_run()
-        self._is_new = self._read_note(self._claim) is None
+        claim = self._read_note(self._claim)
+        self._is_new = claim is None
+        self._sent = ((claim or {}).get("part") or {}).get("files", {})
         self._writer = this_writer()
         self._put_note(self._claim, parts=self._share.size, writer=self._writer)
 

@@ -63,6 +63,8 @@ class RemoteStage:
         self._finished: frozenset[str] = frozenset()
         self._noted: frozenset[str] = frozenset()
         self._old: frozenset[str] = frozenset()
+        self._sent: Mapping[str, Any] = {}
+        """The sizes and versions of files that this writer was done with before."""
         self._read_back: dict[str, ObjectInfo] = {}
         last = len(layout.files) - 1
         tensors = any(isinstance(part, Data | ScatteredData) for part in layout.files[last].parts)
@@ -152,7 +154,8 @@ class RemoteStage:
         self._writer = (self._read_note(self._claim) or {}).get("writer")
         if self._options.resume:
             existing, sizes = self._list_existing(), self._sizes()
-            done = {n for n, i in existing.items() if sizes.get(n) == i.nbytes}
+            same = {n: i for n, i in existing.items() if sizes.get(n) == i.nbytes}
+            done = {n for n, i in same.items() if list(i[:2]) == self._sent.get(n, list(i[:2]))}
             self._finished = frozenset(done - {self._layout.files[-1].path})
 
     def mark(self, token: str) -> None:
