@@ -100,7 +100,11 @@ def prepare(
         map=rewritten.map,
         cast=rewritten.cast,
         dequantized=rewritten.dequantized,
-        notes=(*catalog.notes, *layout.notes, *_export_notes(catalog, layout, writer, options)),
+        notes=(
+            *catalog.notes,
+            *layout.notes,
+            *_export_notes(opened.path, catalog, layout, writer, options),
+        ),
     )
     moves = rewritten.map and rewritten.map.decided
     decided = (writer.name, options.max_shard_size, options.single_rank, moves)
@@ -184,12 +188,16 @@ def _writer_of(catalog: Catalog, writer: Format) -> Format:
 
 
 def _export_notes(
-    catalog: Catalog, layout: Layout, writer: Format, options: ConvertOptions
+    source: Location, catalog: Catalog, layout: Layout, writer: Format, options: ConvertOptions
 ) -> list[str]:
     """Return notes for whoever loads the result."""
     notes = _quantized_notes(catalog, options.rewrite)
     if writer.is_model_folder:
-        notes += [*lacking_files(layout), *_optimizer_notes(catalog), *_wrapper_notes(catalog)]
+        notes += [
+            *lacking_files(layout, source),
+            *_optimizer_notes(catalog),
+            *_wrapper_notes(catalog),
+        ]
     return notes
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -263,6 +264,16 @@ def test_what_a_model_server_would_not_find_is_reported(out: Path) -> None:
         source, out / "m", to="hf", dry_run=True, model_only=True, hf_assets=assets
     )
     assert any("an adapter: loading it needs its base model" in note for note in done.notes)
+
+
+@pytest.mark.parametrize("folder", [".", "huggingface"])
+def test_the_folder_above_that_has_a_config_is_named(folder: str, out: Path) -> None:
+    run = out / "a run"
+    shutil.copytree(case("dcp_fsdp2_tp").path, run / "step-1")
+    (run / folder).mkdir(exist_ok=True)
+    (run / folder / "config.json").write_text("{}")
+    notes = ckptool.convert(run / "step-1", out / "m", to="hf", dry_run=True).notes
+    assert any(note.endswith(f"copy with --hf-assets '{run / folder}'") for note in notes)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from ckptool.commands.keymap.model_config import (
@@ -18,14 +19,15 @@ from ckptool.commands.keymap.model_config import (
     main_dtype,
     with_dtype,
 )
-from ckptool.commands.keymap.records import CONFIG, DTYPE_KEYS, Record
+from ckptool.commands.keymap.records import CONFIG, DTYPE_KEYS, Record, folders_around
 from ckptool.commands.open import OpenedCheckpoint
 from ckptool.commands.unread_files import require_listed, unlisted_problems
 from ckptool.core.catalog import Catalog
 from ckptool.core.layout import FileLayout, Layout, Literal, Part, Verbatim
 from ckptool.errors import Unsupported, UsageError
-from ckptool.formats.companions import PIPELINE, models_of_pipeline
+from ckptool.formats.companions import OF_VERL, PIPELINE, models_of_pipeline
 from ckptool.storage.local import LocalSource
+from ckptool.storage.url import Location
 
 if TYPE_CHECKING:
     from ckptool.commands.keymap.maps import MapReport
@@ -72,8 +74,11 @@ def with_assets(
     return layout
 
 
-def lacking_files(layout: Layout) -> list[str]:
-    """Return a note on the files that transformers and vLLM expect in a model's folder and lack."""
+def lacking_files(layout: Layout, source: Location) -> list[str]:
+    """Return a note on the files that transformers and vLLM expect in a model's folder and lack.
+
+    It names the folder that has them, if that is the source's or lies around it.
+    """
     paths = {file.path for file in layout.files}
     if _ADAPTER in paths:
         return [f"an adapter: loading it needs its base model, which {_ADAPTER} names"]
@@ -83,7 +88,16 @@ def lacking_files(layout: Layout) -> list[str]:
     if not lacks:
         return []
     verb = "is" if len(lacks) == 1 else "are"
-    return [f"{' and '.join(lacks)} {verb} missing: copy with --hf-assets FOLDER"]
+    folder = _folder_of_assets(source) if CONFIG in lacks else None
+    option = f"--hf-assets {'FOLDER' if folder is None else quote(str(folder))}"
+    return [f"{' and '.join(lacks)} {verb} missing: copy with {option}"]
+
+
+def _folder_of_assets(source: Location) -> Path | None:
+    """Return the nearest local folder around a checkpoint that has a config.json."""
+    places = (place for folder in folders_around(source) for place in (folder, folder / OF_VERL))
+    local = (place for place in places if isinstance(place, Path))
+    return next((place for place in local if (place / CONFIG).is_file()), None)
 
 
 def _asset_files(folder: Path) -> list[FileLayout]:
