@@ -96,6 +96,6 @@ def test_without_a_client_there_is_nothing_to_measure(
 ) -> None:
     pytest.importorskip("torch")
     monkeypatch.setattr(bench, "find_spec", lambda name: None)
-    with pytest.raises(Unsupported, match="no s3fs") as caught:
+    with pytest.raises(Unsupported, match="s3fs is not installed") as caught:
         store_bench(SIZE, tmp_path, 1)
     assert caught.value.hint == "pip install 'ckptool[s3]'"
