@@ -127,7 +127,7 @@ def require_listed(problems: Iterable[Problem]) -> None:
     if not problems:
         return
     first, *others = lasting or problems
-    message = f"{first}(and {len(others):,} more)" if others else str(first)
+    message = f"{first} (and {len(others):,} more)" if others else str(first)
     shown = Problem(message, first.code, file=first.file)
     if not lasting:
         raise Changed(shown, hint="retry when nothing is writing to the source")

@@ -296,6 +296,9 @@ def test_data_behind_a_link_to_nothing(target: str, shards: Path) -> None:
     assert ("file-missing", LAST) in {
         (f.code, f.file) for f in verify(shards, VerifyOptions()).findings
     }
+    (shards / "more.safetensors").symlink_to("nowhere")
+    with pytest.raises(NotFound, match=r": a link to nothing \(and 1 more\)"):
+        open_checkpoint(shards)
 
 
 def test_another_link_to_nothing_is_named(shards: Path) -> None:
