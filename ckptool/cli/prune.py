@@ -22,9 +22,9 @@ def prune(
 ) -> None:
     """Remove old steps of a run, after verifying those that are kept.
 
-    Without --yes removes nothing and shows what it would do. Keeps steps that `latest`, a symbolic
-    link or the Trainer's best checkpoint point to, and any unclear step. Exits 0 if all kept steps
-    are good, 1 if a kept step is damaged or none is good.
+    Without --yes removes nothing and shows what it would do. Always keeps the Trainer's
+    best step, those that `latest` or a symbolic link points to, and any unclear step. Exits 0 if
+    all kept steps are good, 1 if a kept step is damaged or none is good.
     """
     from ckptool.commands.verify.prune import prune as _prune
     from ckptool.render.messages import print_json, show_step

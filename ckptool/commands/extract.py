@@ -93,7 +93,7 @@ class ExtractReport(TransferReport):
 def open_slices(source: Location, asked: Sequence[str], options: ExtractOptions) -> Extraction:
     """Find ``NAME`` or ``NAME[0:4, :8]`` in a checkpoint; no tensor byte is read.
 
-    A name may be a glob, or part of the only name that contains it. Raises UsageError if there is
+    A name may be a glob, or a part that only one name contains. Raises UsageError if there is
     no such tensor or index, Damaged if its chunks do not tile it.
     """
     opened = open_checkpoint(source, options.read, whole=False)

@@ -17,7 +17,7 @@ def workers_option() -> Any:
         COUNT,
         minimum=1,
         maximum=256,
-        help="Use N threads, at most 256; default: one per core, at most 8; for a URL 4 at least.",
+        help="Use N threads, at most 256; default: one per core, at most 8; for a URL, at least 4.",
     )
 
 

@@ -31,5 +31,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     )
 
 
-FORMAT = Format("orbax", "Orbax checkpoint of JAX, recognised only", _probe, _scan, reads=False)
+FORMAT = Format(
+    "orbax", "JAX's Orbax checkpoint, recognized but not read", _probe, _scan, reads=False
+)
 """Not read: it would need tensorstore."""

@@ -55,13 +55,15 @@ def show_map_check(report: MapCheck) -> None:
     """
     out = console()
     near = [each for each in report.rules if each.nearest]
-    names = ("no rule matches", "names", "nearest rule"), report.names
-    rules = ("matches no tensor", "", "nearest name"), near
-    for heads, found in (names, rules):
+    names = ("unmatched name", "count", "nearest rule"), report.names
+    rules = ("unmatched rule", "", "nearest name"), near
+    for number, (heads, found) in enumerate(table for table in (names, rules) if table[1]):
+        if number:
+            say(out, "")
         rows = [(e.name, f"{e.count:,}" if e.count else "", e.nearest or "-") for e in found]
-        emit(out, columns(out, rows, "lrl", heads=heads) if rows else [])
+        emit(out, columns(out, rows, "lrl", heads=heads))
     if rest := len(report.rules) - len(near):
-        say(out, f"{plural(rest, 'further rule')} matched no tensor")
+        say(out, f"{plural(rest, 'more rule' if near else 'rule')} matched no tensor")
     way = f"{report.map} ({report.source} to {report.target})"
     taken = f"matches {report.matched:,} of {plural(report.tensors, 'tensor')}"
     say(out, escaped(f"{'OK' if report.ok else 'FAILED'}: {way} {taken}"))

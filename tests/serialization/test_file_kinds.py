@@ -61,9 +61,9 @@ def exported(buffer: io.BytesIO) -> None:
 
 KINDS: dict[str, tuple[str, Callable[[], bytes], str, str]] = {
     "git-lfs": (".pt", lambda: LFS, "a git-lfs pointer to a file of 12,345 bytes", "git lfs pull"),
-    "html": (".bin", lambda: b"<!DOCTYPE html><html>", "an HTML page", "a private one"),
+    "html": (".bin", lambda: b"<!DOCTYPE html><html>", "an HTML page", "need a token"),
     "xml": (".pt", lambda: b"<?xml version='1.0'?><Error/>", "an XML document", "download"),
-    "answer": (".pt", lambda: b"Entry not found", "text ('Entry not found')", "download"),
+    "answer": (".pt", lambda: b"Entry not found", "first line is 'Entry not", "download"),
     "gzip": (".pt", lambda: gzip.compress(LFS), "gzip-compressed", "gzip -d"),
     "zstd": (".pt", lambda: zstandard.compress(LFS), "zstd-compressed", "zstd -d"),
     "xz": (".ckpt", lambda: lzma.compress(LFS), "xz-compressed", "xz -d"),

@@ -16,19 +16,19 @@ class PruneOptions(OptionSet):
         COUNT,
         default=MISSING,
         minimum=1,
-        help="Keep the newest N steps that verify finds no error in.",
+        help="Keep the newest N steps in which verify finds no errors.",
     )
     keep_every: int | None = option(
         "--keep-every",
         COUNT,
         minimum=1,
         metavar="K",
-        help="Keep every step whose number is a multiple of K, too.",
+        help="Also keep every step whose number is a multiple of K.",
     )
     drop_optimizer_of_older: bool = option(
         "--drop-optimizer-of-older",
         FLAG,
-        help="Drop the optimizer's state of what --keep-every keeps beside the newest N.",
+        help="Drop the optimizer state of steps that only --keep-every keeps.",
     )
     yes: bool = option(
         "--yes", FLAG, help="Remove the others; without it, only what would be removed is shown."

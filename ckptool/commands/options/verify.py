@@ -100,7 +100,7 @@ class ManifestOptions(OptionSet):
         "--manifest",
         PLACE,
         metavar="FILE",
-        help="Verify by this manifest, whatever format it was written from.",
+        help="Verify against this manifest, whatever format it was written from.",
     )
     overwrite: bool = overwrite_option()
 
