@@ -146,7 +146,7 @@ _TO_SAVE_WHOLE = "call full_tensor() on a DTensor, dequantize() on a quantized t
 
 
 def _why_not_plain(tensor: torch.Tensor) -> str | None:
-    """Return why a tensor is none of elements in memory, None if it is."""
+    """Return why a tensor is not an ordinary one in memory; None if it is one."""
     import torch
 
     if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_quantized:

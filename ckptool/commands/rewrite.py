@@ -219,7 +219,7 @@ def open_mapped(
 
 
 def _may_stay_unopened(chunk: Chunk) -> bool:
-    """Return whether a chunk is open, or readable in any order of elements; copies are open."""
+    """Return whether a chunk is open, or without copies and readable in any order of elements."""
     at = chunk.at
     if not isinstance(at, Container):
         return True

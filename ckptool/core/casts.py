@@ -96,7 +96,7 @@ def can_cast(entry: TensorEntry) -> bool:
 
 
 def needs_torch(stored: DType, wanted: DType) -> bool:
-    """Return whether only torch converts between the types: those of 8 bits and less."""
+    """Return whether only torch can cast one floating type to the other: 8 bits or fewer."""
     return stored != wanted and not {stored.name, wanted.name} <= _WITHOUT_TORCH
 
 

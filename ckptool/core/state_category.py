@@ -154,7 +154,7 @@ def _beside_param_groups(catalog: Catalog) -> Iterator[str]:
 def _is_of_model(
     head: str, names: list[str], groups: Mapping[str, list[str]], catalog: Catalog
 ) -> bool:
-    """Return whether the model has a module or parameter of a name that usually means a part."""
+    """Return whether ``head``, a usual name for a part of a checkpoint, is in the model itself."""
     if not all(name in catalog.tensors for name in names):
         return False
     if _KINDS.fullmatch(head):

@@ -144,9 +144,9 @@ class WriterAssignment:
     def boxes(self, entry: TensorEntry) -> Mapping[Box, int]:
         """Return boxes that tile the tensor, each with the rank that writes it.
 
-        The same object for tensors that are cut alike, if no rank was chosen. Cut for the request's
-        mesh if there is one; else the source's own chunks; else, if ranks are unknown, there are no
-        chunks (no elements) or one rank is requested, all on rank 0.
+        The same object for tensors that are cut alike, if no rank was chosen. The boxes are
+        those of the request's mesh if there is one, else the source's own chunks. A tensor is whole
+        on rank 0 if it has no elements or no chunks, its ranks are unknown, or one is requested.
         """
         placed = self._request.placed
         if placed is not None and entry.elements:

@@ -306,7 +306,7 @@ def emit(screen: Console, lines: Iterable[Text]) -> None:
 
 
 def first_lines(screen: Console, lines: Sequence[Text]) -> list[Text]:
-    """Return the lines for a terminal, and how many more there are."""
+    """Return the lines; on a terminal only the first ones, and a line that counts the rest."""
     if not screen.is_terminal or len(lines) <= MOST_LINES:
         return list(lines)
     rest = f"  ... and {len(lines) - MOST_LINES:,} more lines; --json lists all"

@@ -99,7 +99,7 @@ class RemoteSource:
         return self._infos[file].modified
 
     def expect(self, spans: Iterable[tuple[str, int, int]]) -> None:
-        """Fetch the next reads ahead, file, offset and bytes of each, unless they are planned."""
+        """Fetch the next reads (file, offset, bytes) ahead, unless they are planned."""
         store = self._place.store
         runs = ((self._version_of(file), offset, nbytes) for file, offset, nbytes in spans)
         store.blocks.expect(run for run in runs if not store.ranges.has_planned(*run))

@@ -22,7 +22,7 @@ from ckptool.storage.url import Location, within
 
 @dataclass(frozen=True, slots=True, repr=False)
 class StepReport(Report):
-    """The findings for each checkpoint of a step; ``reasons`` say why it is not good, if so."""
+    """The findings for each checkpoint of a step; ``reasons`` say why it is not good."""
 
     computed: ClassVar = ("ok",)
 

@@ -87,7 +87,7 @@ def _copies(rules: Sequence[Rule], starts: Sequence[Mapping[str, str]]) -> list[
     """Return copies, with other prefixes, of the rules all of whose names begin as in ``starts``.
 
     They precede the others: of ``layers.{mtp + layers}`` and ``layers.{layer}`` the second matches
-    all numbers. Raises UsageError.
+    all numbers. Raises UsageError if a new name is no valid pattern.
     """
     copies = []
     for rule in rules:

@@ -105,7 +105,7 @@ def _is_beyond(bits: Array, dtype: DType) -> Array:
 
 
 def _round(bits: Array, stored: str, wanted: str) -> Array:
-    """Return the bits in the other type; goes through 32 bits unless both sides have 64."""
+    """Return the bits in the other, different type; every cast goes through float32."""
     if stored == "float64":
         single = bits.view(np.float64).astype(np.float32).view(np.uint32)
     elif stored == "bfloat16":

@@ -155,7 +155,7 @@ class Stage:
                 path.unlink()
 
     def _require_idle(self, journals: Iterable[Path]) -> None:
-        """Raise Unsupported if another process writes by one of the journals, as a part does."""
+        """Raise Unsupported if another process, such as one that writes a part, has a journal."""
         for path in journals:
             if path != self._journal_path(0):
                 Journal.lock(path).close()

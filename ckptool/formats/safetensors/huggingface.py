@@ -111,7 +111,7 @@ def _index(source: Source) -> str | None:
 
 
 def _refuse_two_models(source: Source, index: str | None, files: list[str]) -> None:
-    """Raise Damaged if model.safetensors is beside shards that are not it.
+    """Raise Damaged if model.safetensors is beside shards of another save.
 
     transformers opens it before it looks for an index (transformers 5), so the shards would be
     another model than the one that users of the folder load.

@@ -23,10 +23,11 @@ _Holders = dict[Box, list[int]]
 
 @dataclass(slots=True)
 class Holdings:
-    """``of`` each tensor by name: ``boxes`` and ``ranks`` are indices in these tables.
+    """Which ranks hold which boxes: tables of ``boxes`` and ``ranks``, shared by tensors.
 
-    ``by`` is ``placements`` if these and the mesh determine which ranks hold a box, and ``files``
-    if only the rank that wrote it is known. Boxes are a grid, by the edges along each dim as runs
+    ``of`` has for each tensor, by name, the index of its row in each table, and ``by``:
+    ``placements`` if these and the mesh determine which ranks hold a box, ``files`` if only the
+    rank that wrote it is known. Boxes are a grid, by the edges along each dim as runs
     of start, step and count; or else a list of corners, with how many ``more`` there are. ``ranks``
     has for each box, row-major, a text such as ``0..3,8``.
     """

@@ -70,12 +70,12 @@ class PendingSave(Handle):
         self._ended = time.perf_counter()
 
     def staged(self) -> None:
-        """Wait as the library requires."""
+        """Wait until the state may change, if the library has a way to wait for that."""
         if self._staged is not None:
             self._staged()
 
     def done(self) -> bool:
-        """Whether the writing future is."""
+        """Return whether writing has ended."""
         return self._written.done()
 
     def commit(self) -> float:

@@ -24,7 +24,7 @@ class Ratio:
 
 @dataclass(frozen=True, slots=True)
 class RowResult:
-    """A row's samples, one a round, or one in all.
+    """A row's samples: one per round, or a single one.
 
     ``imports_torch`` is None if it was not looked at. ``nbytes`` is the size of the checkpoint
     that the row's command moves, 0 if it moves none.

@@ -145,7 +145,7 @@ class Listing:
         return ""
 
     def write(self, report: SalvageReport) -> None:
-        """Write the list, and remove renamed ones, also those of a killed run."""
+        """Write the list, and remove a renamed earlier one, even one that a killed run left."""
         content = json.dumps(report.to_dict(), indent=1) + "\n"
         if isinstance(self._place, Path):
             write_whole(self._place, content.encode(), mark=_MARK)
