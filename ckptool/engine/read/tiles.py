@@ -8,7 +8,6 @@ next. So a sink keeps its state of a job in locals, and may stop early or catch 
 
 from __future__ import annotations
 
-import resource
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,6 +15,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import islice
+from time import perf_counter, thread_time
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from ckptool.core.catalog import Catalog, Opening
@@ -35,8 +35,10 @@ LARGE = 3 << 17
 _ENOUGH = 1 << 20
 """Bytes of the small jobs that a thread takes at a time, each of ``_LEAST`` bytes at least."""
 _LEAST = 1 << 12
-_OFTEN = 4
-"""Times that a thread waits in a small job where that is for the disk, not for other threads."""
+_MOSTLY = 2
+"""Times as long as its work that a turn takes which mostly waits."""
+_AT_ONCE = 64
+"""Times that threads go on at once until one of them tries a turn again."""
 _LITTLE = 16 << 20
 """Bytes of memory that do not justify reordering jobs."""
 
@@ -99,30 +101,35 @@ class _Turns:
 
     Two threads that do such at once hand the GIL to and fro, and take twice as long as one of them
     alone: 2,600 tensors of 8 KiB are resharded in 1.0 s, not 1.9. Where the one whose
-    turn it is waits for the disk, the others go on.
+    turn it is mostly waits, for a disk or a network, all do the next ones at once.
     """
 
     def __init__(self) -> None:
         self._turn = threading.Lock()
-        self._waits = False
+        self._at_once = 0
 
     @contextmanager
     def take(self, jobs: int) -> Iterator[None]:
         """Do so many small jobs; none need no turn."""
-        if not jobs or not self._turn.acquire(blocking=not self._waits):
+        if not jobs or not self._begin():
             yield
             return
+        begun, busy = perf_counter(), thread_time()
         try:
-            before = _count_waits()
             yield
-            self._waits = _count_waits() - before > _OFTEN * jobs
         finally:
+            is_waiting = perf_counter() - begun > _MOSTLY * (thread_time() - busy)
+            self._at_once = _AT_ONCE if is_waiting else 0
             self._turn.release()
 
-
-def _count_waits() -> int:
-    """Return how often this thread waited for something, such as a disk."""
-    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+    def _begin(self) -> bool:
+        """Wait for a turn and return True, or return False where all go on at once."""
+        self._turn.acquire()
+        if not self._at_once:
+            return True
+        self._at_once -= 1
+        self._turn.release()
+        return False
 
 
 def read_tiles(

@@ -104,13 +104,20 @@ class _Model(NamedTuple):
 
         first = offsets[0]
         data = np.frombuffer(source.read(file, first, offsets[-1] + self.nbytes - first), "u1")
-        items = sliding_window_view(data, self.nbytes)[np.array(offsets) - first]
-        is_alike, read, done = np.ones(len(items), bool), np.frombuffer(self.archive.read, "u1"), 0
+        begins, done = np.array(offsets) - first, 0
+
+        def bytes_at(start: int, nbytes: int) -> Any:
+            """Return these bytes of each item: nothing else, as items may overlap."""
+            return sliding_window_view(data, nbytes)[begins + start]
+
+        is_alike, read = np.ones(len(begins), bool), np.frombuffer(self.archive.read, "u1")
         for start, end in self.archive.spans:
-            is_alike &= (items[:, start:end] == read[done : done + end - start]).all(axis=1)
+            is_alike &= (bytes_at(start, end - start) == read[done : done + end - start]).all(
+                axis=1
+            )
             done += end - start
         (noted,) = self.archive.noted.values()
-        crcs: Any = items[:, noted : noted + CRC32_NBYTES].copy().view("<u4")[:, 0]
+        crcs = bytes_at(noted, CRC32_NBYTES).view("<u4")[:, 0]
         found: list[int] = np.where(is_alike, crcs, 0).tolist()
         return found
 

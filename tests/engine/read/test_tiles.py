@@ -142,7 +142,10 @@ def test_an_interruption_is_raised_once_all_threads_have_ended() -> None:
     assert ended == [0]
 
 
-def test_small_jobs_are_done_by_one_thread_after_the_other(source: ByteSource) -> None:
+def test_small_jobs_are_done_by_one_thread_after_the_other(
+    source: ByteSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckptool.engine.read.tiles.perf_counter", lambda: 0.0)
     at_work: list[str] = []
     most: list[int] = []
 
@@ -164,11 +167,10 @@ def test_large_jobs_are_done_at_once(source: ByteSource) -> None:
     read_tiles(source, jobs, lambda name, tiles: both.wait(), 2)
 
 
-def test_small_jobs_that_wait_for_the_disk_are_done_at_once(
+def test_small_jobs_that_mostly_wait_are_done_at_once(
     source: ByteSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    waits = iter(range(0, 10**6, 1000))
-    monkeypatch.setattr("ckptool.engine.read.tiles._count_waits", lambda: next(waits))
+    monkeypatch.setattr("ckptool.engine.read.tiles.thread_time", lambda: 0.0)
     both = threading.Barrier(2, timeout=20)
 
     def sink(name: str, tiles: Iterator[memoryview]) -> None:
@@ -177,3 +179,17 @@ def test_small_jobs_that_wait_for_the_disk_are_done_at_once(
 
     four_at_a_time = [byte_job(name, name, 0, TILE // 4) for name in "aaaabaaabaaa"]
     read_tiles(source, four_at_a_time, sink, 2)
+
+
+def test_an_error_of_a_small_job_ends_those_that_wait_for_their_turn(source: ByteSource) -> None:
+    done: list[str] = []
+
+    def sink(name: str, tiles: Iterator[memoryview]) -> None:
+        if name == "b":
+            raise ValueError(name)
+        done.append(name)
+
+    jobs = (byte_job(name, name, 0, TILE // 4) for name in "b" + "a" * 10_000)
+    with pytest.raises(ValueError, match="b"):
+        read_tiles(source, jobs, sink, 3)
+    assert len(done) < 10_000
