@@ -49,7 +49,7 @@ def unwrapping_rule(names: Collection[str], wrappers: Collection[str] = WRAPPERS
 
 
 def unwrapping_hint(names: Sequence[str], known: Callable[[str], bool]) -> str | None:
-    """Return the hint on the option that makes all names known ones, which they are not now."""
+    """Return a hint at the option that turns all the names into known ones; None without one."""
     rule = unwrapping_rule(names)
     if rule is None or not all(map(known, map(substitution(rule), names))):
         return None

@@ -45,7 +45,7 @@ def pairs(catalog: Catalog) -> Iterator[Quantized]:
 
 
 def _marked(catalog: Catalog) -> list[str]:
-    """Return the few names that may be of quantized tensors by their text."""
+    """Return the names whose text allows that they belong to quantized tensors: few of all."""
     return [name for name in catalog.tensors if _MARKED.search(name)]
 
 

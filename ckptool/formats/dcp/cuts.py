@@ -144,9 +144,9 @@ class Chunks:
 
 @lru_cache(maxsize=4096)
 def _frame(dtype: str, shape: tuple[int, ...]) -> tuple[list[Part], int, int, bytes]:
-    """Return the archive of one tensor, whichever tensor it is, and its bytes.
+    """Return the archive of any tensor of this type and shape: its parts, and its size in bytes.
 
-    Then where in it the elements begin, and all other bytes.
+    Then the offset of the elements in it, and its bytes before and after them.
     """
     stand_in = TensorEntry("", (), BY_NAME[dtype], shape, ())
     parts = lay_out_archive(TensorRef.whole(stand_in))
