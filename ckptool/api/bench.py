@@ -62,7 +62,7 @@ def bench_transfer(
     repeat: int = 5,
     progress: Callable[[str], None] = lambda line: None,
 ) -> TransferBenchReport:
-    """Measure ckptool's own commands against cp and torch's, on ``source`` or one of ``size``.
+    """Measure ckptool's commands against cp and torch's, on ``source`` or a checkpoint of ``size``.
 
     Same as ``ckptool bench --transfer``. Raises Unsupported if the disk is too small.
     """
@@ -81,7 +81,7 @@ def bench_stores(
     repeat: int = 5,
     progress: Callable[[str], None] = lambda line: None,
 ) -> TransferBenchReport:
-    """Measure ckptool's own commands on a store against plain downloads, on one of ``size``.
+    """Measure ckptool's commands on a store against plain downloads, with ``size`` of data.
 
     Same as ``ckptool bench --stores``. Raises Unsupported if the disk is too small, or s3fs or
     torch is missing.

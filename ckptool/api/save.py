@@ -121,7 +121,7 @@ def _walk(path: Path, container: Any) -> Iterator[tuple[Path, Any]]:
 def _entry(
     name: str, path: Path, tensor: torch.Tensor, buffers: dict[str, memoryview], head: str
 ) -> TensorEntry:
-    """Return where what this rank holds of a tensor lies; Unsupported if it is no memory.
+    """Return the entry of what this rank holds of a tensor; Unsupported if it is not in memory.
 
     ``head`` begins the names of its files.
     """

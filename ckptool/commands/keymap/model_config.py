@@ -243,7 +243,7 @@ def _compare_attention(config: Record, tensors: Mapping[str, TensorEntry]) -> It
 
 
 def _compare_ties(config: Record, catalog: Catalog) -> Iterator[Difference]:
-    """Yield that a head is missing that is a separate tensor by the config."""
+    """Yield a difference if the config has the head as a separate tensor, and it is missing."""
     names = config.get("architectures")
     is_causal = isinstance(names, list) and any(str(n).endswith("ForCausalLM") for n in names)
     if config.get("tie_word_embeddings") is not False or not is_causal:

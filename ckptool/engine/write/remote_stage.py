@@ -363,7 +363,7 @@ class RemoteStage:
         return note if isinstance(note, dict) else None
 
     def _replaces_one_file(self, existing: dict[str, ObjectInfo]) -> bool:
-        """Return whether one file replaces one file: the old one then stays until that."""
+        """Return whether one file replaces one file: the old one then stays until it does."""
         files = {file.path for file in self._layout.files}
         return not self._layout.folder and len(files) == 1 and set(existing) <= files
 

@@ -71,7 +71,7 @@ class _ModelRanks:
 
 
 def scan(source: Source, options: ScanOptions) -> Catalog:
-    """Return the catalog of Megatron's own format; Damaged if ranks lack or contradict."""
+    """Return the catalog of Megatron's own format; Damaged if ranks are missing or disagree."""
     folders, args = read_folders(source)
     ranks = _prepare(folders, args, options.tp_rules)
     for folder in folders:

@@ -198,7 +198,7 @@ def _is_consequence(reason: str) -> bool:
 
 
 def find_accelerators() -> Accelerators:
-    """Find the accelerators here in a process of its own: what asks can fork no more.
+    """Find the accelerators here, in another process: one that has asked can no longer fork.
 
     Unsupported if torch cannot tell.
     """

@@ -117,7 +117,7 @@ class ArchiveCheck:
 
 
 def _of_another_name(file: str, records: list[ZipRecord], source: Source) -> Iterator[Problem]:
-    """Yield that a rank's file was saved as another's, which is beside it, by its records' names.
+    """Yield a problem if the records' names say that a file is that of another rank beside it.
 
     torch.save names the records of a file after it, up to the last dot (1.6 to 2.13). Only the
     numbers in the names may differ: any other name is a user's choice.

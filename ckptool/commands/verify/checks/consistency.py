@@ -53,7 +53,7 @@ def replica_problems(entries: Iterable[TensorEntry], source: Files) -> Iterator[
 
 
 def unnamed_latest(asked: Location, surveyed: Survey) -> Iterator[Problem]:
-    """Yield that the folder of a run does not name its latest checkpoint.
+    """Yield a problem if the folder of a run does not name its latest checkpoint.
 
     Frameworks write the name into a file of the run's folder, and resume only by that.
     """
@@ -70,7 +70,7 @@ _ADAPTER = "adapter_config.json"
 
 
 def config_file_problems(source: Files, row: Format, catalog: Catalog) -> Iterator[Problem]:
-    """Yield that the config.json of a model's folder is missing, or does not match the tensors."""
+    """Yield a problem if a model's config.json is missing, or does not match the tensors."""
     if row.config is None:
         return
     if CONFIG in source.files:
