@@ -1,6 +1,6 @@
 """The content of every checkpoint: these bytes, at this place, are that box of that tensor.
 
-Nothing here changes once made; what there are millions of is not frozen, which triples its cost.
+Nothing here changes once made; of what there are millions only type checkers see to that.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
-from ckptool.core.box import Box, boxes_of, is_grid, overlapping_pair
+from ckptool.core.box import Box, boxes_of, is_grid, overlapping_pair, unchanging
 from ckptool.core.dtype import DType
 from ckptool.errors import Problem
 
@@ -28,7 +28,7 @@ class Record(NamedTuple):
     crc32: int
 
 
-@dataclass(slots=True, unsafe_hash=True)
+@unchanging
 class Extent:
     """Addressable bytes: element ``i`` is at ``offset + sum(i * strides)`` (all in bytes).
 
@@ -93,7 +93,7 @@ class Opening(Protocol):
         """
 
 
-@dataclass(slots=True, unsafe_hash=True)
+@unchanging
 class Container:
     """An archive or item in a file, not opened yet, with one chunk, or more than its ``part``.
 
@@ -168,7 +168,7 @@ class Copy:
     rank: int
 
 
-@dataclass(slots=True, unsafe_hash=True)
+@unchanging
 class Chunk:
     """A box of the global tensor, the place of its bytes, and the rank that wrote it if known."""
 
@@ -214,7 +214,7 @@ def flat_name(path: Path) -> str:
     return ".".join(map(str, path))
 
 
-@dataclass(slots=True, unsafe_hash=True)
+@unchanging
 class TensorEntry:
     """One tensor: global shape, element type, and the chunks that tile it.
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ckptool.core.box import Box, Piece
+from ckptool.core.box import Box, Piece, unchanging
 from ckptool.core.catalog import Extent
 from ckptool.core.dtype import DType
 from ckptool.core.mesh import Mesh, Partial, Placement, Replicate, Shard, StridedShard
@@ -36,7 +36,7 @@ from ckptool.serialization.pickle.records import Call, Global, PickleValue, stat
 from ckptool.serialization.source import Source
 
 
-@dataclass(slots=True, unsafe_hash=True)
+@unchanging
 class DTensorShare:
     """One rank's part of a DTensor. ``rank`` is the rank that pickled it, if recorded."""
 

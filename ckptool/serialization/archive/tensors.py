@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckptool.core.box import row_major_strides
+from ckptool.core.box import row_major_strides, unchanging
 from ckptool.core.catalog import EncodedBlob, Extent, Place, Record
 from ckptool.core.dtype import BY_NAME, BY_STORAGE, QUANTIZED_STORAGES, DType
 from ckptool.errors import Damaged, coded
@@ -48,7 +47,7 @@ _ARGUMENTS = {
 """The functions that rebuild a strided tensor, and the number of arguments of each."""
 
 
-@dataclass(slots=True, unsafe_hash=True)
+@unchanging
 class Storage:
     """A storage that a pickle refers to. ``numel`` counts elements of ``itemsize`` bytes."""
 
@@ -65,7 +64,7 @@ class Storage:
         return self.numel * self.itemsize
 
 
-@dataclass(slots=True, unsafe_hash=True)
+@unchanging
 class StoredTensor:
     """A tensor of a pickle: ``offset`` and ``strides`` in elements of its storage."""
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from ckptool.core.box import unchanging
 from ckptool.core.catalog import Index, ObjectEntry, Path, Place, TensorEntry, flat_name
 from ckptool.core.dtype import DType
 from ckptool.core.mesh import Mesh
@@ -37,7 +38,7 @@ _DEEPEST = 100
 _T = TypeVar("_T")
 
 
-@dataclass(slots=True, unsafe_hash=True)
+@unchanging
 class PlainLeaf:
     """A tensor in a rank's file without sharding information.
 
@@ -57,7 +58,7 @@ class PlainLeaf:
         return self.tensor.shape
 
 
-@dataclass(slots=True, unsafe_hash=True)
+@unchanging
 class ShareLeaf:
     """A rank's part of a sharded tensor, with the place of each local tensor.
 
@@ -69,7 +70,7 @@ class ShareLeaf:
     attributes: tuple[str, ...] = ()
 
 
-@dataclass(slots=True, unsafe_hash=True)
+@unchanging
 class Leaf:
     """One named value of one rank's file. ``rank_state`` marks state that belongs to a rank.
 
