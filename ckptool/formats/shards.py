@@ -36,13 +36,18 @@ def read_shards(
     wanted_by: str,
     read: Callable[[str], Assembled],
     options: ScanOptions,
-) -> tuple[Assembled, dict[str, str]]:
-    """Return what ``read`` finds in all files together, and the last file with each tensor."""
+) -> tuple[Assembled, dict[str, str], set[str]]:
+    """Return what ``read`` finds in all files together, and the last file with each tensor.
+
+    The files that cannot be read come third: each is one problem, however many tensors it has.
+    """
     contents = Assembled()
     file_of: dict[str, str] = {}
+    unread: set[str] = set()
     for file in files:
         shard = options.attempt(partial(_read_shard, source, file, wanted_by, read))
         if shard is None:
+            unread.add(file)
             continue
         for name in shard.tensors:
             if name in file_of:
@@ -51,7 +56,7 @@ def read_shards(
                 contents.problems.append(problem)
         contents.add(shard)
         file_of |= dict.fromkeys(shard.tensors, file)
-    return contents, file_of
+    return contents, file_of, unread
 
 
 def _read_shard(

@@ -95,10 +95,10 @@ def _scan_shards(source: Source, options: ScanOptions) -> Catalog:
         return assemble({0: read_file_leaves(source, file)}, per_rank=options.per_rank)
 
     expect_archives(source, files)
-    contents, _ = read_shards(source, files, INDEX, read, options)
+    contents, _, unread = read_shards(source, files, INDEX, read, options)
     tensors, problems = contents.tensors, contents.take_problems()
     known = {*tensors, *contents.conflicts}
-    lost = {name: file for name, file in weight_map.items() if name not in known}
+    lost = {n: file for n, file in weight_map.items() if n not in known and file not in unread}
     options.report([*problems, *list_misplaced(lost, {}, INDEX)], subject=source.root)
     return Catalog(
         "torch-save",

@@ -221,7 +221,7 @@ class Findings:
         cause = group[0]
         if cause.code in _ABSENT and cause.file:
             finding = self._of_file(cause.file, group)
-        elif len(group) > 1 and len({_detail(problem) for problem in group}) == 1:
+        elif len(group) > 1 and all(p.tensor and _detail(p) == _detail(cause) for p in group):
             finding = _of_alike(group)
         elif len(group) > 1:
             finding = self._of_parts(group)
@@ -236,7 +236,7 @@ class Findings:
         cause = group[0]
         affected = [Affected(p.tensor, str(p)) for p in group if p.tensor or p is not cause]
         names = dict.fromkeys(part.tensor for part in affected if part.tensor)
-        alike = sum(problem.code == cause.code for problem in group) - 1
+        alike = sum(p.code == cause.code and _detail(p) != _detail(cause) for p in group)
         more = f"; and {alike:,} more" if alike and alike >= len(names) else ""
         tensor = cause.tensor if len(names) == 1 else None
         message = f"{cause}{more}{self._named(names)}"
@@ -302,14 +302,16 @@ def _by_cause(problems: list[Problem], catalog: Catalog | None) -> list[list[Pro
     for code in reversed(_ABSENT):
         lacking |= {p.file: code for p in problems if p.code == code and p.file}
     unread = _unread_file(problems, catalog)
+    of_files = {(p.code, p.file, str(p)) for p in problems if p.file and not p.tensor}
     groups: dict[object, list[Problem]] = defaultdict(list)
     for number, problem in enumerate(problems):
         file = problem.file
+        is_of_file = (problem.code, file, _detail(problem)) in of_files
         if problem.code == "chunk-gap" and unread is not None:
             groups[unread].append(problem)
         elif file in lacking and problem.code in _FOLLOWS:
             groups[lacking[file], file].append(problem)
-        elif file and problem.code in _JOINED:
+        elif file and (is_of_file or problem.code in _JOINED):
             groups[problem.code, file].append(problem)
         elif problem.tensor and problem.code in _ALIKE:
             groups[problem.code, file, _detail(problem)].append(problem)

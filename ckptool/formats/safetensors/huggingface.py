@@ -80,14 +80,18 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
 
     expect_heads(source, files)
     wanted_by = index or "the other shards' names"
-    contents, file_of = read_shards(source, files, wanted_by, read, options)
+    contents, file_of, unread = read_shards(source, files, wanted_by, read, options)
     problems, tensors = contents.problems, contents.tensors
     notes: list[str] = [*note_headers(headers)]
     if index:
         skipped = {problem.tensor for problem in options.problems or ()}
-        listed = {name: file for name, file in weight_map.items() if name not in skipped}
+        listed = {
+            name: file
+            for name, file in weight_map.items()
+            if name not in skipped and file not in unread
+        }
         problems += list_misplaced(listed, file_of, index)
-        notes += _index_notes(index, metadata, tensors, weight_map)
+        notes += _index_notes(index, None if unread else metadata, tensors, weight_map)
     options.report(problems, subject=source.root)
     catalog = Catalog(
         "hf",

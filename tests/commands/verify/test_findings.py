@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,25 @@ def test_a_cause_is_one_finding_with_all_that_it_affects(
     assert (found.code, len(names)) == (code, tensors)
     assert found.message.startswith((f"{found.file}:", f"'{found.file}'"))
     assert next(iter(found.affected)).tensor in found.message
+
+
+@pytest.mark.parametrize(
+    ("source", "file", "code"),
+    [
+        ("hf_shards", "model-00001-of-00004.safetensors", "file-truncated"),
+        ("deepspeed_zero_2", "**/*optim_states.pt", "zip-structure"),
+        ("bin_shards", "*.bin", "zip-structure"),
+    ],
+)
+def test_a_cut_file_is_one_finding(
+    source: str, file: str, code: str, copy_of: Callable[[str], Path]
+) -> None:
+    folder = copy_of(source)
+    cut = min(folder.glob(file))
+    os.truncate(cut, int(cut.stat().st_size * 0.9))
+    (found,) = checked(folder).fails(strict=True)
+    assert (found.code, found.file) == (code, cut.relative_to(folder).as_posix())
+    assert "None" not in found.message
 
 
 def test_a_gap_that_no_lost_file_explains_is_its_own_finding(
