@@ -213,12 +213,19 @@ def _indent(line: Text) -> str:
 
 
 def _folded(line: Text, room: int, deeper: int = 2) -> Text:
-    """Fold a line at spaces, else after punctuation in a name; further lines are indented more."""
-    indent = _indent(line)
-    further = indent + " " * deeper
+    """Fold a line at spaces, else after punctuation in a name; further lines are indented more.
+
+    No line is indented by more than half of the room.
+    """
+    if line.cell_len <= room:
+        return line
+    line.rstrip()
+    indent = len(_indent(line))
+    line = Text.assemble(" " * min(indent, room // 2), line[indent:])
+    further = " " * min(indent + deeper, room // 2)
     pieces: list[Text] = []
     while line.cell_len > room:
-        at = _break_in(line.plain, room, len(indent if not pieces else further))
+        at = _break_in(line.plain, room, len(further) if pieces else min(indent, room // 2))
         pieces.append(line[:at])
         pieces[-1].rstrip()
         rest = line[at:]

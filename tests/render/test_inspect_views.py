@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import case
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
@@ -122,6 +122,8 @@ CELLS = st.text("abc .(/é漢", max_size=50)
     st.integers(30, 120),
     st.sampled_from([None, 0, 1, 2]),
 )
+@example([("", " ca/", "."), ("a" * 19, "b" * 11, "c" * 27)], 34, 1)
+@example([("", "漢", ""), ("a" * 29, "b", "c" * 40)], 34, None)
 def test_no_line_of_a_table_is_wider_than_the_terminal(
     rows: list[tuple[str, ...]], width: int, cuts: int | None
 ) -> None:
