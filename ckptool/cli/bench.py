@@ -65,7 +65,7 @@ def bench(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Measure ways to save on this machine: how long each blocks training and takes to be durable.
+    """Measure ways to save on this machine: how long each blocks training, and until it is durable.
 
     Every strategy saves within a step loop on its own ranks, or on torchrun's. What it costs the
     steps, memory and disk is measured next to what the hardware can do; then parameters are changed
