@@ -220,12 +220,12 @@ def _folded(line: Text, room: int, deeper: int = 2) -> Text:
     if line.cell_len <= room:
         return line
     line.rstrip()
-    indent = len(_indent(line))
-    line = Text.assemble(" " * min(indent, room // 2), line[indent:])
-    further = " " * min(indent + deeper, room // 2)
+    found = len(_indent(line))
+    indent, further = (" " * min(cells, room // 2) for cells in (found, found + deeper))
+    line = Text.assemble(indent, line[found:])
     pieces: list[Text] = []
     while line.cell_len > room:
-        at = _break_in(line.plain, room, len(further) if pieces else min(indent, room // 2))
+        at = _break_in(line.plain, room, len(further if pieces else indent))
         pieces.append(line[:at])
         pieces[-1].rstrip()
         rest = line[at:]

@@ -271,7 +271,7 @@ def test_the_folder_above_that_has_a_config_is_named(folder: str, out: Path) -> 
     run = out / "a run"
     shutil.copytree(case("dcp_fsdp2_tp").path, run / "step-1")
     (run / folder).mkdir(exist_ok=True)
-    (run / folder / "config.json").write_text("{}")
+    (run / folder / "config.json").write_text('{"model_type": "llama"}')
     notes = ckptool.convert(run / "step-1", out / "m", to="hf", dry_run=True).notes
     assert any(note.endswith(f"copy with --hf-assets '{run / folder}'") for note in notes)
 

@@ -143,13 +143,18 @@ def test_no_part_arrives_after_an_upload_was_aborted(s3: S3, out: Path) -> None:
     assert not s3.uploads
 
 
-def test_a_resumed_upload_writes_only_what_is_missing(s3: S3, out: Path) -> None:
-    source = case("dcp_fsdp2_tp").path
-    resharded(source, out / "m", "4")
+def begun(s3: S3, source: Path) -> None:
+    """Reshard to ``m`` in the store, onto four ranks, up to the third."""
     s3.fail(DENIED, *WRITES, key="*__2_0.distcp")
     with pytest.raises(TransferError):
         resharded(source, s3.url("m"), "4", run=RunOptions(1))
     s3.heal()
+
+
+def test_a_resumed_upload_writes_only_what_is_missing(s3: S3, out: Path) -> None:
+    source = case("dcp_fsdp2_tp").path
+    resharded(source, out / "m", "4")
+    begun(s3, source)
     done = set(s3.get("m"))
     assert done == {UNFINISHED, "__0_0.distcp", "__1_0.distcp"}
     with pytest.raises(Unsupported, match="plan has changed"):
@@ -164,10 +169,7 @@ def test_a_resumed_upload_writes_only_what_is_missing(s3: S3, out: Path) -> None
 def test_a_resumed_upload_writes_a_file_of_another_size_again(s3: S3, out: Path) -> None:
     source = case("dcp_fsdp2_tp").path
     resharded(source, out / "m", "4")
-    s3.fail(DENIED, *WRITES, key="*__2_0.distcp")
-    with pytest.raises(TransferError):
-        resharded(source, s3.url("m"), "4", run=RunOptions(1))
-    s3.heal()
+    begun(s3, source)
     s3.write("m/__0_0.distcp", s3.get("m")["__0_0.distcp"][:-1])
     resharded(source, s3.url("m"), "4", resume=True)
     assert s3.get("m") == files_of(out / "m")

@@ -19,7 +19,7 @@ from ckptool.commands.keymap.model_config import (
     main_dtype,
     with_dtype,
 )
-from ckptool.commands.keymap.records import CONFIG, DTYPE_KEYS, Record, folders_around
+from ckptool.commands.keymap.records import CONFIG, DTYPE_KEYS, Record, read_nearest
 from ckptool.commands.open import OpenedCheckpoint
 from ckptool.commands.unread_files import require_listed, unlisted_problems
 from ckptool.core.catalog import Catalog
@@ -88,16 +88,15 @@ def lacking_files(layout: Layout, source: Location) -> list[str]:
     if not lacks:
         return []
     verb = "is" if len(lacks) == 1 else "are"
-    folder = _folder_of_assets(source) if CONFIG in lacks else None
-    option = f"--hf-assets {'FOLDER' if folder is None else quote(str(folder))}"
-    return [f"{' and '.join(lacks)} {verb} missing: copy with {option}"]
+    folder = _folder_of_assets(source) if CONFIG in lacks else "FOLDER"
+    return [f"{' and '.join(lacks)} {verb} missing: copy with --hf-assets {folder}"]
 
 
-def _folder_of_assets(source: Location) -> Path | None:
-    """Return the nearest local folder around a checkpoint that has a config.json."""
-    places = (place for folder in folders_around(source) for place in (folder, folder / OF_VERL))
-    local = (place for place in places if isinstance(place, Path))
-    return next((place for place in local if (place / CONFIG).is_file()), None)
+def _folder_of_assets(source: Location) -> str:
+    """Return the nearest local folder around a checkpoint that has a config.json, or FOLDER."""
+    names = (CONFIG, f"{OF_VERL}/{CONFIG}")
+    file, _ = read_nearest(source, names) if isinstance(source, Path) else ("", {})
+    return quote(str(Path(file).parent)) if file else "FOLDER"
 
 
 def _asset_files(folder: Path) -> list[FileLayout]:

@@ -213,7 +213,7 @@ def _files_around(path: Location) -> Iterator[tuple[str, Callable[[], Record]]]:
     if archive is not None:
         for name in _AROUND:
             yield f"{archive.root}/{name}", partial(read_beside, archive, name)
-    own, *_ = folders = folders_around(path)
+    own, *_ = folders = _folders_around(path)
     for folder in folders:
         for name in _AROUND:
             if not (is_folder and folder == own and name == CONFIG):  # a file of the checkpoint
@@ -228,7 +228,7 @@ def read_nearest(path: Location, names: Sequence[str]) -> tuple[str, Record]:
 
     In a checkpoint's folder, or up to two above.
     """
-    for folder in folders_around(path):
+    for folder in _folders_around(path):
         for name in names:
             with suppress(CkptoolError, OSError):
                 if record := _read(folder / name):
@@ -236,7 +236,7 @@ def read_nearest(path: Location, names: Sequence[str]) -> tuple[str, Record]:
     return "", {}
 
 
-def folders_around(path: Location) -> list[Location]:
+def _folders_around(path: Location) -> list[Location]:
     """Return a checkpoint's folder and those above that may belong to it, nearest first."""
     own = path if path.is_dir() else path.parent
     own = Path(os.path.abspath(own)) if isinstance(own, Path) else own

@@ -283,13 +283,15 @@ def _require_kept(report: PruneReport) -> None:
 
 def _nbytes_of(path: Location) -> int:
     """Return the bytes of all files of a step, including its side file."""
-    if not isinstance(path, Path):
-        side, _ = find_side(path)
-        places = [path] if side is None or isinstance(side, Path) else [path, side]
-        return sum(info.nbytes for place in places for info in place.listing.values())
-    if path.is_file():
-        side, _ = find_side(path)
-        files = [path, side] if isinstance(side, Path) else [path]
-        return sum(file.stat().st_size for file in files)
-    walked = ((head, name) for head, _, files in os.walk(path) for name in files)
-    return sum(os.lstat(os.path.join(head, name)).st_size for head, name in walked)
+    if isinstance(path, Path) and not path.is_file():
+        walked = ((head, name) for head, _, files in os.walk(path) for name in files)
+        return sum(os.lstat(os.path.join(head, name)).st_size for head, name in walked)
+    side, _ = find_side(path)
+    return sum(map(_bytes_at, [path] if side is None else [path, side]))
+
+
+def _bytes_at(place: Location) -> int:
+    """Return the bytes of a local file, or of all files at a place in a store."""
+    if isinstance(place, Path):
+        return place.stat().st_size
+    return sum(info.nbytes for info in place.listing.values())
