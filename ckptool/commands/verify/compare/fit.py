@@ -95,8 +95,9 @@ def find_fit(
 ) -> Fit | None:
     """Return the option that gives the tensors ``made`` of a checkpoint most wanted names.
 
-    None if no option gives more of them, or as many and fewer others. Key maps are tried if nothing
-    else gives half; ``assets`` is a folder with the config.json that they may need.
+    None if no option gives more of them, or as many and fewer others, or if few of the smaller side
+    are alike: a few names like ``norm.weight`` fit anywhere. Key maps are tried if nothing else gives
+    half; ``assets`` is a folder with the config.json that they may need.
     """
     targets = dict.fromkeys(wanted)
     names = list(made.tensors)
@@ -113,7 +114,8 @@ def find_fit(
     if 2 * score(best)[0] < len(targets):
         best = max([best, *_mapped(opened, assets)], key=score)
     common, _ = score(best)
-    if not common or score(best) <= score(found):
+    few = 2 * common < min(len(best.names), len(targets))
+    if not common or few or score(best) <= score(found):
         return None
     return Fit(best.option, common, len(targets))
 

@@ -179,6 +179,12 @@ def test_nothing_is_suggested_where_nothing_fits(a: Path, tmp_path: Path) -> Non
     assert ckptool.diff(a, tmp_path / "m.pt").fit is None
 
 
+def test_a_rename_that_fits_a_few_names_is_not_suggested(a: Path, tmp_path: Path) -> None:
+    names = [f"m.{name}" if at < 2 else f"other.{at}" for at, name in enumerate(STATE)]
+    torch.save(dict(zip(names, STATE.values(), strict=True)), tmp_path / "m.pt")
+    assert ckptool.diff(a, tmp_path / "m.pt").fit is None
+
+
 # The model of a config.json
 
 
