@@ -29,7 +29,7 @@ class Selection(OptionSet):
     peft_adapter: bool = option(
         "--peft-adapter",
         FLAG,
-        help="Keep a LoRA adapter only, under the names that PEFT saves, and write"
+        help="Keep a LoRA adapter only, under the names that PEFT saves, with an"
         " adapter_config.json from the recorded settings.",
     )
     strip_prefix: str | None = option(
@@ -67,7 +67,7 @@ class MapOptions(OptionSet):
         "--hf-assets",
         FILE,
         metavar="FOLDER",
-        help="Copy config.json and tokenizer files from FOLDER; the key map reads dims there.",
+        help="Take config.json (the key map reads dims there) and tokenizer files from FOLDER.",
     )
     inverse: bool | None = option(
         "--inverse/--no-inverse",
@@ -80,7 +80,7 @@ class MapOptions(OptionSet):
         "--experts",
         metavar="HOW",
         choices=expert_words,
-        help="Store experts as one tensor per layer (packed, as transformers 5 in memory and FSDP2"
+        help="Have experts as one tensor per layer (packed, as transformers 5 in memory and FSDP2"
         " do) or one per expert (separate, as files and vLLM do).",
     )
 

@@ -95,9 +95,9 @@ def find_fit(
 ) -> Fit | None:
     """Return the option that gives the tensors ``made`` of a checkpoint most wanted names.
 
-    None if no option gives more of them, or as many and fewer others, or if few of the smaller side
-    are alike: a few names like ``norm.weight`` fit anywhere. Key maps are tried if nothing else gives
-    half; ``assets`` is a folder with the config.json that they may need.
+    None if no option gives more of them, or as many and fewer others, or if fewer than half of the
+    smaller side are alike: some names like ``norm.weight`` fit anywhere. Key maps are tried if
+    nothing else gives half; ``assets`` is a folder with the config.json that they may need.
     """
     targets = dict.fromkeys(wanted)
     names = list(made.tensors)
