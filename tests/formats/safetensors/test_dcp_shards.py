@@ -1,4 +1,4 @@
-"""A lost last shard, revealed by the rest of the folder."""
+"""Shards with DCP's sharding info: how they are written, and what reveals a lost last one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import case
 
+import ckptool
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.target import ReshardOptions, TransferOptions
 from ckptool.commands.reshard.reshard import prepare_reshard
@@ -74,3 +76,29 @@ def test_shards_that_were_never_consolidated_are_read(shards: Path, out: Path) -
     (out / "shards").rename(shards / "sharded")
     found = open_checkpoint(shards)
     assert (found.format.name, found.catalog.tensors.keys()) == ("dcp-safetensors", wanted)
+
+
+def test_files_are_named_and_counted_as_torch_does(out: Path) -> None:
+    """Two shards of one tensor in one rank take two files: a safetensors file has a name once."""
+    ckptool.convert(case("dcp_sharded_tensor").path, out / "m", to="dcp-safetensors")
+    assert sorted(path.name for path in (out / "m").glob("shard-*")) == [
+        "shard-00001-model-00001-of-00002.safetensors",
+        "shard-00002-model-00001-of-00002.safetensors",
+        "shard-00002-model-00002-of-00002.safetensors",
+        "shard-00003-model-00001-of-00002.safetensors",
+        "shard-00004-model-00001-of-00002.safetensors",
+    ]
+
+
+def test_a_rank_without_elements_of_a_tensor_does_not_list_it(out: Path) -> None:
+    from safetensors import safe_open
+
+    state = {"three": torch.ones(3, 2), "four": torch.ones(4), "none": torch.ones(0)}
+    torch.save(state, out / "m.pt")
+    ckptool.reshard(out / "m.pt", out / "ranks", to="rank-local", mesh="4", policy="fsdp")
+    ckptool.convert(out / "ranks", out / "m", to="dcp-safetensors")
+    names = []
+    for path in sorted((out / "m").glob("shard-*")):
+        with safe_open(path, "pt") as file:
+            names.append(sorted(file.keys()))
+    assert names == [["four", "none", "three"], *[["four", "three"]] * 2, ["four"]]
