@@ -238,6 +238,14 @@ def test_values_that_the_other_format_cannot_hold_are_a_difference_unless_exclud
     assert "not compared: 1 value of" in report.verify.summary
 
 
+def test_what_a_scan_does_not_read_is_told_of_both_sides_and_missed_on_one(out: Path) -> None:
+    partial = case("rank_partial").path
+    convert_to("dcp", partial, out / "m")
+    assert codes(against(partial, partial)) == {"value-not-compared"}
+    assert codes(against(partial, out / "m")) == {"tensor-missing"}
+    assert codes(against(out / "m", partial)) == {"tensor-extra"}
+
+
 def test_two_that_have_nothing_in_common_are_not_the_same(tmp_path: Path) -> None:
     save_file({"a": torch.ones(2)}, tmp_path / "a.safetensors")
     save_file({"b": torch.ones(2)}, tmp_path / "b.safetensors")
