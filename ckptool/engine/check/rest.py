@@ -113,7 +113,8 @@ class Rest:
         if self._written.block == 1:
             yield from of_tensors
             for file in self._files:
-                yield Job(file.path, partial(self._read, self._rest_of(file)), nbytes=0)
+                nbytes = sum(p.nbytes for p in file.parts if isinstance(p, Literal | Verbatim))
+                yield Job(file.path, partial(self._read, self._rest_of(file)), nbytes=nbytes)
             return
         rest = [one for file in self._files for one in self._rest_of(file)]
         runs = [one for one in rest if isinstance(one, RestRun)]
