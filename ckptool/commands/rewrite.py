@@ -19,7 +19,8 @@ from ckptool.core.casts import NO_CASTS, Casts, cast, needs_torch
 from ckptool.core.catalog import Catalog, Chunk, Container, TensorEntry
 from ckptool.core.dtype import BY_NAME, DType
 from ckptool.core.quantization.apply import DequantizeResult, dequantize
-from ckptool.core.quantization.model import QuantizationConfig, Surroundings
+from ckptool.core.quantization.config import QuantizationConfig
+from ckptool.core.quantization.model import Surroundings
 from ckptool.core.quantization.names import quantized_names
 from ckptool.core.selection import drop, rename, select, strip_prefix, strip_prefixes, substitution
 from ckptool.core.state_category import (

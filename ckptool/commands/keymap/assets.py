@@ -40,9 +40,13 @@ _ADAPTER = "adapter_config.json"
 _TOKENIZERS = frozenset(
     "tokenizer.json tokenizer.model tokenizer_config.json vocab.json vocab.txt spiece.model".split()
 )
-_QUANTIZATION_METHODS = {CONFIG: None, "quantize_config.json": "gptq", "quant_config.json": "awq"}
-"""The files that describe a quantization, and their writers: AutoGPTQ and AutoAWQ."""
-QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+_QUANTIZATION_METHODS = {
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+    "hf_quant_config.json": "modelopt",
+}
+"""The files that describe a quantization, and their writers: AutoGPTQ, AutoAWQ and ModelOpt."""
+QUANTIZATION_FILES = tuple(_QUANTIZATION_METHODS)
 
 
 def with_assets(
@@ -226,13 +230,13 @@ def quantization_config(opened: OpenedCheckpoint, assets: Path | None) -> Mappin
     if assets is not None:
         root = assets.resolve()
         lying = [Verbatim(str(root / n), size) for n, size in assets_in(assets)[1].items()] + lying
-    for name, method in _QUANTIZATION_METHODS.items():
+    for name, method in {CONFIG: None, **_QUANTIZATION_METHODS}.items():
         for part in lying:
             if Path(part.file).name != name:
                 continue
             content = read_object(opened, part)
             inside = [c[key] for c in _models(content) for key in QUANTIZATION_KEYS if key in c]
-            for config in [content] if method else inside:
+            for config in [content.get("quantization", content)] if method else inside:
                 if isinstance(config, dict) and config:
                     return {"quant_method": method, **config} if method else config
     return {}

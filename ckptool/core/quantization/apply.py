@@ -6,9 +6,15 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from ckptool.core.catalog import Catalog, TensorEntry
-from ckptool.core.quantization.model import Surroundings
+from ckptool.core.quantization.model import Quantized, Surroundings
 from ckptool.core.quantization.names import pairs, unknown_kind
 from ckptool.errors import Unsupported
+
+_OF_INPUTS = {
+    "pre_quant_scale": "multiplies its inputs",
+    "svdquant_lora_a": "is part of what is added to its outputs",
+}
+"""ModelOpt's tensors of AWQ, SmoothQuant and SVDQuant, and what a module does with them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +60,8 @@ def dequantize(catalog: Catalog, around: Surroundings) -> DequantizeResult:
         pair = by_values.get(name)
         try:
             if pair is not None:
-                pair.require_method(around.config)
+                pair.require_kind(around.config)
+                _require_alone(pair, catalog)
                 entry = pair.lay_out(pair, around)
                 result.kinds[id(entry.chunks)] = pair.kind
             elif unknown := unknown_kind(catalog, entry):
@@ -67,3 +74,13 @@ def dequantize(catalog: Catalog, around: Surroundings) -> DequantizeResult:
     values = {name for pair in found for name in pair.objects}
     objects = {name: entry for name, entry in catalog.objects.items() if name not in values}
     return replace(result, catalog=replace(catalog, tensors=tensors, objects=objects))
+
+
+def _require_alone(pair: Quantized, catalog: Catalog) -> None:
+    """Raise Unsupported if a module multiplies its inputs, or adds to its outputs (ModelOpt 0.47).
+
+    The numbers of its weight alone would compute something else.
+    """
+    for part, what in _OF_INPUTS.items():
+        if (name := f"{pair.module}.{part}") in catalog.tensors:
+            raise pair.unfit(f"{name} {what}, which its numbers leave out")

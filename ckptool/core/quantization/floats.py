@@ -98,9 +98,10 @@ def _lay_out_mxfp8(pair: Quantized, around: Surroundings) -> TensorEntry:
         or shape[-1] % _MX_GROUP
     ):
         raise pair.unfit()
-    said = around.config.weights_of(pair.module)
+    said, block = around.config.group_of(pair.module), (*(1 for _ in shape[1:]), _MX_GROUP)
     pair.require_said(said, num_bits=8, type="float", group_size=_MX_GROUP)
-    return pair.numbers(around.dtype, shape, (*(1 for _ in shape[1:]), _MX_GROUP))
+    pair.require_strategy(said, shape, block)
+    return pair.numbers(around.dtype, shape, block)
 
 
 def _lay_out_scaled(pair: Quantized, around: Surroundings) -> TensorEntry:
@@ -112,8 +113,9 @@ def _lay_out_scaled(pair: Quantized, around: Surroundings) -> TensorEntry:
             raise pair.unfit(
                 f"zero points {entry.name} {list(entry.shape)} do not match its scales"
             )
-    weights = around.config.weights_of(pair.module)
-    pair.require_said(weights, num_bits=8, type=pair.values.dtype.kind)
+    group = around.config.group_of(pair.module)
+    bits = group.bits_in_bytes if pair.kind == "INT8" else 8
+    pair.require_said(group, num_bits=bits, type=pair.values.dtype.kind)
     rows, said = shape[:-1], around.config.block_of(pair.module)
     blocks = _blocks(shape, said) if said else 1
     if pair.scales.elements == 1 != blocks:
@@ -122,14 +124,23 @@ def _lay_out_scaled(pair: Quantized, around: Surroundings) -> TensorEntry:
         )
     if pair.scales.elements == 1 or (rows and grid in (rows, (*rows, 1))):
         block = shape if pair.scales.elements == 1 else (*(1 for _ in shape[1:]), shape[-1])
+        pair.require_strategy(group, shape, block)
         scales, *others = (_with_dims(e, len(shape)) for e in (pair.scales, *pair.others))
         pair = replace(pair, scales=scales, others=tuple(others))
         return pair.numbers(around.dtype, shape, block)
+    block = (*(1 for _ in shape[2:]), *_sizes(pair, said))
+    pair.require_strategy(group, shape, block)
+    return pair.numbers(around.dtype, shape, block)
+
+
+def _sizes(pair: Quantized, said: tuple[int, int] | None) -> tuple[int, int]:
+    """Return the size of the blocks of a matrix; Unsupported if it is not the one that is said."""
+    shape, grid = pair.values.shape, pair.scales.shape
     if len(shape) != len(grid) or len(shape) < 2 or shape[:-2] != grid[:-2]:
         raise pair.unfit()
     for sizes in [said] if said else [_BLOCK, _even(shape[-2:], grid[-2:])]:
         if sizes and tuple(-(-n // b) for n, b in zip(shape[-2:], sizes, strict=True)) == grid[-2:]:
-            return pair.numbers(around.dtype, shape, (*(1 for _ in shape[2:]), *sizes))
+            return sizes
     raise pair.unfit(
         f"scales {pair.scales.name} {list(grid)} do not match the blocks of {said[0]} x {said[1]}"
         " that quantization_config says"
@@ -151,7 +162,7 @@ def _with_dims(entry: TensorEntry, count: int) -> TensorEntry:
     return entry
 
 
-def _even(shape: tuple[int, ...], grid: tuple[int, ...]) -> tuple[int, ...] | None:
+def _even(shape: tuple[int, ...], grid: tuple[int, ...]) -> tuple[int, int] | None:
     """Return the size of the blocks if they divide a tensor evenly.
 
     None if they are neither square, nor of one row, nor of whole columns or the whole matrix: such
@@ -177,8 +188,9 @@ def _lay_out_nvfp4(pair: Quantized, around: Surroundings) -> TensorEntry:
     block = (*(1 for _ in shape[1:]), shape[-1] // columns)
     if block[-1] != (_NV_GROUP if pair.others else _MX_GROUP):
         raise pair.unfit()
-    said = around.config.weights_of(pair.module)
+    said = around.config.group_of(pair.module)
     pair.require_said(said, num_bits=4, type="float", group_size=block[-1])
+    pair.require_strategy(said, shape, block)
     return pair.numbers(around.dtype, shape, block)
 
 

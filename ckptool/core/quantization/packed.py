@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckptool.core.catalog import TensorEntry
+from ckptool.core.quantization.config import Group
 from ckptool.core.quantization.model import Quantized, Surroundings, Tensors
 from ckptool.errors import Unsupported
 
@@ -78,7 +79,8 @@ def _lay_out_integers(pair: Quantized, around: Surroundings) -> TensorEntry:
     pair.require_type(pair.scales, "float")
     shape = _shape(pair.about[0], around)
     words, grid = pair.values.shape, pair.scales.shape
-    said = around.config.weights_of(pair.module)
+    group = around.config.group_of(pair.module)
+    said = group.weights
     asked = said.get("num_bits")
     may_be = (asked,) if type(asked) is int and 1 < asked < 8 and asked not in _BITS else _BITS
     fits = [n for n in may_be if shape and words == (*shape[:-1], -(-shape[-1] * n // 32))]
@@ -87,21 +89,19 @@ def _lay_out_integers(pair: Quantized, around: Surroundings) -> TensorEntry:
     columns = grid[-1] if len(grid) == len(shape) and grid[:-1] == shape[:-1] else 0
     if len(fits) != 1 or not columns or shape[-1] % columns:
         raise pair.unfit()
-    bits, group = fits[0], shape[-1] // columns
-    pair.require_said(said, num_bits=bits, group_size=group, type="int")
+    bits, block = fits[0], (*(1 for _ in shape[1:]), shape[-1] // columns)
+    pair.require_said(group, num_bits=bits, group_size=block[-1], type="int")
+    pair.require_strategy(group, shape, block)
     parts = {entry.name.removeprefix(f"{pair.name}_") for entry in pair.others}
     if said.get("symmetric") is False and "zero_point" not in parts:
-        raise pair.unfit(f"quantization_config says symmetric False, but no {pair.name}_zero_point")
+        raise pair.unfit(f"{group} says symmetric False, but no {pair.name}_zero_point")
     if str(said.get("actorder")).lower() in _REORDERED and "g_idx" not in parts:
-        raise pair.unfit(
-            f"quantization_config says actorder {said['actorder']}, but no {pair.name}_g_idx"
-        )
+        raise pair.unfit(f"{group} says actorder {said['actorder']}, but no {pair.name}_g_idx")
     zeros = (*shape[:-2], -(-shape[-2] * bits // 32), columns) if len(shape) > 1 else ()
     for entry in pair.others:
         wanted = (shape[-1],) if entry.name.endswith("_g_idx") else zeros
         if entry.shape != wanted or entry.dtype.name != "int32":
             raise pair.unfit()
-    block = (*(1 for _ in shape[1:]), group)
     return replace(pair, settings=(bits,)).numbers(around.dtype, shape, block)
 
 
@@ -150,7 +150,7 @@ def _lay_out_gptq(pair: Quantized, around: Surroundings) -> TensorEntry:
     if any(o.shape != (columns,) or o.dtype.name not in ("int32", "int64") for o in order):
         raise pair.unfit(f"{order[0].name} {list(order[0].shape)} does not match its columns")
     said, own = fields.get("group_size"), _of_modules(fields)
-    pair.require_said({} if own else fields, bits=bits)
+    pair.require_said(Group(weights={} if own else fields), bits=bits)
     if fields.get("desc_act") is True and groups > 1 and not order:
         raise pair.unfit(f"quantization_config says desc_act, but no {pair.module}.g_idx")
     sizes = [said] if type(said) is int and said > 0 else []
@@ -190,7 +190,7 @@ def _lay_out_awq(pair: Quantized, around: Surroundings) -> TensorEntry:
     if columns % groups or pair.others[0].dtype.name != "int32":
         raise pair.unfit()
     fields = around.config.fields
-    said = {} if _of_modules(fields) else fields
+    said = Group(weights={} if _of_modules(fields) else fields)
     pair.require_said(said, bits=_AWQ_BITS, group_size=columns // groups)
     pair = replace(pair, settings=(_AWQ_BITS,))
     return pair.numbers(around.dtype, (rows, columns), (1, columns // groups))

@@ -3,7 +3,8 @@
 ``python tests/core/quantization/recorded_weights.py NAME`` records one of ``WRITERS`` again, if
 that library is installed: bitsandbytes 0.50.2, AutoGPTQ 0.7.1 and AutoAWQ 0.2.9 (of these two the
 modules that are imported here, in otherwise empty packages), compressed-tensors 0.12.2, which still
-supports an order of groups, and 0.20.0, transformers 5.23.0, torchao 0.18.0 and 0.13.0.
+supports an order of groups, and 0.20.0, ModelOpt 0.47.0, transformers 5.23.0, torchao 0.18.0 and
+0.13.0.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from mixed_models import mixed_by_compressed_tensors, mixed_by_modelopt
 from safetensors.torch import load_file, save_file
 
 HERE = Path(__file__).parent
@@ -223,52 +225,6 @@ def _compressed_tensors_odd_bits() -> Iterator[Named]:
             yield f"bits{bits}{'' if symmetric else '_zeros'}", stored, truth
 
 
-MIXED: dict[str, tuple[list[str], dict[str, Any]]] = {
-    "four": (
-        [r"re:.*\.four"],
-        {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32},
-    ),
-    "eight": ([r"re:.*\.eight"], {"num_bits": 8, "type": "float", "strategy": "channel"}),
-    "floats": (
-        ["Linear"],
-        {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16},
-    ),
-}
-"""Groups of one ``quantization_config``: whom each is for, and its arguments."""
-
-
-def _compressed_tensors_mixed() -> Iterator[Named]:
-    """Weights of several precisions; what their library says of them lies in a file beside."""
-    from compressed_tensors import compressors
-    from compressed_tensors.quantization import (
-        QuantizationArgs,
-        QuantizationConfig,
-        QuantizationScheme,
-    )
-
-    schemes = {
-        name: QuantizationScheme(targets=targets, weights=QuantizationArgs(**args))
-        for name, (targets, args) in MIXED.items()
-    }
-    config = QuantizationConfig(config_groups=schemes, format="mixed-precision", ignore=["head"])
-    (HERE / "compressed_tensors_0_20_0_mixed.json").write_text(config.model_dump_json())
-    by = {
-        "four": (compressors.PackedQuantizationCompressor, (16, 2)),
-        "eight": (compressors.NaiveQuantizationCompressor, (16, 1)),
-        "floats": (compressors.NVFP4PackedCompressor, (16, 4)),
-    }
-    for name, (compressor, grid) in by.items():
-        state = {
-            "weight": torch.randn(16, 64, dtype=torch.bfloat16),
-            "weight_scale": (torch.rand(grid) / 8 + 0.01).bfloat16(),
-        }
-        if name == "floats":
-            state["weight_global_scale"] = torch.tensor([1234.5])
-            state["weight_scale"] = state["weight_scale"] * 3000
-        stored = compressor.compress(dict(state), schemes[name])
-        yield name, stored, compressor.decompress(dict(stored), schemes[name])["weight"]
-
-
 def _deepseek_v4() -> Iterator[Named]:
     """FP8 in blocks and two floats of four bits a byte, both with ``X.scale`` in exponents."""
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
@@ -351,7 +307,8 @@ WRITERS: dict[str, Callable[[], Iterator[Named]]] = {
     "compressed_tensors_0_20_0_eight_bits": _compressed_tensors_eight_bits,
     "compressed_tensors_0_20_0_exponents": _compressed_tensors_exponents,
     "compressed_tensors_0_20_0_odd_bits": _compressed_tensors_odd_bits,
-    "compressed_tensors_0_20_0_mixed": _compressed_tensors_mixed,
+    "compressed_tensors_0_20_0_mixed": mixed_by_compressed_tensors,
+    "modelopt_0_47_0_mixed": mixed_by_modelopt,
     "transformers_5_23_0_deepseek_v4": _deepseek_v4,
     "torchao_0_18_0": _torchao_now,
     "torchao_0_13_0": _torchao_before,

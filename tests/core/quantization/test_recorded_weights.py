@@ -49,8 +49,8 @@ ODD_BITS = {
         for n in (2, 3, 5, 6, 7)
     },
 }
-MIXED = HERE / "compressed_tensors_0_20_0_mixed.json"
-"""As compressed-tensors itself writes the config of weights of several precisions."""
+MIXED, MODELOPT = "compressed_tensors_0_20_0_mixed", "modelopt_0_47_0_mixed"
+"""Models of several formats, and the configs that their libraries themselves write of them."""
 FILES: dict[str, dict[str, Any] | None] = {
     "bitsandbytes_0_50_2": {"quant_method": "bitsandbytes"},
     "autogptq_0_7_1": GPTQ,
@@ -60,7 +60,7 @@ FILES: dict[str, dict[str, Any] | None] = {
     "compressed_tensors_0_20_0_eight_bits": EIGHT_BITS,
     "compressed_tensors_0_20_0_exponents": None,
     "compressed_tensors_0_20_0_odd_bits": ODD_BITS,
-    "compressed_tensors_0_20_0_mixed": json.loads(MIXED.read_text()),
+    **{name: json.loads((HERE / f"{name}.json").read_text()) for name in (MIXED, MODELOPT)},
     "transformers_5_23_0_deepseek_v4": {"quant_method": "fp8", "weight_block_size": [16, 32]},
 }
 """The recorded files, and the quantization_config that lies beside such a model."""
@@ -151,20 +151,16 @@ def test_numbers_are_those_of_who_packed_them(model: Model, out: Path) -> None:
         assert written.keys() == truth.keys()
         same = {name: bits(t) for name, t in truth.items() if str(t.dtype) == f"torch.{dtype}"}
         assert {name: written[name] for name in same} == same
-        assert sum(report.dequantized.values()) == len(truth)
+        assert sum(report.dequantized.values()) == len(truth.keys() - {"layer.head.weight"})
         assert "quantization_config" not in _config(target)
         assert not [path for path in target.iterdir() if path.name.endswith(".extra.pt")]
 
 
 def test_each_weight_goes_by_its_own_group(out: Path) -> None:
-    source, _ = saved("compressed_tensors_0_20_0_mixed", out / "hf")
+    source, _ = saved(MIXED, out / "hf")
     report = convert_to("safetensors", source, out / "m", dequantize=True)
-    assert report.dequantized == {"packed integers": 1, "FP8": 1, "NVFP4": 1}
-    config = json.loads(MIXED.read_text())
-    config["config_groups"]["four"]["weights"]["group_size"] = 16
-    (source / "config.json").write_text(json.dumps({"quantization_config": config}))
-    with pytest.raises(Unsupported, match=r"layer\.four.* says group_size 16, the tensors 32"):
-        convert_to("safetensors", source, out / "n", dequantize=True)
+    found = {"packed integers": 3, "FP8": 2, "INT8": 2, "MXFP8": 2, "NVFP4": 1}
+    assert report.dequantized == found
 
 
 def _config(folder: Path) -> Any:
@@ -327,6 +323,23 @@ def of_layers(names: str, **weights: Any) -> dict[str, Any]:
     return {"config_groups": {"a": {"targets": [f"re:{names}"], "weights": weights}}}
 
 
+def of_group(name: str, **changed: Any) -> dict[str, Any]:
+    """What compressed-tensors says of a model of several formats, one group of it changed."""
+    said: dict[str, Any] = dict(FILES[MIXED] or {})
+    group = said["config_groups"][name]
+    own = {"format": changed.pop("format")} if "format" in changed else {}
+    group = group | own | {"weights": group["weights"] | changed}
+    return said | {"config_groups": said["config_groups"] | {name: group}}
+
+
+def of_layer(name: str, **changed: Any) -> dict[str, Any]:
+    """What ModelOpt says of a model of several formats, one layer of it changed."""
+    said: dict[str, Any] = dict(FILES[MODELOPT] or {})
+    layers = said["quantized_layers"]
+    layer = layers[f"layer.{name}"] | changed
+    return said | {"quantized_layers": layers | {f"layer.{name}": layer}}
+
+
 WORDS, EIGHT = "compressed_tensors_0_20_0", "compressed_tensors_0_20_0_eight_bits"
 MX = "compressed_tensors_0_20_0_exponents"
 METHOD = {"quant_method": "bitsandbytes"}
@@ -394,6 +407,79 @@ def test_what_does_not_fit_is_refused_by_name(
         convert_to("safetensors", source, out / "m", dequantize=True)
     assert f"layer.{only}." in str(raised.value)
     assert not (out / "m").exists()
+
+
+Q, UP = "1.self_attn.q_proj", "0.mlp.up_proj"
+BOTH = of_group("group_4", format=None) | {"format": "pack-quantized"}
+
+
+@pytest.mark.parametrize(
+    ("name", "only", "config", "words"),
+    [
+        (MIXED, "eight", of_group("group_2", format="int-quantized"), "int-quantized, .* FP8"),
+        (MIXED, "four.", of_group("group_0", format="nvfp4-pack-quantized"), "packed integers"),
+        (
+            MIXED,
+            "four_by",
+            of_group("group_0", format="mxfp6-pack-quantized"),
+            "group_0 of .* mxfp6",
+        ),
+        (MIXED, "bytes.", of_group("group_4", format=None), "group_4 of .* num_bits 4, .* 8"),
+        (MIXED, "bytes.", BOTH, "group_4 of .* says pack-quantized, the tensors INT8"),
+        (
+            MIXED,
+            "eight",
+            of_group("group_2", strategy="tensor"),
+            r"tensor, .*24, 1\], one per 1 x 64",
+        ),
+        (MIXED, "eight", of_group("group_2", strategy="block", block_structure=[8, 8]), "1 x 64"),
+        (MIXED, "blocks", of_group("group_3", strategy="channel"), r"2, 2\], one per 16 x 32"),
+        (MIXED, "bytes.", of_group("group_4", strategy="channel"), "channel, .* one per 1 x 16"),
+        (MIXED, "four_by", of_group("group_0", strategy="tensor"), r"24, 4\], one per 1 x 16"),
+        (MIXED, "floats", of_group("group_5", strategy="channel"), "channel, .* one per 1 x 16"),
+        (MIXED, "exponents", of_group("group_6", strategy="tensor"), "tensor, .* one per 1 x 32"),
+        (MODELOPT, UP, of_layer(UP, quant_algo="FP8"), "layers of .* says FP8, the tensors NVFP4"),
+        (MODELOPT, UP, of_layer(UP, group_size=8), "says group_size 8, the tensors 16"),
+        (
+            MODELOPT,
+            "1.mlp.up",
+            of_layer("1.mlp.up_proj", quant_algo="W4A8_AWQ"),
+            "W4A8_AWQ, .* FP8",
+        ),
+        (MODELOPT, Q, of_layer(Q, quant_algo="FP8_PER_CHANNEL_PER_TOKEN"), "channel, .* 32 x 32"),
+    ],
+)
+def test_a_group_that_contradicts_the_tensors_is_refused(
+    name: str, only: str, config: dict[str, Any], words: str, out: Path
+) -> None:
+    source = changed(name, only, out / "hf", "", None, config)
+    with pytest.raises(Unsupported, match=words) as raised:
+        convert_to("safetensors", source, out / "m", dequantize=True)
+    assert f"layer.{only}" in str(raised.value)
+    assert "--hf-assets" in raised.value.hint
+
+
+def test_what_modelopt_says_may_lie_in_its_own_file(out: Path) -> None:
+    """As it does alone before ModelOpt 0.29."""
+    source, _ = saved(MODELOPT, out / "hf", UP)
+    (source / "config.json").unlink()
+    text = (HERE / "modelopt_0_47_0_hf_quant_config.json").read_text()
+    (source / "hf_quant_config.json").write_text(text)
+    convert_to("safetensors", source, out / "m", dequantize=True)
+    (source / "hf_quant_config.json").write_text(text.replace('"NVFP4"', '"MXFP8"'))
+    with pytest.raises(Unsupported, match="says MXFP8, the tensors NVFP4"):
+        convert_to("safetensors", source, out / "n", dequantize=True)
+
+
+@pytest.mark.parametrize("part", ["pre_quant_scale", "svdquant_lora_a"])
+def test_weights_whose_module_computes_with_more_than_them_are_refused(
+    part: str, out: Path
+) -> None:
+    stored = {n: t for n, t in recorded(MODELOPT)[0].items() if n.startswith(f"layer.{UP}")}
+    (source := out / "hf").mkdir()
+    save_file(stored | {f"layer.{UP}.{part}": torch.ones(32)}, source / "model.safetensors")
+    with pytest.raises(Unsupported, match=rf"up_proj\.{part} .*which its numbers leave out"):
+        convert_to("safetensors", source, out / "m", dequantize=True)
 
 
 @pytest.mark.parametrize("ignored", ["layer.nvfp4", "re:.*nvfp4$", "layer.n*"])

@@ -1,0 +1,236 @@
+"""What a model's ``quantization_config`` says of the weights of its modules."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from fnmatch import translate
+from typing import Any
+
+_IGNORED = ("ignore", "modules_to_not_convert", "exclude_modules")
+"""Keys for modules without such weights: compressed-tensors' and ModelOpt's, transformers'.
+
+By name, by ``re:`` and a pattern, or by a glob, as in ModelOpt (0.47).
+"""
+_GLOB = re.compile(r"[*?\[]")
+_ANY = ("mixed-precision", "MIXED_PRECISION")
+"""What compressed-tensors and ModelOpt call several formats in one model."""
+_FP8 = frozenset(["FP8", "FP8 in blocks"])
+_MX = frozenset(["MXFP4", "MXFP8"])
+_OF_METHOD: Mapping[str, frozenset[str]] = {
+    "awq": frozenset(["AWQ"]),
+    "bitsandbytes": frozenset(["bitsandbytes NF4", "bitsandbytes FP4", "bitsandbytes INT8"]),
+    "compressed-tensors": _FP8 | _MX | {"packed integers", "INT8", "NVFP4"},
+    "fbgemm_fp8": frozenset(["FP8"]),
+    "fp8": _FP8 | _MX,
+    "gptq": frozenset(["GPTQ"]),
+    "modelopt": _FP8 | _MX | {"NVFP4", "INT8"},
+    "mxfp4": frozenset(["MXFP4"]),
+    "torchao": frozenset(["torchao"]),
+}
+"""The kinds that each ``quant_method`` stores (transformers 5.23); others may store any."""
+_OF_FORMAT: Mapping[str, frozenset[str]] = {
+    "int-quantized": frozenset(["INT8"]),
+    "float-quantized": _FP8,
+    "naive-quantized": _FP8 | {"INT8"},
+    "pack-quantized": frozenset(["packed integers"]),
+    "nvfp4-pack-quantized": frozenset(["NVFP4"]),
+    "mxfp4-pack-quantized": frozenset(["MXFP4"]),
+    "mxfp6-pack-quantized": frozenset(),
+    "mxfp8-quantized": frozenset(["MXFP8"]),
+    "FP8": _FP8,
+    "FP8_PER_CHANNEL_PER_TOKEN": _FP8,
+    "MXFP8": frozenset(["MXFP8"]),
+    "NVFP4": frozenset(["NVFP4"]),
+    "NVFP4_AWQ": frozenset(["NVFP4"]),
+    "NVFP4_SVD": frozenset(["NVFP4"]),
+    "W4A16_AWQ": frozenset(),
+    "W4A16_NVFP4": frozenset(["NVFP4"]),
+    "W4A8_AWQ": frozenset(),
+    "W4A8_MXFP4_FP8": frozenset(["MXFP4"]),
+    "W4A8_NVFP4_FP8": frozenset(["NVFP4"]),
+    "W8A16": frozenset(["INT8"]),
+    "W8A8_SQ_PER_CHANNEL": frozenset(["INT8"]),
+}
+"""The kinds that each ``format`` of compressed-tensors (0.20) and ``quant_algo`` of ModelOpt (0.47)
+stores; none if they are not supported. Others may store any."""
+_IN_BYTES = ("int-quantized", "naive-quantized")
+"""Formats that store integers of fewer bits in a byte each."""
+_STRATEGIES: Mapping[str, str] = {
+    "FP8_PER_CHANNEL_PER_TOKEN": "channel",
+    "W8A8_SQ_PER_CHANNEL": "channel",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """What a config says of some modules: its own name for them, their weights, their format."""
+
+    name: str = ""
+    weights: Mapping[str, Any] = field(default_factory=dict)
+    format: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.name} of quantization_config" if self.name else "quantization_config"
+
+    @property
+    def kinds(self) -> frozenset[str] | None:
+        """The kinds that its format stores, None if any."""
+        return _OF_FORMAT.get(self.format or "")
+
+    @property
+    def bits_in_bytes(self) -> int:
+        """The bits of integers that are stored in bytes."""
+        bits = self.weights.get("num_bits")
+        return bits if self.format in _IN_BYTES and type(bits) is int and 0 < bits < 8 else 8
+
+    @property
+    def block(self) -> tuple[int, int] | None:
+        """The size of a block, None if none is stated; a group of part of a row is one row's."""
+        said = _pair(self.weights.get("block_structure"))
+        return said or _pair([1, self.weights.get("group_size")])
+
+    def allows(self, shape: tuple[int, ...], block: tuple[int, ...]) -> bool:
+        """Return whether its ``strategy`` has a scale per ``block`` of a weight of ``shape``.
+
+        Of a weight of several matrices each has its own. A strategy that is missing allows all.
+        """
+        rows, columns = shape[-2:] if len(shape) > 1 else (1, *shape)
+        found = _counts((rows, columns), block[-2:] if len(shape) > 1 else (1, *block))
+        of_blocks = _counts((rows, columns), self.block) if self.block else found
+        counts: dict[str, tuple[int, int]] = {
+            "tensor": (1, 1),
+            "channel": (rows, 1),
+            "group": (rows, of_blocks[1]),
+            "tensor_group": (rows, of_blocks[1]),
+            "block": of_blocks,
+        }
+        return counts.get(str(self.weights.get("strategy")), found) == found
+
+
+def _counts(shape: tuple[int, int], block: tuple[int, ...]) -> tuple[int, int]:
+    """Return how many blocks a matrix has in each dim."""
+    return -(-shape[0] // block[0]), -(-shape[1] // block[1])
+
+
+NO_GROUP = Group()
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizationConfig:
+    """The recorded quantization of a model: ``quantization_config`` of config.json.
+
+    ``fields`` are as transformers reads them; empty if there are none.
+    """
+
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    _ignored: frozenset[str] = field(init=False)
+    _ignored_patterns: tuple[re.Pattern[str], ...] = field(init=False)
+    _named: Mapping[str, Group] = field(init=False)
+    _patterns: tuple[tuple[re.Pattern[str], Group], ...] = field(init=False)
+    _of_class: Group = field(init=False)
+
+    def __post_init__(self) -> None:
+        lists = (self.fields.get(key) for key in _IGNORED)
+        names = [str(name) for some in lists if isinstance(some, list) for name in some]
+        object.__setattr__(self, "_ignored", frozenset(names))
+        object.__setattr__(self, "_ignored_patterns", tuple(_compile(names)))
+        groups = dict(_target_groups(self.fields))
+        patterns = ((_pattern(each), groups[each]) for each in sorted(groups))
+        found = tuple((pattern, group) for pattern, group in patterns if pattern is not None)
+        object.__setattr__(self, "_patterns", found)
+        object.__setattr__(self, "_named", groups | dict(_layer_groups(self.fields)))
+        classes = {id(group): group for name, group in groups.items() if _is_class(name)}
+        rest = Group(format=_format(self.fields)) if self.fields else NO_GROUP
+        of_class = next(iter(classes.values())) if len(classes) == 1 else rest
+        object.__setattr__(self, "_of_class", of_class)
+
+    @property
+    def method(self) -> str | None:
+        """The ``quant_method``, None if none is stated."""
+        method = self.fields.get("quant_method")
+        return None if method is None else str(method)
+
+    @property
+    def kinds(self) -> frozenset[str] | None:
+        """The kinds that its method stores, None if any."""
+        return _OF_METHOD.get(self.method or "")
+
+    def block_of(self, module: str) -> tuple[int, int] | None:
+        """Return the block size of a module's weight, None if none is stated."""
+        return self.group_of(module).block or _pair(self.fields.get("weight_block_size"))
+
+    def group_of(self, module: str) -> Group:
+        """Return what is said of a module, in the order of compressed-tensors 0.20.
+
+        A target is the name of a module, ``re:`` and a pattern of the beginning of names, or a
+        class: in that order, and patterns by their text. ModelOpt's ``quantized_layers`` are names.
+        NO_GROUP if ``ignore`` matches the module; what is said of all if no target matches.
+        """
+        if self.is_ignored(module):
+            return NO_GROUP
+        if module in self._named:
+            return self._named[module]
+        matching = (group for pattern, group in self._patterns if pattern.match(module))
+        return next(matching, self._of_class)
+
+    def is_ignored(self, module: str) -> bool:
+        """Return whether the config does not apply to a module."""
+        return module in self._ignored or any(p.match(module) for p in self._ignored_patterns)
+
+
+def _compile(names: list[str]) -> Iterator[re.Pattern[str]]:
+    """Yield patterns of modules: each that ``re:`` begins, and one of all globs."""
+    globs = [translate(n) for n in names if not n.startswith("re:") and _GLOB.search(n)]
+    if globs:
+        yield re.compile("|".join(globs))
+    for pattern in map(_pattern, names):
+        if pattern is not None:
+            yield pattern
+
+
+def _pattern(target: str) -> re.Pattern[str] | None:
+    """Return the pattern of a target, None if it is none."""
+    if target.startswith("re:"):
+        with suppress(re.error):
+            return re.compile(target.removeprefix("re:"))
+    return None
+
+
+def _is_class(target: str) -> bool:
+    return not target.startswith("re:") and "." not in target and target[:1].isupper()
+
+
+def _format(fields: Mapping[str, Any]) -> str | None:
+    """Return the format of all weights or of a group; None if it is none, or several."""
+    said = fields.get("format") or fields.get("quant_algo")
+    return None if said is None or said in _ANY else str(said)
+
+
+def _target_groups(fields: Mapping[str, Any]) -> Iterator[tuple[str, Group]]:
+    """Yield the targets of ``config_groups``, each with its group."""
+    groups = fields.get("config_groups")
+    for name, group in groups.items() if isinstance(groups, dict) else ():
+        if isinstance(group, dict) and isinstance(group.get("targets"), list):
+            weights = group.get("weights")
+            settings = weights if isinstance(weights, dict) else {}
+            said = Group(str(name), settings, _format(group) or _format(fields))
+            yield from ((str(target), said) for target in group["targets"])
+
+
+def _layer_groups(fields: Mapping[str, Any]) -> Iterator[tuple[str, Group]]:
+    """Yield the modules of ModelOpt's ``quantized_layers``, each with what is said of it."""
+    layers = fields.get("quantized_layers")
+    for name, settings in layers.items() if isinstance(layers, dict) else ():
+        if isinstance(settings, dict):
+            algorithm = _format(settings)
+            weights = {"strategy": _STRATEGIES.get(algorithm or ""), **settings}
+            yield str(name), Group("quantized_layers", weights, algorithm)
+
+
+def _pair(value: Any) -> tuple[int, int] | None:
+    if not isinstance(value, list) or len(value) != 2 or any(type(n) is not int for n in value):
+        return None
+    return (value[0], value[1]) if min(value) > 0 else None
