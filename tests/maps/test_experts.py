@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,11 @@ OCR = ROUTED | {
     "n_group": 1,
     "topk_group": 1,
 }
+SOUND = (
+    LAYERS
+    | {"feature_size": 16, "downsample_hidden_size": 8}
+    | dict.fromkeys(("adapter_input_size", "adapter_out_dim"), 16)
+)
 QWEN_LINEAR = {
     "shared_expert_intermediate_size": 8,
     "linear_key_head_dim": 4,
@@ -155,6 +161,24 @@ WITH_VISION: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         | {"mlp_layer_types": ["dense", "sparse"], "index_n_heads": 2, "index_head_dim": 4}
         | {"layer_types": ["full_attention", "minimax_m3_sparse"]},
         LAYERS,
+    ),
+    "Dots3Note": (
+        DEEPSEEK
+        | INDEXED
+        | {f"swa_{key}": size for key, size in DEEPSEEK.items() if "lora" in key or "head" in key}
+        | {"swa_num_attention_heads": 4, "swa_head_dim": 8, "head_dim": 8, "n_group": 1}
+        | {"layer_types": ["sliding_attention", "indexed_attention"]}
+        | {"shared_experts_intermediate_size": 8}
+        | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+        LAYERS
+        | {"num_hidden_layers": 3, "pyramid_num_routed": [-1, 5, 3], "moe_intermediate_size": 6}
+        | {"adapter_in_dim": 16, "adapter_out_dim": 16},
+    ),
+    "Kimi_K25": (
+        DEEPSEEK | {"model_type": "deepseek_v3", "n_group": 1},
+        LAYERS
+        | {"hidden_size": 24, "num_attention_heads": 3, "num_hidden_layers": 2}
+        | {f"pos_emb_{dim}": 4 for dim in ("height", "width")},
     ),
 }
 """Families inside a model of images: the sizes of text, and of vision."""
@@ -257,7 +281,11 @@ def made_of(family: str) -> Any:
         return transformers.AutoModelForCausalLM.from_config(config)
     text, vision = WITH_VISION[family]
     text = {key: size for key, size in (SMALL | text).items() if size is not None}
-    config = configured(text_config=text | UNTIED, vision_config=vision, **UNTIED)
+    more: dict[str, Any] = {
+        "Dots3Note": {"audio_config": SOUND},
+        "Kimi_K25": {"projection_hidden_size": 24},
+    }.get(family, {})
+    config = configured(text_config=text | UNTIED, vision_config=vision, **more, **UNTIED)
     named = CALLED.get(family, f"{family}ForConditionalGeneration")
     return getattr(transformers, named)(config)
 
@@ -276,6 +304,27 @@ OF_THEIR_OWN: dict[str, dict[str, Any]] = {
 
 
 MOMENTS = ("optimizer.state.", ".exp_avg")
+HUB = {
+    "Kimi_K25": {
+        r"^language_model\.model\.blocks\.": "language_model.model.layers.",
+        r"^model\.mm_projector\.": "mm_projector.",
+        r"^vision_tower\.encoder\.patch_embed\.": "vision_tower.patch_embed.",
+    },
+    "DeepseekV4": {
+        r"^model\.(layers|norm)\.": r"\1.",
+        r"^model\.embed_tokens\.": "embed.",
+        r"^model\.hc_head\.hc_": "hc_head_",
+        r"^(layers\.\d+\.attn)\.norm\.": r"\1.kv_norm.",
+    },
+}
+"""What ``save_pretrained`` calls otherwise than the Hub's files do, and its names there."""
+
+
+def on_the_hub(family: str, name: str) -> str:
+    """What a tensor of ``save_pretrained`` is called in the Hub's files."""
+    for own, new in HUB.get(family, {}).items():
+        name = re.sub(own, new, name)
+    return name
 
 
 @pytest.fixture(
@@ -293,7 +342,8 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Saved:
     moments = {n.join(MOMENTS): t.detach() + 1 for n, t in experts}
     dcp.save(state := state | moments, checkpoint_id=tmp_path / "dcp", no_dist=True)
     files = sorted((tmp_path / "hf").glob("*.safetensors"))
-    return tmp_path, state, {n: t for file in files for n, t in load_file(file).items()}
+    saved = {n: t for file in files for n, t in load_file(file).items()}
+    return tmp_path, state, {on_the_hub(request.param, n): t for n, t in saved.items()}
 
 
 def test_files_are_those_of_transformers_and_back(model: Saved) -> None:
@@ -313,6 +363,29 @@ def test_files_are_those_of_transformers_and_back(model: Saved) -> None:
     convert_to("dcp", folder / "out", folder / "back", map=MapOptions(experts="packed"))
     again = flat(load_dcp(folder / "back"))
     assert {n: bits(t) for n, t in again.items()} == {n: bits(t) for n, t in state.items()}
+
+
+@pytest.mark.parametrize("family", HUB)
+def test_the_hubs_names_are_written_and_those_of_save_pretrained_read(
+    family: str, tmp_path: Path
+) -> None:
+    """Transformers loads both; what other programs load is on the Hub."""
+    made = made_of(family)
+    for tensor in (*made.parameters(), *made.buffers()):
+        if tensor.is_floating_point():
+            tensor.data.normal_()
+    made.save_pretrained(tmp_path / "saved")
+    convert_to("dcp", tmp_path / "saved", tmp_path / "packed", map=MapOptions(experts="packed"))
+    state = {name: bits(tensor) for name, tensor in made.state_dict().items()}
+    assert {n: bits(t) for n, t in flat(load_dcp(tmp_path / "packed")).items()} == state
+    options = MapOptions(experts="separate", assets=tmp_path / "saved")
+    convert_to("hf", tmp_path / "packed", tmp_path / "hub", map=options)
+    assert {*load_file(tmp_path / "hub" / "model.safetensors")} == {
+        on_the_hub(family, n) for n in load_file(tmp_path / "saved" / "model.safetensors")
+    }
+    loaded, info = type(made).from_pretrained(tmp_path / "hub", output_loading_info=True)
+    assert not any(info.values())
+    assert {name: bits(tensor) for name, tensor in loaded.state_dict().items()} == state
 
 
 @pytest.mark.parametrize("family", OF_THEIR_OWN)
@@ -493,6 +566,14 @@ def test_experts_with_their_inputs_first_are_refused(tmp_path: Path) -> None:
     save_file(state, file, {"format": "pt"})
     with pytest.raises(Unsupported, match=r"experts\.\w+: shape .* does not match"):
         convert_to("hf", tmp_path / "hf", tmp_path / "out", map=MapOptions(experts="separate"))
+
+
+def test_a_layers_last_expert_is_missed_where_layers_have_different_numbers(tmp_path: Path) -> None:
+    """Each layer's router has a row for each of its own; no other number says it."""
+    made_of("Dots3Note").save_pretrained(tmp_path / "hf")
+    without(tmp_path / "hf", "vision_encoder.blocks.1.mlp.experts.4.")
+    with pytest.raises(Unsupported, match=r"expert is (4|5) in .*, but (5|4) in .*missing"):
+        convert_to("dcp", tmp_path / "hf", tmp_path / "out", map=MapOptions(experts="packed"))
 
 
 def packed(folder: Path) -> Path:

@@ -51,15 +51,17 @@ def parse_map(content: Mapping[str, Any], where: str, included: Included) -> Key
     for other in others:
         key_map = _bounded(with_included(key_map, other, without), where)
     for table in _tables(content, "also", where):
-        copies = _copies(key_map.rules, _starts(table, f"{where}: [[also]]", _BEGINNING))
-        if not copies:
+        starts = _starts(table, f"{where}: [[also]]", _BEGINNING)
+        copies, kept = _copies(key_map.rules, starts), _kept_copies(key_map.keep, starts, where)
+        if not copies and not kept:
             raise UsageError(f"{where}: [[also]] matches the beginning of no rule")
-        key_map = _bounded(replace(key_map, rules=(*copies, *key_map.rules)), where)
+        both = replace(key_map, rules=(*copies, *key_map.rules), keep=(*kept, *key_map.keep))
+        key_map = _bounded(both, where)
     return key_map
 
 
 def _bounded(key_map: KeyMap, where: str) -> KeyMap:
-    if len(key_map.rules) > _MOST_RULES:
+    if max(len(key_map.rules), len(key_map.keep)) > _MOST_RULES:
         raise UsageError(f"{where}: more than {_MOST_RULES:,} rules, with those included")
     if len(key_map.sizes) > _MOST_SIZES:
         raise UsageError(f"{where}: more than {_MOST_SIZES} sizes in [dims]")
@@ -105,6 +107,14 @@ def _copies(rules: Sequence[Rule], starts: Sequence[Mapping[str, str]]) -> list[
         if whole and len(besides) == sum(p is not None for p in (beside, back)):
             copies.append(replace(rule, sources=sources, targets=targets, beside=beside, back=back))
     return copies
+
+
+def _kept_copies(
+    keep: Sequence[Kept], starts: Sequence[Mapping[str, str]], where: str
+) -> list[Kept]:
+    """Return copies of the kept names that begin as in ``starts`` on both sides; as ``_copies``."""
+    sides = ((begin(kept.source, starts[0]), begin(kept.target, starts[1])) for kept in keep)
+    return [kept_names(new, to, f"{where}: [[also]]") for new, to in sides if new and to]
 
 
 def _moved(pattern: Pattern, starts: Mapping[str, str]) -> Pattern | None:

@@ -119,6 +119,13 @@ def test_own_rules_go_before_those_that_are_included(tmp_path: Path) -> None:
             },
             "more than 10,000 rules",
         ),
+        (
+            {
+                "a": f"keep = 'k.*'\n{CENTRED}"
+                + 15 * "[[also]]\nfrom.'k.' = 'k.k.'\nto.'k.' = 'k.k.'\n"
+            },
+            "more than 10,000 rules",
+        ),
     ],
 )
 def test_inclusions_that_cannot_be(texts: dict[str, Any], words: str, tmp_path: Path) -> None:
@@ -241,6 +248,35 @@ def test_rules_hold_under_other_beginnings_too(tmp_path: Path) -> None:
     back = load_file(tmp_path / "c.safetensors")
     assert back.keys() == {*state, "l.1.odd"}
     assert all(torch.equal(back[name], tensor) for name, tensor in state.items())
+
+
+TWO_SPELLINGS = """
+keep = ["old.*.norm", { from = "top", to = "head" }]
+[[also]]
+from = { "old." = "old." }
+to = { "old." = "new." }
+[[rule]]
+from = "old.{layer}.w [out in]"
+to = "old.{layer}.w [in out]"
+"""
+
+
+@pytest.mark.parametrize("spelling", ["new", "old"])
+def test_names_of_two_spellings_are_read_and_the_one_of_also_is_written(
+    spelling: str, tmp_path: Path
+) -> None:
+    """Of what is kept, too."""
+    state = {"old.3.w": torch.randn(2, 3), "old.3.norm": torch.randn(3), "top": torch.ones(1)}
+    file = {"3.w": state["old.3.w"].T.contiguous(), "3.norm": state["old.3.norm"]}
+    files = {f"{spelling}.{name}": tensor for name, tensor in file.items()}
+    save_file(files | {"head": state["top"]}, tmp_path / "a.safetensors")
+    options = MapOptions(str(written(tmp_path, mine=TWO_SPELLINGS)), inverse=True)
+    convert_to("safetensors", tmp_path / "a.safetensors", tmp_path / "b.safetensors", map=options)
+    there = load_file(tmp_path / "b.safetensors")
+    assert {n: bits(t) for n, t in there.items()} == {n: bits(t) for n, t in state.items()}
+    options = MapOptions(options.name, inverse=False)
+    convert_to("safetensors", tmp_path / "b.safetensors", tmp_path / "c.safetensors", map=options)
+    assert {*load_file(tmp_path / "c.safetensors")} == {"new.3.w", "new.3.norm", "head"}
 
 
 RULE = "[[rule]]\nfrom = 'w'\nto = 'v'\n"
