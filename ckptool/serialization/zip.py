@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+from operator import add
 from typing import NamedTuple
 
 from ckptool.core.catalog import Container
 from ckptool.core.codec import zstd_edges
-from ckptool.errors import Damaged, Problem, coded
+from ckptool.errors import Damaged, coded
 from ckptool.serialization.source import Source, edge_spans
 
 STORED, DEFLATED = 0, 8
@@ -23,13 +25,13 @@ IN_EXTRA = 0xFFFFFFFF
 
 LOCAL = struct.Struct("<4s5H3L2H")
 CENTRAL = struct.Struct("<4s6H3L5H2L")
+_ENTRY = b"PK\x01\x02"
+_FIELDS = CENTRAL.size - len(_ENTRY)
 _CRC32_AT = 16
 CRC32_NBYTES = 4
 END = struct.Struct("<4s4H2LH")
 END64 = struct.Struct("<4sQ2H2L4Q")
 LOCATOR64 = struct.Struct("<4sLQL")
-_NARROW, _WIDE = struct.Struct("<3L"), struct.Struct("<L2Q")
-"""CRC-32 and bytes, stored and decoded, in a descriptor."""
 _BLOCK = 512
 """Bytes between the edges that are read at once; doubled each time the next are near."""
 _LARGEST_BLOCK, _NEAR = 1 << 16, 1 << 12
@@ -82,7 +84,18 @@ class Region:
 
     def joined(self, spans: Iterable[tuple[int, int]]) -> bytes:
         """Return the bytes from each start to its end, one after another."""
-        return b"".join([self.read(start, end - start) for start, end in spans])
+        return b"".join(self.read_each(spans))
+
+    def read_each(self, spans: Iterable[tuple[int, int]]) -> list[bytes]:
+        """Return the bytes from each start to its end; Damaged beyond the end of the region."""
+        pieces, base, block = [], self._at, self._block
+        for start, end in spans:
+            if base <= start <= end <= base + len(block):
+                pieces.append(block[start - base : end - base])
+            else:
+                pieces.append(self.read(start, end - start))
+                base, block = self._at, self._block
+        return pieces
 
     def crc32_at(self, start: int) -> int:
         """Return the CRC-32 that is recorded there."""
@@ -169,11 +182,13 @@ def read_directory(region: Region) -> dict[str, ZipRecord]:
     Raises Damaged if the archive is truncated or its headers contradict one another.
     """
     with coded("zip-structure", file=region.file):
-        start, size, count = _find_directory(region)
+        start, size, count = find_directory(region)
         data = region.read(start, size)
         region.expect(_headers(data), count)
-        records: dict[str, ZipRecord] = {}
-        position = 0
+        records = _read_plain(region, data, start, count)
+        if records is not None:
+            return records
+        records, position = {}, 0
         for _ in range(count):
             record, position = _central_entry(region, data, start, position)
             if record.name in records:
@@ -184,18 +199,51 @@ def read_directory(region: Region) -> dict[str, ZipRecord]:
         return records
 
 
+def _read_plain(region: Region, data: bytes, start: int, count: int) -> dict[str, ZipRecord] | None:
+    """Read a directory whose records are all stored and without zip64, column by column.
+
+    None for any other, and for one that anything is wrong with: that is read record by record.
+    """
+    unmarked, *entries = data.split(_ENTRY)
+    if unmarked or len(entries) != count or min(map(len, entries), default=0) < _FIELDS:
+        return None
+    fields = CENTRAL.iter_unpack(b"".join([_ENTRY + entry[:_FIELDS] for entry in entries]))
+    columns = list(zip(*fields, strict=True))
+    flags, methods, crcs, stored, sizes, headers = (columns[n] for n in (3, 4, 7, 8, 9, 16))
+    lengths = columns[10:13]
+    names = [entry[_FIELDS : _FIELDS + n] for entry, n in zip(entries, lengths[0], strict=True)]
+    ends = [at + LOCAL.size + len(name) for at, name in zip(headers, names, strict=True)]
+    sums = [_FIELDS + sum(three) for three in zip(*lengths, strict=True)]
+    is_plain = [*map(len, entries)] == sums and {*methods} == {STORED} and stored == sizes
+    if not is_plain or max(max(sizes), max(headers)) >= IN_EXTRA or max(ends) > region.nbytes:
+        return None
+    heads = region.read_each(zip(headers, ends, strict=True))
+    local = list(zip(*LOCAL.iter_unpack(b"".join([h[: LOCAL.size] for h in heads])), strict=True))
+    if {*local[0]} != {b"PK\x03\x04"} or local[9] != lengths[0]:
+        return None
+    offsets = [*map(add, ends, local[10])]
+    is_inside = max(map(add, offsets, stored)) <= region.nbytes
+    if not is_inside or [head[LOCAL.size :] for head in heads] != names:
+        return None
+    texts = [name.decode("utf-8", "replace") for name in names]
+    noted = accumulate(map(len(_ENTRY).__add__, sums[:-1]), initial=start + _CRC32_AT)
+    rows = zip(texts, methods, crcs, stored, sizes, offsets, headers, flags, noted, strict=True)
+    records = dict(zip(texts, map(ZipRecord._make, rows), strict=True))
+    return records if len(records) == count else None
+
+
 def _headers(data: bytes) -> Iterator[int]:
     """Yield the offsets of local headers in the directory, as far as it can be read."""
     position = 0
-    while data[position : position + 4] == b"PK\x01\x02" and position + CENTRAL.size <= len(data):
+    while data[position : position + 4] == _ENTRY and position + CENTRAL.size <= len(data):
         fields = CENTRAL.unpack_from(data, position)
         yield fields[16]
         position += CENTRAL.size + sum(fields[10:13])
 
 
-def _find_directory(region: Region) -> tuple[int, int, int]:
+def find_directory(region: Region) -> tuple[int, int, int]:
     """Return offset, size in bytes and number of entries of the central directory."""
-    end = _end_offset(region)
+    end = find_end(region)
     fields = END.unpack(region.read(end, END.size))
     count, size, start = fields[4:7]
     if end >= LOCATOR64.size:
@@ -223,7 +271,8 @@ def _require_same_end(region: Region, narrow: Sequence[int], wide: Sequence[int]
             raise Damaged(f"{region.what}: the two end records of the zip disagree")
 
 
-def _end_offset(region: Region) -> int:
+def find_end(region: Region) -> int:
+    """Return the offset of the end record; Damaged if there is none."""
     if region.nbytes >= END.size:
         for length in (END.size, min(region.nbytes, 65_557)):
             tail = region.read(region.nbytes - length, length)
@@ -238,7 +287,7 @@ def _end_offset(region: Region) -> int:
 
 def _central_entry(region: Region, data: bytes, start: int, position: int) -> tuple[ZipRecord, int]:
     """Return a record, and where the next one's entry begins; the directory begins at ``start``."""
-    if position + CENTRAL.size > len(data) or data[position : position + 4] != b"PK\x01\x02":
+    if position + CENTRAL.size > len(data) or data[position : position + 4] != _ENTRY:
         raise Damaged(f"{region.what}: the zip directory is damaged at byte {position:,}")
     fields = CENTRAL.unpack_from(data, position)
     method, crc, stored, size = fields[4], *fields[7:10]
@@ -292,68 +341,3 @@ def _data_offset(region: Region, written: bytes, header: int) -> int:
             message = f"the directory names a record {name!r}, its header {local!r}"
             raise Damaged(f"{region.what}: {message}")
     return header + LOCAL.size + int(fields[9]) + int(fields[10])
-
-
-def count_unclaimed_bytes(region: Region, records: Iterable[ZipRecord]) -> int:
-    """Count bytes of the region outside all records, the directory and its end records.
-
-    Descriptors are assumed to be as long as they may be: fewer hidden bytes go unnoticed.
-    """
-    start, size, _ = _find_directory(region)
-    end = _end_offset(region)
-    spare, position = 0, 0
-    for record in sorted(records, key=lambda record: record.header):
-        spare += max(0, record.header - position)
-        position = record.offset + record.stored + (24 if record.flags & STREAMED else 0)
-    spare += max(0, start - position)
-    wide = region.read(end - LOCATOR64.size, 4) == b"PK\x06\x07"
-    ends = END64.size + LOCATOR64.size if wide else 0
-    comment = int(END.unpack(region.read(end, END.size))[7])
-    spare += max(0, end - ends - start - size)
-    return spare + max(0, region.nbytes - end - END.size - comment)
-
-
-def check_headers(region: Region, records: Iterable[ZipRecord]) -> list[Problem]:
-    """Return where what stands beside the records contradicts the directory.
-
-    That is a record's local header, and the descriptor behind its bytes where flag bit 3 promises
-    one.
-    """
-    problems = []
-    for record in records:
-        try:
-            reason = _local_problem(region, record) or _descriptor_problem(region, record)
-        except Damaged as error:
-            reason = error.message
-        if reason:
-            message = f"{region.what}: record {record.name!r}: {reason}"
-            problems.append(Problem(message, "zip-headers", file=region.file))
-    return problems
-
-
-def _local_problem(region: Region, record: ZipRecord) -> str | None:
-    fields = LOCAL.unpack(region.read(record.header, LOCAL.size))
-    flags, method, noted = fields[2], fields[3], fields[6:9]
-    if (flags, method) != (record.flags, record.method):
-        return "its local header and the directory differ in method or flags"
-    if flags & STREAMED and noted == (0, 0, 0):
-        return None
-    wanted = (record.crc32, record.stored, record.size)
-    pairs = zip(noted, wanted, strict=True)
-    if any(number not in (listed, IN_EXTRA) for number, listed in pairs):
-        return f"its local header has {noted} (CRC-32, bytes), the directory {wanted}"
-    return None
-
-
-def _descriptor_problem(region: Region, record: ZipRecord) -> str | None:
-    if not record.flags & STREAMED:
-        return None
-    start = record.offset + record.stored
-    data = region.read(start, min(24, region.nbytes - start)).removeprefix(b"PK\x07\x08")
-    wanted = (record.crc32, record.stored, record.size)
-    for numbers in (_NARROW, _WIDE):
-        if len(data) >= numbers.size and numbers.unpack_from(data) == wanted:
-            return None
-    if data[:12] == _NARROW.pack(*(n & 0xFFFFFFFF for n in wanted)):
-        return None
-    return "its data descriptor and the directory differ in CRC-32 or size"

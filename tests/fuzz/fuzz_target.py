@@ -55,7 +55,8 @@ def fuzz_metadata(data: bytes) -> None:
 def fuzz_zip(data: bytes) -> None:
     from ckptool.serialization.archive.read import read_torch_zip
     from ckptool.serialization.archive.recover import find_archives
-    from ckptool.serialization.zip import Region, check_headers, read_directory
+    from ckptool.serialization.zip import Region, read_directory
+    from ckptool.serialization.zip_headers import check_headers
 
     source = Bytes(data, "fuzz.pt")
     list(find_archives(source, "fuzz.pt"))

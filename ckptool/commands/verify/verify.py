@@ -112,7 +112,9 @@ class Verification:
             if share.is_all
             else DataPart(share, surveyed.catalog, surveyed.source.files)
         )
-        self._files = FileCheck(surveyed.source, surveyed.format, self._sample.takes)
+        self._files = FileCheck(
+            surveyed.source, surveyed.format, self._sample.takes, quick=options.quick
+        )
         self._nbytes = 0
         self._lock = threading.Lock()
         self._unchecked: set[str] = set()

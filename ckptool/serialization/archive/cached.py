@@ -29,6 +29,12 @@ class TracedRegion(Region):
         self.spans.append((start, start + nbytes))
         return super().read(start, nbytes)
 
+    def read_each(self, spans: Iterable[tuple[int, int]]) -> list[bytes]:
+        """Read as ``Region.read_each``, and note it."""
+        wanted = list(spans)
+        self.spans += wanted
+        return super().read_each(wanted)
+
 
 class CachedArchive(NamedTuple):
     """The parts read of an archive, its content, and the place of each storage's CRC-32.

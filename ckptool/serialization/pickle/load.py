@@ -55,10 +55,10 @@ def read_pickle(
     except Truncated:
         raise
     except Damaged:
-        _remember(data, start, machine.globals)
+        remember_globals(data, machine.globals, start)
         require_harmless(machine.hostile)
         raise
-    _remember(data, start, machine.globals)
+    remember_globals(data, machine.globals, start)
     return Loaded(value, machine.pos, machine.globals, machine.persistent, machine.hostile)
 
 
@@ -88,21 +88,16 @@ _recent_globals: dict[bytes, dict[Global, int]] = {}
 
 
 def _digest(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=32).digest()
+    return hashlib.sha256(data).digest()
 
 
-def _remember(data: bytes, start: int, named: dict[Global, int]) -> None:
+def remember_globals(data: bytes, named: dict[Global, int], start: int = 0) -> None:
     """Remember the globals of the first pickle of ``data``, up to where it breaks."""
     if start:
         return
     if len(_recent_globals) >= _MOST_REMEMBERED:
         _recent_globals.clear()
     _recent_globals[_digest(data)] = dict(named)
-
-
-def remember_alike(data: bytes, known: bytes) -> None:
-    """Remember that a pickle has the globals of one that was read, at the same bytes."""
-    _remember(data, 0, find_globals(known))
 
 
 def find_globals(data: bytes, *, pickles: int = 1) -> dict[Global, int]:

@@ -21,7 +21,7 @@ from ckptool.errors import CkptoolError, Refusal, coded
 from ckptool.serialization.archive.dtensor import DTensorShare, read_mesh
 from ckptool.serialization.archive.read import OpenArchive, StoredBytes, TorchFile, is_zip
 from ckptool.serialization.archive.tensors import StoredTensor
-from ckptool.serialization.pickle.load import read_pickle, remember_alike
+from ckptool.serialization.pickle.load import find_globals, read_pickle, remember_globals
 from ckptool.serialization.pickle.records import Call, Global, OrderedMapping, Persistent
 from ckptool.serialization.source import Source
 from ckptool.serialization.state_dict.leaves import (
@@ -84,7 +84,9 @@ class AlikeFiles:
         if len(self._known) < _MOST_FILES and len(archive.pickle) <= _LARGEST:
             tensors = _movable_tensors(opened, leaves)
             if tensors is not None:
-                self._known.append(_Template(archive.pickle, opened, leaves, tensors, rank_state))
+                named = find_globals(archive.pickle)
+                known = _Template(archive.pickle, opened, leaves, tensors, rank_state, named)
+                self._known.append(known)
         return leaves
 
 
@@ -154,6 +156,7 @@ class _Template:
     leaves: dict[str, Leaf]
     tensors: dict[str, _Movable]
     is_state: bool
+    globals: dict[Global, int]
     literals: tuple[_Literal, ...] = ()
     meshes: tuple[tuple[Call, Call], ...] = ()
     probes_left: int = _MOST_PROBES
@@ -179,7 +182,7 @@ class _Template:
             if leaf is None:
                 return None
             leaves[name] = leaf
-        remember_alike(archive.pickle, self.pickle)
+        remember_globals(archive.pickle, self.globals)
         return leaves
 
     def _unknown_bytes(self, data: bytes) -> np.ndarray[Any, Any]:

@@ -32,6 +32,7 @@ from ckptool.serialization.state_dict.leaves import (
 from ckptool.serialization.state_dict.values import same_value
 
 _MOST_SHOWN = 12
+_REFUSED = "refused"
 
 _Leaves = Mapping[int, Leaf]
 """The values of one name, by rank; at least one."""
@@ -59,11 +60,10 @@ def assemble(ranks: Mapping[int, RankLeaves], *, per_rank: bool = False) -> Asse
 
 def _merge(name: str, leaves: _Leaves, result: Assembled, per_rank: bool) -> None:
     """Merge the ranks' entries of one name; Damaged if they contradict one another."""
-    refused = {r: leaf.value for r, leaf in leaves.items() if isinstance(leaf.value, Refusal)}
-    if refused:
-        _merge_refused(name, leaves, refused, result)
-        return
     kinds = {_kind(leaf.value) for leaf in leaves.values()}
+    if _REFUSED in kinds:
+        _merge_refused(name, leaves, result)
+        return
     if len(kinds) > 1:
         message = f"is {' on some ranks, '.join(sorted(kinds))} on others"
         raise Damaged(message, "ranks-disagree")
@@ -86,19 +86,19 @@ def _first(leaves: _Leaves) -> Leaf:
 
 
 def _kind(value: Any) -> str:
+    if isinstance(value, ShareLeaf):
+        if isinstance(value.share, DTensorShare):
+            return "DTensor"
+        is_declared = isinstance(value.share, DeclaredShare)
+        return "tensor with shards of its own" if is_declared else "ShardedTensor"
     if isinstance(value, PlainLeaf):
         return "plain tensor"
-    if isinstance(value, ShareLeaf):
-        if isinstance(value.share, DeclaredShare):
-            return "tensor with shards of its own"
-        return "DTensor" if isinstance(value.share, DTensorShare) else "ShardedTensor"
-    return "not a tensor"
+    return _REFUSED if isinstance(value, Refusal) else "not a tensor"
 
 
-def _merge_refused(
-    name: str, leaves: _Leaves, refused: dict[int, Refusal], result: Assembled
-) -> None:
+def _merge_refused(name: str, leaves: _Leaves, result: Assembled) -> None:
     """Keep the reason why a value is refused; if values differ, as ``NAME@rankR`` for each rank."""
+    refused = {r: leaf.value for r, leaf in leaves.items() if isinstance(leaf.value, Refusal)}
     others = {rank: leaf for rank, leaf in leaves.items() if rank not in refused}
     may_be_tensor = any(why.may_be_tensor for why in refused.values())
     is_tensor = any(isinstance(leaf.value, PlainLeaf | ShareLeaf) for leaf in others.values())
@@ -246,6 +246,8 @@ def _stages(leaves: _Leaves) -> list[_Leaves]:
 
 def _stages_differ(stages: list[_Leaves]) -> bool:
     """Return whether records or checksums prove that device meshes hold different tensors."""
+    if len(stages) == 1:
+        return False
     first, *others = map(_by_position, stages)
     return any(
         _locals_differ(first[position], leaf)

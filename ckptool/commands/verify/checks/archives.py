@@ -23,12 +23,11 @@ from ckptool.serialization.zip import (
     STREAMED,
     Region,
     ZipRecord,
-    check_headers,
-    count_unclaimed_bytes,
     has_checksums,
     item_region,
     read_directory,
 )
+from ckptool.serialization.zip_headers import check_headers, count_unclaimed_bytes
 
 _DIGITS = re.compile("[0-9]+")
 _EDGE = 1 << 16
@@ -40,11 +39,14 @@ _LEAST_LIMIT = 1 << 26
 class ArchiveCheck:
     """Opens archives one after another; ``spans`` are the records whose bytes must still be read.
 
-    ``problems`` are those of the archives' structure.
+    ``problems`` are those of the archives' structure. If only this is checked there are no spans.
     """
 
-    def __init__(self, source: Source, pickles: PickleAudit) -> None:
+    def __init__(
+        self, source: Source, pickles: PickleAudit, *, only_structure: bool = False
+    ) -> None:
         self._source = source
+        self._only_structure = only_structure
         self._pickles = pickles
         self._templates = ArchiveTemplates()
         self.problems: list[Problem] = []
@@ -87,15 +89,16 @@ class ArchiveCheck:
     ) -> bool:
         """Read small records now, return others as spans; return whether pickles are harmless."""
         is_plain = True
-        storages = [record for record in records if record.is_storage and record.size]
-        are_checked = has_checksums(storages)
-        self.spans += [_span(item, region, record, are_checked) for record in storages]
+        if not self._only_structure:
+            storages = [record for record in records if record.is_storage and record.size]
+            are_checked = has_checksums(storages)
+            self.spans += [_span(item, region, record, are_checked) for record in storages]
         for record in records:
             if record.is_storage:
                 continue
             if record.name.endswith(".pkl") or record.size <= _SMALL:
                 is_plain &= self._look_at_small(item, region, record, has_crc)
-            else:
+            elif not self._only_structure:
                 self.spans.append(_span(item, region, record, has_crc))
         return is_plain
 

@@ -96,15 +96,17 @@ class FileCheck:
     """Checks files one by one: archives, headers, indexes and pickles.
 
     ``chosen`` decides which items of larger files are opened. ``archives`` has the bytes still to
-    be read, ``problems`` the problems found.
+    be read, unless it is ``quick``, ``problems`` the problems found.
     """
 
-    def __init__(self, source: Source, row: Format, chosen: Callable[[Container], bool]) -> None:
+    def __init__(
+        self, source: Source, row: Format, chosen: Callable[[Container], bool], *, quick: bool
+    ) -> None:
         self._source = source
         self._format = row
         self._chosen = chosen
         self.pickles = PickleAudit()
-        self.archives = ArchiveCheck(source, self.pickles)
+        self.archives = ArchiveCheck(source, self.pickles, only_structure=quick)
         self._problems: list[Problem] = []
         self._unreadable: set[str] = set()
 
