@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from ckptool.commands.open import OpenedCheckpoint
 from ckptool.core.catalog import Catalog, Chunk, TensorEntry

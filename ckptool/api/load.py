@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 import numpy as np
+from msgspec import Struct
 
 from ckptool.api.arguments import AnyPath, Keywords, with_keywords
 from ckptool.api.checkpoint import Checkpoint
@@ -46,8 +46,7 @@ if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class LoadReport:
+class LoadReport(Struct, frozen=True):
     """What was loaded; ``nbytes`` counts the loaded bytes of this rank's tensors.
 
     ``missing`` are names of the state dict that the checkpoint lacks, ``unexpected`` those of the

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path as FilePath
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from ckptool.commands.convert import ConvertReport, prepare_save
 from ckptool.commands.open import OpenedCheckpoint, no_collecting
@@ -53,11 +54,10 @@ Holders = dict[tuple[str, Box], dict[int, Chunk]]
 """For each box of each tensor: where it lies on the ranks that hold it."""
 
 
-@dataclass(frozen=True, slots=True)
-class ShardsTransfer(Transfer[ConvertReport]):
+class ShardsTransfer(Transfer[ConvertReport], frozen=True, kw_only=True):
     """Writes from the memory of ``world`` ranks; each writes the files made of its own bytes."""
 
-    world: int = field(kw_only=True)
+    world: int
 
     def require_possible(self, ranks: Ranks) -> None:
         """Raise Unsupported if a file consists of bytes of several ranks."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import io
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from ckptool.core.catalog import ObjectEntry
 from ckptool.core.layout import Literal

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import ClassVar
+
+from msgspec import field
 
 from ckptool.commands.keymap.assets import (
     assets_in,
@@ -41,8 +42,7 @@ from ckptool.serialization.state_dict.values import UNREAD_TENSOR, Foreign, type
 from ckptool.storage.url import Location
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class ConvertReport(TransferReport):
+class ConvertReport(TransferReport, frozen=True, kw_only=True):
     """A conversion, planned or done. ``cast``, ``dequantized`` count tensors by stored type."""
 
     excluded: tuple[str, ...] = ()

@@ -6,10 +6,12 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptool.commands.unread_files import require_listed, unlisted_problems
 from ckptool.core.text import list_some, nearest, one_of, plural
@@ -39,8 +41,7 @@ _WEIGHTS = ("model_weights.ckpt", "model_weights")
 """NeMo 1.7 to 2.6 packs a folder as a tar: one file, or torch_dist for Megatron-core's models."""
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(Struct, frozen=True):
     """A place that is a checkpoint of a known format by its names and first bytes.
 
     ``beside`` are files of the requested folder, which holds only this checkpoint, outside of it;

@@ -1,32 +1,29 @@
-"""The JSON of a report, derived from its dataclass: keys are the names of its fields.
+"""The JSON of a report, derived from its Struct: keys are the names of its fields.
 
-``nbytes`` has the key ``bytes``; a field whose metadata has ``key`` is under that key, or omitted
-if that is None. Counts, whose metadata has ``total``, are under ``totals``, so that ``tensors`` and
-``values`` of a report are always lists. Properties that a class names in ``computed`` come last.
+``nbytes`` has the key ``bytes``; a field made with ``field(name=...)`` is under that key, or
+omitted if it begins with ``_``. Counts are named ``totals.tensors`` and so on: they are under
+``totals``, so that ``tensors`` and ``values`` of a report are always lists. Properties that a class
+names in ``computed`` come last.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Set
-from dataclasses import fields, is_dataclass
 from enum import Enum
 from html import escape
 from pathlib import PurePath
 from typing import Any, ClassVar
 
+from msgspec import Struct
+
 VERSION = 2
 """The major version of all schemas that ``--json`` prints."""
 
 
-TOTAL: Mapping[str, Any] = {"total": None}
-"""The metadata of a counting field: JSON has it under ``totals``, by its own or another name."""
-
-
-class Report:
+class Report(Struct, frozen=True):
     """What a command found or did; its ``schema`` is that of ``to_dict``."""
 
-    __slots__ = ()
     schema: ClassVar[str]
 
     def to_dict(self) -> dict[str, Any]:
@@ -52,7 +49,7 @@ class Report:
 
     def _short(self) -> dict[str, Any]:
         """Return the fields that are single numbers, texts, paths or booleans."""
-        names = (*(f.name for f in fields(self)), *getattr(self, "computed", ()))  # type: ignore[arg-type]
+        names = (*self.__struct_fields__, *getattr(self, "computed", ()))
         values = {name: getattr(self, name) for name in names}
         shown = {name: str(v) if isinstance(v, PurePath) else v for name, v in values.items()}
         return {name: v for name, v in shown.items() if isinstance(v, bool | int | float | str)}
@@ -75,7 +72,7 @@ def plain(value: object) -> Any:
         return plain(value.value)
     if isinstance(value, str):
         return str(value)
-    if is_dataclass(value) and not isinstance(value, type):
+    if isinstance(value, Struct):
         return _content(value)
     if isinstance(value, Mapping):
         return {str(key): plain(inner) for key, inner in value.items()}
@@ -84,16 +81,14 @@ def plain(value: object) -> Any:
     return str(value)
 
 
-def _content(report: Any) -> dict[str, Any]:
-    renamed = {"nbytes": "bytes"}
+def _content(report: Struct) -> dict[str, Any]:
     content: dict[str, Any] = {}
     totals: dict[str, Any] = {}
-    for each in fields(report):
-        name, value = renamed.get(each.name, each.name), getattr(report, each.name)
-        if "total" in each.metadata:
-            totals[each.metadata["total"] or name] = plain(value)
-        elif (key := each.metadata.get("key", name)) is not None:
-            content[key] = plain(value)
+    for name, key in zip(report.__struct_fields__, report.__struct_encode_fields__, strict=True):
+        if key.startswith("totals."):
+            totals[key.removeprefix("totals.")] = plain(getattr(report, name))
+        elif not key.startswith("_"):
+            content["bytes" if key == "nbytes" else key] = plain(getattr(report, name))
     computed = getattr(report, "computed", ())
     content |= {"totals": totals} if totals else {}
     return content | {name: plain(getattr(report, name)) for name in computed}

@@ -8,11 +8,12 @@ from __future__ import annotations
 import glob
 import io
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, ClassVar
 
 import numpy as np
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptool.commands.open import OpenedCheckpoint, no_collecting, open_checkpoint
 from ckptool.commands.options.extract import ExtractOptions
@@ -47,8 +48,7 @@ _ANY = "tensor"
 """A name before a subscript, for names that may themselves end like a subscript."""
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSlice:
+class TensorSlice(Struct, frozen=True):
     """The wanted part of one tensor: ``subscript`` as written; ``of`` is the shape of the whole."""
 
     entry: TensorEntry
@@ -67,8 +67,7 @@ class TensorSlice:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Extraction:
+class Extraction(Struct, frozen=True):
     """An open checkpoint and what to extract from it: located and cast, not read yet."""
 
     opened: OpenedCheckpoint
@@ -76,11 +75,10 @@ class Extraction:
     slices: tuple[TensorSlice, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class ExtractReport(TransferReport):
+class ExtractReport(TransferReport, frozen=True, kw_only=True):
     """What was written, by its names in the checkpoint and in a safetensors file."""
 
-    slices: tuple[TensorSlice, ...] = field(metadata={"key": None})
+    slices: tuple[TensorSlice, ...] = field(name="_slices")
 
     schema: ClassVar = "extract"
 
@@ -239,8 +237,7 @@ _EDGE = 3
 """Indices shown at each end of a dim of a larger tensor."""
 
 
-@dataclass(frozen=True, slots=True)
-class Values:
+class Values(Struct, frozen=True):
     """The numbers of one slice; if not ``full``, only those at its edges.
 
     A longer dim has its first and last ``edge`` indices, and one between them.

@@ -6,8 +6,10 @@ import gc
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptool.commands.detect import (
     Candidate,
@@ -69,8 +71,7 @@ def _shapes_in(path: Path) -> Shapes:
     return shapes
 
 
-@dataclass(frozen=True, slots=True)
-class OpenedCheckpoint:
+class OpenedCheckpoint(Struct, frozen=True):
     """A checkpoint that was detected: ``path`` is its place, ``catalog`` its contents."""
 
     path: Location
@@ -153,8 +154,7 @@ def _scan(candidate: Candidate, options: ScanOptions) -> Catalog:
     return replace(catalog, notes=(*catalog.notes, *unread, *links))
 
 
-@dataclass(frozen=True, slots=True)
-class Survey:
+class Survey(Struct, frozen=True):
     """What could be read of a checkpoint, complete or not.
 
     ``catalog`` is None if nothing could be assembled; ``problems`` say why, and what was skipped.

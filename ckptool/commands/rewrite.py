@@ -6,9 +6,11 @@ import importlib.util
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptool.commands.keymap.assets import quantization_config
 from ckptool.commands.keymap.peft import adapter_of
@@ -41,8 +43,7 @@ if TYPE_CHECKING:
 _MOST_DESCRIBED = 1 << 16
 
 
-@dataclass(frozen=True, slots=True)
-class RewriteResult:
+class RewriteResult(Struct, frozen=True):
     """The result of rewriting a checkpoint.
 
     ``whole`` is everything that could be selected, ``kept`` the selection, ``catalog`` the result.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from abc import ABCMeta
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, ClassVar, overload
 
 import numpy as np
+from msgspec import Struct, StructMeta, field
+from msgspec.structs import replace
 
 from ckptool.commands.document import Report
 from ckptool.commands.open import OpenedCheckpoint
@@ -25,8 +27,7 @@ _TILE_ELEMENTS = 1 << 20
 Number = int | float
 
 
-@dataclass(frozen=True, slots=True)
-class TensorStats:
+class TensorStats(Struct, frozen=True):
     """Statistics of one tensor's values.
 
     ``minimum``, ``maximum``, ``mean`` and ``std`` (of the population) cover the finite values and
@@ -62,13 +63,16 @@ def _finite(value: Number | None) -> Number | None:
     return value if value is None or math.isfinite(value) else None
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class StatsReport(Report, Sequence[TensorStats]):
+class _SequenceStruct(StructMeta, ABCMeta):
+    """The metaclass of a Struct that is a ``collections.abc.Sequence``."""
+
+
+class StatsReport(Report, Sequence[TensorStats], frozen=True, metaclass=_SequenceStruct):
     """The statistics of tensors, in order; true if no value is NaN or infinite."""
 
     computed: ClassVar = ("ok",)
 
-    stats: tuple[TensorStats, ...] = field(metadata={"key": None})
+    stats: tuple[TensorStats, ...] = field(name="_stats")
 
     schema: ClassVar = "stats"
 
@@ -94,8 +98,7 @@ class StatsReport(Report, Sequence[TensorStats]):
         return {"tensors": len(self)} | Report._short(self)
 
 
-@dataclass(slots=True)
-class _Moments:
+class _Moments(Struct):
     """Running count, mean and sum of squared deviations (Chan's merge), with the extremes."""
 
     count: int = 0

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptool.core.catalog import Catalog, ScaledBlocks, TensorEntry
 from ckptool.core.dtype import DType, parse_dtype
@@ -18,8 +20,7 @@ _FEW = 3
 _WITHOUT_TORCH = frozenset(["float64", "float32", "float16", "bfloat16"])
 
 
-@dataclass(frozen=True, slots=True)
-class Casts:
+class Casts(Struct, frozen=True):
     """The type for the ``model``'s weights, and ``rules`` of a glob and a type.
 
     The first rule that matches a name decides, whatever the tensor is.
@@ -60,8 +61,7 @@ def parse_casts(texts: Sequence[str]) -> Casts:
     return Casts(model, tuple(rules))
 
 
-@dataclass(frozen=True, slots=True)
-class CastResult:
+class CastResult(Struct, frozen=True):
     """A catalog with its casts, the changed entries as they were before, and notes."""
 
     catalog: Catalog

@@ -8,10 +8,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
-from ckptool.core.box import Box, boxes_of, is_grid, overlapping_pair, unchanging
+from msgspec import Struct, field
+from msgspec.structs import replace
+
+from ckptool.core.box import Box, boxes_of, is_grid, overlapping_pair
 from ckptool.core.dtype import DType
 from ckptool.errors import Problem
 
@@ -28,8 +30,7 @@ class Record(NamedTuple):
     crc32: int
 
 
-@unchanging
-class Extent:
+class Extent(Struct, frozen=True):
     """Addressable bytes: element ``i`` is at ``offset + sum(i * strides)`` (all in bytes).
 
     ``ops`` turn the stored bytes into the values, element by element: the repairs ``byteswap``,
@@ -43,8 +44,7 @@ class Extent:
     ops: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedBlob:
+class EncodedBlob(Struct, frozen=True):
     """A blob that a codec must decode completely before any element can be addressed.
 
     ``nbytes`` is its size in the file, ``size`` the decoded size; ``start`` and ``strides`` address
@@ -63,8 +63,7 @@ class EncodedBlob:
     record: Record | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class StridedPart:
+class StridedPart(Struct, frozen=True):
     """The elements of a stored tensor of ``shape`` that a chunk consists of.
 
     ``start`` and ``strides`` count elements in the row-major order of ``shape``.
@@ -93,8 +92,7 @@ class Opening(Protocol):
         """
 
 
-@unchanging
-class Container:
+class Container(Struct, frozen=True):
     """An archive or item in a file, not opened yet, with one chunk, or more than its ``part``.
 
     ``inspect`` never opens it; the format's ``locate`` turns it into one of the other places, or,
@@ -107,7 +105,16 @@ class Container:
     nbytes: int
     transforms: tuple[str, ...] = ()
     part: StridedPart | None = None
-    opening: Opening | None = field(default=None, compare=False, repr=False)
+    opening: Opening | None = None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Container) and (
+            (self.file, self.offset, self.nbytes, self.transforms, self.part)
+            == (other.file, other.offset, other.nbytes, other.transforms, other.part)
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.file, self.offset, self.part))
 
 
 Scheme = Literal[
@@ -116,8 +123,7 @@ Scheme = Literal[
 """How numbers are computed from what is stored; see ``engine/read/dequantize.py``."""
 
 
-@dataclass(frozen=True, slots=True)
-class ScaledBlocks:
+class ScaledBlocks(Struct, frozen=True):
     """Quantized numbers with one scale per block.
 
     ``block`` is the number of elements of a block in each dim. ``scheme`` says what numbers are
@@ -160,16 +166,14 @@ def stored_places(at: Place) -> Iterator[Extent | EncodedBlob | Container]:
             yield from stored_places(chunk.at)
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
+class Copy(Struct, frozen=True):
     """The same box, stored again by another rank."""
 
     at: Place
     rank: int
 
 
-@unchanging
-class Chunk:
+class Chunk(Struct, frozen=True):
     """A box of the global tensor, the place of its bytes, and the rank that wrote it if known."""
 
     box: Box
@@ -183,8 +187,7 @@ class Chunk:
         return Chunk(self.box, move(self.at), self.rank, copies)
 
 
-@dataclass(frozen=True, slots=True)
-class Index:
+class Index(Struct, frozen=True):
     """A position in a list or tuple, as one step of a path into a nested state dict."""
 
     position: int
@@ -194,8 +197,7 @@ class Index:
         return str(self.position)
 
 
-@dataclass(frozen=True, slots=True)
-class RankStep:
+class RankStep(Struct, frozen=True):
     """The last step of the path of a value that differs between ranks: one rank's value."""
 
     step: Any
@@ -214,8 +216,7 @@ def flat_name(path: Path) -> str:
     return ".".join(map(str, path))
 
 
-@unchanging
-class TensorEntry:
+class TensorEntry(Struct, frozen=True):
     """One tensor: global shape, element type, and the chunks that tile it.
 
     ``stored`` is the element type in the files if a rewrite requests another ``dtype``; ``part`` is
@@ -256,8 +257,7 @@ class TensorEntry:
         return self.elements * self.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectEntry:
+class ObjectEntry(Struct, frozen=True):
     """A non-tensor value. ``value`` is plain data or holds inert pickle records.
 
     ``part`` is as a tensor's.
@@ -279,8 +279,7 @@ class Unread:
 UNREAD = Unread()
 
 
-@dataclass(frozen=True, slots=True)
-class Catalog:
+class Catalog(Struct, frozen=True):
     """Everything a checkpoint's metadata says, and no tensor's bytes.
 
     ``files`` maps each file, relative to the root, to its size in bytes. ``mesh_source`` is

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from ckptool.core.text import one_of
 from ckptool.errors import UsageError
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class DType:
+class DType(Struct, frozen=True, eq=False):
     """An element type: one of the table's, each of which is one object.
 
     ``name`` is torch's name without the ``torch.`` prefix, ``itemsize`` its size in bytes,

@@ -6,8 +6,9 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple, overload
+
+from msgspec import Struct, field
 
 from ckptool.core.box import Box, Piece, row_major_strides
 from ckptool.core.catalog import Chunk, Extent, TensorEntry, merge_copies
@@ -128,8 +129,7 @@ class FileLayout:
         return FileLayout.lazy(path, self.nbytes, self._make, self.rank, self._make_decisive)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class WrittenCut:
+class WrittenCut(Struct, frozen=True, eq=False):
     """How tensors that are written alike are cut: each box, and its file and rank.
 
     No box occurs twice.
@@ -178,8 +178,7 @@ class WrittenChunks(Sequence[Chunk]):
         return Chunk(box, Extent(path, int(self.offsets[at]), strides), rank)
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(Struct, frozen=True):
     """All output files. The last one commits: an index or ``.metadata``.
 
     ``folder`` says whether the target is a folder or the single file ``files[-1]`` (and its side

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from ckptool.errors import Damaged
 
 
-@dataclass(frozen=True, slots=True)
-class Shard:
+class Shard(Struct, frozen=True):
     """Tensor dim ``dim`` is cut by ``torch.chunk``: rows ``r*c .. (r+1)*c`` with c = ceil(n/k)."""
 
     dim: int
@@ -19,8 +19,7 @@ class Shard:
         return f"Shard({self.dim})"
 
 
-@dataclass(frozen=True, slots=True)
-class StridedShard:
+class StridedShard(Struct, frozen=True):
     """torch's ``_StridedShard``: one chunk out of each of ``split_factor`` chunks of ``dim``."""
 
     dim: int
@@ -30,16 +29,14 @@ class StridedShard:
         return f"StridedShard({self.dim}, {self.split_factor})"
 
 
-@dataclass(frozen=True, slots=True)
-class Replicate:
+class Replicate(Struct, frozen=True):
     """Every coordinate of the mesh dim holds the same values."""
 
     def __str__(self) -> str:
         return "Replicate()"
 
 
-@dataclass(frozen=True, slots=True)
-class Partial:
+class Partial(Struct, frozen=True):
     """Every coordinate of the mesh dim holds one addend; ``reduce_op`` would give the tensor."""
 
     reduce_op: str
@@ -52,8 +49,7 @@ Placement = Shard | StridedShard | Replicate | Partial
 Placements = tuple[Placement, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Mesh:
+class Mesh(Struct, frozen=True):
     """A grid of ranks, as torch's ``DeviceMesh``.
 
     ``ranks`` gives the global rank at each row-major position. It need not ascend, nor start at 0:

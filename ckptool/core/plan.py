@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from operator import add, sub
 from typing import NamedTuple
+
+from msgspec import Struct
 
 from ckptool.core.box import Box, Piece
 from ckptool.core.catalog import (
@@ -85,8 +86,7 @@ class LayoutPart(NamedTuple):
     part: Data | ScatteredData
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
+class Group(Struct, frozen=True):
     """Parts that are cut in step, ``rows`` rows a tile; or a single part if it is 0.
 
     Or, if the tensor is small, all of its parts ``at_once``, each of them one tile.

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Protocol, TypeVar
+
+from msgspec.structs import replace
 
 from ckptool.core.catalog import Catalog, Index, ObjectEntry, Path, RankStep, TensorEntry, flat_name
 from ckptool.core.views import unstack

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from types import EllipsisType
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import Chunk, Extent, Place, TensorEntry

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from ckptool.core.box import Box, flat_range, row_major_strides, without_dim
 from ckptool.core.catalog import (

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
+
+from msgspec import Struct
 
 from ckptool.core.options import COUNT, FLAG, SIZE, OptionSet, option
 
@@ -33,8 +34,7 @@ class RunOptions(OptionSet):
     )
 
 
-@dataclass(frozen=True)
-class StageOptions:
+class StageOptions(Struct, frozen=True, dict=True):
     """``overwrite`` replaces an existing target; ``resume`` continues a partial output.
 
     ``plan``, made by ``make_plan``, and ``source`` are digests that a resumed run must share with

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from enum import Enum
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+
+from msgspec import Struct, field
 
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.layout import Layout
@@ -22,8 +23,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True, slots=True)
-class ScanOptions:
+class ScanOptions(Struct, frozen=True):
     """How to read what the files alone do not determine, and what to do with damage.
 
     ``per_rank`` keeps plain tensors that differ between ranks as one tensor per rank;
@@ -64,8 +64,7 @@ class ScanOptions:
             return None
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(Struct, frozen=True):
     """The user's request to a writer.
 
     ``target`` is the last part of the target's path, ``max_shard_size`` the bytes of tensor data a
@@ -86,8 +85,7 @@ LayOut = Callable[[Catalog, Request], Layout]
 """Lays out a catalog in a format's files."""
 
 
-@dataclass(frozen=True, slots=True)
-class Deferred:
+class Deferred(Struct, frozen=True):
     """A function given as ``module:function``, whose module is imported on the first call."""
 
     place: str
@@ -121,8 +119,7 @@ class FileRole(Enum):
     JSON = "other JSON"
 
 
-@dataclass(frozen=True, slots=True)
-class FileRule:
+class FileRule(Struct, frozen=True):
     """The role of files whose whole path, below any folder, matches a regular expression.
 
     ``committed_by`` names the file that is written last, into the same folder.
@@ -137,16 +134,14 @@ class FileRule:
         return re.fullmatch(f"(.*/)?({self.pattern})", file) is not None
 
 
-@dataclass(frozen=True, slots=True)
-class LatestMarker:
+class LatestMarker(Struct, frozen=True):
     """The file of a run's folder that names its latest checkpoint, and such folders' pattern."""
 
     file: str
     folders: str = ".*"
 
 
-@dataclass(frozen=True, slots=True)
-class Recovery:
+class Recovery(Struct, frozen=True):
     """The content of data files whose metadata is lost, and what no file records any more."""
 
     catalog: Catalog
@@ -154,8 +149,7 @@ class Recovery:
     unknown: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Format:
+class Format(Struct, frozen=True):
     """One checkpoint format: a row of the registry, and all that commands know of the format.
 
     - ``probe`` says from names and first bytes whether a source is of this format; None if its

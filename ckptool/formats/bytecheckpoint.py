@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
+
+from msgspec.structs import replace
 
 from ckptool.core.catalog import Catalog, Chunk, Container, Place, TensorEntry, places
 from ckptool.core.selection import with_prefix

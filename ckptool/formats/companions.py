@@ -6,9 +6,10 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
+
+from msgspec.structs import replace
 
 from ckptool.core.catalog import Catalog, Extent, ObjectEntry, Place, ScaledBlocks, TensorEntry
 from ckptool.core.mesh import Shard

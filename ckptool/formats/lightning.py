@@ -9,7 +9,8 @@ list of optimizers in ``optimizer_states`` (Lightning 2.6).
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from ckptool.core.catalog import Catalog, Index, Path, flat_name
 from ckptool.core.layout import FileLayout

@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.layout import FileLayout, Layout
@@ -64,8 +66,7 @@ Token embeddings are placed as in the source, or by rows as in Llama 3.
 """
 
 
-@dataclass(frozen=True, slots=True)
-class LlamaSizes:
+class LlamaSizes(Struct, frozen=True):
     """The sizes in ``params.json``; None for missing ones."""
 
     width: int | None = None
@@ -104,8 +105,7 @@ def sizes_of(params: Mapping[str, Any]) -> LlamaSizes:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Facts:
+class _Facts(Struct, frozen=True):
     """What determines a cut besides a tensor's name; ``shape`` is that of one rank's part."""
 
     shape: tuple[int, ...]

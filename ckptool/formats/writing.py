@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
+
+from msgspec import Struct
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, Chunk, ObjectEntry, Path, TensorEntry, tied_names
@@ -186,8 +187,7 @@ class WriterAssignment:
         self._uncounted.clear()
 
 
-@dataclass(slots=True)
-class _PlacedKind:
+class _PlacedKind(Struct):
     """How tensors of one shape and placement are cut: each box, and the ranks that hold it.
 
     ``writers`` are these ranks if each box has only one; ``not_counted`` are the bytes of an

@@ -11,9 +11,10 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from json.encoder import encode_basestring as _quoted
 from typing import Any, NamedTuple, cast
+
+from msgspec import Struct
 
 from ckptool.core.box import Box, row_major_strides
 from ckptool.core.catalog import Extent, TensorEntry
@@ -80,8 +81,7 @@ class StoredSlice(NamedTuple):
         return WholeTensor(self.kind.boxes, self.file, self.offset, self.kind.strides)
 
 
-@dataclass(frozen=True, slots=True)
-class SafetensorsFile:
+class SafetensorsFile(Struct, frozen=True):
     """The tensors of one file in the order of their bytes, and its ``__metadata__``."""
 
     tensors: dict[str, StoredSlice]

@@ -10,9 +10,11 @@ import json
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import asdict, replace
 
 from ckptool.errors import Unsupported
 from ckptool.storage.disk import identity, in_the_way, is_real_file, open_unfollowed, sync_folder
@@ -23,8 +25,7 @@ UNFINISHED = ".ckptool-unfinished.json"
 """The note in a folder of a store from the first byte until everything is written."""
 
 
-@dataclass(frozen=True, slots=True)
-class CommitNote:
+class CommitNote(Struct, frozen=True):
     """What a commit of a ``folder`` or of a single file is about to do.
 
     ``new`` and ``old`` are the inodes of what is staged and of what is at the target, ``own`` the

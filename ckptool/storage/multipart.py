@@ -10,9 +10,10 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
+
+from msgspec.structs import replace
 
 from ckptool.errors import CkptoolError, NotFound, Problem, TransferError, error_text
 from ckptool.storage.clients.unfinished_uploads import abort_upload

@@ -14,7 +14,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, suppress
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 _STEP = 1 << 20
 """Bytes that are requested at a time."""
@@ -41,8 +42,7 @@ SMALL_MEMORY = _WINDOW * _MOST_WINDOWS
 """Bytes of memory that ``SmallReads`` take at most."""
 
 
-@dataclass(slots=True)
-class _Stream:
+class _Stream(Struct):
     """Sequential reads of a file: how far they came, what was requested, how far to be ahead.
 
     ``size`` is that of the file, in bytes.
@@ -58,8 +58,7 @@ class _Stream:
         return self.reached - _MOST <= offset <= self.reached + _GAP
 
 
-@dataclass(slots=True)
-class _Window:
+class _Window(Struct):
     """``nbytes`` of a file that are kept from ``start``; ``again`` counts sequential reads."""
 
     start: int

@@ -10,8 +10,10 @@ import random
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
 from typing import Any, TypeVar
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptool.errors import CkptoolError, NotFound, error_text
 
@@ -70,8 +72,7 @@ class Unaccepted(Denied):
     """A store does not, or no longer, accept the credentials, whatever the request."""
 
 
-@dataclass(frozen=True, slots=True)
-class RetryPolicy:
+class RetryPolicy(Struct, frozen=True):
     """How often a request is tried, and the seconds to wait: for an answer, and between tries.
 
     No try begins later than ``total`` seconds after the first, or than ``connecting`` if no server

@@ -9,10 +9,11 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 from weakref import WeakMethod, WeakSet
+
+from msgspec import Struct, field
 
 from ckptool.errors import Changed, NotFound, Unsupported
 from ckptool.storage.block_cache import CAPACITY, BlockCache, ObjectVersion
@@ -49,8 +50,7 @@ class ObjectInfo(NamedTuple):
     modified: float
 
 
-@dataclass(slots=True)
-class Traffic:
+class Traffic(Struct):
     """The requests to a store, and the bytes received."""
 
     requests: int = 0

@@ -8,7 +8,6 @@ import json
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import case, read_back
+from msgspec.structs import replace
 from typer.testing import CliRunner
 
 import ckptool

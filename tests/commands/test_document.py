@@ -1,17 +1,17 @@
-"""The JSON of a report: derived from its dataclass, in the words of the screen."""
+"""The JSON of a report: derived from its Struct, in the words of the screen."""
 
 from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from msgspec import Struct, field
 
-from ckptool.commands.document import TOTAL, document, plain
+from ckptool.commands.document import document, plain
 from ckptool.errors import Problem
 
 
@@ -19,21 +19,19 @@ class Grade(Enum):
     GOOD = "good"
 
 
-@dataclass(frozen=True, slots=True)
-class Inner:
+class Inner(Struct, frozen=True):
     nbytes: int
     path: Path
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+class Report(Struct, frozen=True):
     computed: ClassVar = ("ok",)
 
     inner: tuple[Inner, ...]
-    objects: int = field(default=3, metadata={"total": "values"})
-    tensors: int = field(default=2, metadata=TOTAL)
-    left: int = field(default=1, metadata={"key": "rest"})
-    secret: object = field(default=None, metadata={"key": None})
+    objects: int = field(default=3, name="totals.values")
+    tensors: int = field(default=2, name="totals.tensors")
+    left: int = field(default=1, name="rest")
+    secret: object = field(default=None, name="_secret")
 
     @property
     def ok(self) -> bool:

@@ -8,7 +8,6 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import case, flat
+from msgspec.structs import replace
 from refused_values import REFUSED, Trap
 
 import ckptool

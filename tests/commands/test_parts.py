@@ -8,7 +8,6 @@ import random
 import shutil
 import uuid
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from conftest import on_ranks
 from fault_runs import Faults, run
 from fsspec.implementations.memory import MemoryFileSystem
+from msgspec.structs import replace
 
 from ckptool.commands.convert import prepare
 from ckptool.commands.open import open_checkpoint

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import field
 
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ from ckptool.core.box import (
     is_grid,
     overlapping_pair,
     row_major_strides,
-    unchanging,
 )
 
 
@@ -185,13 +183,3 @@ def test_a_flat_range_is_a_few_boxes_in_row_major_order(
 def test_a_flat_range_outside_the_tensor_is_refused(start: int, stop: int) -> None:
     with pytest.raises(ValueError, match="of shape"):
         flat_range((2, 3), start, stop)
-
-
-def test_what_there_are_millions_of_is_equal_by_value_and_a_key() -> None:
-    @unchanging
-    class Point:
-        x: int
-        note: str = field(default="", compare=False)
-
-    assert {Point(1, "a"), Point(1, "b"), Point(2)} == {Point(1), Point(2)}
-    assert not hasattr(Point(1), "__dict__")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from ckptool.core.box import Box, row_major_strides
 from ckptool.core.catalog import (
@@ -96,6 +96,20 @@ def test_a_part_of_an_item_that_is_not_opened_yet() -> None:
     assert once == Container("f", 100, 900, (), StridedPart((4, 6), 6, (6, 1)))
     twice = narrow_place(once, (2, 6), Box((1, 2), (2, 5)), ITEM)
     assert twice == Container("f", 100, 900, (), StridedPart((4, 6), 14, (6, 1)))
+
+
+def test_what_opens_a_container_is_no_part_of_where_it_is() -> None:
+    class Opened:
+        start, edges = 0, ()
+
+        def place(self, at: Container, shape: tuple[int, ...]) -> Extent:
+            return Extent(at.file, at.offset, (1,))
+
+    item = Container("f", 100, 900)
+    assert {replace(item, opening=Opened()), item, Container("f", 100, 901)} == {
+        item,
+        Container("f", 100, 901),
+    }
 
 
 def test_a_part_of_what_must_be_decoded_first() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from conftest import case
+from msgspec.structs import replace
 from safetensors.torch import save_file
 
 from ckptool.commands.open import open_checkpoint

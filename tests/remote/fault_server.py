@@ -8,9 +8,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
+
+from msgspec.structs import replace
 
 from ckptool.commands.bench.loopback import server
 from ckptool.commands.bench.loopback.messages import Answer, Dropped, Request, make_error

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from emulators import KEY, Asked, Emulator, Said, box, emulator, place
+from msgspec.structs import replace
 from store_server import QUICK
 
 from ckptool.errors import Changed, NotFound, Unsupported

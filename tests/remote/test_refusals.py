@@ -242,8 +242,9 @@ def test_nobody_who_listens_is_found_out_within_ten_seconds(
 
 
 def test_a_stalled_read_is_sent_again(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dataclasses import replace
     from threading import Event
+
+    from msgspec.structs import replace
 
     monkeypatch.setattr(Store, "policy", replace(QUICK, timeout=0.5))
     s3.put(SOURCE, "m")

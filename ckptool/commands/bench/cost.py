@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
 from typing import NamedTuple
+
+from msgspec import Struct
 
 from ckptool.errors import UsageError
 
@@ -45,8 +46,7 @@ def parse_interval(value: object, name: str) -> Interval:
     return Interval(parse_duration(value, name))
 
 
-@dataclass(frozen=True, slots=True)
-class Training:
+class Training(Struct, frozen=True):
     """The described job, as far as it is known; times in seconds.
 
     ``interval`` is from the start of a save to the next, ``mtbf`` the mean time between failures.
@@ -75,8 +75,7 @@ UNKNOWN = Training()
 """A job of which nothing is known."""
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
+class Cost(Struct, frozen=True):
     """The cost of a strategy; seconds, and shares of all time.
 
     ``save`` is the training time that one save costs, including slower steps beside it, in

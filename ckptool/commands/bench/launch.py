@@ -11,10 +11,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
+
+from msgspec import Struct, to_builtins
 
 from ckptool.commands.bench.files import Folders
 from ckptool.commands.bench.processes import adopt_orphans, end_descendants, last_line
@@ -39,8 +40,7 @@ _FATAL = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 Emit = Callable[[dict[str, Any]], None]
 
 
-@dataclass(slots=True)
-class Task:
+class Task(Struct):
     """The ranks' task. ``folders.scratch`` is theirs alone.
 
     ``write_rate``: bytes per second that all ranks write together, if known.
@@ -158,7 +158,7 @@ def launch(task: Task, emit: Emit) -> None:
     to stop.
     """
     store = _connect(_HOST, 0, serve=True)  # at a port that is free
-    store.set("task", json.dumps(asdict(task)))
+    store.set("task", json.dumps(to_builtins(task)))
     ranks = task.settings.ranks
     logs = [task.log("rank", rank) for rank in range(ranks)]
     adopt_orphans()

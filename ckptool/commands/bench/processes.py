@@ -11,12 +11,12 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import psutil
+from msgspec import Struct
 
 from ckptool.errors import Unsupported
 
@@ -32,8 +32,7 @@ Tell = Callable[[str, Any], None]
 Work = Callable[[Tell], Any]
 
 
-@dataclass(slots=True)
-class ChildResult:
+class ChildResult(Struct):
     """How a process ended: the result of its work, or the error.
 
     ``base`` and ``peak`` are bytes of host memory of the process and its children: when training

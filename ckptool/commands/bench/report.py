@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
+
+from msgspec import Struct
+from msgspec.structs import asdict
 
 from ckptool.commands.bench.cost import UNKNOWN, Cost, Training, cost_of
 from ckptool.commands.bench.words import advice
@@ -23,8 +25,7 @@ Limits = Mapping[str, float | None]
 ``_pinned``: bytes a second of all ranks together; None if there is no such."""
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
+class Settings(Struct, frozen=True):
     """What was asked for. ``nbytes`` is the state of all ranks together."""
 
     source: str
@@ -45,8 +46,7 @@ WHOLE = "passes, whole"
 BROKEN = "PASSES, NOT WHOLE"
 
 
-@dataclass(frozen=True, slots=True)
-class Consistency:
+class Consistency(Struct, frozen=True):
     """What a finished checkpoint held whose parameters were changed during the save.
 
     ``changed`` says when: ``after the call`` returned, or ``once staged`` where the library wants
@@ -61,8 +61,7 @@ class Consistency:
     at_once: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class AbortResult:
+class AbortResult(Struct, frozen=True):
     """What is there once the loop is killed. ``folder`` is one of the verdicts above.
 
     ``finished``: the save was over before the kill. ``processes`` are command lines, ``shared``
@@ -76,8 +75,7 @@ class AbortResult:
     files: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
+class Measured(Struct, frozen=True):
     """One strategy. Seconds a save and seconds a step; the first save is apart from the others.
 
     ``during`` has the steps beside each save.
@@ -108,7 +106,7 @@ class Measured:
     @staticmethod
     def of_event(event: Mapping[str, Any]) -> Measured:
         """Return what rank 0 reports in an event of JSON values."""
-        fields = {key: _freeze(event[key]) for key in Measured.__slots__}
+        fields = {key: _freeze(event[key]) for key in Measured.__struct_fields__}
         fields["consistency"] = Consistency(**fields["consistency"])
         if fields["abort"]:
             fields["abort"] = AbortResult(**fields["abort"])
@@ -159,8 +157,7 @@ def _freeze(value: Any) -> Any:
     return tuple(map(_freeze, value)) if isinstance(value, list | tuple) else value
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class BenchReport(Report):
+class BenchReport(Report, frozen=True):
     """All that was measured, where, and what could not be, with the reasons.
 
     It is true where a strategy saved what it should.
@@ -298,8 +295,7 @@ _SAME = ("nbytes", "ranks", "device")
 _VALUES = ("blocked", "durable")
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
+class Change(Struct, frozen=True):
     """A strategy's value in both runs. ``value``: ``blocked`` or ``durable`` (median seconds of the
     steady saves), or ``check`` where it is no longer consistent, or no longer runs."""
 
@@ -311,8 +307,7 @@ class Change:
     why: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Baseline:
+class Baseline(Struct, frozen=True):
     """An earlier run: the medians of its strategies by name, and which of them were consistent."""
 
     path: str

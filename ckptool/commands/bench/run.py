@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from ckptool.commands.bench.cost import UNKNOWN, Training
 from ckptool.commands.bench.files import (
@@ -46,8 +47,7 @@ Progress = Callable[[Mapping[str, Any]], None]
 """Called with events: ``event`` is begin, doing, measured, skipped, failed or limits."""
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedBench:
+class PreparedBench(Struct, frozen=True):
     """A benchmark that fits: its settings are known, nothing is written."""
 
     settings: Settings

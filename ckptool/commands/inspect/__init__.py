@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptool.commands.document import Report, document, plain
 from ckptool.commands.inspect.values import tensor_row, value_row
@@ -41,8 +43,7 @@ if TYPE_CHECKING:
     from ckptool.storage.store import Traffic
 
 
-@dataclass(frozen=True, slots=True)
-class Totals:
+class Totals(Struct, frozen=True):
     """Four totals of the checkpoint. ``parameters`` counts the elements of the model's tensors."""
 
     tensors: int
@@ -51,8 +52,7 @@ class Totals:
     files: int
 
 
-@dataclass(frozen=True, slots=True)
-class PartShare:
+class PartShare(Struct, frozen=True):
     """The contents of one part of the checkpoint in one element type."""
 
     part: str
@@ -62,8 +62,7 @@ class PartShare:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class ModuleShare:
+class ModuleShare(Struct, frozen=True):
     """The tensors of one module: their sizes, and in which element types."""
 
     module: str
@@ -73,8 +72,7 @@ class ModuleShare:
     dtypes: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class InspectReport(Report):
+class InspectReport(Report, frozen=True):
     """What ``inspect`` shows; true if the whole checkpoint can be read.
 
     ``problems`` make parts unreadable: ranks that contradict one another, tensors that their chunks

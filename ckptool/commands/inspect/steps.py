@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, ClassVar
+
+from msgspec import Struct, field
 
 from ckptool.commands.document import Report
 from ckptool.commands.open import Survey
@@ -24,8 +25,7 @@ from ckptool.errors import NotFound
 from ckptool.storage.url import Location
 
 
-@dataclass(frozen=True, slots=True)
-class StepSummary:
+class StepSummary(Struct, frozen=True):
     """One step. ``saved`` is when its last file was written, None in a store.
 
     ``complete`` is judged by metadata, names and sizes; ``reasons`` say why it is not.
@@ -62,12 +62,11 @@ class StepSummary:
         }
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class RunSummary(Report):
+class RunSummary(Report, frozen=True):
     """The steps of the run at ``path``, newest first."""
 
     path: Location
-    steps: tuple[StepSummary, ...] = field(metadata={"key": None})
+    steps: tuple[StepSummary, ...] = field(name="_steps")
 
     schema: ClassVar = "inspect-run"
 

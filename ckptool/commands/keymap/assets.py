@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
 
 from ckptool.commands.keymap.model_config import (
     config_problems,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 from typing import ClassVar
+
+from msgspec import Struct
 
 from ckptool.commands.document import Report
 from ckptool.commands.keymap.choice import requested_map
@@ -23,8 +24,7 @@ from ckptool.errors import CkptoolError
 from ckptool.storage.url import Location
 
 
-@dataclass(frozen=True, slots=True)
-class Unmatched:
+class Unmatched(Struct, frozen=True):
     """A name, or a rule's pattern, without a match; ``count`` names differ only in numbers.
 
     ``nearest`` is the most similar on the other side, None if there is none.
@@ -35,8 +35,7 @@ class Unmatched:
     nearest: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class MapCheck(Report):
+class MapCheck(Report, frozen=True):
     """How a map matches a checkpoint's model, applied from ``source`` to ``target``.
 
     ``names`` are the model's tensors that no rule matches, ``rules`` the patterns without a match.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from ckptool.commands.keymap.library import AUTO, builtin_maps, load_map
 from ckptool.commands.keymap.records import MODEL_TYPES, Record

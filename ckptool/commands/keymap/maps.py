@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptool.commands.keymap.choice import PACKED, choose_map, is_for, match_names, model_types
 from ckptool.commands.keymap.functions import differing_function, fused_otherwise
@@ -34,8 +36,7 @@ from ckptool.errors import Unsupported, UsageError
 HUGGING_FACE = "Hugging Face"
 
 
-@dataclass(frozen=True, slots=True)
-class MapReport:
+class MapReport(Struct, frozen=True):
     """The applied map, the reason for it, and every tensor that it makes.
 
     ``config`` is the model's configuration as in config.json, None if the target is not Hugging

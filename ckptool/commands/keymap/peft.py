@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from ckptool.commands.keymap.assets import read_object
 from ckptool.commands.keymap.records import CONFIG, Record, read_nearest

@@ -11,13 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from ckptool.commands.reshard.reshard import Reshard
 from ckptool.core.box import Box, Piece
@@ -91,8 +91,7 @@ def _process_group() -> Iterator[None]:
 # One rank's part
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedTensor:
+class LoadedTensor(Struct, frozen=True):
     """A rank's part of a tensor: ``local`` is its memory, ``pieces`` locate boxes in it.
 
     ``tensor`` is what torch's loader gets: the DTensor around it, or itself.

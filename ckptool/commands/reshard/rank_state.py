@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptool.core.catalog import Catalog, ObjectEntry, Path, RankStep, TensorEntry
 from ckptool.core.selection import AnyEntry, drop_names, with_entries, without_rank
@@ -31,8 +33,7 @@ _States = Mapping[str, Mapping[int, _Entry]]
 """The entry of each rank under one name."""
 
 
-@dataclass(frozen=True, slots=True)
-class DroppedState:
+class DroppedState(Struct, frozen=True):
     """A tensor or value that is not written. ``ranks`` have one each; empty if all agree."""
 
     name: str

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import ChainMap, defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptool.commands.keymap.assets import with_assets
 from ckptool.commands.keymap.records import records
@@ -46,8 +49,7 @@ from ckptool.formats.rank_files import WRITERS
 from ckptool.storage.url import Location
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class ReshardReport(TransferReport):
+class ReshardReport(TransferReport, frozen=True, kw_only=True):
     """The planned or finished reshard; sizes in bytes.
 
     ``rank_bytes`` is the share of each rank of the mesh, ``peak_memory`` the memory that moving
@@ -56,12 +58,12 @@ class ReshardReport(TransferReport):
     """
 
     mesh: Mesh
-    choices: dict[str, Choice] = field(metadata={"key": None})
+    choices: dict[str, Choice] = field(name="_choices")
     rank_bytes: tuple[int, ...]
     peak_memory: int
     budget: int
     dropped: tuple[DroppedState, ...]
-    costs: Costs | None = field(default=None, metadata={"key": None})
+    costs: Costs | None = field(default=None, name="_costs")
 
     schema: ClassVar = "reshard"
 
@@ -89,8 +91,7 @@ class ReshardReport(TransferReport):
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Costs:
+class Costs(Struct, frozen=True):
     """``read_bytes`` is what the reshard reads from the source's files, including gaps.
 
     ``from_source`` and ``from_target`` are what each rank of the new mesh opens and reads to load.
@@ -101,15 +102,14 @@ class Costs:
     from_target: tuple[LoadCost, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Reshard(Transfer[ReshardReport]):
+class Reshard(Transfer[ReshardReport], frozen=True, kw_only=True):
     """A reshard that is planned and checked, but not begun.
 
     With ``check`` the result is loaded through torch and compared with the source.
     """
 
-    placed: PlacedTensors = field(kw_only=True)
-    check: bool = field(kw_only=True)
+    placed: PlacedTensors
+    check: bool
 
     def run(
         self,
@@ -170,7 +170,7 @@ def prepare_reshard(
     """
     require_rank_state(options.rank_state)
     placer = _placer(options)
-    opened = open_checkpoint(source, replace(options.read, per_rank=True), whole=False)
+    opened = open_checkpoint(source, dataclasses.replace(options.read, per_rank=True), whole=False)
     target = resolve_target(_sibling(opened, placer.mesh) if target is None else target)
     require_apart(opened, target)
     writer = _writer(options.to, opened)
@@ -308,8 +308,7 @@ def _rank_bytes(catalog: Catalog, placed: PlacedTensors) -> tuple[int, ...]:
     return tuple(totals)
 
 
-@dataclass(frozen=True, slots=True)
-class LoadCost:
+class LoadCost(Struct, frozen=True):
     """The files that a rank opens, and the bytes of tensor data that it reads."""
 
     files: int

@@ -7,8 +7,9 @@ model if the new one brings its own.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path, PurePosixPath
+
+from msgspec.structs import replace
 
 from ckptool.commands.detect import file_at, folder_at, run_bounded
 from ckptool.core.layout import FileLayout, Layout, Verbatim

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from ckptool.commands.document import TOTAL, Report
+from msgspec import Struct, field
+
+from ckptool.commands.document import Report
 from ckptool.commands.open import OpenedCheckpoint
 from ckptool.commands.options.target import TransferOptions
 from ckptool.commands.transfer.overwrite import kept_note
@@ -22,8 +23,7 @@ if TYPE_CHECKING:
     from ckptool.commands.keymap.maps import MapReport
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(Struct, frozen=True):
     """One of ``of`` parts, planned, or written if ``done``; numbers start at 1."""
 
     number: int
@@ -40,8 +40,7 @@ class Part:
         return cls(share.position + 1, share.size, len(files), nbytes)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class TransferReport(Report):
+class TransferReport(Report, frozen=True, kw_only=True):
     """A transfer, planned or ``written``; sizes in bytes.
 
     ``verify`` means that the output is read back and compared before it is put in place. ``part``
@@ -52,14 +51,14 @@ class TransferReport(Report):
     source_format: str
     target: Location
     target_format: str
-    files: tuple[FileLayout, ...] = field(metadata={"key": None})
+    files: tuple[FileLayout, ...] = field(name="_files")
     read_bytes: int
     write_bytes: int
     free_bytes: int | None
-    tensors: int = field(metadata=TOTAL)
-    objects: int = field(metadata={"total": "values"})
+    tensors: int = field(name="totals.tensors")
+    objects: int = field(name="totals.values")
     verify: bool
-    map: MapReport | None = field(default=None, metadata={"key": None})
+    map: MapReport | None = field(default=None, name="_map")
     notes: tuple[str, ...]
     written: bool = False
     part: Part | None = None

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptool.commands.open import OpenedCheckpoint
 from ckptool.commands.options.target import TransferOptions
@@ -140,8 +142,7 @@ _SAVES_AGAIN = "what was written is kept until the next save to the same place, 
 _FINISHED = "all was written by an earlier run, whose commit was interrupted; it is now finished"
 
 
-@dataclass(frozen=True, slots=True)
-class Transfer(Generic[AnyReport]):
+class Transfer(Struct, Generic[AnyReport], frozen=True):
     """A transfer that is planned and checked, but not begun, with the report of the plan.
 
     ``decided`` is what options and maps decide beyond the layout; a run can only be resumed with an

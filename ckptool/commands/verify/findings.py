@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from ckptool.commands.document import TOTAL, Report
+from msgspec import Struct, field
+from msgspec.structs import replace
+
+from ckptool.commands.document import Report
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.verify.codes import CODES, Severity
 from ckptool.core.catalog import Catalog, places
@@ -40,16 +42,14 @@ SIDES = ("A", "B")
 """The names of the two sides of a comparison in findings and reports."""
 
 
-@dataclass(frozen=True, slots=True)
-class Affected:
+class Affected(Struct, frozen=True):
     """A tensor or value that a finding affects, and how; or another symptom of the cause."""
 
     tensor: str | None
     message: str
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(Struct, frozen=True):
     """One problem, or one remark.
 
     ``code`` is stable, in kebab-case; ``file`` is relative to the checkpoint's root; ``message``
@@ -94,8 +94,7 @@ def finding_of(problem: Problem, affected: tuple[Affected, ...] = ()) -> Finding
     )
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class VerifyReport(Report):
+class VerifyReport(Report, frozen=True):
     """The findings at ``path``; true if there are no errors.
 
     ``depth`` is how much was read (``full``, ``quick``, ``sample``, ``part``), ``nbytes`` the bytes
@@ -109,10 +108,10 @@ class VerifyReport(Report):
     ok: bool = True
     summary: str = ""
     depth: str = "full"
-    nbytes: int = field(default=0, metadata={"key": "bytes_read"})
-    files: int = field(default=0, metadata=TOTAL)
-    tensors: int = field(default=0, metadata=TOTAL)
-    ignored: tuple[Finding, ...] = field(default=(), metadata={"key": None})
+    nbytes: int = field(default=0, name="bytes_read")
+    files: int = field(default=0, name="totals.files")
+    tensors: int = field(default=0, name="totals.tensors")
+    ignored: tuple[Finding, ...] = field(default=(), name="_ignored")
 
     schema: ClassVar = "verify"
 
@@ -174,8 +173,7 @@ _NEVER_IGNORED = {"nothing-compared"}
 """Codes that leave no answer, so that they cannot be ignored."""
 
 
-@dataclass(frozen=True, slots=True)
-class Findings:
+class Findings(Struct, frozen=True):
     """Turns the problems of a checkpoint into findings.
 
     ``sizes`` are those of the existing files, in bytes; ``ignore`` are codes to exclude,

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Literal
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptool.commands.detect import folder_at, require_known, unfinished_problem
 from ckptool.commands.document import Report
@@ -29,8 +31,7 @@ Notify = Callable[[str], None]
 Fate = Literal["keep", "strip", "remove", "leave"]
 
 
-@dataclass(frozen=True, slots=True)
-class StepFate:
+class StepFate(Struct, frozen=True):
     """The fate of a step and the reason. ``leave`` means that no rule keeps it, but it stays.
 
     ``strip`` keeps a step without its optimizer's state. ``ok`` is the result of verify, None if
@@ -46,8 +47,7 @@ class StepFate:
     ok: bool | None = None
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class PruneReport(Report):
+class PruneReport(Report, frozen=True):
     """The fate of each step of a run, newest first.
 
     ``leftovers`` are unfinished earlier removals; they are removed too. ``removed`` says whether

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
+
+from msgspec import field
 
 from ckptool.commands.detect import require_known
 from ckptool.commands.document import Report
@@ -20,8 +21,7 @@ from ckptool.storage.retry import NoAnswer
 from ckptool.storage.url import Location, within
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class StepReport(Report):
+class StepReport(Report, frozen=True):
     """The findings for each checkpoint of a step; ``reasons`` say why it is not good."""
 
     computed: ClassVar = ("ok",)
@@ -38,8 +38,7 @@ class StepReport(Report):
         return not self.reasons
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class RunReport(Report):
+class RunReport(Report, frozen=True):
     """The verified steps, newest first; ``total`` is how many the run has.
 
     True if one is good; if ``every`` step was verified, true if all are.
@@ -50,7 +49,7 @@ class RunReport(Report):
     path: Location
     steps: tuple[StepReport, ...]
     total: int
-    every: bool = field(default=False, metadata={"key": None})
+    every: bool = field(default=False, name="_every")
 
     schema: ClassVar = "verify-run"
 

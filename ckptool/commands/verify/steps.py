@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from ckptool.commands.detect import find_checkpoints, folder_at, natural_key
 from ckptool.commands.open import open_checkpoint
@@ -39,8 +40,7 @@ _TYPE = re.compile(
 _SHARD = re.compile(r"\d+-of-\d+")
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(Struct, frozen=True):
     """One step of a run: its place, its number if its name has one, and its checkpoints.
 
     Most are one checkpoint; some trainers save several side by side (``actor``, ``critic``).

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptool.commands.convert import ConvertReport, prepare_save
 from ckptool.commands.open import OpenedCheckpoint, open_checkpoint
@@ -32,8 +34,7 @@ from ckptool.storage.tar import TarFiles
 from ckptool.storage.url import Location
 
 
-@dataclass(frozen=True, slots=True)
-class Strip:
+class Strip(Struct, frozen=True):
     """How a checkpoint loses its optimizer's state; ``freed`` is in bytes."""
 
     freed: int

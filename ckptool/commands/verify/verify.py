@@ -9,8 +9,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
 from itertools import chain
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptool.commands.open import Survey, survey
 from ckptool.commands.options.verify import VerifyOptions
@@ -341,8 +343,7 @@ def changes(source: Files, files: Iterable[str]) -> list[Problem]:
     return list(changed(names).problems) if names else []
 
 
-@dataclass(slots=True)
-class _Content:
+class _Content(Struct):
     """What was read: tensors as they are and without padding, and ``problems`` of their places."""
 
     tensors: dict[str, TensorEntry] = field(default_factory=dict)

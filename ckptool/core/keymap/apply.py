@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptool.core.catalog import Catalog, ObjectEntry, TensorEntry
 from ckptool.core.keymap.carry import (
@@ -25,8 +27,7 @@ _MOST_SHOWN = 12
 _MOMENTS = (".exp_avg", ".exp_avg_sq", ".max_exp_avg_sq", ".momentum_buffer")
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
+class Move(Struct, frozen=True):
     """One tensor of the result, its source tensors, and the operation."""
 
     sources: tuple[str, ...]
@@ -35,8 +36,7 @@ class Move:
     operation: str
 
 
-@dataclass(frozen=True, slots=True)
-class MapResult:
+class MapResult(Struct, frozen=True):
     """A checkpoint under a map; ``excluded`` are the names that the map excludes.
 
     ``computed`` are the tensors of the result whose elements the map changes.
@@ -63,8 +63,7 @@ def apply_map(catalog: Catalog, key_map: KeyMap, facts: ModelFacts) -> MapResult
     return _Application(catalog, key_map, facts.of(catalog, key_map)).run()
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
+class _Group(Struct, frozen=True):
     """Tensors carried over together in one frame; ``first`` is the claim to one of its names."""
 
     frame: Frame

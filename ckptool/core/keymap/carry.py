@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptool.core.catalog import Chunk, EncodedBlob, Extent, Place, TensorEntry, merge_copies
 from ckptool.core.keymap.axes import Axis, Dim, Sizes, axes_of, size_of, solve, unknown_axes
@@ -34,8 +36,7 @@ from ckptool.errors import Unsupported
 _MOST_NAMED = 3
 
 
-@dataclass(frozen=True, slots=True)
-class CarriedTensor:
+class CarriedTensor(Struct, frozen=True):
     """A tensor made by a rule's target pattern; ``entry`` still has its source's name.
 
     ``block`` of a tensor that is one of several blocks is their dim, and its indices outside and
@@ -183,9 +184,8 @@ def _tie(
     rule: Rule, group: Sequence[BoundTensor], common: Binding, known: Sizes
 ) -> list[CarriedTensor]:
     """Return the sources as copies of one another, under each target name."""
-    entries = [tensor.entry for tensor in group]
-    first = entries[0]
-    for other in entries[1:]:
+    first, *others = entries = [tensor.entry for tensor in group]
+    for other in others:
         if (first.shape, first.dtype) != (other.shape, other.dtype):
             raise Unsupported(
                 f"{first.name} {list(first.shape)} and {other.name} {list(other.shape)} are tied"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from fnmatch import fnmatchcase
+
+from msgspec.structs import replace
 
 from ckptool.core.keymap.model import Kept, KeyMap, Pattern, Rule
 from ckptool.errors import UsageError

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptool.core.catalog import Catalog
 from ckptool.core.keymap.model import Binding, KeyMap, Pattern, Rule, UnknownSizes, abstract
 from ckptool.core.state_category import state_category
 
 
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
+class ModelFacts(Struct, frozen=True):
     """Facts about the model: sizes of axes by name, the facts that hold, names that exist."""
 
     sizes: Mapping[str, int] = field(default_factory=dict)
@@ -36,8 +37,7 @@ class ModelFacts:
         return replace(self, true=true, names=names)
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
+class Claim(Struct, frozen=True):
     """A rule, and its pattern that matches a parameter's name."""
 
     rule: Rule
@@ -140,8 +140,7 @@ _MOST_WRAPPERS = 3
 """As in ``model.module.module.``, for a model that is wrapped twice."""
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
+class Frame(Struct, frozen=True):
     """The text around parameters' names, including dots, and the part it is in."""
 
     prefix: str

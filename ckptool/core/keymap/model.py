@@ -11,8 +11,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.keymap.axes import (
@@ -35,16 +38,14 @@ Binding = dict[str, int]
 """The index of each axis in a name."""
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(Struct, frozen=True):
     """A number in a name: the index of an axis, counted from the size called ``offset``."""
 
     axis: str
     offset: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+class Block(Struct, frozen=True):
     """The position of one block of a dim: its dim, the axes around the blocks, its index."""
 
     dim: int
@@ -53,8 +54,7 @@ class Block:
     place: int
 
 
-@dataclass(frozen=True, slots=True)
-class Pattern:
+class Pattern(Struct, frozen=True):
     """Names of one kind of tensor, and its axes; ``axes`` is None if the shape does not matter.
 
     ``key`` is the name with ``#`` for each number, ``slots`` are these numbers. An ``optional`` one
@@ -113,8 +113,7 @@ def abstract(name: str) -> tuple[str, tuple[int, ...]]:
     return _NUMBER.sub("#", name), tuple(map(int, numbers))
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
+class Rule(Struct, frozen=True, dict=True):
     """Sources and targets with the same elements; one side is a single tensor, or they are pairs.
 
     ``padding`` is the axis whose indices are only filler, ``tie`` means that all patterns are the
@@ -123,9 +122,7 @@ class Rule:
     that must exist, too, with the same indices; ``back`` is that of the other direction. ``add`` is
     added to the elements of the sources.
 
-    ``whole`` is the pattern with all of the axes, ``common`` are the axes in all names: there is
-    one group of tensors for each of their indices. ``pairs`` are rules of one source and one target
-    each, if several sources make as many targets.
+    ``pairs`` are rules of one source and one target each, if several sources make as many targets.
     """
 
     sources: tuple[Pattern, ...]
@@ -138,16 +135,18 @@ class Rule:
     beside: Pattern | None = None
     back: Pattern | None = None
     add: int = 0
-    whole: Pattern = field(init=False, compare=False, repr=False)
-    common: tuple[str, ...] = field(init=False, compare=False, repr=False)
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def whole(self) -> Pattern:
+        """Return the pattern with all of the axes."""
         single = [side[0] for side in (self.sources, self.targets) if len(side) == 1]
-        whole = max(single or self.sources, key=_names_axes)
+        return max(single or self.sources, key=_names_axes)
+
+    @cached_property
+    def common(self) -> tuple[str, ...]:
+        """Return the axes in all names: one group of tensors has each of their indices."""
         patterns = (*self.sources, *self.targets)
-        common = tuple(a for a in whole.spelled if all(a in p.spelled for p in patterns))
-        object.__setattr__(self, "whole", whole)
-        object.__setattr__(self, "common", common)
+        return tuple(a for a in self.whole.spelled if all(a in p.spelled for p in patterns))
 
     @property
     def inverse(self) -> Rule:
@@ -196,8 +195,7 @@ def _names_axes(pattern: Pattern) -> int:
     return len(pattern.spelled) + sum(map(len, axes_of(pattern.axes or ())))
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
+class Kept(Struct, frozen=True):
     """Names that no rule matches, by glob, and their new names.
 
     They stay unchanged; if ``target`` is another glob, only their prefixes differ.
@@ -226,8 +224,7 @@ class Kept:
         return source, target
 
 
-@dataclass(frozen=True, slots=True)
-class KeyMap:
+class KeyMap(Struct, frozen=True):
     """Rules, in order: the first that matches a name applies.
 
     ``sizes`` say where the size of an axis is recorded: keys and expressions to look up, or the
@@ -296,8 +293,7 @@ class KeyMap:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class BoundTensor:
+class BoundTensor(Struct, frozen=True):
     """A tensor that matches a rule's source pattern, with the indices in its name."""
 
     pattern: Pattern

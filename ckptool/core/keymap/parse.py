@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from ckptool.core.keymap.axes import NAME, Dim, axes_of, parse_axes
 from ckptool.core.keymap.include import begin, is_about, kept_names, moved, with_included

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.quantization.model import Quantized, Surroundings
@@ -17,8 +19,7 @@ _OF_INPUTS = {
 """ModelOpt's tensors of AWQ, SmoothQuant and SVDQuant, and what a module does with them."""
 
 
-@dataclass(frozen=True, slots=True)
-class DequantizeResult:
+class DequantizeResult(Struct, frozen=True):
     """A catalog with numbers in place of values and scales.
 
     ``kinds`` are those of the dequantized tensors, ``unfit`` is why other values have scales that

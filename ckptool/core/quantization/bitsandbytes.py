@@ -6,8 +6,9 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.quantization.model import Quantized, Surroundings, Tensors

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from fnmatch import translate
+from functools import cached_property
 from typing import Any
+
+from msgspec import Struct, field
 
 _IGNORED = ("ignore", "modules_to_not_convert", "exclude_modules")
 """Keys for modules without such weights: compressed-tensors' and ModelOpt's, transformers'.
@@ -64,8 +66,7 @@ _STRATEGIES: Mapping[str, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
+class Group(Struct, frozen=True):
     """What a config says of some modules: its own name for them, their weights, their format."""
 
     name: str = ""
@@ -118,34 +119,13 @@ def _counts(shape: tuple[int, int], block: tuple[int, ...]) -> tuple[int, int]:
 NO_GROUP = Group()
 
 
-@dataclass(frozen=True, slots=True)
-class QuantizationConfig:
+class QuantizationConfig(Struct, frozen=True, dict=True):
     """The recorded quantization of a model: ``quantization_config`` of config.json.
 
     ``fields`` are as transformers reads them; empty if there are none.
     """
 
     fields: Mapping[str, Any] = field(default_factory=dict)
-    _ignored: frozenset[str] = field(init=False)
-    _ignored_patterns: tuple[re.Pattern[str], ...] = field(init=False)
-    _named: Mapping[str, Group] = field(init=False)
-    _patterns: tuple[tuple[re.Pattern[str], Group], ...] = field(init=False)
-    _of_class: Group = field(init=False)
-
-    def __post_init__(self) -> None:
-        lists = (self.fields.get(key) for key in _IGNORED)
-        names = [str(name) for some in lists if isinstance(some, list) for name in some]
-        object.__setattr__(self, "_ignored", frozenset(names))
-        object.__setattr__(self, "_ignored_patterns", tuple(_compile(names)))
-        groups = dict(_target_groups(self.fields))
-        patterns = ((_pattern(each), groups[each]) for each in sorted(groups))
-        found = tuple((pattern, group) for pattern, group in patterns if pattern is not None)
-        object.__setattr__(self, "_patterns", found)
-        object.__setattr__(self, "_named", groups | dict(_layer_groups(self.fields)))
-        classes = {id(group): group for name, group in groups.items() if _is_class(name)}
-        rest = Group(format=_format(self.fields)) if self.fields else NO_GROUP
-        of_class = next(iter(classes.values())) if len(classes) == 1 else rest
-        object.__setattr__(self, "_of_class", of_class)
 
     @property
     def method(self) -> str | None:
@@ -180,8 +160,36 @@ class QuantizationConfig:
         """Return whether the config does not apply to a module."""
         return module in self._ignored or any(p.match(module) for p in self._ignored_patterns)
 
+    @cached_property
+    def _ignored(self) -> frozenset[str]:
+        lists = (self.fields.get(key) for key in _IGNORED)
+        return frozenset(str(name) for some in lists if isinstance(some, list) for name in some)
 
-def _compile(names: list[str]) -> Iterator[re.Pattern[str]]:
+    @cached_property
+    def _ignored_patterns(self) -> tuple[re.Pattern[str], ...]:
+        return tuple(_compile(self._ignored))
+
+    @cached_property
+    def _groups(self) -> dict[str, Group]:
+        return dict(_target_groups(self.fields))
+
+    @cached_property
+    def _named(self) -> dict[str, Group]:
+        return self._groups | dict(_layer_groups(self.fields))
+
+    @cached_property
+    def _patterns(self) -> tuple[tuple[re.Pattern[str], Group], ...]:
+        patterns = ((_pattern(target), self._groups[target]) for target in sorted(self._groups))
+        return tuple((pattern, group) for pattern, group in patterns if pattern is not None)
+
+    @cached_property
+    def _of_class(self) -> Group:
+        classes = {id(group): group for name, group in self._groups.items() if _is_class(name)}
+        rest = Group(format=_format(self.fields)) if self.fields else NO_GROUP
+        return next(iter(classes.values())) if len(classes) == 1 else rest
+
+
+def _compile(names: Iterable[str]) -> Iterator[re.Pattern[str]]:
     """Yield patterns of modules: each that ``re:`` begins, and one of all globs."""
     globs = [translate(n) for n in names if not n.startswith("re:") and _GLOB.search(n)]
     if globs:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from ckptool.core.catalog import Scheme, TensorEntry
 from ckptool.core.dtype import BY_NAME, EXPONENTS

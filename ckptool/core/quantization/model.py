@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
 from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptool.core.box import Box, row_major_strides
 from ckptool.core.catalog import Chunk, ScaledBlocks, Scheme, StridedPart, TensorEntry
@@ -16,8 +18,7 @@ from ckptool.errors import Unsupported
 Tensors = Mapping[str, TensorEntry]
 
 
-@dataclass(frozen=True, slots=True)
-class Surroundings:
+class Surroundings(Struct, frozen=True):
     """What a scheme needs besides the tensors: the requested type, small tensors, the config.
 
     ``read`` returns the bytes of a tensor, and none of one that is not small.
@@ -28,8 +29,7 @@ class Surroundings:
     config: QuantizationConfig = field(default_factory=QuantizationConfig)
 
 
-@dataclass(frozen=True, slots=True)
-class Quantized:
+class Quantized(Struct, frozen=True):
     """A quantized tensor: its kind, the name of its numbers, and the tensors it consists of.
 
     ``others`` are zero points, a scale of all, and the like; ``about`` are tensors that only

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.quantization.model import Quantized, Surroundings

@@ -11,8 +11,9 @@ import itertools
 import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
+
+from msgspec import Struct
 
 from ckptool.core.box import PlacedRun
 from ckptool.core.mesh import Partial, Placement, Placements, Replicate, Shard, StridedShard
@@ -22,8 +23,7 @@ Runs = tuple[tuple[int, int], ...]
 """(start, length) of consecutive indices; the local indices are their concatenation."""
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
+class Cut(Struct, frozen=True):
     """One mesh dim cutting a tensor dim: each of ``factor`` chunks is cut in ``size``."""
 
     mesh_dim: int

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
+
+from msgspec import Struct
 
 from ckptool.core.box import Box, Piece, pieces_of_runs
 from ckptool.core.mesh import Placement, coordinate_of
@@ -41,8 +42,7 @@ ShardOrder = Sequence[tuple[int, Sequence[int]]]
 """torch 2.13's ``DTensorSpec.shard_order``: (tensor dim, mesh dims in the order they cut)."""
 
 
-@dataclass(frozen=True, slots=True)
-class LocalShard:
+class LocalShard(Struct, frozen=True):
     """The content of one mesh position: the local tensor's shape and the origin of its parts.
 
     An empty shard has a 0 in ``shape`` and no pieces. There are several pieces if the rows of a
@@ -112,8 +112,7 @@ _Misfit = tuple[int, tuple[int, ...], tuple[int, ...]]
 """A mesh position, the local shape expected there, and the recorded one."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Reading:
+class _Reading(Struct, frozen=True):
     """One way to cut a tensor: for each tensor dim the cuts, in the order they are made."""
 
     shape: tuple[int, ...]

@@ -14,8 +14,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from functools import lru_cache
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptool.core.box import spans_of
 from ckptool.core.catalog import Catalog, TensorEntry
@@ -27,8 +29,7 @@ _MOST_DIMS = 3
 _MOST_RANKS = 1 << 17
 
 
-@dataclass(frozen=True, slots=True)
-class Inference:
+class Inference(Struct, frozen=True):
     """What the chunks determine.
 
     ``placements`` are all that explain a tensor and put different rows on a rank: several if the
@@ -82,8 +83,7 @@ _Span = tuple[int, int]
 _Signature = tuple[_Shape, Spans]
 
 
-@dataclass(frozen=True, slots=True)
-class _CutDim:
+class _CutDim(Struct, frozen=True):
     """The known facts about a tensor dim that is cut.
 
     ``spans`` are the distinct non-empty row ranges, ``writers`` says which rank wrote which,

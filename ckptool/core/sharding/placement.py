@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
+
+from msgspec import Struct
 
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.mesh import Mesh, Partial, Placement, Placements, Replicate, Shard, StridedShard
@@ -22,8 +23,7 @@ from ckptool.errors import Unsupported, UsageError
 _MOST_RANKS = 131_072
 
 
-@dataclass(frozen=True, slots=True)
-class PlacementRule:
+class PlacementRule(Struct, frozen=True):
     """Tensors whose names match ``glob`` get these placements, or those of a style on ``tp``.
 
     A ``required`` rule must match something.
@@ -35,8 +35,7 @@ class PlacementRule:
     required: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(Struct, frozen=True):
     """The placements of one tensor, and the reason they were chosen."""
 
     placements: Placements
@@ -102,8 +101,7 @@ def split_placements(text: str) -> list[str]:
     return re.split(r",(?![^(]*\))", text)
 
 
-@dataclass(frozen=True, slots=True)
-class Placer:
+class Placer(Struct, frozen=True):
     """Chooses placements on ``mesh``: by rule, policy, the source's own, dim names, or fsdp."""
 
     mesh: Mesh
@@ -209,8 +207,7 @@ def _require_fit(entry: TensorEntry, placements: Placements) -> None:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class PlacedTensors:
+class PlacedTensors(Struct, frozen=True):
     """A checkpoint's tensors on a new mesh: the placements of each, by name."""
 
     mesh: Mesh

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from itertools import accumulate, groupby
 from typing import Generic, TypeVar
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptool.core.box import Box, Piece, pieces_of_runs, without_dim
 from ckptool.core.catalog import Chunk, Path, Place, TensorEntry, merge_copies
@@ -23,8 +25,7 @@ Shape = tuple[int, ...]
 _Facts = TypeVar("_Facts")
 
 
-@dataclass(frozen=True, slots=True)
-class TpRule:
+class TpRule(Struct, frozen=True):
     """Each rank holds a part along ``dim`` of each of several blocks; None: all of it.
 
     ``blocks`` are their sizes along ``dim``, as shares of a rank's part. A gated ``linear_fc1`` has
@@ -111,8 +112,7 @@ def require_matched(rules: Sequence[NamedRule], names: Sequence[str]) -> None:
 Resolver = Callable[[re.Match[str], _Facts], TpRule | None]
 
 
-@dataclass(frozen=True, slots=True)
-class RuleTable(Generic[_Facts]):
+class RuleTable(Struct, Generic[_Facts], frozen=True):
     """How a framework cuts its tensors: the first pattern that matches a whole name decides.
 
     A rule may also be a function of the match and of other facts, for cuts that depend on sizes; if
@@ -134,8 +134,7 @@ class RuleTable(Generic[_Facts]):
         raise Undetermined(f"no rule says how {self.framework} cuts it for tensor parallelism")
 
 
-@dataclass(frozen=True, slots=True)
-class RankCut:
+class RankCut(Struct, frozen=True):
     """One rank's share along one dim: the ``index``-th of ``degree``, of each of ``blocks``.
 
     ``blocks`` are their sizes, as shares of the rank's part.
@@ -147,8 +146,7 @@ class RankCut:
     blocks: tuple[int, ...] = (1,)
 
 
-@dataclass(frozen=True, slots=True)
-class Fit:
+class Fit(Struct, frozen=True):
     """Where a rank's shard of ``local`` shape belongs in the tensor of shape ``whole``."""
 
     local: Shape
@@ -253,8 +251,7 @@ def list_shapes(shapes: Sequence[Shape]) -> str:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class RankShard:
+class RankShard(Struct, frozen=True):
     """One rank's shard of a tensor; its chunks are in its own coordinates."""
 
     dtype: DType
@@ -284,8 +281,7 @@ def merge_shards(
     return TensorEntry(name, path, dtypes.pop(), shapes.pop(), merge_copies(chunks))
 
 
-@dataclass(frozen=True, slots=True)
-class LocalTensor:
+class LocalTensor(Struct, frozen=True):
     """One rank's shard of a tensor, stored as a plain tensor."""
 
     dtype: DType

@@ -12,9 +12,9 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 
 import numpy as np
+from msgspec import Struct, field
 
 from ckptool.core.dtype import DType
 from ckptool.engine.check.spans import ByteSpan, SpanTile, span_jobs
@@ -24,8 +24,7 @@ from ckptool.errors import CkptoolError, Problem
 from ckptool.storage.local import Files
 
 
-@dataclass(slots=True)
-class ContentReport:
+class ContentReport(Struct):
     """``problems`` of the bytes, and the tensors with a value that is NaN or infinite.
 
     ``written`` is, for each file with bytes that no checksum covers, the end of the last nonzero

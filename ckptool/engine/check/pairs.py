@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 from typing import NamedTuple
+
+from msgspec import Struct
 
 from ckptool.core.box import Box
 from ckptool.core.casts import is_computed
@@ -23,8 +24,7 @@ from ckptool.storage.local import TILE, Files
 _TILES_PER_JOB = 3
 
 
-@dataclass(frozen=True, slots=True)
-class TensorPair:
+class TensorPair(Struct, frozen=True):
     """Two tensors of one shape; ``is_cast`` rounds one of them to the other's coarser type.
 
     Only the ``boxes`` are compared; all of it if there are none.

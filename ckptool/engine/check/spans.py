@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
+
+from msgspec import Struct, field
 
 from ckptool.core.dtype import DType
 from ckptool.engine.read.tiles import ByteReader, Job, known_runs
 from ckptool.errors import Damaged
 
 
-@dataclass(frozen=True, slots=True)
-class View:
+class View(Struct, frozen=True):
     """A run of a span that is a tensor's elements: ``start`` and ``nbytes`` in bytes.
 
     ``row`` is the bytes of one index of all dims but the last, 0 if there is only one dim.
@@ -27,8 +27,7 @@ class View:
     row: int = 0
 
 
-@dataclass(eq=False, slots=True)
-class ByteSpan:
+class ByteSpan(Struct, eq=False):
     """``nbytes`` of a file, or of the decoded ``packing``, that are read once.
 
     ``crc32`` is what the writer recorded, None if it did not; ``what`` is its name in errors.
@@ -48,8 +47,7 @@ class ByteSpan:
         return self.offset + self.nbytes
 
 
-@dataclass(frozen=True, slots=True)
-class Packing:
+class Packing(Struct, frozen=True):
     """A compressed blob: ``nbytes`` of ``file``, one stream of ``codec`` (deflate or zstd)."""
 
     file: str

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from ckptool.core.catalog import Chunk, Container, Extent, Opening, Place
 from ckptool.core.plan import Tile

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import (
@@ -43,8 +45,7 @@ class TensorTile(NamedTuple):
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSource:
+class TensorSource(Struct, frozen=True):
     """Files to read boxes of tensors from; ``beyond`` counts what casts make infinite."""
 
     files: Files
@@ -163,8 +164,7 @@ class BoxMemory(Protocol):
         """Return an array to fill for a part of the box, in coordinates that begin at 0."""
 
 
-@dataclass(frozen=True, slots=True)
-class ArrayMemory:
+class ArrayMemory(Struct, frozen=True):
     """A numpy array of the box's shape, of elements as bits (``gather.unit``), strided or not."""
 
     values: Array

@@ -12,11 +12,12 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import islice
 from time import perf_counter, thread_time
 from typing import Generic, NamedTuple, Protocol, TypeVar
+
+from msgspec import Struct
 
 from ckptool.core.catalog import Catalog, Opening
 from ckptool.engine.read.containers import Need, runs_of
@@ -343,8 +344,7 @@ class ByteReader:
             yield self.read(file, offset + start, min(self.tile, nbytes - start))
 
 
-@dataclass(frozen=True, slots=True)
-class ByteSource:
+class ByteSource(Struct, frozen=True):
     """Files to read runs of bytes from."""
 
     files: Files

@@ -9,9 +9,10 @@ torch.save archive of one chunk or one value. Written: as torch 2.13 does, one f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
+
+from msgspec.structs import replace
 
 from ckptool.core.catalog import UNREAD, Catalog, ObjectEntry, TensorEntry, merge_copies
 from ckptool.core.sharding.infer import with_inferred_mesh

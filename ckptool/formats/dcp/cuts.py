@@ -8,9 +8,10 @@ only when the file is written.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
+
+from msgspec import Struct
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import TensorEntry
@@ -25,8 +26,7 @@ def data_file(rank: int) -> str:
     return f"__{rank}_0.distcp"
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
+class Cut(Struct, frozen=True):
     """The cuts of similar tensors: boxes, the rank that writes each, its bytes.
 
     ``starts`` is where in a box's archive its elements begin, ``frames`` all other bytes of it.

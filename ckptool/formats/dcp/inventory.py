@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
+
+from msgspec import Struct, field
 
 from ckptool.core.catalog import Chunk, Container, Path
 from ckptool.core.sharding.table import ChunkTable
@@ -32,8 +33,7 @@ ZSTD = "stream.zstd/1"
 DAMAGE_HINT = "the save was interrupted, or files were lost or mixed with those of another save"
 
 
-@dataclass(slots=True)
-class Inventory:
+class Inventory(Struct):
     """The joint content of the metadata files.
 
     ``tables``, ``chunks`` and ``values`` are by name, values with the rank of each item;

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
+
+from msgspec.structs import replace
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, Chunk, Container, Path, Place, TensorEntry

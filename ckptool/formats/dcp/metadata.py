@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from operator import add
 from typing import Any
+
+from msgspec import Struct, field
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import Container, Index, Path
@@ -24,8 +25,7 @@ _EXTRA = ("user_defined_dict", "bytecheckpoint_version")
 _QUANTIZED = ("qint8", "quint8", "qint32", "quint4x2", "quint2x4")
 
 
-@dataclass(frozen=True, slots=True)
-class TensorMetadata:
+class TensorMetadata(Struct, frozen=True):
     """A tensor's element type, shape, and its chunks; ``table`` has these with their items."""
 
     dtype: DType
@@ -40,8 +40,7 @@ SavePlan = tuple[MetadataIndex, ...]
 """What one rank intended to save, in its own order."""
 
 
-@dataclass(frozen=True, slots=True)
-class DcpMetadata:
+class DcpMetadata(Struct, frozen=True):
     """The content of one metadata file.
 
     ``items`` is keyed by name and chunk offset; the offset is None for a bytes item. Those of

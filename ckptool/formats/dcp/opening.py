@@ -12,8 +12,10 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptool.core.box import Box, contiguous, row_major_strides
 from ckptool.core.catalog import (
@@ -228,8 +230,7 @@ class Openings:
                 raise self._error
 
 
-@dataclass(eq=False, slots=True)
-class ItemOpening:
+class ItemOpening(Struct, eq=False):
     """Opens an item when its elements are first read; all its readers wait for that."""
 
     openings: Openings

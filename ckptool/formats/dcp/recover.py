@@ -8,7 +8,8 @@ its name, its place in the global tensor and the global shape are only in ``.met
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, Chunk, Container, ObjectEntry, TensorEntry

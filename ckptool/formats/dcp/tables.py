@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from functools import lru_cache
 from operator import gt
 from typing import Any, Protocol
+
+from msgspec import Struct, field
 
 from ckptool.core.box import BoxTable
 from ckptool.core.catalog import Container
@@ -48,8 +49,7 @@ class Unfit(Exception):
     """Records are unlike most others; they are read one by one."""
 
 
-@dataclass(slots=True)
-class _Columns:
+class _Columns(Struct):
     """Items of all tensors: numbers of names and files, offsets of chunks, and their places."""
 
     names: list[Any] = field(default_factory=list)

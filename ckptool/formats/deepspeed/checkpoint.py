@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptool.errors import Damaged
 from ckptool.formats.deepspeed.states import State, read_optimizer, read_state
@@ -40,8 +42,7 @@ Ranks = tuple[int, int]
 """A data-parallel rank and a model-parallel (``mp``) rank."""
 
 
-@dataclass(slots=True)
-class TagFiles:
+class TagFiles(Struct):
     """The files of one tag. ``stage_3`` means one model file per data-parallel rank.
 
     ``layers`` are by layer and tensor-parallel rank, ``experts`` by MoE layer, expert and ``mp``
@@ -124,8 +125,7 @@ def _add_file(files: TagFiles, name: str, path: str) -> None:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class Grid:
+class Grid(Struct, frozen=True):
     """The degrees of parallelism. ``mp`` ranks count stages, then tensor-parallel ranks."""
 
     pipeline: int
@@ -147,8 +147,7 @@ class Grid:
         return (stage * self.data + dp) * self.tensor + tensor
 
 
-@dataclass(frozen=True, slots=True)
-class RankState:
+class RankState(Struct, frozen=True):
     """A rank's file, its number among the data-parallel ranks, and its global rank."""
 
     state: State
@@ -156,8 +155,7 @@ class RankState:
     rank: int
 
 
-@dataclass(slots=True)
-class DeepSpeedCheckpoint:
+class DeepSpeedCheckpoint(Struct):
     """All states of one tag; those of layers and experts are read on request."""
 
     source: Source

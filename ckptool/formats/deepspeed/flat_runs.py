@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from msgspec import Struct, field
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import Chunk, Extent, Path, Place, Record, flat_name
@@ -35,8 +36,7 @@ _T = TypeVar("_T")
 _P = ParamSpec("_P")
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(Struct, frozen=True):
     """Elements ``start`` to ``stop`` of a parameter, at element ``at`` of partition ``part``."""
 
     name: str
@@ -66,8 +66,7 @@ def place_run(run: Run, shape: tuple[int, ...], at: Place, itemsize: int, rank: 
     return [Chunk(box, place, rank) for box, place in pieces]
 
 
-@dataclass(slots=True)
-class RankContents:
+class RankContents(Struct):
     """The content of one model-parallel rank's files.
 
     ``leaves`` are values and tensors that every rank has alike, by rank and flat name. ``notes``
@@ -147,8 +146,7 @@ class RankContents:
             self.add_leaves({MASTER: Leaf((MASTER,), why)}, 0)
 
 
-@dataclass(slots=True)
-class FlatSlot:
+class FlatSlot(Struct):
     """One rank's part of one flat group: partitions, complete values, and refused kinds."""
 
     flat: dict[str, PlainLeaf] = field(default_factory=dict)

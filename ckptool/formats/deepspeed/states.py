@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import wraps
 from typing import Any
+
+from msgspec import Struct
 
 from ckptool.core.catalog import Catalog, Path, flat_name
 from ckptool.errors import Damaged, Refusal, SourceError, refused
@@ -56,8 +57,7 @@ _LOSS_SCALERS = "deepspeed.runtime.fp16.loss_scaler."
 _ENUMS = "deepspeed.runtime.zero.config."
 
 
-@dataclass(frozen=True, slots=True)
-class State:
+class State(Struct, frozen=True):
     """The dict of a torch.save file, with access that raises Damaged and names the file.
 
     ``stored`` is the dict as it is, ``readable`` the same with a ``Refusal`` in place of each part

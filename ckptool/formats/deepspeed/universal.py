@@ -16,8 +16,9 @@ import math
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
+
+from msgspec.structs import replace
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, ObjectEntry, TensorEntry
@@ -219,8 +220,7 @@ def _add_state(
 # Writing
 
 
-@dataclass(frozen=True, slots=True)
-class _Parts:
+class _Parts(NamedTuple):
     """A catalog's tensors: states by parameter and kind, the module's and the script's by name."""
 
     states: dict[str, dict[str, TensorEntry]]

@@ -25,8 +25,9 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from ckptool.core.catalog import Catalog
 from ckptool.formats.base import Deferred, FileRole, FileRule, Format, LatestMarker, ScanOptions

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from operator import attrgetter
 from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptool.core.box import Box, Piece
 from ckptool.core.catalog import Chunk, Path, TensorEntry, flat_name, merge_copies
@@ -57,8 +59,7 @@ _EMBEDDING = "embedding.word_embeddings.weight"
 _STACKED_EXPERTS = ".experts.experts."
 
 
-@dataclass(slots=True)
-class _ShardedRanks:
+class _ShardedRanks(Struct):
     """The joint content of all ranks' files.
 
     ``kinds`` are the types and shapes of whole tensors, ``buffers`` each group's parameters.
@@ -191,8 +192,7 @@ def _name_globally(name: str, part: ShardRecord) -> str:
     return name
 
 
-@dataclass(frozen=True, slots=True)
-class ShardRecord:
+class ShardRecord(Struct, frozen=True):
     """One ``ShardedTensor`` record: a rank's part of the tensor ``key``; its data if it has any.
 
     ``whole`` and ``box`` have ``prepended`` dims more than the rank's tensor.

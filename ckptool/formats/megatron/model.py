@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptool.core.catalog import Catalog, ObjectEntry
 from ckptool.core.text import plural
@@ -50,8 +52,7 @@ StageRun = tuple[int, int]
 """A pipeline stage, and one of its virtual stages."""
 
 
-@dataclass(frozen=True, slots=True)
-class Arguments:
+class Arguments(Struct, frozen=True):
     """The recorded arguments; ``values`` is empty if none were saved."""
 
     values: Mapping[str, Any]

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptool.core.catalog import Catalog, ObjectEntry, TensorEntry, proved_equal
 from ckptool.core.sharding.infer import with_inferred_mesh
@@ -166,8 +168,7 @@ def _merge_by_rules(
 _LOCAL_FILE = re.compile(r"([0-9]{1,9})/iter_([0-9]{7,18})_([0-9]{1,9})_local(\.dirty)?\.pt")
 
 
-@dataclass(frozen=True, slots=True)
-class LocalIteration:
+class LocalIteration(Struct, frozen=True):
     """The files of one iteration, one per owner, and notes on them for the user."""
 
     iteration: int
@@ -175,8 +176,7 @@ class LocalIteration:
     notes: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Copy:
+class _Copy(Struct, frozen=True):
     """A file: in a rank's ``folder``, of the state of its ``owner``; ``dirty`` while written."""
 
     name: str

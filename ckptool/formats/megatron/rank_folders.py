@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 from typing import Any
+
+from msgspec import Struct
 
 from ckptool.core.catalog import Index, Path, flat_name
 from ckptool.errors import Damaged, Refusal, refused
@@ -28,8 +29,7 @@ _AXES = ("tensor", "pipeline", "expert")
 _DEGREES = ("TP", "PP", "EP")
 
 
-@dataclass(frozen=True, slots=True)
-class RankFolder:
+class RankFolder(Struct, frozen=True):
     """The content of one model-parallel rank's files, before names are those of the whole model.
 
     ``runs`` are the model's tensors by virtual pipeline stage, in the model's order; ``rest`` is

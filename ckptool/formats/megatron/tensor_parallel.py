@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import Chunk, Place, TensorEntry
@@ -41,8 +42,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 """The shapes of a rank's parameters, by their names in the whole model."""
 
 
-@dataclass(frozen=True, slots=True)
-class _ParameterFacts:
+class _ParameterFacts(Struct, frozen=True):
     """The facts besides a name that determine a rule, see ``find_rule``."""
 
     shapes: Shapes
@@ -204,8 +204,7 @@ def view_experts(name: str, local: tuple[int, ...], experts: int) -> tuple[int, 
 # Parameters
 
 
-@dataclass(frozen=True, slots=True)
-class StorageRun:
+class StorageRun(Struct, frozen=True):
     """A tensor, or a run of elements, ``at`` a place; ``start`` is its first element.
 
     ``rank`` is the rank that wrote it, if not the one that holds the parameter.
@@ -222,8 +221,7 @@ class StorageRun:
         return self.start + Box.whole(self.shape).volume
 
 
-@dataclass(frozen=True, slots=True)
-class LocalParameter:
+class LocalParameter(Struct, frozen=True):
     """A parameter as one rank holds it.
 
     ``name`` is its name in the whole model and ``local`` its shape on the rank. ``writer`` numbers
@@ -246,8 +244,7 @@ class LocalParameter:
         return Box.whole(self.local).volume
 
 
-@dataclass(slots=True)
-class ParameterRules:
+class ParameterRules(Struct):
     """The rules by which the ranks' parameters fit together.
 
     ``degrees`` are those of tensor, pipeline and expert parallelism; ``rules`` are the user's,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct, field
 
 from ckptool.core.catalog import Catalog, Path, flat_name
 from ckptool.core.sharding.tensor_parallel import NamedRule, require_matched
@@ -53,8 +54,7 @@ _STATE = "optimizer.state"
 _HEADS = ("output_layer.weight", "word_embeddings_for_head.weight")
 
 
-@dataclass(slots=True)
-class _ModelRanks:
+class _ModelRanks(Struct):
     """The joint content of the ranks, so far.
 
     ``offsets`` are the first layers of each stage's runs, ``tied`` parameters' first names,

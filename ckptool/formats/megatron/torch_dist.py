@@ -21,9 +21,10 @@ import json
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import chain
 from typing import Any
+
+from msgspec.structs import replace
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, Chunk, Index, ObjectEntry, Path, TensorEntry, flat_name

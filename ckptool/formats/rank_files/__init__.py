@@ -12,8 +12,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import replace
 from functools import partial
+
+from msgspec.structs import replace
 
 from ckptool.core.catalog import Catalog, Path, TensorEntry, flat_name
 from ckptool.core.sharding.infer import with_inferred_mesh

@@ -9,7 +9,8 @@ also from transformers' Trainer. The family begins each name, unless all names b
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from ckptool.core.catalog import Catalog
 from ckptool.core.selection import with_prefix

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from ckptool.core.catalog import Catalog, Path, TensorEntry
 from ckptool.core.layout import FileLayout, Layout

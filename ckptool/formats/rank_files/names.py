@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from ckptool.errors import CkptoolError, Damaged, Problem
 from ckptool.formats.rank_files.torch_checkpointing import METADATA
@@ -36,8 +37,7 @@ STATES_OF_A_RANK = ("random_states", "rng_state", "extra_state")
 _FAMILY_STEP = re.compile(r"(?:step|iter|epoch)[a-z]*[-_=.]?([0-9]{1,18})", re.IGNORECASE)
 
 
-@dataclass(frozen=True, slots=True)
-class RankFile:
+class RankFile(Struct, frozen=True):
     """A file of one rank: its family, its rank, and the world size in its name."""
 
     file: str
@@ -121,8 +121,7 @@ _WORDS = frozenset(["of", "rank", "dp", "tp", "pp", "ep", "cp", "mp"])
 _STEP = re.compile(r".*(?:step|iter|iteration|epoch|checkpoint|ckpt)s?[._=-]?", re.IGNORECASE)
 
 
-@dataclass(frozen=True, slots=True)
-class _NumberedName:
+class _NumberedName(Struct, frozen=True):
     """A file's name: the text before, between and after its numbers, and the numbers.
 
     ``of`` is the number after the word "of", which is not among ``numbers``.

@@ -10,8 +10,9 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from ckptool.core.box import row_major_strides
 from ckptool.core.mesh import Mesh
@@ -42,8 +43,7 @@ _MALFORMED = (LookupError, TypeError, ValueError, AttributeError, OverflowError,
 """What is raised where a record lacks something, or has it in another form."""
 
 
-@dataclass(frozen=True, slots=True)
-class Declared:
+class Declared(Struct, frozen=True):
     """What ``metadata.pkl`` declares: world size, and sharding records by item, path and rank."""
 
     world_size: int

@@ -9,7 +9,8 @@ nothing loads on another number of them.
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from ckptool.core.catalog import Catalog, Path
 from ckptool.core.layout import FileLayout, Layout, Literal

@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from dataclasses import dataclass, field
 from functools import partial
+
+from msgspec import Struct, field
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, Chunk, TensorEntry, coverage_problem, merge_copies
@@ -49,8 +50,7 @@ def _probe(source: Source) -> bool:
     return bool(_shards(source))
 
 
-@dataclass(slots=True)
-class _ShardContents:
+class _ShardContents(Struct):
     """The joint content of all shards, by tensor: chunks, and element types with dim counts."""
 
     chunks: dict[str, list[Chunk]] = field(default_factory=lambda: defaultdict(list))

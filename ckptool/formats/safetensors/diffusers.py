@@ -10,7 +10,8 @@ they are read if they are the only ones, and written without that word.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from ckptool.core.catalog import Catalog
 from ckptool.core.layout import Layout

@@ -14,9 +14,11 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import (
@@ -63,8 +65,7 @@ _MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError, struc
 """The errors of a manifest entry that lacks something, or has it in another form."""
 
 
-@dataclass(slots=True)
-class _Reader:
+class _Reader(Struct):
     """Turns the entries of a manifest into tensors and values."""
 
     places: Places

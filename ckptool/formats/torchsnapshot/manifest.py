@@ -10,9 +10,10 @@ import json
 import math
 import struct
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote
+
+from msgspec import Struct, field
 
 from ckptool.core.box import Box, row_major_strides
 from ckptool.core.catalog import Chunk, Extent, Index, Path, Place
@@ -41,8 +42,7 @@ SHARDED = ("ShardedTensor", "DTensor")
 _LONGEST_NUMBER = 20
 
 
-@dataclass(frozen=True, slots=True)
-class Manifest:
+class Manifest(Struct, frozen=True):
     """For each logical path of the state dicts, the entry of each rank that has one.
 
     ``version`` is that of the package that wrote it.
@@ -124,8 +124,7 @@ _ARCHIVE = "torch_save"
 QUANTIZED = {"torch.qint8": "int8", "torch.quint8": "uint8", "torch.qint32": "int32"}
 
 
-@dataclass(slots=True)
-class Places:
+class Places(Struct):
     """Locates what entries of a manifest refer to.
 
     ``used`` collects the files, ``archives`` those that torch.save wrote.

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
+
+from msgspec import Struct
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, TensorEntry, tied_names
@@ -113,8 +114,7 @@ def _read_ranks(
     return tensors, problems
 
 
-@dataclass(frozen=True, slots=True)
-class _OutgoingShard:
+class _OutgoingShard(Struct, frozen=True):
     """A tensor of one rank: contents one after the other, which C order makes rows of it."""
 
     name: str

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import Chunk, TensorEntry
@@ -36,8 +38,7 @@ from ckptool.errors import Damaged, Undetermined
 from ckptool.formats.companions import CONFIG, size_in
 
 
-@dataclass(frozen=True, slots=True)
-class ModelSizes:
+class ModelSizes(Struct, frozen=True):
     """The sizes in a model's ``config.json``; None for missing ones."""
 
     heads: int | None = None
@@ -161,8 +162,7 @@ _TABLE: RuleTable[_Facts] = RuleTable(
 """How vLLM cuts what it does not fuse."""
 
 
-@dataclass(slots=True)
-class Merger:
+class Merger(Struct):
     """Joins the ranks' tensors. ``unknown`` maps tensors without a known rule to the reason.
 
     A given rule precedes a name, and keeps fused tensors as they are.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct, field
 
 from ckptool.core.box import Box, is_grid
 from ckptool.core.catalog import Catalog, TensorEntry
@@ -21,8 +22,7 @@ _Holders = dict[Box, list[int]]
 """The ranks that hold each box; none if the files do not say."""
 
 
-@dataclass(slots=True)
-class Holdings:
+class Holdings(Struct):
     """Which ranks hold which boxes: tables of ``boxes`` and ``ranks``, shared by tensors.
 
     ``of`` has for each tensor, by name, the index of its row in each table, and ``by``:

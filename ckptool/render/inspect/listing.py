@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from msgspec import Struct
+from msgspec.structs import replace
 from rich.console import Console
 from rich.text import Text
 
@@ -137,8 +138,7 @@ Numbers = tuple[int, ...]
 Kind = TypeVar("Kind", bound=Hashable)
 
 
-@dataclass(frozen=True, slots=True)
-class TensorLine:
+class TensorLine(Struct, frozen=True):
     """``count`` tensors similar to ``entry``; ``name`` has braces for the differing parts."""
 
     part: str

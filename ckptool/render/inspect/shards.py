@@ -6,9 +6,10 @@ Each row or column of the picture's cells represents an index of the tensor.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 
+from msgspec import Struct
+from msgspec.structs import replace
 from rich.console import Console
 from rich.text import Text
 
@@ -162,8 +163,7 @@ def _label(chunk: Chunk) -> str:
     return label if len(label) <= _LONGEST_LABEL else f"{ranks[0]}+{len(ranks) - 1}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Axis:
+class _Axis(Struct, frozen=True):
     """``cells`` are indices of tensor dim ``dim``; ``starts`` the numbers of cells worth a label.
 
     ``dim`` is None on a side along which the tensor does not extend.
@@ -220,8 +220,7 @@ def _make_axis(
 # What lies where
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkLocation:
+class ChunkLocation(Struct, frozen=True):
     """One box in one file; ``remark`` says how the bytes are stored if not plainly."""
 
     rank: int | None

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from itertools import starmap
 from typing import TYPE_CHECKING, NamedTuple
+
+from msgspec.structs import replace
 
 from ckptool.serialization.zip import CRC32_NBYTES, Region, ZipRecord
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
-from ckptool.core.box import Box, Piece, unchanging
+from msgspec import Struct
+
+from ckptool.core.box import Box, Piece
 from ckptool.core.catalog import Extent
 from ckptool.core.dtype import DType
 from ckptool.core.mesh import Mesh, Partial, Placement, Replicate, Shard, StridedShard
@@ -36,8 +37,7 @@ from ckptool.serialization.pickle.records import Call, Global, PickleValue, stat
 from ckptool.serialization.source import Source
 
 
-@unchanging
-class DTensorShare:
+class DTensorShare(Struct, frozen=True):
     """One rank's part of a DTensor. ``rank`` is the rank that pickled it, if recorded."""
 
     dtype: DType
@@ -49,8 +49,7 @@ class DTensorShare:
     shard_order: tuple[tuple[int, tuple[int, ...]], ...] | None
 
 
-@dataclass(frozen=True, slots=True)
-class ShardedShare:
+class ShardedShare(Struct, frozen=True):
     """One rank's part of a ShardedTensor: its own boxes, and every rank's."""
 
     dtype: DType
@@ -61,8 +60,7 @@ class ShardedShare:
     world_size: int
 
 
-@dataclass(frozen=True, slots=True)
-class DeclaredShare:
+class DeclaredShare(Struct, frozen=True):
     """One rank's part of a tensor whose attributes declare its boxes of the whole."""
 
     dtype: DType

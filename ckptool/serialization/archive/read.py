@@ -12,9 +12,11 @@ import struct
 import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import NamedTuple, TypeVar
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptool.core.catalog import Container
 from ckptool.core.codec import decode
@@ -60,8 +62,7 @@ class StoredBytes(NamedTuple):
     codec: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class TorchFile:
+class TorchFile(Struct, frozen=True):
     """A torch.save file: its value, its storages by key, and its byte order.
 
     ``pickled`` is the size in bytes of its pickle, ``meshes`` its device meshes as read, with the
@@ -76,7 +77,7 @@ class TorchFile:
     byteorder: str
     pickled: int
     hostile: Mapping[Global, Problem] = field(default_factory=dict)
-    meshes: dict[Call, tuple[Mesh, int | None]] = field(default_factory=dict, compare=False)
+    meshes: dict[Call, tuple[Mesh, int | None]] = field(default_factory=dict)
     packed: tuple[Container, int] | None = None
 
     @property

@@ -11,7 +11,8 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from ckptool.core.catalog import Container
 from ckptool.errors import CkptoolError, Damaged
@@ -67,8 +68,7 @@ def _ends(source: Source, file: str) -> Iterator[tuple[int, int]]:
             at = data.find(_LOCATOR, at + 1)
 
 
-@dataclass(frozen=True, slots=True)
-class Recovered:
+class Recovered(Struct, frozen=True):
     """The records of an archive that have the position and length in its pickle.
 
     ``lost`` maps the names of the other storages to their expected bytes.

@@ -16,7 +16,9 @@ import math
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
-from ckptool.core.box import row_major_strides, unchanging
+from msgspec import Struct
+
+from ckptool.core.box import row_major_strides
 from ckptool.core.catalog import EncodedBlob, Extent, Place, Record
 from ckptool.core.dtype import BY_NAME, BY_STORAGE, QUANTIZED_STORAGES, DType
 from ckptool.errors import Damaged, coded
@@ -47,8 +49,7 @@ _ARGUMENTS = {
 """The functions that rebuild a strided tensor, and the number of arguments of each."""
 
 
-@unchanging
-class Storage:
+class Storage(Struct, frozen=True):
     """A storage that a pickle refers to. ``numel`` counts elements of ``itemsize`` bytes."""
 
     key: str
@@ -64,8 +65,7 @@ class Storage:
         return self.numel * self.itemsize
 
 
-@unchanging
-class StoredTensor:
+class StoredTensor(Struct, frozen=True):
     """A tensor of a pickle: ``offset`` and ``strides`` in elements of its storage."""
 
     storage: Storage

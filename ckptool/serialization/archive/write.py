@@ -11,8 +11,9 @@ import struct
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from ckptool.core.box import row_major_strides
 from ckptool.core.catalog import TensorEntry
@@ -90,8 +91,7 @@ def is_written_here(source: Source, file: str) -> bool:
     return mark.stored == len(wanted) and source.read(file, mark.offset, mark.stored) == wanted
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
+class _Entry(Struct, frozen=True):
     name: bytes
     offset: int
     nbytes: int

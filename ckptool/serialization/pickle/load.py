@@ -11,7 +11,8 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from ckptool.errors import Damaged, Hostile, Problem
 from ckptool.serialization.pickle.machine import HOSTILE_HINT, Machine
@@ -22,8 +23,7 @@ class Truncated(Damaged):
     """The pickle ends before its STOP opcode."""
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
+class Loaded(Struct, frozen=True):
     """The content of a pickle.
 
     ``value`` is the object, ``end`` the offset after its STOP, ``globals`` the offset of the first

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, TypeAlias, Union
+
+from msgspec import Struct
 
 from ckptool.errors import Damaged
 
 
-@dataclass(frozen=True, slots=True)
-class Global:
+class Global(Struct, frozen=True):
     """A class or function that a pickle names. It is never imported."""
 
     module: str

@@ -9,8 +9,9 @@ import io
 import math
 import pickle
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
+
+from msgspec import Struct
 
 from ckptool.core.box import Box, row_major_strides
 from ckptool.core.catalog import TensorEntry
@@ -25,8 +26,7 @@ Content = Data | ScatteredData | Literal
 """The content of a storage: tensor data of the source, or bytes the writer knows."""
 
 
-@dataclass(frozen=True, slots=True)
-class TensorRef:
+class TensorRef(Struct, frozen=True):
     """A tensor in a state dict that is to be written."""
 
     dtype: DType

@@ -12,8 +12,10 @@ from __future__ import annotations
 import pickle
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptool.core.catalog import Extent, Record
 from ckptool.core.mesh import Mesh
@@ -147,8 +149,7 @@ class _Literal(NamedTuple):
         return int.from_bytes(written, "little", signed=self.is_signed)
 
 
-@dataclass(slots=True)
-class _Template:
+class _Template(Struct):
     """A file that was read, and the bytes of its pickle in which others may differ from it."""
 
     pickle: bytes

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptool.core.catalog import Chunk, Copy, Path, TensorEntry, flat_name
 from ckptool.core.views import pieces_of_run
@@ -28,8 +30,7 @@ HINT = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
+class Member(Struct, frozen=True):
     """A parameter in a flat one, and the element at which it begins there."""
 
     path: Path

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from ckptool.core.box import unchanging
+from msgspec import Struct, field
+
 from ckptool.core.catalog import Index, ObjectEntry, Path, Place, TensorEntry, flat_name
 from ckptool.core.dtype import DType
 from ckptool.core.mesh import Mesh
@@ -38,8 +38,7 @@ _DEEPEST = 100
 _T = TypeVar("_T")
 
 
-@unchanging
-class PlainLeaf:
+class PlainLeaf(Struct, frozen=True):
     """A tensor in a rank's file without sharding information.
 
     ``attributes`` are the names of other attributes that its record sets.
@@ -58,8 +57,7 @@ class PlainLeaf:
         return self.tensor.shape
 
 
-@unchanging
-class ShareLeaf:
+class ShareLeaf(Struct, frozen=True):
     """A rank's part of a sharded tensor, with the place of each local tensor.
 
     ``attributes`` are the names of other attributes that its record sets.
@@ -70,8 +68,7 @@ class ShareLeaf:
     attributes: tuple[str, ...] = ()
 
 
-@unchanging
-class Leaf:
+class Leaf(Struct, frozen=True):
     """One named value of one rank's file. ``rank_state`` marks state that belongs to a rank.
 
     ``note`` is a remark for the user on how it was read, or what it was taken from. The value is a
@@ -87,8 +84,7 @@ class Leaf:
 RankLeaves = Mapping[str, Leaf]
 
 
-@dataclass(slots=True)
-class Assembled:
+class Assembled(Struct):
     """The content of all ranks' files together.
 
     ``conflicts`` are plain tensors that differ between ranks, by name, and refusals; ``problems``

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from ckptool.core.catalog import ObjectEntry
 from ckptool.errors import Damaged, Problem
@@ -21,8 +22,7 @@ _SCALARS = frozenset([str, int, float, bool, complex, bytes, bytearray, type(Non
 _ELEMENT_TYPE = re.compile(r"[<>=|]?[?biufcSUVmM]\d{0,9}")
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class Repeated:
+class Repeated(Struct, frozen=True):
     """Represents a value that contains itself, such as a dict in itself."""
 
     outer: str

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
+
+from msgspec import Struct
 
 from ckptool.storage.block_cache import ObjectVersion
 from ckptool.storage.clients.aws import Signer, find_signer
@@ -47,8 +48,7 @@ class StoreClient(Protocol):
         """Return the bytes from ``start`` to ``end``, fewer if the file ends before."""
 
 
-@dataclass
-class _Bucket:
+class _Bucket(Struct):
     """A bucket as obstore addresses it; None once it is left to s3fs."""
 
     store: Any

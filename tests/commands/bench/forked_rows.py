@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from ckptool.commands.bench.transfer.rows import Row
 

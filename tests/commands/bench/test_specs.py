@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 
 import pytest
 from conftest import case
+from msgspec import to_builtins
 
 from ckptool.commands.bench.files import Folders
 from ckptool.commands.bench.launch import Meeting, Task
@@ -48,7 +48,7 @@ def test_the_ranks_read_the_task_as_it_was_given(monkeypatch: pytest.MonkeyPatch
     settings = Settings("parameters", 8, 1, 2, "cpu", 1, "/f", abort=False)
     specs = [TensorSpec(("model", "w"), (2, 2), "float16")]
     task = Task(settings, specs, ["dcp"], Folders("/s", "/t", None))
-    store = {"task": json.dumps(asdict(task))}
+    store = {"task": json.dumps(to_builtins(task))}
     monkeypatch.setattr(Meeting, "_connect", lambda *_, **__: store)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")

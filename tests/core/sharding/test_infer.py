@@ -3,12 +3,12 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 from conftest import calls_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import Chunk, Extent, TensorEntry

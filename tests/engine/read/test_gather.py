@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from contextlib import closing
-from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
 from random import Random
@@ -16,6 +15,7 @@ import torch
 from conftest import bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import Chunk, EncodedBlob, Extent, Place, Record, TensorEntry

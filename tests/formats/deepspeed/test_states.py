@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from conftest import case
+from msgspec.structs import replace
 
 from ckptool.errors import CkptoolError
 from ckptool.formats import FORMATS

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from bench_samples import FAST, GIB, QUICKEST, SYNC, measured, report
+from msgspec.structs import replace
 
 from ckptool.commands.bench.cost import Training
 from ckptool.commands.bench.report import (

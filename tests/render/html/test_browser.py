@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from bench_samples import measured
 from bench_samples import report as bench_report
 from conftest import case
 from large_checkpoint import large_report
+from msgspec.structs import replace
 
 import ckptool
 from ckptool.commands.bench.transfer.report import RowResult, TransferBenchReport

@@ -7,7 +7,6 @@ import math
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise, product
 from pathlib import Path
@@ -19,6 +18,7 @@ from bench_samples import measured
 from bench_samples import report as bench_report
 from conftest import case
 from large_checkpoint import entry, large_report
+from msgspec.structs import replace
 from typer.testing import CliRunner, Result
 
 from ckptool.cli.app import app

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from ckptool.serialization.archive.dtensor import read_mesh
 from ckptool.serialization.archive.read import read_torch_file

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 _XML = '<?xml version="1.0" encoding="UTF-8"?>'
 _XMLNS = "http://s3.amazonaws.com/doc/2006-03-01/"
 _RANGE = re.compile(r"bytes=(\d*)-(\d*)")
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(Struct, frozen=True):
     """One request; ``received`` and ``sent`` are bytes of its body and its answer's.
 
     Operations have the names of S3's own API; ``query`` also has the headers that count.
@@ -44,8 +44,7 @@ class Request:
         return int(match[1]), last if size is None else min(last, size - 1)
 
 
-@dataclass
-class Answer:
+class Answer(Struct):
     """An answer; ``length`` is the stated length of the body if that is wrong."""
 
     status: int = 200

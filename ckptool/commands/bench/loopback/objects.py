@@ -7,10 +7,11 @@ import threading
 import time
 import urllib.parse
 import uuid
-from dataclasses import dataclass, field
 from email.utils import formatdate
 from xml.etree import ElementTree
 from xml.sax.saxutils import escape
+
+from msgspec import Struct, field
 
 from ckptool.commands.bench.loopback.messages import (
     Answer,
@@ -20,8 +21,7 @@ from ckptool.commands.bench.loopback.messages import (
 )
 
 
-@dataclass(frozen=True)
-class StoredObject:
+class StoredObject(Struct, frozen=True):
     """A whole object."""
 
     data: bytes
@@ -29,8 +29,7 @@ class StoredObject:
     modified: float = field(default_factory=time.time)
 
 
-@dataclass
-class PartialUpload:
+class PartialUpload(Struct):
     """A multipart upload that is neither completed nor aborted."""
 
     bucket: str

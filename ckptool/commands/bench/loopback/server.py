@@ -9,9 +9,10 @@ import threading
 import time
 import urllib.parse
 from collections.abc import Callable
-from dataclasses import replace
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from msgspec.structs import replace
 
 from ckptool.commands.bench.loopback.messages import Answer, Dropped, Request, make_error
 from ckptool.commands.bench.loopback.objects import ObjectStore

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from ckptool.commands.bench.worker.device import Device
 
@@ -17,8 +18,7 @@ State = dict[str, Any]
 _NOT_PINNED = "staged in shared memory, not pinned: torch pins with CUDA alone"
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(Struct, frozen=True):
     """What a strategy may depend on: the device, the ranks, the bytes of the state and of free
     shared memory, and the target folder.
     """

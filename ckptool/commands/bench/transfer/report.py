@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
+
+from msgspec import Struct
 
 from ckptool.commands.bench.transfer.rows import Row
 from ckptool.commands.bench.transfer.samples import Sample
 from ckptool.commands.document import Report, document
 
 
-@dataclass(frozen=True, slots=True)
-class Ratio:
+class Ratio(Struct, frozen=True):
     """A row's median over its peer's, and the lowest and highest of the single rounds."""
 
     peer: str
@@ -22,8 +22,7 @@ class Ratio:
     highest: float
 
 
-@dataclass(frozen=True, slots=True)
-class RowResult:
+class RowResult(Struct, frozen=True):
     """A row's samples: one per round, or a single one.
 
     ``imports_torch`` is None if it was not looked at. ``nbytes`` is the size of the checkpoint
@@ -76,8 +75,7 @@ class RowResult:
         return Ratio(peer.row.name, self.median / peer.median, min(rounds), max(rounds))
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class TransferBenchReport(Report):
+class TransferBenchReport(Report, frozen=True):
     """All that was measured, on what, and what was left out with the reason."""
 
     source: str

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
+
+from msgspec import Struct
 
 from ckptool.commands.bench.transfer.programs import RANKS
 
@@ -51,8 +52,7 @@ _DD = 'find "$0" -type f -exec dd if={} of=/dev/null bs=4M iflag=direct status=n
 _CAT_AND_HASH = 'find "$0" -type f -exec cat {} + | sha256sum'
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(Struct, frozen=True):
     """One command. ``{source}``, ``{light}`` and ``{target}`` stand for paths, as do ``OTHERS``.
 
     ``{many}`` is what 64 ranks save of 1,000 small tensors. ``measure`` is what is compared with

@@ -7,13 +7,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from ckptool.errors import TransferError
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
+class Sample(Struct, frozen=True):
     """One run of a command: seconds, and the largest resident set of any of its processes.
 
     ``load`` and ``read_bytes`` are what the command itself reports of a load, 0 elsewhere. Where it

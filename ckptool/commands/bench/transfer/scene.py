@@ -8,9 +8,10 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from ckptool.commands.bench.transfer.report import RowResult
 from ckptool.commands.bench.transfer.rows import OTHERS, Row

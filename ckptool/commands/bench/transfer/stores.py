@@ -10,9 +10,10 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from ckptool.commands.bench.loopback.server import S3Server
 from ckptool.commands.bench.machine import describe_machine, list_versions, require_disk

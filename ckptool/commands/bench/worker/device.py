@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from typing import Any, TypeVar
+
+from msgspec import Struct
 
 _Value = TypeVar("_Value")
 
 
-@dataclass(frozen=True, slots=True)
-class Accelerators:
+class Accelerators(Struct, frozen=True):
     """What this machine can train on. ``type`` is ``cpu`` where ``count`` is 0.
 
     ``free``: bytes of memory free on the fullest of them; None where torch cannot tell.
@@ -34,8 +34,7 @@ class Accelerators:
         return Accelerators(device.type, count, free)
 
 
-@dataclass(frozen=True, slots=True)
-class Device:
+class Device(Struct, frozen=True):
     """One rank's device. Without an accelerator every call is one that costs nothing."""
 
     type: str

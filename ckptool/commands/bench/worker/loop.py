@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import asdict
 
 from ckptool.commands.bench.files import file_sizes, make_durable, path_or_url, remove
 from ckptool.commands.bench.processes import Tell
@@ -21,8 +23,7 @@ _STEPS_BEFORE = 6
 _POLL = 0.005
 
 
-@dataclass(slots=True)
-class RankTimes:
+class RankTimes(Struct):
     """What one rank measured: seconds, and bytes of device memory above what training needs.
 
     ``during`` has a list a save. ``synced`` is what fsync took.

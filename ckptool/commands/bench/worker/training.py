@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from ckptool.commands.bench.specs import TensorSpec
 from ckptool.commands.bench.worker.device import Device
@@ -18,8 +19,7 @@ _ACCELERATOR_ROWS = 4096
 _SEED = 20
 
 
-@dataclass(slots=True)
-class Training:
+class Training(Struct):
     """State sharded over the ranks as FSDP2 shards it, and the steps that change it.
 
     ``state`` is the nested state dict: DTensors of ``Shard(0)``, and plain tensors where there is

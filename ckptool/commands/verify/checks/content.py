@@ -7,7 +7,9 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import (
@@ -85,8 +87,7 @@ def _has_container(entry: TensorEntry) -> bool:
     return any(isinstance(chunk.at, Container) for chunk in entry.chunks)
 
 
-@dataclass(slots=True)
-class Views:
+class Views(Struct):
     """The places of tensors' elements: runs of bytes, and scattered ones to be gathered."""
 
     runs: dict[_Where, list[View]] = field(default_factory=lambda: defaultdict(list))

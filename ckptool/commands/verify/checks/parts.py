@@ -9,7 +9,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from ckptool.core.catalog import Catalog, Chunk, Container, Place, TensorEntry
 from ckptool.serialization.source import edge_spans

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from ckptool.core.catalog import Catalog, Chunk, Container, Place, TensorEntry
 from ckptool.engine.check.spans import ByteSpan

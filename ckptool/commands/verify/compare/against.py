@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
+
+from msgspec import field
+from msgspec.structs import replace
 
 from ckptool.commands.document import Report, document, plain
 from ckptool.commands.open import OpenedCheckpoint, open_checkpoint
@@ -57,18 +59,17 @@ from ckptool.formats.writing import NOT_CARRIED
 from ckptool.storage.url import Location
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class AgainstReport(Report):
+class AgainstReport(Report, frozen=True):
     """The result of the comparison; true if both are equal.
 
     ``verify.nbytes`` were read from both sides together. ``coverage`` is how much of either side
     was compared, None if one cannot be read.
     """
 
-    verify: VerifyReport = field(metadata={"key": None})
-    other: Location = field(metadata={"key": "path"})
-    other_format: str | None = field(metadata={"key": "format"})
-    values: int = field(metadata={"key": "values_compared"})
+    verify: VerifyReport = field(name="_verify")
+    other: Location = field(name="path")
+    other_format: str | None = field(name="format")
+    values: int = field(name="values_compared")
     differing: tuple[DifferingTensor, ...]
     coverage: tuple[Coverage, Coverage] | None
 

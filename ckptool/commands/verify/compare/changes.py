@@ -6,10 +6,10 @@ import math
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from msgspec import Struct
 
 from ckptool.commands.stats import is_numeric
 from ckptool.commands.verify.compare.tensors import DifferingTensor, numbers_of
@@ -37,16 +37,14 @@ class Squares(NamedTuple):
         return math.inf if self.change else self.change
 
 
-@dataclass(frozen=True, slots=True)
-class ChangedTensor:
+class ChangedTensor(Struct, frozen=True):
     """A tensor whose values differ. ``relative`` is None for element types that are not numbers."""
 
     tensor: DifferingTensor
     relative: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class ChangedModule:
+class ChangedModule(Struct, frozen=True):
     """The number of a module's ``tensors`` that changed, and their change together."""
 
     module: str

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+
+from msgspec import Struct
 
 from ckptool.commands.open import OpenedCheckpoint
 from ckptool.commands.options.rewrite import RewriteOptions
@@ -18,8 +20,7 @@ from ckptool.errors import Problem
 from ckptool.storage.url import Location
 
 
-@dataclass(frozen=True, slots=True)
-class Amount:
+class Amount(Struct, frozen=True):
     """A number of tensors with their bytes, and a number of values."""
 
     tensors: int = 0
@@ -39,8 +40,7 @@ class Amount:
         return " and ".join(parts) or "nothing"
 
 
-@dataclass(frozen=True, slots=True)
-class Coverage:
+class Coverage(Struct, frozen=True):
     """What was compared, of everything that one side has."""
 
     compared: Amount
@@ -52,8 +52,7 @@ class Coverage:
         return self.total - self.compared
 
 
-@dataclass(frozen=True, slots=True)
-class Alignment:
+class Alignment(Struct, frozen=True):
     """A rewritten checkpoint, and the part of another one to compare it with.
 
     ``notes`` are remarks on what of either is not compared.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ckptool.commands.document import TOTAL, Report, document, plain
+from msgspec import Struct, field
+
+from ckptool.commands.document import Report, document, plain
 from ckptool.commands.open import no_collecting, open_checkpoint
 from ckptool.commands.options.diff import DiffOptions
 from ckptool.commands.options.read import ReadOptions
@@ -37,19 +38,17 @@ _SHOWN_APART = frozenset(
 _OF_VALUES = ("value", "companion", "excluded", "nothing-compared")
 
 
-@dataclass(frozen=True, slots=True)
-class DiffSide:
+class DiffSide(Struct, frozen=True):
     """One side. ``model`` is the class if it is the model of a config.json."""
 
     path: Location
     format: str | None
-    tensors: int = field(metadata=TOTAL)
-    nbytes: int = field(metadata=TOTAL)
+    tensors: int = field(name="totals.tensors")
+    nbytes: int = field(name="totals.bytes")
     model: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class TensorPairs:
+class TensorPairs(Struct, frozen=True):
     """Tensors of one name whose shapes or element types differ."""
 
     a: TensorEntry
@@ -62,8 +61,7 @@ class TensorPairs:
         return {"tensor": self.a.name, **looks}
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class DiffReport(Report):
+class DiffReport(Report, frozen=True):
     """The differences; true if there are none.
 
     ``changed`` and ``modules`` are empty if values were not compared. ``alike`` tensors have the

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
+
+from msgspec import Struct
 
 from ckptool.commands.open import OpenedCheckpoint
 from ckptool.commands.options.rewrite import MapOptions, RewriteOptions, Selection
@@ -76,8 +77,7 @@ def _tails(name: str) -> Iterator[str]:
             yield name[at + 1 :]
 
 
-@dataclass(frozen=True, slots=True)
-class Fit:
+class Fit(Struct, frozen=True):
     """An option that gives A's tensors more of B's names: ``common`` of ``wanted``."""
 
     option: str

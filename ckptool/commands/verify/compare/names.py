@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
 from typing import NamedTuple
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptool.commands.keymap.assets import QUANTIZATION_FILES, QUANTIZATION_KEYS, assets_in
 from ckptool.commands.keymap.records import CONFIG, DTYPE_KEYS, parse_object
@@ -32,8 +34,7 @@ from ckptool.storage.local import Files
 _LONGEST_SHOWN = 60
 
 
-@dataclass(frozen=True, slots=True)
-class Counterpart:
+class Counterpart(Struct, frozen=True):
     """The part of another checkpoint to compare; ``names`` are its names for these tensors.
 
     ``excluded`` are its other tensors, ``excluded_values`` counts its other values.

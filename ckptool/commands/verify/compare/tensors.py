@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
+from msgspec import Struct, field
 
 from ckptool.commands.options.verify import CompareOptions
 from ckptool.commands.stats import Array, decode, is_numeric
@@ -32,8 +32,7 @@ _AT_ONCE = 1 << 18
 """Elements that are compared as numbers at a time; that takes several times their memory."""
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
+class Difference(Struct, frozen=True):
     """How two tensors differ.
 
     ``elements`` counts differing ones; ``first`` is the index of the first in row-major order,
@@ -47,8 +46,7 @@ class Difference:
     largest: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class DifferingElement:
+class DifferingElement(Struct, frozen=True):
     """One side at an index: the value, the file, and the rank that wrote it if known."""
 
     value: str
@@ -61,14 +59,13 @@ class DifferingElement:
         return self.file if self.rank is None else f"rank {self.rank}, {self.file}"
 
 
-@dataclass(frozen=True, slots=True)
-class DifferingTensor:
+class DifferingTensor(Struct, frozen=True):
     """A tensor whose values differ, with both sides of its first differing element.
 
     ``differing`` of its ``elements`` do; ``largest`` is that of ``Difference``.
     """
 
-    name: str = field(metadata={"key": "tensor"})
+    name: str = field(name="tensor")
     shape: tuple[int, ...]
     elements: int
     differing: int
@@ -99,8 +96,7 @@ def differing_tensor(pair: TensorPair, found: Difference) -> DifferingTensor:
     return DifferingTensor(one.name, one.shape, *counts, found.first, found.largest, *sides)
 
 
-@dataclass(frozen=True, slots=True)
-class TensorComparison:
+class TensorComparison(Struct, frozen=True):
     """Differences by the first one's name; ``unreadable`` has the side, 0 or 1, and its error.
 
     ``ranges`` counts numbers that casts changed to infinity, or saturated: the same on both sides.

@@ -13,8 +13,10 @@ import hashlib
 import json
 import math
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptool.core.catalog import Catalog, ObjectEntry
 from ckptool.errors import Unsupported
@@ -108,8 +110,7 @@ def _scalar(value: Any) -> Any:
     return {"$other": type(value).__name__}
 
 
-@dataclass(frozen=True, slots=True)
-class Unfolded:
+class Unfolded(Struct, frozen=True):
     """A catalog with flattened values; ``origins`` are the values that its values come from."""
 
     catalog: Catalog

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from ckptool.commands.open import OpenedCheckpoint, open_checkpoint
 from ckptool.commands.options.rewrite import RewriteOptions
@@ -59,7 +61,7 @@ def build_manifest(
     require_codes(options.ignore)
     # Ignored damage would count as the truth from then on.
     harmless = [code for code in options.ignore if CODES[code].severity is not Severity.ERROR]
-    options = replace(options, ignore=tuple(harmless))
+    options = dataclasses.replace(options, ignore=tuple(harmless))
     verification = examine(path, options, started, digest=True)
     report, opened = verification.report(), open_unless_damaged(path, options)
     if not report.ok or opened is None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from ckptool.commands.options.rewrite import RewriteOptions
 from ckptool.commands.options.verify import VerifyOptions
@@ -43,7 +45,7 @@ def check_manifest(
     """
     manifest = read_manifest(recorded_in)
     if options.sample == 1 and not options.fail_nonfinite:
-        options = replace(options, quick=True)
+        options = dataclasses.replace(options, quick=True)
     verification, opened = examine(path, options, started), open_unless_damaged(path, options)
     if opened is None:
         summary = f"FAILED: cannot be read, so not compared with {recorded_in}"

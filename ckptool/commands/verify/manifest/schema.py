@@ -24,9 +24,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, to_builtins
 
 from ckptool.commands.verify.compare.values import canonical_text, text_digest
 from ckptool.core.dtype import BY_NAME
@@ -41,8 +42,7 @@ _LARGEST = 1 << 30
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
-@dataclass(frozen=True, slots=True)
-class TensorProof:
+class TensorProof(Struct, frozen=True):
     """A tensor's element type, global shape and SHA-256 of its row-major bytes."""
 
     dtype: str
@@ -50,24 +50,21 @@ class TensorProof:
     sha256: str
 
 
-@dataclass(frozen=True, slots=True)
-class ValueProof:
+class ValueProof(Struct, frozen=True):
     """The SHA-256 of a value's canonical JSON, and that JSON where it is short."""
 
     sha256: str
     json: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class FileProof:
+class FileProof(Struct, frozen=True):
     """A file's size in bytes and SHA-256."""
 
     nbytes: int
     sha256: str
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointManifest:
+class CheckpointManifest(Struct, frozen=True):
     """What a checkpoint of ``format`` contains. ``unproved``: names without a digest, and why."""
 
     format: str
@@ -79,7 +76,7 @@ class CheckpointManifest:
 
 def manifest_text(manifest: CheckpointManifest) -> str:
     """Return the text of a manifest: JSON, one line per entry, its own digest at the end."""
-    content = {"schema": SCHEMA} | asdict(manifest)
+    content = {"schema": SCHEMA} | to_builtins(manifest)
     content["sha256"] = text_digest(canonical_text(content))
     return "{\n" + ",\n".join(_lines(content)) + "\n}\n"
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptool.commands.open import OpenedCheckpoint
 from ckptool.commands.verify.compare.names import readable, unread_notes
@@ -18,8 +20,7 @@ _OF_WHOLE_FILES = frozenset(["rank-copied", "overwrite-interrupted", "item-misma
 """The codes that put everything in a file in doubt."""
 
 
-@dataclass(frozen=True, slots=True)
-class IntactPart:
+class IntactPart(Struct, frozen=True):
     """The intact part of a catalog, and why the rest is not, by name.
 
     ``unproved`` counts tensors in bytes for which no checksum is stored.

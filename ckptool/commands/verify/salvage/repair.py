@@ -9,8 +9,10 @@ from __future__ import annotations
 import struct
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
 from itertools import islice
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptool.commands.open import Survey, scan_options
 from ckptool.commands.options.read import ReadOptions
@@ -31,8 +33,7 @@ from ckptool.storage.local import Files
 _WIDE = struct.Struct("<2H3Q")
 
 
-@dataclass(slots=True)
-class _PaddedFile:
+class _PaddedFile(Struct):
     """A file padded to ``size`` bytes; beyond its own bytes are ``pieces`` by place, and zeros."""
 
     size: int

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-from ckptool.commands.document import TOTAL, Report
+from msgspec import field
+
+from ckptool.commands.document import Report
 from ckptool.commands.open import OpenedCheckpoint, survey
 from ckptool.commands.options.verify import SalvageOptions
 from ckptool.commands.transfer.report import target_notes
@@ -36,8 +37,7 @@ _AGAIN = "run the same command with --overwrite"
 _MARK = b'{\n "schema": "ckptool.salvage/'
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class SalvageReport(Report):
+class SalvageReport(Report, frozen=True):
     """What is intact and what is lost of the checkpoint at ``path``; true if nothing is lost.
 
     ``lost`` maps names to why; ``problems`` are other problems of the source, ``unknown`` what no
@@ -52,8 +52,8 @@ class SalvageReport(Report):
     format: str
     target: str
     target_format: str
-    tensors: int = field(metadata=TOTAL)
-    values: int = field(metadata=TOTAL)
+    tensors: int = field(name="totals.tensors")
+    values: int = field(name="totals.values")
     nbytes: int
     unproved: int
     lost: Mapping[str, str]
@@ -74,11 +74,10 @@ class SalvageReport(Report):
         return not (self.lost or self.problems or self.unknown or left)
 
 
-@dataclass(frozen=True, slots=True)
-class Salvage(Transfer[SalvageReport]):
+class Salvage(Transfer[SalvageReport], frozen=True, kw_only=True):
     """The plan to write what is intact of a damaged checkpoint, and the list beside it."""
 
-    listing: Listing = field(kw_only=True)
+    listing: Listing
 
     def run(
         self,

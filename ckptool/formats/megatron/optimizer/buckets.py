@@ -17,8 +17,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import Chunk, TensorEntry
@@ -171,16 +173,14 @@ def _select_parameters(chunks: list[Chunk]) -> list[Chunk]:
     return kept
 
 
-@dataclass(frozen=True, slots=True)
-class Bucket:
+class Bucket(Struct, frozen=True):
     """A saved bucket of ``numel`` elements, and where its stored chunks begin and end."""
 
     numel: int
     cuts: Set[int] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class BucketSlot:
+class BucketSlot(Struct, frozen=True):
     """The place of a parameter: elements ``start`` to ``stop`` of a bucket."""
 
     bucket: int
@@ -262,8 +262,7 @@ def _pack(numels: Sequence[int]) -> list[BucketSlot]:
     return slots[::-1]
 
 
-@dataclass(frozen=True, slots=True)
-class _Way:
+class _Way(Struct, frozen=True):
     """A way to fill the run, up to a parameter: valid for bucket sizes above ``least``.
 
     ``left`` parameters remain; the run and the buffer have reached ``run`` and ``buffer``, the

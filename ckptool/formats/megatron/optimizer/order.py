@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from graphlib import CycleError, TopologicalSorter
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.views import join
@@ -212,8 +214,7 @@ _NUMBERED_EXPERT = re.compile(r"(.*\bmlp\.experts\.experts\.)([0-9]{1,7})\.(.+)"
 _HALF = re.compile(r"(.*\blinear_fc1\.(?:weight|bias))_[wv]")
 
 
-@dataclass(frozen=True, slots=True)
-class LayerKey:
+class LayerKey(Struct, frozen=True):
     """The place of a key: ``{prefix}{number}.{inner}``, the expert, and dims that count layers."""
 
     prefix: str
@@ -223,8 +224,7 @@ class LayerKey:
     stacked: int
 
 
-@dataclass(slots=True)
-class Layer:
+class Layer(Struct):
     """One layer; ``keys`` are its keys in the checkpoint, by their inner name and expert."""
 
     prefix: str

@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptool.core.catalog import Extent
 from ckptool.core.sharding.tensor_parallel import TpRule
@@ -55,8 +57,7 @@ _MOST_BLOCKS = 100
 _EMBEDDINGS = (*_SHARED, "embedding.position_embeddings.weight")
 
 
-@dataclass(frozen=True, slots=True)
-class GatheredBuffer:
+class GatheredBuffer(Struct, frozen=True):
     """One saved buffer: its parameters' element type, and the runs of each kind of state."""
 
     dtype: str | None

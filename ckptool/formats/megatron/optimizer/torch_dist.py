@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
 from operator import attrgetter
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.sharding.tensor_parallel import RankCut, fit_rank
@@ -139,8 +141,7 @@ def _find_writers(state: Iterable[TensorEntry]) -> dict[Group, set[int]]:
     return writers
 
 
-@dataclass
-class Stages:
+class Stages(Struct, dict=True):
     """The model's tensors, and the group of each rank of the save.
 
     ``orders`` caches the orders of layers by their keys.

@@ -225,7 +225,7 @@ def test_what_the_plan_itself_gets_wrong_is_found(
             ]
 
     def wrong(chunk: Any) -> Any:
-        from dataclasses import replace
+        from msgspec.structs import replace
 
         at = replace(chunk.at, offset=chunk.at.offset + 4, record=None)
         return replace(chunk, at=at)

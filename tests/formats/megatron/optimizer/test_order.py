@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple
-
 import pytest
+from msgspec.structs import astuple
 
 from ckptool.errors import Undetermined
 from ckptool.formats.megatron.optimizer.order import (
