@@ -30,7 +30,7 @@ from ckptool.commands.transfer.transfer import (
 from ckptool.core.catalog import Catalog
 from ckptool.core.layout import Layout
 from ckptool.core.plan import Plan
-from ckptool.core.quantization.names import kinds, quantized_names
+from ckptool.core.quantization.names import is_plain, kinds, quantized_names
 from ckptool.core.selection import unwrapping_rule, wrappers_of
 from ckptool.core.state_category import state_category
 from ckptool.core.text import one_of, plural
@@ -80,15 +80,11 @@ def prepare(
     layout = with_assets(layout, assets, rewritten.map, catalog, writer)
     if selection.peft_adapter and writer.is_model_folder:
         layout = with_adapter_config(opened, catalog, layout)
-    if options.rewrite.dequantize:
+    partial = bool(selection.select or selection.drop)
+    if options.rewrite.dequantize or (is_plain(catalog) and not partial):
         layout = drop_quantization_config(opened, layout)
-    layout = with_true_configs(
-        opened,
-        catalog,
-        layout,
-        cast=bool(rewritten.cast or rewritten.dequantized),
-        partial=bool(selection.select or selection.drop),
-    )
+    cast = bool(rewritten.cast or rewritten.dequantized)
+    layout = with_true_configs(opened, catalog, layout, cast=cast, partial=partial)
     plan = Plan(catalog, layout)
     report = ConvertReport.of(
         opened,

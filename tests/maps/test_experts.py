@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from inspect import signature
 from pathlib import Path
@@ -386,6 +387,70 @@ def test_the_hubs_names_are_written_and_those_of_save_pretrained_read(
     loaded, info = type(made).from_pretrained(tmp_path / "hub", output_loading_info=True)
     assert not any(info.values())
     assert {name: bits(tensor) for name, tensor in loaded.state_dict().items()} == state
+
+
+EIGHT_BITS = re.compile(
+    r".*(\.attn\.(\w+\.)?w(q_a|q_b|kv|o_a|o_b)|shared_experts\.w\d|mtp\.0\.e_proj)\.weight"
+)
+FOUR_BITS = re.compile(r".*\.experts\.\d+\.w\d\.weight")
+QUANTIZED = {"quant_method": "fp8", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
+
+
+def deepseek_of_the_hub(folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:
+    """DeepSeek V4 as released, with a layer that predicts more; its model and numbers.
+
+    Experts have two floats of four bits in an int8, other projections are FP8 in blocks. The model
+    is what transformers loads from the numbers, as ``Fp8Dequantize`` makes them.
+    """
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    sizes = SMALL | FAMILIES["DeepseekV4"] | {"hidden_size": 64, "intermediate_size": 32}
+    sizes |= {"q_lora_rank": 32, "o_lora_rank": 32, "moe_intermediate_size": 32}
+    made = transformers.DeepseekV4ForCausalLM(transformers.DeepseekV4Config(**sizes)).bfloat16()
+    made.save_pretrained(folder / "bare")
+    file = load_file(folder / "bare" / "model.safetensors")
+    file = {on_the_hub("DeepseekV4", name): tensor for name, tensor in file.items()}
+    last = {
+        name: tensor for name, tensor in file.items() if re.match(r"layers\.1\.(ffn|hc_)", name)
+    }
+    file |= {name.replace("layers.1.", "mtp.0."): tensor.clone() for name, tensor in last.items()}
+    file |= {"mtp.0.e_proj.weight": torch.randn(64, 64), "mtp.0.enorm.weight": torch.randn(64)}
+    stored, numbers = {}, {}
+    for name, tensor in file.items():
+        stored[name] = numbers[name] = tensor.float() if tensor.is_floating_point() else tensor
+        rows, columns = tensor.shape if tensor.dim() == 2 else (0, 0)
+        grid = (rows, columns // 32) if FOUR_BITS.fullmatch(name) else (1, 1)
+        if FOUR_BITS.fullmatch(name):
+            stored[name] = torch.randint(-128, 128, (rows, columns // 2)).to(torch.int8)
+        elif EIGHT_BITS.fullmatch(name):
+            stored[name] = torch.randn(rows, columns).to(torch.float8_e4m3fn)
+        if stored[name].element_size() == 1:
+            exponents = torch.exp2(torch.randint(-9, 9, grid).float()).to(torch.float8_e8m0fnu)
+            stored[name.replace(".weight", ".scale")] = exponents
+            dequantize = Fp8Dequantize(None)._dequantize_one
+            numbers[name] = dequantize(stored[name], exponents, torch.bfloat16)
+    config = json.loads((folder / "bare" / "config.json").read_text())
+    (folder / "hub").mkdir()
+    save_file(stored, folder / "hub" / "model.safetensors", {"format": "pt"})
+    config |= {"quantization_config": QUANTIZED, "expert_dtype": "fp4"}
+    (folder / "hub" / "config.json").write_text(json.dumps(config))
+    return made, numbers
+
+
+def test_deepseek_v4_of_the_hub_becomes_the_model_in_memory_and_comes_back(tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    made, numbers = deepseek_of_the_hub(tmp_path)
+    quantized: dict[str, Any] = {"dequantize": True, "map": MapOptions(experts="packed")}
+    convert_to("dcp", tmp_path / "hub", tmp_path / "dcp", **quantized)
+    state = flat(load_dcp(tmp_path / "dcp"))
+    config = MapOptions(experts="separate", assets=tmp_path / "hub")
+    convert_to("hf", tmp_path / "dcp", tmp_path / "back", map=config)
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert {n: bits(t) for n, t in back.items()} == {n: bits(t) for n, t in numbers.items()}
+    loaded = type(made).from_pretrained(tmp_path / "back", dtype="auto").state_dict()
+    assert {*state} - {*loaded} == {name for name in numbers if name.startswith("mtp.")}
+    for name, tensor in loaded.items():
+        assert bits(state[name].to(tensor.dtype)) == bits(tensor), name
 
 
 @pytest.mark.parametrize("family", OF_THEIR_OWN)

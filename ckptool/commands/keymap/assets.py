@@ -36,7 +36,9 @@ if TYPE_CHECKING:
 
 _LARGEST = 1 << 24
 _MOST_SHOWN = 6
-QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+_DECLARING = ("quantization_config", "compression_config")
+QUANTIZATION_KEYS = (*_DECLARING, "expert_dtype")
+"""Keys that say how weights are quantized; the last is DeepSeek V4's, beside the others."""
 _ADAPTER = "adapter_config.json"
 _TOKENIZERS = frozenset(
     "tokenizer.json tokenizer.model tokenizer_config.json vocab.json vocab.txt spiece.model".split()
@@ -139,7 +141,7 @@ def drop_quantization_config(opened: OpenedCheckpoint, layout: Layout) -> Layout
     )
     if files == kept:
         return replace(layout, files=files)
-    note = f"{CONFIG}: quantization_config removed"
+    note = f"{CONFIG}: quantization_config removed, as no tensor is quantized any more"
     return replace(layout, files=files, notes=(*layout.notes, note))
 
 
@@ -236,7 +238,7 @@ def quantization_config(opened: OpenedCheckpoint, assets: Path | None) -> Mappin
             if Path(part.file).name != name:
                 continue
             content = read_object(opened, part)
-            inside = [c[key] for c in _models(content) for key in QUANTIZATION_KEYS if key in c]
+            inside = [c[key] for c in _models(content) for key in _DECLARING if key in c]
             for config in [content.get("quantization", content)] if method else inside:
                 if isinstance(config, dict) and config:
                     return {"quant_method": method, **config} if method else config

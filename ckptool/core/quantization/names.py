@@ -32,6 +32,7 @@ _MARKED = re.compile(
 )
 """A text that each of these names contains somewhere, and few others do."""
 _COARSE = re.compile(r"(float8_e[45].*|float4.*|u?int[1-8])")
+_WORDY = re.compile(r"u?int(16|32)")
 _DEEPEST = 3
 
 
@@ -70,6 +71,15 @@ def _kind(catalog: Catalog, name: str) -> str | None:
     packed = _WORDS.fullmatch(name)
     is_awq = packed and f"{packed[1]}.g_idx" not in catalog.tensors
     return "AWQ" if is_awq else None
+
+
+def is_plain(catalog: Catalog) -> bool:
+    """Return whether no tensor can be quantized: no matrix is of few bits, or of packed words.
+
+    The longest integers are no such words: some models have tables of them (DeepSeek V4).
+    """
+    types = {entry.dtype.name for entry in catalog.tensors.values() if len(entry.shape) > 1}
+    return not any(_COARSE.fullmatch(name) or _WORDY.fullmatch(name) for name in types)
 
 
 def unknown_kind(catalog: Catalog, entry: TensorEntry) -> Unsupported | None:

@@ -289,6 +289,26 @@ def test_nor_does_the_config_of_assets(out: Path) -> None:
     assert json.loads((out / "m/config.json").read_text()) == {"model_type": "x"}
 
 
+@pytest.mark.parametrize(("weight", "says"), [(torch.ones(2, 2), False), (None, True)])
+def test_the_config_of_a_quantized_model_says_nothing_of_weights_that_were_trained(
+    weight: torch.Tensor | None, says: bool, out: Path
+) -> None:
+    """As where the assets are those of the model that training began with."""
+    config = {"model_type": "x", "expert_dtype": "fp4", "quantization_config": QUANTIZED}
+    saved(deepseek(), out / "assets", config)
+    (out / "assets/hf_quant_config.json").write_text("{}")
+    state = deepseek() if weight is None else {"w": weight, "table": torch.ones(2, 2).long()}
+    dcp.save(state, checkpoint_id=out / "run", no_dist=True)
+    options = MapOptions(assets=out / "assets")
+    report = convert_to("hf", out / "run", out / "m", map=options)
+    assert json.loads((out / "m/config.json").read_text()) == (
+        config if says else {"model_type": "x"}
+    )
+    assert (out / "m/hf_quant_config.json").exists() == says
+    assert any("quantization_config removed" in note for note in report.notes) != says
+    assert ckptool.compare(out / "run", out / "m", hf_assets=out / "assets")
+
+
 @pytest.mark.parametrize(
     ("name", "tensor", "kind"),
     [

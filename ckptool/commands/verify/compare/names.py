@@ -19,6 +19,7 @@ from ckptool.commands.stats import is_numeric
 from ckptool.commands.verify.compare.values import value_digest
 from ckptool.core.casts import can_cast
 from ckptool.core.catalog import Catalog, ScaledBlocks, TensorEntry, coverage_problem
+from ckptool.core.quantization.names import is_plain
 from ckptool.core.selection import keep_names, matches
 from ckptool.core.state_category import state_category, state_category_of_name, weights
 from ckptool.core.text import plural
@@ -248,19 +249,19 @@ def differing_companions(
 
     These are config.json, tokenizer and similar files. The files of ``--hf-assets``, which
     ``convert`` copies, replace those of the same name. A config.json that differs only in element
-    type is equal, and so is one that differs in a quantization that was removed: tensors are
-    compared separately. Raises NotFound if a file cannot be read, UsageError if there are no
-    assets.
+    type is equal, and so is one that differs in a quantization that was removed, as nothing in B
+    is quantized: tensors are compared separately. Raises NotFound if a file cannot be read,
+    UsageError if there are no assets.
     """
     mine, theirs = _companions(one), _companions(other)
     assets = rewriting.map.assets
     besides: tuple[str, ...] = DTYPE_KEYS
-    if rewriting.dequantize:
-        besides += QUANTIZATION_KEYS
-        mine = {name: each for name, each in mine.items() if name not in QUANTIZATION_FILES}
     if assets is not None:
         source, sizes = assets_in(assets)
         mine |= {name: _Companion(source, name, size) for name, size in sizes.items()}
+    if rewriting.dequantize or is_plain(other.catalog):
+        besides += QUANTIZATION_KEYS
+        mine = {name: each for name, each in mine.items() if name not in QUANTIZATION_FILES}
     for name, companion in mine.items():
         counter = theirs.get(name)
         if counter is None:
