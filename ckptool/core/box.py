@@ -234,7 +234,9 @@ def is_grid(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
     if isinstance(boxes, BoxTable):
         return boxes.is_grid(shape)
     if len(boxes) == 1:
-        return tuple(boxes[0]) == ((0,) * len(shape), tuple(shape)) and min(shape, default=0) >= 0
+        lo, hi = boxes[0]
+        is_whole = hi == tuple(shape) and len(lo) == len(hi) and not any(lo)
+        return is_whole and min(shape, default=0) >= 0
     if not boxes or len(set(boxes)) != len(boxes):
         return False
     if any(len(box.lo) != len(shape) for box in boxes):

@@ -44,8 +44,8 @@ def state_category(entry: TensorEntry | ObjectEntry) -> str:
 
 def state_category_of_name(name: str, path: Path) -> str:
     """Return ``model``, ``optimizer`` or ``other``, by a name alone."""
-    first = (str(path[0]) if path else name).partition(".")[0].partition("@")[0]
-    return _category_of_step(first) or ("optimizer" if _is_of_optimizer(name) else "model")
+    category = _category_of_step(_head(str(path[0]) if path else name))
+    return category or ("optimizer" if "state" in name and _is_of_optimizer(name) else "model")
 
 
 def is_state_of_optimizer(name: str) -> bool:
@@ -58,7 +58,7 @@ def is_state_of_optimizer(name: str) -> bool:
 
 
 def _is_of_optimizer(name: str) -> bool:
-    return "state" in name and _OF_AN_OPTIMIZER.fullmatch(name) is not None
+    return _OF_AN_OPTIMIZER.fullmatch(name) is not None
 
 
 @lru_cache(1 << 12)
@@ -134,14 +134,14 @@ def _parts_in_container(head: str, names: list[str]) -> dict[str, str]:
     Composer saves ``state.model`` and ``state.optimizers``, torch's own tutorial ``app.model`` and
     ``app.optim``.
     """
-    inner = {name: _head(name[len(head) + 1 :]) for name in names}
-    steps = set(inner.values())
+    below = len(head) + 1
+    steps = {_head(name[below:]) for name in names}
     has_optimizer = any(
         _category_of_step(s) == "optimizer" and not _KINDS.fullmatch(s) for s in steps
     )
     if not has_optimizer or not any(map(_WRAPPER.fullmatch, steps)):
         return {}
-    return {name: _category_of_step(step) or "model" for name, step in inner.items()}
+    return {name: _category_of_step(_head(name[below:])) or "model" for name in names}
 
 
 def _beside_param_groups(catalog: Catalog) -> Iterator[str]:
@@ -241,7 +241,8 @@ def _prefix_in_container(names: Collection[str], catalog: Catalog) -> str | None
 
 
 def _head(name: str) -> str:
-    return name.partition(".")[0].partition("@")[0]
+    head = name.partition(".")[0]
+    return head.partition("@")[0] if "@" in head else head
 
 
 def model_prefix(catalog: Catalog) -> str | None:

@@ -186,18 +186,12 @@ def _is_error(why: str) -> bool:
 
 def shares_of(entries: Iterable[TensorEntry]) -> tuple[PartShare, ...]:
     """Sum up tensors by part and element type, the largest type of a part first."""
-    groups: dict[tuple[str, DType], list[TensorEntry]] = {}
+    groups: dict[tuple[str, DType], list[int]] = {}
     for entry in entries:
-        groups.setdefault((state_category(entry), entry.dtype), []).append(entry)
+        groups.setdefault((state_category(entry), entry.dtype), []).append(entry.elements)
     shares = [
-        PartShare(
-            part,
-            dtype,
-            len(members),
-            sum(entry.elements for entry in members),
-            sum(entry.nbytes for entry in members),
-        )
-        for (part, dtype), members in groups.items()
+        PartShare(part, dtype, len(sizes), sum(sizes), sum(sizes) * dtype.itemsize)
+        for (part, dtype), sizes in groups.items()
     ]
     return tuple(
         sorted(shares, key=lambda s: (STATE_CATEGORIES.index(s.part), -s.nbytes, s.dtype.name))

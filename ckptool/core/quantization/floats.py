@@ -15,6 +15,7 @@ from ckptool.core.views import insert_dim, permute
 _INVERSE, _BLOCKS, _SCALES, _SCALE = "_scale_inv", "_blocks", "_scales", ".weight_scale"
 _PACKED = ".weight_packed"
 _PLAIN_SCALE = ".scale"
+_ENDS = (_INVERSE, _PLAIN_SCALE, _SCALE, _SCALES, _PACKED)
 _MX_GROUP, _NV_GROUP = 32, 16
 _BLOCK = (128, 128)
 """DeepSeek-V3's, if no config states another size."""
@@ -32,6 +33,8 @@ def find_floats(tensors: Tensors) -> Iterator[Quantized]:
     floats of four bits each, as transformers 5.23 reads them.
     """
     for name, entry in tensors.items():
+        if not name.endswith(_ENDS):
+            continue
         if name.endswith((_INVERSE, _PLAIN_SCALE)):
             own = name.removesuffix(_INVERSE)
             own = own if own != name else f"{name.removesuffix(_PLAIN_SCALE)}.weight"
