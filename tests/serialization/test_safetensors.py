@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from ckptool.core.box import Box
 from ckptool.core.dtype import BY_NAME, BY_SAFETENSORS
 from ckptool.core.layout import Data
 from ckptool.errors import Damaged, Unsupported
+from ckptool.serialization import safetensors_header
 from ckptool.serialization.safetensors import (
     OutgoingSlice,
     lay_out_safetensors,
@@ -147,6 +149,45 @@ def test_any_bytes_are_refused_or_read(data: bytes) -> None:
     except Damaged:
         return
     assert looks_like_safetensors(data[:9], len(data))
+
+
+BESIDE = {"__metadata__": {"format": "pt"}, "b": {"dtype": "BF16", "shape": [], "x": 1}} | GOOD
+INSERTED = [
+    b'"dtype":"F32",',
+    b'"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},',
+    b'"b":{"dtype":"F32","shape":[0],"x":1},',
+    b'"b":{"dtype":"F32","data_offsets":[0,0],"x":1},',
+    b'"b":{"shape":[0],"data_offsets":[0,0],"x":1},',
+    b'"b":{"dtype":"F32","shape":[-2,-1],"data_offsets":[0,8]},',
+    b'"__metadata__":{"x":1},',
+    b'"__metadata__":{"x":"1","x":"1"},',
+    b'"__metadata__":null,',
+]
+REPLACED = [b"null", b"true", b"2.0", b"-0", b"NaN", b"01", b"1e1", b"[]", b'"F4"', b"9" * 19]
+
+
+def test_a_header_at_once_is_what_it_is_entry_by_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [json.dumps(header).encode() for header in (GOOD, BESIDE)]
+    texts += [b"{" + more + text[1:] for text in texts for more in INSERTED]
+    texts += [
+        text[: found.start()] + other + text[found.end() :]
+        for text in texts[:2]
+        for found in re.finditer(rb'[0-9]+|"[^"]*"|\[[^]]*]', text)
+        for other in REPLACED
+    ]
+    texts += [t[:at] + bytes([t[at] ^ 1]) + t[at + 1 :] for t in texts[:2] for at in range(len(t))]
+    at_once = [outcome(text) for text in texts]
+    assert len({*at_once}) > 20
+    assert safetensors_header._read_valid(texts[0], "f", 0)
+    monkeypatch.setattr(safetensors_header, "_read_valid", lambda *_: read(b""))  # Damaged
+    assert at_once == [outcome(text) for text in texts]
+
+
+def outcome(text: bytes) -> str:
+    try:
+        return repr(read(file_of(text)))
+    except Damaged as error:
+        return str(error)
 
 
 def test_four_bit_elements_are_counted_in_pairs(tmp_path: Path) -> None:

@@ -32,9 +32,7 @@ def find_floats(tensors: Tensors) -> Iterator[Quantized]:
     DeepSeek-V4: ``X.scale`` for ``X.weight_scale_inv``, in exponents; ``X.weight`` in int8 is two
     floats of four bits each, as transformers 5.23 reads them.
     """
-    for name, entry in tensors.items():
-        if not name.endswith(_ENDS):
-            continue
+    for name, entry in ((n, e) for n, e in tensors.items() if n.endswith(_ENDS)):
         if name.endswith((_INVERSE, _PLAIN_SCALE)):
             own = name.removesuffix(_INVERSE)
             own = own if own != name else f"{name.removesuffix(_PLAIN_SCALE)}.weight"

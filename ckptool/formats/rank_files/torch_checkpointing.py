@@ -20,7 +20,8 @@ from ckptool.errors import Damaged, coded
 from ckptool.serialization.archive.dtensor import DTensorShare, make_placement, read_flat_ints
 from ckptool.serialization.archive.tensors import Storage, StoredTensor, read_natural, read_sizes
 from ckptool.serialization.pickle.load import read_pickle
-from ckptool.serialization.safetensors import StoredSlice, read_safetensors
+from ckptool.serialization.safetensors import read_safetensors
+from ckptool.serialization.safetensors_header import StoredSlice
 from ckptool.serialization.source import Source, read_metadata
 from ckptool.serialization.state_dict.leaves import Leaf, PlainLeaf, ShareLeaf
 
