@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from itertools import islice
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ckptool.errors import Damaged
 from ckptool.serialization.file_kinds import HEAD, detect_placeholder
@@ -13,6 +13,16 @@ LARGEST = 1 << 29
 """Bytes of the largest pickle that is read."""
 LARGEST_IN_ROWS = 1 << 32
 """Bytes of the largest one of which all but ``LARGEST`` are rows that become columns."""
+
+
+class SpanReader(Protocol):
+    """Reads many spans; files may stay open until it is closed."""
+
+    def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` from ``offset``; Damaged if the file ends before."""
+
+    def close(self) -> None:
+        """Close all files."""
 
 
 class Source(Protocol):
@@ -29,11 +39,27 @@ class Source(Protocol):
     def read(self, file: str, offset: int, nbytes: int) -> bytes:
         """Return exactly ``nbytes`` bytes at ``offset``; Damaged if the file ends before."""
 
+    def reader(self) -> SpanReader:
+        """Return a reader of many spans."""
+
     def narrowed(self, folder: str) -> Source:
         """Return the part below a subfolder, as a source of its own."""
 
     def expect(self, spans: Iterable[tuple[str, int, int]]) -> None:
         """Announce the next reads: file, offset and bytes. A store fetches them ahead."""
+
+
+class EachRead(NamedTuple):
+    """Reads spans of a source that cannot keep files open."""
+
+    source: Source
+
+    def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` from ``offset``; Damaged if the file ends before."""
+        buffer[:] = self.source.read(file, offset, len(buffer))
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
 def require(source: Source, file: str, *, wanted_by: str) -> int:

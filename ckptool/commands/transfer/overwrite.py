@@ -21,7 +21,7 @@ from ckptool.formats import detect
 from ckptool.formats.base import EXTRA, Format, ScanOptions
 from ckptool.formats.companions import MEGATRON, RELEASE, is_of_model, latest_folder
 from ckptool.serialization.archive.write import is_written_here
-from ckptool.serialization.source import Source
+from ckptool.serialization.source import EachRead, Source
 from ckptool.storage.commit_note import UNFINISHED, side_name
 from ckptool.storage.local import Files, LocalSource
 from ckptool.storage.url import Location
@@ -130,6 +130,10 @@ class _MixedSource:
         """Read exactly ``nbytes`` at ``offset``; Damaged if the file ends before."""
         source = self._new if file in self._new.files else self.kept
         return source.read(file, offset, nbytes)
+
+    def reader(self) -> EachRead:
+        """Return a reader of many spans."""
+        return EachRead(self)
 
     def narrowed(self, folder: str) -> _MixedSource:
         """Return the part below a subfolder, as a source of its own."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from ckptool.core.box import distinct
 from ckptool.core.catalog import UNREAD, Catalog, ObjectEntry, TensorEntry, merge_copies
 from ckptool.core.sharding.infer import with_inferred_mesh
 from ckptool.core.sharding.table import ItemTable, Joined
@@ -140,7 +141,7 @@ def _files_of(tables: Sequence[ItemTable]) -> set[str]:
         return set()
     import numpy as np
 
-    numbers = np.unique(np.concatenate([table.file_numbers for table in tables]))
+    numbers = distinct(np.concatenate([table.file_numbers for table in tables]))
     return {tables[0].files[number] for number in numbers.tolist()}
 
 

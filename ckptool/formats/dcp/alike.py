@@ -1,15 +1,15 @@
-"""Similar items of small tensors, opened many at a time.
+"""Similar items, opened many at a time.
 
 torch writes the items of tensors of one shape and type as archives of the same bytes, except for
-the elements and their CRC-32 (torch 2.1 to 2.13). One is opened; the others are compared with it,
-one window of a file at a time, in everything that its opening read. An item that differs is left to
-``locate_item``, which reports why.
+the elements and their CRC-32 (torch 2.1 to 2.13). One is opened; the others are compared with it in
+everything that its opening read. An item that differs is left to ``locate_item``, which reports
+why.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any, NamedTuple
 
 from ckptool.core.catalog import Extent, Record
@@ -17,13 +17,12 @@ from ckptool.core.dtype import DType
 from ckptool.errors import CkptoolError
 from ckptool.formats.dcp.opening import Item, locate_item
 from ckptool.serialization.archive.cached import CachedArchive, match_cached
-from ckptool.serialization.source import EDGE, Source
+from ckptool.serialization.source import Source, SpanReader, edge_spans
 from ckptool.serialization.zip import CRC32_NBYTES, Region
 
-_LARGEST = 4 * EDGE
-"""Bytes of the largest item that is read whole to open it."""
 _FEWEST = 16
-_WINDOW, _NEAR = 1 << 20, 1 << 12
+_AT_ONCE = 256
+"""Items that are compared together."""
 
 Kind = tuple[int, DType, tuple[int, ...]]
 """Bytes of an item, and the type and shape that the metadata says it has."""
@@ -37,11 +36,11 @@ def kind_of(item: Item) -> Kind:
 
 
 def locate_alike(source: Source, items: Iterable[Item]) -> AlikePlaces:
-    """Return the places of the elements of small items that are similar to an opened one."""
+    """Return the places of the elements of items that are similar to an opened one."""
     by_kind: dict[Kind, dict[str, list[int]]] = {}
     firsts: dict[Kind, Item] = {}
     for item in items:
-        if item.at.nbytes <= _LARGEST and not item.at.transforms:
+        if not item.at.transforms:
             kind = kind_of(item)
             by_kind.setdefault(kind, {}).setdefault(item.at.file, []).append(item.at.offset)
             firsts.setdefault(kind, item)
@@ -88,47 +87,54 @@ class _Model(NamedTuple):
         """Yield the places of the elements of a file's items at these offsets, with each offset."""
         start, inside = self.place.offset - self.offset, self.record.offset - self.offset
         strides, nbytes, ops = self.place.strides, self.record.nbytes, self.place.ops
-        for window in _windows(offsets, self.nbytes):
-            crcs: list[int] = []
-            with suppress(CkptoolError):  # reported when each is opened
-                crcs = self._checksums(source, file, window)
-            for at, crc in zip(window, crcs, strict=False):
-                if crc:
-                    record = Record(file, at + inside, nbytes, crc)
-                    yield Extent(file, at + start, strides, record, ops), at
+        last = source.files.get(file, 0) - self.nbytes
+        within = [at for at in offsets if 0 <= at <= last]
+        with closing(source.reader()) as reader:
+            for first in range(0, len(within), _AT_ONCE):
+                some, crcs = within[first : first + _AT_ONCE], list[int]()
+                with suppress(CkptoolError):  # reported when each is opened
+                    crcs = self._checksums(self._read(reader, file, some))
+                for at, crc in zip(some, crcs, strict=False):
+                    if crc:
+                        record = Record(file, at + inside, nbytes, crc)
+                        yield Extent(file, at + start, strides, record, ops), at
 
-    def _checksums(self, source: Source, file: str, offsets: Sequence[int]) -> list[int]:
+    @property
+    def _edges(self) -> int:
+        """Bytes that are read of an item to open it."""
+        return sum(nbytes for _, _, nbytes in edge_spans("", 0, self.nbytes))
+
+    def _read(self, reader: SpanReader, file: str, offsets: Sequence[int]) -> bytearray:
+        """Return what is read of each item to open it, one after another."""
+        data, done = bytearray(self._edges * len(offsets)), 0
+        with memoryview(data) as memory:
+            for at in offsets:
+                for _, start, nbytes in edge_spans(file, at, self.nbytes):
+                    reader.read_into(file, start, memory[done : done + nbytes])
+                    done += nbytes
+        return data
+
+    def _checksums(self, data: bytearray) -> list[int]:
         """Return the CRC-32 that each item records, 0 for those that are not similar."""
         import numpy as np
-        from numpy.lib.stride_tricks import sliding_window_view
 
-        first = offsets[0]
-        data = np.frombuffer(source.read(file, first, offsets[-1] + self.nbytes - first), "u1")
-        begins, done = np.array(offsets) - first, 0
+        size = self._edges
+        items = np.frombuffer(data, "u1").reshape(-1, size)
+        skipped = self.nbytes - size  # between both ends, in the second half of which the last are
 
         def bytes_at(start: int, nbytes: int) -> Any:
-            """Return these bytes of each item: nothing else, as items may overlap."""
-            return sliding_window_view(data, nbytes)[begins + start]
+            """Return these bytes of each item."""
+            start -= skipped if start >= size // 2 else 0
+            return items[:, start : start + nbytes]
 
-        is_alike, read = np.ones(len(begins), bool), np.frombuffer(self.archive.read, "u1")
+        is_alike = np.ones(len(items), bool)
+        read, done = np.frombuffer(self.archive.read, "u1"), 0
         for start, end in self.archive.spans:
             is_alike &= (bytes_at(start, end - start) == read[done : done + end - start]).all(
                 axis=1
             )
             done += end - start
         (noted,) = self.archive.noted.values()
-        crcs = bytes_at(noted, CRC32_NBYTES).view("<u4")[:, 0]
+        crcs = np.ascontiguousarray(bytes_at(noted, CRC32_NBYTES)).view("<u4")[:, 0]
         found: list[int] = np.where(is_alike, crcs, 0).tolist()
         return found
-
-
-def _windows(offsets: Sequence[int], nbytes: int) -> Iterator[list[int]]:
-    """Yield offsets, in order, of items that are close enough to be read at once."""
-    window: list[int] = []
-    for at in offsets:
-        if window and (at - window[-1] > nbytes + _NEAR or at + nbytes - window[0] > _WINDOW):
-            yield window
-            window = []
-        window.append(at)
-    if window:
-        yield window

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from msgspec import Struct, field
 
-from ckptool.core.box import BoxTable
+from ckptool.core.box import BoxTable, distinct
 from ckptool.core.catalog import Container
 from ckptool.core.sharding.table import ChunkTable, ItemTable
 from ckptool.errors import Damaged
@@ -273,10 +273,8 @@ def _match(shape: tuple[int, ...], boxes: BoxTable, dims: Any, lows: Any) -> Any
 
 def _objects(rows: Rows, name: str) -> list[Any]:
     """Return what a field refers to, each once."""
-    import numpy as np
-
     kinds, numbers = rows.columns[name]
-    return [rows.objects[code] for code in np.unique(numbers[kinds == OBJECT, 0]).tolist()]
+    return [rows.objects[code] for code in distinct(numbers[kinds == OBJECT, 0]).tolist()]
 
 
 def _texts(rows: Rows, name: str, known: dict[str, int]) -> Any:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
+from ckptool.core.box import distinct
 from ckptool.serialization.pickle.records import TORCH_SIZE, RowObjects
 from ckptool.serialization.pickle.rows import (
     INTEGER,
@@ -204,7 +205,7 @@ class RowReader:
         import numpy as np
 
         good &= column.kinds == OBJECT
-        references = np.unique(column.numbers[good, 0]).tolist()
+        references = distinct(column.numbers[good, 0]).tolist()
         if any(self._value(reference) is not TORCH_SIZE for reference in references):
             good[:] = False
         opcodes = self._bytes[begin]

@@ -1,7 +1,9 @@
-"""Similar items of small tensors, opened many at a time, with the result of opening each alone."""
+"""Similar items, opened many at a time, with the result of opening each alone."""
 
 from __future__ import annotations
 
+import re
+from operator import add
 from pathlib import Path
 
 import pytest
@@ -19,14 +21,17 @@ from ckptool.serialization.archive import cached
 from ckptool.storage.local import LocalSource
 
 DATA = "__0_0.distcp"
+LARGE = 2200
+"""Floats of an item of which only both ends are read."""
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Forty small tensors of two shapes, one of another type, and one of another layout."""
+    """Tensors of three shapes, the last ones large, one of another type, one of another layout."""
     folder = tmp_path_factory.mktemp("saved")
     state = {f"a{n}": torch.full((3, 4), float(n)) for n in range(20)}
     state |= {f"b{n}": torch.arange(8.0) + n for n in range(20)}
+    state |= {f"large{n}": torch.full((LARGE,), float(n)) for n in range(17)}
     state |= {"half": torch.ones(3, 4, dtype=torch.float16), "turned": torch.ones(4, 3).t()}
     dcp.save(state, checkpoint_id=folder, no_dist=True)
     return folder
@@ -61,7 +66,7 @@ def test_most_items_are_not_opened(saved: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(items, "locate_item", noted)
     monkeypatch.setattr(alike, "locate_item", noted)
     assert isinstance(located(saved), dict)
-    assert sorted(opened) == ["a0", "b0", "half", "turned"]
+    assert sorted(opened) == ["a0", "b0", "half", "large0", "turned"]
 
 
 def test_places_are_those_of_items_that_are_opened(saved: Path) -> None:
@@ -74,7 +79,10 @@ def test_changed_items(saved: Path, tmp_path_factory: pytest.TempPathFactory, da
     folder = tmp_path_factory.mktemp("changed")
     (folder / ".metadata").symlink_to(saved / ".metadata")
     content = bytearray((saved / DATA).read_bytes())
-    for at in data.draw(st.lists(st.integers(0, len(content) - 1), min_size=1, max_size=4)):
-        content[at] = data.draw(st.integers(0, 255))
+    ends = [found.end() for found in re.finditer(rb"PK\x05\x06.{18}", content, re.DOTALL)]
+    near_an_end = st.builds(add, st.sampled_from(ends), st.integers(-900, 300))
+    places = st.one_of(st.integers(0, len(content) - 1), near_an_end)
+    for at in data.draw(st.lists(places, min_size=1, max_size=4)):
+        content[at % len(content)] = data.draw(st.integers(0, 255))
     (folder / DATA).write_bytes(content)
     assert located(folder) == located_one_by_one(folder)

@@ -25,7 +25,7 @@ from ckptool.serialization.archive.read import is_legacy, is_zip
 from ckptool.serialization.archive.recover import Recovered, read_legacy_counts, recover_records
 from ckptool.serialization.archive.write import end_records
 from ckptool.serialization.safetensors import read_promised_size, read_safetensors
-from ckptool.serialization.source import Source
+from ckptool.serialization.source import EachRead, Source
 from ckptool.serialization.state_dict.leaves import read_file_leaves
 from ckptool.serialization.zip import CENTRAL, DEFLATED, IN_EXTRA, LOCAL, STORED, ZipRecord
 from ckptool.storage.local import Files
@@ -80,6 +80,10 @@ class ZeroPaddedSource:
 
     def expect(self, spans: Iterable[tuple[str, int, int]]) -> None:
         """Do nothing: some of the spans are in no file."""
+
+    def reader(self) -> EachRead:
+        """Return a reader of many spans."""
+        return EachRead(self)
 
     def narrowed(self, folder: str) -> ZeroPaddedSource:
         """Return the source narrowed to a folder."""
