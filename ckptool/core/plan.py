@@ -12,6 +12,7 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from ckptool.core.box import Box, Piece
+from ckptool.core.casts import is_computed
 from ckptool.core.catalog import (
     Catalog,
     Chunk,
@@ -46,6 +47,8 @@ _SMALL = 1 << 18
 """Bytes of a tensor up to which it is read whole for all of its parts."""
 _KEPT = 4 << 20
 """Bytes of the source's rows that a reader keeps while it cuts columns out of them."""
+_STRAIGHT = 4
+"""Times as large as other tiles are those of whole rows, which are copied piece by piece."""
 
 
 class TileSource(NamedTuple):
@@ -89,12 +92,14 @@ class LayoutPart(NamedTuple):
 class Group(Struct, frozen=True):
     """Parts that are cut in step, ``rows`` rows a tile; or a single part if it is 0.
 
-    Or, if the tensor is small, all of its parts ``at_once``, each of them one tile.
+    Or, if the tensor is small, all of its parts ``at_once``, each of them one tile. The tiles of a
+    single part are ``times`` as large as the limit.
     """
 
     parts: tuple[LayoutPart, ...]
     rows: int
     at_once: bool = False
+    times: int = 1
 
     def tile_counts(self, limit: int) -> Iterator[tuple[int, int]]:
         """Yield each part's file, and the number of its tiles."""
@@ -105,7 +110,7 @@ class Group(Struct, frozen=True):
             elif self.rows:
                 yield place.file, -(-shape[0] // self.rows)
             else:
-                yield place.file, tile_count(shape, place.part.itemsize, limit)
+                yield place.file, tile_count(shape, place.part.itemsize, self.times * limit)
 
 
 class Plan:
@@ -185,19 +190,24 @@ class Plan:
                     )
                 offset += part.nbytes
         some = ((places, tensors[places[0].part.name]) for places in by_rows.values())
-        return [group for places, entry in some for group in _groups(places, entry, limit)]
+        return [
+            group
+            for places, entry in some
+            for group in _groups(places, entry, self.index(entry), limit)
+        ]
 
     def groups_of(self, name: str, table: WrittenChunks, limit: int) -> list[Group]:
         """Group the parts of one tensor as ``groups`` does those of each of the ``batches``."""
         by_rows: dict[object, list[LayoutPart]] = {}
         entry = self.catalog.tensors[name]
+        index = self.index(entry)
         for at, chunk in enumerate(table):
             number = self.numbers[chunk.at.file]
             part = Data(name, chunk.box, table.itemsize)
             place = LayoutPart(number, at, chunk.at.offset, part)
             shared = number // _BATCH, _shared_of(place, entry, limit)
             by_rows.setdefault(shared, []).append(place)
-        return [group for places in by_rows.values() for group in _groups(places, entry, limit)]
+        return [group for some in by_rows.values() for group in _groups(some, entry, index, limit)]
 
     def jobs(self, group: Group, limit: int) -> Iterator[list[Tile]]:
         """Yield the tiles of a group, in order; those of one job read the same source rows."""
@@ -209,6 +219,7 @@ class Plan:
             ]
             return
         index = self.index(entry)
+        limit *= group.times
         runs = [_tiles_of(place, entry, index, group.rows, limit) for place in group.parts]
         yield from map(list, zip(*runs, strict=True))
 
@@ -278,13 +289,15 @@ def _shared_of(place: LayoutPart, entry: TensorEntry, limit: int) -> object:
     return entry.name if is_small else _rows_of(place)
 
 
-def _groups(places: list[LayoutPart], entry: TensorEntry, limit: int) -> list[Group]:
+def _groups(
+    places: list[LayoutPart], entry: TensorEntry, index: ChunkIndex, limit: int
+) -> list[Group]:
     """Return the groups of parts that are written together.
 
     A small tensor is read at once, if as much of it is written and it is not one run of bytes.
     """
     if _shared_of(places[0], entry, limit) != entry.name:
-        return _group(places, entry, limit)
+        return _group(places, entry, index, limit)
     nbytes = sum(place.part.nbytes for place in places)
     if nbytes >= entry.nbytes and (len(places) > 1 or len(entry.chunks) > 1):
         solid = tuple([place for place in places if place.part.nbytes])
@@ -292,7 +305,7 @@ def _groups(places: list[LayoutPart], entry: TensorEntry, limit: int) -> list[Gr
     by_rows: dict[object, list[LayoutPart]] = {}
     for place in places:
         by_rows.setdefault(_rows_of(place), []).append(place)
-    return [group for some in by_rows.values() for group in _group(some, entry, limit)]
+    return [group for some in by_rows.values() for group in _group(some, entry, index, limit)]
 
 
 def _rows_of(place: LayoutPart) -> object:
@@ -303,7 +316,9 @@ def _rows_of(place: LayoutPart) -> object:
     return place.file, place.position
 
 
-def _group(places: list[LayoutPart], entry: TensorEntry, limit: int) -> list[Group]:
+def _group(
+    places: list[LayoutPart], entry: TensorEntry, index: ChunkIndex, limit: int
+) -> list[Group]:
     """Return one group; or, if a row of all is more than a few tiles, one for each part.
 
     The tiles of a group are as many rows as a reader keeps at once: whole ones of the source.
@@ -313,7 +328,10 @@ def _group(places: list[LayoutPart], entry: TensorEntry, limit: int) -> list[Gro
     if rows and row <= most:
         whole = math.prod(entry.shape[1:]) * entry.source_dtype.itemsize
         return [Group(tuple(places), most // (max(row, whole) if whole <= most else row))]
-    return [Group((place,), 0) for place in places]
+    is_moved = entry.source_dtype == entry.dtype and not is_computed(entry)
+    rows_of = entry.shape[1:] if is_moved and index.whole_rows else None
+    times = [_STRAIGHT if place.part.shape[1:] == rows_of else 1 for place in places]
+    return [Group((place,), 0, times=most) for place, most in zip(places, times, strict=True)]
 
 
 def _tiles_of(

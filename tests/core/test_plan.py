@@ -193,6 +193,14 @@ def test_a_small_tensor_is_read_once_for_all_that_is_written_of_it() -> None:
     assert not part[0].at_once, "half of it would be read in vain"
 
 
+@pytest.mark.parametrize(("dim", "most"), [(0, 1024), (1, 256)])
+def test_whole_rows_are_copied_in_larger_tiles(dim: int, most: int) -> None:
+    """Rows that are gathered from columns take memory, those that are copied do not."""
+    halves = [Box.along(dim, 32 * i, [32 if d == dim else 64 for d in (0, 1)]) for i in (0, 1)]
+    plan = plan_of(entry((64, 64), halves))
+    assert max(tile.nbytes for tile in tiles_of(plan, 256)) == most
+
+
 def test_a_large_grid_is_planned_in_one_sweep() -> None:
     """A search of all chunks for each tile would be 64 million comparisons."""
     boxes = [Box((8 * i,), (8 * i + 8,)) for i in range(8000)]

@@ -28,11 +28,15 @@ class SharedBox(NamedTuple):
 
 
 class BoxIndex:
-    """Finds those of some boxes that share elements with another."""
+    """Finds those of some boxes that share elements with another.
+
+    They have ``whole_rows`` if they are cut along the first dim only.
+    """
 
     def __init__(self, boxes: Sequence[Box]) -> None:
         spans = spans_of(boxes) if len(boxes) > 1 and boxes[0].lo else []
         solid = solid_places(boxes)
+        self.whole_rows = all(len(set(along)) == 1 for along in spans[1:])
         dims = range(len(spans))
         self._dim = max(dims, key=lambda d: len(set(spans[d])), default=None)
         along = spans[self._dim] if self._dim is not None else []
@@ -82,6 +86,7 @@ class ChunkIndex:
         boxes = boxes_of(entry.chunks)
         key = boxes if isinstance(boxes, BoxTable) else tuple(boxes)
         self._boxes = _shared_index(key) if len(boxes) <= _FEW else BoxIndex(boxes)
+        self.whole_rows = self._boxes.whole_rows
         self._chunks = entry.chunks
         self._found: dict[int, Chunk] = {}
 

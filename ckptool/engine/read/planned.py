@@ -145,7 +145,9 @@ class PlanReader:
     def _copy_run(self, tile: Tile, run: ExtentRun) -> Iterator[PlannedPiece]:
         """Read a run of bytes in pieces that fit the processor's cache."""
         at, start, skip, nbytes = run
-        total, step = 0, min(self._source.piece, len(self._buffer))
+        most = min(self._source.piece, len(self._buffer))
+        count = -(-nbytes // most) or 1
+        total, step = 0, -(-nbytes // count) or 1
         for done in range(0, nbytes, step):
             data = self._buffer[: min(step, nbytes - done)]
             self._reader.read_into(at.file, start + done, data)
