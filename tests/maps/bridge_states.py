@@ -380,7 +380,7 @@ _SOURCES = {
 """What Bridge calls models that are not called so in transformers."""
 
 
-def _as_on_the_hub(name: str) -> str:
+def on_the_hub(name: str) -> str:
     """Return what the Hub's Kimi K2.5 calls a tensor; transformers 5.23 writes some otherwise."""
     name = name.replace("vision_tower.encoder.patch_embed.", "vision_tower.patch_embed.")
     name = name.replace("language_model.model.blocks.", "language_model.model.layers.")
@@ -409,7 +409,7 @@ def _record_of(model: str, name: str, more: dict[str, Any]) -> dict[str, Any]:
         files = Path(folder).glob("*.safetensors")
         shapes = {n: list(t.shape) for file in files for n, t in load_file(file).items()}
         written = json.loads((Path(folder) / "config.json").read_text())
-    shapes = {_as_on_the_hub(name): shape for name, shape in shapes.items()}
+    shapes = {on_the_hub(name): shape for name, shape in shapes.items()}
     if model.endswith("_predicting"):
         shapes |= _further(shapes, name, (SMALL | own)["num_hidden_layers"])
     hf = {n: torch.from_numpy(values(n, shape)) for n, shape in shapes.items()}

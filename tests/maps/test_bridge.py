@@ -1,4 +1,7 @@
-"""The maps to Megatron-core's names agree with Megatron-Bridge's own mappings, bit for bit."""
+"""The maps to Megatron-core's names agree with Megatron-Bridge's own mappings, bit for bit.
+
+What they write fills Megatron-core's own models, without a name too few or too many.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,13 @@ import numpy as np
 import pytest
 from bridge_states import MODELS, digest, recorded, values
 from conftest import convert_to
+from core_states import recorded_names
 from safetensors.numpy import load_file, save_file
 
 from ckptool.commands.options.rewrite import MapOptions
 from ckptool.errors import UsageError
 
-RECORDED = recorded()
+RECORDED, OF_CORE = recorded(), recorded_names()
 Arrays = dict[str, np.ndarray]
 PARTS = ["query", "key", "value", "z", "x", "B", "C", "dt", "beta", "alpha"]
 """In their order in DeltaNet's and Mamba's projections (Megatron-core 0.20.0, core/ssm)."""
@@ -61,6 +65,8 @@ def test_as_megatron_bridge_maps_and_back(model: str, out: Path) -> None:
     stored = load_file(out / "stored" / "model.safetensors")
     hybrid = model.startswith("nemotron_h")  # which has no older name
     assert hybrid or not any("mtp_model_layer" in name for name in stored)
+    asked = {name: list(array.shape) for name, array in stored.items()}
+    assert OF_CORE.get(model, asked) == asked
     found = of_modules(stored)
     truth = RECORDED[model]["megatron"]
     assert found.keys() == truth.keys()
