@@ -8,8 +8,8 @@ from typing import Any, Protocol, TypeVar
 
 from msgspec import Struct
 
-from ckptool.core.box import Box
-from ckptool.core.catalog import Catalog, Chunk, ObjectEntry, Path, TensorEntry, tied_names
+from ckptool.core.box import Box, boxes_of, ranks_of
+from ckptool.core.catalog import Catalog, ObjectEntry, Path, TensorEntry, tied_names
 from ckptool.core.layout import FileLayout, Verbatim
 from ckptool.core.sharding.placement import PlacedTensors
 from ckptool.core.text import list_some
@@ -152,10 +152,10 @@ class WriterAssignment:
         placed = self._request.placed
         if placed is not None and entry.elements:
             return self._placed_boxes(entry, placed)
-        unranked = any(chunk.rank is None for chunk in entry.chunks)
-        if placed is not None or self._request.one_rank or unranked or not entry.chunks:
+        ranks = ranks_of(entry.chunks)
+        if placed is not None or self._request.one_rank or None in ranks or not ranks:
             return {Box.whole(entry.shape): 0}
-        return _source_boxes(entry)
+        return _source_boxes(list(boxes_of(entry.chunks)), ranks)
 
     def _placed_boxes(self, entry: TensorEntry, placed: PlacedTensors) -> dict[Box, int]:
         """Return the mesh's boxes; of several ranks the one with the fewest bytes so far writes."""
@@ -210,18 +210,18 @@ class _PlacedKind(Struct):
         return cls([*holders.items()], writers)
 
 
-def _source_boxes(entry: TensorEntry) -> dict[Box, int]:
+def _source_boxes(source: list[Box], ranks: list[int | None]) -> dict[Box, int]:
     """Return the source's chunks; of several that begin at one place (empty ones), the largest.
 
     Parts of a rank's chunks after a rewrite are joined again if they fill a box.
     """
-    first: dict[tuple[int, ...], Chunk] = {}
-    for chunk in sorted(entry.chunks, key=lambda chunk: -chunk.box.volume):
-        first.setdefault(chunk.box.lo, chunk)
+    first: dict[tuple[int, ...], int] = {}
+    for at in sorted(range(len(source)), key=lambda at: -source[at].volume):
+        first.setdefault(source[at].lo, at)
     of_ranks: dict[int, list[Box]] = defaultdict(list)
-    for chunk in entry.chunks:
-        if first[chunk.box.lo] is chunk:
-            of_ranks[chunk.rank or 0].append(chunk.box)
+    for at, (box, rank) in enumerate(zip(source, ranks, strict=True)):
+        if first[box.lo] == at:
+            of_ranks[rank or 0].append(box)
     return {box: rank for rank, boxes in of_ranks.items() for box in _join_boxes(boxes)}
 
 

@@ -834,6 +834,14 @@ def test_a_part_opens_what_is_alike_together(
     assert 0 < len({item.tensor for item in single}) <= 2  # models of the others: 192 items
 
 
+def test_a_part_in_the_sources_own_chunks_is_planned_without_opening_them(
+    cut: Path, tmp_path: Path
+) -> None:
+    plan = prepare(cut, tmp_path / "c", ConvertOptions("dcp", transfer=asked("2/3"))).plan
+    assert all(type(entry.chunks) is LateTable for entry in plan.entries)
+    assert not any(entry.chunks.opened for entry in plan.entries)
+
+
 def test_ranks_open_the_items_of_their_share_alone(cut: Path, tmp_path: Path) -> None:
     options = ReshardOptions(parse_mesh("8"), transfer=asked())
     plan = prepare_reshard(cut, tmp_path / "r", options, ranks=2).plan
