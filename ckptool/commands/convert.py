@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import ClassVar
 
 from msgspec import field
@@ -13,12 +14,13 @@ from ckptool.commands.keymap.assets import (
     with_assets,
     with_true_configs,
 )
+from ckptool.commands.keymap.beside import with_files_beside
 from ckptool.commands.keymap.peft import ADAPTER_CONFIG, with_adapter_config
 from ckptool.commands.keymap.records import CONFIG
 from ckptool.commands.open import OpenedCheckpoint, no_collecting, open_checkpoint
 from ckptool.commands.options.rewrite import RewriteOptions, Selection
 from ckptool.commands.options.target import ConvertOptions, SaveOptions
-from ckptool.commands.rewrite import rewrite
+from ckptool.commands.rewrite import RewriteResult, rewrite
 from ckptool.commands.transfer.overwrite import may_open_late
 from ckptool.commands.transfer.report import TransferReport
 from ckptool.commands.transfer.transfer import (
@@ -77,14 +79,11 @@ def prepare(
         names = names - {CONFIG} | {ADAPTER_CONFIG}
     request = Request(target.name, options.max_shard_size, options.single_rank, assets=names)
     layout = writer.lay_out(catalog, request)
-    layout = with_assets(layout, assets, rewritten.map, catalog, writer)
-    if selection.peft_adapter and writer.is_model_folder:
-        layout = with_adapter_config(opened, catalog, layout)
-    partial = bool(selection.select or selection.drop)
-    if options.rewrite.dequantize or (is_plain(catalog) and not partial):
-        layout = drop_quantization_config(opened, layout)
-    cast = bool(rewritten.cast or rewritten.dequantized)
-    layout = with_true_configs(opened, catalog, layout, cast=cast, partial=partial)
+    complete = partial(_complete, opened, rewritten, options.rewrite, writer)
+    if assets is None and writer.is_model_folder and not selection.peft_adapter:
+        layout = with_files_beside(opened, layout, complete)
+    else:
+        layout = complete(layout)
     plan = Plan(catalog, layout)
     report = ConvertReport.of(
         opened,
@@ -105,6 +104,25 @@ def prepare(
     moves = rewritten.map and rewritten.map.decided
     decided = (writer.name, options.max_shard_size, options.single_rank, moves)
     return Transfer(opened, plan, target, options.transfer, report, decided)
+
+
+def _complete(
+    opened: OpenedCheckpoint,
+    rewritten: RewriteResult,
+    options: RewriteOptions,
+    writer: Format,
+    layout: Layout,
+) -> Layout:
+    """Add the requested files to a layout, and make its configs describe the tensors."""
+    catalog, selection = rewritten.catalog, options.selection
+    layout = with_assets(layout, options.map.assets, rewritten.map, catalog, writer)
+    if selection.peft_adapter and writer.is_model_folder:
+        layout = with_adapter_config(opened, catalog, layout)
+    is_part = bool(selection.select or selection.drop)
+    if options.dequantize or (is_plain(catalog) and not is_part):
+        layout = drop_quantization_config(opened, layout)
+    cast = bool(rewritten.cast or rewritten.dequantized)
+    return with_true_configs(opened, catalog, layout, cast=cast, partial=is_part)
 
 
 def prepare_save(

@@ -266,13 +266,13 @@ def test_what_a_model_server_would_not_find_is_reported(out: Path) -> None:
     assert any("an adapter: loading it needs its base model" in note for note in done.notes)
 
 
-@pytest.mark.parametrize("folder", [".", "huggingface"])
-def test_the_folder_above_that_has_a_config_is_named(folder: str, out: Path) -> None:
+@pytest.mark.parametrize(("folder", "step"), [(".", "step-1"), ("huggingface", "actor/step-1")])
+def test_the_folder_above_that_has_a_config_is_named(folder: str, step: str, out: Path) -> None:
     run = out / "a run"
-    shutil.copytree(case("dcp_fsdp2_tp").path, run / "step-1")
+    shutil.copytree(case("dcp_fsdp2_tp").path, run / step)
     (run / folder).mkdir(exist_ok=True)
     (run / folder / "config.json").write_text('{"model_type": "llama"}')
-    notes = ckptool.convert(run / "step-1", out / "m", to="hf", dry_run=True).notes
+    notes = ckptool.convert(run / step, out / "m", to="hf", dry_run=True).notes
     assert any(note.endswith(f"copy with --hf-assets '{run / folder}'") for note in notes)
 
 

@@ -1,0 +1,83 @@
+"""Carry config.json, tokenizers and the like from beside bare tensors into a model's folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from ckptool.commands.keymap.records import CONFIG
+from ckptool.commands.open import OpenedCheckpoint
+from ckptool.core.layout import FileLayout, Layout, Verbatim
+from ckptool.core.text import list_some
+from ckptool.errors import CkptoolError, Unsupported
+from ckptool.formats.companions import OF_VERL, TRAINER_STATE, companions
+from ckptool.serialization.source import Source
+from ckptool.storage.local import LocalSource
+
+_ADAPTER = "adapter_config.json"
+_OF_A_MODEL = ("model_type", "architectures")
+"""Keys of a config.json that a model of transformers, or vLLM, is made from."""
+_MOST_SHOWN = 3
+_LARGEST = 1 << 24
+
+
+def with_files_beside(
+    opened: OpenedCheckpoint, layout: Layout, complete: Callable[[Layout], Layout]
+) -> Layout:
+    """Add the files of the model that lie beside a checkpoint of tensors alone, then ``complete``.
+
+    Those of its own folder, else of verl's ``../huggingface/``, else of the Trainer's checkpoint
+    around it. A note says what was added, or why it was not: a config.json that contradicts the
+    tensors may be another model's. A layout that has one already gets none.
+    """
+    names = {file.path for file in layout.files}
+    if opened.catalog.companions or names & {CONFIG, _ADAPTER}:
+        return complete(layout)
+    for place, files in _beside(opened):
+        added = tuple(file for file in files if file.path not in names)
+        shown = list_some([file.path for file in added], _MOST_SHOWN)
+        note = f"carried from {place}: {shown}"
+        more = replace(layout, files=(*layout.files, *added), notes=(*layout.notes, note))
+        try:
+            return complete(more)
+        except Unsupported as error:
+            note = f"not carried from {place}: {shown}, as {error}"
+            hint = f"; {error.hint}" if error.hint else ""
+            return complete(replace(layout, notes=(*layout.notes, note + hint)))
+    return complete(layout)
+
+
+def _beside(opened: OpenedCheckpoint) -> Iterator[tuple[str, list[FileLayout]]]:
+    """Yield the folders beside a checkpoint that have a model's config.json, and their files."""
+    if opened.path.is_dir() and _is_model(opened.source):
+        sizes = companions(opened.source).items()
+        yield "the source's folder", [_copy(name, name, size) for name, size in sizes]
+    if not isinstance(opened.path, Path):
+        return
+    own = opened.path.resolve()
+    around = own.parent
+    for folder in (around / OF_VERL, *([around] if (around / TRAINER_STATE).is_file() else ())):
+        with suppress(CkptoolError, OSError):
+            source = LocalSource.folder(folder) if folder.is_dir() else None
+            if source is not None and folder != own and _is_model(source):
+                sizes = companions(source).items()
+                yield str(folder), [_copy(n, str(folder / n), size) for n, size in sizes]
+
+
+def _copy(name: str, file: str, size: int) -> FileLayout:
+    return FileLayout(name, (Verbatim(file, size),))
+
+
+def _is_model(source: Source) -> bool:
+    """Return whether a folder has a config.json that a model is made from, no trainer's own."""
+    size = source.files.get(CONFIG, 0)
+    if not 0 < size <= _LARGEST:
+        return False
+    with suppress(ValueError, RecursionError):
+        content = json.loads(source.read(CONFIG, 0, size))
+        return isinstance(content, dict) and any(key in content for key in _OF_A_MODEL)
+    return False
