@@ -15,6 +15,9 @@ from ckptool.commands.keymap.assets import (
     with_true_configs,
 )
 from ckptool.commands.keymap.beside import with_files_beside
+from ckptool.commands.keymap.choice import HUGGING_FACE, OF_FILES, PACKED
+from ckptool.commands.keymap.library import AUTO
+from ckptool.commands.keymap.maps import MapReport
 from ckptool.commands.keymap.peft import ADAPTER_CONFIG, with_adapter_config
 from ckptool.commands.keymap.records import CONFIG
 from ckptool.commands.open import OpenedCheckpoint, no_collecting, open_checkpoint
@@ -73,6 +76,8 @@ def prepare(
     )
     catalog = rewritten.catalog
     writer = _writer_of(catalog, writer)
+    if catalog.format not in OF_FILES:
+        _require_models_names(writer, rewritten.map, options)
     assets, selection = options.rewrite.map.assets, options.rewrite.selection
     names = frozenset() if assets is None else frozenset(assets_in(assets)[1])
     if selection.peft_adapter:
@@ -199,6 +204,20 @@ def _writer_of(catalog: Catalog, writer: Format) -> Format:
     """Return the requested format, or diffusers' if a Hugging Face folder is a pipeline's."""
     is_pipeline = writer.name == "hf" and PIPELINE in catalog.companions
     return FORMATS["diffusers"] if is_pipeline else writer
+
+
+def _require_models_names(
+    writer: Format, chosen: MapReport | None, options: ConvertOptions
+) -> None:
+    """Raise UsageError if ``--map auto`` would give a model's folder the names of a trainer."""
+    if not writer.is_model_folder or chosen is None or options.rewrite.map.name != AUTO:
+        return
+    if chosen.source == HUGGING_FACE and chosen.target != PACKED:
+        raise UsageError(
+            f"--map {AUTO}: the names are {HUGGING_FACE}'s already, and {chosen.name} would make"
+            f" {chosen.target}'s of them, which no model is loaded from",
+            hint=f"leave --map out; --map {chosen.name} does it anyway",
+        )
 
 
 def _export_notes(

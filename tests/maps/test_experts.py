@@ -556,6 +556,31 @@ def _linears(
     return project("down", torch.nn.functional.silu(gate) * up)
 
 
+@pytest.mark.parametrize("family", OF_THEIR_OWN)
+def test_experts_that_files_hold_packed_stay_so_unless_asked(family: str, tmp_path: Path) -> None:
+    """As they are separate neither in memory nor in files, no model would load them."""
+    made = made_of(family)
+    made.save_pretrained(tmp_path / "hf")
+    dcp.save(made.state_dict(), checkpoint_id=tmp_path / "dcp", no_dist=True)
+    options = MapOptions("auto", assets=tmp_path / "hf")
+    with pytest.raises(UsageError, match=r"--map auto: (no built-in map|\d maps|the names)"):
+        convert_to("hf", tmp_path / "dcp", tmp_path / "out", map=options)
+
+
+def test_a_models_folder_gets_no_names_of_a_trainer_by_chance(tmp_path: Path) -> None:
+    """What a trainer saved under Hugging Face's names needs no map."""
+    made = transformers.AutoModelForCausalLM.from_config(
+        transformers.Gemma3TextConfig(**SMALL, pad_token_id=0)
+    )
+    made.save_pretrained(tmp_path / "hf")
+    dcp.save(made.state_dict(), checkpoint_id=tmp_path / "dcp", no_dist=True)
+    options = MapOptions("auto", assets=tmp_path / "hf")
+    with pytest.raises(UsageError, match="megatron-gemma would make Megatron's of them"):
+        convert_to("hf", tmp_path / "dcp", tmp_path / "out", map=options)
+    with pytest.raises(UsageError, match="no tensor of the model has `experts"):
+        convert_to("hf", tmp_path / "dcp", tmp_path / "out", map=MapOptions(experts="separate"))
+
+
 def test_granite_has_other_names_in_memory(tmp_path: Path) -> None:
     config = transformers.GraniteMoeConfig(**SMALL, num_local_experts=3)
     made = transformers.AutoModelForCausalLM.from_config(config)

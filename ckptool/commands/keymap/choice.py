@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 from msgspec.structs import replace
 
@@ -15,13 +15,15 @@ from ckptool.core.keymap.apply import list_lines
 from ckptool.core.keymap.match import Frames, Matcher, ModelFacts, find_frames, fits, kinds_of
 from ckptool.core.keymap.model import KeyMap
 from ckptool.core.quantization.names import quantized_names
+from ckptool.core.text import list_some
 from ckptool.errors import UsageError
 
 EXPERTS = ("packed", "separate")
 """How a mixture of experts is stored: one tensor for all of them, or one per expert."""
+HUGGING_FACE = "Hugging Face"
 PACKED = "transformers 5 in memory"
-"""The name that maps give the side whose experts are packed."""
-_OF_FILES = ("hf", "safetensors")
+"""The names that maps give the side of files, and the side whose experts are packed."""
+OF_FILES = ("hf", "safetensors")
 """Formats of model files, in which some models' experts are packed, too (Qwen3.5)."""
 
 
@@ -78,10 +80,10 @@ def _detect_map(catalog: Catalog, known: list[Record], options: MapOptions) -> t
     ]
     candidates = _fitting(catalog, known, ways)
     if not candidates:
-        raise _none_fits(catalog, builtin_maps().values(), f"--map {AUTO}")
+        raise _none_fits(catalog, known, ways, f"--map {AUTO}")
     types = model_types(known)
     in_memory = [w for w in candidates if w.source == PACKED and (not types or is_for(w, types))]
-    if in_memory and catalog.format not in _OF_FILES:
+    if in_memory and catalog.format not in OF_FILES:
         candidates = in_memory
     return _only_one(candidates, known, f"--map {AUTO}")
 
@@ -98,15 +100,17 @@ def _map_of_experts(
         raise UsageError(f"{asked}: not {' or '.join(EXPERTS)}")
     if options.name is not None:
         raise UsageError(f"--map and {asked} cannot be combined", hint="use one after the other")
-    forward = [key_map for key_map in builtin_maps().values() if key_map.source == PACKED]
-    ways = [(key_map, key_map.inverse) for key_map in forward]
-    wanted = options.experts == EXPERTS[1]
-    candidates = _fitting(catalog, known, [there if wanted else back for there, back in ways])
-    if candidates:
+    if not any("experts." in name for name in catalog.tensors):
+        raise UsageError(f"{asked}: no tensor of the model has `experts.` in its name")
+    separating = [key_map for key_map in builtin_maps().values() if key_map.source == PACKED]
+    ways, others = separating, [key_map.inverse for key_map in separating]
+    if options.experts == EXPERTS[0]:
+        ways, others = others, ways
+    if candidates := _fitting(catalog, known, ways):
         return _only_one(candidates, known, asked)
-    if _fitting(catalog, known, [back if wanted else there for there, back in ways]):
+    if _fitting(catalog, known, others):
         raise UsageError(f"{asked}: the experts are already {options.experts}")
-    raise _none_fits(catalog, forward, asked)
+    raise _none_fits(catalog, known, [*ways, *others], asked)
 
 
 def _fitting(catalog: Catalog, known: list[Record], ways: Sequence[KeyMap]) -> list[KeyMap]:
@@ -130,10 +134,12 @@ def _only_one(candidates: list[KeyMap], known: list[Record], asked: str) -> tupl
         by = "names and config.json" if types else "names"
         return candidates[0], f"detected from {by}"
     matches = [f"{way.name} ({way.source} to {way.target})" for way in candidates]
-    raise UsageError(
-        f"{asked}: {len(candidates)} maps match:\n" + list_lines(matches),
-        hint=f"choose one, for example --map {candidates[0].name}",
-    )
+    hint = f"choose one, for example --map {candidates[0].name}"
+    if all(way.source == HUGGING_FACE for way in candidates):
+        hint += f"; the names are {HUGGING_FACE}'s, whose folders need none"
+    elif not types:
+        hint += ", or use --hf-assets FOLDER with the model's config.json"
+    raise UsageError(f"{asked}: {len(candidates)} maps match:\n" + list_lines(matches), hint=hint)
 
 
 def model_types(known: Sequence[Record]) -> list[str]:
@@ -152,19 +158,24 @@ def is_for(key_map: KeyMap, types: Collection[str]) -> bool:
 
 def _require_for(types: Sequence[str], candidates: Sequence[KeyMap], asked: str) -> None:
     """Raise UsageError if names match, but config.json names another model."""
-    if any(is_for(key_map, types) for key_map in candidates):
-        return
-    first = candidates[0]
-    raise UsageError(
-        f"{asked}: {first.name} matches all names, but is for"
-        f" {', '.join(first.model_types)}, and the model_type in config.json is {', '.join(types)}",
-        hint=f"use --map {first.name} to apply it anyway",
+    if not any(is_for(key_map, types) for key_map in candidates):
+        raise _of_another(types, candidates[0], asked)
+
+
+def _of_another(types: Sequence[str], key_map: KeyMap, asked: str) -> UsageError:
+    """Return the error that a map's names match, but config.json names another model."""
+    return UsageError(
+        f"{asked}: {key_map.name} matches all names, but is for"
+        f" {list_some(key_map.model_types, 3)}, and the model_type in config.json is"
+        f" {', '.join(types)}",
+        hint=f"use --map {key_map.name} to apply it anyway",
     )
 
 
-def _none_fits(catalog: Catalog, maps: Iterable[KeyMap], asked: str) -> UsageError:
+def _none_fits(
+    catalog: Catalog, known: list[Record], ways: Sequence[KeyMap], asked: str
+) -> UsageError:
     """Return the error that names the nearest map, and what it does not match."""
-    ways = [way for key_map in maps for way in (key_map, key_map.inverse)]
     nearest = max(ways, key=lambda way: _count_matches(catalog, way))
     if not _count_matches(catalog, nearest):
         return UsageError(
@@ -172,7 +183,10 @@ def _none_fits(catalog: Catalog, maps: Iterable[KeyMap], asked: str) -> UsageErr
             hint="`ckptool maps` lists maps; `ckptool maps NAME` prints one to start from",
         )
     _, unmatched = match_names(catalog, nearest)
+    types = model_types(known)
     if not unmatched and nearest.model_types:
+        if types and not is_for(nearest, types):
+            return _of_another(types, nearest, asked)
         return UsageError(
             f"{asked}: {nearest.name} matches all names, but no config.json says that the model is"
             f" {' or '.join(nearest.model_types)}",

@@ -9,7 +9,14 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ckptool.commands.keymap.choice import PACKED, choose_map, is_for, match_names, model_types
+from ckptool.commands.keymap.choice import (
+    HUGGING_FACE,
+    PACKED,
+    choose_map,
+    is_for,
+    match_names,
+    model_types,
+)
 from ckptool.commands.keymap.functions import differing_function, fused_otherwise
 from ckptool.commands.keymap.hf_config import recorded_config
 from ckptool.commands.keymap.model_config import (
@@ -32,8 +39,6 @@ from ckptool.core.keymap.apply import Move, apply_map, list_lines
 from ckptool.core.keymap.model import KeyMap, UnknownSizes
 from ckptool.core.text import plural
 from ckptool.errors import Unsupported, UsageError
-
-HUGGING_FACE = "Hugging Face"
 
 
 class MapReport(Struct, frozen=True):

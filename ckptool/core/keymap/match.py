@@ -193,15 +193,19 @@ def find_frames(catalog: Catalog, known: Knows, known_state: Knows) -> tuple[Fra
     return frames, unmatched
 
 
-def _model_frames(names: Iterable[str], known: Knows) -> list[Frame]:
+def _model_frames(names: Sequence[str], known: Knows) -> list[Frame]:
     """Return the wrappers of parameters' names, such as none, ``model.`` or ``ema.``.
 
-    A name's wrapper is its shortest prefix that is followed by a parameter's name.
+    A name's wrapper is its shortest prefix that is followed by a parameter's name, or a longer one
+    that all names have: ``model.layers.0`` may be another spelling of ``layers.0``.
     """
     parameters = ((name, next(filter(known, unwrapped(name)), None)) for name in names)
     counts = Counter(name.removesuffix(inner) for name, inner in parameters if inner is not None)
     most = max(counts.values(), default=0)
     frames = [Frame(prefix) for prefix, count in counts.items() if 2 * count >= most]
+    for frame in map(Frame, counts if len(counts) > 1 else ()):
+        if all(known(frame.inner(name) or "") for name in names):
+            return [frame]
     return frames or [Frame("")]
 
 

@@ -149,7 +149,8 @@ def _parse_own(content: Mapping[str, Any], where: str, *, has_more: bool) -> Key
         model_types=tuple(_texts(content.get("model_types", []), where)),
         unless=tuple(_texts(content.get("unless", []), where)),
         keep=tuple(_kept(content.get("keep", []), where)),
-        back_detected=_detect(content, where) != "from",
+        detected=_detect(content, where) != "asked",
+        back_detected=_detect(content, where) not in ("from", "asked"),
         needs_model_type=_detect(content, where) == "config",
         tells={n: _patterns(v, where) for n, v in _table(content, "facts", where).items()},
         back_drop=back_drop,
@@ -176,8 +177,8 @@ def _kept(value: Any, where: str) -> Iterator[Kept]:
 def _detect(content: Mapping[str, Any], where: str) -> str:
     """Return when ``--map auto`` selects the map."""
     how = content.get("detect", "both")
-    if how not in ("both", "from", "config"):
-        raise UsageError(f"{where}: detect = {how!r} must be 'both', 'from' or 'config'")
+    if how not in ("both", "from", "config", "asked"):
+        raise UsageError(f"{where}: detect = {how!r} must be 'both', 'from', 'config' or 'asked'")
     return str(how)
 
 

@@ -279,6 +279,25 @@ def test_names_of_two_spellings_are_read_and_the_one_of_also_is_written(
     assert {*load_file(tmp_path / "c.safetensors")} == {"new.3.w", "new.3.norm", "head"}
 
 
+def test_a_wrapper_is_what_all_names_have_though_some_fit_without_it(tmp_path: Path) -> None:
+    """``old.3.w`` is a spelling of its own, and ``3.w`` within ``old.``."""
+    text = """
+keep = { from = "top", to = "head" }
+[[also]]
+from = { "x." = "x." }
+to = { "old." = "" }
+[[rule]]
+from = "x.{layer}.w"
+to = "old.{layer}.w"
+"""
+    state = {"old.3.w": torch.ones(2), "old.4.w": torch.ones(3), "old.head": torch.zeros(1)}
+    save_file(state, tmp_path / "a.safetensors")
+    options = MapOptions(str(written(tmp_path, mine=text)), inverse=True)
+    convert_to("safetensors", tmp_path / "a.safetensors", tmp_path / "b.safetensors", map=options)
+    wanted = {"old.x.3.w", "old.x.4.w", "old.top"}
+    assert {*load_file(tmp_path / "b.safetensors")} == wanted
+
+
 RULE = "[[rule]]\nfrom = 'w'\nto = 'v'\n"
 
 
