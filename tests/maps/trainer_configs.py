@@ -55,18 +55,20 @@ def record() -> None:
 
 
 def record_nemo() -> None:
-    """Have NeMo 2's own ``io_dump`` write a model's file."""
-    from nemo.collections.llm.gpt.model.llama import LlamaConfig, LlamaModel
-    from nemo.lightning.io.mixin import IOMixin
+    """Have NeMo 2's own ``TrainerContext`` write a model's file, as its checkpoints have it.
 
-    class Context(IOMixin):
-        def __init__(self, model: Any) -> None:
-            self.model = model
+    NeMo takes empty modules for what a CPU lacks, such as tensorstore, sentencepiece,
+    nv_one_logger and leptonai.
+    """
+    import ml_dtypes  # noqa: F401  names bfloat16 for numpy, which Megatron-core takes for granted
+    from nemo.collections.llm.gpt.model.llama import LlamaConfig, LlamaModel
+    from nemo.lightning.io.pl import TrainerContext
 
     own = {"vocab_size": VOCABULARY, "share_embeddings_and_output_weights": False}
     config = LlamaConfig(**LLAMA, **own, apply_rope_fusion=False)
+    context = TrainerContext(model=LlamaModel(config), trainer=None, extra={})
     with tempfile.TemporaryDirectory() as folder:
-        Context(LlamaModel(config)).io_dump(Path(folder), yaml_attrs=["model"])
+        context.io_dump(Path(folder), yaml_attrs=["model"])
         made = recorded() | {"model.yaml": (Path(folder) / "model.yaml").read_text()}
     RECORD.write_bytes(gzip.compress(json.dumps(made).encode(), mtime=0))
 
