@@ -177,6 +177,14 @@ WITH_VISION: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         | {"num_hidden_layers": 3, "pyramid_num_routed": [-1, 5, 3], "moe_intermediate_size": 6}
         | {"adapter_in_dim": 16, "adapter_out_dim": 16},
     ),
+    "InternVL": (
+        MOE | {"model_type": "qwen3_moe"},
+        LAYERS | {"image_size": [16, 16], "patch_size": [4, 4]},
+    ),
+    "LlavaNext": (
+        MOE | {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 8},
+        LAYERS | {"model_type": "clip_vision_model"},
+    ),
     "Kimi_K25": (
         DEEPSEEK | {"model_type": "deepseek_v3", "n_group": 1},
         LAYERS
@@ -509,7 +517,9 @@ def test_experts_that_files_hold_packed_are_linears_one_by_one(family: str, tmp_
     for tensor in made.parameters():
         tensor.data.normal_(std=0.2)
     made.save_pretrained(tmp_path / "hf")
-    convert_to("hf", tmp_path / "hf", tmp_path / "out", map=MapOptions(experts="separate"))
+    asked = MapOptions(experts="separate")
+    report = convert_to("hf", tmp_path / "hf", tmp_path / "out", map=asked)
+    assert any("transformers does not load separate ones" in note for note in report.notes)
     separate = load_file(tmp_path / "out" / "model.safetensors")
     modules = {n: m for n, m in made.named_modules() if n.endswith(".experts")}
     assert modules

@@ -37,7 +37,7 @@ from ckptool.commands.options.rewrite import MapOptions
 from ckptool.core.catalog import Catalog
 from ckptool.core.keymap.apply import Move, apply_map, list_lines
 from ckptool.core.keymap.model import KeyMap, UnknownSizes
-from ckptool.core.text import plural
+from ckptool.core.text import list_some, plural
 from ckptool.errors import Unsupported, UsageError
 
 
@@ -165,11 +165,19 @@ def _map_by(
         mapped.moves,
         mapped.excluded,
         mapped.computed,
-        tuple(filter(None, [differs, *counted])),
+        tuple(filter(None, [differs, *counted, *_unusual(key_map, types)])),
         config,
         lacks,
     )
     return replace(mapped.catalog, notes=(*mapped.catalog.notes, *report.notes)), report
+
+
+def _unusual(key_map: KeyMap, types: Sequence[str]) -> list[str]:
+    """Return the warning that the model's own files do not have experts as the map makes them."""
+    if key_map.source != PACKED or key_map.target == HUGGING_FACE:
+        return []
+    model = list_some(types or key_map.model_types, 1)
+    return [f"files of {model} have packed experts: transformers does not load separate ones"]
 
 
 def _other_model(key_map: KeyMap, recorded: Record, types: Sequence[str]) -> str:
