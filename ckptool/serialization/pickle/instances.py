@@ -108,15 +108,13 @@ _LISTED = rb"\]\x94" + _LIST % (_FLAT, _FLAT)
 """EMPTY_LIST, MEMOIZE, and what is in it."""
 _NESTED = b"|".join([_MADE, _LISTED, _VALUE])
 _INSTANCE = b"(%b)%b(%b)%b" % (_REFERENCE, _BEGIN, _FIELDS % _NESTED, _END)
-_ANY_INSTANCE = re.compile(_INSTANCE, re.DOTALL)
-_ANY_FIELD = re.compile(b"(%b)(%b)" % (_REFERENCE, _NESTED), re.DOTALL)
-_ANY_ITEM = re.compile(_ITEM, re.DOTALL)
-_ANY_INTEGER = re.compile(_INTEGER, re.DOTALL)
+_FIELD = b"(%b)(%b)" % (_REFERENCE, _NESTED)
 _MOST_PATTERNS = 64
 _MOST_VALUES = 1 << 14
 _LONGEST_WAIT = 63
-_FAR = 1 << 16
-"""Bytes within which there are many rows, so that numpy is worth starting."""
+_FAR = 1 << 22
+_WORTH_NUMPY = 1 << 11
+"""So many rows within so many bytes are worth importing numpy."""
 _KEY = 5
 """Bytes that identify a class: LONG_BINGET and its number, or BINGET's with EMPTY_TUPLE, NEWOBJ."""
 _SHORT, _TUPLE, _SHORT_TEXT = ord("h"), ord("t"), 0x8C
@@ -124,6 +122,10 @@ _MARK, _EMPTY_LIST = ord("("), ord("]")
 _PLAIN = {ord("N"): None, 0x88: True, 0x89: False}
 _INTEGERS = {ord("K"): (1, False), ord("M"): (1, False), ord("J"): (1, True), 0x8A: (2, True)}
 """The offset of an integer's bytes, and whether they are signed."""
+
+
+def _any(pattern: bytes) -> re.Pattern[bytes]:
+    return re.compile(pattern, re.DOTALL)  # compiled when first used, and kept by re
 
 
 class _InstancePattern(NamedTuple):
@@ -167,12 +169,12 @@ class InstanceReader:
         classes = self._find_classes(pos)
         if not classes or (len(classes) > 1 and not is_key):
             return pos
-        if self._row_reader is None:
-            start = classes[0].reference + row_reader.BEGIN
-            if self._data.count(start, pos, min(end, pos + _FAR)) < row_reader.LEAST:
-                return pos
-            self._row_reader = RowReader(self._data, self._memo.__getitem__)
-        run = self._row_reader.read(pos, end, classes, self._memo.next_number)
+        start = classes[0].reference + row_reader.BEGIN
+        fewest = row_reader.LEAST if "numpy" in sys.modules else _WORTH_NUMPY
+        run = None
+        if self._row_reader or self._data.count(start, pos, pos + _FAR) >= fewest:
+            self._row_reader = self._row_reader or RowReader(self._data, self._memo.__getitem__)
+            run = self._row_reader.read(pos, end, classes, self._memo.next_number)
         self._attempts = 0
         if run is None:
             self._waits = min(_LONGEST_WAIT, 2 * self._waits + 1)
@@ -264,7 +266,7 @@ class InstanceReader:
 
     def _add_pattern(self, pos: int) -> bool:
         """Use the instance at ``pos`` as the pattern of its class; False if there is none."""
-        match = _ANY_INSTANCE.match(self._data, pos) if self._patterns_left else None
+        match = _any(_INSTANCE).match(self._data, pos) if self._patterns_left else None
         if match is None:
             return False
         self._patterns_left -= 1
@@ -277,7 +279,7 @@ class InstanceReader:
 
     def _pattern_of(self, match: re.Match[bytes]) -> _InstancePattern:
         """Return the pattern of an instance; LookupError if there can be none."""
-        reference, fields = match[1], _ANY_FIELD.findall(match[2])
+        reference, fields = match[1], _any(_FIELD).findall(match[2])
         names = tuple(self._values[item] for item, _ in fields)
         if not all(type(name) is str for name in names) or len({*names}) < len(names):
             raise LookupError
@@ -295,12 +297,12 @@ class InstanceReader:
     def _field_pattern(self, sample: bytes) -> tuple[_InstancePattern | Global | None, bytes]:
         """Return the kind of a field that is not a plain value, and the expression for it."""
         begin = 3 if sample[2:3] == b"(" else 2
-        if sample[0] == _EMPTY_LIST and (match := _ANY_INSTANCE.match(sample, begin)):
+        if sample[0] == _EMPTY_LIST and (match := _any(_INSTANCE).match(sample, begin)):
             pattern = self._pattern_of(match)
             self._listed[sample[begin : begin + _KEY]] = pattern
             each = pattern.expression.pattern.replace(b"(%b)" % _VALUE, b"(?:%b)" % _VALUE)
             return pattern, rb"(\]\x94%b)" % (_LIST % (each, each))
-        if re.fullmatch(_MADE, sample, re.DOTALL):
+        if _any(_MADE).fullmatch(sample):
             reference = sample[: 2 if sample[0] == _SHORT else 5]
             return self._class_at(reference), b"%b%b(%b)b" % (re.escape(reference), _NEW, _STATE)
         return None, b"(%b)" % _VALUE
@@ -368,7 +370,7 @@ class _Values(dict[bytes, Any]):
         return text
 
     def _tuple(self, piece: bytes) -> tuple[Any, ...]:
-        state = tuple(self[item] for item in _ANY_ITEM.findall(piece, 1, len(piece) - 2))
+        state = tuple(self[item] for item in _any(_ITEM).findall(piece, 1, len(piece) - 2))
         self.noted[piece] = (state,)
         return state
 
@@ -385,7 +387,7 @@ class _Values(dict[bytes, Any]):
         return split
 
     def _sizes(self, function: Any, piece: bytes, written: bytes) -> Call:
-        sizes = tuple(map(_integer, _ANY_INTEGER.findall(written)))
+        sizes = tuple(map(_integer, _any(_INTEGER).findall(written)))
         if function is not TORCH_SIZE or written[-1] not in (_TUPLE, 0x84 + len(sizes)):
             raise LookupError
         call = Call(TORCH_SIZE, (sizes,))

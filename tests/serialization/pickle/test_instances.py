@@ -183,6 +183,15 @@ def test_the_rows_of_a_large_table_are_columns() -> None:
     assert outcome(data, rows=True) == outcome(data, at_once=False)
 
 
+@pytest.mark.parametrize("many", [False, True])
+def test_numpy_is_started_for_many_rows_alone(many: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [Index({"fqn": f"layers.{n % 50}", "index": n}) for n in range(5000 if many else 1000)]
+    data = pickle.dumps(rows, 4)  # in frames of fewer rows
+    assert count_rows([*read_pickle(data, what="p", rows=True).value])
+    monkeypatch.setattr(pickle_instances, "sys", mock.Mock(modules={}, maxsize=1 << 62))
+    assert bool(count_rows([*read_pickle(data, what="p", rows=True).value])) is many
+
+
 @pytest.mark.parametrize("change", [b"h\x21Nb", b"h\x20(h\x03Nu", b"h\x20h\x03Ns"])
 def test_a_row_is_never_changed(change: bytes) -> None:
     data = HEAD + b"](" + instance(b"K\x01") * 200 + b"e"
