@@ -8,7 +8,7 @@ from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-from ckptool.formats import FORMATS, SINGLE_FILES, latest_markers
+from ckptool.formats import FORMATS, LATEST, SINGLE_FILES
 from ckptool.formats.base import Deferred
 
 PACKAGE = Path(__file__).parent.parent / "ckptool"
@@ -251,7 +251,7 @@ def test_a_format_goes_by_the_name_it_is_listed_under() -> None:
     assert {name: item.name for name, item in FORMATS.items()} == {name: name for name in FORMATS}
     assert tuple(name for name, row in FORMATS.items() if row.suffixes) == SINGLE_FILES
     markers = {row.latest.file for row in FORMATS.values() if row.latest is not None}
-    assert markers == latest_markers()
+    assert markers == {*LATEST}
 
 
 def test_what_a_format_loads_later_is_there() -> None:

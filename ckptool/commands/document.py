@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Set
 from enum import Enum
-from html import escape
 from pathlib import PurePath
 from typing import Any, ClassVar
 
@@ -43,6 +42,8 @@ class Report(Struct, frozen=True):
         return f"<ckptool.{type(self).__name__} {said}>"
 
     def _repr_html_(self) -> str:
+        from html import escape
+
         said = {name: escape(str(value)) for name, value in self._short().items()}
         rows = (f"<tr><th>{name}</th><td>{value}</td></tr>" for name, value in said.items())
         return f"<table>{''.join(rows)}</table>"

@@ -118,8 +118,8 @@ FORMATS = Registry(
 """Most specific first: the first format that matches a source is its format."""
 SINGLE_FILES = ("safetensors", "torch-save")
 """Those of them whose checkpoints are single files, known without importing all."""
-MARKED = ("megatron-torch_dist", "deepspeed")
-"""Those whose files name the latest checkpoint of a run, one for each such name."""
+LATEST = ("latest", "latest_checkpointed_iteration.txt")
+"""The files of their ``LatestMarker``s."""
 
 
 def detect(source: Source) -> Format | None:
@@ -149,8 +149,8 @@ def _shared_rule(file: str) -> FileRule | None:
 @cache
 def latest_markers() -> frozenset[str]:
     """Return the names of the files by which trainers say what a run's latest checkpoint is."""
-    rows = (*FORMATS.of_others(), *(FORMATS[name] for name in MARKED))
-    return frozenset(row.latest.file for row in rows if row.latest is not None)
+    rows = FORMATS.of_others()
+    return frozenset((*LATEST, *(row.latest.file for row in rows if row.latest is not None)))
 
 
 @cache

@@ -5,13 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
-from xml.etree import ElementTree
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckptool.commands.verify.codes import ALWAYS, CHECKS, CODES, Severity
 from ckptool.commands.verify.findings import Finding, VerifyReport
 from ckptool.core.text import plural
 from ckptool.render.text import console, visible
+
+if TYPE_CHECKING:
+    from xml.etree import ElementTree
 
 _LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning"}
 MOST_ANNOTATIONS = 10
@@ -31,6 +33,8 @@ class Suite(NamedTuple):
 
 def print_junit(suites: Iterable[Suite], *, strict: bool) -> None:
     """Print JUnit: a suite per checkpoint, with a case per check."""
+    from xml.etree import ElementTree
+
     root = ElementTree.Element("testsuites", name="ckptool verify")
     for suite in suites:
         root.append(_suite(suite, strict=strict))
@@ -41,6 +45,8 @@ def print_junit(suites: Iterable[Suite], *, strict: bool) -> None:
 
 
 def _suite(suite: Suite, *, strict: bool) -> ElementTree.Element:
+    from xml.etree import ElementTree
+
     report = suite.report
     path = visible(str(report.path))
     failing = {id(finding) for finding in report.fails(strict)}

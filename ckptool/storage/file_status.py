@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -80,6 +79,8 @@ def version_digest(listed: Mapping[str, Listed], files: Iterable[str]) -> str:
 
     Raises Damaged if one was not.
     """
+    import hashlib
+
     digest = hashlib.sha256()
     for name in sorted(files):
         if name not in listed:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import os
 import threading
@@ -222,12 +221,12 @@ class LocalSource:
 
         ``exact``: also over the times of their last change, which nothing sets back.
         """
-        names = list(files)
+        import hashlib
+
+        names = sorted(files)
         digest = version_digest(self._listed, names)
-        if not exact:
-            return digest
-        changed = [self._listed[name].changed for name in sorted(names)]
-        return hashlib.sha256(repr((digest, changed)).encode()).hexdigest()
+        changed = [self._listed[name].changed for name in names]
+        return hashlib.sha256(repr((digest, changed)).encode()).hexdigest() if exact else digest
 
     def changed(self, files: Iterable[str]) -> list[str]:
         """Return those files that were written, replaced or removed since listed."""

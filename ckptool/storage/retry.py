@@ -6,7 +6,6 @@ huggingface_hub): what they share is the answer's status, in them or in their ca
 
 from __future__ import annotations
 
-import random
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -88,6 +87,8 @@ class RetryPolicy(Struct, frozen=True):
 
     def before(self, attempt: int) -> float:
         """Return the seconds before this attempt: doubled each time, with random jitter."""
+        import random
+
         doubled: float = self.pause * 2 ** (attempt - 2)
         return min(self.longest_pause, doubled) * random.uniform(0.5, 1)
 

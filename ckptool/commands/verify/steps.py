@@ -16,8 +16,8 @@ from ckptool.storage.retry import NoAnswer
 from ckptool.storage.url import Location, within
 
 
-def _after(words: str) -> re.Pattern[str]:
-    return re.compile(rf"(?<![a-z]){words}[-_=]?(\d{{1,18}})(?!\d)", re.IGNORECASE)
+def _after(words: str) -> str:
+    return rf"(?i)(?<![a-z]){words}[-_=]?(\d{{1,18}})(?!\d)"
 
 
 _STEP = _after("(?:global[-_]?)?steps?")
@@ -25,19 +25,19 @@ _ITERATION = _after("iter(?:ation)?s?")
 _EPOCH = _after("(?:epoch|ep)")
 _NUMBERS = (_STEP, _ITERATION, _after("(?:checkpoint|ckpt)"), _EPOCH)
 """As in ``global_step100``, ``epoch=1-step=200.ckpt``, ``iter_0000100``, ``checkpoint-500``."""
-_OF_TRAINER = re.compile(r"^checkpoint-(\d{1,18})")
+_OF_TRAINER = r"^checkpoint-(\d{1,18})"
 """As transformers' Trainer counts steps; ``checkpoint_0`` of accelerate counts saves."""
-_LAST_NUMBER = re.compile(r"(\d{1,18})(?!.*\d)")
-_TYPE = re.compile(
-    r"(?<![a-z])(?:(?:mx|nv)?fp|bf|b?float|u?int|nf)(?:4|6|8|16|32|64)(?!\d)(?:_?e[2-8]m[0-3](?!\d))?"
+_LAST_NUMBER = r"(\d{1,18})(?!.*\d)"
+_TYPE = (
+    r"(?i)(?<![a-z])(?:(?:mx|nv)?fp|bf|b?float|u?int|nf)(?:4|6|8|16|32|64)(?!\d)"
+    r"(?:_?e[2-8]m[0-3](?!\d))?"
     r"|(?<![a-z])i?q[1-8](?:_(?:[01]|[klmsx]+))*(?![a-z0-9])"
     r"|(?<![a-z])w(?:4|8|16)a(?:4|8|16)(?!\d)"
-    r"|(?<!\d)[1-8]-?bits?(?![a-z])(?:-\d+g(?![a-z]))?",
-    re.IGNORECASE,
+    r"|(?<!\d)[1-8]-?bits?(?![a-z])(?:-\d+g(?![a-z]))?"
 )
 """An element type or a quantization, as in ``diffusion_pytorch_model.fp16.safetensors``,
 ``flux.fp8_e4m3fn.pt``, ``model-q4_0.safetensors``, ``gptq_model-4bit-128g.safetensors``."""
-_SHARD = re.compile(r"\d+-of-\d+")
+_SHARD = r"\d+-of-\d+"
 
 
 class Step(Struct, frozen=True):
@@ -116,17 +116,17 @@ def _step_in(parts: tuple[str, ...]) -> tuple[int, int] | None:
     """Return the part of a relative path that names the step, and the step."""
     for pattern in _NUMBERS:
         for at in range(len(parts) - 1, -1, -1):
-            if match := pattern.search(_typeless(parts[at])):
+            if match := re.search(pattern, _typeless(parts[at])):
                 return at, int(match[1])
-    if not parts or _SHARD.search(parts[-1]):
+    if not parts or re.search(_SHARD, parts[-1]):
         return None
-    match = _LAST_NUMBER.search(_typeless(Path(parts[-1]).stem))
+    match = re.search(_LAST_NUMBER, _typeless(Path(parts[-1]).stem))
     return (len(parts) - 1, int(match[1])) if match else None
 
 
 def _typeless(name: str) -> str:
     """Return a name without element types: ``checkpoint-4bit-300`` is step 300."""
-    return _TYPE.sub("", name)
+    return re.sub(_TYPE, "", name)
 
 
 def _group(run: Location, checkpoints: Iterable[Location]) -> list[Step]:
@@ -198,7 +198,7 @@ def name_pattern(name: str) -> str:
 
 def step_named(name: str) -> int | None:
     """Return the training step at the end of a name; None if that may not be a step."""
-    matches = (pattern.search(name) for pattern in (_STEP, _ITERATION, _OF_TRAINER))
+    matches = (re.search(pattern, name) for pattern in (_STEP, _ITERATION, _OF_TRAINER))
     return next((int(m[1]) for m in matches if m is not None and m.end() == len(name)), None)
 
 
@@ -208,7 +208,7 @@ def says_step(step: Step) -> bool:
     As a folder ``checkpoint_3`` is a step; as a file it may be what rank 3 saved.
     """
     words = _NUMBERS if _is_folder(step.path) else [_STEP, _ITERATION, _EPOCH]
-    return any(pattern.search(_typeless(step.path.name)) for pattern in words)
+    return any(re.search(pattern, _typeless(step.path.name)) for pattern in words)
 
 
 def holds_steps(step: Step) -> bool:
@@ -243,5 +243,5 @@ def _is_of_another(step: Step, path: Location) -> bool:
 
 def _says_another(step: Step, names: Iterable[str]) -> bool:
     """Return whether a component of a path has the number of another step."""
-    found = (pattern.search(_typeless(name)) for name in names for pattern in _NUMBERS)
+    found = (re.search(pattern, _typeless(name)) for name in names for pattern in _NUMBERS)
     return any(match is not None and int(match[1]) != step.number for match in found)

@@ -32,7 +32,6 @@ from ckptool.commands.verify.checks.content import (
     unwritten_ends,
 )
 from ckptool.commands.verify.checks.files import FileCheck, name_problems, newer_than_metadata
-from ckptool.commands.verify.checks.parts import parts
 from ckptool.commands.verify.checks.pickles import odd_values
 from ckptool.commands.verify.checks.sample import DataPart, DataSample
 from ckptool.commands.verify.checks.training import (
@@ -161,6 +160,8 @@ class Verification:
             finally:
                 end()
         else:
+            from ckptool.commands.verify.checks.parts import parts
+
             progress = started(sum(catalog.files.values()))
             archives = self._files.archives
             of_files, archives.spans = archives.spans, []

@@ -8,7 +8,6 @@ called. Memory is bounded by the pickle's own size; a dict key can only be a sma
 
 from __future__ import annotations
 
-import hashlib
 import struct
 from collections.abc import Mapping
 
@@ -88,6 +87,8 @@ _recent_globals: dict[bytes, dict[Global, int]] = {}
 
 
 def _digest(data: bytes) -> bytes:
+    import hashlib
+
     return hashlib.sha256(data).digest()
 
 
