@@ -177,6 +177,7 @@ class Format(Struct, frozen=True):
     - ``has_values`` is False if the files have no place for values that are no tensors.
     - ``is_model_folder`` says that what is written is a folder which a model is loaded from, with
       its config.json.
+    - ``families`` are the first parts of the names that it has files for, if not of all.
     - ``companions_in`` is the folder of the target that holds config.json, tokenizer and the like.
     - ``config`` says whether a Hugging Face config.json must lie beside the tensors; where it is
       there, it must fit them. None where such a file is of no meaning.
@@ -205,6 +206,7 @@ class Format(Struct, frozen=True):
     has_values: bool = True
     is_model_folder: bool = False
     companions_in: str = ""
+    families: tuple[str, ...] = ()
     config: Literal["required", "optional"] | None = None
 
     def matches(self, source: Source) -> bool:

@@ -15,6 +15,7 @@ from ckptool.commands.keymap.assets import with_assets
 from ckptool.commands.keymap.records import records
 from ckptool.commands.open import OpenedCheckpoint, no_collecting, open_checkpoint, require_readable
 from ckptool.commands.options.target import ReshardOptions
+from ckptool.commands.reshard.families import in_families
 from ckptool.commands.reshard.plan_file import read_plan, read_tp_plan
 from ckptool.commands.reshard.rank_state import (
     DroppedState,
@@ -183,6 +184,7 @@ def prepare_reshard(
     defers = may_open_late(target, overwrites=options.transfer.overwrite)
     how = {"defers": defers, "shared": options.transfer.is_shared(ranks)}
     catalog, map_report = open_mapped(opened, catalog, options.map, whole=True, **how)
+    catalog = in_families(catalog, writer.families)
     mesh = _with_names(placer.mesh, catalog.mesh)
     placer = replace(placer, mesh=mesh, rules=(*placer.rules, *writer.rules()))
     choices = placer.choose(catalog)

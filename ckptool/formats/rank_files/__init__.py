@@ -24,6 +24,7 @@ from ckptool.formats.base import Deferred, FileRole, FileRule, Format, ScanOptio
 from ckptool.formats.companions import OF_VERL, companions, read_json_object
 from ckptool.formats.rank_files.names import (
     STATES_OF_A_RANK,
+    VERL_FAMILIES,
     RankFile,
     by_family,
     find_numbered_files,
@@ -346,4 +347,5 @@ VERL_FORMAT = replace(
     probe=None,
     reshard=Deferred("ckptool.formats.rank_files.verl:lay_out"),
     companions_in=OF_VERL,
+    families=VERL_FAMILIES,
 )

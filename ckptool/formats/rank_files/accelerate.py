@@ -87,4 +87,5 @@ FORMAT = Format(
     reshard=Deferred("ckptool.formats.rank_files.accelerate_write:lay_out"),
     takes_world_size=True,
     has_rank_state=True,
+    families=("model", "optimizer"),
 )

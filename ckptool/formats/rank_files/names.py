@@ -342,3 +342,7 @@ def missing_ranks(files: list[RankFile], world: int | None) -> list[Problem]:
             message = f"{first} and its like: the file of rank {ranks} of {expected} is missing"
             problems.append(Problem(message, "rank-missing"))
     return problems
+
+
+VERL_FAMILIES = ("model", "optim", "extra_state")
+"""What verl (0.9) has a file of for each rank."""

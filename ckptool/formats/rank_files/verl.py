@@ -18,12 +18,12 @@ from ckptool.core.selection import entries_of
 from ckptool.errors import Unsupported
 from ckptool.formats.base import Request
 from ckptool.formats.companions import OF_VERL
+from ckptool.formats.rank_files.names import VERL_FAMILIES
 from ckptool.formats.rank_files.write import RankTensors, by_family, values_of
 from ckptool.formats.writing import lay_out_companions, require_placed, select_plain
 from ckptool.serialization.archive.write import lay_out_archive
 
 CONFIG = "fsdp_config.json"
-FAMILIES = ("model", "optim", "extra_state")
 _MESH = {1: ("fsdp",), 2: ("ddp", "fsdp")}
 """What verl calls the dims of its mesh, by which it knows the tensors that it loads."""
 
@@ -35,10 +35,10 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
         names = _MESH.get(len(placed.mesh.shape))
         placed = replace(placed, mesh=replace(placed.mesh, names=names))
     for entry in entries_of(catalog):
-        if len(entry.path) < 2 or entry.path[0] not in FAMILIES:
+        if len(entry.path) < 2 or entry.path[0] not in VERL_FAMILIES:
             raise Unsupported(
-                f"{entry.name}: verl has only files of {', '.join(FAMILIES)}",
-                hint="ckptool convert SRC TMP --to dcp --rename '^optimizer=optim' renames first",
+                f"{entry.name}: verl has only files of {', '.join(VERL_FAMILIES)}",
+                hint="`ckptool convert SRC TMP --to dcp --rename REGEX=REPLACEMENT` renames first",
             )
     tensors = RankTensors(catalog, placed)
     objects, notes = select_plain(catalog)

@@ -194,7 +194,7 @@ def test_on_demand_from_a_dcp_folder(out: Path) -> None:
 @pytest.mark.parametrize(
     ("state", "words"),
     [
-        ({"optim": {"w": torch.ones(2)}}, r"optim\.w: accelerate has no file for it"),
+        ({"ema": {"w": torch.ones(2)}}, r"ema\.w: accelerate has no file for it"),
         ({"model": {"w": torch.ones(2)}, "epoch": 3}, "epoch: accelerate has no file for it"),
     ],
     ids=["a-tensor", "a-value"],

@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.distributed.tensor  # its files hold DTensors
 from conftest import bits, case, flat, load_torch
+from safetensors.torch import save_file
 
 import ckptool
 from ckptool.errors import Unsupported
@@ -109,8 +110,8 @@ def test_an_optimizer_finds_the_state_of_its_parameters_by_way_of_dcp(out: Path)
 
 
 def test_what_verl_has_no_file_for_is_refused(out: Path) -> None:
-    torch.save({"model": {"w": torch.ones(2)}, "optimizer": {"m": torch.ones(2)}}, out / "a.pt")
-    with pytest.raises(Unsupported, match=r"optimizer\.m: verl has only files of model, optim"):
+    torch.save({"model": {"w": torch.ones(2)}, "ema": {"m": torch.ones(2)}}, out / "a.pt")
+    with pytest.raises(Unsupported, match=r"ema\.m: verl has only files of model, optim"):
         ckptool.reshard(out / "a.pt", out / "r", mesh="2", to="verl", fsync=False)
 
 
@@ -130,3 +131,39 @@ def test_config_and_tokenizer_lie_where_verl_opens_them(given: bool, out: Path) 
     source = assets if given else SOURCE / "huggingface"
     written = (out / "r" / "huggingface" / "config.json").read_bytes()
     assert written == (source / "config.json").read_bytes()
+
+
+def test_a_model_alone_is_written_as_verls(out: Path) -> None:
+    """As from the Hub: the names have no ``model.`` before their own."""
+    weights = {"model.embed_tokens.weight": torch.randn(6, 4), "lm_head.weight": torch.ones(6, 4)}
+    (out / "hf").mkdir()
+    save_file(weights, out / "hf" / "model.safetensors")
+    report = ckptool.reshard(out / "hf", out / "r", mesh="2", to="verl", fsync=False)
+    assert any("all names are written as model.*" in note for note in report.notes)
+    parts = [state(out / "r", "model", rank, 2) for rank in range(2)]
+    assert parts[0].keys() == weights.keys()
+    whole = {n: torch.cat([part[n].to_local() for part in parts]) for n in weights}
+    assert all(torch.equal(whole[name], tensor) for name, tensor in weights.items())
+    assert not list((out / "r").glob("optim*"))
+
+
+@pytest.mark.parametrize(
+    ("to", "given", "own"), [("verl", "optimizer", "optim"), ("accelerate", "optim", "optimizer")]
+)
+def test_an_optimizer_gets_the_name_that_the_format_has(
+    to: str, given: str, own: str, out: Path
+) -> None:
+    moments = {"state": {"a": {"exp_avg": torch.randn(4, 3), "step": torch.tensor(3.0)}}}
+    saved = {"model": {"a": torch.randn(4, 3)}, given: moments}
+    dcp.save(saved, checkpoint_id=out / "dcp", no_dist=True)
+    report = ckptool.reshard(out / "dcp", out / "r", mesh="2", to=to, fsync=False)
+    assert f"{given}.* is written as {own}.*" in report.notes
+    found = ckptool.open(out / "r")
+    assert torch.equal(found.read(f"{own}.state.a.exp_avg"), moments["state"]["a"]["exp_avg"])
+    assert found.tensors.keys() == {"model.a", f"{own}.state.a.exp_avg", f"{own}.state.a.step"}
+
+
+def test_a_model_among_other_names_is_refused(out: Path) -> None:
+    dcp.save({"a": torch.ones(4), "step": 3}, checkpoint_id=out / "dcp", no_dist=True)
+    with pytest.raises(Unsupported, match="verl has only files of model, optim"):
+        ckptool.reshard(out / "dcp", out / "r", mesh="2", to="verl", fsync=False)
