@@ -99,6 +99,10 @@ class CheckedSource:
                     self._records.touch(place.record, entry.name)
 
 
+_PASSES = 16
+"""Times as long as moving bytes that computing with them takes."""
+
+
 def tensor_job(
     entry: TensorEntry, limit: int | None = None, *, stored: bool = False
 ) -> Job[TensorEntry, Gatherer, TensorTile]:
@@ -111,7 +115,8 @@ def tensor_job(
     def runs(block: int) -> Iterator[Need]:
         return entry_runs(entry, _tiles_of(entry, limit or TILE), block)
 
-    return Job(entry, partial(_read_tensor, entry, limit, stored), [runs])
+    nbytes = entry.elements * entry.source_dtype.itemsize
+    return Job(entry, partial(_read_tensor, entry, limit, stored), [runs], _PASSES * nbytes)
 
 
 def _tiles_of(entry: TensorEntry, limit: int) -> Iterator[Box]:

@@ -11,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from ckptool.engine.read.tiles import ByteReader, ByteSource, Job, byte_job, read_tiles
+from ckptool.core.catalog import TensorEntry
+from ckptool.core.dtype import BY_NAME
+from ckptool.engine.read.tensors import tensor_job
+from ckptool.engine.read.tiles import LARGE, ByteReader, ByteSource, Job, byte_job, read_tiles
 from ckptool.errors import Damaged
 from ckptool.storage.local import TILE, LocalSource
 
@@ -159,6 +162,14 @@ def test_small_jobs_are_done_by_one_thread_after_the_other(
     read_tiles(source, [byte_job("a", "a", 0, TILE // 4)] * 40, sink, 3)
     assert len(most) == 40
     assert max(most) == 1
+
+
+@pytest.mark.parametrize(("rows", "is_small"), [(64, True), (1 << 16, False)])
+def test_a_tensor_is_a_small_job_if_computing_with_it_takes_little(
+    rows: int, is_small: bool
+) -> None:
+    entry = TensorEntry("t", ("t",), BY_NAME["float32"], (rows, 4), ())
+    assert (tensor_job(entry).nbytes < LARGE) == is_small
 
 
 def test_large_jobs_are_done_at_once(source: ByteSource) -> None:
