@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from conftest import bits, convert_to, flat, load_dcp, read_back
 
+from ckptool.commands.keymap.check import check_map
 from ckptool.commands.keymap.choice import PACKED
 from ckptool.commands.keymap.library import builtin_maps
 from ckptool.commands.options.rewrite import MapOptions
@@ -496,6 +497,11 @@ def deepseek_of_the_hub(folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:
 def test_deepseek_v4_of_the_hub_becomes_the_model_in_memory_and_comes_back(tmp_path: Path) -> None:
     torch.manual_seed(5)
     made, numbers = deepseek_of_the_hub(tmp_path)
+    asked = MapOptions("transformers-deepseek-v4")
+    assert "use --dequantize" in str(check_map(tmp_path / "hub", asked).hint)
+    with pytest.raises(UsageError) as refused:
+        convert_to("dcp", tmp_path / "hub", tmp_path / "dcp", map=asked)
+    assert "use --dequantize" in str(refused.value.hint)
     quantized: dict[str, Any] = {"dequantize": True, "map": MapOptions(experts="packed")}
     convert_to("dcp", tmp_path / "hub", tmp_path / "dcp", **quantized)
     state = flat(load_dcp(tmp_path / "dcp"))

@@ -18,6 +18,7 @@ from ckptool.commands.options.rewrite import MapOptions
 from ckptool.commands.rewrite import only_model
 from ckptool.core.keymap.match import Frames, Matcher, find_frames
 from ckptool.core.keymap.model import KeyMap, abstract
+from ckptool.core.quantization.names import dequantizing_hint
 from ckptool.core.selection import unwrapping_hint
 from ckptool.core.text import nearest
 from ckptool.errors import CkptoolError
@@ -71,7 +72,7 @@ def check_map(path: Location, options: MapOptions) -> MapCheck:
     known += records_around(opened.path, opened.catalog).values()
     matcher = Matcher(key_map, facts(key_map, known, options.dims).of(catalog, key_map), "model")
     frames, left = find_frames(catalog, matcher.knows, matcher.knows)
-    problem, hint = None, unwrapping_hint(left, matcher.knows)
+    problem, hint = None, dequantizing_hint(catalog, left) or unwrapping_hint(left, matcher.knows)
     if not left:
         try:
             map_checkpoint(opened, opened.open_containers(catalog), options)

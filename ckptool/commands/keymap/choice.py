@@ -14,7 +14,7 @@ from ckptool.core.catalog import Catalog
 from ckptool.core.keymap.apply import list_lines
 from ckptool.core.keymap.match import Frames, Matcher, ModelFacts, find_frames, fits, kinds_of
 from ckptool.core.keymap.model import KeyMap
-from ckptool.core.quantization.names import quantized_names
+from ckptool.core.quantization.names import dequantizing_hint
 from ckptool.core.text import list_some
 from ckptool.errors import UsageError
 
@@ -196,7 +196,5 @@ def _none_fits(
         f"{asked}: no built-in map matches all model tensors; {nearest.name}"
         f" ({nearest.source} to {nearest.target}) matches all but {len(unmatched):,}:\n"
         + list_lines(unmatched),
-        hint="use --drop 'GLOB' to exclude tensors"
-        if quantized_names(catalog).isdisjoint(unmatched)
-        else "use --dequantize: key maps do not apply to quantized tensors",
+        hint=dequantizing_hint(catalog, unmatched) or "use --drop 'GLOB' to exclude tensors",
     )

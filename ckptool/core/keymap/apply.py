@@ -19,6 +19,7 @@ from ckptool.core.keymap.carry import (
 )
 from ckptool.core.keymap.match import Claim, Frame, Matcher, ModelFacts, find_frames
 from ckptool.core.keymap.model import BoundTensor, KeyMap, Rule, UnknownSizes, group_sizes
+from ckptool.core.quantization.names import dequantizing_hint
 from ckptool.core.selection import rename_entry, unwrapping_hint
 from ckptool.core.state_category import state_category
 from ckptool.errors import Unsupported, UsageError
@@ -122,7 +123,8 @@ class _Application:
             raise UsageError(
                 f"map {self._map.name} ({self._map.source} to {self._map.target}) has no rule for"
                 f" {len(unmatched):,} of the tensors:\n" + list_lines(unmatched),
-                hint=unwrapping_hint(unmatched, self._matchers["model"].knows)
+                hint=dequantizing_hint(self._catalog, unmatched)
+                or unwrapping_hint(unmatched, self._matchers["model"].knows)
                 or "use --drop 'GLOB' to exclude tensors, or edit the map of `ckptool maps NAME`"
                 " and pass it as --map FILE",
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.quantization.bitsandbytes import find_bitsandbytes
@@ -117,6 +117,13 @@ def quantized_names(catalog: Catalog) -> set[str]:
         for name in catalog.tensors
         if not name.endswith(".bias") and not modules.isdisjoint(_parents(name))
     }
+
+
+def dequantizing_hint(catalog: Catalog, unmatched: Collection[str]) -> str | None:
+    """Return the hint that a key map lacks rules for quantized tensors; None if there are none."""
+    if quantized_names(catalog).isdisjoint(unmatched):
+        return None
+    return "use --dequantize: key maps do not apply to quantized tensors"
 
 
 def _module(name: str) -> str:
