@@ -15,9 +15,6 @@ from ckptool.commands.keymap.assets import (
     with_true_configs,
 )
 from ckptool.commands.keymap.beside import with_files_beside
-from ckptool.commands.keymap.choice import HUGGING_FACE, OF_FILES, PACKED
-from ckptool.commands.keymap.library import AUTO
-from ckptool.commands.keymap.maps import MapReport
 from ckptool.commands.keymap.peft import ADAPTER_CONFIG, with_adapter_config
 from ckptool.commands.keymap.records import CONFIG
 from ckptool.commands.open import OpenedCheckpoint, no_collecting, open_checkpoint
@@ -76,8 +73,7 @@ def prepare(
     )
     catalog = rewritten.catalog
     writer = _writer_of(catalog, writer)
-    if catalog.format not in OF_FILES:
-        _require_models_names(writer, rewritten.map, options)
+    _require_models_names(writer, rewritten, options)
     assets, selection = options.rewrite.map.assets, options.rewrite.selection
     names = frozenset() if assets is None else frozenset(assets_in(assets)[1])
     if selection.peft_adapter:
@@ -207,10 +203,16 @@ def _writer_of(catalog: Catalog, writer: Format) -> Format:
 
 
 def _require_models_names(
-    writer: Format, chosen: MapReport | None, options: ConvertOptions
+    writer: Format, rewritten: RewriteResult, options: ConvertOptions
 ) -> None:
     """Raise UsageError if ``--map auto`` would give a model's folder the names of a trainer."""
-    if not writer.is_model_folder or chosen is None or options.rewrite.map.name != AUTO:
+    chosen = rewritten.map
+    if not writer.is_model_folder or chosen is None:
+        return
+    from ckptool.commands.keymap.choice import HUGGING_FACE, OF_FILES, PACKED
+    from ckptool.commands.keymap.library import AUTO
+
+    if options.rewrite.map.name != AUTO or rewritten.catalog.format in OF_FILES:
         return
     if chosen.source == HUGGING_FACE and chosen.target != PACKED:
         raise UsageError(

@@ -203,7 +203,10 @@ def test_inspecting_imports_nothing_that_only_others_need(checkpoint: Path) -> N
 def test_a_quiet_convert_imports_no_screen_no_store_and_no_other_format(
     tmp_path: Path,
 ) -> None:
-    names = ("rich", "ckptool.storage.planned_ranges", "ckptool.formats.deepspeed")
+    names = (
+        *("rich", "tomllib", "ckptool.storage.planned_ranges", "ckptool.formats.deepspeed"),
+        *("ckptool.commands.keymap.maps", "ckptool.commands.keymap.library"),
+    )
     code = (
         "import sys; from ckptool.cli import _run\n"
         "sys.argv = ['ckptool', 'convert', '--quiet', '--no-verify', *sys.argv[1:]]\n"
