@@ -132,7 +132,8 @@ def _number(value: Number | None) -> str:
 
 # Folding
 
-_NUMBER = re.compile(r"((?:(?<![^.])|(?<=@rank))(?:0|[1-9][0-9]{0,8})(?![^.@]))")
+_NUMBER = re.compile(r"((?=[0-9])(?:(?<![^.])|(?<=@rank))(?:0|[1-9][0-9]{0,8})(?![^.@]))")
+"""A number between dots. First comes a look for a digit: few characters are one."""
 
 Numbers = tuple[int, ...]
 Kind = TypeVar("Kind", bound=Hashable)
