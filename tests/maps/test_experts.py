@@ -722,6 +722,16 @@ def test_experts_with_their_inputs_first_are_refused(tmp_path: Path) -> None:
         convert_to("hf", tmp_path / "hf", tmp_path / "out", map=MapOptions(experts="separate"))
 
 
+def test_kimi_k2_is_deepseek_v3_by_another_name(tmp_path: Path) -> None:
+    """Its config.json names a type that transformers has not."""
+    made = made_of("DeepseekV3")
+    made.save_pretrained(tmp_path / "hf")
+    config = (tmp_path / "hf" / "config.json").read_text()
+    (tmp_path / "hf" / "config.json").write_text(config.replace("deepseek_v3", "kimi_k2"))
+    convert_to("dcp", tmp_path / "hf", tmp_path / "out", map=MapOptions(experts="packed"))
+    assert {*load_dcp(tmp_path / "out")} == {*made.state_dict()}
+
+
 def test_a_layers_last_expert_is_missed_where_layers_have_different_numbers(tmp_path: Path) -> None:
     """Each layer's router has a row for each of its own; no other number says it."""
     made_of("Dots3Note").save_pretrained(tmp_path / "hf")
