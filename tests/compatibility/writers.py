@@ -42,7 +42,7 @@ def numbers(version: str) -> list[int]:
 FOR_DEEPSPEED = "hjson msgpack ninja psutil py-cpuinfo pydantic tqdm einops".split()
 WRITERS = {
     "accelerate": Writer(
-        ("1.6.0", "1.10.1", "1.15.0"),
+        ("1.6.0", "1.10.1", "1.12.0", "1.15.0"),
         ("accelerate_folders", "accelerate_rank_files", "accelerate_whole"),
         ("psutil", "pyyaml", "packaging", "huggingface_hub"),
         "accelerate",
@@ -56,7 +56,7 @@ WRITERS = {
         step="checkpoint-2",
     ),
     "peft": Writer(
-        ("0.21.2",),
+        ("0.18.1", "0.21.2"),
         ("peft/fsdp2", "peft/zero_3"),
         (
             *("transformers", "accelerate", "psutil", "pyyaml", "packaging", "tqdm"),
@@ -96,7 +96,7 @@ WRITERS = {
         step="step-2",
     ),
     "lightning": Writer(
-        ("2.5.6", "2.6.6"),
+        ("2.5.1", "2.5.6", "2.6.6"),
         ("dcp_lightning",),
         ("pyyaml", "packaging", "tqdm", "fsspec", "torchmetrics", "lightning-utilities"),
         "lightning",
@@ -108,7 +108,7 @@ WRITERS = {
         "deepspeed",
     ),
     "verl": Writer(
-        ("0.9.1",),
+        ("0.8.0", "0.9.1"),
         (),
         (
             *("accelerate", "transformers", "omegaconf", "peft", "msgpack", "protobuf", "pillow"),
