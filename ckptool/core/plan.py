@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 from functools import cached_property
@@ -246,19 +247,31 @@ class Plan:
                 entry = self.catalog.tensors[name]
                 yield from ((entry, chunk) for chunk, _ in index.find(whole))
 
-    def first_file(self, entry: TensorEntry, box: Box) -> int:
-        """Return the first of the files, by index in the layout, that contains part of a box."""
+    def checking_file(self, entry: TensorEntry, box: Box) -> int:
+        """Return the file, by index in the layout, whose writer checks the record of a box.
+
+        It contains part of the box; of several that do, tensors' names choose different ones.
+        """
         tables = self.layout.tables
         if tables is None and len(self._holders[entry.name]) == 1:
             return self._holders[entry.name][0]
         cut: object = entry.name if tables is None else tables[entry.name].cut
         if cut not in self._cuts:
             self._cuts[cut] = ChunkIndex(self._written[entry.name])
-        return min(
-            self.numbers[place.file]
-            for chunk, _ in self._cuts[cut].find(box)
-            for place in stored_places(chunk.at)
+        return self.checker(
+            entry,
+            (
+                self.numbers[place.file]
+                for chunk, _ in self._cuts[cut].find(box)
+                for place in stored_places(chunk.at)
+            ),
         )
+
+    @staticmethod
+    def checker(entry: TensorEntry, files: Iterable[int]) -> int:
+        """Return the one of files with parts of a record whose writer checks it."""
+        numbers = sorted({*files})
+        return numbers[zlib.crc32(entry.name.encode(errors="replace")) % len(numbers)]
 
     @cached_property
     def _holders(self) -> dict[str, list[int]]:

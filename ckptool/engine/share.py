@@ -54,8 +54,8 @@ def checked_chunks(plan: Plan, numbers: Collection[int]) -> Iterator[tuple[Tenso
     """Yield the chunks, with their tensors, whose records the writer of some files checks.
 
     ``numbers`` are indices in the layout. A record that several files need is checked whole only by
-    the writer of the first of them. If a tensor's chunks are in a table, each has its own record,
-    so those of other files are skipped. What is stored as it is has none.
+    the writer of one of them. If a tensor's chunks are in a table, each has its own record, so
+    those of other files are skipped. What is stored as it is has none.
     """
     seen: set[object] = set()
     mine = frozenset(numbers)
@@ -63,19 +63,19 @@ def checked_chunks(plan: Plan, numbers: Collection[int]) -> Iterator[tuple[Tenso
     for entry, chunk in plan.chunks(numbers, tabled):
         if id(chunk) not in seen:
             seen.add(id(chunk))
-            if plan.first_file(entry, chunk.box) in mine:
+            if plan.checking_file(entry, chunk.box) in mine:
                 yield entry, chunk
     others = {e.name for e in plan.entries if not isinstance(e.chunks, ChunkTable | WholeTensor)}
+    holders: dict[object, tuple[TensorEntry, Chunk, list[int]]] = {}
     for number in range(len(plan.layout.files)) if others else ():
         for entry, chunk in plan.chunks([number], others):
             at = chunk.at
-            if isinstance(at, Extent) and at.record is None:
-                continue
-            place = at.record if isinstance(at, Extent) else (at.file, at.offset)
-            if place not in seen:
-                seen.add(place)
-                if number in mine:
-                    yield entry, chunk
+            if not isinstance(at, Extent) or at.record is not None:
+                place = at.record if isinstance(at, Extent) else (at.file, at.offset)
+                holders.setdefault(place, (entry, chunk, []))[2].append(number)
+    for entry, chunk, files in holders.values():
+        if plan.checker(entry, files) in mine:
+            yield entry, chunk
 
 
 def _balanced(sizes: Sequence[int], count: int) -> list[int]:

@@ -854,7 +854,7 @@ def test_ranks_open_the_items_of_their_share_alone(cut: Path, tmp_path: Path) ->
     assert content(tmp_path / "r") == content(tmp_path / "alone")
 
 
-def test_a_record_is_checked_by_who_writes_its_first_file_whatever_it_writes_before(
+def test_a_record_is_checked_by_one_writer_whatever_that_writes_before(
     cut: Path, tmp_path: Path
 ) -> None:
     plan = reshard("8")(cut, tmp_path / "r", asked("1/2")).plan
@@ -864,9 +864,26 @@ def test_a_record_is_checked_by_who_writes_its_first_file_whatever_it_writes_bef
         for each in (numbers, numbers[::-1])
     )
     assert one == other
-    assert ("layers.0.w", (0, 0)) in one
-    rest = [(entry.name, chunk.box.lo) for entry, chunk in checked_chunks(plan, numbers[1:])]
-    assert ("layers.0.w", (0, 0)) not in rest
+    every = [plan.numbers[f"__{rank}_0.distcp"] for rank in range(8)]
+    shares = [
+        [(entry.name, chunk.box.lo) for entry, chunk in checked_chunks(plan, [number])]
+        for number in every
+    ]
+    assert sorted(shares[0] + shares[1]) == one
+    checked = [place for share in shares for place in share]
+    assert len(checked) == len({*checked}) == sum(len(entry.chunks) for entry in plan.entries)
+
+
+def test_all_writers_check_as_many_records_of_tensors_that_each_has_a_part_of(
+    tmp_path: Path,
+) -> None:
+    state = {f"layers.{n}.w": torch.full((16, 2), float(n)) for n in range(64)}
+    dcp.save(state, checkpoint_id=tmp_path / "whole", no_dist=True)
+    plan = reshard("8")(tmp_path / "whole", tmp_path / "r", asked("1/8")).plan
+    numbers = [plan.numbers[f"__{rank}_0.distcp"] for rank in range(8)]
+    counts = [sum(1 for _ in checked_chunks(plan, [number])) for number in numbers]
+    assert sum(counts) == 64
+    assert max(counts) < 20
 
 
 def test_an_item_that_is_none_ends_the_part_whose_it_is(cut: Path, tmp_path: Path) -> None:
