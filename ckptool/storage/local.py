@@ -125,7 +125,7 @@ class LocalSource:
     """
 
     tile = TILE
-    piece = 1 << 19  # read, checked and written while it is in the processor's cache
+    piece = TILE  # read, checked and written while it is in the processor's cache
     block = 1
     workers = CORES
 

@@ -33,7 +33,7 @@ from ckptool.storage.local import SPAN, Files, LocalSource
 from ckptool.storage.read_ahead import SMALL_MEMORY
 
 _MINIMUM_PER_WORKER = 16 << 20
-_WRITE = 1 << 19
+_WRITE = 1 << 20
 """Bytes of one write, while they are in the processor's cache."""
 _TILE_OF = attrgetter("tile")
 _MOST_OPEN = 32
