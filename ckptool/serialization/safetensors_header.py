@@ -105,7 +105,7 @@ def read_entries(
     if text[:1] != b"{":
         raise Damaged(f"{file}: the header is not a JSON object")
     require_within_limits(text, file)
-    with suppress(msgspec.MsgspecError, UnicodeDecodeError, Damaged):
+    with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError, Damaged):
         return _read_valid(text, file, start)
     header = _parse(text, file)
     metadata = header.pop("__metadata__", None) or {}
@@ -128,7 +128,7 @@ def _read_valid(
 ) -> tuple[dict[str, str], dict[str, StoredSlice]]:
     """Read a header in which nothing is unusual, in a third of the time.
 
-    Raises MsgspecError, UnicodeDecodeError or Damaged for any other, valid or not.
+    Raises MsgspecError, UnicodeDecodeError, RecursionError or Damaged for any other, valid or not.
     """
     if b"\\" in text or _SPACED_COLON.search(text):
         raise Damaged(f"{file}: names that are not written as usual")

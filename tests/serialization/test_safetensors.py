@@ -208,6 +208,8 @@ def test_four_bit_elements_are_counted_in_pairs(tmp_path: Path) -> None:
         b'{"a":{"dtype":"U8","shape":[0,9223372036854775808],"data_offsets":[0,0]}}',
         b'{"a":{"dtype":"U8","shape":[' + b"0," * 99 + b'0],"data_offsets":[0,0]}}',
         b'{"a":{"dtype":[[]],"shape":[0],"data_offsets":[0,0]}}',
+        b'{"a":{"x":' + b"[" * 5000 + b"]" * 5000 + b"}}",
+        b'{"a":' * 5000 + b"{}" + b"}" * 5000,
     ],
 )
 def test_headers_beyond_all_bounds(header: bytes, tmp_path: Path) -> None:
