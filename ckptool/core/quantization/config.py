@@ -96,22 +96,31 @@ class Group(Struct, frozen=True):
     def allows(self, shape: tuple[int, ...], block: tuple[int, ...]) -> bool:
         """Return whether its ``strategy`` has a scale per ``block`` of a weight of ``shape``.
 
-        Of a weight of several matrices each has its own. A strategy that is missing allows all.
+        Of a weight of several matrices each has its own. A strategy that is missing allows all, and
+        so does a weight without elements.
         """
-        rows, columns = shape[-2:] if len(shape) > 1 else (1, *shape)
-        found = _counts((rows, columns), block[-2:] if len(shape) > 1 else (1, *block))
-        of_blocks = _counts((rows, columns), self.block) if self.block else found
+        if 0 in shape:
+            return True
+        matrix = _matrix(shape)
+        found = _counts(matrix, _matrix(block))
+        of_blocks = _counts(matrix, self.block) if self.block else found
         counts: dict[str, tuple[int, int]] = {
             "tensor": (1, 1),
-            "channel": (rows, 1),
-            "group": (rows, of_blocks[1]),
-            "tensor_group": (rows, of_blocks[1]),
+            "channel": (matrix[0], 1),
+            "group": (matrix[0], of_blocks[1]),
+            "tensor_group": (matrix[0], of_blocks[1]),
             "block": of_blocks,
         }
         return counts.get(str(self.weights.get("strategy")), found) == found
 
 
-def _counts(shape: tuple[int, int], block: tuple[int, ...]) -> tuple[int, int]:
+def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return the last two dims of a shape, those of a vector or a scalar with 1 before."""
+    rows, columns = (1, 1, *shape)[-2:]
+    return rows, columns
+
+
+def _counts(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:
     """Return how many blocks a matrix has in each dim."""
     return -(-shape[0] // block[0]), -(-shape[1] // block[1])
 

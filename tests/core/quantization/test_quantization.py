@@ -309,6 +309,24 @@ def test_the_config_of_a_quantized_model_says_nothing_of_weights_that_were_train
     assert ckptool.compare(out / "run", out / "m", hf_assets=out / "assets")
 
 
+@pytest.mark.parametrize("shape", [(0, 16), (4, 0), (0,)], ids=str)
+@pytest.mark.parametrize("strategy", ["tensor", "channel", None])
+def test_a_weight_without_elements_has_none(
+    shape: tuple[int, ...], strategy: str | None, out: Path
+) -> None:
+    weights = {"num_bits": 8, "type": "float", "strategy": strategy}
+    groups = {"g": {"targets": ["Linear"], "weights": weights}}
+    config = {
+        "quantization_config": {"quant_method": "compressed-tensors", "config_groups": groups}
+    }
+    state = {
+        "a.weight": torch.zeros(shape).to(torch.float8_e4m3fn),
+        "a.weight_scale": torch.ones(1),
+    }
+    source = saved(state, out / "hf", config)
+    assert numbers(source, out, torch.bfloat16)["a.weight"].shape == shape
+
+
 @pytest.mark.parametrize(
     ("name", "tensor", "kind"),
     [
