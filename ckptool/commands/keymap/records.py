@@ -82,7 +82,7 @@ def read_beside(source: Files, name: str) -> Record:
 def _read_file(path: Path) -> Record:
     """Read a JSON file; empty if there is none."""
     try:
-        return _parse(str(path), path.stat().st_size, path.read_bytes) if path.exists() else {}
+        return _parse(str(path), path.stat().st_size, path.read_bytes) if path.is_file() else {}
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error}") from None
 

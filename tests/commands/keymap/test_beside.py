@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -102,3 +103,10 @@ def test_those_that_are_asked_for_come_alone(model: Any, out: Path) -> None:
     convert_to("hf", out / "step-5", out / "hf", map=MapOptions(assets=out / "assets"))
     assert (out / "hf" / "config.json").read_bytes() == config
     assert not (out / "hf" / "tokenizer.json").exists()
+
+
+def test_a_config_that_is_no_file_is_not_waited_for(model: Any, out: Path) -> None:
+    dcp.save(model.state_dict(), checkpoint_id=out / "step-5", no_dist=True)
+    os.mkfifo(out / "config.json")
+    done = convert_to("hf", out / "step-5", out / "hf")
+    assert "config.json and a tokenizer are missing: copy with --hf-assets FOLDER" in done.notes
