@@ -134,24 +134,26 @@ def assets_in(folder: Path) -> tuple[LocalSource, dict[str, int]]:
 
 
 def drop_quantization_config(opened: OpenedCheckpoint, layout: Layout) -> Layout:
-    """Drop the files and settings of a layout that declare the weights quantized."""
-    kept = tuple(file for file in layout.files if file.path not in QUANTIZATION_FILES)
-    files = tuple(
-        _drop_quantization(opened, file) if file.path == CONFIG else file for file in kept
-    )
-    if files == kept:
-        return replace(layout, files=files)
-    note = f"{CONFIG}: quantization_config removed, as no tensor is quantized any more"
-    return replace(layout, files=files, notes=(*layout.notes, note))
+    """Drop the files and settings of a layout that declare the weights quantized; add notes."""
+    files, notes = [], []
+    for file in layout.files:
+        if file.path in QUANTIZATION_FILES:
+            notes.append(f"{file.path} left out, as no tensor is quantized")
+            continue
+        kept, keys = _drop_quantization(opened, file) if file.path == CONFIG else (file, [])
+        files.append(kept)
+        if keys:
+            notes.append(f"{CONFIG}: {', '.join(keys)} removed, as no tensor is quantized")
+    return replace(layout, files=tuple(files), notes=(*layout.notes, *notes))
 
 
-def _drop_quantization(opened: OpenedCheckpoint, file: FileLayout) -> FileLayout:
-    """Drop the quantization from a config.json, and from the configs nested in it."""
+def _drop_quantization(opened: OpenedCheckpoint, file: FileLayout) -> tuple[FileLayout, list[str]]:
+    """Drop the quantization from a config.json, and from those nested in it; return the keys."""
     config = read_object(opened, file.parts[0])
     keys = [(part, key) for part in _models(config) for key in QUANTIZATION_KEYS if key in part]
     for part, key in keys:
         del part[key]
-    return _config_file(config) if keys else file
+    return (_config_file(config) if keys else file), list(dict.fromkeys(key for _, key in keys))
 
 
 def with_true_configs(

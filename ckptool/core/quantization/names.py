@@ -33,6 +33,8 @@ _MARKED = re.compile(
 """A text that each of these names contains somewhere, and few others do."""
 _COARSE = re.compile(r"(float8_e[45].*|float4.*|u?int[1-8])")
 _WORDY = re.compile(r"u?int(16|32)")
+_SCALE = re.compile(r".*\.(weight|input|output|q|k|v|kv)_scale(_inv)?")
+"""A scale of a weight, an activation or a KV cache (compressed-tensors, ModelOpt, AutoFP8)."""
 _DEEPEST = 3
 
 
@@ -74,12 +76,15 @@ def _kind(catalog: Catalog, name: str) -> str | None:
 
 
 def is_plain(catalog: Catalog) -> bool:
-    """Return whether no tensor can be quantized: no matrix is of few bits, or of packed words.
+    """Return whether nothing can be quantized: no matrix is of few bits, or of packed words.
 
-    The longest integers are no such words: some models have tables of them (DeepSeek V4).
+    The longest integers are no such words: some models have tables of them (DeepSeek V4). Nor is
+    there a scale, as of a KV cache beside weights in full.
     """
     types = {entry.dtype.name for entry in catalog.tensors.values() if len(entry.shape) > 1}
-    return not any(_COARSE.fullmatch(name) or _WORDY.fullmatch(name) for name in types)
+    if any(_COARSE.fullmatch(name) or _WORDY.fullmatch(name) for name in types):
+        return False
+    return not any("_scale" in name and _SCALE.fullmatch(name) for name in catalog.tensors)
 
 
 def unknown_kind(catalog: Catalog, entry: TensorEntry) -> Unsupported | None:

@@ -305,8 +305,28 @@ def test_the_config_of_a_quantized_model_says_nothing_of_weights_that_were_train
         config if says else {"model_type": "x"}
     )
     assert (out / "m/hf_quant_config.json").exists() == says
-    assert any("quantization_config removed" in note for note in report.notes) != says
+    assert any("quantization_config, expert_dtype removed" in note for note in report.notes) != says
     assert ckptool.compare(out / "run", out / "m", hf_assets=out / "assets")
+
+
+@pytest.mark.parametrize("scale", ["k_proj.k_scale", "weight_scale", "k_proj.output_scale"])
+def test_a_config_stays_where_a_scale_shows_what_it_is_of(scale: str, out: Path) -> None:
+    """As of a KV cache that is quantized beside weights that are not."""
+    config = {"model_type": "x", "quantization_config": {"quant_method": "compressed-tensors"}}
+    state = {"a.weight": torch.ones(2, 2), f"a.{scale}": torch.ones(1)}
+    source = saved(state, out / "hf", config)
+    (source / "hf_quant_config.json").write_text("{}")
+    convert_to("hf", source, out / "m")
+    assert json.loads((out / "m/config.json").read_text()) == config
+    assert (out / "m/hf_quant_config.json").exists()
+
+
+def test_what_is_left_out_of_a_plain_model_is_named(out: Path) -> None:
+    source = saved({"w": torch.ones(2, 2)}, out / "hf", {"expert_dtype": "fp4"})
+    (source / "hf_quant_config.json").write_text("{}")
+    notes = convert_to("hf", source, out / "m").notes
+    assert "config.json: expert_dtype removed, as no tensor is quantized" in notes
+    assert "hf_quant_config.json left out, as no tensor is quantized" in notes
 
 
 @pytest.mark.parametrize("shape", [(0, 16), (4, 0), (0,)], ids=str)
