@@ -84,7 +84,7 @@ def prepare(
     if assets is None and writer.is_model_folder and not selection.peft_adapter:
         layout = with_files_beside(opened, layout, complete)
     else:
-        layout = complete(layout)
+        layout = complete(layout, False)
     plan = Plan(catalog, layout)
     report = ConvertReport.of(
         opened,
@@ -113,8 +113,12 @@ def _complete(
     options: RewriteOptions,
     writer: Format,
     layout: Layout,
+    strict: bool,
 ) -> Layout:
-    """Add the requested files to a layout, and make its configs describe the tensors."""
+    """Add the requested files to a layout, and make its configs describe the tensors.
+
+    A ``strict`` layout has configs that may be another model's, which a part must fit, too.
+    """
     catalog, selection = rewritten.catalog, options.selection
     layout = with_assets(layout, options.map.assets, rewritten.map, catalog, writer)
     if selection.peft_adapter and writer.is_model_folder:
@@ -123,7 +127,7 @@ def _complete(
     if options.dequantize or (is_plain(catalog) and not is_part):
         layout = drop_quantization_config(opened, layout)
     cast = bool(rewritten.cast or rewritten.dequantized)
-    return with_true_configs(opened, catalog, layout, cast=cast, partial=is_part)
+    return with_true_configs(opened, catalog, layout, cast=cast, partial=is_part and not strict)
 
 
 def prepare_save(

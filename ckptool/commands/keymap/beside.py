@@ -26,29 +26,30 @@ _LARGEST = 1 << 24
 
 
 def with_files_beside(
-    opened: OpenedCheckpoint, layout: Layout, complete: Callable[[Layout], Layout]
+    opened: OpenedCheckpoint, layout: Layout, complete: Callable[[Layout, bool], Layout]
 ) -> Layout:
     """Add the files of the model that lie beside a checkpoint of tensors alone, then ``complete``.
 
     Those of its own folder, else of verl's ``../huggingface/``, else of the Trainer's checkpoint
     around it. A note says what was added, or why it was not: a config.json that contradicts the
-    tensors may be another model's. A layout that has one already gets none.
+    tensors may be another model's, also if they are a part of one. A layout that has one already
+    gets none. ``complete`` takes a layout, and whether its config.json must fit.
     """
     names = {file.path for file in layout.files}
     if opened.catalog.companions or names & {CONFIG, _ADAPTER}:
-        return complete(layout)
+        return complete(layout, False)
     for place, files in _beside(opened):
         added = tuple(file for file in files if file.path not in names)
         shown = list_some([file.path for file in added], _MOST_SHOWN)
         note = f"carried from {place}: {shown}"
         more = replace(layout, files=(*layout.files, *added), notes=(*layout.notes, note))
         try:
-            return complete(more)
+            return complete(more, True)
         except Unsupported as error:
             note = f"not carried from {place}: {shown}, as {error}"
             hint = f"; {error.hint}" if error.hint else ""
-            return complete(replace(layout, notes=(*layout.notes, note + hint)))
-    return complete(layout)
+            return complete(replace(layout, notes=(*layout.notes, note + hint)), False)
+    return complete(layout, False)
 
 
 def _beside(opened: OpenedCheckpoint) -> Iterator[tuple[str, list[FileLayout]]]:

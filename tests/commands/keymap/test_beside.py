@@ -82,6 +82,14 @@ def test_a_config_that_contradicts_the_tensors_is_left_with_a_note(
     assert not (out / "hf" / "tokenizer.json").exists()
 
 
+def test_nor_does_one_come_with_a_part_that_it_contradicts(model: Any, out: Path) -> None:
+    saved(model, out / "step-5", out / "step-5", vocab_size=40)
+    for part, carried in (("model.layers.*", True), ("model.embed*", False)):
+        done = convert_to("hf", out / "step-5", target := out / f"hf-{carried}", select=(part,))
+        assert (target / "config.json").exists() == carried
+        assert any(note.startswith("not carried") for note in done.notes) != carried
+
+
 @pytest.mark.parametrize("files", ["run", "step-5"])
 def test_a_config_of_another_program_and_one_of_the_run_are_left(
     files: str, model: Any, out: Path
