@@ -165,19 +165,19 @@ def _map_by(
         mapped.moves,
         mapped.excluded,
         mapped.computed,
-        tuple(filter(None, [differs, *counted, *_unusual(key_map, types)])),
+        tuple(filter(None, [differs, *counted, *_unusual(key_map)])),
         config,
         lacks,
     )
     return replace(mapped.catalog, notes=(*mapped.catalog.notes, *report.notes)), report
 
 
-def _unusual(key_map: KeyMap, types: Sequence[str]) -> list[str]:
-    """Return the warning that the model's own files do not have experts as the map makes them."""
+def _unusual(key_map: KeyMap) -> list[str]:
+    """Return the warning that files of the map's models do not have experts as it makes them."""
     if key_map.source != PACKED or key_map.target == HUGGING_FACE:
         return []
-    model = list_some(types or key_map.model_types, 1)
-    return [f"files of {model} have packed experts: transformers does not load separate ones"]
+    models = list_some(key_map.model_types)
+    return [f"files of {models} have packed experts: transformers does not load separate ones"]
 
 
 def _other_model(key_map: KeyMap, recorded: Record, types: Sequence[str]) -> str:
