@@ -20,12 +20,11 @@ import urllib.parse
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from msgspec.structs import replace
 
 from ckptool.storage.url import RemotePath, location
 
