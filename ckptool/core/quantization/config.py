@@ -7,9 +7,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from fnmatch import translate
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct, field
+
+from ckptool.errors import Unsupported
+
+if TYPE_CHECKING:
+    from regex import Pattern
 
 _IGNORED = ("ignore", "modules_to_not_convert", "exclude_modules")
 """Keys for modules without such weights: compressed-tensors' and ModelOpt's, transformers'.
@@ -17,6 +22,8 @@ _IGNORED = ("ignore", "modules_to_not_convert", "exclude_modules")
 By name, by ``re:`` and a pattern, or by a glob, as in ModelOpt (0.47).
 """
 _GLOB = re.compile(r"[*?\[]")
+_LONGEST = 1.0
+"""Seconds that a pattern may take for the name of a module: some take longer than the world."""
 _ANY = ("mixed-precision", "MIXED_PRECISION")
 """What compressed-tensors and ModelOpt call several formats in one model."""
 _FP8 = frozenset(["FP8", "FP8 in blocks"])
@@ -162,12 +169,12 @@ class QuantizationConfig(Struct, frozen=True, dict=True):
             return NO_GROUP
         if module in self._named:
             return self._named[module]
-        matching = (group for pattern, group in self._patterns if pattern.match(module))
+        matching = (group for pattern, group in self._patterns if _matches(pattern, module))
         return next(matching, self._of_class)
 
     def is_ignored(self, module: str) -> bool:
         """Return whether the config does not apply to a module."""
-        return module in self._ignored or any(p.match(module) for p in self._ignored_patterns)
+        return module in self._ignored or any(_matches(p, module) for p in self._ignored_patterns)
 
     @cached_property
     def _ignored(self) -> frozenset[str]:
@@ -175,7 +182,7 @@ class QuantizationConfig(Struct, frozen=True, dict=True):
         return frozenset(str(name) for some in lists if isinstance(some, list) for name in some)
 
     @cached_property
-    def _ignored_patterns(self) -> tuple[re.Pattern[str], ...]:
+    def _ignored_patterns(self) -> tuple[Pattern[str], ...]:
         return tuple(_compile(self._ignored))
 
     @cached_property
@@ -187,7 +194,7 @@ class QuantizationConfig(Struct, frozen=True, dict=True):
         return self._groups | dict(_layer_groups(self.fields))
 
     @cached_property
-    def _patterns(self) -> tuple[tuple[re.Pattern[str], Group], ...]:
+    def _patterns(self) -> tuple[tuple[Pattern[str], Group], ...]:
         patterns = ((_pattern(target), self._groups[target]) for target in sorted(self._groups))
         return tuple((pattern, group) for pattern, group in patterns if pattern is not None)
 
@@ -198,22 +205,33 @@ class QuantizationConfig(Struct, frozen=True, dict=True):
         return next(iter(classes.values())) if len(classes) == 1 else rest
 
 
-def _compile(names: Iterable[str]) -> Iterator[re.Pattern[str]]:
+def _compile(names: Iterable[str]) -> Iterator[Pattern[str]]:
     """Yield patterns of modules: each that ``re:`` begins, and one of all globs."""
     globs = [translate(n) for n in names if not n.startswith("re:") and _GLOB.search(n)]
-    if globs:
-        yield re.compile("|".join(globs))
-    for pattern in map(_pattern, names):
-        if pattern is not None:
-            yield pattern
+    patterns = map(_pattern, [f"re:{'|'.join(globs)}", *names] if globs else names)
+    yield from (pattern for pattern in patterns if pattern is not None)
 
 
-def _pattern(target: str) -> re.Pattern[str] | None:
+def _pattern(target: str) -> Pattern[str] | None:
     """Return the pattern of a target, None if it is none."""
     if target.startswith("re:"):
-        with suppress(re.error):
-            return re.compile(target.removeprefix("re:"))
+        import regex  # as re, with an end to it
+
+        with suppress(regex.error):
+            return regex.compile(target.removeprefix("re:"))
     return None
+
+
+def _matches(pattern: Pattern[str], module: str) -> bool:
+    """Return whether a module's name begins as a pattern; Unsupported if that takes too long."""
+    try:
+        return pattern.match(module, timeout=_LONGEST) is not None
+    except TimeoutError:
+        message = f"quantization_config: {pattern.pattern!r} takes too long to match {module}"
+        hint = (
+            "say it in simpler words in a copy of config.json, and pass its folder as --hf-assets"
+        )
+        raise Unsupported(message, "limit-exceeded", hint=hint) from None
 
 
 def _is_class(target: str) -> bool:

@@ -192,9 +192,9 @@ ROWS = (
     Row("verify --quick", (*CKPTOOL, "verify", "--quiet", "--quick", "{source}")),
     Row("verify --against", (*CKPTOOL, "verify", "--quiet", "{source}", "--against", "{source}")),
     Row("verify --write-manifest", (*_MANIFEST, "{target}.json")),
-    Row("verify --quick, DCP of 64 ranks, 1,000 tensors", (*CKPTOOL, "verify", "--quick", "{many}")),
-    Row("verify, DCP of 64 ranks, 1,000 tensors", (*CKPTOOL, "verify", "{many}"), once=True),
-    Row("inspect, DCP of 64 ranks, 1,000 tensors", (*CKPTOOL, "inspect", "{many}")),
+    Row("verify --quick, 1,000 DCP tensors of 64 ranks", (*CKPTOOL, "verify", "--quick", "{many}")),
+    Row("verify, 1,000 DCP tensors of 64 ranks", (*CKPTOOL, "verify", "{many}"), once=True),
+    Row("inspect, 1,000 DCP tensors of 64 ranks", (*CKPTOOL, "inspect", "{many}")),
     Row("--help", (*CKPTOOL, "--help"), measure="cpu"),
     Row("inspect", (*CKPTOOL, "inspect", "{light}"), peers=("torch read_metadata",), measure="cpu"),
     Row(

@@ -1,0 +1,35 @@
+"""Which part of a ``quantization_config`` is about which module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ckptool.core.quantization import config
+from ckptool.core.quantization.config import NO_GROUP, QuantizationConfig
+from ckptool.errors import Unsupported
+
+
+def config_of(*targets: str, ignore: tuple[str, ...] = ()) -> QuantizationConfig:
+    groups = {f"group_{n}": {"targets": [target]} for n, target in enumerate(targets)}
+    fields: dict[str, Any] = {"config_groups": groups, "ignore": list(ignore)}
+    return QuantizationConfig(fields)
+
+
+@pytest.mark.parametrize("where", [{"targets": ("re:(a|a)+$",)}, {"ignore": ("re:(a|a)+$",)}])
+def test_a_pattern_that_never_ends_is_refused(
+    where: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(config, "_LONGEST", 0.05)
+    said = config_of(*where.get("targets", ()), ignore=where.get("ignore", ()))
+    with pytest.raises(Unsupported, match=r"\(a\|a\)\+\$' takes too long to match aaaa.*-"):
+        said.group_of("a" * 60 + "-")
+
+
+def test_globs_and_patterns_leave_modules_out() -> None:
+    said = config_of("Linear", ignore=("*.mtp.*", "re:.*head$", "re:(", "model.norm"))
+    out = ["model.mtp.0", "lm_head", "model.norm"]
+    assert all(map(said.is_ignored, out))
+    assert [said.group_of(module) for module in out] == [NO_GROUP] * 3
+    assert said.group_of("model.head.0").name == "group_0"
