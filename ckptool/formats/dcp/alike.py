@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, suppress
+from itertools import starmap
 from typing import Any, NamedTuple
 
 from ckptool.core.catalog import Extent, Record
@@ -62,10 +63,13 @@ def _open_model(source: Source, item: Item) -> _Model | None:
     """Open the item that others are compared with; None if it is not plain, or damaged."""
     try:
         place = locate_item(source, item)
-        archive = match_cached(Region(source, item.at.file, item.at.offset, item.at.nbytes))
+        region = Region(source, item.at.file, item.at.offset, item.at.nbytes)
+        archive = match_cached(region)
     except CkptoolError:
         return None
     if archive is None or len(archive.noted) != 1:
+        return None
+    if not all(starmap(region.is_at_hand, archive.spans)):  # read with longer edges
         return None
     if not isinstance(place, Extent) or place.record is None:
         return None

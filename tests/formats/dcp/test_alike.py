@@ -18,6 +18,7 @@ from ckptool.formats import FORMATS
 from ckptool.formats.base import ScanOptions
 from ckptool.formats.dcp import alike, items
 from ckptool.serialization.archive import cached
+from ckptool.serialization.zip import Region
 from ckptool.storage.local import LocalSource
 
 DATA = "__0_0.distcp"
@@ -86,3 +87,20 @@ def test_changed_items(saved: Path, tmp_path_factory: pytest.TempPathFactory, da
         content[at % len(content)] = data.draw(st.integers(0, 255))
     (folder / DATA).write_bytes(content)
     assert located(folder) == located_one_by_one(folder)
+
+
+def test_items_like_one_that_was_read_beyond_their_ends_are_opened_each(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a compressed item, of which more is in memory, was read before."""
+
+    def read_to_the_middle(region: Region) -> cached.CachedArchive | None:
+        found = cached.match_cached(region)
+        if found is None or region.nbytes < 4 * LARGE:
+            return found
+        (_, end), *rest = found.spans
+        spans = ((0, end + 3000), *rest)
+        return found._replace(spans=spans, read=region.joined(spans))
+
+    monkeypatch.setattr(alike, "match_cached", read_to_the_middle)
+    assert located(saved) == located_one_by_one(saved)
