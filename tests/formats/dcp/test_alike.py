@@ -99,7 +99,7 @@ def test_items_like_one_that_was_read_beyond_their_ends_are_opened_each(
         if found is None or region.nbytes < 4 * LARGE:
             return found
         (_, end), *rest = found.spans
-        spans = ((0, end + 3000), *rest)
+        spans = ((0, end + 5000), *rest)
         return found._replace(spans=spans, read=region.joined(spans))
 
     monkeypatch.setattr(alike, "match_cached", read_to_the_middle)
