@@ -40,6 +40,8 @@ _DECLARING = ("quantization_config", "compression_config")
 QUANTIZATION_KEYS = (*_DECLARING, "expert_dtype")
 """Keys that say how weights are quantized; the last is DeepSeek V4's, beside the others."""
 _ADAPTER = "adapter_config.json"
+NOT_CARRIED = "not carried from"
+"""How the note begins on a folder beside the source whose config.json contradicts the tensors."""
 _TOKENIZERS = frozenset(
     "tokenizer.json tokenizer.model tokenizer_config.json vocab.json vocab.txt spiece.model".split()
 )
@@ -84,7 +86,8 @@ def with_assets(
 def lacking_files(layout: Layout, source: Location) -> list[str]:
     """Return a note on the files that transformers and vLLM expect in a model's folder and lack.
 
-    It names the folder that has them, if that is the source's or lies around it.
+    It names the folder that has them, if that is the source's or lies around it, unless a note of
+    the layout says that its config.json contradicts the tensors.
     """
     paths = {file.path for file in layout.files}
     if _ADAPTER in paths:
@@ -95,7 +98,8 @@ def lacking_files(layout: Layout, source: Location) -> list[str]:
     if not lacks:
         return []
     verb = "is" if len(lacks) == 1 else "are"
-    folder = _folder_of_assets(source) if CONFIG in lacks else "FOLDER"
+    is_wrong = any(note.startswith(NOT_CARRIED) for note in layout.notes)
+    folder = _folder_of_assets(source) if CONFIG in lacks and not is_wrong else "FOLDER"
     return [f"{' and '.join(lacks)} {verb} missing: copy with --hf-assets {folder}"]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from ckptool.commands.keymap.assets import NOT_CARRIED
 from ckptool.commands.keymap.records import CONFIG
 from ckptool.commands.open import OpenedCheckpoint
 from ckptool.core.layout import FileLayout, Layout, Verbatim
@@ -18,7 +19,7 @@ from ckptool.formats.companions import OF_VERL, TRAINER_STATE, companions
 from ckptool.serialization.source import Source
 from ckptool.storage.local import LocalSource
 
-_ADAPTER = "adapter_config.json"
+_ADAPTER, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _OF_A_MODEL = ("model_type", "architectures")
 """Keys of a config.json that a model of transformers, or vLLM, is made from."""
 _MOST_SHOWN = 3
@@ -31,14 +32,18 @@ def with_files_beside(
     """Add the files of the model that lie beside a checkpoint of tensors alone, then ``complete``.
 
     Those of its own folder, else of verl's ``../huggingface/``, else of the Trainer's checkpoint
-    around it. A note says what was added, or why it was not: a config.json that contradicts the
-    tensors may be another model's, also if they are a part of one. A layout that has one already
-    gets none. ``complete`` takes a layout, and whether its config.json must fit.
+    around it: the first whose config.json fits. A note says what was added, or why it was not: a
+    config.json that contradicts the tensors may be another model's, also if they are a part of one.
+    A layout that has one already gets none, nor does an adapter get its base model's.
+    ``complete`` takes a layout, and whether its config.json must fit.
     """
     names = {file.path for file in layout.files}
     if opened.catalog.companions or names & {CONFIG, _ADAPTER}:
         return complete(layout, False)
+    refused: list[str] = []
     for place, files in _beside(opened):
+        if _ADAPTER_WEIGHTS in names and all(file.path != _ADAPTER for file in files):
+            continue
         added = tuple(file for file in files if file.path not in names)
         shown = list_some([file.path for file in added], _MOST_SHOWN)
         note = f"carried from {place}: {shown}"
@@ -46,10 +51,9 @@ def with_files_beside(
         try:
             return complete(more, True)
         except Unsupported as error:
-            note = f"not carried from {place}: {shown}, as {error}"
             hint = f"; {error.hint}" if error.hint else ""
-            return complete(replace(layout, notes=(*layout.notes, note + hint)), False)
-    return complete(layout, False)
+            refused.append(f"{NOT_CARRIED} {place}: {shown}, as {error}{hint}")
+    return complete(replace(layout, notes=(*layout.notes, *refused)), False)
 
 
 def _beside(opened: OpenedCheckpoint) -> Iterator[tuple[str, list[FileLayout]]]:

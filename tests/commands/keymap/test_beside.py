@@ -82,7 +82,33 @@ def test_a_config_that_contradicts_the_tensors_is_left_with_a_note(
     assert not (out / "hf" / "tokenizer.json").exists()
 
 
-def test_nor_does_one_come_with_a_part_that_it_contradicts(model: Any, out: Path) -> None:
+def test_the_next_folder_is_asked_and_none_is_named_that_contradicts(model: Any, out: Path) -> None:
+    saved(model, out / "step-5", out / "step-5", vocab_size=40)
+    missing = "config.json and a tokenizer are missing: copy with --hf-assets FOLDER"
+    assert missing in convert_to("hf", out / "step-5", out / "hf").notes
+    model.config.save_pretrained(out / "huggingface")
+    done = convert_to("hf", out / "step-5", out / "again")
+    config = (out / "huggingface" / "config.json").read_bytes()
+    assert (out / "again" / "config.json").read_bytes() == config
+    assert not [note for note in done.notes if note.startswith("not carried")]
+
+
+@pytest.mark.parametrize("has_config", [False, True])
+def test_an_adapter_gets_no_config_of_its_base_model(
+    has_config: bool, model: Any, out: Path
+) -> None:
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+    state = {name.format("A"): torch.ones(2, 16), name.format("B"): torch.ones(16, 2)}
+    dcp.save(state, checkpoint_id=out / "step-5", no_dist=True)
+    model.config.save_pretrained(out / "huggingface")
+    if has_config:
+        (out / "huggingface" / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    convert_to("hf", out / "step-5", out / "hf")
+    assert (out / "hf" / "config.json").exists() == has_config
+    assert (out / "hf" / "adapter_config.json").exists() == has_config
+
+
+def test_no_config_comes_with_a_part_that_it_contradicts(model: Any, out: Path) -> None:
     saved(model, out / "step-5", out / "step-5", vocab_size=40)
     for part, carried in (("model.layers.*", True), ("model.embed*", False)):
         done = convert_to("hf", out / "step-5", target := out / f"hf-{carried}", select=(part,))
