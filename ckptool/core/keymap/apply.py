@@ -22,6 +22,7 @@ from ckptool.core.keymap.model import BoundTensor, KeyMap, Rule, UnknownSizes, g
 from ckptool.core.quantization.names import dequantizing_hint
 from ckptool.core.selection import rename_entry, unwrapping_hint
 from ckptool.core.state_category import state_category
+from ckptool.core.text import plural
 from ckptool.errors import Unsupported, UsageError
 
 _MOST_SHOWN = 12
@@ -268,7 +269,7 @@ class _Application:
         ]
         if duplicates:
             raise UsageError(
-                f"map {self._map.name} gives {len(duplicates):,} duplicate names:\n"
+                f"map {self._map.name} gives {plural(len(duplicates), 'duplicate name')}:\n"
                 + list_lines(duplicates)
             )
         tensors = {move.target: move.entry for move in moves}
