@@ -343,8 +343,10 @@ def _group(
         return [Group(tuple(places), most // (max(row, whole) if whole <= most else row))]
     is_moved = entry.source_dtype == entry.dtype and not is_computed(entry)
     rows_of = entry.shape[1:] if is_moved and index.whole_rows else None
-    times = [_STRAIGHT if place.part.shape[1:] == rows_of else 1 for place in places]
-    return [Group((place,), 0, times=most) for place, most in zip(places, times, strict=True)]
+    return [
+        Group((place,), 0, times=_STRAIGHT if place.part.shape[1:] == rows_of else 1)
+        for place in places
+    ]
 
 
 def _tiles_of(
