@@ -45,7 +45,7 @@ def state_category(entry: TensorEntry | ObjectEntry) -> str:
 def state_category_of_name(name: str, path: Path) -> str:
     """Return ``model``, ``optimizer`` or ``other``, by a name alone."""
     category = _category_of_step(_head(str(path[0]) if path else name))
-    return category or ("optimizer" if "state" in name and _is_of_optimizer(name) else "model")
+    return category or ("optimizer" if _is_of_optimizer(name) else "model")
 
 
 def is_state_of_optimizer(name: str) -> bool:
@@ -58,7 +58,7 @@ def is_state_of_optimizer(name: str) -> bool:
 
 
 def _is_of_optimizer(name: str) -> bool:
-    return _OF_AN_OPTIMIZER.fullmatch(name) is not None
+    return "state" in name and _OF_AN_OPTIMIZER.fullmatch(name) is not None
 
 
 @lru_cache(1 << 12)
