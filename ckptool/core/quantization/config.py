@@ -23,7 +23,7 @@ By name, by ``re:`` and a pattern, or by a glob, as in ModelOpt (0.47).
 """
 _GLOB = re.compile(r"[*?\[]")
 _LONGEST = 1.0
-"""Seconds that a pattern may take for the name of a module: some take longer than the world."""
+"""Seconds that a pattern may take for the name of a module: a hostile one never ends."""
 _ANY = ("mixed-precision", "MIXED_PRECISION")
 """What compressed-tensors and ModelOpt call several formats in one model."""
 _FP8 = frozenset(["FP8", "FP8 in blocks"])
@@ -228,9 +228,7 @@ def _matches(pattern: Pattern[str], module: str) -> bool:
         return pattern.match(module, timeout=_LONGEST) is not None
     except TimeoutError:
         message = f"quantization_config: {pattern.pattern!r} takes too long to match {module}"
-        hint = (
-            "say it in simpler words in a copy of config.json, and pass its folder as --hf-assets"
-        )
+        hint = "simplify it in a copy of config.json, and pass that folder as --hf-assets"
         raise Unsupported(message, "limit-exceeded", hint=hint) from None
 
 
