@@ -8,6 +8,7 @@ from typing import ClassVar
 from msgspec import field
 
 from ckptool.commands.keymap.assets import (
+    ADAPTER_CONFIG,
     assets_in,
     drop_quantization_config,
     lacking_files,
@@ -15,7 +16,7 @@ from ckptool.commands.keymap.assets import (
     with_true_configs,
 )
 from ckptool.commands.keymap.beside import with_files_beside
-from ckptool.commands.keymap.peft import ADAPTER_CONFIG, with_adapter_config
+from ckptool.commands.keymap.peft import with_adapter_config
 from ckptool.commands.keymap.records import CONFIG
 from ckptool.commands.open import OpenedCheckpoint, no_collecting, open_checkpoint
 from ckptool.commands.options.rewrite import RewriteOptions, Selection

@@ -39,7 +39,7 @@ _MOST_SHOWN = 6
 _DECLARING = ("quantization_config", "compression_config")
 QUANTIZATION_KEYS = (*_DECLARING, "expert_dtype")
 """Keys that say how weights are quantized; the last is DeepSeek V4's, beside the others."""
-_ADAPTER = "adapter_config.json"
+ADAPTER_CONFIG = "adapter_config.json"
 NOT_CARRIED = "not carried from"
 """How the note begins on a folder beside the source whose config.json contradicts the tensors."""
 _TOKENIZERS = frozenset(
@@ -90,8 +90,8 @@ def lacking_files(layout: Layout, source: Location) -> list[str]:
     the layout says that its config.json contradicts the tensors.
     """
     paths = {file.path for file in layout.files}
-    if _ADAPTER in paths:
-        return [f"an adapter: loading it needs its base model, which {_ADAPTER} names"]
+    if ADAPTER_CONFIG in paths:
+        return [f"an adapter: loading it needs its base model, which {ADAPTER_CONFIG} names"]
     lacks = [] if CONFIG in paths else [CONFIG]
     if not any(path in _TOKENIZERS or path.endswith(".tiktoken") for path in paths):
         lacks.append("a tokenizer")

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 from msgspec.structs import replace
 
-from ckptool.commands.keymap.assets import NOT_CARRIED
-from ckptool.commands.keymap.records import CONFIG
+from ckptool.commands.keymap.assets import ADAPTER_CONFIG, NOT_CARRIED
+from ckptool.commands.keymap.records import CONFIG, parse_object
 from ckptool.commands.open import OpenedCheckpoint
 from ckptool.core.layout import FileLayout, Layout, Verbatim
 from ckptool.core.text import list_some
-from ckptool.errors import CkptoolError, Unsupported
+from ckptool.errors import CkptoolError, Unsupported, UsageError
 from ckptool.formats.companions import OF_VERL, TRAINER_STATE, companions
 from ckptool.serialization.source import Source
 from ckptool.storage.local import LocalSource
 
-_ADAPTER, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _OF_A_MODEL = ("model_type", "architectures")
 """Keys of a config.json that a model of transformers, or vLLM, is made from."""
 _MOST_SHOWN = 3
-_LARGEST = 1 << 24
 
 
 def with_files_beside(
@@ -38,11 +36,11 @@ def with_files_beside(
     ``complete`` takes a layout, and whether its config.json must fit.
     """
     names = {file.path for file in layout.files}
-    if opened.catalog.companions or names & {CONFIG, _ADAPTER}:
+    if opened.catalog.companions or names & {CONFIG, ADAPTER_CONFIG}:
         return complete(layout, False)
     refused: list[str] = []
     for place, files in _beside(opened):
-        if _ADAPTER_WEIGHTS in names and all(file.path != _ADAPTER for file in files):
+        if _ADAPTER_WEIGHTS in names and all(file.path != ADAPTER_CONFIG for file in files):
             continue
         added = tuple(file for file in files if file.path not in names)
         shown = list_some([file.path for file in added], _MOST_SHOWN)
@@ -80,9 +78,9 @@ def _copy(name: str, file: str, size: int) -> FileLayout:
 def _is_model(source: Source) -> bool:
     """Return whether a folder has a config.json that a model is made from, no trainer's own."""
     size = source.files.get(CONFIG, 0)
-    if not 0 < size <= _LARGEST:
+    if not size:
         return False
-    with suppress(ValueError, RecursionError):
-        content = json.loads(source.read(CONFIG, 0, size))
-        return isinstance(content, dict) and any(key in content for key in _OF_A_MODEL)
+    with suppress(UsageError):
+        content = parse_object(CONFIG, size, lambda: source.read(CONFIG, 0, size))
+        return any(key in content for key in _OF_A_MODEL)
     return False

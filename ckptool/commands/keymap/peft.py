@@ -13,7 +13,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ckptool.commands.keymap.assets import read_object
+from ckptool.commands.keymap.assets import ADAPTER_CONFIG, read_object
 from ckptool.commands.keymap.records import CONFIG, Record, read_nearest
 from ckptool.commands.open import OpenedCheckpoint
 from ckptool.core.catalog import Catalog, TensorEntry
@@ -22,7 +22,6 @@ from ckptool.core.selection import rename_entry, substitution, unwrapping_rule
 from ckptool.core.text import list_some, plural
 from ckptool.errors import Unsupported, UsageError
 
-ADAPTER_CONFIG = "adapter_config.json"
 _VERL = "lora_train_meta.json"
 """What verl (0.9) writes beside an actor's shards: ``r``, ``lora_alpha`` and ``task_type``."""
 _PREFIX = "base_model.model."
