@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar
 
 from msgspec import Struct
 
-from ckptool.core.box import Box, boxes_of, ranks_of
+from ckptool.core.box import Box, BoxTable, boxes_of, ranks_of
 from ckptool.core.catalog import Catalog, ObjectEntry, Path, TensorEntry, tied_names
 from ckptool.core.layout import FileLayout, Verbatim
 from ckptool.core.sharding.placement import PlacedTensors
@@ -140,6 +140,7 @@ class WriterAssignment:
         self._request = request
         self._load: dict[int, int] = defaultdict(int)
         self._kinds: dict[object, _PlacedKind] = {}
+        self._alike: dict[object, Mapping[Box, int]] = {}
         self._uncounted: list[_PlacedKind] = []
 
     def boxes(self, entry: TensorEntry) -> Mapping[Box, int]:
@@ -152,10 +153,15 @@ class WriterAssignment:
         placed = self._request.placed
         if placed is not None and entry.elements:
             return self._placed_boxes(entry, placed)
-        ranks = ranks_of(entry.chunks)
+        boxes, ranks = boxes_of(entry.chunks), ranks_of(entry.chunks)
         if placed is not None or self._request.one_rank or None in ranks or not ranks:
-            return {Box.whole(entry.shape): 0}
-        return _source_boxes(list(boxes_of(entry.chunks)), ranks)
+            if entry.shape not in self._alike:
+                self._alike[entry.shape] = {Box.whole(entry.shape): 0}
+            return self._alike[entry.shape]
+        key = boxes if isinstance(boxes, BoxTable) else tuple(boxes), tuple(ranks)
+        if key not in self._alike:
+            self._alike[key] = _source_boxes(list(boxes), ranks)
+        return self._alike[key]
 
     def _placed_boxes(self, entry: TensorEntry, placed: PlacedTensors) -> dict[Box, int]:
         """Return the mesh's boxes; of several ranks the one with the fewest bytes so far writes."""

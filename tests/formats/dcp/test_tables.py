@@ -12,7 +12,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ckptool.core.box import Box, is_grid
-from ckptool.core.catalog import Catalog, Chunk, ObjectEntry, TensorEntry, coverage_problem
+from ckptool.core.catalog import (
+    Catalog,
+    Chunk,
+    Extent,
+    ObjectEntry,
+    TensorEntry,
+    coverage_problem,
+)
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.layout import Literal
 from ckptool.core.mesh import Replicate, Shard
@@ -23,6 +30,7 @@ from ckptool.formats.base import Request, ScanOptions
 from ckptool.formats.dcp import FORMAT
 from ckptool.formats.dcp.metadata import parse
 from ckptool.formats.dcp.write import lay_out
+from ckptool.formats.writing import WriterAssignment
 from ckptool.serialization.pickle import builder, machine, records, row_reader
 from ckptool.serialization.pickle.load import read_pickle
 from ckptool.storage.local import LocalSource
@@ -251,3 +259,22 @@ def test_what_is_written_for_many_ranks_is_read_by_torch_and_as_columns() -> Non
         assert [offset for offset, _ in of_file] == ends[:-1]
         assert ends[-1] == files[path].nbytes == sum(part.nbytes for part in files[path].parts)
     assert len(where) == sum(len(e.chunks) for e in parsed.tensors.values()) + len(values)
+
+
+def test_tensors_that_are_cut_alike_share_their_cut() -> None:
+    """A cut for each of 100,000 small tensors costs a third of writing them."""
+    rows = [Box((0, 0), (1, 3)), Box((1, 0), (2, 3))]
+    held = {
+        "whole": (), "whole2": (), "rows": (0, 1), "rows2": (0, 1), "other ranks": (1, 0)
+    }  # fmt: skip
+    assignment = WriterAssignment(Request("out"))
+    cut = {}
+    for name, ranks in held.items():
+        place = Extent("file", 0, (3, 1))
+        chunks = tuple(Chunk(b, place, r) for b, r in zip(rows, ranks, strict=False))
+        cut[name] = assignment.boxes(TensorEntry(name, (name,), BY_NAME["int8"], (2, 3), chunks))
+    assert cut["whole"] is cut["whole2"]
+    assert cut["whole"] == {Box.whole((2, 3)): 0}
+    assert cut["rows"] is cut["rows2"]
+    assert cut["rows"] == dict(zip(rows, (0, 1), strict=True))
+    assert cut["other ranks"] == dict(zip(rows, (1, 0), strict=True))
