@@ -132,7 +132,12 @@ def _read_both(pair: TensorPair, boxes: Sequence[Box], readers: SideReaders) -> 
 
 def same_bits(one: Array, other: Array) -> bool:
     """Return whether two C-ordered arrays of one size hold the same bytes."""
-    return not _memcmp(one.ctypes.data, other.ctypes.data, one.nbytes)
+    return same_memory(one.ctypes.data, other.ctypes.data, one.nbytes)
+
+
+def same_memory(one: int, other: int, nbytes: int) -> bool:
+    """Return whether two addresses are followed by the same bytes."""
+    return not _memcmp(one, other, nbytes)
 
 
 _memcmp = ctypes.CDLL(None).memcmp

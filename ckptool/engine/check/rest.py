@@ -9,7 +9,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ckptool.core.layout import FileLayout, Literal, Verbatim
-from ckptool.engine.check.pairs import SideReaders, TensorPair
+from ckptool.engine.check.pairs import SideReaders
+from ckptool.engine.check.small_pairs import BatchedJob
 from ckptool.engine.read.containers import runs_of
 from ckptool.engine.read.tiles import Job, known_runs
 from ckptool.engine.write.run import read_verbatim
@@ -102,9 +103,7 @@ class Rest:
         self._lock = threading.Lock()
         self._unequal: dict[tuple[str, int], int] = {}
 
-    def jobs(
-        self, of_tensors: Iterable[Job[TensorPair, SideReaders, Any]]
-    ) -> Iterator[Job[Any, SideReaders, Any]]:
+    def jobs(self, of_tensors: Iterable[BatchedJob]) -> Iterator[Job[Any, SideReaders, Any]]:
         """Yield the jobs of tensors, and those that read the rest.
 
         In a store the rest is read together with the tensors beside it, as each header would cost a

@@ -17,6 +17,7 @@ from ckptool.core.catalog import (
     EncodedBlob,
     Extent,
     Place,
+    Record,
     ScaledBlocks,
     TensorEntry,
 )
@@ -110,6 +111,14 @@ class Gatherer:
     def forget(self) -> None:
         """Drop the kept rows: the next boxes are elsewhere."""
         self._rows.forget()
+
+    def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
+        """Fill the caller's memory with bytes of a file; Damaged if it ends before."""
+        self._reader.read_into(file, offset, buffer)
+
+    def note(self, record: Record, offset: int, data: memoryview) -> None:
+        """Note a piece of a record that was read."""
+        self._note_piece(record, offset, data)
 
     def read_bytes(self, file: str, offset: int, nbytes: int) -> memoryview:
         """Return bytes of a file, in memory that the next call may reuse."""

@@ -11,18 +11,50 @@ from ckptool.core.catalog import (
     EncodedBlob,
     Extent,
     Place,
+    Record,
     ScaledBlocks,
     TensorEntry,
 )
 from ckptool.core.plan import Tile
 from ckptool.core.sharding.index import ChunkIndex
-from ckptool.engine.read.containers import Need, likely_place, openings
+from ckptool.core.sharding.table import WholeTensor
+from ckptool.engine.read.containers import Need, likely_place, open_place, openings
 from ckptool.storage.local import SPAN, Run
 
 _LONG_RUN = 2 << 10
 _OVER_READ = 4
 _PAGE = 4 << 10
 """Gaps shorter than this save the disk nothing."""
+
+
+StoredRun = tuple[str, int, int, Record | None]
+"""A file, the offset and number of bytes, and the record that they are a part of."""
+
+
+def row_major_runs(entry: TensorEntry) -> list[StoredRun] | None:
+    """Return the runs of bytes that are a whole tensor as stored, in row-major order.
+
+    None if it is stored in another way. Opens the containers of its chunks.
+    """
+    chunks, itemsize = entry.chunks, entry.source_dtype.itemsize
+    if isinstance(chunks, WholeTensor) and chunks.boxes[0].hi == entry.shape:
+        if not contiguous(chunks.strides, entry.shape, itemsize):
+            return None
+        return [(chunks.file, chunks.offset, entry.elements * itemsize, None)]
+    rest = entry.shape[1:]
+    row, filled, runs = math.prod(rest) * itemsize, 0, list[StoredRun]()
+    for chunk in chunks:
+        (lo, hi), shape = chunk.box, chunk.box.shape
+        if 0 in shape:
+            continue
+        at = open_place(chunk.at, shape)
+        if not isinstance(at, Extent) or at.ops or not contiguous(at.strides, shape, itemsize):
+            return None
+        if shape[1:] != rest or (lo and (lo[0] != filled or any(lo[1:]))):
+            return None
+        filled = hi[0] if lo else 1
+        runs.append((at.file, at.offset, shape[0] * row if lo else row, at.record))
+    return runs if filled == (entry.shape[0] if entry.shape else 1) else None
 
 
 def tile_runs(tiles: Sequence[Tile], block: int, *, shared: bool) -> Iterator[Need]:

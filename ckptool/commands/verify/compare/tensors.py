@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from msgspec import Struct, field
@@ -19,9 +20,9 @@ from ckptool.engine.check.pairs import (
     PairTile,
     TensorPair,
     Unreadable,
-    pair_jobs,
     same_bits,
 )
+from ckptool.engine.check.small_pairs import batched_pair_jobs
 from ckptool.engine.read.gather import raw
 from ckptool.engine.read.rounding import RangeCheck, cast
 from ckptool.engine.read.tensors import CheckedSource, TensorSource
@@ -123,17 +124,26 @@ def compare(
     """
     found = TensorComparison()
     look = note_differences(found, options)
-    read_tiles(PairSource(*reads), pair_jobs(pairs), look, workers, progress)
+    source = PairSource(*reads)
+    read_tiles(source, batched_pair_jobs(pairs, source.sides), look, workers, progress)
     return found
 
 
 def note_differences(
     found: TensorComparison, options: CompareOptions
-) -> Callable[[TensorPair, Iterator[PairTile]], None]:
-    """Return a function that notes the differences in a pair's tiles, on any of several threads."""
+) -> Callable[[TensorPair | None, Iterator[Any]], None]:
+    """Return a function that notes the differences in a job's tiles, on any of several threads."""
     lock = threading.Lock()
 
-    def look(pair: TensorPair, tiles: Iterator[PairTile]) -> None:
+    def look(pair: TensorPair | None, tiles: Iterator[Any]) -> None:
+        if pair is not None:
+            look_at(pair, tiles)
+            return
+        for batch in tiles:
+            for other, its_tiles in batch.others:
+                look_at(other, its_tiles)
+
+    def look_at(pair: TensorPair, tiles: Iterator[PairTile]) -> None:
         name = pair.one.name
         if name in found.unreadable:
             return

@@ -19,9 +19,10 @@ from ckptool.core.layout import FileLayout, written_entries
 from ckptool.core.plan import Plan
 from ckptool.core.text import plural
 from ckptool.core.views import narrow
-from ckptool.engine.check.pairs import PairSource, TensorPair, pair_jobs
+from ckptool.engine.check.pairs import PairSource, TensorPair
 from ckptool.engine.check.replicas import differing_replicas
 from ckptool.engine.check.rest import Rest
+from ckptool.engine.check.small_pairs import batched_pair_jobs
 from ckptool.engine.read.rounding import RangeCheck
 from ckptool.engine.read.tensors import TensorSource
 from ckptool.engine.read.tiles import Progress, read_tiles
@@ -119,13 +120,14 @@ def _read_back(
     rest = Rest(files, source.sides)
     look = note_differences(found, CompareOptions())
 
-    def sink(subject: TensorPair | str, tiles: Iterator[Any]) -> None:
-        if isinstance(subject, TensorPair):
-            look(subject, tiles)
-        else:
+    def sink(subject: TensorPair | str | None, tiles: Iterator[Any]) -> None:
+        if isinstance(subject, str):
             rest.look(subject, tiles)
+        else:
+            look(subject, tiles)
 
-    read_tiles(source, rest.jobs(pair_jobs(pairs)), sink, *how)
+    jobs = batched_pair_jobs(pairs, source.sides)
+    read_tiles(source, rest.jobs(jobs), sink, *how)
     return rest
 
 
