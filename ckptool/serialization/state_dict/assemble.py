@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -212,20 +212,21 @@ def _merge_dtensor(name: str, leaves: _Leaves, result: Assembled, keep: bool) ->
         message = f"not read: {name} is {partial[0]}: ranks hold partial sums, not values"
         result.notes.append(Problem(message, "tensor-unsupported", tensor=name))
         return
-    stages = _stages(leaves)
+    meshes = _meshes_of(leaves)
+    stages = _stages(leaves, meshes)
     if not _stages_differ(stages):
-        result.tensors[name] = _dtensor_entry(name, leaves)
+        result.tensors[name] = _dtensor_entry(name, leaves, meshes)
     elif keep:
         for stage in stages:
             rank = next(iter(stage))
             own, leaf = _own(name, rank, stage)
-            result.tensors[own] = _dtensor_entry(own, {**stage, rank: leaf})
+            result.tensors[own] = _dtensor_entry(own, {**stage, rank: leaf}, _meshes_of(stage))
     else:
         ranks = " and ".join(_listed(stage) for stage in stages)
         message = f"{name}: the DTensors of the device meshes of ranks {ranks} differ: pipeline"
         message += " stages with names of their own, or replicas that diverged"
         result.conflicts[name] = Problem(message, "replicas-differ", tensor=name)
-    result.meshes += _meshes_of(leaves)
+    result.meshes += meshes
 
 
 def _meshes_of(leaves: _Leaves) -> list[Mesh]:
@@ -234,9 +235,9 @@ def _meshes_of(leaves: _Leaves) -> list[Mesh]:
     return [*dict.fromkeys(objects.values())]
 
 
-def _stages(leaves: _Leaves) -> list[_Leaves]:
+def _stages(leaves: _Leaves, meshes: Sequence[Mesh]) -> list[_Leaves]:
     """Return the ranks by their device mesh, if no rank is in two; else all together."""
-    if len(_meshes_of(leaves)) == 1:
+    if len(meshes) == 1:
         return [leaves]
     by_mesh: dict[Mesh, dict[int, Leaf]] = {}
     for rank, leaf in leaves.items():
@@ -281,7 +282,7 @@ def _spelt(share: DTensorShare) -> tuple[str, ...]:
     return tuple(map(str, share.placements))
 
 
-def _dtensor_entry(name: str, leaves: _Leaves) -> TensorEntry:
+def _dtensor_entry(name: str, leaves: _Leaves, meshes: Sequence[Mesh]) -> TensorEntry:
     """Return the DTensor that ranks hold; Damaged if their records contradict one another."""
     _require_one_whole(leaves)
     shares: dict[int, DTensorShare] = {rank: leaf.value.share for rank, leaf in leaves.items()}
@@ -289,9 +290,8 @@ def _dtensor_entry(name: str, leaves: _Leaves) -> TensorEntry:
     for rank, share in shares.items():
         if share.local.dtype != share.dtype:
             raise Damaged(f"rank {rank} has {share.local.dtype}, its record {share.dtype}")
-        if share.placements is not first.placements and _spelt(share) != _spelt(first):
+        if share.placements != first.placements and _spelt(share) != _spelt(first):
             raise Damaged(f"rank {rank} has different placements from the other ranks")
-    meshes = _meshes_of(leaves)
     chunks = merge_copies([chunk for mesh in meshes for chunk in _dtensor_chunks(mesh, leaves)])
     path = _first(leaves).path
     return TensorEntry(name, path, first.dtype, first.shape, chunks, first.placements, first.mesh)
