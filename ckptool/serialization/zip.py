@@ -34,7 +34,7 @@ END64 = struct.Struct("<4sQ2H2L4Q")
 LOCATOR64 = struct.Struct("<4sLQL")
 _BLOCK = 512
 """Bytes between the edges that are read at once; doubled each time the next are near."""
-_LARGEST_BLOCK, _NEAR = 1 << 16, 1 << 12
+_LARGEST_BLOCK, _NEAR = 1 << 18, 1 << 12
 
 
 class Region:
@@ -76,7 +76,7 @@ class Region:
         if self.source is None:
             return
         low, high = len(self._head), self.nbytes - len(self._tail)
-        if high - low <= 2 * _BLOCK * count:
+        if high - low <= _NEAR * count:
             self.source.expect([(self.file, self.offset + low, high - low)])
             return
         far = (start for start in starts if low <= start < high)

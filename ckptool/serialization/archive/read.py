@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import struct
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from typing import NamedTuple, TypeVar
@@ -23,6 +23,7 @@ from ckptool.core.codec import decode
 from ckptool.core.mesh import Mesh
 from ckptool.errors import CkptoolError, Damaged, Problem, Unrecognised, coded
 from ckptool.serialization.archive.cached import TracedRegion, find_cached, keep_archive
+from ckptool.serialization.archive.siblings import find_sibling, learn_layout
 from ckptool.serialization.archive.tensors import read_storage
 from ckptool.serialization.file_kinds import not_a, unrecognised_zip
 from ckptool.serialization.pickle.load import Loaded, Truncated, read_pickle, require_harmless
@@ -137,10 +138,13 @@ class OpenArchive:
 
     def __init__(self, region: TracedRegion) -> None:
         self._region = region
-        self._records = read_directory(region)
-        self._root = _root(region, self._records)
-        self._data_pkl = self._records[f"{self._root}/data.pkl"]
-        self._has_crc = has_checksums(self._records.values())
+        self.sibling = find_sibling(region)
+        small = read_directory(region) if self.sibling is None else self.sibling.small_records()
+        self._all = small if self.sibling is None else None
+        self._root = _root(region, small)
+        self._data_pkl = small[f"{self._root}/data.pkl"]
+        self._byteorder = small.get(f"{self._root}/byteorder")
+        self._has_crc = has_checksums(small.values()) or self.sibling is not None
         self.pickle = record_bytes(region, self._data_pkl, self._has_crc)
 
     @classmethod
@@ -153,6 +157,19 @@ class OpenArchive:
         """The file that contains the archive."""
         return self._region.file
 
+    @property
+    def _records(self) -> dict[str, ZipRecord]:
+        if self._all is None and self.sibling is not None:
+            self._all = self.sibling.records()
+        return self._all or {}
+
+    def learn(self) -> bool:
+        """Judge further archives by the layout of this one, unless its own is known or odd."""
+        if self.sibling is not None or "/" in self._root:
+            return False
+        self.sibling = learn_layout(self._region, self._records)
+        return self.sibling is not None
+
     def read(self) -> TorchFile:
         """Read the pickle; return the file."""
         region = self._region
@@ -161,7 +178,7 @@ class OpenArchive:
         stored, storages, byteorder = self._stored(), self.storages(), self.byteorder()
         file = TorchFile(region.what, loaded.value, storages, byteorder, loaded.end, loaded.hostile)
         if self._data_pkl.crc32 and not loaded.hostile:
-            read = (self._data_pkl, self._records.get(f"{self._root}/byteorder"))
+            read = (self._data_pkl, self._byteorder)
             unread = [record for record in self._records.values() if record not in read]
             keep_archive(region, file, stored, unread)
         return file
@@ -174,7 +191,7 @@ class OpenArchive:
 
     def byteorder(self) -> str:
         """Return ``little`` or ``big``; Damaged if it is neither."""
-        order = self._records.get(f"{self._root}/byteorder")
+        order = self._byteorder
         byteorder = "little"
         if order:
             byteorder = record_bytes(self._region, order, self._has_crc).decode("ascii", "replace")
@@ -186,6 +203,28 @@ class OpenArchive:
         prefix = f"{self._root}/data/"
         records = self._records.items()
         return {name[len(prefix) :]: r for name, r in records if name.startswith(prefix)}
+
+
+class LazyStorages(Mapping[str, StoredBytes]):
+    """The place of each storage of an archive, read when the first is asked for."""
+
+    def __init__(self, archive: OpenArchive) -> None:
+        self._archive = archive
+        self._known: dict[str, StoredBytes] | None = None
+
+    def _places(self) -> dict[str, StoredBytes]:
+        if self._known is None:
+            self._known = self._archive.storages()
+        return self._known
+
+    def __getitem__(self, key: str) -> StoredBytes:
+        return self._places()[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places())
+
+    def __len__(self) -> int:
+        return len(self._places())
 
 
 def _unpickle(data: bytes, what: str) -> Loaded:

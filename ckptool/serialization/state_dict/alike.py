@@ -9,9 +9,7 @@ the two must be equal everywhere else. Everything else is read in full.
 
 from __future__ import annotations
 
-import pickle
-from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msgspec import Struct
@@ -21,11 +19,24 @@ from ckptool.core.catalog import Extent, Record
 from ckptool.core.mesh import Mesh
 from ckptool.errors import CkptoolError, Refusal, coded
 from ckptool.serialization.archive.dtensor import DTensorShare, read_mesh
-from ckptool.serialization.archive.read import OpenArchive, StoredBytes, TorchFile, is_zip
+from ckptool.serialization.archive.read import (
+    LazyStorages,
+    OpenArchive,
+    StoredBytes,
+    TorchFile,
+    is_zip,
+)
+from ckptool.serialization.archive.siblings import Layout
 from ckptool.serialization.archive.tensors import StoredTensor
 from ckptool.serialization.pickle.load import find_globals, read_pickle, remember_globals
 from ckptool.serialization.pickle.records import Call, Global, OrderedMapping, Persistent
 from ckptool.serialization.source import Source
+from ckptool.serialization.state_dict.holes import (
+    Literal,
+    fill_holes,
+    find_literals,
+    with_holes,
+)
 from ckptool.serialization.state_dict.leaves import (
     Leaf,
     PlainLeaf,
@@ -43,11 +54,10 @@ _LEAST = 1 << 16
 _LARGEST = 1 << 24
 """Bytes of the largest pickle that is kept with its content."""
 _MOST_FILES = 4
+_MOST_LAYOUTS = 8
 _MOST_DIFFERING = 1 << 10
 """Differing bytes up to which a pickle is searched for literals: names of groups are some."""
 _MOST_PROBES = 4
-_HOLE = pickle.BYTEARRAY8 + (4).to_bytes(8, "little")
-"""The opcode prefix of a number as a bytearray of four bytes, which is no key, text or size."""
 _OF_A_RANK = ("_rank", "_coordinate_on_dim", "_dim_group_names", "_dim_group_infos")
 """The attributes of a device mesh that differ between its ranks (torch 2.1 to 2.13)."""
 _READ_OF_THEM = _OF_A_RANK[:2]
@@ -69,6 +79,7 @@ class AlikeFiles:
     def __init__(self, source: Source) -> None:
         self._source = source
         self._known: list[_Template] = []
+        self._learnt = 0
 
     def read(self, file: str, *, rank_state: bool) -> dict[str, Leaf]:
         """Return the named values of a file, and raise, as ``read_file_leaves`` does."""
@@ -77,6 +88,8 @@ class AlikeFiles:
             return read_file_leaves(source, file, rank_state=rank_state)
         with coded("archive-content", file=file):
             archive = OpenArchive.of(source, file)
+            if len(archive.pickle) <= _LARGEST and self._learnt < _MOST_LAYOUTS:
+                self._learnt += archive.learn()
             for known in self._known:
                 leaves = known.leaves_of(archive, source) if known.is_state == rank_state else None
                 if leaves is not None:
@@ -132,23 +145,6 @@ def _is_of_a_file(value: Any) -> bool:
     return any(isinstance(x, Persistent) or (isinstance(x, Call) and _is_mesh(x)) for x in parts)
 
 
-class _Literal(NamedTuple):
-    """Bytes of a pickle that are a complete number or text; their opcode is at ``opcode``."""
-
-    opcode: int
-    start: int
-    end: int
-    is_text: bool
-    is_signed: bool
-
-    def value(self, data: bytes) -> Any:
-        """Return its value in a pickle; UnicodeDecodeError if it is not text."""
-        written = data[self.start : self.end]
-        if self.is_text:
-            return written.decode("utf-8", "surrogatepass")
-        return int.from_bytes(written, "little", signed=self.is_signed)
-
-
 class _Template(Struct):
     """A file that was read, and the bytes of its pickle in which others may differ from it."""
 
@@ -158,9 +154,10 @@ class _Template(Struct):
     tensors: dict[str, _Movable]
     is_state: bool
     globals: dict[Global, int]
-    literals: tuple[_Literal, ...] = ()
+    literals: tuple[Literal, ...] = ()
     meshes: tuple[tuple[Call, Call], ...] = ()
     probes_left: int = _MOST_PROBES
+    columns: list[tuple[Layout, list[Extent], list[int]]] = []
 
     def leaves_of(self, archive: OpenArchive, source: Source) -> dict[str, Leaf] | None:
         """Return the content of another file; None if that must be read in full."""
@@ -169,22 +166,48 @@ class _Template(Struct):
         unknown = self._unknown_bytes(archive.pickle)
         if len(unknown) and not self._probe(unknown):
             return None
-        storages = archive.storages()
         if archive.byteorder() != self.opened.byteorder:
             return None
+        storages = LazyStorages(archive)
         file = replace(self.opened, what=archive.file, storages=storages, meshes={})
         try:
             meshes = self._meshes_of(archive.pickle, file, source)
         except _CONTRADICTIONS:
             return None
+        places = self._places_by_sums(archive) or self._places(archive, storages)
+        if places is None:
+            return None
         leaves = dict(self.leaves)
-        for name, known in self.tensors.items():
-            leaf = _moved(known, storages.get(known.key), archive.file, meshes)
-            if leaf is None:
-                return None
-            leaves[name] = leaf
+        for (name, known), at in zip(self.tensors.items(), places, strict=True):
+            leaves[name] = _moved(known, at, meshes)
         remember_globals(archive.pickle, self.globals)
         return leaves
+
+    def _places(
+        self, archive: OpenArchive, storages: Mapping[str, StoredBytes]
+    ) -> list[Extent] | None:
+        """Return where each tensor is in another file; None if a storage there is different."""
+        places = [_place(one, storages.get(one.key), archive.file) for one in self.tensors.values()]
+        known = [at for at in places if at is not None]
+        if len(known) < len(places):
+            return None
+        if archive.sibling is not None and any(at.record for at in known):
+            numbers = archive.sibling.layout.numbers()
+            own = [numbers[one.key] for one in self.tensors.values()]
+            self.columns.append((archive.sibling.layout, known, own))
+        return known
+
+    def _places_by_sums(self, archive: OpenArchive) -> list[Extent] | None:
+        """Return where each tensor is in a file with the layout of an earlier one; else None.
+
+        Only the file and the checksums are others there.
+        """
+        sibling = archive.sibling
+        for layout, places, own in self.columns if sibling is not None else ():
+            if sibling is not None and layout is sibling.layout and sibling.has_sums:
+                file, crcs = archive.file, sibling.crcs
+                return [_with_sum(at, file, crcs[n]) for at, n in zip(places, own, strict=True)]
+        return None
 
     def _unknown_bytes(self, data: bytes) -> np.ndarray[Any, Any]:
         """Return where another pickle differs without proof that it may."""
@@ -201,11 +224,11 @@ class _Template(Struct):
             return False
         self.probes_left -= 1
         places = [*(literal.start for literal in self.literals), *unknown.tolist()]
-        literals = _find_literals(self.pickle, places)
+        literals = find_literals(self.pickle, places)
         if literals is None:
             return False
         try:
-            other = read_pickle(_with_holes(self.pickle, literals), what="", judges=False)
+            other = read_pickle(with_holes(self.pickle, literals), what="", judges=False)
         except CkptoolError:
             return False
         pairs = None if other.hostile else _pair_meshes(self.opened.inert, other.value)
@@ -227,7 +250,7 @@ class _Template(Struct):
                 known = others[id(record)].state
                 for name in _READ_OF_THEM:
                     if name in fields:
-                        fields[name] = _filled(known[name], values)
+                        fields[name] = fill_holes(known[name], values)
             found, rank = read_mesh(fields, file, source)
             if found.shape != mesh.shape:
                 raise ValueError(found.shape)
@@ -235,19 +258,26 @@ class _Template(Struct):
         return meshes
 
 
-def _moved(
-    known: _Movable,
-    stored: StoredBytes | None,
-    file: str,
-    meshes: Sequence[tuple[Mesh, int | None]],
-) -> Leaf | None:
-    """Return a tensor's leaf for another file; None if its storage there is different."""
-    leaf, place, _, before, number = known
+def _place(known: _Movable, stored: StoredBytes | None, file: str) -> Extent | None:
+    """Return where a tensor is in another file; None if its storage there is different."""
+    place, before = known.place, known.stored
     if stored is None or stored.size != before.size or stored.codec:
         return None
     path, start, nbytes, _, crc, _ = stored
     record = None if crc is None or not nbytes else Record(path, start, nbytes, crc)
-    at = Extent(file, start + place.offset - before.offset, place.strides, record, place.ops)
+    return Extent(file, start + place.offset - before.offset, place.strides, record, place.ops)
+
+
+def _with_sum(at: Extent, file: str, crc: int) -> Extent:
+    """Return a place of another file, with the CRC-32 of its record there."""
+    known = at.record
+    record = None if known is None else Record(file, known.offset, known.nbytes, crc)
+    return Extent(file, at.offset, at.strides, record, at.ops)
+
+
+def _moved(known: _Movable, at: Extent, meshes: Sequence[tuple[Mesh, int | None]]) -> Leaf:
+    """Return a tensor's leaf for another file, where it is at this place."""
+    leaf, number = known.leaf, known.mesh
     value = leaf.value
     if number < 0:
         tensor: StoredTensor = value.tensor
@@ -257,57 +287,6 @@ def _moved(
     mesh, rank = meshes[number]
     own = DTensorShare(dtype, shape, local, mesh, placements, rank, share.shard_order)
     return Leaf(leaf.path, ShareLeaf(own, (at,), value.attributes), leaf.rank_state, leaf.note)
-
-
-def _find_literals(data: bytes, places: Sequence[int]) -> tuple[_Literal, ...] | None:
-    """Return the numbers and texts at these bytes of a pickle; None if one is in neither."""
-    wanted = sorted({*places})
-    found: list[_Literal] = []
-    covered = 0
-    try:
-        for literal in _literals(data, wanted[-1]):
-            inside = bisect_left(wanted, literal.end) - bisect_left(wanted, literal.start)
-            if inside:
-                covered += inside
-                found.append(literal)
-    except ValueError:  # which Python's own tools do not follow
-        return None
-    return tuple(found) if covered == len(wanted) else None
-
-
-def _literals(data: bytes, last: int) -> Iterator[_Literal]:
-    """Yield the numbers and texts of a pickle, up to a byte."""
-    from pickletools import genops
-
-    for opcode, value, at in genops(data):
-        if at is None or at > last:
-            return
-        size = {"BININT1": 1, "BININT2": 2, "BININT": 4}.get(opcode.name)
-        if size is not None:
-            yield _Literal(at, at + 1, at + 1 + size, False, size == 4)
-        elif opcode.name in ("BINUNICODE", "SHORT_BINUNICODE") and value:
-            start = at + (5 if opcode.name == "BINUNICODE" else 2)
-            end = start + len(value.encode("utf-8", "surrogatepass"))
-            yield _Literal(at, start, end, True, False)
-
-
-def _with_holes(data: bytes, literals: Sequence[_Literal]) -> bytes:
-    """Return a pickle with each literal replaced by a bytearray of its number."""
-    pieces: list[bytes] = []
-    done = 0
-    for number, literal in enumerate(literals):
-        pieces += data[done : literal.opcode], _HOLE, number.to_bytes(4, "little")
-        done = literal.end
-    return b"".join((*pieces, data[done:]))
-
-
-def _filled(value: Any, values: Sequence[Any]) -> Any:
-    """Return a part of a mesh with values in place of its holes."""
-    if type(value) is bytearray:
-        return values[int.from_bytes(value, "little")]
-    if type(value) not in (list, tuple):
-        return value
-    return type(value)(_filled(part, values) for part in value)
 
 
 def _pair_meshes(one: Any, other: Any) -> list[tuple[Call, Call]] | None:

@@ -16,11 +16,16 @@ from ckptool.core.catalog import Container
 from ckptool.engine.check.spans import ByteSpan, Packing
 from ckptool.errors import CkptoolError, Problem, coded
 from ckptool.serialization.archive.read import record_bytes
+from ckptool.serialization.archive.siblings import (
+    CHECKSUM_OVER_ALL,
+    between,
+    crc_beside,
+    find_sibling,
+)
 from ckptool.serialization.source import Source
 from ckptool.serialization.zip import (
     CRC32_NBYTES,
     DEFLATED,
-    STREAMED,
     Region,
     ZipRecord,
     has_checksums,
@@ -59,6 +64,11 @@ class ArchiveCheck:
             with coded("zip-structure", file=item.file):
                 region = item_region(self._source, item, "an item", limit, _EDGE)
                 records = self._templates.match(region)
+                is_file = item.nbytes == self._source.files.get(item.file)
+                sibling = find_sibling(region) if is_file else None
+                if sibling is not None:
+                    self.problems += _of_another_name(item.file, sibling.root, self._source)
+                    records = sibling.own_records(storages=not self._only_structure)
                 if records is None:
                     self._look_at_all(item, region, list(read_directory(region).values()))
                 else:
@@ -72,8 +82,9 @@ class ArchiveCheck:
         """Check everything about an archive that matches no earlier one."""
         before = len(self.problems)
         is_file = item.nbytes == self._source.files.get(item.file)
-        if is_file:
-            self.problems += _of_another_name(item.file, records, self._source)
+        if is_file and records:
+            saved_as = records[0].name.partition("/")[0]
+            self.problems += _of_another_name(item.file, saved_as, self._source)
         self.problems += check_headers(region, _with_header_at_hand(region, records))
         if spare := count_unclaimed_bytes(region, records):
             message = f"{region.what}: {spare:,} of its {region.nbytes:,} bytes"
@@ -119,13 +130,12 @@ class ArchiveCheck:
         return self._pickles.look_at(data, item.file, offset)
 
 
-def _of_another_name(file: str, records: list[ZipRecord], source: Source) -> Iterator[Problem]:
+def _of_another_name(file: str, saved_as: str, source: Source) -> Iterator[Problem]:
     """Yield a problem if the records' names say that a file is that of another rank beside it.
 
     torch.save names the records of a file after it, up to the last dot (1.6 to 2.13). Only the
     numbers in the names may differ: any other name is a user's choice.
     """
-    saved_as = records[0].name.partition("/")[0] if records else ""
     folder, slash, name = file.rpartition("/")
     stem, dot, ending = name.rpartition(".")
     other = f"{folder}{slash}{saved_as}{dot}{ending}"
@@ -157,9 +167,6 @@ def _span(item: Container, region: Region, record: ZipRecord, has_crc: bool) -> 
     return ByteSpan(item.file, offset, record.size, crc, what)
 
 
-_IN_LOCAL_HEADER = 14
-_DESCRIPTOR = b"PK\x07\x08"
-_CHECKSUM_OVER_ALL = "/.data/serialization_id"
 _MOST_SIZES, _MOST_OF_A_SIZE, _MOST_RECORDS = 256, 4, 32
 
 
@@ -186,11 +193,11 @@ class ArchiveTemplates:
         is_full = len(self._by_size) >= _MOST_SIZES or len(templates) >= _MOST_OF_A_SIZE
         if is_full or len(records) > _MOST_RECORDS:
             return
-        storages = [r for r in records if r.is_storage or r.name.endswith(_CHECKSUM_OVER_ALL)]
-        variable = tuple((record, _crc_places(region, record)) for record in storages)
+        storages = [r for r in records if r.is_storage or r.name.endswith(CHECKSUM_OVER_ALL)]
+        variable = tuple((r, (r.noted, crc_beside(region, r))) for r in storages)
         free = [(at, at + CRC32_NBYTES) for _, crc_places in variable for at in crc_places]
         free += [(record.offset, record.offset + record.stored) for record, _ in variable]
-        spans = tuple(_between(sorted(free), region.nbytes))
+        spans = tuple(between(sorted(free), region.nbytes))
         stated = all(region.crc32_at(at) == r.crc32 for r, places in variable for at in places)
         if stated and all(starmap(region.is_at_hand, spans)):
             template = _Template(spans, region.joined(spans), variable)
@@ -205,29 +212,9 @@ class ArchiveTemplates:
         return None
 
 
-def _crc_places(region: Region, record: ZipRecord) -> tuple[int, ...]:
-    """Return where the CRC-32 of a record is stated: in the directory, and beside its bytes."""
-    if not record.flags & STREAMED:
-        return record.noted, record.header + _IN_LOCAL_HEADER
-    descriptor = record.offset + record.stored
-    is_marked = region.read(descriptor, len(_DESCRIPTOR)) == _DESCRIPTOR
-    return record.noted, descriptor + len(_DESCRIPTOR) * is_marked
-
-
 def _with_own_crc(
     region: Region, record: ZipRecord, crc_places: tuple[int, ...]
 ) -> ZipRecord | None:
     """Return the record with this archive's CRC-32, None if two places disagree on it."""
     first, *others = (region.crc32_at(at) for at in crc_places)
     return record._replace(crc32=first) if all(other == first for other in others) else None
-
-
-def _between(free: Iterable[tuple[int, int]], nbytes: int) -> Iterator[tuple[int, int]]:
-    """Yield the gaps between these spans, which are in order, up to ``nbytes``."""
-    position = 0
-    for start, end in free:
-        if start > position:
-            yield position, start
-        position = max(position, end)
-    if position < nbytes:
-        yield position, nbytes

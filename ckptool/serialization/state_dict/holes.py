@@ -1,0 +1,79 @@
+"""Pickles with holes: values that cannot be computed with, in place of numbers and texts."""
+
+from __future__ import annotations
+
+import pickle
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+_HOLE = pickle.BYTEARRAY8 + (4).to_bytes(8, "little")
+"""The opcode prefix of a number as a bytearray of four bytes, which is no key, text or size."""
+
+
+class Literal(NamedTuple):
+    """Bytes of a pickle that are a complete number or text; their opcode is at ``opcode``."""
+
+    opcode: int
+    start: int
+    end: int
+    is_text: bool
+    is_signed: bool
+
+    def value(self, data: bytes) -> Any:
+        """Return its value in a pickle; UnicodeDecodeError if it is not text."""
+        written = data[self.start : self.end]
+        if self.is_text:
+            return written.decode("utf-8", "surrogatepass")
+        return int.from_bytes(written, "little", signed=self.is_signed)
+
+
+def find_literals(data: bytes, places: Sequence[int]) -> tuple[Literal, ...] | None:
+    """Return the numbers and texts at these bytes of a pickle; None if one is in neither."""
+    wanted = sorted({*places})
+    found: list[Literal] = []
+    covered = 0
+    try:
+        for literal in _literals(data, wanted[-1]):
+            inside = bisect_left(wanted, literal.end) - bisect_left(wanted, literal.start)
+            if inside:
+                covered += inside
+                found.append(literal)
+    except ValueError:  # which Python's own tools do not follow
+        return None
+    return tuple(found) if covered == len(wanted) else None
+
+
+def _literals(data: bytes, last: int) -> Iterator[Literal]:
+    """Yield the numbers and texts of a pickle, up to a byte."""
+    from pickletools import genops
+
+    for opcode, value, at in genops(data):
+        if at is None or at > last:
+            return
+        size = {"BININT1": 1, "BININT2": 2, "BININT": 4}.get(opcode.name)
+        if size is not None:
+            yield Literal(at, at + 1, at + 1 + size, False, size == 4)
+        elif opcode.name in ("BINUNICODE", "SHORT_BINUNICODE") and value:
+            start = at + (5 if opcode.name == "BINUNICODE" else 2)
+            end = start + len(value.encode("utf-8", "surrogatepass"))
+            yield Literal(at, start, end, True, False)
+
+
+def with_holes(data: bytes, literals: Sequence[Literal]) -> bytes:
+    """Return a pickle with each literal replaced by a bytearray of its number."""
+    pieces: list[bytes] = []
+    done = 0
+    for number, literal in enumerate(literals):
+        pieces += data[done : literal.opcode], _HOLE, number.to_bytes(4, "little")
+        done = literal.end
+    return b"".join((*pieces, data[done:]))
+
+
+def fill_holes(value: Any, values: Sequence[Any]) -> Any:
+    """Return a part of a mesh with values in place of its holes."""
+    if type(value) is bytearray:
+        return values[int.from_bytes(value, "little")]
+    if type(value) not in (list, tuple):
+        return value
+    return type(value)(fill_holes(part, values) for part in value)

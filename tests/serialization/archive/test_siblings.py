@@ -1,0 +1,130 @@
+"""Archives with a known layout: what is said of them is what reading them in full says."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptool.errors import CkptoolError
+from ckptool.serialization.archive import siblings
+from ckptool.serialization.archive.siblings import find_sibling, learn_layout
+from ckptool.serialization.zip import Region, ZipRecord, read_directory
+from ckptool.serialization.zip_headers import check_headers, count_unclaimed_bytes
+
+
+class Memory:
+    """One file in memory, as a source."""
+
+    root = "memory"
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self.files = {"file": len(data)}
+
+    def read(self, file: str, offset: int, nbytes: int) -> bytes:
+        return self.data[offset : offset + nbytes]
+
+    def narrowed(self, folder: str) -> Memory:
+        raise NotImplementedError
+
+    def expect(self, spans: Iterable[tuple[str, int, int]]) -> None:
+        """Announce nothing."""
+
+
+def region_of(data: bytes) -> Region:
+    return Region(Memory(data), "file", 0, len(data))  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def archives(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
+    """What torch saves of three ranks, under names of one length."""
+    folder = tmp_path_factory.mktemp("ranks")
+    for rank in range(3):
+        state = {f"layer.{at}": torch.full((40 + at,), float(rank + at)) for at in range(9)}
+        torch.save({**state, "rank": rank}, folder / f"rank_{rank}.pt")
+    return [(folder / f"rank_{rank}.pt").read_bytes() for rank in range(3)]
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(siblings, "_layouts", [])
+
+
+def learn(data: bytes) -> bool:
+    """Learn the layout of an archive, and return whether others can be judged by it."""
+    region = region_of(data)
+    return learn_layout(region, read_directory(region)) is not None
+
+
+def read_in_full(data: bytes) -> dict[str, ZipRecord] | None:
+    """Return the records of an archive; None if anything is wrong with it but storages."""
+    region = region_of(data)
+    try:
+        records = read_directory(region)
+        odd = check_headers(region, records.values())
+        unused = count_unclaimed_bytes(region, records.values())
+    except CkptoolError:
+        return None
+    own = (".pkl", "serialization_id")
+    compared = [r for r in records.values() if not r.is_storage and not r.name.endswith(own)]
+    differs = any(zlib.crc32(region.read(r.offset, r.stored)) != r.crc32 for r in compared)
+    return None if odd or unused or differs else records
+
+
+def test_archives_of_other_ranks(archives: list[bytes]) -> None:
+    first, *others = archives
+    assert learn(first)
+    for data in others:
+        sibling = find_sibling(region_of(data))
+        assert sibling is not None
+        assert sibling.records() == read_in_full(data)
+        assert sibling.has_sums
+        names = {r.name for r in sibling.own_records()} | {*sibling.small_records()}
+        assert names == {*sibling.records()}
+
+
+@settings(max_examples=80, deadline=None)
+@given(data=st.data())
+def test_damaged_archives(archives: list[bytes], data: st.DataObject) -> None:
+    """Whatever is changed: an archive is judged by the layout of another one, or not at all."""
+    siblings._layouts.clear()
+    assert learn(archives[0])
+    changed = bytearray(archives[1])
+    records = [*read_directory(region_of(archives[1])).values()]
+    for _ in range(data.draw(st.integers(1, 3))):
+        record = data.draw(st.sampled_from(records))
+        behind = record.offset + record.stored
+        near = [record.header, record.noted - 16, behind, len(changed) - 98]
+        at = data.draw(st.sampled_from(near)) + data.draw(st.integers(0, 97))
+        changed[min(at, len(changed) - 1)] = data.draw(st.integers(0, 255))
+    sibling = find_sibling(region_of(bytes(changed)))
+    if sibling is not None:
+        assert sibling.records() == read_in_full(bytes(changed))
+
+
+@pytest.mark.parametrize("root", ["rank/1", "rank_\x80", "rank_9"])
+def test_other_names_of_the_root(archives: list[bytes], root: str) -> None:
+    assert learn(archives[0])
+    changed = archives[1].replace(b"rank_1/", root.encode("latin1") + b"/")
+    sibling = find_sibling(region_of(changed))
+    assert (sibling is not None) == (root == "rank_9")
+    if sibling is not None:
+        assert sibling.records() == read_in_full(changed)
+
+
+def test_archives_that_others_are_not_judged_by(archives: list[bytes]) -> None:
+    """A damaged header, a sum that is stated twice otherwise, a record with another content."""
+    records = read_directory(region_of(archives[0]))
+    storage, version = records["rank_0/data/3"], records["rank_0/version"]
+    behind = storage.offset + storage.stored
+    for at in (storage.header + 6, storage.noted, behind + 4, behind + 8, version.offset):
+        changed = bytearray(archives[0])
+        changed[at] ^= 1
+        assert read_in_full(bytes(changed)) is None
+        assert not learn(bytes(changed))
+    assert learn(archives[0])
