@@ -28,7 +28,8 @@ class Data(NamedTuple):
     @property
     def pieces(self) -> tuple[Piece, ...]:
         """The box in the global tensor's coordinates, and in its own."""
-        return (Piece(self.box, Box.whole(self.box.shape)),)
+        shape = self.box.shape
+        return (Piece(self.box, Box((0,) * len(shape), shape)),)
 
     @property
     def nbytes(self) -> int:

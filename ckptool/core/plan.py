@@ -104,11 +104,12 @@ class Group(Struct, frozen=True):
 
     def tile_counts(self, limit: int) -> Iterator[tuple[int, int]]:
         """Yield each part's file, and the number of its tiles."""
+        if self.at_once:
+            yield from ((place.file, 1) for place in self.parts)
+            return
         for place in self.parts:
             shape = place.part.shape
-            if self.at_once:
-                yield place.file, 1
-            elif self.rows:
+            if self.rows:
                 yield place.file, -(-shape[0] // self.rows)
             else:
                 yield place.file, tile_count(shape, place.part.itemsize, self.times * limit)
@@ -180,35 +181,55 @@ class Plan:
         ``files`` are indices in the layout with their parts, ``limit`` the bytes of a tile.
         """
         by_rows: dict[object, list[LayoutPart]] = {}
-        tensors = self.catalog.tensors
+        tensors, small = self.catalog.tensors, dict[str, bool]()
         for number, parts in files:
             offset = 0
             for position, part in enumerate(parts):
-                if isinstance(part, Data | ScatteredData):
-                    place = LayoutPart(number, position, offset, part)
-                    by_rows.setdefault(_shared_of(place, tensors[part.name], limit), []).append(
-                        place
-                    )
-                offset += part.nbytes
-        some = ((places, tensors[places[0].part.name]) for places in by_rows.values())
+                nbytes = part.nbytes
+                if isinstance(part, (Data, ScatteredData)):
+                    place, name = LayoutPart(number, position, offset, part), part.name
+                    if name not in small:
+                        small[name] = _is_small(tensors[name], limit)
+                    by_rows.setdefault(name if small[name] else _rows_of(place), []).append(place)
+                offset += nbytes
         return [
             group
-            for places, entry in some
-            for group in _groups(places, entry, self.index(entry), limit)
+            for key, places in by_rows.items()
+            for group in self._groups(places, limit, is_small=isinstance(key, str))
         ]
 
     def groups_of(self, name: str, table: WrittenChunks, limit: int) -> list[Group]:
         """Group the parts of one tensor as ``groups`` does those of each of the ``batches``."""
         by_rows: dict[object, list[LayoutPart]] = {}
-        entry = self.catalog.tensors[name]
-        index = self.index(entry)
+        is_small = _is_small(self.catalog.tensors[name], limit)
         for at, chunk in enumerate(table):
             number = self.numbers[chunk.at.file]
             part = Data(name, chunk.box, table.itemsize)
             place = LayoutPart(number, at, chunk.at.offset, part)
-            shared = number // _BATCH, _shared_of(place, entry, limit)
+            shared = number // _BATCH, name if is_small else _rows_of(place)
             by_rows.setdefault(shared, []).append(place)
-        return [group for some in by_rows.values() for group in _groups(some, entry, index, limit)]
+        return [
+            group
+            for some in by_rows.values()
+            for group in self._groups(some, limit, is_small=is_small)
+        ]
+
+    def _groups(self, places: list[LayoutPart], limit: int, *, is_small: bool) -> list[Group]:
+        """Return the groups of parts that are written together.
+
+        A small tensor is read at once, if as much of it is written.
+        """
+        entry = self.catalog.tensors[places[0].part.name]
+        if not is_small:
+            return _group(places, entry, self.index(entry), limit)
+        solid = [(place, nbytes) for place in places if (nbytes := place.part.nbytes)]
+        if sum([nbytes for _, nbytes in solid]) >= entry.nbytes:
+            return [Group(tuple([place for place, _ in solid]), 0, at_once=True)]
+        by_rows: dict[object, list[LayoutPart]] = {}
+        for place in places:
+            by_rows.setdefault(_rows_of(place), []).append(place)
+        index = self.index(entry)
+        return [group for some in by_rows.values() for group in _group(some, entry, index, limit)]
 
     def jobs(self, group: Group, limit: int) -> Iterator[list[Tile]]:
         """Yield the tiles of a group, in order; those of one job read the same source rows."""
@@ -296,29 +317,9 @@ class Plan:
         return self._indexes[entry.name]
 
 
-def _shared_of(place: LayoutPart, entry: TensorEntry, limit: int) -> object:
-    """Return the key shared by parts that are written together: a small tensor, or rows."""
-    is_small = 0 < entry.elements * entry.source_dtype.itemsize <= min(limit, _SMALL)
-    return entry.name if is_small else _rows_of(place)
-
-
-def _groups(
-    places: list[LayoutPart], entry: TensorEntry, index: ChunkIndex, limit: int
-) -> list[Group]:
-    """Return the groups of parts that are written together.
-
-    A small tensor is read at once, if as much of it is written and it is not one run of bytes.
-    """
-    if _shared_of(places[0], entry, limit) != entry.name:
-        return _group(places, entry, index, limit)
-    nbytes = sum(place.part.nbytes for place in places)
-    if nbytes >= entry.nbytes and (len(places) > 1 or len(entry.chunks) > 1):
-        solid = tuple([place for place in places if place.part.nbytes])
-        return [Group(solid, 0, at_once=True)]
-    by_rows: dict[object, list[LayoutPart]] = {}
-    for place in places:
-        by_rows.setdefault(_rows_of(place), []).append(place)
-    return [group for some in by_rows.values() for group in _group(some, entry, index, limit)]
+def _is_small(entry: TensorEntry, limit: int) -> bool:
+    """Return whether a tensor is read whole for all of its parts, as tiles of ``limit`` bytes."""
+    return 0 < entry.elements * entry.source_dtype.itemsize <= min(limit, _SMALL)
 
 
 def _rows_of(place: LayoutPart) -> object:

@@ -191,6 +191,9 @@ def test_a_small_tensor_is_read_once_for_all_that_is_written_of_it() -> None:
         [(0, plan.layout.files[0].parts)], 64
     )
     assert not part[0].at_once, "half of it would be read in vain"
+    alone = plan_of(entry((4, 4), rows))
+    assert all(group.at_once for group in groups_of(alone, 64))
+    assert not alone._indexes, "which chunks it is read from need not be searched"
 
 
 @pytest.mark.parametrize(("dim", "most"), [(0, 1024), (1, 256)])

@@ -12,10 +12,11 @@ from ckptool.core.box import Box, contiguous
 from ckptool.core.casts import is_computed
 from ckptool.core.catalog import Chunk, Extent, TensorEntry, stored_places
 from ckptool.core.plan import Tile, TileSource
+from ckptool.core.sharding.table import WholeTensor
 from ckptool.engine.checksum import RecordCheck, crc32, crc32_combine
 from ckptool.engine.read.containers import open_chunk, open_tile
 from ckptool.engine.read.row_cache import RowCache
-from ckptool.engine.read.runs import entry_runs, tile_runs
+from ckptool.engine.read.runs import entry_runs, row_major_runs, tile_runs
 from ckptool.engine.read.tiles import LARGE, Job
 from ckptool.storage.local import Files
 
@@ -103,16 +104,38 @@ class PlanReader:
                 yield PlannedPiece(tile, 0, data, crc32(data))
 
     def _cut_whole(self, tiles: Sequence[Tile]) -> Iterator[PlannedPiece]:
-        """Read a tensor, and cut tiles from it."""
-        from ckptool.engine.read.gather import cut, raw
-
-        entry = tiles[0].entry
-        for chunk in entry.chunks:
-            touch(self._records, entry, chunk)
-        values = self._gatherer.read_values(entry, Box.whole(entry.shape))
+        """Read a tensor, and cut tiles from it: whole rows without numpy."""
+        entry, values = tiles[0].entry, None
+        if not isinstance(entry.chunks, WholeTensor):
+            for chunk in entry.chunks:
+                touch(self._records, entry, chunk)
+        whole = self._read_rows(entry)
+        row = len(whole) // (entry.shape[0] if entry.shape else 1) if whole else 0
         for tile in tiles:
-            data = raw(cut(values, tile))
+            data = None if whole is None else _rows_of(tile, whole, row)
+            if data is None:
+                from ckptool.engine.read.gather import array, cut, raw
+
+                if values is None and whole is not None:
+                    values = array(entry.shape, entry.dtype, whole)
+                elif values is None:
+                    values = self._gatherer.read_values(entry, Box.whole(entry.shape))
+                data = raw(cut(values, tile))
             yield PlannedPiece(tile, 0, data, crc32(data))
+
+    def _read_rows(self, entry: TensorEntry) -> memoryview | None:
+        """Return a small tensor that is stored as rows of the type to be written; else None."""
+        runs = row_major_runs(entry) if entry.source_dtype is entry.dtype else None
+        if runs is None:
+            return None
+        filled = 0
+        for file, start, nbytes, record in runs:
+            data = self._buffer[filled : filled + nbytes]
+            self._reader.read_into(file, start, data)
+            if record is not None:
+                self._records.piece(record, start, nbytes, crc32(data))
+            filled += nbytes
+        return self._buffer[:filled]
 
     def data(self, tile: Tile, *, shared: bool) -> memoryview:
         """Return the bytes of a tile in the form to be written, valid until the next call.
@@ -189,6 +212,18 @@ class PlanReader:
             view = values[tuple(map(slice, where.lo, where.hi))] if where.lo else values
             self._gatherer.fill(view, source.chunk, source.box, dtype, shared=shared)
         return values
+
+
+def _rows_of(tile: Tile, whole: memoryview, row: int) -> memoryview | None:
+    """Return a tile that is whole rows of a tensor, of ``row`` bytes each; None if it is not."""
+    if len(tile.pieces) > 1:
+        return None
+    box, shape = tile.pieces[0].box, tile.entry.shape
+    if not shape:
+        return whole
+    if tile.shape != box.shape or tile.shape[1:] != shape[1:]:
+        return None
+    return whole[box.lo[0] * row : box.hi[0] * row]
 
 
 def plan_job(tiles: Sequence[Tile]) -> Job[Sequence[Tile], PlanReader, PlannedPiece]:
