@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ckptool.errors import Damaged
-from ckptool.serialization.pickle.instances import Memo
+from ckptool.serialization.pickle.memo import Memo
 from ckptool.serialization.pickle.records import (
     MOST_SINGLE,
     TORCH_SIZE,

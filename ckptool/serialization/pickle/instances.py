@@ -12,76 +12,15 @@ from __future__ import annotations
 
 import re
 import sys
-from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import Any, NamedTuple
 
 from ckptool.serialization.pickle import row_reader
+from ckptool.serialization.pickle.memo import Memo
 from ckptool.serialization.pickle.records import TORCH_SIZE, Call, Global
 from ckptool.serialization.pickle.row_reader import RowReader
-from ckptool.serialization.pickle.rows import RowClass, Run
-
-
-class Memo:
-    """The memo of a pickle by number: ``dense`` from 0 on, ``sparse`` after a gap.
-
-    Memo entries of rows are made on access: ``hidden`` counts them. Numbers below ``plain`` are
-    indices in ``dense``; ``made`` are the entries made so far, by id. ``changes`` counts how often
-    a number was reassigned.
-    """
-
-    def __init__(self) -> None:
-        self.dense: list[Any] = []
-        self.sparse: dict[int, Any] = {}
-        self.changes = 0
-        self.hidden = 0
-        self.plain = sys.maxsize
-        self.made: dict[int, Any] = {}
-        self._firsts: list[int] = []
-        self._runs: list[tuple[int, Run]] = []
-
-    def __len__(self) -> int:
-        return len(self.dense) + len(self.sparse) + self.hidden
-
-    def __getitem__(self, index: int) -> Any:
-        """Return the entry of this number; LookupError if there is none."""
-        if index < self.plain:
-            return self.dense[index] if 0 <= index < len(self.dense) else self.sparse[index]
-        at = bisect_right(self._firsts, index) - 1
-        after, run = self._runs[at]
-        if index < self._firsts[at] + run.noted:
-            value = run[index - self._firsts[at]]
-            self.made[id(value)] = value
-            return value
-        return self.dense[index - after] if index < self.next_number else self.sparse[index]
-
-    @property
-    def next_number(self) -> int:
-        """The number of the next entry."""
-        return len(self.dense) + self.hidden
-
-    def add_run(self, run: Run) -> None:
-        """Add all entries of a run of rows."""
-        first = self.next_number
-        self.plain = min(self.plain, first)
-        self.hidden += run.noted
-        self._firsts.append(first)
-        self._runs.append((self.hidden, run))
-
-    def put(self, index: int, value: Any) -> None:
-        """Set the entry of this number; ValueError if it is invalid, or a row's."""
-        if index < 0 or self.plain <= index < self.next_number:
-            raise ValueError(index)
-        if index < self.next_number:
-            self.dense[index] = value
-            self.changes += 1
-        elif index == self.next_number:
-            self.sparse.pop(index, None)
-            self.dense.append(value)
-        else:
-            self.sparse[index] = value
-
+from ckptool.serialization.pickle.rows import RowClass
 
 _REFERENCE = rb"(?:h.|j.{4})"
 _INTEGER = rb"(?:K.|M..|J.{4}|\x8a(?:\x05.{5}|\x06.{6}|\x04.{4}|\x07.{7}|\x08.{8}))"
@@ -115,6 +54,11 @@ _LONGEST_WAIT = 63
 _FAR = 1 << 22
 _WORTH_NUMPY = 1 << 11
 """So many rows within so many bytes are worth importing numpy."""
+_BATCHES: dict[tuple[type, int], bytes] = {(list, 1): b"e(", (dict, 2): b"u("}
+"""What ends a batch of rows and begins the next, by the container and the number of classes.
+
+APPENDS or SETITEMS, and MARK. Pairs of one class are left out: a batch may end after a key.
+"""
 _KEY = 5
 """Bytes that identify a class: LONG_BINGET and its number, or BINGET's with EMPTY_TUPLE, NEWOBJ."""
 _SHORT, _TUPLE, _SHORT_TEXT = ord("h"), ord("t"), 0x8C
@@ -142,7 +86,10 @@ class _InstancePattern(NamedTuple):
 
 
 class InstanceReader:
-    """Reads consecutive instances from ``data``, onto a machine's stack and memo."""
+    """Reads consecutive instances from ``data``, onto a machine's stack and memo.
+
+    ``frame_end`` is where the pickle's current frame ends, if it has frames.
+    """
 
     def __init__(self, data: bytes, stack: list[Any], memo: Memo) -> None:
         self._data = data
@@ -153,14 +100,16 @@ class InstanceReader:
         self._values = _Values(memo, self._listed)
         self._patterns_left = _MOST_PATTERNS
         self._changes = 0
+        self.frame_end = 0
         self._row_reader: RowReader | None = None
         self._attempts = self._waits = 0
 
-    def read_rows(self, pos: int, end: int, *, is_key: bool) -> int:
-        """Read many instances from ``pos`` to ``end`` as columns; return the offset after them.
+    def read_rows(self, pos: int, container: type, *, is_key: bool) -> int:
+        """Read many instances from ``pos`` on as columns; return the offset after them.
 
-        Those of two classes only if the first ``is_key`` of the second. After an attempt that finds
-        few, attempts are skipped, more of them each time.
+        They are added to a ``container``, in one or more batches. Those of two classes only if the
+        first ``is_key`` of the second. After an attempt that finds few, attempts are skipped, more
+        of them each time.
         """
         self._attempts += 1
         if self._attempts <= self._waits or self._memo.sparse:
@@ -174,15 +123,18 @@ class InstanceReader:
         run = None
         if self._row_reader or self._data.count(start, pos, pos + _FAR) >= fewest:
             self._row_reader = self._row_reader or RowReader(self._data, self._memo.__getitem__)
-            run = self._row_reader.read(pos, end, classes, self._memo.next_number)
+            batch = _BATCHES.get((container, len(classes)), b"")
+            next_number = self._memo.next_number
+            run = self._row_reader.read(pos, self.frame_end, classes, batch, next_number)
         self._attempts = 0
         if run is None:
             self._waits = min(_LONGEST_WAIT, 2 * self._waits + 1)
             return pos
         self._waits = 0
-        self._memo.add_run(run)
-        self._stack += run.rows
-        return pos + run.nbytes
+        rows, pos, self.frame_end = run
+        self._memo.add_run(rows)
+        self._stack += rows.rows
+        return pos
 
     def _find_classes(self, pos: int) -> tuple[RowClass, ...]:
         """Return the class of the instances from ``pos`` on, or the two that alternate."""

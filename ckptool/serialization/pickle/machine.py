@@ -50,7 +50,6 @@ class Machine(Builder):
         super().__init__(data, start, what)
         self._judges = judges
         self._has_rows = rows
-        self._frame_end = 0
         self._end = start + MOST_SINGLE
         self._reader = InstanceReader(data, self._stack, self._memo)
         self.globals: dict[Global, int] = {}
@@ -118,9 +117,11 @@ class Machine(Builder):
         """Return the offset after all instances that begin at ``pos`` and were read at once."""
         most = len(self._data)
         if self._has_rows and self._marks:
-            is_key = (len(self._stack) - self._marks[-1]) % 2 == 1
-            limit = self._frame_end if self._frame_end > pos else len(self._data)
-            end = self._reader.read_rows(pos, limit, is_key=is_key)
+            mark, stack = self._marks[-1], self._stack
+            is_key = (len(stack) - mark) % 2 == 1
+            is_marked = 0 < mark < len(stack) and stack[mark] is MARK
+            container = type(stack[mark - 1]) if is_marked else type(None)
+            end = self._reader.read_rows(pos, container, is_key=is_key)
             if end > pos:
                 self._end += end - pos
                 return end
@@ -145,9 +146,9 @@ class Machine(Builder):
         self._mark()
 
     def _frame(self) -> None:
-        """Note where a frame ends: the next one's length interrupts no instance before that."""
+        """Note where a frame ends: the next one may begin inside an instance."""
         size = self._uint(8)
-        self._frame_end = self.pos + size
+        self._reader.frame_end = self.pos + size
 
     def _name_global(self, module: PickleValue, name: PickleValue, at: int) -> None:
         if not isinstance(module, str) or not isinstance(name, str):

@@ -2,8 +2,9 @@
 
 A metadata pickle of a million chunks is a million instances of the same three classes, in batches
 of a thousand. Possible beginnings of instances are searched for; then each field is read for all of
-them at once. One counts only if its opcodes end just where the next begins, so by induction all are
-what the machine would have read one by one. Whatever does not match is left to the machine.
+them at once. One counts only if its opcodes end just where the next begins, or a batch of the same
+list or dict does, so by induction all are what the machine would have read one by one. Whatever
+does not match is left to the machine.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import islice
 from typing import Any, NamedTuple
 
 from ckptool.core.box import distinct
@@ -27,11 +27,13 @@ from ckptool.serialization.pickle.rows import (
     count_notes,
     count_of_kinds,
 )
+from ckptool.serialization.pickle.window import Window
 
-LEAST, _MOST = 64, 1024
+LEAST = 64
 _MOST_DIMS = 8
-_MOST_KNOWN, _LARGEST_KNOWN = 32, 1 << 16
-_PADDING = 16
+_FIRST_SIZE, _LARGEST_SIZE = 1 << 17, 1 << 19
+"""Bytes of windows: twice what the last rows took, so that what is cut out is used."""
+_MOST_KNOWN = 16
 BEGIN = b")\x81\x94}\x94("
 """EMPTY_TUPLE, NEWOBJ, MEMOIZE, EMPTY_DICT, MEMOIZE, MARK."""
 _SHORT_TEXT, _LONG1, _MEMOIZE = 0x8C, 0x8A, 0x94
@@ -45,22 +47,19 @@ class _KnownRun(NamedTuple):
 
     data: bytes
     classes: Sequence[RowClass]
+    batch: bytes
     table: list[list[Column]]
+    starts: Any
 
 
 class RowReader:
-    """Reads rows from ``data``; ``value_of`` returns the memo entry of a number.
+    """Reads rows from ``pickled``; ``value_of`` returns the memo entry of a number."""
 
-    ``data`` must have more than a few bytes.
-    """
-
-    def __init__(self, data: bytes, value_of: Callable[[int], Any]) -> None:
+    def __init__(self, pickled: bytes, value_of: Callable[[int], Any]) -> None:
         import numpy as np
 
-        self._data = data
-        self._bytes = np.frombuffer(data, np.uint8)
-        self._last = len(data) - _PADDING
-        self._words: Any = np.ndarray((len(data) - 7,), "<u8", data, strides=(1,))
+        self._pickled = pickled
+        self._size = _FIRST_SIZE
         self._value_of = value_of
         self._objects = RowObjects()
         self._codes: dict[int, int] = {}
@@ -77,20 +76,35 @@ class RowReader:
         self._codes.clear()
         self._known.clear()
 
-    def read(self, pos: int, end: int, classes: Sequence[RowClass], noted: int) -> Run | None:
+    def read(
+        self, pos: int, frame_end: int, classes: Sequence[RowClass], batch: bytes, noted: int
+    ) -> tuple[Run, int, int] | None:
         """Read rows of alternating classes from ``pos`` on; None if they are few.
 
-        ``noted`` is the number of the next memo entry. Rows that begin after ``end`` are skipped.
+        Returns the offset after them and the end of the frame there, too. ``noted`` is the number
+        of the next memo entry, ``batch`` the opcodes between two batches, empty if there is one.
         """
+        self._window = window = Window(self._pickled, pos, self._size, frame_end)
+        if window.last < 0:
+            return None
+        run = self._find_known(classes, batch) or self._read_run(classes, batch, noted)
+        if run is None:
+            return None
+        behind = len(run.data)
+        self._size = min(max(2 * behind, _FIRST_SIZE), _LARGEST_SIZE)
+        pairs = zip(classes, run.table, strict=True)
+        rows = tuple(Rows(each, columns, self._objects, pos) for each, columns in pairs)
+        return Run(rows), *window.place(behind)
+
+    def _read_run(self, classes: Sequence[RowClass], batch: bytes, noted: int) -> _KnownRun | None:
+        """Read the rows at the beginning of the window; None if they are few."""
         import numpy as np
 
+        window = self._window
         begin = classes[0].reference + BEGIN
-        for known in self._known:
-            if known.classes == classes and self._is_repeated(known, begin, pos, end):
-                return self._run(known.classes, known.table, pos, len(known.data))
-        found = re.compile(re.escape(begin)).finditer(self._data, pos, min(end, self._last))
-        starts = np.array(list(map(re.Match.start, islice(found, _MOST))), np.int64)
-        if len(starts) < LEAST or starts[0] != pos:
+        found = re.compile(re.escape(begin)).finditer(window.data, 0, window.last)
+        starts = np.array(list(map(re.Match.start, found)), np.int64)
+        if len(starts) < LEAST or starts[0] != 0:
             return None
         good = np.ones(len(starts), bool)
         cursor = starts
@@ -105,49 +119,58 @@ class RowReader:
                 expected = b""
             cursor = self._literal(cursor, b"ub", good)
             table.append(columns)
-        good[1:] &= cursor[:-1] == starts[1:]
+        good[1:] &= self._follow(cursor[:-1], starts[1:], batch)
         count = _first_false(good)
+        if count >= LEAST:
+            count = window.first_torn(starts[:count], int(cursor[count - 1]))
         while count >= LEAST:
             table = [[Column(k[:count], n[:count]) for k, n in columns] for columns in table]
             count = self._resolve(table, noted)
             if count == len(table[0][0].kinds):
-                behind = int(cursor[count - 1])
-                if behind - pos <= _LARGEST_KNOWN and not self._data.startswith(begin, behind):
-                    self._keep(_KnownRun(self._data[pos:behind], classes, table))
-                return self._run(classes, table, pos, behind - pos)
+                rows = window.data[: int(cursor[count - 1])]
+                return self._keep(_KnownRun(rows, classes, batch, table, starts[:count]))
         return None
 
-    def _run(
-        self, classes: Sequence[RowClass], table: list[list[Column]], pos: int, nbytes: int
-    ) -> Run:
-        pairs = zip(classes, table, strict=True)
-        return Run(tuple(Rows(each, cols, self._objects, pos) for each, cols in pairs), nbytes)
+    def _follow(self, ends: Any, starts: Any, batch: bytes) -> Any:
+        """Return which rows begin where the one before ends, or after the end of a batch."""
+        follow = ends == starts
+        if not batch or follow.all():
+            return follow
+        mask, wanted = self._masks[len(batch)], int.from_bytes(batch, "little")
+        is_batch = (self._window.words[ends] & mask) == wanted
+        return follow | (is_batch & (ends + len(batch) == starts))
 
-    def _keep(self, known: _KnownRun) -> None:
+    def _keep(self, run: _KnownRun) -> _KnownRun:
         """Keep rows that may be repeated: the chunks of the next tensor, which is cut alike."""
-        if not any((kinds == TEXT).any() for columns in known.table for kinds, _ in columns):
-            self._known.appendleft(known)
+        if not any((kinds == TEXT).any() for columns in run.table for kinds, _ in columns):
+            self._known.append(run)
+        return run
 
-    def _is_repeated(self, known: _KnownRun, begin: bytes, pos: int, end: int) -> bool:
-        """Return whether the same rows come again, and no other after them."""
-        behind = pos + len(known.data)
-        is_within = behind <= min(end, self._last)
-        is_same = is_within and self._data.startswith(known.data, pos)
-        return is_same and not self._data.startswith(begin, behind)
+    def _find_known(self, classes: Sequence[RowClass], batch: bytes) -> _KnownRun | None:
+        """Return the longest of the known runs that come again in the window."""
+        window, found = self._window, None
+        for run in self._known:
+            size = len(run.data)
+            is_like = run.classes == classes and run.batch == batch and size <= window.last
+            if is_like and (found is None or size > len(found.data)):
+                is_same = window.data.startswith(run.data)
+                if is_same and window.first_torn(run.starts, size) == len(run.starts):
+                    found = run
+        return found
 
     def _literal(self, at: Any, opcodes: bytes, good: Any) -> Any:
         """Return the offsets after opcodes that are the same in all rows."""
         for begin in range(0, len(opcodes), 8):
             some = opcodes[begin : begin + 8]
-            words = self._words[at + begin] & self._masks[len(some)]
+            words = self._window.words[at + begin] & self._masks[len(some)]
             good &= words == int.from_bytes(some, "little")
         return self._within(at + len(opcodes), good)
 
     def _within(self, at: Any, good: Any) -> Any:
         """Return offsets from which opcodes can be read; too long rows are invalid."""
-        if at.max() > self._last:
-            good &= at <= self._last
-            return at.clip(max=self._last)
+        if at.max() > self._window.last:
+            good &= at <= self._window.last
+            return at.clip(max=self._window.last)
         return at
 
     def _field(self, at: Any, good: Any) -> tuple[Column, Any]:
@@ -158,7 +181,7 @@ class RowReader:
         """
         import numpy as np
 
-        opcodes = self._bytes[at]
+        opcodes = self._window.bytes[at]
         first = int(opcodes[0])
         if self._lengths[first] or first == _LONG1:
             numbers, end = self._integers(at, opcodes)
@@ -169,7 +192,7 @@ class RowReader:
             good &= opcodes == first
             return Column(kinds, np.full((len(at), 1), -first)), at + 1
         wide = opcodes == ord("j")
-        numbers = (self._words[at + 1] & self._masks[np.where(wide, 4, 1)]).view(np.int64)
+        numbers = (self._window.words[at + 1] & self._masks[np.where(wide, 4, 1)]).view(np.int64)
         end = at + np.where(wide, 5, 2)
         others = ~wide & (opcodes != ord("h"))
         if others.any():
@@ -177,11 +200,11 @@ class RowReader:
             good &= is_text >= others
             kinds[is_text] = TEXT
             end = self._within(np.where(is_text, end + numbers + 1, end), good)
-            good &= ~is_text | (self._bytes[end - 1] == _MEMOIZE)
+            good &= ~is_text | (self._window.bytes[end - 1] == _MEMOIZE)
             numbers = np.where(is_text, at, numbers)
         end = self._within(end, good)
         column = Column(kinds, numbers[:, None])
-        is_size = self._begins_size[int(self._bytes[end[0]])] and kinds[0] == OBJECT
+        is_size = self._begins_size[int(self._window.bytes[end[0]])] and kinds[0] == OBJECT
         return self._sizes(end, column, good) if is_size else (column, end)
 
     def _integers(self, at: Any, opcodes: Any) -> tuple[Any, Any]:
@@ -192,12 +215,12 @@ class RowReader:
         begin = at + 1
         is_long = opcodes == _LONG1
         if is_long.any():
-            written = self._bytes[begin].astype(np.int64)
+            written = self._window.bytes[begin].astype(np.int64)
             is_long &= (written >= 4) & (written <= 8)
             lengths = np.where(is_long, written, lengths)
             signs = np.where(is_long, np.int64(1) << (8 * written - 1) % 64, signs)
             begin = begin + is_long
-        numbers = (self._words[begin] & self._masks[lengths]).view(np.int64)
+        numbers = (self._window.words[begin] & self._masks[lengths]).view(np.int64)
         return (numbers ^ signs) - signs, np.where(lengths > 0, begin + lengths, at)
 
     def _sizes(self, begin: Any, column: Column, good: Any) -> tuple[Column, Any]:
@@ -208,13 +231,13 @@ class RowReader:
         references = distinct(column.numbers[good, 0]).tolist()
         if any(self._value(reference) is not TORCH_SIZE for reference in references):
             good[:] = False
-        opcodes = self._bytes[begin]
+        opcodes = self._window.bytes[begin]
         has_mark = opcodes == ord("(")
         cursor, dims = begin + has_mark, np.zeros(len(begin), np.int64)
         sizes = []
         going = np.ones(len(begin), bool)
         for _ in range(_MOST_DIMS):
-            values, end = self._integers(cursor, self._bytes[cursor])
+            values, end = self._integers(cursor, self._window.bytes[cursor])
             going &= end > cursor
             if not going.any():
                 break
@@ -222,9 +245,9 @@ class RowReader:
             dims += going
             cursor = self._within(np.where(going, end, cursor), good)
         closing = np.where(has_mark, ord("t"), np.where(dims > 0, 0x84 + dims, ord(")")))
-        good &= (self._bytes[cursor] == closing) & (has_mark == (dims > 3))
+        good &= (self._window.bytes[cursor] == closing) & (has_mark == (dims > 3))
         cursor = self._within(cursor + 1, good)
-        good &= (dims == 0) | (self._bytes[cursor] == _MEMOIZE)
+        good &= (dims == 0) | (self._window.bytes[cursor] == _MEMOIZE)
         after = self._literal(cursor + (dims > 0), _SIZE_END, good)
         table = np.stack(sizes, axis=1) if sizes else np.zeros((len(begin), 1), np.int64)
         return Column(dims.astype(np.int8), table), after
@@ -238,19 +261,18 @@ class RowReader:
 
         counts = np.stack([count_notes(columns) for columns in table], axis=1)
         begins = (noted + np.cumsum(counts) - counts.ravel()).reshape(counts.shape)
-        texts: dict[int, int] = {}
+        places: list[list[Any]] = []
+        texts: list[tuple[Any, Any]] = []
         for columns, begin in zip(table, begins.T, strict=True):
-            at = begin + 2
+            places.append([begin + 2])
             for kinds, numbers in columns:
-                is_text = kinds == TEXT
+                at, is_text = places[-1][-1], kinds == TEXT
                 if is_text.any():
-                    codes = list(map(self._text, numbers[is_text, 0].tolist()))
-                    texts |= zip(at[is_text].tolist(), codes, strict=True)
-                at = at + count_of_kinds(kinds)
+                    texts.append((at[is_text], self._read_texts(numbers[is_text, 0])))
+                places[-1].append(at + count_of_kinds(kinds))
         done: list[list[Column]] = [[] for _ in table]
-        for each, columns, begin in zip(done, table, begins.T, strict=True):
-            at = begin + 2
-            for column in columns:
+        for each, columns, begin, ats in zip(done, table, begins.T, places, strict=True):
+            for column, at in zip(columns, ats, strict=False):
                 resolved = column
                 if column.kinds[0] in (OBJECT, TEXT):
                     resolved, holds = self._resolve_column(column, noted, begin, at, texts)
@@ -258,28 +280,41 @@ class RowReader:
                         return _first_false(holds)
                 numbers = resolved.numbers[:, : max(1, int(column.kinds.max()))]
                 each.append(Column(resolved.kinds.copy(), _narrow(numbers)))
-                at = at + count_of_kinds(column.kinds)
         table[:] = done
         return len(counts)
 
     def _resolve_column(
-        self, column: Column, noted: int, begin: Any, at: Any, texts: dict[int, int]
+        self, column: Column, noted: int, begin: Any, at: Any, texts: list[tuple[Any, Any]]
     ) -> tuple[Column, Any]:
         """Return a column of codes, and which rows are known.
 
-        Rows begin their memo entries at ``begin``, the column's text at ``at``; ``texts`` are codes
-        of those of the run, by number. A row can refer to an earlier one's entry.
+        Rows begin their memo entries at ``begin``, the column's text at ``at``; ``texts`` are the
+        numbers of the run's own text and its codes. A row can refer to an earlier one's entry.
         """
         import numpy as np
 
         kinds, numbers = column
         is_text = kinds == TEXT
         references = np.where(is_text, at, numbers[:, 0])
-        unique, inverse = np.unique(references, return_inverse=True)
-        codes = [texts.get(n) if n >= noted else self._code(n) for n in unique.tolist()]
-        known = np.array([-1 if code is None else code for code in codes], np.int64)[inverse]
+        firsts = np.flatnonzero(np.append(True, references[1:] != references[:-1]))
+        known = self._codes_of(references[firsts], noted, texts)
+        known = np.repeat(known, np.diff(firsts, append=len(references)))
         holds = (known >= 0) & (is_text | (references < noted) | (references < begin))
         return Column(kinds, known[:, None]), holds
+
+    def _codes_of(self, references: Any, noted: int, texts: list[tuple[Any, Any]]) -> Any:
+        """Return the code of each memo number or opcode, -1 if it is none."""
+        import numpy as np
+
+        codes = np.full(len(references), -1, np.int64)
+        is_older = references < noted
+        older, inverse = np.unique(references[is_older], return_inverse=True)
+        found = [self._code(number) for number in older.tolist()]
+        codes[is_older] = np.array([-1 if n is None else n for n in found], np.int64)[inverse]
+        for at, those in texts:
+            place = np.searchsorted(at, references).clip(max=len(at) - 1)
+            codes = np.where(at[place] == references, those[place], codes)
+        return codes
 
     def _value(self, reference: int) -> Any:
         """Return the memo entry of a number, and for an opcode's negative what it pushes."""
@@ -297,14 +332,20 @@ class RowReader:
             self._objects.append(value)
         return self._codes[reference]
 
-    def _text(self, at: int) -> int:
-        """Return the index among the objects of the text whose opcode is at an offset."""
-        written = self._data[at + 2 : at + 2 + self._data[at + 1]]
-        if written not in self._texts:
-            self._objects.count_one()
-            self._texts[written] = len(self._objects)
-            self._objects.append(written.decode("utf-8", "surrogatepass"))
-        return self._texts[written]
+    def _read_texts(self, begins: Any) -> Any:
+        """Return the indices among the objects of the texts whose opcodes are at offsets."""
+        import numpy as np
+
+        data, known = self._window.data, self._texts
+        ends = begins + 2 + self._window.bytes[begins + 1]
+        pairs = zip((begins + 2).tolist(), ends.tolist(), strict=True)
+        written = [data[begin:end] for begin, end in pairs]
+        for text in dict.fromkeys(written):
+            if text not in known:
+                self._objects.count_one()
+                known[text] = len(self._objects)
+                self._objects.append(text.decode("utf-8", "surrogatepass"))
+        return np.array([known[text] for text in written], np.int64)
 
 
 def _first_false(flags: Any) -> int:

@@ -88,11 +88,10 @@ def expand_rows(values: list[Any]) -> list[Any]:
 class Run:
     """Alternating rows, one of each class: their memo entries, by number."""
 
-    __slots__ = ("_begins", "nbytes", "noted", "rows")
+    __slots__ = ("_begins", "noted", "rows")
 
-    def __init__(self, rows: tuple[Rows, ...], nbytes: int) -> None:
+    def __init__(self, rows: tuple[Rows, ...]) -> None:
         self.rows = rows
-        self.nbytes = nbytes
         self._begins: Any = None
         self.noted = sum(int(count_notes(each.columns.values()).sum()) for each in rows)
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import io
+import itertools
 import pickle
 import pickletools
+import struct
 import weakref
 from typing import Any
 from unittest import mock
@@ -16,9 +19,10 @@ from hypothesis import strategies as st
 from ckptool.errors import Damaged, SourceError
 from ckptool.serialization.pickle import instances as pickle_instances
 from ckptool.serialization.pickle import row_reader
-from ckptool.serialization.pickle.instances import InstanceReader, Memo
+from ckptool.serialization.pickle.instances import InstanceReader
 from ckptool.serialization.pickle.load import read_pickle
 from ckptool.serialization.pickle.machine import Machine
+from ckptool.serialization.pickle.memo import Memo
 from ckptool.serialization.pickle.records import Call
 from ckptool.serialization.pickle.row_reader import RowReader
 from ckptool.serialization.pickle.rows import Rows, expand_rows
@@ -153,6 +157,61 @@ def test_rows_are_as_one_by_one(keys: list[Any], values: list[Any], repeats: boo
     pairs = [(key, value) for key, value in zip(keys, values, strict=False)]
     value = [SHARED, torch.Size([1]), keys, dict(pairs), values[::-1] if repeats else [], keys[:2]]
     data = pickle.dumps(value, 4)
+    assert outcome(data, rows=True) == outcome(data, at_once=False)
+
+
+def written(value: Any, frame: int, batch: int) -> bytes:
+    """A pickle in frames of so many bytes and batches of so many items."""
+    file = io.BytesIO()
+    with (
+        mock.patch.object(pickle._Framer, "_FRAME_SIZE_TARGET", frame),
+        mock.patch.object(pickle._Pickler, "_BATCHSIZE", batch),
+    ):
+        pickle._Pickler(file, 4).dump(value)
+    return file.getvalue()
+
+
+@given(tables(), tables(), st.integers(4, 300), st.integers(2, 30), st.integers(60, 600))
+def test_rows_across_frames_and_batches_are_as_one_by_one(
+    keys: list[Any], values: list[Any], frame: int, batch: int, window: int
+) -> None:
+    pairs = [(key, value) for key, value in zip(keys, values, strict=False)]
+    value = [SHARED[:9], torch.Size([1]), keys, dict(pairs), dict.fromkeys(keys, keys[0]), values]
+    with mock.patch.multiple(row_reader, _FIRST_SIZE=window, _LARGEST_SIZE=window):
+        for data in (written(value, frame, batch), written([value[1], dict(pairs)], frame, batch)):
+            assert outcome(data, rows=True) == outcome(data, at_once=False)
+
+
+def framed(opcodes: bytes, size: int) -> bytes:
+    """Opcodes in a frame of this size."""
+    return b"\x95" + struct.pack("<Q", size) + opcodes
+
+
+@given(tables(), st.lists(st.integers(0, 1000), max_size=9), st.integers(-2, 2))
+def test_a_frame_inside_an_opcode_is_a_part_of_its_argument(
+    rows: list[Any], cuts: list[int], lie: int
+) -> None:
+    """Frames that begin anywhere, and end where they say, or not."""
+    plain = pickle.dumps([SHARED[:9], torch.Size([1]), rows, rows[0]], 4)[
+        11:
+    ]  # one frame's opcodes
+    at = sorted({0, len(plain), *(len(plain) - cut for cut in cuts if cut < len(plain))})
+    frames = [plain[begin:end] for begin, end in itertools.pairwise(at)]
+    sizes = [max(0, len(frame) + lie * (at == 1)) for at, frame in enumerate(frames)]
+    data = b"\x80\x04" + b"".join(map(framed, frames, sizes))
+    assert outcome(data, rows=True) == outcome(data, at_once=False)
+
+
+def test_the_rows_of_many_frames_and_batches_are_few_columns() -> None:
+    keys = [Index({"fqn": "".join([*f"layers.{n % 50}"]), "at": n}) for n in range(3000)]
+    values = [Info({"path": SHARED[n % 9], "length": n}) for n in range(3000)]
+    lists = [[Index({"at": n, "size": torch.Size([n, 4])}) for n in range(1500)] for _ in range(2)]
+    table = dict(zip(keys, values, strict=True))
+    data = pickle.dumps([SHARED, torch.Size([1]), table, *lists], 4)
+    assert len(data) > 4 << 16
+    _, _, *read = read_pickle(data, what="p", rows=True).value
+    assert [len(each) for each in read] == [3, 2, 2]
+    assert [count_rows(each) // 100 for each in read] == [29, 14, 14]
     assert outcome(data, rows=True) == outcome(data, at_once=False)
 
 
@@ -340,13 +399,26 @@ OTHERS = [row.replace(b"h\x02", b"h\x08", 1) for row in NUMBERED]
             b"(](" + instance(b"h\x04") * 4 + b"eNq\x040](" + instance(b"h\x04") * 4 + b"et.",
             id="the same, of what is noted anew",
         ),
+        pytest.param(
+            b"}(" + (b"".join(NUMBERED[:3]) + b"u(") * 2 + b"u.", id="batches that end after a key"
+        ),
     ],
 )
 def test_rows_of_odd_programs_are_as_one_by_one(
     program: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(row_reader, "_MOST", 4)
+    monkeypatch.setattr(row_reader, "_FIRST_SIZE", 80)  # about five rows
+    monkeypatch.setattr(row_reader, "_LARGEST_SIZE", 80)
     data = HEAD + program + b"." * 40
+    assert outcome(data, rows=True) == outcome(data, at_once=False)
+
+
+@pytest.mark.parametrize("before", [b"](", b"](" + b"".join(NUMBERED) + b"e0]("])
+@pytest.mark.parametrize("inside", range(1, len(NUMBERED[0])))
+def test_a_frame_inside_a_row(before: bytes, inside: int) -> None:
+    """Of rows that are new, and of those that come again."""
+    begin, end = before + b"".join(NUMBERED[:-1]), NUMBERED[-1] + b"e." + b"." * 40
+    data = HEAD + framed(begin + end[:inside], len(begin) + inside) + framed(end[inside:], 99)
     assert outcome(data, rows=True) == outcome(data, at_once=False)
 
 
