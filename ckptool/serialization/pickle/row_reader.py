@@ -333,7 +333,10 @@ class RowReader:
         return self._codes[reference]
 
     def _read_texts(self, begins: Any) -> Any:
-        """Return the indices among the objects of the texts whose opcodes are at offsets."""
+        """Return the indices among the objects of the texts whose opcodes are at offsets.
+
+        That of what is no text is -1.
+        """
         import numpy as np
 
         data, known = self._window.data, self._texts
@@ -342,9 +345,14 @@ class RowReader:
         written = [data[begin:end] for begin, end in pairs]
         for text in dict.fromkeys(written):
             if text not in known:
+                try:
+                    decoded = text.decode("utf-8", "surrogatepass")
+                except UnicodeDecodeError:
+                    known[text] = -1
+                    continue
                 self._objects.count_one()
                 known[text] = len(self._objects)
-                self._objects.append(text.decode("utf-8", "surrogatepass"))
+                self._objects.append(decoded)
         return np.array([known[text] for text in written], np.int64)
 
 

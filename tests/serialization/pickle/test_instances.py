@@ -422,6 +422,16 @@ def test_a_frame_inside_a_row(before: bytes, inside: int) -> None:
     assert outcome(data, rows=True) == outcome(data, at_once=False)
 
 
+def test_a_text_that_is_not_unicode_is_found_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_reader, "LEAST", 3)
+    rows = [instance(b"\x8c\x01" + byte + b"\x94") for byte in (b"a", b"b", b"c", b"\xff", b"d")]
+    data = HEAD + b"](" + b"".join(rows) + b"e." + b"." * 40
+    place = rf"at byte {data.index(0xFF) + 1}: an opcode does not match"
+    for as_rows in (True, False):
+        with pytest.raises(Damaged, match=place):
+            read_pickle(data, what="p", rows=as_rows)
+
+
 def test_more_values_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pickle_instances, "_MOST_VALUES", 1 << 9)
     rows = [Index({"offset": torch.Size([n, 4]), "fqn": 70_000 + n}) for n in range(1500)]
