@@ -27,17 +27,22 @@ from ckptool.engine.read.tiles import PAIR_TILE, ByteReader, read_tiles
 from ckptool.engine.run_options import RunOptions
 from ckptool.engine.share import ALL, Share, checked_chunks
 from ckptool.engine.write.journal import NO_JOURNAL, Journal, find_finished
-from ckptool.errors import Damaged, TransferError, Unsupported
+from ckptool.engine.write.output import (
+    SMALL,
+    WRITE,
+    OutputFiles,
+    WrittenPart,
+    WrittenRun,
+    apply_patches,
+    write_at,
+)
+from ckptool.errors import Damaged, Unsupported
 from ckptool.storage.disk import allocate, open_unfollowed
 from ckptool.storage.local import SPAN, Files, LocalSource
 from ckptool.storage.read_ahead import SMALL_MEMORY
 
 _MINIMUM_PER_WORKER = 16 << 20
-_WRITE = 1 << 20
-"""Bytes of one write, while they are in the processor's cache."""
 _TILE_OF = attrgetter("tile")
-_MOST_OPEN = 32
-"""File descriptors of one thread."""
 
 
 def run(
@@ -117,7 +122,7 @@ class _PlanWriter:
         self._files = plan.layout.files
         self._source = source
         self._folder = folder
-        self._output = _OutputFiles(folder)
+        self._output = OutputFiles(folder, plan.layout.files, self._note)
         self._workers = workers_within_budget(plan, options, source)
         self._fsync = options.fsync
         self._progress = progress
@@ -173,33 +178,44 @@ class _PlanWriter:
             allocate(stream.fileno(), file.nbytes)
 
     def _write_tiles(self, tiles: Sequence[Tile], read: Iterator[PlannedPiece]) -> None:
-        """Write the pieces of some tiles as they are read."""
-        for tile, parts in groupby(read, _TILE_OF):
-            self._count(tile, join_crcs([self._write_piece(tile, piece) for piece in parts]))
+        """Write the pieces of some tiles as they are read; small parts a little later."""
+        if tiles[0].pieces and tiles[0].entry.nbytes <= SMALL:
+            for tile, _, data, crc in read:
+                self._output.add(tile, self._parts[tile.file], data, crc)
+            return
+        for tile, pieces in groupby(read, _TILE_OF):
+            crc = join_crcs([self._write_piece(tile, piece) for piece in pieces])
+            part = WrittenPart(tile.part, tile.offset, tile.nbytes, crc)
+            self._note(WrittenRun(tile.file, (part,), 1))
 
     def _write_piece(self, tile: Tile, piece: PlannedPiece) -> CrcPiece:
         self._output.write(self._files[tile.file].path, tile.offset + piece.skip, piece.data)
         return piece.skip, piece.nbytes, piece.crc
 
-    def _count(self, tile: Tile, crc: int) -> None:
-        """Note one more written tile, with this CRC-32; the last of a file finishes it."""
+    def _note(self, run: WrittenRun) -> None:
+        """Note what was written to a file; the last of its tiles finishes it."""
+        file = run.file
         with self._lock:
-            self._crcs[tile.file][tile.part].append((tile.offset, tile.nbytes, crc))
-            self._left[tile.file] -= 1
-            last = not self._left[tile.file]
+            crcs = self._crcs[file]
+            for part, offset, nbytes, crc in run.parts:
+                crcs[part].append((offset, nbytes, crc))
+            self._left[file] -= run.tiles
+            last = not self._left[file]
+        self._progress(run.nbytes)
         if last:
-            self._finish(tile.file)
-            self._left[tile.file] = -1
+            self._finish(file)
+            self._left[file] = -1
 
     def _finish(self, number: int) -> None:
-        """Write the non-tensor data, sync the file, and note that it is done."""
+        """Write the non-tensor data that is left, sync the file, and note that it is done."""
         file, crcs = self._files[number], self._crcs.pop(number, defaultdict(list))
         with open(self._folder / file.path, "r+b", buffering=0) as stream:
             descriptor, offset, literals = stream.fileno(), 0, bytearray()
             for at, part in enumerate(self._parts.pop(number)):
-                if not isinstance(part, Literal) or len(literals) >= _WRITE:
+                is_left = isinstance(part, Literal) and at not in crcs
+                if not is_left or len(literals) >= WRITE:
                     self._write_literals(descriptor, file.path, offset, literals)
-                if isinstance(part, Literal):
+                if isinstance(part, Literal) and is_left:
                     data = apply_patches(part, lambda at: join_crcs(crcs[at]))
                     crcs[at] = [(offset, part.nbytes, crc32(data))]
                     literals += data
@@ -216,7 +232,7 @@ class _PlanWriter:
     def _write_literals(self, descriptor: int, path: str, end: int, literals: bytearray) -> None:
         """Write adjoining literals, which end at an offset of a file, and forget them."""
         with memoryview(literals) as data:
-            _write_at(descriptor, path, end - len(data), data)
+            write_at(descriptor, path, end - len(data), data)
             self._progress(len(data))
         literals.clear()
 
@@ -224,36 +240,10 @@ class _PlanWriter:
         """Copy a file unchanged to an offset of another; return its CRC-32."""
         crc = 0
         for piece in read_verbatim(part, self._source):
-            _write_at(descriptor, path, offset, piece)
+            write_at(descriptor, path, offset, piece)
             offset += len(piece)
             crc = crc32(piece, crc)
         return crc
-
-
-class _OutputFiles:
-    """The files below a folder; each writing thread has its own descriptors."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._local = threading.local()
-
-    def write(self, path: str, offset: int, data: memoryview) -> None:
-        """Write all bytes at an offset of a file; TransferError if that fails."""
-        _write_at(self._descriptor(path), path, offset, data)
-
-    def close(self) -> None:
-        """Close the descriptors of the calling thread."""
-        _close_all(getattr(self._local, "descriptors", {}))
-
-    def _descriptor(self, path: str) -> int:
-        descriptors: dict[str, int] | None = getattr(self._local, "descriptors", None)
-        if descriptors is None:
-            descriptors = self._local.descriptors = {}
-        if path not in descriptors:
-            if len(descriptors) >= _MOST_OPEN:
-                _close_all(descriptors)
-            descriptors[path] = open_unfollowed(Path(f"{self._folder}/{path}"), os.O_WRONLY)
-        return descriptors[path]
 
 
 class _WritingReader(PlanReader):
@@ -263,7 +253,7 @@ class _WritingReader(PlanReader):
     numbers would be given to other files.
     """
 
-    def __init__(self, files: Files, records: RecordCheck, output: _OutputFiles) -> None:
+    def __init__(self, files: Files, records: RecordCheck, output: OutputFiles) -> None:
         super().__init__(files, records)
         self._output = output
 
@@ -280,7 +270,7 @@ class _PlanTiles(NamedTuple):
 
     files: Files
     records: RecordCheck
-    output: _OutputFiles
+    output: OutputFiles
 
     @property
     def sides(self) -> tuple[Files]:
@@ -292,21 +282,6 @@ class _PlanTiles(NamedTuple):
         return _WritingReader(self.files, self.records, self.output)
 
 
-def _write_at(descriptor: int, path: str, offset: int, data: memoryview) -> None:
-    """Write all bytes at an offset of the file at ``path``; TransferError if that fails."""
-    done = 0
-    while done < len(data):
-        try:
-            done += os.pwrite(descriptor, data[done : done + _WRITE], offset + done)
-        except OSError as error:
-            raise TransferError(f"{path}: {error.strerror} at byte {offset + done:,}") from None
-
-
-def _close_all(descriptors: dict[str, int]) -> None:
-    while descriptors:
-        os.close(descriptors.popitem()[1])
-
-
 def touch_chunks(
     some: Iterable[tuple[TensorEntry, Chunk]], source: Files, records: RecordCheck
 ) -> None:
@@ -316,16 +291,6 @@ def touch_chunks(
     source.expect(runs_of(needs, set()))
     for entry, chunk in chunks:
         touch(records, entry, chunk, required=True)
-
-
-def apply_patches(literal: Literal, part_crc: Callable[[int], int]) -> bytes:
-    """Return a literal with its patches; ``part_crc`` is the CRC-32 of one of the file's parts."""
-    if not literal.patches:
-        return literal.data
-    data = bytearray(literal.data)
-    for patch in literal.patches:
-        data[patch.at : patch.at + 4] = part_crc(patch.part).to_bytes(4, "little")
-    return bytes(data)
 
 
 def read_verbatim(part: Verbatim, source: Files) -> Iterator[memoryview]:

@@ -19,7 +19,8 @@ from ckptool.engine.read.runs import tile_runs
 from ckptool.engine.read.tiles import Job, read_tiles, require_unchanged
 from ckptool.engine.run_options import RunOptions
 from ckptool.engine.share import ALL, Share, checked_chunks
-from ckptool.engine.write.run import apply_patches, fetched_ahead, read_verbatim, touch_chunks
+from ckptool.engine.write.output import apply_patches
+from ckptool.engine.write.run import fetched_ahead, read_verbatim, touch_chunks
 from ckptool.errors import Unsupported
 from ckptool.storage.local import SPAN, Files
 from ckptool.storage.multipart import Upload, memory_of_part
