@@ -224,14 +224,6 @@ def tiles(box: Box, itemsize: int, limit: int) -> Iterator[Box]:
             yield Box(lo, hi)
 
 
-def row_tiles(shape: tuple[int, ...], rows: int) -> list[Box]:
-    """Cut an array of ``shape`` into tiles of ``rows`` rows, in order; the last may have fewer."""
-    return [
-        Box((start, *(0,) * (len(shape) - 1)), (min(start + rows, shape[0]), *shape[1:]))
-        for start in range(0, shape[0], rows)
-    ]
-
-
 def tile_count(shape: tuple[int, ...], itemsize: int, limit: int) -> int:
     """Count the tiles that ``tiles`` cuts a box of ``shape`` into."""
     if not math.prod(shape):

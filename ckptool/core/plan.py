@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 from functools import cached_property
-from operator import add, sub
-from typing import NamedTuple
 
-from msgspec import Struct
-
-from ckptool.core.box import Box, Piece
-from ckptool.core.casts import is_computed
+from ckptool.core.box import Box
 from ckptool.core.catalog import (
     Catalog,
     Chunk,
@@ -28,10 +22,17 @@ from ckptool.core.layout import (
     Part,
     ScatteredData,
     WrittenChunks,
-    row_tiles,
-    tile_count,
-    tiles,
     written_entries,
+)
+from ckptool.core.sharding.groups import (
+    Group,
+    LayoutPart,
+    Tile,
+    group_of_rows,
+    group_parts,
+    is_small,
+    rows_of,
+    tiles_of_group,
 )
 from ckptool.core.sharding.index import ChunkIndex
 from ckptool.core.sharding.table import (
@@ -41,78 +42,9 @@ from ckptool.core.sharding.table import (
     open_together,
     opened_chunks,
 )
-from ckptool.errors import Damaged, Unsupported, damaged
+from ckptool.errors import Unsupported, damaged
 
 _BATCH = 16
-_SMALL = 1 << 18
-"""Bytes of a tensor up to which it is read whole for all of its parts."""
-_KEPT = 4 << 20
-"""Bytes of the source's rows that a reader keeps while it cuts columns out of them."""
-_STRAIGHT = 4
-"""Times as large as other tiles are those of whole rows, which are copied piece by piece."""
-
-
-class TileSource(NamedTuple):
-    """``box`` of the global tensor, from ``chunk``, goes to ``where`` in a tile."""
-
-    chunk: Chunk
-    box: Box
-    where: Box
-
-
-class Tile(NamedTuple):
-    """A range of an output file: a C-ordered array of ``shape`` at byte ``offset``.
-
-    It is filled from ``sources``; or from ``pieces`` of the tensor, which is then read whole for
-    all tiles of the job, and ``sources`` is empty.
-    """
-
-    file: int
-    part: int
-    offset: int
-    shape: tuple[int, ...]
-    entry: TensorEntry
-    sources: tuple[TileSource, ...]
-    pieces: tuple[Piece, ...] = ()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in the output file."""
-        return math.prod(self.shape) * self.entry.dtype.itemsize
-
-
-class LayoutPart(NamedTuple):
-    """A tensor part of a file: file ``file`` of the layout, part ``position``, byte ``offset``."""
-
-    file: int
-    position: int
-    offset: int
-    part: Data | ScatteredData
-
-
-class Group(Struct, frozen=True):
-    """Parts that are cut in step, ``rows`` rows a tile; or a single part if it is 0.
-
-    Or, if the tensor is small, all of its parts ``at_once``, each of them one tile. The tiles of a
-    single part are ``times`` as large as the limit.
-    """
-
-    parts: tuple[LayoutPart, ...]
-    rows: int
-    at_once: bool = False
-    times: int = 1
-
-    def tile_counts(self, limit: int) -> Iterator[tuple[int, int]]:
-        """Yield each part's file, and the number of its tiles."""
-        if self.at_once:
-            yield from ((place.file, 1) for place in self.parts)
-            return
-        for place in self.parts:
-            shape = place.part.shape
-            if self.rows:
-                yield place.file, -(-shape[0] // self.rows)
-            else:
-                yield place.file, tile_count(shape, place.part.itemsize, self.times * limit)
 
 
 class Plan:
@@ -189,61 +121,54 @@ class Plan:
                 if isinstance(part, (Data, ScatteredData)):
                     place, name = LayoutPart(number, position, offset, part), part.name
                     if name not in small:
-                        small[name] = _is_small(tensors[name], limit)
-                    by_rows.setdefault(name if small[name] else _rows_of(place), []).append(place)
+                        small[name] = is_small(tensors[name], limit)
+                    by_rows.setdefault(name if small[name] else rows_of(place), []).append(place)
                 offset += nbytes
         return [
             group
             for key, places in by_rows.items()
-            for group in self._groups(places, limit, is_small=isinstance(key, str))
+            for group in self._groups(places, limit, at_once=isinstance(key, str))
         ]
 
     def groups_of(self, name: str, table: WrittenChunks, limit: int) -> list[Group]:
         """Group the parts of one tensor as ``groups`` does those of each of the ``batches``."""
         by_rows: dict[object, list[LayoutPart]] = {}
-        is_small = _is_small(self.catalog.tensors[name], limit)
+        at_once = is_small(self.catalog.tensors[name], limit)
         for at, chunk in enumerate(table):
             number = self.numbers[chunk.at.file]
             part = Data(name, chunk.box, table.itemsize)
             place = LayoutPart(number, at, chunk.at.offset, part)
-            shared = number // _BATCH, name if is_small else _rows_of(place)
+            shared = number // _BATCH, name if at_once else rows_of(place)
             by_rows.setdefault(shared, []).append(place)
         return [
             group
             for some in by_rows.values()
-            for group in self._groups(some, limit, is_small=is_small)
+            for group in self._groups(some, limit, at_once=at_once)
         ]
 
-    def _groups(self, places: list[LayoutPart], limit: int, *, is_small: bool) -> list[Group]:
+    def _groups(self, places: list[LayoutPart], limit: int, *, at_once: bool) -> list[Group]:
         """Return the groups of parts that are written together.
 
-        A small tensor is read at once, if as much of it is written.
+        A small tensor is read ``at_once``, if as much of it is written.
         """
         entry = self.catalog.tensors[places[0].part.name]
-        if not is_small:
-            return _group(places, entry, self.index(entry), limit)
+        if not at_once:
+            return group_parts(places, entry, self.index(entry), limit)
         solid = [(place, nbytes) for place in places if (nbytes := place.part.nbytes)]
         if sum([nbytes for _, nbytes in solid]) >= entry.nbytes:
-            return [Group(tuple([place for place, _ in solid]), 0, at_once=True)]
+            return [Group(tuple([place for place, _ in solid]), band=Box.whole(entry.shape))]
         by_rows: dict[object, list[LayoutPart]] = {}
         for place in places:
-            by_rows.setdefault(_rows_of(place), []).append(place)
+            by_rows.setdefault(rows_of(place), []).append(place)
         index = self.index(entry)
-        return [group for some in by_rows.values() for group in _group(some, entry, index, limit)]
+        return [
+            group for some in by_rows.values() for group in group_parts(some, entry, index, limit)
+        ]
 
     def jobs(self, group: Group, limit: int) -> Iterator[list[Tile]]:
         """Yield the tiles of a group, in order; those of one job read the same source rows."""
         entry = self.catalog.tensors[group.parts[0].part.name]
-        if group.at_once:
-            yield [
-                Tile(file, position, offset, part.shape, entry, (), part.pieces)
-                for file, position, offset, part in group.parts
-            ]
-            return
-        index = self.index(entry)
-        limit *= group.times
-        runs = [_tiles_of(place, entry, index, group.rows, limit) for place in group.parts]
-        yield from map(list, zip(*runs, strict=True))
+        return tiles_of_group(group, entry, self.index(entry), limit)
 
     def chunks(
         self, numbers: Iterable[int], names: Container[str] | None = None
@@ -310,74 +235,16 @@ class Plan:
         tabled = {e.name: e for e in self.entries if isinstance(e.chunks, ChunkTable)}
         return written_entries(self.layout, tabled)
 
+    def cut_by_rows(self, place: LayoutPart, nbytes: int) -> Group | None:
+        """Return a part as it is cut out of whole rows of its chunks, so many bytes at a time.
+
+        None if these are the part's own, more than that, or scattered.
+        """
+        entry = self.catalog.tensors[place.part.name]
+        return group_of_rows(place, entry, self.index(entry), nbytes)
+
     def index(self, entry: TensorEntry) -> ChunkIndex:
         """Return the index of a tensor's chunks, made once."""
         if entry.name not in self._indexes:
             self._indexes[entry.name] = ChunkIndex(entry)
         return self._indexes[entry.name]
-
-
-def _is_small(entry: TensorEntry, limit: int) -> bool:
-    """Return whether a tensor is read whole for all of its parts, as tiles of ``limit`` bytes."""
-    return 0 < entry.elements * entry.source_dtype.itemsize <= min(limit, _SMALL)
-
-
-def _rows_of(place: LayoutPart) -> object:
-    """Return the key shared by the parts of one group: the tensor and its rows."""
-    part = place.part
-    if isinstance(part, Data) and len(part.box.lo) > 1 and part.box.volume:
-        return part.name, part.box.lo[0], part.box.hi[0]
-    return place.file, place.position
-
-
-def _group(
-    places: list[LayoutPart], entry: TensorEntry, index: ChunkIndex, limit: int
-) -> list[Group]:
-    """Return one group; or, if a row of all is more than a few tiles, one for each part.
-
-    The tiles of a group are as many rows as a reader keeps at once: whole ones of the source.
-    """
-    rows = places[0].part.shape[0] if len(places) > 1 else 0
-    row, most = sum(place.part.nbytes for place in places) // max(1, rows), min(4 * limit, _KEPT)
-    if rows and row <= most:
-        whole = math.prod(entry.shape[1:]) * entry.source_dtype.itemsize
-        return [Group(tuple(places), most // (max(row, whole) if whole <= most else row))]
-    is_moved = entry.source_dtype == entry.dtype and not is_computed(entry)
-    rows_of = entry.shape[1:] if is_moved and index.whole_rows else None
-    return [
-        Group((place,), 0, times=_STRAIGHT if place.part.shape[1:] == rows_of else 1)
-        for place in places
-    ]
-
-
-def _tiles_of(
-    place: LayoutPart, entry: TensorEntry, index: ChunkIndex, rows: int, limit: int
-) -> Iterator[Tile]:
-    part, offset = place.part, place.offset
-    shape = part.shape
-    pieces = [(inner, tuple(map(sub, whole.lo, inner.lo))) for whole, inner in part.pieces]
-    cut = row_tiles(shape, rows) if rows else tiles(Box.whole(shape), part.itemsize, limit)
-    for local in cut:
-        sources = tuple(_sources(local, pieces, index))
-        volume = local.volume
-        if sum([source.box.volume for source in sources]) != volume:
-            raise Damaged(f"{entry.name}: {local} of a local tensor {list(shape)} is not covered")
-        yield Tile(place.file, place.position, offset, local.shape, entry, sources)
-        offset += volume * part.itemsize
-
-
-def _sources(
-    local: Box, pieces: list[tuple[Box, tuple[int, ...]]], index: ChunkIndex
-) -> Iterator[TileSource]:
-    """Yield the sources that fill a box of a local tensor.
-
-    ``pieces`` are boxes of the local tensor, each with its shift to the global tensor.
-    """
-    for inner, shift in pieces:
-        common = local.intersect(inner) if local.lo else inner
-        if common is None:
-            continue
-        wanted = Box(tuple(map(add, common.lo, shift)), tuple(map(add, common.hi, shift)))
-        origin = tuple(map(add, local.lo, shift))
-        for chunk, box in index.find(wanted):
-            yield TileSource(chunk, box, box.relative_to(origin))

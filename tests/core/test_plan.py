@@ -15,7 +15,8 @@ from ckptool.core.box import Box, row_major_strides
 from ckptool.core.catalog import Catalog, Chunk, Extent, TensorEntry, coverage_problem
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.layout import Data, FileLayout, Layout, Literal
-from ckptool.core.plan import Group, Plan, Tile
+from ckptool.core.plan import Plan
+from ckptool.core.sharding.groups import Group, Tile
 from ckptool.core.sharding.index import BoxIndex, ChunkIndex
 from ckptool.errors import Damaged
 
@@ -109,8 +110,8 @@ def test_any_cut_becomes_any_other(
             assert source.chunk.box.contains(source.box)
             assert (array[at(source.where)] == -1).all()
             array[at(source.where)] = values[at(source.box)]
-        for box, local in tile.pieces:
-            array[at(local)] = values[at(box)]
+        for box, local in tile.pieces if tile.band is not None else ():
+            array[at(local)] = values[at(tile.band)][at(box)]
         start = (tile.offset - 4) // 4
         place = images[tile.file][start : start + array.size]
         assert (place == -1).all()
@@ -185,8 +186,8 @@ def test_a_small_tensor_is_read_once_for_all_that_is_written_of_it() -> None:
     plan = plan_of(entry((4, 4), rows), cut=columns, files=2)
     jobs = [job for group in groups_of(plan, 64) for job in plan.jobs(group, 64)]
     assert [[tile.pieces[0].box for tile in job] for job in jobs] == [columns]
-    larger = [job for group in groups_of(plan, 63) for job in plan.jobs(group, 63)]
-    assert not any(tile.pieces for job in larger for tile in job)
+    larger = groups_of(plan, 63)
+    assert [(len(group.parts), group.at_once) for group in larger] == [(2, False)]
     part = plan_of(entry((4, 4), rows), cut=columns, files=2).groups(
         [(0, plan.layout.files[0].parts)], 64
     )

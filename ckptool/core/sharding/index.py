@@ -42,7 +42,7 @@ class BoxIndex:
         along = spans[self._dim] if self._dim is not None else []
         if along:
             solid.sort(key=along.__getitem__)
-        self._boxes, self._order = boxes, solid
+        self.boxes, self._order = boxes, solid
         self._starts = [along[at][0] for at in solid] if along else []
         self._ends_so_far = list(accumulate((along[at][1] for at in solid if along), max))
         self._known: dict[Box, list[SharedBox]] = {}
@@ -50,7 +50,7 @@ class BoxIndex:
 
     def find(self, box: Box) -> Iterable[SharedBox]:
         """Return what each shares with ``box``; for few boxes the result is cached."""
-        if len(self._boxes) > _FEW:
+        if len(self.boxes) > _FEW:
             return self._find(box)
         known = self._known.get(box)
         if known is None:
@@ -66,7 +66,7 @@ class BoxIndex:
             first = bisect_right(self._ends_so_far, box.lo[self._dim])
             last = bisect_left(self._starts, box.hi[self._dim])
         for at in self._order[first:last]:
-            own = self._boxes[at]
+            own = self.boxes[at]
             common = own.intersect(box)
             if common is not None:
                 local, where = common.relative_to(own.lo), common.relative_to(box.lo)
@@ -102,6 +102,13 @@ class ChunkIndex:
             if chunk is None:
                 chunk = self._found[shared.place] = self._chunks[shared.place]
             yield chunk, shared
+
+    def band(self, box: Box) -> tuple[set[int], Box]:
+        """Return the indices of the chunks that overlap a box, and its rows as wide as they are."""
+        places = {shared.place for shared in self._boxes.find(box)}
+        lows, highs = zip(*map(self._boxes.boxes.__getitem__, places), strict=True)
+        low, high = map(min, *lows, box.lo), map(max, *highs, box.hi)
+        return places, Box((box.lo[0], *[*low][1:]), (box.hi[0], *[*high][1:]))
 
     def overlaps(self, box: Box) -> Iterator[tuple[int, Box]]:
         """Yield the index of each chunk that overlaps ``box``, with the common box."""

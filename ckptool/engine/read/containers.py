@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from msgspec.structs import replace
 
 from ckptool.core.catalog import Chunk, Container, Extent, Opening, Place
-from ckptool.core.plan import Tile
+from ckptool.core.sharding.groups import Tile
 from ckptool.storage.local import Run
 
 Need = Run | Opening

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from operator import mul
 from typing import Any
@@ -23,12 +23,11 @@ from ckptool.core.catalog import (
 )
 from ckptool.core.codec import decode
 from ckptool.core.dtype import BY_NAME, DType
-from ckptool.core.plan import Tile
-from ckptool.core.sharding.index import ChunkIndex
+from ckptool.core.sharding.groups import Tile
+from ckptool.core.sharding.index import ChunkIndex, SharedBox
 from ckptool.engine.read.containers import open_place
 from ckptool.engine.read.rounding import RangeCheck, cast
-from ckptool.engine.read.row_cache import NotePiece, RowCache
-from ckptool.engine.read.runs import row_run, span_of, worth_a_span
+from ckptool.engine.read.runs import NotePiece, span_of, worth_a_span
 from ckptool.engine.read.strips import Strip, strip_of
 from ckptool.engine.read.window import Windows
 from ckptool.errors import Damaged
@@ -61,22 +60,22 @@ def part_of(values: Array, box: Box) -> Array:
     return part
 
 
-def cut(values: Array, tile: Tile) -> Array:
-    """Return a C-ordered tile of a whole tensor; Damaged if its pieces do not fill it."""
-    pieces = tile.pieces
-    box, local = pieces[0]
-    if len(pieces) == 1 and local.shape == tile.shape:
-        out = np.ascontiguousarray(part_of(values, box))
-        filled = out.size
+def cut(values: Array, tile: Tile, buffer: memoryview) -> memoryview:
+    """Return the bytes of a tile of a band, in ``buffer``; Damaged if its pieces do not fill it."""
+    pieces, shape = tile.pieces, tile.shape
+    if len(pieces) == 1 and (part := part_of(values, pieces[0].box)).flags.c_contiguous:
+        filled, data = part.size, raw(part)
     else:
-        out, filled = np.empty(tile.shape, values.dtype), 0
+        out: Array = np.ndarray(shape, values.dtype, buffer)
+        filled, data = 0, buffer[: out.nbytes]
         for box, local in pieces:
             part = part_of(values, box)
-            part_of(out, local)[...] = part
+            target = part_of(out, local) if len(pieces) > 1 else out
+            target[...] = part
             filled += part.size
-    if filled != math.prod(tile.shape):
-        raise Damaged(f"{tile.entry.name}: {list(tile.shape)} of a local tensor is not covered")
-    return out
+    if filled != math.prod(shape):
+        raise Damaged(f"{tile.entry.name}: {list(shape)} of a local tensor is not covered")
+    return data
 
 
 class Gatherer:
@@ -97,7 +96,7 @@ class Gatherer:
         self._note_piece = note
         self._reader = source.reader()
         self._block = source.block
-        self._rows = RowCache(self._reader, note)
+        self._scratch = memoryview(bytearray(SPAN))
         self._blob: tuple[EncodedBlob, bytes] | None = None
         self._buffer = memoryview(b"")
         self._indexes: dict[int, tuple[TensorEntry, ChunkIndex]] = {}
@@ -107,10 +106,6 @@ class Gatherer:
     def close(self) -> None:
         """Close all files."""
         self._reader.close()
-
-    def forget(self) -> None:
-        """Drop the kept rows: the next boxes are elsewhere."""
-        self._rows.forget()
 
     def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
         """Fill the caller's memory with bytes of a file; Damaged if it ends before."""
@@ -132,21 +127,9 @@ class Gatherer:
             self._buffer = memoryview(bytearray(nbytes))
         return self._buffer
 
-    def fill(
-        self, out: Array, chunk: Chunk, box: Box, dtype: DType, *, shared: bool = False
-    ) -> None:
-        """Copy ``box`` (in the global tensor's coordinates) of the chunk into ``out``.
-
-        ``shared`` means that neighbouring boxes follow: whole rows are then read and kept, so that
-        the file is read once for all of them.
-        """
-        local = box.relative_to(chunk.box.lo)
-        rows = row_run(chunk, local, dtype.itemsize) if shared else None
-        if rows is not None and isinstance(chunk.at, Extent):
-            _, start, nbytes = rows
-            out[...] = self._row_block(chunk.at, start, nbytes, out, local)
-        else:
-            self.fill_from(chunk.at, out, local, dtype)
+    def chunks(self, entry: TensorEntry, box: Box) -> Iterator[tuple[Chunk, SharedBox]]:
+        """Yield each chunk of a tensor that overlaps a box, with the common part."""
+        return self._index(entry).shared(box)
 
     def fill_from(self, at: Place, out: Array, local: Box, dtype: DType) -> None:
         """Copy the elements ``local`` of a chunk (in its own coordinates) into ``out``."""
@@ -197,7 +180,7 @@ class Gatherer:
         """Read the same as ``gather`` into an array of the box's shape."""
         strip = self._strip
         if strip is not None and strip.holds(entry, box) and values.flags.c_contiguous:
-            strip.fill(values, box, self._reader, self._rows, self._note_piece)
+            strip.fill(values, box, self._reader, self._scratch, self._note_piece)
             return
         is_next = id(entry) in self._indexes
         some = list(self._index(entry).shared(box))
@@ -233,7 +216,7 @@ class Gatherer:
             data = raw(out)
             self._reader.read_into(at.file, start, data)
         elif out.nbytes <= SPAN:
-            data = self._rows.scratch(out.nbytes)
+            data = self._scratch[: out.nbytes]
             self._reader.read_into(at.file, start, data)
             out[...] = np.frombuffer(data, out.dtype).reshape(out.shape)
         else:
@@ -250,12 +233,6 @@ class Gatherer:
             known = self._indexes[id(entry)] = (entry, ChunkIndex(entry))
         return known[1]
 
-    def _row_block(self, at: Extent, start: int, nbytes: int, out: Array, local: Box) -> Array:
-        """Return a box of the rows at ``start``; reads them unless they are kept."""
-        begin = self._rows.begin(at, start, nbytes)
-        inside = begin + sum(i * s for i, s in zip(local.lo[1:], at.strides[1:], strict=True))
-        return np.ndarray(out.shape, out.dtype, self._rows.buffer, inside, at.strides)
-
     def _fill(self, out: Array, file: str, offset: int, strides: tuple[int, ...]) -> None:
         if not out.size:
             return
@@ -266,7 +243,7 @@ class Gatherer:
         worth = worth_a_span(out.shape, strides, itemsize, self._block)
         span = span_of(out.shape, strides, itemsize)
         if worth and span <= SPAN:
-            view = self._rows.scratch(span)
+            view = self._scratch[:span]
             self._reader.read_into(file, offset, view)
             out[...] = np.ndarray(out.shape, out.dtype, view, 0, strides)
             return

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from ckptool.core.box import Box, contiguous
 from ckptool.core.casts import is_computed
 from ckptool.core.catalog import Chunk, Extent, TensorEntry, stored_places
-from ckptool.core.plan import Tile, TileSource
+from ckptool.core.sharding.groups import Tile, TileSource
 from ckptool.core.sharding.table import WholeTensor
 from ckptool.engine.checksum import RecordCheck, crc32, crc32_combine
 from ckptool.engine.read.containers import open_chunk, open_tile
-from ckptool.engine.read.row_cache import RowCache
-from ckptool.engine.read.runs import entry_runs, row_major_runs, tile_runs
+from ckptool.engine.read.runs import row_major_runs, tile_runs
 from ckptool.engine.read.tiles import LARGE, Job
+from ckptool.errors import Damaged
 from ckptool.storage.local import Files
 
 if TYPE_CHECKING:
@@ -67,9 +67,9 @@ class PlannedPiece(NamedTuple):
 class PlanReader:
     """Reads tiles of a plan for one thread.
 
-    Tiles of straight runs of bytes are read piece by piece, wide columns are cut from rows that are
-    read once; others are gathered. Numpy is imported only on demand. All pieces of checksummed
-    records are noted in ``records``.
+    Tiles of straight runs of bytes are read piece by piece; those of a band are cut from it, others
+    are gathered. Numpy is imported only on demand. All pieces of checksummed records are noted in
+    ``records``.
     """
 
     def __init__(self, source: Files, records: RecordCheck) -> None:
@@ -77,10 +77,7 @@ class PlanReader:
         self._records = records
         self._reader = source.reader()
         self._buffer = memoryview(bytearray(source.tile))
-
-    @cached_property
-    def _rows(self) -> RowCache:
-        return RowCache(self._reader, self._records.note)
+        self._tile = memoryview(b"")
 
     @cached_property
     def _gatherer(self) -> Gatherer:
@@ -89,10 +86,10 @@ class PlanReader:
         return Gatherer(self._source, self._records.note)
 
     def pieces(self, tiles: Sequence[Tile]) -> Iterator[PlannedPiece]:
-        """Read tiles that share rows of the source, each piece valid until the next."""
-        self._forget_rows()
-        if tiles[0].pieces:
-            yield from self._cut_whole(tiles)
+        """Read the tiles of a job, each piece valid until the next."""
+        if tiles[0].band is not None:
+            for tile, data in self._cut(tiles, tiles[0].band):
+                yield PlannedPiece(tile, 0, data, crc32(data))
             return
         for tile in map(open_tile, tiles):
             straight = self._straight_runs(tile)
@@ -100,34 +97,46 @@ class PlanReader:
                 for run in straight:
                     yield from self._copy_run(tile, run)
             else:
-                data = self._bytes_of(tile, straight, shared=len(tiles) > 1)
+                data = self._gather_bytes(tile, straight)
                 yield PlannedPiece(tile, 0, data, crc32(data))
 
-    def _cut_whole(self, tiles: Sequence[Tile]) -> Iterator[PlannedPiece]:
-        """Read a tensor, and cut tiles from it: whole rows without numpy."""
+    def data(self, tile: Tile) -> memoryview:
+        """Return the bytes of a tile in the form to be written, valid until the next call."""
+        if tile.band is not None:
+            return next(self._cut([tile], tile.band))[1]
+        tile = open_tile(tile)
+        return self._gather_bytes(tile, self._straight_runs(tile))
+
+    def _cut(self, tiles: Sequence[Tile], band: Box) -> Iterator[tuple[Tile, memoryview]]:
+        """Read a band of a tensor, and cut tiles from it, each valid until the next.
+
+        Whole rows of a small tensor are cut without numpy.
+        """
         entry, values = tiles[0].entry, None
+        small = self._read_small(entry) if band == Box.whole(entry.shape) else None
+        row = len(small) // (entry.shape[0] if entry.shape else 1) if small else 0
+        for tile in tiles:
+            data = None if small is None else _rows_of(tile, small, row)
+            if data is None:
+                from ckptool.engine.read.gather import array, cut
+
+                if values is None and small is not None:
+                    values = array(entry.shape, entry.dtype, small)
+                elif values is None:
+                    values = self._read_band(entry, band)
+                data = cut(values, tile, self._memory(tile.nbytes))
+            yield tile, data
+
+    def _read_small(self, entry: TensorEntry) -> memoryview | None:
+        """Return a small tensor that is stored as rows of the type to be written; else None."""
+        if entry.source_dtype is not entry.dtype or entry.nbytes > len(self._buffer):
+            return None
+        runs = row_major_runs(entry)
+        if runs is None:
+            return None
         if not isinstance(entry.chunks, WholeTensor):
             for chunk in entry.chunks:
                 touch(self._records, entry, chunk)
-        whole = self._read_rows(entry)
-        row = len(whole) // (entry.shape[0] if entry.shape else 1) if whole else 0
-        for tile in tiles:
-            data = None if whole is None else _rows_of(tile, whole, row)
-            if data is None:
-                from ckptool.engine.read.gather import array, cut, raw
-
-                if values is None and whole is not None:
-                    values = array(entry.shape, entry.dtype, whole)
-                elif values is None:
-                    values = self._gatherer.read_values(entry, Box.whole(entry.shape))
-                data = raw(cut(values, tile))
-            yield PlannedPiece(tile, 0, data, crc32(data))
-
-    def _read_rows(self, entry: TensorEntry) -> memoryview | None:
-        """Return a small tensor that is stored as rows of the type to be written; else None."""
-        runs = row_major_runs(entry) if entry.source_dtype is entry.dtype else None
-        if runs is None:
-            return None
         filled = 0
         for file, start, nbytes, record in runs:
             data = self._buffer[filled : filled + nbytes]
@@ -137,26 +146,27 @@ class PlanReader:
             filled += nbytes
         return self._buffer[:filled]
 
-    def data(self, tile: Tile, *, shared: bool) -> memoryview:
-        """Return the bytes of a tile in the form to be written, valid until the next call.
+    def _read_band(self, entry: TensorEntry, band: Box) -> Array:
+        """Return a box of a tensor in the type to be written, valid until the next."""
+        volume = 0
+        for chunk, shared in self._gatherer.chunks(entry, band):
+            touch(self._records, entry, chunk)
+            volume += shared.box.volume
+        if volume != band.volume:
+            raise Damaged(f"{entry.name}: {band} is not covered")
+        return self._gatherer.read_values(entry, band)
 
-        If other tiles use the same rows of the source, these are read whole.
-        """
-        self._forget_rows()
-        tile = open_tile(tile)
-        return self._bytes_of(tile, self._straight_runs(tile), shared=shared)
+    def _memory(self, nbytes: int) -> memoryview:
+        """Return memory for a tile, which the next call may return again."""
+        if nbytes > len(self._tile):
+            self._tile = memoryview(bytearray(nbytes))
+        return self._tile
 
     def close(self) -> None:
         """Close all files."""
         self._reader.close()
         if "_gatherer" in self.__dict__:
             self._gatherer.close()
-
-    def _forget_rows(self) -> None:
-        if "_gatherer" in self.__dict__:
-            self._gatherer.forget()
-        if "_rows" in self.__dict__:
-            self._rows.forget()
 
     def _straight_runs(self, tile: Tile) -> list[ExtentRun]:
         """Return the sources of a tile that are straight runs of bytes; note its records."""
@@ -180,19 +190,12 @@ class PlanReader:
         if at.record is not None:
             self._records.piece(at.record, start, nbytes, total)
 
-    def _bytes_of(self, tile: Tile, straight: list[ExtentRun], *, shared: bool) -> memoryview:
+    def _gather_bytes(self, tile: Tile, straight: list[ExtentRun]) -> memoryview:
         """Return the bytes of a tile in the form to be written; note its ``straight`` runs."""
-        if shared and tile.entry.source_dtype == tile.entry.dtype:
-            data = self._rows.columns(tile)
-            if data is not None:
-                return data
-        return self._gather_bytes(tile, straight, shared=shared)
-
-    def _gather_bytes(self, tile: Tile, straight: list[ExtentRun], *, shared: bool) -> memoryview:
         from ckptool.engine.read.gather import raw
         from ckptool.engine.read.rounding import cast
 
-        values = self._gather(tile, shared=shared)
+        values = self._gather(tile)
         data = raw(values)
         for at, start, skip, nbytes in straight:
             if at.record is not None:
@@ -200,7 +203,7 @@ class PlanReader:
                 self._records.piece(at.record, start, nbytes, crc32(piece))
         return raw(cast(values, tile.entry.source_dtype, tile.entry.dtype))
 
-    def _gather(self, tile: Tile, *, shared: bool) -> Array:
+    def _gather(self, tile: Tile) -> Array:
         """Return the tile's elements as in the source, in an array of the tile's shape."""
         from ckptool.engine.read.gather import array
 
@@ -210,7 +213,8 @@ class PlanReader:
         for source in tile.sources:
             where = source.where
             view = values[tuple(map(slice, where.lo, where.hi))] if where.lo else values
-            self._gatherer.fill(view, source.chunk, source.box, dtype, shared=shared)
+            local = source.box.relative_to(source.chunk.box.lo)
+            self._gatherer.fill_from(source.chunk.at, view, local, dtype)
         return values
 
 
@@ -227,14 +231,9 @@ def _rows_of(tile: Tile, whole: memoryview, row: int) -> memoryview | None:
 
 
 def plan_job(tiles: Sequence[Tile]) -> Job[Sequence[Tile], PlanReader, PlannedPiece]:
-    """Return the job that reads tiles which share rows of the source."""
-    if tiles[0].pieces:
-        entry = tiles[0].entry
-        runs = partial(entry_runs, entry, [Box.whole(entry.shape)])
-        nbytes = entry.nbytes // len(tiles)
-        return Job(tiles, lambda reader: reader.pieces(tiles), [runs], nbytes)
-    runs = partial(tile_runs, tiles, shared=len(tiles) > 1)
-    entry, pieces = tiles[0].entry, sum(len(tile.sources) for tile in tiles)
+    """Return the job that reads some tiles: all of a band, or one."""
+    entry, pieces = tiles[0].entry, sum(len(tile.sources) or 1 for tile in tiles)
     is_moved = entry.source_dtype == entry.dtype and not is_computed(entry)
-    nbytes = sum(tile.nbytes for tile in tiles) // max(1, pieces) if is_moved else LARGE
-    return Job(tiles, lambda reader: reader.pieces(tiles), [runs], nbytes)
+    is_small = is_moved or tiles[0].band == Box.whole(entry.shape)
+    nbytes = sum(tile.nbytes for tile in tiles) // max(1, pieces) if is_small else LARGE
+    return Job(tiles, lambda reader: reader.pieces(tiles), [partial(tile_runs, tiles)], nbytes)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ckptool.core.box import Box, contiguous
 from ckptool.core.catalog import (
-    Chunk,
     EncodedBlob,
     Extent,
     Place,
@@ -15,11 +14,14 @@ from ckptool.core.catalog import (
     ScaledBlocks,
     TensorEntry,
 )
-from ckptool.core.plan import Tile
+from ckptool.core.sharding.groups import Tile
 from ckptool.core.sharding.index import ChunkIndex
 from ckptool.core.sharding.table import WholeTensor
 from ckptool.engine.read.containers import Need, likely_place, open_place, openings
-from ckptool.storage.local import SPAN, Run
+from ckptool.storage.local import Run
+
+NotePiece = Callable[[Record, int, memoryview], None]
+"""Called with each piece of a checksummed record: the record, the file offset and the bytes."""
 
 _LONG_RUN = 2 << 10
 _OVER_READ = 4
@@ -57,23 +59,19 @@ def row_major_runs(entry: TensorEntry) -> list[StoredRun] | None:
     return runs if filled == (entry.shape[0] if entry.shape else 1) else None
 
 
-def tile_runs(tiles: Sequence[Tile], block: int, *, shared: bool) -> Iterator[Need]:
-    """Yield what is read for tiles; if rows of the source are ``shared``, these whole and once.
+def tile_runs(tiles: Sequence[Tile], block: int) -> Iterator[Need]:
+    """Yield what is read for the tiles of a job.
 
     ``block`` is the least number of bytes that a read costs.
     """
-    rows: set[Run] = set()
+    entry, band = tiles[0].entry, tiles[0].band
+    if band is not None:
+        yield from entry_runs(entry, [band], block)
+        return
     for tile in tiles:
-        itemsize = tile.entry.source_dtype.itemsize
         for source in tile.sources:
             local = source.box.relative_to(source.chunk.box.lo)
-            run = row_run(source.chunk, local, itemsize) if shared else None
-            if run is None:
-                yield from place_runs(source.chunk.at, local, itemsize, block)
-            elif run not in rows:
-                rows.add(run)
-                yield from openings(source.chunk.at)
-                yield run
+            yield from place_runs(source.chunk.at, local, entry.source_dtype.itemsize, block)
 
 
 def entry_runs(entry: TensorEntry, boxes: Iterable[Box], block: int) -> Iterator[Need]:
@@ -87,20 +85,6 @@ def entry_runs(entry: TensorEntry, boxes: Iterable[Box], block: int) -> Iterator
                     continue
                 blobs.add(chunk.at)
             yield from place_runs(chunk.at, common.relative_to(chunk.box.lo), itemsize, block)
-
-
-def row_run(chunk: Chunk, local: Box, itemsize: int) -> Run | None:
-    """Return the whole rows of a row-major chunk that contain a box; None if there are none.
-
-    Reading these rows then serves neighbouring boxes too, as long as they fit a span.
-    """
-    at, shape = likely_place(chunk.at, itemsize), chunk.box.shape
-    if not isinstance(at, Extent) or at.ops or len(shape) < 2 or local.shape[1:] == shape[1:]:
-        return None
-    row = math.prod(shape[1:]) * itemsize
-    start, nbytes = at.offset + local.lo[0] * row, local.shape[0] * row
-    is_whole = nbytes <= SPAN and contiguous(at.strides, shape, itemsize)
-    return (at.file, start, nbytes) if is_whole else None
 
 
 def place_runs(at: Place, local: Box, itemsize: int, block: int) -> Iterator[Need]:

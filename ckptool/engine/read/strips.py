@@ -12,7 +12,7 @@ from ckptool.core.box import Box, contiguous
 from ckptool.core.catalog import Chunk, Extent, TensorEntry
 from ckptool.core.sharding.index import SharedBox
 from ckptool.engine.read.containers import open_place
-from ckptool.engine.read.row_cache import NotePiece, RowCache
+from ckptool.engine.read.runs import NotePiece
 from ckptool.storage.local import SPAN, FileReader
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -53,14 +53,14 @@ class Strip(NamedTuple):
         return is_row and lo[:dim] == low[:dim] and hi[:dim] == high[:dim]
 
     def fill(
-        self, values: Array, box: Box, reader: FileReader, rows: RowCache, note: NotePiece
+        self, values: Array, box: Box, reader: FileReader, scratch: memoryview, note: NotePiece
     ) -> None:
         """Read a box that it holds into a C-ordered array; ``note`` the pieces of records."""
         first, count = box.lo[self.dim], box.hi[self.dim] - box.lo[self.dim]
         memory = values.reshape(-1).view("u1").data
         for at, start, width, inside in self.pieces:
             is_all = len(self.pieces) == 1
-            data = memory if is_all else rows.scratch(count * width)
+            data = memory if is_all else scratch[: count * width]
             reader.read_into(at.file, start + first * width, data)
             if not is_all:
                 part = values[inside]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from itertools import chain
 
-from ckptool.core.box import Box
 from ckptool.core.catalog import Extent, Opening, TensorEntry
 from ckptool.core.layout import WrittenChunks
-from ckptool.core.plan import Group, Plan
+from ckptool.core.plan import Plan
+from ckptool.core.sharding.groups import Group
 from ckptool.core.sharding.table import WholeTensor
 from ckptool.engine.read.containers import Need, runs_of
-from ckptool.engine.read.runs import entry_runs, place_runs, row_run
-from ckptool.storage.local import Files, Run
+from ckptool.engine.read.runs import entry_runs, place_runs
+from ckptool.storage.local import Files
 from ckptool.storage.planned_ranges import join_runs, unversioned
 
 
@@ -80,7 +80,7 @@ def _group_bytes(plan: Plan, group: Group, known: dict[object, int], opened: set
     entry = plan.catalog.tensors[group.parts[0].part.name]
     stored = _stored(entry)
     parts = tuple(spot.part[1:] for spot in group.parts)
-    kind = group.rows, group.at_once, entry.source_dtype, parts, stored
+    kind = group.band, entry.source_dtype, parts, stored
     if stored is not None and kind in known:
         return known[kind]
     total = sum(nbytes for _, _, nbytes in runs_of(_group_runs(plan, group, 1), opened))
@@ -90,20 +90,15 @@ def _group_bytes(plan: Plan, group: Group, known: dict[object, int], opened: set
 
 
 def _group_runs(plan: Plan, group: Group, block: int) -> list[Need]:
-    """Return what is read for parts that are cut in step; rows they share are read once."""
+    """Return what is read for parts; the band that some share is read once."""
     entry = plan.catalog.tensors[group.parts[0].part.name]
-    if group.at_once:
-        return list(entry_runs(entry, [Box.whole(entry.shape)], block))
+    if group.band is not None:
+        return list(entry_runs(entry, [group.band], block))
     index, itemsize = plan.index(entry), entry.source_dtype.itemsize
-    alone: list[Need] = []
-    shared: dict[tuple[int, int, int], Run] = {}
-    for spot in group.parts:
-        for whole, _ in spot.part.pieces:
-            for chunk, common in index.find(whole):
-                local = common.relative_to(chunk.box.lo)
-                run = row_run(chunk, local, itemsize) if group.rows else None
-                if run is None:
-                    alone += place_runs(chunk.at, local, itemsize, block)
-                else:
-                    shared[id(chunk), local.lo[0], local.hi[0]] = run
-    return [*alone, *shared.values()]
+    return [
+        need
+        for spot in group.parts
+        for whole, _ in spot.part.pieces
+        for chunk, common in index.find(whole)
+        for need in place_runs(chunk.at, common.relative_to(chunk.box.lo), itemsize, block)
+    ]

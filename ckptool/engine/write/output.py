@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckptool.core.layout import FileLayout, Literal, Part
-from ckptool.core.plan import Tile
+from ckptool.core.sharding.groups import Tile
 from ckptool.engine.checksum import crc32
 from ckptool.errors import TransferError
 from ckptool.storage.disk import open_unfollowed

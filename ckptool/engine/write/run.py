@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from ckptool.core.catalog import Chunk, TensorEntry
 from ckptool.core.layout import FileLayout, Literal, Part, Verbatim
-from ckptool.core.plan import Plan, Tile
+from ckptool.core.plan import Plan
+from ckptool.core.sharding.groups import Tile
 from ckptool.engine.checksum import (
     CrcPiece,
     RecordCheck,

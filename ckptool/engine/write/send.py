@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,7 +10,8 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 from ckptool.core.layout import Data, Literal, ScatteredData, Verbatim
-from ckptool.core.plan import Group, LayoutPart, Plan, Tile
+from ckptool.core.plan import Plan
+from ckptool.core.sharding.groups import Group, LayoutPart, Tile
 from ckptool.engine.checksum import RecordCheck, crc32, require_intact
 from ckptool.engine.read.containers import Need
 from ckptool.engine.read.planned import PlanReader
@@ -194,7 +194,7 @@ class _ContentReader:
     def _gather(self, tile: Tile) -> bytes:
         reader = self._idle.get()
         try:
-            return bytes(reader.data(tile, shared=self._source.block > 1))
+            return bytes(reader.data(tile))
         finally:
             self._idle.put(reader)
 
@@ -234,14 +234,10 @@ def _file_runs(plan: Plan, number: int, source: Files, block: int) -> Iterator[N
         if isinstance(part, Data | ScatteredData):
             group = _group(plan, LayoutPart(number, position, 0, part), source)
             for tiles in plan.jobs(group, source.tile):
-                yield from tile_runs(tiles, block, shared=block > 1)
+                yield from tile_runs(tiles, block)
 
 
 def _group(plan: Plan, spot: LayoutPart, source: Files) -> Group:
     """Return a part as it is cut into tiles: by whole rows if files share those of a store."""
-    part, shape = spot.part, plan.catalog.tensors[spot.part.name].shape
-    row = math.prod(shape[1:]) * part.itemsize
-    of_columns = len(part.shape) > 1 and part.shape[1:] != shape[1:]
-    if source.block == 1 or not of_columns or not 0 < row <= SPAN:
-        return Group((spot,), 0)
-    return Group((spot,), SPAN // row)
+    shared = plan.cut_by_rows(spot, SPAN) if source.block > 1 else None
+    return shared or Group((spot,))

@@ -21,7 +21,7 @@ from ckptool.core.box import Box
 from ckptool.core.catalog import Chunk, EncodedBlob, Extent, Place, Record, TensorEntry
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.layout import tiles
-from ckptool.engine.read import gather, row_cache, runs, strips
+from ckptool.engine.read import gather, runs, strips
 from ckptool.engine.read.gather import Gatherer, unit
 from ckptool.engine.read.rounding import cast
 from ckptool.errors import Damaged
@@ -32,7 +32,7 @@ DATA = RNG.integers(0, 256, 4096, np.uint8).tobytes()
 
 
 @st.composite
-def strided(draw: st.DrawFn) -> tuple[int, int, tuple[int, ...], tuple[int, ...], Box]:
+def strided(draw: st.DrawFn) -> tuple[int, int, tuple[int, ...], Box]:
     """Item size, offset, shape, byte strides (any order, gaps, repeats) and a box within."""
     itemsize = draw(st.sampled_from([1, 2, 4, 8, 16]))
     shape = tuple(draw(st.lists(st.integers(1, 4), max_size=3)))
@@ -42,20 +42,15 @@ def strided(draw: st.DrawFn) -> tuple[int, int, tuple[int, ...], tuple[int, ...]
     return (
         itemsize,
         offset,
-        shape,
         strides,
         Box(*zip(*spans, strict=True)) if spans else Box((), ()),
     )
 
 
-def gathered(
-    at: Place, box: Box, itemsize: int, corner: tuple[int, ...], block: int | None = None
-) -> np.ndarray:
-    """Through a file, for a chunk that lies at ``corner`` of its tensor."""
+def gathered(at: Place, box: Box, itemsize: int, block: int | None = None) -> np.ndarray:
+    """Through a file."""
     dtype = next(dtype for dtype in BY_NAME.values() if dtype.itemsize == itemsize)
     out = np.zeros(box.shape, unit(itemsize))
-    chunk = Chunk(Box.at(corner, (9,) * len(corner)), at)
-    moved = Box.at([l + c for l, c in zip(box.lo, corner, strict=True)], box.shape)
     with TemporaryDirectory() as folder:
         Path(folder, "f").write_bytes(DATA)
         if isinstance(at, EncodedBlob):
@@ -64,7 +59,7 @@ def gathered(
         source.block = block or source.block
         gatherer = Gatherer(source)
         try:
-            gatherer.fill(out, chunk, moved, dtype)
+            gatherer.fill_from(at, out, box, dtype)
         finally:
             gatherer.close()
     return out
@@ -82,14 +77,14 @@ def expected(offset: int, strides: tuple[int, ...], box: Box, itemsize: int) -> 
     return np.ndarray(box.shape, unit(itemsize), DATA, start, strides)
 
 
-@given(strided(), st.integers(0, 5), st.sampled_from([None, 1]))
+@given(strided(), st.sampled_from([None, 1]))
 @settings(max_examples=150)
 def test_any_strides_and_box(
-    found: tuple[int, int, tuple[int, ...], tuple[int, ...], Box], corner: int, block: int | None
+    found: tuple[int, int, tuple[int, ...], Box], block: int | None
 ) -> None:
     """Also where no gap is read over, so that runs are read one by one."""
-    itemsize, offset, shape, strides, box = found
-    result = gathered(Extent("f", offset, strides), box, itemsize, (corner,) * len(shape), block)
+    itemsize, offset, strides, box = found
+    result = gathered(Extent("f", offset, strides), box, itemsize, block)
     assert result.tobytes() == expected(offset, strides, box, itemsize).tobytes()
 
 
@@ -104,9 +99,9 @@ def test_columns_are_read_as_rows_of_another_order(
     read_runs = LocalReader.read_runs
     monkeypatch.setattr(LocalReader, "read_runs", lambda *a: asked.append(a) or read_runs(*a))
     out = np.zeros((50, 64), np.uint32)
-    chunk = Chunk(Box.whole((8192, 64)), Extent("f", 0, (4, 32768)))
+    at = Extent("f", 0, (4, 32768))
     gatherer = Gatherer(LocalSource(tmp_path, {}))
-    gatherer.fill(out, chunk, Box((100, 0), (150, 64)), BY_NAME["float32"])
+    gatherer.fill_from(at, out, Box((100, 0), (150, 64)), BY_NAME["float32"])
     gatherer.close()
     assert (out == stored.T[100:150]).all()
     assert len(asked) == 1
@@ -123,9 +118,9 @@ def test_short_runs_of_three_turned_dims_are_read_with_what_is_between_them(
     read_into = LocalReader.read_into
     monkeypatch.setattr(LocalReader, "read_into", lambda *a: asked.append(a) or read_into(*a))
     out = np.zeros((8, 16, 32), np.uint32)
-    chunk = Chunk(Box.whole((128, 16, 32)), Extent("f", 0, (4, 512, 8192)))
+    at = Extent("f", 0, (4, 512, 8192))
     gatherer = Gatherer(LocalSource(tmp_path, {}))
-    gatherer.fill(out, chunk, Box((40, 0, 0), (48, 16, 32)), BY_NAME["float32"])
+    gatherer.fill_from(at, out, Box((40, 0, 0), (48, 16, 32)), BY_NAME["float32"])
     gatherer.close()
     assert (out == stored.transpose(2, 1, 0)[40:48]).all()
     assert len(asked) == 1
@@ -133,24 +128,24 @@ def test_short_runs_of_three_turned_dims_are_read_with_what_is_between_them(
 
 @given(strided())
 @settings(max_examples=50)
-def test_packed_blobs(found: tuple[int, int, tuple[int, ...], tuple[int, ...], Box]) -> None:
-    itemsize, offset, shape, strides, box = found
+def test_packed_blobs(found: tuple[int, int, tuple[int, ...], Box]) -> None:
+    itemsize, offset, strides, box = found
     at = EncodedBlob("z", 4, len(deflated(DATA)), "deflate", len(DATA), offset, strides)
-    result = gathered(at, box, itemsize, (0,) * len(shape))
+    result = gathered(at, box, itemsize)
     assert result.tobytes() == expected(offset, strides, box, itemsize).tobytes()
 
 
 @given(strided())
 @settings(max_examples=80)
 def test_pieces_smaller_than_a_span(
-    found: tuple[int, int, tuple[int, ...], tuple[int, ...], Box],
+    found: tuple[int, int, tuple[int, ...], Box],
 ) -> None:
     """Every way of splitting a strided read, forced by a tiny span."""
-    itemsize, offset, shape, strides, box = found
+    itemsize, offset, strides, box = found
     kept = gather.SPAN, runs._LONG_RUN
     gather.SPAN, runs._LONG_RUN = 2 * itemsize, 8
     try:
-        result = gathered(Extent("f", offset, strides), box, itemsize, (0,) * len(shape))
+        result = gathered(Extent("f", offset, strides), box, itemsize)
     finally:
         gather.SPAN, runs._LONG_RUN = kept
     assert result.tobytes() == expected(offset, strides, box, itemsize).tobytes()
@@ -173,7 +168,7 @@ def repaired(tensor: torch.Tensor, ops: tuple[str, ...], folder: Path) -> bytes:
     at = Extent("f", 0, (dtype.itemsize,), ops=ops)
     out = np.zeros(tensor.shape, unit(dtype.itemsize))
     gatherer = Gatherer(LocalSource(folder, {}))
-    gatherer.fill(out, Chunk(Box.whole(tensor.shape), at), Box.whole(tensor.shape), dtype)
+    gatherer.fill_from(at, out, Box.whole(tensor.shape), dtype)
     gatherer.close()
     return out.tobytes()
 
@@ -219,9 +214,9 @@ def test_cast_is_torchs(stored: object, wanted: object) -> None:
 def test_a_file_that_ends_early(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(bytes(10))
     gatherer = Gatherer(LocalSource(tmp_path, {}))
-    chunk = Chunk(Box.whole((3,)), Extent("f", 0, (4,)))
+    at, out = Extent("f", 0, (4,)), np.zeros(3, "u4")
     with pytest.raises(Damaged, match=r"f: .* 10 bytes"):
-        gatherer.fill(np.zeros(3, "u4"), chunk, Box.whole((3,)), BY_NAME["float32"])
+        gatherer.fill_from(at, out, Box.whole((3,)), BY_NAME["float32"])
 
 
 @st.composite
@@ -254,7 +249,7 @@ def test_rows_one_behind_the_other(
     wanted = [box for limit in (2, 4, 8, 16, 32, 64, 128) for box in tiles(whole, 2, limit)]
     order.shuffle(wanted)
     with pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as folder:
-        for module in (gather, row_cache, strips):
+        for module in (gather, strips):
             patch.setattr(module, "SPAN", span)
         Path(folder, "f").write_bytes(data)
         source = LocalSource(Path(folder), {})

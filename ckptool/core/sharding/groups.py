@@ -1,0 +1,252 @@
+"""Parts of output files that are written together, and the tiles that they are cut into."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from operator import add, sub
+from typing import NamedTuple
+
+from msgspec import Struct
+
+from ckptool.core.box import Box, Piece
+from ckptool.core.casts import is_computed
+from ckptool.core.catalog import Chunk, TensorEntry
+from ckptool.core.layout import Data, ScatteredData, tile_count, tiles
+from ckptool.core.sharding.index import ChunkIndex
+from ckptool.errors import Damaged
+
+_SMALL = 1 << 18
+"""Bytes of a tensor up to which it is read whole for all of its parts."""
+_BAND = 4 << 20
+"""Bytes of the source's rows that are read at once to cut columns out of them."""
+_STRAIGHT = 4
+"""Times as large as other tiles are those of whole rows, which are copied piece by piece."""
+
+
+class TileSource(NamedTuple):
+    """``box`` of the global tensor, from ``chunk``, goes to ``where`` in a tile."""
+
+    chunk: Chunk
+    box: Box
+    where: Box
+
+
+class Tile(NamedTuple):
+    """A range of an output file: a C-ordered array of ``shape`` at byte ``offset``.
+
+    It is filled from ``sources``; or from ``pieces`` of a ``band`` of the tensor, which is read
+    once for all tiles of the job, and ``sources`` is empty.
+    """
+
+    file: int
+    part: int
+    offset: int
+    shape: tuple[int, ...]
+    entry: TensorEntry
+    sources: tuple[TileSource, ...]
+    pieces: tuple[Piece, ...] = ()
+    band: Box | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the output file."""
+        return math.prod(self.shape) * self.entry.dtype.itemsize
+
+
+class LayoutPart(NamedTuple):
+    """A tensor part of a file: file ``file`` of the layout, part ``position``, byte ``offset``."""
+
+    file: int
+    position: int
+    offset: int
+    part: Data | ScatteredData
+
+
+class Group(Struct, frozen=True):
+    """Parts that are cut out of a ``band`` of the tensor, which is read once for all of them.
+
+    ``rows`` rows are read at a time, a tile of each part; or, of a small tensor, all ``at_once``.
+    A single part may have no band; its tiles are then ``times`` as large as the limit.
+    """
+
+    parts: tuple[LayoutPart, ...]
+    rows: int = 0
+    band: Box | None = None
+    times: int = 1
+
+    @property
+    def at_once(self) -> bool:
+        """Whether the band is the whole tensor, of which each part is one tile."""
+        return self.band is not None and not self.rows
+
+    def tile_counts(self, limit: int) -> Iterator[tuple[int, int]]:
+        """Yield each part's file, and the number of its tiles."""
+        if self.at_once:
+            yield from ((place.file, 1) for place in self.parts)
+            return
+        for place in self.parts:
+            shape = place.part.shape
+            if self.rows:
+                yield place.file, -(-shape[0] // self.rows)
+            else:
+                yield place.file, tile_count(shape, place.part.itemsize, self.times * limit)
+
+
+def is_small(entry: TensorEntry, limit: int) -> bool:
+    """Return whether a tensor is read whole for all of its parts, as tiles of ``limit`` bytes."""
+    return 0 < entry.elements * entry.source_dtype.itemsize <= min(limit, _SMALL)
+
+
+def rows_of(place: LayoutPart) -> object:
+    """Return the key shared by the parts of one group: the tensor and its rows."""
+    box = _hull(place.part)
+    if box is not None and len(box.lo) > 1 and box.volume:
+        return place.part.name, box.lo[0], box.hi[0]
+    return place.file, place.position
+
+
+def _hull(part: Data | ScatteredData) -> Box | None:
+    """Return the smallest box of the tensor around a part; None if its rows are scattered."""
+    if isinstance(part, Data):
+        return part.box
+    boxes = [piece.box for piece in part.pieces]
+    if not (boxes and part.shape) or len({(b.lo[0], b.hi[0]) for b in boxes}) > 1:
+        return None
+    lows, highs = zip(*boxes, strict=True)
+    hull = Box(tuple(map(min, *lows, lows[0])), tuple(map(max, *highs, highs[0])))
+    return hull if hull.shape[0] == part.shape[0] else None
+
+
+def group_of_rows(
+    place: LayoutPart, entry: TensorEntry, index: ChunkIndex, nbytes: int
+) -> Group | None:
+    """Return a part as it is cut out of whole rows of its chunks, so many bytes at a time.
+
+    None if these are the part's own, more than that, or scattered.
+    """
+    part, hull = place.part, _hull(place.part)
+    row = math.prod(entry.shape[1:]) * part.itemsize
+    if hull is None or part.shape[1:] == entry.shape[1:] or not 0 < row <= nbytes:
+        return None
+    return Group((place,), nbytes // row, index.band(hull)[1]) if hull.volume else None
+
+
+def tiles_of_group(
+    group: Group, entry: TensorEntry, index: ChunkIndex, limit: int
+) -> Iterator[list[Tile]]:
+    """Yield the tiles of a group, in order; those that are read together at a time."""
+    if group.at_once:
+        yield [
+            Tile(file, position, offset, part.shape, entry, (), part.pieces, group.band)
+            for file, position, offset, part in group.parts
+        ]
+    elif group.band is not None:
+        yield from _tiles_of_rows(group, entry, group.band)
+    else:
+        for tile in _tiles_of(group.parts[0], entry, index, limit * group.times):
+            yield [tile]
+
+
+def group_parts(
+    places: list[LayoutPart], entry: TensorEntry, index: ChunkIndex, limit: int
+) -> list[Group]:
+    """Return a group for all parts that are cut out of the same chunks.
+
+    Or one for each part that has chunks of its own, or if a row of the chunks is more than a tile.
+    """
+    is_moved = entry.source_dtype == entry.dtype and not is_computed(entry)
+    rows_of = entry.shape[1:] if is_moved and index.whole_rows else None
+    most = min(4 * limit, _BAND) if is_moved else limit
+    itemsize = max(entry.source_dtype.itemsize, entry.dtype.itemsize)
+    groups = []
+    for some, band in _bands(places, index) if len(places) > 1 else [(places, None)]:
+        row = math.prod(band.shape[1:]) * itemsize if band is not None else 0
+        if len(some) > 1 and row <= most:
+            groups.append(Group(tuple(some), most // row, band))
+            continue
+        for place in some:
+            times = _STRAIGHT if place.part.shape[1:] == rows_of else 1
+            groups.append(Group((place,), times=times))
+    return groups
+
+
+def _bands(places: list[LayoutPart], index: ChunkIndex) -> list[tuple[list[LayoutPart], Box]]:
+    """Separate parts of the same rows that have no chunk in common; return the band of each."""
+    found: list[tuple[set[int], Box, list[LayoutPart]]] = []
+    for place in places:
+        hull, some, apart = _hull(place.part), [place], []
+        if hull is None:
+            raise TypeError(f"{place.part.name}: a part of scattered rows")
+        chunks, band = index.band(hull)
+        if index.whole_rows:
+            return [(places, band)]
+        for known in found:
+            if chunks.isdisjoint(known[0]):
+                apart.append(known)
+                continue
+            low, high = map(min, band.lo, known[1].lo), map(max, band.hi, known[1].hi)
+            chunks, band = chunks | known[0], Box(tuple(low), tuple(high))
+            some = known[2] + some
+        found = [*apart, (chunks, band, some)]
+    return [(some, band) for _, band, some in found]
+
+
+def _tiles_of_rows(group: Group, entry: TensorEntry, band: Box) -> Iterator[list[Tile]]:
+    """Yield a tile of each part of a group, ``group.rows`` rows of the band at a time."""
+    (first, *low), (end, *high) = band
+    for at in range(0, end - first, group.rows):
+        rows = min(group.rows, end - first - at)
+        step = Box((first + at, *low), (first + at + rows, *high))
+        if at == 0 or rows < group.rows:
+            cuts = [_rows_cut(place.part, band, rows) for place in group.parts]
+        yield [
+            Tile(file, position, offset + at * row, shape, entry, (), pieces, step)
+            for (file, position, offset, _), (row, shape, pieces) in zip(
+                group.parts, cuts, strict=True
+            )
+        ]
+
+
+def _rows_cut(
+    part: Data | ScatteredData, band: Box, rows: int
+) -> tuple[int, tuple[int, ...], tuple[Piece, ...]]:
+    """Return the bytes of a row of a part, and the shape and the pieces of ``rows`` of its rows."""
+    shape, pieces = (rows, *part.shape[1:]), []
+    for box, local in part.pieces:
+        (_, *low), (_, *high) = box.relative_to(band.lo)
+        of_band = Box((0, *low), (rows, *high))
+        pieces.append(Piece(of_band, Box((0, *local.lo[1:]), (rows, *local.hi[1:]))))
+    return math.prod(part.shape[1:]) * part.itemsize, shape, tuple(pieces)
+
+
+def _tiles_of(
+    place: LayoutPart, entry: TensorEntry, index: ChunkIndex, limit: int
+) -> Iterator[Tile]:
+    part, offset = place.part, place.offset
+    shape = part.shape
+    pieces = [(inner, tuple(map(sub, whole.lo, inner.lo))) for whole, inner in part.pieces]
+    for local in tiles(Box.whole(shape), part.itemsize, limit):
+        sources = tuple(_sources(local, pieces, index))
+        volume = local.volume
+        if sum([source.box.volume for source in sources]) != volume:
+            raise Damaged(f"{entry.name}: {local} of a local tensor {list(shape)} is not covered")
+        yield Tile(place.file, place.position, offset, local.shape, entry, sources)
+        offset += volume * part.itemsize
+
+
+def _sources(
+    local: Box, pieces: list[tuple[Box, tuple[int, ...]]], index: ChunkIndex
+) -> Iterator[TileSource]:
+    """Yield the sources that fill a box of a local tensor.
+
+    ``pieces`` are boxes of the local tensor, each with its shift to the global tensor.
+    """
+    for inner, shift in pieces:
+        common = local.intersect(inner) if local.lo else inner
+        if common is None:
+            continue
+        wanted = Box(tuple(map(add, common.lo, shift)), tuple(map(add, common.hi, shift)))
+        origin = tuple(map(add, local.lo, shift))
+        for chunk, box in index.find(wanted):
+            yield TileSource(chunk, box, box.relative_to(origin))
