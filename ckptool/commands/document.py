@@ -63,9 +63,12 @@ def document(schema: str, report: object = None, **more: object) -> dict[str, An
     return {"schema": f"ckptool.{schema}/{VERSION}"} | content | extra
 
 
+_PLAIN = frozenset([type(None), bool, int, str])
+
+
 def plain(value: object) -> Any:
     """Return a JSON form of a value: infinite and NaN floats, and paths, as text."""
-    if value is None or isinstance(value, bool | int):
+    if type(value) in _PLAIN or isinstance(value, int):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)

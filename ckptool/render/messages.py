@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import msgspec
+
 from ckptool.commands.document import document
 from ckptool.errors import UNCODED, CkptoolError, Damaged
 from ckptool.render.text import console, escaped, say
@@ -74,7 +76,11 @@ def show_step(text: str) -> None:
 
 def print_json(content: Mapping[str, Any]) -> None:
     """Print one JSON object on stdout."""
-    json.dump(content, sys.stdout, indent=2, ensure_ascii=True, allow_nan=False)
+    text = json.dumps(content, allow_nan=False)
+    try:  # what indent=2 makes of it, which Python's own encoder writes slowly
+        sys.stdout.write(msgspec.json.format(text, indent=2))
+    except msgspec.DecodeError:  # an escape that represents half a character
+        json.dump(content, sys.stdout, indent=2, allow_nan=False)
     sys.stdout.write("\n")
     sys.stdout.flush()
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+from contextlib import redirect_stdout
 from enum import Enum
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 from msgspec import Struct, field
 
 from ckptool.commands.document import document, plain
 from ckptool.errors import Problem
+from ckptool.render.messages import print_json
 
 
 class Grade(Enum):
@@ -64,3 +69,21 @@ def test_a_value_is_what_json_can_hold(value: object, expected: Any) -> None:
     assert plain(value) == expected
     assert json.loads(json.dumps(plain(value), allow_nan=False)) == expected
     assert type(plain(value)) is type(expected)
+
+
+TEXT = st.text(st.characters(exclude_categories=()), max_size=5)
+CONTENT = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+    | TEXT,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXT, inner, max_size=4),
+)  # fmt: skip
+
+
+@example({"\ud800": ["\udc00"]})
+@given(st.dictionaries(TEXT, CONTENT))
+def test_json_is_as_python_indents_it(content: dict[str, Any]) -> None:
+    """Halves of surrogate pairs, too, which stand in names that were damaged."""
+    stream = io.StringIO()
+    with redirect_stdout(stream):
+        print_json(content)
+    assert stream.getvalue() == json.dumps(content, indent=2) + "\n"
