@@ -247,7 +247,7 @@ def is_grid(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
 
     Other boxes may tile it too.
     """
-    if isinstance(boxes, BoxTable):
+    if type(boxes) is BoxTable:
         return boxes.is_grid(shape)
     if len(boxes) == 1:
         lo, hi = boxes[0]

@@ -200,7 +200,7 @@ def weights(catalog: Catalog) -> list[str]:
     unpartitioned ones are in ``module``.
     """
     names = [n for n, e in catalog.tensors.items() if state_category(e) == "model"]
-    if {_head(name) for name in names} <= _OF_A_MODULE:
+    if all(_head(name) in _OF_A_MODULE for name in names):
         refused = (name for name in catalog.conflicts if _head(name) in _OF_A_MODULE)
         parameters = {name.partition(".")[2] for name in (*names, *refused)}
         masters = filter(is_master, catalog.tensors)

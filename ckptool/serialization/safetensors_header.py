@@ -46,7 +46,7 @@ class _Kind(NamedTuple):
     boxes: tuple[Box]
 
 
-class StoredSlice(NamedTuple):
+class StoredSlice(msgspec.Struct, frozen=True, gc=False):
     """One tensor of a file: its kind, and where in the file it begins and ends."""
 
     kind: _Kind

@@ -40,7 +40,10 @@ _DEEPEST = 3
 
 def pairs(catalog: Catalog) -> Iterator[Quantized]:
     """Yield the tensors with a supported quantization, with everything their numbers need."""
-    marked = _marked(catalog)
+    yield from _pairs(catalog, _marked(catalog))
+
+
+def _pairs(catalog: Catalog, marked: list[str]) -> Iterator[Quantized]:
     yield from find_floats(catalog.tensors)
     yield from find_packed(catalog.tensors)
     yield from find_bitsandbytes(catalog.tensors, marked)
@@ -54,12 +57,11 @@ def _marked(catalog: Catalog) -> list[str]:
 
 def kinds(catalog: Catalog) -> dict[str, int]:
     """Count the quantized tensors of each kind, by names and types."""
-    known = list(pairs(catalog))
+    marked = _marked(catalog)
+    known = list(_pairs(catalog, marked))
     counts = Counter(pair.kind for pair in known)
     stored = {entry.name for pair in known for entry in pair.stored}
-    counts.update(
-        kind for name in _marked(catalog) if name not in stored if (kind := _kind(catalog, name))
-    )
+    counts.update(kind for name in marked if name not in stored if (kind := _kind(catalog, name)))
     return dict(counts)
 
 
