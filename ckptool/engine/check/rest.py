@@ -112,8 +112,8 @@ class Rest:
         if self._written.block == 1:
             yield from of_tensors
             for file in self._files:
-                nbytes = sum(p.nbytes for p in file.parts if isinstance(p, Literal | Verbatim))
-                yield Job(file.path, partial(self._read, self._rest_of(file)), nbytes=nbytes)
+                of_file = partial(self._read, self._rest_of(file))
+                yield Job(file.path, of_file, nbytes=file.nbytes)
             return
         rest = [one for file in self._files for one in self._rest_of(file)]
         runs = [one for one in rest if isinstance(one, RestRun)]

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
-from ckptool.core.layout import FileLayout, Literal, Part
+from msgspec import Struct, field
+
+from ckptool.core.layout import FileLayout, Literal, Part, Verbatim
 from ckptool.core.sharding.groups import Tile
-from ckptool.engine.checksum import crc32
+from ckptool.engine.checksum import CrcPiece, crc32, join_crcs
 from ckptool.errors import TransferError
 from ckptool.storage.disk import open_unfollowed
 
@@ -26,22 +29,53 @@ _MOST_OPEN = 32
 """File descriptors of one thread."""
 
 
-class WrittenPart(NamedTuple):
-    """A part of a file, by its position, or a tile of one: where it is, and its CRC-32."""
-
-    part: int
-    offset: int
-    nbytes: int
-    crc: int
-
-
 class WrittenRun(NamedTuple):
-    """What was written to a file of the layout at once: ``tiles``, and ``nbytes`` of literals."""
+    """Bytes of a file of the layout that were written at once: where, and their CRC-32.
+
+    ``crcs`` are those of the parts among them that are no literals, ``tiles`` their number, and
+    ``literals`` the bytes of the others.
+    """
 
     file: int
-    parts: Sequence[WrittenPart]
+    span: CrcPiece
+    crcs: Mapping[int, int]
     tiles: int
-    nbytes: int = 0
+    literals: int
+
+
+class UnfinishedFile(Struct):
+    """A file that is being written: its parts, the number of tiles ``left``, and what is written.
+
+    ``spans`` are runs of several parts, ``small`` the CRC-32 of each, ``tiles`` those of others.
+    """
+
+    parts: tuple[Part, ...]
+    left: int = 0
+    spans: list[CrcPiece] = field(default_factory=list)
+    small: dict[int, int] = field(default_factory=dict)
+    tiles: dict[int, list[CrcPiece]] = field(default_factory=dict)
+
+    def part_crc(self, part: int) -> int:
+        """Return the CRC-32 of a part that is written."""
+        crc = self.small.get(part)
+        return join_crcs(self.tiles.get(part, [])) if crc is None else crc
+
+    @property
+    def crc(self) -> int:
+        """The CRC-32 of all that is written."""
+        return join_crcs([*self.spans, *chain.from_iterable(self.tiles.values())])
+
+    def unwritten(self) -> Iterator[tuple[int, int, Literal | Verbatim]]:
+        """Yield position, offset and content of each part that is no tensor's, unless written."""
+        spans, offset = iter(sorted(self.spans)), 0
+        span = next(spans, None)
+        for at, part in enumerate(self.parts):
+            while span is not None and span[0] + span[1] <= offset:
+                span = next(spans, None)
+            is_left = span is None or offset < span[0]
+            if is_left and isinstance(part, (Literal, Verbatim)):
+                yield at, offset, part
+            offset += part.nbytes
 
 
 class _Run:
@@ -53,10 +87,9 @@ class _Run:
         self.data = bytearray()
         self.tiles = 0
         self.literals = 0
-        self.written: list[WrittenPart] = []
+        self.crcs: dict[int, int] = {}
         self._parts = parts
         self._next = 0
-        self._crcs: dict[int, int] = {}
 
     def add(self, tile: Tile, data: memoryview, crc: int) -> bool:
         """Append a part; return False if it does not adjoin what was added before."""
@@ -64,32 +97,27 @@ class _Run:
             self.start, self._next = tile.offset, tile.part
         elif not self._go_on_to(tile.part) or self.start + len(self.data) != tile.offset:
             return False
-        self._append(data, crc)
+        self.crcs[tile.part] = crc
+        self.data += data
         self.tiles += 1
+        self._next += 1
         return True
 
     def _go_on_to(self, part: int) -> bool:
         """Append the parts before one, if they are literals whose checksums are known."""
-        while self._next < part:
-            literal = self._parts[self._next]
+        for at in range(self._next, part):
+            literal = self._parts[at]
             if not isinstance(literal, Literal):
                 if literal.nbytes:
                     return False
-                self._crcs[self._next] = 0
-                self._next += 1
-                continue
-            if literal.nbytes > SMALL or any(p.part not in self._crcs for p in literal.patches):
+                self.crcs[at] = 0
+            elif literal.nbytes > SMALL or any(p.part not in self.crcs for p in literal.patches):
                 return False
-            data = apply_patches(literal, self._crcs.__getitem__)
-            self.literals += len(data)
-            self._append(memoryview(data), crc32(data))
+            else:
+                self.data += apply_patches(literal, self.crcs.__getitem__)
+                self.literals += literal.nbytes
+            self._next += 1
         return self._next == part
-
-    def _append(self, data: memoryview, crc: int) -> None:
-        self.written.append(WrittenPart(self._next, self.start + len(self.data), len(data), crc))
-        self._crcs[self._next] = crc
-        self._next += 1
-        self.data += data
 
 
 class OutputFiles:
@@ -138,8 +166,10 @@ class OutputFiles:
             _close_all(getattr(self._local, "descriptors", {}))
 
     def _flush(self, run: _Run) -> None:
-        self.write(self._files[run.file].path, run.start, memoryview(run.data))
-        self._written(WrittenRun(run.file, run.written, run.tiles, run.literals))
+        data = memoryview(run.data)
+        self.write(self._files[run.file].path, run.start, data)
+        span = run.start, len(data), crc32(data)
+        self._written(WrittenRun(run.file, span, run.crcs, run.tiles, run.literals))
 
     def _descriptor(self, path: str) -> int:
         descriptors: dict[str, int] | None = getattr(self._local, "descriptors", None)

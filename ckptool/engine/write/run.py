@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import groupby
 from operator import attrgetter
@@ -32,7 +31,7 @@ from ckptool.engine.write.output import (
     SMALL,
     WRITE,
     OutputFiles,
-    WrittenPart,
+    UnfinishedFile,
     WrittenRun,
     apply_patches,
     write_at,
@@ -128,10 +127,8 @@ class _PlanWriter:
         self._fsync = options.fsync
         self._progress = progress
         self._records = RecordCheck(shared=not share.is_all)
-        self._crcs: dict[int, dict[int, list[CrcPiece]]] = defaultdict(lambda: defaultdict(list))
         self._lock = threading.Lock()
-        self._left: dict[int, int] = {}
-        self._parts: dict[int, tuple[Part, ...]] = {}
+        self._unfinished: dict[int, UnfinishedFile] = {}
 
     def write(self, todo: Sequence[int], finished: Sequence[int], journal: Journal) -> None:
         """Write the files ``todo``; the sources of the ``finished`` ones are checked again."""
@@ -147,9 +144,8 @@ class _PlanWriter:
         read_tiles(tiles, jobs, self._write_tiles, self._workers, self._progress)
         self._records.read_unseen(self._source, self._workers)
         require_intact(self._records.problems())
-        for number in todo:
-            if self._left[number] == 0:
-                self._finish(number)
+        for number in [number for number, file in self._unfinished.items() if not file.left]:
+            self._finish(number)
 
     def _write_jobs(self, todo: Sequence[int]) -> Iterator[list[Tile]]:
         """Yield the jobs of all files, one batch of files after the other; make these files."""
@@ -163,10 +159,10 @@ class _PlanWriter:
         tile = self._source.tile
         groups = self._plan.groups(batch, tile)
         for number, parts in batch:
-            self._left[number], self._parts[number] = 0, parts
+            self._unfinished[number] = UnfinishedFile(parts)
         for group in groups:
             for number, count in group.tile_counts(tile):
-                self._left[number] += count
+                self._unfinished[number].left += count
         for group in groups:
             yield from self._plan.jobs(group, tile)
 
@@ -182,58 +178,68 @@ class _PlanWriter:
         """Write the pieces of some tiles as they are read; small parts a little later."""
         if tiles[0].pieces and tiles[0].entry.nbytes <= SMALL:
             for tile, _, data, crc in read:
-                self._output.add(tile, self._parts[tile.file], data, crc)
+                self._output.add(tile, self._unfinished[tile.file].parts, data, crc)
             return
         for tile, pieces in groupby(read, _TILE_OF):
             crc = join_crcs([self._write_piece(tile, piece) for piece in pieces])
-            part = WrittenPart(tile.part, tile.offset, tile.nbytes, crc)
-            self._note(WrittenRun(tile.file, (part,), 1))
+            file = self._unfinished[tile.file]
+            with self._lock:
+                file.tiles.setdefault(tile.part, []).append((tile.offset, tile.nbytes, crc))
+            self._count(tile.file, 1)
 
     def _write_piece(self, tile: Tile, piece: PlannedPiece) -> CrcPiece:
         self._output.write(self._files[tile.file].path, tile.offset + piece.skip, piece.data)
         return piece.skip, piece.nbytes, piece.crc
 
     def _note(self, run: WrittenRun) -> None:
-        """Note what was written to a file; the last of its tiles finishes it."""
-        file = run.file
+        """Note a run of small parts that was written."""
+        file = self._unfinished[run.file]
         with self._lock:
-            crcs = self._crcs[file]
-            for part, offset, nbytes, crc in run.parts:
-                crcs[part].append((offset, nbytes, crc))
-            self._left[file] -= run.tiles
-            last = not self._left[file]
-        self._progress(run.nbytes)
+            file.spans.append(run.span)
+            file.small.update(run.crcs)
+        self._progress(run.literals)
+        self._count(run.file, run.tiles)
+
+    def _count(self, number: int, tiles: int) -> None:
+        """Note that more tiles of a file are written; the last of them finishes it."""
+        file = self._unfinished[number]
+        with self._lock:
+            file.left -= tiles
+            last = not file.left
         if last:
-            self._finish(file)
-            self._left[file] = -1
+            self._finish(number)
 
     def _finish(self, number: int) -> None:
         """Write the non-tensor data that is left, sync the file, and note that it is done."""
-        file, crcs = self._files[number], self._crcs.pop(number, defaultdict(list))
-        with open(self._folder / file.path, "r+b", buffering=0) as stream:
-            descriptor, offset, literals = stream.fileno(), 0, bytearray()
-            for at, part in enumerate(self._parts.pop(number)):
-                is_left = isinstance(part, Literal) and at not in crcs
-                if not is_left or len(literals) >= WRITE:
-                    self._write_literals(descriptor, file.path, offset, literals)
-                if isinstance(part, Literal) and is_left:
-                    data = apply_patches(part, lambda at: join_crcs(crcs[at]))
-                    crcs[at] = [(offset, part.nbytes, crc32(data))]
-                    literals += data
-                elif isinstance(part, Verbatim):
-                    crc = self._copy_file(part, descriptor, file.path, offset)
-                    crcs[at] = [(offset, part.nbytes, crc)]
+        path, file = self._files[number].path, self._unfinished.pop(number)
+        with open(self._folder / path, "r+b", buffering=0) as stream:
+            descriptor, start, literals = stream.fileno(), 0, bytearray()
+            for at, offset, part in file.unwritten():
+                adjoins = isinstance(part, Literal) and start + len(literals) == offset
+                if not adjoins or len(literals) >= WRITE:
+                    self._write_literals(descriptor, file, path, start, literals)
+                    start = offset
+                if isinstance(part, Literal):
+                    literals += apply_patches(part, file.part_crc)
+                else:
+                    crc = self._copy_file(part, descriptor, path, offset)
+                    file.spans.append((offset, part.nbytes, crc))
+                    file.small[at] = crc
                     self._progress(part.nbytes)
-                offset += part.nbytes
-            self._write_literals(descriptor, file.path, offset, literals)
+            self._write_literals(descriptor, file, path, start, literals)
             if self._fsync:
                 os.fsync(descriptor)
-        self._journal.done(file.path, join_crcs([piece for at in crcs.values() for piece in at]))
+        self._journal.done(path, file.crc)
 
-    def _write_literals(self, descriptor: int, path: str, end: int, literals: bytearray) -> None:
-        """Write adjoining literals, which end at an offset of a file, and forget them."""
+    def _write_literals(
+        self, descriptor: int, file: UnfinishedFile, path: str, start: int, literals: bytearray
+    ) -> None:
+        """Write adjoining literals, which begin at an offset of a file, and forget them."""
+        if not literals:
+            return
         with memoryview(literals) as data:
-            write_at(descriptor, path, end - len(data), data)
+            write_at(descriptor, path, start, data)
+            file.spans.append((start, len(data), crc32(data)))
             self._progress(len(data))
         literals.clear()
 

@@ -18,9 +18,9 @@ from ckptool.core.box import Box
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.layout import Data, FileLayout, Literal, Part, Patch
-from ckptool.core.plan import Tile
+from ckptool.core.sharding.groups import Tile
 from ckptool.engine.write import output
-from ckptool.engine.write.output import OutputFiles, WrittenRun
+from ckptool.engine.write.output import OutputFiles, UnfinishedFile, WrittenRun, apply_patches
 
 ENTRY = TensorEntry("t", ("t",), BY_NAME["uint8"], (64,), ())
 
@@ -66,16 +66,18 @@ def test_what_is_noted_is_written(
                 images[number][offset : offset + part.nbytes] = data
             offset += part.nbytes
 
+    state = [UnfinishedFile(file.parts, 0) for file in rows]
+
     def note(run: WrittenRun) -> None:
         content = (folder / rows[run.file].path).read_bytes()
-        literals = 0
-        for part, offset, nbytes, crc in run.parts:
-            assert (run.file, part) not in noted
-            noted[run.file, part] = crc
-            assert zlib.crc32(content[offset : offset + nbytes]) == crc
-            literals += nbytes * isinstance(rows[run.file].parts[part], Literal)
-        assert run.nbytes == literals
-        assert run.tiles == sum(isinstance(rows[run.file].parts[p.part], Data) for p in run.parts)
+        start, nbytes, crc = run.span
+        assert zlib.crc32(content[start : start + nbytes]) == crc
+        assert not noted.keys() & {(run.file, part) for part in run.crcs}
+        noted.update({(run.file, part): crc for part, crc in run.crcs.items()})
+        assert run.tiles == sum(rows[run.file].parts[part].nbytes > 0 for part in run.crcs)
+        assert run.literals == nbytes - sum(rows[run.file].parts[p].nbytes for p in run.crcs)
+        state[run.file].spans.append(run.span)
+        state[run.file].small.update(run.crcs)
 
     if not in_order:
         random.shuffle(tiles)
@@ -88,17 +90,19 @@ def test_what_is_noted_is_written(
             opened.add(tile, rows[tile.file].parts, data, zlib.crc32(data))
         opened.close()
     assert {(tile.file, tile.part) for tile in tiles} <= noted.keys()
-    for tile in tiles:
-        content = (folder / rows[tile.file].path).read_bytes()
-        span = slice(tile.offset, tile.offset + tile.nbytes)
-        assert content[span] == images[tile.file][span]
-    for number, at in noted:
-        part = rows[number].parts[at]
-        if isinstance(part, Literal):
-            offset = sum(p.nbytes for p in rows[number].parts[:at])
-            content = (folder / rows[number].path).read_bytes()[offset : offset + part.nbytes]
-            crcs = [noted.get((number, patch.part), 0) for patch in part.patches]
-            assert content == (b"li" + crcs[0].to_bytes(4, "little") + b"l" if crcs else b"literal")
+    for file, image, written in zip(rows, images, state, strict=True):
+        left = {at: offset for at, offset, _ in written.unwritten()}
+        offset, crcs = 0, dict[int, int]()
+        for at, part in enumerate(file.parts):
+            if isinstance(part, Literal):
+                data = apply_patches(part, crcs.__getitem__)
+                image[offset : offset + part.nbytes] = data if at not in left else bytes(len(data))
+                assert left.get(at, offset) == offset
+            else:
+                crcs[at] = zlib.crc32(image[offset : offset + part.nbytes])
+                assert written.part_crc(at) == crcs[at]
+            offset += part.nbytes
+        assert (folder / file.path).read_bytes() == image
 
 
 @pytest.mark.parametrize("target", ["safetensors", "torch-save", "dcp"])
