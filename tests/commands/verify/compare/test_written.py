@@ -213,6 +213,8 @@ def test_what_the_plan_itself_gets_wrong_is_found(
     source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tiles of another place of the source: the proof reads neither side by them."""
+    from msgspec.structs import replace
+
     from ckptool.core.plan import Plan
 
     real = Plan.jobs
@@ -220,13 +222,14 @@ def test_what_the_plan_itself_gets_wrong_is_found(
     def jobs(self: Plan, group: Any, limit: int) -> Any:
         for tiles in real(self, group, limit):
             yield [
-                tile._replace(sources=tuple(s._replace(chunk=wrong(s.chunk)) for s in tile.sources))
+                tile._replace(
+                    sources=tuple(s._replace(chunk=wrong(s.chunk)) for s in tile.sources),
+                    entry=replace(tile.entry, chunks=tuple(map(wrong, tile.entry.chunks))),
+                )
                 for tile in tiles
             ]
 
     def wrong(chunk: Any) -> Any:
-        from msgspec.structs import replace
-
         at = replace(chunk.at, offset=chunk.at.offset + 4, record=None)
         return replace(chunk, at=at)
 
