@@ -211,6 +211,12 @@ def contiguous(strides: tuple[int, ...], shape: tuple[int, ...], itemsize: int) 
     return True
 
 
+def is_run(part: Box, box: Box) -> bool:
+    """Return whether a part of a box is one run of its elements in row-major order."""
+    cut = [at for at, n in enumerate(part.shape) if n < box.hi[at] - box.lo[at]]
+    return not cut or all(n == 1 for n in part.shape[: cut[-1]])
+
+
 def flat_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     """Return the boxes of elements ``start`` to ``stop`` of a row-major tensor, in order.
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 from functools import cached_property
 
-from ckptool.core.box import Box
+from ckptool.core.box import Box, is_run
 from ckptool.core.catalog import (
     Catalog,
     Chunk,
@@ -36,7 +36,6 @@ from ckptool.core.sharding.groups import (
 )
 from ckptool.core.sharding.index import ChunkIndex
 from ckptool.core.sharding.table import (
-    ChunkTable,
     LateTable,
     WholeTensor,
     open_together,
@@ -201,17 +200,32 @@ class Plan:
         tables = self.layout.tables
         if tables is None and len(self._holders[entry.name]) == 1:
             return self._holders[entry.name][0]
-        cut: object = entry.name if tables is None else tables[entry.name].cut
-        if cut not in self._cuts:
-            self._cuts[cut] = ChunkIndex(self._written[entry.name])
         return self.checker(
             entry,
             (
                 self.numbers[place.file]
-                for chunk, _ in self._cuts[cut].find(box)
+                for chunk, _ in self._cut_of(entry).find(box)
                 for place in stored_places(chunk.at)
             ),
         )
+
+    def is_cut_in_runs(self, entry: TensorEntry, box: Box) -> bool:
+        """Return whether several chunks of the output have parts of a box, each one run of it.
+
+        A run is adjoining elements in row-major order, such as some of the rows.
+        """
+        if self.layout.tables is None and len(self._holders[entry.name]) == 1:
+            return False
+        parts = [part for _, part in self._cut_of(entry).find(box)]
+        return len(parts) > 1 and all(is_run(part, box) for part in parts)
+
+    def _cut_of(self, entry: TensorEntry) -> ChunkIndex:
+        """Return the index of a tensor's chunks in the output; one for all that are cut alike."""
+        tables = self.layout.tables
+        cut: object = entry.name if tables is None else tables[entry.name].cut
+        if cut not in self._cuts:
+            self._cuts[cut] = ChunkIndex(self._written[entry.name])
+        return self._cuts[cut]
 
     @staticmethod
     def checker(entry: TensorEntry, files: Iterable[int]) -> int:
@@ -231,9 +245,9 @@ class Plan:
 
     @cached_property
     def _written(self) -> dict[str, TensorEntry]:
-        """The places of tensors whose chunks are in tables, by name."""
-        tabled = {e.name: e for e in self.entries if isinstance(e.chunks, ChunkTable)}
-        return written_entries(self.layout, tabled)
+        """The places of tensors in the output, by name, of those that have more than one chunk."""
+        cut = {e.name: e for e in self.entries if not isinstance(e.chunks, WholeTensor)}
+        return written_entries(self.layout, cut)
 
     def cut_by_rows(self, place: LayoutPart, nbytes: int) -> Group | None:
         """Return a part as it is cut out of whole rows of its chunks, so many bytes at a time.

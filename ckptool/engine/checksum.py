@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 from isal.isal_zlib import crc32, crc32_combine
 
@@ -39,6 +39,18 @@ def join_crcs(pieces: list[CrcPiece]) -> int:
     return total
 
 
+def _join_adjoining(pieces: Mapping[int, tuple[int, int]]) -> list[CrcPiece]:
+    """Return pieces, by their offsets, with those that adjoin as one."""
+    joined: list[CrcPiece] = []
+    for offset, (nbytes, crc) in sorted(pieces.items()):
+        start, known, total = joined[-1] if joined else (offset, 0, 0)
+        if start + known == offset:
+            joined[-1:] = [(start, known + nbytes, crc32_combine(total, crc, nbytes))]
+        else:
+            joined.append((offset, nbytes, crc))
+    return joined
+
+
 def crc_of(tiles: Iterator[memoryview]) -> int:
     """Return the CRC-32 of tiles in order."""
     total = 0
@@ -60,22 +72,28 @@ class RecordCheck:
     """Compares the records in use with the CRC-32 that their writer stored.
 
     Pieces that are read anyway are noted; ``unseen`` names the records that must still be read. If
-    work is ``shared`` these are only the ``required`` ones: others read the rest.
+    work is ``shared`` these are only the ``required`` ones: others read the rest, or the rest is
+    ``joined`` from what each notes.
     """
 
     def __init__(self, *, shared: bool = False) -> None:
         self._shared = shared
         self._required: set[Record] = set()
+        self._joined: set[Record] = set()
         self._lock = threading.Lock()
         self._pieces: dict[Record, dict[int, tuple[int, int]]] = defaultdict(dict)
         self._tensor: dict[Record, str] = {}
 
-    def touch(self, record: Record, tensor: str, *, required: bool = False) -> None:
+    def touch(
+        self, record: Record, tensor: str, *, required: bool = False, joined: bool = False
+    ) -> None:
         """Note that bytes of this record are needed for this tensor."""
         with self._lock:
             self._tensor.setdefault(record, tensor)
             if required or not self._shared:
                 self._required.add(record)
+            if joined:
+                self._joined.add(record)
 
     def piece(self, record: Record, offset: int, nbytes: int, crc: int) -> None:
         """Note that these bytes of the file, part of the record, have this CRC-32."""
@@ -93,6 +111,12 @@ class RecordCheck:
         """Return the required records whose noted pieces do not cover them exactly."""
         required = (record for record in self._tensor if record in self._required)
         return [record for record in required if not self._covered(record)]
+
+    def cut(self) -> Iterator[tuple[Record, str, list[CrcPiece]]]:
+        """Yield the records to be joined that are not covered: with a tensor, and noted runs."""
+        for record in self._joined - self._required:
+            if not self._covered(record):
+                yield record, self._tensor[record], _join_adjoining(self._pieces[record])
 
     def problems(self, without: Collection[Record] = ()) -> list[Problem]:
         """Return a problem for each record whose bytes are not as written, in the files' order.

@@ -50,12 +50,21 @@ ALL = Share()
 """All of the work."""
 
 
-def checked_chunks(plan: Plan, numbers: Collection[int]) -> Iterator[tuple[TensorEntry, Chunk]]:
+Cut = list[tuple["TensorEntry", "Chunk"]]
+"""Chunks of the source, with their tensors, of which several writers read a run each."""
+
+
+def checked_chunks(
+    plan: Plan, numbers: Collection[int], cut: Cut | None = None
+) -> Iterator[tuple[TensorEntry, Chunk]]:
     """Yield the chunks, with their tensors, whose records the writer of some files checks.
 
     ``numbers`` are indices in the layout. A record that several files need is checked whole only by
     the writer of one of them. If a tensor's chunks are in a table, each has its own record, so
     those of other files are skipped. What is stored as it is has none.
+
+    ``cut``, if there is one, gets the chunks that several files need a run of each, instead:
+    nobody has to read their records whole if each writer notes the CRC-32 of its run.
     """
     seen: set[object] = set()
     mine = frozenset(numbers)
@@ -63,7 +72,9 @@ def checked_chunks(plan: Plan, numbers: Collection[int]) -> Iterator[tuple[Tenso
     for entry, chunk in plan.chunks(numbers, tabled):
         if id(chunk) not in seen:
             seen.add(id(chunk))
-            if plan.checking_file(entry, chunk.box) in mine:
+            if cut is not None and plan.is_cut_in_runs(entry, chunk.box):
+                cut.append((entry, chunk))
+            elif plan.checking_file(entry, chunk.box) in mine:
                 yield entry, chunk
     others = {e.name for e in plan.entries if not isinstance(e.chunks, ChunkTable | WholeTensor)}
     holders: dict[object, tuple[TensorEntry, Chunk, list[int]]] = {}
@@ -74,7 +85,9 @@ def checked_chunks(plan: Plan, numbers: Collection[int]) -> Iterator[tuple[Tenso
                 place = at.record if isinstance(at, Extent) else (at.file, at.offset)
                 holders.setdefault(place, (entry, chunk, []))[2].append(number)
     for entry, chunk, files in holders.values():
-        if plan.checker(entry, files) in mine:
+        if cut is not None and plan.is_cut_in_runs(entry, chunk.box):
+            cut += [(entry, chunk)] if mine.intersection(files) else []
+        elif plan.checker(entry, files) in mine:
             yield entry, chunk
 
 

@@ -26,6 +26,7 @@ from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.core.box import Box
 from ckptool.core.sharding.placement import parse_mesh, parse_rule
 from ckptool.core.sharding.table import ChunkTable, LateTable
+from ckptool.engine import checksum
 from ckptool.engine.ranks import Ranks
 from ckptool.engine.run_options import RunOptions
 from ckptool.engine.share import Share, checked_chunks, parse_part
@@ -567,8 +568,6 @@ def test_a_part_without_proof_is_committed_only_so(three: Any, source: Path) -> 
 
 def test_each_checksum_of_the_source_is_one_part_s(source: Path, tmp_path: Path) -> None:
     """Also of records that several parts need, and none reads whole."""
-    import shutil
-
     mine, target = tmp_path / "ckpt", tmp_path / "m"
     shutil.copytree(source, mine)
     file = next(mine.glob("*.distcp"))
@@ -907,3 +906,107 @@ def test_one_process_takes_over_parts_that_opened_their_share(cut: Path, tmp_pat
     reshard("8")(cut, tmp_path / "r", asked(resume=True)).run()
     reshard("8")(cut, tmp_path / "alone", asked()).run()
     assert content(tmp_path / "r") == content(tmp_path / "alone")
+
+
+# Records of which several parts read some of the rows
+
+
+@pytest.fixture(scope="module", params=[4, 64])
+def rows(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """Two tensors in which few or many ranks have saved rows; seven cut them elsewhere.
+
+    Smaller ones are read whole by each part.
+    """
+    folder = tmp_path_factory.mktemp("rows")
+    state = {f"blocks.{n}.w": torch.randn(384, 256) for n in range(2)}
+    dcp.save(state, checkpoint_id=folder / "one", no_dist=True)
+    options = ReshardOptions(parse_mesh(str(request.param)), transfer=asked())
+    prepare_reshard(folder / "one", folder / "rows", options).run()
+    return folder / "rows"
+
+
+def by_rows(source: Path, target: Place, transfer: TransferOptions) -> Any:
+    return prepare_reshard(source, target, ReshardOptions(parse_mesh("7"), transfer=transfer))
+
+
+SEVEN = tuple(f"{n}/7" for n in range(1, 8))
+
+
+def count_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Note how many bytes are read from now on for checksums alone."""
+    read, real = list[int](), checksum.byte_job
+
+    def noted(key: Any, file: str, offset: int, nbytes: int) -> Any:
+        read.append(nbytes)
+        return real(key, file, offset, nbytes)
+
+    monkeypatch.setattr(checksum, "byte_job", noted)
+    return read
+
+
+@pytest.mark.parametrize("is_remote", [False, True])
+def test_records_cut_by_rows_are_joined_from_what_parts_read(
+    is_remote: bool, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target: Place = in_memory() / "m" if is_remote else tmp_path / "m"
+    read = count_bytes(monkeypatch)
+    write(by_rows, rows, target, *SEVEN)
+    assert finish(by_rows, rows, target).written
+    assert not sum(read)
+    by_rows(rows, tmp_path / "alone", asked()).run()
+    made = content(target) if isinstance(target, Path) else stored(target)
+    alone = content(tmp_path / "alone")
+    assert {name.removeprefix("m/"): data for name, data in made.items()} == alone
+
+
+@pytest.mark.parametrize("quarter", [1, 3])
+def test_a_changed_record_that_several_parts_read_is_found_at_the_end(
+    quarter: int, rows: Path, tmp_path: Path
+) -> None:
+    mine, target = tmp_path / "rows", tmp_path / "m"
+    shutil.copytree(rows, mine)
+    chunks = open_checkpoint(mine).catalog.tensors["blocks.1.w"].chunks
+    item = chunks[len(chunks) * 4 // 7].at  # of the fourth and the fifth part
+    data = bytearray((mine / item.file).read_bytes())
+    data[item.offset + item.nbytes * quarter // 4] ^= 1
+    (mine / item.file).write_bytes(data)
+    write(by_rows, mine, target, *SEVEN)
+    with pytest.raises(Damaged, match="CRC-32") as error:
+        finish(by_rows, mine, target)
+    assert {each.tensor for each in error.value.problems} == {"blocks.1.w"}
+    assert not target.exists()
+
+
+def test_what_no_part_has_noted_is_read_at_the_end(
+    rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as of files that a killed run of a part had finished."""
+    target = tmp_path / "m"
+    write(by_rows, rows, target, *SEVEN, "3/7", "5/7")
+    read = count_bytes(monkeypatch)
+    assert finish(by_rows, rows, target).written
+    assert 0 < sum(read) <= 2 * 2 * -(-384 // 7) * 256 * 4  # of two tensors, two parts' rows
+
+
+@pytest.mark.parametrize("damage", ["another sum", "no sums"])
+def test_parts_that_read_different_bytes_are_not_committed(
+    damage: str, rows: Path, tmp_path: Path
+) -> None:
+    target = tmp_path / "m"
+    write(by_rows, rows, target, *SEVEN)
+    journals = sorted(tmp_path.glob(".*journal.*"))
+    noted = 0
+    for journal in journals:
+        *before, last = journal.read_text().splitlines()
+        note = json.loads(last)
+        joined = note["part"]["joined"]
+        noted += len(joined)
+        if joined and noted == len(joined):
+            joined[0][-1] = [[n, m, crc ^ 1] for n, m, crc in joined[0][-1]]
+            joined[0][-1] = joined[0][-1] if damage == "another sum" else "none"
+        journal.write_text("\n".join([*before, json.dumps(note), ""]))
+    assert noted
+    kind = Damaged if damage == "another sum" else Unsupported
+    match = "CRC-32" if damage == "another sum" else "note of a part is damaged"
+    refused(lambda: finish(by_rows, rows, target), match, kind)
+    assert not target.exists()

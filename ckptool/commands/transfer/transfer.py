@@ -335,6 +335,9 @@ class Transfer(Struct, Generic[AnyReport], frozen=True):
             from ckptool.commands.verify.compare.written import require_complete
 
             require_complete(self.plan)
+        if self.options.finish:
+            source = self.opened.source
+            stage.require_joined(source, workers_within_budget(self.plan, self.options.run, source))
         if stage.last_files:
             self._move(stage, progress, stage.last_files, ALL)
             if self.options.verify:

@@ -42,12 +42,17 @@ def run_of(tile: Tile, source: TileSource) -> ExtentRun | None:
 
 
 def touch(
-    records: RecordCheck, entry: TensorEntry, chunk: Chunk, *, required: bool = False
+    records: RecordCheck,
+    entry: TensorEntry,
+    chunk: Chunk,
+    *,
+    required: bool = False,
+    joined: bool = False,
 ) -> None:
     """Note which records a chunk of a tensor is made from."""
     for at in stored_places(open_chunk(chunk).at):
         if isinstance(at, Extent) and at.record is not None:
-            records.touch(at.record, entry.name, required=required)
+            records.touch(at.record, entry.name, required=required, joined=joined)
 
 
 class PlannedPiece(NamedTuple):

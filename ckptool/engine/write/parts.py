@@ -2,7 +2,8 @@
 
 Each part has a rank's journal, which records the number of parts. The journal ends with a note of
 the part once all its files are written, synced and compared: names, sizes and times, including that
-of the last change of anything, which nothing sets back.
+of the last change of anything, which nothing sets back; and what it read of records that no part
+reads whole.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 from ckptool.core.layout import Layout
 from ckptool.core.text import list_some
+from ckptool.engine.checksum import RecordCheck
 from ckptool.engine.run_options import StageOptions
 from ckptool.engine.share import Share
 from ckptool.engine.write.existing import remove_own, require_space, require_whole
@@ -41,6 +43,7 @@ class PartStage(Stage):
         super().__init__(target, layout, options)
         self._share = share
         self._names: list[str] = []
+        self.joined = RecordCheck(shared=not share.is_all)
 
     def begin(self) -> None:
         """Open this part's journal, new or as an earlier run left it, and make the folder.
@@ -97,7 +100,7 @@ class PartStage(Stage):
             for folder in {self.folder, *((self.folder / name).parent for name in self._names)}:
                 sync_folder(folder)
         files = _marks(self.folder, self._names)
-        self.journal.end(end_of_part(self._options, files))
+        self.journal.end(end_of_part(self._options, files, self.note_joined()))
         return None
 
     def next_step(self) -> str | None:
@@ -131,6 +134,7 @@ class PartsStage(Stage):
         read = {int(n): read_part(path) for n, path in numbered.items() if n.isdecimal()}
         parts = {number: part for number, part in read.items() if part[0]}  # others had just begun
         ended = require_parts(self.target, parts, self._options)
+        self.noted = [part.get("joined", ()) for _, part in parts.values()]
         for number, files in enumerate(ended):
             now = _marks(self.folder, files)
             changed = [name for name in files if now.get(name) != files[name]]
@@ -189,9 +193,15 @@ def run_head(plan: str, source: str, parts: int) -> dict[str, object]:
     return {"plan": plan, "source": source, "parts": parts}
 
 
-def end_of_part(options: StageOptions, files: Mapping[str, Any]) -> dict[str, object]:
-    """Return the note of a finished part, with the stamps or versions of its files."""
-    return {"verified": options.verify, "source": options.source_state, "files": files}
+def end_of_part(
+    options: StageOptions, files: Mapping[str, Any], joined: Sequence[object]
+) -> dict[str, object]:
+    """Return the note of a finished part, with the stamps or versions of its files.
+
+    ``joined`` are the records of which it noted runs, for the process that commits to check.
+    """
+    state = {"verified": options.verify, "source": options.source_state}
+    return {**state, "files": files, "joined": joined}
 
 
 def require_parts(

@@ -12,6 +12,7 @@ from typing import Any
 
 from ckptool.core.layout import Layout
 from ckptool.core.text import plural
+from ckptool.engine.checksum import RecordCheck
 from ckptool.engine.run_options import StageOptions
 from ckptool.engine.share import Share
 from ckptool.engine.write.journal import require_same_run
@@ -37,6 +38,7 @@ class RemotePartStage(RemoteStage):
     ) -> None:
         super().__init__(target, layout, options)
         self._share = share
+        self.joined = RecordCheck(shared=not share.is_all)
         self._claim = part_note(self._note, share.position)
         self._names = []
 
@@ -89,7 +91,7 @@ class RemotePartStage(RemoteStage):
         """Note that this part is done."""
         self._require_mine()
         files = {name: info[:2] for name, info in self._require_whole(self._names).items()}
-        part = end_of_part(self._options, files)
+        part = end_of_part(self._options, files, self.note_joined())
         self._put_note(self._claim, parts=self._share.size, part=part)
 
     def next_step(self) -> str | None:
@@ -118,6 +120,7 @@ class RemotePartsStage(RemoteStage):
         }
         parts = {n: (each, each.get("part") or {}) for n, each in notes.items() if each}
         self._ended = {str(n): each for n, each in notes.items()}
+        self.noted = [part.get("joined", ()) for _, part in parts.values()]
         existing = self._list_existing()
         for number, part in enumerate(require_parts(self.target, parts, self._options)):
             noted = {name: (size, version) for name, (size, version) in part.items()}

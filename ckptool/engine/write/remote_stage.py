@@ -16,6 +16,7 @@ from ckptool.core.text import list_some
 from ckptool.engine.run_options import RunOptions, StageOptions
 from ckptool.engine.share import Share
 from ckptool.engine.write.existing import already_in_store, not_replaced, require_no_conflict
+from ckptool.engine.write.joined import Joining
 from ckptool.engine.write.journal import (
     NO_JOURNAL,
     journal_head,
@@ -37,13 +38,12 @@ from ckptool.storage.url import WEB, RemotePath
 _MARKS = (".metadata", ".json", ".pkl", "latest", "meta.pt")
 
 
-class RemoteStage:
+class RemoteStage(Joining):
     """The target itself, and a small object that names the run and the writer of its output.
 
     The object is in a folder, where all its readers see it, and beside a single file. A file of a
     store appears once it is complete, so existing ones of the right size are finished. One process
-    writes the ``last_files`` last of all, which makes it a checkpoint; there are none if that file
-    holds tensors.
+    writes the ``last_files`` last, which makes it a checkpoint; none if that one holds tensors.
     """
 
     journal = NO_JOURNAL
@@ -213,8 +213,8 @@ class RemoteStage:
             self._require_whole([file.path for file in self._layout.files[:-1]])
         for number in numbers:
             self._read_back.pop(self._layout.files[number].path, None)
-        folder, done = self.folder, self._finished
-        send(plan, source, folder, options, progress, numbers=numbers, finished=done, share=share)
+        to, done, how = self.folder, self._finished, (share, self.joined)
+        send(plan, source, to, options, progress, numbers, done, *how)
 
     def takes(self, numbers: Iterable[int]) -> list[int]:
         """Return those of the files of a share that are written before the commit."""

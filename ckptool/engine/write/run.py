@@ -25,7 +25,7 @@ from ckptool.engine.read.containers import openings, runs_of
 from ckptool.engine.read.planned import PlannedPiece, PlanReader, plan_job, touch
 from ckptool.engine.read.tiles import PAIR_TILE, ByteReader, read_tiles
 from ckptool.engine.run_options import RunOptions
-from ckptool.engine.share import ALL, Share, checked_chunks
+from ckptool.engine.share import ALL, Cut, Share, checked_chunks
 from ckptool.engine.write.journal import NO_JOURNAL, Journal, find_finished
 from ckptool.engine.write.output import (
     SMALL,
@@ -55,11 +55,13 @@ def run(
     numbers: Collection[int] | None = None,
     journal: Journal = NO_JOURNAL,
     share: Share = ALL,
+    joined: RecordCheck | None = None,
 ) -> None:
     """Write the plan's files below ``folder``: all, or those of ``numbers`` (layout indices).
 
     ``progress`` is called with bytes as they are written; each finished file is noted in
-    ``journal``, and files already noted there are not written again. Raises Damaged if source bytes
+    ``journal``, and files already noted there are not written again. What another process is to
+    check by what this one reads is noted in ``joined``. Raises Damaged if source bytes
     do not match the checksum that their writer stored or a file ends early, TransferError if
     writing fails, Unsupported if the budget is too small.
     """
@@ -67,7 +69,7 @@ def run(
     wanted = range(len(plan.layout.files)) if numbers is None else numbers
     finished = find_finished(plan, wanted, folder, options, journal)
     todo = [number for number in wanted if number not in finished]
-    writer = _PlanWriter(plan, source, folder, options, progress, share)
+    writer = _PlanWriter(plan, source, folder, options, progress, share, joined)
     writer.write(todo, finished, journal)
 
 
@@ -116,6 +118,7 @@ class _PlanWriter:
         options: RunOptions,
         progress: Callable[[int], None],
         share: Share,
+        joined: RecordCheck | None,
     ) -> None:
         self._plan = plan
         self._share = share
@@ -126,7 +129,8 @@ class _PlanWriter:
         self._workers = workers_within_budget(plan, options, source)
         self._fsync = options.fsync
         self._progress = progress
-        self._records = RecordCheck(shared=not share.is_all)
+        self._joins = joined is not None
+        self._records = joined or RecordCheck(shared=not share.is_all)
         self._lock = threading.Lock()
         self._unfinished: dict[int, UnfinishedFile] = {}
 
@@ -134,10 +138,10 @@ class _PlanWriter:
         """Write the files ``todo``; the sources of the ``finished`` ones are checked again."""
         self._journal = journal
         if self._share.is_all:
-            chunks = self._plan.chunks(finished)
+            touch_chunks(self._plan.chunks(finished), self._source, self._records)
         else:
-            chunks = checked_chunks(self._plan, [*todo, *finished])
-        touch_chunks(chunks, self._source, self._records)
+            numbers = [*todo, *finished]
+            touch_shared(self._plan, numbers, self._source, self._records, joins=self._joins)
         self._progress(sum(self._files[number].nbytes for number in finished))
         jobs = map(plan_job, self._write_jobs(todo))
         tiles = _PlanTiles(self._source, self._records, self._output)
@@ -289,15 +293,28 @@ class _PlanTiles(NamedTuple):
         return _WritingReader(self.files, self.records, self.output)
 
 
-def touch_chunks(
-    some: Iterable[tuple[TensorEntry, Chunk]], source: Files, records: RecordCheck
+def touch_shared(
+    plan: Plan, numbers: Collection[int], source: Files, records: RecordCheck, *, joins: bool
 ) -> None:
-    """Note that the records of some chunks, each with its tensor, must be read."""
+    """Note the records that the writer of some files must read, or is to note runs of."""
+    cut: Cut = []
+    touch_chunks(checked_chunks(plan, numbers, cut if joins else None), source, records)
+    touch_chunks(cut, source, records, joined=True)
+
+
+def touch_chunks(
+    some: Iterable[tuple[TensorEntry, Chunk]],
+    source: Files,
+    records: RecordCheck,
+    *,
+    joined: bool = False,
+) -> None:
+    """Note that the records of some chunks, each with its tensor, must be read, or ``joined``."""
     chunks = list(some)
     needs = (need for _, chunk in chunks for need in openings(chunk.at))
     source.expect(runs_of(needs, set()))
     for entry, chunk in chunks:
-        touch(records, entry, chunk, required=True)
+        touch(records, entry, chunk, required=not joined, joined=joined)
 
 
 def read_verbatim(part: Verbatim, source: Files) -> Iterator[memoryview]:

@@ -18,9 +18,9 @@ from ckptool.engine.read.planned import PlanReader
 from ckptool.engine.read.runs import tile_runs
 from ckptool.engine.read.tiles import Job, read_tiles, require_unchanged
 from ckptool.engine.run_options import RunOptions
-from ckptool.engine.share import ALL, Share, checked_chunks
+from ckptool.engine.share import ALL, Share
 from ckptool.engine.write.output import apply_patches
-from ckptool.engine.write.run import fetched_ahead, read_verbatim, touch_chunks
+from ckptool.engine.write.run import fetched_ahead, read_verbatim, touch_chunks, touch_shared
 from ckptool.errors import Unsupported
 from ckptool.storage.local import SPAN, Files
 from ckptool.storage.multipart import Upload, memory_of_part
@@ -45,10 +45,10 @@ def send(
     folder: RemotePath,
     options: RunOptions,
     progress: Callable[[int], None],
-    *,
     numbers: Collection[int],
     finished: Collection[str],
     share: Share = ALL,
+    joined: RecordCheck | None = None,
 ) -> None:
     """Write those of the plan's files in ``numbers`` that are not ``finished`` yet.
 
@@ -59,10 +59,12 @@ def send(
     todo = [number for number in numbers if files[number].path not in finished]
     done = [number for number in numbers if number not in todo]
     capacity = within_budget(plan, source, options, todo)
-    records = RecordCheck(shared=not share.is_all)
+    records = joined or RecordCheck(shared=not share.is_all)
     contents = _FileContents(plan, source, records, capacity.readers)
-    chunks = plan.chunks(done) if share.is_all else checked_chunks(plan, numbers)
-    touch_chunks(chunks, source, records)
+    if share.is_all:
+        touch_chunks(plan.chunks(done), source, records)
+    else:
+        touch_shared(plan, numbers, source, records, joins=joined is not None)
     progress(sum(files[number].nbytes for number in done))
     uploads: list[Upload] = []
 

@@ -27,6 +27,7 @@ from ckptool.engine.write.existing import (
     staged_files,
     stamps,
 )
+from ckptool.engine.write.joined import Joining
 from ckptool.engine.write.journal import (
     Journal,
     is_journal,
@@ -57,7 +58,7 @@ Output: TypeAlias = "Stage | RemoteStage"
 RESUME_HINT = "the finished files are kept; the same command with --resume continues"
 
 
-class Stage:
+class Stage(Joining):
     """A hidden folder beside the target, and journals of what is finished in it.
 
     One process makes it (``begin``); others that write into it ``join``. Each keeps its own
@@ -224,8 +225,17 @@ class Stage:
         share: Share,
     ) -> None:
         """Write files of the plan, those of ``numbers``, as a share of all the work."""
-        folder, journal = self.folder, self.journal
-        run(plan, source, folder, options, progress, numbers=numbers, journal=journal, share=share)
+        run(
+            plan,
+            source,
+            self.folder,
+            options,
+            progress,
+            numbers=numbers,
+            journal=self.journal,
+            share=share,
+            joined=self.joined,
+        )
 
     def takes(self, numbers: Iterable[int]) -> list[int]:
         """Return the files of a share that are written before the commit: here all."""
