@@ -87,10 +87,12 @@ def _metadata(value: Any, named: dict[tuple[str, str], int], what: str) -> DcpMe
     try:
         entries = fields["state_dict_metadata"]
         boxes = _Boxes(StoredItems(fields["storage_data"]))
+        may_be_quantized = any(("torch", name) in named for name in _QUANTIZED)
         tensors = {
             _text(name): _tensor(name, entry, f"{what}: {name}", boxes)
             for name, entry in entries.items()
-            if entry.name.endswith(".TensorStorageMetadata") and not _is_quantized(entry)
+            if entry.name.endswith(".TensorStorageMetadata")
+            and not (may_be_quantized and _is_quantized(entry))
         }
         bytes_names = tuple(_text(name) for name in entries if name not in tensors)
         whole = {name for name in bytes_names if entries[name].fields.get("chunks")}
@@ -251,6 +253,8 @@ def _paths(planner_data: Any) -> dict[str, Path]:
 
 
 def _path(steps: Sequence[Any]) -> Path:
+    if set(map(type, steps)) == {str} and len(steps) <= _MOST_STEPS and "".join(steps).isascii():
+        return tuple(steps)
     if len(steps) > _MOST_STEPS or not all(map(_is_step, steps)):
         raise Damaged(
             f"a path of more than {_MOST_STEPS} steps, or of steps that are neither "

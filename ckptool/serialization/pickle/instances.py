@@ -76,12 +76,14 @@ class _InstancePattern(NamedTuple):
     """The instances of one class: an expression that matches one, with a group for each value.
 
     ``fields`` are its names, each with the pattern of the instances in a list there, the class of
-    an object there, or None. Only a flat one, where all are None, can be a row.
+    an object there, or None; ``lists`` are the indices of those with a list. Only a flat one, where
+    all are None, can be a row.
     """
 
     expression: re.Pattern[bytes]
     rows: RowClass
     fields: tuple[tuple[str, _InstancePattern | Global | None], ...]
+    lists: tuple[int, ...]
     is_flat: bool
 
 
@@ -190,7 +192,8 @@ class InstanceReader:
                         note += noted[piece]
             else:
                 record = self._build(pattern, pieces)
-                containers += sum(1 + len(values[p]) for p in pieces if p[0] == _EMPTY_LIST)
+                for at in pattern.lists:
+                    containers += 1 + len(values[pieces[at]])
             containers += 1
             stack.append(record)
             pos = match.end()
@@ -244,7 +247,8 @@ class InstanceReader:
         of_rows = RowClass(self._class_at(reference), names, reference, tuple(i for i, _ in fields))
         found_by = re.compile(b"".join([*wanted, _END]), re.DOTALL)
         pairs = tuple(zip(names, inner, strict=True))
-        return _InstancePattern(found_by, of_rows, pairs, not any(inner))
+        lists = tuple(n for n, each in enumerate(inner) if isinstance(each, _InstancePattern))
+        return _InstancePattern(found_by, of_rows, pairs, lists, not any(inner))
 
     def _field_pattern(self, sample: bytes) -> tuple[_InstancePattern | Global | None, bytes]:
         """Return the kind of a field that is not a plain value, and the expression for it."""
