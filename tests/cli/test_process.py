@@ -200,20 +200,24 @@ def test_inspecting_imports_nothing_that_only_others_need(checkpoint: Path) -> N
     assert done.stderr.strip() == "[0]"
 
 
-def test_a_quiet_convert_imports_no_screen_no_store_and_no_other_format(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    "words", [("convert", "m.safetensors"), ("reshard", "m", "--mesh", "2")], ids=lambda w: w[0]
+)
+def test_a_quiet_transfer_imports_no_screen_no_store_and_no_other_format(
+    words: tuple[str, ...], tmp_path: Path
 ) -> None:
     names = (
         *("rich", "tomllib", "ckptool.storage.planned_ranges", "ckptool.formats.deepspeed"),
+        *("ckptool.formats.rank_files", "ckptool.formats.megatron.optimizer"),
         *("ckptool.commands.keymap.maps", "ckptool.commands.keymap.library"),
     )
     code = (
         "import sys; from ckptool.cli import _run\n"
-        "sys.argv = ['ckptool', 'convert', '--quiet', '--no-verify', *sys.argv[1:]]\n"
+        "sys.argv = ['ckptool', sys.argv[1], '--quiet', '--no-verify', *sys.argv[2:]]\n"
         f"code = _run(); sys.exit(str([code, *(m for m in {names} if m in sys.modules)]))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, str(DCP), str(tmp_path / "model.safetensors")],
+        [sys.executable, "-c", code, words[0], str(DCP), str(tmp_path / words[1]), *words[2:]],
         capture_output=True,
         text=True,
         check=False,

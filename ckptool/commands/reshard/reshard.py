@@ -46,7 +46,6 @@ from ckptool.errors import Unsupported, UsageError
 from ckptool.formats import FORMATS, targets
 from ckptool.formats.base import Format, Request
 from ckptool.formats.companions import companions
-from ckptool.formats.rank_files import WRITERS
 from ckptool.storage.url import Location
 
 
@@ -292,8 +291,11 @@ def _writer(to: str | None, opened: OpenedCheckpoint) -> Format:
             hint = one_of(to, targets(mesh=True))
             raise UsageError(f"--to {to!r}: unknown format", hint=hint)
         return FORMATS[to]
-    if (same := WRITERS.get(opened.catalog.info.get("writer", ""))) is not None:
-        return FORMATS[same]
+    if opened.catalog.format == "rank-local":
+        from ckptool.formats.rank_files import WRITERS
+
+        if (same := WRITERS.get(opened.catalog.info.get("writer", ""))) is not None:
+            return FORMATS[same]
     return FORMATS["dcp"] if opened.format.reshard is None else opened.format
 
 
