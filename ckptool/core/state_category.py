@@ -194,18 +194,26 @@ _OF_A_MODULE = frozenset(["module", "frozen", "buffer"])
 
 
 def weights(catalog: Catalog) -> list[str]:
-    """Return the names of the model's tensors, with masters that are a parameter's only weight.
+    """Return the names of the model's tensors, with masters that are a parameter's only weight."""
+    return [*_of_model(catalog), *lone_masters(catalog)]
+
+
+def _of_model(catalog: Catalog) -> Iterator[str]:
+    return (name for name, entry in catalog.tensors.items() if state_category(entry) == "model")
+
+
+def lone_masters(catalog: Catalog) -> list[str]:
+    """Return the names of masters that are a parameter's only weight.
 
     DeepSpeed's ZeRO 3 saves partitioned parameters only as masters, ``fp32.<parameter>``;
     unpartitioned ones are in ``module``.
     """
-    names = [n for n, e in catalog.tensors.items() if state_category(e) == "model"]
-    if all(_head(name) in _OF_A_MODULE for name in names):
-        refused = (name for name in catalog.conflicts if _head(name) in _OF_A_MODULE)
-        parameters = {name.partition(".")[2] for name in (*names, *refused)}
-        masters = filter(is_master, catalog.tensors)
-        names += [name for name in masters if name.partition(".")[2] not in parameters]
-    return names
+    if any(_head(name) not in _OF_A_MODULE for name in _of_model(catalog)):
+        return []
+    refused = (name for name in catalog.conflicts if _head(name) in _OF_A_MODULE)
+    parameters = {name.partition(".")[2] for name in (*_of_model(catalog), *refused)}
+    masters = filter(is_master, catalog.tensors)
+    return [name for name in masters if name.partition(".")[2] not in parameters]
 
 
 def masters_are_weights(catalog: Catalog) -> bool:

@@ -19,7 +19,7 @@ from ckptool.commands.verify.steps import step_named
 from ckptool.core.catalog import Catalog, TensorEntry, coverage_problem
 from ckptool.core.dtype import DType
 from ckptool.core.quantization.names import kinds
-from ckptool.core.state_category import STATE_CATEGORIES, state_category, weights
+from ckptool.core.state_category import STATE_CATEGORIES, lone_masters, state_category
 from ckptool.core.text import plural
 from ckptool.errors import CkptoolError, Damaged, Hostile, Problem
 from ckptool.storage.url import Location
@@ -169,7 +169,8 @@ def report(opened: OpenedCheckpoint) -> InspectReport:
     shares = shares_of(catalog.tensors.values())
     totals = Totals(
         tensors=len(catalog.tensors),
-        parameters=sum(catalog.tensors[name].elements for name in weights(catalog)),
+        parameters=sum(share.elements for share in shares if share.part == "model")
+        + sum(catalog.tensors[name].elements for name in lone_masters(catalog)),
         nbytes=sum(share.nbytes for share in shares),
         files=len(catalog.files),
     )
