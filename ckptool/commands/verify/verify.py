@@ -7,8 +7,8 @@ then the content is read once, or the requested share of it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from itertools import chain
 
 from msgspec import Struct, field
@@ -53,7 +53,7 @@ from ckptool.engine.share import ALL, Share
 from ckptool.errors import CkptoolError, Problem, UsageError
 from ckptool.formats.companions import lost_random_states
 from ckptool.storage.file_status import changed
-from ckptool.storage.local import Files
+from ckptool.storage.local import Files, Run
 from ckptool.storage.url import Location
 
 Started = Callable[[int], Progress]
@@ -96,6 +96,17 @@ def examine(
         started = started or (lambda total: lambda nbytes: None)
         verification.check_content(started, digest=digest)
     return verification
+
+
+@contextmanager
+def _planned(source: Files, runs: Sequence[Run]) -> Iterator[None]:
+    """Announce reads, if there are any, and end the announcement."""
+    end = source.plan_reads(runs) if runs else None
+    try:
+        yield
+    finally:
+        if end is not None:
+            end()
 
 
 class Verification:
@@ -154,11 +165,11 @@ class Verification:
             self._check_part(None, content, started)
         elif digest or not self._sample.is_all or self.surveyed.format.trim or source.block == 1:
             whole = catalog.files | catalog.companions if self._sample.is_all else {}
-            end = source.plan_reads((f, 0, n) for f, n in whole.items() if f in source.files)
-            try:
-                self._check_part(catalog, content, started, whole if digest else {})
-            finally:
-                end()
+            planned = [(f, 0, n) for f, n in whole.items() if f in source.files]
+            early, late = (planned, []) if source.block > 1 else ([], planned)
+            with _planned(source, early):
+                hashed = whole if digest else {}
+                self._check_part(catalog, content, started, hashed, planned=late)
         else:
             from ckptool.commands.verify.checks.parts import parts
 
@@ -184,8 +195,12 @@ class Verification:
         whole: Mapping[str, int] | None = None,
         *,
         announced: bool = False,
+        planned: Sequence[Run] = (),
     ) -> None:
-        """Open the archives of a part of the catalog, then read its records and tensors once."""
+        """Open the archives of a part of the catalog, then read its records and tensors once.
+
+        Only then are ``planned`` reads requested: a disk would answer them before what opens.
+        """
         row, source, archives = self.surveyed.format, self.surveyed.source, self._files.archives
         tensors: dict[str, TensorEntry] = {}
         if part is not None:
@@ -200,7 +215,8 @@ class Verification:
         stored, archives.spans = archives.spans, []
         spans = self._sample.of([*stored, *attach(views, stored)], inner)
         content.add(tensors, trimmed, views, spans)
-        content.read.add(self._read(spans, started, whole or {}, announced=announced))
+        with _planned(source, planned):
+            content.read.add(self._read(spans, started, whole or {}, announced=announced))
         if self._sample.checks_whole:
             counters = tensors if self._sample.is_all else self._counters()
             content.counters.read(counters.values(), source, announced=announced)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -26,6 +26,7 @@ from ckptool.engine.share import Share
 from ckptool.errors import UsageError
 from ckptool.formats.dcp import items
 from ckptool.serialization.archive import cached
+from ckptool.storage.local import LocalSource, Run
 
 COUNT = 3
 
@@ -57,6 +58,27 @@ def folder(out: Path) -> Path:
     state["w.5"][2, 3] = float("nan")
     dcp.save(state, checkpoint_id=out / "ckpt", no_dist=True)
     return out / "ckpt"
+
+
+def test_a_disk_is_asked_for_all_of_a_file_once_its_items_are_open(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+
+    def plan_reads(self: LocalSource, runs: Iterable[Run]) -> Callable[[], None]:
+        asked.append(list(runs))
+        return lambda: asked.append("end")
+
+    def expect(self: LocalSource, spans: Iterable[Run]) -> None:
+        asked.append("opened")
+
+    monkeypatch.setattr(LocalSource, "plan_reads", plan_reads)
+    monkeypatch.setattr(LocalSource, "expect", expect)
+    verify(folder, VerifyOptions())
+    whole = [(name, 0, nbytes) for name, nbytes in LocalSource.folder(folder).files.items()]
+    assert asked[0] == asked[-3] == "opened"
+    assert set(cast(list[Run], asked[-2])) == set(whole)
+    assert asked[-1] == "end"
 
 
 def turn_byte(folder: Path, name: str) -> None:
