@@ -31,8 +31,9 @@ from ckptool.serialization.pickle.window import Window
 
 LEAST = 64
 _MOST_DIMS = 8
-_FIRST_SIZE, _LARGEST_SIZE = 1 << 17, 1 << 19
-"""Bytes of windows: twice what the last rows took, so that what is cut out is used."""
+_FIRST_SIZE, _LARGEST_SIZE = 1 << 15, 1 << 19
+"""Bytes of windows: twice what the last rows took, so that a hostile pickle of a few rows at a time
+is not cut out and searched a hundred times over."""
 _MOST_KNOWN = 16
 BEGIN = b")\x81\x94}\x94("
 """EMPTY_TUPLE, NEWOBJ, MEMOIZE, EMPTY_DICT, MEMOIZE, MARK."""
