@@ -173,30 +173,39 @@ def stats(
     return StatsReport(tuple(rows))
 
 
-def not_finite_count(entry: TensorEntry, source: Files) -> Problem:
-    """Return the problem of a tensor with NaN or infinite values, and their counts."""
-    try:
-        stats = _measure([entry], source)[entry.name]
-        message = f"{entry.name}: {stats.nan:,} NaN and {stats.inf:,} infinite values"
-        message += f" of {entry.elements:,}"
-    except CkptoolError:
-        message = f"{entry.name}: NaN or infinite values"
-    return Problem(message, "not-finite", tensor=entry.name)
+def not_finite_counts(entries: Sequence[TensorEntry], source: Files) -> list[Problem]:
+    """Return the problem of each tensor with NaN or infinite values, and their counts."""
+    measured = _measure(entries, source, lenient=True)
+    problems = []
+    for entry in entries:
+        stats, message = measured.get(entry.name), f"{entry.name}: NaN or infinite values"
+        if stats is not None:
+            message = f"{entry.name}: {stats.nan:,} NaN and {stats.inf:,} infinite values"
+            message += f" of {entry.elements:,}"
+        problems.append(Problem(message, "not-finite", tensor=entry.name))
+    return problems
 
 
 def _measure(
     entries: Iterable[TensorEntry],
     source: Files,
     progress: Callable[[int], None] = lambda nbytes: None,
+    *,
+    lenient: bool = False,
 ) -> dict[str, TensorStats]:
-    """Return the statistics of located tensors by name."""
+    """Return the statistics of located tensors by name; if ``lenient``, of those that are read."""
     measured: dict[str, TensorStats] = {}
 
     def measure(entry: TensorEntry, tiles: Iterator[TensorTile]) -> None:
         moments = _Moments()
-        with np.errstate(over="ignore", invalid="ignore"):
-            for tile in tiles:
-                moments.add(decode(tile.values.reshape(-1), entry.source_dtype))
+        try:
+            with np.errstate(over="ignore", invalid="ignore"):
+                for tile in tiles:
+                    moments.add(decode(tile.values.reshape(-1), entry.source_dtype))
+        except CkptoolError:
+            if lenient:
+                return
+            raise
         measured[entry.name] = moments.of(entry)
 
     jobs = (tensor_job(e, _TILE_ELEMENTS * e.source_dtype.itemsize, stored=True) for e in entries)

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from ckptool.commands.open import Survey, survey
 from ckptool.commands.options.verify import VerifyOptions
-from ckptool.commands.stats import not_finite_count
+from ckptool.commands.stats import not_finite_counts
 from ckptool.commands.verify.checks.consistency import (
     catalog_problems,
     config_file_problems,
@@ -245,11 +245,8 @@ class Verification:
         if isinstance(self._sample, DataPart):
             trim, whole = self.surveyed.format.trim, self._locate(names)
             found = {name: trim(each) for name, each in whole.items()} if trim else whole
-        self._problems += [
-            not_finite_count(found[name], source)
-            for name in sorted(names)
-            if state_category(found[name]) != "other"
-        ]
+        odd = [found[name] for name in sorted(names) if state_category(found[name]) != "other"]
+        self._problems += not_finite_counts(odd, source) if odd else []
         self._unchecked = {span.file for span in spans if span.crc32 is None and span.nbytes}
 
     def _read(

@@ -17,6 +17,7 @@ from conftest import CASES, GOOD, Case, by_name, case, run_verify
 from recipes.damage import DAMAGE
 from recipes.hostile import HOSTILE
 
+from ckptool.commands import stats
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.verify.codes import Severity
@@ -440,6 +441,19 @@ def test_nan_is_a_warning_and_finite_makes_it_an_error(tmp_path: Path) -> None:
     assert "1 NaN and 1 infinite values of 3,000" in found[0].message
     assert checked(folder).ok
     assert not checked(folder, fail_nonfinite=True).ok
+
+
+def test_all_tensors_with_nan_are_counted_in_one_reading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = pytest.importorskip("torch")
+    counted: list[int] = []
+    real = stats.read_tiles
+    monkeypatch.setattr(stats, "read_tiles", lambda *args: counted.append(1) or real(*args))
+    state = {f"w{n}": torch.full((n + 1,), float("nan")) for n in range(5)}
+    messages = [finding.message for finding in checked(saved(tmp_path / "c", state=state)).findings]
+    assert messages == [f"w{n}: {n + 1} NaN and 0 infinite values of {n + 1}" for n in range(5)]
+    assert len(counted) == 1
 
 
 # Depths
