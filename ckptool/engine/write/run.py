@@ -10,6 +10,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
+from ckptool.core.box import Box
 from ckptool.core.catalog import Chunk, TensorEntry
 from ckptool.core.layout import FileLayout, Literal, Part, Verbatim
 from ckptool.core.plan import Plan
@@ -180,7 +181,8 @@ class _PlanWriter:
 
     def _write_tiles(self, tiles: Sequence[Tile], read: Iterator[PlannedPiece]) -> None:
         """Write the pieces of some tiles as they are read; small parts a little later."""
-        if tiles[0].pieces and tiles[0].entry.nbytes <= SMALL:
+        entry = tiles[0].entry
+        if tiles[0].band == Box.whole(entry.shape) and entry.nbytes <= SMALL:
             for tile, _, data, crc in read:
                 self._output.add(tile, self._unfinished[tile.file].parts, data, crc)
             return

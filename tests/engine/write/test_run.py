@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 from conftest import SUFFIX, TENSORS_OF, case, convert_to, read_back
 
+from ckptool.api.commands import verify
 from ckptool.commands.convert import prepare
-from ckptool.commands.options.target import ConvertOptions
+from ckptool.commands.options.target import ConvertOptions, ReshardOptions
+from ckptool.commands.reshard.reshard import prepare_reshard
+from ckptool.core.sharding.placement import parse_mesh, parse_rule
 from ckptool.engine.run_options import RunOptions
 from ckptool.engine.write.output import OutputFiles
 from ckptool.errors import CkptoolError, Damaged, TransferError, Unsupported
@@ -30,6 +33,23 @@ def test_tiles_of_any_size(
     monkeypatch.setattr(LocalSource, "tile", tile)
     convert_to(target, case(name).path, out / f"m{SUFFIX[target]}")
     assert read_back(target, out / f"m{SUFFIX[target]}") == case(name).truth
+
+
+@pytest.mark.parametrize("tile", [64])
+def test_columns_in_tiles_of_any_size(
+    tile: int, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each part has several tiles, also those of small tensors; its checksum is that of all."""
+    monkeypatch.setattr(LocalSource, "tile", tile)
+    options = ReshardOptions(
+        mesh=parse_mesh("1x2"),
+        rules=(parse_rule("*=Replicate(),Shard(-1)"), parse_rule("*=Replicate(),Replicate()")),
+        rank_state="keep",
+        to="dcp",
+    )
+    prepare_reshard(case("dcp_fsdp2_tp").path, out / "m", options).run()
+    assert read_back("dcp", out / "m") == case("dcp_fsdp2_tp").truth
+    assert verify(out / "m")
 
 
 @pytest.mark.parametrize("workers", [1, 3, 16])
