@@ -89,7 +89,8 @@ class Stack:
         if value is MARK:
             raise self.malformed("a mark where a value is expected")
         if type(value) is Rows:
-            self._stack += value
+            self._stack.append(value)
+            self._expand(1)
             return self._stack.pop()
         return value
 
@@ -97,8 +98,16 @@ class Stack:
         """Pop a value or a mark."""
         value = self._stack.pop()
         if type(value) is Rows:
-            self._stack += value
+            self._stack.append(value)
+            self._expand(1)
             self._stack.pop()
+
+    def _expand(self, count: int) -> None:
+        """Replace rows among the last values by their instances, which may alternate with more."""
+        stack, first = self._stack, max(0, len(self._stack) - count)
+        while first and type(stack[first - 1]) is Rows:
+            first -= 1
+        stack[first:] = expand_rows(stack[first:])
 
     def _push(self, value: PickleValue) -> None:
         self._stack.append(value)
@@ -108,7 +117,7 @@ class Stack:
         if value is MARK:
             raise self.malformed("a mark where a value is expected")
         if type(value) is Rows:
-            self._stack[-1:] = value
+            self._expand(1)
             return self._stack[-1]
         return value
 
@@ -201,7 +210,7 @@ class Builder(Stack):
         """Push a tuple of the last ``count`` values, or the ``torch.Size`` made of it next."""
         stack = self._stack
         if Rows in map(type, stack[-count:]):
-            stack[-count:] = expand_rows(stack[-count:])
+            self._expand(count)
         items = tuple(stack[-count:])
         if len(items) < count:
             raise IndexError

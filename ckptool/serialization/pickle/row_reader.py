@@ -32,8 +32,8 @@ from ckptool.serialization.pickle.window import Window
 LEAST = 64
 _MOST_DIMS = 8
 _FIRST_SIZE, _LARGEST_SIZE = 1 << 15, 1 << 19
-"""Bytes of windows: twice what the last rows took, so that a hostile pickle of a few rows at a time
-is not cut out and searched a hundred times over."""
+"""Bytes of windows: four times what the last rows took, so that a hostile pickle of a few rows at a
+time is not cut out and searched a hundred times over."""
 _MOST_KNOWN = 16
 BEGIN = b")\x81\x94}\x94("
 """EMPTY_TUPLE, NEWOBJ, MEMOIZE, EMPTY_DICT, MEMOIZE, MARK."""
@@ -51,6 +51,7 @@ class _KnownRun(NamedTuple):
     batch: bytes
     table: list[list[Column]]
     starts: Any
+    ending: bytes
 
 
 class RowReader:
@@ -92,7 +93,7 @@ class RowReader:
         if run is None:
             return None
         behind = len(run.data)
-        self._size = min(max(2 * behind, _FIRST_SIZE), _LARGEST_SIZE)
+        self._size = min(max(4 * behind, _FIRST_SIZE), _LARGEST_SIZE)
         pairs = zip(classes, run.table, strict=True)
         rows = tuple(Rows(each, columns, self._objects, pos) for each, columns in pairs)
         return Run(rows), *window.place(behind)
@@ -125,11 +126,12 @@ class RowReader:
         if count >= LEAST:
             count = window.first_torn(starts[:count], int(cursor[count - 1]))
         while count >= LEAST:
+            count, ending = self._end_of_batches(cursor[:count], starts[:count], batch)
             table = [[Column(k[:count], n[:count]) for k, n in columns] for columns in table]
             count = self._resolve(table, noted)
             if count == len(table[0][0].kinds):
                 rows = window.data[: int(cursor[count - 1])]
-                return self._keep(_KnownRun(rows, classes, batch, table, starts[:count]))
+                return self._keep(_KnownRun(rows, classes, batch, table, starts[:count], ending))
         return None
 
     def _follow(self, ends: Any, starts: Any, batch: bytes) -> Any:
@@ -140,6 +142,19 @@ class RowReader:
         mask, wanted = self._masks[len(batch)], int.from_bytes(batch, "little")
         is_batch = (self._window.words[ends] & mask) == wanted
         return follow | (is_batch & (ends + len(batch) == starts))
+
+    def _end_of_batches(self, ends: Any, starts: Any, batch: bytes) -> tuple[int, bytes]:
+        """Return how many rows are in one batch, or in several that all end; and what must follow.
+
+        The end of a batch alone says that its rows go where those before went.
+        """
+        import numpy as np
+
+        last = np.flatnonzero(ends[:-1] != starts[1:])[-1:]
+        if not len(last):
+            return len(ends), b""
+        is_end = self._window.data.startswith(batch[:1], int(ends[-1]))
+        return len(ends) if is_end else int(last[0]) + 1, batch[:1]
 
     def _keep(self, run: _KnownRun) -> _KnownRun:
         """Keep rows that may be repeated: the chunks of the next tensor, which is cut alike."""
@@ -154,7 +169,7 @@ class RowReader:
             size = len(run.data)
             is_like = run.classes == classes and run.batch == batch and size <= window.last
             if is_like and (found is None or size > len(found.data)):
-                is_same = window.data.startswith(run.data)
+                is_same = window.data.startswith(run.data + run.ending)
                 if is_same and window.first_torn(run.starts, size) == len(run.starts):
                     found = run
         return found

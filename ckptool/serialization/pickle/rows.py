@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import chain, groupby
 from typing import Any, NamedTuple
 
 from ckptool.serialization.pickle.records import TORCH_SIZE, Call, Global, RowObjects
@@ -80,8 +81,9 @@ class Rows:
 def expand_rows(values: list[Any]) -> list[Any]:
     """Return values with an instance each for those that represent many."""
     flat: list[Any] = []
-    for value in values:
-        flat.extend(value) if type(value) is Rows else flat.append(value)
+    for begin, run in groupby(values, lambda v: v.begin if type(v) is Rows else None):
+        alike = [*run]  # of keys and of values, if they alternate
+        flat.extend(alike if begin is None else chain.from_iterable(zip(*alike, strict=True)))
     return flat
 
 

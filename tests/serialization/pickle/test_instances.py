@@ -9,6 +9,7 @@ import pickle
 import pickletools
 import struct
 import weakref
+from operator import add
 from typing import Any
 from unittest import mock
 
@@ -210,7 +211,7 @@ def test_the_rows_of_many_frames_and_batches_are_few_columns() -> None:
     data = pickle.dumps([SHARED, torch.Size([1]), table, *lists], 4)
     assert len(data) > 4 << 16
     _, _, *read = read_pickle(data, what="p", rows=True).value
-    assert [len(each) for each in read] == [4, 2, 2]
+    assert [len(each) for each in read] == [4, 2, 3]
     assert [count_rows(each) // 100 for each in read] == [29, 14, 14]
     assert outcome(data, rows=True) == outcome(data, at_once=False)
 
@@ -411,6 +412,28 @@ def test_rows_of_odd_programs_are_as_one_by_one(
     monkeypatch.setattr(row_reader, "_LARGEST_SIZE", 80)
     data = HEAD + program + b"." * 40
     assert outcome(data, rows=True) == outcome(data, at_once=False)
+
+
+@pytest.mark.parametrize("end", [b"e", b"l", b"1", b"t", b"u", b"d", b"0", b"00", b"0" * 10 + b"e"])
+@pytest.mark.parametrize("start", [b"](", b"}("])
+def test_only_the_end_of_a_batch_takes_its_rows(start: bytes, end: bytes) -> None:
+    """What follows a batch decides where its rows go: only what was read before is sure."""
+    batch = b"e(" if start == b"](" else b"u("
+    rows = b"".join(NUMBERED[:8])
+    for batches in (batch, batch + rows + batch):
+        data = HEAD + start + rows + batches + rows + end + b"." * 40
+        assert outcome(data, rows=True) == outcome(data, at_once=False)
+
+
+@pytest.mark.parametrize(
+    "end", [b"u", b"d", b"l", b"t", b"00u", b"0Nu", b"2N2Nu", b"\x86u", b"\x87"]
+)
+def test_rows_of_two_classes_are_keys_and_values_to_other_opcodes(end: bytes) -> None:
+    pairs = b"".join(map(add, NUMBERED[:8], OTHERS[:8]))
+    for start in (b"}(", b"]("):
+        head = b"\x8c\x01D\x940h\x04h\x07\x93\x94"
+        data = HEAD + head + start + pairs + end + b"." * 40
+        assert outcome(data, rows=True) == outcome(data, at_once=False)
 
 
 @pytest.mark.parametrize("before", [b"](", b"](" + b"".join(NUMBERED) + b"e0]("])
