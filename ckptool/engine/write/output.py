@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
@@ -21,7 +22,7 @@ WRITE = 1 << 20
 """Bytes of one write, while they are in the processor's cache."""
 SMALL = 64 << 10
 """Bytes of a part up to which a copy costs less than a write of its own."""
-_RUN = 256 << 10
+_RUN = 64 << 10
 """Bytes of adjoining small parts that are written at once."""
 _MOST_RUNS = 16
 """Files of which a thread keeps bytes that are not written yet."""
@@ -157,10 +158,10 @@ class OutputFiles:
             self._flush(runs.pop(tile.file))
 
     def close(self) -> None:
-        """Write what the calling thread keeps, and close its descriptors."""
+        """Write what the calling thread keeps, unless an error ends it; close its descriptors."""
         try:
             runs: dict[int, _Run] = getattr(self._local, "runs", {})
-            while runs:
+            while runs and sys.exc_info()[0] is None:  # what is kept is noted nowhere
                 self._flush(runs.popitem()[1])
         finally:
             _close_all(getattr(self._local, "descriptors", {}))

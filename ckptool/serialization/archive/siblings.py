@@ -31,6 +31,10 @@ _NAME_IN_ENTRY = 30
 """Bytes from the CRC-32 of a directory's entry to its name."""
 _IN_LOCAL_HEADER = 14
 _DESCRIPTOR = b"PK\x07\x08"
+_LEAST_DESCRIPTOR = 12
+"""Bytes of a descriptor without its mark."""
+_LONGEST_ROOT = 255
+"""Characters: its places in all headers are kept."""
 CHECKSUM_OVER_ALL = "/.data/serialization_id"
 """The end of the name of a record that differs whenever a storage does."""
 _LARGEST_ALIKE = 1 << 12
@@ -148,7 +152,9 @@ def _layout_of(region: Region, records: list[ZipRecord]) -> Layout | None:
     own = [at for at, record in enumerate(records) if _is_own(record)]
     root = records[0].name.partition("/")[0] if own else ""
     is_plain = all(r.name.startswith(f"{root}/") and r.method == STORED for r in records)
-    if not root or not root.isascii() or not is_plain or not has_checksums(records):
+    if not 0 < len(root) <= _LONGEST_ROOT or not root.isascii():
+        return None
+    if not is_plain or not has_checksums(records):
         return None
     if not _are_apart(region, records) or not all(_is_intact(region, r) for r in records):
         return None
@@ -192,7 +198,8 @@ def _are_apart(region: Region, records: Iterable[ZipRecord]) -> bool:
     for record in sorted(records, key=attrgetter("header")):
         if record.header < position:
             return False
-        position = record.offset + record.stored
+        has_descriptor = bool(record.flags & STREAMED)
+        position = record.offset + record.stored + _LEAST_DESCRIPTOR * has_descriptor
     return position <= find_directory(region)[0]
 
 

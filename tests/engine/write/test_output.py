@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import zlib
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -124,3 +125,18 @@ def test_many_small_tensors_take_few_writes(
     assert len(writes) < 20
     written = read_back(target, out / f"m{SUFFIX[target]}")
     assert written == read_back("safetensors", out / "source")
+
+
+def test_an_error_while_writing_is_not_hidden_by_what_is_kept(tmp_path: Path) -> None:
+    """What a thread keeps when it ends by an error is not written, and cannot fail again."""
+    part = Data("t", Box((0,), (4,)), 1)
+    files = OutputFiles(tmp_path / "missing", [FileLayout("0", (part,))])
+    tile = Tile(0, 0, 0, part.shape, ENTRY, ())
+
+    def fail() -> None:
+        with closing(files):
+            files.add(tile, [part], memoryview(b"four"), 0)
+            raise ValueError("the first")
+
+    with pytest.raises(ValueError, match="the first"):
+        fail()
