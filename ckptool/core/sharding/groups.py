@@ -156,7 +156,7 @@ def group_parts(
     Or one for each part that has chunks of its own, or if a row of the chunks is more than a tile.
     """
     is_moved = entry.source_dtype == entry.dtype and not is_computed(entry)
-    rows_of = entry.shape[1:] if is_moved and index.whole_rows else None
+    straight = entry.shape[1:] if is_moved and index.whole_rows else None
     most = min(4 * limit, _BAND) if is_moved else limit
     itemsize = max(entry.source_dtype.itemsize, entry.dtype.itemsize)
     groups = []
@@ -166,7 +166,7 @@ def group_parts(
             groups.append(Group(tuple(some), most // row, band))
             continue
         for place in some:
-            times = _STRAIGHT if place.part.shape[1:] == rows_of else 1
+            times = _STRAIGHT if place.part.shape[1:] == straight else 1
             groups.append(Group((place,), times=times))
     return groups
 

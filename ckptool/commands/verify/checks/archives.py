@@ -63,10 +63,11 @@ class ArchiveCheck:
         try:
             with coded("zip-structure", file=item.file):
                 region = item_region(self._source, item, "an item", limit, _EDGE)
-                records = self._templates.match(region)
                 is_file = item.nbytes == self._source.files.get(item.file)
                 sibling = find_sibling(region) if is_file else None
-                if sibling is not None:
+                if sibling is None:
+                    records = self._templates.match(region)
+                else:
                     self.problems += _of_another_name(item.file, sibling.root, self._source)
                     records = sibling.own_records(storages=not self._only_structure)
                 if records is None:
