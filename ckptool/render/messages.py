@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -13,6 +13,9 @@ import msgspec
 from ckptool.commands.document import document
 from ckptool.errors import UNCODED, CkptoolError, Damaged
 from ckptool.render.text import console, escaped, say
+
+_ROWS = 2048
+"""Rows of a list that are printed at a time: half a megabyte of tensors."""
 
 
 def show_error(error: CkptoolError) -> None:
@@ -75,14 +78,42 @@ def show_step(text: str) -> None:
 
 
 def print_json(content: Mapping[str, Any]) -> None:
-    """Print one JSON object on stdout."""
-    text = json.dumps(content, allow_nan=False)
-    try:  # what indent=2 makes of it, which Python's own encoder writes slowly
-        sys.stdout.write(msgspec.json.format(text, indent=2))
-    except msgspec.DecodeError:  # an escape that represents half a character
-        json.dump(content, sys.stdout, indent=2, allow_nan=False)
+    """Print one JSON object on stdout, the rows of a long list in pieces."""
+    for piece in _json_pieces(content):
+        sys.stdout.write(piece)
     sys.stdout.write("\n")
     sys.stdout.flush()
+
+
+def _json_pieces(content: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the text of an object, which would take the memory of all rows again if held whole."""
+    before = "{"
+    for key, value in content.items():
+        yield before
+        if isinstance(value, list) and len(value) > _ROWS:
+            yield from _list_pieces(key, value)
+        else:
+            yield _indent({key: value})[1:-2]
+        before = ","
+    yield "\n}" if content else "{}"
+
+
+def _list_pieces(key: str, rows: Sequence[Any]) -> Iterator[str]:
+    """Yield the text of a member of an object: its key, and a list of many rows."""
+    head, end = f"{{\n  {json.dumps(key)}: [", "\n  ]\n}"
+    before = head[1:]
+    for start in range(0, len(rows), _ROWS):
+        yield before + _indent({key: rows[start : start + _ROWS]})[len(head) : -len(end)]
+        before = ","
+    yield end[:-2]
+
+
+def _indent(content: Mapping[str, Any]) -> str:
+    """Return what indent=2 makes of an object, which Python's own encoder writes slowly."""
+    try:
+        return msgspec.json.format(json.dumps(content, allow_nan=False), indent=2)
+    except msgspec.DecodeError:  # an escape that represents half a character
+        return json.dumps(content, indent=2, allow_nan=False)
 
 
 def _lines(text: str) -> str:

@@ -87,3 +87,16 @@ def test_json_is_as_python_indents_it(content: dict[str, Any]) -> None:
     with redirect_stdout(stream):
         print_json(content)
     assert stream.getvalue() == json.dumps(content, indent=2) + "\n"
+
+
+@pytest.mark.parametrize("rows", [2047, 2048, 2049, 6000])
+def test_a_long_list_is_printed_in_pieces(rows: int) -> None:
+    """Held whole, the text of a checkpoint of many tensors takes as much memory as they do."""
+    content = {"a": [], "many": [{"name": f"n{n}", "shape": [n, []]} for n in range(rows)], "z": 1}
+    pieces: list[str] = []
+    stream = io.StringIO()
+    stream.write = pieces.append  # type: ignore[method-assign, assignment]
+    with redirect_stdout(stream):
+        print_json(content)
+    assert "".join(pieces) == json.dumps(content, indent=2) + "\n"
+    assert max(piece.count("name") for piece in pieces) <= 2048

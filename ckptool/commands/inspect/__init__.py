@@ -100,7 +100,7 @@ class InspectReport(Report, frozen=True):
         """Return the object that ``--json`` prints, with all ``tensors``, or only these."""
         catalog, mesh = self.catalog, self.catalog.mesh
         entries = catalog.tensors.values() if tensors is None else tensors
-        return document(
+        content = document(
             self.schema,
             path=self.path,
             format=catalog.format,
@@ -111,12 +111,14 @@ class InspectReport(Report, frozen=True):
             mesh=mesh and {"shape": mesh.shape, "names": mesh.names, "source": catalog.mesh_source},
             totals=self.totals,
             shares=[plain(share) | {"dtype": share.dtype.name} for share in self.shares],
-            tensors=list(map(tensor_row, entries)),
+            tensors=(),
             values=list(map(value_row, catalog.objects.values())),
             notes=self.notes,
             problems=self.problems,
             ok=self.ok,
         )
+        content["tensors"] = list(map(tensor_row, entries))  # plain already, and very many
+        return content
 
     def _short(self) -> dict[str, Any]:
         size = {"tensors": self.totals.tensors, "bytes": self.totals.nbytes}

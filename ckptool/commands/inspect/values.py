@@ -18,13 +18,13 @@ _LARGEST_INT = (1 << 63) - 1
 
 
 def tensor_row(entry: TensorEntry) -> dict[str, Any]:
-    """Return the JSON of a tensor."""
+    """Return the plain JSON of a tensor."""
     placements = entry.placements
     return {
         "name": entry.name,
         "part": state_category(entry),
         "dtype": entry.dtype.name,
-        "shape": entry.shape,
+        "shape": list(entry.shape),
         "bytes": entry.nbytes,
         "placements": None if placements is None else list(map(str, placements)),
         "chunks": len(entry.chunks),
