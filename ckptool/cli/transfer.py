@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
@@ -44,11 +45,12 @@ def convert(
     with join_ranks() as ranks:
         places = parse_place(source, "SRC"), parse_place(target, "DST")
         planned = ranks.together(lambda: prepare(*places, options, ranks=ranks.size))
-        report = _run(planned, ranks, dry_run=dry_run, quiet=quiet or ranks.rank > 0)
-        if ranks.rank == 0 and (as_json or dry_run or not quiet):
-            from ckptool.render.convert import show_convert
+        with _noting_what_stands() as stands:
+            report = _run(planned, ranks, stands, dry_run=dry_run, quiet=quiet or ranks.rank > 0)
+            if ranks.rank == 0 and (as_json or dry_run or not quiet):
+                from ckptool.render.convert import show_convert
 
-            _show(report, show_convert, as_json=as_json)
+                _show(report, show_convert, as_json=as_json)
 
 
 def reshard(
@@ -82,12 +84,13 @@ def reshard(
 
     with join_ranks() as ranks:
         planned = ranks.together(partial(prepare, ranks))
-        report = _run(planned, ranks, dry_run=dry_run, quiet=quiet or ranks.rank > 0)
-        if ranks.rank == 0 and (as_json or dry_run or not quiet):
-            from ckptool.render.reshard import show_reshard
+        with _noting_what_stands() as stands:
+            report = _run(planned, ranks, stands, dry_run=dry_run, quiet=quiet or ranks.rank > 0)
+            if ranks.rank == 0 and (as_json or dry_run or not quiet):
+                from ckptool.render.reshard import show_reshard
 
-            report = planned.with_costs() if dry_run else report
-            _show(report, show_reshard, as_json=as_json)
+                report = planned.with_costs() if dry_run else report
+                _show(report, show_reshard, as_json=as_json)
 
 
 def _show(report: Report, show: Callable[[Report], None], *, as_json: bool) -> None:
@@ -103,10 +106,26 @@ def _show(report: Report, show: Callable[[Report], None], *, as_json: bool) -> N
         show(report)
 
 
-def _run(planned: Transfer[Report], ranks: Ranks, *, dry_run: bool, quiet: bool) -> Report:
+@contextmanager
+def _noting_what_stands() -> Iterator[list[str]]:
+    """Give a list, whose texts are noted on an interruption: what is written by then, and stays."""
+    stands: list[str] = []
+    try:
+        yield stands
+    except (KeyboardInterrupt, SystemExit) as error:
+        for note in stands:
+            error.add_note(note)
+        raise
+
+
+def _run(
+    planned: Transfer[Report], ranks: Ranks, stands: list[str], *, dry_run: bool, quiet: bool
+) -> Report:
     """Run the plan, or report why that would be refused now; show its notes and progress."""
     if quiet and not dry_run:
-        return planned.run(ranks=ranks)  # nothing is shown: rich is not loaded
+        report = planned.run(ranks=ranks)  # nothing is shown: rich is not loaded
+        stands.append(planned.standing)
+        return report
     from ckptool.render.messages import show_notes, show_obstacle
     from ckptool.render.progress import progress
 
@@ -122,5 +141,6 @@ def _run(planned: Transfer[Report], ranks: Ranks, *, dry_run: bool, quiet: bool)
         return planned.report
     with progress(planned.nbytes, quiet=False) as advance:
         report = planned.run(advance, ranks, begun)
+        stands.append(planned.standing)
     show_notes(report.notes[len(planned.report.notes) :])
     return report

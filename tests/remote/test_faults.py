@@ -41,6 +41,8 @@ from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.commands.verify.verify import verify
 from ckptool.core.sharding.placement import parse_mesh
 from ckptool.engine.run_options import RunOptions
+from ckptool.engine.write.remote_stage import RemoteStage
+from ckptool.engine.write.stage import RESUME_HINT
 from ckptool.errors import Changed, CkptoolError, Damaged, NotFound, TransferError, Unsupported
 from ckptool.storage.commit_note import UNFINISHED
 from ckptool.storage.retry import NoAnswer
@@ -210,6 +212,26 @@ def test_a_process_that_is_ended_leaves_no_checkpoint_and_is_resumed(
     resharded(source, out / "m", "1")
     assert s3.get("m") == files_of(out / "m")
     assert not s3.uploads
+
+
+@pytest.mark.parametrize("removed", [True, False])
+def test_interrupted_at_its_end_it_says_whether_all_is_there(
+    removed: bool, s3: S3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The note is removed last: until then readers take the output for unfinished."""
+    forget = RemoteStage._forget
+
+    def interrupted(stage: RemoteStage) -> None:
+        if removed:
+            forget(stage)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(RemoteStage, "_forget", interrupted)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        resharded(case("dcp_fsdp2_tp").path, s3.url("m"), "2")
+    stands = f"{s3.url('m')} is complete and verified"
+    assert caught.value.__notes__ == ([stands] if removed else [RESUME_HINT])
+    assert (UNFINISHED in s3.get("m")) is not removed
 
 
 def test_credentials_that_expire_midway_keep_what_was_written(s3: S3) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from msgspec import Struct
@@ -139,6 +140,7 @@ def _is_finished_by(stage: Output, ranks: Ranks) -> bool:
 AnyReport = TypeVar("AnyReport")
 
 _SAVES_AGAIN = "what was written is kept until the next save to the same place, which starts over"
+_CLEANS = "the next command that writes there removes what is left of this run"
 _FINISHED = "all was written by an earlier run, whose commit was interrupted; it is now finished"
 
 
@@ -221,9 +223,8 @@ class Transfer(Struct, Generic[AnyReport], frozen=True):
                 error.add_hint(remains)
             raise
         except (KeyboardInterrupt, SystemExit) as error:
-            for note in (self._next_step(stage), stage.remains()):
-                if note is not None:
-                    error.add_note(note)
+            for note in self._left(stage):
+                error.add_note(note)
             raise
         finally:
             stage.close()
@@ -246,6 +247,24 @@ class Transfer(Struct, Generic[AnyReport], frozen=True):
         message = Problem(head + error.message.removeprefix(head), error.message.code)
         hints = (error.hint, self._next_step(stage), stage.remains())
         return TransferError(message, hint="; ".join(filter(None, hints)) or None)
+
+    def _left(self, stage: Output) -> list[str]:
+        """Return what an interrupted run leaves: the target if it is in place, or the next step."""
+        if self.options.part is None and stage.is_committed():
+            return [self.standing, *([_CLEANS] if stage.is_partial() else [])]
+        return [note for note in (self._next_step(stage), stage.remains()) if note is not None]
+
+    @property
+    def standing(self) -> str:
+        """What stands once all is written, even if the command is interrupted from then on."""
+        if self.options.part is not None:
+            share = self.options.part
+            return f"part {share.position + 1} of {share.size} of {self.target} is complete"
+        if self.options.verify:
+            return f"{self.target} is complete and verified"
+        places = " --against ".join(quote(str(at)) for at in (self.opened.path, self.target))
+        how = f"`ckptool verify {places}`, with the same options, does it"
+        return f"{self.target} is complete, but not verified: {how}"
 
     def _next_step(self, stage: Output) -> str | None:
         """Return how to continue a run that ended midway; a save from memory starts over."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 
 from ckptool.core.text import list_some
@@ -337,6 +338,13 @@ class FileCommit:
 
 
 Commit = FolderCommit | FileCommit
+
+
+def is_in_place(commit: Commit, file: NoteFile, begun: CommitNote) -> bool:
+    """Return whether a commit got as far as the target, by its note, or as it was begun."""
+    with suppress(OSError, Unsupported):
+        begun = file.read() or begun
+    return commit.is_done(begun)
 
 
 def _device(path: Path) -> int:

@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from ckptool.core.text import list_some, plural
-from ckptool.errors import TransferError, Unsupported
+from ckptool.errors import Committed, TransferError, Unsupported
 from ckptool.storage.commit_note import stamp
 from ckptool.storage.disk import identity, is_real_file, rename_new
 from ckptool.storage.local import LocalSource
@@ -188,6 +188,15 @@ def already_in_store(target: object, names: Sequence[str], *, removes: bool) -> 
     return Unsupported(f"{target} already exists ({some})", hint=hint)
 
 
+def charged_note(remains: Mapping[str, int]) -> str:
+    """Return what to do about objects, with their bytes, that a store did not let be removed."""
+    return (
+        "remove what could not be deleted, as the store charges for it:"
+        f" {sum(remains.values()):,} bytes of {list_some(list(remains))} (parts of unfinished"
+        " files: abort their multipart uploads, or have a lifecycle rule do it)"
+    )
+
+
 def not_replaced(path: object, target: object) -> Unsupported:
     """Return the error for an --overwrite of what is not a checkpoint, or not ckptool's."""
     if path == target:
@@ -198,6 +207,14 @@ def not_replaced(path: object, target: object) -> Unsupported:
             f" part of {target}"
         )
     return Unsupported(message, hint=f"write elsewhere, or move it away: mv {path} ELSEWHERE")
+
+
+def left_behind(target: Path, error: OSError) -> Committed:
+    """Return the error after the commit: only a later step failed."""
+    return Committed(
+        f"{target}: the new one is complete, but cleaning up failed: {error.strerror or error}",
+        hint="the next command that writes there, such as the same with --resume, finishes it",
+    )
 
 
 def move_kept(old: Path, new: Path, own: Collection[str]) -> list[str]:

@@ -24,8 +24,8 @@ from ckptool.engine.write.parts import (
     require_parts,
     run_head,
 )
-from ckptool.engine.write.remote_stage import RemoteStage, part_note
-from ckptool.engine.write.writer import this_writer
+from ckptool.engine.write.remote_stage import RemoteStage
+from ckptool.engine.write.writer import part_note, read_note, this_writer
 from ckptool.errors import Unsupported
 from ckptool.storage.url import RemotePath
 
@@ -48,7 +48,7 @@ class RemotePartStage(RemoteStage):
         A store's content cannot be replaced in parts, as one of them would have to remove it first.
         """
         self._require_writable()
-        note = self._read_note(self._note)
+        note = read_note(self._note)
         if note is not None:
             self._require_same_run()
         elif existing := self._list_existing():
@@ -58,17 +58,17 @@ class RemotePartStage(RemoteStage):
                 hint="parts cannot replace a target in a store: write elsewhere, or remove it "
                 "first",
             )
-        self._require_ended(self._read_note(self._claim), "this part")
+        self._require_ended(read_note(self._claim), "this part")
 
     def begin(self) -> None:
         """Note the owner of this output, unless another part has, and the writer of this part."""
         self.require_possible()
         self._require_removal()
-        if self._read_note(self._note) is None:
+        if read_note(self._note) is None:
             files = [file.path for file in self._layout.files]
             self._put_note(self._note, parts=self._share.size, files=files)
         self._require_same_run()
-        claim = self._read_note(self._claim)
+        claim = read_note(self._claim)
         self._is_new = claim is None
         self._sent = ((claim or {}).get("part") or {}).get("files", {})
         self._writer = this_writer()
@@ -77,7 +77,7 @@ class RemotePartStage(RemoteStage):
     def _require_same_run(self) -> None:
         options = self._options
         expected = run_head(options.plan, options.source, self._share.size)
-        require_same_run(str(self._note), self._read_note(self._note) or {}, expected)
+        require_same_run(str(self._note), read_note(self._note) or {}, expected)
 
     def takes(self, numbers: Iterable[int]) -> list[int]:
         """Return the files of this part; removes what its earlier runs left half sent."""
@@ -110,13 +110,12 @@ class RemotePartsStage(RemoteStage):
     def require_possible(self) -> None:
         """Raise Unsupported if a part is not done, or its files are missing."""
         self._require_writable()
-        note = self._read_note(self._note) or {}
+        note = read_note(self._note) or {}
         self._require_ended(note, "it")
         self._parts = note.get("parts", 0)
         known = note.get("ended", {})
         notes = {
-            n: self._read_note(part_note(self._note, n)) or known.get(str(n))
-            for n in range(self._parts)
+            n: read_note(part_note(self._note, n)) or known.get(str(n)) for n in range(self._parts)
         }
         parts = {n: (each, each.get("part") or {}) for n, each in notes.items() if each}
         self._ended = {str(n): each for n, each in notes.items()}

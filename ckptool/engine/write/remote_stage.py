@@ -15,7 +15,12 @@ from ckptool.core.plan import Plan
 from ckptool.core.text import list_some
 from ckptool.engine.run_options import RunOptions, StageOptions
 from ckptool.engine.share import Share
-from ckptool.engine.write.existing import already_in_store, not_replaced, require_no_conflict
+from ckptool.engine.write.existing import (
+    already_in_store,
+    charged_note,
+    not_replaced,
+    require_no_conflict,
+)
 from ckptool.engine.write.joined import Joining
 from ckptool.engine.write.journal import (
     NO_JOURNAL,
@@ -24,7 +29,14 @@ from ckptool.engine.write.journal import (
     unfinished_parts,
 )
 from ckptool.engine.write.stage import RESUME_HINT
-from ckptool.engine.write.writer import describe_writer, is_here, is_running, this_writer
+from ckptool.engine.write.writer import (
+    describe_writer,
+    is_here,
+    is_running,
+    part_note,
+    read_note,
+    this_writer,
+)
 from ckptool.errors import CkptoolError, NotFound, TransferError, Unsupported
 from ckptool.storage.clients.unfinished_uploads import abort_uploads
 from ckptool.storage.commit_note import UNFINISHED, side_name
@@ -58,7 +70,7 @@ class RemoteStage(Joining):
         self._note = self._claim = target / UNFINISHED if layout.folder else beside
         self._parts = 0
         self._names = [file.path for file in layout.files]
-        self._is_new = False
+        self._is_new = self._ends = False
         self._writer: object = None
         self._finished: frozenset[str] = frozenset()
         self._noted: frozenset[str] = frozenset()
@@ -100,7 +112,7 @@ class RemoteStage(Joining):
     def require_possible(self) -> None:
         """Raise Unsupported if what is there must not be replaced, or nothing can be resumed."""
         self._require_writable()
-        note = self._read_note(self._note)
+        note = read_note(self._note)
         self._parts = (note or {}).get("parts", 0)
         self._require_left(note)
         if self._options.resume:
@@ -151,7 +163,7 @@ class RemoteStage(Joining):
 
     def join(self, rank: int = 0) -> None:
         """Read who began, and what an earlier run finished, after ``begin``."""
-        self._writer = (self._read_note(self._claim) or {}).get("writer")
+        self._writer = (read_note(self._claim) or {}).get("writer")
         if self._options.resume:
             existing, sizes = self._list_existing(), self._sizes()
             same = {n: i for n, i in existing.items() if sizes.get(n) == i.nbytes}
@@ -232,7 +244,12 @@ class RemoteStage(Joining):
         except TransferError:
             self._remove(self._own({self._names[number] for number in self.last_files}))
             raise
+        self._ends = True
         self._forget()
+
+    def is_committed(self) -> bool:
+        """Return whether the output is complete, with no note that says otherwise."""
+        return self._ends and read_note(self._claim) is None
 
     def _forget(self) -> None:
         """Remove the notes of parts, and the note that says how many there are."""
@@ -285,14 +302,7 @@ class RemoteStage(Joining):
 
     def remains(self) -> str | None:
         """Return what could not be removed and costs storage from now on; None if nothing."""
-        remains = self._store.remains
-        if not remains:
-            return None
-        return (
-            "remove what could not be deleted, as the store charges for it:"
-            f" {sum(remains.values()):,} bytes of {list_some(list(remains))} (parts of unfinished"
-            " files: abort their multipart uploads, or have a lifecycle rule do it)"
-        )
+        return charged_note(self._store.remains) if self._store.remains else None
 
     def _write_note(self) -> None:
         writer = self._writer or this_writer()
@@ -312,7 +322,7 @@ class RemoteStage(Joining):
         if note is not None and note.get("parts") and not self._options.overwrite:
             raise unfinished_parts(self.target, note["parts"])
         for number in range(self._parts):
-            self._require_ended(self._read_note(part_note(self._note, number)), "a part of it")
+            self._require_ended(read_note(part_note(self._note, number)), "a part of it")
         self._require_ended(note, "it")
         writer = note.get("writer") if note is not None else None
         if not isinstance(writer, dict):
@@ -332,7 +342,7 @@ class RemoteStage(Joining):
 
     def _require_mine(self) -> None:
         """Raise TransferError if another run has begun to write here since."""
-        writer = (self._read_note(self._claim) or {}).get("writer")
+        writer = (read_note(self._claim) or {}).get("writer")
         if writer != self._writer:
             who = describe_writer(writer) if isinstance(writer, dict) else "its record is gone"
             raise TransferError(f"{self.target}: another ckptool is writing it too: {who}")
@@ -354,13 +364,6 @@ class RemoteStage(Joining):
             return {}
         files = {n: i for n, i in infos.items() if not n.startswith(self._note.name)}
         return {n: i for n, i in files.items() if bool(n) is below}
-
-    def _read_note(self, place: RemotePath) -> dict[str, Any] | None:
-        try:
-            note = json.loads(place.read_bytes())
-        except (NotFound, ValueError):
-            return None
-        return note if isinstance(note, dict) else None
 
     def _replaces_one_file(self, existing: dict[str, ObjectInfo]) -> bool:
         """Return whether one file replaces one file: the old one then stays until it does."""
@@ -393,8 +396,3 @@ class RemoteStage(Joining):
         names = {*self._names, *self._noted}
         keys = {(self.folder / name).key for name in names}
         abort_uploads(self._store, f"{self.folder.key}/", keys.__contains__)
-
-
-def part_note(note: RemotePath, number: int) -> RemotePath:
-    """Return where a part, counted from 0, records its writer and what it has written."""
-    return note.with_name(f"{note.name}.{number + 1}")

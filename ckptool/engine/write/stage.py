@@ -14,9 +14,10 @@ from ckptool.core.layout import Layout
 from ckptool.core.plan import Plan
 from ckptool.engine.run_options import RunOptions, StageOptions
 from ckptool.engine.share import Share
-from ckptool.engine.write.commit import Commit, FileCommit, FolderCommit, aside_of
+from ckptool.engine.write.commit import Commit, FileCommit, FolderCommit, aside_of, is_in_place
 from ckptool.engine.write.existing import (
     in_conflict,
+    left_behind,
     not_replaced,
     remove_staged,
     require_no_conflict,
@@ -36,7 +37,7 @@ from ckptool.engine.write.journal import (
     require_untouched,
 )
 from ckptool.engine.write.run import run
-from ckptool.errors import Committed, Unsupported
+from ckptool.errors import Unsupported
 from ckptool.storage.commit_note import CommitNote, NoteFile, note_path, side_name, staging_folder
 from ckptool.storage.disk import (
     first_stranger,
@@ -74,6 +75,7 @@ class Stage(Joining):
         self._options = options
         self.journal = self._first = Journal(None)
         self._is_new = False
+        self._begun: CommitNote | None = None
         self._note = NoteFile(note_path(target), fsync=options.fsync)
 
     def finish_earlier(self) -> bool:
@@ -95,7 +97,7 @@ class Stage(Joining):
             else:
                 self._note.remove()
         except OSError as error:
-            raise _unfinished(self.target, error) from None
+            raise left_behind(self.target, error) from None
         finally:
             self._first.close()
         asked = (self._options.plan, self._options.source)
@@ -281,18 +283,24 @@ class Stage(Joining):
         if self._options.fsync:
             for path, _, _ in os.walk(self.folder):
                 sync_folder(Path(path))
-        commit, note = self._commit(folder=self._layout.folder), self._new_note()
-        remark = commit.replace(note)
+        commit, self._begun = self._commit(folder=self._layout.folder), self._new_note()
+        remark = commit.replace(self._begun)
         try:
+            self._begun = self._note.read() or self._begun
             if self._options.fsync:
                 sync_folder(self.target.parent)
-            commit.clear(self._note.read() or note)
+            commit.clear(self._begun)
             if self._options.fsync:
                 sync_folder(self.target.parent)
             self._forget()
         except OSError as error:
-            raise _unfinished(self.target, error) from None
+            raise left_behind(self.target, error) from None
         return remark
+
+    def is_committed(self) -> bool:
+        """Return whether the output is at the target, whatever is left to be cleaned up."""
+        commit = self._commit(folder=self._layout.folder)
+        return self._begun is not None and is_in_place(commit, self._note, self._begun)
 
     def _new_note(self) -> CommitNote:
         options = self._options
@@ -389,11 +397,3 @@ class Stage(Joining):
             raise not_replaced(path, self.target)
         names = [file.path for file in self._layout.files]
         require_no_conflict(path, in_conflict(path, own or (), names))
-
-
-def _unfinished(target: Path, error: OSError) -> Committed:
-    """Return the error after the commit: only a later step failed."""
-    return Committed(
-        f"{target}: the new one is complete, but cleaning up failed: {error.strerror or error}",
-        hint="the next command that writes there, such as the same with --resume, finishes it",
-    )

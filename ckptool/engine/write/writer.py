@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from ckptool.errors import NotFound
+
+if TYPE_CHECKING:
+    from ckptool.storage.url import RemotePath
 
 
 def this_writer() -> dict[str, Any]:
@@ -47,3 +53,17 @@ def _start_of(process: int) -> str | None:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
         return None if fields[0] == "Z" else fields[19]
     return None
+
+
+def part_note(note: RemotePath, number: int) -> RemotePath:
+    """Return where a part, counted from 0, records its writer and what it has written."""
+    return note.with_name(f"{note.name}.{number + 1}")
+
+
+def read_note(place: RemotePath) -> dict[str, Any] | None:
+    """Read a note; None if there is none, or something else is there."""
+    try:
+        note = json.loads(place.read_bytes())
+    except (NotFound, ValueError):
+        return None
+    return note if isinstance(note, dict) else None
