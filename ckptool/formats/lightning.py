@@ -16,7 +16,8 @@ from ckptool.core.catalog import Catalog, Index, Path, flat_name
 from ckptool.core.layout import FileLayout
 from ckptool.core.selection import AnyEntry, entries_of, keep_names, with_entries
 from ckptool.errors import Unsupported
-from ckptool.formats.writing import lay_out_extra
+from ckptool.formats.writing import nest_state
+from ckptool.serialization.archive.write import lay_out_archive
 
 META = "meta.pt"
 WRITER = "Lightning"
@@ -38,7 +39,8 @@ def split_meta(catalog: Catalog) -> tuple[Catalog, list[FileLayout]]:
         return replace(entry, path=entry.path[1:])
 
     meta = with_entries(keep_names(catalog, names.__contains__), lifted)
-    file = lay_out_extra(META, list(meta.tensors.values()), list(meta.objects.values()))
+    state = nest_state(list(meta.tensors.values()), list(meta.objects.values()))
+    file = FileLayout(META, tuple(lay_out_archive(state)))
     return keep_names(catalog, lambda name: name not in names), [file]
 
 

@@ -16,7 +16,6 @@ from ckptool.core.text import list_some
 from ckptool.errors import Problem, Unsupported
 from ckptool.formats.base import Request
 from ckptool.formats.companions import TRAINER_FILES, companion_targets
-from ckptool.serialization.archive.write import lay_out_archive
 from ckptool.serialization.pickle.write import TensorRef
 from ckptool.serialization.state_dict.tree import nest
 from ckptool.serialization.state_dict.values import NUMPY, UNREAD_TENSOR, Foreign, type_name
@@ -69,11 +68,6 @@ def nest_state(tensors: list[TensorEntry], objects: list[ObjectEntry]) -> Any:
     leaves: list[tuple[Path, Any]] = [(entry.path, refs[entry.name]) for entry in tensors]
     leaves += [(entry.path, entry.value) for entry in objects]
     return nest(leaves)
-
-
-def lay_out_extra(path: str, tensors: list[TensorEntry], objects: list[ObjectEntry]) -> FileLayout:
-    """Lay out a torch.save file beside the main one, for everything the main format cannot hold."""
-    return FileLayout(path, tuple(lay_out_archive(nest_state(tensors, objects))))
 
 
 def note_companions(catalog: Catalog) -> list[str]:

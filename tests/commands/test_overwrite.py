@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from ckptool.cli.app import app
 from ckptool.commands.convert import prepare
+from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.target import ConvertOptions, TransferOptions
 from ckptool.engine.run_options import RunOptions
 from ckptool.errors import Committed, TransferError, Unsupported, UsageError
@@ -125,7 +126,9 @@ def test_what_would_be_read_as_a_part_of_the_new_one_is_named(out: Path) -> None
 
     target = out / "run"
     shutil.copytree(case("dcp_fsdp2_tp").path, target)
-    torch.save({"of another": 1}, target / "model.extra.pt")
+    torch.save({"w": torch.ones(1), "of another": 1}, out / "s.pt")
+    convert_to("hf", out / "s.pt", out / "other")
+    shutil.copy(out / "other" / "model.extra.pt", target)
     with pytest.raises(TransferError, match=r"model\.extra\.pt.* would be read as part") as caught:
         convert_to("safetensors", case("hf_shards").path, target, overwrite=True)
     assert str(caught.value).count(str(target)) == 1
@@ -374,7 +377,12 @@ def test_a_side_file_of_another_stays(to: str, name: str, more: dict[str, Any], 
     side = out / "m.extra.pt" if to == "safetensors" else out / "run" / "model.extra.pt"
     torch.save({"notes": [1, 2]}, side)
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
-    with pytest.raises((Unsupported, TransferError), match=r"extra\.pt.*part of"):
+    if to == "hf" and not more:
+        convert_to(to, out / "s.pt", out / name, overwrite=True)
+        assert "model.extra.pt" not in open_checkpoint(out / name).catalog.files
+        assert side.read_bytes() == before[side]
+        return
+    with pytest.raises(Unsupported, match=r"extra\.pt"):
         convert_to(to, out / "s.pt", out / name, overwrite=True)
     assert {path: path.read_bytes() for path in before} == before
 

@@ -160,7 +160,8 @@ def test_files_beside_the_only_checkpoint_of_a_folder(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "weights")
     save_file({"w": np.ones(2, np.float32)}, tmp_path / "model.safetensors")
     torch.save({"v": torch.ones(1)}, tmp_path / "model.extra.pt")
-    assert notes_of(tmp_path).keys() == {"file-unused optimizer.npz"}
+    unused = {"file-unused optimizer.npz", "file-unused model.extra.pt"}
+    assert notes_of(tmp_path).keys() == unused
 
 
 def test_random_states_of_ranks_do_not_hide_the_model(copy_of: Callable[[str], Path]) -> None:

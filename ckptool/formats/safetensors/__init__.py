@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-
-from msgspec.structs import replace
+from collections.abc import Mapping
 
 from ckptool.core.catalog import Catalog, TensorEntry
-from ckptool.core.layout import FileLayout, Layout
-from ckptool.core.text import list_some, plural
-from ckptool.errors import Problem, Unrecognised, damaged
+from ckptool.core.layout import Layout
+from ckptool.core.text import list_some
+from ckptool.errors import Problem, Unrecognised
 from ckptool.formats.base import EXTRA, FileRole, FileRule, Format, Request, ScanOptions
-from ckptool.formats.writing import (
-    NOT_CARRIED,
-    lay_out_extra,
-    note_companions,
-    note_tied,
-    select_plain,
-)
+from ckptool.formats.side_file import SIDE, split_side, with_side
+from ckptool.formats.writing import NOT_CARRIED, note_companions, note_tied
 from ckptool.serialization.safetensors import (
     OutgoingSlice,
     lay_out_safetensors,
@@ -25,11 +18,6 @@ from ckptool.serialization.safetensors import (
     read_safetensors,
 )
 from ckptool.serialization.source import Source
-from ckptool.serialization.state_dict.assemble import assemble
-from ckptool.serialization.state_dict.leaves import read_file_leaves
-
-_NAMELESS = ((), ("",))
-"""The paths of the only value of a torch.save file, or of one under an empty name."""
 
 
 def _main_file(source: Source) -> str | None:
@@ -62,28 +50,10 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         info=info,
         notes=note_headers({file: metadata}),
     )
-    return with_extra(catalog, source, file.removesuffix(".safetensors") + EXTRA)
+    return with_side(catalog, source, file.removesuffix(".safetensors") + EXTRA, [metadata])
 
 
-def with_extra(catalog: Catalog, source: Source, extra: str) -> Catalog:
-    """Add the tensors and values of the extra file to the catalog, if there is one."""
-    if extra not in source.files:
-        return catalog
-    more = assemble({0: read_file_leaves(source, extra)})
-    twice = sorted(more.tensors.keys() & catalog.tensors.keys())
-    if more.problems or twice:
-        problems = [*more.problems, *(f"{n}: also in the main file" for n in twice)]
-        raise damaged(problems, subject=extra, hint=f"{extra} belongs to another checkpoint")
-    return replace(
-        catalog,
-        tensors=catalog.tensors | more.tensors,
-        objects=catalog.objects | more.objects,
-        conflicts=catalog.conflicts | more.conflicts,
-        files=catalog.files | {extra: source.files[extra]},
-    )
-
-
-_WRITTEN_ANEW = frozenset(["format", "DCP_VERSION", "DCP_SHARDING_INFO"])
+_WRITTEN_ANEW = frozenset(["format", "DCP_VERSION", "DCP_SHARDING_INFO", SIDE])
 
 
 def note_headers(metadata: Mapping[str, Mapping[str, str]]) -> tuple[Problem, ...]:
@@ -108,44 +78,13 @@ def read_whole_tensors(
     return tensors, header.metadata
 
 
-def split_extra(
-    catalog: Catalog, path: str, unread: Collection[str] = ()
-) -> tuple[list[TensorEntry], list[FileLayout], list[str]]:
-    """Split off what safetensors cannot hold, into an extra file ``path`` if there is any.
-
-    ``unread`` are more element types, which a format's own reader does not know. Returns the other
-    tensors, the file, and notes on what is in it or is not carried at all.
-    """
-    tensors = list(catalog.tensors.values())
-    others = [entry for entry in tensors if not _is_supported(entry)]
-    others += [e for e in tensors if _is_supported(e) and e.dtype.safetensors in unread]
-    fitting = [e for e in tensors if _is_supported(e) and e.dtype.safetensors not in unread]
-    objects, notes = select_plain(catalog, numpy=False)
-    nameless = [e.name for e in fitting if e.name and e.path in _NAMELESS]
-    notes += [f"a tensor without a name is written as {name!r}" for name in nameless]
-    if objects:
-        names = [entry.name for entry in objects]
-        notes.append(f"{plural(len(names), 'non-tensor value')} in {path}: {list_some(names)}")
-    if others:
-        names = [f"{entry.name} ({entry.dtype})" for entry in others]
-        notes.append(f"safetensors has no such element type; in {path}: {list_some(names)}")
-    files = [lay_out_extra(path, others, objects)] if others or objects else []
-    return fitting, files, notes
-
-
-def _is_supported(entry: TensorEntry) -> bool:
-    """Return whether safetensors has a name for the element type, and can hold the shape in it."""
-    name = entry.dtype.safetensors
-    return bool(name) and not (name == "F4" and not entry.shape)
-
-
 def _lay_out(catalog: Catalog, request: Request) -> Layout:
     extra = request.target.removesuffix(".safetensors") + EXTRA
-    fitting, files, notes = split_extra(catalog, extra)
+    fitting, side, mark, notes = split_side(catalog, extra)
     slices = map(OutgoingSlice.whole, fitting)
-    main = lay_out_safetensors(request.target, slices, {"format": "pt"})
+    main = lay_out_safetensors(request.target, slices, {"format": "pt"} | mark)
     notes += [*note_companions(catalog), *note_tied(catalog)]
-    return Layout((*files, main), folder=False, notes=tuple(notes))
+    return Layout((*side, main), folder=False, notes=tuple(notes))
 
 
 FORMAT = Format(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
+from collections.abc import Mapping
 from functools import partial
 
 from msgspec import Struct, field
@@ -22,8 +23,8 @@ from ckptool.core.sharding.infer import with_inferred_mesh
 from ckptool.errors import CkptoolError, Damaged, Problem
 from ckptool.formats.base import EXTRA, Format, Request, ScanOptions
 from ckptool.formats.companions import CONFIG, companions, read_json_object
-from ckptool.formats.safetensors import split_extra, with_extra
 from ckptool.formats.safetensors.huggingface import FORMAT as HF
+from ckptool.formats.side_file import split_side, with_side
 from ckptool.formats.writing import WriterAssignment, lay_out_companions, note_tied
 from ckptool.serialization.safetensors import OutgoingSlice, lay_out_safetensors, read_safetensors
 from ckptool.serialization.source import Source, expect_heads, require_rank
@@ -51,11 +52,15 @@ def _probe(source: Source) -> bool:
 
 
 class _ShardContents(Struct):
-    """The joint content of all shards, by tensor: chunks, and element types with dim counts."""
+    """The joint content of all shards, by tensor: chunks, and element types with dim counts.
+
+    ``headers`` are the metadata of each.
+    """
 
     chunks: dict[str, list[Chunk]] = field(default_factory=lambda: defaultdict(list))
     types: dict[str, set[tuple[DType, int]]] = field(default_factory=lambda: defaultdict(set))
     problems: list[str] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
 
 
 def _scan(source: Source, options: ScanOptions) -> Catalog:
@@ -97,7 +102,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
             copies=copies,
         )
     )
-    return with_extra(catalog, source, _EXTRA)
+    return with_side(catalog, source, _EXTRA, contents.headers)
 
 
 def _name_problems(shards: list[re.Match[str]]) -> list[str]:
@@ -134,6 +139,7 @@ def _read_shard(
     """Add the tensors of one shard to ``contents``; return whether their places are known."""
     file, rank = shard.string, int(shard["rank"]) - 1
     header = read_safetensors(source, file, options.problems)
+    contents.headers.append(header.metadata)
     try:
         info = json.loads(header.metadata["DCP_SHARDING_INFO"])
         offsets = {name: _offsets(info[name]["saved_offsets"]) for name in header.tensors}
@@ -209,7 +215,7 @@ def _compare_consolidated(
 
 def _lay_out(catalog: Catalog, request: Request) -> Layout:
     """Lay a catalog out, cut for the request's mesh or in the source's own chunks."""
-    fitting, extra, notes = split_extra(catalog, _EXTRA, _UNREAD_BY_TORCH)
+    fitting, side, mark, notes = split_side(catalog, _EXTRA, _UNREAD_BY_TORCH)
     assignment = WriterAssignment(request)
     by_file: dict[tuple[int, int], list[OutgoingSlice]] = defaultdict(list)
     for entry in fitting:
@@ -221,14 +227,16 @@ def _lay_out(catalog: Catalog, request: Request) -> Layout:
             by_file[rank, written[rank]].append(item)
             written[rank] += 1
     parts = max((part for _, part in by_file), default=0) + 1
-    files = [*lay_out_companions(catalog), *extra]
-    files += [_shard_file(rank, part, parts, by_file[rank, part]) for rank, part in sorted(by_file)]
+    files = [*lay_out_companions(catalog), *side]
+    files += [_shard_file(*at, parts, slices, mark) for at, slices in sorted(by_file.items())]
     return Layout(tuple(files), folder=True, notes=(*notes, *note_tied(catalog)))
 
 
-def _shard_file(rank: int, part: int, parts: int, slices: list[OutgoingSlice]) -> FileLayout:
+def _shard_file(
+    rank: int, part: int, parts: int, slices: list[OutgoingSlice], mark: Mapping[str, str]
+) -> FileLayout:
     info = {item.name: {"saved_offsets": list(item.box.lo)} for item in slices}
-    metadata = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(info)}
+    metadata = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(info), **mark}
     name = f"shard-{rank + 1:05d}-model-{part + 1:05d}-of-{parts:05d}.safetensors"
     return lay_out_safetensors(name, slices, metadata, rank)
 

@@ -16,8 +16,9 @@ from ckptool.core.text import plural
 from ckptool.errors import Damaged, Problem
 from ckptool.formats.base import EXTRA, Format, Request, ScanOptions
 from ckptool.formats.companions import companions, describe_config
-from ckptool.formats.safetensors import note_headers, read_whole_tensors, split_extra, with_extra
+from ckptool.formats.safetensors import note_headers, read_whole_tensors
 from ckptool.formats.shards import list_misplaced, read_index, read_shards
+from ckptool.formats.side_file import split_side, with_side
 from ckptool.formats.writing import group_by_size, lay_out_companions, note_tied
 from ckptool.serialization.safetensors import OutgoingSlice, lay_out_safetensors
 from ckptool.serialization.source import Source, expect_heads
@@ -103,7 +104,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         notes=tuple(notes),
         companions=companions(source),
     )
-    return with_extra(catalog, source, _EXTRA)
+    return with_side(catalog, source, _EXTRA, headers.values())
 
 
 def _index(source: Source) -> str | None:
@@ -184,17 +185,17 @@ def _writer(headers: Mapping[str, Mapping[str, str]]) -> str:
 
 def lay_out(catalog: Catalog, request: Request, head: str = "") -> Layout:
     """Lay out a model's folder; in its files names have no prefix ``head``."""
-    fitting, extra, notes = split_extra(catalog, _EXTRA)
+    fitting, side, mark, notes = split_side(catalog, _EXTRA)
     is_adapter = _is_adapter(fitting, {*catalog.companions, *request.assets})
     groups = [fitting] if is_adapter else group_by_size(fitting, request.max_shard_size)
     stem = _stem_of(catalog)
     names = [f"{stem}-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
     if len(groups) == 1:
         names = [_ADAPTER if is_adapter else f"{stem}.safetensors"]
-    files = [*lay_out_companions(catalog), *extra]
+    files = [*lay_out_companions(catalog), *side]
     for name, group in zip(names, groups, strict=True):
         slices = (OutgoingSlice.whole(entry, head) for entry in group)
-        files.append(lay_out_safetensors(name, slices, {"format": "pt"}))
+        files.append(lay_out_safetensors(name, slices, {"format": "pt"} | mark))
     if len(groups) > 1:
         files.append(_index_file(f"{stem}{_INDEX_SUFFIX}", names, groups, head))
     return Layout(tuple(files), folder=True, notes=(*notes, *note_tied(catalog)))

@@ -11,7 +11,7 @@ projection; embeddings are padded with zero rows.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 from msgspec import Struct
@@ -26,7 +26,7 @@ from ckptool.core.sharding.tensor_parallel import LocalTensor, tp_mesh
 from ckptool.errors import Damaged, Unsupported
 from ckptool.formats.base import Format, Request, ScanOptions
 from ckptool.formats.companions import companions, describe_config, read_config
-from ckptool.formats.safetensors import split_extra, with_extra
+from ckptool.formats.side_file import split_side, with_side
 from ckptool.formats.vllm.merge import PADDING, VOCABULARY, Merger, sizes_of
 from ckptool.formats.writing import group_by_size, lay_out_companions, require_placed
 from ckptool.serialization.pickle.write import TensorRef
@@ -61,7 +61,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     files = [match for name in source.files if (match := _FILE.fullmatch(name))]
     world = max(int(match[1]) for match in files) + 1
     _require_parts(source, files, world)
-    tensors, problems = _read_ranks(source, files, options)
+    tensors, headers, problems = _read_ranks(source, files, options)
     merger = Merger(sizes_of(read_config(source)), world, options.tp_rules)
     merger.merge(tensors)
     merger.add_tied()
@@ -80,7 +80,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         conflicts=merger.unknown,
         companions=companions(source),
     )
-    return with_extra(catalog, source, _EXTRA)
+    return with_side(catalog, source, _EXTRA, headers)
 
 
 def _require_parts(source: Source, files: list[re.Match[str]], world: int) -> None:
@@ -99,19 +99,24 @@ def _require_parts(source: Source, files: list[re.Match[str]], world: int) -> No
 
 def _read_ranks(
     source: Source, files: list[re.Match[str]], options: ScanOptions
-) -> tuple[dict[str, dict[int, LocalTensor]], list[str]]:
-    """Return each rank's tensors, by name and rank, and which of them a rank has twice."""
+) -> tuple[dict[str, dict[int, LocalTensor]], list[dict[str, str]], list[str]]:
+    """Return each rank's tensors, by name and rank, the metadata of all files, and problems.
+
+    A problem is a tensor that a rank has twice.
+    """
     tensors: dict[str, dict[int, LocalTensor]] = {}
+    headers: list[dict[str, str]] = []
     problems = []
     expect_heads(source, (match.string for match in files))
     for match in sorted(files, key=lambda match: (int(match[1]), int(match[2]))):
         header = options.attempt(partial(read_safetensors, source, match.string))
+        headers += [header.metadata] if header else []
         for name, item in (header.tensors if header else {}).items():
             by_rank = tensors.setdefault(name, {})
             if int(match[1]) in by_rank:
                 problems.append(f"{name}: twice in the files of rank {match[1]}")
             by_rank[int(match[1])] = LocalTensor(item.dtype, item.shape, item.at)
-    return tensors, problems
+    return tensors, headers, problems
 
 
 class _OutgoingShard(Struct, frozen=True):
@@ -137,15 +142,15 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
             f" {'x'.join(map(str, mesh.shape))} has {len(mesh.shape)} dims",
             hint=f"--mesh {mesh.size}",
         )
-    fitting, extra, notes = split_extra(catalog, _EXTRA)
+    fitting, side, mark, notes = split_side(catalog, _EXTRA)
     named = _without_aliases(fitting)
     joiner = _Joiner(named, placed, sizes_of(request.config).key_value_heads)
-    files = [*lay_out_companions(catalog), *extra]
+    files = [*lay_out_companions(catalog), *side]
     empty: dict[str, None] = {}
     for position, rank in enumerate(mesh.ranks):
         shards = list(joiner.shards(position))
         groups = group_by_size((shard for shard in shards if shard.nbytes), request.max_shard_size)
-        files += [_part_file(rank, part, group) for part, group in enumerate(groups)]
+        files += [_part_file(rank, part, group, mark) for part, group in enumerate(groups)]
         empty |= dict.fromkeys(shard.name for shard in shards if not shard.nbytes)
     notes += [f"empty on some ranks, so not in their files: {name}" for name in empty]
     notes += [
@@ -275,12 +280,14 @@ class _Joiner:
         return _OutgoingShard(entry.name, entry.dtype, (each, *rest), (data, zeros))
 
 
-def _part_file(rank: int, part: int, shards: list[_OutgoingShard]) -> FileLayout:
+def _part_file(
+    rank: int, part: int, shards: list[_OutgoingShard], mark: Mapping[str, str]
+) -> FileLayout:
     """Lay out a safetensors file of local tensors; a rank has at least one, for the loader."""
     path = f"model-rank-{rank}-part-{part}.safetensors"
     contents = {shard.name: shard.contents for shard in shards}
     slices = [OutgoingSlice(o.name, o.dtype, Box.whole(o.shape)) for o in shards]
-    header, *parts = lay_out_safetensors(path, slices, {}).parts
+    header, *parts = lay_out_safetensors(path, slices, mark).parts
     data: list[Part] = [
         content for part in parts if isinstance(part, Data) for content in contents[part.name]
     ]

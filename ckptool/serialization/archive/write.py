@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from msgspec import Struct
@@ -47,6 +47,7 @@ _ALIGNMENT = 64
 _UTF8 = 0x800
 _ROOT = "archive"
 _IDENTITY = ".data/serialization_id"
+_OF_PICKLE = slice(20, 40)
 _CRC32_AT = 16
 """The offset of the CRC-32 in a directory entry."""
 _LARGEST_FILE = 1 << 63
@@ -55,6 +56,23 @@ _LARGEST_FILE = 1 << 63
 def lay_out_archive(value: Any, *, root: str = _ROOT) -> list[Part]:
     """Lay out a torch.save zip of ``value``, whose tensors are references."""
     data, storages = dump(value)
+    return _lay_out(data, storages, root, _identity(zlib.crc32(data)))
+
+
+def lay_out_side(value: Any, partner: bytes) -> tuple[list[Part], str]:
+    """Lay out a torch.save zip that goes with others; return its identity, too.
+
+    ``partner`` describes the content of those; they are to name the identity.
+    """
+    from hashlib import sha256
+
+    data, storages = dump(value)
+    mark = int.from_bytes(sha256(partner + data).digest()[:8]) or 1
+    identity = _identity(zlib.crc32(data), mark)
+    return _lay_out(data, storages, _ROOT, identity), identity.decode()
+
+
+def _lay_out(data: bytes, storages: Iterable[Content], root: str, identity: bytes) -> list[Part]:
     archive = _Archive(root)
     archive.literal("data.pkl", data)
     archive.literal(".format_version", b"1")
@@ -63,32 +81,45 @@ def lay_out_archive(value: Any, *, root: str = _ROOT) -> list[Part]:
     for key, content in enumerate(storages):
         archive.storage(f"data/{key}", content)
     archive.literal("version", b"3\n")
-    archive.literal(_IDENTITY, _identity(zlib.crc32(data)))
+    archive.literal(_IDENTITY, identity)
     return archive.finished()
 
 
-def _identity(crc: int) -> bytes:
+def _identity(crc: int, mark: int = 0) -> bytes:
     """Return the serialization id of an archive, from its pickle's CRC-32.
 
-    torch (2.13) writes two hashes of 20 digits there: of the names, and of all CRC-32.
+    ``mark`` is 0 unless the archive goes with others. torch (2.13) writes two hashes of 20 digits
+    there: of the names, and of all CRC-32.
     """
-    return f"{crc:040d}".encode()
+    return f"{mark:020d}{crc:020d}".encode()
 
 
 def is_written_here(source: Source, file: str) -> bool:
-    """Return whether ``lay_out_archive`` wrote a file with the default root.
+    """Return whether ``lay_out_archive`` or ``lay_out_side`` wrote a file, with the default root.
 
     False for what torch saved, or saved again, and for anything unreadable, such as a folder.
     """
+    return read_identity(source, file) is not None
+
+
+def read_identity(source: Source, file: str) -> str | None:
+    """Return the identity of an archive with the default root; None if another program wrote it."""
     try:
         records = read_directory(Region(source, file, 0, source.files[file]))
     except (Damaged, NotFound):
-        return False
+        return None
     pickle, mark = (records.get(f"{_ROOT}/{name}") for name in ("data.pkl", _IDENTITY))
-    if pickle is None or mark is None:
-        return False
-    wanted = _identity(pickle.crc32)
-    return mark.stored == len(wanted) and source.read(file, mark.offset, mark.stored) == wanted
+    wanted = b"" if pickle is None else _identity(pickle.crc32)
+    if mark is None or mark.stored != len(wanted):
+        return None
+    identity = source.read(file, mark.offset, mark.stored)
+    known = identity.isdigit() and identity[_OF_PICKLE] == wanted[_OF_PICKLE]
+    return identity.decode() if known else None
+
+
+def is_marked(identity: str) -> bool:
+    """Return whether an identity is of ``lay_out_side``: others then name it."""
+    return identity[: _OF_PICKLE.start].strip("0") != ""
 
 
 class _Entry(Struct, frozen=True):

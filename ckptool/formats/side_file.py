@@ -1,0 +1,102 @@
+"""The side file: a torch.save file of what safetensors cannot hold, beside safetensors files.
+
+Its identity is in their headers too, so that no file of its name that another program wrote, or
+that belongs to another checkpoint, is read with them. Those of earlier versions have no such mark.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+from msgspec.structs import replace
+
+from ckptool.core.catalog import Catalog, TensorEntry
+from ckptool.core.layout import FileLayout
+from ckptool.core.text import list_some, plural
+from ckptool.errors import Damaged, Problem, damaged
+from ckptool.formats.writing import nest_state, select_plain
+from ckptool.serialization.archive.write import is_marked, lay_out_side, read_identity
+from ckptool.serialization.source import Source
+from ckptool.serialization.state_dict.assemble import assemble
+from ckptool.serialization.state_dict.leaves import read_file_leaves
+
+SIDE = "ckptool.side"
+"""The key of the side file's identity in the header of each file that it goes with."""
+_MOVE = "put the one that belongs there in its place, or move it away to read the others alone"
+_NAMELESS = ((), ("",))
+"""The paths of the only value of a torch.save file, or of one under an empty name."""
+
+
+def with_side(
+    catalog: Catalog, source: Source, side: str, headers: Iterable[Mapping[str, str]]
+) -> Catalog:
+    """Add the tensors and values of the side file to the catalog, if there is one.
+
+    ``headers`` are the metadata of the files that it goes with. Another program's file is left out
+    with a note. Raises Damaged if it belongs to another checkpoint.
+    """
+    marks = {header[SIDE] for header in headers if SIDE in header}
+    if side not in source.files:
+        return replace(catalog, notes=(*catalog.notes, *([_missing(side)] if marks else [])))
+    identity = read_identity(source, side)
+    if identity is None and not marks:
+        return replace(catalog, notes=(*catalog.notes, _foreign(side)))
+    if marks != ({identity} if identity and is_marked(identity) else set()):
+        message = f"{side}: not the side file that was written with the files that are here"
+        raise Damaged(Problem(message, "saves-mixed", file=side), hint=_MOVE)
+    more = assemble({0: read_file_leaves(source, side)})
+    twice = sorted(more.tensors.keys() & catalog.tensors.keys())
+    if more.problems or twice:
+        problems = [*more.problems, *(f"{n}: also in the main file" for n in twice)]
+        raise damaged(problems, subject=side, hint=f"{side} belongs to another checkpoint")
+    return replace(
+        catalog,
+        tensors=catalog.tensors | more.tensors,
+        objects=catalog.objects | more.objects,
+        conflicts=catalog.conflicts | more.conflicts,
+        files=catalog.files | {side: source.files[side]},
+    )
+
+
+def _missing(side: str) -> Problem:
+    message = f"{side} is not here: it holds what safetensors cannot hold of this checkpoint"
+    return Problem(message, "note", file=side)
+
+
+def _foreign(side: str) -> Problem:
+    return Problem(f"not read: {side}: ckptool did not write it", "file-unused", file=side)
+
+
+def split_side(
+    catalog: Catalog, path: str, unread: Collection[str] = ()
+) -> tuple[list[TensorEntry], list[FileLayout], dict[str, str], list[str]]:
+    """Split off what safetensors cannot hold, into a side file ``path`` if there is any.
+
+    ``unread`` are more element types, which a format's own reader does not know. Returns the other
+    tensors, the file, the metadata for the headers of all files that it goes with, and notes on
+    what is in it or is not carried at all.
+    """
+    tensors = list(catalog.tensors.values())
+    others = [entry for entry in tensors if not _is_supported(entry)]
+    others += [e for e in tensors if _is_supported(e) and e.dtype.safetensors in unread]
+    fitting = [e for e in tensors if _is_supported(e) and e.dtype.safetensors not in unread]
+    objects, notes = select_plain(catalog, numpy=False)
+    nameless = [e.name for e in fitting if e.name and e.path in _NAMELESS]
+    notes += [f"a tensor without a name is written as {name!r}" for name in nameless]
+    if objects:
+        names = [entry.name for entry in objects]
+        notes.append(f"{plural(len(names), 'non-tensor value')} in {path}: {list_some(names)}")
+    if others:
+        names = [f"{entry.name} ({entry.dtype})" for entry in others]
+        notes.append(f"safetensors has no such element type; in {path}: {list_some(names)}")
+    if not (others or objects):
+        return fitting, [], {}, notes
+    partner = repr([(entry.name, entry.dtype.name, entry.shape) for entry in fitting])
+    parts, identity = lay_out_side(nest_state(others, objects), partner.encode())
+    return fitting, [FileLayout(path, tuple(parts))], {SIDE: identity}, notes
+
+
+def _is_supported(entry: TensorEntry) -> bool:
+    """Return whether safetensors has a name for the element type, and can hold the shape in it."""
+    name = entry.dtype.safetensors
+    return bool(name) and not (name == "F4" and not entry.shape)

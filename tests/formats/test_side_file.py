@@ -1,0 +1,132 @@
+"""A side file is read with the files that it was written with, and with no others."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import convert_to
+from safetensors.torch import load_file, save_file
+
+from ckptool.commands.open import open_checkpoint
+from ckptool.commands.options.verify import VerifyOptions
+from ckptool.commands.verify.verify import verify
+from ckptool.errors import Damaged, Problem
+from ckptool.serialization.archive import write
+from ckptool.serialization.archive.write import lay_out_archive, read_identity
+
+FORMS = {"safetensors": ("m.safetensors", "m.extra.pt"), "hf": ("m", "m/model.extra.pt")}
+FORMS["dcp-safetensors"] = FORMS["hf"]
+
+
+@pytest.fixture(params=FORMS)
+def form(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def save(form: str, folder: Path, **values: object) -> tuple[Path, Path]:
+    """A checkpoint of a tensor and values in a folder; where its side file is."""
+    folder.mkdir(exist_ok=True)
+    torch.save({"w": torch.ones(2), **values}, folder / "source.pt")
+    name, side = FORMS[form]
+    convert_to(form, folder / "source.pt", folder / name)
+    return folder / name, folder / side
+
+
+def unmark(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write side files as earlier versions did."""
+    from ckptool.formats import side_file
+
+    def plain(value: object, partner: bytes) -> tuple[object, str]:
+        return lay_out_archive(value), ""
+
+    def split(*args: object) -> object:
+        fitting, files, _, notes = real(*args)  # type: ignore[arg-type]
+        return fitting, files, {}, notes
+
+    real = side_file.split_side
+    monkeypatch.setattr(side_file, "lay_out_side", plain)
+    for module in ("safetensors", "safetensors.huggingface", "safetensors.dcp_shards"):
+        monkeypatch.setattr(f"ckptool.formats.{module}.split_side", split)
+
+
+def test_it_is_read_with_its_own(form: str, tmp_path: Path) -> None:
+    place, side = save(form, tmp_path / "a", step=1)
+    assert open_checkpoint(place).catalog.objects["step"].value == 1
+    assert verify(place, VerifyOptions(strict=True)).ok
+    moved = tmp_path / f"b{place.suffix}"
+    place.rename(moved)
+    if place.suffix:
+        side.rename(tmp_path / "b.extra.pt")
+    assert open_checkpoint(moved).catalog.objects["step"].value == 1
+
+
+def test_another_programs_is_left_out_with_a_note(form: str, tmp_path: Path) -> None:
+    place, side = save(form, tmp_path / "a")
+    assert not side.exists()
+    torch.save({"step": 7, "v": torch.ones(1)}, side)
+    catalog = open_checkpoint(place).catalog
+    assert {*catalog.tensors, *catalog.objects} == {"w"}
+    notes = [note for note in catalog.notes if isinstance(note, Problem)]
+    (note,) = [note for note in notes if note.file == side.name]
+    assert note.code == "file-unused"
+    assert note == f"not read: {side.name}: ckptool did not write it"
+    report = verify(place, VerifyOptions())
+    assert report.ok
+    assert [f.file for f in report.findings if f.code == "file-unused"] == [side.name]
+
+
+@pytest.mark.parametrize("values", [{}, {"step": 2}], ids=["without", "with"])
+@pytest.mark.parametrize("of_torch", [True, False])
+def test_that_of_another_checkpoint_is_refused(
+    of_torch: bool, values: dict[str, int], form: str, tmp_path: Path
+) -> None:
+    if of_torch and not values:
+        pytest.skip("a foreign file beside a checkpoint without one: left out")
+    place, side = save(form, tmp_path / "a", **values)
+    shutil.copy(save(form, tmp_path / "b", step=1)[1], side)
+    if of_torch:
+        torch.save({"step": 1}, side)
+    with pytest.raises(Damaged, match=f"{side.name}: not the side file that was written") as caught:
+        open_checkpoint(place)
+    assert caught.value.message.code == "saves-mixed"
+    assert "move it away" in str(caught.value.hint)
+    side.unlink()
+    catalog = open_checkpoint(place).catalog
+    assert [*catalog.tensors] == ["w"]
+    assert any(f"{side.name} is not here" in note for note in catalog.notes) is bool(values)
+    assert verify(place, VerifyOptions()).ok
+
+
+def test_files_written_anew_by_another_program_are_not_its_own(tmp_path: Path) -> None:
+    place, side = save("safetensors", tmp_path / "a", step=1)
+    save_file(load_file(place), place)
+    with pytest.raises(Damaged, match="not the side file"):
+        open_checkpoint(place)
+    side.unlink()
+    assert open_checkpoint(place).catalog.notes == ()
+
+
+def test_those_of_earlier_versions_are_read(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        unmark(patched)
+        place, side = save(form, tmp_path / "a", step=1)
+    identity = read_identity(open_checkpoint(place).source, side.name)
+    assert identity is not None
+    assert not write.is_marked(identity)
+    assert open_checkpoint(place).catalog.objects["step"].value == 1
+    assert verify(place, VerifyOptions(strict=True)).ok
+
+
+def test_equal_checkpoints_have_equal_side_files(form: str, tmp_path: Path) -> None:
+    """Or parts of one run, and a resumed one, would not fit together."""
+    places = [save(form, tmp_path / name, step=1) for name in "ab"]
+    one, other = (Path(side).read_bytes() for _, side in places)
+    assert one == other
+    third = save(form, tmp_path / "c", step=2)[1].read_bytes()
+    assert third[:40] == one[:40]
+    assert third != one
