@@ -378,6 +378,22 @@ def test_a_verify_fetches_each_byte_once(sharded: Path) -> None:
     assert place.store.traffic.requests <= few_requests(size)
 
 
+@pytest.mark.parametrize(
+    ("to", "name", "most"),
+    [("safetensors", "m.safetensors", 22), ("torch-save", "m.pt", 18), ("hf", "m", 18)],
+)
+def test_a_small_file_is_written_in_few_requests(
+    to: str, name: str, most: int, s3: S3, out: Path
+) -> None:
+    """With the proof; a side file is looked for only where an old one may be."""
+    torch.save({"w": torch.ones(4)}, out / "s.pt")
+    prepare(out / "s.pt", location(s3.url(f"a/{name}")), ConvertOptions(to)).run()
+    assert len(s3.requests) <= most
+    keys = [one.key for one in s3.requests if one.operation in ("PutObject", "DeleteObject")]
+    assert keys[-1] == keys[1], "the note, which is removed last"
+    assert len([one for one in s3.of("HeadObject") if one.key == "a/m.extra.pt"]) <= 2
+
+
 def test_verbose_says_what_was_asked(s3: S3) -> None:
     url = s3.put(case("dcp_fsdp2_tp").path, "m")
     shown = CliRunner().invoke(app, ["inspect", url, "--verbose"])

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import case, convert_to
 from fault_server import (
     DENIED,
@@ -300,6 +301,28 @@ def test_a_second_writer_is_noticed_before_the_checkpoint_appears(s3: S3) -> Non
     with pytest.raises(TransferError, match=r"another ckptool is writing it too: .* on elsewhere"):
         resharded(case("dcp_fsdp2_tp").path, s3.url("m"), "2")
     assert ".metadata" not in s3.get("m")
+
+
+@pytest.mark.parametrize("name", ["m", "m.safetensors"])
+def test_two_runs_that_begin_at_once_do_not_take_each_other_for_themselves(
+    name: str, s3: S3, out: Path
+) -> None:
+    """Each finds the place free; the note of the second replaces that of the first."""
+    torch.save({"w": torch.ones(2)}, out / "s.pt")
+    note = f"{name}/{UNFINISHED}" if name == "m" else f".{name}.partial.journal"
+
+    def comes_between(request: Request) -> None:
+        if (written := s3.get(note)) and b'"elsewhere"' not in written[""]:
+            known = json.loads(written[""])
+            writer = known["writer"] | {"host": "elsewhere", "token": "another"}
+            s3.write(note, json.dumps(known | {"writer": writer}).encode())
+
+    s3.fail(call(comes_between), "GetObject", key=note)
+    to = "hf" if name == "m" else "safetensors"
+    with pytest.raises(TransferError, match=r"another ckptool is writing it too: .* on elsewhere"):
+        convert_to(to, out / "s.pt", location(s3.url(name)))
+    s3.heal()
+    assert not [key for key in s3.get() if key.endswith(".safetensors")]
 
 
 # What a listing says is not always so

@@ -75,6 +75,7 @@ class RemoteStage(Joining):
         self._finished: frozenset[str] = frozenset()
         self._noted: frozenset[str] = frozenset()
         self._old: frozenset[str] = frozenset()
+        self._existing: dict[str, ObjectInfo] = {}
         self._sent: Mapping[str, Any] = {}
         """The sizes and versions of files that this writer was done with before."""
         self._read_back: dict[str, ObjectInfo] = {}
@@ -100,11 +101,12 @@ class RemoteStage(Joining):
         self.require_possible()
         self._require_removal()
         self._abort_old_uploads()
-        existing = self._list_existing()
+        if self._options.resume:
+            self._existing = self._list_existing()
         self._write_note()
         self._is_new = not self._options.resume
-        if self._old and not self._replaces_one_file(existing):
-            self._remove(self._old & existing.keys())
+        if self._old and not self._replaces_one_file(self._existing):
+            self._remove(self._old & self._existing.keys())
             self._require_mine()
             self._old = frozenset()
             self._write_note()
@@ -122,7 +124,7 @@ class RemoteStage(Joining):
             require_same_run(str(self._note), note, expected)
             self._old = frozenset(map(str, note.get("old", ())))
             return
-        existing = self._list_existing()
+        self._existing = existing = self._list_existing()
         self._noted = self._noted_files(note)
         self._old = self._noted & existing.keys()
         others = [name for name in existing if name not in self._old]
@@ -163,9 +165,10 @@ class RemoteStage(Joining):
 
     def join(self, rank: int = 0) -> None:
         """Read who began, and what an earlier run finished, after ``begin``."""
-        self._writer = (read_note(self._claim) or {}).get("writer")
+        if self._writer is None:
+            self._writer = (read_note(self._claim) or {}).get("writer")
         if self._options.resume:
-            existing, sizes = self._list_existing(), self._sizes()
+            existing, sizes = self._list_existing(side=False), self._sizes()
             same = {n: i for n, i in existing.items() if sizes.get(n) == i.nbytes}
             done = {n for n, i in same.items() if list(i[:2]) == self._sent.get(n, list(i[:2]))}
             self._finished = frozenset(done - {self._layout.files[-1].path})
@@ -181,7 +184,7 @@ class RemoteStage(Joining):
     def written(self) -> RemoteSource:
         """The files that were written, to be read back in the version that is there now."""
         sizes = self._sizes()
-        now = {name: info for name, info in self._list_existing().items() if name in sizes}
+        now = {n: info for n, info in self._list_existing(side=False).items() if n in sizes}
         self._read_back = now | self._read_back
         return RemoteSource(self.folder, self._read_back)
 
@@ -193,7 +196,7 @@ class RemoteStage(Joining):
 
         That means another size, or another version than the one that was read back.
         """
-        existing, sizes = self._list_existing(), self._sizes()
+        existing, sizes = self._list_existing(side=False), self._sizes()
         here = {name: existing[name] for name in names if name in existing}
         wrong = [
             name
@@ -347,13 +350,12 @@ class RemoteStage(Joining):
             who = describe_writer(writer) if isinstance(writer, dict) else "its record is gone"
             raise TransferError(f"{self.target}: another ckptool is writing it too: {who}")
 
-    def _list_existing(self) -> dict[str, ObjectInfo]:
-        """Return the files at the place of the output, by their paths in it."""
+    def _list_existing(self, *, side: bool = True) -> dict[str, ObjectInfo]:
+        """Return the files at the place of the output; also a ``side`` file that is not written."""
         if self._layout.folder:
             return self._list(self.folder, below=True)
-        side = side_name(self.target.name)
-        beside = [] if side is None else [side]
-        names = dict.fromkeys([*(file.path for file in self._layout.files), *beside])
+        beside = side_name(self.target.name) if side else None
+        names = self._sizes() if beside is None else self._sizes() | {beside: 0}
         listed = {name: self._list(self.folder / name, below=False) for name in names}
         return {name: infos[""] for name, infos in listed.items() if infos}
 

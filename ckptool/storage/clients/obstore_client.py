@@ -108,7 +108,10 @@ class DirectClient:
         try:
             found = work(bucket.store, name, key)
         except Exception as error:  # noqa: BLE001 (whatever else it is, s3fs is asked and says so)
-            if bucket.has_answered and isinstance(error, FileNotFoundError):
+            if isinstance(error, FileNotFoundError) and (
+                bucket.has_answered or _can_list(bucket.store, key)
+            ):
+                bucket.has_answered = True
                 raise FileNotFoundError(place) from None
             if bucket.has_answered:
                 raise_answer(self._turns, place, error)
@@ -162,6 +165,17 @@ def _list(store: Any, bucket: str, key: str) -> dict[str, dict[str, Any]] | None
     if not found and key:
         return _head(store, bucket, key)
     return {f"{bucket}/{path}": _described(bucket, one) for path, one in files.items()}
+
+
+def _can_list(store: Any, key: str) -> bool:
+    """Return whether a bucket is there under this name, so that a key can be missing in it."""
+    import obstore
+
+    try:
+        next(iter(obstore.list(store, key, chunk_size=1)), [])
+    except Exception:  # noqa: BLE001 (whatever it is, s3fs is asked and says so)
+        return False
+    return True
 
 
 def _slashes(path: str) -> list[int]:
