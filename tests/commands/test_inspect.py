@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sys
+import traceback
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from conftest import case
 
+from ckptool.commands import inspect as commands
 from ckptool.commands.inspect import InspectReport, report, step_of, values
 from ckptool.commands.open import OpenedCheckpoint
 from ckptool.commands.stats import decode, stats
@@ -282,3 +288,27 @@ def test_an_element_type_that_is_not_known_is_not_decoded_as_another():
 def test_placements_of_every_kind_have_one_spelling():
     found = inspect_json(described(tensor("w", placements=(Replicate(), Shard(1)))))
     assert found["tensors"][0]["placements"] == ["Replicate()", "Shard(1)"]
+
+
+def test_what_is_damaged_is_not_held_while_it_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(case("dcp_fsdp2_tp").path, tmp_path / "m")
+    (tmp_path / "m" / "__0_0.distcp").unlink()
+    real, held = commands.survey, []
+
+    def survey(*args: Any) -> Any:
+        error: BaseException | None = sys.exception()
+        while error is not None:
+            frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+            held.append([frame.f_locals.keys() for frame in frames[1:] if frame.f_locals])
+            error = error.__cause__ or error.__context__
+        return real(*args)
+
+    monkeypatch.setattr(commands, "survey", survey)
+    found = commands.inspect_readable(tmp_path / "m")
+    assert found.problems
+    assert found.error is not None
+    assert found.error.__traceback__ is not None
+    assert held
+    assert not any(held)

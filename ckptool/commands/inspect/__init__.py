@@ -157,12 +157,23 @@ def inspect_readable(path: Location, options: ReadOptions = AS_DETECTED) -> Insp
     try:
         return inspect(path, options)
     except (Damaged, Hostile) as error:
+        _release(error)
         found = survey(path, options)
         if found.catalog is None or not (found.catalog.tensors or found.catalog.objects):
             raise
         described = report(OpenedCheckpoint(found.path, found.source, found.format, found.catalog))
         problems = dict.fromkeys((*error.problems, *found.problems, *described.problems))
         return replace(described, problems=tuple(problems), error=error)
+
+
+def _release(error: BaseException) -> None:
+    """Drop what the calls that an error ended still hold, such as all metadata."""
+    import traceback
+
+    cause: BaseException | None = error
+    while cause is not None:
+        traceback.clear_frames(cause.__traceback__)
+        cause = cause.__cause__ or cause.__context__
 
 
 def report(opened: OpenedCheckpoint) -> InspectReport:
