@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 from functools import cached_property
@@ -36,7 +35,7 @@ from ckptool.core.sharding.groups import (
 )
 from ckptool.core.sharding.index import ChunkIndex
 from ckptool.core.sharding.table import (
-    LateTable,
+    LateChunks,
     WholeTensor,
     open_together,
     opened_chunks,
@@ -186,52 +185,41 @@ class Plan:
             open_together(
                 (chunks, [at for at, _ in index.overlaps(whole)])
                 for index, name, whole in boxes
-                if isinstance(chunks := self.catalog.tensors[name].chunks, LateTable)
+                if isinstance(chunks := self.catalog.tensors[name].chunks, LateChunks)
             )
             for index, name, whole in boxes:
                 entry = self.catalog.tensors[name]
                 yield from ((entry, chunk) for chunk, _ in index.find(whole))
 
-    def checking_file(self, entry: TensorEntry, box: Box) -> int:
-        """Return the file, by index in the layout, whose writer checks the record of a box.
-
-        It contains part of the box; of several that do, tensors' names choose different ones.
-        """
-        tables = self.layout.tables
-        if tables is None and len(self._holders[entry.name]) == 1:
-            return self._holders[entry.name][0]
-        return self.checker(
-            entry,
-            (
-                self.numbers[place.file]
-                for chunk, _ in self._cut_of(entry).find(box)
-                for place in stored_places(chunk.at)
-            ),
+    def files_with(self, entry: TensorEntry, box: Box) -> list[int]:
+        """Return the files, by index in the layout, that contain part of a box."""
+        if self.layout.tables is None and len(self._holders.get(entry.name, ())) == 1:
+            return self._holders[entry.name]
+        found = self._cut_of(entry).find(box)
+        return sorted(
+            {self.numbers[at.file] for chunk, _ in found for at in stored_places(chunk.at)}
         )
 
     def is_cut_in_runs(self, entry: TensorEntry, box: Box) -> bool:
-        """Return whether several chunks of the output have parts of a box, each one run of it.
+        """Return whether each part of a box that a chunk of the output has is one run of the box.
 
-        A run is adjoining elements in row-major order, such as some of the rows.
+        A run is adjoining elements in row-major order, such as some of the rows. That chunk has
+        whole rows of it, too: only such are read as runs.
         """
-        if self.layout.tables is None and len(self._holders[entry.name]) == 1:
-            return False
-        parts = [part for _, part in self._cut_of(entry).find(box)]
-        return len(parts) > 1 and all(is_run(part, box) for part in parts)
+        if self.layout.tables is None and len(self._holders.get(entry.name, ())) == 1:
+            return True
+        return all(
+            is_run(part, box) and chunk.box.shape[1:] == part.shape[1:]
+            for chunk, part in self._cut_of(entry).find(box)
+        )
 
     def _cut_of(self, entry: TensorEntry) -> ChunkIndex:
         """Return the index of a tensor's chunks in the output; one for all that are cut alike."""
         tables = self.layout.tables
         cut: object = entry.name if tables is None else tables[entry.name].cut
         if cut not in self._cuts:
-            self._cuts[cut] = ChunkIndex(self._written[entry.name])
+            self._cuts[cut] = ChunkIndex(self.written[entry.name])
         return self._cuts[cut]
-
-    @staticmethod
-    def checker(entry: TensorEntry, files: Iterable[int]) -> int:
-        """Return the one of files with parts of a record whose writer checks it."""
-        numbers = sorted({*files})
-        return numbers[zlib.crc32(entry.name.encode(errors="replace")) % len(numbers)]
 
     @cached_property
     def _holders(self) -> dict[str, list[int]]:
@@ -244,7 +232,7 @@ class Plan:
         return holders
 
     @cached_property
-    def _written(self) -> dict[str, TensorEntry]:
+    def written(self) -> dict[str, TensorEntry]:
         """The places of tensors in the output, by name, of those that have more than one chunk."""
         cut = {e.name: e for e in self.entries if not isinstance(e.chunks, WholeTensor)}
         return written_entries(self.layout, cut)

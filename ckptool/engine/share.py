@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Collection, Iterator, Sequence
 from heapq import heapify, heapreplace
 from typing import TYPE_CHECKING, NamedTuple
 
+from ckptool.core.box import contiguous
 from ckptool.core.catalog import Extent
-from ckptool.core.sharding.table import ChunkTable, WholeTensor
+from ckptool.core.sharding.table import ChunkTable, LateChunks, WholeTensor
+from ckptool.engine.read.containers import likely_place
 from ckptool.errors import UsageError
 
 if TYPE_CHECKING:
-    from ckptool.core.catalog import Chunk, TensorEntry
+    from ckptool.core.catalog import Chunk, Place, TensorEntry
     from ckptool.core.layout import Layout
     from ckptool.core.plan import Plan
 
@@ -60,35 +63,66 @@ def checked_chunks(
     """Yield the chunks, with their tensors, whose records the writer of some files checks.
 
     ``numbers`` are indices in the layout. A record that several files need is checked whole only by
-    the writer of one of them. If a tensor's chunks are in a table, each has its own record, so
-    those of other files are skipped. What is stored as it is has none.
+    the writer of one of them, which all writers know from the places of chunks alone: each opens
+    those of its own files. What is stored as it is has no record.
 
-    ``cut``, if there is one, gets the chunks that several files need a run of each, instead:
+    ``cut``, if there is one, gets the chunks that several files need a run each of, instead:
     nobody has to read their records whole if each writer notes the CRC-32 of its run.
     """
     seen: set[object] = set()
-    mine = frozenset(numbers)
-    tabled = {entry.name for entry in plan.entries if isinstance(entry.chunks, ChunkTable)}
-    for entry, chunk in plan.chunks(numbers, tabled):
-        if id(chunk) not in seen:
-            seen.add(id(chunk))
-            if cut is not None and plan.is_cut_in_runs(entry, chunk.box):
-                cut.append((entry, chunk))
-            elif plan.checking_file(entry, chunk.box) in mine:
-                yield entry, chunk
-    others = {e.name for e in plan.entries if not isinstance(e.chunks, ChunkTable | WholeTensor)}
-    holders: dict[object, tuple[TensorEntry, Chunk, list[int]]] = {}
-    for number in range(len(plan.layout.files)) if others else ():
-        for entry, chunk in plan.chunks([number], others):
-            at = chunk.at
-            if not isinstance(at, Extent) or at.record is not None:
-                place = at.record if isinstance(at, Extent) else (at.file, at.offset)
-                holders.setdefault(place, (entry, chunk, []))[2].append(number)
-    for entry, chunk, files in holders.values():
-        if cut is not None and plan.is_cut_in_runs(entry, chunk.box):
-            cut += [(entry, chunk)] if mine.intersection(files) else []
-        elif plan.checker(entry, files) in mine:
-            yield entry, chunk
+    mine, shared = frozenset(numbers), _shared_places(plan)
+    names = {e.name for e in plan.entries if not isinstance(e.chunks, WholeTensor)}
+    for entry, chunk in plan.chunks(numbers, names):
+        place = _place(chunk.at)
+        some = shared.get(place, [(entry, chunk)])
+        first = some[0]
+        if place is None or id(first[1]) in seen:
+            continue
+        seen.add(id(first[1]))
+        files = sorted({n for each, part in some for n in plan.files_with(each, part.box)})
+        if cut is not None and len(files) > 1 and _is_read_in_runs(plan, some):
+            cut.append(first)
+        elif files[zlib.crc32(first[0].name.encode(errors="replace")) % len(files)] in mine:
+            yield first
+
+
+def _place(at: Place) -> object:
+    """Return the key shared by chunks in one record, or one item; None if no record is known."""
+    return at.record if isinstance(at, Extent) else (at.file, at.offset)
+
+
+def _shared_places(plan: Plan) -> dict[object, Cut]:
+    """Return the chunks of each place that several are in, of tensors that are written.
+
+    Chunks of tables, and those that are opened late, are in records of their own.
+    """
+    places: dict[object, Cut] = {None: []}
+    for entry in plan.entries:
+        if not isinstance(entry.chunks, ChunkTable | LateChunks | WholeTensor):
+            for chunk in entry.chunks:
+                places.setdefault(_place(chunk.at), []).append((entry, chunk))
+    del places[None]
+    shared = {place: some for place, some in places.items() if len(some) > 1}
+    return {
+        place: [(entry, chunk) for entry, chunk in some if entry.name in plan.written]
+        for place, some in shared.items()
+    }
+
+
+def _is_read_in_runs(plan: Plan, some: Cut) -> bool:
+    """Return whether the files together read all of a record that some chunks are in, in runs.
+
+    Only of a chunk that is one run as stored, with its values unchanged, are runs noted.
+    """
+    found = nbytes = 0
+    for entry, chunk in some:
+        itemsize, shape = entry.source_dtype.itemsize, chunk.box.shape
+        at = likely_place(chunk.at, itemsize)
+        if not isinstance(at, Extent) or at.ops or not contiguous(at.strides, shape, itemsize):
+            return False
+        nbytes = 0 if at.record is None else at.record.nbytes
+        found += chunk.box.volume * itemsize
+    return found >= nbytes and all(plan.is_cut_in_runs(e, chunk.box) for e, chunk in some)
 
 
 def _balanced(sizes: Sequence[int], count: int) -> list[int]:

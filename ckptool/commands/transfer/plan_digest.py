@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from ckptool import __version__
 from ckptool.core.layout import Literal, Verbatim
 from ckptool.core.plan import Plan
-from ckptool.core.sharding.table import ChunkTable, WholeTensor
+from ckptool.core.sharding.table import ChunkTable, LateChunks, WholeTensor
 from ckptool.engine.read.containers import likely_place
 from ckptool.engine.write.run import read_verbatim
 from ckptool.storage.local import Files
@@ -31,7 +31,8 @@ def plan_digest(plan: Plan, source: Files, decided: object) -> str:
                     digest.update(piece)
     shared: dict[int, int] = {}
     for entry in plan.entries:
-        chunks = entry.chunks
+        late = entry.chunks if isinstance(entry.chunks, LateChunks) else None
+        chunks = entry.chunks if late is None else late.closed
         kind = (entry.name, entry.path, entry.shape, entry.dtype.name, entry.source_dtype.name)
         if isinstance(chunks, WholeTensor):
             digest.update(repr((kind, chunks.begin)).encode())
@@ -41,9 +42,11 @@ def plan_digest(plan: Plan, source: Files, decided: object) -> str:
             continue
         digest.update(repr(kind).encode())
         size = entry.source_dtype.itemsize  # a place is the same at every opening
-        places = [(chunk.box.lo, likely_place(chunk.at, size)) for chunk in chunks]
-        spots = [(lo, at.file, at.offset) for lo, at in places]
-        digest.update(repr(spots).encode())
+        places = [likely_place(chunk.at, size) for chunk in chunks]
+        starts = [at.offset for at in places] if late is None else late.starts
+        lows = (chunk.box.lo for chunk in chunks)
+        files = (at.file for at in places)
+        digest.update(repr([*zip(lows, files, starts, strict=True)]).encode())
     for value in plan.catalog.objects.values():
         digest.update(repr((value.name, value.path)).encode())
     return digest.hexdigest()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, Generic, NamedTuple, TypeVar, overload
 
-from ckptool.core.box import Box, BoxTable
+from ckptool.core.box import Box, BoxTable, boxes_of, ranks_of
 from ckptool.core.catalog import Chunk, Container, Extent, TensorEntry
 
 _T = TypeVar("_T")
@@ -98,25 +98,46 @@ class ChunkTable(Sequence[Chunk]):
         return hash(self.boxes)
 
 
-class LateTable(ChunkTable):
+class LateChunks(Sequence[Chunk]):
     """Chunks of a tensor, each of which ``open_chunks`` opens on first access, and keeps.
 
-    ``opened`` ones are stored by their index in the table.
+    ``closed`` are the same before that, each a whole item of its own, and ``opened`` those that are
+    open, by index. ``starts`` is empty for a table; else the byte of its file where each chunk's
+    elements likely begin.
     """
 
-    __slots__ = ("entry", "open_chunks", "opened")
+    __slots__ = ("closed", "entry", "open_chunks", "opened", "starts")
 
     def __init__(
         self,
         entry: TensorEntry,
-        table: ChunkTable,
         open_chunks: OpenChunks,
         opened: dict[int, Chunk],
+        starts: Sequence[int] = (),
     ) -> None:
-        super().__init__(table.boxes, table.items, table.file_ranks)
         self.entry = entry
+        self.closed = entry.chunks
         self.open_chunks = open_chunks
         self.opened = opened
+        self.starts = starts
+
+    @property
+    def boxes(self) -> Sequence[Box]:
+        """The boxes of all chunks."""
+        return boxes_of(self.closed)
+
+    @property
+    def ranks(self) -> list[int | None]:
+        """The rank that wrote each chunk, None if that is not known."""
+        return ranks_of(self.closed)
+
+    @property
+    def begin(self) -> tuple[str, int]:
+        """The file of the first chunk's item, and where that begins."""
+        return self.closed[0].at.file, self.closed[0].at.offset
+
+    def __len__(self) -> int:
+        return len(self.closed)
 
     @overload
     def __getitem__(self, at: int) -> Chunk: ...
@@ -136,27 +157,28 @@ class LateTable(ChunkTable):
         open_together([(self, range(len(self)))])
         return map(self.opened.__getitem__, range(len(self)))
 
+    def __eq__(self, other: object) -> bool:
+        return tuple(self) == tuple(other) if isinstance(other, Sequence) else NotImplemented
 
-def open_together(wanted: Iterable[tuple[LateTable, Iterable[int]]]) -> None:
-    """Open those chunks of tables, by index, that are not open yet: all at once."""
+    def __hash__(self) -> int:
+        return hash(self.closed)
+
+
+def open_together(wanted: Iterable[tuple[LateChunks, Iterable[int]]]) -> None:
+    """Open those chunks of tensors, by index, that are not open yet: all at once."""
     todo = {
-        (id(table), at): table
-        for table, places in wanted
-        for at in places
-        if at not in table.opened
+        (id(late), at): late for late, places in wanted for at in places if at not in late.opened
     }
     if todo:
-        closed = [
-            (table.entry, ChunkTable.__getitem__(table, at)) for (_, at), table in todo.items()
-        ]
+        closed = [(late.entry, late.closed[at]) for (_, at), late in todo.items()]
         open_chunks = next(iter(todo.values())).open_chunks
-        for ((_, at), table), chunk in zip(todo.items(), open_chunks(closed), strict=True):
-            table.opened[at] = chunk
+        for ((_, at), late), chunk in zip(todo.items(), open_chunks(closed), strict=True):
+            late.opened[at] = chunk
 
 
 def opened_chunks(chunks: Sequence[Chunk]) -> Iterable[Chunk]:
-    """Return the chunks that are open: all but those of a table that opens them later."""
-    return chunks.opened.values() if isinstance(chunks, LateTable) else chunks
+    """Return the chunks that are open: all but those that are opened later."""
+    return chunks.opened.values() if isinstance(chunks, LateChunks) else chunks
 
 
 class WholeTensor(Sequence[Chunk]):
@@ -242,7 +264,7 @@ class Spans(NamedTuple):
 
 def spans_and_writers(chunks: Sequence[Chunk]) -> Spans:
     """Return the boxes of chunks and of their copies, with the rank that wrote each."""
-    if isinstance(chunks, ChunkTable):
+    if isinstance(chunks, ChunkTable | LateChunks):
         return Spans(chunks.boxes, tuple(chunks.ranks))
     stored = [(chunk.box, chunk.rank) for chunk in chunks]
     stored += [(chunk.box, copy.rank) for chunk in chunks for copy in chunk.copies]

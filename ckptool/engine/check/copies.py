@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from ckptool.core.catalog import Catalog, Chunk, Extent, TensorEntry
-from ckptool.core.sharding.table import ChunkTable, LateTable
+from ckptool.core.sharding.table import ChunkTable, LateChunks
 from ckptool.errors import Problem
 from ckptool.storage.local import Files
 
@@ -42,8 +42,8 @@ def copied_files(catalog: Catalog, source: Files) -> Iterator[Problem]:
 
 def _lies_open(entry: TensorEntry) -> bool:
     """Return whether metadata alone locates the elements, which is not so for DCP's items."""
-    if isinstance(entry.chunks, ChunkTable):
-        return isinstance(entry.chunks, LateTable)
+    if isinstance(entry.chunks, ChunkTable | LateChunks):
+        return isinstance(entry.chunks, LateChunks)
     return any(isinstance(chunk.at, Extent) for chunk in entry.chunks)
 
 

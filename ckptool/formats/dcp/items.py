@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, Chunk, Container, Path, Place, TensorEntry
-from ckptool.core.sharding.table import ChunkTable, LateTable
+from ckptool.core.sharding.table import ChunkTable, LateChunks
 from ckptool.errors import (
     UNCODED,
     CkptoolError,
@@ -102,20 +102,20 @@ def locate(
     problems: list[Problem] = []
     unread: list[Problem] = []
     contents = Assembled()
-    closed = [e for e in catalog.tensors.values() if not isinstance(e.chunks, LateTable)]
+    closed = [e for e in catalog.tensors.values() if not isinstance(e.chunks, LateChunks)]
     chunks_of = {entry.name: tuple(entry.chunks) for entry in closed}
     items = list(_items_of((e, chunk) for e in closed for chunk in chunks_of[e.name]))
     expect_edges(source, ((item.at.file, item.at.offset, item.at.nbytes) for item in items))
     known = locate_alike(source, items)
     for name, entry in catalog.tensors.items():
-        if isinstance(entry.chunks, LateTable):
+        if isinstance(entry.chunks, LateChunks):
             contents.tensors[name] = entry
             continue
         try:
             chunks: Sequence[Chunk] = _locate_chunks(source, entry, chunks_of[name], known)
-            table = whole.tensors[name].chunks
-            if isinstance(table, ChunkTable):
-                chunks = LateTable(entry, table, open_chunks, dict(enumerate(chunks)))
+            closed_entry = whole.tensors[name]
+            if isinstance(closed_entry.chunks, ChunkTable):
+                chunks = LateChunks(closed_entry, open_chunks, dict(enumerate(chunks)))
             contents.tensors[name] = replace(entry, chunks=chunks)
         except NoPlainTensor as error:
             inner = _read_inner_tensors(source, entry)

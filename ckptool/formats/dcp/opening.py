@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from ckptool.core.catalog import (
     TensorEntry,
 )
 from ckptool.core.dtype import DType
-from ckptool.core.sharding.table import ChunkTable, LateTable, OpenChunks
+from ckptool.core.sharding.table import ChunkTable, LateChunks, OpenChunks
 from ckptool.core.views import part_of_place
 from ckptool.errors import CkptoolError, Damaged, Hostile, Unsupported
 from ckptool.serialization.archive.read import TorchFile, is_zip, read_torch_zip
@@ -138,41 +138,97 @@ def _no_tensor(
 
 
 def open_late(source: Source, catalog: Catalog, open_chunks: OpenChunks) -> Catalog:
-    """Return the catalog with tables whose chunks ``open_chunks`` opens on access.
+    """Return the catalog with tensors whose chunks ``open_chunks`` opens on access.
 
     Whoever has a share of a checkpoint opens only the items in it. Items of a kind count as plain
     tensors if the first of that kind is one: it is opened here.
     """
-    known: dict[tuple[int, int], bool] = {}
-    volumes: dict[int, Any] = {}  # of boxes, which tensors that are cut alike share
+    kinds = _LateKinds(source)
+    shared = _shared_items(catalog)
     tensors = dict(catalog.tensors)
     for name, entry in tensors.items():
-        table = entry.chunks
-        if not isinstance(table, ChunkTable):
-            continue
-        boxes = table.boxes
-        if id(boxes) not in volumes:
-            volumes[id(boxes)] = (boxes.highs - boxes.lows).prod(axis=1)
-        nbytes = volumes[id(boxes)] * entry.source_dtype.itemsize
-        rests, places = (table.items.lengths - nbytes).tolist(), (nbytes % _ALIGNMENT).tolist()
-        kinds = dict(zip(zip(rests, places, strict=True), range(len(table)), strict=True))
-        for kind, at in kinds.items():
-            if kind not in known:
-                known[kind] = _is_plain(source, entry, table[at])
-        if all(map(known.__getitem__, kinds)):
-            tensors[name] = replace(entry, chunks=LateTable(entry, table, open_chunks, {}))
+        if isinstance(entry.chunks, ChunkTable):
+            starts = list[int]() if kinds.has_table(entry, entry.chunks) else None
+        else:
+            starts = kinds.find_starts(entry, shared)
+        if starts is not None:
+            tensors[name] = replace(entry, chunks=LateChunks(entry, open_chunks, {}, starts))
     return catalog.with_tensors(tensors)
 
 
-def _is_plain(source: Source, entry: TensorEntry, chunk: Chunk) -> bool:
-    """Return whether a chunk's item is a plain tensor; problems are reported later, together."""
+def _shared_items(catalog: Catalog) -> set[tuple[str, int]]:
+    """Return the items, by file and offset, that several chunks of no table are in."""
+    counts = Counter(
+        (chunk.at.file, chunk.at.offset)
+        for entry in catalog.tensors.values()
+        if not isinstance(entry.chunks, ChunkTable)
+        for chunk in entry.chunks
+    )
+    return {item for item, count in counts.items() if count > 1}
+
+
+class _LateKinds:
+    """The kinds of items that are opened late: the first of each is opened, to see if it is plain.
+
+    A plain one tells where the elements of the others likely begin: so many bytes into the item.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._starts: dict[tuple[int, int], int | None] = {}
+        self._volumes: dict[int, Any] = {}  # of boxes, which tensors that are cut alike share
+
+    def has_table(self, entry: TensorEntry, table: ChunkTable) -> bool:
+        """Return whether all items of a table are of plain kinds."""
+        boxes = table.boxes
+        if id(boxes) not in self._volumes:
+            self._volumes[id(boxes)] = (boxes.highs - boxes.lows).prod(axis=1)
+        nbytes = self._volumes[id(boxes)] * entry.source_dtype.itemsize
+        rests, places = (table.items.lengths - nbytes).tolist(), (nbytes % _ALIGNMENT).tolist()
+        kinds = dict(zip(zip(rests, places, strict=True), range(len(table)), strict=True))
+        return all(self._start(kind, entry, table, at) is not None for kind, at in kinds.items())
+
+    def find_starts(self, entry: TensorEntry, shared: set[tuple[str, int]]) -> list[int] | None:
+        """Return the byte of its file where each chunk's elements likely begin.
+
+        None if not all chunks are whole items of plain kinds, each in one of its own.
+        """
+        chunks, itemsize, starts = entry.chunks, entry.source_dtype.itemsize, list[int]()
+        for number, chunk in enumerate(chunks):
+            at = chunk.at
+            if not isinstance(at, Container) or at.part is not None or at.transforms:
+                return None
+            if chunk.copies or (at.file, at.offset) in shared:
+                return None
+            nbytes = chunk.box.volume * itemsize
+            start = self._start((at.nbytes - nbytes, nbytes % _ALIGNMENT), entry, chunks, number)
+            if start is None:
+                return None
+            starts.append(at.offset + start)
+        return starts
+
+    def _start(
+        self, kind: tuple[int, int], entry: TensorEntry, chunks: Sequence[Chunk], at: int
+    ) -> int | None:
+        """Return where the elements of a kind begin, None if it is not plain; open one, once."""
+        if kind not in self._starts:
+            self._starts[kind] = _find_start(self._source, entry, chunks[at])
+        return self._starts[kind]
+
+
+def _find_start(source: Source, entry: TensorEntry, chunk: Chunk) -> int | None:
+    """Return the byte of its item where a plain tensor's elements begin, None for any other.
+
+    Problems are reported later, together.
+    """
     if not isinstance(chunk.at, Container):
-        return False
+        return None
     item = Item.of(entry, chunk.box, chunk.at)
     try:
-        return _is_row_major(locate_item(source, item), item)
+        place = locate_item(source, item)
     except CkptoolError:
-        return False
+        return None
+    return place.offset - item.at.offset if _is_row_major(place, item) else None
 
 
 class Openings:
