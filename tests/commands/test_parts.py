@@ -544,10 +544,10 @@ def test_each_part_proves_what_it_wrote(
     planned, target = three
     before, real = content(tmp_path), stage_module.run
 
-    def damaging(*words: Any, **more: Any) -> None:
-        real(*words, **more)
-        names = [words[0].layout.files[number].path for number in more["numbers"]]
-        path = next(words[2] / name for name in names if name.endswith(".safetensors"))
+    def damaging(work: Any, folder: Path, *words: Any) -> None:
+        real(work, folder, *words)
+        names = [work.plan.layout.files[number].path for number in work.numbers]
+        path = next(folder / name for name in names if name.endswith(".safetensors"))
         data = bytearray(path.read_bytes())
         data[-3] ^= 1
         path.write_bytes(data)

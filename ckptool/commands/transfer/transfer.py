@@ -29,6 +29,7 @@ from ckptool.engine.run_options import StageOptions
 from ckptool.engine.share import ALL, Share
 from ckptool.engine.write.run import fetched_ahead, workers_within_budget
 from ckptool.engine.write.stage import Output, Stage
+from ckptool.engine.write.work import Work
 from ckptool.errors import (
     Changed,
     CkptoolError,
@@ -344,7 +345,8 @@ class Transfer(Struct, Generic[AnyReport], frozen=True):
     def _move(
         self, stage: Output, progress: Progress, numbers: Collection[int], share: Share
     ) -> None:
-        stage.write(self.plan, self.opened.source, self.options.run, progress, numbers, share)
+        run, source = self.options.run, self.opened.source
+        stage.write(Work(self.plan, source, run, numbers, share, progress))
 
     def _commit(self, stage: Output, progress: Progress, *, shared: bool) -> str | None:
         """Put the output in place, or mark a part as done."""

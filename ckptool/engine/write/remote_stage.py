@@ -11,10 +11,8 @@ from contextlib import suppress
 from typing import Any
 
 from ckptool.core.layout import Data, Layout, ScatteredData
-from ckptool.core.plan import Plan
 from ckptool.core.text import list_some
-from ckptool.engine.run_options import RunOptions, StageOptions
-from ckptool.engine.share import Share
+from ckptool.engine.run_options import StageOptions
 from ckptool.engine.write.existing import (
     already_in_store,
     charged_note,
@@ -29,6 +27,7 @@ from ckptool.engine.write.journal import (
     unfinished_parts,
 )
 from ckptool.engine.write.stage import RESUME_HINT
+from ckptool.engine.write.work import Work
 from ckptool.engine.write.writer import (
     describe_writer,
     is_here,
@@ -40,7 +39,6 @@ from ckptool.engine.write.writer import (
 from ckptool.errors import CkptoolError, NotFound, TransferError, Unsupported
 from ckptool.storage.clients.unfinished_uploads import abort_uploads
 from ckptool.storage.commit_note import UNFINISHED, side_name
-from ckptool.storage.local import Files
 from ckptool.storage.multipart import hidden_name
 from ckptool.storage.remote import RemoteSource
 from ckptool.storage.retry import Denied, NoAnswer
@@ -211,25 +209,16 @@ class RemoteStage(Joining):
             )
         return here
 
-    def write(
-        self,
-        plan: Plan,
-        source: Files,
-        options: RunOptions,
-        progress: Callable[[int], None],
-        numbers: Collection[int],
-        share: Share,
-    ) -> None:
-        """Write files of the plan, those of ``numbers``, as a share of all the work."""
+    def write(self, work: Work) -> None:
+        """Write files of the plan."""
         from ckptool.engine.write.send import send
 
         self._require_mine()
-        if numbers and set(numbers) <= set(self.last_files):
+        if work.numbers and set(work.numbers) <= set(self.last_files):
             self._require_whole([file.path for file in self._layout.files[:-1]])
-        for number in numbers:
+        for number in work.numbers:
             self._read_back.pop(self._layout.files[number].path, None)
-        to, done, how = self.folder, self._finished, (share, self.joined)
-        send(plan, source, to, options, progress, numbers, done, *how)
+        send(work, self.folder, self._finished, self.joined)
 
     def takes(self, numbers: Iterable[int]) -> list[int]:
         """Return those of the files of a share that are written before the commit."""

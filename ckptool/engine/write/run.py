@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
 from ckptool.core.box import Box
-from ckptool.core.catalog import Chunk, TensorEntry
 from ckptool.core.layout import FileLayout, Literal, Part, Verbatim
 from ckptool.core.plan import Plan
 from ckptool.core.sharding.groups import Tile
@@ -22,11 +21,9 @@ from ckptool.engine.checksum import (
     join_crcs,
     require_intact,
 )
-from ckptool.engine.read.containers import openings, runs_of
-from ckptool.engine.read.planned import PlannedPiece, PlanReader, plan_job, touch
+from ckptool.engine.read.planned import PlannedPiece, PlanReader, plan_job
 from ckptool.engine.read.tiles import PAIR_TILE, ByteReader, read_tiles
 from ckptool.engine.run_options import RunOptions
-from ckptool.engine.share import ALL, Cut, Share, checked_chunks
 from ckptool.engine.write.journal import NO_JOURNAL, Journal, find_finished
 from ckptool.engine.write.output import (
     SMALL,
@@ -37,6 +34,7 @@ from ckptool.engine.write.output import (
     apply_patches,
     write_at,
 )
+from ckptool.engine.write.work import Work
 from ckptool.errors import Damaged, Unsupported
 from ckptool.storage.disk import allocate, open_unfollowed
 from ckptool.storage.local import SPAN, Files, LocalSource
@@ -47,31 +45,19 @@ _TILE_OF = attrgetter("tile")
 
 
 def run(
-    plan: Plan,
-    source: Files,
-    folder: Path,
-    options: RunOptions,
-    progress: Callable[[int], None] = lambda nbytes: None,
-    *,
-    numbers: Collection[int] | None = None,
-    journal: Journal = NO_JOURNAL,
-    share: Share = ALL,
-    joined: RecordCheck | None = None,
+    work: Work, folder: Path, journal: Journal = NO_JOURNAL, joined: RecordCheck | None = None
 ) -> None:
-    """Write the plan's files below ``folder``: all, or those of ``numbers`` (layout indices).
+    """Write files of a plan below ``folder``.
 
-    ``progress`` is called with bytes as they are written; each finished file is noted in
-    ``journal``, and files already noted there are not written again. What another process is to
-    check by what this one reads is noted in ``joined``. Raises Damaged if source bytes
-    do not match the checksum that their writer stored or a file ends early, TransferError if
-    writing fails, Unsupported if the budget is too small.
+    Each finished file is noted in ``journal``, and files already noted there are not written again.
+    What another process is to check by what this one reads is noted in ``joined``. Raises Damaged
+    if source bytes do not match the checksum that their writer stored or a file ends early,
+    TransferError if writing fails, Unsupported if the budget is too small.
     """
-    source.keep(fetched_ahead(source, options))
-    wanted = range(len(plan.layout.files)) if numbers is None else numbers
-    finished = find_finished(plan, wanted, folder, options, journal)
-    todo = [number for number in wanted if number not in finished]
-    writer = _PlanWriter(plan, source, folder, options, progress, share, joined)
-    writer.write(todo, finished, journal)
+    work.source.keep(fetched_ahead(work.source, work.options))
+    finished = find_finished(work.plan, work.numbers, folder, work.options, journal)
+    todo = [number for number in work.numbers if number not in finished]
+    _PlanWriter(work, folder, joined).write(todo, finished, journal)
 
 
 def peak_memory(plan: Plan, source: Files, options: RunOptions, *, local: bool = True) -> int:
@@ -111,44 +97,30 @@ def workers_within_budget(plan: Plan, options: RunOptions, *sources: Files) -> i
 class _PlanWriter:
     """One run of a plan: the files that are still to be written, and the state of each."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        source: Files,
-        folder: Path,
-        options: RunOptions,
-        progress: Callable[[int], None],
-        share: Share,
-        joined: RecordCheck | None,
-    ) -> None:
-        self._plan = plan
-        self._share = share
-        self._files = plan.layout.files
-        self._source = source
+    def __init__(self, work: Work, folder: Path, joined: RecordCheck | None) -> None:
+        self._work = work
+        self._joined = joined
+        self._plan = work.plan
+        self._files = work.plan.layout.files
+        self._source = work.source
         self._folder = folder
-        self._output = OutputFiles(folder, plan.layout.files, self._note)
-        self._workers = workers_within_budget(plan, options, source)
-        self._fsync = options.fsync
-        self._progress = progress
-        self._joins = joined is not None
-        self._records = joined or RecordCheck(shared=not share.is_all)
+        self._output = OutputFiles(folder, self._files, self._note)
+        self._fsync = work.options.fsync
+        self._progress = work.progress
         self._lock = threading.Lock()
         self._unfinished: dict[int, UnfinishedFile] = {}
 
     def write(self, todo: Sequence[int], finished: Sequence[int], journal: Journal) -> None:
         """Write the files ``todo``; the sources of the ``finished`` ones are checked again."""
         self._journal = journal
-        if self._share.is_all:
-            touch_chunks(self._plan.chunks(finished), self._source, self._records)
-        else:
-            numbers = [*todo, *finished]
-            touch_shared(self._plan, numbers, self._source, self._records, joins=self._joins)
+        workers = workers_within_budget(self._plan, self._work.options, self._source)
+        records = self._work.check_records(finished, self._joined)
         self._progress(sum(self._files[number].nbytes for number in finished))
         jobs = map(plan_job, self._write_jobs(todo))
-        tiles = _PlanTiles(self._source, self._records, self._output)
-        read_tiles(tiles, jobs, self._write_tiles, self._workers, self._progress)
-        self._records.read_unseen(self._source, self._workers)
-        require_intact(self._records.problems())
+        tiles = _PlanTiles(self._source, records, self._output)
+        read_tiles(tiles, jobs, self._write_tiles, workers, self._progress)
+        records.read_unseen(self._source, workers)
+        require_intact(records.problems())
         for number in [number for number, file in self._unfinished.items() if not file.left]:
             self._finish(number)
 
@@ -293,30 +265,6 @@ class _PlanTiles(NamedTuple):
     def reader(self) -> PlanReader:
         """Return the reader for one thread."""
         return _WritingReader(self.files, self.records, self.output)
-
-
-def touch_shared(
-    plan: Plan, numbers: Collection[int], source: Files, records: RecordCheck, *, joins: bool
-) -> None:
-    """Note the records that the writer of some files must read, or is to note runs of."""
-    cut: Cut = []
-    touch_chunks(checked_chunks(plan, numbers, cut if joins else None), source, records)
-    touch_chunks(cut, source, records, joined=True)
-
-
-def touch_chunks(
-    some: Iterable[tuple[TensorEntry, Chunk]],
-    source: Files,
-    records: RecordCheck,
-    *,
-    joined: bool = False,
-) -> None:
-    """Note that the records of some chunks, each with its tensor, must be read, or ``joined``."""
-    chunks = list(some)
-    needs = (need for _, chunk in chunks for need in openings(chunk.at))
-    source.expect(runs_of(needs, set()))
-    for entry, chunk in chunks:
-        touch(records, entry, chunk, required=not joined, joined=joined)
 
 
 def read_verbatim(part: Verbatim, source: Files) -> Iterator[memoryview]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from queue import SimpleQueue
@@ -18,9 +18,9 @@ from ckptool.engine.read.planned import PlanReader
 from ckptool.engine.read.runs import tile_runs
 from ckptool.engine.read.tiles import Job, read_tiles, require_unchanged
 from ckptool.engine.run_options import RunOptions
-from ckptool.engine.share import ALL, Share
 from ckptool.engine.write.output import apply_patches
-from ckptool.engine.write.run import fetched_ahead, read_verbatim, touch_chunks, touch_shared
+from ckptool.engine.write.run import fetched_ahead, read_verbatim
+from ckptool.engine.write.work import Work
 from ckptool.errors import Unsupported
 from ckptool.storage.local import SPAN, Files
 from ckptool.storage.multipart import Upload, memory_of_part
@@ -40,32 +40,21 @@ class Capacity(NamedTuple):
 
 
 def send(
-    plan: Plan,
-    source: Files,
-    folder: RemotePath,
-    options: RunOptions,
-    progress: Callable[[int], None],
-    numbers: Collection[int],
-    finished: Collection[str],
-    share: Share = ALL,
-    joined: RecordCheck | None = None,
+    work: Work, folder: RemotePath, finished: Collection[str], joined: RecordCheck | None = None
 ) -> None:
-    """Write those of the plan's files in ``numbers`` that are not ``finished`` yet.
+    """Write those files of a plan that are not ``finished`` yet.
 
     The layout's last file appears after all others, and once the source is found to be unchanged
-    and its checksums match. Raises as ``run`` does.
+    and its checksums match. What another process is to check is noted in ``joined``. Raises as
+    ``run`` does.
     """
-    files = plan.layout.files
-    todo = [number for number in numbers if files[number].path not in finished]
-    done = [number for number in numbers if number not in todo]
-    capacity = within_budget(plan, source, options, todo)
-    records = joined or RecordCheck(shared=not share.is_all)
-    contents = _FileContents(plan, source, records, capacity.readers)
-    if share.is_all:
-        touch_chunks(plan.chunks(done), source, records)
-    else:
-        touch_shared(plan, numbers, source, records, joins=joined is not None)
-    progress(sum(files[number].nbytes for number in done))
+    source, options, files = work.source, work.options, work.plan.layout.files
+    todo = [number for number in work.numbers if files[number].path not in finished]
+    done = [number for number in work.numbers if number not in todo]
+    capacity = within_budget(work.plan, source, options, todo)
+    records = work.check_records(done, joined)
+    contents = _FileContents(work.plan, source, records, capacity.readers)
+    work.progress(sum(files[number].nbytes for number in done))
     uploads: list[Upload] = []
 
     def upload(number: int, pieces: Iterator[memoryview]) -> None:
@@ -78,15 +67,15 @@ def send(
 
     last = [number for number in todo if number == len(files) - 1]
     others = [contents.job(number) for number in todo if number not in last]
-    read_tiles(contents, others, upload, capacity.files, progress)
+    read_tiles(contents, others, upload, capacity.files, work.progress)
     try:
-        read_tiles(contents, map(contents.job, last), upload, 1, progress)
+        read_tiles(contents, map(contents.job, last), upload, 1, work.progress)
         for final in uploads:
             final.finish()
-        contents.records.read_unseen(source, options.workers or source.workers)
-        require_intact(contents.records.problems())
+        records.read_unseen(source, options.workers or source.workers)
+        require_intact(records.problems())
         if last:
-            require_unchanged(plan.catalog, source)
+            require_unchanged(work.plan.catalog, source)
     except BaseException:
         for final in uploads:
             final.abort()

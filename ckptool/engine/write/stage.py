@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from ckptool.core.layout import Layout
-from ckptool.core.plan import Plan
-from ckptool.engine.run_options import RunOptions, StageOptions
-from ckptool.engine.share import Share
+from ckptool.engine.run_options import StageOptions
 from ckptool.engine.write.commit import Commit, FileCommit, FolderCommit, aside_of, is_in_place
 from ckptool.engine.write.existing import (
     in_conflict,
@@ -37,6 +35,7 @@ from ckptool.engine.write.journal import (
     require_untouched,
 )
 from ckptool.engine.write.run import run
+from ckptool.engine.write.work import Work
 from ckptool.errors import Unsupported
 from ckptool.storage.commit_note import CommitNote, NoteFile, note_path, side_name, staging_folder
 from ckptool.storage.disk import (
@@ -48,7 +47,7 @@ from ckptool.storage.disk import (
     open_unfollowed,
     sync_folder,
 )
-from ckptool.storage.local import Files, LocalSource
+from ckptool.storage.local import LocalSource
 
 if TYPE_CHECKING:
     from ckptool.engine.write.remote_stage import RemoteStage
@@ -217,27 +216,9 @@ class Stage(Joining):
         else:
             self.journal = Journal.start(path, options.plan, options.source)
 
-    def write(
-        self,
-        plan: Plan,
-        source: Files,
-        options: RunOptions,
-        progress: Callable[[int], None],
-        numbers: Collection[int],
-        share: Share,
-    ) -> None:
-        """Write files of the plan, those of ``numbers``, as a share of all the work."""
-        run(
-            plan,
-            source,
-            self.folder,
-            options,
-            progress,
-            numbers=numbers,
-            journal=self.journal,
-            share=share,
-            joined=self.joined,
-        )
+    def write(self, work: Work) -> None:
+        """Write files of the plan."""
+        run(work, self.folder, self.journal, self.joined)
 
     def takes(self, numbers: Iterable[int]) -> list[int]:
         """Return the files of a share that are written before the commit: here all."""

@@ -538,8 +538,8 @@ def damaging(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], None]:
     real = stage_module.run
 
     def arrange(file: str, at: int) -> None:
-        def run(plan: Any, root: str, folder: Path, *rest: Any, **more: Any) -> None:
-            real(plan, root, folder, *rest, **more)
+        def run(work: Any, folder: Path, *rest: Any) -> None:
+            real(work, folder, *rest)
             flip(folder / file, at)
 
         monkeypatch.setattr(stage_module, "run", run)

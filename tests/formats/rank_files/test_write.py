@@ -39,6 +39,7 @@ from ckptool.core.sharding.dtensor import local_shards
 from ckptool.core.sharding.placement import PlacedTensors, Placer, parse_mesh
 from ckptool.engine.run_options import RunOptions
 from ckptool.engine.write.run import run
+from ckptool.engine.write.work import Work
 from ckptool.errors import Unsupported
 from ckptool.formats.base import Request
 from ckptool.formats.rank_files.write import lay_out_rank_files, lay_out_torch_checkpointing
@@ -65,7 +66,8 @@ def reshard(
         catalog, Request("m", placed=PlacedTensors(parsed, chosen | (placements or {})))
     )
     target.mkdir()
-    run(Plan(catalog, layout), opened.source, target, RunOptions(workers=2, fsync=False))
+    plan, options = Plan(catalog, layout), RunOptions(workers=2, fsync=False)
+    run(Work(plan, opened.source, options, range(len(layout.files))), target)
     return layout
 
 

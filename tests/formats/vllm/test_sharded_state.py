@@ -25,6 +25,7 @@ from ckptool.core.sharding.placement import PlacedTensors, parse_mesh
 from ckptool.core.sharding.tensor_parallel import parse_tp_rules
 from ckptool.engine.run_options import RunOptions
 from ckptool.engine.write.run import run
+from ckptool.engine.write.work import Work
 from ckptool.errors import Damaged, Unsupported
 from ckptool.formats.base import Request
 from ckptool.formats.vllm import lay_out
@@ -43,7 +44,8 @@ def write(
     layout = lay_out(opened.catalog, request)
     (folder / "m").mkdir()
     options = RunOptions(workers=1, fsync=False)
-    run(Plan(opened.catalog, layout), opened.source, folder / "m", options)
+    plan, numbers = Plan(opened.catalog, layout), range(len(layout.files))
+    run(Work(plan, opened.source, options, numbers), folder / "m")
     return layout
 
 

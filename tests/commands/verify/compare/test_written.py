@@ -59,8 +59,8 @@ def damaging(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int, Damage], No
     real = stage_module.run
 
     def arrange(file: str, at: int, damage: Damage) -> None:
-        def run(plan: Any, files: Any, folder: Path, *rest: Any, **more: Any) -> None:
-            real(plan, files, folder, *rest, **more)
+        def run(work: Any, folder: Path, *rest: Any) -> None:
+            real(work, folder, *rest)
             data = bytearray((folder / file).read_bytes())
             damage(data, at)
             (folder / file).write_bytes(data)

@@ -1,0 +1,64 @@
+"""What one process writes of a plan, and which records of the source it checks for that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+
+from msgspec import Struct
+
+from ckptool.core.catalog import Chunk, TensorEntry
+from ckptool.core.plan import Plan
+from ckptool.engine.checksum import RecordCheck
+from ckptool.engine.read.containers import openings, runs_of
+from ckptool.engine.read.planned import touch
+from ckptool.engine.run_options import RunOptions
+from ckptool.engine.share import ALL, Cut, Share, checked_chunks
+from ckptool.storage.local import Files
+
+
+class Work(Struct, frozen=True):
+    """The plan's files of ``numbers`` (layout indices), to be written as a share of all the work.
+
+    ``progress`` is called with bytes as they are written.
+    """
+
+    plan: Plan
+    source: Files
+    options: RunOptions
+    numbers: Collection[int]
+    share: Share = ALL
+    progress: Callable[[int], None] = lambda nbytes: None
+
+    def check_records(self, finished: Collection[int], joined: RecordCheck | None) -> RecordCheck:
+        """Return the check that notes what is read of records, with those that must be read.
+
+        If nothing is shared these are all that are touched, also by the ``finished`` files, which
+        are not written again. What another process is to check is noted in ``joined``, if that is
+        given and returned.
+        """
+        records = joined or RecordCheck(shared=not self.share.is_all)
+        if self.share.is_all:
+            self._touch(self.plan.chunks(finished), records)
+            return records
+        cut: Cut = []
+        wanted = checked_chunks(self.plan, self.numbers, None if joined is None else cut)
+        self._touch(wanted, records)
+        self._touch(cut, records, joined=True)
+        return records
+
+    def _touch(
+        self,
+        some: Iterable[tuple[TensorEntry, Chunk]],
+        records: RecordCheck,
+        *,
+        joined: bool = False,
+    ) -> None:
+        """Note that the records of some chunks, each with its tensor, must be read, or ``joined``.
+
+        What must be opened first is requested at once.
+        """
+        chunks = list(some)
+        needs = (need for _, chunk in chunks for need in openings(chunk.at))
+        self.source.expect(runs_of(needs, set()))
+        for entry, chunk in chunks:
+            touch(records, entry, chunk, required=not joined, joined=joined)
