@@ -56,6 +56,7 @@ def test_it_is_read_with_its_own(form: str, tmp_path: Path) -> None:
     place, side = save(form, tmp_path / "a", step=1)
     assert open_checkpoint(place).catalog.objects["step"].value == 1
     assert verify(place, VerifyOptions(strict=True)).ok
+    assert "ckptool" not in str(open_checkpoint(place).catalog.info)
     moved = tmp_path / f"b{place.suffix}"
     place.rename(moved)
     if place.suffix:

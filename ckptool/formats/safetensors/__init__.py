@@ -40,7 +40,8 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     if file is None:
         raise Unrecognised(f"{source.root}: not one safetensors file")
     tensors, metadata = read_whole_tensors(source, file, options)
-    info = {"writer": "safetensors"} | {f"metadata.{k}": v for k, v in metadata.items()}
+    described = {f"metadata.{key}": text for key, text in metadata.items() if key != SIDE}
+    info = {"writer": "safetensors"} | described
     catalog = Catalog(
         "safetensors",
         tensors,
