@@ -33,18 +33,19 @@ def with_side(
     """Add the tensors and values of the side file to the catalog, if there is one.
 
     ``headers`` are the metadata of the files that it goes with. Another program's file is left out
-    with a note. Raises Damaged if it belongs to another checkpoint.
+    with a note. Raises Damaged if it belongs to another checkpoint, or cannot be read: whose it is
+    is then unknown.
     """
     marks = {header[SIDE] for header in headers if SIDE in header}
     if side not in source.files:
         return replace(catalog, notes=(*catalog.notes, *([_missing(side)] if marks else [])))
-    identity = read_identity(source, side)
+    leaves, identity = read_file_leaves(source, side), read_identity(source, side)
     if identity is None and not marks:
         return replace(catalog, notes=(*catalog.notes, _foreign(side)))
     if marks != ({identity} if identity and is_marked(identity) else set()):
         message = f"{side}: not the side file that was written with the files that are here"
         raise Damaged(Problem(message, "saves-mixed", file=side), hint=_MOVE)
-    more = assemble({0: read_file_leaves(source, side)})
+    more = assemble({0: leaves})
     twice = sorted(more.tensors.keys() & catalog.tensors.keys())
     if more.problems or twice:
         problems = [*more.problems, *(f"{n}: also in the main file" for n in twice)]

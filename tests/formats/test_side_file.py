@@ -131,3 +131,20 @@ def test_equal_checkpoints_have_equal_side_files(form: str, tmp_path: Path) -> N
     third = save(form, tmp_path / "c", step=2)[1].read_bytes()
     assert third[:40] == one[:40]
     assert third != one
+
+
+@pytest.mark.parametrize("earlier", [True, False])
+def test_one_that_cannot_be_read_is_damage(
+    earlier: bool, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever wrote it: it may be the checkpoint's own, cut short."""
+    with monkeypatch.context() as patched:
+        if earlier:
+            unmark(patched)
+        place, side = save(form, tmp_path / "a", step=1)
+    side.write_bytes(side.read_bytes()[:500])
+    with pytest.raises(Damaged, match=f"{side.name}: no zip directory at the end"):
+        open_checkpoint(place)
+    codes = [finding.code for finding in verify(place, VerifyOptions()).findings]
+    assert "zip-structure" in codes
+    assert "saves-mixed" not in codes
