@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -195,6 +196,17 @@ def test_a_small_tensor_is_read_once_for_all_that_is_written_of_it() -> None:
     alone = plan_of(entry((4, 4), rows))
     assert all(group.at_once for group in groups_of(alone, 64))
     assert not alone._indexes, "which chunks it is read from need not be searched"
+
+
+def test_tensors_that_are_cut_alike_share_the_pieces_of_their_tiles() -> None:
+    whole = [Box.whole((4, 4))]
+    columns = [Box((0, low), (4, low + 2)) for low in (0, 2)]
+    plan = plan_of(*(entry((4, 4), whole, name) for name in "ab"), cut=columns, files=2)
+    jobs = [job for group in groups_of(plan, 8) for job in plan.jobs(group, 8)]
+    first, second = ([job for job in jobs if job[0].entry.name == name] for name in "ab")
+    assert len(first) == len(second) > 0
+    for a, b in zip(chain(*first), chain(*second), strict=True):
+        assert a.pieces is b.pieces
 
 
 @pytest.mark.parametrize(("dim", "most"), [(0, 1024), (1, 256)])

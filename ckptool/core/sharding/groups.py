@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import lru_cache
 from operator import add, sub
 from typing import NamedTuple
 
@@ -212,12 +213,24 @@ def _rows_cut(
     part: Data | ScatteredData, band: Box, rows: int
 ) -> tuple[int, tuple[int, ...], tuple[Piece, ...]]:
     """Return the bytes of a row of a part, and the shape and the pieces of ``rows`` of its rows."""
-    shape, pieces = (rows, *part.shape[1:]), []
-    for box, local in part.pieces:
-        (_, *low), (_, *high) = box.relative_to(band.lo)
-        of_band = Box((0, *low), (rows, *high))
-        pieces.append(Piece(of_band, Box((0, *local.lo[1:]), (rows, *local.hi[1:]))))
-    return math.prod(part.shape[1:]) * part.itemsize, shape, tuple(pieces)
+    shape = (rows, *part.shape[1:])
+    row = math.prod(shape[1:]) * part.itemsize
+    return row, shape, _pieces_of_rows(part.pieces, band.lo[1:], rows)
+
+
+@lru_cache(maxsize=64)
+def _pieces_of_rows(
+    pieces: tuple[Piece, ...], low: tuple[int, ...], rows: int
+) -> tuple[Piece, ...]:
+    """Return the pieces of ``rows`` rows of a part, in a band whose other dims begin at ``low``.
+
+    Cached, since the layers of a model are cut alike.
+    """
+    found = []
+    for (lo, hi), local in pieces:
+        of_band = Box((0, *map(sub, lo[1:], low)), (rows, *map(sub, hi[1:], low)))
+        found.append(Piece(of_band, Box((0, *local.lo[1:]), (rows, *local.hi[1:]))))
+    return tuple(found)
 
 
 def _tiles_of(
