@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
+from itertools import islice
 from operator import mul, sub
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,6 +24,9 @@ from ckptool.storage.local import Files
 if TYPE_CHECKING:
     from ckptool.engine.read.gather import Array, Gatherer
 
+_PLANNED = 64
+"""Jobs that are planned at a time: after each copy nothing that planning needs is in the
+processor's cache, and it takes twice as long."""
 ExtentRun = tuple[Extent, int, int, int]
 """A run of bytes: its place, file offset, offset in a tile and length."""
 
@@ -233,6 +237,14 @@ def _rows_of(tile: Tile, whole: memoryview, row: int) -> memoryview | None:
     if tile.shape != box.shape or tile.shape[1:] != shape[1:]:
         return None
     return whole[box.lo[0] * row : box.hi[0] * row]
+
+
+def plan_jobs(
+    wanted: Iterator[Sequence[Tile]],
+) -> Iterator[Job[Sequence[Tile], PlanReader, PlannedPiece]]:
+    """Yield the jobs that read some tiles each, planning several at a time."""
+    while some := list(islice(map(plan_job, wanted), _PLANNED)):
+        yield from some
 
 
 def plan_job(tiles: Sequence[Tile]) -> Job[Sequence[Tile], PlanReader, PlannedPiece]:

@@ -21,7 +21,7 @@ from ckptool.engine.checksum import (
     join_crcs,
     require_intact,
 )
-from ckptool.engine.read.planned import PlannedPiece, PlanReader, plan_job
+from ckptool.engine.read.planned import PlannedPiece, PlanReader, plan_jobs
 from ckptool.engine.read.tiles import PAIR_TILE, ByteReader, read_tiles
 from ckptool.engine.run_options import RunOptions
 from ckptool.engine.write.journal import NO_JOURNAL, Journal, find_finished
@@ -116,7 +116,7 @@ class _PlanWriter:
         workers = workers_within_budget(self._plan, self._work.options, self._source)
         records = self._work.check_records(finished, self._joined)
         self._progress(sum(self._files[number].nbytes for number in finished))
-        jobs = map(plan_job, self._write_jobs(todo))
+        jobs = plan_jobs(self._write_jobs(todo))
         tiles = _PlanTiles(self._source, records, self._output)
         read_tiles(tiles, jobs, self._write_tiles, workers, self._progress)
         records.read_unseen(self._source, workers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from itertools import pairwise, product
 from pathlib import Path
@@ -19,9 +20,10 @@ from ckptool.core.dtype import BY_NAME
 from ckptool.core.layout import Data, FileLayout, Layout, ScatteredData
 from ckptool.core.plan import Plan
 from ckptool.core.sharding import groups
+from ckptool.core.sharding.groups import Tile
 from ckptool.engine.checksum import RecordCheck
-from ckptool.engine.read import gather, strips
-from ckptool.engine.read.planned import PlanReader
+from ckptool.engine.read import gather, planned, strips
+from ckptool.engine.read.planned import PlanReader, plan_jobs
 from ckptool.storage.local import LocalSource
 
 RNG = np.random.default_rng(5)
@@ -137,3 +139,24 @@ def test_rows_are_read_once_for_all_their_columns(tmp_path: Path) -> None:
         {Box((0, 0), (4, 6))},
         {Box((4, 0), (8, 6))},
     ]
+
+
+def test_some_jobs_are_planned_before_the_first_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planned, "_PLANNED", 3)
+    _, entry = stored(np.zeros((8, 4), np.uint16), [Box((0, 0), (8, 4))], 9)
+    halves = [Box((0, lo), (8, lo + 2)) for lo in (0, 2)]
+    files = tuple(FileLayout(f"o{n}", (Data("t", box, 2),)) for n, box in enumerate(halves))
+    plan = Plan(Catalog("test", {"t": entry}, {}, {}), Layout(files, folder=True))
+    (group,) = plan.groups(next(plan.batches(range(2))), 4)
+    cut: list[Sequence[Tile]] = []
+
+    def wanted() -> Iterator[Sequence[Tile]]:
+        for tiles in plan.jobs(group, 4):
+            cut.append(tiles)
+            yield tiles
+
+    jobs = plan_jobs(wanted())
+    first = next(jobs)
+    assert len(cut) == 3
+    assert [job.subject for job in (first, *jobs)] == cut
+    assert len(cut) == 4
