@@ -13,11 +13,12 @@ from conftest import SUFFIX, TENSORS_OF, case, convert_to, read_back
 
 from ckptool.api.commands import verify
 from ckptool.commands.convert import prepare
-from ckptool.commands.options.target import ConvertOptions, ReshardOptions
+from ckptool.commands.options.target import ConvertOptions, ReshardOptions, TransferOptions
 from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.core.sharding.placement import parse_mesh, parse_rule
 from ckptool.engine.run_options import RunOptions
 from ckptool.engine.write.output import OutputFiles
+from ckptool.engine.write.run import _PlanWriter
 from ckptool.errors import CkptoolError, Damaged, TransferError, Unsupported
 from ckptool.storage.local import LocalSource
 
@@ -41,15 +42,43 @@ def test_columns_in_tiles_of_any_size(
 ) -> None:
     """Each part has several tiles, also those of small tensors; its checksum is that of all."""
     monkeypatch.setattr(LocalSource, "tile", tile)
+    reshard_columns(out / "m")
+    assert read_back("dcp", out / "m") == case("dcp_fsdp2_tp").truth
+    assert verify(out / "m")
+
+
+def reshard_columns(target: Path, run: RunOptions | None = None) -> None:
     options = ReshardOptions(
         mesh=parse_mesh("1x2"),
         rules=(parse_rule("*=Replicate(),Shard(-1)"), parse_rule("*=Replicate(),Replicate()")),
         rank_state="keep",
         to="dcp",
+        transfer=TransferOptions(run=run or RunOptions()),
     )
-    prepare_reshard(case("dcp_fsdp2_tp").path, out / "m", options).run()
-    assert read_back("dcp", out / "m") == case("dcp_fsdp2_tp").truth
-    assert verify(out / "m")
+    prepare_reshard(case("dcp_fsdp2_tp").path, target, options).run()
+
+
+def test_the_tiles_of_a_band_are_noted_once_all_are_written(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LocalSource, "tile", 64)
+    log = ""
+
+    def logged(letter: str, of: Any, name: str) -> None:
+        known = getattr(of, name)
+
+        def call(*args: Any) -> Any:
+            nonlocal log
+            log += letter
+            return known(*args)
+
+        monkeypatch.setattr(of, name, call)
+
+    logged("w", OutputFiles, "write")
+    logged("n", _PlanWriter, "_count")
+    reshard_columns(out / "m", RunOptions(1, fsync=False))
+    assert "wwnn" in log
+    assert log.count("w") == log.count("n")
 
 
 @pytest.mark.parametrize("workers", [1, 3, 16])
