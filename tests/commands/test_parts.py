@@ -6,6 +6,8 @@ import json
 import os
 import random
 import shutil
+import subprocess
+import sys
 import uuid
 import zipfile
 from collections.abc import Callable
@@ -835,6 +837,22 @@ def test_a_part_opens_the_items_of_its_share_alone(
     assert max(map(len, shares)) <= count // 2
     planned(late, tmp_path / "alone", asked()).run()
     assert content(tmp_path / "r") == content(tmp_path / "alone")
+
+
+def test_numpy_is_not_imported_to_copy_rows_or_to_finish(few: Path, tmp_path: Path) -> None:
+    """Importing it takes a third of what a part of little costs."""
+    run_it = "import sys; from ckptool.cli.app import app; app(sys.argv[1:], standalone_mode=False)"
+    program = f"{run_it}; print('numpy' in sys.modules)"
+
+    def imports_numpy(target: str, *how: str) -> bool:
+        words = ("convert", few, tmp_path / target, "--to", "hf", "--drop", "layers.0.w", *how)
+        python = (sys.executable, "-c", program)
+        return subprocess.check_output((*python, *words, "-q"), text=True).split()[-1] == "True"
+
+    assert not imports_numpy("copied", "--part", "1/1", "--no-verify")
+    assert imports_numpy("compared", "--part", "1/1")
+    assert not imports_numpy("compared", "--finish")
+    assert (tmp_path / "compared").is_dir()
 
 
 def test_a_part_opens_what_is_alike_together(

@@ -353,7 +353,7 @@ class Transfer(Struct, Generic[AnyReport], frozen=True):
         if self.options.part is not None:
             return stage.commit()
         if self.options.verify and (shared or self.options.finish):
-            from ckptool.commands.verify.compare.written import require_complete
+            from ckptool.commands.verify.compare.complete import require_complete
 
             require_complete(self.plan)
         if self.options.finish:
@@ -389,6 +389,8 @@ class Transfer(Struct, Generic[AnyReport], frozen=True):
 
     def _verify(self, stage: Output, progress: Progress, numbers: Sequence[int]) -> RangeCounts:
         """Compare the files in place with what they should be; count values that casts lose."""
+        if not numbers:
+            return Counter()
         from ckptool.commands.verify.compare.written import require_written
 
         source, staged = self.opened.source, stage.written

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from msgspec.structs import replace
 
 from ckptool.commands.options.verify import CompareOptions
+from ckptool.commands.verify.compare.complete import kept_rows, not_verified, require_none_missing
 from ckptool.commands.verify.compare.tensors import (
     TensorComparison,
     differing_tensor,
     note_differences,
 )
 from ckptool.core.box import Box
-from ckptool.core.catalog import TensorEntry, coverage_problem, tied_names
+from ckptool.core.catalog import TensorEntry
 from ckptool.core.layout import FileLayout, written_entries
 from ckptool.core.plan import Plan
 from ckptool.core.text import plural
-from ckptool.core.views import narrow
 from ckptool.engine.check.pairs import PairSource, TensorPair
 from ckptool.engine.check.replicas import differing_replicas
 from ckptool.engine.check.rest import Rest
@@ -26,7 +26,7 @@ from ckptool.engine.check.small_pairs import batched_pair_jobs
 from ckptool.engine.read.rounding import RangeCheck
 from ckptool.engine.read.tensors import TensorSource
 from ckptool.engine.read.tiles import Progress, read_tiles
-from ckptool.errors import Changed, NotVerified, SourceError
+from ckptool.errors import Changed, SourceError
 from ckptool.storage.local import Files
 
 
@@ -47,12 +47,12 @@ def require_written(
     plan, but row by row, at the place that its own description gives. Raises NotVerified if the
     output is not as planned, and the errors of reading the source.
     """
-    entries = [_kept_rows(plan, entry) for entry in plan.entries]
+    entries = [kept_rows(plan, entry) for entry in plan.entries]
     layout = replace(plan.layout, files=tuple(plan.layout.files[number] for number in numbers))
     written = written_entries(layout, {entry.name: entry for entry in entries})
     is_whole = len({*numbers, *later}) == len(plan.layout.files)
     if is_whole:
-        _require_none_missing(plan, entries, written)
+        require_none_missing(plan, entries, written)
     pairs = [
         TensorPair(entry, other, boxes=() if is_whole else _boxes(other))
         for entry in entries
@@ -66,40 +66,19 @@ def require_written(
     for name in unreadable:  # in the order of the tensors, not that of the threads
         side, error = found.unreadable[name]
         if side == 1 and isinstance(error, SourceError | Changed):
-            raise _not_verified(f"{name} cannot be read back: {error.message}") from error
+            raise not_verified(f"{name} cannot be read back: {error.message}") from error
         raise error
     differing = [pair for pair in pairs if pair.one.name in found.differences]
     if differing:
         first = differing_tensor(differing[0], found.differences[differing[0].one.name])
         count = f"{len(differing):,} of {plural(len(pairs), 'tensor')}"
-        raise _not_verified(f"{count} differ between source (A) and output (B): {first.problem}")
+        raise not_verified(f"{count} differ between source (A) and output (B): {first.problem}")
     copies = differing_replicas(written.values(), sides[1], workers)
     if copies:
-        raise _not_verified(f"{plural(len(copies), 'replica')} differ after writing: {copies[0]}")
+        raise not_verified(f"{plural(len(copies), 'replica')} differ after writing: {copies[0]}")
     if (problem := rest.problem()) is not None:
-        raise _not_verified(problem)
+        raise not_verified(problem)
     return beyond
-
-
-def require_complete(plan: Plan) -> None:
-    """Raise NotVerified if the files of the layout do not contain every tensor completely.
-
-    Comparing all files reads that as well; comparing some does not.
-    """
-    entries = [_kept_rows(plan, entry) for entry in plan.entries]
-    written = written_entries(plan.layout, {entry.name: entry for entry in entries})
-    _require_none_missing(plan, entries, written)
-    problem = next((p for p in map(coverage_problem, written.values()) if p is not None), None)
-    if problem is not None:
-        raise _not_verified(f"not written completely: {problem}")
-
-
-def _require_none_missing(
-    plan: Plan, entries: Sequence[TensorEntry], written: Mapping[str, TensorEntry]
-) -> None:
-    missing = _missing(plan, [entry for entry in entries if entry.name not in written])
-    if missing:
-        raise _not_verified(f"{plural(len(missing), 'tensor')} not written, first {missing[0]}")
 
 
 def _boxes(written: TensorEntry) -> tuple[Box, ...]:
@@ -129,27 +108,3 @@ def _read_back(
     jobs = batched_pair_jobs(pairs, source.sides)
     read_tiles(source, rest.jobs(jobs), sink, *how)
     return rest
-
-
-def _missing(plan: Plan, unwritten: Sequence[TensorEntry]) -> list[str]:
-    """Return the names that should be in the output but are not.
-
-    A layout may store one of several tied tensors, and no tensor without elements.
-    """
-    names = {entry.name for entry in unwritten if entry.elements}
-    if not names:
-        return []
-    groups = [tied for tied in tied_names(plan.catalog) if not names.isdisjoint(tied)]
-    others = {n: plan.catalog.tensors[n] for tied in groups for n in tied if n not in names}
-    stored = written_entries(plan.layout, others) if others else {}
-    names -= {n for tied in groups if not stored.keys().isdisjoint(tied) for n in tied}
-    return [entry.name for entry in unwritten if entry.name in names]
-
-
-def _kept_rows(plan: Plan, entry: TensorEntry) -> TensorEntry:
-    rows = plan.layout.rows.get(entry.name)
-    return entry if rows is None else narrow(entry, 0, 0, rows)
-
-
-def _not_verified(what: str) -> NotVerified:
-    return NotVerified(f"verification failed: {what}")
