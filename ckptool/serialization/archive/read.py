@@ -23,7 +23,7 @@ from ckptool.core.codec import decode
 from ckptool.core.mesh import Mesh
 from ckptool.errors import CkptoolError, Damaged, Problem, Unrecognised, coded
 from ckptool.serialization.archive.cached import TracedRegion, find_cached, keep_archive
-from ckptool.serialization.archive.siblings import find_sibling, learn_layout
+from ckptool.serialization.archive.siblings import Layouts
 from ckptool.serialization.archive.tensors import read_storage
 from ckptool.serialization.file_kinds import not_a, unrecognised_zip
 from ckptool.serialization.pickle.load import Loaded, Truncated, read_pickle, require_harmless
@@ -133,14 +133,18 @@ def _read_archive(region: Region) -> TorchFile:
 class OpenArchive:
     """An archive of which only the directory and the bytes of the ``pickle`` were read.
 
-    Raises CkptoolError if torch.save did not write it, or its pickle does not match its checksum.
+    It is judged by one of the ``layouts``, or they learn its own. Raises CkptoolError if torch.save
+    did not write it, or its pickle does not match its checksum.
     """
 
-    def __init__(self, region: TracedRegion) -> None:
+    def __init__(self, region: TracedRegion, layouts: Layouts | None = None) -> None:
         self._region = region
-        self.sibling = find_sibling(region)
-        small = read_directory(region) if self.sibling is None else self.sibling.small_records()
-        self._all = small if self.sibling is None else None
+        self.sibling = layouts.find(region) if layouts else None
+        if self.sibling is not None:
+            self._all, small = None, self.sibling.records(storages=False)
+        else:
+            self._all = small = read_directory(region)
+            self.sibling = layouts.learn(region, small.values()) if layouts else None
         self._root = _root(region, small)
         self._data_pkl = small[f"{self._root}/data.pkl"]
         self._byteorder = small.get(f"{self._root}/byteorder")
@@ -148,9 +152,9 @@ class OpenArchive:
         self.pickle = record_bytes(region, self._data_pkl, self._has_crc)
 
     @classmethod
-    def of(cls, source: Source, file: str) -> OpenArchive:
+    def of(cls, source: Source, file: str, layouts: Layouts) -> OpenArchive:
         """Open a whole file."""
-        return cls(TracedRegion(Region(source, file, 0, source.files[file])))
+        return cls(TracedRegion(Region(source, file, 0, source.files[file])), layouts)
 
     @property
     def file(self) -> str:
@@ -162,13 +166,6 @@ class OpenArchive:
         if self._all is None and self.sibling is not None:
             self._all = self.sibling.records()
         return self._all or {}
-
-    def learn(self) -> bool:
-        """Judge further archives by the layout of this one, unless its own is known or odd."""
-        if self.sibling is not None or "/" in self._root:
-            return False
-        self.sibling = learn_layout(self._region, self._records)
-        return self.sibling is not None
 
     def read(self) -> TorchFile:
         """Read the pickle; return the file."""

@@ -1,26 +1,30 @@
-"""Archives of ranks that are laid out alike: one is read, the others are compared with it.
+"""Archives that are laid out alike: one is read, the others are compared with it.
 
-torch.save names the records of a file after the file, and stores the CRC-32 of each in two places
-(torch 1.6 to 2.13). If the archives of two ranks have shards of one size, they differ only in these
-names and sums, in the storages, and in the pickle: all other bytes are compared.
+torch.save stores the CRC-32 of each record in two places, and names the records of a file after the
+file (torch 1.6 to 2.13). The archives of items of a DCP folder, or of ranks, that have tensors of
+the same sizes differ only in these sums and names, in the storages, and in the pickle if that names
+the rank: all other bytes are compared.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import chain, starmap
 from operator import attrgetter
+from struct import Struct, calcsize
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptool.serialization.zip import (
-    CRC32_NBYTES,
+    END64,
     LOCAL,
+    LOCATOR64,
     STORED,
     STREAMED,
     Region,
     ZipRecord,
     find_directory,
-    has_checksums,
+    find_end,
 )
 from ckptool.serialization.zip_headers import check_headers, count_unclaimed_bytes
 
@@ -30,35 +34,35 @@ if TYPE_CHECKING:
 _NAME_IN_ENTRY = 30
 """Bytes from the CRC-32 of a directory's entry to its name."""
 _IN_LOCAL_HEADER = 14
+_NOT_YET_KNOWN = bytes(12)
+"""CRC-32 and sizes in the local header of a record that has a descriptor."""
 _DESCRIPTOR = b"PK\x07\x08"
-_LEAST_DESCRIPTOR = 12
-"""Bytes of a descriptor without its mark."""
+_LEAST_DESCRIPTOR = 16
+"""Bytes of a descriptor with its mark."""
 _LONGEST_ROOT = 255
 """Characters: its places in all headers are kept."""
-CHECKSUM_OVER_ALL = "/.data/serialization_id"
+_CHECKSUM_OVER_ALL = "/.data/serialization_id"
 """The end of the name of a record that differs whenever a storage does."""
-_LARGEST_ALIKE = 1 << 12
-"""Bytes of the largest record that is compared, if it is neither a storage nor a pickle."""
-_MOST_LAYOUTS = 8
+_LARGEST_ALIKE = 1 << 10
+"""Bytes of the largest record that is compared: pickles of ranks are larger, of items smaller."""
+_MOST_SIZES, _MOST_OF_A_SIZE, _MOST_RECORDS = 256, 8, 1 << 17
 
 
 class Layout(NamedTuple):
     """All bytes of an archive but the content of its ``own`` records, and which may differ.
 
-    ``fixed`` are the bytes of ``spans``, and ``free`` tells for each whether another archive may
-    have another one there. The other fields are places in ``fixed``: of the root's name in each
-    record's name, and of the two CRC-32 of each own record.
+    ``common`` are the bytes of ``spans``, but all ones where others may differ; ``free`` has only
+    these ones. ``roots`` takes from the bytes of ``spans`` the root's name in each record's name,
+    ``sums`` all CRC-32 of own records, first those beside them and then those in the directory.
     """
 
-    nbytes: int
     records: tuple[ZipRecord, ...]
     own: tuple[int, ...]
     spans: tuple[tuple[int, int], ...]
-    fixed: np.ndarray[Any, Any]
+    common: bytes
     free: np.ndarray[Any, Any]
-    roots: np.ndarray[Any, Any]
-    noted: np.ndarray[Any, Any]
-    repeated: np.ndarray[Any, Any]
+    roots: Struct
+    sums: Struct
 
     def numbers(self) -> dict[str, int]:
         """Return for each storage, by its key, its position among the own records."""
@@ -69,16 +73,19 @@ class Layout(NamedTuple):
         """Return an archive of the same number of bytes that has this layout; else None."""
         import numpy as np
 
-        region.expect((start for start, _ in self.spans), len(self.records))
-        found = np.frombuffer(region.joined(self.spans), "u1")
-        if not self.free[np.flatnonzero(found != self.fixed)].all():
+        if not all(starmap(region.is_at_hand, self.spans)):
+            if region.source is None:
+                return None
+            region.expect((start for start, _ in self.spans), len(self.records))
+        found = region.joined(self.spans)
+        if (np.frombuffer(found, "u1") | self.free).tobytes() != self.common:
             return None
-        roots, noted, repeated = found[self.roots], found[self.noted], found[self.repeated]
-        root: bytes = roots[0].tobytes()
-        is_whole = bool((roots == roots[0]).all() and (noted == repeated).all() and noted.any())
+        root, *others = {*self.roots.unpack(found)}
+        sums, number = self.sums.unpack(found), len(self.own)
+        is_whole = not others and sums[:number] == sums[number:] and any(sums)
         if not is_whole or b"/" in root or not root.isascii():
             return None
-        return Sibling(self, root.decode(), noted.view("<u4")[:, 0].tolist())
+        return Sibling(self, root.decode(), sums[:number])
 
 
 class Sibling(NamedTuple):
@@ -86,166 +93,191 @@ class Sibling(NamedTuple):
 
     layout: Layout
     root: str
-    crcs: list[int]
+    crcs: tuple[int, ...]
 
     @property
     def has_sums(self) -> bool:
         """Whether its writer stored the CRC-32 of storages: without any, all are 0."""
         records = self.layout.records
         pairs = zip(self.layout.own, self.crcs, strict=True)
-        return any(crc for at, crc in pairs if records[at].is_storage)
+        return any(crc and records[at].is_storage for at, crc in pairs)
 
     def own_records(self, *, storages: bool = True) -> list[ZipRecord]:
         """Return the records whose content is not that of every archive with this layout."""
         records = self.layout.records
-        pairs = zip(self.layout.own, self.crcs, strict=True)
-        chosen = ((records[at], crc) for at, crc in pairs if storages or not records[at].is_storage)
-        return [self._named(record)._replace(crc32=crc) for record, crc in chosen]
-
-    def small_records(self) -> dict[str, ZipRecord]:
-        """Return all records that are no storages, by name."""
-        crcs = dict(zip(self.layout.own, self.crcs, strict=True))
-        small = [
-            self._named(record)._replace(crc32=crcs.get(at, record.crc32))
-            for at, record in enumerate(self.layout.records)
-            if not record.is_storage
+        return [
+            self._as_here(records[at], crc)
+            for at, crc in zip(self.layout.own, self.crcs, strict=True)
+            if storages or not records[at].is_storage
         ]
-        return {record.name: record for record in small}
 
-    def records(self) -> dict[str, ZipRecord]:
-        """Return all records by name, in the directory's order."""
-        own = {record.name: record for record in self.own_records()}
-        named = map(self._named, self.layout.records)
-        return {record.name: own.get(record.name, record) for record in named}
+    def records(self, *, storages: bool = True) -> dict[str, ZipRecord]:
+        """Return all records by name, in the directory's order, or those that are no storages."""
+        crcs = dict(zip(self.layout.own, self.crcs, strict=True))
+        records = [
+            self._as_here(record, crcs.get(at, record.crc32))
+            for at, record in enumerate(self.layout.records)
+            if storages or not record.is_storage
+        ]
+        return {record.name: record for record in records}
 
-    def _named(self, record: ZipRecord) -> ZipRecord:
-        return record._replace(name=self.root + record.name[record.name.index("/") :])
+    def _as_here(self, record: ZipRecord, crc: int) -> ZipRecord:
+        name, method, _, *places = record
+        return ZipRecord(self.root + name[len(self.root) :], method, crc, *places)
 
 
-_layouts: list[Layout] = []
-"""The layouts that were learnt last."""
+class Layouts:
+    """Learns the layouts of some archives, and judges others by them."""
 
+    def __init__(self) -> None:
+        self._by_size: dict[int, list[Layout]] = {}
+        self._kept = 0
 
-def find_sibling(region: Region) -> Sibling | None:
-    """Return the archive that fills a region of a file, if its layout is known."""
-    if region.source is None:
+    def find(self, region: Region) -> Sibling | None:
+        """Return the archive that fills a region, if its layout is known."""
+        layouts = self._by_size.get(region.nbytes, [])
+        for at, layout in enumerate(layouts):
+            sibling = layout.match(region)
+            if sibling is not None:
+                if at:  # the next archive is like this one, mostly
+                    layouts.insert(0, layouts.pop(at))
+                return sibling
         return None
-    alike = (layout for layout in tuple(_layouts) if layout.nbytes == region.nbytes)
-    return next((one for one in (layout.match(region) for layout in alike) if one), None)
+
+    def learn(self, region: Region, records: Collection[ZipRecord]) -> Sibling | None:
+        """Remember the layout of an archive, and return it; None if others cannot be judged by it.
+
+        They cannot if any of its headers contradicts its directory, or bytes belong to no record.
+        """
+        known = self._by_size.get(region.nbytes, [])
+        is_full = len(self._by_size) >= _MOST_SIZES or len(known) >= _MOST_OF_A_SIZE
+        if is_full or self._kept + len(records) > _MOST_RECORDS:
+            return None
+        layout = _layout_of(region, tuple(records)) if _is_plain(records) else None
+        sibling = layout and layout.match(region)
+        if layout and sibling:
+            self._kept += len(records)
+            self._by_size[region.nbytes] = [*known, layout]
+        return sibling
 
 
-def learn_layout(region: Region, records: Mapping[str, ZipRecord]) -> Sibling | None:
-    """Remember the layout of an archive, and return it; None if others cannot be judged by it.
-
-    They cannot if any of its headers contradicts its directory, or bytes belong to no record.
-    """
-    layout = _layout_of(region, list(records.values()))
-    if layout is None:
-        return None
-    _layouts[:] = [*_layouts[-_MOST_LAYOUTS + 1 :], layout]
-    return layout.match(region)
+def is_compared(record: ZipRecord) -> bool:
+    """Return whether archives of one layout have the same content of a record."""
+    is_varied = record.is_storage or record.name.endswith(_CHECKSUM_OVER_ALL)
+    return not is_varied and record.size <= _LARGEST_ALIKE
 
 
-def _layout_of(region: Region, records: list[ZipRecord]) -> Layout | None:
+def _layout_of(region: Region, records: tuple[ZipRecord, ...]) -> Layout | None:
     import numpy as np
 
-    own = [at for at, record in enumerate(records) if _is_own(record)]
-    root = records[0].name.partition("/")[0] if own else ""
-    is_plain = all(r.name.startswith(f"{root}/") and r.method == STORED for r in records)
-    if not 0 < len(root) <= _LONGEST_ROOT or not root.isascii():
+    own = tuple(at for at, record in enumerate(records) if not is_compared(record))
+    varied = [records[at] for at in own]
+    spans = tuple(_between(varied, region.nbytes))
+    is_readable = region.source is not None or all(starmap(region.is_at_hand, spans))
+    if not is_readable or not _is_sound(region, records):
         return None
-    if not is_plain or not has_checksums(records):
-        return None
-    if not _are_apart(region, records) or not all(_is_intact(region, r) for r in records):
-        return None
-    if count_unclaimed_bytes(region, records) or check_headers(region, records):
-        return None
-    spans = tuple(between(_contents(records[at] for at in own), region.nbytes))
-    fixed = np.frombuffer(region.joined(spans), "u1")
-    places = _Places(spans)
-    noted = places.of([records[at].noted for at in own], CRC32_NBYTES)
-    repeated = places.of([crc_beside(region, records[at]) for at in own], CRC32_NBYTES)
-    starts = [start for record in records for start in _names(record)]
-    roots = places.of(starts, len(root))
-    sums = np.array([records[at].crc32 for at in own], "<u4").view("u1").reshape(-1, CRC32_NBYTES)
-    is_stated = (fixed[noted] == sums).all() and (fixed[repeated] == sums).all()
-    if not is_stated or (fixed[roots] != np.frombuffer(root.encode(), "u1")).any():
-        return None
-    free = np.zeros(len(fixed), bool)
-    for parts in (noted, repeated, roots):
-        free[parts] = True
-    return Layout(
-        region.nbytes, tuple(records), tuple(own), spans, fixed, free, roots, noted, repeated
+    found = region.joined(spans)
+    root = records[0].name.partition("/")[0]
+    names = sorted(at for record in records for at in _names(record))
+    roots = _fields(_places(spans, names), f"{len(root)}s", len(found))
+    stated = chain(map(_crc_beside, varied), map(attrgetter("noted"), varied))
+    sums = _fields(_places(spans, stated), "L", len(found))
+    ones = roots.pack(*[b"\xff" * len(root)] * len(names)), sums.pack(*[0xFFFFFFFF] * 2 * len(own))
+    free = np.bitwise_or(*(np.frombuffer(each, "u1") for each in ones))
+    common = (np.frombuffer(found, "u1") | free).tobytes()
+    return Layout(records, own, spans, common, free, roots, sums)
+
+
+def _is_plain(records: Collection[ZipRecord]) -> bool:
+    """Return whether all records are stored, in the one folder of the pickle."""
+    roots = {record.name.partition("/")[0] for record in records}
+    root = next(iter(roots), "")
+    has_pickle = any(record.name == f"{root}/data.pkl" for record in records)
+    is_short = root.isascii() and 0 < len(root) <= _LONGEST_ROOT
+    return has_pickle and is_short and len(roots) == 1 and {r.method for r in records} == {STORED}
+
+
+def _is_sound(region: Region, records: Collection[ZipRecord]) -> bool:
+    """Return whether torch.save may have written all of this: nothing is damaged or overlaps."""
+    return (
+        _is_in_order(region, records)
+        and all(_is_intact(region, record) for record in records)
+        and not count_unclaimed_bytes(region, records)
+        and not check_headers(region, records)
     )
 
 
-def _is_own(record: ZipRecord) -> bool:
-    """Return whether the content of a record is not compared."""
-    is_varied = record.is_storage or record.name.endswith((".pkl", CHECKSUM_OVER_ALL))
-    return is_varied or record.size > _LARGEST_ALIKE
+def _is_in_order(region: Region, records: Iterable[ZipRecord]) -> bool:
+    """Return whether nothing that is compared is inside of what is not.
 
-
-def _is_intact(region: Region, record: ZipRecord) -> bool:
-    """Return whether a record that is compared with others matches its own CRC-32."""
-    return _is_own(record) or (
-        zlib.crc32(region.read(record.offset, record.stored)) == record.crc32
-    )
-
-
-def _are_apart(region: Region, records: Iterable[ZipRecord]) -> bool:
-    """Return whether no header, record or directory overlaps another one."""
+    Headers, records, descriptors, the directory and its three ends must follow one another: a
+    header or an end inside of a storage could be another one in the next archive.
+    """
     position = 0
-    for record in sorted(records, key=attrgetter("header")):
+    for record in records:
         if record.header < position:
             return False
         has_descriptor = bool(record.flags & STREAMED)
         position = record.offset + record.stored + _LEAST_DESCRIPTOR * has_descriptor
-    return position <= find_directory(region)[0]
+    start, size, _ = find_directory(region)
+    behind = start + size
+    is_followed = find_end(region) == behind + END64.size + LOCATOR64.size
+    locator = region.read(behind + END64.size, LOCATOR64.size) if is_followed else b""
+    return position <= start and locator == LOCATOR64.pack(b"PK\x06\x07", 0, behind, 1)
+
+
+def _is_intact(region: Region, record: ZipRecord) -> bool:
+    """Return whether a record that is compared matches its CRC-32.
+
+    Of any other that has a descriptor: whether only this, marked, and no header states the CRC-32.
+    """
+    if is_compared(record):
+        return zlib.crc32(region.read(record.offset, record.stored)) == record.crc32
+    if not record.flags & STREAMED:
+        return True
+    noted = region.read(record.header + _IN_LOCAL_HEADER, len(_NOT_YET_KNOWN))
+    mark = region.read(record.offset + record.stored, len(_DESCRIPTOR))
+    return (noted, mark) == (_NOT_YET_KNOWN, _DESCRIPTOR)
+
+
+def _crc_beside(record: ZipRecord) -> int:
+    """Return where the CRC-32 of a record is stated beside its bytes."""
+    if record.flags & STREAMED:
+        return record.offset + record.stored + len(_DESCRIPTOR)
+    return record.header + _IN_LOCAL_HEADER
 
 
 def _names(record: ZipRecord) -> tuple[int, int]:
-    """Return where the name of a record begins: in the directory, and in its local header."""
-    return record.noted + _NAME_IN_ENTRY, record.header + LOCAL.size
+    """Return where the name of a record begins: in its local header, and in the directory."""
+    return record.header + LOCAL.size, record.noted + _NAME_IN_ENTRY
 
 
-def crc_beside(region: Region, record: ZipRecord) -> int:
-    """Return where the CRC-32 of a record is stated beside its bytes."""
-    if not record.flags & STREAMED:
-        return record.header + _IN_LOCAL_HEADER
-    descriptor = record.offset + record.stored
-    is_marked = region.read(descriptor, len(_DESCRIPTOR)) == _DESCRIPTOR
-    return descriptor + len(_DESCRIPTOR) * is_marked
-
-
-def _contents(records: Iterable[ZipRecord]) -> list[tuple[int, int]]:
-    return sorted((record.offset, record.offset + record.stored) for record in records)
-
-
-def between(free: Iterable[tuple[int, int]], nbytes: int) -> Iterator[tuple[int, int]]:
-    """Yield the gaps between these spans, which are in order, up to ``nbytes``."""
+def _between(records: Iterable[ZipRecord], nbytes: int) -> Iterator[tuple[int, int]]:
+    """Yield the gaps between the contents of records, which are in order, up to ``nbytes``."""
     position = 0
-    for start, end in free:
-        if start > position:
-            yield position, start
-        position = max(position, end)
+    for record in records:
+        if record.offset > position:
+            yield position, record.offset
+        position = max(position, record.offset + record.stored)
     if position < nbytes:
         yield position, nbytes
 
 
-class _Places:
-    """Finds bytes of a region among those of some spans of it, one after another."""
+def _places(spans: Sequence[tuple[int, int]], starts: Iterable[int]) -> Iterator[int]:
+    """Yield where bytes of a region, in order, are among those of spans, one after another."""
+    ahead, before = iter(spans), 0
+    start, end = next(ahead)
+    for at in starts:
+        while at >= end:
+            before += end - start
+            start, end = next(ahead)
+        yield before + at - start
 
-    def __init__(self, spans: Sequence[tuple[int, int]]) -> None:
-        import numpy as np
 
-        self._starts, ends = np.array(spans, "i8").T
-        self._before = np.cumsum([0, *(ends - self._starts)[:-1]])
-
-    def of(self, starts: Sequence[int], nbytes: int) -> np.ndarray[Any, Any]:
-        """Return the places of so many bytes from each start, all of them in the spans."""
-        import numpy as np
-
-        found = np.searchsorted(self._starts, starts, "right") - 1
-        first = np.asarray(starts) - self._starts[found] + self._before[found]
-        places: np.ndarray[Any, Any] = first[:, None] + np.arange(nbytes)
-        return places.astype("i4")
+def _fields(places: Iterable[int], kind: str, nbytes: int) -> Struct:
+    """Return what takes the fields of a kind that are at these places, in order, of some bytes."""
+    parts, position = ["<"], 0
+    for at in places:
+        parts.append(f"{at - position}x{kind}")
+        position = at + calcsize(f"<{kind}")
+    return Struct("".join([*parts, f"{nbytes - position}x"]))

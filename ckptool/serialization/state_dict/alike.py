@@ -26,7 +26,7 @@ from ckptool.serialization.archive.read import (
     TorchFile,
     is_zip,
 )
-from ckptool.serialization.archive.siblings import Layout
+from ckptool.serialization.archive.siblings import Layout, Layouts
 from ckptool.serialization.archive.tensors import StoredTensor
 from ckptool.serialization.pickle.load import find_globals, read_pickle, remember_globals
 from ckptool.serialization.pickle.records import Call, Global, OrderedMapping, Persistent
@@ -54,7 +54,6 @@ _LEAST = 1 << 16
 _LARGEST = 1 << 24
 """Bytes of the largest pickle that is kept with its content."""
 _MOST_FILES = 4
-_MOST_LAYOUTS = 8
 _MOST_DIFFERING = 1 << 10
 """Differing bytes up to which a pickle is searched for literals: names of groups are some."""
 _MOST_PROBES = 4
@@ -79,7 +78,7 @@ class AlikeFiles:
     def __init__(self, source: Source) -> None:
         self._source = source
         self._known: list[_Template] = []
-        self._learnt = 0
+        self._layouts = Layouts()
 
     def read(self, file: str, *, rank_state: bool) -> dict[str, Leaf]:
         """Return the named values of a file, and raise, as ``read_file_leaves`` does."""
@@ -87,9 +86,7 @@ class AlikeFiles:
         if source.files[file] < _LEAST or not is_zip(source.read(file, 0, 4)):
             return read_file_leaves(source, file, rank_state=rank_state)
         with coded("archive-content", file=file):
-            archive = OpenArchive.of(source, file)
-            if len(archive.pickle) <= _LARGEST and self._learnt < _MOST_LAYOUTS:
-                self._learnt += archive.learn()
+            archive = OpenArchive.of(source, file, self._layouts)
             for known in self._known:
                 leaves = known.leaves_of(archive, source) if known.is_state == rank_state else None
                 if leaves is not None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
+from attack_archives import FORGERIES, VALUE, archive, entry, plain, record
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptool.errors import CkptoolError
 from ckptool.serialization.archive import siblings
-from ckptool.serialization.archive.siblings import find_sibling, learn_layout
+from ckptool.serialization.archive.siblings import Layouts
 from ckptool.serialization.zip import Region, ZipRecord, read_directory
 from ckptool.serialization.zip_headers import check_headers, count_unclaimed_bytes
 
@@ -42,23 +43,26 @@ def region_of(data: bytes) -> Region:
 
 @pytest.fixture(scope="module")
 def archives(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
-    """What torch saves of three ranks, under names of one length."""
+    """What torch saves of three ranks, under names of one length, with a pickle of over 1 KiB."""
     folder = tmp_path_factory.mktemp("ranks")
     for rank in range(3):
-        state = {f"layer.{at}": torch.full((40 + at,), float(rank + at)) for at in range(9)}
+        state = {f"layer.{at}": torch.full((40 + at,), float(rank + at)) for at in range(20)}
         torch.save({**state, "rank": rank}, folder / f"rank_{rank}.pt")
     return [(folder / f"rank_{rank}.pt").read_bytes() for rank in range(3)]
 
 
-@pytest.fixture(autouse=True)
-def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(siblings, "_layouts", [])
+def learn(*contents: bytes) -> Layouts:
+    """Return what is learnt of archives."""
+    layouts = Layouts()
+    for data in contents:
+        region = region_of(data)
+        layouts.learn(region, read_directory(region).values())
+    return layouts
 
 
-def learn(data: bytes) -> bool:
-    """Learn the layout of an archive, and return whether others can be judged by it."""
-    region = region_of(data)
-    return learn_layout(region, read_directory(region)) is not None
+def is_learnt(data: bytes) -> bool:
+    """Return whether others can be judged by an archive."""
+    return learn(data).find(region_of(data)) is not None
 
 
 def read_in_full(data: bytes) -> dict[str, ZipRecord] | None:
@@ -78,22 +82,25 @@ def read_in_full(data: bytes) -> dict[str, ZipRecord] | None:
 
 def test_archives_of_other_ranks(archives: list[bytes]) -> None:
     first, *others = archives
-    assert learn(first)
+    layouts = learn(first)
     for data in others:
-        sibling = find_sibling(region_of(data))
+        sibling = layouts.find(region_of(data))
         assert sibling is not None
         assert sibling.records() == read_in_full(data)
         assert sibling.has_sums
-        names = {r.name for r in sibling.own_records()} | {*sibling.small_records()}
-        assert names == {*sibling.records()}
+        records = sibling.records()
+        small = {name: record for name, record in records.items() if not record.is_storage}
+        assert sibling.records(storages=False) == small
+        own = [record for record in records.values() if not siblings.is_compared(record)]
+        assert sibling.own_records() == own
+        assert sibling.own_records(storages=False) == [r for r in own if not r.is_storage]
 
 
 @settings(max_examples=80, deadline=None)
 @given(data=st.data())
 def test_damaged_archives(archives: list[bytes], data: st.DataObject) -> None:
     """Whatever is changed: an archive is judged by the layout of another one, or not at all."""
-    siblings._layouts.clear()
-    assert learn(archives[0])
+    layouts = learn(archives[0])
     changed = bytearray(archives[1])
     records = [*read_directory(region_of(archives[1])).values()]
     for _ in range(data.draw(st.integers(1, 3))):
@@ -102,16 +109,16 @@ def test_damaged_archives(archives: list[bytes], data: st.DataObject) -> None:
         near = [record.header, record.noted - 16, behind, len(changed) - 98]
         at = data.draw(st.sampled_from(near)) + data.draw(st.integers(0, 97))
         changed[min(at, len(changed) - 1)] = data.draw(st.integers(0, 255))
-    sibling = find_sibling(region_of(bytes(changed)))
+    sibling = layouts.find(region_of(bytes(changed)))
     if sibling is not None:
         assert sibling.records() == read_in_full(bytes(changed))
 
 
 @pytest.mark.parametrize("root", ["rank/1", "rank_\x80", "rank_9"])
 def test_other_names_of_the_root(archives: list[bytes], root: str) -> None:
-    assert learn(archives[0])
+    layouts = learn(archives[0])
     changed = archives[1].replace(b"rank_1/", root.encode("latin1") + b"/")
-    sibling = find_sibling(region_of(changed))
+    sibling = layouts.find(region_of(changed))
     assert (sibling is not None) == (root == "rank_9")
     if sibling is not None:
         assert sibling.records() == read_in_full(changed)
@@ -126,5 +133,52 @@ def test_archives_that_others_are_not_judged_by(archives: list[bytes]) -> None:
         changed = bytearray(archives[0])
         changed[at] ^= 1
         assert read_in_full(bytes(changed)) is None
-        assert not learn(bytes(changed))
-    assert learn(archives[0])
+        assert not is_learnt(bytes(changed))
+    assert is_learnt(archives[0])
+
+
+@pytest.mark.parametrize("forged", FORGERIES)
+def test_forged_archives_that_others_are_not_judged_by(
+    forged: Callable[[], tuple[bytes, bytes]],
+) -> None:
+    first, second = forged()
+    assert read_in_full(first)
+    assert not read_in_full(second)
+    assert learn(first).find(region_of(second)) is None
+    assert learn(plain(b"one")).find(region_of(plain(b"two")))
+
+
+def test_an_archive_without_any_storage() -> None:
+    pickle = "archive/data.pkl"
+    assert not is_learnt(archive(record(pickle, VALUE), [entry(pickle, VALUE, 0)]))
+
+
+def test_how_much_is_learnt(archives: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not more than some sizes, some archives of each, and some records of all."""
+    one, two = archives[0], plain(b"one")
+    nrecords = len(read_directory(region_of(one)))
+    for limit, least in (("_MOST_SIZES", 1), ("_MOST_OF_A_SIZE", 1), ("_MOST_RECORDS", nrecords)):
+        with monkeypatch.context() as patch:
+            patch.setattr(siblings, limit, least)
+            layouts = learn(one, one, two)
+            assert layouts.find(region_of(one))
+            assert bool(layouts.find(region_of(two))) == (limit == "_MOST_OF_A_SIZE")
+            patch.setattr(siblings, limit, 0)
+            assert not learn(one).find(region_of(one))
+
+
+def test_a_root_of_many_characters() -> None:
+    assert is_learnt(plain(b"one", root="r" * 255))
+    assert not is_learnt(plain(b"one", root="r" * 256))
+
+
+def test_an_archive_of_which_both_ends_are_known() -> None:
+    """A packed item is unpacked to them: what is between must be the content of a storage."""
+    one, two = (plain(bytes([value]) * 300) for value in (1, 2))
+
+    def packed(data: bytes, nbytes: int) -> Region:
+        return Region(None, "file", 0, len(data), (data[:nbytes], data[-nbytes:]))
+
+    layouts = learn(one)
+    assert layouts.find(packed(two, 400)) == layouts.find(region_of(two))
+    assert layouts.find(packed(two, 60)) is None

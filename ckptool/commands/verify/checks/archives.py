@@ -7,24 +7,17 @@ byte except for storages and checksums: what was checked in one is not checked i
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator
-from itertools import starmap
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Iterable, Iterator
 
 from ckptool.commands.verify.checks.pickles import PickleAudit
 from ckptool.core.catalog import Container
 from ckptool.engine.check.spans import ByteSpan, Packing
 from ckptool.errors import CkptoolError, Problem, coded
 from ckptool.serialization.archive.read import record_bytes
-from ckptool.serialization.archive.siblings import (
-    CHECKSUM_OVER_ALL,
-    between,
-    crc_beside,
-    find_sibling,
-)
+from ckptool.serialization.archive.siblings import Layouts, is_compared
 from ckptool.serialization.source import Source
 from ckptool.serialization.zip import (
-    CRC32_NBYTES,
     DEFLATED,
     Region,
     ZipRecord,
@@ -53,7 +46,8 @@ class ArchiveCheck:
         self._source = source
         self._only_structure = only_structure
         self._pickles = pickles
-        self._templates = ArchiveTemplates()
+        self._layouts = Layouts()
+        self._files_of_size = Counter(source.files.values())
         self.problems: list[Problem] = []
         self.spans: list[ByteSpan] = []
 
@@ -63,17 +57,13 @@ class ArchiveCheck:
         try:
             with coded("zip-structure", file=item.file):
                 region = item_region(self._source, item, "an item", limit, _EDGE)
-                is_file = item.nbytes == self._source.files.get(item.file)
-                sibling = find_sibling(region) if is_file else None
+                sibling = self._layouts.find(region)
                 if sibling is None:
-                    records = self._templates.match(region)
-                else:
-                    self.problems += _of_another_name(item.file, sibling.root, self._source)
-                    records = sibling.own_records(storages=not self._only_structure)
-                if records is None:
                     self._look_at_all(item, region, list(read_directory(region).values()))
                 else:
-                    self._look_into(item, region, records, has_crc=True)
+                    self._note_name(item, sibling.root)
+                    own = sibling.own_records(storages=not self._only_structure)
+                    self._look_into(item, region, own, has_crc=True)
         except CkptoolError as error:
             self.problems += error.problems
             return False
@@ -81,11 +71,9 @@ class ArchiveCheck:
 
     def _look_at_all(self, item: Container, region: Region, records: list[ZipRecord]) -> None:
         """Check everything about an archive that matches no earlier one."""
+        if records:
+            self._note_name(item, records[0].name.partition("/")[0])
         before = len(self.problems)
-        is_file = item.nbytes == self._source.files.get(item.file)
-        if is_file and records:
-            saved_as = records[0].name.partition("/")[0]
-            self.problems += _of_another_name(item.file, saved_as, self._source)
         self.problems += check_headers(region, _with_header_at_hand(region, records))
         if spare := count_unclaimed_bytes(region, records):
             message = f"{region.what}: {spare:,} of its {region.nbytes:,} bytes"
@@ -93,13 +81,24 @@ class ArchiveCheck:
             self.problems.append(Problem(message, "bytes-unused", file=region.file))
         has_crc = has_checksums(records)
         is_plain = self._look_into(item, region, records, has_crc=has_crc)
-        if has_crc and is_plain and not is_file and len(self.problems) == before:
-            self._templates.add(region, records)
+        may_follow = not self._is_file(item) or self._files_of_size[item.nbytes] > 1
+        if has_crc and is_plain and may_follow and len(self.problems) == before:
+            self._layouts.learn(region, records)
+
+    def _is_file(self, item: Container) -> bool:
+        return item.nbytes == self._source.files.get(item.file)
+
+    def _note_name(self, item: Container, saved_as: str) -> None:
+        if self._is_file(item):
+            self.problems += _of_another_name(item.file, saved_as, self._source)
 
     def _look_into(
         self, item: Container, region: Region, records: list[ZipRecord], *, has_crc: bool
     ) -> bool:
-        """Read small records now, return others as spans; return whether pickles are harmless."""
+        """Read small records now, return others as spans.
+
+        Return whether the pickles are harmless that are not read again in archives laid out alike.
+        """
         is_plain = True
         if not self._only_structure:
             storages = [record for record in records if record.is_storage and record.size]
@@ -109,7 +108,8 @@ class ArchiveCheck:
             if record.is_storage:
                 continue
             if record.name.endswith(".pkl") or record.size <= _SMALL:
-                is_plain &= self._look_at_small(item, region, record, has_crc)
+                is_harmless = self._look_at_small(item, region, record, has_crc)
+                is_plain &= is_harmless or not is_compared(record)
             elif not self._only_structure:
                 self.spans.append(_span(item, region, record, has_crc))
         return is_plain
@@ -166,56 +166,3 @@ def _span(item: Container, region: Region, record: ZipRecord, has_crc: bool) -> 
         packing = Packing(item.file, offset, record.stored, "deflate")
         return ByteSpan(item.file, 0, record.size, crc, what, packing=packing)
     return ByteSpan(item.file, offset, record.size, crc, what)
-
-
-_MOST_SIZES, _MOST_OF_A_SIZE, _MOST_RECORDS = 256, 4, 32
-
-
-class _Template(NamedTuple):
-    """The bytes that all archives of one kind share, and the records that differ.
-
-    Each of these with the places that state its CRC-32.
-    """
-
-    spans: tuple[tuple[int, int], ...]
-    fixed: bytes
-    variable: tuple[tuple[ZipRecord, tuple[int, ...]], ...]
-
-
-class ArchiveTemplates:
-    """Remembers archives with checksums and without problems."""
-
-    def __init__(self) -> None:
-        self._by_size: dict[int, list[_Template]] = {}
-
-    def add(self, region: Region, records: Collection[ZipRecord]) -> None:
-        """Remember an archive of one tensor, if all but the tensor's bytes is in memory."""
-        templates = self._by_size.get(region.nbytes, [])
-        is_full = len(self._by_size) >= _MOST_SIZES or len(templates) >= _MOST_OF_A_SIZE
-        if is_full or len(records) > _MOST_RECORDS:
-            return
-        storages = [r for r in records if r.is_storage or r.name.endswith(CHECKSUM_OVER_ALL)]
-        variable = tuple((r, (r.noted, crc_beside(region, r))) for r in storages)
-        free = [(at, at + CRC32_NBYTES) for _, crc_places in variable for at in crc_places]
-        free += [(record.offset, record.offset + record.stored) for record, _ in variable]
-        spans = tuple(between(sorted(free), region.nbytes))
-        stated = all(region.crc32_at(at) == r.crc32 for r, places in variable for at in places)
-        if stated and all(starmap(region.is_at_hand, spans)):
-            template = _Template(spans, region.joined(spans), variable)
-            self._by_size[region.nbytes] = [*templates, template]
-
-    def match(self, region: Region) -> list[ZipRecord] | None:
-        """Return what must still be read of an archive of a known kind, None for any other."""
-        for template in self._by_size.get(region.nbytes, ()):
-            if region.joined(template.spans) == template.fixed:
-                records = [_with_own_crc(region, *variable) for variable in template.variable]
-                return None if None in records else [record for record in records if record]
-        return None
-
-
-def _with_own_crc(
-    region: Region, record: ZipRecord, crc_places: tuple[int, ...]
-) -> ZipRecord | None:
-    """Return the record with this archive's CRC-32, None if two places disagree on it."""
-    first, *others = (region.crc32_at(at) for at in crc_places)
-    return record._replace(crc32=first) if all(other == first for other in others) else None

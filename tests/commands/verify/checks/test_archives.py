@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable, Collection
+from pathlib import Path
 
 import pytest
+from attack_archives import FORGERIES, plain
 from fuzz_target import Bytes
 
-from ckptool.commands.verify.checks.archives import ArchiveCheck, ArchiveTemplates
+from ckptool.commands.verify.checks import archives
+from ckptool.commands.verify.checks.archives import ArchiveCheck
 from ckptool.commands.verify.checks.pickles import PickleAudit
 from ckptool.core.catalog import Container
-from ckptool.serialization.zip import Region, read_directory
+from ckptool.serialization.archive.siblings import Layouts, Sibling
+from ckptool.serialization.zip import Region, ZipRecord, read_directory
+from ckptool.storage.memory import MemoryFiles
 
 torch = pytest.importorskip("torch")
+
+
+class Unknown:
+    """A class that no checkpoint is expected to name."""
 
 
 def saved(seed: int, rows: int) -> bytes:
@@ -45,11 +55,69 @@ def test_a_changed_byte_shows_as_in_the_first(rows: int) -> None:
         assert judged(first, changed, both=True) == judged(first, changed, both=False), at
 
 
-def test_one_that_differs_in_its_values_alone_is_known() -> None:
-    first, second = (saved(seed, 300) for seed in (1, 2))
-    regions = [Region(Bytes(d, "x"), "x", 0, len(d)) for d in (first, second)]
-    templates = ArchiveTemplates()
-    templates.add(regions[0], read_directory(regions[0]).values())
-    found = templates.match(regions[1])
-    records = read_directory(regions[1])
-    assert found == [records["archive/data/0"], records["archive/.data/serialization_id"]]
+@pytest.mark.parametrize("forged", FORGERIES)
+def test_a_forged_archive_shows_as_in_the_first(
+    forged: Callable[[], tuple[bytes, bytes]],
+) -> None:
+    problems, spans = judged(*forged(), both=False)
+    assert problems
+    assert judged(*forged(), both=True) == (problems, spans)
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """The files and offsets of the archives whose directories are read from now on."""
+    found: list[tuple[str, int]] = []
+
+    def noted(region: Region) -> dict[str, ZipRecord]:
+        found.append((region.file, region.offset))
+        return read_directory(region)
+
+    monkeypatch.setattr(archives, "read_directory", noted)
+    return found
+
+
+@pytest.mark.parametrize(
+    "pair", [(saved(1, 300), saved(2, 300)), (plain(b"one"), plain(b"two"))], ids=["torch", "plain"]
+)
+def test_one_that_differs_in_its_storage_is_not_opened(
+    pair: tuple[bytes, bytes], opened: list[tuple[str, int]]
+) -> None:
+    problems, spans = judged(*pair, both=True)
+    assert (problems, len(spans), opened) == ([], 1, [("items", 0)])
+
+
+def test_of_the_files_of_ranks_one_is_opened(
+    tmp_path: Path, opened: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their records have the files' names. A file of another size is not worth learning from."""
+    learnt: list[str] = []
+    learn = Layouts.learn
+
+    def noted(self: Layouts, region: Region, records: Collection[ZipRecord]) -> Sibling | None:
+        learnt.append(region.file)
+        return learn(self, region, records)
+
+    monkeypatch.setattr(Layouts, "learn", noted)
+    for name, rows in (("rank_0.pt", 300), ("rank_1.pt", 300), ("rank_2.pt", 300), ("one.pt", 9)):
+        torch.save(torch.rand(rows, 20), tmp_path / name)
+    files = {path.name: memoryview(path.read_bytes()) for path in sorted(tmp_path.iterdir())}
+    check = ArchiveCheck(MemoryFiles(files), PickleAudit())
+    for file, data in files.items():
+        check.look_at(Container(file, 0, len(data)))
+    assert not check.problems
+    assert len(check.spans) == len(files)
+    assert opened == [("one.pt", 0), ("rank_0.pt", 0)]
+    assert learnt == ["rank_0.pt"]
+
+
+def test_a_pickle_that_others_are_not_judged_by() -> None:
+    """What a pickle names is reported for each file, though all of the pickle is compared."""
+    stream = io.BytesIO()
+    torch.save({"weight": torch.zeros(300, 20), "of": Unknown()}, stream)
+    files = {name: memoryview(stream.getvalue()) for name in ("a.pt", "b.pt")}
+    pickles = PickleAudit()
+    check = ArchiveCheck(MemoryFiles(files), pickles)
+    for file, data in files.items():
+        check.look_at(Container(file, 0, len(data)))
+    assert [problem.file for problem in pickles.problems] == [*files]
