@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any, Self
 
 from msgspec import Struct, field
@@ -136,3 +137,14 @@ def free_bytes(folder: Location) -> int | None:
         return shutil.disk_usage(folder).free
     except OSError:
         return 0
+
+
+def standing_note(source: Location, target: Location, options: TransferOptions) -> str:
+    """Return what stands once a transfer has written its part, or committed all."""
+    if (share := options.part) is not None:
+        return f"part {share.position + 1} of {share.size} of {target} is complete"
+    if options.verify:
+        return f"{target} is complete and verified"
+    places = " --against ".join(quote(str(place)) for place in (source, target))
+    how = f"`ckptool verify {places}`, with the same options, does it"
+    return f"{target} is complete, but not verified: {how}"

@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
-from shlex import quote
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from msgspec import Struct
@@ -17,7 +16,7 @@ from ckptool.commands.open import OpenedCheckpoint
 from ckptool.commands.options.target import TransferOptions
 from ckptool.commands.transfer.overwrite import own_files, require_unmixed
 from ckptool.commands.transfer.plan_digest import plan_digest
-from ckptool.commands.transfer.report import Part, TransferReport
+from ckptool.commands.transfer.report import Part, TransferReport, standing_note
 from ckptool.core.casts import RangeCounts, beyond_notes
 from ckptool.core.catalog import Catalog
 from ckptool.core.plan import Plan
@@ -208,7 +207,16 @@ class Transfer(Struct, Generic[AnyReport], frozen=True):
         if stage is None:
             return self._written((_FINISHED,), whole=True)
         try:
-            return self._written(self._write_unchanged(stage, progress, ranks))
+            return self._written(self._fill(stage, progress, ranks))
+        except (KeyboardInterrupt, SystemExit) as error:
+            for note in self._left(stage):
+                error.add_note(note)
+            raise
+
+    def _fill(self, stage: Output, progress: Progress, ranks: Ranks) -> tuple[str, ...]:
+        """Write, prove and commit; discard what failed, or say how it is continued."""
+        try:
+            return self._write_unchanged(stage, progress, ranks)
         except (NotVerified, Changed) as error:
             stage.discard(resumed=True)
             if (remains := stage.remains()) is not None:
@@ -222,10 +230,6 @@ class Transfer(Struct, Generic[AnyReport], frozen=True):
             stage.discard()
             if (remains := stage.remains()) is not None:
                 error.add_hint(remains)
-            raise
-        except (KeyboardInterrupt, SystemExit) as error:
-            for note in self._left(stage):
-                error.add_note(note)
             raise
         finally:
             stage.close()
@@ -258,20 +262,12 @@ class Transfer(Struct, Generic[AnyReport], frozen=True):
     @property
     def standing(self) -> str:
         """What stands once all is written, even if the command is interrupted from then on."""
-        if self.options.part is not None:
-            share = self.options.part
-            return f"part {share.position + 1} of {share.size} of {self.target} is complete"
-        if self.options.verify:
-            return f"{self.target} is complete and verified"
-        places = " --against ".join(quote(str(at)) for at in (self.opened.path, self.target))
-        how = f"`ckptool verify {places}`, with the same options, does it"
-        return f"{self.target} is complete, but not verified: {how}"
+        return standing_note(self.opened.path, self.target, self.options)
 
     def _next_step(self, stage: Output) -> str | None:
         """Return how to continue a run that ended midway; a save from memory starts over."""
         step = stage.next_step()
-        is_in_memory = isinstance(self.opened.source, MemoryFiles)
-        return _SAVES_AGAIN if is_in_memory and step is not None else step
+        return _SAVES_AGAIN if step and isinstance(self.opened.source, MemoryFiles) else step
 
     def _open_stage(self, ranks: Ranks) -> Output | None:
         """Create the stage of this rank; None if an earlier run wrote all that is requested.
