@@ -3,9 +3,9 @@
     CkptoolError
     ├── UsageError        2    the command line asks for something that makes no sense
     │   └── NoSuchName         no tensor of the checkpoint is called so
-    ├── SourceError       3    the source is missing, unrecognised or malformed
+    ├── SourceError       3    the source is missing, unrecognized or malformed
     │   ├── NotFound           nothing is there
-    │   ├── Unrecognised       something is there, but no checkpoint ckptool knows
+    │   ├── Unrecognized       something is there, but no checkpoint ckptool knows
     │   │   └── Several        a folder of more than one checkpoint, such as a run's steps
     │   ├── Damaged            a checkpoint that is not whole or contradicts itself
     │   └── Hostile            a pickle that names a global able to run code
@@ -172,7 +172,7 @@ class NoSuchName(UsageError, KeyError):
 
 
 class SourceError(CkptoolError):
-    """The source is missing, unrecognised or malformed."""
+    """The source is missing, unrecognized or malformed."""
 
     exit_code = 3
 
@@ -181,11 +181,11 @@ class NotFound(SourceError):
     """The path does not exist or cannot be read."""
 
 
-class Unrecognised(SourceError):
+class Unrecognized(SourceError):
     """No known checkpoint format is there."""
 
 
-class Several(Unrecognised):
+class Several(Unrecognized):
     """The path contains more than one checkpoint, and none of them was named."""
 
 

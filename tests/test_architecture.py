@@ -202,7 +202,7 @@ def test_only_render_and_the_command_line_speak() -> None:
     assert not breaking(SILENT, speaking)
 
 
-def test_no_assert_that_optimisation_would_remove() -> None:
+def test_no_assert_that_optimization_would_remove() -> None:
     def asserts(module: Path) -> list[str]:
         return [f"line {node.lineno}" for node in nodes_of(module) if isinstance(node, ast.Assert)]
 

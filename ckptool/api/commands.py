@@ -102,7 +102,7 @@ def inspect(
     """Describe the checkpoint at ``path`` from its metadata alone.
 
     ``values`` stored among the data are read from a disk; from a URL only if True. Raises NotFound,
-    Unrecognised, Damaged or Hostile, as every function here does.
+    Unrecognized, Damaged or Hostile, as every function here does.
     """
     opened = _opened(path, options)
     if opened is not None:
@@ -249,7 +249,7 @@ def verify(
     """Check that the checkpoint at ``path`` is complete, unchanged and safe: true if it is.
 
     ``write_manifest`` is written if no errors are found; with ``manifest`` every tensor is compared
-    with what it records, whatever the format. Raises NotFound or Unrecognised if there is no
+    with what it records, whatever the format. Raises NotFound or Unrecognized if there is no
     checkpoint. Damage does not raise: it is in the report.
     """
     place, given = _place(path, options)

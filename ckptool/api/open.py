@@ -19,7 +19,7 @@ def open(path: AnyPath, **options: Unpack[OpenKeywords]) -> Checkpoint:
     """Open the checkpoint at ``path``: of any format, from its metadata alone.
 
     The keywords say how to read it, what to select, and how to rename and cast that.
-    Raises NotFound, Unrecognised, Damaged, Hostile, UsageError or Unsupported.
+    Raises NotFound, Unrecognized, Damaged, Hostile, UsageError or Unsupported.
     """
     keywords = Keywords("open", options, OpenKeywords)
     named = location(path)

@@ -21,7 +21,7 @@ from ckptool.errors import (
     NotFound,
     Problem,
     Several,
-    Unrecognised,
+    Unrecognized,
     UsageError,
 )
 from ckptool.formats import FORMATS, detect, file_rule, single_file_suffixes
@@ -66,7 +66,7 @@ class Candidate(Struct, frozen=True):
 def detect_checkpoint(path: Location, format_name: str | None = None) -> Candidate:
     """Find the checkpoint that a path refers to, or treat the path as ``format_name``.
 
-    Raises NotFound, Unrecognised (saying what is there), or UsageError for an unknown format.
+    Raises NotFound, Unrecognized (saying what is there), or UsageError for an unknown format.
     """
     _require_there(path)
     return run_bounded(path, lambda: _detect(path, format_name))
@@ -76,11 +76,11 @@ def find_checkpoints(path: Location) -> tuple[Location | None, list[Location]]:
     """Return the folder, if it is a checkpoint as a whole, and the paths of those below it.
 
     Includes paths that cannot, or can no longer, be read: reading them raises. Raises NotFound if
-    there is no such folder, Unrecognised if it is a file.
+    there is no such folder, Unrecognized if it is a file.
     """
     _require_there(path)
     if not path.is_dir():
-        raise Unrecognised(f"{path}: is a file, not a folder of checkpoints")
+        raise Unrecognized(f"{path}: is a file, not a folder of checkpoints")
     source = folder_at(path)
     failed: list[Location] = []
     whole = run_bounded(path, lambda: _try_detect(path, lambda: detect_folder(source), []))
@@ -130,7 +130,7 @@ def _require_there(path: Location) -> None:
     except ValueError:
         raise NotFound(f"{str(path)!r}: invalid path: contains a null character") from None
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-        raise Unrecognised(f"{path}: not a file or folder (pipe, socket or device)")
+        raise Unrecognized(f"{path}: not a file or folder (pipe, socket or device)")
 
 
 def folder_at(path: Location) -> Files:
@@ -207,18 +207,18 @@ def _detect_from_file(path: Location) -> Candidate:
         if inside is None:
             what = f"a NeMo archive without one of {', '.join(_WEIGHTS)} at its top"
             hint = f"tar -xf {path} -C FOLDER, then run ckptool on a part of FOLDER"
-            raise Unrecognised(f"{path}: {what}: {list_some(list(archive.files))}", hint=hint)
+            raise Unrecognized(f"{path}: {what}: {list_some(list(archive.files))}", hint=hint)
         return inside
     alone = detect(source)
     if alone is not None:
         return Candidate(path, source, alone)
     if not source.files[path.name]:
-        raise Unrecognised(f"{path}: the file is empty (0 bytes)")
+        raise Unrecognized(f"{path}: the file is empty (0 bytes)")
     head = read_head(source, path.name)
     kind = detect_kind(head, path.name)
     if kind is not None:
-        raise Unrecognised(f"{path}: {kind.what}", hint=kind.hint_for(str(path)))
-    raise Unrecognised(
+        raise Unrecognized(f"{path}: {kind.what}", hint=kind.hint_for(str(path)))
+    raise Unrecognized(
         f"{path}: unknown checkpoint format (begins with {head[:8].hex(' ')})",
         hint="run `ckptool formats` to list known formats; use --from FORMAT to force one",
     )
@@ -286,15 +286,15 @@ def _detect_in_folder(path: Location) -> Candidate:
         raise _several(path, candidates)
     require_listed(unlisted_problems(source.unlisted))
     if not source.files:
-        raise Unrecognised(f"{path}: the folder is empty")
+        raise Unrecognized(f"{path}: the folder is empty")
     names = list(source.files)
     message = f"{path}: no checkpoint found in {plural(len(names), 'file')}: {list_some(names)}"
     hint = "run `ckptool formats` to list known formats; use --from FORMAT to force one"
     foreign = next(_foreign_files(source), None)
     if foreign is not None:
         name, kind = foreign
-        raise Unrecognised(f"{message}; {name} is {kind.what}", hint=kind.hint_for(name))
-    raise Unrecognised(message, hint=hint)
+        raise Unrecognized(f"{message}; {name} is {kind.what}", hint=kind.hint_for(name))
+    raise Unrecognized(message, hint=hint)
 
 
 def _foreign_files(source: Files) -> Iterator[tuple[str, FileKind]]:

@@ -34,7 +34,7 @@ from ckptool.errors import (
     Damaged,
     Problem,
     Refusal,
-    Unrecognised,
+    Unrecognized,
     UsageError,
     refused,
 )
@@ -114,7 +114,7 @@ def open_checkpoint(
     """Detect the checkpoint at ``path`` and scan its metadata.
 
     ``path`` may be the checkpoint, a file inside it, its parent folder, or a run's folder with only
-    one. Raises NotFound, Unrecognised (saying what is there), Damaged or Hostile. Unless ``whole``,
+    one. Raises NotFound, Unrecognized (saying what is there), Damaged or Hostile. Unless ``whole``,
     tensors and values that cannot or must not be read are refusals among the catalog's conflicts,
     for ``require_readable`` to raise once it is known what is wanted.
     """
@@ -170,7 +170,7 @@ class Survey(Struct, frozen=True):
 def survey(path: Location, options: ReadOptions = AS_DETECTED) -> Survey:
     """Detect the checkpoint at ``path`` and read what is readable of it.
 
-    Raises NotFound or Unrecognised if there is none, UsageError if it cannot be read as requested.
+    Raises NotFound or Unrecognized if there is none, UsageError if it cannot be read as requested.
     Damage does not raise.
     """
     candidate = detect_checkpoint(path, options.from_format)
@@ -181,7 +181,7 @@ def survey(path: Location, options: ReadOptions = AS_DETECTED) -> Survey:
     catalog = None
     try:
         catalog = _scan(candidate, scanning)
-    except (Unrecognised, UsageError):
+    except (Unrecognized, UsageError):
         raise
     except CkptoolError as error:
         problems += error.problems
@@ -206,8 +206,8 @@ def _with_parts(catalog: Catalog, options: ReadOptions) -> Catalog:
     return split_stacked(catalog)
 
 
-def _no_content(path: Location) -> Unrecognised:
-    return Unrecognised(f"{path}: contains no tensors or values")
+def _no_content(path: Location) -> Unrecognized:
+    return Unrecognized(f"{path}: contains no tensors or values")
 
 
 def text_of(path: Path, option: str) -> str:

@@ -168,7 +168,7 @@ class Format(Struct, frozen=True):
     - ``latest`` is how a run says which of its checkpoints is the latest.
     - ``suffixes`` are those of a file that is a checkpoint by itself. ``folder`` names the format
       of a folder of such files, where that is another.
-    - ``reads`` is False if the format is only recognised, to say why it cannot be read.
+    - ``reads`` is False if the format is only recognized, to say why it cannot be read.
     - ``takes_tp_rules`` says that ``scan`` heeds ``ScanOptions.tp_rules``.
     - ``takes_world_size`` says that ``scan`` heeds ``ScanOptions.world_size``.
     - ``of_ranks`` says that ``convert`` writes the chunks of each rank into files of its own.

@@ -7,7 +7,7 @@ that of an item such as ``default/`` or ``state/`` below a step.
 from __future__ import annotations
 
 from ckptool.core.catalog import Catalog
-from ckptool.errors import Unrecognised
+from ckptool.errors import Unrecognized
 from ckptool.formats.base import Format, ScanOptions
 from ckptool.serialization.source import Source
 
@@ -23,7 +23,7 @@ def _probe(source: Source) -> bool:
 
 
 def _scan(source: Source, options: ScanOptions) -> Catalog:
-    raise Unrecognised(
+    raise Unrecognized(
         f"{source.root}: an Orbax checkpoint of JAX: its arrays are zarr in a key-value store,"
         " which ckptool does not read",
         hint="with orbax: tree = orbax.checkpoint.PyTreeCheckpointer().restore(PATH), then"

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from ckptool.core.catalog import Catalog
 from ckptool.core.layout import FileLayout, Layout
-from ckptool.errors import Unrecognised
+from ckptool.errors import Unrecognized
 from ckptool.formats.base import FileRole, FileRule, Format, Request, ScanOptions
 from ckptool.formats.companions import companions, describe_config, describe_framework
 from ckptool.formats.lightning import as_one_file
@@ -54,13 +54,13 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         return _scan_shards(source, options)
     model = _model_in(source)
     if len(source.files) != 1 and model is None:
-        raise Unrecognised(f"{source.root}: not one torch.save file")
+        raise Unrecognized(f"{source.root}: not one torch.save file")
     file = model or next(iter(source.files))
     leaves = read_file_leaves(source, file)
     contents = assemble({_rank_of(leaves): leaves}, per_rank=options.per_rank)
     options.report(contents.problems, subject=file)
     if not contents.tensors and not contents.objects and not contents.conflicts:
-        raise Unrecognised(f"{file}: an empty state dict: no tensor and no value in it")
+        raise Unrecognized(f"{file}: an empty state dict: no tensor and no value in it")
     worlds = {mesh.size for mesh in contents.meshes}
     notes = list(contents.notes)
     if worlds - {1}:

@@ -52,7 +52,7 @@ def _side(side: DiffSide, called: str) -> list[Cell]:
 
 def _show(
     screen: Console,
-    colour: str,
+    color: str,
     what: str,
     count: int,
     rows: Sequence[Sequence[Cell]],
@@ -62,7 +62,7 @@ def _show(
     """Show a heading with a count, then the first rows."""
     if not count:
         return
-    say(screen, f"\n[{colour}]{what}[/]: {plural(count, 'tensor')}")
+    say(screen, f"\n[{color}]{what}[/]: {plural(count, 'tensor')}")
     emit(screen, columns(screen, rows[:_MOST_LINES], aligns, heads=heads, cuts=0))
     if len(rows) > _MOST_LINES:
         say(screen, f"  [dim]and {len(rows) - _MOST_LINES:,} more lines; --json lists all[/]")

@@ -10,7 +10,7 @@ from ckptool.render.text import Cell, columns, console, emit, escaped, say, size
 if TYPE_CHECKING:
     from ckptool.commands.verify.prune import PruneReport, StepFate
 
-_COLOURS = {"keep": "green", "strip": "cyan", "remove": "red", "leave": "yellow"}
+_COLORS = {"keep": "green", "strip": "cyan", "remove": "red", "leave": "yellow"}
 _DONE = {"keep": "kept", "strip": "stripped", "remove": "removed", "leave": "left"}
 
 
@@ -33,7 +33,7 @@ def _row(step: StepFate, report: PruneReport) -> list[Cell]:
         "" if step.number is None else str(step.number),
         (name, "dim" if step.fate == "remove" else "bold"),
         size(step.nbytes),
-        (word, "bold red" if step.ok is False else _COLOURS[step.fate]),
+        (word, "bold red" if step.ok is False else _COLORS[step.fate]),
         step.reason,
     ]
 

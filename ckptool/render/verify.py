@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ckptool.commands.verify.run_folder import RunReport, StepReport
     from ckptool.commands.verify.salvage.salvage import SalvageReport
 
-_COLOURS = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.INFO: "cyan"}
+_COLORS = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.INFO: "cyan"}
 _MOST_FINDINGS = 8
 _MOST_LINES = 12
 
@@ -48,7 +48,7 @@ def show_findings(findings: Iterable[Finding], screen: Console) -> None:
         alike = list(group)
         severity, hint = alike[0].severity, alike[0].hint
         meaning = f"[dim]{escaped(CODES[code].meaning)}[/]"
-        say(screen, f"\n[{_COLOURS[severity]}]{severity.value}[/] [bold]{code}[/]  {meaning}")
+        say(screen, f"\n[{_COLORS[severity]}]{severity.value}[/] [bold]{code}[/]  {meaning}")
         _print_some(screen, [finding.message for finding in alike], _MOST_FINDINGS)
         if hint:
             say(screen, f"  [cyan]hint:[/] {escaped(hint)}")
@@ -59,10 +59,10 @@ def _show_summary(report: VerifyReport, screen: Console) -> None:
 
 
 def show_summary_line(summary: str, *, ok: bool, screen: Console) -> None:
-    """Show the one line that summarizes a report, its first word in colour."""
-    colour = "bold green" if ok else "bold red"
+    """Show the one line that summarizes a report, its first word in color."""
+    color = "bold green" if ok else "bold red"
     answer, mark, rest = summary.partition(":")
-    say(screen, f"\n[{colour}]{escaped(answer)}[/]{mark}{escaped(rest)}")
+    say(screen, f"\n[{color}]{escaped(answer)}[/]{mark}{escaped(rest)}")
 
 
 def _print_some(screen: Console, lines: Sequence[str], most: int = _MOST_LINES) -> None:

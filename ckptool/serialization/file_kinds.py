@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckptool.errors import Damaged, Problem, Unrecognised
+from ckptool.errors import Damaged, Problem, Unrecognized
 
 if TYPE_CHECKING:
     from ckptool.serialization.source import Source
@@ -235,12 +235,12 @@ def not_a(expected: str, source: Source, file: str) -> Damaged:
     return Damaged(problem, hint=kind.hint_for(file) if kind else None)
 
 
-def unrecognised_zip(names: Collection[str], file: str) -> Unrecognised:
+def unrecognized_zip(names: Collection[str], file: str) -> Unrecognized:
     """Return the error for a zip archive that torch.save did not write."""
     kind = _zip_kind(names, file)
     what = kind.what if kind else "a zip archive, but not one that torch.save wrote"
     problem = Problem(f"{file}: {what}", "file-type-mismatch", file=file)
-    return Unrecognised(problem, hint=kind.hint_for(file) if kind else None)
+    return Unrecognized(problem, hint=kind.hint_for(file) if kind else None)
 
 
 def read_head(source: Source, file: str) -> bytes:

@@ -1,4 +1,4 @@
-"""Blocks of a store's files: neighbouring reads share a request; next ones are fetched ahead."""
+"""Blocks of a store's files: neighboring reads share a request; next ones are fetched ahead."""
 
 from __future__ import annotations
 

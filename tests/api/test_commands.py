@@ -211,7 +211,7 @@ CALLS: dict[str, tuple[Callable[[Path], Any], Callable[[Path], list[object]]]] =
 }
 
 
-def totalled(told: dict[str, Any]) -> list[dict[str, Any]]:
+def totaled(told: dict[str, Any]) -> list[dict[str, Any]]:
     """The report, or both sides of a diff, or each step's reports: those with totals."""
     steps = [each for step in told.get("steps", ()) for each in step["reports"]]
     return steps or ([told["a"], told["b"]] if "a" in told else [told])
@@ -225,7 +225,7 @@ def test_a_report_as_a_dict_is_what_the_command_prints(call: str, out: Path) -> 
     shown = printed(*words(out))
     assert told | {"free_bytes": 0} == shown | {"free_bytes": 0}
     assert isinstance(told.get("tensors", []), list)
-    assert all(isinstance(each["totals"]["tensors"], int) for each in totalled(told))
+    assert all(isinstance(each["totals"]["tensors"], int) for each in totaled(told))
     assert repr(report).startswith(f"<ckptool.{type(report).__name__} ")
     assert len(repr(report)) < 700
     assert "<table>" in report._repr_html_()

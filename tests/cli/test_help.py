@@ -80,7 +80,7 @@ def test_a_page_in_a_pipe_is_its_text(topic: str) -> None:
     assert run(topic) == PAGES[topic]
 
 
-def test_a_pipe_has_no_pager_no_colour_and_no_note() -> None:
+def test_a_pipe_has_no_pager_no_color_and_no_note() -> None:
     line = [sys.executable, "-m", "ckptool", "help", "verify"]
     environment = os.environ | {"PAGER": "echo paged", "FORCE_COLOR": "1", "LINES": "5"}
     done = subprocess.run(line, capture_output=True, env=environment, check=True)
@@ -142,10 +142,10 @@ def test_a_pager_left_before_the_end_is_not_a_failure() -> None:
     assert (done.returncode, done.stdout) == (0, "True\n")
 
 
-def test_no_colour_where_none_is_wanted() -> None:
-    colour = re.compile(r"\x1b\[(?:\d+;)*[349]\d[;m]")
-    assert colour.search(on_terminal("stores"))
-    assert not colour.search(on_terminal("stores", NO_COLOR="1"))
+def test_no_color_where_none_is_wanted() -> None:
+    color = re.compile(r"\x1b\[(?:\d+;)*[349]\d[;m]")
+    assert color.search(on_terminal("stores"))
+    assert not color.search(on_terminal("stores", NO_COLOR="1"))
 
 
 def test_a_page_named_after_a_command_says_where_its_options_are() -> None:

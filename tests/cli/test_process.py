@@ -312,7 +312,7 @@ def test_debug_shows_the_traceback_too(
     assert "error: bug in ckptool" in told
 
 
-def test_an_error_is_reported_where_there_is_not_a_memory_for_colour(
+def test_an_error_is_reported_where_there_is_not_a_memory_for_color(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def none_left(*arguments: object) -> None:

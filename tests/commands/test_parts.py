@@ -43,7 +43,7 @@ from ckptool.errors import (
     Damaged,
     NotVerified,
     TransferError,
-    Unrecognised,
+    Unrecognized,
     Unsupported,
     UsageError,
 )
@@ -679,7 +679,7 @@ def test_parts_make_the_same_in_a_store(kind: str, source: Path, tmp_path: Path)
     for part in ("2/3", "3/3"):
         write(planned, source, place, part)
     again = location(place.url)
-    with pytest.raises((Damaged, Unrecognised, CkptoolError)):
+    with pytest.raises((Damaged, Unrecognized, CkptoolError)):
         open_checkpoint(again)
     refused(lambda: finish(planned, source, again), "part 1 of 3 is not done")
     refused(lambda: write(planned, source, again, "1/2"), "the run began in 3 parts")

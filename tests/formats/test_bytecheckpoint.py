@@ -1,4 +1,4 @@
-"""ByteCheckpoint's nested pickles: strides are honoured, lies are refused, nothing is run."""
+"""ByteCheckpoint's nested pickles: strides are honored, lies are refused, nothing is run."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ CRASHES = Path(__file__).parent / "crashes"
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_seeds_and_their_neighbours(name: str) -> None:
+def test_seeds_and_their_neighbors(name: str) -> None:
     """Whatever the bytes: a result or an error of ours, which ``one_input`` takes."""
     run, dice, found = one_input(name), random.Random(name), list(seeds(name))
     assert found

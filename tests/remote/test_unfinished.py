@@ -24,7 +24,7 @@ from ckptool.commands.verify.verify import verify
 from ckptool.core.sharding.placement import parse_mesh
 from ckptool.engine.run_options import RunOptions
 from ckptool.engine.write import send
-from ckptool.errors import CkptoolError, Damaged, SourceError, Unrecognised, Unsupported
+from ckptool.errors import CkptoolError, Damaged, SourceError, Unrecognized, Unsupported
 from ckptool.storage.clients.unfinished_uploads import abort_uploads
 from ckptool.storage.commit_note import UNFINISHED
 from ckptool.storage.multipart import Upload

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ckptool.commands.open import open_checkpoint
-from ckptool.errors import CkptoolError, Damaged, NotFound, Unrecognised
+from ckptool.errors import CkptoolError, Damaged, NotFound, Unrecognized
 from ckptool.storage import file_status as walk
 from ckptool.storage.local import LocalReader, LocalSource
 
@@ -89,7 +89,7 @@ def test_a_pipe_is_not_a_checkpoint(link: bool, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe" if link else path)
     if link:
         path.symlink_to("pipe")
-    with pytest.raises(Unrecognised, match="pipe"):
+    with pytest.raises(Unrecognized, match="pipe"):
         open_checkpoint(path)
 
 

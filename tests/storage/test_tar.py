@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import ckptool
 from ckptool.commands.open import open_checkpoint
-from ckptool.errors import CkptoolError, Damaged, Unrecognised
+from ckptool.errors import CkptoolError, Damaged, Unrecognized
 from ckptool.storage.local import LocalSource
 from ckptool.storage.tar import TarFiles
 
@@ -251,7 +251,7 @@ def test_the_parts_of_several_ranks_are_not_guessed_at(tmp_path: Path) -> None:
     data = contents(opened(ARCHIVE))["model_weights.ckpt"]
     ranks = [m for r in (0, 1) for m in member(f"./mp_rank_0{r}/model_weights.ckpt", data)]
     path = pack(tmp_path / "model.nemo", ranks)
-    with pytest.raises(Unrecognised, match=r"mp_rank_00/model_weights.ckpt") as error:
+    with pytest.raises(Unrecognized, match=r"mp_rank_00/model_weights.ckpt") as error:
         open_checkpoint(path)
     assert f"tar -xf {path} -C FOLDER" in str(error.value.hint)
 

@@ -78,7 +78,7 @@ class RunSummary(Report, frozen=True):
 def list_steps(run: Location, options: ReadOptions = AS_DETECTED) -> RunSummary:
     """Describe every step of a run from its metadata; no tensor byte is read.
 
-    Raises NotFound or Unrecognised if there is no checkpoint.
+    Raises NotFound or Unrecognized if there is no checkpoint.
     """
     steps = steps_of(run)
     pointers = find_pointers(run, steps)

@@ -1,7 +1,7 @@
 """PEFT's adapter from a trainer's checkpoint: its tensors, its names, adapter_config.json.
 
 Names are those that PEFT 0.21 saves: without the adapter's name, ``base_layer`` and the wrappers of
-a LoRA's module, and including the neighbours in ``modules_to_save``.
+a LoRA's module, and including the neighbors in ``modules_to_save``.
 """
 
 from __future__ import annotations

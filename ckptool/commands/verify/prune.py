@@ -93,7 +93,7 @@ def prune(run: Location, options: PruneOptions, notify: Notify = lambda text: No
 
     The steps of each folder in the run are counted separately, and so is each kind of step, by its
     name without numbers. ``notify`` is called with each long operation before it begins. Raises
-    UsageError if no step would lose its optimizer, NotFound or Unrecognised if there is no
+    UsageError if no step would lose its optimizer, NotFound or Unrecognized if there is no
     checkpoint, Unsupported if the run is one checkpoint, TransferError if something cannot be
     removed, Changed if a kept step vanished meanwhile.
     """

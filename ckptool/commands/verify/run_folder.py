@@ -77,7 +77,7 @@ def verify_run(run: Location, options: VerifyOptions, *, every: bool) -> RunRepo
     """Verify the steps of a run from the newest to the first without errors, or every one.
 
     An unreadable step fails; one that is removed meanwhile is skipped. Raises NotFound or
-    Unrecognised if the folder has no checkpoint, UsageError for options that suit no step, NoAnswer
+    Unrecognized if the folder has no checkpoint, UsageError for options that suit no step, NoAnswer
     if a store does not answer.
     """
     require_codes(options.ignore)

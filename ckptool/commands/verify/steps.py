@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from ckptool.commands.detect import find_checkpoints, folder_at, natural_key
 from ckptool.commands.open import open_checkpoint
-from ckptool.errors import CkptoolError, NotFound, Unrecognised
+from ckptool.errors import CkptoolError, NotFound, Unrecognized
 from ckptool.formats import latest_markers
 from ckptool.storage.retry import NoAnswer
 from ckptool.storage.url import Location, within
@@ -61,7 +61,7 @@ def steps_of(run: Location) -> list[Step]:
 
     Hidden entries are skipped: they are being written, or removed. A folder named like the others
     that holds no checkpoint is a step without parts. If there is no checkpoint below the folder,
-    the folder itself may be one. Raises NotFound or Unrecognised if there is no checkpoint at all.
+    the folder itself may be one. Raises NotFound or Unrecognized if there is no checkpoint at all.
     """
     itself, inner = find_checkpoints(run)
     if itself is not None:
@@ -69,7 +69,7 @@ def steps_of(run: Location) -> list[Step]:
     hidden = [path for path in inner if any(p.startswith(".") for p in within(path, run).parts)]
     inner = [path for path in inner if path not in hidden]
     if not inner:
-        raise Unrecognised(
+        raise Unrecognized(
             f"{run}: no checkpoint in this folder",
             hint="list the known formats: ckptool formats",
         )

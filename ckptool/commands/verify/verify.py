@@ -68,7 +68,7 @@ def verify(
     """Check the checkpoint at ``path``, all of it or a part, sharing the work with ``ranks``.
 
     All findings are collected. ``started`` is called with the number of bytes to read and returns
-    the callable that gets progress. Raises NotFound and Unrecognised if there is no checkpoint,
+    the callable that gets progress. Raises NotFound and Unrecognized if there is no checkpoint,
     UsageError for an unknown code.
     """
     ranks = ranks or Ranks()

@@ -149,7 +149,7 @@ class _Search:
     def shapes(self, world: int) -> tuple[_Shape, ...]:
         """Return the shapes with fewest dims that explain every tensor."""
         for dims in range(1, _MOST_DIMS + 1):
-            shapes = _factorisations(world, dims)
+            shapes = _factorizations(world, dims)
             accepted = tuple(shape for shape in shapes if self._explains_all(shape))
             if accepted:
                 return accepted
@@ -219,14 +219,14 @@ def _may_give(dim: _CutDim, sizes: tuple[int, ...]) -> bool:
     return (0, first) in dim.spans and len(dim.spans) <= math.prod(sizes)
 
 
-def _factorisations(number: int, count: int) -> Iterator[_Shape]:
+def _factorizations(number: int, count: int) -> Iterator[_Shape]:
     """Yield all ways to write ``number`` as an ordered product of ``count`` factors above 1."""
     if count == 1:
         yield (number,)
         return
     for factor in range(2, number // 2 + 1):
         if number % factor == 0:
-            for rest in _factorisations(number // factor, count - 1):
+            for rest in _factorizations(number // factor, count - 1):
                 yield (factor, *rest)
 
 

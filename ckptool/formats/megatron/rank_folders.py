@@ -134,14 +134,14 @@ def _require_own(ranks: Mapping[Rank, str], writers: Mapping[str, Any]) -> None:
     known = {rank: n for rank, name in ranks.items() if type(n := writers[name]) is int}
     if len(set(known.values())) < len(ranks):
         return
-    for rank, after in _pair_neighbours(known):
+    for rank, after in _pair_neighbors(known):
         if known[rank] > known[after]:
             message = f"{ranks[rank]} was written by rank {known[rank]}, {ranks[after]} by rank"
             message += f" {known[after]}: folders were swapped"
             raise Damaged(message, "rank-copied", file=ranks[rank])
 
 
-def _pair_neighbours(ranks: Iterable[Rank]) -> Iterator[tuple[Rank, Rank]]:
+def _pair_neighbors(ranks: Iterable[Rank]) -> Iterator[tuple[Rank, Rank]]:
     """Yield each rank with the next one along each axis, with the other two equal."""
     for axis in range(3):
         lines: dict[tuple[int, ...], list[Rank]] = {}

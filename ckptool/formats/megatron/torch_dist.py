@@ -32,7 +32,7 @@ from ckptool.core.layout import FileLayout, Layout, Literal
 from ckptool.core.sharding.infer import with_inferred_mesh
 from ckptool.core.state_category import state_category
 from ckptool.core.views import pieces_of_run
-from ckptool.errors import Damaged, Problem, Unrecognised, Unsupported, damaged
+from ckptool.errors import Damaged, Problem, Unrecognized, Unsupported, damaged
 from ckptool.formats.base import Request, ScanOptions
 from ckptool.formats.companions import MEGATRON, RELEASE
 from ckptool.formats.dcp import FORMAT as DCP
@@ -69,7 +69,7 @@ def scan(source: Source, config: dict[str, Any] | None, options: ScanOptions) ->
     """Return the catalog of a ``torch_dist`` folder; ``config`` is its ``metadata.json``."""
     backend = (config or {}).get("sharded_backend", "torch_dist")
     if backend != "torch_dist":
-        raise Unrecognised(
+        raise Unrecognized(
             f"{source.root}: a Megatron-core checkpoint of the backend {str(backend)[:80]!r};"
             " ckptool reads torch_dist",
             hint="Megatron-core up to 0.13 loads it and saves it with --ckpt-format torch_dist",

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.layout import Layout
 from ckptool.core.text import list_some
-from ckptool.errors import Problem, Unrecognised
+from ckptool.errors import Problem, Unrecognized
 from ckptool.formats.base import EXTRA, FileRole, FileRule, Format, Request, ScanOptions
 from ckptool.formats.side_file import SIDE, split_side, with_side
 from ckptool.formats.writing import NOT_CARRIED, note_companions, note_tied
@@ -38,7 +38,7 @@ def _probe(source: Source) -> bool:
 def _scan(source: Source, options: ScanOptions) -> Catalog:
     file = _main_file(source)
     if file is None:
-        raise Unrecognised(f"{source.root}: not one safetensors file")
+        raise Unrecognized(f"{source.root}: not one safetensors file")
     tensors, metadata = read_whole_tensors(source, file, options)
     described = {f"metadata.{key}": text for key, text in metadata.items() if key != SIDE}
     info = {"writer": "safetensors"} | described

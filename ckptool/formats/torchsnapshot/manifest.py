@@ -18,7 +18,7 @@ from msgspec import Struct, field
 from ckptool.core.box import Box, row_major_strides
 from ckptool.core.catalog import Chunk, Extent, Index, Path, Place
 from ckptool.core.dtype import BY_NAME, DType
-from ckptool.errors import Damaged, Unrecognised
+from ckptool.errors import Damaged, Unrecognized
 from ckptool.serialization.archive.read import TorchFile, read_torch_zip
 from ckptool.serialization.archive.tensors import (
     INTEGERS,
@@ -81,12 +81,12 @@ def _step(text: str, container: Fields) -> Any:
 def read_manifest(source: Source) -> Manifest:
     """Read the manifest of a folder.
 
-    Raises Damaged if it is not as TorchSnapshot 0.1 writes it, Unrecognised if it is YAML,
+    Raises Damaged if it is not as TorchSnapshot 0.1 writes it, Unrecognized if it is YAML,
     as versions before wrote it.
     """
     text = read_metadata(source, METADATA)
     if text and not text.lstrip().startswith(b"{"):
-        raise Unrecognised(
+        raise Unrecognized(
             f"{METADATA}: not the JSON that TorchSnapshot 0.1 writes",
             hint="where an older TorchSnapshot wrote YAML: load it with that, save it with 0.1",
         )

@@ -33,8 +33,8 @@ def draw_bars(report: BenchReport, screen: Console) -> list[Text]:
     """Draw a bar per strategy: blocked, written, durable, each as a share of the limits."""
     shades = _SHADES if screen.encoding.startswith("utf") else _ASCII
     legend = Text("  ")
-    for shade, (colour, name) in zip(shades, _NAMES.items(), strict=True):
-        legend.append(shade, colour).append(f" {name}  ")
+    for shade, (color, name) in zip(shades, _NAMES.items(), strict=True):
+        legend.append(shade, color).append(f" {name}  ")
     staging = "pinned" if report.limits.get("device_to_host_pinned") else "memory"
     writing = "upload" if report.limits.get("upload") else "write"
     heads = ("", "", f"of {staging} copy", f"of raw {writing}")
@@ -61,14 +61,14 @@ def _width(report: BenchReport, screen: Console) -> int:
 def _bar(report: BenchReport, result: Measured, width: int, shades: str) -> Text:
     longest = max(result.durable_median for result in report.results)
     text = Text()
-    for end, shade, colour in zip(_parts(result), shades, _NAMES, strict=True):
+    for end, shade, color in zip(_parts(result), shades, _NAMES, strict=True):
         cells = max(1, round(end / longest * width)) - len(text)
-        text.append(shade * cells, colour)
+        text.append(shade * cells, color)
     return text
 
 
 def _parts(result: Measured) -> tuple[float, float, float]:
-    """Return where each colour of a bar ends; a commit that blocks may end last, as blocked."""
+    """Return where each color of a bar ends; a commit that blocks may end last, as blocked."""
     durable = result.durable_median
     blocked = min(result.blocked_median, durable)
     return blocked, min(max(result.written_median, blocked), durable), durable
@@ -126,8 +126,8 @@ def _draw(axes: Any, place: int, result: Measured, *, best: bool) -> None:
     blocked, durable = result.blocked_median, result.durable_median
     alpha = 1.0 if result.is_consistent else 0.45
     begin = 0.0
-    for end, (colour, name) in zip(_parts(result), _NAMES.items(), strict=True):
-        look = {"height": 0.62, "color": colour, "alpha": alpha}
+    for end, (color, name) in zip(_parts(result), _NAMES.items(), strict=True):
+        look = {"height": 0.62, "color": color, "alpha": alpha}
         axes.barh(place, end - begin, left=begin, label=name, **look)
         begin = end
     words = f" {seconds(blocked)} blocked, {seconds(durable)} until durable"

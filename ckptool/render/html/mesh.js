@@ -3,7 +3,7 @@
 
 const MOST_RANKS = 4096, MOST_DRAWN = 2048, MOST_HELD = 12;
 
-/** A colour for the nth of many boxes, apart from its neighbours'. */
+/** A color for the nth of many boxes, apart from its neighbors'. */
 const hue = (n) => Math.round((n * 137.508) % 360);
 
 /** The boxes of a tensor with their ranks: [{lo, hi, ranks, elements}]. */
@@ -106,14 +106,14 @@ class MeshView {
     if (!this.known) return;
     const bytes = this.bytes = this.bytesOf(node), whole = most([...bytes.values()], 1);
     const boxes = node.tensor && !node.children.size ? this.held.of(node.tensor) : null;
-    const colours = new Map();
-    if (boxes && boxes.length > 1) for (const box of boxes) for (const rank of box.ranks) if (!colours.has(rank)) colours.set(rank, hue(box.at));
+    const colors = new Map();
+    if (boxes && boxes.length > 1) for (const box of boxes) for (const rank of box.ranks) if (!colors.has(rank)) colors.set(rank, hue(box.at));
     for (const rank of this.ranks) {
-      const cell = this.cells.get(rank), share = (bytes.get(rank) || 0) / whole, colour = colours.get(rank);
+      const cell = this.cells.get(rank), share = (bytes.get(rank) || 0) / whole, color = colors.get(rank);
       cell.classList.toggle("none", !bytes.get(rank));
-      cell.classList.toggle("coloured", colour !== undefined);
+      cell.classList.toggle("colored", color !== undefined);
       cell.style.setProperty("--share", share.toFixed(3));
-      cell.style.setProperty("--hue", colour ?? 0);
+      cell.style.setProperty("--hue", color ?? 0);
       cell.setAttribute("aria-label", `rank ${rank}: ${size(bytes.get(rank) || 0)}`);
     }
     const held = [...bytes.values()], of = node.parent ? `of ${shown(node.name)}` : "in all";
@@ -173,7 +173,7 @@ function largest(items, of, most) {
   return kept;
 }
 
-/** Draw a tensor: the two dims that are cut most, each box in the colour of its ranks. */
+/** Draw a tensor: the two dims that are cut most, each box in the color of its ranks. */
 function picture(tensor, boxes, more) {
   const solid = boxes.filter((box) => box.elements).slice(0, MOST_DRAWN);
   if (!solid.length || !tensor.shape.length) return null;

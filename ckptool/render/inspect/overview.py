@@ -17,7 +17,7 @@ from ckptool.render.inspect.listing import TensorLine, fold, natural, placements
 from ckptool.render.inspect.values import notable_values
 from ckptool.render.text import MOST_LINES, Cell, bar, columns, magnitude, ranges, size, visible
 
-_PART_COLOURS = {"model": "green", "optimizer": "blue", "other": "yellow"}
+_PART_COLORS = {"model": "green", "optimizer": "blue", "other": "yellow"}
 
 _BAR = 24
 _RANK_BAR = 32
@@ -99,15 +99,15 @@ def _shares(report: InspectReport, screen: Console) -> list[Text]:
 
 def _share(share: PartShare, whole: int, screen: Console) -> list[Cell]:
     part = share.nbytes / whole
-    colour = _PART_COLOURS[share.part]
+    color = _PART_COLORS[share.part]
     return [
-        (share.part, colour),
+        (share.part, color),
         (short_name(share.dtype.name), "yellow"),
         f"{share.tensors:,}",
         magnitude(share.elements),
         size(share.nbytes),
         f"{part:.1%}",
-        (_bar(part, _BAR, screen), colour),
+        (_bar(part, _BAR, screen), color),
     ]
 
 

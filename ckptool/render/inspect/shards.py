@@ -37,7 +37,7 @@ _MOST_BOXES = 64
 _MOST_PICTURES = 16
 _MOST_LEGEND_LINES = 64
 _HEADINGS = ("", "rank", "file", "box", "offset", "bytes", "")
-_COLOURS = (
+_COLORS = (
     "#5fafff #87d75f #ffaf5f #d787d7 #5fd7d7 #ffd75f #ff8787 #afafff"
     " #afd787 #d7afff #87d7af #d7af87"
 ).split()
@@ -132,7 +132,7 @@ class _Picture:
     def _block(self, chunks: list[Chunk], width: int, *, begins: bool) -> Text:
         if len(chunks) != 1:
             return Text(("·" if not chunks else "X") * width, style="bold red")
-        style = f"black on {_colour(chunks[0].rank)}"
+        style = f"black on {_color(chunks[0].rank)}"
         room = width - len(self._corner)
         label = _label(chunks[0])[:room]
         if begins:
@@ -230,8 +230,8 @@ class ChunkLocation(Struct, frozen=True):
     remark: str
 
 
-def _colour(rank: int | None) -> str:
-    return "#bcbcbc" if rank is None else _COLOURS[rank % len(_COLOURS)]
+def _color(rank: int | None) -> str:
+    return "#bcbcbc" if rank is None else _COLORS[rank % len(_COLORS)]
 
 
 def legend_lines(entry: TensorEntry, screen: Console) -> list[Text]:
@@ -275,7 +275,7 @@ def _row(group: list[ChunkLocation]) -> list[Cell]:
     first, *others = sorted(group, key=lambda each: each.at.offset)
     box = str(first.box) if first.box.volume else f"{first.box} (empty)"
     return [
-        ("  ", f"on {_colour(first.rank)}"),
+        ("  ", f"on {_color(first.rank)}"),
         ("?" if first.rank is None else str(first.rank), "bold"),
         first.at.file,
         (plural(len(group), "box") if others else box, "green"),

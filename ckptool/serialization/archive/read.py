@@ -21,11 +21,11 @@ from msgspec.structs import replace
 from ckptool.core.catalog import Container
 from ckptool.core.codec import decode
 from ckptool.core.mesh import Mesh
-from ckptool.errors import CkptoolError, Damaged, Problem, Unrecognised, coded
+from ckptool.errors import CkptoolError, Damaged, Problem, Unrecognized, coded
 from ckptool.serialization.archive.cached import TracedRegion, find_cached, keep_archive
 from ckptool.serialization.archive.siblings import Layouts
 from ckptool.serialization.archive.tensors import read_storage
-from ckptool.serialization.file_kinds import not_a, unrecognised_zip
+from ckptool.serialization.file_kinds import not_a, unrecognized_zip
 from ckptool.serialization.pickle.load import Loaded, Truncated, read_pickle, require_harmless
 from ckptool.serialization.pickle.records import Call, Global, PickleValue
 from ckptool.serialization.source import LARGEST, Source
@@ -248,7 +248,7 @@ def _root(region: Region, records: Mapping[str, ZipRecord]) -> str:
     """Return the root folder of an archive's records; CkptoolError if not torch.save's."""
     roots = [n[: -len("/data.pkl")] for n in records if n.endswith("/data.pkl")]
     if any(name.split("/", 1)[-1] == "constants.pkl" for name in records):
-        raise Unrecognised(
+        raise Unrecognized(
             f"{region.what}: a TorchScript archive (a program, not a state dict)",
             hint="in torch: torch.save(torch.jit.load(FILE).state_dict(), 'state.pt')",
         )
@@ -257,7 +257,7 @@ def _root(region: Region, records: Mapping[str, ZipRecord]) -> str:
         message += f" {len(records)} records but no data.pkl; nothing can be salvaged"
         raise Damaged(message, "save-incomplete", file=region.file, hint="use another checkpoint")
     if len(roots) != 1:
-        raise unrecognised_zip(records, region.what)
+        raise unrecognized_zip(records, region.what)
     return roots[0]
 
 

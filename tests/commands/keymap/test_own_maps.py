@@ -16,7 +16,7 @@ from ckptool.commands.keymap.sizes import facts
 from ckptool.commands.options.rewrite import MapOptions
 from ckptool.errors import Unsupported, UsageError
 
-CENTRED = """
+CENTERED = """
 [[rule]]
 from = "norm.{layer}.weight"
 to = "layers.{layer}.norm"
@@ -34,7 +34,7 @@ def saved(folder: Path, **more: torch.Tensor) -> dict[str, torch.Tensor]:
     norms = {f"norm.{at}.weight": torch.randn(5).to(t) for at, t in enumerate(types)}
     state = {**norms, "w": torch.randn(3), **more}
     dcp.save(state, checkpoint_id=folder / "a", no_dist=True)
-    (folder / "m.toml").write_text(CENTRED)
+    (folder / "m.toml").write_text(CENTERED)
     return state
 
 
@@ -121,7 +121,7 @@ def test_own_rules_go_before_those_that_are_included(tmp_path: Path) -> None:
         ),
         (
             {
-                "a": f"keep = 'k.*'\n{CENTRED}"
+                "a": f"keep = 'k.*'\n{CENTERED}"
                 + 15 * "[[also]]\nfrom.'k.' = 'k.k.'\nto.'k.' = 'k.k.'\n"
             },
             "more than 10,000 rules",
@@ -134,7 +134,7 @@ def test_inclusions_that_cannot_be(texts: dict[str, Any], words: str, tmp_path: 
 
 
 def test_a_file_that_is_included_twice_at_each_of_many_levels_is_read_once(tmp_path: Path) -> None:
-    written(tmp_path, level0=CENTRED)
+    written(tmp_path, level0=CENTERED)
     for level in range(1, 26):
         text = f"include = ['level{level - 1}.toml', 'level{level - 1}.toml']\n"
         written(tmp_path, **{f"level{level}": text})
@@ -142,7 +142,7 @@ def test_a_file_that_is_included_twice_at_each_of_many_levels_is_read_once(tmp_p
 
 
 def test_rules_that_double_with_every_level_are_refused(tmp_path: Path) -> None:
-    written(tmp_path, level0=CENTRED)
+    written(tmp_path, level0=CENTERED)
     for level in range(1, 16):
         below = f"include = ['level{level - 1}.toml']\n"
         start = "abcdefghijklmno"[level - 1]
@@ -160,7 +160,7 @@ def test_a_file_that_includes_itself_by_another_path_is_refused(tmp_path: Path) 
 
 
 def test_what_an_included_map_keeps_begins_otherwise_too(tmp_path: Path) -> None:
-    written(tmp_path, base="keep = ['norm.*', '*.bias']\n" + CENTRED)
+    written(tmp_path, base="keep = ['norm.*', '*.bias']\n" + CENTERED)
     inner = "include = ['base.toml']\n[within]\nfrom = { '' = 'llm.' }\nto = { '' = 'llm.' }\n"
     mine = written(tmp_path, mine=inner)
     assert [kept.source for kept in load_map(str(mine)).keep] == ["llm.norm.*", "llm.*.bias"]
@@ -173,7 +173,7 @@ def test_what_an_included_map_keeps_begins_otherwise_too(tmp_path: Path) -> None
 def test_names_may_be_kept_but_for_their_beginning(tmp_path: Path) -> None:
     """Of several globs that match, the longest decides."""
     text = "keep = ['a.*', { from = 'a.*', to = 'a.deep.*' }, { from = 'b.*', to = 'c.*' }]\n"
-    key_map = load_map(str(written(tmp_path, mine=text + CENTRED)))
+    key_map = load_map(str(written(tmp_path, mine=text + CENTERED)))
     there, back = key_map.kept_as, key_map.inverse.kept_as
     assert [there(n) for n in ("a.x", "a.deep.x", "b.0.x", "d.x")] == [
         *("a.x", "a.deep.x", "c.0.x"),
@@ -191,7 +191,7 @@ def test_names_may_be_kept_but_for_their_beginning(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_kept(keep: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError):
-        load_map(str(written(tmp_path, mine=f"keep = {keep}\n" + CENTRED)))
+        load_map(str(written(tmp_path, mine=f"keep = {keep}\n" + CENTERED)))
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_what_cannot_be_kept(keep: str, tmp_path: Path) -> None:
 def test_sizes_that_are_counted(
     size: str, config: dict[str, Any], wanted: int | None, tmp_path: Path
 ) -> None:
-    text = f"[dims]\none = 1\nx = ['{size}']\n" + CENTRED
+    text = f"[dims]\none = 1\nx = ['{size}']\n" + CENTERED
     known = facts(load_map(str(written(tmp_path, mine=text))), [config], {})
     assert known.sizes.get("x") == wanted
 

@@ -26,7 +26,7 @@ from ckptool.cli.app import app
 from ckptool.commands.options.prune import PruneOptions
 from ckptool.commands.verify.prune import prune
 from ckptool.engine.write import removal
-from ckptool.errors import Changed, CkptoolError, TransferError, Unrecognised, Unsupported
+from ckptool.errors import Changed, CkptoolError, TransferError, Unrecognized, Unsupported
 from ckptool.storage.commit_note import UNFINISHED
 from ckptool.storage.url import RemotePath, location
 
@@ -286,7 +286,7 @@ def test_one_checkpoint_is_not_a_run(tmp_path: Path) -> None:
     with pytest.raises(Unsupported, match="is one checkpoint"):
         pruned(run / "step-2")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(Unrecognised):
+    with pytest.raises(Unrecognized):
         pruned(tmp_path / "empty")
 
 

@@ -26,7 +26,7 @@ from ckptool.commands.verify import run_folder
 from ckptool.commands.verify.run_folder import RunReport, verify_run
 from ckptool.commands.verify.steps import steps_of
 from ckptool.commands.verify.verify import verify
-from ckptool.errors import Changed, CkptoolError, NotFound, Unrecognised, Unsupported, UsageError
+from ckptool.errors import Changed, CkptoolError, NotFound, Unrecognized, Unsupported, UsageError
 from ckptool.storage.retry import NoAnswer
 
 
@@ -166,7 +166,7 @@ def test_none_is_whole(tmp_path: Path) -> None:
 
 
 def test_where_nothing_is_a_checkpoint_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(Unrecognised):
+    with pytest.raises(Unrecognized):
         steps_of(tmp_path)
     with pytest.raises(NotFound):
         steps_of(tmp_path / "none")

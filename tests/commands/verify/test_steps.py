@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import ckptool
 from ckptool.cli.app import app
-from ckptool.errors import Damaged, Several, Unrecognised
+from ckptool.errors import Damaged, Several, Unrecognized
 
 
 @pytest.fixture
@@ -115,7 +115,7 @@ def test_checkpoints_without_numbers_are_not_called_steps(run: Path) -> None:
 def test_what_is_asked_of_one_checkpoint_needs_one(run: Path) -> None:
     done = invoke("inspect", run, "--tensors", "*")
     assert isinstance(done.exception, Several)
-    assert isinstance(done.exception, Unrecognised)
+    assert isinstance(done.exception, Unrecognized)
 
 
 def test_verify_of_a_run_says_how_to_verify_all(run: Path) -> None:

@@ -482,13 +482,13 @@ def test_a_sample_is_seeded(copy_of: Callable[[str], Path]) -> None:
 
 
 def test_exit_codes(flipped: Path, tmp_path: Path) -> None:
-    from ckptool.errors import NotFound, Unrecognised
+    from ckptool.errors import NotFound, Unrecognized
 
     assert run_verify(str(case("dcp_base").path)).exit_code == 0
     assert run_verify(str(flipped)).exit_code == 1
     assert isinstance(run_verify(str(tmp_path / "nowhere")).exception, NotFound)
     (tmp_path / "empty").mkdir()
-    assert isinstance(run_verify(str(tmp_path / "empty")).exception, Unrecognised)
+    assert isinstance(run_verify(str(tmp_path / "empty")).exception, Unrecognized)
 
 
 def test_the_report_ends_with_one_sentence(flipped: Path) -> None:

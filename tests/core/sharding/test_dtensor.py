@@ -157,7 +157,7 @@ def test_fsdp2_cuts_the_tensor_parallel_dim_first(n: int, dp: int, tp: int, repl
 
 
 def modulo(placements: Sequence[Placement], shape: Sequence[int]) -> list[Placement]:
-    """The placements with dims counted from the front, as torch's public calls normalise them."""
+    """The placements with dims counted from the front, as torch's public calls normalize them."""
     ranked: list[Placement] = []
     for one in placements:
         if isinstance(one, Shard):

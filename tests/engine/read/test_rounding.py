@@ -72,7 +72,7 @@ def test_every_number_of_16_bits(stored: str, wanted: str) -> None:
 
 @pytest.mark.parametrize("wanted", ["float16", "bfloat16"])
 def test_ties_subnormals_and_the_edge_of_infinity(wanted: str) -> None:
-    """Half-way between any two neighbours, and one bit beside it."""
+    """Half-way between any two neighbors, and one bit beside it."""
     ends = cast(EVERY_HALF, BY_NAME[wanted], BY_NAME["float32"]).astype(np.int64)
     step = (1 << 15) if wanted == "bfloat16" else (1 << 12)
     around = (ends[:, None] + step + np.array([-1, 0, 1])).reshape(-1)

@@ -67,7 +67,7 @@ def test_folders_that_took_each_others_place(
 
 
 @given(st.permutations(range(12)), st.sets(st.integers(0, 11)))
-def test_neighbours_alone_tell_folders_that_took_each_others_place(
+def test_neighbors_alone_tell_folders_that_took_each_others_place(
     writers: list[int], lacking: set[int]
 ) -> None:
     """As every pair of folders that differ in one of the three would."""

@@ -124,7 +124,7 @@ def test_one_rank_is_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert "; 1 CPU rank with gloo, no accelerator; first save" in shown(alone, capsys)
 
 
-def test_bars_tell_their_parts_without_colours(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bars_tell_their_parts_without_colors(capsys: pytest.CaptureFixture[str]) -> None:
     found = report(measured("half", 1.0, 4.0), measured("sync", 2.0, 2.0, written=(2.0, 2.0, 2.0)))
     lines = [line.split() for line in shown(found, capsys).splitlines()]
     bars = {words[0]: words[1] for words in lines if len(words) > 1 and words[1][0] in "█▓░"}

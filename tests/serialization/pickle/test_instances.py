@@ -119,7 +119,7 @@ def outcome(data: bytes, *, at_once: bool = True, rows: bool = False) -> Any:
 
 @given(instances(), instances(), st.sampled_from([2, 4, 5]), st.booleans())
 def test_instances_in_a_row_are_as_one_by_one(
-    rows: list[Any], more: list[Any], protocol: int, optimised: bool
+    rows: list[Any], more: list[Any], protocol: int, optimized: bool
 ) -> None:
     value = {
         "names": SHARED,
@@ -128,7 +128,7 @@ def test_instances_in_a_row_are_as_one_by_one(
         "end": rows,
     }
     data = pickle.dumps(value, protocol)
-    data = pickletools.optimize(data) if optimised else data
+    data = pickletools.optimize(data) if optimized else data
     assert outcome(data) == outcome(data, at_once=False) == outcome(data, rows=True)
 
 

@@ -105,7 +105,7 @@ def against(
     The first side is rewritten as by ``convert`` before it is compared, so that with the same
     options an export equals its source. Of ``options.read``, only ``per_rank`` applies to the other
     side too. ``started`` is called with the number of bytes to read and returns the callable that
-    gets progress. Raises NotFound, Unrecognised or UsageError if there is nothing to compare.
+    gets progress. Raises NotFound, Unrecognized or UsageError if there is nothing to compare.
     """
     require_codes(options.ignore)
     read = ReadOptions(comparing.other_format, per_rank=options.read.per_rank)

@@ -124,7 +124,7 @@ def diff(
     """Compare names, shapes and element types of tensors, and with ``values`` their content.
 
     The comparison is that of ``verify --against``. ``started`` is called with the number of bytes
-    to read. Raises NotFound, Unrecognised or UsageError if there is nothing to compare.
+    to read. Raises NotFound, Unrecognized or UsageError if there is nothing to compare.
     """
     _require_possible(options)
     theirs = ReadOptions(options.compare.other_format, per_rank=options.read.per_rank)

@@ -11,7 +11,7 @@ from ckptool.commands.open import OpenedCheckpoint, open_checkpoint
 from ckptool.commands.options.read import ReadOptions
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.dtype import BY_NAME
-from ckptool.errors import CkptoolError, Unrecognised, Unsupported
+from ckptool.errors import CkptoolError, Unrecognized, Unsupported
 from ckptool.formats import FORMATS
 from ckptool.storage.local import LocalSource
 from ckptool.storage.url import Location
@@ -29,7 +29,7 @@ def open_other(path: Location, options: ReadOptions, names: Collection[str]) -> 
         return open_model(path, names)
     try:
         return open_checkpoint(path, options, whole=False)
-    except Unrecognised:
+    except Unrecognized:
         if isinstance(path, Path) and (path / CONFIG).is_file():
             return open_model(path / CONFIG, names)
         raise

@@ -156,7 +156,7 @@ class Listing:
 def plan_salvage(path: Location, target: Location, options: SalvageOptions) -> Salvage:
     """Read a damaged checkpoint as far as possible, and plan to write what is intact of it.
 
-    Raises NotFound or Unrecognised if there is no checkpoint, Unsupported if nothing in it is
+    Raises NotFound or Unrecognized if there is no checkpoint, Unsupported if nothing in it is
     intact or the target cannot be written. The source is only read.
     """
     target = resolve_target(target)

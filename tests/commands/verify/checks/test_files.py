@@ -11,7 +11,7 @@ from conftest import case as fixture
 
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.verify.verify import verify
-from ckptool.errors import Unrecognised
+from ckptool.errors import Unrecognized
 
 
 def lose(folder: Path, name: str) -> None:
@@ -90,7 +90,7 @@ def test_a_step_that_was_asked_for_by_itself_needs_no_tracker(
 def test_numbered_folders_are_not_snapshot(tmp_path: Path) -> None:
     (tmp_path / "0" / "state").mkdir(parents=True)
     (tmp_path / "0" / "state" / "w").write_bytes(bytes(8))
-    with pytest.raises(Unrecognised):
+    with pytest.raises(Unrecognized):
         verify(tmp_path, VerifyOptions(quick=True))
 
 

@@ -29,7 +29,7 @@ from ckptool.commands.verify.manifest.build import build_manifest
 from ckptool.commands.verify.manifest.check import check_manifest
 from ckptool.commands.verify.manifest.schema import SCHEMA, read_manifest
 from ckptool.core.sharding.placement import parse_mesh
-from ckptool.errors import Damaged, NotFound, Unrecognised, Unsupported
+from ckptool.errors import Damaged, NotFound, Unrecognized, Unsupported
 
 UNREAD = {"odd_kinds", "rank_partial"}
 """Cases that hold tensors whose bytes are in no tensor's digest."""
@@ -197,8 +197,8 @@ def test_damage_is_never_proved(name: str, copy_of: Callable[[str], Path], manif
     folder = copy_of(damage.source)
     assert write(folder, manifest).ok
     damage.apply(folder)
-    if damage.answer == "Unrecognised":
-        with pytest.raises(Unrecognised):
+    if damage.answer == "Unrecognized":
+        with pytest.raises(Unrecognized):
             prove(folder, manifest)
         return
     report = prove(folder, manifest)
