@@ -1,12 +1,14 @@
 """The side file: a torch.save file of what safetensors cannot hold, beside safetensors files.
 
 Its identity is in their headers too, so that no file of its name that another program wrote, or
-that belongs to another checkpoint, is read with them. Those of earlier versions have no such mark.
+that belongs to another checkpoint, is read with them. It is made of the values, and of the names,
+types and shapes of all tensors, not of their bytes. Those of earlier versions have no such mark.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
+from functools import partial
 
 from msgspec.structs import replace
 
@@ -14,6 +16,7 @@ from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.layout import FileLayout
 from ckptool.core.text import list_some, plural
 from ckptool.errors import Damaged, Problem, damaged
+from ckptool.formats.base import ScanOptions
 from ckptool.formats.writing import nest_state, select_plain
 from ckptool.serialization.archive.write import is_marked, lay_out_side, read_identity
 from ckptool.serialization.source import Source
@@ -22,29 +25,40 @@ from ckptool.serialization.state_dict.leaves import read_file_leaves
 
 SIDE = "ckptool.side"
 """The key of the side file's identity in the header of each file that it goes with."""
-_MOVE = "put the one that belongs there in its place, or move it away to read the others alone"
 _NAMELESS = ((), ("",))
 """The paths of the only value of a torch.save file, or of one under an empty name."""
 
 
 def with_side(
-    catalog: Catalog, source: Source, side: str, headers: Iterable[Mapping[str, str]]
+    catalog: Catalog,
+    source: Source,
+    side: str,
+    headers: Collection[Mapping[str, str]],
+    options: ScanOptions,
 ) -> Catalog:
     """Add the tensors and values of the side file to the catalog, if there is one.
 
-    ``headers`` are the metadata of the files that it goes with. Another program's file is left out
-    with a note. Raises Damaged if it belongs to another checkpoint, or cannot be read: whose it is
-    is then unknown.
+    ``headers`` are the metadata of those files that it goes with that can be read: without any,
+    nothing says that it is another's. Another program's file is left out with a note. Raises
+    Damaged, or notes it if ``options`` allow, if it belongs to another checkpoint, or cannot be
+    read: whose it is is then unknown.
     """
     marks = {header[SIDE] for header in headers if SIDE in header}
     if side not in source.files:
         return replace(catalog, notes=(*catalog.notes, *([_missing(side)] if marks else [])))
+    judged = marks if headers else None
+    return options.attempt(partial(_add_side, catalog, source, side, judged)) or catalog
+
+
+def _add_side(catalog: Catalog, source: Source, side: str, marks: set[str] | None) -> Catalog:
+    """Add a side file that the headers name with ``marks``; None if no header can be read."""
     leaves, identity = read_file_leaves(source, side), read_identity(source, side)
     if identity is None and not marks:
         return replace(catalog, notes=(*catalog.notes, _foreign(side)))
-    if marks != ({identity} if identity and is_marked(identity) else set()):
+    own = {identity} if identity and is_marked(identity) else set()
+    if marks is not None and marks != own:
         message = f"{side}: not the side file that was written with the files that are here"
-        raise Damaged(Problem(message, "saves-mixed", file=side), hint=_MOVE)
+        raise Damaged(Problem(message, "side-file-mismatch", file=side))
     more = assemble({0: leaves})
     twice = sorted(more.tensors.keys() & catalog.tensors.keys())
     if more.problems or twice:
@@ -60,8 +74,8 @@ def with_side(
 
 
 def _missing(side: str) -> Problem:
-    message = f"{side} is not here: it holds what safetensors cannot hold of this checkpoint"
-    return Problem(message, "note", file=side)
+    lost = "the non-tensor values, and the tensors of types that safetensors lacks, are lost"
+    return Problem(f"{side} is missing: without it {lost}", "side-file-missing", file=side)
 
 
 def _foreign(side: str) -> Problem:

@@ -10,6 +10,8 @@ import torch
 from conftest import convert_to
 from safetensors.torch import load_file, save_file
 
+import ckptool
+from ckptool.commands.inspect import inspect_readable
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.verify.verify import verify
@@ -92,13 +94,30 @@ def test_that_of_another_checkpoint_is_refused(
         torch.save({"step": 1}, side)
     with pytest.raises(Damaged, match=f"{side.name}: not the side file that was written") as caught:
         open_checkpoint(place)
-    assert caught.value.message.code == "saves-mixed"
-    assert "move it away" in str(caught.value.hint)
+    assert caught.value.message.code == "side-file-mismatch"
+    report = verify(place, VerifyOptions())
+    assert [f.file for f in report.findings if f.severity.value == "error"] == [side.name]
+    assert report.tensors == 1, "the others are read"
     side.unlink()
     catalog = open_checkpoint(place).catalog
     assert [*catalog.tensors] == ["w"]
-    assert any(f"{side.name} is not here" in note for note in catalog.notes) is bool(values)
     assert verify(place, VerifyOptions()).ok
+
+
+def test_one_that_is_missing_is_a_warning(form: str, tmp_path: Path) -> None:
+    place, side = save(form, tmp_path / "a", step=1)
+    side.unlink()
+    message = f"{side.name} is missing: without it the non-tensor values, and the tensors of types"
+    (note,) = [note for note in open_checkpoint(place).catalog.notes if "missing: " in note]
+    assert note.startswith(message)
+    assert verify(place, VerifyOptions()).ok
+    report = verify(place, VerifyOptions(strict=True))
+    assert not report.ok
+    assert [f.file for f in report.findings if f.code == "side-file-missing"] == [side.name]
+    again = tmp_path / f"again{place.suffix}"
+    made = convert_to(form, place, again)
+    assert note in made.notes
+    assert not any("missing: " in note for note in open_checkpoint(again).catalog.notes)
 
 
 def test_files_written_anew_by_another_program_are_not_its_own(tmp_path: Path) -> None:
@@ -147,4 +166,24 @@ def test_one_that_cannot_be_read_is_damage(
         open_checkpoint(place)
     codes = [finding.code for finding in verify(place, VerifyOptions()).findings]
     assert "zip-structure" in codes
-    assert "saves-mixed" not in codes
+    assert "side-file-mismatch" not in codes
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["cut short", "of another"])
+def test_the_others_are_salvaged_without_it(own: bool, form: str, tmp_path: Path) -> None:
+    place, side = save(form, tmp_path / "a", step=1)
+    other = save(form, tmp_path / "b", step=2)[1].read_bytes()
+    side.write_bytes(side.read_bytes()[:500] if own else other)
+    report = ckptool.salvage(place, tmp_path / "left")
+    assert not report.complete
+    assert side.name in str(report.problems)
+    assert [*open_checkpoint(tmp_path / "left").catalog.tensors] == ["w"]
+
+
+def test_its_values_are_salvaged_where_no_header_can_be_read(tmp_path: Path) -> None:
+    place, _ = save("hf", tmp_path / "a", step=1)
+    (weights,) = place.glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:40])
+    codes = {finding.code: finding.file for finding in verify(place, VerifyOptions()).findings}
+    assert "side-file-mismatch" not in codes
+    assert inspect_readable(place).catalog.objects["step"].value == 1

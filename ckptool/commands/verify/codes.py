@@ -51,6 +51,16 @@ _CODES: dict[str, dict[str, Code]] = {
         "checkpoint-nested": Code(
             _INFO, "another checkpoint is inside the folder", "give its path to read it"
         ),
+        "side-file-missing": Code(
+            _WARNING,
+            "a side file named by the headers of safetensors files is missing",
+            "put it back beside them: convert and reshard write the rest without it",
+        ),
+        "side-file-mismatch": Code(
+            _ERROR,
+            "a side file was not written with the safetensors files that it is beside",
+            "put the one that belongs there in its place, or move it away to read the others alone",
+        ),
         "file-incomplete": Code(_WARNING, "a temporary file of an unfinished write"),
         "bytes-unused": Code(
             _WARNING,

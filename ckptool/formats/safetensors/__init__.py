@@ -51,7 +51,9 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         info=info,
         notes=note_headers({file: metadata}),
     )
-    return with_side(catalog, source, file.removesuffix(".safetensors") + EXTRA, [metadata])
+    return with_side(
+        catalog, source, file.removesuffix(".safetensors") + EXTRA, [metadata], options
+    )
 
 
 _WRITTEN_ANEW = frozenset(["format", "DCP_VERSION", "DCP_SHARDING_INFO", SIDE])

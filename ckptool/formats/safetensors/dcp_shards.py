@@ -102,7 +102,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
             copies=copies,
         )
     )
-    return with_side(catalog, source, _EXTRA, contents.headers)
+    return with_side(catalog, source, _EXTRA, contents.headers, options)
 
 
 def _name_problems(shards: list[re.Match[str]]) -> list[str]:

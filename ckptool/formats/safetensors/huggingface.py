@@ -104,7 +104,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         notes=tuple(notes),
         companions=companions(source),
     )
-    return with_side(catalog, source, _EXTRA, headers.values())
+    return with_side(catalog, source, _EXTRA, headers.values(), options)
 
 
 def _index(source: Source) -> str | None:

@@ -80,7 +80,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         conflicts=merger.unknown,
         companions=companions(source),
     )
-    return with_side(catalog, source, _EXTRA, headers)
+    return with_side(catalog, source, _EXTRA, headers, options)
 
 
 def _require_parts(source: Source, files: list[re.Match[str]], world: int) -> None:
