@@ -359,9 +359,9 @@ def coverage_problem(entry: TensorEntry) -> Problem | None:
     if is_grid(boxes, entry.shape):
         return None
     whole = Box.whole(entry.shape)
-    for chunk in entry.chunks:
-        if len(chunk.box.lo) != len(entry.shape) or not whole.contains(chunk.box):
-            message = f"{entry.name}: chunk {chunk.box} is outside shape {list(entry.shape)}"
+    for box in boxes:
+        if len(box.lo) != len(entry.shape) or not whole.contains(box):
+            message = f"{entry.name}: chunk {box} is outside shape {list(entry.shape)}"
             return Problem(message, "chunk-outside", tensor=entry.name)
     pair = overlapping_pair(boxes)
     if pair:

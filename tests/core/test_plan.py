@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from ckptool.core.box import Box, row_major_strides
 from ckptool.core.catalog import Catalog, Chunk, Extent, TensorEntry, coverage_problem
@@ -19,6 +20,7 @@ from ckptool.core.layout import Data, FileLayout, Layout, Literal
 from ckptool.core.plan import Plan
 from ckptool.core.sharding.groups import Group, Tile
 from ckptool.core.sharding.index import BoxIndex, ChunkIndex
+from ckptool.core.sharding.table import LateChunks
 from ckptool.errors import Damaged
 
 F32 = BY_NAME["float32"]
@@ -80,6 +82,13 @@ def test_coverage_is_what_counting_every_element_says(
 @given(TILED)
 def test_tilings_are_not_problem(found: tuple[tuple[int, ...], list[Box]]) -> None:
     assert coverage_problem(entry(*found)) is None
+
+
+def test_chunks_that_are_no_grid_are_judged_without_opening_them() -> None:
+    boxes = [Box((0, 0), (3, 2)), Box((3, 0), (4, 2)), Box((0, 2), (1, 4)), Box((1, 2), (4, 4))]
+    closed = entry((4, 4), boxes)
+    late = replace(closed, chunks=LateChunks(closed, lambda some: pytest.fail("opened"), {}))
+    assert coverage_problem(late) is None
 
 
 @given(TILED, st.data())
