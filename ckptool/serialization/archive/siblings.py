@@ -190,11 +190,11 @@ def _layout_of(region: Region, records: tuple[ZipRecord, ...]) -> Layout | None:
 
 def _is_plain(records: Collection[ZipRecord]) -> bool:
     """Return whether all records are stored, in the one folder of the pickle."""
-    roots = {record.name.partition("/")[0] for record in records}
-    root = next(iter(roots), "")
+    root = next((record.name.partition("/")[0] for record in records), "")
     has_pickle = any(record.name == f"{root}/data.pkl" for record in records)
     is_short = root.isascii() and 0 < len(root) <= _LONGEST_ROOT
-    return has_pickle and is_short and len(roots) == 1 and {r.method for r in records} == {STORED}
+    are_inside = all(r.method == STORED and r.name.startswith(f"{root}/") for r in records)
+    return has_pickle and is_short and are_inside
 
 
 def _is_sound(region: Region, records: Collection[ZipRecord]) -> bool:

@@ -167,6 +167,17 @@ def test_how_much_is_learnt(archives: list[bytes], monkeypatch: pytest.MonkeyPat
             assert not learn(one).find(region_of(one))
 
 
+def test_a_record_that_is_in_no_folder() -> None:
+    """It has the name of the root, and no other."""
+    records = [("archive/data.pkl", VALUE), ("archive", bytes(2000)), ("archive/data/0", b"one")]
+    body, entries = b"", []
+    for name, content in records:
+        entries.append(entry(name, content, len(body)))
+        body += record(name, content)
+    assert read_in_full(archive(body, entries))
+    assert not is_learnt(archive(body, entries))
+
+
 def test_a_root_of_many_characters() -> None:
     assert is_learnt(plain(b"one", root="r" * 255))
     assert not is_learnt(plain(b"one", root="r" * 256))
