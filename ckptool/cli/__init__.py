@@ -28,8 +28,14 @@ def main() -> NoReturn:
         code = _run()
         sys.stdout.flush()
         sys.stderr.flush()
-    except (BrokenPipeError, SystemExit):
+    except KeyboardInterrupt as error:
+        code = _show_interruption(128 + signal.SIGINT, error)
+    except BrokenPipeError:
         os._exit(_PIPE_CLOSED)
+    except SystemExit as done:
+        if done.code not in _INTERRUPTED:
+            os._exit(_PIPE_CLOSED)
+        code = _show_interruption(done.code, done)
     if "torch" in sys.modules and code == 0:
         sys.exit(code)
     os._exit(code)

@@ -458,3 +458,32 @@ def test_a_signal_is_not_lost_in_a_finalizer(number: int) -> None:
     _, told = process.communicate(timeout=30)
     assert process.returncode == (143 if number == signal.SIGTERM else -signal.SIGINT), told
     assert "Exception ignored" not in told
+
+
+FLUSHING = """
+import os, sys
+from ckptool import cli
+number = int(sys.argv.pop(1))
+run = cli._run
+def ran():
+    code = run()
+    flush = sys.stdout.flush
+    class Stdout:
+        def flush(self):
+            os.kill(os.getpid(), number)
+            flush()
+    sys.stdout = Stdout()
+    return code
+cli._run = ran
+cli.main()
+"""
+"""A command whose output is all written, and is interrupted while it is flushed."""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_the_output_is_flushed_ends_as_any_other(number: int) -> None:
+    words = [sys.executable, "-c", FLUSHING, str(int(number)), "inspect", str(DCP)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 128 + number
+    assert done.stderr.endswith("interrupted\n")
+    assert "Traceback" not in done.stderr
