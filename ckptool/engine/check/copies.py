@@ -23,7 +23,7 @@ def copied_files(catalog: Catalog, source: Files) -> Iterator[Problem]:
     Both ends of files of one size are read, and all of two whose ends are equal. Skips shards with
     one value throughout, such as a state of zeros, and stores, where each file would cost requests.
     """
-    entries = [entry for entry in catalog.tensors.values() if _lies_open(entry)]
+    entries = [entry for entry in catalog.tensors.values() if _is_located(entry)]
     if source.block > 1 or not entries:
         return
     alike = _with_equal_ends(catalog.files, source)
@@ -40,11 +40,12 @@ def copied_files(catalog: Catalog, source: Files) -> Iterator[Problem]:
                 yield Problem(message, "rank-copied", file=other)
 
 
-def _lies_open(entry: TensorEntry) -> bool:
-    """Return whether metadata alone locates the elements, which is not so for DCP's items."""
-    if isinstance(entry.chunks, ChunkTable | LateChunks):
-        return isinstance(entry.chunks, LateChunks)
-    return any(isinstance(chunk.at, Extent) for chunk in entry.chunks)
+def _is_located(entry: TensorEntry) -> bool:
+    """Return whether elements are located, or will be on access; items of DCP may stay closed."""
+    chunks = entry.chunks
+    if isinstance(chunks, ChunkTable):
+        return False
+    return isinstance(chunks, LateChunks) or any(isinstance(each.at, Extent) for each in chunks)
 
 
 def _with_equal_ends(files: Iterable[str], source: Files) -> list[list[str]]:
