@@ -63,7 +63,7 @@ class CommandGroup(TyperGroup):
 
 
 def _is_place(word: str) -> bool:
-    """Return whether a word is a path or a URL, existing or not, and not a misspelt command."""
+    """Return whether a word is a path or a URL, existing or not, and not a misspelled command."""
     return "/" in word or os.path.lexists(word)
 
 

@@ -28,7 +28,7 @@ _RENAMED = {"--map": "--shards", "--ranks": "--rank-bytes", "--junit": "--format
 
 
 class RenamingCommand(TyperCommand):
-    """A command that suggests the current name for a former or misspelt option."""
+    """A command that suggests the current name for a former or misspelled option."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the words of the command line. Raises click's NoSuchOption."""

@@ -19,20 +19,20 @@ def list_some(names: Collection[str], most: int = 8) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str | None = None) -> str | None:
-    """Return the hint with the known word most similar to a misspelt one, or ``otherwise``."""
+    """Return the hint with the known word most similar to a misspelled one, or ``otherwise``."""
     close = nearest(word, known)
     return otherwise if close is None else f"did you mean {close}?"
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """Return the known word most similar to a misspelt one, None if none is similar."""
+    """Return the known word most similar to a misspelled one, None if none is similar."""
     from difflib import get_close_matches  # only errors need it
 
     return next(iter(get_close_matches(word, list(known), n=1)), None)
 
 
 def one_of(word: str, known: Collection[str]) -> str | None:
-    """Return the hint with the known word most similar to a misspelt one, or else all."""
+    """Return the hint with the known word most similar to a misspelled one, or else all."""
     return did_you_mean(word, known, f"one of {', '.join(known)}")
 
 

@@ -55,7 +55,7 @@ def test_the_help_of_a_command_ends_with_its_examples(command: str) -> None:
         (["inspect", "--map", "w"], "--shards"),
     ],
 )
-def test_a_misspelt_option_is_answered_with_the_nearest(words: list[str], flag: str) -> None:
+def test_a_misspelled_option_is_answered_with_the_nearest(words: list[str], flag: str) -> None:
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 2
     assert f"Did you mean {flag}?" in done.output

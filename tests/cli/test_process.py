@@ -118,7 +118,7 @@ def test_a_former_name_is_answered_with_the_new_one(words: list[str], renamed: s
         (["verify", DCP, "--format", "42"], "one of text, json, junit, github"),
     ],
 )
-def test_every_misspelt_word_is_answered_alike(words: list[object], hint: str) -> None:
+def test_every_misspelled_word_is_answered_alike(words: list[object], hint: str) -> None:
     error = CliRunner().invoke(app, list(map(str, words))).exception
     assert isinstance(error, UsageError)
     assert error.hint == hint

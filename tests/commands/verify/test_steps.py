@@ -133,7 +133,7 @@ def test_a_path_is_inspected(run: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("word", ["inpsect", "verfy", "dif"])
-def test_a_misspelt_command_is_not_a_path(word: str) -> None:
+def test_a_misspelled_command_is_not_a_path(word: str) -> None:
     done = invoke(word, "x")
     assert done.exit_code == 2
     assert "Did you mean" in done.output

@@ -52,7 +52,7 @@ def archives(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
 
 
 def learn(*contents: bytes) -> Layouts:
-    """Return what is learnt of archives."""
+    """Return what is learned of archives."""
     layouts = Layouts()
     for data in contents:
         region = region_of(data)
@@ -60,7 +60,7 @@ def learn(*contents: bytes) -> Layouts:
     return layouts
 
 
-def is_learnt(data: bytes) -> bool:
+def is_learned(data: bytes) -> bool:
     """Return whether others can be judged by an archive."""
     return learn(data).find(region_of(data)) is not None
 
@@ -133,8 +133,8 @@ def test_archives_that_others_are_not_judged_by(archives: list[bytes]) -> None:
         changed = bytearray(archives[0])
         changed[at] ^= 1
         assert read_in_full(bytes(changed)) is None
-        assert not is_learnt(bytes(changed))
-    assert is_learnt(archives[0])
+        assert not is_learned(bytes(changed))
+    assert is_learned(archives[0])
 
 
 @pytest.mark.parametrize("forged", FORGERIES)
@@ -150,10 +150,10 @@ def test_forged_archives_that_others_are_not_judged_by(
 
 def test_an_archive_without_any_storage() -> None:
     pickle = "archive/data.pkl"
-    assert not is_learnt(archive(record(pickle, VALUE), [entry(pickle, VALUE, 0)]))
+    assert not is_learned(archive(record(pickle, VALUE), [entry(pickle, VALUE, 0)]))
 
 
-def test_how_much_is_learnt(archives: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_much_is_learned(archives: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     """Not more than some sizes, some archives of each, and some records of all."""
     one, two = archives[0], plain(b"one")
     nrecords = len(read_directory(region_of(one)))
@@ -175,12 +175,12 @@ def test_a_record_that_is_in_no_folder() -> None:
         entries.append(entry(name, content, len(body)))
         body += record(name, content)
     assert read_in_full(archive(body, entries))
-    assert not is_learnt(archive(body, entries))
+    assert not is_learned(archive(body, entries))
 
 
 def test_a_root_of_many_characters() -> None:
-    assert is_learnt(plain(b"one", root="r" * 255))
-    assert not is_learnt(plain(b"one", root="r" * 256))
+    assert is_learned(plain(b"one", root="r" * 255))
+    assert not is_learned(plain(b"one", root="r" * 256))
 
 
 def test_an_archive_of_which_both_ends_are_known() -> None:

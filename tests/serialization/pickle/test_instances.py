@@ -491,7 +491,7 @@ def test_the_memo_is_a_dict(steps: list[int | None]) -> None:
 
 @example(2)
 @given(st.integers(0, 70))
-def test_a_class_whose_fields_change_is_learnt_anew(period: int) -> None:
+def test_a_class_whose_fields_change_is_learned_anew(period: int) -> None:
     rows = [Index({f"x{n % (period + 1)}": n, "y": 1}) for n in range(200)]
     data = pickle.dumps(rows, 4)
     assert outcome(data) == outcome(data, at_once=False) == outcome(data, rows=True)

@@ -233,8 +233,8 @@ def test_runs_of_opcodes_that_are_read_at_once_are_as_one_by_one(
     sizes = [torch.Size(shape) for shape in shapes] * (1 + repeated)
     spots = [Spot(offsets=size, more=(size, {"fqn": "w"})) for size in sizes]
     value = {"sizes": sizes, "spots": spots, "last": spots[:1]}
-    fused, spelt = pickle.dumps(value, 4), pickletools.optimize(pickle.dumps(value, 2))
-    assert shape_of(read(fused)) == shape_of(read(spelt))
+    fused, spelled = pickle.dumps(value, 4), pickletools.optimize(pickle.dumps(value, 2))
+    assert shape_of(read(fused)) == shape_of(read(spelled))
     assert read(fused)["last"][:1] == [] or isinstance(read(fused)["last"][0], Call)
 
 

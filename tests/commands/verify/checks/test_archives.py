@@ -91,11 +91,11 @@ def test_of_the_files_of_ranks_one_is_opened(
     tmp_path: Path, opened: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their records have the files' names. A file of another size is not worth learning from."""
-    learnt: list[str] = []
+    learned: list[str] = []
     learn = Layouts.learn
 
     def noted(self: Layouts, region: Region, records: Collection[ZipRecord]) -> Sibling | None:
-        learnt.append(region.file)
+        learned.append(region.file)
         return learn(self, region, records)
 
     monkeypatch.setattr(Layouts, "learn", noted)
@@ -108,7 +108,7 @@ def test_of_the_files_of_ranks_one_is_opened(
     assert not check.problems
     assert len(check.spans) == len(files)
     assert opened == [("one.pt", 0), ("rank_0.pt", 0)]
-    assert learnt == ["rank_0.pt"]
+    assert learned == ["rank_0.pt"]
 
 
 def test_a_pickle_that_others_are_not_judged_by() -> None:
