@@ -235,6 +235,19 @@ def test_interrupted_at_its_end_it_says_whether_all_is_there(
     assert (UNFINISHED in s3.get("m")) is not removed
 
 
+def test_interrupted_at_its_end_it_does_not_fail_if_the_store_refuses(
+    s3: S3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(stage: RemoteStage) -> None:
+        s3.fail(DENIED, "GetObject")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(RemoteStage, "_forget", interrupted)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        resharded(case("dcp_fsdp2_tp").path, s3.url("m"), "2")
+    assert caught.value.__notes__ == [RESUME_HINT]
+
+
 def test_credentials_that_expire_midway_keep_what_was_written(s3: S3) -> None:
     place = location(s3.put(case("dcp_fsdp2_tp").path, "source"))
     options = ReshardOptions(parse_mesh("4"), rank_state="drop")

@@ -240,8 +240,13 @@ class RemoteStage(Joining):
         self._forget()
 
     def is_committed(self) -> bool:
-        """Return whether the output is complete, with no note that says otherwise."""
-        return self._ends and read_note(self._claim) is None
+        """Return whether the output is complete, with no note that says otherwise.
+
+        False if the store does not tell: an interruption must not end as its error.
+        """
+        with suppress(CkptoolError, NoAnswer):
+            return self._ends and read_note(self._claim) is None
+        return False
 
     def _forget(self) -> None:
         """Remove the notes of parts, and the note that says how many there are."""
