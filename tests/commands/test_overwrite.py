@@ -19,8 +19,11 @@ from ckptool.commands.convert import prepare
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.target import ConvertOptions, TransferOptions
 from ckptool.engine.run_options import RunOptions
+from ckptool.engine.write.commit import FileCommit
+from ckptool.engine.write.stage import Stage
 from ckptool.errors import Committed, TransferError, Unsupported, UsageError
 from ckptool.storage import disk
+from ckptool.storage.commit_note import NoteFile
 
 FOREIGN = {
     "train.py": b"import torch",
@@ -332,6 +335,33 @@ def test_an_error_after_the_commit_says_that_the_new_one_stands(
     ready(*words, overwrite=True, resume=True).run()
     assert foreign_of(target) == FOREIGN
     assert hidden(out) == []
+
+
+def test_an_error_while_a_killed_commit_is_rolled_back_names_no_new_one(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = out / "m.pt"
+    ready(case("dcp_fsdp2_tp").path, target, "torch-save").run()
+    old = target.read_bytes()
+    with monkeypatch.context() as context:
+        context.setattr(FileCommit, "_put_main", failed)
+        context.setattr(Stage, "discard", lambda stage, **how: stage.close())  # as a kill leaves it
+        with pytest.raises(TransferError):
+            ready(case("dcp_base").path, target, "torch-save", overwrite=True).run()
+    again = {"overwrite": True, "resume": True}
+    with monkeypatch.context() as context:
+        context.setattr(NoteFile, "remove", failed)
+        with pytest.raises(TransferError, match="could not be rolled back") as caught:
+            ready(case("dcp_base").path, target, "torch-save", **again).run()
+    assert not isinstance(caught.value, Committed)
+    assert target.read_bytes() == old
+    ready(case("dcp_base").path, target, "torch-save", **again).run()
+    assert read_back("torch-save", target) == case("dcp_base").truth
+    assert hidden(out) == []
+
+
+def failed(it: object) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
 def failing(real: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -209,12 +209,15 @@ def not_replaced(path: object, target: object) -> Unsupported:
     return Unsupported(message, hint=f"write elsewhere, or move it away: mv {path} ELSEWHERE")
 
 
-def left_behind(target: Path, error: OSError) -> Committed:
-    """Return the error after the commit: only a later step failed."""
-    return Committed(
-        f"{target}: the new one is complete, but cleaning up failed: {error.strerror or error}",
-        hint="the next command that writes there, such as the same with --resume, finishes it",
-    )
+def left_behind(target: Path, error: OSError, *, done: bool = True) -> TransferError:
+    """Return the error after the commit, or while one that was interrupted is rolled back."""
+    reason = error.strerror or error
+    hint = "the next command that writes there, such as the same with --resume, finishes it"
+    if done:
+        message = f"{target}: the new one is complete, but cleaning up failed: {reason}"
+        return Committed(message, hint=hint)
+    message = f"{target}: the commit of an interrupted run could not be rolled back: {reason}"
+    return TransferError(message, hint=hint)
 
 
 def move_kept(old: Path, new: Path, own: Collection[str]) -> list[str]:

@@ -87,6 +87,7 @@ class Stage(Joining):
         if note is None:
             return False
         self._first = Journal.lock(self._journal_path(0))
+        done = False
         try:
             commit = self._commit(folder=note.folder)
             done = not self._is_gone() and commit.roll(note)
@@ -96,7 +97,7 @@ class Stage(Joining):
             else:
                 self._note.remove()
         except OSError as error:
-            raise left_behind(self.target, error) from None
+            raise left_behind(self.target, error, done=done) from None
         finally:
             self._first.close()
         asked = (self._options.plan, self._options.source)
