@@ -380,7 +380,7 @@ def test_a_verify_fetches_each_byte_once(sharded: Path) -> None:
 
 @pytest.mark.parametrize(
     ("to", "name", "most"),
-    [("safetensors", "m.safetensors", 22), ("torch-save", "m.pt", 18), ("hf", "m", 18)],
+    [("safetensors", "m.safetensors", 26), ("torch-save", "m.pt", 20), ("hf", "m", 19)],
 )
 def test_a_small_file_is_written_in_few_requests(
     to: str, name: str, most: int, s3: S3, out: Path
@@ -391,7 +391,7 @@ def test_a_small_file_is_written_in_few_requests(
     assert len(s3.requests) <= most
     keys = [one.key for one in s3.requests if one.operation in ("PutObject", "DeleteObject")]
     assert keys[-1] == keys[1], "the note, which is removed last"
-    assert len([one for one in s3.of("HeadObject") if one.key == "a/m.extra.pt"]) <= 2
+    assert len([one for one in s3.of("HeadObject") if one.key == "a/m.extra.pt"]) <= 3
 
 
 def test_verbose_says_what_was_asked(s3: S3) -> None:

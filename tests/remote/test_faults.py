@@ -338,6 +338,30 @@ def test_two_runs_that_begin_at_once_do_not_take_each_other_for_themselves(
     assert not [key for key in s3.get() if key.endswith(".safetensors")]
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("name", ["m", "m.safetensors"])
+def test_what_comes_while_a_run_begins_is_not_overwritten(
+    name: str, overwrite: bool, s3: S3, out: Path
+) -> None:
+    """Another run listed as early, and is done, with no note left, before this one notes itself."""
+    torch.save({"w": torch.ones(2)}, out / "s.pt")
+    main = f"{name}/model.safetensors" if name == "m" else name
+    note = f"{name}/{UNFINISHED}" if name == "m" else f".{name}.partial.journal"
+    to = "hf" if name == "m" else "safetensors"
+    if overwrite:
+        convert_to(to, out / "s.pt", location(s3.url(name)))
+
+    def comes_between(request: Request) -> None:
+        s3.write(main, b"another's")
+
+    s3.fail(call(comes_between), "PutObject", key=note)
+    with pytest.raises(TransferError, match=r"another writes it too: .*safetensors"):
+        convert_to(to, out / "s.pt", location(s3.url(name)), overwrite=overwrite)
+    s3.heal()
+    assert s3.get(main)[""] == b"another's"
+    assert not s3.get(note)
+
+
 # What a listing says is not always so
 
 

@@ -32,6 +32,7 @@ from ckptool.engine.write.writer import (
     describe_writer,
     is_here,
     is_running,
+    noted_files,
     part_note,
     read_note,
     this_writer,
@@ -102,7 +103,9 @@ class RemoteStage(Joining):
         if self._options.resume:
             self._existing = self._list_existing()
         self._write_note()
-        self._is_new = not self._options.resume
+        if not self._options.resume:
+            self._require_unchanged()
+            self._is_new = True
         if self._old and not self._replaces_one_file(self._existing):
             self._remove(self._old & self._existing.keys())
             self._require_mine()
@@ -123,7 +126,7 @@ class RemoteStage(Joining):
             self._old = frozenset(map(str, note.get("old", ())))
             return
         self._existing = existing = self._list_existing()
-        self._noted = self._noted_files(note)
+        self._noted = noted_files(note)
         self._old = self._noted & existing.keys()
         others = [name for name in existing if name not in self._old]
         if others and not self._options.overwrite:
@@ -138,13 +141,6 @@ class RemoteStage(Joining):
             raise Unsupported(f"{self.target}: cannot be written to: web servers are read-only")
         if self._store.atomic_put and not self.target.parent.name:
             raise Unsupported(f"{self.target}: is a whole bucket", hint="name a folder in it")
-
-    def _noted_files(self, note: Mapping[str, Any] | None) -> frozenset[str]:
-        """Return the files that an unfinished run wrote, and those that it was replacing."""
-        if note is None:
-            return frozenset()
-        written = list(map(str, note.get("files", ())))
-        return frozenset([*written, *map(hidden_name, written), *map(str, note.get("old", ()))])
 
     def _require_replaceable(self, existing: Collection[str], *, begun: bool) -> None:
         """Raise Unsupported if something that is not a checkpoint's would be replaced.
@@ -343,6 +339,16 @@ class RemoteStage(Joining):
         if writer != self._writer:
             who = describe_writer(writer) if isinstance(writer, dict) else "its record is gone"
             raise TransferError(f"{self.target}: another ckptool is writing it too: {who}")
+
+    def _require_unchanged(self) -> None:
+        """Take the note back and raise TransferError if files came or changed before it was there.
+
+        They are another's, who may have listed as early as this run, and be done already.
+        """
+        news = {name for name, _ in self._list_existing().items() ^ self._existing.items()}
+        if news:
+            self._forget()
+            raise TransferError(f"{self.target}: another writes it too: {list_some(sorted(news))}")
 
     def _list_existing(self, *, side: bool = True) -> dict[str, ObjectInfo]:
         """Return the files at the place of the output; also a ``side`` file that is not written."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptool.errors import NotFound
+from ckptool.storage.multipart import hidden_name
 
 if TYPE_CHECKING:
     from ckptool.storage.url import RemotePath
@@ -67,3 +68,11 @@ def read_note(place: RemotePath) -> dict[str, Any] | None:
     except (NotFound, ValueError):
         return None
     return note if isinstance(note, dict) else None
+
+
+def noted_files(note: Mapping[str, Any] | None) -> frozenset[str]:
+    """Return the files that an unfinished run wrote, and those that it was replacing."""
+    if note is None:
+        return frozenset()
+    written = list(map(str, note.get("files", ())))
+    return frozenset([*written, *map(hidden_name, written), *map(str, note.get("old", ()))])
