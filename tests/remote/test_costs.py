@@ -380,7 +380,7 @@ def test_a_verify_fetches_each_byte_once(sharded: Path) -> None:
 
 @pytest.mark.parametrize(
     ("to", "name", "most"),
-    [("safetensors", "m.safetensors", 26), ("torch-save", "m.pt", 20), ("hf", "m", 19)],
+    [("safetensors", "m.safetensors", 27), ("torch-save", "m.pt", 21), ("hf", "m", 20)],
 )
 def test_a_small_file_is_written_in_few_requests(
     to: str, name: str, most: int, s3: S3, out: Path

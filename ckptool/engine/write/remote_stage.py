@@ -6,7 +6,7 @@ A store has no locks either: a note there names the process that writes an unfin
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -102,6 +102,7 @@ class RemoteStage(Joining):
         self._abort_old_uploads()
         if self._options.resume:
             self._existing = self._list_existing()
+        self._require_left(read_note(self._note))
         self._write_note()
         if not self._options.resume:
             self._require_unchanged()
@@ -378,8 +379,7 @@ class RemoteStage(Joining):
         def comes_later(name: str) -> bool:
             return name != self.target.name and not name.endswith(_MARKS)
 
-        ordered: Sequence[str] = sorted(files, key=comes_later)
-        keys = [(self.folder / name).key for name in ordered]
+        keys = [(self.folder / name).key for name in sorted(files, key=comes_later)]
         self._writing(lambda: self._store.remove(keys, str(self.target)))
 
     def _writing(self, work: Callable[[], None]) -> None:
