@@ -10,6 +10,8 @@ TORCHES := 2.4.1 2.6.0 2.9.1 2.15.0
 CORE := tests/core tests/serialization tests/formats tests/engine tests/matrix
 READY := .venv/ready-$(shell (pwd; cat pyproject.toml) | cksum | cut -d' ' -f1)
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
+# Compiling the package anew at each start takes as long as the start itself.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help test check lint coverage demo bench fuzz mutations stores faults pages matrix clean
 

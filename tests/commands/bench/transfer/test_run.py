@@ -16,12 +16,13 @@ from fork_server import forking_python
 from forked_rows import forked
 
 from ckptool.commands.bench.transfer import run as bench
+from ckptool.commands.bench.transfer import scene
 from ckptool.commands.bench.transfer.programs import plan_large
 from ckptool.commands.bench.transfer.report import RowResult, TransferBenchReport
 from ckptool.commands.bench.transfer.rows import ROWS, Row
 from ckptool.commands.bench.transfer.run import transfer_bench
 from ckptool.commands.bench.transfer.samples import Sample, run_sample
-from ckptool.commands.bench.transfer.scene import Scene
+from ckptool.commands.bench.transfer.scene import Scene, measure
 from ckptool.errors import TransferError, Unsupported
 from ckptool.render.bench.transfer import show_transfer_bench
 from ckptool.storage.read_ahead import cached_bytes
@@ -98,14 +99,24 @@ def test_what_takes_long_is_measured_in_the_first_round_alone(tmp_path: Path) ->
     assert len(told.ratios(told.results[1])) == 1
 
 
+def test_commands_are_compiled_before_they_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "module.py").write_text("x = 1")
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    monkeypatch.setattr(scene, "_PACKAGE", tmp_path)
+    measure((), Scene({}), 1, {}, lambda line: None)
+    assert list((tmp_path / "__pycache__").glob("module.*.pyc"))
+
+
 @pytest.mark.parametrize("cold", [True, False])
 def test_what_is_read_is_cold_or_in_the_page_cache(cold: bool, tmp_path: Path) -> None:
     file, target = tmp_path / "x", tmp_path / "outputs" / "target"
     file.write_bytes(bytes(1 << 20))
     target.parent.mkdir()
-    scene = Scene({"{source}": str(file), "{target}": str(target)})
-    scene.take_sample(Row("", ("true", "{source}"), cold=not cold))
-    scene.take_sample(Row("", ("true", "{source}"), cold=cold))
+    at = Scene({"{source}": str(file), "{target}": str(target)})
+    at.take_sample(Row("", ("true", "{source}"), cold=not cold))
+    at.take_sample(Row("", ("true", "{source}"), cold=cold))
     with open(file, "rb") as stream:
         known = cached_bytes(stream.fileno(), 0, 1 << 20)
     if known is None or (cold and known):
