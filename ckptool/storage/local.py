@@ -25,7 +25,7 @@ from ckptool.storage.file_status import (
     version_digest,
     within_folder,
 )
-from ckptool.storage.read_ahead import ReadAhead, SmallReads, ask_aside, will_need
+from ckptool.storage.read_ahead import ReadAhead, SmallReads, ask_aside, request_missing
 
 Run = tuple[str, int, int]
 """A file, and the offset and number of bytes that are read of it."""
@@ -369,12 +369,12 @@ class LocalReader:
     def read_runs(self, file: str, offset: int, step: int, runs: Sequence[memoryview]) -> None:
         """Fill each run, the first from ``offset``, each other ``step`` bytes after the last.
 
-        All are requested from the kernel first, which then reads them as one.
+        Unless they are cached, all are requested first: the kernel then reads them as one.
         """
         descriptor = self._descriptor(file)
         offsets = range(offset, offset + step * len(runs), step)
         try:
-            will_need(descriptor, offset, step * len(runs))
+            request_missing(descriptor, offset, step * (len(runs) - 1) + len(runs[-1]))
             counts = list(map(os.preadv, repeat(descriptor), zip(runs, strict=False), offsets))
         except OSError as error:
             raise unreadable(file, error) from None

@@ -234,6 +234,13 @@ def ask(descriptor: int, offset: int, nbytes: int) -> bool:
     return cached == 0
 
 
+def request_missing(descriptor: int, offset: int, nbytes: int) -> None:
+    """Read some bytes of a file into the page cache, unless all are there."""
+    cached = cached_bytes(descriptor, offset, nbytes)
+    if cached is None or cached < nbytes:
+        will_need(descriptor, offset, nbytes)
+
+
 def will_need(descriptor: int, offset: int, nbytes: int) -> None:
     """Read some bytes of a file into the page cache."""
     _advise(descriptor, offset, nbytes, os.POSIX_FADV_WILLNEED)

@@ -12,6 +12,7 @@ import pytest
 from ckptool.commands.open import open_checkpoint
 from ckptool.errors import CkptoolError, Damaged, NotFound, Unrecognized
 from ckptool.storage import file_status as walk
+from ckptool.storage import read_ahead
 from ckptool.storage.local import LocalReader, LocalSource
 
 
@@ -120,6 +121,20 @@ def test_runs_that_lie_apart(tmp_path: Path) -> None:
     with pytest.raises(Damaged, match="truncated"):
         reader.read_runs("f", 8, 30, runs)
     reader.close()
+
+
+def test_runs_that_lie_apart_are_requested_unless_they_are_cached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "f").write_bytes(bytes(1 << 20))
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(read_ahead, "will_need", lambda _, *span: asked.append(span))
+    for cached in (None, 0, 3 * 4096, 1 << 20):
+        monkeypatch.setattr(read_ahead, "cached_bytes", lambda *_, cached=cached: cached)
+        reader = LocalReader(str(tmp_path))
+        reader.read_runs("f", 0, 1 << 18, [memoryview(bytearray(4096)) for _ in range(3)])
+        reader.close()
+    assert asked == [(0, (2 << 18) + 4096)] * 3
 
 
 def test_small_reads_that_go_on_are_what_the_files_hold(
