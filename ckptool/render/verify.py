@@ -20,7 +20,7 @@ from ckptool.render.text import Cell, columns, console, emit, escaped, say, size
 if TYPE_CHECKING:
     from ckptool.commands.verify.compare.against import AgainstReport
     from ckptool.commands.verify.compare.coverage import Coverage
-    from ckptool.commands.verify.compare.tensors import DifferingTensor
+    from ckptool.commands.verify.compare.difference import DifferingTensor
     from ckptool.commands.verify.run_folder import RunReport, StepReport
     from ckptool.commands.verify.salvage.salvage import SalvageReport
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain, islice
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec import Struct
 
@@ -14,12 +14,14 @@ from ckptool.core.box import Box
 from ckptool.core.casts import is_computed
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.layout import tiles
-from ckptool.engine.read.gather import Array, Gatherer
 from ckptool.engine.read.runs import entry_runs
 from ckptool.engine.read.tensors import CheckedSource, TensorSource
 from ckptool.engine.read.tiles import LARGE, PAIR_TILE, Job
 from ckptool.errors import CkptoolError
 from ckptool.storage.local import TILE, Files
+
+if TYPE_CHECKING:
+    from ckptool.engine.read.gather import Array, Gatherer
 
 _TILES_PER_JOB = 3
 
@@ -73,16 +75,23 @@ class Unreadable(Exception):
         self.side, self.error = side, error
 
 
-class SideReaders(NamedTuple):
-    """The readers of the two sides for one thread."""
+class SideReaders:
+    """The readers of the two sides for one thread: of ``bytes``, and of ``elements``, by numpy."""
 
-    one: Gatherer
-    other: Gatherer
+    def __init__(self, source: PairSource) -> None:
+        self._source = source
+        self.bytes = source.one.byte_reader(), source.other.byte_reader()
+
+    @cached_property
+    def elements(self) -> tuple[Gatherer, Gatherer]:
+        """The readers of elements, which read by those of bytes."""
+        one, other = self.bytes
+        return self._source.one.reader(one), self._source.other.reader(other)
 
     def close(self) -> None:
         """Close all files."""
-        self.one.close()
-        self.other.close()
+        for reader in self.bytes:
+            reader.close()
 
 
 class PairSource(NamedTuple):
@@ -98,7 +107,7 @@ class PairSource(NamedTuple):
 
     def reader(self) -> SideReaders:
         """Return the readers for one thread."""
-        return SideReaders(self.one.reader(), self.other.reader())
+        return SideReaders(self)
 
 
 def pair_jobs(pairs: Iterable[TensorPair]) -> Iterator[Job[TensorPair, SideReaders, PairTile]]:
@@ -108,23 +117,34 @@ def pair_jobs(pairs: Iterable[TensorPair]) -> Iterator[Job[TensorPair, SideReade
     Unreadable.
     """
     for pair in pairs:
-        itemsize = max(pair.one.source_dtype.itemsize, pair.other.source_dtype.itemsize)
-        parts = pair.boxes or (Box.whole(pair.one.shape),)
-        limit = PAIR_TILE if pair.is_plain else TILE
-        boxes = chain.from_iterable(tiles(part, itemsize, limit) for part in parts)
-        pieces = max(1, len(pair.one.chunks), len(pair.other.chunks))
-        at_a_time = pair.nbytes // 2 // pieces if pair.is_plain else LARGE
-        while batch := list(islice(boxes, _TILES_PER_JOB)):
-            runs = [partial(entry_runs, entry, batch) for entry in (pair.one, pair.other)]
-            yield Job(pair, partial(_read_both, pair, batch), runs, at_a_time)
+        for boxes in tiles_of_jobs(pair):
+            runs = [partial(entry_runs, entry, boxes) for entry in (pair.one, pair.other)]
+            yield Job(pair, partial(read_both, pair, boxes), runs, bytes_at_a_time(pair))
 
 
-def _read_both(pair: TensorPair, boxes: Sequence[Box], readers: SideReaders) -> Iterator[PairTile]:
+def tiles_of_jobs(pair: TensorPair) -> Iterator[list[Box]]:
+    """Yield the tiles of each job of a pair: adjoining elements, in row-major order."""
+    itemsize = max(pair.one.source_dtype.itemsize, pair.other.source_dtype.itemsize)
+    parts = pair.boxes or (Box.whole(pair.one.shape),)
+    limit = PAIR_TILE if pair.is_plain else TILE
+    boxes = chain.from_iterable(tiles(part, itemsize, limit) for part in parts)
+    while batch := list(islice(boxes, _TILES_PER_JOB)):
+        yield batch
+
+
+def bytes_at_a_time(pair: TensorPair) -> int:
+    """Return about how many bytes a read of one side has; computing counts as many bytes."""
+    pieces = max(1, len(pair.one.chunks), len(pair.other.chunks))
+    return pair.nbytes // 2 // pieces if pair.is_plain else LARGE
+
+
+def read_both(pair: TensorPair, boxes: Sequence[Box], readers: SideReaders) -> Iterator[PairTile]:
+    """Read boxes of both tensors; Unreadable if a side cannot be read."""
     for box in boxes:
         values = []
         for side, entry in enumerate((pair.one, pair.other)):
             try:
-                values.append(readers[side].read_values(entry, box))
+                values.append(readers.elements[side].read_values(entry, box))
             except CkptoolError as error:
                 raise Unreadable(side, error) from error
         yield PairTile(box, values[0], values[1], box.volume * pair.itemsize)
@@ -138,6 +158,11 @@ def same_bits(one: Array, other: Array) -> bool:
 def same_memory(one: int, other: int, nbytes: int) -> bool:
     """Return whether two addresses are followed by the same bytes."""
     return not _memcmp(one, other, nbytes)
+
+
+def address(memory: memoryview) -> int:
+    """Return where writable memory of one byte or more begins."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 _memcmp = ctypes.CDLL(None).memcmp

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from ckptool.core.layout import FileLayout, Literal, Verbatim
 from ckptool.engine.check.pairs import SideReaders
-from ckptool.engine.check.small_pairs import BatchedJob
+from ckptool.engine.check.run_pairs import RunJob
 from ckptool.engine.read.containers import runs_of
 from ckptool.engine.read.tiles import Job, known_runs
 from ckptool.engine.write.run import read_verbatim
@@ -103,7 +103,7 @@ class Rest:
         self._lock = threading.Lock()
         self._unequal: dict[tuple[str, int], int] = {}
 
-    def jobs(self, of_tensors: Iterable[BatchedJob]) -> Iterator[Job[Any, SideReaders, Any]]:
+    def jobs(self, of_tensors: Iterable[RunJob]) -> Iterator[Job[Any, SideReaders, Any]]:
         """Yield the jobs of tensors, and those that read the rest.
 
         In a store the rest is read together with the tensors beside it, as each header would cost a
@@ -234,7 +234,7 @@ class _Unreadable(Exception):
 
 def _read_back(readers: SideReaders, file: str, offset: int, nbytes: int) -> memoryview:
     try:
-        return readers.other.read_bytes(file, offset, nbytes)
+        return readers.bytes[1].read(file, offset, nbytes)
     except (SourceError, Changed) as error:
         raise _Unreadable(error.message) from error
 

@@ -151,17 +151,17 @@ def _read_packed(
     cuts = iter([(span, *cut) for span in in_order for cut in _cut(span, reader.tile)])
     cut = next(cuts, None)
     last = max(spans, key=lambda span: span.end)
-    position = filled = 0
+    position, filled, memory = 0, 0, reader.memory(reader.tile)
     for piece in _decode(packing, spans[0], reader):
         at = 0
         while cut is not None and at < len(piece):
             span, start, nbytes = cut
             at = max(at, span.offset + start + filled - position)
             part = piece[at : at + nbytes - filled]
-            reader.buffer[filled : filled + len(part)] = part
+            memory[filled : filled + len(part)] = part
             at, filled = at + len(part), filled + len(part)
             if filled == nbytes:
-                yield SpanTile(span, start, reader.buffer[:filled])
+                yield SpanTile(span, start, memory[:filled])
                 cut, filled = next(cuts, None), 0
         position += len(piece)
         if packing.codec == "deflate" and position > last.end:
@@ -181,7 +181,7 @@ def _decode(packing: Packing, span: ByteSpan, reader: ByteReader) -> Iterator[by
 
 
 def _read_stored(packing: Packing, reader: ByteReader) -> Iterator[bytes]:
-    """Yield a blob as stored, in memory other than the reader's buffer."""
+    """Yield a blob as stored, in memory other than the reader's own."""
     for start in range(0, packing.nbytes, _PIECE):
         piece = memoryview(bytearray(min(_PIECE, packing.nbytes - start)))
         reader.read_into(packing.file, packing.offset + start, piece)

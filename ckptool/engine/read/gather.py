@@ -17,7 +17,6 @@ from ckptool.core.catalog import (
     EncodedBlob,
     Extent,
     Place,
-    Record,
     ScaledBlocks,
     TensorEntry,
 )
@@ -26,9 +25,11 @@ from ckptool.core.dtype import BY_NAME, DType
 from ckptool.core.sharding.groups import Tile
 from ckptool.core.sharding.index import ChunkIndex, SharedBox
 from ckptool.engine.read.containers import open_place
-from ckptool.engine.read.rounding import RangeCheck, cast
-from ckptool.engine.read.runs import NotePiece, span_of, worth_a_span
+from ckptool.engine.read.range_check import RangeCheck
+from ckptool.engine.read.rounding import cast, may_have_lost
+from ckptool.engine.read.runs import span_of, worth_a_span
 from ckptool.engine.read.strips import Strip, strip_of
+from ckptool.engine.read.tiles import ByteReader
 from ckptool.engine.read.window import Windows
 from ckptool.errors import Damaged
 from ckptool.storage.local import SPAN, Files
@@ -81,51 +82,31 @@ def cut(values: Array, tile: Tile, buffer: memoryview) -> memoryview:
 class Gatherer:
     """Reads boxes of chunks for one thread, keeping at most one decoded blob.
 
-    ``note`` is called with the pieces of records that are read; ``beyond`` counts the numbers that
-    a cast makes infinite.
+    ``reader`` reads for it; ``beyond`` counts the numbers that a cast makes infinite.
     """
 
     def __init__(
-        self,
-        source: Files,
-        note: NotePiece = lambda record, offset, data: None,
-        beyond: RangeCheck | None = None,
+        self, source: Files, reader: ByteReader | None = None, beyond: RangeCheck | None = None
     ) -> None:
         self.tile = source.tile
         self._beyond = beyond
-        self._note_piece = note
-        self._reader = source.reader()
+        self._bytes = reader or ByteReader(source)
+        self._note_piece = self._bytes.note
+        self._reader = self._bytes.files
         self._block = source.block
         self._scratch = memoryview(bytearray(SPAN))
         self._blob: tuple[EncodedBlob, bytes] | None = None
-        self._buffer = memoryview(b"")
         self._indexes: dict[int, tuple[TensorEntry, ChunkIndex]] = {}
         self._strip: Strip | None = None
         self._windows = Windows()
 
     def close(self) -> None:
         """Close all files."""
-        self._reader.close()
-
-    def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
-        """Fill the caller's memory with bytes of a file; Damaged if it ends before."""
-        self._reader.read_into(file, offset, buffer)
-
-    def note(self, record: Record, offset: int, data: memoryview) -> None:
-        """Note a piece of a record that was read."""
-        self._note_piece(record, offset, data)
-
-    def read_bytes(self, file: str, offset: int, nbytes: int) -> memoryview:
-        """Return bytes of a file, in memory that the next call may reuse."""
-        data = self.memory(nbytes)[:nbytes]
-        self._reader.read_into(file, offset, data)
-        return data
+        self._bytes.close()
 
     def memory(self, nbytes: int) -> memoryview:
-        """Return memory of at least so many bytes, which the next call may return again."""
-        if nbytes > len(self._buffer):
-            self._buffer = memoryview(bytearray(nbytes))
-        return self._buffer
+        """Return so many bytes of memory, which the next call may return again."""
+        return self._bytes.memory(nbytes)
 
     def chunks(self, entry: TensorEntry, box: Box) -> Iterator[tuple[Chunk, SharedBox]]:
         """Yield each chunk of a tensor that overlaps a box, with the common part."""
@@ -198,7 +179,7 @@ class Gatherer:
     ) -> None:
         """Count the computed numbers that exceed the range of their type."""
         values, local = made
-        if not beyond.may_have_lost(values, entry.source_dtype):
+        if not may_have_lost(values, entry.source_dtype):
             return
         wide = BY_NAME["float32"]
         numbers: Array = np.empty(values.shape, unit(wide.itemsize))

@@ -17,7 +17,7 @@ from ckptool.core.sharding.table import WholeTensor
 from ckptool.engine.checksum import RecordCheck, crc32, crc32_combine
 from ckptool.engine.read.containers import open_chunk, open_tile
 from ckptool.engine.read.runs import row_major_runs, tile_runs
-from ckptool.engine.read.tiles import LARGE, Job
+from ckptool.engine.read.tiles import LARGE, ByteReader, Job
 from ckptool.errors import Damaged
 from ckptool.storage.local import Files
 
@@ -92,7 +92,7 @@ class PlanReader:
     def _gatherer(self) -> Gatherer:
         from ckptool.engine.read.gather import Gatherer
 
-        return Gatherer(self._source, self._records.note)
+        return Gatherer(self._source, ByteReader(self._source, self._records.note))
 
     def pieces(self, tiles: Sequence[Tile]) -> Iterator[PlannedPiece]:
         """Read the tiles of a job, each piece valid until the next."""

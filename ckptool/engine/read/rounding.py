@@ -6,13 +6,11 @@ the code for the rest of a row differ), NaNs are those of the vector code (torch
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
 from typing import Any
 
 import numpy as np
 
-from ckptool.core.casts import SATURATES, RangeCounts, beyond, needs_torch
+from ckptool.core.casts import SATURATES, beyond, needs_torch
 from ckptool.core.dtype import BY_NAME, DType
 from ckptool.errors import Unsupported
 
@@ -47,34 +45,28 @@ def cast(values: Array, stored: DType, wanted: DType) -> Array:
     return result.reshape(values.shape)
 
 
-class RangeCheck:
-    """Counts numbers beyond the range of the type they are cast to.
+def may_have_lost(made: Array, wanted: DType) -> bool:
+    """Return whether some values are what numbers beyond the range of their type become."""
+    return bool(_is_limit(made.reshape(-1), wanted).any())
 
-    A number that is stored as non-finite does not count, unless it becomes finite.
+
+def count_lost(values: Array, stored: DType, made: Array, wanted: DType) -> tuple[int, str]:
+    """Return how many values, as stored and as cast, were beyond the type's range.
+
+    And what these became. A number that is stored as non-finite does not count, unless it becomes
+    finite.
     """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.counts: RangeCounts = Counter()
-
-    def may_have_lost(self, made: Array, wanted: DType) -> bool:
-        """Return whether some values are what numbers beyond the type's range become."""
-        return bool(_is_limit(made.reshape(-1), wanted).any())
-
-    def note(self, name: str, values: Array, stored: DType, made: Array, wanted: DType) -> None:
-        """Count those of one tensor in some values, as stored and as cast."""
-        limits = _is_limit(made.reshape(-1), wanted)
-        if not limits.any():
-            return
-        before, after = values.reshape(-1)[limits], made.reshape(-1)[limits]
-        lost = _is_finite(before, stored)
-        if wanted.name == SATURATES:
-            lost = _is_beyond(before, stored) & (lost | _is_finite(after, wanted))
-        if lost.any():
-            numbers = wanted.name == SATURATES and _is_finite(after[lost], wanted).any()
-            became = "its largest" if numbers else beyond(wanted.name)
-            with self._lock:
-                self.counts[name, wanted.name, became] += int(np.count_nonzero(lost))
+    limits = _is_limit(made.reshape(-1), wanted)
+    if not limits.any():
+        return 0, ""
+    before, after = values.reshape(-1)[limits], made.reshape(-1)[limits]
+    lost = _is_finite(before, stored)
+    if wanted.name == SATURATES:
+        lost = _is_beyond(before, stored) & (lost | _is_finite(after, wanted))
+    if not lost.any():
+        return 0, ""
+    numbers = wanted.name == SATURATES and bool(_is_finite(after[lost], wanted).any())
+    return int(np.count_nonzero(lost)), "its largest" if numbers else beyond(wanted.name)
 
 
 _EXPONENT = {"float64": 0x7FF0 << 48, "float32": 0x7F80_0000, "float16": 0x7C00, "bfloat16": 0x7F80}

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -26,12 +26,14 @@ from ckptool.core.layout import tiles
 from ckptool.core.sharding.index import ChunkIndex
 from ckptool.engine.checksum import RecordCheck, require_intact
 from ckptool.engine.read.containers import Need, open_chunk
-from ckptool.engine.read.gather import Array, Gatherer, array
-from ckptool.engine.read.rounding import RangeCheck
 from ckptool.engine.read.runs import entry_runs, place_runs
-from ckptool.engine.read.tiles import Job, read_tiles
+from ckptool.engine.read.tiles import ByteReader, Job, read_tiles
 from ckptool.errors import Problem
 from ckptool.storage.local import TILE, Files
+
+if TYPE_CHECKING:
+    from ckptool.engine.read.gather import Array, Gatherer
+    from ckptool.engine.read.range_check import RangeCheck
 
 
 class TensorTile(NamedTuple):
@@ -56,9 +58,15 @@ class TensorSource(Struct, frozen=True):
         """The files: one side."""
         return (self.files,)
 
-    def reader(self) -> Gatherer:
-        """Return the reader for one thread."""
-        return Gatherer(self.files, beyond=self.beyond)
+    def byte_reader(self) -> ByteReader:
+        """Return the reader of bytes for one thread."""
+        return ByteReader(self.files)
+
+    def reader(self, of_bytes: ByteReader | None = None) -> Gatherer:
+        """Return the reader of elements for one thread, which reads by the one ``of_bytes``."""
+        from ckptool.engine.read.gather import Gatherer
+
+        return Gatherer(self.files, of_bytes or self.byte_reader(), self.beyond)
 
 
 class CheckedSource:
@@ -73,9 +81,15 @@ class CheckedSource:
         """The files: one side."""
         return (self.files,)
 
-    def reader(self) -> Gatherer:
-        """Return the reader for one thread."""
-        return Gatherer(self.files, self._records.note)
+    def byte_reader(self) -> ByteReader:
+        """Return the reader of bytes for one thread."""
+        return ByteReader(self.files, self._records.note)
+
+    def reader(self, of_bytes: ByteReader | None = None) -> Gatherer:
+        """Return the reader of elements for one thread, which reads by the one ``of_bytes``."""
+        from ckptool.engine.read.gather import Gatherer
+
+        return Gatherer(self.files, of_bytes or self.byte_reader())
 
     def problems(self, entries: Iterable[TensorEntry], workers: int) -> list[Problem]:
         """Return a problem for each record of these tensors that is not as it was written.
@@ -153,6 +167,8 @@ def place_job(
 
 def read_place(gatherer: Gatherer, at: Place, box: Box, dtype: DType) -> Array:
     """Return a box of the elements at one place, in their own coordinates."""
+    from ckptool.engine.read.gather import array
+
     values = array(box.shape, dtype, memoryview(b""))
     gatherer.fill_from(at, values, box, dtype)
     return values

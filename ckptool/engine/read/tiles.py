@@ -21,6 +21,7 @@ from msgspec import Struct
 
 from ckptool.core.catalog import Catalog, Opening
 from ckptool.engine.read.containers import Need, runs_of
+from ckptool.engine.read.runs import NotePiece
 from ckptool.storage.file_status import changed
 from ckptool.storage.local import Files, Run
 
@@ -317,25 +318,35 @@ def require_unchanged(catalog: Catalog, source: Files) -> None:
 
 
 class ByteReader:
-    """Reads runs of bytes for one thread, through a buffer of a tile."""
+    """Reads runs of bytes for one thread, into memory that it uses again.
 
-    def __init__(self, source: Files) -> None:
-        self._reader = source.reader()
+    ``note`` is to be called with each piece of a checksummed record that is read.
+    """
+
+    def __init__(self, source: Files, note: NotePiece = lambda record, offset, data: None) -> None:
+        self.files = source.reader()
         self.tile = source.tile
-        self.buffer = memoryview(bytearray(self.tile))
+        self.note = note
+        self._memory = memoryview(b"")
 
     def close(self) -> None:
         """Close all files."""
-        self._reader.close()
+        self.files.close()
+
+    def memory(self, nbytes: int) -> memoryview:
+        """Return so many bytes of memory, which the next call may return again."""
+        if nbytes > len(self._memory):
+            self._memory = memoryview(bytearray(nbytes))
+        return self._memory[:nbytes]
 
     def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
         """Fill the caller's memory; Damaged if the file ends before."""
-        self._reader.read_into(file, offset, buffer)
+        self.files.read_into(file, offset, buffer)
 
     def read(self, file: str, offset: int, nbytes: int) -> memoryview:
-        """Return at most a tile of bytes of a file, valid until the next are read."""
-        data = self.buffer[:nbytes]
-        self._reader.read_into(file, offset, data)
+        """Return bytes of a file, valid until the next are read."""
+        data = self.memory(nbytes)
+        self.files.read_into(file, offset, data)
         return data
 
     def run(self, file: str, offset: int, nbytes: int) -> Iterator[memoryview]:

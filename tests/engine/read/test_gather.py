@@ -24,6 +24,7 @@ from ckptool.core.layout import tiles
 from ckptool.engine.read import gather, runs, strips
 from ckptool.engine.read.gather import Gatherer, unit
 from ckptool.engine.read.rounding import cast
+from ckptool.engine.read.tiles import ByteReader
 from ckptool.errors import Damaged
 from ckptool.storage.local import LocalReader, LocalSource
 
@@ -254,7 +255,7 @@ def test_rows_one_behind_the_other(
         Path(folder, "f").write_bytes(data)
         source = LocalSource(Path(folder), {})
         note = lambda record, offset, piece: noted.append((offset, bytes(piece)))  # noqa: E731
-        with closing(Gatherer(source, note)) as gatherer:
+        with closing(Gatherer(source, ByteReader(source, note))) as gatherer:
             for box in wanted:
                 expected = values[tuple(map(slice, box.lo, box.hi))]
                 assert gatherer.gather(entry, box).tobytes() == expected.tobytes()

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from ckptool.core.casts import needs_torch
 from ckptool.core.dtype import BY_NAME
-from ckptool.engine.read.rounding import RangeCheck, cast
+from ckptool.engine.read.range_check import RangeCheck
+from ckptool.engine.read.rounding import cast
 
 TYPES = ("float64", "float32", "float16", "bfloat16")
 PAIRS = [(one, other) for one in TYPES for other in TYPES if one != other]

@@ -23,6 +23,7 @@ from ckptool.commands.verify.compare.coverage import (
     catalog_coverage,
     rewritten_coverage,
 )
+from ckptool.commands.verify.compare.difference import DifferingTensor, differing_tensor
 from ckptool.commands.verify.compare.names import (
     common_values,
     differing_companions,
@@ -33,11 +34,7 @@ from ckptool.commands.verify.compare.names import (
     readable,
     stored_problems,
 )
-from ckptool.commands.verify.compare.tensors import (
-    DifferingTensor,
-    compare,
-    differing_tensor,
-)
+from ckptool.commands.verify.compare.tensors import compare
 from ckptool.commands.verify.compare.values import Unfolded, unfolded
 from ckptool.commands.verify.findings import (
     SIDES,

@@ -12,7 +12,8 @@ import numpy as np
 from msgspec import Struct
 
 from ckptool.commands.stats import is_numeric
-from ckptool.commands.verify.compare.tensors import DifferingTensor, numbers_of
+from ckptool.commands.verify.compare.difference import DifferingTensor
+from ckptool.commands.verify.compare.elements import numbers_of
 from ckptool.engine.check.pairs import PairSource, PairTile, TensorPair, Unreadable, pair_jobs
 from ckptool.engine.read.tensors import TensorSource
 from ckptool.engine.read.tiles import Progress, read_tiles

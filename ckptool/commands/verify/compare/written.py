@@ -9,11 +9,8 @@ from msgspec.structs import replace
 
 from ckptool.commands.options.verify import CompareOptions
 from ckptool.commands.verify.compare.complete import kept_rows, not_verified, require_none_missing
-from ckptool.commands.verify.compare.tensors import (
-    TensorComparison,
-    differing_tensor,
-    note_differences,
-)
+from ckptool.commands.verify.compare.difference import differing_tensor
+from ckptool.commands.verify.compare.tensors import TensorComparison, note_differences
 from ckptool.core.box import Box
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.layout import FileLayout, written_entries
@@ -22,8 +19,8 @@ from ckptool.core.text import plural
 from ckptool.engine.check.pairs import PairSource, TensorPair
 from ckptool.engine.check.replicas import differing_replicas
 from ckptool.engine.check.rest import Rest
-from ckptool.engine.check.small_pairs import batched_pair_jobs
-from ckptool.engine.read.rounding import RangeCheck
+from ckptool.engine.check.run_pairs import run_jobs
+from ckptool.engine.read.range_check import RangeCheck
 from ckptool.engine.read.tensors import TensorSource
 from ckptool.engine.read.tiles import Progress, read_tiles
 from ckptool.errors import Changed, SourceError
@@ -105,6 +102,6 @@ def _read_back(
         else:
             look(subject, tiles)
 
-    jobs = batched_pair_jobs(pairs, source.sides)
+    jobs = run_jobs(pairs, source.sides)
     read_tiles(source, rest.jobs(jobs), sink, *how)
     return rest

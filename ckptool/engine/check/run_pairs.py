@@ -1,20 +1,30 @@
-"""Compare many small tensors at once: both sides read in long runs, then byte by byte."""
+"""Compare tensors that are runs of bytes on both sides, however they are cut, without numpy."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
-from itertools import chain
+from functools import cached_property, partial
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
-import numpy as np
 from msgspec import Struct
 
+from ckptool.core.box import Box
 from ckptool.core.catalog import TensorEntry
-from ckptool.engine.check.pairs import PairTile, SideReaders, TensorPair, pair_jobs, same_memory
-from ckptool.engine.read.gather import Gatherer
+from ckptool.engine.check.pairs import (
+    PairTile,
+    SideReaders,
+    TensorPair,
+    address,
+    bytes_at_a_time,
+    pair_jobs,
+    read_both,
+    same_memory,
+    tiles_of_jobs,
+)
 from ckptool.engine.read.runs import StoredRun, row_major_runs
-from ckptool.engine.read.tiles import LARGE, Job
+from ckptool.engine.read.tiles import LARGE, PAIR_TILE, ByteReader, Job
 from ckptool.errors import CkptoolError
 from ckptool.storage.local import TILE, Files, Run
 
@@ -40,16 +50,15 @@ class PairBatch(NamedTuple):
     nbytes: int
 
 
-BatchedJob = Job[Any, SideReaders, Any]
+RunJob = Job[Any, SideReaders, Any]
 """Reads each ``PairTile`` of its subject, a pair; a ``PairBatch`` if there is none."""
 
 
-def batched_pair_jobs(
-    pairs: Iterable[TensorPair], sides: tuple[Files, Files]
-) -> Iterator[BatchedJob]:
-    """Yield the jobs of pairs; on disks, small ones together. Reads of a store are planned singly.
+def run_jobs(pairs: Iterable[TensorPair], sides: tuple[Files, Files]) -> Iterator[RunJob]:
+    """Yield the jobs of pairs: on disks as runs of bytes, many small ones together.
 
-    The chunks of every tensor must tile the part that is compared.
+    Reads of a store are planned singly. The chunks of every tensor must tile the part that is
+    compared.
     """
     if any(files.block > 1 for files in sides):
         yield from pair_jobs(pairs)
@@ -57,17 +66,20 @@ def batched_pair_jobs(
     some, nbytes, chunks = list[TensorPair](), 0, 0
     for pair in pairs:
         size = pair.one.elements * pair.one.source_dtype.itemsize
-        if pair.boxes or not 0 < size <= _SMALL or not _is_unchanged(pair):
+        if pair.boxes or not size or not _is_unchanged(pair):
             yield from pair_jobs([pair])
+            continue
+        if size > _SMALL:
+            yield from _large_jobs(pair)
             continue
         some.append(pair)
         nbytes += size
         chunks += max(len(pair.one.chunks), len(pair.other.chunks))
         if nbytes >= TILE or chunks >= _MOST:
-            yield Job(None, partial(_compare, some), nbytes=LARGE - 1)
+            yield Job(None, partial(_compare_small, some), nbytes=LARGE - 1)
             some, nbytes, chunks = [], 0, 0
     if some:
-        yield Job(None, partial(_compare, some), nbytes=LARGE - 1)
+        yield Job(None, partial(_compare_small, some), nbytes=LARGE - 1)
 
 
 def _is_unchanged(pair: TensorPair) -> bool:
@@ -76,7 +88,76 @@ def _is_unchanged(pair: TensorPair) -> bool:
     return one.source_dtype is one.dtype is other.dtype is other.source_dtype
 
 
-def _compare(pairs: Sequence[TensorPair], readers: SideReaders) -> Iterator[PairBatch]:
+class _Runs:
+    """The bytes of a tensor in row-major order, as runs of files."""
+
+    def __init__(self, runs: Sequence[StoredRun]) -> None:
+        self._runs = runs
+        self._ends = [*accumulate(nbytes for _, _, nbytes, _ in runs)]
+
+    def read(self, reader: ByteReader, start: int, nbytes: int) -> int:
+        """Read some of the bytes, and note them; return where they are in the reader's memory."""
+        memory, filled = reader.memory(nbytes), 0
+        at = bisect_right(self._ends, start)
+        while filled < nbytes:
+            file, offset, size, record = self._runs[at]
+            skip = start + filled - (self._ends[at] - size)
+            data = memory[filled : filled + size - skip]
+            reader.read_into(file, offset + skip, data)
+            if record is not None:
+                reader.note(record, offset + skip, data)
+            filled, at = filled + len(data), at + 1
+        return address(memory)
+
+
+class _LargePair:
+    """A pair, and the runs of both sides: None if one has none, or they cannot be found."""
+
+    def __init__(self, pair: TensorPair) -> None:
+        self.pair = pair
+
+    @cached_property
+    def runs(self) -> tuple[_Runs, _Runs] | None:
+        """The runs, found by the first thread that reads some of them."""
+        one, other = _runs_of(self.pair.one), _runs_of(self.pair.other)
+        return None if one is None or other is None else (_Runs(one), _Runs(other))
+
+
+def _large_jobs(pair: TensorPair) -> Iterator[RunJob]:
+    """Yield the jobs of one pair, each of some tiles."""
+    large, start, itemsize = _LargePair(pair), 0, pair.one.source_dtype.itemsize
+    for boxes in tiles_of_jobs(pair):
+        nbytes = sum(box.volume for box in boxes) * itemsize
+        compare = partial(_compare_large, large, boxes, start, nbytes)
+        yield Job(None, compare, nbytes=bytes_at_a_time(pair))
+        start += nbytes
+
+
+def _compare_large(
+    large: _LargePair, boxes: Sequence[Box], start: int, nbytes: int, readers: SideReaders
+) -> Iterator[PairBatch]:
+    """Compare some tiles of a pair: so many bytes from ``start`` on, if both sides are runs."""
+    others = [(large.pair, read_both(large.pair, boxes, readers))]
+    if large.runs is not None and _is_same(large.runs, start, nbytes, readers):
+        others = []
+    yield PairBatch(iter(others), 2 * nbytes)
+
+
+def _is_same(runs: tuple[_Runs, _Runs], start: int, nbytes: int, readers: SideReaders) -> bool:
+    """Return whether some bytes can be read of both sides, and are the same."""
+    one, other = readers.bytes
+    try:
+        for at in range(start, start + nbytes, PAIR_TILE):
+            some = min(PAIR_TILE, start + nbytes - at)
+            places = runs[0].read(one, at, some), runs[1].read(other, at, some)
+            if not same_memory(*places, some):
+                return False
+    except CkptoolError:
+        return False
+    return True
+
+
+def _compare_small(pairs: Sequence[TensorPair], readers: SideReaders) -> Iterator[PairBatch]:
     """Compare those pairs of which both sides are runs of bytes that can be read."""
     some: list[TensorPair] = []
     ones, others = list[list[StoredRun]](), list[list[StoredRun]]()
@@ -90,7 +171,7 @@ def _compare(pairs: Sequence[TensorPair], readers: SideReaders) -> Iterator[Pair
             ones.append(one)
             others.append(other)
     try:
-        memories = _read(readers.one, ones), _read(readers.other, others)
+        memories = _read(readers.bytes[0], ones), _read(readers.bytes[1], others)
         left += [
             pair
             for pair, one, other in zip(some, *memories, strict=True)
@@ -119,7 +200,7 @@ class _Window(Struct):
     place: int
 
 
-def _read(gatherer: Gatherer, tensors: Sequence[list[StoredRun]]) -> list[list[_Span]]:
+def _read(reader: ByteReader, tensors: Sequence[list[StoredRun]]) -> list[list[_Span]]:
     """Read the runs of some tensors, those that are close in a file together.
 
     Returns where each is in memory, which the reader's next call may reuse.
@@ -132,30 +213,30 @@ def _read(gatherer: Gatherer, tensors: Sequence[list[StoredRun]]) -> list[list[_
             windows.append(window)
         places[file, start, nbytes] = window.place + start - window.start
         window.end = max(window.end, start + nbytes)
-    memory = gatherer.memory(window.place + window.end - window.start)
+    memory = reader.memory(window.place + window.end - window.start)
     for window in windows:
         part = memory[window.place : window.place + window.end - window.start]
-        gatherer.read_into(window.file, window.start, part)
-    base = np.frombuffer(memory, "u1").ctypes.data
+        reader.read_into(window.file, window.start, part)
+    base = address(memory) if memory else 0
     for file, start, nbytes, record in chain.from_iterable(tensors):
         if record is not None:
             place = places[file, start, nbytes]
-            gatherer.note(record, start, memory[place : place + nbytes])
+            reader.note(record, start, memory[place : place + nbytes])
     return [[(base + places[run[:3]], run[2]) for run in runs] for runs in tensors]
 
 
 def _same_bytes(ones: Sequence[_Span], others: Sequence[_Span]) -> bool:
     """Return whether spans of memory hold the same bytes as others, however they are cut."""
     left = [*reversed(others)]
-    for address, nbytes in ones:
+    for one, nbytes in ones:
         while nbytes:
             if not left:
                 return False
             other, count = left.pop()
             some = min(nbytes, count)
-            if not same_memory(address, other, some):
+            if not same_memory(one, other, some):
                 return False
             if count > some:
                 left.append((other + some, count - some))
-            address, nbytes = address + some, nbytes - some
+            one, nbytes = one + some, nbytes - some
     return not left

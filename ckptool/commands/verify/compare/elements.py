@@ -1,0 +1,148 @@
+"""Compare elements of two tensors, as bits or as numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ckptool.commands.options.verify import CompareOptions
+from ckptool.commands.stats import Array, decode, is_numeric
+from ckptool.commands.verify.compare.difference import Difference
+from ckptool.core.box import Box
+from ckptool.core.casts import coarser
+from ckptool.core.dtype import BY_NAME, DType
+from ckptool.engine.check.pairs import PairTile, TensorPair, same_bits
+from ckptool.engine.read.gather import raw
+from ckptool.engine.read.range_check import RangeCheck
+from ckptool.engine.read.rounding import cast
+
+_AT_ONCE = 1 << 18
+"""Elements that are compared as numbers at a time; that takes several times their memory."""
+
+
+def find_difference(
+    pair: TensorPair, tile: PairTile, options: CompareOptions, ranges: RangeCheck
+) -> Difference | None:
+    """Return how a tile of a pair differs, None if it does not."""
+    one, other, types = tile.one, tile.other, (pair.one.dtype, pair.other.dtype)
+    if pair.is_cast:
+        wanted = coarser(*types)
+        one, other = cast(one, types[0], wanted), cast(other, types[1], wanted)
+        ranges.note(pair.one.name, tile.one, types[0], one, wanted)
+        ranges.note(pair.one.name, tile.other, types[1], other, wanted)
+        types = (wanted, wanted)
+    if types[0] == types[1] and same_bits(one, other):
+        return None
+    found = None
+    for start in range(0, one.size, _AT_ONCE):
+        part = slice(start, start + _AT_ONCE)
+        flat = one.reshape(-1)[part], other.reshape(-1)[part]
+        differ = _differ(flat, types, options, is_cast=pair.is_cast)
+        part_found = _describe(flat, types, differ, tile.box, start)
+        found = found.plus(part_found) if found and part_found else found or part_found
+    return found
+
+
+def _differ(
+    flat: tuple[Array, Array], types: tuple[DType, DType], options: CompareOptions, *, is_cast: bool
+) -> Array:
+    """Return whether each element of two flat arrays differs."""
+    if options.as_numbers and all(map(is_numeric, types)):
+        numbers = _numbers(flat, types)
+        return are_apart(*numbers, rtol=options.rtol or 0, atol=options.atol or 0)
+    differ = _bits(*flat)
+    if is_cast and is_numeric(types[1]):
+        differ &= ~both_nan(*_numbers(flat, types))
+    return differ
+
+
+def _numbers(flat: tuple[Array, Array], types: tuple[DType, DType]) -> list[Array]:
+    """Return the numbers of both sides, real ones with imaginary parts if the others have them."""
+    sides = [numbers_of(side, dtype) for side, dtype in zip(flat, types, strict=True)]
+    width = max(side.shape[1] for side in sides)
+    return [s if s.shape[1] == width else np.hstack([s, np.zeros_like(s)]) for s in sides]
+
+
+def _bits(one: Array, other: Array) -> Array:
+    """Return whether the bits of each element of two flat arrays differ."""
+    rows = [np.frombuffer(raw(side), "u1").reshape(-1, side.itemsize) for side in (one, other)]
+    return np.asarray((rows[0] != rows[1]).any(axis=1))
+
+
+def _describe(
+    flat: tuple[Array, Array],
+    types: tuple[DType, DType],
+    differ: Array,
+    box: Box,
+    start: int,
+) -> Difference | None:
+    """Return how elements of a box from element ``start`` on differ, None if they do not."""
+    count = int(np.count_nonzero(differ))
+    if not count:
+        return None
+    at = int(differ.argmax())
+    steps = zip(box.lo, np.unravel_index(start + at, box.shape), strict=True)
+    first = tuple(low + int(step) for low, step in steps)
+    values = [
+        element_text(side[at : at + 1], dtype) for side, dtype in zip(flat, types, strict=True)
+    ]
+    largest = None
+    if all(map(is_numeric, types)):
+        largest = largest_gap(*_numbers((flat[0][differ], flat[1][differ]), types))
+    return Difference(count, first, (values[0], values[1]), largest)
+
+
+_PARTS = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
+
+
+def numbers_of(flat: Array, dtype: DType) -> Array:
+    """Return the numbers of flat elements, one row per element: complex ones have two."""
+    part = BY_NAME[_PARTS.get(dtype.name, dtype.name)]
+    stored = flat.view("u1").view(f"u{part.itemsize}")
+    return decode(stored, part).reshape(len(flat), -1)
+
+
+def both_nan(one: Array, other: Array) -> Array:
+    """Return whether elements are NaN on both sides, in the same parts of a complex one."""
+    return np.asarray((_is_nan(one) == _is_nan(other)).all(axis=1) & _is_nan(one).any(axis=1))
+
+
+def _is_nan(values: Array) -> Array:
+    return np.isnan(values) if values.dtype.kind == "f" else np.zeros(values.shape, bool)
+
+
+def are_apart(one: Array, other: Array, *, rtol: float, atol: float) -> Array:
+    """Return whether elements differ by more than allowed; equal infinities and NaN do not."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        size = np.abs(other.astype(np.float64))
+        near = _distance(one, other) <= atol + rtol * size
+        near &= np.isfinite(size)
+    near |= one == other
+    near |= _is_nan(one) & _is_nan(other)
+    return np.asarray(~near.all(axis=1))
+
+
+def _distance(one: Array, other: Array) -> Array:
+    """Return the differences of numbers: exact if both are integers of one type."""
+    if one.dtype == other.dtype and one.dtype.kind in "iu":
+        gap = np.maximum(one, other) - np.minimum(one, other)
+        return gap.view(f"u{gap.itemsize}")
+    with np.errstate(invalid="ignore", over="ignore"):
+        return np.asarray(np.abs(one.astype(np.float64) - other.astype(np.float64)))
+
+
+def largest_gap(one: Array, other: Array) -> float | None:
+    """Return the largest difference of two numbers; None if no number meets a number."""
+    gaps = _distance(one, other)
+    known = gaps[~_is_nan(gaps)]
+    return known.max().item() if known.size else None
+
+
+def element_text(element: Array, dtype: DType) -> str:
+    """Return one element as text; its bits if it is not a number."""
+    if not is_numeric(dtype):
+        return f"0x{raw(element).hex()}"
+    if dtype.kind == "bool":
+        return {0: "False", 1: "True"}.get(int(element[0]), f"0x{raw(element).hex()}")
+    parts = [f"{part:.9g}" if isinstance(part, float) else str(part)
+             for part in numbers_of(element, dtype)[0].tolist()]  # fmt: skip
+    return parts[0] if len(parts) == 1 else f"{parts[0]}{float(parts[1]):+.9g}j"
