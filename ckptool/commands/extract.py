@@ -19,7 +19,6 @@ from ckptool.commands.open import OpenedCheckpoint, no_collecting, open_checkpoi
 from ckptool.commands.options.extract import ExtractOptions
 from ckptool.commands.options.rewrite import RewriteOptions, Selection
 from ckptool.commands.rewrite import rewrite
-from ckptool.commands.stats import decode, is_numeric
 from ckptool.commands.transfer.report import TransferReport
 from ckptool.commands.transfer.transfer import (
     Transfer,
@@ -37,6 +36,7 @@ from ckptool.core.selection import is_glob, matching_names, unknown_tensor
 from ckptool.core.subscript import Pick, picks, split_subscript, take, without_other_chunks
 from ckptool.core.text import list_some
 from ckptool.engine.read.gather import unit
+from ckptool.engine.read.numbers import decode
 from ckptool.engine.read.tensors import ArrayMemory, FillRequest, fill
 from ckptool.engine.read.tiles import require_unchanged
 from ckptool.errors import Unsupported, UsageError, damaged
@@ -292,6 +292,6 @@ def _numbers(bits: Array, dtype: DType) -> Array:
     if dtype.name == "complex32":
         halves = bits.reshape(-1).view(np.float16).astype(np.float32)
         return halves.view(np.complex64).reshape(bits.shape)
-    if not is_numeric(dtype):
+    if not dtype.is_numeric:
         return bits
     return decode(bits.reshape(-1), dtype).reshape(bits.shape)

@@ -27,6 +27,11 @@ class DType(Struct, frozen=True, eq=False):
     storage: str | None = None
 
     @property
+    def is_numeric(self) -> bool:
+        """Whether the elements are numbers, not privately packed bits."""
+        return self.kind != "bits"
+
+    @property
     def swap(self) -> int:
         return self.itemsize // 2 if self.kind == "complex" else self.itemsize
 

@@ -16,11 +16,12 @@ from conftest import case
 from ckptool.commands import inspect as commands
 from ckptool.commands.inspect import InspectReport, report, step_of, values
 from ckptool.commands.open import OpenedCheckpoint
-from ckptool.commands.stats import decode, stats
+from ckptool.commands.stats import stats
 from ckptool.core.box import Box, row_major_strides
 from ckptool.core.catalog import Catalog, Chunk, Extent, ObjectEntry, TensorEntry
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.mesh import Mesh, Replicate, Shard, StridedShard
+from ckptool.engine.read.numbers import decode
 from ckptool.errors import Damaged, UsageError
 from ckptool.formats import FORMATS
 from ckptool.render.inspect.report import inspect_json

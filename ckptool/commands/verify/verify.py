@@ -16,7 +16,6 @@ from msgspec.structs import replace
 
 from ckptool.commands.open import Survey, survey
 from ckptool.commands.options.verify import VerifyOptions
-from ckptool.commands.stats import not_finite_counts
 from ckptool.commands.verify.checks.consistency import (
     catalog_problems,
     config_file_problems,
@@ -246,7 +245,10 @@ class Verification:
             trim, whole = self.surveyed.format.trim, self._locate(names)
             found = {name: trim(each) for name, each in whole.items()} if trim else whole
         odd = [found[name] for name in sorted(names) if state_category(found[name]) != "other"]
-        self._problems += not_finite_counts(odd, source) if odd else []
+        if odd:
+            from ckptool.commands.stats import not_finite_counts
+
+            self._problems += not_finite_counts(odd, source)
         self._unchecked = {span.file for span in spans if span.crc32 is None and span.nbytes}
 
     def _read(

@@ -13,7 +13,6 @@ import hashlib
 import threading
 from collections.abc import Iterator, Mapping
 
-import numpy as np
 from msgspec import Struct, field
 
 from ckptool.core.dtype import DType
@@ -150,14 +149,13 @@ def can_be_not_finite(dtype: DType) -> bool:
 
 def all_finite(data: memoryview, dtype: DType) -> bool:
     """Return whether no element in ``data`` is NaN or infinite; True for types without these."""
-    if not len(data):
+    if not len(data) or not can_be_not_finite(dtype):
         return True
-    only = _ONLY_NAN.get(dtype.name)
-    if only is not None:
-        return not bool((np.frombuffer(data, "u1") == only).any())
+    import numpy as np
+
     first = _FIRST_NOT_FINITE.get(dtype.name)
     if first is None:
-        return True
+        return not bool((np.frombuffer(data, "u1") == _ONLY_NAN[dtype.name]).any())
     codes = np.frombuffer(data, f"u{dtype.swap}")
     sign = 1 << (8 * dtype.swap - 1)
     return int(codes.view(f"i{dtype.swap}").max()) < first and int(codes.max()) < first + sign

@@ -5,13 +5,11 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Iterable, Iterator
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import EncodedBlob, Extent, Place, Record, TensorEntry, places
 from ckptool.engine.checksum import crc_of, record_job
-from ckptool.engine.read.gather import Gatherer, raw, unit
 from ckptool.engine.read.tensors import CheckedSource, TensorSource, TensorTile, tensor_job
 from ckptool.engine.read.tiles import (
     ByteSource,
@@ -23,6 +21,9 @@ from ckptool.engine.read.tiles import (
 )
 from ckptool.errors import CkptoolError
 from ckptool.storage.local import Files
+
+if TYPE_CHECKING:
+    from ckptool.engine.read.gather import Gatherer
 
 
 def digests(
@@ -36,6 +37,8 @@ def digests(
     It does not depend on how tensors are sharded. Memory is bounded: one tile per worker. The
     chunks must tile each tensor exactly; the largest tensors are started first.
     """
+    from ckptool.engine.read.gather import raw
+
     hexes: dict[str, str] = {}
 
     def digest(entry: TensorEntry, tiles: Iterator[TensorTile]) -> None:
@@ -139,8 +142,10 @@ def _decode_job(blob: EncodedBlob, entry: TensorEntry) -> Job[EncodedBlob, Gathe
     """Return the job that decodes a blob completely and yields nothing; it raises problems."""
 
     def decode(gatherer: Gatherer) -> Iterator[memoryview]:
+        from ckptool.engine.read.gather import array
+
         nowhere = Box.whole((0,) * len(entry.shape))
-        out = np.empty(nowhere.shape, unit(entry.source_dtype.itemsize))
+        out = array(nowhere.shape, entry.source_dtype, memoryview(b""))
         gatherer.fill_from(blob, out, nowhere, entry.source_dtype)
         yield from ()
 

@@ -43,9 +43,9 @@ def unit(itemsize: int) -> np.dtype[Any]:
 
 
 def array(shape: tuple[int, ...], dtype: DType, buffer: memoryview) -> Array:
-    """Return an uninitialized C-ordered array, in ``buffer`` if it fits."""
+    """Return an uninitialized C-ordered array, which can be written, in ``buffer`` if it fits."""
     nbytes = math.prod(shape) * dtype.itemsize
-    memory = buffer if nbytes <= len(buffer) else memoryview(bytearray(nbytes))
+    memory = buffer if 0 < nbytes <= len(buffer) else memoryview(bytearray(nbytes))
     return np.frombuffer(memory, "u1", nbytes).view(unit(dtype.itemsize)).reshape(shape)
 
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import reduce
 from itertools import chain, starmap
-from operator import attrgetter
+from operator import attrgetter, or_
 from struct import Struct, calcsize
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 from ckptool.serialization.zip import (
     END64,
@@ -27,9 +28,6 @@ from ckptool.serialization.zip import (
     find_end,
 )
 from ckptool.serialization.zip_headers import check_headers, count_unclaimed_bytes
-
-if TYPE_CHECKING:
-    import numpy as np
 
 _NAME_IN_ENTRY = 30
 """Bytes from the CRC-32 of a directory's entry to its name."""
@@ -51,16 +49,17 @@ _MOST_SIZES, _MOST_OF_A_SIZE, _MOST_RECORDS = 256, 8, 1 << 17
 class Layout(NamedTuple):
     """All bytes of an archive but the content of its ``own`` records, and which may differ.
 
-    ``common`` are the bytes of ``spans``, but all ones where others may differ; ``free`` has only
-    these ones. ``roots`` takes from the bytes of ``spans`` the root's name in each record's name,
-    ``sums`` all CRC-32 of own records, first those beside them and then those in the directory.
+    ``common`` are the bytes of ``spans``, as a number, but all ones where others may differ;
+    ``free`` has only these ones. ``roots`` takes from the bytes of ``spans`` the root's name in
+    each record's name, ``sums`` all CRC-32 of own records, first those beside them and then those
+    in the directory.
     """
 
     records: tuple[ZipRecord, ...]
     own: tuple[int, ...]
     spans: tuple[tuple[int, int], ...]
-    common: bytes
-    free: np.ndarray[Any, Any]
+    common: int
+    free: int
     roots: Struct
     sums: Struct
 
@@ -71,14 +70,12 @@ class Layout(NamedTuple):
 
     def match(self, region: Region) -> Sibling | None:
         """Return an archive of the same number of bytes that has this layout; else None."""
-        import numpy as np
-
         if not all(starmap(region.is_at_hand, self.spans)):
             if region.source is None:
                 return None
             region.expect((start for start, _ in self.spans), len(self.records))
         found = region.joined(self.spans)
-        if (np.frombuffer(found, "u1") | self.free).tobytes() != self.common:
+        if _as_number(found) | self.free != self.common:
             return None
         root, *others = {*self.roots.unpack(found)}
         sums, number = self.sums.unpack(found), len(self.own)
@@ -168,8 +165,6 @@ def is_compared(record: ZipRecord) -> bool:
 
 
 def _layout_of(region: Region, records: tuple[ZipRecord, ...]) -> Layout | None:
-    import numpy as np
-
     own = tuple(at for at, record in enumerate(records) if not is_compared(record))
     varied = [records[at] for at in own]
     spans = tuple(_between(varied, region.nbytes))
@@ -183,9 +178,13 @@ def _layout_of(region: Region, records: tuple[ZipRecord, ...]) -> Layout | None:
     stated = chain(map(_crc_beside, varied), map(attrgetter("noted"), varied))
     sums = _fields(_places(spans, stated), "L", len(found))
     ones = roots.pack(*[b"\xff" * len(root)] * len(names)), sums.pack(*[0xFFFFFFFF] * 2 * len(own))
-    free = np.bitwise_or(*(np.frombuffer(each, "u1") for each in ones))
-    common = (np.frombuffer(found, "u1") | free).tobytes()
-    return Layout(records, own, spans, common, free, roots, sums)
+    free = reduce(or_, map(_as_number, ones))
+    return Layout(records, own, spans, _as_number(found) | free, free, roots, sums)
+
+
+def _as_number(found: bytes) -> int:
+    """Return bytes as one number, which is combined bit by bit without numpy."""
+    return int.from_bytes(found, "little")
 
 
 def _is_plain(records: Collection[ZipRecord]) -> bool:

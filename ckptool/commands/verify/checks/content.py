@@ -24,7 +24,6 @@ from ckptool.core.catalog import (
 )
 from ckptool.engine.check.content import all_finite, can_be_not_finite
 from ckptool.engine.check.spans import ByteSpan, Packing, View
-from ckptool.engine.read.gather import raw
 from ckptool.engine.read.tensors import TensorSource, TensorTile, place_job
 from ckptool.engine.read.tiles import read_tiles
 from ckptool.errors import CkptoolError, Problem
@@ -174,6 +173,8 @@ def scattered_not_finite(views: Views, source: Files) -> tuple[set[str], list[Pr
     problems: list[Problem] = []
 
     def look(entry: TensorEntry, tiles: Iterator[TensorTile]) -> None:
+        from ckptool.engine.read.gather import raw
+
         if entry.name in names:
             return
         try:

@@ -6,16 +6,18 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from itertools import islice
+from typing import TYPE_CHECKING
 
-from ckptool.commands.stats import decode, is_numeric
 from ckptool.core.catalog import Catalog, Container, RankStep, TensorEntry
 from ckptool.core.state_category import state_category
 from ckptool.core.text import list_some
-from ckptool.engine.read.gather import Gatherer
 from ckptool.engine.read.tensors import TensorSource, TensorTile, place_job
 from ckptool.engine.read.tiles import Job, read_tiles
 from ckptool.errors import CkptoolError, Problem
 from ckptool.storage.local import Files
+
+if TYPE_CHECKING:
+    from ckptool.engine.read.gather import Gatherer
 
 _LIKE_THE_PARAMETER = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 _KINDS = (*_LIKE_THE_PARAMETER, "step")
@@ -122,12 +124,16 @@ class StepCounters:
 
     def read(self, located: Iterable[TensorEntry], source: Files, *, announced: bool) -> None:
         """Read the counters among some tensors; they may have been ``announced`` before."""
-        jobs = _counter_jobs(located)
+        jobs = list(_counter_jobs(located))
         if announced:
-            jobs = (job._replace(runs=()) for job in jobs)
+            jobs = [job._replace(runs=()) for job in jobs]
+        if not jobs:
+            return  # without numpy, which takes long to import
         read_tiles(TensorSource(source), jobs, self._collect, 1)
 
     def _collect(self, entry: TensorEntry, tiles: Iterator[TensorTile]) -> None:
+        from ckptool.engine.read.numbers import decode
+
         with suppress(CkptoolError):
             for tile in tiles:
                 value = decode(tile.values.reshape(-1), entry.source_dtype)[0]
@@ -151,7 +157,7 @@ def _counter_jobs(
     """Yield the jobs that read the step counters of one element, each from its first chunk."""
     for entry in located:
         is_counter = entry.name.endswith(".step") and state_category(entry) == "optimizer"
-        if is_counter and entry.elements == 1 and is_numeric(entry.source_dtype):
+        if is_counter and entry.elements == 1 and entry.source_dtype.is_numeric:
             chunks = (c for c in entry.chunks if c.box.volume and not isinstance(c.at, Container))
             for chunk in islice(chunks, 1):
                 yield place_job(entry, chunk.at, chunk.box.shape, entry.source_dtype.itemsize)

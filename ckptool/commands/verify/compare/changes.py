@@ -11,7 +11,6 @@ from typing import NamedTuple
 import numpy as np
 from msgspec import Struct
 
-from ckptool.commands.stats import is_numeric
 from ckptool.commands.verify.compare.difference import DifferingTensor
 from ckptool.commands.verify.compare.elements import numbers_of
 from ckptool.engine.check.pairs import PairSource, PairTile, TensorPair, Unreadable, pair_jobs
@@ -70,7 +69,7 @@ def measure(
         except Unreadable as failure:
             raise failure.error from failure
 
-    numeric = [p for p in pairs if is_numeric(p.one.dtype) and is_numeric(p.other.dtype)]
+    numeric = [p for p in pairs if p.one.dtype.is_numeric and p.other.dtype.is_numeric]
     sides = PairSource(TensorSource(files[0]), TensorSource(files[1]))
     read_tiles(sides, pair_jobs(numeric), add, workers, progress)
     return dict(found)

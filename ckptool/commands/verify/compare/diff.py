@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from msgspec import Struct, field
 
@@ -14,13 +14,6 @@ from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.verify.codes import Severity
 from ckptool.commands.verify.compare.against import AgainstReport, Comparison, Side
-from ckptool.commands.verify.compare.changes import (
-    ChangedModule,
-    ChangedTensor,
-    changed_modules,
-    changed_tensors,
-    measure,
-)
 from ckptool.commands.verify.compare.fit import Fit, find_fit
 from ckptool.commands.verify.compare.model import CONFIG, is_model, open_other
 from ckptool.commands.verify.findings import SIDES, Finding
@@ -30,6 +23,9 @@ from ckptool.core.options import changed
 from ckptool.core.text import plural
 from ckptool.errors import UsageError
 from ckptool.storage.url import Location
+
+if TYPE_CHECKING:
+    from ckptool.commands.verify.compare.changes import ChangedModule, ChangedTensor
 
 _SHOWN_APART = frozenset(
     ["tensor-missing", "tensor-extra", "shape-differs", "dtype-differs", "tensor-differs"]
@@ -220,6 +216,8 @@ def _changes(
     pairs = [pair for pair in comparison.pairs if pair.one.name in differing]
     if not pairs or sides[0].opened is None or sides[1].opened is None:
         return (), ()
+    from ckptool.commands.verify.compare.changes import changed_modules, changed_tensors, measure
+
     files = sides[0].opened.source, sides[1].opened.source
     workers = options.workers or max(each.workers for each in files)
     squares = measure(pairs, files, workers, started(sum(pair.nbytes for pair in pairs)))

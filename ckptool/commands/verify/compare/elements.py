@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from ckptool.commands.options.verify import CompareOptions
-from ckptool.commands.stats import Array, decode, is_numeric
 from ckptool.commands.verify.compare.difference import Difference
 from ckptool.core.box import Box
 from ckptool.core.casts import coarser
 from ckptool.core.dtype import BY_NAME, DType
 from ckptool.engine.check.pairs import PairTile, TensorPair, same_bits
 from ckptool.engine.read.gather import raw
+from ckptool.engine.read.numbers import Array, decode
 from ckptool.engine.read.range_check import RangeCheck
 from ckptool.engine.read.rounding import cast
 
@@ -46,11 +46,11 @@ def _differ(
     flat: tuple[Array, Array], types: tuple[DType, DType], options: CompareOptions, *, is_cast: bool
 ) -> Array:
     """Return whether each element of two flat arrays differs."""
-    if options.as_numbers and all(map(is_numeric, types)):
+    if options.as_numbers and all(each.is_numeric for each in types):
         numbers = _numbers(flat, types)
         return are_apart(*numbers, rtol=options.rtol or 0, atol=options.atol or 0)
     differ = _bits(*flat)
-    if is_cast and is_numeric(types[1]):
+    if is_cast and types[1].is_numeric:
         differ &= ~both_nan(*_numbers(flat, types))
     return differ
 
@@ -86,7 +86,7 @@ def _describe(
         element_text(side[at : at + 1], dtype) for side, dtype in zip(flat, types, strict=True)
     ]
     largest = None
-    if all(map(is_numeric, types)):
+    if all(each.is_numeric for each in types):
         largest = largest_gap(*_numbers((flat[0][differ], flat[1][differ]), types))
     return Difference(count, first, (values[0], values[1]), largest)
 
@@ -139,7 +139,7 @@ def largest_gap(one: Array, other: Array) -> float | None:
 
 def element_text(element: Array, dtype: DType) -> str:
     """Return one element as text; its bits if it is not a number."""
-    if not is_numeric(dtype):
+    if not dtype.is_numeric:
         return f"0x{raw(element).hex()}"
     if dtype.kind == "bool":
         return {0: "False", 1: "True"}.get(int(element[0]), f"0x{raw(element).hex()}")

@@ -15,7 +15,6 @@ from ckptool.commands.open import OpenedCheckpoint
 from ckptool.commands.options.rewrite import EVERYTHING, RewriteOptions, Selection
 from ckptool.commands.options.verify import CompareOptions
 from ckptool.commands.rewrite import only_model
-from ckptool.commands.stats import is_numeric
 from ckptool.commands.verify.compare.values import value_digest
 from ckptool.core.casts import can_cast
 from ckptool.core.catalog import Catalog, ScaledBlocks, TensorEntry, coverage_problem
@@ -161,7 +160,7 @@ def differing_type(one: TensorEntry, other: TensorEntry, options: CompareOptions
         message = f"{one.name}: shape A {list(one.shape)}, B {list(other.shape)}"
         return Problem(message, "shape-differs", tensor=one.name)
     types = one.dtype, other.dtype
-    if types[0] == types[1] or (options.as_numbers and all(map(is_numeric, types))):
+    if types[0] == types[1] or (options.as_numbers and all(each.is_numeric for each in types)):
         return None
     is_weight = can_cast(one) and state_category(one) == "model"
     if options.cast and is_weight and other.dtype.kind == "float":
