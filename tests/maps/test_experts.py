@@ -232,6 +232,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "BailingHybrid": DEEPSEEK | UNTIED | KIMI | {"num_expert_group": 1, "eos_token_id": 1},
     "Beam": MOE | UNTIED | {"mlp_layer_types": ["dense", "sparse"], "n_group": 1, "topk_group": 1},
     "Flint": MOE | UNTIED | {"shared_expert_intermediate_size": 8, "mlp_only_layers": [1]},
+    "SarvamMLA": DEEPSEEK | UNTIED,
+    "SarvamMoE": ROUTED | UNTIED,
+    "SarvamMoE with biases": ROUTED | UNTIED | {"attention_bias": True},
     "Kolibri1": UNTIED
     | {"num_local_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
     | {"shared_expert_intermediate_size": 8},
@@ -303,7 +306,7 @@ def made_of(family: str) -> Any:
         return getattr(transformers, f"{whole}ForCausalLM")(
             getattr(transformers, f"{family}Config")(**sizes)
         )
-    configured = getattr(transformers, f"{family}Config")
+    configured = getattr(transformers, f"{family.partition(' ')[0]}Config")
     if family not in WITH_VISION:
         config = configured(**SMALL | (FAMILIES | OF_THEIR_OWN)[family])
         return transformers.AutoModelForCausalLM.from_config(config)
@@ -408,7 +411,7 @@ WITHIN = {
 
 
 def test_every_family_whose_experts_transformers_packs_has_a_map() -> None:
-    """A newer transformers that packs more fails here, and names them."""
+    """A newer transformers that packs more fails here, and names them: pyproject.toml says which."""
     from transformers.conversion_mapping import _build_checkpoint_conversion_mapping
 
     families = _build_checkpoint_conversion_mapping().items()
@@ -539,9 +542,8 @@ def test_experts_that_files_hold_packed_are_linears_one_by_one(family: str, tmp_
         states = torch.randn(3, 5, SMALL["hidden_size"])
         for expert in range(3):
             wanted = _packed(module, states[expert], expert)
-            assert torch.allclose(
-                _linears(separate, f"{name}.{expert}", states[expert], family), wanted
-            )
+            computed = _linears(separate, f"{name}.{expert}", states[expert], family)
+            torch.testing.assert_close(computed, wanted, rtol=1e-5, atol=1e-6)  # CPUs differ
     convert_to("hf", tmp_path / "out", tmp_path / "back", map=MapOptions(experts="packed"))
     back, first = (read_back("safetensors", tmp_path / name) for name in ("back", "hf"))
     assert back == first
