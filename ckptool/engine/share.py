@@ -42,8 +42,8 @@ class Share(NamedTuple):
     def files(self, layout: Layout, mesh_size: int | None) -> list[int]:
         """Return the indices in the layout of the files that this share writes.
 
-        If there are as many shares as the mesh has ranks, each has one rank's files; else they are
-        balanced by bytes. The first writes what belongs to all ranks.
+        If there are as many shares as the mesh has ranks, each has one rank's files, and the first
+        what belongs to all ranks. Else they are balanced by bytes, neighbors together.
         """
         if self.size == mesh_size:
             owners = [file.rank or 0 for file in layout.files]
@@ -135,12 +135,14 @@ def _assign(sizes: Sequence[int], count: int) -> list[int]:
     Neighbors are mostly made from the same rows of the source, which their owner then reads once.
     """
     in_order, balanced = _in_order(sizes, count), _balanced(sizes, count)
+    if len(sizes) <= count:
+        return balanced
     loads = (_largest_load(sizes, owners) for owners in (in_order, balanced))
     return in_order if next(loads) <= _AS_BALANCED * next(loads) else balanced
 
 
 def _in_order(sizes: Sequence[int], count: int) -> list[int]:
-    """Return the owner of each item: of the first bytes the first, of the last bytes the last."""
+    """Return the owner of each item, by where its middle is among all bytes."""
     total, ends = sum(sizes), accumulate(sizes)
     middles = (2 * end - nbytes for end, nbytes in zip(ends, sizes, strict=True))
     return [min(count - 1, middle * count // max(1, 2 * total)) for middle in middles]

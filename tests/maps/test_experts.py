@@ -411,7 +411,7 @@ WITHIN = {
 
 
 def test_every_family_whose_experts_transformers_packs_has_a_map() -> None:
-    """A newer transformers that packs more fails here, and names them: pyproject.toml says which."""
+    """A newer transformers that packs more fails here, and names them (see pyproject.toml)."""
     from transformers.conversion_mapping import _build_checkpoint_conversion_mapping
 
     families = _build_checkpoint_conversion_mapping().items()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property, partial
+from functools import partial
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from ckptool.engine.check.pairs import (
     tiles_of_jobs,
 )
 from ckptool.engine.read.runs import StoredRun, row_major_runs
-from ckptool.engine.read.tiles import LARGE, PAIR_TILE, ByteReader, Job
+from ckptool.engine.read.tiles import LARGE, ByteReader, Job
 from ckptool.errors import CkptoolError
 from ckptool.storage.local import TILE, Files, Run
 
@@ -40,7 +40,7 @@ _Span = tuple[int, int]
 
 
 class PairBatch(NamedTuple):
-    """Pairs that were compared: ``nbytes`` were read of both sides.
+    """Pairs that were compared, or some tiles of one: ``nbytes`` were read of both sides.
 
     All are equal but ``others``, which are yet to be compared tile by tile: those that differ, that
     cannot be read, or that are not runs of bytes as they are compared.
@@ -111,50 +111,62 @@ class _Runs:
 
 
 class _LargePair:
-    """A pair, and the runs of both sides: None if one has none, or they cannot be found."""
+    """A pair that several threads compare; whether it ``differs`` as far as any of them knows."""
 
     def __init__(self, pair: TensorPair) -> None:
         self.pair = pair
+        self.differs = False
+        self._runs: tuple[_Runs, _Runs] | None = None
 
-    @cached_property
     def runs(self) -> tuple[_Runs, _Runs] | None:
-        """The runs, found by the first thread that reads some of them."""
-        one, other = _runs_of(self.pair.one), _runs_of(self.pair.other)
-        return None if one is None or other is None else (_Runs(one), _Runs(other))
+        """Return the runs of both sides; None if one has none, or they cannot be found.
+
+        Threads that meet here both look for them, which costs less than waiting.
+        """
+        if self._runs is None:
+            one, other = _runs_of(self.pair.one), _runs_of(self.pair.other)
+            self._runs = None if one is None or other is None else (_Runs(one), _Runs(other))
+        return self._runs
 
 
 def _large_jobs(pair: TensorPair) -> Iterator[RunJob]:
     """Yield the jobs of one pair, each of some tiles."""
     large, start, itemsize = _LargePair(pair), 0, pair.one.source_dtype.itemsize
     for boxes in tiles_of_jobs(pair):
-        nbytes = sum(box.volume for box in boxes) * itemsize
-        compare = partial(_compare_large, large, boxes, start, nbytes)
+        sizes = [box.volume * itemsize for box in boxes]
+        compare = partial(_compare_large, large, boxes, sizes, start)
         yield Job(None, compare, nbytes=bytes_at_a_time(pair))
-        start += nbytes
+        start += sum(sizes)
 
 
 def _compare_large(
-    large: _LargePair, boxes: Sequence[Box], start: int, nbytes: int, readers: SideReaders
+    large: _LargePair,
+    boxes: Sequence[Box],
+    sizes: Sequence[int],
+    start: int,
+    readers: SideReaders,
 ) -> Iterator[PairBatch]:
-    """Compare some tiles of a pair: so many bytes from ``start`` on, if both sides are runs."""
-    others = [(large.pair, read_both(large.pair, boxes, readers))]
-    if large.runs is not None and _is_same(large.runs, start, nbytes, readers):
-        others = []
-    yield PairBatch(iter(others), 2 * nbytes)
+    """Compare tiles of a pair, of ``sizes`` bytes from ``start`` on, as runs up to a difference."""
+    equal, at = 0, start
+    while equal < len(boxes) and not large.differs:
+        large.differs = not _is_same(large, at, sizes[equal], readers)
+        if not large.differs:
+            at, equal = at + sizes[equal], equal + 1
+    left = boxes[equal:]
+    others = [(large.pair, read_both(large.pair, left, readers))] if left else []
+    yield PairBatch(iter(others), 2 * sum(sizes))
 
 
-def _is_same(runs: tuple[_Runs, _Runs], start: int, nbytes: int, readers: SideReaders) -> bool:
-    """Return whether some bytes can be read of both sides, and are the same."""
-    one, other = readers.bytes
+def _is_same(large: _LargePair, start: int, nbytes: int, readers: SideReaders) -> bool:
+    """Return whether some bytes are runs on both sides, can be read, and are the same."""
+    runs, (one, other) = large.runs(), readers.bytes
+    if runs is None:
+        return False
     try:
-        for at in range(start, start + nbytes, PAIR_TILE):
-            some = min(PAIR_TILE, start + nbytes - at)
-            places = runs[0].read(one, at, some), runs[1].read(other, at, some)
-            if not same_memory(*places, some):
-                return False
+        places = runs[0].read(one, start, nbytes), runs[1].read(other, start, nbytes)
     except CkptoolError:
         return False
-    return True
+    return same_memory(*places, nbytes)
 
 
 def _compare_small(pairs: Sequence[TensorPair], readers: SideReaders) -> Iterator[PairBatch]:

@@ -82,15 +82,15 @@ def cut(values: Array, tile: Tile, buffer: memoryview) -> memoryview:
 class Gatherer:
     """Reads boxes of chunks for one thread, keeping at most one decoded blob.
 
-    ``reader`` reads for it; ``beyond`` counts the numbers that a cast makes infinite.
+    It reads by the reader ``of_bytes``; ``beyond`` counts the numbers that a cast makes infinite.
     """
 
     def __init__(
-        self, source: Files, reader: ByteReader | None = None, beyond: RangeCheck | None = None
+        self, source: Files, of_bytes: ByteReader | None = None, beyond: RangeCheck | None = None
     ) -> None:
         self.tile = source.tile
         self._beyond = beyond
-        self._bytes = reader or ByteReader(source)
+        self._bytes = of_bytes or ByteReader(source)
         self._note_piece = self._bytes.note
         self._reader = self._bytes.files
         self._block = source.block

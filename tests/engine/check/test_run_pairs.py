@@ -56,8 +56,7 @@ def compared_in_tiles(nbytes: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if nbytes:
             patch.setattr(run_pairs, "_SMALL", 0)
-            for module in (pairs_module, run_pairs):
-                patch.setattr(module, "PAIR_TILE", nbytes)
+            patch.setattr(pairs_module, "PAIR_TILE", nbytes)
         yield
 
 
@@ -110,10 +109,12 @@ def test_memory_is_bounded_whatever_lies_between(
     source = LocalSource.folder(tmp_path)
     pairs = [TensorPair(entry, entry) for entry in entries]
     sizes: list[int] = []
+    kept: list[memoryview] = []  # its address is read
 
     def memory(_: ByteReader, nbytes: int) -> memoryview:
         sizes.append(nbytes)
-        return memoryview(bytearray(nbytes))
+        kept.append(memoryview(bytearray(nbytes)))
+        return kept[-1]
 
     monkeypatch.setattr(ByteReader, "memory", memory)
     found = tensors.compare(pairs, (TensorSource(source),) * 2, CompareOptions(), 1)
@@ -121,22 +122,27 @@ def test_memory_is_bounded_whatever_lies_between(
     assert sizes == [4 * 24 + 3 * 4000] * 4
 
 
-def test_checksums_of_records_are_noted_by_whoever_reads_their_runs(tmp_path: Path) -> None:
-    """Runs that are compared in tiles give the checksum of the whole record."""
+@pytest.mark.parametrize("is_equal", [True, False], ids=["equal", "different"])
+def test_checksums_of_records_are_noted_by_whoever_reads_their_runs(
+    is_equal: bool, tmp_path: Path
+) -> None:
+    """Runs that are compared in tiles give the checksum of the whole record, each byte once."""
     values = Random(3).randbytes(ROWS * COLUMNS)
-    (tmp_path / "data").write_bytes(b"head" + values + b"tail")
-    record = Record("data", 4, len(values), crc32(values))
-    place = Extent("data", 4, row_major_strides((ROWS, COLUMNS), 1), record=record)
-    whole = Box.whole((ROWS, COLUMNS))
-    entry = TensorEntry("t", ("t",), BY_NAME["uint8"], whole.shape, (Chunk(whole, place),))
-    for stored, problems in ((record.crc32, 0), (record.crc32 ^ 1, 1)):
-        other = replace(place, record=record._replace(crc32=stored))
-        pair = TensorPair(entry, replace(entry, chunks=(Chunk(whole, other),)))
-        sides = (
-            TensorSource(LocalSource.folder(tmp_path)),
-            CheckedSource(LocalSource.folder(tmp_path)),
-        )
+    others = values if is_equal else bytes(byte ^ 1 for byte in values)
+    whole, entries = Box.whole((ROWS, COLUMNS)), []
+    for name, data in (("one", values), ("other", others)):
+        (tmp_path / name).write_bytes(b"head" + data + b"tail")
+        record = Record(name, 4, len(data), crc32(data))
+        place = Extent(name, 4, row_major_strides(whole.shape, 1), record=record)
+        dtype = BY_NAME["uint8"]
+        entries.append(TensorEntry("t", ("t",), dtype, whole.shape, (Chunk(whole, place),)))
+    damaged = replace(place, record=record._replace(crc32=record.crc32 ^ 1))
+    for at, problems in ((place, 0), (damaged, 1)):
+        pair = TensorPair(entries[0], replace(entries[1], chunks=(Chunk(whole, at),)))
+        files = LocalSource.folder(tmp_path)
+        sides = TensorSource(files), CheckedSource(files)
         with compared_in_tiles(7):
             found = tensors.compare([pair], sides, CompareOptions(), 1)
-        assert not found.differences
+        assert bool(found.differences) is not is_equal
         assert len(sides[1].problems_so_far([pair.other])) == problems
+        assert sides[1].problems_so_far([pair.other]) == sides[1].problems([pair.other], 1)
