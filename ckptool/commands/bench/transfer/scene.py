@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,6 +22,10 @@ from ckptool.errors import TransferError
 
 Progress = Callable[[str], None]
 _PACKAGE = Path(__file__).parents[3]
+_LARGE, _SETTLES = 1 << 28, 3.0
+"""Bytes of checkpoints before whose commands so many seconds pass: a virtual machine gives memory
+of what was removed back to its host some 2 s later, and commands that meet that take up to three
+times as long."""
 
 
 class Scene:
@@ -41,9 +46,11 @@ class Scene:
 
     def take_sample(self, row: Row) -> Sample:
         """Take one sample of a row; its output is removed."""
-        outputs = Path(self.paths["{target}"]).parent
+        outputs, sources = Path(self.paths["{target}"]).parent, self._sources(row)
         os.sync()
-        for checkpoint in self._sources(row):
+        if sum(map(count_bytes, sources)) > _LARGE:
+            time.sleep(_SETTLES)
+        for checkpoint in sources:
             (_drop_cache if row.cold else _warm_cache)(checkpoint)
         try:
             sample = run_sample(self.command(row), self.environment)

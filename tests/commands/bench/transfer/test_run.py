@@ -109,6 +109,20 @@ def test_commands_are_compiled_before_they_are_measured(
     assert list((tmp_path / "__pycache__").glob("module.*.pyc"))
 
 
+def test_memory_settles_before_commands_of_large_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "x").write_bytes(bytes(1 << 10))
+    (tmp_path / "outputs").mkdir()
+    pauses: list[float] = []
+    monkeypatch.setattr(scene.time, "sleep", pauses.append)
+    at = Scene({"{source}": str(tmp_path / "x"), "{target}": str(tmp_path / "outputs" / "t")})
+    for least in (1 << 10, (1 << 10) - 1):
+        monkeypatch.setattr(scene, "_LARGE", least)
+        at.take_sample(Row("", ("true", "{source}")))
+    assert pauses == [3.0]
+
+
 @pytest.mark.parametrize("cold", [True, False])
 def test_what_is_read_is_cold_or_in_the_page_cache(cold: bool, tmp_path: Path) -> None:
     file, target = tmp_path / "x", tmp_path / "outputs" / "target"
