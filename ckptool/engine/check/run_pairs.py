@@ -132,10 +132,11 @@ class _LargePair:
 def _large_jobs(pair: TensorPair) -> Iterator[RunJob]:
     """Yield the jobs of one pair, each of some tiles."""
     large, start, itemsize = _LargePair(pair), 0, pair.one.source_dtype.itemsize
+    at_a_time = bytes_at_a_time(pair)
     for boxes in tiles_of_jobs(pair):
         sizes = [box.volume * itemsize for box in boxes]
         compare = partial(_compare_large, large, boxes, sizes, start)
-        yield Job(None, compare, nbytes=bytes_at_a_time(pair))
+        yield Job(None, compare, nbytes=at_a_time)
         start += sum(sizes)
 
 
@@ -149,9 +150,10 @@ def _compare_large(
     """Compare tiles of a pair, of ``sizes`` bytes from ``start`` on, as runs up to a difference."""
     equal, at = 0, start
     while equal < len(boxes) and not large.differs:
-        large.differs = not _is_same(large, at, sizes[equal], readers)
-        if not large.differs:
-            at, equal = at + sizes[equal], equal + 1
+        if not _is_same(large, at, sizes[equal], readers):
+            large.differs = True  # for others; what is found here is not read from there
+            break
+        at, equal = at + sizes[equal], equal + 1
     left = boxes[equal:]
     others = [(large.pair, read_both(large.pair, left, readers))] if left else []
     yield PairBatch(iter(others), 2 * sum(sizes))
