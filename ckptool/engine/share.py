@@ -134,11 +134,11 @@ def _assign(sizes: Sequence[int], count: int) -> list[int]:
 
     Neighbors are mostly made from the same rows of the source, which their owner then reads once.
     """
-    in_order, balanced = _in_order(sizes, count), _balanced(sizes, count)
+    balanced = _balanced(sizes, count)
     if len(sizes) <= count:
         return balanced
-    loads = (_largest_load(sizes, owners) for owners in (in_order, balanced))
-    return in_order if next(loads) <= _AS_BALANCED * next(loads) else balanced
+    in_order, most = _in_order(sizes, count), _AS_BALANCED * _largest_load(sizes, balanced)
+    return in_order if _largest_load(sizes, in_order) <= most else balanced
 
 
 def _in_order(sizes: Sequence[int], count: int) -> list[int]:

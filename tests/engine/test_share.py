@@ -40,5 +40,9 @@ def test_items_of_different_sizes_are_balanced() -> None:
     assert max(loads([50, 100, 50, 1], 2)) == 101
 
 
+def test_the_first_shares_have_items_if_there_are_few() -> None:
+    assert shares([5, 5], 4) == [[0], [1], [], []]
+
+
 def test_items_without_bytes_are_the_first_owner_s() -> None:
     assert shares([0, 0, 0], 2) == [[0, 1, 2], []]

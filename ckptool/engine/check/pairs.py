@@ -117,9 +117,10 @@ def pair_jobs(pairs: Iterable[TensorPair]) -> Iterator[Job[TensorPair, SideReade
     Unreadable.
     """
     for pair in pairs:
+        at_a_time = bytes_at_a_time(pair)
         for boxes in tiles_of_jobs(pair):
             runs = [partial(entry_runs, entry, boxes) for entry in (pair.one, pair.other)]
-            yield Job(pair, partial(read_both, pair, boxes), runs, bytes_at_a_time(pair))
+            yield Job(pair, partial(read_both, pair, boxes), runs, at_a_time)
 
 
 def tiles_of_jobs(pair: TensorPair) -> Iterator[list[Box]]:
