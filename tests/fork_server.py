@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import fcntl
 import gc
+import itertools
 import json
 import os
 import runpy
@@ -51,6 +52,8 @@ IMPORTED = (
 """What the commands of tests use that is slow to import."""
 _FOLDER = "CKPTOOL_TEST_FORKS"
 """Names the folder of the server's socket."""
+_FLAGS = ("-u", "-I", "-B")
+"""Options of ``python`` that change nothing of what a test looks at."""
 _LARGEST = 1 << 17
 """Bytes of the longest request."""
 
@@ -100,7 +103,7 @@ def forking_python(folder: Path) -> Path:
 
 def forward(place: str) -> None:
     """Let the server at ``place`` run what this program was given, and end as that does."""
-    words = sys.argv[2:] if sys.argv[1] == "-u" else sys.argv[1:]
+    words = list(itertools.dropwhile(_FLAGS.__contains__, sys.argv[1:]))
     connection = _ask(place, words, os.environ, Path.cwd(), [1, 2])
     process = int(connection.recv(16))
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-import psutil
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptool.errors import NotFound, TransferError, Unsupported, UsageError
 from ckptool.storage.clients.unfinished_uploads import abort_uploads
 from ckptool.storage.retry import Denied
-from ckptool.storage.url import WEB, Location, RemotePath
+from ckptool.storage.url import WEB, Location, RemotePath, location
 
 if TYPE_CHECKING:
-    from ckptool.commands.bench.launch import Meeting
+    from ckptool.commands.bench.meeting import Meeting
 
-_SHARED_MEMORY = Path("/dev/shm")
+_PREFIX = "ckptool-"
+_NAME = re.compile(rf"{_PREFIX}[a-z0-9_]{{8}}")
+"""The names that ``tempfile.mkdtemp`` makes (Python 3.11 to 3.14)."""
 _PAUSES = (0.02, 0.1, 0.5, 1.0, 0.0)
 _PIECE = 16 << 20
 
@@ -78,85 +82,75 @@ def remove(path: Location) -> None:
             path.unlink()
 
 
-def list_shared_memory() -> set[str]:
-    """Return the names of this user's shared memory."""
-    names = set()
-    for name in list_folder(_SHARED_MEMORY):
-        with suppress(OSError):
-            if (_SHARED_MEMORY / name).lstat().st_uid == os.getuid():
-                names.add(name)
-    return names
+class Folders(Struct, frozen=True):
+    """Where the ranks work: ``parent`` / ``name``, or as ``name`` below the URL ``store``.
 
+    ``temporary`` is this process's own, with the TMPDIR of its ranks and what they print.
+    """
 
-def free_shared_memory() -> int:
-    """Return the bytes that can still be put into shared memory."""
-    return shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else 0
-
-
-def unused_shared_memory(before: Collection[str], doomed: Collection[int] = ()) -> list[Path]:
-    """Return shared memory made since ``before`` that only the processes ``doomed`` have open."""
-    paths = [_SHARED_MEMORY / name for name in sorted(list_shared_memory() - set(before))]
-    if not paths:
-        return []
-    in_use: set[str] = set()
-    for process in psutil.process_iter():
-        if process.pid not in doomed:
-            in_use |= _open_paths(process)
-    return [path for path in paths if str(path) not in in_use]
-
-
-def _open_paths(process: psutil.Process) -> set[str]:
-    """Return the files that a process has open or mapped, as far as permitted."""
-    with suppress(psutil.Error):
-        return {file.path for file in [*process.open_files(), *process.memory_maps()]}
-    return set()
-
-
-class Folders(NamedTuple):
-    """Where the ranks work, their TMPDIR, and the URL to save below if in a store."""
-
-    scratch: str
     temporary: str
-    store: str | None
+    parent: str
+    name: str
+    store: str | None = None
+
+    @property
+    def scratch(self) -> Path:
+        return Path(self.parent, self.name)
+
+    @property
+    def stored(self) -> Location | None:
+        return None if self.store is None else location(self.store) / self.name
 
 
 @contextmanager
-def scratch(out: Location) -> Iterator[Folders]:
-    """Make the run's own folders, which are removed at the end."""
-    parent = out if isinstance(out, Path) else None
-    # sockets are among the temporary files, and their paths must be short
-    work, temporary = (tempfile.mkdtemp(prefix="ckptool-", dir=place) for place in (parent, None))
+def scratch(out: Location, *, leads: bool = True) -> Iterator[Folders]:
+    """Make the run's own folders, which are removed at the end.
+
+    A process that does not lead makes only what is its own; ``join_scratch`` has the rest.
+    """
+    temporary = tempfile.mkdtemp(prefix=_PREFIX)  # with sockets, whose paths must be short
+    made: list[Location] = [Path(temporary)]
+    parent = str(out) if isinstance(out, Path) else tempfile.gettempdir()
+    store = None if isinstance(out, Path) else out.url
     try:
-        (Path(work) / "logs").mkdir()
+        (Path(temporary) / "logs").mkdir()
+        if not leads:
+            yield Folders(temporary, parent, "", store)
+            return
+        work = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+        made.append(work)
         if isinstance(out, Path):
-            yield Folders(work, temporary, None)
+            yield Folders(temporary, parent, work.name)
         else:
-            with scratch_in_store(out / Path(work).name) as place:
-                yield Folders(work, temporary, place.url)
+            with scratch_in_store(out / work.name):
+                yield Folders(temporary, parent, work.name, store)
     finally:
-        for folder in (work, temporary):
-            remove(Path(folder))
+        for folder in made:
+            remove(folder)
 
 
 @contextmanager
-def scratch_of_all(out: Location, meeting: Meeting) -> Iterator[Folders]:
-    """Make rank 0's scratch folders, for every rank."""
-    if not meeting.rank:
-        with scratch(out) as folders:
-            meeting.gather(folders)
-            yield folders
-            meeting.gather(None)
-        return
-    folders = Folders(*meeting.gather(None)[0])
-    own = [folders.temporary] if folders.store is None else [folders.temporary, folders.scratch]
-    for folder in own:  # each node has its own
-        (Path(folder) / "logs").mkdir(parents=True, exist_ok=True)
+def join_scratch(folders: Folders, meeting: Meeting) -> Iterator[Folders]:
+    """Return the folders with the name that rank 0 made, for every rank.
+
+    A rank on a machine with a disk of its own makes the folder there, and removes it at the end.
+    Raises TransferError if the name is none that ``scratch`` makes.
+    """
+    name = str(meeting.gather(folders.name)[0])
+    if not _NAME.fullmatch(name):
+        raise TransferError(f"rank 0 sent {name!r} as the name of its folder")
+    joined = replace(folders, name=name)
     try:
-        yield folders
+        joined.scratch.mkdir()
+        made = True
+    except FileExistsError:
+        made = False
+    try:
+        yield joined
         meeting.gather(None)
     finally:
-        for folder in own:
-            remove(Path(folder))
+        if made:
+            remove(joined.scratch)
 
 
 def require_savable(out: RemotePath, *, abort: bool) -> None:

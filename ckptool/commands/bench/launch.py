@@ -1,4 +1,4 @@
-"""The task of the ranks: how they are started, and how they agree while they run."""
+"""The task of the ranks, and the process that keeps them: how it is started, heard and ended."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
+from io import FileIO
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NoReturn
 
-from msgspec import Struct, to_builtins
+import msgspec
+from msgspec import Struct
 
 from ckptool.commands.bench.files import Folders
-from ckptool.commands.bench.processes import adopt_orphans, end_descendants, last_line
+from ckptool.commands.bench.isolated import isolated
+from ckptool.commands.bench.processes import last_line
 from ckptool.commands.bench.report import Settings
 from ckptool.commands.bench.specs import TensorSpec, total
 from ckptool.errors import TransferError
-from ckptool.storage.url import Location, location
+from ckptool.storage.url import Location
 
 _LEAST_TIMEOUT = 240.0
 _SLOWEST = 10e6
@@ -31,17 +32,17 @@ _SLOWEST = 10e6
 _SLACK = 20
 """How many times as long as a raw write a save may take."""
 
-_MEETING_TIMEOUT = timedelta(hours=12)
-_POLL_MEETING = 0.003
 _POLL_EVENTS = 0.1
-_HOST = "127.0.0.1"
+_MOST_TIME_ENDING = 20.0
+_PIECE = 1 << 16
 _FATAL = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_KEEPER = "ckptool.commands.bench.worker.keeper"
 
 Emit = Callable[[dict[str, Any]], None]
 
 
 class Task(Struct):
-    """The ranks' task. ``folders.scratch`` is theirs alone.
+    """The ranks' task. The folders are theirs alone.
 
     ``write_rate``: bytes per second that all ranks write together, if known.
     """
@@ -59,127 +60,72 @@ class Task(Struct):
 
     def folder(self, job: str) -> Path:
         """Return where a job of the ranks may write."""
-        return Path(self.folders.scratch) / job.replace("/", "_")
+        return self.folders.scratch / job.replace("/", "_")
 
     def place(self, job: str) -> Location:
         """Return where a job of the ranks saves."""
-        if self.folders.store is None:
-            return self.folder(job)
-        return location(self.folders.store) / job.replace("/", "_")
+        store = self.folders.stored
+        return self.folder(job) if store is None else store / job.replace("/", "_")
 
     def log(self, job: str, rank: int) -> Path:
         """Return the file for the output of a job's processes."""
-        return Path(self.folders.scratch) / "logs" / f"{job.replace('/', '_')}-{rank}.log"
-
-
-class Meeting:
-    """Messages between the watching processes of all ranks, without a process group.
-
-    A group would start threads, which do not survive a fork. They meet at a store kept by the
-    process that started them, or else by rank 0.
-    """
-
-    def __init__(self) -> None:
-        self.rank = int(os.environ["RANK"])
-        self.size = int(os.environ["WORLD_SIZE"])
-        starter_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        self._store = self._connect(serve=not starter_serves and self.rank == 0)
-        self._number = self._events = 0
-
-    def _connect(self, *, serve: bool) -> Any:
-        return _connect(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), serve=serve)
-
-    def read_task(self) -> Task:
-        """Return the task that ``launch`` has for the ranks."""
-        fields = json.loads(self._store.get("task"))
-        specs = [
-            TensorSpec(tuple(path), tuple(shape), dtype) for path, shape, dtype in fields["specs"]
-        ]
-        folders = Folders(*fields["folders"])
-        return Task(Settings(**fields["settings"]), specs, fields["strategies"], folders)
-
-    def emit(self, event: dict[str, Any]) -> None:
-        """Report an event to ``launch``."""
-        self._store.set(f"event-{self._events}", json.dumps(event))
-        self._events += 1
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return what every rank passed, in rank order; values must be valid JSON."""
-        self._number += 1
-        keys = [f"gather-{self._number}-{rank}" for rank in range(self.size)]
-        self._store.set(keys[self.rank], json.dumps(value))
-        return [json.loads(self._await(key)) for key in keys]
-
-    def _await(self, key: str) -> bytes:
-        """Return the value of a key once it exists. The store's own wait ignores signals."""
-        while not self._has(key):
-            time.sleep(_POLL_MEETING)
-        value: bytes = self._store.get(key)
-        return value
-
-    def failing(self, job: str) -> Callable[[], str | None]:
-        """Return a function that returns another rank that failed at this job, if any."""
-        key = f"failed-{job}"
-        return lambda: f"rank {self._store.get(key).decode()} failed" if self._has(key) else None
-
-    def fail(self, job: str) -> None:
-        """Tell the others that this rank failed at the job."""
-        self._store.set(f"failed-{job}", str(self.rank))
-
-    def _has(self, key: str) -> bool:
-        return bool(self._store.check([key]))
-
-    def begin_group(self, job: str, backend: str, timeout: float) -> None:
-        """Start, within a child, the process group of this job's processes.
-
-        ``timeout``: seconds after which communication of its ranks fails.
-        """
-        import torch.distributed as dist
-        from torch._C._distributed_c10d import PrefixStore
-
-        store = PrefixStore(job, self._connect(serve=False))
-        most = timedelta(seconds=timeout)
-        dist.init_process_group(
-            backend, store=store, rank=self.rank, world_size=self.size, timeout=most
-        )
-
-
-def _connect(host: str, port: int, *, serve: bool) -> Any:
-    from torch._C._distributed_c10d import PrefixStore, TCPStore
-
-    store = TCPStore(host, port, None, serve, timeout=_MEETING_TIMEOUT, wait_for_workers=False)
-    return PrefixStore("ckptool-bench", store)
+        return Path(self.folders.temporary) / "logs" / f"{job.replace('/', '_')}-{rank}.log"
 
 
 def launch(task: Task, emit: Emit) -> None:
-    """Run the task on ranks that are processes of this machine; none is left afterwards.
+    """Have a process of its own keep the ranks that do the task; none is left afterwards.
 
-    Raises TransferError if a rank fails, KeyboardInterrupt and SystemExit if this process is told
-    to stop.
+    What else the calling process runs is not touched. Raises TransferError if a rank fails,
+    KeyboardInterrupt and SystemExit if this process is told to stop.
     """
-    store = _connect(_HOST, 0, serve=True)  # at a port that is free
-    store.set("task", json.dumps(to_builtins(task)))
-    ranks = task.settings.ranks
-    logs = [task.log("rank", rank) for rank in range(ranks)]
-    adopt_orphans()
-    events = 0
+    file, log = Path(task.folders.temporary) / "task", task.log("keeper", 0)
+    file.write_bytes(msgspec.json.encode(task))
+    reading, writing = os.pipe()
+    with _unwind_on_signals(), open(log, "wb") as output, open(reading, "rb", 0) as events:
+        try:
+            keeper = subprocess.Popen(
+                isolated(_KEEPER, str(file)),
+                stdin=subprocess.DEVNULL,
+                stdout=writing,
+                stderr=output,
+                start_new_session=True,  # out of reach of a terminal's Ctrl-C
+            )
+        finally:
+            os.close(writing)
+        try:
+            for line in _lines(events, keeper):
+                emit(json.loads(line))
+        finally:
+            _end(keeper)
+    if keeper.returncode:
+        words = last_line(log) or f"its keeper ended with {keeper.returncode}"
+        raise TransferError(f"a rank of the benchmark failed: {words}")
+
+
+def _lines(events: FileIO, process: subprocess.Popen[bytes]) -> Iterator[bytes]:
+    """Yield what a process prints until it ends, though what it started may hold the pipe still."""
+    pending, ended = b"", False
+    while not ended:
+        ended = process.poll() is not None
+        while wait([events.fileno()], 0 if ended else _POLL_EVENTS):
+            piece = events.read(_PIECE)
+            *lines, pending = (pending + piece).split(b"\n")
+            yield from lines
+            if not piece:
+                process.wait()
+                return
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Have a process end what it keeps, and then itself; kill it if it does not."""
     try:
-        with _unwind_on_signals():
-            port = store.underlying_store.port
-            processes = [_start_rank(rank, ranks, port, log) for rank, log in enumerate(logs)]
-            codes: list[int | None] = [None]
-            while None in codes:
-                time.sleep(_POLL_EVENTS)
-                codes = [process.poll() for process in processes]
-                while store.check([f"event-{events}"]):
-                    emit(json.loads(store.get(f"event-{events}")))
-                    events += 1
-                for code, log in zip(codes, logs, strict=True):
-                    if code:
-                        words = last_line(log) or "it printed nothing"
-                        raise TransferError(f"a rank of the benchmark failed: {words}")
+        process.terminate()
+        process.wait(_MOST_TIME_ENDING)
+    except subprocess.TimeoutExpired:
+        pass
     finally:
-        end_descendants()
+        process.kill()
+        process.wait()
 
 
 @contextmanager
@@ -199,25 +145,3 @@ def _unwind_on_signals() -> Iterator[None]:
     finally:
         for number in fatal:
             signal.signal(number, signal.SIG_DFL)
-
-
-def _start_rank(rank: int, ranks: int, port: int, log: Path) -> subprocess.Popen[bytes]:
-    """Start a rank as torchrun does, out of reach of a terminal's Ctrl-C."""
-    environment = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": ranks,
-        "LOCAL_WORLD_SIZE": ranks,
-        "MASTER_ADDR": _HOST,
-        "MASTER_PORT": port,
-        "TORCHELASTIC_USE_AGENT_STORE": True,
-    }
-    with open(log, "wb") as output:
-        return subprocess.Popen(
-            [sys.executable, "-m", "ckptool.commands.bench"],
-            env={**os.environ, **{name: str(value) for name, value in environment.items()}},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )

@@ -31,6 +31,9 @@ Tell = Callable[[str, Any], None]
 
 Work = Callable[[Tell], Any]
 
+Look = Callable[[Iterable[psutil.Process]], None]
+"""Takes note of what processes hold."""
+
 
 class ChildResult(Struct):
     """How a process ended: the result of its work, or the error.
@@ -52,14 +55,16 @@ def run_child(
     timeout: float = 300.0,
     stop: Callable[[], str | None] = lambda: None,
     on_event: Tell = lambda word, value: None,
+    look: Look = lambda processes: None,
     measure: bool = False,
     pause: float = _SAMPLE,
 ) -> ChildResult:
     """Work in a separate process, and wait until it ends. Its output goes to ``log``.
 
     ``stop`` is called every ``pause`` seconds; a reason that it returns ends the process, but not
-    its children, as do ``timeout`` seconds without a word. With ``measure``, memory is sampled from
-    the word ``training`` to ``checking``; the process waits for the first sample and for the last.
+    its children, as do ``timeout`` seconds without a word. ``look`` is given it and its children
+    whenever it waits, and before its end. With ``measure``, memory is sampled from the word
+    ``training`` to ``checking``; the process waits for the first sample and for the last.
     """
     context = multiprocessing.get_context("fork")
     pipe, theirs = context.Pipe()
@@ -79,6 +84,7 @@ def run_child(
         if sampling:
             pause = _sample(process.pid or 0, result, begin=word == "training")
         if word in _AWAITED:
+            look(with_descendants(process.pid))
             pipe.send(None)
             sampling = sampling and word != "checking"
         hung = time.monotonic() - last_event > timeout
@@ -86,6 +92,7 @@ def run_child(
         if reason:
             word, value = "failed", reason
             break
+    look(with_descendants(process.pid))
     if word == "end":
         result.value = value
         process.join(_MOST_TIME_ENDING)
@@ -115,7 +122,7 @@ def _sample(pid: int, result: ChildResult, *, begin: bool) -> float:
     """Measure the memory; return the seconds to wait so that measuring stays cheap."""
     started = time.perf_counter()
     with suppress(psutil.Error):
-        now = proportional_memory([psutil.Process(pid), *descendants(pid)])
+        now = proportional_memory(with_descendants(pid))
         result.base = now if begin else result.base
         result.peak = max(result.peak, now)
     return max(_SAMPLE, (time.perf_counter() - started) / _MOST_TIME_SAMPLING)
@@ -160,9 +167,9 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def die_with_parent() -> None:
-    """End this process by SIGKILL when its parent ends, however that ends."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """Have this process sent a signal when its parent ends, however that ends."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
 def require_proportional_memory() -> None:
@@ -184,6 +191,13 @@ def descendants(pid: int | None = None) -> list[psutil.Process]:
     """Return the processes below a process, by default this one; without zombies."""
     with suppress(psutil.Error):
         return list(filter(_runs, psutil.Process(pid).children(recursive=True)))
+    return []
+
+
+def with_descendants(pid: int | None) -> list[psutil.Process]:
+    """Return a process and those below it."""
+    with suppress(psutil.Error):
+        return [psutil.Process(pid), *descendants(pid)]
     return []
 
 
@@ -210,10 +224,14 @@ def orphans(timeout: float) -> list[psutil.Process]:
         time.sleep(0.05)
 
 
-def end_descendants(timeout: float = 5.0) -> None:
-    """Kill all processes below this one, including those started within ``timeout`` seconds."""
+def end_descendants(look: Look = lambda processes: None, timeout: float = 5.0) -> None:
+    """Kill all processes below this one, including those started within ``timeout`` seconds.
+
+    For a process that the benchmark itself started: all below it are the benchmark's, too.
+    """
     deadline = time.monotonic() + timeout
     while (processes := descendants()) and time.monotonic() < deadline:
+        look(processes)
         for process in processes:
             with suppress(psutil.Error):
                 process.kill()

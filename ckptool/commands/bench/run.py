@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from msgspec import Struct
 
 from ckptool.commands.bench.cost import UNKNOWN, Training
-from ckptool.commands.bench.files import (
-    list_shared_memory,
-    remove,
-    require_savable,
-    scratch,
-    scratch_of_all,
-    store_clients,
-    unused_shared_memory,
-)
-from ckptool.commands.bench.launch import Emit, Meeting, Task, launch
+from ckptool.commands.bench.files import require_savable, scratch, store_clients
+from ckptool.commands.bench.isolated import isolated
+from ckptool.commands.bench.launch import Task, launch
 from ckptool.commands.bench.machine import (
     describe_machine,
     installed_version,
@@ -31,7 +26,6 @@ from ckptool.commands.bench.report import BenchReport, Measured, Settings
 from ckptool.commands.bench.specs import TensorSpec, specs_like, specs_of_size, total
 from ckptool.commands.bench.strategies import select_strategies
 from ckptool.commands.bench.worker.device import Accelerators
-from ckptool.commands.bench.worker.rank import find_accelerators, run_rank
 from ckptool.commands.options.bench import STATE_SIZE, BenchOptions
 from ckptool.engine.ranks import read_launch, read_number
 from ckptool.errors import TransferError, Unsupported
@@ -63,29 +57,16 @@ class PreparedBench(Struct, frozen=True):
         the end, however that comes.
         """
         events: list[dict[str, Any]] = []
-        shared = list_shared_memory()
 
         def emit(event: dict[str, Any]) -> None:
             events.append(event)
             progress(event)
 
-        try:
-            first = self._run_ranks(emit)
-        finally:
-            for memory in unused_shared_memory(shared):
-                remove(memory)
-        return self._report(events) if first else None
-
-    def _run_ranks(self, emit: Emit) -> bool:
-        """Have all ranks do the task; return whether this process is the one that reports."""
-        if read_launch(os.environ) is None:
-            with scratch(self.out) as folders:
-                launch(Task(self.settings, self.specs, self.names, folders), emit)
-            return True
-        meeting = Meeting()
-        with scratch_of_all(self.out, meeting) as folders:
-            run_rank(Task(self.settings, self.specs, self.names, folders), meeting, emit)
-        return meeting.rank == 0
+        launched = read_launch(os.environ)
+        leads = launched is None or launched.rank == 0
+        with scratch(self.out, leads=leads) as folders:
+            launch(Task(self.settings, self.specs, self.names, folders), emit)
+        return self._report(events) if leads else None
 
     def _report(self, events: Sequence[Mapping[str, Any]]) -> BenchReport:
         def reasons(kind: str) -> dict[str, str]:
@@ -152,6 +133,24 @@ def _require_torch() -> None:
             f"the benchmark needs torch {wanted} or newer, {version} is installed",
             hint=f"pip install 'torch>={wanted}'",
         )
+
+
+def find_accelerators() -> Accelerators:
+    """Find the accelerators here, in another process: one that has asked can no longer fork.
+
+    Unsupported if torch cannot tell.
+    """
+    ran = subprocess.run(
+        isolated("ckptool.commands.bench.worker.device"), capture_output=True, check=False
+    )
+    try:
+        return msgspec.json.decode(ran.stdout.rpartition(b"\n")[2], type=Accelerators)
+    except msgspec.DecodeError:
+        lines = ran.stderr.decode("utf-8", "replace").strip().splitlines()
+        raise Unsupported(
+            f"torch cannot list the accelerators: {(lines or ['it printed nothing'])[-1]}",
+            hint="CUDA_VISIBLE_DEVICES= measures on CPU ranks",
+        ) from None
 
 
 def _count_ranks(asked: int | None, devices: Accelerators) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import subprocess
 import tempfile
@@ -42,7 +43,10 @@ class HalfDirty(TorchSave):
 
 
 class Leaking(TorchSave):
-    """Leaves a process, shared memory and temporary files where it is killed in mid-save."""
+    """Leaves a process, shared memory and temporary files where it is killed in mid-save.
+
+    The memory is of two kinds: what it has open, and what it has mapped.
+    """
 
     def save(self, state: State, path: Path) -> Any:
         import torch.distributed as dist
@@ -51,7 +55,8 @@ class Leaking(TorchSave):
             return super().save(state, path)
         if os.environ["RANK"] == "0":
             subprocess.Popen(["sleep", "654"], start_new_session=True)
-            Path(f"/dev/shm/ckptool-leak-{os.getpid()}").write_bytes(b"leak")
+            with _share("mapped") as stream:
+                self._held = [_share("open"), mmap.mmap(stream.fileno(), 4)]
             Path(tempfile.gettempdir(), "leaked.tmp").write_bytes(b"leak")
         path.mkdir(parents=True, exist_ok=True)
         file = path / f"checkpoint_{os.environ['RANK']}.pt"
@@ -60,6 +65,12 @@ class Leaking(TorchSave):
         file.write_bytes(b"half")
         time.sleep(600)
         return Handle()
+
+
+def _share(kind: str) -> Any:
+    path = Path(f"/dev/shm/ckptool-leak-{kind}-{os.getpid()}")
+    path.write_bytes(b"leak")
+    return path.open("r+b")
 
 
 class Failing(TorchSave):

@@ -1,28 +1,10 @@
-"""What a save leaves behind, on disk and in shared memory."""
+"""What a save leaves behind on disk."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
-from ckptool.commands.bench.files import (
-    file_sizes,
-    has_bytes,
-    list_shared_memory,
-    unused_shared_memory,
-)
-
-
-def test_shared_memory_that_nobody_holds_is_found() -> None:
-    before = list_shared_memory()
-    path = Path(f"/dev/shm/ckptool-test-{os.getpid()}")
-    try:
-        with open(path, "wb"):
-            assert path not in unused_shared_memory(before)
-            assert path in unused_shared_memory(before, {os.getpid()})
-        assert path in unused_shared_memory(before)
-    finally:
-        path.unlink()
+from ckptool.commands.bench.files import file_sizes, has_bytes
 
 
 def test_files_of_a_folder(tmp_path: Path) -> None:

@@ -6,21 +6,22 @@ interrupted command, which are its children, to be found and ended.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from fork_server import Forked, forking_python
-
-from ckptool.commands.bench.files import list_shared_memory, unused_shared_memory
 
 pytest.importorskip("torch")
 
@@ -30,6 +31,18 @@ SIZE = "2MB"
 REAL = ["torch-save", "dcp-sync", "dcp-async-thread/async+cached"]
 OWN = "bench_savers:"
 BENCH = ("-m", "ckptool", "bench")
+FORKING = "import sys; sys.executable = {!r}\n"
+MAIN = "from ckptool.cli import main; main()"
+BESIDE_ANOTHER_CHILD = f"""
+import subprocess
+child = subprocess.Popen(["sleep", "600"])
+try:
+    {MAIN}
+finally:
+    if child.poll() is None:
+        print("the other child runs", file=sys.stderr)
+    child.kill()
+"""
 PLANTED = [OWN + name for name in ("Dirty", "HalfDirty", "Failing", "Dying", "Impossible")]
 
 
@@ -43,7 +56,7 @@ class Ran:
     work: Path
     temporary: Path
     processes: list[str]
-    shared: list[Path]
+    shared: list[str]
 
     @property
     def told(self) -> dict[str, Any]:
@@ -53,15 +66,21 @@ class Ran:
         return next(row for row in self.told["strategies"] if row["name"] == name)
 
 
+HOSTILE = ("ckptool", "json", "torch", "msgspec", "multiprocessing", "sitecustomize", "typing")
+"""Modules that lie in the folder that the command runs in."""
+
+
 def start(folder: Path, *words: str, command: tuple[str, ...] = BENCH) -> Forked:
     """The command as a process of its own; its TMPDIR and its folder to work in are below."""
-    for name in ("work", "tmp"):
+    for name in ("work", "tmp", "model"):
         (folder / name).mkdir()
+    for name in HOSTILE:
+        (folder / "model" / f"{name}.py").write_text(f"open('{folder}/ran-{name}', 'w')")
     paths = (ROOT, HERE, os.environ.get("PYTHONPATH", ""))
     environment = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "TMPDIR": str(folder / "tmp")}
     size = () if "--like" in words else ("--size", SIZE)
     line = [*command, *size, "--repeat", "1", "--out", str(folder / "work"), *words]
-    return Forked(line, os.environ | environment, Path.cwd())
+    return Forked(line, os.environ | environment, folder / "model")
 
 
 def finish(process: Forked, folder: Path, shared: set[str]) -> Ran:
@@ -71,8 +90,15 @@ def finish(process: Forked, folder: Path, shared: set[str]) -> Ran:
     finally:
         process.kill()
     left = list(commands_about(folder))
-    found = unused_shared_memory(shared)
+    found = sorted(shared_memory() - shared)
+    assert list(folder.glob("ran-*")) == []
     return Ran(process.returncode, stdout, stderr, folder / "work", folder / "tmp", left, found)
+
+
+def shared_memory() -> set[str]:
+    """The names in shared memory of the kinds that savers make."""
+    kinds = ("ckptool-leak", "psm_", "torch_")
+    return {name for name in os.listdir("/dev/shm") if name.startswith(kinds)}
 
 
 def commands_about(folder: Path) -> Iterator[str]:
@@ -85,7 +111,7 @@ def commands_about(folder: Path) -> Iterator[str]:
 
 
 def bench(folder: Path, *words: str, command: tuple[str, ...] = BENCH) -> Ran:
-    shared = list_shared_memory()
+    shared = shared_memory()
     return finish(start(folder, *words, command=command), folder, shared)
 
 
@@ -106,9 +132,13 @@ def folder() -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def ran() -> Iterator[Ran]:
     wanted = ",".join(REAL + PLANTED)
-    command = ("-m", "torch.distributed.run", "--nproc-per-node", "2", *BENCH)
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
     with tempfile.TemporaryDirectory() as path, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHON_EXEC", str(forking_python(Path(path))))  # starts the ranks
+        python = forking_python(Path(path))
+        patch.setenv("PYTHON_EXEC", str(python))  # starts the ranks
+        program = Path(path, "program.py")
+        program.write_text(FORKING.format(str(python)) + MAIN)
+        command = (*torchrun, str(program), "bench")
         yield bench(Path(path), "--strategies", wanted, "--json", command=command)
 
 
@@ -182,41 +212,75 @@ def test_nothing_is_left_behind(ran: Ran) -> None:
 # Killed in mid-save
 
 
-MAIN = "from ckptool.cli import main; main()"
-
-
 def test_what_a_killed_loop_leaves_is_found_and_removed(folder: Path, tmp_path: Path) -> None:
+    """And what others leave meanwhile is not."""
     wanted = f"{OWN}Leaking,dcp-sync"
-    program = f"import sys; sys.executable = {str(forking_python(tmp_path))!r}\n" + MAIN
+    program = FORKING.format(str(forking_python(tmp_path))) + BESIDE_ANOTHER_CHILD
     words = ("--ranks", "2", "--strategies", wanted, "--abort", "--json")
-    ran = bench(folder, *words, command=("-c", program, "bench"))
+    shared = shared_memory()
+    process = start(folder, *words, command=("-c", program, "bench"))
+    wait_until(lambda: bool(list(folder.glob("work/*/*"))))
+    others = Path(f"/dev/shm/torch_{process.pid}_staged"), Path(f"/dev/shm/psm_{process.pid}")
+    others[0].mkdir()
+    try:
+        for file in (others[0] / "model.pt", others[1]):
+            file.write_bytes(b"the only copy")
+        ran = finish(process, folder, shared)
+        assert ran.shared == sorted(path.name for path in others)
+        assert [*others[0].iterdir()] == [others[0] / "model.pt"]
+    finally:
+        shutil.rmtree(others[0])
+        others[1].unlink(missing_ok=True)
     assert ran.code == 0, ran.stderr
+    assert ran.stderr.endswith("the other child runs\n")
     assert ran.told["settings"]["ranks"] == 2
     left = ran.row(OWN + "Leaking")["abort"]
     assert left["folder"] == "PASSES, NOT WHOLE"
     assert left["finished"] is False
     assert left["processes"] == ["sleep 654"]
-    assert [name.rpartition("-")[0] for name in left["shared"]] == ["ckptool-leak"]
+    leaked = [name.rpartition("-")[0] for name in left["shared"]]
+    assert leaked == ["ckptool-leak-mapped", "ckptool-leak-open"]
     assert [Path(file).name for file in left["files"]] == ["leaked.tmp"]
     clean = ran.row("dcp-sync")["abort"]
     assert (clean["processes"], clean["shared"]) == ([], [])
     assert clean["folder"] in ("nothing there", "does not pass") or clean["finished"]
-    test_nothing_is_left_behind(ran)
+    test_nothing_is_left_behind(dataclasses.replace(ran, shared=[]))
 
 
 def test_interrupted_it_leaves_nothing(folder: Path) -> None:
-    """Ctrl-C while a worker process of the library runs."""
-    shared = list_shared_memory()
+    """Ctrl-C while a worker process of the library runs; until then all listen on loopback."""
+    shared = shared_memory()
     process = start(folder, "--ranks", "1", "--strategies", "dcp-async-process/pinned")
-    deadline = time.monotonic() + 300
-    while not list(folder.glob("work/*/*/save-0/*")) and time.monotonic() < deadline:
-        time.sleep(0.02)
+    places: set[str] = set()
+
+    def saves() -> bool:
+        places.update(listening_below(process.pid))
+        return bool(list(folder.glob("work/*/*/save-0/*")))
+
+    wait_until(saves)
     os.kill(process.pid, signal.SIGINT)
     ran = finish(process, folder, shared)
+    assert places == {"127.0.0.1"}
     assert ran.code == 130
     assert "Traceback" not in ran.stderr
     assert ran.stderr.rstrip().splitlines()[-1].startswith("interrupted")
     test_nothing_is_left_behind(ran)
+
+
+def wait_until(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 300
+    while not happened() and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def listening_below(pid: int) -> Iterator[str]:
+    """The addresses at which a process and those below it listen."""
+    with suppress(psutil.Error):
+        process = psutil.Process(pid)
+        for one in (process, *process.children(recursive=True)):
+            with suppress(psutil.Error):
+                found = one.net_connections("inet")
+                yield from (at.laddr.ip for at in found if at.status == psutil.CONN_LISTEN)
 
 
 # Asked wrongly

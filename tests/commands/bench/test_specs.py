@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
+import msgspec
 import pytest
 from conftest import case
-from msgspec import to_builtins
 
 from ckptool.commands.bench.files import Folders
-from ckptool.commands.bench.launch import Meeting, Task
+from ckptool.commands.bench.launch import Task
 from ckptool.commands.bench.report import Settings
 from ckptool.commands.bench.specs import TensorSpec, specs_like, specs_of_size, total
 
@@ -44,12 +42,8 @@ def test_a_model_alone_gets_the_state_of_adamw() -> None:
     assert sum(spec.path[0] == "model" for spec in found) == len(source.shapes)
 
 
-def test_the_ranks_read_the_task_as_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ranks_read_the_task_as_it_was_given() -> None:
     settings = Settings("parameters", 8, 1, 2, "cpu", 1, "/f", abort=False)
     specs = [TensorSpec(("model", "w"), (2, 2), "float16")]
-    task = Task(settings, specs, ["dcp"], Folders("/s", "/t", None))
-    store = {"task": json.dumps(to_builtins(task))}
-    monkeypatch.setattr(Meeting, "_connect", lambda *_, **__: store)
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert Meeting().read_task() == task
+    task = Task(settings, specs, ["dcp"], Folders("/t", "/s", "ckptool-abcdefgh"))
+    assert msgspec.json.decode(msgspec.json.encode(task), type=Task) == task

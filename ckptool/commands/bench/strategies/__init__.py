@@ -5,7 +5,9 @@ from __future__ import annotations
 import fnmatch
 import importlib
 from collections.abc import Iterable
+from importlib.machinery import PathFinder
 
+from ckptool.commands.bench.isolated import search_path
 from ckptool.commands.bench.strategies import nvrx, torch_checkpointing, torch_savers
 from ckptool.commands.bench.strategies.base import Strategy
 from ckptool.core.text import one_of
@@ -31,6 +33,12 @@ def select_strategies(wanted: Iterable[str]) -> list[str]:
 
 def _match(word: str) -> list[str]:
     if ":" in word:
+        module = word.partition(":")[0].partition(".")[0]
+        if PathFinder.find_spec(module, search_path()) is None:
+            raise UsageError(
+                f"--strategies {word!r}: there is no module {module!r}",
+                hint="PYTHONPATH=FOLDER says where it is, also if that is the current folder",
+            )
         return [word]
     names = [
         name

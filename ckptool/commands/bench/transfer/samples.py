@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
+from ckptool.commands.bench.isolated import isolated_environment
 from ckptool.errors import TransferError
 
 
@@ -42,9 +43,10 @@ print(os.waitstatus_to_exitcode(status), wall, usage.ru_utime + usage.ru_stime, 
 """Starts the command and waits. A peak counts from the parent's size, so the parent is small."""
 
 
-def run_sample(command: Sequence[str], environment: Mapping[str, str] = os.environ) -> Sample:
+def run_sample(command: Sequence[str], environment: Mapping[str, str] | None = None) -> Sample:
     """Run a command to its end and return what it took.
 
+    No Python in it imports from the current folder, unless its environment is given.
     TransferError with its own words where it fails. The command runs in a process group of its own,
     which is killed should this process be interrupted.
     """
@@ -54,7 +56,7 @@ def run_sample(command: Sequence[str], environment: Mapping[str, str] = os.envir
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=environment,
+        env=isolated_environment() if environment is None else environment,
         start_new_session=True,
     )
     try:

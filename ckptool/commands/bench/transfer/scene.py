@@ -15,6 +15,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from ckptool.commands.bench.isolated import isolated_environment
 from ckptool.commands.bench.transfer.report import RowResult
 from ckptool.commands.bench.transfer.rows import OTHERS, Row
 from ckptool.commands.bench.transfer.samples import Sample, run_sample
@@ -33,7 +34,7 @@ class Scene:
 
     def __init__(self, paths: Mapping[str, str]) -> None:
         self.paths = paths
-        self.environment: Mapping[str, str] = os.environ
+        self.environment: Mapping[str, str] = isolated_environment()
 
     def command(self, row: Row) -> list[str]:
         """Return a row's command, with paths for placeholders."""
@@ -67,7 +68,11 @@ class Scene:
             return None
         python, *words = self.command(row)
         ran = subprocess.run(
-            [python, "-X", "importtime", *words], capture_output=True, text=True, check=True
+            [python, "-X", "importtime", *words],
+            capture_output=True,
+            text=True,
+            check=True,
+            env=self.environment,
         )
         modules = (line.rpartition("|")[2].strip() for line in ran.stderr.splitlines())
         return any(module == "torch" for module in modules)

@@ -6,7 +6,6 @@ store that is some way off: clients then differ as they do there. It counts what
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -117,7 +116,8 @@ class _StoreScene(Scene):
         super().__init__(paths)
         self._server = server
         self._objects = server.buckets[_BUCKET]
-        self.environment = os.environ | {
+        self.environment = {
+            **self.environment,
             "AWS_ENDPOINT_URL": server.endpoint,
             "AWS_ACCESS_KEY_ID": "bench",
             "AWS_SECRET_ACCESS_KEY": "bench",

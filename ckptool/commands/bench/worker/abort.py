@@ -9,14 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import asdict
 
-from ckptool.commands.bench.files import (
-    file_sizes,
-    has_bytes,
-    list_folder,
-    list_shared_memory,
-    remove,
-    unused_shared_memory,
-)
+from ckptool.commands.bench.files import file_sizes, has_bytes, list_folder, remove
 from ckptool.commands.bench.processes import (
     Tell,
     command_line,
@@ -43,7 +36,7 @@ def abort(rank: Rank, name: str, strategy: Strategy, whole: Collection[str]) -> 
     ``whole``: the names of the files of a finished save.
     """
     temporary = Path(rank.task.folders.temporary)
-    shared, files = list_shared_memory(), list_folder(temporary)
+    files = list_folder(temporary)
     job = f"{name}-abort"
     folder = rank.make_folder(job)
     path = folder / "save"
@@ -51,13 +44,13 @@ def abort(rank: Rank, name: str, strategy: Strategy, whole: Collection[str]) -> 
     processes = orphans(_GRACE)
     ranks = rank.meeting.gather([finished, [command_line(process) for process in processes]])
     own = {os.getpid(), *(process.pid for process in processes)}
-    unused = unused_shared_memory(shared, own)
+    unused = rank.shared.left(own)
     stray = [folder / n for n in list_folder(folder) - {path.name}]
     stray += [temporary / n for n in list_folder(temporary) - files]
     rank.meeting.gather(None)
-    end_descendants()
+    end_descendants(rank.shared.look)
     verdict = _judge_folder(rank, name, strategy, path, whole)
-    for leftover in [*unused, *stray]:
+    for leftover in stray:
         remove(leftover)
     rank.clean(folder)
     result = AbortResult(
@@ -91,6 +84,7 @@ def _kill_in_mid_save(rank: Rank, strategy: Strategy, job: str, path: Path) -> b
         timeout=rank.task.timeout,
         stop=lambda: "killed" if "saving" in words and has_bytes(path.parent) else None,
         on_event=lambda word, value: words.add(word),
+        look=rank.shared.look,
         pause=0.001,
     )
     return "over" in words

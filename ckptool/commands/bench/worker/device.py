@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any, TypeVar
 
+import msgspec
 from msgspec import Struct
 
 _Value = TypeVar("_Value")
@@ -101,9 +102,29 @@ class Device(Struct, frozen=True):
 
 
 def gather(value: _Value) -> list[_Value]:
-    """Return what every rank of the process group passed, in the order of ranks."""
+    """Return what every rank of the process group passed, in the order of ranks.
+
+    It goes as JSON: what comes from other ranks is of the type of ``value``, and names no code.
+    """
+    import torch
     import torch.distributed as dist
 
-    values = [value] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+    content = torch.frombuffer(bytearray(msgspec.json.encode(value)), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([len(content)]))
+    padded = torch.zeros(int(max(sizes)), dtype=torch.uint8)
+    padded[: len(content)] = content
+    rows = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(rows, padded)
+    kind = type(value)
+    return [
+        msgspec.json.decode(bytes(row[:size].tolist()), type=kind)
+        for row, size in zip(rows, map(int, sizes), strict=True)
+    ]
+
+
+def main() -> None:
+    """Print what this machine can train on."""
+    with os.fdopen(os.dup(1), "wb") as answer:
+        os.dup2(2, 1)  # for what torch and its backends print
+        answer.write(msgspec.json.encode(Accelerators.here()))

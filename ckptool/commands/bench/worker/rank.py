@@ -4,34 +4,34 @@ from __future__ import annotations
 
 import os
 import resource
-import tempfile
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ckptool.commands.bench.files import free_shared_memory, remove
-from ckptool.commands.bench.launch import Emit, Meeting, Task
+from msgspec.structs import replace
+
+from ckptool.commands.bench.files import join_scratch, remove
+from ckptool.commands.bench.launch import Emit, Task
 from ckptool.commands.bench.machine import measure_limits
+from ckptool.commands.bench.meeting import Meeting
 from ckptool.commands.bench.processes import (
     ChildResult,
     Tell,
     Work,
     adopt_orphans,
-    die_with_parent,
     end_descendants,
     run_child,
 )
+from ckptool.commands.bench.shared_memory import SharedMemory, free_shared_memory
 from ckptool.commands.bench.specs import total
 from ckptool.commands.bench.strategies import load_strategy
 from ckptool.commands.bench.strategies.base import Place, Strategy
 from ckptool.commands.bench.worker.abort import abort
-from ckptool.commands.bench.worker.device import Accelerators, Device
+from ckptool.commands.bench.worker.device import Device
 from ckptool.commands.bench.worker.loop import measure
 from ckptool.commands.bench.worker.training import Training
-from ckptool.errors import Unsupported
 
 _OPEN_FILES = 1 << 16
 
@@ -46,12 +46,13 @@ def run_rank(task: Task, meeting: Meeting, emit: Emit) -> None:
     """Do the task as this rank. ``emit`` takes the events, of rank 0 alone."""
     adopt_orphans()
     _allow_open_files()
-    os.environ["TMPDIR"] = tempfile.tempdir = task.folders.temporary
-    _import_torch()
+    shared = SharedMemory()
     try:
-        Rank(task, meeting, emit).run()
+        with join_scratch(task.folders, meeting) as folders:
+            Rank(replace(task, folders=folders), meeting, emit, shared).run()
     finally:
-        end_descendants()
+        end_descendants(shared.look)
+        shared.remove_left()
 
 
 def _allow_open_files() -> None:
@@ -61,7 +62,7 @@ def _allow_open_files() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, most))
 
 
-def _import_torch() -> None:
+def import_torch() -> None:
     """Import all that is heavy, so that no fork does; none of it starts a device's runtime."""
     import torch._dynamo
     import torch.distributed.checkpoint
@@ -74,9 +75,10 @@ def _import_torch() -> None:
 class Rank:
     """The watching process of a rank, in step with those of the other ranks."""
 
-    def __init__(self, task: Task, meeting: Meeting, emit: Emit) -> None:
+    def __init__(self, task: Task, meeting: Meeting, emit: Emit, shared: SharedMemory) -> None:
         self.task = task
         self.meeting = meeting
+        self.shared = shared
         self._emit: Emit = emit if meeting.rank == 0 else lambda event: None
 
     def run(self) -> None:
@@ -124,7 +126,7 @@ class Rank:
         if self.task.folders.store and not getattr(strategy, "to_urls", False):
             return ["saves to disks only", None]
         device, nbytes = Device(self.task.settings.device, 0), total(self.task.specs)
-        folder = Path(self.task.folders.scratch)
+        folder = self.task.folders.scratch
         place = Place(device, self.meeting.size, nbytes, free_shared_memory(), folder)
         reason = strategy.unavailable(place)
         return [reason, None if reason else strategy.remark(place)]
@@ -163,6 +165,7 @@ class Rank:
             timeout=self.task.timeout,
             stop=self.meeting.failing(job),
             on_event=partial(self._emit_progress, job),
+            look=self.shared.look,
             measure=measure,
         )
         if result.failure:
@@ -185,9 +188,10 @@ class Rank:
         return folder
 
     def clean(self, folder: Path) -> None:
-        """End what still runs below every rank, then remove the folder."""
-        end_descendants()
+        """End what still runs below every rank, then remove the folder and what they held."""
+        end_descendants(self.shared.look)
         self.meeting.gather(None)
+        self.shared.remove_left()
         if self.meeting.rank == 0:
             remove(folder)
 
@@ -195,27 +199,3 @@ class Rank:
 def _is_consequence(reason: str) -> bool:
     """Whether a rank failed because another one did: it was ended, or its connection was."""
     return reason.endswith(" failed") or " by peer" in reason
-
-
-def find_accelerators() -> Accelerators:
-    """Find the accelerators here, in another process: one that has asked can no longer fork.
-
-    Unsupported if torch cannot tell.
-    """
-    with warnings.catch_warnings(action="ignore"):
-        import torch  # noqa: F401 (here, for the rest of the run needs it as well)
-    with tempfile.NamedTemporaryFile() as log:
-        result = run_child(lambda tell: Accelerators.here(), Path(log.name))
-    if not isinstance(result.value, Accelerators):
-        raise Unsupported(
-            f"torch cannot list the accelerators: {result.failure}",
-            hint="CUDA_VISIBLE_DEVICES= measures on CPU ranks",
-        )
-    return result.value
-
-
-def run_started_rank() -> None:
-    """Do the task as a rank that ``launch`` started."""
-    die_with_parent()
-    meeting = Meeting()
-    run_rank(meeting.read_task(), meeting, meeting.emit)

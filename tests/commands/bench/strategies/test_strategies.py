@@ -66,6 +66,19 @@ def test_an_own_saver_that_is_not_there(name: str) -> None:
         load_strategy(name)
 
 
+def test_an_own_saver_in_the_current_folder_is_found_where_the_environment_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "saver_of_mine.py").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    with pytest.raises(UsageError, match="there is no module 'saver_of_mine'"):
+        select_strategies(["saver_of_mine:Saver"])
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert select_strategies(["saver_of_mine:Saver"]) == ["saver_of_mine:Saver"]
+
+
 def test_names_are_unique_and_every_strategy_says_what_it_is() -> None:
     assert all(name == item.name and item.says for name, item in STRATEGIES.items())
 

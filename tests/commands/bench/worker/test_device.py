@@ -12,7 +12,7 @@ import pytest
 
 from ckptool.commands.bench.machine import require_room
 from ckptool.commands.bench.run import _count_ranks
-from ckptool.commands.bench.worker.device import Accelerators, Device
+from ckptool.commands.bench.worker.device import Accelerators, Device, gather
 from ckptool.commands.bench.worker.loop import RankTimes, _save, _slowest, _train_before
 from ckptool.errors import Unsupported
 
@@ -73,10 +73,23 @@ for name in ("is_available", "device_count", "current_device", "init", "_lazy_in
     setattr(torch.cuda, name, never)
 for name in ("is_available", "device_count", "current_stream", "synchronize"):
     setattr(torch.accelerator, name, never)
-from ckptool.commands.bench.worker.rank import _import_torch
+from ckptool.commands.bench.worker.rank import import_torch
 from ckptool.commands.bench.strategies import STRATEGIES
-_import_torch()
+import_torch()
 """
+
+
+@pytest.mark.parametrize(
+    "value", [(0.5, 3), {"model.w", "ü"}, RankTimes([1.0], during=[[], [2.0]])]
+)
+def test_what_ranks_gather_goes_as_data(value: Any, tmp_path: Path) -> None:
+    """Pickles would name code."""
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        assert gather(value) == [value]
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_what_a_rank_loads_before_it_forks_starts_no_device() -> None:
@@ -223,11 +236,7 @@ def test_it_is_durable_when_the_last_has_written_and_the_slowest_fsync_is_done(
         RankTimes(blocked=[1.5], written=[4.0], synced=[0.0], device_peak=2),
     ]
 
-    def gather(into: list[Any], own: Any) -> None:
-        into[:] = ranks
-
-    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
-    monkeypatch.setattr("torch.distributed.all_gather_object", gather)
+    monkeypatch.setattr("ckptool.commands.bench.worker.loop.gather", lambda own: ranks)
     found = _slowest(ranks[0])
     assert (found["blocked"], found["written"], found["durable"]) == ([1.5], [4.0], [4.5])
     assert found["device_peak"] == 3
