@@ -45,7 +45,8 @@ class DcpMetadata(Struct, frozen=True):
 
     ``items`` is keyed by name and chunk offset; the offset is None for a bytes item. Those of
     tensors with a table are not included. ``named`` are the globals of the pickle, with the byte of
-    the first occurrence.
+    the first occurrence; not those of mere records, which trainers have of their own (OLMo-core 3.0
+    ``_StorageInfo``).
 
     Megatron-core records more. ``plans`` are, for each rank, the name and offset of every chunk it
     intended to save, in its own order (None if they were not recorded). ``reformulated`` are the
@@ -76,7 +77,8 @@ def parse(data: bytes, what: str) -> DcpMetadata:
         except Damaged as error:
             raise Damaged(error.message.recoded("metadata-unreadable")) from None
         del data  # for a large one as much as all columns take
-        named = {(item.module, item.name): at for item, at in loaded.globals.items()}
+        inert = loaded.globals.records
+        named = {(i.module, i.name): at for i, at in loaded.globals.items() if i not in inert}
         return _metadata(loaded.value, named, what)
 
 

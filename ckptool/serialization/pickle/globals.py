@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
+from typing import Any
 
 from ckptool.core.dtype import BY_NAME
 from ckptool.serialization.pickle.records import Global
@@ -22,7 +23,7 @@ def _expand(names_by_module: Mapping[str, str]) -> frozenset[Global]:
 
 
 GETATTR = Global("builtins", "getattr")
-"""Sound pickles call it only with one known pair of arguments; others can run code with it."""
+"""Sound pickles reach members of classes with it; others can run code with it: ``is_member``."""
 SHARDED_MODULE = "torch.distributed._shard.sharded_tensor.api"
 _BUILTINS = ("builtins", "__builtin__")
 _SAFE_BUILTINS = frozenset(
@@ -206,6 +207,7 @@ _KNOWN = _expand(
         "torch.storage": "UntypedStorage TypedStorage",
         "torch.fx.passes.shape_prop": "TensorMetadata",
         "torch.distributed.remote_device": "_remote_device",
+        "mmengine.logging.history_buffer": "HistoryBuffer",
         "megatron.core.enums": "ModelType",
         "megatron.core.transformer.enums": "AttnBackend CudaGraphScope CudaGraphModule",
         "megatron.core.rerun_state_machine": "RerunState RerunMode RerunDiagnostic",
@@ -223,10 +225,11 @@ _KNOWN_PACKAGES = tuple(
 )
 """Their classes are records of shards and metadata."""
 _HARMLESS_PACKAGES = frozenset(
-    "__torch__ accelerate addict composer datasets deepspeed diffusers easydict enum fairseq"
-    " lightning lightning_fabric megatron ml_collections nemo numpy omegaconf peft"
-    " pytorch_lightning safetensors timm tokenizers torch torchao torchtitan torchtune"
-    " torchvision transformers transformer_engine trl verl yacs".split()
+    "__torch__ accelerate addict bitsandbytes composer datasets deepspeed diffusers"
+    " distributed_shampoo easydict enum fairseq lightning lightning_fabric megatron"
+    " ml_collections mmcv mmengine nemo numpy olmo_core omegaconf peft pytorch_lightning"
+    " safetensors timm tokenizers torch torchao torchtitan torchtune torchvision transformers"
+    " transformer_engine trl verl yacs".split()
 )
 """Packages whose classes are records of settings, modules and tensors, whatever one is called."""
 
@@ -239,14 +242,26 @@ def is_known(item: Global) -> bool:
         return True
     if item.module == "torch" and item.name.endswith("Storage"):
         return True
-    return _is_class(item) and f"{item.module}.".startswith(_KNOWN_PACKAGES)
+    return is_class(item) and f"{item.module}.".startswith(_KNOWN_PACKAGES)
 
 
 def is_harmless(item: Global) -> bool:
     """Return whether a global is, by its name, a class of a package whose classes contain data."""
-    return item.module.partition(".")[0] in _HARMLESS_PACKAGES and _is_class(item)
+    return item.module.partition(".")[0] in _HARMLESS_PACKAGES and is_class(item)
 
 
-def _is_class(item: Global) -> bool:
+def is_member(owner: Any, name: Any) -> bool:
+    """Return whether a name can be that of a member of a class whose package contains data.
+
+    Hidden names are none: they lead from a class to its functions' modules.
+    """
+    if not isinstance(owner, Global) or "." in owner.name or can_run_code(owner):
+        return False
+    if not isinstance(name, str) or not name.isidentifier() or name.startswith("_"):
+        return False
+    return is_class(owner) and (is_known(owner) or is_harmless(owner))
+
+
+def is_class(item: Global) -> bool:
     """Return whether a name is written like a class's, not a function's."""
     return item.name.lstrip("_")[:1].isupper()

@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from ckptool.errors import Damaged, Hostile, Problem
 from ckptool.serialization.pickle.machine import HOSTILE_HINT, Machine
-from ckptool.serialization.pickle.records import Global, Persistent, PickleValue
+from ckptool.serialization.pickle.records import Global, Names, Persistent, PickleValue
 
 
 class Truncated(Damaged):
@@ -25,14 +25,14 @@ class Truncated(Damaged):
 class Loaded(Struct, frozen=True):
     """The content of a pickle.
 
-    ``value`` is the object, ``end`` the offset after its STOP, ``globals`` the offset of the first
-    opcode that names each global, ``persistent`` all persistent ids, ``hostile`` the problem of
-    each global that can run code, if these were accepted.
+    ``value`` is the object, ``end`` the offset after its STOP, ``globals`` what it names,
+    ``persistent`` all persistent ids, ``hostile`` the problem of each global that can run code, if
+    these were accepted.
     """
 
     value: PickleValue
     end: int
-    globals: dict[Global, int]
+    globals: Names
     persistent: list[Persistent]
     hostile: dict[Global, Problem]
 
@@ -54,11 +54,12 @@ def read_pickle(
     except Truncated:
         raise
     except Damaged:
-        remember_globals(data, machine.globals, start)
+        remember_globals(data, machine.names(), start)
         require_harmless(machine.hostile)
         raise
-    remember_globals(data, machine.globals, start)
-    return Loaded(value, machine.pos, machine.globals, machine.persistent, machine.hostile)
+    named = machine.names()
+    remember_globals(data, named, start)
+    return Loaded(value, machine.pos, named, machine.persistent, machine.hostile)
 
 
 def require_harmless(hostile: Mapping[Global, Problem]) -> None:
@@ -82,7 +83,7 @@ def _run(machine: Machine, size: int) -> PickleValue:
 
 
 _MOST_REMEMBERED = 1024
-_recent_globals: dict[bytes, dict[Global, int]] = {}
+_recent_globals: dict[bytes, Names] = {}
 """The globals of the most recently read pickles, by the digest of their bytes."""
 
 
@@ -92,25 +93,27 @@ def _digest(data: bytes) -> bytes:
     return hashlib.sha256(data).digest()
 
 
-def remember_globals(data: bytes, named: dict[Global, int], start: int = 0) -> None:
+def remember_globals(data: bytes, named: Names, start: int = 0) -> None:
     """Remember the globals of the first pickle of ``data``, up to where it breaks."""
     if start:
         return
     if len(_recent_globals) >= _MOST_REMEMBERED:
         _recent_globals.clear()
-    _recent_globals[_digest(data)] = dict(named)
+    _recent_globals[_digest(data)] = Names(named, named.records)
 
 
-def find_globals(data: bytes, *, pickles: int = 1) -> dict[Global, int]:
-    """Return all globals of consecutive ``pickles``, with the first offset in ``data`` of each.
+def find_globals(data: bytes, *, pickles: int = 1) -> Names:
+    """Return all globals of consecutive ``pickles``, with their offsets in ``data``.
 
     Including those that can run code. A malformed pickle is followed up to where it breaks. One
     that ``read_pickle`` read recently, complete or not, is not followed again.
     """
     known = _recent_globals.get(_digest(data)) if pickles == 1 else None
     if known is not None:
-        return dict(known)
+        return Names(known, known.records)
     offsets: dict[Global, int] = {}
+    made: set[Global] = set()
+    called: set[Global] = set()
     start = 0
     for _ in range(pickles):
         machine = Machine(data, start, "", judges=False, rows=True)
@@ -119,9 +122,12 @@ def find_globals(data: bytes, *, pickles: int = 1) -> dict[Global, int]:
             _run(machine, len(data))
         except Damaged:
             is_whole = False
-        for item, at in machine.globals.items():
+        named = machine.names()
+        made |= named.records
+        called |= named.keys() - named.records
+        for item, at in named.items():
             offsets.setdefault(item, start + at)
         if not is_whole:
             break
         start = machine.pos
-    return offsets
+    return Names(offsets, made - called)

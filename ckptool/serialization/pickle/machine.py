@@ -1,7 +1,4 @@
-"""The machine that follows a pickle's opcodes and calls nothing.
-
-Calls that make plain values are replaced with their results.
-"""
+"""The machine that follows a pickle's opcodes and calls nothing."""
 
 from __future__ import annotations
 
@@ -12,14 +9,22 @@ from typing import Any
 
 from ckptool.errors import Damaged, Hostile, Problem
 from ckptool.serialization.pickle.builder import MARK, Builder
-from ckptool.serialization.pickle.globals import GETATTR, SHARDED_MODULE, can_run_code, is_name
+from ckptool.serialization.pickle.globals import (
+    GETATTR,
+    SHARDED_MODULE,
+    can_run_code,
+    is_class,
+    is_member,
+    is_name,
+)
 from ckptool.serialization.pickle.instances import InstanceReader
+from ckptool.serialization.pickle.plain import PLAIN
 from ckptool.serialization.pickle.records import (
     MOST_SINGLE,
     TORCH_SIZE,
     Call,
     Global,
-    OrderedMapping,
+    Names,
     Persistent,
     PickleValue,
 )
@@ -55,6 +60,13 @@ class Machine(Builder):
         self.globals: dict[Global, int] = {}
         self.persistent: list[Persistent] = []
         self.hostile: dict[Global, Problem] = {}
+        self._made: set[Global] = set()
+        self._called: set[Global] = set()
+        self._has_members = False
+
+    def names(self) -> Names:
+        """Return what the program has named so far."""
+        return Names(self.globals, filter(is_class, self._made - self._called))
 
     def run(self) -> PickleValue:
         """Run the program and return its result. Millions of opcodes are handled here."""
@@ -158,6 +170,11 @@ class Machine(Builder):
         if item not in self.globals:
             if not is_name(module) or not is_name(name):
                 raise self.malformed("a global whose name is not a dotted name")
+            owner, _, member = name.rpartition(".")
+            if is_member(Global(module, owner), member):
+                self._name_global(module, owner, at)
+                self._push(self._member((self._pop(), member)))
+                return
             self.globals[item] = at
             if can_run_code(item):
                 self._accuse(item, f"names {item} at byte {at:,}, which can run code")
@@ -213,17 +230,46 @@ class Machine(Builder):
             plain = None if is_new else PLAIN.get((function.module, function.name))
             if plain is not None:
                 return plain(self, args)
+            (self._made if is_new else self._called).add(function)
+        self._called.update(arg for arg in args if isinstance(arg, Global))
+        if self._has_members and (isinstance(function, Call) or self._pass_member(args)):
+            self._accuse(GETATTR, f"would call an attribute at byte {self.pos - self._start:,}")
         self.charge(1)
         return Call(function, args, is_new)
 
     def _get_attribute(self, args: tuple[PickleValue, ...]) -> PickleValue:
-        """Resolve ``getattr``, by which ShardedTensor pickles reach one nested class."""
+        """Resolve ``getattr``, by which ShardedTensor pickles reach one nested class.
+
+        Of other classes it may reach members that nothing calls: enumerations of Python 3.11.0 to
+        3.11.3, and functions in protocol 2, such as those in mmengine's ``HistoryBuffer``.
+        """
         sharded = Global(SHARDED_MODULE, "ShardedTensor")
         if args == (sharded, "ProcessGroupState"):
             return Global(sharded.module, "ShardedTensor.ProcessGroupState")
+        if len(args) == 2 and is_member(*args):
+            return self._member(args)
         self._accuse(GETATTR, f"would call getattr at byte {self.pos - self._start:,}")
         self.charge(1)
         return Call(GETATTR, args)
+
+    def _member(self, args: tuple[PickleValue, ...]) -> Call:
+        """Return the record of a class's member."""
+        self.charge(1)
+        self._has_members = True
+        return Call(GETATTR, args)
+
+    def _pass_member(self, args: tuple[PickleValue, ...]) -> bool:
+        """Return whether a member is among the arguments of a call, which could call it."""
+        stack, seen = [*args], set[int]()
+        while stack:
+            item = stack.pop()
+            if isinstance(item, Call) and item.function == GETATTR:
+                return True
+            if isinstance(item, tuple | list | dict | set | frozenset) and id(item) not in seen:
+                seen.add(id(item))
+                self.charge(len(item))
+                stack += [*item, *item.values()] if isinstance(item, dict) else item
+        return False
 
     def _inst(self) -> None:
         args = tuple(self._pop_mark())
@@ -300,57 +346,3 @@ _HANDLERS: dict[bytes, Callable[[Machine], object]] = {
     pickle.BYTEARRAY8: lambda m: m._push(bytearray(m._take(m._uint(8)))),
 }
 _TABLE = {opcode[0]: handler for opcode, handler in _HANDLERS.items()}
-
-
-def _ordered(builder: Builder, args: tuple[Any, ...]) -> OrderedMapping:
-    if not args:
-        return OrderedMapping()
-    pairs = list(args[0].items() if isinstance(args[0], dict) else args[0])
-    builder.charge(len(pairs))
-    return OrderedMapping((builder.key(key), value) for key, value in pairs)
-
-
-def _encoded(builder: Builder, args: tuple[Any, ...]) -> bytes:
-    """Return bytes, which Python 3 writes in protocol 2 as ``_codecs.encode(text, 'latin1')``."""
-    text, *rest = args
-    if not isinstance(text, str) or rest not in (["latin1"], ["latin-1"]):
-        raise builder.malformed("_codecs.encode with a codec other than latin1")
-    builder.charge(len(text))
-    return text.encode("latin-1")
-
-
-def _set(builder: Builder, args: tuple[Any, ...]) -> set[PickleValue]:
-    items = list(args[0]) if args else []
-    builder.charge(len(items))
-    builder.require_keys(items)
-    return set(items)
-
-
-def _bytes(builder: Builder, args: tuple[Any, ...]) -> bytes:
-    if not args:
-        return b""
-    if not isinstance(args[0], bytes | list):
-        raise builder.malformed("bytes made from something other than bytes")
-    builder.charge(len(args[0]))
-    return bytes(args[0])
-
-
-def _bytearray(builder: Builder, args: tuple[Any, ...]) -> bytearray:
-    if len(args) == 2 and isinstance(args[0], str):
-        builder.charge(len(args[0]))
-        return bytearray(args[0].encode("latin-1"))
-    return bytearray(_bytes(builder, args))
-
-
-PLAIN: dict[tuple[str, str], Callable[[Builder, tuple[Any, ...]], PickleValue]] = {
-    ("collections", "OrderedDict"): _ordered,
-    ("_codecs", "encode"): _encoded,
-}
-for _module in ("builtins", "__builtin__"):
-    PLAIN |= {
-        (_module, "set"): _set,
-        (_module, "frozenset"): lambda builder, args: frozenset(_set(builder, args)),
-        (_module, "complex"): lambda _, args: complex(*map(float, args)),
-        (_module, "bytes"): _bytes,
-        (_module, "bytearray"): _bytearray,
-    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias, Union
 
 from msgspec import Struct
@@ -20,6 +21,18 @@ class Global(Struct, frozen=True):
 
 
 TORCH_SIZE = Global("torch", "Size")
+
+
+class Names(dict[Global, int]):
+    """The globals of a pickle, with the offset of the opcode that first names each.
+
+    ``records`` are classes of which the pickle only makes instances, without arguments that name
+    code, and sets their fields: neither a function nor an ``__init__`` of theirs is called.
+    """
+
+    def __init__(self, at: Mapping[Global, int] = {}, records: Iterable[Global] = ()) -> None:
+        super().__init__(at)
+        self.records = frozenset(records)
 
 
 class Call:

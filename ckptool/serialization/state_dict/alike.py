@@ -29,7 +29,7 @@ from ckptool.serialization.archive.read import (
 from ckptool.serialization.archive.siblings import Layout, Layouts
 from ckptool.serialization.archive.tensors import StoredTensor
 from ckptool.serialization.pickle.load import find_globals, read_pickle, remember_globals
-from ckptool.serialization.pickle.records import Call, Global, OrderedMapping, Persistent
+from ckptool.serialization.pickle.records import Call, Global, Names, OrderedMapping, Persistent
 from ckptool.serialization.source import Source
 from ckptool.serialization.state_dict.holes import (
     Literal,
@@ -150,7 +150,7 @@ class _Template(Struct):
     leaves: dict[str, Leaf]
     tensors: dict[str, _Movable]
     is_state: bool
-    globals: dict[Global, int]
+    globals: Names
     literals: tuple[Literal, ...] = ()
     meshes: tuple[tuple[Call, Call], ...] = ()
     probes_left: int = _MOST_PROBES

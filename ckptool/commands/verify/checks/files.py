@@ -16,7 +16,7 @@ from ckptool.formats.base import FileRole, FileRule, Format
 from ckptool.formats.shards import read_index
 from ckptool.serialization.archive.read import is_legacy, is_zip, read_torch_file
 from ckptool.serialization.archive.recover import find_archives
-from ckptool.serialization.pickle.records import Global
+from ckptool.serialization.pickle.records import Global, Names
 from ckptool.serialization.safetensors import read_safetensors
 from ckptool.serialization.source import LARGEST_IN_ROWS, Source, expect_edges, read_metadata
 from ckptool.storage.local import Files
@@ -119,7 +119,7 @@ class FileCheck:
         inner = {item.file for item in catalog.archives} | catalog.bare if catalog else set()
         named = catalog.named if catalog else {}
         for file, names in named.items():
-            self.pickles.note({Global(*name): at for name, at in names.items()}, file, 0)
+            self.pickles.note(Names({Global(*name): at for name, at in names.items()}), file, 0)
         for file in self._files(catalog):
             if file not in inner and file not in named:
                 self._attempt(file, self._look_at)

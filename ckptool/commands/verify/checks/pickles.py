@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any
 
@@ -10,7 +10,7 @@ from ckptool.core.catalog import ObjectEntry
 from ckptool.errors import Problem
 from ckptool.serialization.pickle.globals import can_run_code, is_harmless, is_known
 from ckptool.serialization.pickle.load import find_globals
-from ckptool.serialization.pickle.records import Call, Global
+from ckptool.serialization.pickle.records import Call, Global, Names
 from ckptool.serialization.state_dict.values import Expansion, list_parts
 
 _SMALL = 4096
@@ -36,7 +36,7 @@ class PickleAudit:
         named = self._find_in_small(data) if is_small else find_globals(data, pickles=pickles)
         return self.note(named, file, offset)
 
-    def note(self, named: Mapping[Global, int], file: str, offset: int | None) -> bool:
+    def note(self, named: Names, file: str, offset: int | None) -> bool:
         """Check the names found in a pickle, as ``look_at`` does."""
         belongs = True
         for item, at in named.items():
@@ -46,18 +46,24 @@ class PickleAudit:
             belongs = False
             if (file, item) not in self._reported:
                 self._reported.add((file, item))
-                self.problems.append(_problem(item, file, offset, at, hostile=hostile))
+                self.problems.append(
+                    _problem(
+                        item, file, offset, at, hostile=hostile, is_record=item in named.records
+                    )
+                )
         return belongs
 
 
-def _problem(item: Global, file: str, offset: int | None, at: int, *, hostile: bool) -> Problem:
+def _problem(
+    item: Global, file: str, offset: int | None, at: int, *, hostile: bool, is_record: bool
+) -> Problem:
     place = f"at byte {at:,} of its compressed pickle"
     if offset is not None:
         place = f"at byte {offset + at:,}"
     code, meaning = "unknown-callable", "is not known to be harmless; nothing was called"
     if hostile:
         code, meaning = "hostile-global", "can run code; nothing was called"
-    elif is_harmless(item):
+    elif is_record or is_harmless(item):
         code, meaning = "unknown-global", "is not part of a plain checkpoint"
     return Problem(f"{file}: pickle {place} names {item}, which {meaning}", code, file=file)
 
