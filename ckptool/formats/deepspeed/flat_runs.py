@@ -16,8 +16,17 @@ from ckptool.core.sharding.tensor_parallel import RankShard
 from ckptool.core.views import pieces_of_run
 from ckptool.errors import Damaged, Refusal
 from ckptool.formats.deepspeed.checkpoint import RankState
-from ckptool.formats.deepspeed.states import State
-from ckptool.serialization.state_dict.leaves import Barred, Leaf, PlainLeaf, find_refusal
+from ckptool.formats.deepspeed.states import State, require_shallow_dict
+from ckptool.serialization.archive.tensors import is_tensor_record
+from ckptool.serialization.source import Source
+from ckptool.serialization.state_dict.leaves import (
+    Barred,
+    Leaf,
+    PlainLeaf,
+    find_refusal,
+    read_leaves,
+)
+from ckptool.serialization.state_dict.values import same_value, walk_parts
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Parameters by name, in the order in which a flat buffer holds them."""
@@ -30,6 +39,8 @@ STATES = frozenset(
     " acc_delta worker_error server_error".split()
 )
 """The names of a parameter's state in DeepSpeed's and torch's optimizers."""
+_STEP = "step"
+_QUANT_STATE, _CODES = "__bnb_optimizer_quant_state__", {"qmap1", "absmax1"}
 _FEWEST = 16
 _PIECE = 1 << 20
 _T = TypeVar("_T")
@@ -158,7 +169,8 @@ class FlatSlot(Struct):
 def read_flat_slot(state: State, master: Any, values: Mapping[str, Any], padding: int) -> FlatSlot:
     """Return the master and the optimizer's state of one group.
 
-    A state of the master's length is flat as well; it may be ``padding`` elements longer.
+    A state of the master's length is flat as well; it may be ``padding`` elements longer. Blocks of
+    8-bit state are cut without regard to parameters: it stays as it is.
     """
     vector = state.vector(master)
     if vector is None or not is_flat(vector):
@@ -166,7 +178,8 @@ def read_flat_slot(state: State, master: Any, values: Mapping[str, Any], padding
             f"{state.file.what}: the masters of a flat group are not a flat tensor", "tensor-record"
         )
     slot, least = FlatSlot({MASTER: vector}), vector.shape[0]
-    for kind, value in values.items():
+    inner = require_shallow_dict(values.get(_QUANT_STATE))
+    for kind, value in (values if _CODES & inner.keys() else lift_state(values)).items():
         why, tensor = find_refusal(value), state.vector(value)
         if why is not None:
             slot.refused[kind] = why
@@ -177,6 +190,37 @@ def read_flat_slot(state: State, master: Any, values: Mapping[str, Any], padding
         else:
             slot.other[kind] = tensor or value
     return slot
+
+
+def lift_state(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a parameter's state with what bitsandbytes (0.45 to 0.50) keeps of it in a dict."""
+    inner = values.get(_QUANT_STATE)
+    if not isinstance(inner, dict):
+        return values
+    return {**{kind: value for kind, value in values.items() if kind != _QUANT_STATE}, **inner}
+
+
+def keep_own_scalars(source: Source, slots: Sequence[FlatSlot]) -> None:
+    """Let each partition keep the scalars that differ between them, as in Adafactor: the RMS.
+
+    Those are of partitions, not of parameters. All count the same steps.
+    """
+    for kind in dict.fromkeys(kind for slot in slots for kind in slot.scalars):
+        own = [slot for slot in slots if kind in slot.scalars]
+        first, *others = (_scalar_bytes(source, slot.scalars[kind]) for slot in own)
+        if kind != _STEP and not all(same_value(first, other) for other in others):
+            for slot in own:
+                slot.other[kind] = slot.scalars.pop(kind)
+
+
+def _scalar_bytes(source: Source, value: Any) -> Any:
+    """Return what tells whether two scalars are equal."""
+    if not isinstance(value, PlainLeaf):
+        return value
+    at, dtype = value.place, value.dtype
+    if not isinstance(at, Extent):
+        return None, value
+    return str(dtype), at.ops, source.read(at.file, at.offset, dtype.itemsize)
 
 
 def refuse_kinds(
@@ -218,13 +262,25 @@ def add_partition_run(
 
 
 def add_other(
-    contents: RankContents, ranks: Sequence[RankState], slots: Sequence[FlatSlot], number: int
+    contents: RankContents,
+    source: Source,
+    ranks: Sequence[RankState],
+    slots: Sequence[FlatSlot],
+    number: int,
 ) -> None:
-    """Keep what is neither flat nor a scalar for each rank, under the optimizer's own names."""
+    """Keep what is neither flat nor a scalar for each rank, under the optimizer's own names.
+
+    Tensors inside other values become tensors by themselves.
+    """
     for partition, slot in zip(ranks, slots, strict=True):
         for kind, value in slot.other.items():
             path = ("optimizer", "state", number, kind)
-            contents.add_leaf(path, value, partition.rank, rank_state=True)
+            if not isinstance(value, PlainLeaf) and any(map(is_tensor_record, walk_parts(value))):
+                file = partition.state.file.narrowed(value)
+                leaves = read_leaves(file, source, prefix=path, rank_state=True)
+                contents.add_leaves(leaves, partition.rank)
+            else:
+                contents.add_leaf(path, value, partition.rank, rank_state=True)
 
 
 def require_distinct_ranks(ranks: Sequence[RankState], slots: Sequence[Sequence[FlatSlot]]) -> None:

@@ -245,7 +245,7 @@ def _add_stage_3(contents: RankContents, checkpoint: DeepSpeedCheckpoint, mp: in
     add_placeholders(contents, models)
     add_frozen_pieces(contents, models)
     shapes = read_shape_groups(checkpoint.models[0, mp])
-    contents.attempt(add_split_groups, checkpoint.partitions(mp), shapes)
+    contents.attempt(add_split_groups, checkpoint, mp, shapes)
     return {name for group in shapes for name in group}
 
 

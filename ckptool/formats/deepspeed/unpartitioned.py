@@ -15,7 +15,7 @@ from typing import Any
 
 from ckptool.formats.deepspeed.checkpoint import DeepSpeedCheckpoint
 from ckptool.formats.deepspeed.experts import find_lost_optimizers, read_experts, select_experts
-from ckptool.formats.deepspeed.flat_runs import MASTER, RankContents, Run, Shapes
+from ckptool.formats.deepspeed.flat_runs import MASTER, RankContents, Run, Shapes, lift_state
 from ckptool.formats.deepspeed.states import (
     State,
     dict_or_empty,
@@ -98,7 +98,10 @@ def _add_optimizer(
     if isinstance(flats, list):
         return None if experts else _add_flat(contents, state, inner, flats, shapes, rank)
     masters = _find_masters(state, groups)
-    moments = {i: require_shallow_dict(own) for i, own in inner.inner("state").fields.items()}
+    moments = {
+        number: lift_state(require_shallow_dict(own))
+        for number, own in inner.inner("state").fields.items()
+    }
     wanted = [
         [_find_shape(inner, moments.get(i), masters.get(i)) for i in group] for group in groups
     ]
@@ -176,7 +179,8 @@ def _add_flat(
     if len(vectors) != 1 or vectors[0].shape != (total,):
         return None
     kinds: dict[str, PlainLeaf] = {MASTER: vectors[0]}
-    for kind, value in require_shallow_dict(inner.inner("state").fields.get(0)).items():
+    moments = require_shallow_dict(inner.inner("state").fields.get(0))
+    for kind, value in lift_state(moments).items():
         vector = inner.vector(value)
         if vector is not None and vector.shape == (total,):
             kinds[str(kind)] = vector

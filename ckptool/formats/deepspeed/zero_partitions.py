@@ -30,6 +30,7 @@ from ckptool.formats.deepspeed.flat_runs import (
     add_partition_run,
     cut_evenly,
     is_flat,
+    keep_own_scalars,
     read_flat_slot,
     refuse_kinds,
     require_distinct_ranks,
@@ -77,8 +78,9 @@ def add_flat_groups(
         for expert_rank, names in enumerate(experts):
             chosen = _select_members(len(ranks), parts, expert_rank, data_first)
             members = [(ranks[dp], group[dp]) for dp in chosen]
+            keep_own_scalars(checkpoint.source, [slot for _, slot in members])
             _add_group(contents, members, shapes, names, paddings[number])
-        add_other(contents, ranks, group, number)
+        add_other(contents, checkpoint.source, ranks, group, number)
 
 
 def _list_group_names(state: State) -> list[tuple[Any, int]]:
@@ -275,9 +277,10 @@ def _find_flat_vector(slot: FlatSlot, kind: str) -> PlainLeaf | None:
 
 
 def add_split_groups(
-    contents: RankContents, ranks: Sequence[RankState], groups: Sequence[Shapes]
+    contents: RankContents, checkpoint: DeepSpeedCheckpoint, mp: int, groups: Sequence[Shapes]
 ) -> None:
     """Add the tensors of ZeRO 3; none if it has no ranks, as in a universal checkpoint."""
+    ranks = checkpoint.partitions(mp)
     if not ranks:
         return
     shapes = {name: shape for group in groups for name, shape in group.items()}
@@ -286,6 +289,8 @@ def add_split_groups(
     slots = [_read_sub_slots(partition.state) for partition in ranks]
     require_distinct_ranks(ranks, slots)
     refuse_kinds(contents, [slot for own in slots for slot in own], shapes, ranks[0].rank)
+    for of_ranks in zip(*slots, strict=False):
+        keep_own_scalars(checkpoint.source, of_ranks)
     for partition, own in zip(ranks, slots, strict=True):
         sizes = [slot.flat[MASTER].shape[0] for slot in own]
         for run in place_split_runs(shapes, sizes, partition.dp, len(ranks)):
@@ -295,7 +300,7 @@ def add_split_groups(
             for kind, value in own[run.part].scalars.items():
                 contents.add_leaf((kind, run.name), value, partition.rank)
         for number, slot in enumerate(own):
-            add_other(contents, [partition], [slot], number)
+            add_other(contents, checkpoint.source, [partition], [slot], number)
 
 
 def place_split_runs(shapes: Shapes, sizes: Sequence[int], rank: int, ranks: int) -> Iterator[Run]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle  # the names of its opcodes
 import struct
 from collections.abc import Callable
-from typing import Any
 
 from ckptool.errors import Damaged, Hostile, Problem
 from ckptool.serialization.pickle.builder import MARK, Builder
