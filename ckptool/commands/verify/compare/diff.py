@@ -31,7 +31,13 @@ _SHOWN_APART = frozenset(
     ["tensor-missing", "tensor-extra", "shape-differs", "dtype-differs", "tensor-differs"]
 )
 """The codes of findings that the report has as tensors."""
-_OF_VALUES = ("value", "companion", "excluded", "nothing-compared")
+_OF_CONTENT = frozenset(
+    "value-differs value-not-compared companion-missing companion-differs"
+    " excluded nothing-compared".split()
+)
+"""The codes of what is not compared without ``--values``."""
+_OF_VALUES = frozenset(["value-missing", "value-extra", "values-unsupported"])
+"""The codes that the model of a config.json has nothing to do with."""
 
 
 class DiffSide(Struct, frozen=True):
@@ -127,7 +133,7 @@ def diff(
     one = Side(SIDES[0], path, lambda: open_checkpoint(path, options.read, whole=False))
     names = one.opened.catalog.tensors if one.opened else {}
     two = Side(SIDES[1], other, lambda: open_other(other, theirs, names))
-    if options.values and two.opened is not None and is_model(two.opened):
+    if options.values and two.opened is not None and _is_model(two):
         raise UsageError(f"{two.opened.path}: a model without values to compare with")
     verify = VerifyOptions(read=options.read, workers=options.workers)
     comparison = Comparison((one, two), options.rewrite, verify, options.compare)
@@ -159,7 +165,8 @@ def _report(
     whole = comparison.report()
     findings = [f for f in whole.verify.findings if f.code not in _SHOWN_APART]
     if not options.values:
-        findings = [f for f in findings if not f.code.startswith(_OF_VALUES)]
+        left_out = _OF_CONTENT | _OF_VALUES if _is_model(sides[1]) else _OF_CONTENT
+        findings = [f for f in findings if f.code not in left_out]
     counts = {
         "only in A": len(only_a),
         "only in B": len(only_b),
@@ -183,7 +190,7 @@ def _report(
         fit=_fit(sides, mine, theirs, options) if only_b else None,
         readable=whole.coverage is not None,
         ok=whole.coverage is not None and not different,
-        summary=_summary(whole, counts, findings, len(comparison.alike), options),
+        summary=_summary(whole, counts, findings, comparison, options),
     )
 
 
@@ -226,6 +233,10 @@ def _changes(
     return tensors, changed_modules(names, tensors, squares)
 
 
+def _is_model(side: Side) -> bool:
+    return side.opened is not None and is_model(side.opened)
+
+
 def _side(side: Side) -> DiffSide:
     if side.opened is None:
         return DiffSide(side.path, None, 0, 0)
@@ -240,7 +251,7 @@ def _summary(
     whole: AgainstReport,
     counts: dict[str, int],
     findings: list[Finding],
-    alike: int,
+    comparison: Comparison,
     options: DiffOptions,
 ) -> str:
     """Return one line that begins with ALIKE, EQUAL, DIFFERENT or FAILED."""
@@ -257,4 +268,6 @@ def _summary(
         return f"DIFFERENT: {', '.join(parts)}"
     if options.values:
         return whole.verify.summary
-    return f"ALIKE: {plural(alike, 'tensor')} by name, shape and type; content not compared"
+    alike = f"ALIKE: {plural(len(comparison.alike), 'tensor')} by name, shape and type"
+    values = f", {plural(whole.values, 'value')} by name" if whole.values else ""
+    return f"{alike}{values}; content not compared"

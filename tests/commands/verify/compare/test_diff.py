@@ -75,11 +75,30 @@ def test_names_shapes_and_types_are_compared_and_no_data_is_read(
 def test_the_same_names_shapes_and_types_are_alike_whatever_the_values(
     a: Path, tmp_path: Path
 ) -> None:
-    other = saved(tmp_path / "b.pt", embed__weight=torch.zeros(3, 4), step=7)
+    other = saved(tmp_path / "b.pt", embed__weight=torch.zeros(3, 4))
     report = ckptool.diff(a, other)
     assert report.ok
     assert report.summary == "ALIKE: 6 tensors by name, shape and type; content not compared"
     assert not ckptool.diff(a, other, values=True).ok
+
+
+def test_names_of_values_are_names_whatever_the_values(a: Path, tmp_path: Path) -> None:
+    one = saved(tmp_path / "one.pt", step=7)
+    other = saved(tmp_path / "other.pt", step=8)
+    whole = "ALIKE: 6 tensors by name, shape and type, 1 value by name; content not compared"
+    assert ckptool.diff(one, other).summary == whole
+    for first, second in ((one, saved(tmp_path / "less.pt")), (a, one), (one, a)):
+        report = ckptool.diff(first, second)
+        assert (report.ok, report.summary) == (False, "DIFFERENT: 1 other difference")
+        assert ckptool.diff(first, second, drop=["step"]).ok
+
+
+def test_a_folder_that_lacks_a_value_of_the_others_side_file(a: Path, tmp_path: Path) -> None:
+    for name, values in (("one", {"step": 7, "lr": 0.1}), ("other", {"step": 7}), ("none", {})):
+        ckptool.convert(saved(tmp_path / f"{name}.pt", **values), tmp_path / name, to="hf")
+    for other in ("other", "none"):
+        assert not ckptool.diff(tmp_path / "one", tmp_path / other).ok
+        assert not ckptool.diff(tmp_path / other, tmp_path / "one").ok
 
 
 def test_what_changed_most_comes_first(a: Path, tmp_path: Path) -> None:
