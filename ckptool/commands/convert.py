@@ -21,7 +21,7 @@ from ckptool.commands.keymap.records import CONFIG
 from ckptool.commands.open import OpenedCheckpoint, no_collecting, open_checkpoint
 from ckptool.commands.options.rewrite import RewriteOptions, Selection
 from ckptool.commands.options.target import ConvertOptions, SaveOptions
-from ckptool.commands.rewrite import RewriteResult, rewrite
+from ckptool.commands.rewrite import RenamedCounts, RewriteResult, rewrite
 from ckptool.commands.transfer.overwrite import may_open_late
 from ckptool.commands.transfer.report import TransferReport
 from ckptool.commands.transfer.transfer import (
@@ -46,11 +46,16 @@ from ckptool.storage.url import Location
 
 
 class ConvertReport(TransferReport, frozen=True, kw_only=True):
-    """A conversion, planned or done. ``cast``, ``dequantized`` count tensors by stored type."""
+    """A conversion, planned or done.
+
+    ``cast`` and ``dequantized`` count tensors by stored type, ``renamed`` those of the selection
+    that have another name than before.
+    """
 
     excluded: tuple[str, ...] = ()
     cast: dict[str, int] = field(default_factory=dict)
     dequantized: dict[str, int] = field(default_factory=dict)
+    renamed: RenamedCounts = RenamedCounts()
 
     schema: ClassVar = "convert"
 
@@ -97,6 +102,7 @@ def prepare(
         map=rewritten.map,
         cast=rewritten.cast,
         dequantized=rewritten.dequantized,
+        renamed=rewritten.renamed,
         notes=(
             *catalog.notes,
             *layout.notes,

@@ -5,7 +5,6 @@ Only the bytes they need are read.
 
 from __future__ import annotations
 
-import glob
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
@@ -96,7 +95,7 @@ def open_slices(source: Location, asked: Sequence[str], options: ExtractOptions)
     """
     opened = open_checkpoint(source, options.read, whole=False)
     subscripts = _resolve(opened.catalog, asked)
-    names = Selection(select=tuple(map(glob.escape, subscripts)))
+    names = Selection(select=tuple(subscripts))
     casts = options.rewrite.casts
     if casts is not None and casts.model is not None:  # an exact name is meant, weight or not
         casts = Casts(None, (*casts.rules, ("*", casts.model)))

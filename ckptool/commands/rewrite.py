@@ -24,7 +24,7 @@ from ckptool.core.quantization.apply import DequantizeResult, dequantize
 from ckptool.core.quantization.config import QuantizationConfig
 from ckptool.core.quantization.model import Surroundings
 from ckptool.core.quantization.names import quantized_names
-from ckptool.core.selection import drop, rename, select, strip_prefix, strip_prefixes, substitution
+from ckptool.core.selection import drop, names_of, rename_by, select, strip_prefix, strip_prefixes
 from ckptool.core.state_category import (
     is_master,
     masters_are_weights,
@@ -43,12 +43,19 @@ if TYPE_CHECKING:
 _MOST_DESCRIBED = 1 << 16
 
 
+class RenamedCounts(Struct, frozen=True):
+    """How many tensors and values have another name than before."""
+
+    tensors: int = 0
+    values: int = 0
+
+
 class RewriteResult(Struct, frozen=True):
     """The result of rewriting a checkpoint.
 
     ``whole`` is everything that could be selected, ``kept`` the selection, ``catalog`` the result.
     ``cast`` counts the tensors cast from each type, ``dequantized`` those of each kind of
-    quantization.
+    quantization, ``renamed`` what ``--strip-prefix`` and ``--rename`` changed.
     """
 
     whole: Catalog
@@ -57,6 +64,7 @@ class RewriteResult(Struct, frozen=True):
     map: MapReport | None
     cast: dict[str, int]
     dequantized: dict[str, int]
+    renamed: RenamedCounts
 
 
 def rewrite(
@@ -79,7 +87,8 @@ def rewrite(
     source = DequantizeResult(opened.catalog, {}, {})
     if options.dequantize:
         source = _dequantize(opened, casts.model, options.map.assets)
-    kept = select_entries(source.catalog, options.selection)
+    chosen = select_entries(source.catalog, options.selection)
+    kept, renamed = _rename(chosen, options.selection)
     counts = source.counts(kept)
     require_readable(kept, opened.source, "what was selected")
     check(kept)
@@ -90,7 +99,7 @@ def rewrite(
     else:
         catalog, report = _apply_key_map(opened, kept, options.map, whole=whole)
     catalog, cast_counts = _cast(catalog, casts)
-    return RewriteResult(source.catalog, kept, catalog, report, cast_counts, counts)
+    return RewriteResult(source.catalog, kept, catalog, report, cast_counts, counts, renamed)
 
 
 def _dequantize(
@@ -141,24 +150,38 @@ class _SmallReader:
 
 
 def select_entries(catalog: Catalog, selection: Selection) -> Catalog:
-    """Return the selection from a catalog, renamed as requested; UsageError for invalid requests.
+    """Return the selection from a catalog; UsageError for invalid requests.
 
     Every entry keeps the ``part`` that it had under its former name.
     """
     catalog = with_every_part(catalog)
+    names = names_of(catalog) if selection.select or selection.drop else ()
     if selection.select:
         catalog = select(catalog, selection.select)
     if selection.drop:
-        catalog = drop(catalog, selection.drop)
+        catalog = drop(catalog, selection.drop, names)
     if selection.model_only or selection.peft_adapter:
         catalog = only_model(catalog)
     if selection.peft_adapter:
         catalog = adapter_of(catalog)
-    if selection.strip_prefix is not None:
-        catalog = strip_prefix(catalog, selection.strip_prefix)
-    for rule in selection.rename:
-        catalog = rename(catalog, substitution(rule))
     return catalog
+
+
+def _rename(catalog: Catalog, selection: Selection) -> tuple[Catalog, RenamedCounts]:
+    """Return a catalog renamed as requested, and how much was; UsageError for invalid requests."""
+    renamed = catalog
+    if selection.strip_prefix is not None:
+        renamed = strip_prefix(renamed, selection.strip_prefix)
+    for rule in selection.rename:
+        renamed = rename_by(renamed, rule)
+    counts = (
+        sum(before != after for before, after in zip(*names, strict=True))
+        for names in (
+            (catalog.tensors, renamed.tensors),
+            (catalog.objects, renamed.objects),
+        )
+    )
+    return renamed, RenamedCounts(*counts)
 
 
 def _may_be_of_model(name: str, why: str) -> bool:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -12,6 +11,7 @@ from msgspec.structs import replace
 from ckptool.core.catalog import Catalog, ScaledBlocks, TensorEntry
 from ckptool.core.dtype import DType, parse_dtype
 from ckptool.core.quantization.names import quantized_names
+from ckptool.core.selection import meant_by
 from ckptool.core.state_category import state_category
 from ckptool.core.text import list_some, plural
 from ckptool.errors import UsageError
@@ -21,20 +21,28 @@ _WITHOUT_TORCH = frozenset(["float64", "float32", "float16", "bfloat16"])
 
 
 class Casts(Struct, frozen=True):
-    """The type for the ``model``'s weights, and ``rules`` of a glob and a type.
+    """The type for the ``model``'s weights, and ``rules`` of a name or glob and a type.
 
-    The first rule that matches a name decides, whatever the tensor is.
+    The first rule that means a name decides, whatever the tensor is.
     """
 
     model: DType | None = None
     rules: tuple[tuple[str, DType], ...] = ()
 
-    def dtype_for(self, entry: TensorEntry) -> DType | None:
-        """Return the type to cast a tensor to; None if none was requested."""
-        for glob, dtype in self.rules:
-            if fnmatchcase(entry.name, glob):
-                return dtype
-        return self.model if state_category(entry) == "model" else None
+    def dtypes_for(
+        self, entries: Mapping[str, TensorEntry], names: Container[str]
+    ) -> dict[str, DType | None]:
+        """Return the types to cast tensors to; None if none was requested.
+
+        ``names`` are those of all tensors, any of which a rule may name.
+        """
+        rules = [(meant_by([pattern], names), dtype) for pattern, dtype in self.rules]
+
+        def choose(entry: TensorEntry) -> DType | None:
+            default = self.model if state_category(entry) == "model" else None
+            return next((dtype for means, dtype in rules if means(entry.name)), default)
+
+        return {name: choose(entry) for name, entry in entries.items()}
 
 
 NO_CASTS = Casts()
@@ -80,7 +88,7 @@ def cast(catalog: Catalog, casts: Casts) -> CastResult:
     quantized = quantized_names(catalog)
     castable = {n: e for n, e in catalog.tensors.items() if can_cast(e) and n not in quantized}
     _require_used(catalog, casts, castable)
-    dtypes = {name: casts.dtype_for(entry) for name, entry in castable.items()}
+    dtypes = casts.dtypes_for(castable, catalog.tensors)
     tensors, changed = dict(catalog.tensors), []
     for name, dtype in dtypes.items():
         if dtype is not None and dtype != castable[name].dtype:
@@ -173,11 +181,11 @@ def beyond(wanted: str) -> str:
     return "infinite" if wanted in _RANGES else "NaN"
 
 
-def _require_used(catalog: Catalog, casts: Casts, castable: Collection[str]) -> None:
+def _require_used(catalog: Catalog, casts: Casts, castable: Mapping[str, TensorEntry]) -> None:
     for glob, dtype in casts.rules:
-        if any(fnmatchcase(name, glob) for name in castable):
+        matched = [*filter(meant_by([glob], catalog.tensors), catalog.tensors)]
+        if not castable.keys().isdisjoint(matched):
             continue
-        matched = [name for name in catalog.tensors if fnmatchcase(name, glob)]
         if matched:
             raise UsageError(
                 f"--dtype {glob!r}={dtype}: cannot cast {matched[0]}",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Protocol, TypeVar
@@ -57,9 +57,15 @@ def unwrapping_hint(names: Sequence[str], known: Callable[[str], bool]) -> str |
     return f"--rename '{rule}' removes the wrappers from the names"
 
 
-def matches(name: str, globs: Sequence[str]) -> bool:
-    """Return whether a name matches any of the globs (``*`` also matches dots)."""
-    return any(fnmatchcase(name, glob) for glob in globs)
+def meant_by(patterns: Collection[str], names: Container[str]) -> Callable[[str], bool]:
+    """Return whether any of the patterns of an option means a name.
+
+    A pattern that is one of the ``names`` means only that one, whatever characters it has; any
+    other is a glob, whose ``*`` also matches dots.
+    """
+    whole = {pattern for pattern in patterns if pattern in names}
+    globs = [pattern for pattern in patterns if pattern not in whole]
+    return lambda name: name in whole or any(fnmatchcase(name, glob) for glob in globs)
 
 
 def is_glob(pattern: str) -> bool:
@@ -112,16 +118,18 @@ def unknown_tensor(message: str, asked: str, catalog: Catalog) -> UsageError:
     return UsageError(message, hint=hint)
 
 
-def select(catalog: Catalog, globs: Sequence[str]) -> Catalog:
-    """Keep only the tensors and values that match. UsageError if a glob matches nothing."""
-    _require_used(catalog, globs, "--select")
-    return keep_names(catalog, lambda name: matches(name, globs))
+def select(catalog: Catalog, patterns: Sequence[str]) -> Catalog:
+    """Keep only the tensors and values that are meant. UsageError if a pattern means nothing."""
+    return keep_names(catalog, _chosen(catalog, patterns, (), "--select"))
 
 
-def drop(catalog: Catalog, globs: Sequence[str]) -> Catalog:
-    """Drop the tensors and values that match. UsageError if a glob matches nothing."""
-    _require_used(catalog, globs, "--drop")
-    return keep_names(catalog, lambda name: not matches(name, globs))
+def drop(catalog: Catalog, patterns: Sequence[str], others: Container[str] = ()) -> Catalog:
+    """Drop the tensors and values that are meant. UsageError if a pattern means nothing.
+
+    ``others`` are names that the catalog had before, which a pattern may be, too.
+    """
+    chosen = _chosen(catalog, patterns, others, "--drop")
+    return keep_names(catalog, lambda name: not chosen(name))
 
 
 def drop_names(catalog: Catalog, names: Iterable[str]) -> Catalog:
@@ -130,21 +138,30 @@ def drop_names(catalog: Catalog, names: Iterable[str]) -> Catalog:
     return keep_names(catalog, lambda name: name not in dropped)
 
 
-def _require_used(catalog: Catalog, globs: Sequence[str], option: str) -> None:
-    for glob in globs:
-        if not is_used(catalog, glob):
-            count = len(catalog.tensors) + len(catalog.objects) + len(catalog.conflicts)
+def _chosen(
+    catalog: Catalog, patterns: Sequence[str], others: Container[str], option: str
+) -> Callable[[str], bool]:
+    known = names_of(catalog)
+    for pattern in patterns:
+        if not is_used(pattern, known, others):
             raise UsageError(
-                f"{option} {glob!r} matches none of {count:,} names",
+                f"{option} {pattern!r} matches none of {len(known):,} names",
                 hint="globs match full names; `ckptool inspect --tensors '*'` lists them",
             )
+    return meant_by(patterns, {p for p in patterns if p in known or p in others})
 
 
-def is_used(catalog: Catalog, glob: str) -> bool:
-    """Return whether a glob matches any name of a catalog, including unread tensors."""
+def is_used(pattern: str, names: Collection[str], others: Container[str] = ()) -> bool:
+    """Return whether a pattern means any of the names; ``others`` are those that it may be, too."""
+    return pattern in names or (
+        pattern not in others and any(fnmatchcase(name, pattern) for name in names)
+    )
+
+
+def names_of(catalog: Catalog) -> Collection[str]:
+    """Return the names of tensors, values and conflicts, and of tensors that are not read."""
     unread = [n.tensor for n in catalog.notes if isinstance(n, Problem) and n.tensor]
-    names = (*catalog.tensors, *catalog.objects, *catalog.conflicts, *unread)
-    return any(fnmatchcase(name, glob) for name in names)
+    return dict.fromkeys((*catalog.tensors, *catalog.objects, *catalog.conflicts, *unread))
 
 
 def keep_names(catalog: Catalog, keep: Callable[[str], bool]) -> Catalog:
@@ -305,15 +322,32 @@ def with_prefix(catalog: Catalog, prefix: str) -> Catalog:
 
 def substitution(rule: str) -> Callable[[str], str]:
     """Return the renaming of a ``REGEX=REPLACEMENT`` rule; UsageError if it is invalid."""
+    pattern, replacement = _parse_rule(rule)
+    return lambda name: pattern.sub(replacement, name)
+
+
+def rename_by(catalog: Catalog, rule: str) -> Catalog:
+    """Change the names that a ``--rename`` rule matches; UsageError also if it matches none."""
+    pattern, known = _parse_rule(rule)[0], names_of(catalog)
+    if not any(map(pattern.search, known)):
+        raise UsageError(
+            f"--rename {rule!r} matches none of {len(known):,} names",
+            hint="its left side is a regular expression, searched for in full names after"
+            " --model-only and the rules before it; `ckptool inspect --tensors '*'` lists names",
+        )
+    return rename(catalog, substitution(rule))
+
+
+def _parse_rule(rule: str) -> tuple[re.Pattern[str], str]:
     pattern, equals, replacement = rule.rpartition("=")
     if not equals:
         raise UsageError(f"invalid --rename {rule!r}: expected REGEX=REPLACEMENT")
     try:
         compiled = re.compile(pattern)
         compiled.sub(replacement, "")
-        return lambda name: compiled.sub(replacement, name)
     except (re.error, IndexError) as error:
         raise UsageError(f"--rename {rule!r}: {error}") from None
+    return compiled, replacement
 
 
 _STACKED = (

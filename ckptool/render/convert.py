@@ -42,6 +42,7 @@ def show_convert(report: ConvertReport) -> None:
         for what, counts in (("cast", report.cast), ("dequantized", report.dequantized))
         for kind, count in counts.items()
     ]
+    lines += [Text(f"  renamed: {_renamed(report)}")] if _renamed(report) else []
     lines += [Text(f"  excluded: {line}") for line in report.excluded]
     if dry_run:
         read, written = size(report.read_bytes), size(report.write_bytes)
@@ -53,6 +54,12 @@ def show_convert(report: ConvertReport) -> None:
         if report.map is not None:
             show_moves(report.map, screen)
         show_files(report.files, screen)
+
+
+def _renamed(report: ConvertReport) -> str:
+    """Return how many tensors and values were renamed; nothing if none was."""
+    counts = (report.renamed.tensors, "tensor"), (report.renamed.values, "value")
+    return ", ".join(plural(count, noun) for count, noun in counts if count)
 
 
 def show_part(report: TransferReport, part: Part) -> None:

@@ -1,7 +1,8 @@
-"""``--dtype`` on checkpoints of training runs: the model alone is cast, and without torch."""
+"""``--dtype`` on checkpoints of training runs, and without torch; what is renamed is counted."""
 
 from __future__ import annotations
 
+import json
 import shutil
 import struct
 import subprocess
@@ -13,15 +14,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from conftest import case, convert_to
+from conftest import case, convert_to, load_torch
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 import ckptool
 from ckptool.api.open import open as open_checkpoint
+from ckptool.cli.app import app
 from ckptool.core.casts import Casts
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.state_category import state_category
-from ckptool.errors import Unsupported
+from ckptool.errors import Unsupported, UsageError
 
 BF16 = BY_NAME["bfloat16"]
 RUNS = [
@@ -212,3 +215,25 @@ def test_what_is_so_already_is_not_a_cast_and_needs_nothing(
     eight = BY_NAME["float8_e4m3fn"]
     report = convert_to("safetensors", out / "m.safetensors", out / "n", casts=Casts(eight))
     assert report.cast == {}
+
+
+def test_what_is_renamed_is_counted(tmp_path: Path) -> None:
+    one = torch.ones(1)
+    torch.save({"module.w": one, "module.b": one.clone(), "module.n": 1}, tmp_path / "m.pt")
+    torch.save({"w": one, "n": 1}, tmp_path / "other.pt")
+    command = ["convert", str(tmp_path / "m.pt"), str(tmp_path / "out.pt"), "--rename", "^module.="]
+    done = CliRunner().invoke(app, [*command, "--dry-run"])
+    assert "  renamed: 2 tensors, 1 value\n" in done.stdout
+    done = CliRunner().invoke(app, [*command, "--json"])
+    assert json.loads(done.stdout)["renamed"] == {"tensors": 2, "values": 1}
+    command[1] = str(tmp_path / "other.pt")
+    done = CliRunner().invoke(app, [*command, "--overwrite"])
+    assert isinstance(done.exception, UsageError)
+    assert "matches none of 2 names" in str(done.exception)
+
+
+def test_an_exact_name_is_cast_alone(tmp_path: Path) -> None:
+    torch.save({"x[0]": torch.ones(2), "x0": torch.ones(2)}, tmp_path / "m.pt")
+    ckptool.convert(tmp_path / "m.pt", tmp_path / "o.pt", dtype=["x[0]=bf16"])
+    found = {name: str(each.dtype) for name, each in load_torch(tmp_path / "o.pt").items()}
+    assert found == {"x[0]": "torch.bfloat16", "x0": "torch.float32"}

@@ -24,6 +24,7 @@ from ckptool.core.dtype import BY_NAME
 from ckptool.core.selection import (
     drop,
     rename,
+    rename_by,
     renamed_path,
     select,
     split_stacked,
@@ -103,6 +104,22 @@ def test_a_glob_that_matches_nothing_is_an_error() -> None:
         select(catalog(("w",)), ["w", "x*"])
 
 
+def test_a_whole_name_means_only_that_one_whatever_characters_it_has() -> None:
+    names = ("x[0]", "x0", "y*", "yes", 's.["step"]', "[!a]", "b")
+    whole = catalog(*((name,) for name in names))
+    for name in names:
+        assert [*select(whole, [name]).tensors] == [name]
+        assert [*drop(whole, [name]).tensors] == [other for other in names if other != name]
+    assert [*select(whole, ["x[0]", "y?s"]).tensors] == ["x[0]", "yes"]
+    assert [*drop(catalog(("x0",), ("x1",)), ["x[0]"]).tensors] == ["x1"]
+
+
+def test_a_name_that_was_not_selected_is_no_glob_to_drop() -> None:
+    whole = catalog(("x[0]",), ("x0",))
+    with pytest.raises(UsageError, match="none of 1 names"):
+        drop(select(whole, ["x0"]), ["x[0]"], whole.tensors)
+
+
 def test_values_and_conflicts_are_selected_too() -> None:
     whole = catalog(("a", "w"), values=(("a", "n"), ("b",)))
     assert set(select(whole, ["a.*"]).objects) == {"a.n"}
@@ -123,6 +140,14 @@ def test_rename(rule: str, expected: list[str]) -> None:
 def test_rename_that_loses_names_is_an_error(rule: str, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         rename(catalog(("model", "w"), ("model", "b")), substitution(rule))
+
+
+def test_a_rule_that_matches_no_name_is_an_error() -> None:
+    whole = catalog(("model", "w"), values=(("step",),))
+    assert [*rename_by(whole, "step=n").objects] == ["n"]
+    assert rename_by(whole, "^model=model") == whole
+    with pytest.raises(UsageError, match=r"--rename '\^w=x' matches none of 2 names"):
+        rename_by(whole, "^w=x")
 
 
 @pytest.mark.parametrize("rule", ["no equals sign", "(=x", "a=\\1", "a=\\g<b>"])

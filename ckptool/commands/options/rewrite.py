@@ -43,9 +43,6 @@ class Selection(OptionSet):
     )
 
 
-EVERYTHING = Selection()
-
-
 class MapOptions(OptionSet):
     """Which key map to apply, and its parameters; ``inverse`` None means whichever way matches."""
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from fnmatch import fnmatchcase
 
 from msgspec import Struct
 
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.mesh import Mesh, Partial, Placement, Placements, Replicate, Shard, StridedShard
+from ckptool.core.selection import meant_by
 from ckptool.core.sharding.cuts import (
     after_the_later,
     cuts_by_dim,
@@ -110,21 +110,24 @@ class Placer(Struct, frozen=True):
 
     def choose(self, catalog: Catalog) -> dict[str, Choice]:
         """Return a choice for every tensor; UsageError if a rule does not fit mesh or tensor."""
-        for rule in self.rules:
-            if rule.required and not any(fnmatchcase(name, rule.glob) for name in catalog.tensors):
+        rules = [(meant_by([rule.glob], catalog.tensors), rule) for rule in self.rules]
+        for means, rule in rules:
+            if rule.required and not any(map(means, catalog.tensors)):
                 raise UsageError(
                     f"the rule {rule.glob!r} matches no tensor",
                     hint="globs match whole names, as `ckptool inspect --tensors '*'` lists them",
                 )
-        chosen = {name: self._choose(entry, catalog) for name, entry in catalog.tensors.items()}
+        chosen = {}
+        for name, entry in catalog.tensors.items():
+            first = next((rule for means, rule in rules if entry.shape and means(name)), None)
+            chosen[name] = self._choose(entry, catalog, first)
         for name, choice in chosen.items():
             _require_fit(catalog.tensors[name], choice.placements)
         return chosen
 
-    def _choose(self, entry: TensorEntry, catalog: Catalog) -> Choice:
-        for rule in self.rules:
-            if entry.shape and fnmatchcase(entry.name, rule.glob):
-                return Choice(self._by_rule(rule, entry), f"rule {rule.glob}")
+    def _choose(self, entry: TensorEntry, catalog: Catalog, rule: PlacementRule | None) -> Choice:
+        if rule is not None:
+            return Choice(self._by_rule(rule, entry), f"rule {rule.glob}")
         if entry.placements is None and catalog.mesh_source == "declared":
             return Choice(replicate(entry, self.mesh), "plain, the same on every rank")
         if self.policy is not None:

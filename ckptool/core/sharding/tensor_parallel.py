@@ -98,14 +98,14 @@ def report_unmerged(
 
 
 def match_rule(rules: Sequence[NamedRule], name: str) -> TpRule | None:
-    """Return the first rule whose glob matches the name."""
-    return next((rule for glob, rule in rules if fnmatchcase(name, glob)), None)
+    """Return the first rule whose glob matches the name, or is it."""
+    return next((rule for glob, rule in rules if name == glob or fnmatchcase(name, glob)), None)
 
 
 def require_matched(rules: Sequence[NamedRule], names: Sequence[str]) -> None:
     """Raise UsageError if the glob of a rule matches none of the parameters' names."""
     for glob, _ in rules:
-        if not any(fnmatchcase(name, glob) for name in names):
+        if glob not in names and not any(fnmatchcase(name, glob) for name in names):
             raise UsageError(f"--tp-rule {glob!r} matches none of {len(names):,} parameters")
 
 

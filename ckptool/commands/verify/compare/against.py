@@ -29,7 +29,6 @@ from ckptool.commands.verify.compare.names import (
     differing_companions,
     differing_names,
     differing_type,
-    differing_unread,
     differing_values,
     readable,
     stored_problems,
@@ -209,7 +208,6 @@ class Comparison:
             raise UsageError("nothing is left to compare")
         self.alignment = aligned
         self._problems += aligned.notes
-        self._problems += differing_unread(mine, theirs, self._rewriting.selection)
         self._compare_values(unfolded(mine, theirs), unfolded(theirs, mine))
         for side, catalog in zip(self._sides, (mine, theirs), strict=True):
             side.select(catalog)

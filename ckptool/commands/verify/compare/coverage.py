@@ -11,9 +11,14 @@ from msgspec import Struct
 from ckptool.commands.open import OpenedCheckpoint
 from ckptool.commands.options.rewrite import RewriteOptions
 from ckptool.commands.rewrite import RewriteResult, rewrite
-from ckptool.commands.verify.compare.names import Counterpart, counterpart
+from ckptool.commands.verify.compare.names import (
+    Counterpart,
+    counterpart,
+    differing_unread,
+    selected_by,
+)
 from ckptool.core.catalog import Catalog, TensorEntry
-from ckptool.core.selection import is_used
+from ckptool.core.selection import is_used, names_of
 from ckptool.core.state_category import state_category
 from ckptool.core.text import plural
 from ckptool.errors import Problem
@@ -70,13 +75,21 @@ def align(
 
     A pattern to drop may match only in the other one. Raises as ``rewrite`` does.
     """
-    mine, selection = opened.catalog, asked.selection
-    drop = [glob for glob in selection.drop if is_used(mine, glob) or not is_used(other, glob)]
+    names, others, selection = names_of(opened.catalog), names_of(other), asked.selection
+    drop = [
+        pattern
+        for pattern in selection.drop
+        if is_used(pattern, names, others) or not is_used(pattern, others, names)
+    ]
     made = rewrite(opened, replace(asked, selection=replace(selection, drop=tuple(drop))))
-    theirs = counterpart(other, made.catalog, selection)
+    is_selected = selected_by(selection, {*names, *others})
+    theirs = counterpart(other, made.catalog, is_selected, model_only=selection.model_only)
     notes = excluded_by_rewrite(made, opened.path)
     notes += excluded(other_path, theirs.excluded, theirs.excluded_values)
-    return Alignment(made, theirs, notes)
+    unread = differing_unread(
+        made.catalog, theirs.catalog, is_selected, model_only=selection.model_only
+    )
+    return Alignment(made, theirs, [*notes, *unread])
 
 
 def amount(tensors: Iterable[TensorEntry], values: int = 0) -> Amount:

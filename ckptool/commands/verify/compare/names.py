@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import NamedTuple
 
 from msgspec import Struct
@@ -12,14 +12,14 @@ from msgspec.structs import replace
 from ckptool.commands.keymap.assets import QUANTIZATION_FILES, QUANTIZATION_KEYS, assets_in
 from ckptool.commands.keymap.records import CONFIG, DTYPE_KEYS, parse_object
 from ckptool.commands.open import OpenedCheckpoint
-from ckptool.commands.options.rewrite import EVERYTHING, RewriteOptions, Selection
+from ckptool.commands.options.rewrite import RewriteOptions, Selection
 from ckptool.commands.options.verify import CompareOptions
 from ckptool.commands.rewrite import only_model
 from ckptool.commands.verify.compare.values import value_digest
 from ckptool.core.casts import can_cast
 from ckptool.core.catalog import Catalog, ScaledBlocks, TensorEntry, coverage_problem
 from ckptool.core.quantization.names import is_plain
-from ckptool.core.selection import keep_names, matches
+from ckptool.core.selection import keep_names, meant_by
 from ckptool.core.state_category import state_category, state_category_of_name, weights
 from ckptool.core.text import plural
 from ckptool.engine.check.digest import file_digests
@@ -46,25 +46,28 @@ class Counterpart(Struct, frozen=True):
     excluded_values: int
 
 
-def counterpart(catalog: Catalog, mine: Catalog, selection: Selection) -> Counterpart:
+def counterpart(
+    catalog: Catalog, mine: Catalog, is_selected: Callable[[str], bool], *, model_only: bool
+) -> Counterpart:
     """Return the part of another catalog that corresponds to a selection of ``mine``.
 
     Names that the selection would exclude do not, unless ``mine`` has them after renaming.
     """
     wanted = {*mine.tensors, *mine.objects, *mine.conflicts}
     similar, names = catalog, {name: name for name in catalog.tensors}
-    if selection.model_only:
+    if model_only:
         similar, names = _model_like(catalog, wanted)
-    kept = keep_names(similar, lambda name: name in wanted or _is_selected(name, selection))
+    kept = keep_names(similar, lambda name: name in wanted or is_selected(name))
     names = {name: names[name] for name in kept.tensors}
     chosen = set(names.values())
     rest = tuple(entry for name, entry in catalog.tensors.items() if name not in chosen)
     return Counterpart(kept, names, rest, len(catalog.objects) - len(kept.objects))
 
 
-def _is_selected(name: str, selection: Selection) -> bool:
-    chosen = not selection.select or matches(name, selection.select)
-    return chosen and not matches(name, selection.drop)
+def selected_by(selection: Selection, names: Container[str]) -> Callable[[str], bool]:
+    """Return which names are selected and not dropped; ``names`` are those that exist."""
+    is_chosen, is_dropped = (meant_by(p, names) for p in (selection.select, selection.drop))
+    return lambda name: (not selection.select or is_chosen(name)) and not is_dropped(name)
 
 
 def _model_like(catalog: Catalog, wanted: set[str]) -> tuple[Catalog, dict[str, str]]:
@@ -120,22 +123,24 @@ def _has(catalog: Catalog, name: str) -> bool:
     return name in catalog.tensors or name in catalog.objects
 
 
-def unread_notes(catalog: Catalog, selection: Selection = EVERYTHING) -> list[Problem]:
-    """Return the scan's notes on selected tensors that it does not read."""
+def unread_notes(catalog: Catalog) -> dict[str, Problem]:
+    """Return the scan's notes on tensors that it does not read, by name."""
     notes = [note for note in catalog.notes if isinstance(note, Problem)]
     unread = [note for note in notes if note.code == "tensor-unsupported" and note.tensor]
-    return [
-        note
-        for note in unread
-        if note.tensor not in catalog.objects and _is_selected(str(note.tensor), selection)
-        if not selection.model_only or state_category_of_name(str(note.tensor), ()) == "model"
-    ]
+    return {str(note.tensor): note for note in unread if note.tensor not in catalog.objects}
 
 
-def differing_unread(mine: Catalog, theirs: Catalog, selection: Selection) -> Iterator[Problem]:
+def differing_unread(
+    mine: Catalog, theirs: Catalog, is_selected: Callable[[str], bool], *, model_only: bool
+) -> Iterator[Problem]:
     """Yield a problem for each tensor that a scan does not read, on one side or both."""
     notes = [
-        {str(note.tensor): note for note in unread_notes(catalog, selection)}
+        {
+            name: note
+            for name, note in unread_notes(catalog).items()
+            if is_selected(name)
+            if not model_only or state_category_of_name(name, ()) == "model"
+        }
         for catalog in (mine, theirs)
     ]
     for name in notes[0].keys() | notes[1].keys():

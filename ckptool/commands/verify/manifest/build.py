@@ -160,7 +160,7 @@ def measure(
 def _values(catalog: Catalog) -> tuple[dict[str, ValueProof], dict[str, str]]:
     """Return the proof of each value, and the values without one."""
     known = Foreign()
-    proofs, unproved = {}, {str(note.tensor): str(note) for note in unread_notes(catalog)}
+    proofs, unproved = {}, {name: str(note) for name, note in unread_notes(catalog).items()}
     for name, why in catalog.conflicts.items():
         if isinstance(why, Problem) and why.code == _UNPLACED:
             unproved[name] = str(why)

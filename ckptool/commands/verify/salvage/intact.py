@@ -76,7 +76,7 @@ def _named_by(catalog: Catalog, problems: list[Problem]) -> dict[str, str]:
     for name, value in catalog.objects.items():
         if UNREAD_TENSOR in known.of(value.value):
             lost[name] = f"unsupported type {type_name(value.value)}"
-    return lost | {str(note.tensor): str(note) for note in unread_notes(catalog)}
+    return lost | {name: str(note) for name, note in unread_notes(catalog).items()}
 
 
 def _suspect_files(problems: Iterable[Problem]) -> set[str]:

@@ -449,6 +449,14 @@ def compared(one: torch.Tensor, other: torch.Tensor, options: CompareOptions) ->
 # A choice of names
 
 
+def test_a_whole_name_of_either_side_is_no_glob(tmp_path: Path) -> None:
+    torch.save({"x0": torch.ones(2), "x[0]": torch.ones(2), "y": torch.ones(2)}, tmp_path / "a.pt")
+    torch.save({"x0": torch.ones(2), "y": torch.ones(2)}, tmp_path / "b.pt")
+    for one, other in (("a.pt", "b.pt"), ("b.pt", "a.pt")):
+        report = against(tmp_path / one, tmp_path / other, drop=("x[0]",))
+        assert (report.ok, report.verify.tensors) == (True, 2)
+
+
 def test_select_drop_and_rename_choose_what_is_compared(out: Path) -> None:
     source = case("dcp_fsdp2_tp").path
     convert_to("safetensors", source, out / "m", select=("model.*",), rename=(r"^model\.=net.",))
