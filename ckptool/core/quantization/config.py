@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from fnmatch import translate
@@ -22,13 +23,15 @@ _IGNORED = ("ignore", "modules_to_not_convert", "exclude_modules")
 By name, by ``re:`` and a pattern, or by a glob, as in ModelOpt (0.47).
 """
 _GLOB = re.compile(r"[*?\[]")
-_LONGEST = 1.0
-"""Seconds that a pattern may take for the name of a module: a hostile one never ends."""
+_LONGEST = 5.0
+"""Seconds that all patterns may take for all modules: a hostile one never ends, many take long."""
+_MOST_SHOWN, _OFTEN = 80, 16
 _ANY = ("mixed-precision", "MIXED_PRECISION")
 """What compressed-tensors and ModelOpt call several formats in one model."""
 _FP8 = frozenset(["FP8", "FP8 in blocks"])
 _MX = frozenset(["MXFP4", "MXFP8"])
 _OF_METHOD: Mapping[str, frozenset[str]] = {
+    "auto-round": frozenset(["AWQ", "GPTQ"]),
     "awq": frozenset(["AWQ"]),
     "bitsandbytes": frozenset(["bitsandbytes NF4", "bitsandbytes FP4", "bitsandbytes INT8"]),
     "compressed-tensors": _FP8 | _MX | {"packed integers", "INT8", "NVFP4"},
@@ -37,9 +40,11 @@ _OF_METHOD: Mapping[str, frozenset[str]] = {
     "gptq": frozenset(["GPTQ"]),
     "modelopt": _FP8 | _MX | {"NVFP4", "INT8"},
     "mxfp4": frozenset(["MXFP4"]),
+    "quark": frozenset(["FP8"]),
     "torchao": frozenset(["torchao"]),
 }
-"""The kinds that each ``quant_method`` stores (transformers 5.23); others may store any."""
+"""The kinds that each ``quant_method`` stores (transformers 5.23). Of AMD Quark's (0.13), integers,
+MX formats and rotations are not supported."""
 _OF_FORMAT: Mapping[str, frozenset[str]] = {
     "int-quantized": frozenset(["INT8"]),
     "float-quantized": _FP8,
@@ -151,8 +156,8 @@ class QuantizationConfig(Struct, frozen=True, dict=True):
 
     @property
     def kinds(self) -> frozenset[str] | None:
-        """The kinds that its method stores, None if any."""
-        return _OF_METHOD.get(self.method or "")
+        """The kinds that its method stores, None if it is not stated; none if it is unknown."""
+        return None if self.method is None else _OF_METHOD.get(self.method, frozenset())
 
     def block_of(self, module: str) -> tuple[int, int] | None:
         """Return the block size of a module's weight, None if none is stated."""
@@ -165,16 +170,40 @@ class QuantizationConfig(Struct, frozen=True, dict=True):
         class: in that order, and patterns by their text. ModelOpt's ``quantized_layers`` are names.
         NO_GROUP if ``ignore`` matches the module; what is said of all if no target matches.
         """
+        if module not in self._found:
+            self._found[module] = self._find_group(module)
+        return self._found[module]
+
+    def _find_group(self, module: str) -> Group:
         if self.is_ignored(module):
             return NO_GROUP
         if module in self._named:
             return self._named[module]
-        matching = (group for pattern, group in self._patterns if _matches(pattern, module))
-        return next(matching, self._of_class)
+        patterns = (pattern for pattern, _ in self._patterns)
+        at = self._patience.first_match(patterns, module)
+        return self._of_class if at is None else self._patterns[at][1]
 
     def is_ignored(self, module: str) -> bool:
         """Return whether the config does not apply to a module."""
-        return module in self._ignored or any(_matches(p, module) for p in self._ignored_patterns)
+        if module in self._ignored:
+            return True
+        if module not in self._matched:
+            at = self._patience.first_match(self._ignored_patterns, module)
+            self._matched[module] = at is not None
+        return self._matched[module]
+
+    @cached_property
+    def _found(self) -> dict[str, Group]:
+        return {}
+
+    @cached_property
+    def _matched(self) -> dict[str, bool]:
+        """Whether a pattern of ``ignore`` matches a module, as far as asked."""
+        return {}
+
+    @cached_property
+    def _patience(self) -> _Patience:
+        return _Patience(_LONGEST)
 
     @cached_property
     def _ignored(self) -> frozenset[str]:
@@ -222,14 +251,43 @@ def _pattern(target: str) -> Pattern[str] | None:
     return None
 
 
-def _matches(pattern: Pattern[str], module: str) -> bool:
-    """Return whether a module's name begins as a pattern; Unsupported if that takes too long."""
-    try:
-        return pattern.match(module, timeout=_LONGEST) is not None
-    except TimeoutError:
-        message = f"quantization_config: {pattern.pattern!r} takes too long to match {module}"
-        hint = "simplify it in a copy of config.json, and pass that folder as --hf-assets"
-        raise Unsupported(message, "limit-exceeded", hint=hint) from None
+class _Patience:
+    """Matches patterns with the names of modules, for so many seconds in all."""
+
+    def __init__(self, seconds: float) -> None:
+        self._left = seconds
+
+    def first_match(self, patterns: Iterable[Pattern[str]], module: str) -> int | None:
+        """Return which pattern a module's name begins as, None for none.
+
+        Raises Unsupported if all that was asked takes too long.
+        """
+        started, found = time.thread_time(), None
+        for at, pattern in enumerate(patterns):
+            try:
+                if pattern.match(module, timeout=self._left) is not None:
+                    found = at
+                    break
+            except TimeoutError:
+                raise _too_long(pattern, module) from None
+            if not at % _OFTEN and time.thread_time() - started > self._left:
+                raise _too_long(pattern, module)
+        self._left -= time.thread_time() - started
+        if self._left <= 0:
+            raise _too_long(pattern, module)
+        return found
+
+
+def _too_long(pattern: Pattern[str], module: str) -> Unsupported:
+    message = f"quantization_config: {_shown(pattern)} takes too long to match {module}"
+    message += f": {_LONGEST:g} s are for all patterns and modules"
+    hint = "simplify it in a copy of config.json, and pass that folder as --hf-assets"
+    return Unsupported(message, "limit-exceeded", hint=hint)
+
+
+def _shown(pattern: Pattern[str]) -> str:
+    text = pattern.pattern
+    return repr(text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}...")
 
 
 def _is_class(target: str) -> bool:

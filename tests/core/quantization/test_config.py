@@ -33,3 +33,18 @@ def test_globs_and_patterns_leave_modules_out() -> None:
     assert all(map(said.is_ignored, out))
     assert [said.group_of(module) for module in out] == [NO_GROUP] * 3
     assert said.group_of("model.head.0").name == "group_0"
+
+
+def test_many_patterns_for_many_modules_are_bounded_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of them takes long for one module."""
+    monkeypatch.setattr(config, "_LONGEST", 0.05)
+    said = config_of(*(f"re:(x+x+)+y{n}" for n in range(500)))
+    modules = [f"{'x' * 12}{module}" for module in range(1000)]
+    with pytest.raises(Unsupported, match=r"takes too long to match .*: 0\.05 s are for all"):
+        list(map(said.group_of, modules))
+
+
+@pytest.mark.parametrize("method", ["hqq", "vptq", "quanto", "another"])
+def test_an_unknown_method_stores_no_known_kind(method: str) -> None:
+    assert QuantizationConfig({"quant_method": method}).kinds == frozenset()
+    assert QuantizationConfig().kinds is None
