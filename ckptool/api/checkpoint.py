@@ -25,6 +25,7 @@ from ckptool.core.catalog import Catalog, TensorEntry, coverage_problem
 from ckptool.core.dtype import DType
 from ckptool.core.mesh import Mesh
 from ckptool.core.quantization.names import quantized_names
+from ckptool.core.quantization.scale_names import Scales
 from ckptool.core.state_category import state_category
 from ckptool.core.subscript import Pick, take
 from ckptool.core.text import did_you_mean, plural
@@ -124,6 +125,10 @@ class Checkpoint(Mapping[str, Any]):
     @cached_property
     def _quantized(self) -> set[str]:
         return quantized_names(self._catalog)
+
+    @cached_property
+    def _scales(self) -> Scales:
+        return Scales(self._catalog.tensors)
 
     # As a mapping
 
@@ -238,7 +243,8 @@ class Checkpoint(Mapping[str, Any]):
 
         These are never cast: non-floating types, quantized tensors and their scales, and tensors
         without dims outside the model, such as step counters. Raises UsageError for an unknown
-        name, Damaged if chunks are missing or ranks contradict one another.
+        name, Damaged if chunks are missing or ranks contradict one another, Unsupported for a cast
+        of floats of 8 bits and less beside what may be their scale.
         """
         self._require(name)
         entry = self._catalog.tensors[name]
@@ -251,6 +257,7 @@ class Checkpoint(Mapping[str, Any]):
             return entry
         if name in self._quantized or not (entry.shape or state_category(entry) == "model"):
             return entry
+        self._scales.require_none(entry)
         return as_type(entry, dtype)
 
     def has(self, name: str) -> bool:

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from ckptool.core.catalog import Catalog, ScaledBlocks, TensorEntry
 from ckptool.core.dtype import DType, parse_dtype
 from ckptool.core.quantization.names import quantized_names
+from ckptool.core.quantization.scale_names import Scales
 from ckptool.core.selection import meant_by
 from ckptool.core.state_category import state_category
 from ckptool.core.text import list_some, plural
@@ -81,7 +82,8 @@ def cast(catalog: Catalog, casts: Casts) -> CastResult:
     """Cast floating tensors as requested.
 
     Integers, tensors without dims (such as step counters), and quantized tensors and their scales
-    are never cast. Raises UsageError if a glob matches nothing that can be.
+    are never cast. Raises UsageError if a glob matches nothing that can be, Unsupported for floats
+    of 8 bits and less beside what may be their scale.
     """
     if casts == NO_CASTS:
         return CastResult(catalog, (), ())
@@ -89,9 +91,10 @@ def cast(catalog: Catalog, casts: Casts) -> CastResult:
     castable = {n: e for n, e in catalog.tensors.items() if can_cast(e) and n not in quantized}
     _require_used(catalog, casts, castable)
     dtypes = casts.dtypes_for(castable, catalog.tensors)
-    tensors, changed = dict(catalog.tensors), []
+    tensors, changed, scales = dict(catalog.tensors), [], Scales(catalog.tensors)
     for name, dtype in dtypes.items():
         if dtype is not None and dtype != castable[name].dtype:
+            scales.require_none(castable[name])
             tensors[name] = as_type(castable[name], dtype)
             changed.append(castable[name])
     notes = _uncast_notes(catalog, casts, dtypes)

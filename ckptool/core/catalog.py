@@ -117,9 +117,10 @@ class Container(Struct, frozen=True):
         return hash((self.file, self.offset, self.part))
 
 
-Scheme = Literal[
-    "scaled", "affine", "mxfp4", "nvfp4/", "nvfp4*", "packed", "gptq", "awq", "codes", "rows"
-]
+Scheme = (
+    Literal["scaled", "affine", "rows", "codes", "mxfp4", "nvfp4/", "nvfp4*", "packed", "gptq"]
+    | Literal["awq", "comfy fp8", "comfy int4", "comfy int8", "comfy mxfp8", "comfy nvfp4"]
+)
 """How numbers are computed from what is stored; see ``engine/read/dequantize.py``."""
 
 

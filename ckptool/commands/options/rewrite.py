@@ -103,6 +103,6 @@ class RewriteOptions(OptionSet):
     dequantize: bool = option(
         "--dequantize",
         FLAG,
-        help="Dequantize FP8, INT8, INT4, MXFP4, NVFP4, GPTQ, AWQ, bitsandbytes, torchao, to"
-        " bf16 or what --dtype says; refuse other kinds.",
+        help="Dequantize FP8, INT8, INT4, MXFP4, NVFP4, GPTQ, AWQ, bitsandbytes, torchao,"
+        " ComfyUI, to bf16 or what --dtype says; refuse other kinds.",
     )

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.quantization.model import Quantized, Surroundings
 from ckptool.core.quantization.names import pairs, unknown_kind
+from ckptool.core.quantization.scale_names import Scales
 from ckptool.errors import Unsupported
 
 _OF_INPUTS = {
@@ -45,10 +46,11 @@ def dequantize(catalog: Catalog, around: Surroundings) -> DequantizeResult:
 
     Raises Unsupported if no tensor has a supported quantization, and the errors of reading.
     """
-    found = list(pairs(catalog))
+    found, scales = list(pairs(catalog)), Scales(catalog.tensors)
     by_values = {pair.values.name: pair for pair in found}
     if not by_values:
-        raise Unsupported(
+        refusals = (unknown_kind(catalog, entry, scales) for entry in catalog.tensors.values())
+        raise next(filter(None, refusals), None) or Unsupported(
             "--dequantize: no tensors with supported scales found",
             hint="`ckptool help formats` lists what is supported, and what it is called",
         )
@@ -65,7 +67,7 @@ def dequantize(catalog: Catalog, around: Surroundings) -> DequantizeResult:
                 _require_alone(pair, catalog)
                 entry = pair.lay_out(pair, around)
                 result.kinds[id(entry.chunks)] = pair.kind
-            elif unknown := unknown_kind(catalog, entry):
+            elif unknown := unknown_kind(catalog, entry, scales):
                 raise unknown
         except Unsupported as error:
             result.unfit[id(entry.chunks)] = error

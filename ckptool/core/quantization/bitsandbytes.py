@@ -56,6 +56,15 @@ def find_bitsandbytes(tensors: Tensors, names: Iterable[str]) -> Iterator[Quanti
                 )
 
 
+def find_packed_codes(tensors: Tensors, names: Iterable[str]) -> set[str]:
+    """Return the tensors of packed codes, of some ``names``, whatever element type they have.
+
+    ``bnb_4bit_quant_storage`` may be a type of floats, as FSDP needs it: it counts bytes only.
+    """
+    found = (match[1] for match in map(_STATE.fullmatch, names) if match)
+    return {name for name in found if name in tensors}
+
+
 def _lay_out_codes(pair: Quantized, around: Surroundings) -> TensorEntry:
     """Lay out codes of four bits, two per byte, in blocks of consecutive elements."""
     state = _state(around.read(pair.about[0]))

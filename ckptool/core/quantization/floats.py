@@ -12,10 +12,11 @@ from ckptool.core.dtype import BY_NAME, EXPONENTS
 from ckptool.core.quantization.model import Quantized, Surroundings, Tensors
 from ckptool.core.views import insert_dim, permute
 
-_INVERSE, _BLOCKS, _SCALES, _SCALE = "_scale_inv", "_blocks", "_scales", ".weight_scale"
+_INVERSE, _BLOCKS, _SCALES, _SCALE = "_scale_inv", "_blocks", "_scales", "_scale"
+_MISTRAL = ".qscale_weight"
 _PACKED = ".weight_packed"
 _PLAIN_SCALE = ".scale"
-_ENDS = (_INVERSE, _PLAIN_SCALE, _SCALE, _SCALES, _PACKED)
+_ENDS = (_INVERSE, _PLAIN_SCALE, _SCALE, _SCALES, _PACKED, _MISTRAL)
 _MX_GROUP, _NV_GROUP = 32, 16
 _BLOCK = (128, 128)
 """DeepSeek-V3's, if no config states another size."""
@@ -25,10 +26,12 @@ def find_floats(tensors: Tensors) -> Iterator[Quantized]:
     """Yield 8-bit numbers with scales, and floats of 4 bits.
 
     DeepSeek-V3: ``X.weight`` in 8-bit floats and ``X.weight_scale_inv``. compressed-tensors, fbgemm
-    and ModelOpt: ``X.weight`` in 8 bits and ``X.weight_scale``. gpt-oss: ``X_blocks`` and
-    ``X_scales`` in bytes. NVFP4 of ModelOpt: ``X.weight`` in bytes with ``X.weight_scale_2``; of
-    compressed-tensors: ``X.weight_packed`` in bytes with ``X.weight_global_scale``; without that
-    one, and with scales in bytes, MXFP4. MXFP8: ``X.weight`` in 8-bit floats, scales in bytes.
+    and ModelOpt: ``X.weight`` in 8 bits and ``X.weight_scale``, fbgemm also ``X`` and ``X_scale``
+    of experts (transformers 5.23, Llama 4). Mistral: ``X.weight`` and ``X.qscale_weight``. gpt-oss:
+    ``X_blocks`` and ``X_scales`` in bytes. NVFP4 of ModelOpt: ``X.weight`` in bytes with
+    ``X.weight_scale_2``; of compressed-tensors: ``X.weight_packed`` in bytes with
+    ``X.weight_global_scale``; without that one, and with scales in bytes, MXFP4. MXFP8:
+    ``X.weight`` in 8-bit floats, scales in bytes.
     DeepSeek-V4: ``X.scale`` for ``X.weight_scale_inv``, in exponents; ``X.weight`` in int8 is two
     floats of four bits each, as transformers 5.23 reads them.
     """
@@ -44,9 +47,10 @@ def find_floats(tensors: Tensors) -> Iterator[Quantized]:
             ):
                 pairs = replace(values, dtype=BY_NAME["uint8"])
                 yield Quantized("MXFP4", own, pairs, entry, _lay_out_nvfp4, "nvfp4/")
-        elif name.endswith(_SCALE):
-            values = tensors.get(own := name.removesuffix("_scale"))
-            if values is not None:
+        elif name.endswith((_SCALE, _MISTRAL)):
+            own = name.removesuffix(_SCALE)
+            own = own if own != name else f"{name.removesuffix(_MISTRAL)}.weight"
+            if (values := tensors.get(own)) is not None:
                 yield from _of_scale(tensors, values, entry, own)
         elif name.endswith(_SCALES) and _is_mx(entry):
             values = tensors.get((own := name.removesuffix(_SCALES)) + _BLOCKS)

@@ -7,10 +7,12 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 
 from ckptool.core.catalog import Catalog, TensorEntry
-from ckptool.core.quantization.bitsandbytes import find_bitsandbytes
+from ckptool.core.quantization.bitsandbytes import find_bitsandbytes, find_packed_codes
+from ckptool.core.quantization.comfy import find_comfy
 from ckptool.core.quantization.floats import find_floats
 from ckptool.core.quantization.model import Quantized
 from ckptool.core.quantization.packed import find_packed
+from ckptool.core.quantization.scale_names import Scales
 from ckptool.core.quantization.torchao import find_torchao
 from ckptool.errors import Unsupported
 
@@ -24,11 +26,13 @@ _KINDS = {
     "by torch (int_repr)": re.compile(r"(.*\.)?int_repr"),
     "HQQ": re.compile(r".*\.W_q"),
     "torchao": re.compile(r".*\.(qdata|_\w+_qdata|tensor_impl\..+)"),
+    "ComfyUI": re.compile(r".*\.comfy_quant"),
 }
 """Name patterns of quantized tensors that are incomplete, or of another kind."""
 _WORDS = re.compile(r"(.*)\.qweight")
 _MARKED = re.compile(
-    "quant_state|SCB|g_idx|_packed|_scale_2|int_repr|W_q|qdata|tensor_impl|qweight"
+    "quant_state|SCB|g_idx|_packed|_scale_2|int_repr|W_q|qdata|tensor_impl|qweight|comfy_quant"
+    "|scale_weight|scaled_fp8"
 )
 """A text that each of these names contains somewhere, and few others do."""
 _COARSE = re.compile(r"(float8_e[45].*|float4.*|u?int[1-8])")
@@ -44,7 +48,10 @@ def pairs(catalog: Catalog) -> Iterator[Quantized]:
 
 
 def _pairs(catalog: Catalog, marked: list[str]) -> Iterator[Quantized]:
-    yield from find_floats(catalog.tensors)
+    by_marker = list(find_comfy(catalog, marked))
+    yield from by_marker
+    known = {pair.values.name for pair in by_marker}
+    yield from (pair for pair in find_floats(catalog.tensors) if pair.values.name not in known)
     yield from find_packed(catalog.tensors)
     yield from find_bitsandbytes(catalog.tensors, marked)
     yield from find_torchao(catalog, marked)
@@ -78,35 +85,46 @@ def _kind(catalog: Catalog, name: str) -> str | None:
 
 
 def is_plain(catalog: Catalog) -> bool:
-    """Return whether nothing can be quantized: no matrix is of few bits, or of packed words.
+    """Return whether nothing can be quantized: nothing has few bits, or packed words, or a mark.
 
     The longest integers are no such words: some models have tables of them (DeepSeek V4). Nor is
     there a scale, as of a KV cache beside weights in full.
     """
-    types = {entry.dtype.name for entry in catalog.tensors.values() if len(entry.shape) > 1}
+    types = {entry.dtype.name for entry in catalog.tensors.values() if entry.shape}
     if any(_COARSE.fullmatch(name) or _WORDY.fullmatch(name) for name in types):
         return False
-    return not any("_scale" in name and _SCALE.fullmatch(name) for name in catalog.tensors)
+    names = catalog.tensors
+    return not any("_scale" in name and _SCALE.fullmatch(name) for name in names) and not any(
+        _kind(catalog, name) for name in _marked(catalog)
+    )
 
 
-def unknown_kind(catalog: Catalog, entry: TensorEntry) -> Unsupported | None:
+def unknown_kind(catalog: Catalog, entry: TensorEntry, scales: Scales) -> Unsupported | None:
     """Return why a tensor that stays quantized is not dequantized; None for all others.
 
-    Includes matrices of integers and floats of 8 bits and less: without scales they are no numbers
-    that a model was trained with. A bias of bytes is not: GPT-2 and GPT-NeoX of transformers (up to
-    4.27) store their causal masks that way.
+    Includes matrices of integers of 32 bits and less, and of floats of 8 and less: without scales
+    they are no numbers that a model was trained with. A bias of bytes is not: GPT-2 and GPT-NeoX of
+    transformers (up to 4.27) store their causal masks that way.
     """
     name, dtype = entry.name, entry.dtype
     kind, left_out = _kind(catalog, name), f"{name.rpartition('.')[0]}.*"
     if kind is None:
         is_mask = dtype.name == "uint8" and name.endswith(".bias")
-        if not _COARSE.fullmatch(dtype.name) or len(entry.shape) < 2 or is_mask:
+        is_packed = _COARSE.fullmatch(dtype.name) or _WORDY.fullmatch(dtype.name)
+        if not is_packed or len(entry.shape) < 2 or is_mask:
             return None
-        kind, left_out = f"{dtype} without scales", name
+        scale = scales.of(name)
+        kind = f"{dtype} without scales" if scale is None else f"{dtype} with {scale}"
+        left_out = name
     return Unsupported(
         f"{name}: {kind}, which --dequantize does not support",
         hint=f"use --drop '{left_out}' to exclude it",
     )
+
+
+def packed_names(catalog: Catalog) -> set[str]:
+    """Return the tensors whose elements are no numbers of their type, but packed bits."""
+    return find_packed_codes(catalog.tensors, _marked(catalog))
 
 
 def quantized_names(catalog: Catalog) -> set[str]:

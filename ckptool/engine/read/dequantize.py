@@ -3,7 +3,7 @@
 The formulas are those of ``torch.distributed.checkpoint.quantized_hf_storage`` (torch 2.13): FP8 in
 blocks as DeepSeek-V3 stores it, and MXFP4 as gpt-oss does; those of compressed-tensors (0.20):
 packed integers, and NVFP4, of which ModelOpt has a variant; of AutoGPTQ (0.7), AutoAWQ (0.2),
-bitsandbytes (0.50) and torchao (0.18).
+bitsandbytes (0.50) and torchao (0.18). Those of ComfyUI are in ``core/quantization/comfy.py``.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ import numpy as np
 from ckptool.core.box import Box, row_major_strides
 from ckptool.core.catalog import ScaledBlocks, Scheme, StridedPart, TensorEntry
 from ckptool.core.dtype import DType
-from ckptool.engine.read.packed_integers import (
-    dequantize_awq,
-    dequantize_gptq,
-    dequantize_packed,
-)
-from ckptool.engine.read.scaled import (
+from ckptool.core.quantization import comfy
+from ckptool.core.quantization.blocks import (
     Array,
     Gather,
     blocks_of,
     read_floats,
     spread,
     spread_scales,
+)
+from ckptool.engine.read.packed_integers import (
+    dequantize_awq,
+    dequantize_gptq,
+    dequantize_packed,
 )
 from ckptool.errors import Unsupported
 
@@ -235,5 +236,6 @@ _SCHEMES: Mapping[Scheme, Callable[[Gather, ScaledBlocks, Box, Any], Any]] = {
     "awq": dequantize_awq,
     "rows": _dequantize_rows,
     "codes": _dequantize_codes,
+    **comfy.SCHEMES,
 }
 """The function that computes a box in 32 bits, which is rounded once to the requested type."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import ScaledBlocks, TensorEntry
-from ckptool.engine.read.scaled import Gather, blocks_of, read_floats, spread, spread_scales
+from ckptool.core.quantization.blocks import Gather, blocks_of, read_floats, spread, spread_scales
 from ckptool.errors import Damaged, Unsupported
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)

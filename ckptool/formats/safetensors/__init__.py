@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.layout import Layout
+from ckptool.core.quantization.comfy import HEADER, INFO, join_headers
 from ckptool.core.text import list_some
 from ckptool.errors import Problem, Unrecognized
 from ckptool.formats.base import EXTRA, FileRole, FileRule, Format, Request, ScanOptions
@@ -67,6 +68,12 @@ def note_headers(metadata: Mapping[str, Mapping[str, str]]) -> tuple[Problem, ..
         for file, names in keys.items()
         if names
     )
+
+
+def quantization_info(metadata: Iterable[Mapping[str, str]]) -> dict[str, str]:
+    """Return the entry of ``Catalog.info`` that says how ComfyUI quantized the weights of files."""
+    texts = [header[HEADER] for header in metadata if HEADER in header]
+    return {INFO: join_headers(texts)} if texts else {}
 
 
 def read_whole_tensors(

@@ -16,7 +16,7 @@ from ckptool.core.text import plural
 from ckptool.errors import Damaged, Problem
 from ckptool.formats.base import EXTRA, Format, Request, ScanOptions
 from ckptool.formats.companions import companions, describe_config
-from ckptool.formats.safetensors import note_headers, read_whole_tensors
+from ckptool.formats.safetensors import note_headers, quantization_info, read_whole_tensors
 from ckptool.formats.shards import list_misplaced, read_index, read_shards
 from ckptool.formats.side_file import split_side, with_side
 from ckptool.formats.writing import group_by_size, lay_out_companions, note_tied
@@ -100,7 +100,9 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         {},
         {file: source.files[file] for file in (*files, index or "") if file in source.files},
         world_size=1,
-        info={"writer": _writer(headers)} | describe_config(source),
+        info={"writer": _writer(headers)}
+        | describe_config(source)
+        | quantization_info(headers.values()),
         notes=tuple(notes),
         companions=companions(source),
     )

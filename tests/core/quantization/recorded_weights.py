@@ -3,8 +3,8 @@
 ``python tests/core/quantization/recorded_weights.py NAME`` records one of ``WRITERS`` again, if
 that library is installed: bitsandbytes 0.50.2, AutoGPTQ 0.7.1 and AutoAWQ 0.2.9 (of these two the
 modules that are imported here, in otherwise empty packages), compressed-tensors 0.12.2, which still
-supports an order of groups, and 0.20.0, ModelOpt 0.47.0, transformers 5.23.0, torchao 0.18.0 and
-0.13.0.
+supports an order of groups, and 0.20.0, comfy-kitchen 0.2.40, ModelOpt 0.47.0, transformers 5.23.0,
+torchao 0.18.0 and 0.13.0.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from comfy_weights import by_comfy_kitchen
 from mixed_models import mixed_by_compressed_tensors, mixed_by_modelopt
 from safetensors.torch import load_file, save_file
 
@@ -303,6 +304,7 @@ WRITERS: dict[str, Callable[[], Iterator[Named]]] = {
     "bitsandbytes_0_50_2": _bitsandbytes,
     "autogptq_0_7_1": _autogptq,
     "autoawq_0_2_9": _autoawq,
+    "comfy_kitchen_0_2_40": by_comfy_kitchen,
     "compressed_tensors_0_12_2": _compressed_tensors_ordered,
     "compressed_tensors_0_20_0_eight_bits": _compressed_tensors_eight_bits,
     "compressed_tensors_0_20_0_exponents": _compressed_tensors_exponents,

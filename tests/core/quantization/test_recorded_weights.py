@@ -1,4 +1,4 @@
-"""GPTQ, AWQ, bitsandbytes, compressed-tensors and torchao: numbers as their libraries make them.
+"""GPTQ, AWQ, bitsandbytes, ComfyUI and others: numbers as their libraries make them.
 
 These are recorded beside, see ``recorded_weights.py``.
 """
@@ -55,6 +55,7 @@ FILES: dict[str, dict[str, Any] | None] = {
     "bitsandbytes_0_50_2": {"quant_method": "bitsandbytes"},
     "autogptq_0_7_1": GPTQ,
     "autoawq_0_2_9": {"quant_method": "awq", "version": "gemm"},
+    "comfy_kitchen_0_2_40": None,
     "compressed_tensors_0_12_2": None,
     "compressed_tensors_0_20_0": None,
     "compressed_tensors_0_20_0_eight_bits": EIGHT_BITS,

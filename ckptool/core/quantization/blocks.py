@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import ScaledBlocks, TensorEntry
 from ckptool.core.dtype import DType
 
-Array = np.ndarray[Any, np.dtype[Any]]
+if TYPE_CHECKING:
+    import numpy as np
+
+Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 Gather = Callable[[TensorEntry, Box], Array]
+"""Reads a box of a tensor as stored."""
 
 
 def read_floats(gather: Gather, entry: TensorEntry, box: Box) -> Any:
@@ -48,6 +50,7 @@ def spread_scales(gather: Gather, at: ScaledBlocks, box: Box) -> Any:
 
 def view_typed(bits: Array, dtype: DType) -> Any:
     """View stored elements as a torch tensor of their type."""
+    import numpy as np
     import torch
 
     flat = torch.from_numpy(np.ascontiguousarray(bits).reshape(-1).view("u1"))

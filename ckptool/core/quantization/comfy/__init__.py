@@ -1,0 +1,152 @@
+"""ComfyUI's quantized weights: FP8, MXFP8, NVFP4, INT8, and rotated INT8 and INT4 (ConvRot).
+
+``X.weight`` has a marker that names its format: a JSON text, in the bytes of ``X.comfy_quant`` or
+among the ``layers`` of ``_quantization_metadata`` in a header's metadata. Before (ComfyUI 0.3.64)
+there was only FP8: ``X.weight`` and ``X.scale_weight``, and one ``scaled_fp8`` for all.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from ckptool.core.box import Box
+from ckptool.core.catalog import Catalog, ScaledBlocks, Scheme, TensorEntry
+from ckptool.core.quantization.blocks import Gather
+from ckptool.core.quantization.comfy.marker import Marker, parse_marker
+from ckptool.core.quantization.comfy.rows import (
+    compute_fp8,
+    compute_int4,
+    compute_int8,
+    lay_out_fp8,
+    lay_out_int4,
+    lay_out_int8,
+)
+from ckptool.core.quantization.comfy.tiled import (
+    compute_mxfp8,
+    compute_nvfp4,
+    lay_out_mxfp8,
+    lay_out_nvfp4,
+)
+from ckptool.core.quantization.model import Quantized, Surroundings, Tensors
+
+HEADER = "_quantization_metadata"
+"""The key of a header's metadata for the formats of all weights."""
+INFO = f"metadata.{HEADER}"
+"""The key of ``Catalog.info`` for its text."""
+MARKER, LEGACY_SCALE, LEGACY_MARKER = ".comfy_quant", ".scale_weight", "scaled_fp8"
+_KIND = "ComfyUI"
+_SCALE, _SCALE_OF_ALL = ".weight_scale", ".weight_scale_2"
+_INPUT_SCALES = (".input_scale", ".scale_input")
+_FP8 = ("float8_e4m3fn", "float8_e5m2")
+_LAYOUTS: Mapping[Any, Callable[[Quantized, Marker, Surroundings], TensorEntry]] = {
+    **dict.fromkeys(_FP8, lay_out_fp8),
+    "convrot_w4a4": lay_out_int4,
+    "int8_tensorwise": lay_out_int8,
+    "mxfp8": lay_out_mxfp8,
+    "nvfp4": lay_out_nvfp4,
+}
+"""The supported formats of ComfyUI's ``QUANT_ALGOS``: not asym_w4a8_int8 and awq_w4a16."""
+SCHEMES: Mapping[Scheme, Callable[[Gather, ScaledBlocks, Box, Any], Any]] = {
+    "comfy fp8": compute_fp8,
+    "comfy int4": compute_int4,
+    "comfy int8": compute_int8,
+    "comfy mxfp8": compute_mxfp8,
+    "comfy nvfp4": compute_nvfp4,
+}
+"""The functions that compute a box of numbers in a type of torch."""
+
+
+def find_comfy(catalog: Catalog, names: list[str]) -> Iterator[Quantized]:
+    """Yield the weights with a marker, all of them among some ``names`` or in a header.
+
+    Whatever their format: only the marker's bytes say what it is. Where some weights have a marker,
+    so do all that have scales: without one, they are yielded to be refused.
+    """
+    tensors = catalog.tensors
+    markers = {n.removesuffix(MARKER): tensors[n] for n in names if n.endswith(MARKER)}
+    layers = _layers(catalog)
+    legacy = [name for name in names if name.rpartition(".")[2] == LEGACY_MARKER]
+    scales = {n.removesuffix(LEGACY_SCALE) for n in names if n.endswith(LEGACY_SCALE)}
+    scaled = set[str]()
+    if markers or layers or INFO in catalog.info:
+        scaled = {n.removesuffix(_SCALE) for n in tensors if n.endswith(_SCALE)}
+    for module in sorted({*markers, *layers, *scales, *scaled}):
+        above = [n for n in legacy if module.startswith(n.removesuffix(LEGACY_MARKER))]
+        about = [tensors[n] for n in above]
+        about = [markers[module], *about] if module in markers else about
+        yield from _pair(tensors, module, layers.get(module), about)
+
+
+def _pair(
+    tensors: Tensors, module: str, said: object, about: list[TensorEntry]
+) -> Iterator[Quantized]:
+    """Yield the quantized weight of a module, if it has one; ``said`` is its header's marker."""
+    values = tensors.get(f"{module}.weight")
+    scales, of_all = (tensors.get(f"{module}{end}") for end in (_SCALE, _SCALE_OF_ALL))
+    old, bias = tensors.get(f"{module}{LEGACY_SCALE}"), tensors.get(f"{module}.bias")
+    if values is None or values.dtype.itemsize > 1:
+        return
+    if scales is None and old is not None:
+        scales, said = old, {"format": values.dtype.name}
+    inputs = (tensors.get(f"{module}{end}") for end in _INPUT_SCALES)
+    yield Quantized(
+        _KIND,
+        values.name,
+        values,
+        values if scales is None else scales,
+        _lay_out,
+        others=() if of_all is None else (of_all,),
+        about=(*about, *(entry for entry in inputs if entry is not None)),
+        values_beside={"marker": said, "rows": bias.shape[:1] if bias is not None else ()},
+    )
+
+
+def join_headers(texts: Iterable[str]) -> str:
+    """Return the text of several headers as that of one; what is not understood stays so."""
+    different = list(dict.fromkeys(texts))
+    if len(different) == 1:
+        return different[0]
+    layers = [parse_marker(text.encode()).get("layers") for text in different]
+    joined = {
+        name: said for some in layers if isinstance(some, dict) for name, said in some.items()
+    }
+    return json.dumps({"layers": joined})
+
+
+def _layers(catalog: Catalog) -> dict[str, Any]:
+    """Return the markers of a header's metadata by module, as the tensors call it.
+
+    Some writers leave out the beginning of all names, such as ``model.diffusion_model.``.
+    """
+    layers = parse_marker(catalog.info.get(INFO, "").encode()).get("layers")
+    if not isinstance(layers, dict):
+        return {}
+    modules = [n.removesuffix(".weight") for n in catalog.tensors if n.endswith(".weight")]
+    named: dict[str, list[str]] = {}
+    for module in modules:
+        ends = [module[at + 1 :] for at, char in enumerate(module) if char == "."]
+        for end in (module, *ends):
+            named.setdefault(end, []).append(module)
+    exact = set(modules)
+    found = {name: [name] if name in exact else named.get(name, []) for name in layers}
+    return {some[0]: layers[name] for name, some in found.items() if len(some) == 1}
+
+
+def _lay_out(pair: Quantized, around: Surroundings) -> TensorEntry:
+    """Lay out a weight as its marker says; Unsupported if that is not understood."""
+    marker, about = pair.values_beside["marker"], pair.about[:1]
+    if about and about[0].name == f"{pair.module}{MARKER}":
+        marker = parse_marker(around.read(about[0]))
+    form = marker.get("format") if isinstance(marker, dict) else None
+    if not isinstance(marker, dict) or not isinstance(form, str):
+        raise pair.unfit(f"no {pair.module}{MARKER} or {HEADER} says how it is quantized")
+    if form not in _LAYOUTS:
+        supported = ", ".join(sorted(_LAYOUTS))
+        raise pair.unfit(f"ComfyUI's format {form} is not supported, only {supported}")
+    if pair.scales is pair.values:
+        raise pair.unfit(f"its format is {form}, but there is no {pair.module}{_SCALE}")
+    if pair.values_beside["rows"] not in ((), pair.values.shape[:1]):
+        raise pair.unfit("its bias has fewer rows: the others only fill a tile")
+    return _LAYOUTS[form](pair, marker, around)

@@ -1,0 +1,115 @@
+"""Floats of eight bits beside a scale of any name are neither cast nor dequantized without it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import convert_to, read_back
+from safetensors.torch import load_file, save_file
+
+import ckptool
+from ckptool.core.casts import Casts
+from ckptool.core.dtype import BY_NAME
+from ckptool.errors import Unsupported
+
+FP8 = torch.tensor([[1.0, -2.0], [0.5, 4.0]]).to(torch.float8_e4m3fn)
+SCALE = torch.tensor(0.5)
+BF16 = Casts(BY_NAME["bfloat16"])
+
+
+def saved(out: Path, **tensors: torch.Tensor) -> Path:
+    named = {name.replace("__", "."): tensor.clone() for name, tensor in tensors.items()}
+    save_file(named, out / "in.safetensors")
+    return out / "in.safetensors"
+
+
+UNKNOWN = {
+    "fc__weight": [
+        *("fc__descale", "fc__weight_scaling_factor", "fc__weight__scale", "fc__w_absmax"),
+        *("fc__weight_quantizer__scale", "fc_scale", "fc__weight_amax", "fc__Scale", "fc__scales"),
+        *("scaled_fp8", "fc__weight_scale_1"),
+    ],
+    "experts__gate_up_proj": [
+        *("experts__gate_up_proj_qscale", "experts__gate_up_proj__scale", "experts__scales"),
+        *("experts__gate_up_proj_scales", "experts__scale_gate_up_proj", "scaled_fp8"),
+    ],
+}
+CASES = [(name, scale) for name, scales in UNKNOWN.items() for scale in scales]
+
+
+@pytest.mark.parametrize(("name", "scale"), CASES)
+def test_a_scale_of_an_unknown_name_stops_a_cast(name: str, scale: str, out: Path) -> None:
+    source = saved(out, **{name: FP8, scale: SCALE})
+    words = f"{name}: float8_e4m3fn with {scale}".replace("__", r"\.")
+    with pytest.raises(Unsupported, match=words):
+        convert_to("safetensors", source, out / "m", casts=BF16)
+    with pytest.raises(Unsupported, match=name.replace("__", r"\.")):
+        convert_to("safetensors", source, out / "d", dequantize=True)
+    with (
+        ckptool.open(source) as opened,
+        pytest.raises(Unsupported, match="a cast would leave it out"),
+    ):
+        opened.read(name.replace("__", "."), dtype="bf16")
+    convert_to("safetensors", source, out / "same")
+    assert read_back("safetensors", out / "same").keys() == load_file(source).keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "scale"),
+    [
+        ("fc__weight", "fc__qscale_weight"),
+        ("fc__weight", "fc__scale_weight"),
+        ("fc__weight", "fc__weight_scale"),
+        ("fc__weight", "fc__scale"),
+        ("experts__gate_up_proj", "experts__gate_up_proj_scale"),
+    ],
+)
+def test_a_scale_of_a_known_name_is_used(name: str, scale: str, out: Path) -> None:
+    source = saved(out, **{name: FP8, scale: SCALE})
+    convert_to("safetensors", source, out / "m", dequantize=True, casts=BF16)
+    written = load_file(out / "m" / "model.safetensors")
+    assert written.keys() == {name.replace("__", ".")}
+    (numbers,) = written.values()
+    assert torch.equal(numbers, (FP8.float() * SCALE).bfloat16())
+
+
+def test_scales_of_experts_are_of_columns_too(out: Path) -> None:
+    """fbgemm's in Llama 4: one for each output, which are the columns there."""
+    weight = torch.randn(3, 64, 96).to(torch.float8_e4m3fn)
+    scales = torch.rand(3, 1, 96)
+    source = saved(out, experts__gate_up_proj=weight, experts__gate_up_proj_scale=scales)
+    convert_to("safetensors", source, out / "m", dequantize=True, casts=BF16)
+    written = load_file(out / "m" / "model.safetensors")["experts.gate_up_proj"]
+    assert torch.equal(written, (weight.float() * scales).bfloat16())
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        {},
+        {"norm__scale": torch.ones(2)},  # Flux's query_norm.scale
+        {"norm__scale": torch.ones(2).to(torch.float8_e4m3fn)},
+        {"logit_scale": torch.tensor(4.6)},
+        {"ln__weight": torch.ones(2), "layer_scale_1": torch.ones(2)},
+    ],
+)
+def test_floats_without_a_scale_are_cast(others: dict[str, Any], out: Path) -> None:
+    source = saved(out, fc__weight=FP8, text_projection=FP8, **others)
+    convert_to("safetensors", source, out / "m", casts=BF16)
+    written = load_file(out / "m" / "model.safetensors")
+    assert torch.equal(written["fc.weight"], FP8.bfloat16())
+    assert torch.equal(written["text_projection"], FP8.bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8, torch.int8])
+def test_packed_integers_of_no_known_kind_are_refused(dtype: torch.dtype, out: Path) -> None:
+    """Such as AMD Quark's INT4: words in ``X.weight`` with ``X.weight_zero_point``."""
+    words = torch.ones(4, 2).to(dtype)
+    source = saved(
+        out, fc__weight=FP8, fc__scale=SCALE, q__weight=words, q__weight_offset=torch.ones(4, 1)
+    )
+    with pytest.raises(Unsupported, match=r"q\.weight: u?int[0-9]+ without scales, which"):
+        convert_to("safetensors", source, out / "m", dequantize=True)
