@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from ckptool.commands.document import Report
 from ckptool.commands.open import OpenedCheckpoint
 from ckptool.core.catalog import TensorEntry, coverage_problem
+from ckptool.core.quantization.names import packed_names
 from ckptool.core.selection import tensors_named
 from ckptool.engine.read.numbers import Array, decode
 from ckptool.engine.read.tensors import TensorSource, TensorTile, tensor_job
@@ -160,7 +161,8 @@ def stats(
     problems = [gap for gap in map(coverage_problem, wanted.values()) if gap is not None]
     if problems:
         raise damaged(problems, subject=str(opened.path))
-    numeric = {name: entry for name, entry in wanted.items() if entry.source_dtype.is_numeric}
+    packed = packed_names(catalog)
+    numeric = {n: e for n, e in wanted.items() if e.source_dtype.is_numeric and n not in packed}
     located = opened.open_containers(
         replace(catalog, tensors=numeric, objects={}), defers=True
     ).tensors

@@ -10,7 +10,7 @@ from typing import Any
 from ckptool.commands.keymap.records import DTYPE_KEYS, HIDDEN_SIZES, LAYER_COUNTS, Record
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.dtype import BY_NAME
-from ckptool.core.quantization.names import kinds
+from ckptool.core.quantization.names import kinds, packed_names
 from ckptool.errors import Problem
 
 _MODEL = (
@@ -141,10 +141,12 @@ def _compare_counts(config: Record, catalog: Catalog) -> Iterator[Difference]:
 
 def _numbers_in(catalog: Catalog) -> dict[str, TensorEntry]:
     """Return the tensors that are not scalars and hold unquantized weights."""
+    packed = packed_names(catalog)
     return {
         name: entry
         for name, entry in catalog.tensors.items()
         if entry.dtype.kind == "float" and entry.dtype.itemsize > 1 and entry.shape
+        if name not in packed
     }
 
 
@@ -269,8 +271,9 @@ def _compare_dtypes(configs: Sequence[Record], catalog: Catalog) -> Iterator[Dif
 def main_dtype(catalog: Catalog) -> str | None:
     """Return the dtype of most floating elements: norms and biases may have another."""
     elements: Counter[str] = Counter()
-    for entry in catalog.tensors.values():
-        if entry.dtype.kind == "float":
+    packed = packed_names(catalog)
+    for name, entry in catalog.tensors.items():
+        if entry.dtype.kind == "float" and name not in packed:
             elements[entry.dtype.name] += entry.elements
     return elements.most_common(1)[0][0] if elements else None
 

@@ -41,6 +41,7 @@ from ckptool.commands.verify.checks.training import (
 from ckptool.commands.verify.codes import CODES, Severity, require_codes
 from ckptool.commands.verify.findings import Findings, VerifyReport, summarize
 from ckptool.core.catalog import Catalog, TensorEntry
+from ckptool.core.quantization.names import packed_names
 from ckptool.core.state_category import state_category
 from ckptool.core.text import list_some
 from ckptool.engine.check.content import ContentReport, check_spans
@@ -240,6 +241,7 @@ class Verification:
         self._problems += unwritten_ends(spans, written, source.files)
         if self._sample.is_all or isinstance(self._sample, DataPart):
             names |= self._read_again(content)
+        names -= packed_names(self._catalog) if names and self._catalog else set()
         found = content.trimmed
         if isinstance(self._sample, DataPart):
             trim, whole = self.surveyed.format.trim, self._locate(names)
