@@ -8,24 +8,36 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
+import msgspec
 from msgspec import Struct
-from msgspec.structs import asdict, replace
+from msgspec.structs import replace
 
 from ckptool.errors import Unsupported
-from ckptool.storage.disk import identity, in_the_way, is_real_file, open_unfollowed, sync_folder
+from ckptool.storage.disk import identity, is_real_file, is_real_folder, sync_folder
+from ckptool.storage.note import (
+    Size,
+    Text,
+    Time,
+    not_a_note,
+    open_note,
+    parse_note,
+    read_note,
+    require_plain,
+)
 
-_SCHEMA = "ckptool.commit/2"
+Stamp = tuple[Size, Time]
+"""The size of a file and the time of its last change, in nanoseconds."""
 
 UNFINISHED = ".ckptool-unfinished.json"
 """The note in a folder of a store from the first byte until everything is written."""
 
 
-class CommitNote(Struct, frozen=True):
+class CommitNote(
+    Struct, frozen=True, forbid_unknown_fields=True, tag_field="schema", tag="ckptool.commit/2"
+):
     """What a commit of a ``folder`` or of a single file is about to do.
 
     ``new`` and ``old`` are the inodes of what is staged and of what is at the target, ``own`` the
@@ -33,14 +45,17 @@ class CommitNote(Struct, frozen=True):
     each with its size and time. ``by_files`` means that the files are moved one by one.
     """
 
-    plan: str
-    source: str
+    plan: Text
+    source: Text
     folder: bool
-    new: int
-    old: int | None
-    own: Mapping[str, Stamp]
-    names: Mapping[str, Stamp]
+    new: Size
+    old: Size | None
+    own: dict[str, Stamp]
+    names: dict[str, Stamp]
     by_files: bool = False
+
+    def __post_init__(self) -> None:
+        require_plain([*self.own, *self.names])
 
     def by_single_files(self) -> CommitNote:
         """Return the same commit, file by file."""
@@ -50,26 +65,36 @@ class CommitNote(Struct, frozen=True):
 class NoteFile:
     """The note of one target's commit, as a file beside the staged files."""
 
-    def __init__(self, path: Path, *, fsync: bool) -> None:
-        self.path = path
+    def __init__(self, target: Path, *, fsync: bool) -> None:
+        self.path = note_path(target)
+        self._target = target
         self._fsync = fsync
 
-    def read(self) -> CommitNote | None:
-        """Read the note of an interrupted run, or return None; Unsupported for another's file."""
-        if not os.path.lexists(self.path):
+    def read(self, *, owner: int | None = None) -> CommitNote | None:
+        """Read the note of an interrupted run, or return None if there is none.
+
+        Raises Unsupported if it is not this user's, or that of a known ``owner``, or says more
+        than such a note may.
+        """
+        try:
+            data = read_note(self.path, owner=owner)
+        except FileNotFoundError:
             return None
-        if not is_real_file(self.path):
-            raise in_the_way(self.path)
-        data = self.path.read_bytes()
-        note = _parse(data)
-        if note is None and data:
-            raise in_the_way(self.path)
+        if not data:
+            return None
+        note = parse_note(data, CommitNote, self.path)
+        beside = {self._target.name, side_name(self._target.name)}
+        strangers = {*note.own, *note.names} - beside
+        if not note.folder and (strangers or note.by_files):
+            raise not_a_note(self.path, f"it speaks of other files than {self._target.name}")
         return note
 
     def write(self, note: CommitNote) -> None:
         """Write the note so that it survives a power failure."""
-        data = json.dumps({"schema": _SCHEMA} | asdict(note)).encode()
-        with open(open_unfollowed(self._part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
+        data = json.dumps(msgspec.to_builtins(note)).encode()
+        self._remove_part()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        with open(open_note(self._part, flags), "wb") as file:
             file.write(data)
             file.flush()
             if self._fsync:
@@ -80,27 +105,18 @@ class NoteFile:
 
     def remove(self) -> None:
         """Remove the note: nothing is left to be done."""
-        self._part.unlink(missing_ok=True)
+        self._remove_part()
         self.path.unlink(missing_ok=True)
+
+    def _remove_part(self) -> None:
+        """Remove a note of which the writing was interrupted; Unsupported if it is another's."""
+        with suppress(FileNotFoundError):
+            os.close(open_note(self._part, os.O_RDONLY))
+            self._part.unlink()
 
     @property
     def _part(self) -> Path:
         return self.path.with_name(f"{self.path.name}.new")
-
-
-def _parse(data: bytes) -> CommitNote | None:
-    try:
-        value: Any = json.loads(data)
-        if value.pop("schema", None) != _SCHEMA:
-            return None
-        files = {key: _parse_stamps(value[key]) for key in ("own", "names")}
-        return CommitNote(**value | files)
-    except (ValueError, AttributeError, TypeError, KeyError):
-        return None
-
-
-def _parse_stamps(files: dict[str, list[int]]) -> dict[str, Stamp]:
-    return {name: (size, time) for name, (size, time) in files.items()}
 
 
 OLD_SIDE = ".replaced"
@@ -126,9 +142,10 @@ def note_path(target: Path) -> Path:
 def targets_with_notes(folder: Path) -> list[Path]:
     """Return the places in a folder that an interrupted run was about to replace."""
     head, tail = note_path(folder / "*").name.split("*")
-    found = (path.name for path in folder.iterdir())
-    names = (n for n in found if n.startswith(head) and n.endswith(tail))
-    return sorted(folder / name.removeprefix(head).removesuffix(tail) for name in names)
+    found = (path.name for path in folder.iterdir() if len(path.name) > len(head + tail))
+    noted = (name for name in found if name.startswith(head) and name.endswith(tail))
+    names = {name[len(head) : -len(tail)] for name in noted} - {".", ".."}
+    return sorted(folder / name for name in names)
 
 
 def side_file(path: Path) -> Path | None:
@@ -147,9 +164,9 @@ def side_file(path: Path) -> Path | None:
 
 
 def _side_in_commit(path: Path, side: Path) -> Path:
-    note = None
-    with suppress(OSError, Unsupported):
-        note = NoteFile(note_path(path), fsync=False).read()
+    """Return which side file goes with a file; the note is this user's, or that of its owner."""
+    owner = os.lstat(path).st_uid
+    note = NoteFile(path, fsync=False).read(owner=owner)
     if note is None:
         return side
     folder = staging_folder(path)
@@ -159,7 +176,8 @@ def _side_in_commit(path: Path, side: Path) -> Path:
         name = OLD_SIDE
     else:
         raise unknown_files(path, folder)
-    return folder / name if (folder / name).is_file() else side
+    is_there = is_real_folder(folder) and is_real_file(folder / name)
+    return folder / name if is_there else side
 
 
 def is_new_file(path: Path, name: str, note: CommitNote) -> bool:
@@ -176,10 +194,6 @@ def unknown_files(target: Path, staged: Path) -> Unsupported:
         hint=f"use the place that it was copied from; or keep the whole pair, move {staged} away,"
         f" then rm {note_path(target)}",
     )
-
-
-Stamp = tuple[int, int]
-"""The size of a file and the time of its last change, in nanoseconds."""
 
 
 def stamp(path: Path) -> Stamp | None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ckptool.errors import Committed, Unsupported
@@ -61,6 +61,33 @@ def identity(path: Path) -> int | None:
         return None
 
 
+def folder_identity(path: Path) -> int | None:
+    """Return the inode of a real folder on the disk of its parent, None if there is none."""
+    try:
+        status = os.lstat(path)
+    except FileNotFoundError:
+        return None
+    is_here = stat.S_ISDIR(status.st_mode) and status.st_dev == os.stat(path.parent).st_dev
+    return status.st_ino if is_here else None
+
+
+@contextmanager
+def open_folder(folder: Path, below: str = "") -> Iterator[int]:
+    """Open a folder, or one below it, to use names in it; a link on the way is not followed.
+
+    Raises FileNotFoundError or NotADirectoryError if there is none.
+    """
+    flags = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(folder, flags)
+    try:
+        for name in filter(None, below.split("/")):
+            outer, descriptor = descriptor, os.open(name, flags, dir_fd=descriptor)
+            os.close(outer)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
 def is_real_folder(path: Path) -> bool:
     """Return whether a folder is there, and not a link to one."""
     with suppress(FileNotFoundError):
@@ -95,10 +122,10 @@ def begins_with(path: Path, mark: bytes) -> bool:
         return mark.startswith(stream.read(len(mark)))
 
 
-def open_unfollowed(path: Path, flags: int) -> int:
+def open_unfollowed(path: Path, flags: int, mode: int = 0o666) -> int:
     """Open a regular file, created if missing; Unsupported if a link is there."""
     try:
-        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, mode)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EMLINK, errno.EISDIR, errno.ENXIO):
             raise in_the_way(path) from None

@@ -500,18 +500,39 @@ def test_files_that_go_before_the_commit_end_it(
     assert not target.exists()
 
 
-@pytest.mark.parametrize("end", [b"", b"\xff\xfe\n", b'{"part": {"verified": true}}\n'])
-def test_a_part_of_which_the_journal_is_cut_or_damaged_is_not_done(
+@pytest.mark.parametrize("end", [b"", b"\xff\xfe", b'{"part": {"verified": true, '])
+def test_a_part_of_which_the_journal_is_cut_is_not_done(
     end: bytes, three: Any, source: Path
 ) -> None:
     planned, target = three
     write(planned, source, target, "2/3")
+    journal = cut_short(target, end)
+    refused(lambda: finish(planned, source, target), "part 2 of 3 is not done")
+    write(planned, source, target, "2/3")
+    assert b"\xff" not in journal.read_bytes()
+    finish(planned, source, target)
+
+
+@pytest.mark.parametrize("end", [b"\xff\xfe\n", b'{"part": {"verified": true}}\n'])
+def test_a_part_of_which_the_journal_is_damaged_is_named(
+    end: bytes, three: Any, source: Path
+) -> None:
+    planned, target = three
+    write(planned, source, target, "2/3")
+    journal = cut_short(target, end)
+    for work in (finish, lambda *words: write(*words, "2/3")):
+        refused(lambda work=work: work(planned, source, target), "journal.1: is not as ckptool wr")
+    journal.unlink()
+    write(planned, source, target, "2/3")
+    finish(planned, source, target)
+
+
+def cut_short(target: Path, end: bytes) -> Path:
+    """Give the second part's journal another end."""
     journal = target.parent / ".m.partial.journal.1"
     lines = journal.read_bytes().splitlines(keepends=True)
     journal.write_bytes(b"".join([*lines[:-1], end]))
-    refused(lambda: finish(planned, source, target), "part 2 of 3 is not done")
-    write(planned, source, target, "2/3")
-    finish(planned, source, target)
+    return journal
 
 
 def test_a_part_that_was_killed_as_it_began_is_named(three: Any, source: Path) -> None:
@@ -1131,6 +1152,6 @@ def test_parts_that_read_different_bytes_are_not_committed(
         journal.write_text("\n".join([*before, json.dumps(note), ""]))
     assert noted
     kind = Damaged if damage == "another sum" else Unsupported
-    match = "CRC-32" if damage == "another sum" else "note of a part is damaged"
+    match = "CRC-32" if damage == "another sum" else "journal.0: is not as ckptool writes it"
     refused(lambda: finish(by_rows, rows, target), match, kind)
     assert not target.exists()

@@ -178,13 +178,24 @@ def test_a_resumed_upload_writes_a_file_of_another_size_again(s3: S3, out: Path)
     assert s3.get("m") == files_of(out / "m")
 
 
-def test_without_resume_what_was_left_is_written_anew(s3: S3, out: Path) -> None:
+@pytest.mark.parametrize("more", [{}, {"overwrite": True}], ids=str)
+def test_without_resume_what_was_left_is_written_anew(
+    more: dict[str, Any], s3: S3, out: Path
+) -> None:
+    """Files of other names than this run's are removed if that is asked for."""
     source = case("dcp_fsdp2_tp").path
     s3.fail(DENIED, *WRITES, key="*.metadata")
     with pytest.raises(TransferError):
         resharded(source, s3.url("m"), "4")
     s3.heal()
-    resharded(source, s3.url("m"), "2")
+    if not more:
+        left = s3.get("m")
+        with pytest.raises(Unsupported, match=r"already exists \(2 files, such as __2_0"):
+            resharded(source, s3.url("m"), "2")
+        assert s3.get("m") == left
+        resharded(source, s3.url("m"), "4")
+        return
+    resharded(source, s3.url("m"), "2", **more)
     resharded(source, out / "m", "2")
     assert s3.get("m") == files_of(out / "m")
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from ckptool.core.text import list_some
 from ckptool.engine.write.existing import (
     changed_files,
+    in_conflict,
     keep_mode,
     keep_modes,
     kept_entries,
@@ -43,6 +44,7 @@ from ckptool.storage.commit_note import (
 from ckptool.storage.disk import (
     CANNOT_MOVE,
     exchange,
+    folder_identity,
     identity,
     in_the_way,
     is_real_folder,
@@ -101,7 +103,7 @@ class FolderCommit:
         if not stands_whole(self._staged, note.new, note.names):
             raise self._unknown_state(note)
         if identity(self._target) is None and note.old is not None:
-            if identity(self._aside) != note.old:
+            if folder_identity(self._aside) != note.old:
                 return False
             rename_new(self._staged, self._target)
             return True
@@ -130,7 +132,7 @@ class FolderCommit:
         self._staged.rmdir()
 
     def _clear_old(self, old: Path, note: CommitNote) -> None:
-        if note.old is None or identity(old) != note.old:
+        if note.old is None or folder_identity(old) != note.old:
             raise Committed(
                 f"{self._target}: the new one is in place, but {old} is not the old one that was"
                 " recorded; nothing in it was removed",
@@ -159,12 +161,13 @@ class FolderCommit:
     def _require_halves(self, note: CommitNote) -> None:
         """Require each new file staged or in place, the old ones unchanged; else Unsupported."""
         staged, target = stamps(self._staged, note.names), stamps(self._target, note.names)
-        places = (identity(self._staged), identity(self._target))
+        places = (folder_identity(self._staged), folder_identity(self._target))
         own = {n: stamp for n, stamp in note.own.items() if n in staged or n not in target}
         if (
             places != (note.new, note.old)
             or {**target, **staged} != note.names
             or changed_files(self._target, own)
+            or in_conflict(self._target, {*own, *note.names}, note.names)
         ):
             raise self._unknown_state(note)
 

@@ -10,15 +10,14 @@ import errno
 import os
 import shutil
 import stat
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from ckptool.core.text import list_some, plural
 from ckptool.errors import Committed, TransferError, Unsupported
-from ckptool.storage.commit_note import stamp
-from ckptool.storage.disk import identity, is_real_file, rename_new
+from ckptool.storage.disk import folder_identity, is_real_folder, open_folder, rename_new
 from ckptool.storage.local import LocalSource
 
 if TYPE_CHECKING:
@@ -27,8 +26,31 @@ if TYPE_CHECKING:
 
 def stamps(folder: Path, names: Iterable[str]) -> dict[str, Stamp]:
     """Return the stamps of those files that exist in a folder."""
-    now = {name: stamp(folder / name) for name in names}
-    return {name: status for name, status in now.items() if status is not None}
+    return {n: (s.st_size, s.st_mtime_ns) for n, s in statuses(folder, names).items()}
+
+
+def statuses(folder: Path, names: Iterable[str]) -> dict[str, os.stat_result]:
+    """Return what is at some names below a folder, in their order; no link is followed."""
+    names = list(names)
+    found = {}
+    for name, inner, leaf in _each_below(folder, names):
+        with suppress(FileNotFoundError):
+            found[name] = os.stat(leaf, dir_fd=inner, follow_symlinks=False)
+    return {name: found[name] for name in names if name in found}
+
+
+def _each_below(folder: Path, names: Iterable[str]) -> Iterator[tuple[str, int, str]]:
+    """Yield names below a folder with the open folder of each and the last part of the name.
+
+    Those of each folder come together; those behind a link, or in no folder, are left out.
+    """
+    by_parent: dict[str, list[str]] = {}
+    for name in names:
+        by_parent.setdefault(name.rpartition("/")[0], []).append(name)
+    for parent, inside in by_parent.items():
+        with suppress(FileNotFoundError, NotADirectoryError), open_folder(folder, parent) as inner:
+            for name in inside:
+                yield name, inner, name.rpartition("/")[2]
 
 
 def staged_files(folder: Path, names: Iterable[str]) -> LocalSource:
@@ -38,7 +60,8 @@ def staged_files(folder: Path, names: Iterable[str]) -> LocalSource:
 
 def stands_whole(folder: Path, inode: int | None, files: Mapping[str, Stamp]) -> bool:
     """Return whether a folder is the one that was noted, with each of its files unchanged."""
-    return inode is not None and identity(folder) == inode and stamps(folder, files) == files
+    is_same = inode is not None and folder_identity(folder) == inode
+    return is_same and stamps(folder, files) == files
 
 
 def changed_files(folder: Path, files: Mapping[str, Stamp]) -> list[str]:
@@ -85,9 +108,8 @@ def require_space(folder: Path, needed: int, staged: Path, sizes: Mapping[str, i
     """
     if not folder.is_dir():
         raise Unsupported(f"{folder}: no such folder to write into", hint=f"mkdir -p {folder}")
-    names = _written_files(staged, sizes) if staged.is_dir() else ()
     free = shutil.disk_usage(folder).free
-    free += sum(512 * os.lstat(staged / name).st_blocks for name in names)
+    free += sum(512 * status.st_blocks for status in _written_files(staged, sizes).values())
     if needed > free:
         raise Unsupported(f"{folder}: {needed:,} bytes are needed, {free:,} are free")
 
@@ -107,13 +129,13 @@ def require_short_names(folder: Path, names: Iterable[str], hint: str) -> None:
             raise Unsupported(message, hint=hint)
 
 
-def _written_files(folder: Path, sizes: Mapping[str, int]) -> list[str]:
+def _written_files(folder: Path, sizes: Mapping[str, int]) -> dict[str, os.stat_result]:
     """Return the files in a folder that a run has written, as far as it came."""
-    return [
-        name
-        for name, nbytes in sizes.items()
-        if is_real_file(folder / name) and os.lstat(folder / name).st_size <= nbytes
-    ]
+    return {
+        name: status
+        for name, status in statuses(folder, sizes).items()
+        if stat.S_ISREG(status.st_mode) and status.st_size <= sizes[name]
+    }
 
 
 _STAYS = frozenset((errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.ENOTDIR))
@@ -188,6 +210,18 @@ def already_in_store(target: object, names: Sequence[str], *, removes: bool) -> 
     return Unsupported(f"{target} already exists ({some})", hint=hint)
 
 
+def not_known(note: object, folder: object, names: Sequence[str]) -> Unsupported:
+    """Return the error for files that a store's note speaks of, and that nothing else knows.
+
+    Anybody who may write to the store may have written the note.
+    """
+    return Unsupported(
+        f"{note}: speaks of {list_some(names)}, which this run does not write, and which is not"
+        " known to be a checkpoint's; nothing was removed",
+        hint=f"write elsewhere; or check what it is, and remove all that is in {folder}",
+    )
+
+
 def charged_note(remains: Mapping[str, int]) -> str:
     """Return what to do about objects, with their bytes, that a store did not let be removed."""
     return (
@@ -243,7 +277,7 @@ def _move(old: Path, new: Path, name: str) -> list[str]:
 
 def _make_parents(old: Path, new: Path, name: PurePosixPath) -> None:
     for parent in [*name.parents][-2::-1]:
-        if not (new / parent).is_dir():
+        if not is_real_folder(new / parent):
             (new / parent).mkdir()
             (new / parent).chmod((old / parent).stat().st_mode & 0o7777)
 
@@ -275,17 +309,19 @@ def keep_mode(old: Path, new: Path) -> None:
 def remove_own(folder: Path, own: Iterable[str]) -> None:
     """Remove the files ``own`` of a folder, and the folders in it that are then empty."""
     files = list(own)
-    for name in files:
-        (folder / name).unlink(missing_ok=True)
+    for _, inner, leaf in _each_below(folder, files):
+        with suppress(FileNotFoundError):
+            os.unlink(leaf, dir_fd=inner)
     remove_emptied(folder, files)
 
 
 def remove_emptied(folder: Path, files: Iterable[str]) -> None:
     """Remove the folders that the files lay in, as far as they are empty; not ``folder`` itself."""
     inner = _parents(files) - {"."}
-    for name in sorted(inner, key=lambda name: name.count("/"), reverse=True):
+    deepest_first = sorted(inner, key=lambda name: name.count("/"), reverse=True)
+    for _, descriptor, leaf in _each_below(folder, deepest_first):
         try:
-            (folder / name).rmdir()
+            os.rmdir(leaf, dir_fd=descriptor)
         except OSError as error:
             if error.errno not in _STAYS:
                 raise

@@ -6,40 +6,44 @@ process that commits joins these, and reads what no part has noted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
-import msgspec
 from msgspec import Struct
 
 from ckptool.core.catalog import Record
-from ckptool.engine.checksum import CrcPiece, RecordCheck, require_intact
+from ckptool.engine.checksum import RecordCheck, require_intact
 from ckptool.errors import Damaged, Problem, Unsupported
 from ckptool.storage.local import Files
+from ckptool.storage.note import Crc, Size, Text
 
 
-class NotedRecord(Struct, frozen=True, array_like=True):
+class NotedRecord(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A record, with the CRC-32 that its writer stored, and the pieces that a part has read."""
 
-    file: str
-    offset: int
-    nbytes: int
-    crc32: int
+    file: Text
+    offset: Size
+    nbytes: Size
+    crc32: Crc
     tensor: str
-    pieces: list[CrcPiece]
+    pieces: list[tuple[Size, Size, Crc]]
+
+    def is_in(self, files: Mapping[str, int]) -> bool:
+        """Return whether such a record can be in one of some files, with all its pieces."""
+        end = self.offset + self.nbytes
+        within = all(self.offset <= at and at + nbytes <= end for at, nbytes, _ in self.pieces)
+        return within and end <= files.get(self.file, -1)
 
 
 class Joining:
     """An output: ``joined`` is what a part reads and does not check, ``noted`` what parts noted."""
 
     joined: RecordCheck | None = None
-    noted: Iterable[object] = ()
+    noted: Iterable[Sequence[NotedRecord]] = ()
 
-    def note_joined(self) -> list[Any]:
-        """Return this part's note, as in JSON, of what another process is to join."""
+    def note_joined(self) -> list[NotedRecord]:
+        """Return this part's note of what another process is to join."""
         cut = () if self.joined is None else self.joined.cut()
-        records = [NotedRecord(*record, tensor, pieces) for record, tensor, pieces in cut]
-        return msgspec.to_builtins(records)  # type: ignore[no-any-return]
+        return [NotedRecord(*record, tensor, pieces) for record, tensor, pieces in cut]
 
     def require_joined(self, source: Files, workers: int) -> None:
         """Check the records that parts noted, and read what is missing; Damaged if one differs.
@@ -49,7 +53,9 @@ class Joining:
         records = RecordCheck()
         known: dict[tuple[object, ...], int] = {}
         for note in self.noted:
-            for each in _read_note(note):
+            for each in note:
+                if not each.is_in(source.files):
+                    raise _no_such_record(each)
                 record = Record(each.file, each.offset, each.nbytes, each.crc32)
                 records.touch(record, each.tensor)
                 for offset, nbytes, crc in (piece for piece in each.pieces if piece[1]):
@@ -60,13 +66,12 @@ class Joining:
         require_intact(records.problems())
 
 
-def _read_note(note: object) -> list[NotedRecord]:
-    try:
-        return msgspec.convert(note, list[NotedRecord])
-    except msgspec.ValidationError as error:
-        raise Unsupported(
-            f"the note of a part is damaged: {error}", hint="run this part again"
-        ) from None
+def _no_such_record(each: NotedRecord) -> Unsupported:
+    return Unsupported(
+        f"the note of a part is damaged: {each.file} of the source has no record of {each.nbytes:,}"
+        f" bytes at {each.offset:,}",
+        hint="run this part again",
+    )
 
 
 def _differently_read(each: NotedRecord, offset: int, nbytes: int) -> Damaged:

@@ -5,22 +5,47 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import stat
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
+
+from msgspec import Struct
 
 from ckptool.core.layout import FileLayout
 from ckptool.core.plan import Plan
 from ckptool.engine.checksum import crc_of
 from ckptool.engine.read.tiles import ByteSource, byte_job, read_tiles
 from ckptool.engine.run_options import RunOptions
+from ckptool.engine.write.schemas import (
+    SCHEMA,
+    FileMark,
+    FinishedFile,
+    FinishedPart,
+    JournalHead,
+    PartEnd,
+    json_of,
+)
 from ckptool.errors import Unsupported
-from ckptool.storage.disk import begins_with, identity, in_the_way, is_real_file, open_unfollowed
+from ckptool.storage.disk import identity, in_the_way
 from ckptool.storage.local import CORES, LocalSource
+from ckptool.storage.note import open_note, parse_note, read_note
 
-_SCHEMA = "ckptool.journal/1"
-_MARK = f'{{"schema": "{_SCHEMA}"'.encode()
+_MARK = f'{{"schema": "{SCHEMA}"'.encode()
+
+
+class Noted(Struct, frozen=True):
+    """What a journal says: how it begins, the finished files with their CRC-32, and its end.
+
+    ``end`` is that of a part which is done. The ``nbytes`` of whole lines say it: a killed run may
+    leave half a line. All of it is empty if the run was killed as it began.
+    """
+
+    head: JournalHead | None = None
+    finished: Mapping[str, int] = {}
+    end: PartEnd[FileMark] | None = None
+    nbytes: int = 0
 
 
 class Journal:
@@ -31,16 +56,16 @@ class Journal:
     CRC-32 of its bytes. The open file is locked: two processes never write one stage.
     """
 
-    def __init__(self, stream: IO[str] | None, finished: Mapping[str, int] | None = None) -> None:
+    def __init__(self, stream: IO[str] | None) -> None:
         self._stream = stream
-        self._finished = finished or {}
+        self._finished: dict[str, int] = {}
         self._lock = threading.Lock()
 
     @classmethod
     def start(cls, path: Path, plan: str, source: str) -> Journal:
         """Start a new journal; Unsupported if another process holds it."""
         journal = cls.lock(path)
-        journal.begin(plan, source)
+        journal.begin(JournalHead(plan, source))
         return journal
 
     @classmethod
@@ -48,11 +73,11 @@ class Journal:
         """Open the journal as it is and lock it; Unsupported if another process has it."""
         return cls(_open_locked(path))
 
-    def begin(self, plan: str, source: str, **more: object) -> None:
-        """Empty the journal, and begin with these digests and other facts."""
+    def begin(self, head: JournalHead) -> None:
+        """Empty the journal, and begin with a first line."""
         if self._stream is not None:
             self._stream.truncate(0)
-        self._append(journal_head(plan, source) | more)
+        self._append(head)
 
     @classmethod
     def resume(
@@ -61,7 +86,7 @@ class Journal:
         plan: str,
         source: str,
         others: Iterable[Path] = (),
-        files: Mapping[str, int] | None = None,
+        files: dict[str, int] | None = None,
         parts: int | None = None,
         state: str | None = None,
     ) -> Journal:
@@ -73,25 +98,30 @@ class Journal:
         run is no longer shared, and no part continues from then on. Raises Unsupported if these are
         not those of the earlier run.
         """
-        stream = _open_locked(path)
-        finished: dict[str, int] = {}
-        head = {"plan": plan, "source": source} | ({} if parts is None else {"parts": parts})
+        resumed = cls.lock(path)
+        expected = {"plan": plan, "source": source} | ({} if parts is None else {"parts": parts})
         try:
-            begun = [journal for journal in {path, *others} if journal.stat().st_size]
-            for journal in begun:
-                finished |= _read_finished(journal, head)
-        except Unsupported:
-            stream.close()
+            noted = {journal: read_journal(journal) for journal in {path, *others}}
+            for journal, each in noted.items():
+                if each.head is not None:
+                    require_same_run(str(journal), each.head, expected)
+                    resumed._finished |= each.finished
+            resumed._go_on(noted[path], JournalHead(plan, source, parts, files, state))
+        except BaseException:
+            resumed.close()
             raise
-        resumed = cls(stream, finished)
-        was_part = parts is None and path in begun and "parts" in read_part(path)[0]
-        if path not in begun or was_part:
-            more = {"parts": parts, "files": files, "state": state}
-            resumed.begin(plan, source, **{k: v for k, v in more.items() if v is not None})
-        if was_part:
-            for name, crc in finished.items():
-                resumed.done(name, crc)
         return resumed
+
+    def _go_on(self, before: Noted, head: JournalHead) -> None:
+        """Begin this journal, unless it was begun: then cut off half a line."""
+        was_part = before.head is not None and before.head.parts and not head.parts
+        if before.head is None or was_part:
+            self.begin(head)
+        elif self._stream is not None:
+            self._stream.truncate(before.nbytes)
+        if was_part:
+            for name, crc in self._finished.items():
+                self.done(name, crc)
 
     def crc_of(self, path: str) -> int | None:
         """Return the CRC-32 of a file that an earlier run finished; None if none did."""
@@ -99,11 +129,11 @@ class Journal:
 
     def done(self, path: str, crc: int) -> None:
         """Note that a file is written (and synced, if requested), with the CRC-32 of its bytes."""
-        self._append({"done": path, "crc32": crc})
+        self._append(FinishedFile(path, crc))
 
-    def end(self, part: Mapping[str, object]) -> None:
+    def end(self, part: PartEnd[FileMark]) -> None:
         """Note that this journal's part of a run is done, with its description."""
-        self._append({"part": part})
+        self._append(FinishedPart(part))
         if self._stream is not None:
             os.fsync(self._stream.fileno())
 
@@ -117,29 +147,45 @@ class Journal:
         if self._stream is not None:
             self._stream.close()
 
-    def _append(self, line: Mapping[str, object]) -> None:
+    def _append(self, line: Struct) -> None:
         if self._stream is None:
             return
         with self._lock:
-            self._stream.write(json.dumps(line) + "\n")
+            self._stream.write(json.dumps(json_of(line)) + "\n")
             self._stream.flush()
 
 
 NO_JOURNAL = Journal(None)
 
 
-def read_part(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the first line of a part's journal, and its last; empty if the part is not done."""
-    lines = _read_lines(path)
-    part: Any = lines[-1].get("part") if lines else None
-    is_done = isinstance(part, dict) and isinstance(part.get("files"), dict)
-    return (lines[0] if lines else {}), (part if is_done else {})
+def read_journal(path: Path) -> Noted:
+    """Return what a journal says; Unsupported if it is not as ckptool writes it.
+
+    Half a line at its end is left out.
+    """
+    data = read_note(path)
+    if not (data.startswith(_MARK) or _MARK.startswith(data)):
+        raise in_the_way(path)
+    *lines, rest = data.split(b"\n")
+    if not lines:
+        return Noted()
+    head = parse_note(lines[0], JournalHead, path)
+    finished: dict[str, int] = {}
+    end = None
+    for line in lines[1:]:
+        if line.startswith(b'{"part"'):
+            end = parse_note(line, FinishedPart, path).part
+        else:
+            done, end = parse_note(line, FinishedFile, path), None
+            finished[done.done] = done.crc32
+    return Noted(head, finished, end, len(data) - len(rest))
 
 
 def require_untouched(journals: Iterable[Path], state: str) -> None:
     """Raise Unsupported if a journal began with another ``state`` of the source's files."""
     for path in filter(Path.exists, journals):
-        if read_part(path)[0].get("state", state) != state:
+        head = read_journal(path).head
+        if head is not None and head.state not in (None, state):
             why = "the source was written to, or touched, since the run began"
             raise Unsupported(
                 f"{path}: cannot resume: {why}",
@@ -150,9 +196,9 @@ def require_untouched(journals: Iterable[Path], state: str) -> None:
 def require_no_parts(target: object, journals: Iterable[Path]) -> None:
     """Raise Unsupported if a journal says that a run in parts writes a target."""
     for path in journals:
-        head, _ = read_part(path)
-        if head.get("parts"):
-            raise unfinished_parts(target, head["parts"])
+        head = read_journal(path).head
+        if head is not None and head.parts:
+            raise unfinished_parts(target, head.parts)
 
 
 def unfinished_parts(target: object, count: int) -> Unsupported:
@@ -163,16 +209,6 @@ def unfinished_parts(target: object, count: int) -> Unsupported:
     )
 
 
-def journal_head(plan: str, source: str) -> dict[str, object]:
-    """Return the beginning of an output's note: the digests of the plan and the source."""
-    return {"schema": _SCHEMA, "plan": plan, "source": source}
-
-
-def is_journal(path: Path) -> bool:
-    """Return whether a file is a journal, or one that a killed run had only just created."""
-    return is_real_file(path) and begins_with(path, _MARK)
-
-
 def noted_sizes(paths: Iterable[Path], expected: Mapping[str, int]) -> dict[str, int]:
     """Return the files that journals list as being written, with the larger of the sizes.
 
@@ -180,70 +216,47 @@ def noted_sizes(paths: Iterable[Path], expected: Mapping[str, int]) -> dict[str,
     """
     sizes = dict(expected)
     for path in paths:
-        with open(path, encoding="utf-8", errors="replace") as stream:
-            files = _parse_line(stream.readline()).get("files")
-        if isinstance(files, dict):
-            for name, size in files.items():
-                if isinstance(size, int):
-                    sizes[name] = max(size, sizes.get(name, 0))
+        head = read_journal(path).head
+        for name, size in ((head and head.files) or {}).items():
+            sizes[name] = max(size, sizes.get(name, 0))
     return sizes
 
 
 def _open_locked(path: Path) -> IO[str]:
-    descriptor = open_unfollowed(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
-    if not is_journal(path):
-        os.close(descriptor)
-        raise in_the_way(path)
+    descriptor = open_note(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
     stream = open(descriptor, "a+", encoding="utf-8")  # noqa: SIM115 (kept open for its lock)
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if identity(path) != os.fstat(descriptor).st_ino:
             raise BlockingIOError  # its owner is done, and has removed it
+        read_journal(path)
     except OSError:
         stream.close()
         raise Unsupported(f"{path}: another ckptool is writing this target") from None
+    except BaseException:
+        stream.close()
+        raise
     return stream
 
 
-def _read_finished(path: Path, expected: Mapping[str, object]) -> dict[str, int]:
-    """Return the files that a journal lists with their CRC-32; its head must be as expected."""
-    lines = _read_lines(path)
-    require_same_run(str(path), lines[0] if lines else {}, expected)
-    files = ((line.get("done"), line.get("crc32")) for line in lines[1:])
-    return {name: crc for name, crc in files if isinstance(name, str) and isinstance(crc, int)}
-
-
-def require_same_run(path: str, head: Mapping[str, object], expected: Mapping[str, object]) -> None:
-    """Raise Unsupported if a journal begins with other digests, or parts, than expected."""
+def require_same_run(path: str, head: Struct | None, expected: Mapping[str, object]) -> None:
+    """Raise Unsupported if a note begins with other digests, or parts, than expected."""
     for what, value in expected.items():
-        if head.get(what) == value:
+        if getattr(head, what, None) == value:
             continue
         if "parts" not in expected:
             raise Unsupported(
                 f"{path}: cannot resume: the {what} has changed since the run began",
                 hint="run again without --resume to start over",
             )
-        begun = f"in {head['parts']} parts" if "parts" in head else "without --part"
+        parts = getattr(head, "parts", None)
+        begun = f"in {parts} parts" if parts else "without --part"
         why = f"the run began {begun}" if what == "parts" else f"the {what} is another"
         raise Unsupported(
             f"{path}: cannot continue: {why}",
             hint="all parts need the same SRC, options and number of parts; to start over, remove"
             " what the others wrote: this file and those beside it with the same prefix",
         )
-
-
-def _read_lines(path: Path) -> list[dict[str, object]]:
-    """Return the lines of a journal, {} for a damaged one, without a truncated last line."""
-    text = path.read_text(encoding="utf-8", errors="replace")
-    return [_parse_line(line) for line in text.split("\n")[:-1]]
-
-
-def _parse_line(line: str) -> dict[str, object]:
-    try:
-        value = json.loads(line)
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def find_finished(
@@ -254,8 +267,8 @@ def find_finished(
     whole: dict[int, FileLayout] = {}
     for number in numbers:
         file, path = files[number], folder / files[number].path
-        noted = journal.crc_of(file.path) is not None
-        if noted and is_real_file(path) and path.stat().st_size == file.nbytes:
+        is_noted = journal.crc_of(file.path) is not None
+        if is_noted and os.path.lexists(path) and _is_whole(os.lstat(path), file.nbytes):
             whole[number] = file
     same: list[int] = []
 
@@ -267,3 +280,8 @@ def find_finished(
     jobs = (byte_job(number, file.path, 0, file.nbytes) for number, file in whole.items())
     read_tiles(source, jobs, compare, options.workers or CORES)
     return sorted(same)
+
+
+def _is_whole(status: os.stat_result, nbytes: int) -> bool:
+    """Return whether a file has its size, and is no other folder's file too, by a hard link."""
+    return stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and status.st_size == nbytes

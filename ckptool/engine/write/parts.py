@@ -8,25 +8,27 @@ reads whole.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from ckptool.core.layout import Layout
 from ckptool.core.text import list_some
 from ckptool.engine.checksum import RecordCheck
 from ckptool.engine.run_options import StageOptions
 from ckptool.engine.share import Share
-from ckptool.engine.write.existing import remove_own, require_space, require_whole
+from ckptool.engine.write.existing import remove_own, require_space, require_whole, statuses
+from ckptool.engine.write.joined import NotedRecord
 from ckptool.engine.write.journal import (
     Journal,
-    is_journal,
-    read_part,
+    read_journal,
     require_same_run,
     require_untouched,
 )
+from ckptool.engine.write.schemas import FileMark, JournalHead, PartEnd, PartNote
 from ckptool.engine.write.stage import Stage
 from ckptool.errors import Unsupported
 from ckptool.storage.disk import sync_folder
@@ -67,8 +69,7 @@ class PartStage(Stage):
             why = error.strerror
             raise Unsupported(f"{self.target.parent}: cannot be written to: {why}") from None
         for other in self._journals():
-            if other.stat().st_size:
-                head, _ = read_part(other)
+            if (head := read_journal(other).head) is not None:
                 require_same_run(str(other), head, run_head(*begun, self._share.size))
 
     def require_possible(self) -> None:
@@ -129,22 +130,20 @@ class PartsStage(Stage):
         """Raise Unsupported if the target may not be replaced, or a part is not done."""
         self._require_ours()
         self._refuse_existing()
-        prefix = f"{self.folder.name}.journal."
-        numbered = {path.name.removeprefix(prefix): path for path in self._journals()}
-        read = {int(n): read_part(path) for n, path in numbered.items() if n.isdecimal()}
-        parts = {number: part for number, part in read.items() if part[0]}  # others had just begun
-        ended = require_parts(self.target, parts, self._options)
-        self.noted = [part.get("joined", ()) for _, part in parts.values()]
-        for number, files in enumerate(ended):
-            now = _marks(self.folder, files)
-            changed = [name for name in files if now.get(name) != files[name]]
+        numbered = {int(path.suffix[1:]): read_journal(path) for path in self._journals()}
+        parts = {n: PartState(each.head, each.end) for n, each in numbered.items() if each.head}
+        ended = require_parts(self.target, parts, self._options, self._sizes)
+        self.noted = [end.joined for end in ended]
+        for number, end in enumerate(ended):
+            now = _marks(self.folder, end.files)
+            changed = [name for name, mark in end.files.items() if now.get(name) != mark]
             if changed:
                 raise damaged_part(self.target, number, len(ended), changed)
 
     def begin(self) -> None:
         """Keep all others from writing; raise Unsupported if one does, or a part is not done."""
         self.finish_earlier()
-        self._locked = [Journal.lock(path) for path in self._journals() if is_journal(path)]
+        self._locked = [Journal.lock(path) for path in self._journals()]
         self.require_possible()
 
     def join(self, rank: int = 0) -> None:
@@ -175,17 +174,20 @@ class PartsStage(Stage):
             journal.close()
 
 
-def _marks(folder: Path, names: Iterable[str]) -> dict[str, list[int]]:
-    """Return a record of files, as in JSON, that shows if they were written to; follows no link.
+def _marks(folder: Path, names: Iterable[str]) -> dict[str, FileMark]:
+    """Return a record of files that shows if they were written to; follows no link.
 
     Without inodes, which sshfs and other file systems in user space renumber on each machine.
     """
-    found = {}
-    for name in names:
-        with suppress(FileNotFoundError, NotADirectoryError):
-            status = FileStatus.of(os.lstat(folder / name))
-            found[name] = [status.nbytes, status.modified, status.changed]
-    return found
+    found = {name: FileStatus.of(status) for name, status in statuses(folder, names).items()}
+    return {name: (now.nbytes, now.modified, now.changed) for name, now in found.items()}
+
+
+class PartState(Struct, frozen=True):
+    """How the note of a part begins, and its end once the part is done."""
+
+    head: JournalHead | PartNote
+    end: PartEnd[Any] | None
 
 
 def run_head(plan: str, source: str, parts: int) -> dict[str, object]:
@@ -194,43 +196,47 @@ def run_head(plan: str, source: str, parts: int) -> dict[str, object]:
 
 
 def end_of_part(
-    options: StageOptions, files: Mapping[str, Any], joined: Sequence[object]
-) -> dict[str, object]:
-    """Return the note of a finished part, with the stamps or versions of its files.
-
-    ``joined`` are the records of which it noted runs, for the process that commits to check.
-    """
-    state = {"verified": options.verify, "source": options.source_state}
-    return {**state, "files": files, "joined": joined}
+    options: StageOptions, files: dict[str, Any], joined: list[NotedRecord]
+) -> PartEnd[Any]:
+    """Return the note of a finished part, with the stamps or versions of its files."""
+    return PartEnd(options.verify, options.source_state, files, joined)
 
 
 def require_parts(
     target: object,
-    parts: Mapping[int, tuple[Mapping[str, Any], Mapping[str, Any]]],
+    parts: Mapping[int, PartState],
     options: StageOptions,
-) -> Sequence[Mapping[str, Any]]:
-    """Return the files of each part, as noted at its end.
+    written: Iterable[str],
+) -> list[PartEnd[Any]]:
+    """Return the end of each part.
 
-    ``parts`` are how each journal begins and ends, by the part's number from 0 on. Raises
-    Unsupported if they are of another run, or one is not done.
+    ``parts`` are by the part's number from 0 on, ``written`` the files that they must have written
+    together. Raises Unsupported if they are of another run, or one is not done.
     """
     if not parts:
         raise Unsupported(
             f"{target}: no parts found", hint="first run each with --part K/N, K from 1 to N"
         )
-    count = next(iter(parts.values()))[0].get("parts")
-    count = count if isinstance(count, int) else 0
-    for number, (head, _) in parts.items():
+    count = next(iter(parts.values())).head.parts or 0
+    for number, part in parts.items():
         what = f"part {number + 1} of {target}"
-        require_same_run(what, head, run_head(options.plan, options.source, count or -1))
-    wrong = [number + 1 for number in range(count) if not parts.get(number, ({}, {}))[1]]
-    _require_none(target, wrong, count, "not done")
+        require_same_run(what, part.head, run_head(options.plan, options.source, count or -1))
+    ends = {number: part.end for number, part in parts.items() if part.end is not None}
+    _require_none(target, [n + 1 for n in range(count) if n not in ends], count, "not done")
+    ended = [ends[number] for number in range(count)]
     if options.verify:
-        wrong = [number + 1 for number in range(count) if not parts[number][1].get("verified")]
+        wrong = [n for n, end in enumerate(ended, 1) if not end.verified]
         _require_none(target, wrong, count, "not verified", or_else=", or give --no-verify")
-    wrong = [n + 1 for n in range(count) if parts[n][1].get("source") != options.source_state]
+    wrong = [n for n, end in enumerate(ended, 1) if end.source != options.source_state]
     _require_none(target, wrong, count, "of a source that was written to, or touched, since")
-    return [parts[number][1]["files"] for number in range(count)]
+    others = {name for end in ended for name in end.files} ^ set(written)
+    if others or len(parts) > count:
+        named = list_some(sorted(others)) if others else f"{len(parts):,} parts"
+        raise Unsupported(
+            f"{target}: {named}: not what {count} parts of this run write",
+            hint="write the parts again elsewhere",
+        )
+    return ended
 
 
 def _require_none(

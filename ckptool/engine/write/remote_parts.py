@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Any
 
 from ckptool.core.layout import Layout
 from ckptool.core.text import plural
@@ -19,13 +18,22 @@ from ckptool.engine.write.journal import require_same_run
 from ckptool.engine.write.parts import (
     COMMITS,
     CONTINUES,
+    PartState,
     damaged_part,
     end_of_part,
     require_parts,
     run_head,
 )
 from ckptool.engine.write.remote_stage import RemoteStage
-from ckptool.engine.write.writer import part_note, read_note, this_writer
+from ckptool.engine.write.schemas import PartNote, StoreNote
+from ckptool.engine.write.writer import (
+    part_note,
+    part_notes,
+    read_note,
+    require_ended,
+    require_writable,
+    this_writer,
+)
 from ckptool.errors import Unsupported
 from ckptool.storage.url import RemotePath
 
@@ -39,7 +47,7 @@ class RemotePartStage(RemoteStage):
         super().__init__(target, layout, options)
         self._share = share
         self.joined = RecordCheck(shared=not share.is_all)
-        self._claim = part_note(self._note, share.position)
+        self._claim, self._claim_kind = part_note(self._note, share.position), PartNote
         self._names = []
 
     def require_possible(self) -> None:
@@ -47,9 +55,8 @@ class RemotePartStage(RemoteStage):
 
         A store's content cannot be replaced in parts, as one of them would have to remove it first.
         """
-        self._require_writable()
-        note = read_note(self._note)
-        if note is not None:
+        require_writable(self.target)
+        if read_note(self._note, StoreNote) is not None:
             self._require_same_run()
         elif existing := self._list_existing():
             raise Unsupported(
@@ -58,26 +65,30 @@ class RemotePartStage(RemoteStage):
                 hint="parts cannot replace a target in a store: write elsewhere, or remove it "
                 "first",
             )
-        self._require_ended(read_note(self._claim), "this part")
+        require_ended(self.target, read_note(self._claim, PartNote), "this part")
 
     def begin(self) -> None:
         """Note the owner of this output, unless another part has, and the writer of this part."""
         self.require_possible()
         self._require_removal()
-        if read_note(self._note) is None:
+        options, parts = self._options, self._share.size
+        if read_note(self._note, StoreNote) is None:
             files = [file.path for file in self._layout.files]
-            self._put_note(self._note, parts=self._share.size, files=files)
+            self._put_note(self._note, StoreNote(options.plan, options.source, parts, files))
         self._require_same_run()
-        claim = read_note(self._claim)
+        claim = read_note(self._claim, PartNote)
         self._is_new = claim is None
-        self._sent = ((claim or {}).get("part") or {}).get("files", {})
+        if claim is not None and claim.part is not None:
+            self._sent = claim.part.files
         self._writer = this_writer()
-        self._put_note(self._claim, parts=self._share.size, writer=self._writer)
+        self._put_note(
+            self._claim, PartNote(options.plan, options.source, parts, writer=self._writer)
+        )
 
     def _require_same_run(self) -> None:
         options = self._options
         expected = run_head(options.plan, options.source, self._share.size)
-        require_same_run(str(self._note), read_note(self._note) or {}, expected)
+        require_same_run(str(self._note), read_note(self._note, StoreNote), expected)
 
     def takes(self, numbers: Iterable[int]) -> list[int]:
         """Return the files of this part; removes what its earlier runs left half sent."""
@@ -92,7 +103,8 @@ class RemotePartStage(RemoteStage):
         self._require_mine()
         files = {name: info[:2] for name, info in self._require_whole(self._names).items()}
         part = end_of_part(self._options, files, self.note_joined())
-        self._put_note(self._claim, parts=self._share.size, part=part)
+        options, size = self._options, self._share.size
+        self._put_note(self._claim, PartNote(options.plan, options.source, size, part=part))
 
     def next_step(self) -> str | None:
         """Return how to continue a part that ended midway."""
@@ -105,36 +117,39 @@ class RemotePartsStage(RemoteStage):
     The note then lists what each part has written: the parts' notes are removed one by one.
     """
 
-    _ended: Mapping[str, Any] = MappingProxyType({})
+    _ended: Mapping[int, PartNote] = MappingProxyType({})
 
     def require_possible(self) -> None:
         """Raise Unsupported if a part is not done, or its files are missing."""
-        self._require_writable()
-        note = read_note(self._note) or {}
-        self._require_ended(note, "it")
-        self._parts = note.get("parts", 0)
-        known = note.get("ended", {})
-        notes = {
-            n: read_note(part_note(self._note, n)) or known.get(str(n)) for n in range(self._parts)
-        }
-        parts = {n: (each, each.get("part") or {}) for n, each in notes.items() if each}
-        self._ended = {str(n): each for n, each in notes.items()}
-        self.noted = [part.get("joined", ()) for _, part in parts.values()]
+        require_writable(self.target)
+        note = read_note(self._note, StoreNote)
+        require_ended(self.target, note, "it")
+        known = {} if note is None else note.ended_parts
+        self._part_notes = part_notes(self._note) if note is not None and note.parts else {}
+        self._ended = {**known, **self._part_notes}
+        parts = {number: PartState(each, each.part) for number, each in self._ended.items()}
+        ended = require_parts(self.target, parts, self._options, self._names[:-1])
+        self.noted = [end.joined for end in ended]
         existing = self._list_existing()
-        for number, part in enumerate(require_parts(self.target, parts, self._options)):
-            noted = {name: (size, version) for name, (size, version) in part.items()}
-            changed = [name for name in noted if existing.get(name, ())[:2] != noted[name]]
+        for number, end in enumerate(ended):
+            changed = [n for n, mark in end.files.items() if existing.get(n, ())[:2] != mark]
             if changed:
-                raise damaged_part(self.target, number, self._parts, changed)
-            self._read_back |= {name: existing[name] for name in noted}
+                raise damaged_part(self.target, number, len(ended), changed)
+            self._read_back |= {name: existing[name] for name in end.files}
 
     def begin(self) -> None:
         """Note who commits; raise Unsupported if a part is not done."""
         self.require_possible()
         self._writer = this_writer()
-        files = [file.path for file in self._layout.files]
-        more = {"writer": self._writer, "ended": self._ended}
-        self._put_note(self._note, parts=self._parts, files=files, **more)
+        note = StoreNote(
+            self._options.plan,
+            self._options.source,
+            parts=len(self._ended),
+            files=list(self._names),
+            writer=self._writer,
+            ended={str(number): each for number, each in self._ended.items()},
+        )
+        self._put_note(self._note, note)
 
     def takes(self, numbers: Iterable[int]) -> list[int]:
         """Return the last file if it holds tensors: it makes a checkpoint of the others."""

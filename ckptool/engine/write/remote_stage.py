@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
-from typing import Any
 
 from ckptool.core.layout import Data, Layout, ScatteredData
 from ckptool.core.text import list_some
@@ -16,25 +15,22 @@ from ckptool.engine.run_options import StageOptions
 from ckptool.engine.write.existing import (
     already_in_store,
     charged_note,
+    not_known,
     not_replaced,
     require_no_conflict,
 )
 from ckptool.engine.write.joined import Joining
-from ckptool.engine.write.journal import (
-    NO_JOURNAL,
-    journal_head,
-    require_same_run,
-    unfinished_parts,
-)
+from ckptool.engine.write.journal import NO_JOURNAL, require_same_run
+from ckptool.engine.write.schemas import ObjectMark, PartNote, StoreNote, Writer, json_of
 from ckptool.engine.write.stage import RESUME_HINT
 from ckptool.engine.write.work import Work
 from ckptool.engine.write.writer import (
     describe_writer,
-    is_here,
-    is_running,
-    noted_files,
     part_note,
+    part_notes,
     read_note,
+    require_left,
+    require_writable,
     this_writer,
 )
 from ckptool.errors import CkptoolError, NotFound, TransferError, Unsupported
@@ -44,7 +40,7 @@ from ckptool.storage.multipart import hidden_name
 from ckptool.storage.remote import RemoteSource
 from ckptool.storage.retry import Denied, NoAnswer
 from ckptool.storage.store import ObjectInfo
-from ckptool.storage.url import WEB, RemotePath
+from ckptool.storage.url import RemotePath
 
 _MARKS = (".metadata", ".json", ".pkl", "latest", "meta.pt")
 
@@ -67,15 +63,16 @@ class RemoteStage(Joining):
         self._store = target.store
         beside = target.with_name(f".{target.name}.partial.journal")
         self._note = self._claim = target / UNFINISHED if layout.folder else beside
-        self._parts = 0
+        self._claim_kind: type[StoreNote | PartNote] = StoreNote
+        self._part_notes: Mapping[int, PartNote] = {}
         self._names = [file.path for file in layout.files]
         self._is_new = self._ends = False
-        self._writer: object = None
+        self._writer: Writer | None = None
         self._finished: frozenset[str] = frozenset()
         self._noted: frozenset[str] = frozenset()
         self._old: frozenset[str] = frozenset()
         self._existing: dict[str, ObjectInfo] = {}
-        self._sent: Mapping[str, Any] = {}
+        self._sent: Mapping[str, ObjectMark] = {}
         """The sizes and versions of files that this writer was done with before."""
         self._read_back: dict[str, ObjectInfo] = {}
         last = len(layout.files) - 1
@@ -100,9 +97,7 @@ class RemoteStage(Joining):
         self.require_possible()
         self._require_removal()
         self._abort_old_uploads()
-        if self._options.resume:
-            self._existing = self._list_existing()
-        self._require_left(read_note(self._note))
+        self._require_left(read_note(self._note, StoreNote))
         self._write_note()
         if not self._options.resume:
             self._require_unchanged()
@@ -115,33 +110,40 @@ class RemoteStage(Joining):
 
     def require_possible(self) -> None:
         """Raise Unsupported if what is there must not be replaced, or nothing can be resumed."""
-        self._require_writable()
-        note = read_note(self._note)
-        self._parts = (note or {}).get("parts", 0)
+        require_writable(self.target)
+        note = read_note(self._note, StoreNote)
         self._require_left(note)
         if self._options.resume:
             if note is None:
                 raise Unsupported(f"{self.target}: there is no partial output to resume")
             expected = {"source": self._options.source, "plan": self._options.plan}
             require_same_run(str(self._note), note, expected)
-            self._old = frozenset(map(str, note.get("old", ())))
-            return
         self._existing = existing = self._list_existing()
-        self._noted = noted_files(note)
-        self._old = self._noted & existing.keys()
+        self._take_noted(note)
         others = [name for name in existing if name not in self._old]
-        if others and not self._options.overwrite:
+        if self._options.resume or not others:
+            return
+        if not self._options.overwrite:
             removes = not self._replaces_one_file(existing)
             raise already_in_store(self.target, others, removes=removes)
-        if others:
-            self._require_replaceable(others, begun=note is not None)
+        self._require_replaceable(others, begun=note is not None)
 
-    def _require_writable(self) -> None:
-        """Raise Unsupported if nothing can be written, whoever asks."""
-        if self._store.scheme in WEB:
-            raise Unsupported(f"{self.target}: cannot be written to: web servers are read-only")
-        if self._store.atomic_put and not self.target.parent.name:
-            raise Unsupported(f"{self.target}: is a whole bucket", hint="name a folder in it")
+    def _take_noted(self, note: StoreNote | None) -> None:
+        """Take those noted files for an unfinished run's that are known without the note.
+
+        They are this run's too, or a checkpoint's that may be replaced. Raises Unsupported if one
+        that would have to go is neither: anybody may have written the note.
+        """
+        names = [] if note is None else note.old if self._options.resume else note.noted
+        self._noted = frozenset([*names, *map(hidden_name, names)])
+        there = self._noted & self._existing.keys()
+        known = {*self._names, *map(hidden_name, self._names), side_name(self.target.name)}
+        if there - known and (self._options.resume or self._options.overwrite):
+            known |= frozenset(self._options.own() or ())
+            if unknown := sorted(there - known):
+                raise not_known(self._note, self.folder, unknown)
+        self._old = there & known
+        self._noted &= known
 
     def _require_replaceable(self, existing: Collection[str], *, begun: bool) -> None:
         """Raise Unsupported if something that is not a checkpoint's would be replaced.
@@ -161,11 +163,11 @@ class RemoteStage(Joining):
     def join(self, rank: int = 0) -> None:
         """Read who began, and what an earlier run finished, after ``begin``."""
         if self._writer is None:
-            self._writer = (read_note(self._claim) or {}).get("writer")
+            self._writer = self._read_writer()
         if self._options.resume:
             existing, sizes = self._list_existing(side=False), self._sizes()
             same = {n: i for n, i in existing.items() if sizes.get(n) == i.nbytes}
-            done = {n for n, i in same.items() if list(i[:2]) == self._sent.get(n, list(i[:2]))}
+            done = {n for n, i in same.items() if i[:2] == self._sent.get(n, i[:2])}
             self._finished = frozenset(done - {self._layout.files[-1].path})
 
     def mark(self, token: str) -> None:
@@ -242,12 +244,12 @@ class RemoteStage(Joining):
         False if the store does not tell: an interruption must not end as its error.
         """
         with suppress(CkptoolError, NoAnswer):
-            return self._ends and read_note(self._claim) is None
+            return self._ends and read_note(self._claim, StoreNote) is None
         return False
 
     def _forget(self) -> None:
-        """Remove the notes of parts, and the note that says how many there are."""
-        notes = [*(part_note(self._note, number) for number in range(self._parts)), self._claim]
+        """Remove the notes of parts, then the one that says how many there are."""
+        notes = [*(part_note(self._note, number) for number in self._part_notes), self._claim]
         self._store.remove([note.key for note in notes], str(self._claim))
         self._writer = None
 
@@ -299,46 +301,32 @@ class RemoteStage(Joining):
         return charged_note(self._store.remains) if self._store.remains else None
 
     def _write_note(self) -> None:
-        writer = self._writer or this_writer()
-        files = [file.path for file in self._layout.files]
-        self._put_note(self._note, files=files, writer=writer, old=sorted(self._old))
-        self._writer = writer
+        options, old = self._options, sorted(self._old)
+        self._writer = self._writer or this_writer()
+        note = StoreNote(options.plan, options.source, 0, self._names, self._writer, old)
+        self._put_note(self._note, note)
 
-    def _put_note(self, place: RemotePath, **more: object) -> None:
-        """Write a note of this run at a place, with more than its plan and source."""
+    def _put_note(self, place: RemotePath, note: StoreNote | PartNote) -> None:
         if not self._store.atomic_put:
             self._writing(lambda: self._store.make_folder(self.folder.key, str(self.folder)))
-        note = journal_head(self._options.plan, self._options.source) | more
-        self._writing(lambda: place.write_bytes(json.dumps(note).encode()))
+        self._writing(lambda: place.write_bytes(json.dumps(json_of(note)).encode()))
 
-    def _require_left(self, note: dict[str, Any] | None) -> None:
+    def _require_left(self, note: StoreNote | None) -> None:
         """Raise Unsupported if another run may still be writing here."""
-        if note is not None and note.get("parts") and not self._options.overwrite:
-            raise unfinished_parts(self.target, note["parts"])
-        for number in range(self._parts):
-            self._require_ended(read_note(part_note(self._note, number)), "a part of it")
-        self._require_ended(note, "it")
-        writer = note.get("writer") if note is not None else None
-        if not isinstance(writer, dict):
-            return
-        if not is_here(writer) and not self._options.resume and not self._options.overwrite:
-            raise Unsupported(
-                f"{self.target}: holds the unfinished output of {describe_writer(writer)}",
-                hint="once that has ended, --resume continues it and --overwrite starts over",
-            )
+        if note is not None and note.parts and self._options.overwrite:
+            self._part_notes = part_notes(self._note)
+        if note is not None:
+            require_left(self.target, note, self._part_notes.values(), self._options)
 
-    def _require_ended(self, note: Mapping[str, Any] | None, what: str) -> None:
-        """Raise Unsupported if the writer in a note is another running process on this machine."""
-        writer = (note or {}).get("writer")
-        if isinstance(writer, dict) and is_running(writer):
-            who = describe_writer(writer)
-            raise Unsupported(f"{self.target}: another ckptool is writing {what}: {who}")
+    def _read_writer(self) -> Writer | None:
+        claim: StoreNote | PartNote | None = read_note(self._claim, self._claim_kind)
+        return None if claim is None else claim.writer
 
     def _require_mine(self) -> None:
         """Raise TransferError if another run has begun to write here since."""
-        writer = (read_note(self._claim) or {}).get("writer")
+        writer = self._read_writer()
         if writer != self._writer:
-            who = describe_writer(writer) if isinstance(writer, dict) else "its record is gone"
+            who = "its record is gone" if writer is None else describe_writer(writer)
             raise TransferError(f"{self.target}: another ckptool is writing it too: {who}")
 
     def _require_unchanged(self) -> None:

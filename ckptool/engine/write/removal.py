@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
-from ckptool.errors import NotFound, TransferError
+from ckptool.engine.write.schemas import RemovalNote, json_of
+from ckptool.engine.write.writer import read_note
+from ckptool.errors import NotFound, TransferError, Unsupported
 from ckptool.storage.commit_note import UNFINISHED
-from ckptool.storage.disk import sync_folder
+from ckptool.storage.disk import is_real_folder, sync_folder
 from ckptool.storage.multipart import hidden_name
+from ckptool.storage.note import require_own_folder
 from ckptool.storage.url import Location, RemotePath
 
 _SUFFIX = ".ckptool-removed"
-_SCHEMA = "ckptool.removal/1"
 
 
 def remove(path: Location, side: Location | None = None) -> None:
@@ -78,16 +81,33 @@ def _removing(path: Location) -> Iterator[None]:
 def _remove_named(path: Path) -> None:
     aside = path.with_name(f".{path.name}{_SUFFIX}")
     _delete(aside)
+    _require_one_disk(path)
     os.rename(path, aside)
     sync_folder(path.parent)
     _delete(aside)
 
 
 def _delete(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
+    """Remove what lost its name before: a folder or file of this user, or a link."""
+    if not is_real_folder(path):
         path.unlink(missing_ok=True)
+        return
+    require_own_folder(path)
+    _require_one_disk(path)
+    shutil.rmtree(path)
+
+
+def _require_one_disk(path: Path) -> None:
+    """Raise OSError if another disk is mounted in a folder: what is on it is not the folder's."""
+    if not is_real_folder(path):
+        return
+    device = os.lstat(path).st_dev
+    for head, folders, _ in os.walk(path):
+        for name in folders:
+            inner = os.path.join(head, name)
+            status = os.lstat(inner)
+            if stat.S_ISDIR(status.st_mode) and status.st_dev != device:
+                raise OSError(errno.EXDEV, f"another disk is mounted at {inner}")
 
 
 def _remove_from_store(path: RemotePath, side: Location | None = None) -> None:
@@ -101,16 +121,13 @@ def _remove_from_store(path: RemotePath, side: Location | None = None) -> None:
     note = path / UNFINISHED
     # if nothing may be removed, the note would stay for ever on a complete checkpoint
     store.remove([note.with_name(hidden_name(note.name)).key], f"{path}: a test removal")
-    note.write_bytes(json.dumps({"schema": _SCHEMA}).encode())
+    note.write_bytes(json.dumps(json_of(RemovalNote())).encode())
     store.remove([(path / name).key for name in files if name != UNFINISHED], str(path))
     store.remove([note.key], str(path))
 
 
 def _is_left_in_store(path: RemotePath) -> bool:
     """Return whether a folder's note says that it is being removed."""
-    with suppress(NotFound):
-        if UNFINISHED in path.listing:
-            with suppress(ValueError):
-                value: Any = json.loads((path / UNFINISHED).read_bytes())
-                return isinstance(value, dict) and value.get("schema") == _SCHEMA
+    with suppress(NotFound, Unsupported):
+        return UNFINISHED in path.listing and read_note(path / UNFINISHED, RemovalNote) is not None
     return False

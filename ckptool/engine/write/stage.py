@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import glob
 import os
+import re
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from functools import cached_property
@@ -29,25 +29,26 @@ from ckptool.engine.write.existing import (
 from ckptool.engine.write.joined import Joining
 from ckptool.engine.write.journal import (
     Journal,
-    is_journal,
     noted_sizes,
+    read_journal,
     require_no_parts,
     require_untouched,
 )
 from ckptool.engine.write.run import run
+from ckptool.engine.write.schemas import JournalHead
 from ckptool.engine.write.work import Work
 from ckptool.errors import Unsupported
-from ckptool.storage.commit_note import CommitNote, NoteFile, note_path, side_name, staging_folder
+from ckptool.storage.commit_note import CommitNote, NoteFile, side_name, staging_folder
 from ckptool.storage.disk import (
     first_stranger,
+    folder_identity,
     identity,
     in_the_way,
-    is_real_file,
     is_real_folder,
-    open_unfollowed,
     sync_folder,
 )
 from ckptool.storage.local import LocalSource
+from ckptool.storage.note import open_note, read_note, require_own_folder
 
 if TYPE_CHECKING:
     from ckptool.engine.write.remote_stage import RemoteStage
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
 Output: TypeAlias = "Stage | RemoteStage"
 """Where a transfer writes. One process begins it; others that write into it join."""
 
+_TOKEN = re.compile(b"[0-9a-f]{0,16}")
 RESUME_HINT = "the finished files are kept; the same command with --resume continues"
 
 
@@ -75,7 +77,7 @@ class Stage(Joining):
         self.journal = self._first = Journal(None)
         self._is_new = False
         self._begun: CommitNote | None = None
-        self._note = NoteFile(note_path(target), fsync=options.fsync)
+        self._note = NoteFile(target, fsync=options.fsync)
 
     def finish_earlier(self) -> bool:
         """Finish the commit in which an earlier run was killed.
@@ -86,6 +88,9 @@ class Stage(Joining):
         note = self._note.read()
         if note is None:
             return False
+        self._require_notes()
+        if os.path.lexists(self.folder) and folder_identity(self.folder) in (None, note.new):
+            require_own_folder(self.folder)
         self._first = Journal.lock(self._journal_path(0))
         done = False
         try:
@@ -137,7 +142,8 @@ class Stage(Joining):
             self._first = Journal.lock(path)
             self._remove_earlier()
             self._is_new = True
-            self._first.begin(*run, files=self._sizes, state=self._options.source_state)
+            state = self._options.source_state
+            self._first.begin(JournalHead(*run, files=self._sizes, state=state))
             self._require_idle(self._journals())
             self.folder.mkdir()
         except OSError as error:
@@ -192,16 +198,23 @@ class Stage(Joining):
         hint = "shorten the target's name: this name is derived from it"
         require_short_names(folder, [beside], hint)
         require_short_names(folder, self._sizes, "--rename or --drop the tensors named so")
-        journals = self._journals()
-        for path in journals:
-            if not is_journal(path):
-                raise in_the_way(path)
-        if os.path.lexists(self.folder) and not (journals and is_real_folder(self.folder)):
-            raise in_the_way(self.folder)
-        if os.path.lexists(self._mark) and not (journals and is_real_file(self._mark)):
-            raise in_the_way(self._mark)
+        self._require_notes()
+        if os.path.lexists(self.folder):
+            if not self._journals():
+                raise in_the_way(self.folder)
+            require_own_folder(self.folder)
         if os.path.lexists(aside_of(self.target)):
             raise in_the_way(aside_of(self.target))
+
+    def _require_notes(self) -> None:
+        """Raise Unsupported if a journal, or the mark beside journals, is not ckptool's."""
+        journals = self._journals()
+        for path in journals:
+            read_journal(path)
+        with suppress(FileNotFoundError):
+            token = read_note(self._mark)
+            if not (journals and _TOKEN.fullmatch(token)):
+                raise in_the_way(self._mark)
 
     def join(self, rank: int = 0) -> None:
         """Open this rank's journal, after ``begin``."""
@@ -232,13 +245,13 @@ class Stage(Joining):
 
     def mark(self, token: str) -> None:
         """Leave a mark that is visible to all processes on this disk."""
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-        with open(open_unfollowed(self._mark, flags), "w", encoding="ascii") as stream:
-            stream.write(token)
+        with open(open_note(self._mark, os.O_WRONLY | os.O_CREAT), "wb") as stream:
+            stream.truncate()
+            stream.write(token.encode())
 
     def is_marked(self, token: str) -> bool:
         """Return whether the mark is visible here."""
-        return self._mark.is_file() and self._mark.read_text() == token
+        return self._mark.is_file() and read_note(self._mark) == token.encode()
 
     @property
     def _mark(self) -> Path:
@@ -289,7 +302,7 @@ class Stage(Joining):
         names = [file.path for file in self._layout.files]
         staged = self.folder if self._layout.folder else self.folder / names[-1]
         new, old = identity(staged) or 0, identity(self.target)
-        folder = self.target if self._layout.folder else self.target.parent
+        folder = self.target if self._layout.folder else self.target.parent.resolve()
         own = {} if self.own is None else stamps(folder, sorted(self.own))
         files = stamps(self.folder, names)
         return CommitNote(options.plan, options.source, self._layout.folder, new, old, own, files)
@@ -337,8 +350,11 @@ class Stage(Joining):
         return self.folder.with_name(f"{self.folder.name}.journal.{rank}")
 
     def _journals(self) -> list[Path]:
-        name = glob.escape(self.folder.name)
-        return sorted(self.folder.parent.glob(f"{name}.journal.[0-9]*"))
+        journal = re.compile(re.escape(f"{self.folder.name}.journal.") + "(0|[1-9][0-9]{0,5})")
+        names: list[str] = []
+        with suppress(FileNotFoundError, PermissionError):
+            names = os.listdir(self.folder.parent)
+        return sorted(self.folder.with_name(n) for n in names if journal.fullmatch(n))
 
     def _forget(self) -> None:
         """Remove all notes of this output, the commit's last."""

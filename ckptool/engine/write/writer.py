@@ -2,50 +2,86 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
-from ckptool.errors import NotFound
-from ckptool.storage.multipart import hidden_name
+from ckptool.engine.run_options import StageOptions
+from ckptool.engine.write.journal import unfinished_parts
+from ckptool.engine.write.schemas import PartNote, RemovalNote, StoreNote, Writer
+from ckptool.errors import NotFound, Unsupported
+from ckptool.storage.note import parse_note
+from ckptool.storage.url import WEB
 
 if TYPE_CHECKING:
     from ckptool.storage.url import RemotePath
 
+_AnyNote = TypeVar("_AnyNote", bound=StoreNote | PartNote | RemovalNote)
 
-def this_writer() -> dict[str, Any]:
+
+_REMOVAL = b'{"schema": "ckptool.removal/'
+
+
+def this_writer() -> Writer:
     """Return the note's description of this process; no two runs have the same."""
-    return {
-        "host": platform.node(),
-        "process": os.getpid(),
-        "started": _start_of(os.getpid()),
-        "begun": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
-        "token": os.urandom(8).hex(),
-    }
+    begun = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    token = os.urandom(8).hex()
+    return Writer(platform.node(), os.getpid(), _start_of(os.getpid()), begun, token)
 
 
-def is_here(writer: Mapping[str, Any]) -> bool:
+def is_here(writer: Writer) -> bool:
     """Return whether a writer ran on this machine."""
-    return writer.get("host") == platform.node()
+    return writer.host == platform.node()
 
 
-def is_running(writer: Mapping[str, Any]) -> bool:
+def is_running(writer: Writer) -> bool:
     """Return whether a writer is another process of this machine that has not ended."""
-    process = writer.get("process")
-    if not is_here(writer) or not isinstance(process, int) or process == os.getpid():
+    if not is_here(writer) or writer.process == os.getpid():
         return False
-    started = _start_of(process)
-    return started is not None and started == writer.get("started")
+    started = _start_of(writer.process)
+    return started is not None and started == writer.started
 
 
-def describe_writer(writer: Mapping[str, Any]) -> str:
+def describe_writer(writer: Writer) -> str:
     """Describe a writer in a few words."""
-    return f"process {writer.get('process')} on {writer.get('host')}, {writer.get('begun')}"
+    return f"process {writer.process} on {writer.host}, {writer.begun}"
+
+
+def require_writable(target: RemotePath) -> None:
+    """Raise Unsupported if nothing can be written to a place in a store, whoever asks."""
+    if target.store.scheme in WEB:
+        raise Unsupported(f"{target}: cannot be written to: web servers are read-only")
+    if target.store.atomic_put and not target.parent.name:
+        raise Unsupported(f"{target}: is a whole bucket", hint="name a folder in it")
+
+
+def require_left(
+    target: RemotePath, note: StoreNote, parts: Iterable[PartNote], options: StageOptions
+) -> None:
+    """Raise Unsupported if another run, of a note and those of its ``parts``, may still write."""
+    if note.parts and not options.overwrite:
+        raise unfinished_parts(target, note.parts)
+    for part in parts:
+        require_ended(target, part, "a part of it")
+    require_ended(target, note, "it")
+    if note.writer is None or options.resume or options.overwrite or is_here(note.writer):
+        return
+    raise Unsupported(
+        f"{target}: holds the unfinished output of {describe_writer(note.writer)}",
+        hint="once that has ended, --resume continues it and --overwrite starts over",
+    )
+
+
+def require_ended(target: RemotePath, note: StoreNote | PartNote | None, what: str) -> None:
+    """Raise Unsupported if the writer in a note is another running process on this machine."""
+    if note is not None and note.writer is not None and is_running(note.writer):
+        who = describe_writer(note.writer)
+        raise Unsupported(f"{target}: another ckptool is writing {what}: {who}")
 
 
 def _start_of(process: int) -> str | None:
@@ -61,18 +97,27 @@ def part_note(note: RemotePath, number: int) -> RemotePath:
     return note.with_name(f"{note.name}.{number + 1}")
 
 
-def read_note(place: RemotePath) -> dict[str, Any] | None:
-    """Read a note; None if there is none, or something else is there."""
+def part_notes(note: RemotePath) -> dict[int, PartNote]:
+    """Read the notes of parts that are there, by the part's number; raises as ``read_note``."""
+    folder = note.parent
+    with suppress(NotFound):
+        names = folder.store.find(folder.key, str(folder))
+        named = re.compile(re.escape(f"{note.name}.") + "([1-9][0-9]{0,5})").fullmatch
+        numbers = sorted(int(match[1]) - 1 for match in map(named, names) if match)
+        read = {number: read_note(part_note(note, number), PartNote) for number in numbers}
+        return {number: found for number, found in read.items() if found is not None}
+    return {}
+
+
+def read_note(place: RemotePath, kind: type[_AnyNote]) -> _AnyNote | None:
+    """Read a note; None if there is none, Unsupported if it is not as ckptool writes it."""
     try:
-        note = json.loads(place.read_bytes())
-    except (NotFound, ValueError):
+        data = place.read_bytes()
+    except NotFound:
         return None
-    return note if isinstance(note, dict) else None
-
-
-def noted_files(note: Mapping[str, Any] | None) -> frozenset[str]:
-    """Return the files that an unfinished run wrote, and those that it was replacing."""
-    if note is None:
-        return frozenset()
-    written = list(map(str, note.get("files", ())))
-    return frozenset([*written, *map(hidden_name, written), *map(str, note.get("old", ()))])
+    if kind is not RemovalNote and data.startswith(_REMOVAL):
+        raise Unsupported(
+            f"{place.parent}: its removal was interrupted",
+            hint="ckptool prune, on the folder around it, ends the removal",
+        )
+    return parse_note(data, kind, place)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from ckptool.core.box import Box, is_run
 from ckptool.core.catalog import Record
 from ckptool.engine.checksum import RecordCheck, crc32
-from ckptool.engine.write.joined import Joining
-from ckptool.errors import Damaged
+from ckptool.engine.write.joined import Joining, NotedRecord
+from ckptool.errors import Damaged, Unsupported
 from ckptool.storage.local import LocalSource
 
 DATA = bytes(range(200))
@@ -62,7 +62,26 @@ def test_a_part_that_read_something_else(tmp_path: Path) -> None:
 
 def test_a_part_that_read_all_of_it_has_checked_it() -> None:
     assert not Part([(20, 60), (60, 170)]).note_joined()
-    assert Part([(20, 60), (60, 169)]).note_joined()[0][-1] == [(20, 149, crc32(DATA[20:169]))]
+    noted = Part([(20, 60), (60, 169)]).note_joined()
+    assert noted[0].pieces == [(20, 149, crc32(DATA[20:169]))]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        NotedRecord("other", 20, 150, 0, "w", []),
+        NotedRecord("../file", 20, 150, 0, "w", []),
+        NotedRecord("file", 20, 181, 0, "w", []),
+        NotedRecord("file", 20, 150, 0, "w", [(19, 10, 0)]),
+        NotedRecord("file", 20, 150, 0, "w", [(160, 11, 0)]),
+    ],
+)
+def test_a_record_that_the_source_cannot_have(record: NotedRecord, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(DATA)
+    end = Joining()
+    end.noted = [[record]]
+    with pytest.raises(Unsupported, match="note of a part is damaged"):
+        end.require_joined(LocalSource.folder(tmp_path), 1)
 
 
 @settings(max_examples=200, deadline=None)
