@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -48,11 +48,49 @@ def remove_file(path: Location) -> None:
             path.store.remove([path.key], str(path))
 
 
+def mounted_in(path: Location) -> Path | None:
+    """Return where another file system begins at or below a path, or is bound there; else None."""
+    if not isinstance(path, Path) or path.is_symlink():
+        return None
+    top = os.path.realpath(path)
+    for place in _mount_points():
+        if place == top or place.startswith(f"{top}/"):
+            return Path(place)
+    device = os.lstat(path).st_dev
+    if device != os.stat(os.path.dirname(top)).st_dev:
+        return path
+    for head, folders, _ in os.walk(path):
+        inner = (os.path.join(head, name) for name in folders)
+        other = next((p for p in inner if os.lstat(p).st_dev != device), None)
+        if other is not None:
+            return Path(other)
+    return None
+
+
+def _mount_points() -> list[str]:
+    """Return where file systems are mounted, also those bound from the same device (proc(5))."""
+    try:
+        lines = Path("/proc/self/mountinfo").read_bytes().splitlines()
+    except OSError:
+        return []
+    places = [line.split(b" ")[4] for line in lines if line.count(b" ") > 4]
+    return [os.fsdecode(re.sub(rb"\\([0-7]{3})", _unescape, place)) for place in places]
+
+
+def _unescape(match: re.Match[bytes]) -> bytes:
+    return bytes([int(match[1], 8)])
+
+
+def is_leftover(name: str) -> bool:
+    """Return whether a name is what a removal gives a step before it deletes its files."""
+    return name.startswith(".") and name.endswith(_SUFFIX)
+
+
 def leftovers(folder: Location) -> Iterator[Location]:
     """Yield what interrupted removals have left directly in a folder."""
     if isinstance(folder, Path):
         for name in sorted(os.listdir(folder)):
-            if name.startswith(".") and name.endswith(_SUFFIX):
+            if is_leftover(name):
                 yield folder / name
         return
     with suppress(NotFound):
@@ -80,8 +118,8 @@ def _removing(path: Location) -> Iterator[None]:
 
 def _remove_named(path: Path) -> None:
     aside = path.with_name(f".{path.name}{_SUFFIX}")
+    _require_no_mount(path)
     _delete(aside)
-    _require_one_disk(path)
     os.rename(path, aside)
     sync_folder(path.parent)
     _delete(aside)
@@ -93,21 +131,15 @@ def _delete(path: Path) -> None:
         path.unlink(missing_ok=True)
         return
     require_own_folder(path)
-    _require_one_disk(path)
+    _require_no_mount(path)
     shutil.rmtree(path)
 
 
-def _require_one_disk(path: Path) -> None:
-    """Raise OSError if another disk is mounted in a folder: what is on it is not the folder's."""
-    if not is_real_folder(path):
-        return
-    device = os.lstat(path).st_dev
-    for head, folders, _ in os.walk(path):
-        for name in folders:
-            inner = os.path.join(head, name)
-            status = os.lstat(inner)
-            if stat.S_ISDIR(status.st_mode) and status.st_dev != device:
-                raise OSError(errno.EXDEV, f"another disk is mounted at {inner}")
+def _require_no_mount(path: Path) -> None:
+    """Raise OSError if another file system is mounted in a folder: its files are not the folder's."""
+    mount = mounted_in(path)
+    if mount is not None:
+        raise OSError(errno.EBUSY, f"another file system is mounted at {mount}")
 
 
 def _remove_from_store(path: RemotePath, side: Location | None = None) -> None:
