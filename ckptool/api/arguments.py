@@ -51,6 +51,7 @@ Size = int | str
 Options = TypeVar("Options")
 
 _UNSTACKED = ("split_stacked",)
+_OF_RUNS = ("allow_nonfinite",)
 KEYWORDS: dict[str, tuple[OptionGroup, ...]] = {
     "ReadKeywords": (OptionGroup(ReadOptions, without=_UNSTACKED),),
     "OpenKeywords": (OptionGroup(ReadOptions), OptionGroup(RewriteOptions)),
@@ -61,12 +62,12 @@ KEYWORDS: dict[str, tuple[OptionGroup, ...]] = {
     "ReshardKeywords": (OptionGroup(ReshardOptions),),
     "VerifyRunKeywords": (OptionGroup(VerifyOptions, without=(*_UNSTACKED, "part")),),
     "VerifyKeywords": (
-        OptionGroup(VerifyOptions),
+        OptionGroup(VerifyOptions, without=_OF_RUNS),
         OptionGroup(RewriteOptions),
         OptionGroup(ManifestOptions),
     ),
     "CompareKeywords": (
-        OptionGroup(VerifyOptions, without=("quick", "sample", "seed", "part")),
+        OptionGroup(VerifyOptions, without=(*_OF_RUNS, "quick", "sample", "seed", "part")),
         OptionGroup(RewriteOptions),
         OptionGroup(CompareOptions),
     ),

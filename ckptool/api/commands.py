@@ -46,12 +46,12 @@ from ckptool.storage.url import Location
 if TYPE_CHECKING:
     from ckptool.commands.extract import ExtractReport
     from ckptool.commands.inspect.steps import RunSummary
+    from ckptool.commands.runs.judgement import RunReport
+    from ckptool.commands.runs.prune import PruneReport
     from ckptool.commands.stats import StatsReport
     from ckptool.commands.verify.compare.against import AgainstReport
     from ckptool.commands.verify.compare.diff import DiffReport
     from ckptool.commands.verify.findings import VerifyReport
-    from ckptool.commands.verify.prune import PruneReport
-    from ckptool.commands.verify.run_folder import RunReport
     from ckptool.commands.verify.salvage.salvage import SalvageReport
     from ckptool.core.keymap.model import KeyMap
 
@@ -304,7 +304,7 @@ def verify_run(
 
     Same as ``ckptool verify RUN --latest-good``; with ``every``, as ``--all``.
     """
-    from ckptool.commands.verify.run_folder import verify_run as _verify_run
+    from ckptool.commands.runs.judgement import verify_run as _verify_run
 
     parsed = Keywords("verify_run", options, VerifyRunKeywords).options(VerifyOptions)
     return _verify_run(location(run), parsed, every=every)
@@ -317,7 +317,7 @@ def prune(run: AnyPath, *, keep_last: int, **options: Unpack[PruneKeywords]) -> 
     Same as ``ckptool prune RUN --keep-last N``; ``ok`` of the report is true if all kept steps are
     good. Raises TransferError if something cannot be removed.
     """
-    from ckptool.commands.verify.prune import prune as _prune
+    from ckptool.commands.runs.prune import prune as _prune
 
     keywords = Keywords("prune", options, PruneKeywords)
     return _prune(location(run), keywords.options(PruneOptions, keep_last=keep_last))

@@ -130,6 +130,7 @@ class VerifyRunKeywords(ReadKeywords, total=False):
     sample: float | str
     seed: int
     fail_nonfinite: bool
+    allow_nonfinite: bool
     strict: bool
     ignore: Strings
     workers: int | None
@@ -178,6 +179,7 @@ class PruneKeywords(ReadKeywords, total=False):
     drop_optimizer_of_older: bool
     yes: bool
     quick: bool
+    allow_nonfinite: bool
     strict: bool
     ignore: Strings
     workers: int | None

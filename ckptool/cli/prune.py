@@ -26,7 +26,7 @@ def prune(
     best step, those that `latest` or a symbolic link points to, and any unclear step. Exits 0 if
     all kept steps are good, 1 if a kept step is damaged or none is good.
     """
-    from ckptool.commands.verify.prune import prune as _prune
+    from ckptool.commands.runs.prune import prune as _prune
     from ckptool.render.messages import print_json, show_step
     from ckptool.render.prune import show_prune
 

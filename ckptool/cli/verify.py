@@ -144,7 +144,12 @@ def _require_possible(
             "--against, --write-manifest, --manifest, --latest-good or --all, and --salvage:"
             " one at a time"
         )
-    against, write_manifest, manifest, *_ = questions
+    against, write_manifest, manifest, of_run, _ = questions
+    if options.allow_nonfinite and not of_run:
+        raise UsageError(
+            "--allow-nonfinite is for runs: it needs --latest-good or --all",
+            hint="without --fail-nonfinite, NaN and infinite values are warnings",
+        )
     if against is not None and (options.quick or options.sample < 1):
         raise UsageError(
             "--against compares every byte: it cannot be combined with --quick or --sample"
@@ -214,7 +219,7 @@ def _verify_steps(
 
     For every step, exit 0 if none has errors; for the latest good one, if there is one.
     """
-    from ckptool.commands.verify.run_folder import verify_run
+    from ckptool.commands.runs.judgement import verify_run
     from ckptool.render.ci import Suite
     from ckptool.render.verify import show_latest_good, show_steps
 

@@ -8,7 +8,8 @@ from ckptool.core.text import plural
 from ckptool.render.text import Cell, columns, console, emit, escaped, say, size
 
 if TYPE_CHECKING:
-    from ckptool.commands.verify.prune import PruneReport, StepFate
+    from ckptool.commands.runs.fates import StepFate
+    from ckptool.commands.runs.prune import PruneReport
 
 _COLORS = {"keep": "green", "strip": "cyan", "remove": "red", "leave": "yellow"}
 _DONE = {"keep": "kept", "strip": "stripped", "remove": "removed", "leave": "left"}
@@ -23,6 +24,12 @@ def show_prune(report: PruneReport) -> None:
     for leftover in report.leftovers:
         verb = "removed" if report.removed else "remove"
         say(screen, f"[red]{verb}[/] {escaped(str(leftover))}: an earlier removal was interrupted")
+    for stuck in report.stuck:
+        reason = "an earlier removal was interrupted, and the rest cannot be removed"
+        say(
+            screen,
+            f"[yellow]left[/] {escaped(str(stuck.path))}: {reason}: {escaped(str(stuck.problem))}",
+        )
     say(screen, f"\n{_summary(report)}")
 
 

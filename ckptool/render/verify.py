@@ -18,10 +18,10 @@ from ckptool.core.text import plural
 from ckptool.render.text import Cell, columns, console, emit, escaped, say, size
 
 if TYPE_CHECKING:
+    from ckptool.commands.runs.judgement import RunReport, StepReport
     from ckptool.commands.verify.compare.against import AgainstReport
     from ckptool.commands.verify.compare.coverage import Coverage
     from ckptool.commands.verify.compare.difference import DifferingTensor
-    from ckptool.commands.verify.run_folder import RunReport, StepReport
     from ckptool.commands.verify.salvage.salvage import SalvageReport
 
 _COLORS = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.INFO: "cyan"}
@@ -143,7 +143,9 @@ def show_latest_good(report: RunReport, *, quiet: bool) -> None:
                 say(screen, f"[yellow]skipped[/] {path}: {remarks}")
             elif remarks:
                 say(screen, f"[yellow]not all checked[/] {path}: {remarks}")
-        if latest is None:
+        if latest is not None:
+            say(screen, f"[dim]newest {escaped(report.chosen)}[/]")
+        else:
             run = f"{escaped(str(report.path))} ({plural(report.total, 'step')})"
             say(screen, f"[bold red]no good checkpoint[/] in {run}")
     if latest is not None:

@@ -140,6 +140,10 @@ class RemotePath:
         """
         return self.store.find(self.key, str(self))
 
+    def afresh(self) -> RemotePath:
+        """Return the same place, with nothing listed yet."""
+        return RemotePath(self.store, self._base, self._query)
+
     def require_there(self) -> None:
         """Raise NotFound if there is no such file or folder, or it cannot be listed."""
         self.listing  # noqa: B018 (asked for once, and kept)
@@ -172,6 +176,11 @@ class RemotePath:
 
 
 Location = Path | RemotePath
+
+
+def afresh(path: Location) -> Location:
+    """Return the same place, of which nothing is known yet: its files are listed again."""
+    return path if isinstance(path, Path) else path.afresh()
 
 
 def within(path: Location, folder: Location) -> PurePath:

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import ckptool
-from ckptool.commands.verify.prune import PruneReport
+from ckptool.commands.runs.prune import PruneReport
 
 
 def damage(step: Path) -> None:

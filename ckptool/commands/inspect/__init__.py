@@ -14,8 +14,9 @@ from ckptool.commands.document import Report, document, plain
 from ckptool.commands.inspect.values import tensor_row, value_row
 from ckptool.commands.open import OpenedCheckpoint, open_checkpoint, survey
 from ckptool.commands.options.read import AS_DETECTED, ReadOptions
+from ckptool.commands.runs.names import step_named
+from ckptool.commands.runs.records import recorded_step
 from ckptool.commands.verify.codes import CODES, Severity
-from ckptool.commands.verify.steps import step_named
 from ckptool.core.catalog import Catalog, TensorEntry, coverage_problem
 from ckptool.core.dtype import DType
 from ckptool.core.quantization.names import kinds
@@ -23,21 +24,6 @@ from ckptool.core.state_category import STATE_CATEGORIES, lone_masters, state_ca
 from ckptool.core.text import plural
 from ckptool.errors import CkptoolError, Damaged, Hostile, Problem
 from ckptool.storage.url import Location
-
-_STEP_NAMES = (
-    "train_state.step",
-    "trainer.global_step",
-    "trainer_state.global_step",
-    "train.global_step",
-    "train.step",
-    "state.global_step",
-    "meta.global_step",
-    "meta.step",
-    "global_step",
-    "global_steps",
-    "step",
-    "iteration",
-)
 
 if TYPE_CHECKING:
     from ckptool.storage.store import Traffic
@@ -232,13 +218,9 @@ def modules_of(entries: Iterable[TensorEntry], depth: int) -> list[ModuleShare]:
 
 def step_of(path: Location, catalog: Catalog) -> int | None:
     """Return the training step: from a value, else the format, else a folder's name."""
-    for name in _STEP_NAMES:
-        entry = catalog.objects.get(name)
-        if entry is not None and type(entry.value) is int and entry.value >= 0:
-            return entry.value
-    recorded = catalog.info.get("step", "")
-    if recorded.isdecimal():
-        return int(recorded)
+    recorded = recorded_step(catalog)
+    if recorded is not None:
+        return recorded
     place = Path(os.path.realpath(path)) if isinstance(path, Path) else path
     for name in (place.stem if not place.is_dir() else place.name, place.parent.name):
         if (step := step_named(name)) is not None:

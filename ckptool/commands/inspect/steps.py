@@ -14,14 +14,13 @@ from ckptool.commands.document import Report
 from ckptool.commands.open import Survey
 from ckptool.commands.options.read import AS_DETECTED, ReadOptions
 from ckptool.commands.options.verify import VerifyOptions
-from ckptool.commands.verify.findings import VerifyReport
-from ckptool.commands.verify.optimizer_files import has_optimizer
-from ckptool.commands.verify.pointers import find_pointers
-from ckptool.commands.verify.run_folder import verify_step
-from ckptool.commands.verify.steps import Step, steps_of
-from ckptool.commands.verify.verify import examine
+from ckptool.commands.runs.judgement import Judge
+from ckptool.commands.runs.optimizer_files import has_optimizer
+from ckptool.commands.runs.order import open_run
+from ckptool.commands.runs.pointers import find_pointers
+from ckptool.commands.runs.steps import Step
 from ckptool.core.mesh import Mesh
-from ckptool.errors import NotFound
+from ckptool.errors import NotFound, TransferError
 from ckptool.storage.url import Location
 
 
@@ -80,26 +79,20 @@ def list_steps(run: Location, options: ReadOptions = AS_DETECTED) -> RunSummary:
 
     Raises NotFound or Unrecognized if there is no checkpoint.
     """
-    steps = steps_of(run)
-    pointers = find_pointers(run, steps)
-    described = [
-        _describe(step, steps[:at], options, pointers.get(step.path))
-        for at, step in enumerate(steps)
-    ]
-    return RunSummary(run, tuple(reversed(described)))
+    opened = open_run(run, options)
+    pointers: dict[Location, list[str]] = {}
+    with suppress(TransferError):  # a pointer that cannot be read; the steps can be
+        pointers = find_pointers(opened)
+    judge = Judge(opened, VerifyOptions(read=options, quick=True), thorough=True)
+    newest_first = reversed(opened.steps)
+    return RunSummary(
+        run, tuple(_describe(each, judge, pointers.get(each.path)) for each in newest_first)
+    )
 
 
-def _describe(
-    step: Step, older: Sequence[Step], options: ReadOptions, pointer: str | None
-) -> StepSummary:
-    found: list[Survey] = []
-
-    def check(part: Location, options: VerifyOptions) -> VerifyReport:
-        examined = examine(part, options)
-        found.append(examined.surveyed)
-        return examined.report()
-
-    verified = verify_step(step, older, VerifyOptions(read=options, quick=True), check)
+def _describe(step: Step, judge: Judge, pointers: Sequence[str] | None) -> StepSummary:
+    judged = judge.judge(step)
+    found, verified = judged.surveys, judged.report
     catalogs = [each.catalog for each in found if each.catalog is not None]
     return StepSummary(
         step.path,
@@ -112,7 +105,7 @@ def _describe(
         any(map(has_optimizer, found)),
         next((each.world_size for each in catalogs if each.world_size is not None), None),
         next((each.mesh for each in catalogs if each.mesh is not None), None),
-        pointer,
+        pointers[0] if pointers else None,
     )
 
 

@@ -40,6 +40,11 @@ class VerifyOptions(OptionSet):
         former="--finite",
         help="Report NaN and infinite values as errors.",
     )
+    allow_nonfinite: bool = option(
+        "--allow-nonfinite",
+        FLAG,
+        help="For a run: also call steps good whose model has NaN or infinite values.",
+    )
     strict: bool = option("--strict", FLAG, help="Fail on warnings too.")
     ignore: tuple[str, ...] = option(
         "--ignore",

@@ -12,13 +12,13 @@ from ckptool.commands.convert import ConvertReport, prepare_save
 from ckptool.commands.open import OpenedCheckpoint, open_checkpoint
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.target import SaveOptions, TransferOptions
-from ckptool.commands.transfer.transfer import Transfer, require_agreement
-from ckptool.commands.verify.optimizer_files import (
+from ckptool.commands.runs.optimizer_files import (
     files_apart,
     require_optimizer,
     require_unlisted,
     trainer_file,
 )
+from ckptool.commands.transfer.transfer import Transfer, require_agreement
 from ckptool.core.catalog import Catalog
 from ckptool.core.layout import FileLayout, Layout, Verbatim
 from ckptool.core.plan import Plan

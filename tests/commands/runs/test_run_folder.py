@@ -22,10 +22,11 @@ from ckptool.cli.app import app
 from ckptool.commands import detect as detect_checkpoint
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.verify import VerifyOptions
-from ckptool.commands.verify import run_folder
-from ckptool.commands.verify.run_folder import RunReport, verify_run
-from ckptool.commands.verify.steps import steps_of
-from ckptool.commands.verify.verify import verify
+from ckptool.commands.runs import judgement
+from ckptool.commands.runs.judgement import RunReport, verify_run
+from ckptool.commands.runs.order import open_run
+from ckptool.commands.runs.steps import Step
+from ckptool.commands.verify.verify import examine
 from ckptool.errors import Changed, CkptoolError, NotFound, Unrecognized, Unsupported, UsageError
 from ckptool.storage.retry import NoAnswer
 
@@ -40,6 +41,10 @@ def saved(run: Path, *names: str) -> Path:
         else:
             shutil.copytree(case("dcp_base").path, path)
     return run
+
+
+def steps_of(run: Path) -> list[Step]:
+    return list(open_run(run).steps)
 
 
 def latest(run: Path) -> str | None:
@@ -253,9 +258,9 @@ def test_no_error_of_one_step_ends_the_answer(
     def failing(part: Path, options: VerifyOptions) -> Any:
         if part.name == "step-3":
             raise kind("more than can be done")
-        return verify(part, options)
+        return examine(part, options)
 
-    monkeypatch.setattr(run_folder, "verify", failing)
+    monkeypatch.setattr(judgement, "examine", failing)
     assert latest(run) == "step-2"
     report = checked(run)
     assert [one.ok for one in report.steps] == [False, True, True]
@@ -268,7 +273,7 @@ def test_a_store_that_gives_no_answer_ends_it(
     def failing(part: Path, options: VerifyOptions) -> Any:
         raise NoAnswer("no answer")
 
-    monkeypatch.setattr(run_folder, "verify", failing)
+    monkeypatch.setattr(judgement, "examine", failing)
     with pytest.raises(NoAnswer):
         latest(saved(tmp_path, *STEPS))
 
@@ -300,7 +305,7 @@ def test_steps_that_rotate(
     module, name = {
         "listed": (detect_checkpoint, "folder_at"),
         "detected": (detect_checkpoint, "detect"),
-        "verified": (run_folder, "verify"),
+        "verified": (judgement, "examine"),
     }[point]
     real = getattr(module, name)
 
@@ -323,7 +328,7 @@ def test_a_step_that_is_saved_meanwhile_is_not_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = saved(tmp_path, *STEPS)
-    scan = run_folder.verify
+    scan = judgement.examine
 
     def writing(part: Any, options: Any) -> Any:
         def started(total: int) -> Any:
@@ -333,7 +338,7 @@ def test_a_step_that_is_saved_meanwhile_is_not_taken(
 
         return scan(part, options, started if part.name == "step-3" else None)
 
-    monkeypatch.setattr(run_folder, "verify", writing)
+    monkeypatch.setattr(judgement, "examine", writing)
     assert latest(run) == "step-2"
 
 

@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 import ckptool
 from ckptool.cli.app import app
 from ckptool.commands.options.prune import PruneOptions
-from ckptool.commands.verify.prune import prune
+from ckptool.commands.runs.prune import prune
 from ckptool.engine.write import removal
 from ckptool.errors import Changed, CkptoolError, TransferError, Unrecognized, Unsupported
 from ckptool.storage.commit_note import UNFINISHED
@@ -216,7 +216,8 @@ def test_a_checkpoint_with_steps_inside_is_left(inner: str, tmp_path: Path) -> N
     report = pruned(run, yes=True)
     within = {"checkpoint-500": "keep"}
     assert fates(report) == {"step-2": "keep", "step-1": "leave"} | within
-    assert {s.path.name: s.reason for s in report.steps}["step-1"] == "holds steps of its own"
+    reason = {s.path.name: s.reason for s in report.steps}["step-1"]
+    assert reason == f"holds steps of its own, as inner/{inner}/.metadata"
     newest = ckptool.verify_run(run).latest_good
     assert newest is not None
     assert newest.path == run / "step-1" / "inner" / "checkpoint-500"
@@ -315,7 +316,7 @@ def test_a_step_to_be_kept_that_is_gone_ends_it(
         real(path, side)
         shutil.rmtree(run / "step-3")
 
-    monkeypatch.setattr("ckptool.commands.verify.prune.remove", other_process)
+    monkeypatch.setattr("ckptool.commands.runs.prune.remove", other_process)
     with pytest.raises(Changed, match=r"step-3: was to be kept and is gone"):
         pruned(run, yes=True)
     assert names_in(run) == ["step-2"]
@@ -331,7 +332,7 @@ def test_a_step_that_is_pointed_to_meanwhile_stays(
         real(path, side)
         (run / "latest").write_text("step-2")
 
-    monkeypatch.setattr("ckptool.commands.verify.prune.remove", trainer)
+    monkeypatch.setattr("ckptool.commands.runs.prune.remove", trainer)
     report = pruned(run, yes=True)
     assert fates(report)["step-2"] == "keep"
     assert names_in(run) == ["latest", "step-2", "step-3"]

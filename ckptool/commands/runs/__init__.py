@@ -1,0 +1,1 @@
+"""The steps of a run: which there are, which of them are good, and which may go."""

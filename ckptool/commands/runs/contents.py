@@ -1,0 +1,145 @@
+"""Which files a step has, by what they are for, and which of these it lacks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Set
+from functools import lru_cache
+
+from ckptool.commands.runs.names import parse_name
+from ckptool.commands.runs.steps import Run, Step, says_another
+from ckptool.commands.runs.trainers import unfinished_mark, unwritten_last
+
+_ROLES = {
+    "optimizer": r"optim|(?<![a-z])opt(?![a-z])|adam",
+    "scheduler": r"sched",
+    "rng": r"(?<![a-z])rng|random",
+    "record": r"trainer_state|train_state|training_state|extra_state|client_state|(?<![a-z])common",
+    "dataloader": r"sampler|dataloader|dl_state|(?<![a-z])data(?![a-z])",
+    "rank": r"rank",
+    "model": r"model|weights|adapter|(?<![a-z])(?:actor|critic|policy|unet|ema)(?![a-z])",
+}
+"""What training goes on from, by words in the names of files and folders."""
+_STATE = re.compile(
+    r"(?i).+\.(?:pt|pth|bin|pkl|pickle|ckpt|safetensors|npz|npy|msgpack|distcp|tar|joblib)"
+    r"|\.metadata|trainer_state\.json|(?:train|training|trainer|client)_state\.\w+"
+)
+_DCP = re.compile(r"__(\d+)_\d+\.distcp|\.metadata")
+_SUFFIX = re.compile(r"(?i)(?:\.index)?\.(?:pt|pth|bin|pkl|pickle|ckpt|safetensors|json|npz|npy)$")
+_WORLD = re.compile(r"world_size_(\d+)_rank_\d+|(?<=rank)[-_]?\d+[-_]of[-_](\d+)")
+_SHARDS = re.compile(r"[-_.]?\d+-of-\d+")
+_OF_RANK = re.compile(r"(.*\D)(\d+)")
+_CORE = 1
+"""How many earlier steps must have a file of a known role, before a later one must; else 2."""
+
+
+def files_of(step: Step, run: Run) -> frozenset[str]:
+    """Return the files of a step that training needs, each by a name that all its steps share."""
+    found: set[str] = set()
+    for entry in step.entries:
+        files = run.files_in(entry)
+        said = parse_name(entry.name, is_folder="" not in files)
+        label = said.kind if step.beside or "" in files else ""
+        if step.beside and entry.parent.name != step.home.name:
+            label = f"{entry.parent.name}/{label}"
+        number = step.number
+        keys = (_key(name, number) for name in files if name and not says_another(step, name))
+        found |= {f"{label}: {key}" if label else key for key in keys if key is not None}
+        found |= {label} if "" in files else set()
+    return frozenset(found)
+
+
+@lru_cache(1 << 14)
+def _key(file: str, number: int | None) -> str | None:
+    """Return what a file of a step is, whatever its format, its shards and the step's number."""
+    folder, _, name = file.rpartition("/")
+    if _STATE.fullmatch(name) is None or (name.startswith(".") and name != ".metadata"):
+        return None
+    if _DCP.fullmatch(name):
+        path = folder or "files of torch.distributed.checkpoint"
+    else:
+        stem = _SHARDS.sub("", _SUFFIX.sub("", name)).replace("pytorch_model", "model")
+        path = f"{folder}/{_WORLD.sub('rank', stem)}" if folder else _WORLD.sub("rank", stem)
+    path = path.replace("pytorch_model", "model")
+    return re.sub(r"\d+", lambda m: "#" if int(m[0]) == number else m[0], path)
+
+
+def _role(key: str) -> str | None:
+    return next((role for role, words in _ROLES.items() if re.search(words, key.lower())), None)
+
+
+def unfinished(step: Step, run: Run) -> str | None:
+    """Return why a step is still being written, or its save was never finished; None if neither."""
+    for entry in step.entries:
+        beside = _names_beside(entry.name, run.relative(entry), run.source.files)
+        files = [name for name in run.files_in(entry) if name]
+        mark = unfinished_mark(entry.name, files, beside)
+        if mark is not None:
+            return f"{mark} says that its save is not finished"
+        last = unwritten_last(entry.name, files)
+        if last is not None:
+            return f"{last} is missing, which its trainer writes last"
+    return None
+
+
+def _names_beside(name: str, place: str, files: Iterable[str]) -> set[str]:
+    head = place[: len(place) - len(name)]
+    rest = (file[len(head) :] for file in files if file.startswith(head))
+    return {file for file in rest if "/" not in file}
+
+
+class Completeness:
+    """Compares the files of each step of a run with those of the whole steps before it."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._lacks: dict[object, Mapping[object, frozenset[str]]] = {}
+
+    def lacking(self, step: Step) -> list[str]:
+        """Return the files that every whole step before this one has, and it has not."""
+        if step.series not in self._lacks:
+            self._lacks[step.series] = self._compare(step)
+        return sorted(self._lacks[step.series].get(step.path, ()))
+
+    def _compare(self, step: Step) -> Mapping[object, frozenset[str]]:
+        lacks: dict[object, frozenset[str]] = {}
+        whole: list[frozenset[str]] = []
+        for each in self._run.steps:
+            if each.series != step.series or not each.parts:
+                continue
+            files = files_of(each, self._run)
+            lacks[each.path] = frozenset(self._missing(each, files, whole))
+            if not lacks[each.path] and unfinished(each, self._run) is None:
+                whole.append(files)
+        return lacks
+
+    def _missing(self, step: Step, files: Set[str], whole: list[frozenset[str]]) -> Iterator[str]:
+        if not whole:
+            return
+        common = frozenset.intersection(*whole)
+        new = {_role(key) for key in files - frozenset().union(*whole)}
+        for key in common - files:
+            role = _role(key)
+            needed = _CORE if role is not None else 2
+            if (
+                len(whole) >= needed
+                and role not in new - {None}
+                and not self._resized(key, files, step)
+            ):
+                yield key
+
+    def _resized(self, key: str, files: Set[str], step: Step) -> bool:
+        """Return whether a rank's file is missing since the step was saved by fewer ranks."""
+        match = _OF_RANK.fullmatch(key)
+        if match is None:
+            return False
+        alike = (_OF_RANK.fullmatch(file) for file in files)
+        ranks = {int(m[2]) for m in alike if m is not None and m[1] == match[1]}
+        return bool(ranks) and ranks == set(range(len(ranks))) == self._writers(step)
+
+    def _writers(self, step: Step) -> set[int]:
+        """Return the ranks that wrote the other files of a step, as far as their names say."""
+        names = [n.rpartition("/")[2] for e in step.entries for n in self._run.files_in(e)]
+        of_dcp = {int(m[1]) for m in map(_DCP.fullmatch, names) if m is not None and m[1]}
+        worlds = {int(m[1] or m[2]) for m in map(_WORLD.search, names) if m is not None}
+        return of_dcp or (set(range(worlds.pop())) if len(worlds) == 1 else set())

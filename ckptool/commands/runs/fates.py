@@ -1,0 +1,219 @@
+"""The fate of each step of a run: never one that a rule keeps, a pointer names, or is unclear."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Literal
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from ckptool.commands.detect import unfinished_problem
+from ckptool.commands.options.prune import PruneOptions
+from ckptool.commands.runs.judgement import Judge, StepReport
+from ckptool.commands.runs.links import passes_link
+from ckptool.commands.runs.order import written_after
+from ckptool.commands.runs.steps import Run, Step, is_export, is_unfinished_name, others_inside
+from ckptool.commands.runs.strip import plan_strip
+from ckptool.commands.runs.trainers import SPARED
+from ckptool.commands.transfer.overwrite import find_side
+from ckptool.engine.write.removal import mounted_in
+from ckptool.errors import CkptoolError
+from ckptool.storage.url import Location
+
+Notify = Callable[[str], None]
+Fate = Literal["keep", "strip", "remove", "leave"]
+
+
+class StepFate(Struct, frozen=True):
+    """The fate of a step and the reason. ``leave`` means that no rule keeps it, but it stays.
+
+    ``strip`` keeps a step without its optimizer's state. ``ok`` is whether it is good, None if not
+    judged; ``nbytes`` is the size of its files, ``freed`` how many of these bytes go. ``beside``
+    are the other entries of the run that belong to the step, and share its fate.
+    """
+
+    path: Location
+    number: int | None
+    fate: Fate
+    reason: str
+    nbytes: int
+    freed: int = 0
+    ok: bool | None = None
+    beside: tuple[Location, ...] = ()
+
+
+def decide(
+    run: Run, pointers: Mapping[Location, Sequence[str]], options: PruneOptions, notify: Notify
+) -> list[StepFate]:
+    """Decide on every step of a run; those of each series newest first.
+
+    ``notify`` is called with each long operation before it begins.
+    """
+    series: dict[object, list[Step]] = {}
+    for step in run.steps:
+        series.setdefault(step.series, []).append(step)
+    judge = Judge(run, options.verify)
+    fates: list[StepFate] = []
+    for steps in series.values():
+        fates += _Decision(run, steps, pointers, options, judge, notify).fates()
+    return fates
+
+
+class _Decision:
+    """Decides on the steps of one series, given oldest first."""
+
+    def __init__(
+        self,
+        run: Run,
+        steps: Sequence[Step],
+        pointers: Mapping[Location, Sequence[str]],
+        options: PruneOptions,
+        judge: Judge,
+        notify: Notify,
+    ) -> None:
+        self._run = run
+        self._steps = steps
+        self._pointers = pointers
+        self._options = options
+        self._judge = judge
+        self._notify = notify
+        self._positions = Counter(step.position for step in steps if step.position)
+        self._good = 0
+        self._resumes = False
+
+    def fates(self) -> Iterator[StepFate]:
+        """Yield the fate of each step, newest first."""
+        for step in reversed(self._steps):
+            yield self._fate(step)
+
+    def _fate(self, step: Step) -> StepFate:
+        fate = StepFate(
+            step.path, step.number, "leave", "", size_of(self._run, step), beside=step.beside
+        )
+        unclear = unclear_reason(self._run, step) or self._ambiguous(step)
+        reason = None if unclear else self._reason_to_keep(step)
+        is_enough = self._good >= self._options.keep_last
+        if unclear is not None:
+            return replace(fate, reason=unclear)
+        if reason is None and is_enough and self._resumes:
+            return replace(fate, fate="remove", reason="no rule keeps it", freed=fate.nbytes)
+        if reason is None and is_enough and not self._judge.contents_of(step).optimizer:
+            return replace(fate, fate="remove", reason="no rule keeps it", freed=fate.nbytes)
+        self._notify(f"verifying {step.path}")
+        return self._judged(step, fate, reason, self._judge.judge(step).report)
+
+    def _judged(
+        self, step: Step, fate: StepFate, reason: str | None, report: StepReport
+    ) -> StepFate:
+        """Return the fate of a step that a rule keeps, or that may be one of the newest good."""
+        is_older = self._good >= self._options.keep_last
+        if not report.ok:
+            damage = f"not good: {report.reasons[0]}"
+            if reason is None:
+                return replace(fate, reason=damage, ok=False)
+            return replace(fate, fate="keep", reason=f"{reason}; {damage}", ok=False)
+        self._good += 1
+        is_last = not self._resumes and self._judge.contents_of(step).optimizer
+        self._resumes = self._resumes or is_last
+        if reason is None and is_older:
+            reason = "no newer good step has an optimizer"
+        last = self._options.keep_last
+        newest = "the newest good step" if last == 1 else f"one of the newest {last} good steps"
+        kept = replace(fate, fate="keep", reason=reason or newest, ok=True)
+        return self._stripped(step, kept, is_last=is_last) if is_older else kept
+
+    def _stripped(self, step: Step, kept: StepFate, *, is_last: bool) -> StepFate:
+        """Return the fate of an older good step, which may lose its optimizer's state.
+
+        The last one with an optimizer keeps it: training could resume from no other.
+        """
+        pointed = not step.position or step.path in self._pointers
+        if pointed or not self._options.drop_optimizer_of_older:
+            return kept
+        if is_last:
+            because = "no newer good step has an optimizer"
+            told = kept.reason if because in kept.reason else f"{kept.reason}; {because}"
+            return replace(kept, reason=told)
+        if step.beside:
+            return replace(kept, reason=f"{kept.reason}; its optimizer stays: it has several files")
+        verify = self._options.verify
+        try:
+            strips = plan_strip(step.parts, verify.read, verify.workers)
+        except (CkptoolError, OSError) as error:
+            return replace(kept, reason=f"{kept.reason}; its optimizer stays: {error}")
+        if not strips:
+            return replace(kept, reason=f"{kept.reason}; no optimizer found in it")
+        reason = f"{kept.reason}, without its optimizer"
+        return replace(kept, fate="strip", reason=reason, freed=sum(each.freed for each in strips))
+
+    def _reason_to_keep(self, step: Step) -> str | None:
+        """Return the rule that keeps a step, however old it is; None if there is none."""
+        every = self._options.keep_every
+        if step.path in self._pointers:
+            return f"{self._pointers[step.path][0]} points to it"
+        if not step.position:
+            return "has no step number"
+        number = step.number
+        if every is not None and number is not None and number % every == 0:
+            return f"every {every:,} steps" if every > 1 else "every step"
+        if SPARED.fullmatch(step.path.name):
+            return "its name says that it is no step among many"
+        if written_after(self._run, self._steps[-1], self._run.saved) is step:
+            return f"was written after {self._steps[-1].path.name}"
+        return None
+
+    def _ambiguous(self, step: Step) -> str | None:
+        """Return why a step may not be what its name says; None if it is clear."""
+        if step.position and self._positions[step.position] > 1:
+            return f"{self._positions[step.position]} entries have the step number {step.number}"
+        has_digits = any(map(str.isdigit, step.path.name))
+        if not step.name.tells and has_digits and step.path not in self._pointers:
+            return "its name does not say that its number is a step"
+        return None
+
+
+def unclear_reason(run: Run, step: Step) -> str | None:
+    """Return why nothing of a step may be removed; None if all of it is a step and nothing else."""
+    link = passes_link(step, run)
+    if link is not None:
+        return link
+    if not step.parts:
+        return "no known checkpoint in it"
+    if is_unfinished_name(step):
+        return "its name says that its save was never finished"
+    if is_export(step, run.path):
+        return "lies beside the steps of the run"
+    for entry in step.entries:
+        why = _unclear_entry(run, entry)
+        if why is not None:
+            return why
+    inside = others_inside(step, run)
+    return None if inside is None else f"holds steps of its own, as {inside}"
+
+
+def _unclear_entry(run: Run, entry: Location) -> str | None:
+    hidden = next(run.unlisted_in(entry), None)
+    if hidden is not None:
+        return f"cannot be looked through: {hidden}"
+    mount = mounted_in(entry)
+    if mount is not None:
+        return f"another file system is mounted at {mount}"
+    inner = {name for name in run.files_in(entry) if name}
+    if inner and unfinished_problem(run.folder(entry)) is not None:
+        return "unfinished output of ckptool"
+    side, is_own = find_side(entry)
+    if side is not None and not is_own:
+        return f"{side.name} beside it was not written by ckptool"
+    return None
+
+
+def size_of(run: Run, step: Step) -> int:
+    """Return the bytes of all files of a step, including its side files."""
+    total = 0
+    for entry in step.entries:
+        total += sum(run.files_in(entry).values())
+        side, _ = find_side(entry)
+        total += 0 if side is None else run.files_in(side).get("", 0)
+    return total

@@ -1,0 +1,294 @@
+"""Which steps of a run are good: whole, without errors, and what training can go on from."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from msgspec import Struct, field
+
+from ckptool.commands.detect import require_known
+from ckptool.commands.document import Report
+from ckptool.commands.open import Survey, survey
+from ckptool.commands.options.verify import VerifyOptions
+from ckptool.commands.runs.contents import Completeness, unfinished
+from ckptool.commands.runs.optimizer_files import has_optimizer
+from ckptool.commands.runs.order import open_run, written_after
+from ckptool.commands.runs.steps import Run, Step, is_export, is_unfinished_name
+from ckptool.commands.verify.codes import require_codes
+from ckptool.commands.verify.findings import Finding, VerifyReport
+from ckptool.commands.verify.verify import Verification, examine
+from ckptool.core.catalog import Catalog
+from ckptool.core.state_category import state_category, weights
+from ckptool.core.text import list_some
+from ckptool.errors import CkptoolError, NotFound
+from ckptool.storage.retry import NoAnswer
+from ckptool.storage.url import Location, within
+
+_NOT_FINITE = "not-finite"
+Check = Callable[[Location, VerifyOptions], Verification]
+
+
+class StepReport(Report, frozen=True):
+    """The findings for each checkpoint of a step; ``reasons`` say why it is not good.
+
+    ``beside`` are the other entries of the run that belong to the step.
+    """
+
+    computed: ClassVar = ("ok",)
+
+    path: Location
+    number: int | None
+    reports: tuple[VerifyReport, ...]
+    reasons: tuple[str, ...]
+    beside: tuple[Location, ...] = ()
+
+    schema: ClassVar = "verify-step"
+
+    @property
+    def ok(self) -> bool:
+        return not self.reasons
+
+
+class RunReport(Report, frozen=True):
+    """The verified steps, newest first; ``total`` is how many the run has.
+
+    True if one is good; if ``every`` step was verified, true if all are. ``chosen`` says how the
+    newest good step was found to be the newest.
+    """
+
+    computed: ClassVar = ("ok",)
+
+    path: Location
+    steps: tuple[StepReport, ...]
+    total: int
+    every: bool = field(default=False, name="_every")
+    chosen: str = ""
+
+    schema: ClassVar = "verify-run"
+
+    @property
+    def ok(self) -> bool:
+        if self.every:
+            return all(step.ok for step in self.steps)
+        return self.latest_good is not None
+
+    def more(self) -> Mapping[str, object]:
+        """Return the path of the newest good step."""
+        return {"latest_good": None if self.latest_good is None else self.latest_good.path}
+
+    def _short(self) -> dict[str, Any]:
+        newest = {name: str(path) for name, path in self.more().items() if path is not None}
+        return Report._short(self) | newest
+
+    @property
+    def latest_good(self) -> StepReport | None:
+        """Return the newest step without errors."""
+        return next((step for step in self.steps if step.ok), None)
+
+
+def verify_run(run: Location, options: VerifyOptions, *, every: bool) -> RunReport:
+    """Judge the steps of a run from the newest to the first good one, or every one.
+
+    An unreadable step fails; one that is removed meanwhile is skipped. Raises NotFound or
+    Unrecognized if the folder has no checkpoint, UsageError for options that suit no step, NoAnswer
+    if a store does not answer.
+    """
+    require_codes(options.ignore)
+    require_known(options.read.from_format)
+    opened = open_run(run, options.read)
+    judge = Judge(opened, options)
+    reports, chosen = [], ""
+    for step in reversed(opened.steps):
+        report = judge.judge(step).report
+        if not report.ok and _is_gone(report.path):
+            continue
+        reports.append(report)
+        if report.ok and not chosen:
+            chosen = _chosen(opened, step)
+        if report.ok and not every:
+            break
+    return RunReport(run, tuple(reports), len(opened.steps), every, chosen)
+
+
+def _chosen(run: Run, step: Step) -> str:
+    """Return how a step was found to be the newest, with what speaks against it."""
+    later = written_after(run, step, run.saved)
+    but = "" if later is None else f"; {later.path.name} was written later"
+    return f"{step.placed or 'the only step'}{but}"
+
+
+class Judgement(Struct, frozen=True):
+    """What is found of a step: its report, and what could be read of its checkpoints."""
+
+    report: StepReport
+    surveys: tuple[Survey, ...]
+
+
+class Contents(Struct, frozen=True):
+    """Whether a step has tensors of a model, and an optimizer's state."""
+
+    model: bool
+    optimizer: bool
+
+    @classmethod
+    def of(cls, surveys: tuple[Survey, ...]) -> Contents:
+        """Return what some checkpoints have together."""
+        catalogs = [each.catalog for each in surveys if each.catalog is not None]
+        has_model = any(bool(weights(catalog)) for catalog in catalogs)
+        return cls(has_model, any(map(has_optimizer, surveys)))
+
+
+class Judge:
+    """Judges the steps of one run, each once, from the newest.
+
+    ``check`` examines one checkpoint. If ``thorough``, also those of a step that is not good
+    already by the names of its files.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        options: VerifyOptions,
+        check: Check | None = None,
+        *,
+        thorough: bool = False,
+    ) -> None:
+        self._run = run
+        self._options = options
+        self._check = check or examine
+        self._thorough = thorough
+        self._completeness = Completeness(run)
+        self._contents: dict[Location, Contents] = {}
+        self._good: set[object] = set()
+
+    def judge(self, step: Step) -> Judgement:
+        """Return whether a step is good, and if not why. Raises NoAnswer."""
+        reasons = [*self._by_names(step)]
+        reports: list[VerifyReport] = []
+        surveys: list[Survey] = []
+        if not reasons or self._thorough:
+            for part in step.parts:
+                where = "" if part == step.path else f"{within(part, self._run.path)}: "
+                where = f"{within(part, step.path)}: " if part in step and where else where
+                try:
+                    examined = self._check(part, self._options)
+                    report = examined.report()
+                except NoAnswer:
+                    raise
+                except (CkptoolError, OSError) as error:
+                    reasons.append(f"{where}{error}")
+                    continue
+                surveys.append(examined.surveyed)
+                reports.append(report)
+                reasons += [where + why for why in self._faults(report, examined.surveyed.catalog)]
+        if not reasons:
+            self._contents[step.path] = Contents.of(tuple(surveys))
+            reasons += self._by_contents(step)
+        if not reasons:
+            self._good.add(step.series)
+        told = StepReport(step.path, step.number, tuple(reports), tuple(reasons), step.beside)
+        return Judgement(told, tuple(surveys))
+
+    def contents_of(self, step: Step) -> Contents:
+        """Return what a step has, from its metadata. Raises NoAnswer."""
+        if step.path not in self._contents:
+            found = [self._survey(part) for part in step.parts]
+            self._contents[step.path] = Contents.of(tuple(each for each in found if each))
+        return self._contents[step.path]
+
+    def _survey(self, part: Location) -> Survey | None:
+        try:
+            return survey(part, self._options.read)
+        except NoAnswer:
+            raise
+        except (CkptoolError, OSError):
+            return None
+
+    def _by_names(self, step: Step) -> Iterator[str]:
+        """Yield why a step is not good by the names of its files alone."""
+        if is_unfinished_name(step):
+            yield "its name says that its save was never finished"
+            return
+        if not step.parts:
+            yield _nothing_in(step.path)
+            return
+        if is_export(step, self._run.path) and not self._is_of_exports():
+            yield "lies beside the steps of the run, without what training goes on from"
+            return
+        why = unfinished(step, self._run)
+        if why is not None:
+            yield why
+        missing = self._missing_parts(step) or self._completeness.lacking(step)
+        if missing and why is None:
+            yield f"{list_some(missing, 4)} is missing; every earlier step has it"
+
+    def _is_of_exports(self) -> bool:
+        return all(is_export(each, self._run.path) for each in self._run.steps)
+
+    def _missing_parts(self, step: Step) -> list[str]:
+        """Return the checkpoints that every older step of a series has, and a step has not."""
+        older = self._run.steps[: self._run.steps.index(step)]
+        names = [each.names for each in older if each.series == step.series and each.parts]
+        common = frozenset[str]().union(*names).intersection(*names) if names else frozenset()
+        return sorted(common - step.names) if step.names < common else []
+
+    def _faults(self, report: VerifyReport, catalog: Catalog | None) -> Iterator[str]:
+        """Yield the first error of a checkpoint, or that its model has values that are none."""
+        failures = report.fails(self._options.strict)
+        if not report.ok:
+            more = f" (and {len(failures) - 1:,} more)" if len(failures) > 1 else ""
+            yield f"{_said(failures[0], report)}{more}" if failures else report.summary
+        elif not self._options.allow_nonfinite:
+            found = [each for each in report.findings if each.code == _NOT_FINITE]
+            for finding in filter(lambda each: _is_of_model(each, catalog), found):
+                yield f"{_said(finding, report)} (--allow-nonfinite accepts it)"
+                return
+
+    def _by_contents(self, step: Step) -> Iterator[str]:
+        """Yield what a whole checkpoint lacks that training needs."""
+        mine = self._contents[step.path]
+        if not mine.model and not mine.optimizer:
+            yield "has no tensors of a model"
+        elif not mine.model and any(self.contents_of(each).model for each in self._run.steps):
+            yield "has no tensors of a model, which other steps have"
+        older = self._run.steps[: self._run.steps.index(step)]
+        before = [s for s in older if s.series == step.series and not [*self._by_names(s)]]
+        is_newest = not mine.optimizer and before and step.series not in self._good
+        if is_newest and self.contents_of(before[-1]).optimizer:
+            yield f"has no optimizer's state, which {before[-1].path.name} has"
+
+
+def _is_of_model(finding: Finding, catalog: Catalog | None) -> bool:
+    names = {finding.tensor, *(each.tensor for each in finding.affected)} - {None}
+    entries = {} if catalog is None else catalog.tensors
+    found = [entries[name] for name in names if name in entries]
+    return not found or any(state_category(entry) == "model" for entry in found)
+
+
+def _said(finding: Finding, report: VerifyReport) -> str:
+    message = finding.message.partition("\n")[0].removeprefix(f"{report.path}: ")
+    return f"{finding.code}: {message}"
+
+
+def _nothing_in(path: Location) -> str:
+    try:
+        is_empty = path.is_dir() and not any(path.iterdir())
+    except NoAnswer:
+        raise
+    except (NotFound, OSError) as error:
+        return f"cannot be listed: {error}"
+    return "the folder is empty" if is_empty else "no known checkpoint in it"
+
+
+def _is_gone(path: Location) -> bool:
+    """Return whether a folder on a disk no longer exists, as old steps of a run are removed."""
+    if not isinstance(path, Path):
+        return False
+    try:
+        os.stat(path)
+    except OSError as error:
+        return isinstance(error, FileNotFoundError)
+    return False

@@ -1,0 +1,223 @@
+"""What the name of an entry of a run says: what it counts, what kind it is, and what part of it.
+
+Only a named step or epoch is a step. Digits of a metric, an element type, a model's size, a date,
+or of a run, a fold, a seed or a version tell entries apart: each such number is a kind of its own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from functools import lru_cache
+
+from msgspec import Struct
+
+from ckptool.commands.runs.trainers import TRAINERS
+
+_TYPE = (
+    r"(?i)(?<![a-z])(?:(?:mx|nv)?fp|bf|b?float|u?int|nf)(?:4|6|8|16|32|64)(?!\d)"
+    r"(?:_?e[2-8]m[0-3](?!\d))?"
+    r"|(?<![a-z])i?q[1-8](?:_(?:[01]|[klmsx]+))*(?![a-z0-9])"
+    r"|(?<![a-z])w(?:4|8|16)a(?:4|8|16)(?!\d)"
+    r"|(?<!\d)[1-8]-?bits?(?![a-z])(?:-\d+g(?![a-z]))?"
+)
+"""An element type or a quantization, as in ``diffusion_pytorch_model.fp16.safetensors``,
+``flux.fp8_e4m3fn.pt``, ``model-q4_0.safetensors``, ``gptq_model-4bit-128g.safetensors``."""
+_NUMBER = r"(?P<number>\d{1,18})(?P<unit>k|m)?(?![a-z0-9])(?!\.\d)"
+_UNITS = {None: 1, "k": 1000, "m": 1_000_000}
+_HYPER = r"(?<!max[-_])(?<!total[-_])(?<!num[-_])(?<!warmup[-_])(?<!accum[-_])"
+
+
+def _after(words: str) -> re.Pattern[str]:
+    return re.compile(rf"(?i)(?<![a-z]){_HYPER}{words}[-_=]?{_NUMBER}")
+
+
+_STEP = _after("(?:global[-_]?)?steps?")
+_ITERATION = _after("(?:iter(?:ation)?s?|ba|batch|updates?)")
+_CHECKPOINT = _after("(?:checkpoint|ckpt)")
+_EPOCH = _after("(?:epoch|ep)")
+_STAGE = _after("stage")
+_METRIC = (
+    r"(?:loss|acc|accuracy|auc|auroc|ap|map|f1|iou|miou|dice|bleu|rouge|ppl|perplexity|wer|cer|psnr"
+    r"|ssim|fid|score|metric|err|error|mse|mae|rmse|r2|recall|precision|top[15]|val|valid|eval|test"
+    r"|reward|return|kl|em|mrr|ndcg|nll|bp[bc]|elbo|tokens|samples)"
+)
+_IS_METRIC = re.compile(rf"(?i)(?<![a-z]){_METRIC}(?![a-z])")
+_VALUE = r"[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?%?"
+_VALUES = re.compile(
+    rf"(?i)(?<=[a-z0-9]=){_VALUE}|(?<![a-z]){_METRIC}[-_]?{_VALUE}[bmt]?(?![a-z0-9])"
+    r"|(?:^|(?<=[\d#])[-_]+)[-+]?\d+\.\d+(?:e[-+]?\d+)?(?!\d)"
+)
+"""The value of a metric: ``val_loss=0.39``, ``acc_93``, or behind another number ``00-0.39``."""
+_APART = re.compile(
+    r"(?i)(?<![\d.])\d+(?:\.\d+)?[bt](?![a-z0-9])|\d+x\d+(?:\.\d+)?[bm]?(?![a-z0-9])"
+    r"|(?<![a-z])(?:run|exp|experiment|fold|cv|seed|version|ver|v|trial|split|job|id|attempt|replica"
+    r"|replicat|worker|node|gpu|rank|part|shard|member|model_parallel|layer|expert|stage)s?[-_=]?\d+"
+    r"|\d+-of-\d+|(?<!\d)(?:19|20)\d\d[-_.]?[01]\d[-_.]?[0-3]\d(?:[-_tT.]?\d\d[-_:.]?\d\d"
+    r"(?:[-_:.]?\d\d)?)?(?!\d)|(?<!\d)\d\d[-_:]\d\d[-_:]\d\d(?!\d)|(?<![a-z0-9])(?=[0-9a-f]*\d)"
+    r"(?=[0-9a-f]*[a-f])[0-9a-f]{7,40}(?![a-z0-9])|\d+[km](?![a-z0-9])"
+)
+"""Numbers of what is not a step: sizes, runs, dates, hashes."""
+_BARE = re.compile(r"(?<![\d.])(?<!\de)\d{1,18}(?!\d|\.\d|e\d)")
+_ROLE = re.compile(
+    r"(?i)(?<![a-z])(?:models?|module|net|network|weights?|params?|states?|dict|opt|optims?|optimizers?|adam|sched"
+    r"|schedulers?|ema(?:[-_]?\d+\.\d+)?|rng|scaler|actor|critic|policy|value|reward|ref|unet|vae|encoder"
+    r"|decoder|gen|generator|dis|disc|discriminator|net_?[gd]|[gd]|lora|trainer|train|data|dataloader"
+    r"|(?:mp_|tp_|pp_|dp_|ep_)?rank[-_]?\d+)(?![a-z])"
+)
+"""What is one of several files or folders of one step."""
+_RANK = re.compile(r"(?i)(?<![a-z])rank[-_]?\d")
+_BESIDE_MODEL = re.compile(
+    r"(?i)(?<![a-z])(?:opt|optims?|optimizers?|adam|sched|schedulers?|ema|rng|scaler|critic|value"
+    r"|reward|ref|dis|disc|discriminator|net_?d|d|data|dataloader|train(?:ing)?_states?)(?![a-z])"
+)
+_SUFFIX = re.compile(r"(?i)(?:\.(?:pt|pth|bin|ckpt|safetensors|pkl|tar|npz))+$")
+
+
+class Position(Struct, frozen=True):
+    """What a checkpoint counts, None where nothing says: a run's stage, then epoch, then step."""
+
+    stage: int | None = None
+    epoch: int | None = None
+    step: int | None = None
+
+    @property
+    def number(self) -> int | None:
+        """Return the training step, else the epoch."""
+        return self.epoch if self.step is None else self.step
+
+    def __bool__(self) -> bool:
+        return self.number is not None
+
+
+class EntryName(Struct, frozen=True):
+    """What a name says.
+
+    ``position`` is named, by a word or in a trainer's own way; ``bare`` is a number without a word.
+    ``kind`` is the name without what counts and without metrics, ``family`` also without the part
+    that it is of a step that has several; ``has_rank`` says that this is a rank's. ``tells`` is
+    whether the number must be a step, as that of a file ``checkpoint_3.pt`` need not be.
+    """
+
+    position: Position
+    bare: int | None
+    kind: str
+    family: str
+    tells: bool
+    has_rank: bool
+
+
+Spans = dict[str, tuple[int, int, int]]
+"""Where a name has what it counts, and the number."""
+
+
+@lru_cache(1 << 14)
+def parse_name(name: str, *, is_folder: bool) -> EntryName:
+    """Return what a name says, in the way of a trainer of the table, else by its words."""
+    found, tells = _by_trainer(name)
+    if not found:
+        found, tells = _by_words(name, is_folder=is_folder)
+    counted = {key: found[key][2] for key in ("stage", "epoch", "step") if key in found}
+    bare = found.get("bare") or (None if found else _bare(name))
+    position = Position(**counted)
+    spans = [found[key] for key in ("epoch", "step") if key in found]
+    spans += [bare] if bare is not None and not position else []
+    kind = _with_marks(name, [(*span[:2], "#") for span in spans])
+    ranks = [(*found["rank"][:2], "rank")] if "rank" in found else []
+    family = _ROLE.sub("", _with_marks(name, [(*span[:2], "#") for span in spans] + ranks))
+    family = re.sub(r"[-_.]+", "-", _SUFFIX.sub("", family).replace("rank", "")).strip("-")
+    number, has_rank = (
+        None if bare is None else bare[2],
+        bool(ranks) or _RANK.search(name) is not None,
+    )
+    return EntryName(position, number, kind, family + "/" * is_folder, tells, has_rank)
+
+
+def is_part_folder(name: str) -> bool:
+    """Return whether a folder's name says no more than which part of each step it has.
+
+    As ``model``, ``optim``, ``_actor`` or ``mp_rank_00``.
+    """
+    return not re.sub(r"[-_.\d]", "", _ROLE.sub("", name)) and _ROLE.search(name) is not None
+
+
+def holds_model(name: str) -> bool:
+    """Return whether a name is not that of what lies beside a model."""
+    return _BESIDE_MODEL.search(name) is None
+
+
+def stage_in(names: Iterable[str]) -> int | None:
+    """Return the stage that the folders around a step name."""
+    found = (_STAGE.search(name) for name in names)
+    return next((int(match["number"]) for match in found if match is not None), None)
+
+
+def step_named(name: str) -> int | None:
+    """Return the training step at the end of a name; None if that may not be a step."""
+    matches = (pattern.search(name) for pattern in (_STEP, _ITERATION, _OF_TRAINER))
+    return next((_value(m) for m in matches if m is not None and m.end() == len(name)), None)
+
+
+_OF_TRAINER = re.compile(r"^checkpoint-(?P<number>\d{1,18})(?P<unit>(?!))?")
+"""As transformers' Trainer counts steps; ``checkpoint_0`` of accelerate counts saves."""
+
+
+def _by_trainer(name: str) -> tuple[Spans, bool]:
+    for row in TRAINERS:
+        match = row.steps.fullmatch(name)
+        if match is not None:
+            keys = [key for key, text in match.groupdict().items() if text is not None]
+            return {key: (*match.span(key), int(match[key])) for key in keys}, row.tells
+    return {}, False
+
+
+def _by_words(name: str, *, is_folder: bool) -> tuple[Spans, bool]:
+    """Return what the words step, iteration, checkpoint and epoch count in a name."""
+    clean = _blank(_TYPE, name)
+    found: Spans = {}
+    if (match := _named(_EPOCH, clean)) is not None:
+        found["epoch"] = (*match.span("number"), _value(match))
+    if (match := _named(_STEP, clean) or _named(_ITERATION, clean)) is not None:
+        found["step"] = (*match.span("number"), _value(match))
+    tells = bool(found)
+    if not found and (match := _named(_CHECKPOINT, clean)) is not None:
+        found["step"] = (*match.span("number"), _value(match))
+        tells = is_folder
+    if found and (match := _named(_STAGE, clean)) is not None:
+        found["stage"] = (*match.span("number"), _value(match))
+    return found, tells
+
+
+def _named(pattern: re.Pattern[str], name: str) -> re.Match[str] | None:
+    """Return the first match of a counting word that is no metric, as ``acc_epoch=93`` is."""
+    for match in pattern.finditer(name):
+        head = re.split(r"[-.]|(?<=\d)_", name[: match.start()])[-1]
+        is_value = "=" in match[0] and _IS_METRIC.search(head.replace("_", " ")) is not None
+        if not is_value:
+            return match
+    return None
+
+
+def _value(match: re.Match[str]) -> int:
+    return int(match["number"]) * _UNITS[match["unit"] and match["unit"].lower()]
+
+
+def _bare(name: str) -> tuple[int, int, int] | None:
+    """Return the last number of a name that may be a step; None if there is none."""
+    clean = _SUFFIX.sub(lambda m: " " * len(m[0]), name)
+    for pattern in (_TYPE, _VALUES, _APART):
+        clean = _blank(pattern, clean)
+    matches = list(_BARE.finditer(clean))
+    return (*matches[-1].span(), int(matches[-1][0])) if matches else None
+
+
+def _blank(pattern: str | re.Pattern[str], name: str) -> str:
+    """Return a name of the same length without what a pattern matches: ``checkpoint-4bit-300``."""
+    return re.sub(pattern, lambda match: " " * len(match[0]), name)
+
+
+def _with_marks(name: str, marks: list[tuple[int, int, str]]) -> str:
+    """Return a name with marks instead of what counts, and of the values of metrics."""
+    for start, end, mark in sorted(marks, reverse=True):
+        name = name[:start] + mark + name[end:]
+    return _VALUES.sub("~", name)

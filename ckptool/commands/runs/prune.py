@@ -1,0 +1,208 @@
+"""Remove old steps of a run: only as decided, and only while all that this rests on still holds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import ClassVar
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from ckptool.commands.detect import folder_at, require_known
+from ckptool.commands.document import Report
+from ckptool.commands.options.prune import PruneOptions
+from ckptool.commands.options.verify import VerifyOptions
+from ckptool.commands.runs.fates import Fate, Notify, StepFate, decide, unclear_reason
+from ckptool.commands.runs.order import open_run
+from ckptool.commands.runs.pointers import find_pointers
+from ckptool.commands.runs.steps import Run, Step
+from ckptool.commands.runs.strip import finish_strips, plan_strip
+from ckptool.commands.transfer.overwrite import find_side
+from ckptool.commands.verify.codes import require_codes
+from ckptool.engine.write.removal import clear, leftovers, remove
+from ckptool.errors import Changed, Damaged, NotFound, TransferError, Unsupported, UsageError
+from ckptool.storage.retry import NoAnswer
+from ckptool.storage.url import Location, afresh
+
+
+class Leftover(Struct, frozen=True):
+    """What an earlier removal, which was interrupted, has left; ``problem`` says why it stays."""
+
+    path: Location
+    problem: str | None = None
+
+
+class PruneReport(Report, frozen=True):
+    """The fate of each step of a run, newest first.
+
+    ``leftovers`` are unfinished earlier removals; they are removed too. ``stuck`` are those of them
+    that cannot be. ``removed`` says whether the removal was done.
+    """
+
+    computed: ClassVar = ("ok", "good", "freed")
+
+    path: Location
+    steps: tuple[StepFate, ...]
+    leftovers: tuple[Location, ...] = ()
+    stuck: tuple[Leftover, ...] = ()
+    removed: bool = False
+
+    schema: ClassVar = "prune"
+
+    @property
+    def good(self) -> int:
+        """Kept steps without errors."""
+        return sum(step.ok is True for step in self.kept)
+
+    @property
+    def kept(self) -> list[StepFate]:
+        """Kept steps, with or without their optimizer's state."""
+        return [step for step in self.steps if step.fate in ("keep", "strip")]
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is a good step, and no kept step is damaged."""
+        return self.good > 0 and all(step.ok is not False for step in self.kept)
+
+    @property
+    def freed(self) -> int:
+        """Bytes of the removed steps, and of the optimizer state removed from others."""
+        return sum(step.freed for step in self.steps)
+
+    def of_fate(self, fate: Fate) -> list[StepFate]:
+        """Return the steps that have this fate."""
+        return [step for step in self.steps if step.fate == fate]
+
+
+def prune(run: Location, options: PruneOptions, notify: Notify = lambda text: None) -> PruneReport:
+    """Decide which steps of a run are kept, verify these, and with ``yes`` remove the others.
+
+    The steps of each folder in the run are counted separately, and so is each series, by the name
+    without what it counts. ``notify`` is called with each long operation before it begins. Raises
+    UsageError if no step would lose its optimizer, NotFound or Unrecognized if there is no
+    checkpoint, Unsupported if the run is one checkpoint, TransferError if a pointer cannot be read
+    or something cannot be removed, Changed if a kept step changed meanwhile.
+    """
+    if options.drop_optimizer_of_older and options.keep_every is None:
+        raise UsageError(
+            "--drop-optimizer-of-older: requires --keep-every, which keeps older steps",
+            hint="--keep-every 1 keeps all: the newest as they are, older ones without optimizer",
+        )
+    require_codes(options.verify.ignore)
+    require_known(options.verify.read.from_format)
+    opened = open_run(run, options.verify.read)
+    if options.yes:
+        for folder in {entry.parent for step in opened.steps for entry in step.entries}:
+            finish_strips(folder)
+        opened = open_run(afresh(run), options.verify.read)
+    if [step.path for step in opened.steps if step.parts] == [run]:
+        raise Unsupported(f"{run} is one checkpoint, not a run with several steps")
+    folders = dict.fromkeys(entry.parent for step in opened.steps for entry in step.entries)
+    left = tuple(path for folder in folders for path in leftovers(folder))
+    steps = tuple(step for step in opened.steps if step.path not in left)
+    opened = Run(run, steps, opened.source)
+    fates = decide(opened, find_pointers(opened), options, notify)
+    report = PruneReport(run, tuple(fates), left)
+    return _Removal(opened, report, options.verify, notify).run() if options.yes else report
+
+
+class _Removal:
+    """Removes and strips steps as a report says, oldest first, one after the other."""
+
+    def __init__(
+        self, run: Run, report: PruneReport, verify: VerifyOptions, notify: Notify
+    ) -> None:
+        self._run = run
+        self._report = report
+        self._verify = verify
+        self._notify = notify
+        self._steps = {step.path: step for step in run.steps}
+        self._stripped: set[Location] = set()
+        self._failed: list[TransferError] = []
+
+    def run(self) -> PruneReport:
+        """Do it, and return what was done; TransferError, after all else, if a step cannot go."""
+        stuck = self._clear()
+        fates = {fate.path: fate for fate in self._report.steps}
+        for fate in reversed([*self._report.of_fate("strip"), *self._report.of_fate("remove")]):
+            step = self._steps[fate.path]
+            reason = self._obstacle(step)
+            if reason is not None:
+                fates[fate.path] = replace(fate, fate="keep", freed=0, reason=reason)
+            elif fate.fate == "strip":
+                self._strip(step)
+            else:
+                self._remove(step)
+        if self._failed:
+            raise self._failed[0]
+        gone = tuple(path for path in self._report.leftovers if path not in {s.path for s in stuck})
+        steps = tuple(fates.values())
+        return replace(self._report, steps=steps, leftovers=gone, stuck=stuck, removed=True)
+
+    def _clear(self) -> tuple[Leftover, ...]:
+        """Remove what earlier removals have left; what cannot go does not stop the rest."""
+        stuck = []
+        for leftover in self._report.leftovers:
+            try:
+                clear(leftover)
+            except TransferError as error:
+                stuck.append(Leftover(leftover, str(error)))
+        return tuple(stuck)
+
+    def _obstacle(self, step: Step) -> str | None:
+        """Look at the run again: return why a step must stay by now.
+
+        Raises Changed if a step that is to be kept is no longer as it was verified.
+        """
+        now = Run(self._run.path, self._run.steps, folder_at(afresh(self._run.path)))
+        for kept in self._report.kept:
+            self._require_unchanged(self._steps[kept.path], now)
+        pointers = find_pointers(now)
+        if step.path in pointers:
+            return f"{pointers[step.path][0]} points to it"
+        if _print_of(step, now) != _print_of(step, self._run):
+            return "it was changed meanwhile"
+        return unclear_reason(now, step)
+
+    def _require_unchanged(self, step: Step, now: Run) -> None:
+        hint = "run ckptool prune again: it decides by what is there now"
+        for entry in step.entries:
+            if isinstance(entry, Path) and not os.path.lexists(entry):
+                message = f"{entry}: was to be kept and is gone; nothing more is removed"
+                raise Changed(message, hint=hint)
+        if step.path not in self._stripped and _print_of(step, now) != _print_of(step, self._run):
+            message = f"{step.path}: was to be kept and was changed; nothing more is removed"
+            raise Changed(message, hint=hint)
+
+    def _remove(self, step: Step) -> None:
+        for entry in step.entries:
+            self._notify(f"removing {entry}")
+            side, is_own = find_side(entry)
+            try:
+                remove(entry, side if is_own else None)
+            except NoAnswer:
+                raise
+            except TransferError as error:
+                self._failed.append(error)
+                return
+
+    def _strip(self, step: Step) -> None:
+        self._notify(f"dropping the optimizer of {step.path}")
+        self._stripped.add(step.path)
+        for strip in plan_strip(step.parts, self._verify.read, self._verify.workers):
+            strip.run()
+
+
+def _print_of(step: Step, run: Run) -> Sequence[str | None]:
+    """Return a hash of names, sizes and times of each entry's files; None for one that is gone."""
+    prints: list[str | None] = []
+    for entry in step.entries:
+        head = run.relative(entry)
+        names = [f"{head}/{name}" if name else head for name in run.files_in(entry)]
+        try:
+            prints.append(run.source.fingerprint(names) if names else None)
+        except (Damaged, NotFound):
+            prints.append(None)
+    return prints

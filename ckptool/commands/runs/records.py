@@ -1,0 +1,83 @@
+"""What a checkpoint records about its place in a run, in its values."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+
+from ckptool.commands.open import Survey, survey
+from ckptool.commands.options.read import AS_DETECTED, ReadOptions
+from ckptool.commands.runs.names import Position
+from ckptool.commands.runs.steps import Step
+from ckptool.core.catalog import Catalog
+from ckptool.errors import CkptoolError
+from ckptool.formats.companions import TRAINER_STATE
+from ckptool.storage.retry import NoAnswer
+
+_STEPS = (
+    "train_state.step",
+    "trainer.global_step",
+    "trainer_state.global_step",
+    "train.global_step",
+    "train.step",
+    "state.global_step",
+    "meta.global_step",
+    "meta.step",
+    "global_step",
+    "global_steps",
+    "step",
+    "iteration",
+)
+_MORE_STEPS = ("meta.iter", "iter", "current_step", "num_updates")
+_EPOCHS = ("epoch", "meta.epoch", "trainer.epoch", "train_state.epoch", "state.epoch", "cur_epoch")
+_BEST = re.compile(r"(?:.*\.)?(?:best_model_path|best_model_checkpoint)")
+"""The best checkpoint according to Lightning's ModelCheckpoint and transformers' Trainer."""
+
+
+def recorded_step(catalog: Catalog) -> int | None:
+    """Return the training step that a value of a checkpoint records, or its format."""
+    value = _count(catalog, _STEPS)
+    recorded = catalog.info.get("step", "")
+    return int(recorded) if value is None and recorded.isdecimal() else value
+
+
+def recorded_best(catalog: Catalog) -> Iterator[str]:
+    """Yield the paths of the best checkpoints that values of a checkpoint record."""
+    for name, entry in catalog.objects.items():
+        if _BEST.fullmatch(name) and isinstance(entry.value, str) and entry.value:
+            yield entry.value
+
+
+def recorded_position(step: Step, options: ReadOptions = AS_DETECTED) -> Position:
+    """Return what a step's own values count; nothing if it cannot be read. Raises NoAnswer."""
+    for part in step.parts[:1]:
+        try:
+            found = survey(part, options)
+        except NoAnswer:
+            raise
+        except (CkptoolError, OSError):
+            break
+        if found.catalog is not None:
+            steps = recorded_step(found.catalog)
+            steps = _count(found.catalog, _MORE_STEPS) if steps is None else steps
+            steps = _step_of_trainer(found) if steps is None else steps
+            return Position(epoch=_count(found.catalog, _EPOCHS), step=steps)
+    return Position()
+
+
+def _count(catalog: Catalog, names: tuple[str, ...]) -> int | None:
+    values = (catalog.objects[name].value for name in names if name in catalog.objects)
+    return next((value for value in values if type(value) is int and value >= 0), None)
+
+
+def _step_of_trainer(found: Survey) -> int | None:
+    if TRAINER_STATE not in found.source.files:
+        return None
+    try:
+        size = found.source.files[TRAINER_STATE]
+        state = json.loads(found.source.read(TRAINER_STATE, 0, size))
+    except (CkptoolError, ValueError, RecursionError):
+        return None
+    value = state.get("global_step") if isinstance(state, dict) else None
+    return value if type(value) is int else None
