@@ -136,7 +136,7 @@ def _delete(path: Path) -> None:
 
 
 def _require_no_mount(path: Path) -> None:
-    """Raise OSError if another file system is mounted in a folder: its files are not the folder's."""
+    """Raise OSError if another file system is mounted in a folder: its files stay."""
     mount = mounted_in(path)
     if mount is not None:
         raise OSError(errno.EBUSY, f"another file system is mounted at {mount}")
