@@ -55,6 +55,8 @@ def extract(
     place = parse_place(source, "SRC")
     if out is None:
         taken = open_slices(place, names, options)
+        if not quiet:
+            show_notes(taken.notes)
         if as_json:
             print_json(values_json(taken, read_values(taken, MOST_IN_JSON)))
         else:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import stat
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -13,8 +11,9 @@ from typing import TypeVar
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from ckptool.commands.place import require_there
 from ckptool.commands.unread_files import require_listed, unlisted_problems
-from ckptool.core.text import list_some, nearest, one_of, plural
+from ckptool.core.text import list_some, one_of, plural
 from ckptool.errors import (
     CkptoolError,
     Damaged,
@@ -45,7 +44,8 @@ class Candidate(Struct, frozen=True):
     """A place that is a checkpoint of a known format by its names and first bytes.
 
     ``beside`` are files of the requested folder, which holds only this checkpoint, outside of it;
-    ``unlisted`` says what could not be listed in either.
+    ``unlisted`` says what could not be listed in either. ``named`` is the file of several that was
+    requested, if this is the whole that it is a part of.
     """
 
     path: Location
@@ -53,6 +53,7 @@ class Candidate(Struct, frozen=True):
     format: Format
     beside: tuple[str, ...] = ()
     unlisted_beside: Mapping[str, Problem] = field(default_factory=dict)
+    named: str | None = None
 
     @property
     def unlisted(self) -> dict[str, Problem]:
@@ -68,7 +69,7 @@ def detect_checkpoint(path: Location, format_name: str | None = None) -> Candida
 
     Raises NotFound, Unrecognized (saying what is there), or UsageError for an unknown format.
     """
-    _require_there(path)
+    require_there(path)
     return run_bounded(path, lambda: _detect(path, format_name))
 
 
@@ -78,7 +79,7 @@ def find_checkpoints(path: Location) -> tuple[Location | None, list[Location]]:
     Includes paths that cannot, or can no longer, be read: reading them raises. Raises NotFound if
     there is no such folder, Unrecognized if it is a file.
     """
-    _require_there(path)
+    require_there(path)
     if not path.is_dir():
         raise Unrecognized(f"{path}: is a file, not a folder of checkpoints")
     source = folder_at(path)
@@ -116,23 +117,6 @@ def require_finished(source: Files) -> None:
         raise Damaged(problem, hint=hint)
 
 
-def _require_there(path: Location) -> None:
-    if not isinstance(path, Path):
-        path.require_there()
-        return
-    try:
-        mode = os.stat(path).st_mode
-    except OSError as error:
-        if path.is_symlink():
-            target = os.readlink(path)
-            raise NotFound(f"{path}: link to {target}: {_reason(error)}") from None
-        raise NotFound(f"{path}: {_reason(error)}", hint=_similar(path)) from None
-    except ValueError:
-        raise NotFound(f"{str(path)!r}: invalid path: contains a null character") from None
-    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-        raise Unrecognized(f"{path}: not a file or folder (pipe, socket or device)")
-
-
 def folder_at(path: Location) -> Files:
     """Return the files below a folder."""
     if isinstance(path, Path):
@@ -159,21 +143,6 @@ def run_bounded(path: Location, work: Callable[[], _T]) -> _T:
         raise Damaged(f"{path}: metadata is nested too deeply") from None
     except MemoryError:
         raise Damaged(f"{path}: not enough memory to read the metadata") from None
-
-
-def _reason(error: OSError) -> str:
-    if isinstance(error, FileNotFoundError):
-        return "no such file or folder"
-    return (error.strerror or "cannot be read").lower()
-
-
-def _similar(path: Path) -> str | None:
-    try:
-        names = os.listdir(path.parent)
-    except OSError:
-        return None
-    close = nearest(path.name, names)
-    return f"did you mean {path.parent / close}?" if close else None
 
 
 def _detect(path: Location, format_name: str | None) -> Candidate:
@@ -244,15 +213,31 @@ def _detect_in_archive(path: Location, archive: TarFiles) -> Candidate | None:
 
 
 def _find_enclosing(path: Location) -> Candidate | None:
-    """Find the checkpoint in the file's folder that the file is part of."""
+    """Find the checkpoint in the file's folder that the file is only a part of."""
     try:
         folder = folder_at(path.parent)
     except NotFound:
         return None
     whole = detect_folder(folder)
-    if whole is None or not (path.name in _files_of(whole, folder) or _is_part(path.name)):
-        return None
-    return Candidate(path.parent, folder, whole)
+    if whole is None or _is_part(path.name):
+        return None if whole is None else Candidate(path.parent, folder, whole)
+    alone = detect(file_at(path))
+    # without a number it is no rank's and no shard's, such as optimizer.bin of accelerate
+    is_whole = alone is not None and not re.search("[0-9]", path.name)
+    is_readable = is_whole or (alone is not None and bool(alone.suffixes))
+    rows = (row for row in FORMATS.values() if row is not whole and row.matches(folder))
+    for row in (whole, *(() if is_readable else rows)):
+        found = _files_of(row, folder)
+        if found is None:
+            return None if is_readable else Candidate(path.parent, folder, row)
+        files, is_sound = found
+        if path.name not in files:
+            continue
+        if {file for file in files if not (file.endswith(EXTRA) or _is_part(file))} == {path.name}:
+            return Candidate(path.parent, folder, row)
+        stays = is_whole or (is_readable and not is_sound)
+        return None if stays else Candidate(path.parent, folder, row, named=path.name)
+    return None
 
 
 def _is_part(name: str) -> bool:
@@ -261,11 +246,14 @@ def _is_part(name: str) -> bool:
     return rule is not None and rule.role in (FileRole.METADATA, FileRole.ITEMS, FileRole.INDEX)
 
 
-def _files_of(row: Format, source: Files) -> frozenset[str]:
+def _files_of(row: Format, source: Files) -> tuple[frozenset[str], bool] | None:
+    """Return the files of a checkpoint, and whether all can be read; None if they are unknown."""
+    problems: list[Problem] = []
     try:
-        return frozenset(row.scan(source, ScanOptions(per_rank=True)).files)
+        files = row.scan(source, ScanOptions(per_rank=True, problems=problems)).files
     except CkptoolError:
-        return frozenset()
+        return None
+    return frozenset(files), not problems
 
 
 def _detect_in_folder(path: Location) -> Candidate:

@@ -14,7 +14,7 @@ import numpy as np
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from ckptool.commands.open import OpenedCheckpoint, no_collecting, open_checkpoint
+from ckptool.commands.open import PART_NAMED, OpenedCheckpoint, no_collecting, open_checkpoint
 from ckptool.commands.options.extract import ExtractOptions
 from ckptool.commands.options.rewrite import RewriteOptions, Selection
 from ckptool.commands.rewrite import rewrite
@@ -38,7 +38,7 @@ from ckptool.engine.read.gather import unit
 from ckptool.engine.read.numbers import decode
 from ckptool.engine.read.tensors import ArrayMemory, FillRequest, fill
 from ckptool.engine.read.tiles import require_unchanged
-from ckptool.errors import Unsupported, UsageError, damaged
+from ckptool.errors import Problem, Unsupported, UsageError, damaged
 from ckptool.serialization.safetensors import OutgoingSlice, lay_out_safetensors
 from ckptool.storage.url import Location
 
@@ -72,6 +72,12 @@ class Extraction(Struct, frozen=True):
     opened: OpenedCheckpoint
     catalog: Catalog
     slices: tuple[TensorSlice, ...]
+
+    @property
+    def notes(self) -> list[Problem]:
+        """Return what must be said of the source, whatever is extracted from it."""
+        notes = (note for note in self.opened.catalog.notes if isinstance(note, Problem))
+        return [note for note in notes if note.code == PART_NAMED]
 
 
 class ExtractReport(TransferReport, frozen=True, kw_only=True):

@@ -42,6 +42,8 @@ from ckptool.formats.base import Format, ScanOptions
 from ckptool.storage.local import Files
 from ckptool.storage.url import Location
 
+PART_NAMED = "part-named"
+"""The code of the note that a file is one of several, all of which are read."""
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
 
@@ -151,7 +153,16 @@ def _scan(candidate: Candidate, options: ScanOptions) -> Catalog:
         raise explain_damage(source, error) from None
     unread = run_bounded(path, lambda: unread_files(candidate, catalog, options.problems or ()))
     links = unlisted_notes(candidate.unlisted)
-    return replace(catalog, notes=(*catalog.notes, *unread, *links))
+    return replace(catalog, notes=(*_named_note(candidate), *catalog.notes, *unread, *links))
+
+
+def _named_note(candidate: Candidate) -> tuple[Problem, ...]:
+    """Say that more is read than the file that was named: all that it is a part of."""
+    named = candidate.named
+    if named is None:
+        return ()
+    message = f"{named} is one part of {candidate.path}, which is read as a whole"
+    return (Problem(message, PART_NAMED, file=named),)
 
 
 class Survey(Struct, frozen=True):

@@ -32,7 +32,7 @@ def legacy(folder: Path, state: dict[str, Any]) -> Path:
 def rank_files(folder: Path, state: dict[str, Any]) -> Path:
     (folder / "ranks").mkdir()
     for rank in range(2):
-        torch.save(state, folder / "ranks" / f"checkpoint_{rank}.pt")
+        torch.save(state, folder / "ranks" / f"model_rank{rank}.pt")
     return folder / "ranks"
 
 
@@ -97,7 +97,7 @@ def test_state_of_ranks_that_a_reshard_drops_does_not_stop_it(tmp_path: Path) ->
     folder.mkdir()
     for rank in range(2):
         state = {"layer.weight": torch.ones(4), "rng_state": [rank, Trap()]}
-        torch.save(state, folder / f"checkpoint_{rank}.pt")
+        torch.save(state, folder / f"model_rank{rank}.pt")
     for what in ("stop", "keep", "0"):
         with pytest.raises(Hostile):
             ckptool.reshard(folder, tmp_path / "out", mesh="1", rank_state=what)

@@ -48,6 +48,7 @@ _CODES: dict[str, dict[str, Code]] = {
             "a file that looks like part of the checkpoint but is not used",
             "convert and reshard ignore it: read it by its own path, or move it away",
         ),
+        "part-named": Code(_INFO, "the named file is one part of the checkpoint that is read"),
         "checkpoint-nested": Code(
             _INFO, "another checkpoint is inside the folder", "give its path to read it"
         ),

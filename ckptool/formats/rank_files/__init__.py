@@ -77,12 +77,13 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     if is_uncommitted(source):
         message = f"{source.root}: no {METADATA}, the only record of how tensors are sharded"
         raise Damaged(message, "save-incomplete", file=METADATA)
-    files = _files(source, options.world_size)
+    world = options.world_size
+    files = _files(source, world) or _of_world(rank_files(source, by_number=True), world)
     if not files:
         raise Damaged(f"{source.root}: no files per rank")
-    require_one_save(source.root, files, one_world=options.world_size is None)
+    require_one_save(source.root, files, one_world=world is None)
     declared = read_declared(source)
-    problems = missing_ranks(files, declared.world_size if declared else options.world_size)
+    problems = missing_ranks(files, declared.world_size if declared else world)
     is_named = declared is not None or has_fsdp_folder(source)
     expect_archives(source, (item.file for item in files))
     archives = AlikeFiles(source)
@@ -103,7 +104,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
 
 
 def _files(source: Source, world: int | None = None) -> list[RankFile]:
-    """Return the rank files, by known names, and by numbers in others if contents agree."""
+    """Return the rank files, by names that say it, and by numbers in others if contents say it."""
     named = rank_files(source)
     if METADATA not in source.files:
         numbered = find_numbered_files(
@@ -112,10 +113,15 @@ def _files(source: Source, world: int | None = None) -> list[RankFile]:
         claimed = {item.file for item in numbered}
         named = [*(item for item in named if item.file not in claimed), *numbered]
         named = keep_processes(source, named)
+    return _of_world(named, world)
+
+
+def _of_world(files: list[RankFile], world: int | None) -> list[RankFile]:
+    """Return the files of ranks of a world of this size, if one is given."""
     if world is None:
-        return named
+        return files
     return [
-        item for item in named if (item.rank < world if item.world is None else item.world == world)
+        item for item in files if (item.rank < world if item.world is None else item.world == world)
     ]
 
 

@@ -1,10 +1,10 @@
 """The files of a folder that are one per rank: by their names, else by their content.
 
 accelerate and transformers' Trainer write some files once, beside those of the ranks. Other names
-need only differ in numbers: ``rank0/model.pt``, ``dp_rank_00_model.pt``, ``model_1_of_4.bin``.
-Numbers may also count steps, or the shards of a whole model, and a LoRA adapter has a rank too
-(``lora_rank8.pt``). So unless a name says ``rank``, the files must contain DTensors or
-ShardedTensors, whose records name the rank that wrote each.
+need only differ in numbers: ``rank0/model.pt``, ``dp_rank_00_model.pt``, ``checkpoint_1.pt``. Most
+numbers count epochs, steps, folds or versions, and a LoRA adapter has a rank too
+(``lora_rank8.pt``). So unless a word before the number says that it counts ranks or shards, the
+content must say it.
 """
 
 from __future__ import annotations
@@ -14,16 +14,23 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from msgspec import Struct
 
-from ckptool.errors import CkptoolError, Damaged, Problem
+from ckptool.errors import Damaged, Problem
+from ckptool.formats.rank_files.records import are_processes, recorded_ranks
 from ckptool.formats.rank_files.torch_checkpointing import METADATA
-from ckptool.serialization.archive.dtensor import DTensorShare, ShardedShare
 from ckptool.serialization.source import Source, find_missing_ranks, require_rank
-from ckptool.serialization.state_dict.flat_params import is_flat
-from ckptool.serialization.state_dict.leaves import Leaf, PlainLeaf, ShareLeaf, read_file_leaves
 
+_COUNTED = r"(?<![a-z])(?:rank|shard|part|process|proc|[dmpt]p)"
+"""Words before the number of a rank or a shard. Not ``ep`` and ``cp``: those are mostly an epoch
+and a checkpoint, and where they are parallelism, ``rank`` follows."""
+_SAVE = (
+    r"(?<![a-z])(?:(?:global[-_]?)?step|iter(?:ation)?|epoch|ep|batch|ba|fold|seed|run|trial"
+    r"|version|v)s?"
+)
+"""Words before the number of a save or a training: such files are separate checkpoints."""
 _RANK_FILE = re.compile(
-    r"(?P<family>.*?)[._-]?(?:world_size_(?P<world>[0-9]{1,9})_)?(?P<word>rank)?[._-]?"
-    r"(?<![0-9])(?P<rank>[0-9]{1,9})\.(?:pt|pth|bin|ckpt|pkl|json|safetensors)"
+    rf"(?P<family>.*?)[._-]?(?:world_size_(?P<world>[0-9]{{1,9}})_)?(?P<word>{_COUNTED})?[._-]?"
+    r"(?<![0-9])(?P<rank>[0-9]{1,9})\.(?:pt|pth|bin|ckpt|pkl|json|safetensors)",
+    re.IGNORECASE,
 )
 _ITEM_FILE = re.compile(
     r"(?P<family>.+)_(?P<rank>[0-9]{1,9})\.(?:pt|json|safetensors)(?P<world>)?(?P<word>)?"
@@ -34,7 +41,9 @@ _SINGLE = re.compile(
     r"(?:_(?P<number>\d+))?\.bin|(scaler|scheduler|optimizer)\.pt|custom_checkpoint_\d+\.pkl"
 )
 STATES_OF_A_RANK = ("random_states", "rng_state", "extra_state")
-_FAMILY_STEP = re.compile(r"(?:step|iter|epoch)[a-z]*[-_=.]?([0-9]{1,18})", re.IGNORECASE)
+_SAVE_IN = re.compile(
+    rf"{_SAVE}[-_=.]?[0-9]{{1,18}}(?![0-9])|(?<![a-z])(?:best|last|latest)(?![a-z])", re.IGNORECASE
+)
 
 
 class RankFile(Struct, frozen=True):
@@ -47,21 +56,45 @@ class RankFile(Struct, frozen=True):
     says_rank: bool
 
 
-def rank_files(source: Source) -> list[RankFile]:
-    """Return the files directly in the source's folder whose known names make them rank files."""
+def rank_files(source: Source, *, by_number: bool = False) -> list[RankFile]:
+    """Return the files directly in the source's folder whose known names make them rank files.
+
+    With ``by_number`` also those of which it must be known that their numbers are ranks.
+    """
     pattern = _ITEM_FILE if METADATA in source.files else _RANK_FILE
     families: dict[tuple[str, int | None], list[RankFile]] = {}
     for file in source.files:
         item = _parse(file, pattern)
         if item is not None:
             families.setdefault((item.family, item.world), []).append(item)
-    ranked = [item for items in families.values() if _is_family(items, source) for item in items]
+    ranked = [
+        item
+        for items in families.values()
+        if _is_family(items, source, by_number=by_number)
+        for item in items
+    ]
+    if _are_whole_saves(ranked):
+        return []
     single = [
         RankFile(match.string, _single_family(match), 0, None, True)
         for match in map(_SINGLE.fullmatch, source.files)
         if match
     ]
     return [*ranked, *single] if ranked or has_fsdp_folder(source) else []
+
+
+def _are_whole_saves(files: Sequence[RankFile]) -> bool:
+    """Return whether names state several saves, of which one rank wrote each alone.
+
+    As Composer's ``ep1-ba10-rank0.pt`` and ``ep2-ba20-rank0.pt`` (composer 0.32).
+    """
+    saves = {save for item in files if (save := _save_in(item.family))}
+    return len(saves) > 1 and len({item.rank for item in files}) == 1
+
+
+def _save_in(family: str) -> str:
+    """Return the part of a name that says which save it is, such as ``ep1 ba10``."""
+    return " ".join(match[0] for match in _SAVE_IN.finditer(family))
 
 
 def has_fsdp_folder(source: Source) -> bool:
@@ -96,17 +129,14 @@ def _parse(file: str, pattern: re.Pattern[str]) -> RankFile | None:
     return RankFile(file, family, int(match["rank"]), world, says_rank)
 
 
-def _is_family(items: list[RankFile], source: Source) -> bool:
-    """Return whether files that differ in a number differ in a rank, not in a step or epoch."""
+def _is_family(items: list[RankFile], source: Source, *, by_number: bool) -> bool:
+    """Return whether the names of files that differ in a number say that it is a rank."""
+    numbers = {item.rank for item in items}
+    is_declared = METADATA in source.files
+    if is_declared or by_number:
+        return len(numbers) == len(items) and (is_declared or (len(items) > 1 and min(numbers) < 2))
     suffixes = {item.file.rpartition(".")[2] for item in items}
-    if suffixes & {"json", "safetensors"}:
-        return METADATA in source.files
-    ranks = [item.rank for item in items]
-    if len(set(ranks)) != len(ranks):
-        return False
-    if METADATA in source.files:
-        return True
-    return all(item.says_rank for item in items) or (len(items) > 1 and min(ranks) <= 1)
+    return suffixes.isdisjoint(("json", "safetensors")) and all(item.says_rank for item in items)
 
 
 # Names that differ in numbers
@@ -115,10 +145,10 @@ _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
 _LONGEST_NUMBER = 9
 _DEPTH = 1
 _OF = re.compile(r"(?:.*[._/-])?of[._-]?", re.IGNORECASE)
-_RANK = re.compile(r"(?:.*[._/-])?rank[._-]?", re.IGNORECASE)
+_RANK = re.compile(rf".*{_COUNTED}[._-]?", re.IGNORECASE)
+_ANOTHER_SAVE = re.compile(rf".*{_SAVE}[._=-]?", re.IGNORECASE)
 _WORDS = frozenset(["of", "rank", "dp", "tp", "pp", "ep", "cp", "mp"])
 """Words beside a number that are not the name of a family."""
-_STEP = re.compile(r".*(?:step|iter|iteration|epoch|checkpoint|ckpt)s?[._=-]?", re.IGNORECASE)
 
 
 class _NumberedName(Struct, frozen=True):
@@ -134,13 +164,34 @@ class _NumberedName(Struct, frozen=True):
 
 
 def find_numbered_files(source: Source, besides: Collection[str] = ()) -> list[RankFile]:
-    """Return the rank files among those whose names differ in numbers, without ``besides``."""
+    """Return the rank files among those whose names differ in numbers, without ``besides``.
+
+    Files of values only, which record no rank, count as others with the same numbers do.
+    """
     families: dict[object, list[_NumberedName]] = {}
     for file in source.files:
         name = _split_numbers(file) if file not in besides else None
         if name is not None:
             families.setdefault((name.texts, name.of), []).append(name)
-    return [item for names in families.values() for item in _ranked_files(source, names)]
+    found: list[RankFile] = []
+    rank_of: dict[frozenset[int], dict[int, int]] = {}
+    unproven: list[tuple[list[_NumberedName], list[int]]] = []
+    for names in families.values():
+        names.sort(key=lambda name: name.numbers)
+        varying = _varying(names)
+        numbers = [name.numbers[varying[0]] for name in names] if len(varying) == 1 else None
+        ranks = _ranks_of(source, names, varying, numbers) if varying else None
+        if ranks is not None:
+            found += _as_rank_files(names, ranks)
+            if numbers is not None:
+                rank_of[frozenset(numbers)] = dict(zip(numbers, ranks, strict=True))
+        elif numbers is not None:
+            unproven.append((names, numbers))
+    for names, numbers in unproven:
+        known = rank_of.get(frozenset(numbers))
+        if known is not None:
+            found += _as_rank_files(names, [known[number] for number in numbers])
+    return found
 
 
 def _split_numbers(file: str) -> _NumberedName | None:
@@ -159,70 +210,38 @@ def _split_numbers(file: str) -> _NumberedName | None:
     return _NumberedName(file, tuple(texts), tuple(numbers), of)
 
 
-def _ranked_files(source: Source, names: list[_NumberedName]) -> Iterator[RankFile]:
-    """Yield these files, if they are ranks', each in its own folder or all in one."""
+def _varying(names: Sequence[_NumberedName]) -> list[int]:
+    """Return which numbers differ between names, none if they count saves or folders differ."""
     columns = zip(*(name.numbers for name in names), strict=True)
     varying = [at for at, column in enumerate(columns) if len(set(column)) > 1]
-    texts = [text for text in names[0].texts[:-2] if not _OF.fullmatch(text)]
-    before = [texts[at] for at in varying]
     folders = {name.file.rpartition("/")[0] for name in names} - {""}
-    if not varying or any(map(_STEP.fullmatch, before)) or len(folders) not in (0, len(names)):
-        return
-    by_name = [name.numbers[varying[0]] for name in names] if len(varying) == 1 else None
-    if by_name is not None and _RANK.fullmatch(before[0]):
-        ranks: list[int] | None = by_name
-    else:
-        ranks = _recorded_ranks(source, names, by_name)
-    for name, rank in zip(names, ranks or (), strict=False):
-        yield RankFile(name.file, _family(name), rank, name.of, says_rank=True)
+    if any(map(_ANOTHER_SAVE.fullmatch, _before(names[0], varying))):
+        return []
+    return varying if len(folders) in (0, len(names)) else []
 
 
-def _recorded_ranks(
-    source: Source, names: list[_NumberedName], by_name: list[int] | None
+def _before(name: _NumberedName, varying: Sequence[int]) -> list[str]:
+    texts = [text for text in name.texts[:-2] if not _OF.fullmatch(text)]
+    return [texts[at] for at in varying]
+
+
+def _ranks_of(
+    source: Source,
+    names: Sequence[_NumberedName],
+    varying: Sequence[int],
+    numbers: list[int] | None,
 ) -> list[int] | None:
-    """Return the rank that each file records; None if they are not of one checkpoint.
-
-    A file that was copied over another's is noticed later: then the numbers are the ranks, if the
-    content of the others proves it.
-    """
-    recorded: list[tuple[int, int]] = []
-    for name in names:
-        rank_and_world = _recorded_rank(source, name.file)
-        if rank_and_world is None:
-            return None
-        recorded.append(rank_and_world)
-    ranks, world = [rank for rank, _ in recorded], min(size for _, size in recorded)
-    if world < len(names) or len(set(ranks)) < 2:
-        return None
-    if len(set(ranks)) == len(ranks):
-        return ranks
-    offsets = {number - rank for number, rank in zip(by_name or (), ranks, strict=False)}
-    first = next((offset for offset in (0, 1) if offset in offsets), None)
-    return None if by_name is None or first is None else [number - first for number in by_name]
+    """Return the rank of each file by its name, else by its content; None if neither says it."""
+    if numbers is None or not _RANK.fullmatch(_before(names[0], varying)[0]):
+        return recorded_ranks(source, [name.file for name in names], numbers)
+    # with as many files as "of" says, the last number says where they are counted from
+    first = 1 if max(numbers) == names[0].of and 0 not in numbers else 0
+    return [number - first for number in numbers]
 
 
-def _recorded_rank(source: Source, file: str) -> tuple[int, int] | None:
-    """Return the rank that wrote a file and the number of ranks, from its shares."""
-    try:
-        leaves = read_file_leaves(source, file).values()
-    except CkptoolError:
-        return None
-    shares = [
-        leaf.value.share
-        for leaf in leaves
-        if isinstance(leaf.value, ShareLeaf)
-        and isinstance(leaf.value.share, DTensorShare | ShardedShare)
-    ]
-    ranks = {share.rank for share in shares}
-    rank = ranks.pop() if len(ranks) == 1 else None
-    return None if rank is None else (rank, max(map(_fewest_ranks, shares)))
-
-
-def _fewest_ranks(share: DTensorShare | ShardedShare) -> int:
-    """Return the least number of ranks, from one share."""
-    if isinstance(share, ShardedShare):
-        return share.world_size
-    return max(share.mesh.ranks, default=0) + 1
+def _as_rank_files(names: Sequence[_NumberedName], ranks: Sequence[int]) -> Iterator[RankFile]:
+    for name, rank in zip(names, ranks, strict=True):
+        yield RankFile(name.file, _family(name), rank, name.of, says_rank=True)
 
 
 def _family(name: _NumberedName) -> str:
@@ -249,49 +268,23 @@ def keep_processes(source: Source, files: Sequence[RankFile]) -> list[RankFile]:
 
 
 def _are_processes(source: Source, items: Sequence[RankFile]) -> bool:
-    """Return whether files are of processes, counted from 0 or recorded in the files.
-
-    Without the first one, whole tensors must at least have the same shape in all of them.
-    """
+    """Return whether files are of processes, counted from 0 or recorded in the files."""
     numbers = {item.rank for item in items}
     stated = any(item.world for item in items) or items[0].family.startswith(STATES_OF_A_RANK)
-    if stated or 0 in numbers:
-        return True
-    try:
-        contents = [read_file_leaves(source, item.file) for item in items]
-    except CkptoolError:
-        return True
-    if any(
-        isinstance(leaf.value, ShareLeaf) or is_flat(name)
-        for leaves in contents
-        for name, leaf in leaves.items()
-    ):
-        return True
-    return 1 in numbers and _have_equal_shapes(contents)
-
-
-def _have_equal_shapes(contents: Sequence[Mapping[str, Leaf]]) -> bool:
-    """Return whether tensors of one name have the same shape in all files."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    return all(
-        shapes.setdefault(name, leaf.value.tensor.shape) == leaf.value.tensor.shape
-        for leaves in contents
-        for name, leaf in leaves.items()
-        if isinstance(leaf.value, PlainLeaf)
-    )
+    return stated or 0 in numbers or are_processes(source, [item.file for item in items], numbers)
 
 
 # What names contradict
 
 
 def require_one_save(root: str, files: list[RankFile], *, one_world: bool) -> None:
-    """Raise Damaged if names state several steps, or two files are of one rank.
+    """Raise Damaged if names state several saves, or two files are of one rank.
 
     With ``one_world`` they must not state several world sizes either, as after a relaunch.
     """
     known: dict[object, str] = {}
     worlds: dict[int, list[str]] = {}
-    kinds: dict[str, dict[int, list[str]]] = {}
+    saves: dict[str, list[str]] = {}
     for item in files:
         other = known.setdefault((item.family, item.rank, item.world), item.file)
         if other != item.file:
@@ -300,25 +293,23 @@ def require_one_save(root: str, files: list[RankFile], *, one_world: bool) -> No
             raise Damaged(message, "saves-mixed", file=item.file, hint=hint)
         if item.world and one_world:
             worlds.setdefault(item.world, []).append(item.file)
-        if match := _FAMILY_STEP.search(item.family):
-            kind = item.family[: match.start(1)] + item.family[match.end(1) :]
-            kinds.setdefault(kind, {}).setdefault(int(match[1]), []).append(item.file)
+        if save := _save_in(item.family):
+            saves.setdefault(save, []).append(item.file)
     if len(worlds) > 1:
         most = max(worlds, key=lambda world: len(worlds[world]))
         hint = f"--world-size {most} reads those of {most} ranks; move the others away"
         message = f"{root}: rank files of several world sizes: {_counted(worlds)}"
         raise Damaged(message, "saves-mixed", hint=hint)
-    for steps in kinds.values():
-        if len(steps) > 1:
-            message = f"{root}: rank files of several steps: {_counted(steps)}"
-            hint = "move the files of each step into a folder of their own"
-            raise Damaged(message, "saves-mixed", hint=hint)
+    if len(saves) > 1:
+        hint = "move the files of each save into a folder of their own"
+        message = f"{root}: rank files of several saves: {_counted(saves)}"
+        raise Damaged(message, "saves-mixed", hint=hint)
 
 
-def _counted(files: Mapping[int, list[str]]) -> str:
+def _counted(files: Mapping[int, list[str]] | Mapping[str, list[str]]) -> str:
     return ", ".join(
-        f"{number} ({len(names):,} file{'s' * (len(names) > 1)}, such as {names[0]})"
-        for number, names in sorted(files.items())
+        f"{which} ({len(names):,} file{'s' * (len(names) > 1)}, such as {names[0]})"
+        for which, names in sorted(files.items())
     )
 
 

@@ -23,8 +23,8 @@ def test_the_first_missing_ranks() -> None:
 @pytest.mark.parametrize(
     "names",
     [
-        ("checkpoint_0.pt", f"checkpoint_{MOST_RANKS + 1}.pt"),
-        ("checkpoint_0.pt", "checkpoint_999999999.pt"),
+        ("model_rank0.pt", f"model_rank{MOST_RANKS + 1}.pt"),
+        ("model_rank0.pt", "model_rank999999999.pt"),
         ("model_world_size_999999999_rank_0.pt", "model_world_size_999999999_rank_1.pt"),
     ],
 )

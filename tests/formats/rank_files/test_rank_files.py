@@ -76,7 +76,9 @@ def test_of_two_steps_none_is_taken(copy_of: Callable[[str], Path]) -> None:
         file.rename(folder / f"model_step_200_rank_{rank}.pt")
     assert open_checkpoint(folder).catalog.world_size == 4
     shutil.copy(folder / "model_step_200_rank_3.pt", folder / "model_step_100_rank_3.pt")
-    with pytest.raises(CkptoolError, match=r"several steps: 100 \(1 file, .* 200 \(4 files"):
+    with pytest.raises(
+        CkptoolError, match=r"several saves: step_100 \(1 file, .* step_200 \(4 files"
+    ):
         open_checkpoint(folder)
 
 

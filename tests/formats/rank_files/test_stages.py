@@ -45,7 +45,7 @@ def save(folder: Path, whole: Any, *, plain: bool = False) -> None:
                     name: distribute_tensor(tensor, mesh, [Shard(0)], src_data_rank=None)
                     for name, tensor in tensors.items()
                 }
-            torch.save({"model": tensors}, folder / f"checkpoint_{rank}.pt")
+            torch.save({"model": tensors}, folder / f"model_rank{rank}.pt")
         finally:
             dist.destroy_process_group()
 

@@ -10,7 +10,7 @@ from msgspec import field
 from msgspec.structs import replace
 
 from ckptool.commands.document import Report, document, plain
-from ckptool.commands.open import OpenedCheckpoint, open_checkpoint
+from ckptool.commands.open import PART_NAMED, OpenedCheckpoint, open_checkpoint
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.rewrite import RewriteOptions
 from ckptool.commands.options.verify import CompareOptions, VerifyOptions
@@ -53,6 +53,9 @@ from ckptool.formats import torch_save
 from ckptool.formats.lightning import named_as_one_file
 from ckptool.formats.writing import NOT_CARRIED
 from ckptool.storage.url import Location
+
+_SAID = ("file-unused", NOT_CARRIED, PART_NAMED)
+"""The codes of a scan's notes that are findings on a side."""
 
 
 class AgainstReport(Report, frozen=True):
@@ -148,7 +151,7 @@ class Side:
             is_error = CODES[problem.code].severity is Severity.ERROR
             self.problems.append(problem if is_error else problem.recoded("ranks-disagree"))
         notes = [note for note in catalog.notes if isinstance(note, Problem)]
-        self.problems += [note for note in notes if note.code in ("file-unused", NOT_CARRIED)]
+        self.problems += [note for note in notes if note.code in _SAID]
 
     def readable(self, names: list[str]) -> dict[str, TensorEntry]:
         """Return the tensors of these names with their containers opened, if they can be."""
