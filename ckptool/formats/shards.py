@@ -1,19 +1,32 @@
-"""A model in several files, and the index of the file that contains each tensor.
+"""A model in several files: the index of the file that contains each tensor, and their names.
 
 ``*.index.json`` as transformers, huggingface_hub and torch write it: ``weight_map`` maps names to
-files beside the index.
+files beside the index. Names end with ``-00001-of-00002``, mostly counted from 1.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
 from ckptool.errors import Damaged, Problem
 from ckptool.formats.base import ScanOptions
 from ckptool.serialization.source import Source, read_metadata, require
 from ckptool.serialization.state_dict.leaves import Assembled
+
+_OF = re.compile(r"(?<![0-9])[0-9]+[._-]of[._-](?P<count>[0-9]+)", re.IGNORECASE)
+_OF_A_RANK = re.compile(r"rank[._-]?[1-9]", re.IGNORECASE)
+
+
+def note_part(file: str) -> Iterator[str]:
+    """Yield a note on a file that is read by itself, if by its name it is one of several."""
+    count = max((int(match["count"]) for match in _OF.finditer(file)), default=1)
+    if count > 1:
+        yield f"{file} is read by itself: by its name it is one of {count:,} parts"
+    elif _OF_A_RANK.search(file):
+        yield f"{file} is read by itself: it does not say that it is one rank's part"
 
 
 def read_index(source: Source, index: str) -> tuple[dict[str, str], object]:

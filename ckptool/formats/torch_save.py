@@ -6,7 +6,6 @@ Read: zip archives by torch 1.6 to 2.13, the legacy stream before, deflated and 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
 from ckptool.core.catalog import Catalog
@@ -15,7 +14,7 @@ from ckptool.errors import Unrecognized
 from ckptool.formats.base import FileRole, FileRule, Format, Request, ScanOptions
 from ckptool.formats.companions import companions, describe_config, describe_framework
 from ckptool.formats.lightning import as_one_file
-from ckptool.formats.shards import list_misplaced, read_index, read_shards
+from ckptool.formats.shards import list_misplaced, note_part, read_index, read_shards
 from ckptool.formats.writing import nest_state, note_companions, select_plain
 from ckptool.serialization.archive.read import is_legacy, is_zip
 from ckptool.serialization.archive.write import lay_out_archive
@@ -26,7 +25,6 @@ from ckptool.serialization.state_dict.values import note_unread
 
 INDEX = "pytorch_model.bin.index.json"
 _MODELS = ("pytorch_model.bin", "diffusion_pytorch_model.bin")
-_OF_A_RANK = re.compile(r"rank[._-]?[1-9]", re.IGNORECASE)
 
 
 def _model_in(source: Source) -> str | None:
@@ -65,8 +63,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     notes = list(contents.notes)
     if worlds - {1}:
         notes.append(f"{file} holds one rank's part of a checkpoint of {max(worlds)} ranks")
-    if _OF_A_RANK.search(file):
-        notes.append(f"{file} is read by itself: it does not say that it is one rank's part")
+    notes += note_part(file)
     return Catalog(
         "torch-save",
         contents.tensors,

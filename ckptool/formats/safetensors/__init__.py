@@ -10,6 +10,7 @@ from ckptool.core.quantization.comfy import HEADER, INFO, join_headers
 from ckptool.core.text import list_some
 from ckptool.errors import Problem, Unrecognized
 from ckptool.formats.base import EXTRA, FileRole, FileRule, Format, Request, ScanOptions
+from ckptool.formats.shards import note_part
 from ckptool.formats.side_file import SIDE, split_side, with_side
 from ckptool.formats.writing import NOT_CARRIED, note_companions, note_tied
 from ckptool.serialization.safetensors import (
@@ -50,7 +51,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         {file: source.files[file]},
         1,
         info=info,
-        notes=note_headers({file: metadata}),
+        notes=(*note_part(file), *note_headers({file: metadata})),
     )
     return with_side(
         catalog, source, file.removesuffix(".safetensors") + EXTRA, [metadata], options

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.layout import FileLayout, Layout, Literal
@@ -26,7 +26,8 @@ from ckptool.serialization.state_dict.leaves import Assembled
 
 _INDEX_SUFFIX = ".safetensors.index.json"
 _INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
-_SHARD = re.compile(r"(?P<stem>.*)-(?P<number>[0-9]+)-of-(?P<count>[0-9]+)\.safetensors")
+_SHARD = re.compile(r"(?P<stem>.*)(?<!rank)-(?P<number>[0-9]+)-of-(?P<count>[0-9]+)\.safetensors")
+"""Not nanotron's ``..._tp-rank-0-of-2.safetensors``: each rank has its part of one tensor."""
 _STEM = "diffusion_pytorch_model"
 """The stem of diffusers' (0.42) own model files, which is ``model`` in transformers."""
 _VARIANT = re.compile(r"(?P<stem>[^.]+)\.[^.-]+(?P<rest>(-\d+-of-\d+)?\.safetensors)")
@@ -80,7 +81,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         return Assembled(tensors)
 
     expect_heads(source, files)
-    wanted_by = index or "the other shards' names"
+    wanted_by = index or _wanted_by_names(source, files)
     contents, file_of, unread = read_shards(source, files, wanted_by, read, options)
     problems, tensors = contents.problems, contents.tensors
     notes: list[str] = [*note_headers(headers)]
@@ -153,14 +154,34 @@ def _unindexed(source: Source) -> list[str]:
             "saves-mixed",
             hint="move the shards of the other save away",
         )
-    first = matches[0]
-    count, width, number = int(first["count"]), len(first["count"]), len(first["number"])
+    one = matches[0]
+    count, width, digits = int(one["count"]), len(one["count"]), len(one["number"])
     if count > 100_000:
-        raise Damaged(f"{first.string}: the file name states {count:,} shards")
+        raise Damaged(f"{one.string}: the file name states {count:,} shards")
+    numbers = {int(match["number"]) for match in matches}
+    first = 0 if 0 in numbers else 1
+    if max(numbers) >= first + count:
+        message = (
+            f"{source.root}: file names state {count:,} shards, and {len(numbers):,} are there"
+        )
+        raise Damaged(message, "saves-mixed", hint="move the shards of the other save away")
     return [
-        f"{first['stem']}-{i:0{number}d}-of-{count:0{width}d}.safetensors"
-        for i in range(1, count + 1)
+        f"{one['stem']}-{i:0{digits}d}-of-{count:0{width}d}.safetensors"
+        for i in range(first, first + count)
     ]
+
+
+def _wanted_by_names(source: Source, files: Sequence[str]) -> str:
+    """Return what implies shards without an index, also of those that may be counted from 0."""
+    others = "the other shards' names"
+    if len(files) < 2 or [file for file in files if file not in source.files] != [files[-1]]:
+        return others
+    match = _SHARD.fullmatch(files[0])
+    if match is None or not int(match["number"]):
+        return others
+    start, end = match.span("number")
+    zeroth = f"{files[0][:start]}{0:0{end - start}d}{files[0][end:]}"
+    return f"{others} (or {zeroth}, if they are counted from 0)"
 
 
 def _index_notes(
