@@ -16,6 +16,7 @@ from ckptool.commands.keymap.assets import (
     with_true_configs,
 )
 from ckptool.commands.keymap.beside import with_files_beside
+from ckptool.commands.keymap.links import require_own_files
 from ckptool.commands.keymap.peft import with_adapter_config
 from ckptool.commands.keymap.records import CONFIG
 from ckptool.commands.open import OpenedCheckpoint, no_collecting, open_checkpoint
@@ -127,7 +128,7 @@ def _complete(
     A ``strict`` layout has configs that may be another model's, which a part must fit, too.
     """
     catalog, selection = rewritten.catalog, options.selection
-    layout = with_assets(layout, options.map.assets, rewritten.map, catalog, writer)
+    layout = with_assets(opened.source, layout, options.map.assets, rewritten.map, catalog, writer)
     if selection.peft_adapter and writer.is_model_folder:
         layout = with_adapter_config(opened, catalog, layout)
     is_part = bool(selection.select or selection.drop)
@@ -146,6 +147,7 @@ def prepare_save(
     if not catalog.tensors and not catalog.objects:
         raise UsageError("no tensors or values to save")
     layout = writer.lay_out(catalog, Request(target.name, options.max_shard_size))
+    require_own_files(opened.source, layout.files)
     plan = Plan(catalog, layout)
     report = ConvertReport.of(
         opened,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
+from ckptool.commands.keymap.links import require_own, require_own_files
 from ckptool.commands.keymap.model_config import (
     config_problems,
     main_dtype,
@@ -27,7 +28,7 @@ from ckptool.core.catalog import Catalog
 from ckptool.core.layout import FileLayout, Layout, Literal, Part, Verbatim
 from ckptool.errors import Unsupported, UsageError
 from ckptool.formats.companions import OF_VERL, PIPELINE, models_of_pipeline
-from ckptool.storage.local import LocalSource
+from ckptool.storage.local import Files, LocalSource
 from ckptool.storage.url import Location
 
 if TYPE_CHECKING:
@@ -55,13 +56,18 @@ QUANTIZATION_FILES = tuple(_QUANTIZATION_METHODS)
 
 
 def with_assets(
-    layout: Layout, assets: Path | None, report: MapReport | None, catalog: Catalog, writer: Format
+    source: Files,
+    layout: Layout,
+    assets: Path | None,
+    report: MapReport | None,
+    catalog: Catalog,
+    writer: Format,
 ) -> Layout:
     """Add the files of ``assets`` to a layout, replacing those of the same name.
 
     They lie where the ``writer`` has its companions. If the target is a model's folder and has no
     config.json, it gets one from the map's report. Raises UsageError if files are requested and the
-    target is a single file.
+    target is a single file, Unsupported for links out of the folders that files are copied from.
     """
     if assets is not None and not layout.folder:
         raise UsageError("--hf-assets requires a target folder, not a single file")
@@ -69,7 +75,9 @@ def with_assets(
     if writer.companions_in:
         files = [file.within(writer.companions_in) for file in files]
     names = {file.path for file in files}
-    files += [file for file in layout.files if file.path not in names]
+    own = [file for file in layout.files if file.path not in names]
+    require_own_files(source, own)
+    files += own
     layout = replace(layout, files=tuple(files))
     if not writer.is_model_folder or report is None or any(file.path == CONFIG for file in files):
         return layout
@@ -114,6 +122,7 @@ def _asset_files(folder: Path) -> list[FileLayout]:
     """Lay out the files of ``--hf-assets``, to be copied unchanged."""
     root = folder.resolve()
     _, sizes = assets_in(folder)
+    require_own(folder, sizes)
     return [FileLayout(name, (Verbatim(str(root / name), size),)) for name, size in sizes.items()]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from ckptool.commands.keymap.assets import ADAPTER_CONFIG, NOT_CARRIED
+from ckptool.commands.keymap.links import require_own
 from ckptool.commands.keymap.records import CONFIG, parse_object
 from ckptool.commands.open import OpenedCheckpoint
 from ckptool.core.layout import FileLayout, Layout, Verbatim
@@ -39,7 +40,7 @@ def with_files_beside(
     if opened.catalog.companions or names & {CONFIG, ADAPTER_CONFIG}:
         return complete(layout, False)
     refused: list[str] = []
-    for place, files in _beside(opened):
+    for place, root, files in _beside(opened):
         if _ADAPTER_WEIGHTS in names and all(file.path != ADAPTER_CONFIG for file in files):
             continue
         added = tuple(file for file in files if file.path not in names)
@@ -47,6 +48,8 @@ def with_files_beside(
         note = f"carried from {place}: {shown}"
         more = replace(layout, files=(*layout.files, *added), notes=(*layout.notes, note))
         try:
+            if root is not None:
+                require_own(root, [str(Path(place, file.path).relative_to(root)) for file in added])
             return complete(more, True)
         except Unsupported as error:
             hint = f"; {error.hint}" if error.hint else ""
@@ -54,11 +57,14 @@ def with_files_beside(
     return complete(replace(layout, notes=(*layout.notes, *refused)), False)
 
 
-def _beside(opened: OpenedCheckpoint) -> Iterator[tuple[str, list[FileLayout]]]:
-    """Yield the folders beside a checkpoint that have a model's config.json, and their files."""
+def _beside(opened: OpenedCheckpoint) -> Iterator[tuple[str, Path | None, list[FileLayout]]]:
+    """Yield the folders beside a checkpoint that have a model's config.json, and their files.
+
+    With each comes the folder around it, unless it is the source's own.
+    """
     if opened.path.is_dir() and _is_model(opened.source):
         sizes = companions(opened.source).items()
-        yield "the source's folder", [_copy(name, name, size) for name, size in sizes]
+        yield "the source's folder", None, [_copy(name, name, size) for name, size in sizes]
     if not isinstance(opened.path, Path):
         return
     own = opened.path.resolve()
@@ -68,7 +74,8 @@ def _beside(opened: OpenedCheckpoint) -> Iterator[tuple[str, list[FileLayout]]]:
             source = LocalSource.folder(folder) if folder.is_dir() else None
             if source is not None and folder != own and _is_model(source):
                 sizes = companions(source).items()
-                yield str(folder), [_copy(n, str(folder / n), size) for n, size in sizes]
+                copies = [_copy(n, str(folder / n), size) for n, size in sizes]
+                yield str(folder), around, copies
 
 
 def _copy(name: str, file: str, size: int) -> FileLayout:

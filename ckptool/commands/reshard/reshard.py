@@ -193,7 +193,7 @@ def prepare_reshard(
     catalog = _with_companions(opened, catalog, writer)
     request = _request(opened, catalog, writer, target, placed, options.map.assets)
     layout = writer.lay_out(catalog, request)
-    layout = with_assets(layout, options.map.assets, map_report, catalog, writer)
+    layout = with_assets(opened.source, layout, options.map.assets, map_report, catalog, writer)
     plan = Plan(catalog, layout)
     report = ReshardReport.of(
         opened,
