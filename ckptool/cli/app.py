@@ -74,15 +74,18 @@ def load_command(name: str) -> Any:
     module = import_module(f"ckptool.cli.{MODULES.get(name, name)}")
     alone = typer.Typer(add_completion=False)
     command = getattr(module, name)
-    alone.command(name, cls=RenamingCommand, help=_unwrapped(command), epilog=epilog(name))(
+    alone.command(name, cls=RenamingCommand, help=_help(name, command), epilog=epilog(name))(
         with_options(command)
     )
     return get_command(alone)
 
 
-def _unwrapped(command: Any) -> str:
-    """Return the docstring with one line per paragraph: the terminal's width wraps them."""
-    paragraphs = cleandoc(command.__doc__).split("\n\n")
+def _help(name: str, command: Any) -> str:
+    """Return the docstring with one line per paragraph: the terminal's width wraps them.
+
+    ``python -OO`` leaves its first line.
+    """
+    paragraphs = cleandoc(command.__doc__ or SUMMARIES[name]).split("\n\n")
     return "\n\n".join(paragraph.replace("\n", " ") for paragraph in paragraphs)
 
 
