@@ -273,6 +273,18 @@ def _complexity(placements: Placements) -> tuple[int, int, str]:
     return strided, -whole, " ".join(map(str, placements))
 
 
+def _undetermined(inference: Inference) -> Iterator[str]:
+    """Yield why tensors get no placements: other ranks could have written the same chunks."""
+    several = {name: fits for name, fits in inference.placements.items() if len(fits) > 1}
+    for name, fits in itertools.islice(several.items(), 1):
+        count = f"{len(several):,} tensors are" if len(several) > 1 else "1 tensor is"
+        either = " or ".join(" ".join(map(str, placements)) for placements in fits)
+        yield (
+            f"the placements of {count} ambiguous: the ranks that wrote {name} hold its chunks"
+            f" with {either}"
+        )
+
+
 def with_inferred_mesh(catalog: Catalog) -> Catalog:
     """Return the catalog with the mesh and placements that its chunks and writing ranks determine.
 
@@ -287,6 +299,7 @@ def with_inferred_mesh(catalog: Catalog) -> Catalog:
     if inference.ambiguous:
         shapes = " or ".join("x".join(map(str, shape)) for shape in inference.ambiguous)
         notes = (*notes, f"the device mesh is ambiguous: {shapes} explain the chunks equally well")
+    notes = (*notes, *_undetermined(inference))
     tensors = dict(catalog.tensors)
     for name, fits in inference.placements.items():
         if len(fits) == 1 and tensors[name].elements:
