@@ -97,3 +97,14 @@ def content_of(call: Call) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     if call.is_filled or not all(isinstance(key, str) for key in fields):
         return None
     return (call.args, fields) if call.args or fields else None
+
+
+def unwrap(value: Any) -> Any:
+    """Return what a node of omegaconf (2.0 to 2.4) holds beside its metadata and its parent.
+
+    Any other value is returned as it is.
+    """
+    if isinstance(value, Call) and value.name.startswith("omegaconf."):
+        held = [value.fields[key] for key in ("_content", "_val") if key in value.fields]
+        return held[0] if len(held) == 1 and not value.is_filled else value
+    return value

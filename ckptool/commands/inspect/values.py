@@ -9,7 +9,7 @@ from typing import Any
 from ckptool.commands.inspect.records import content_of, simple_value
 from ckptool.core.catalog import ObjectEntry, TensorEntry
 from ckptool.core.state_category import state_category
-from ckptool.serialization.pickle.records import Call
+from ckptool.serialization.pickle.records import Call, Global
 from ckptool.serialization.state_dict.values import type_name
 
 _DEEPEST = 32
@@ -78,27 +78,55 @@ def _plain(value: Any, depth: int, budget: Iterator[int]) -> Any:
 def content(value: Any) -> Any:
     """Return a JSON description of a value that JSON cannot represent exactly.
 
-    A record is an object with its class under ``$type``, and its arguments and attributes. Raises
-    Inexact if a part of it is unknown.
+    A record is an object with its class under ``$type``, and its arguments and attributes; where
+    it lies in itself, as the parent of a part of it, its class is under ``$again``. A class or
+    function has its name under ``$name``. A part that cannot be described, or is too deep, has
+    only a ``$type``. Raises Inexact if that is all of the value, or the value is too large.
     """
-    return _content(value, _DEEPEST, iter(range(_MOST_NODES)))
-
-
-def _content(value: Any, depth: int, budget: Iterator[int]) -> Any:
-    if next(budget, None) is None or not depth:
+    described = _Description().of(value, _DEEPEST)
+    if isinstance(described, dict) and described.keys() == {"$type"}:
         raise Inexact
+    return described
 
-    def inner(part: Any) -> Any:
-        return _content(part, depth - 1, budget)
 
-    if isinstance(value, list | tuple | set | frozenset):
-        return [inner(part) for part in value]
-    if isinstance(value, dict):
-        return {str(key): inner(part) for key, part in value.items()}
-    if isinstance(value, Call) and (simple := simple_value(value)) is not None:
-        return simple if isinstance(simple, bool | int | float) else str(simple)
-    if isinstance(value, Call) and (parts := content_of(value)) is not None:
-        arguments = {"$args": list(map(inner, parts[0]))} if parts[0] else {}
-        fields = {key: inner(part) for key, part in parts[1].items()}
-        return {"$type": type_name(value), **arguments, **fields}
-    return value if isinstance(value, float | str) else _plain(value, depth, budget)
+class _Description:
+    """The description of one value, of a limited number of nodes."""
+
+    def __init__(self) -> None:
+        self._budget = iter(range(_MOST_NODES))
+        self._open: set[int] = set()
+
+    def of(self, value: Any, depth: int) -> Any:
+        """Describe a part of the value, at most ``depth`` levels deep."""
+        if next(self._budget, None) is None:
+            raise Inexact
+        if isinstance(value, Call) and (simple := simple_value(value)) is not None:
+            return simple if isinstance(simple, bool | int | float) else str(simple)
+        if isinstance(value, Global):
+            return {"$name": str(value)}
+        if isinstance(value, list | tuple | set | frozenset | dict | Call):
+            return self._container(value, depth)
+        try:
+            return value if isinstance(value, float | str) else plain(value)
+        except Inexact:
+            return {"$type": type_name(value)}
+
+    def _container(self, value: Any, depth: int) -> Any:
+        if id(value) in self._open:
+            return {"$again": type_name(value)}
+        if not depth:
+            return {"$type": type_name(value)}
+        self._open.add(id(value))
+        described = self._parts(value, depth - 1)
+        self._open.remove(id(value))
+        return described
+
+    def _parts(self, value: Any, depth: int) -> Any:
+        if isinstance(value, dict):
+            return {str(key): self.of(part, depth) for key, part in value.items()}
+        if not isinstance(value, Call):
+            return [self.of(part, depth) for part in value]
+        arguments, fields = content_of(value) or ((), {})
+        made = {"$args": [self.of(part, depth) for part in arguments]} if arguments else {}
+        own = {key: self.of(part, depth) for key, part in fields.items()}
+        return {"$type": type_name(value), **made, **own}

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from rich.console import Console
 from rich.text import Text
 
-from ckptool.commands.inspect.records import content_of, simple_value
+from ckptool.commands.inspect.records import content_of, simple_value, unwrap
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.dtype import short_name
 from ckptool.core.mesh import Placement
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 _HEADINGS = ("name", "shape", "dtype", "placements", "chunks", "bytes")
 _STATISTICS = ("name", "shape", "dtype", "min", "max", "mean", "std", "zeros", "nan", "inf")
 _LONGEST_VALUE = 200
+_DEEPEST_NODE = 8
 ROOMY = 100
 _BRIEF = {"Shard": "S", "StridedShard": "_S", "Partial": "P", "Replicate()": "R"}
 
@@ -86,19 +87,30 @@ def value_lines(catalog: Catalog, screen: Console) -> list[Text]:
     return [title, *columns(screen, rows, "lll", cuts=2)]
 
 
-def _value_rows(name: str, value: Any) -> Iterator[tuple[str, Any, str]]:
-    """Yield a value with its text; after an object with attributes, these."""
-    fields: dict[str, Any] = {}
-    if isinstance(value, Call) and simple_value(value) is None:
-        arguments, fields = content_of(value) or ((), {})
+def _value_rows(
+    name: str, value: Any, depth: int = _DEEPEST_NODE, seen: set[int] | None = None
+) -> Iterator[tuple[str, Any, str]]:
+    """Yield a value with its text; after an object with attributes, these.
+
+    The attributes of a node of omegaconf are what it holds, with theirs in turn; those of one that
+    was ``seen`` are not repeated.
+    """
+    seen = set() if seen is None else seen
+    held = unwrap(value)
+    is_node = held is not value
+    fields: Any = held if is_node and isinstance(held, dict) else {}
+    if isinstance(held, Call) and simple_value(held) is None:
+        arguments, fields = content_of(held) or ((), {})
         fields = fields if not arguments else {}
-    yield (
-        name,
-        value,
-        plural(len(fields), "attribute") if fields else preview(value, _LONGEST_VALUE),
-    )
+    fields = {} if id(held) in seen else fields
+    seen.add(id(held))
+    shown = plural(len(fields), "attribute") if fields else preview(held, _LONGEST_VALUE)
+    yield name, value, shown
     for key, inner in fields.items():
-        yield f"{name}.{key}", inner, preview(inner, _LONGEST_VALUE)
+        if is_node and depth:
+            yield from _value_rows(f"{name}.{key}", inner, depth - 1, seen)
+        else:
+            yield f"{name}.{key}", inner, preview(inner, _LONGEST_VALUE)
 
 
 # Statistics

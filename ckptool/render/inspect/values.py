@@ -7,7 +7,7 @@ from datetime import date, time, timedelta
 from itertools import chain
 from typing import Any
 
-from ckptool.commands.inspect.records import content_of, simple_value
+from ckptool.commands.inspect.records import content_of, simple_value, unwrap
 from ckptool.core.catalog import ObjectEntry
 from ckptool.core.state_category import state_category
 from ckptool.render.text import visible
@@ -19,9 +19,12 @@ _HYPERPARAMETERS = ("lr", "initial_lr", "betas", "momentum", "eps", "weight_deca
 
 def preview(value: Any, limit: int = 60) -> str:
     """Return a value in at most about ``limit`` characters, with no more work than that."""
+    value = unwrap(value)
     if isinstance(value, list | tuple | set | frozenset):
         return _container(value, limit)
     if isinstance(value, dict):
+        if limit < 4 and value:
+            return f"{len(value):,} items"
         items = (f"{preview(k, 20)}: {preview(v, limit // 2)}" for k, v in value.items())
         return _enclosed(items, "{}", len(value), limit)
     if isinstance(value, bytes | bytearray):
