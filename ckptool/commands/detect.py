@@ -26,7 +26,7 @@ from ckptool.errors import (
 from ckptool.formats import FORMATS, detect, file_rule, single_file_suffixes
 from ckptool.formats.base import EXTRA, FileRole, Format, ScanOptions
 from ckptool.formats.companions import latest_folder
-from ckptool.serialization.file_kinds import FileKind, detect_kind, read_head
+from ckptool.serialization.file_kinds import FileKind, detect_kind, read_head, require_packed
 from ckptool.storage.commit_note import UNFINISHED
 from ckptool.storage.local import Files, LocalSource
 from ckptool.storage.tar import TarFiles, is_tar
@@ -183,6 +183,8 @@ def _detect_from_file(path: Location) -> Candidate:
         return Candidate(path, source, alone)
     if not source.files[path.name]:
         raise Unrecognized(f"{path}: the file is empty (0 bytes)")
+    for folder in path.absolute().parents[:2] if isinstance(path, Path) else ():
+        require_packed(folder, os.listdir(folder))  # data/0 is in a folder of its own
     head = read_head(source, path.name)
     kind = detect_kind(head, path.name)
     if kind is not None:
@@ -275,12 +277,11 @@ def _detect_in_folder(path: Location) -> Candidate:
     require_listed(unlisted_problems(source.unlisted))
     if not source.files:
         raise Unrecognized(f"{path}: the folder is empty")
+    require_packed(path, source.files)
     names = list(source.files)
     message = f"{path}: no checkpoint found in {plural(len(names), 'file')}: {list_some(names)}"
     hint = "run `ckptool formats` to list known formats; use --from FORMAT to force one"
-    foreign = next(_foreign_files(source), None)
-    if foreign is not None:
-        name, kind = foreign
+    for name, kind in _foreign_files(source):
         raise Unrecognized(f"{message}; {name} is {kind.what}", hint=kind.hint_for(name))
     raise Unrecognized(message, hint=hint)
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
+from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckptool.errors import Damaged, Problem, Unrecognized
@@ -222,6 +224,25 @@ def _zip_kind(names: Collection[str], file: str) -> FileKind | None:
     if is_torchs or not file.endswith((".zip", ".mar")):
         return None
     return FileKind("a zip archive of other files", "unzip FILE, then run ckptool on its folder")
+
+
+def require_packed(folder: object, names: Collection[str]) -> None:
+    """Raise Unrecognized if a torch.save file was unpacked into a folder of these names.
+
+    It has the pickle and ``version`` (torch 1.6 to 2.13), and the storages, unless it has none.
+    """
+    known = {*names}
+    heads = (name[: -len("data.pkl")] for name in names if f"/{name}".endswith("/data.pkl"))
+    of_torch = (h for h in heads if f"{h}version" in known and f"{h}constants.pkl" not in known)
+    for head in of_torch:
+        place = folder.resolve() if isinstance(folder, Path) else folder
+        found = f"{place}/{head}".rstrip("/")
+        parent, _, name = found.rpartition("/")
+        raise Unrecognized(
+            f"{found}: a torch.save file that was unpacked: its data.pkl, data/ and version",
+            hint=f"pack the folder again: (cd {quote(parent)} && python -m zipfile -c"
+            f" {quote(name)}.pt {quote(name)})",
+        )
 
 
 def not_a(expected: str, source: Source, file: str) -> Damaged:

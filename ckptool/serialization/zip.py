@@ -164,7 +164,7 @@ class ZipRecord(NamedTuple):
     @property
     def is_storage(self) -> bool:
         """Return whether torch.save put a storage into it."""
-        return "/data/" in self.name
+        return "/data/" in self.name or self.name.startswith("data/")
 
 
 def has_checksums(records: Iterable[ZipRecord]) -> bool:

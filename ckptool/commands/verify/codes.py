@@ -117,6 +117,11 @@ _CODES: dict[str, dict[str, Code]] = {
         "zip-structure": Code(_ERROR, "a zip directory is damaged or contradicts itself", _AGAIN),
         "zip-headers": Code(_ERROR, "a zip directory and a record's header differ", _AGAIN),
         "archive-content": Code(_ERROR, "a zip that torch.save would not write", _AGAIN),
+        "archive-flat": Code(
+            _WARNING,
+            "a torch.save file that was packed again without its folder",
+            "torch.load cannot read it: `ckptool convert` writes one that it can",
+        ),
         "tar-structure": Code(
             _ERROR, "a tar archive is damaged, or has members that are not plain files", _AGAIN
         ),

@@ -145,9 +145,9 @@ class OpenArchive:
         else:
             self._all = small = read_directory(region)
             self.sibling = layouts.learn(region, small.values()) if layouts else None
-        self._root = _root(region, small)
-        self._data_pkl = small[f"{self._root}/data.pkl"]
-        self._byteorder = small.get(f"{self._root}/byteorder")
+        self._folder = _folder(region, small)
+        self._data_pkl = small[f"{self._folder}data.pkl"]
+        self._byteorder = small.get(f"{self._folder}byteorder")
         self._has_crc = has_checksums(small.values()) or self.sibling is not None
         self.pickle = record_bytes(region, self._data_pkl, self._has_crc)
 
@@ -197,7 +197,7 @@ class OpenArchive:
         return byteorder
 
     def _stored(self) -> dict[str, ZipRecord]:
-        prefix = f"{self._root}/data/"
+        prefix = f"{self._folder}data/"
         records = self._records.items()
         return {name[len(prefix) :]: r for name, r in records if name.startswith(prefix)}
 
@@ -244,21 +244,24 @@ def _require_in_value(loaded: Loaded) -> None:
         require_harmless({g: why for g, why in loaded.hostile.items() if g not in inside})
 
 
-def _root(region: Region, records: Mapping[str, ZipRecord]) -> str:
-    """Return the root folder of an archive's records; CkptoolError if not torch.save's."""
-    roots = [n[: -len("/data.pkl")] for n in records if n.endswith("/data.pkl")]
+def _folder(region: Region, records: Mapping[str, ZipRecord]) -> str:
+    """Return the folder of an archive's records, with a slash; CkptoolError if not torch.save's.
+
+    There is none in an archive that was unpacked, and packed again from inside its folder.
+    """
+    folders = [n[: -len("data.pkl")] for n in records if f"/{n}".endswith("/data.pkl")]
     if any(name.split("/", 1)[-1] == "constants.pkl" for name in records):
         raise Unrecognized(
             f"{region.what}: a TorchScript archive (a program, not a state dict)",
             hint="in torch: torch.save(torch.jit.load(FILE).state_dict(), 'state.pt')",
         )
-    if not roots and any(name.endswith("/.data/serialization_id") for name in records):
+    if not folders and any(name.endswith("/.data/serialization_id") for name in records):
         message = f"{region.what}: torch.save failed before it wrote the object: the archive has"
         message += f" {len(records)} records but no data.pkl; nothing can be salvaged"
         raise Damaged(message, "save-incomplete", file=region.file, hint="use another checkpoint")
-    if len(roots) != 1:
+    if len(folders) != 1:
         raise unrecognized_zip(records, region.what)
-    return roots[0]
+    return folders[0]
 
 
 def record_bytes(region: Region, record: ZipRecord, has_crc: bool) -> bytes:

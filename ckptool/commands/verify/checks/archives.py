@@ -73,6 +73,9 @@ class ArchiveCheck:
         """Check everything about an archive that matches no earlier one."""
         if records:
             self._note_name(item, records[0].name.partition("/")[0])
+        if any(record.name == "data.pkl" for record in records):
+            message = f"{region.what}: its records are in no folder"
+            self.problems.append(Problem(message, "archive-flat", file=region.file))
         before = len(self.problems)
         self.problems += check_headers(region, _with_header_at_hand(region, records))
         if spare := count_unclaimed_bytes(region, records):
