@@ -20,7 +20,7 @@ from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.layout import FileLayout, Layout, Literal
 from ckptool.core.selection import rename_entry, substitution, unwrapping_rule
 from ckptool.core.text import list_some, plural
-from ckptool.errors import Unsupported, UsageError
+from ckptool.errors import Problem, Unsupported, UsageError
 
 _VERL = "lora_train_meta.json"
 """What verl (0.9) writes beside an actor's shards: ``r``, ``lora_alpha`` and ``task_type``."""
@@ -41,6 +41,8 @@ _OF_A = re.compile(r".+\.lora_(?:A\.weight|embedding_A)")
 
 def adapter_of(catalog: Catalog) -> Catalog:
     """Return only the tensors of a model's adapter, under PEFT's names.
+
+    An adapter does not need the frozen weights around it, which trainers may leave out.
 
     Raises UsageError if there is none, or several; Unsupported if two models have one, and for
     separately trained tokens.
@@ -77,7 +79,14 @@ def adapter_of(catalog: Catalog) -> Catalog:
             hint=f"choose one: --select '*.{max(named)}*'",
         )
     kept = {n: size for n, size in catalog.companions.items() if n.rpartition("/")[2] != CONFIG}
-    return replace(catalog.with_tensors(tensors), objects={}, companions=kept)
+    conflicts = {n: why for n, why in catalog.conflicts.items() if not _is_of_frozen(why)}
+    adapter = catalog.with_tensors(tensors)
+    return replace(adapter, objects={}, companions=kept, conflicts=conflicts)
+
+
+def _is_of_frozen(why: str) -> bool:
+    """Return whether a conflict is that frozen parameters are in no file."""
+    return isinstance(why, Problem) and why.code == "frozen-excluded"
 
 
 def with_adapter_config(opened: OpenedCheckpoint, catalog: Catalog, layout: Layout) -> Layout:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -146,3 +147,21 @@ def test_what_is_trained_besides_is_not_lost(tmp_path: Path) -> None:
                 drop=("*.token_adapter.*",),
                 map=MapOptions(assets=assets),
             )
+
+
+def test_frozen_weights_that_were_not_saved_are_not_asked_for(tmp_path: Path) -> None:
+    """As DeepSpeed 0.19.8 saves with ``exclude_frozen_parameters``, in ZeRO 3 and 2 alike."""
+    folder = FIXTURES / "peft" / "zero_3" / "ckpt"
+    shutil.copytree(folder, tmp_path / "run")
+    for file in tmp_path.rglob("*_model_states.pt"):
+        state = torch.load(file, weights_only=False)
+        trained = {name for group in state["param_shapes"] for name in group}
+        module = {name: t for name, t in state["module"].items() if name in trained}
+        state |= {"frozen_param_shapes": None, "frozen_param_fragments": None, "module": module}
+        torch.save(state, file)
+    with pytest.raises(Unsupported, match="without its frozen parameters"):
+        convert_to("hf", tmp_path / "run", tmp_path / "whole", model_only=True)
+    for source, target in ((folder, "a"), (tmp_path / "run", "b")):
+        convert_to("hf", source, tmp_path / target, peft_adapter=True)
+    made = [(tmp_path / name / "adapter_model.safetensors").read_bytes() for name in ("a", "b")]
+    assert made[0] == made[1]
