@@ -39,6 +39,8 @@ class OpenKeywords(ReadKeywords, total=False):
     experts: str | None
     dtype: AnyDType | Sequence[AnyDType] | None
     dequantize: bool
+    metadata: Mapping[str, str]
+    drop_metadata: Strings
 
 
 class DiffKeywords(OpenKeywords, total=False):

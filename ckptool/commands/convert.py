@@ -81,6 +81,8 @@ def prepare(
     catalog = rewritten.catalog
     writer = _writer_of(catalog, writer)
     _require_models_names(writer, rewritten, options)
+    if options.rewrite.metadata and not writer.has_metadata:
+        raise UsageError(f"--metadata: only safetensors files have it, not those of {writer.name}")
     assets, selection = options.rewrite.map.assets, options.rewrite.selection
     names = frozenset() if assets is None else frozenset(assets_in(assets)[1])
     if selection.peft_adapter:

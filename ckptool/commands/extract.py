@@ -40,6 +40,7 @@ from ckptool.engine.read.tensors import ArrayMemory, FillRequest, fill
 from ckptool.engine.read.tiles import require_unchanged
 from ckptool.errors import Problem, Unsupported, UsageError, damaged
 from ckptool.serialization.safetensors import OutgoingSlice, lay_out_safetensors
+from ckptool.serialization.safetensors_metadata import PLAIN, header_for, rewrite_texts
 from ckptool.storage.url import Location
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -176,16 +177,16 @@ def prepare_extract(
         raise Unsupported(f"{target} already exists", hint="extract never overwrites a file")
     taken = open_slices(source, asked, options)
     require_apart(taken.opened, target)
-    entries = list(taken.catalog.tensors.values())
-    layout = Layout((_LAYOUTS[suffix](target.name, entries),), folder=False)
-    plan = Plan(taken.catalog, layout)
+    catalog = rewrite_texts(taken.opened.catalog, taken.catalog)
+    layout = Layout((_LAYOUTS[suffix](target.name, catalog),), folder=False)
+    plan = Plan(catalog, layout)
     report = ExtractReport.of(
         taken.opened,
         plan,
         target,
         suffix.removeprefix("."),
         options.transfer,
-        notes=taken.catalog.notes,
+        notes=catalog.notes,
         map=None,
         slices=taken.slices,
     )
@@ -193,8 +194,9 @@ def prepare_extract(
     return Transfer(taken.opened, plan, target, options.transfer, report, decided)
 
 
-def _lay_out_npy(path: str, entries: Sequence[TensorEntry]) -> FileLayout:
+def _lay_out_npy(path: str, catalog: Catalog) -> FileLayout:
     """Lay out a NumPy file of one array."""
+    entries = [*catalog.tensors.values()]
     if len(entries) > 1:
         raise UsageError(f"{path}: a .npy file holds one array, not {len(entries)}")
     (entry,) = entries
@@ -223,12 +225,14 @@ def is_of_numpy(dtype: DType) -> bool:
     return kind is not None and np.dtype(kind).isbuiltin == 1
 
 
-def _lay_out_safetensors(path: str, entries: Sequence[TensorEntry]) -> FileLayout:
+def _lay_out_safetensors(path: str, catalog: Catalog) -> FileLayout:
+    entries = catalog.tensors.values()
     for entry in entries:
         if entry.dtype.safetensors is None:
             hint = "a .npy file can hold it" if is_of_numpy(entry.dtype) else _instead(entry.dtype)
             raise Unsupported(f"{entry.name}: safetensors has no {entry.dtype}", hint=hint)
-    return lay_out_safetensors(path, map(OutgoingSlice.whole, entries), {"format": "pt"})
+    header = PLAIN | header_for(catalog, entries, path)
+    return lay_out_safetensors(path, map(OutgoingSlice.whole, entries), header)
 
 
 _LAYOUTS = {".npy": _lay_out_npy, ".safetensors": _lay_out_safetensors}

@@ -35,6 +35,7 @@ from ckptool.core.state_category import (
 )
 from ckptool.core.views import reads_any_order
 from ckptool.errors import Refusal, Unsupported, UsageError
+from ckptool.serialization.safetensors_metadata import rewrite_texts
 from ckptool.storage.local import Files
 
 if TYPE_CHECKING:
@@ -99,6 +100,13 @@ def rewrite(
     else:
         catalog, report = _apply_key_map(opened, kept, options.map, whole=whole)
     catalog, cast_counts = _cast(catalog, casts)
+    catalog = rewrite_texts(
+        opened.catalog,
+        catalog,
+        dequantized=options.dequantize,
+        dropped=options.drop_metadata,
+        given=options.metadata,
+    )
     return RewriteResult(source.catalog, kept, catalog, report, cast_counts, counts, renamed)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from msgspec import Struct, field
@@ -292,7 +292,8 @@ class Catalog(Struct, frozen=True):
     are in them, whatever their first bytes or their names look like. ``archives`` are the
     torch.save archives inside larger files, opened or not, including those of values. ``named`` is
     what its metadata files, all pickles, name: for each file, module and name of classes and
-    functions, and the byte of the first occurrence.
+    functions, and the byte of the first occurrence. ``metadata`` are the texts about tensors in the
+    headers of safetensors files, by file and key; under an empty name those for every file.
 
     ``info`` has what the files record of their origin, as short texts, and nothing that is only
     likely. ``writer`` is the code that wrote the files; ``framework`` what trained or serves the
@@ -318,6 +319,7 @@ class Catalog(Struct, frozen=True):
     bare: frozenset[str] = frozenset()
     archives: Sequence[Container] = ()
     named: dict[str, dict[tuple[str, str], int]] = field(default_factory=dict)
+    metadata: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def with_tensors(self, tensors: dict[str, TensorEntry]) -> Catalog:
         return replace(self, tensors=tensors)
@@ -378,11 +380,6 @@ def coverage_problem(entry: TensorEntry) -> Problem | None:
     return None
 
 
-def _begin(chunks: Sequence[Any]) -> object:
-    """Return the file and the offset of the first chunk's place."""
-    return getattr(chunks, "begin", None) or (chunks[0].at.file, chunks[0].at.offset)
-
-
 def tied_names(catalog: Catalog) -> list[tuple[str, ...]]:
     """Group the names that are the same tensor: same bytes, shape and type.
 
@@ -391,7 +388,11 @@ def tied_names(catalog: Catalog) -> list[tuple[str, ...]]:
     """
     groups: dict[object, list[str]] = {}
     solid = [e for e in catalog.tensors.values() if e.shape and e.elements and len(e.chunks)]
-    firsts = [_begin(entry.chunks) for entry in solid]
+    chunks: Any  # tables know where they begin, without a chunk
+    firsts = [
+        getattr(chunks := entry.chunks, "begin", None) or (chunks[0].at.file, chunks[0].at.offset)
+        for entry in solid
+    ]
     counts = Counter(firsts)
     for entry, first in zip(solid, firsts, strict=True):
         if counts[first] > 1 and all(isinstance(chunk.at, Extent) for chunk in entry.chunks):

@@ -174,6 +174,7 @@ class Format(Struct, frozen=True):
     - ``of_ranks`` says that ``convert`` writes the chunks of each rank into files of its own.
     - ``has_rank_state`` says that each rank finds state of its own, such as that of random number
       generators, where ``reshard`` puts what only it has.
+    - ``has_metadata`` says that the files have texts in their headers, as safetensors do.
     - ``has_values`` is False if the files have no place for values that are no tensors.
     - ``is_model_folder`` says that what is written is a folder which a model is loaded from, with
       its config.json.
@@ -203,6 +204,7 @@ class Format(Struct, frozen=True):
     takes_world_size: bool = False
     of_ranks: bool = False
     has_rank_state: bool = False
+    has_metadata: bool = False
     has_values: bool = True
     is_model_folder: bool = False
     companions_in: str = ""

@@ -80,6 +80,7 @@ def relocate(catalog: Catalog, folder: str) -> Catalog:
         bare=frozenset(f"{folder}/{name}" for name in catalog.bare),
         archives=tuple(replace(at, file=f"{folder}/{at.file}") for at in catalog.archives),
         named={f"{folder}/{name}": classes for name, classes in catalog.named.items()},
+        metadata={f"{folder}/{name}": texts for name, texts in catalog.metadata.items()},
     )
 
 
@@ -137,6 +138,7 @@ def join_catalogs(first: Catalog, *others: Catalog) -> Catalog:
         bare=frozenset(name for catalog in catalogs for name in catalog.bare),
         archives=tuple(at for catalog in catalogs for at in catalog.archives),
         named={file: classes for catalog in catalogs for file, classes in catalog.named.items()},
+        metadata={file: texts for catalog in catalogs for file, texts in catalog.metadata.items()},
     )
 
 

@@ -19,6 +19,7 @@ from ckptool.errors import Damaged, Problem, damaged
 from ckptool.formats.base import ScanOptions
 from ckptool.formats.writing import nest_state, select_plain
 from ckptool.serialization.archive.write import is_marked, lay_out_side, read_identity
+from ckptool.serialization.safetensors_metadata import texts_by_file
 from ckptool.serialization.source import Source
 from ckptool.serialization.state_dict.assemble import assemble
 from ckptool.serialization.state_dict.leaves import read_file_leaves
@@ -29,21 +30,22 @@ _NAMELESS = ((), ("",))
 """The paths of the only value of a torch.save file, or of one under an empty name."""
 
 
-def with_side(
+def with_headers(
     catalog: Catalog,
     source: Source,
     side: str,
-    headers: Collection[Mapping[str, str]],
+    headers: Mapping[str, Mapping[str, str]],
     options: ScanOptions,
 ) -> Catalog:
-    """Add the tensors and values of the side file to the catalog, if there is one.
+    """Add what headers say, and the tensors and values of the side file, if there is one.
 
     ``headers`` are the metadata of those files that it goes with that can be read: without any,
     nothing says that it is another's. Another program's file is left out with a note. Raises
     Damaged, or notes it if ``options`` allow, if it belongs to another checkpoint, or cannot be
     read: whose it is is then unknown.
     """
-    marks = {header[SIDE] for header in headers if SIDE in header}
+    catalog = replace(catalog, metadata=texts_by_file(headers))
+    marks = {header[SIDE] for header in headers.values() if SIDE in header}
     if side not in source.files:
         return replace(catalog, notes=(*catalog.notes, *([_missing(side)] if marks else [])))
     judged = marks if headers else None

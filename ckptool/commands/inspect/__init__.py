@@ -99,6 +99,7 @@ class InspectReport(Report, frozen=True):
             shares=[plain(share) | {"dtype": share.dtype.name} for share in self.shares],
             tensors=(),
             values=list(map(value_row, catalog.objects.values())),
+            metadata=catalog.metadata,
             notes=self.notes,
             problems=self.problems,
             ok=self.ok,

@@ -77,6 +77,20 @@ def _dims(value: Any, name: str) -> Mapping[str, int]:
     return value if isinstance(value, Mapping) else parse_dims(value)
 
 
+def _metadata(value: Any, name: str) -> Mapping[str, str]:
+    """Return texts given as KEY=TEXT, where the text may be empty."""
+    if isinstance(value, Mapping):
+        return value
+    pairs = [str(text).partition("=") for text in _texts(value)]
+    for key, equals, _ in pairs:
+        if not key or not equals:
+            raise UsageError(
+                f"invalid {name} {key!r}: expected KEY=TEXT",
+                hint=f"such as {name} format=pt; --drop-metadata KEY leaves one out",
+            )
+    return {key: text for key, _, text in pairs}
+
+
 def _storage_options(value: Any, name: str) -> Mapping[str, Any]:
     """Return options given as KEY=VALUE: JSON values are parsed, all others are text."""
     if isinstance(value, Mapping):
@@ -105,4 +119,5 @@ MESH = Kind(str, "str", _mesh, metavar="MESH")
 SHARD_RULES = Kind(list[str], "Strings", _shard_rules, (), "GLOB=PLACEMENTS")
 CASTS = Kind(list[str], "AnyDType | Sequence[AnyDType]", _casts)
 DIMS = Kind(list[str], "Mapping[str, int]", _dims)
+METADATA = Kind(list[str], "Mapping[str, str]", _metadata)
 STORAGE_OPTIONS = Kind(list[str], "Mapping[str, object]", _storage_options)

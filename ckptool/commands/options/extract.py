@@ -9,7 +9,7 @@ from ckptool.core.options import OptionSet, group
 
 _NAMES = ("select", "drop", "model_only", "peft_adapter", "strip_prefix", "rename")
 _WRITING = ("overwrite", "verify", "fsync", "part", "finish", "dry_run")
-_MAPS = ("map", "dim", "hf_assets", "inverse")
+_MAPS = ("map", "dim", "hf_assets", "inverse", "metadata", "drop_metadata")
 
 
 class ExtractOptions(OptionSet):

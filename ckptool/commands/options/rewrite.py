@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptool.commands.options import CASTS, DIMS, FILE
+from ckptool.commands.options import CASTS, DIMS, FILE, METADATA
 from ckptool.commands.options.choices import dtype_names, expert_words, map_names
 from ckptool.core.options import FLAG, TEXTS, OptionSet, group, option
 
@@ -105,4 +105,18 @@ class RewriteOptions(OptionSet):
         FLAG,
         help="Dequantize FP8, INT8, INT4, MXFP4, NVFP4, GPTQ, AWQ, bitsandbytes, torchao,"
         " ComfyUI, to bf16 or what --dtype says; refuse other kinds.",
+    )
+    metadata: Mapping[str, str] = option(
+        "--metadata",
+        METADATA,
+        factory=dict,
+        metavar="KEY=TEXT",
+        help="Set this in the __metadata__ of every safetensors file (repeatable).",
+    )
+    drop_metadata: tuple[str, ...] = option(
+        "--drop-metadata",
+        TEXTS,
+        metavar="KEY|GLOB",
+        help="Leave out what the __metadata__ of safetensors files says under matching keys"
+        " (repeatable); '*' is all.",
     )

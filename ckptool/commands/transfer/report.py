@@ -18,6 +18,8 @@ from ckptool.core.casts import uncounted_notes
 from ckptool.core.layout import FileLayout, Layout
 from ckptool.core.plan import Plan
 from ckptool.engine.share import Share
+from ckptool.formats import FORMATS
+from ckptool.serialization.safetensors_metadata import note_lost
 from ckptool.storage.url import Location
 
 if TYPE_CHECKING:
@@ -103,12 +105,18 @@ class TransferReport(Report, frozen=True, kw_only=True):
             verify=options.verify,
             notes=(
                 *notes,
+                *([] if has_metadata(target_format) else note_lost(plan.catalog)),
                 *([] if options.verify else uncounted_notes(plan.entries)),
                 *target_notes(opened, target, plan.layout, options),
             ),
             part=part,
             **more,
         )
+
+
+def has_metadata(format_name: str) -> bool:
+    """Return whether files of a format have a place for texts about tensors."""
+    return format_name in FORMATS and FORMATS[format_name].has_metadata
 
 
 def target_notes(

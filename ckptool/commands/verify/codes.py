@@ -251,6 +251,12 @@ _CODES: dict[str, dict[str, Code]] = {
             "non-tensor values that the other format cannot store",
             "compare the model with --model-only, or exclude values with --drop 'GLOB'",
         ),
+        "metadata-differs": Code(
+            _ERROR,
+            "the __metadata__ of safetensors files differs",
+            "exclude it with --drop-metadata KEY, or say with --metadata KEY=TEXT what B should"
+            " have",
+        ),
         "excluded": Code(_INFO, "excluded by the options: not compared"),
         "nothing-compared": Code(
             _ERROR,

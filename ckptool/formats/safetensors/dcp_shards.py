@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from msgspec import Struct, field
@@ -24,9 +24,10 @@ from ckptool.errors import CkptoolError, Damaged, Problem
 from ckptool.formats.base import EXTRA, Format, Request, ScanOptions
 from ckptool.formats.companions import CONFIG, companions, read_json_object
 from ckptool.formats.safetensors.huggingface import FORMAT as HF
-from ckptool.formats.side_file import split_side, with_side
+from ckptool.formats.side_file import split_side, with_headers
 from ckptool.formats.writing import WriterAssignment, lay_out_companions, note_tied
 from ckptool.serialization.safetensors import OutgoingSlice, lay_out_safetensors, read_safetensors
+from ckptool.serialization.safetensors_metadata import PLAIN, header_for
 from ckptool.serialization.source import Source, expect_heads, require_rank
 
 _SHARD = re.compile(
@@ -54,13 +55,13 @@ def _probe(source: Source) -> bool:
 class _ShardContents(Struct):
     """The joint content of all shards, by tensor: chunks, and element types with dim counts.
 
-    ``headers`` are the metadata of each.
+    ``headers`` are the metadata of each file.
     """
 
     chunks: dict[str, list[Chunk]] = field(default_factory=lambda: defaultdict(list))
     types: dict[str, set[tuple[DType, int]]] = field(default_factory=lambda: defaultdict(set))
     problems: list[str] = field(default_factory=list)
-    headers: list[dict[str, str]] = field(default_factory=list)
+    headers: dict[str, dict[str, str]] = field(default_factory=dict)
 
 
 def _scan(source: Source, options: ScanOptions) -> Catalog:
@@ -102,7 +103,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
             copies=copies,
         )
     )
-    return with_side(catalog, source, _EXTRA, contents.headers, options)
+    return with_headers(catalog, source, _EXTRA, contents.headers, options)
 
 
 def _name_problems(shards: list[re.Match[str]]) -> list[str]:
@@ -139,7 +140,7 @@ def _read_shard(
     """Add the tensors of one shard to ``contents``; return whether their places are known."""
     file, rank = shard.string, int(shard["rank"]) - 1
     header = read_safetensors(source, file, options.problems)
-    contents.headers.append(header.metadata)
+    contents.headers[file] = header.metadata
     try:
         info = json.loads(header.metadata["DCP_SHARDING_INFO"])
         offsets = {name: _offsets(info[name]["saved_offsets"]) for name in header.tensors}
@@ -228,16 +229,25 @@ def _lay_out(catalog: Catalog, request: Request) -> Layout:
             written[rank] += 1
     parts = max((part for _, part in by_file), default=0) + 1
     files = [*lay_out_companions(catalog), *side]
-    files += [_shard_file(*at, parts, slices, mark) for at, slices in sorted(by_file.items())]
+    for at, slices in sorted(by_file.items()):
+        entries = [catalog.tensors[item.name] for item in slices] if catalog.metadata else []
+        texts = partial(header_for, catalog, entries)
+        files.append(_shard_file(*at, parts, slices, texts, mark))
     return Layout(tuple(files), folder=True, notes=(*notes, *note_tied(catalog)))
 
 
 def _shard_file(
-    rank: int, part: int, parts: int, slices: list[OutgoingSlice], mark: Mapping[str, str]
+    rank: int,
+    part: int,
+    parts: int,
+    slices: list[OutgoingSlice],
+    texts: Callable[[str], dict[str, str]],
+    mark: Mapping[str, str],
 ) -> FileLayout:
     info = {item.name: {"saved_offsets": list(item.box.lo)} for item in slices}
-    metadata = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(info), **mark}
+    own = {"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(info)}
     name = f"shard-{rank + 1:05d}-model-{part + 1:05d}-of-{parts:05d}.safetensors"
+    metadata = {**PLAIN, **texts(name), **own, **mark}
     return lay_out_safetensors(name, slices, metadata, rank)
 
 
@@ -249,6 +259,7 @@ FORMAT = Format(
     convert=_lay_out,
     reshard=_lay_out,
     of_ranks=True,
+    has_metadata=True,
     has_values=False,
     config="optional",
 )

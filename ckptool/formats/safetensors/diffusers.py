@@ -131,5 +131,6 @@ FORMAT = Format(
     _probe,
     _scan,
     convert=lay_out,
+    has_metadata=True,
     has_values=False,
 )

@@ -16,11 +16,12 @@ from ckptool.core.text import plural
 from ckptool.errors import Damaged, Problem
 from ckptool.formats.base import EXTRA, Format, Request, ScanOptions
 from ckptool.formats.companions import companions, describe_config
-from ckptool.formats.safetensors import note_headers, quantization_info, read_whole_tensors
+from ckptool.formats.safetensors import read_whole_tensors
 from ckptool.formats.shards import list_misplaced, read_index, read_shards
-from ckptool.formats.side_file import split_side, with_side
+from ckptool.formats.side_file import split_side, with_headers
 from ckptool.formats.writing import group_by_size, lay_out_companions, note_tied
 from ckptool.serialization.safetensors import OutgoingSlice, lay_out_safetensors
+from ckptool.serialization.safetensors_metadata import PLAIN, compatible_groups, header_for
 from ckptool.serialization.source import Source, expect_heads
 from ckptool.serialization.state_dict.leaves import Assembled
 
@@ -84,7 +85,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     wanted_by = index or _wanted_by_names(source, files)
     contents, file_of, unread = read_shards(source, files, wanted_by, read, options)
     problems, tensors = contents.problems, contents.tensors
-    notes: list[str] = [*note_headers(headers)]
+    notes: list[str] = []
     if index:
         skipped = {problem.tensor for problem in options.problems or ()}
         listed = {
@@ -101,13 +102,11 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         {},
         {file: source.files[file] for file in (*files, index or "") if file in source.files},
         world_size=1,
-        info={"writer": _writer(headers)}
-        | describe_config(source)
-        | quantization_info(headers.values()),
+        info={"writer": _writer(headers)} | describe_config(source),
         notes=tuple(notes),
         companions=companions(source),
     )
-    return with_side(catalog, source, _EXTRA, headers.values(), options)
+    return with_headers(catalog, source, _EXTRA, headers, options)
 
 
 def _index(source: Source) -> str | None:
@@ -210,7 +209,10 @@ def lay_out(catalog: Catalog, request: Request, head: str = "") -> Layout:
     """Lay out a model's folder; in its files names have no prefix ``head``."""
     fitting, side, mark, notes = split_side(catalog, _EXTRA)
     is_adapter = _is_adapter(fitting, {*catalog.companions, *request.assets})
-    groups = [fitting] if is_adapter else group_by_size(fitting, request.max_shard_size)
+    groups = [fitting]
+    if not is_adapter:
+        apart = compatible_groups(catalog, fitting)
+        groups = [g for each in apart for g in group_by_size(each, request.max_shard_size)]
     stem = _stem_of(catalog)
     names = [f"{stem}-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
     if len(groups) == 1:
@@ -218,7 +220,8 @@ def lay_out(catalog: Catalog, request: Request, head: str = "") -> Layout:
     files = [*lay_out_companions(catalog), *side]
     for name, group in zip(names, groups, strict=True):
         slices = (OutgoingSlice.whole(entry, head) for entry in group)
-        files.append(lay_out_safetensors(name, slices, {"format": "pt"} | mark))
+        header = PLAIN | header_for(catalog, group, name) | mark
+        files.append(lay_out_safetensors(name, slices, header))
     if len(groups) > 1:
         files.append(_index_file(f"{stem}{_INDEX_SUFFIX}", names, groups, head))
     return Layout(tuple(files), folder=True, notes=(*notes, *note_tied(catalog)))
@@ -260,6 +263,7 @@ FORMAT = Format(
     _probe,
     _scan,
     convert=lay_out,
+    has_metadata=True,
     has_values=False,
     is_model_folder=True,
     config="required",

@@ -26,11 +26,12 @@ from ckptool.core.sharding.tensor_parallel import LocalTensor, tp_mesh
 from ckptool.errors import Damaged, Unsupported
 from ckptool.formats.base import Format, Request, ScanOptions
 from ckptool.formats.companions import companions, describe_config, read_config
-from ckptool.formats.side_file import split_side, with_side
+from ckptool.formats.side_file import split_side, with_headers
 from ckptool.formats.vllm.merge import PADDING, VOCABULARY, Merger, sizes_of
 from ckptool.formats.writing import group_by_size, lay_out_companions, require_placed
 from ckptool.serialization.pickle.write import TensorRef
 from ckptool.serialization.safetensors import OutgoingSlice, lay_out_safetensors, read_safetensors
+from ckptool.serialization.safetensors_metadata import header_for
 from ckptool.serialization.source import Source, expect_heads, find_missing_ranks, require_rank
 
 _EXTRA = "model.extra.pt"
@@ -80,7 +81,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         conflicts=merger.unknown,
         companions=companions(source),
     )
-    return with_side(catalog, source, _EXTRA, headers, options)
+    return with_headers(catalog, source, _EXTRA, headers, options)
 
 
 def _require_parts(source: Source, files: list[re.Match[str]], world: int) -> None:
@@ -99,18 +100,18 @@ def _require_parts(source: Source, files: list[re.Match[str]], world: int) -> No
 
 def _read_ranks(
     source: Source, files: list[re.Match[str]], options: ScanOptions
-) -> tuple[dict[str, dict[int, LocalTensor]], list[dict[str, str]], list[str]]:
+) -> tuple[dict[str, dict[int, LocalTensor]], dict[str, dict[str, str]], list[str]]:
     """Return each rank's tensors, by name and rank, the metadata of all files, and problems.
 
     A problem is a tensor that a rank has twice.
     """
     tensors: dict[str, dict[int, LocalTensor]] = {}
-    headers: list[dict[str, str]] = []
+    headers: dict[str, dict[str, str]] = {}
     problems = []
     expect_heads(source, (match.string for match in files))
     for match in sorted(files, key=lambda match: (int(match[1]), int(match[2]))):
         header = options.attempt(partial(read_safetensors, source, match.string))
-        headers += [header.metadata] if header else []
+        headers |= {match.string: header.metadata} if header else {}
         for name, item in (header.tensors if header else {}).items():
             by_rank = tensors.setdefault(name, {})
             if int(match[1]) in by_rank:
@@ -146,6 +147,7 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
     named = _without_aliases(fitting)
     joiner = _Joiner(named, placed, sizes_of(request.config).key_value_heads)
     files = [*lay_out_companions(catalog), *side]
+    mark = header_for(catalog, named, request.target) | mark
     empty: dict[str, None] = {}
     for position, rank in enumerate(mesh.ranks):
         shards = list(joiner.shards(position))
@@ -302,6 +304,7 @@ FORMAT = Format(
     reshard=lay_out,
     rules=lambda: _RULES,
     takes_tp_rules=True,
+    has_metadata=True,
     has_values=False,
     is_model_folder=True,
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec import Struct
@@ -18,7 +19,7 @@ from ckptool.core.dtype import short_name
 from ckptool.core.mesh import Placement
 from ckptool.core.selection import tensors_named
 from ckptool.core.state_category import STATE_CATEGORIES, state_category
-from ckptool.core.text import plural
+from ckptool.core.text import list_some, plural
 from ckptool.render.inspect.values import preview
 from ckptool.render.text import Cell, columns, ranges
 from ckptool.serialization.pickle.records import Call
@@ -111,6 +112,29 @@ def _value_rows(
             yield from _value_rows(f"{name}.{key}", inner, depth - 1, seen)
         else:
             yield f"{name}.{key}", inner, preview(inner, _LONGEST_VALUE)
+
+
+def metadata_lines(catalog: Catalog, screen: Console, most: int | None = None) -> list[Text]:
+    """List the texts in headers by key, up to ``most``; where files differ, with their names."""
+    files: dict[str, dict[str, list[str]]] = {}
+    for file, texts in catalog.metadata.items():
+        for key, text in texts.items():
+            files.setdefault(key, {}).setdefault(text, []).append(file)
+    if not files:
+        return []
+    rows: list[list[Cell]] = [
+        [f"  {key}", (preview(text, _LONGEST_VALUE), "cyan"), (_where(found, text), "dim")]
+        for key, found in islice(sorted(files.items()), most)
+        for text in found
+    ]
+    title = Text.assemble((f"  {plural(len(files), 'text')} in __metadata__", "bold"))
+    if most is not None and len(files) > most:
+        title.append("; use --values to list them", "dim")
+    return [title, *columns(screen, rows, "lll", cuts=1)]
+
+
+def _where(files: Mapping[str, Sequence[str]], text: str) -> str:
+    return list_some(files[text], 1) if len(files) > 1 else ""
 
 
 # Statistics

@@ -13,7 +13,13 @@ from ckptool.core.dtype import short_name
 from ckptool.core.quantization.names import kinds
 from ckptool.core.state_category import state_category
 from ckptool.core.text import plural
-from ckptool.render.inspect.listing import TensorLine, fold, natural, placements_text
+from ckptool.render.inspect.listing import (
+    TensorLine,
+    fold,
+    metadata_lines,
+    natural,
+    placements_text,
+)
 from ckptool.render.inspect.values import notable_values
 from ckptool.render.text import MOST_LINES, Cell, bar, columns, magnitude, ranges, size, visible
 
@@ -23,6 +29,7 @@ _BAR = 24
 _RANK_BAR = 32
 ROOMY = 110
 _ROOM_FOR_BARS = 76
+_MOST_TEXTS = 8
 _STATES = re.compile(r"\{[A-Za-z][^{}]*\}$")
 _ROWS = ("framework", "version", "parallelism", "step", "arguments")
 
@@ -31,6 +38,7 @@ def overview(report: InspectReport, screen: Console, sort: str = "name") -> list
     """Return all sections, a blank line between them; tensors by ``name`` or by ``size``."""
     sections = [_header(report, screen), _shares(report, screen)]
     sections += [_tensors(report.catalog, screen, sort), _values(report.catalog, screen)]
+    sections.append(metadata_lines(report.catalog, screen, _MOST_TEXTS))
     lines: list[Text] = []
     for section in filter(None, sections):
         lines += [*([Text()] if lines else []), *section]

@@ -17,6 +17,7 @@ from ckptool.core.text import plural
 from ckptool.errors import UsageError
 from ckptool.render.inspect.listing import (
     in_order,
+    metadata_lines,
     stats_lines,
     tensor_lines,
     value_lines,
@@ -60,7 +61,7 @@ def show(
     if ranks:
         views.append(rank_lines(catalog, console))
     if values:
-        views.append(value_lines(catalog, console))
+        views.append([*value_lines(catalog, console), *metadata_lines(catalog, console)])
     if not views:
         views.append(overview(report, console, sort))
     emit(console, [line for view in views for line in (*view, Text())][:-1])

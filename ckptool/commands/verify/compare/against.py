@@ -210,7 +210,7 @@ class Comparison:
         if not mine.tensors and not mine.objects and not mine.conflicts:
             raise UsageError("nothing is left to compare")
         self.alignment = aligned
-        self._problems += aligned.notes
+        self._problems += [*aligned.notes, *aligned.differences]
         self._compare_values(unfolded(mine, theirs), unfolded(theirs, mine))
         for side, catalog in zip(self._sides, (mine, theirs), strict=True):
             side.select(catalog)

@@ -14,14 +14,16 @@ from ckptool.commands.rewrite import RewriteResult, rewrite
 from ckptool.commands.verify.compare.names import (
     Counterpart,
     counterpart,
+    differing_texts,
     differing_unread,
     selected_by,
 )
 from ckptool.core.catalog import Catalog, TensorEntry
-from ckptool.core.selection import is_used, names_of
+from ckptool.core.selection import is_used, meant_by, names_of
 from ckptool.core.state_category import state_category
 from ckptool.core.text import plural
 from ckptool.errors import Problem
+from ckptool.serialization.safetensors_metadata import texts_of
 from ckptool.storage.url import Location
 
 
@@ -60,12 +62,14 @@ class Coverage(Struct, frozen=True):
 class Alignment(Struct, frozen=True):
     """A rewritten checkpoint, and the part of another one to compare it with.
 
-    ``notes`` are remarks on what of either is not compared.
+    ``notes`` are remarks on what of either is not compared, ``differences`` concern what a manifest
+    does not record: tensors that are not read, and texts in headers.
     """
 
     made: RewriteResult
     theirs: Counterpart
     notes: list[Problem]
+    differences: list[Problem]
 
 
 def align(
@@ -81,7 +85,10 @@ def align(
         for pattern in selection.drop
         if is_used(pattern, names, others) or not is_used(pattern, others, names)
     ]
-    made = rewrite(opened, replace(asked, selection=replace(selection, drop=tuple(drop))))
+    keys, other_keys = texts_of(opened.catalog), texts_of(other)
+    texts = [p for p in asked.drop_metadata if is_used(p, keys) or not is_used(p, other_keys)]
+    chosen = replace(selection, drop=tuple(drop))
+    made = rewrite(opened, replace(asked, selection=chosen, drop_metadata=tuple(texts)))
     is_selected = selected_by(selection, {*names, *others})
     theirs = counterpart(other, made.catalog, is_selected, model_only=selection.model_only)
     notes = excluded_by_rewrite(made, opened.path)
@@ -89,7 +96,9 @@ def align(
     unread = differing_unread(
         made.catalog, theirs.catalog, is_selected, model_only=selection.model_only
     )
-    return Alignment(made, theirs, [*notes, *unread])
+    is_dropped = meant_by(asked.drop_metadata, {*keys, *other_keys})
+    differing = differing_texts(made.catalog, theirs.catalog, is_dropped)
+    return Alignment(made, theirs, notes, [*unread, *differing])
 
 
 def amount(tensors: Iterable[TensorEntry], values: int = 0) -> Amount:

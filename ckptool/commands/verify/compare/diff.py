@@ -32,7 +32,7 @@ _SHOWN_APART = frozenset(
 )
 """The codes of findings that the report has as tensors."""
 _OF_CONTENT = frozenset(
-    "value-differs value-not-compared companion-missing companion-differs"
+    "value-differs value-not-compared metadata-differs companion-missing companion-differs"
     " excluded nothing-compared".split()
 )
 """The codes of what is not compared without ``--values``."""

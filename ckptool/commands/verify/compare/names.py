@@ -28,6 +28,7 @@ from ckptool.engine.read.tensors import CheckedSource
 from ckptool.errors import CkptoolError, Damaged, Hostile, Problem, Unsupported, UsageError
 from ckptool.formats import FORMATS
 from ckptool.formats.companions import companion_targets
+from ckptool.serialization.safetensors_metadata import texts_of
 from ckptool.serialization.state_dict.values import UNREAD_TENSOR, Foreign, type_name
 from ckptool.storage.local import Files
 
@@ -185,6 +186,22 @@ def differing_values(mine: Catalog, theirs: Catalog) -> Iterator[Problem]:
         elif value_digest(one, name) != value_digest(other, name):
             message = f"{name}: A {_short(one)}, B {_short(other)}"
             yield Problem(message, "value-differs", tensor=name)
+
+
+def differing_texts(
+    mine: Catalog, theirs: Catalog, is_dropped: Callable[[str], bool]
+) -> Iterator[Problem]:
+    """Yield a problem for each text in headers that differs, or that only one side has.
+
+    What the first has no place for is no difference.
+    """
+    ours, others = texts_of(mine), texts_of(theirs)
+    both_have = FORMATS[mine.format].has_metadata
+    for key in sorted({*ours, *others} if both_have else ours):
+        both = [sorted(texts.get(key, ())) for texts in (ours, others)]
+        if both[0] != both[1] and not is_dropped(key):
+            shown = [" and ".join(map(_short, texts)) or "nothing" for texts in both]
+            yield Problem(f"metadata {key}: A {shown[0]}, B {shown[1]}", "metadata-differs")
 
 
 def common_values(mine: Catalog, theirs: Catalog) -> list[str]:

@@ -33,8 +33,6 @@ from ckptool.core.quantization.model import Quantized, Surroundings, Tensors
 
 HEADER = "_quantization_metadata"
 """The key of a header's metadata for the formats of all weights."""
-INFO = f"metadata.{HEADER}"
-"""The key of ``Catalog.info`` for its text."""
 MARKER, LEGACY_SCALE, LEGACY_MARKER = ".comfy_quant", ".scale_weight", "scaled_fp8"
 _KIND = "ComfyUI"
 _SCALE, _SCALE_OF_ALL = ".weight_scale", ".weight_scale_2"
@@ -66,11 +64,12 @@ def find_comfy(catalog: Catalog, names: list[str]) -> Iterator[Quantized]:
     """
     tensors = catalog.tensors
     markers = {n.removesuffix(MARKER): tensors[n] for n in names if n.endswith(MARKER)}
-    layers = _layers(catalog)
+    headers = [texts[HEADER] for texts in catalog.metadata.values() if HEADER in texts]
+    layers = _layers(catalog, headers)
     legacy = [name for name in names if name.rpartition(".")[2] == LEGACY_MARKER]
     scales = {n.removesuffix(LEGACY_SCALE) for n in names if n.endswith(LEGACY_SCALE)}
     scaled = set[str]()
-    if markers or layers or INFO in catalog.info:
+    if markers or headers:
         scaled = {n.removesuffix(_SCALE) for n in tensors if n.endswith(_SCALE)}
     for module in sorted({*markers, *layers, *scales, *scaled}):
         above = [n for n in legacy if module.startswith(n.removesuffix(LEGACY_MARKER))]
@@ -103,24 +102,22 @@ def _pair(
     )
 
 
-def join_headers(texts: Iterable[str]) -> str:
-    """Return the text of several headers as that of one; what is not understood stays so."""
-    different = list(dict.fromkeys(texts))
-    if len(different) == 1:
-        return different[0]
-    layers = [parse_marker(text.encode()).get("layers") for text in different]
-    joined = {
-        name: said for some in layers if isinstance(some, dict) for name, said in some.items()
+def _join_headers(texts: Iterable[str]) -> Any:
+    """Return the markers of several headers as those of one; what is not understood stays so."""
+    found = [parse_marker(text.encode()).get("layers") for text in dict.fromkeys(texts)]
+    if len(found) == 1:
+        return found[0]
+    return {
+        name: said for layers in found if isinstance(layers, dict) for name, said in layers.items()
     }
-    return json.dumps({"layers": joined})
 
 
-def _layers(catalog: Catalog) -> dict[str, Any]:
+def _layers(catalog: Catalog, headers: Iterable[str]) -> dict[str, Any]:
     """Return the markers of a header's metadata by module, as the tensors call it.
 
     Some writers leave out the beginning of all names, such as ``model.diffusion_model.``.
     """
-    layers = parse_marker(catalog.info.get(INFO, "").encode()).get("layers")
+    layers = _join_headers(headers)
     if not isinstance(layers, dict):
         return {}
     modules = [n.removesuffix(".weight") for n in catalog.tensors if n.endswith(".weight")]
