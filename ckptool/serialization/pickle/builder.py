@@ -299,7 +299,7 @@ class Builder(Stack):
         if kinds == _TEXT:
             self.charge(sum(map(len, keys)) >> _AT_ONCE)
         elif kinds == _INTEGER:
-            self._require_integers(keys)
+            self._charge_wide(keys)
             self.charge(_COST * len(keys))
         elif kinds != _RECORD:
             for key in keys:
@@ -319,8 +319,8 @@ class Builder(Stack):
             self.charge(_COST * cost * self._count_collisions(key))
         return key
 
-    def _count_collisions(self, key: tuple[PickleValue, ...]) -> int:
-        """Count the other tuples with the hash of this one, which a pickle can choose."""
+    def _count_collisions(self, key: tuple[PickleValue, ...] | int) -> int:
+        """Count the other keys of this kind with the same hash, which a pickle can choose."""
         chosen, identity = hash(key), hash(repr(key))
         if identity not in self._tuples:
             self._tuples.add(identity)
@@ -331,19 +331,24 @@ class Builder(Stack):
         left[0] -= 1 + (len(key) >> _AT_ONCE if isinstance(key, str | bytes) else 0)
         if isinstance(key, tuple) and depth < 4 and left[0] >= len(key):
             if set(map(type, key)) == _INTEGER:
-                self._require_integers(key)
+                self._charge_wide(key)
                 left[0] -= len(key)
                 return
             for item in key:
                 self._require_key(item, left, depth + 1)
         elif isinstance(key, int):
-            self._require_integers((key,))
+            self._charge_wide((key,))
         elif key is not None and not isinstance(key, str | int | float | bytes | _RECORDS):
             raise self.malformed(f"a {type(key).__name__} as a key")
 
-    def _require_integers(self, keys: Sequence[int]) -> None:
+    def _charge_wide(self, keys: Sequence[int]) -> None:
+        """Charge integers of more than 64 bits, of which a pickle can make any number collide."""
         if max(keys) > _WIDEST_KEY or min(keys) < -_WIDEST_KEY:
-            raise self.malformed("a huge integer as a key")
+            for key in keys:
+                if abs(key) > _WIDEST_KEY:
+                    self.charge(
+                        _COST * self._count_collisions(key) + (key.bit_length() >> _AT_ONCE)
+                    )
 
     def _build(self) -> None:
         state = self._pop()

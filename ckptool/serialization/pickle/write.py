@@ -5,6 +5,7 @@ It names only what ``torch.load(weights_only=True)`` accepts, unless the values 
 
 from __future__ import annotations
 
+import codecs
 import io
 import math
 import pickle
@@ -126,6 +127,10 @@ class _RecordPickler(_PurePickler):  # type: ignore[misc]
             self.save(state)
             self.write(pickle.BUILD)
 
+    def save_bytes(self, data: bytes) -> None:
+        # empty ones, too, which Python makes by a call that weights_only refuses
+        self.save_reduce(codecs.encode, (data.decode("latin-1"), "latin1"), obj=data)
+
     def save_set(self, items: Any) -> None:
         # written alike by every process: the order of a set differs between processes
         ordered = sorted(items, key=lambda item: (type(item).__name__, repr(item)))
@@ -135,6 +140,7 @@ class _RecordPickler(_PurePickler):  # type: ignore[misc]
     dispatch[Global] = save_named
     dispatch[Call] = save_call
     dispatch[OrderedMapping] = save_ordered
+    dispatch[bytes] = save_bytes
     dispatch[set] = dispatch[frozenset] = save_set
 
 
