@@ -117,10 +117,9 @@ class Container(Struct, frozen=True):
         return hash((self.file, self.offset, self.part))
 
 
-Scheme = (
-    Literal["scaled", "affine", "rows", "codes", "mxfp4", "nvfp4/", "nvfp4*", "packed", "gptq"]
-    | Literal["awq", "comfy fp8", "comfy int4", "comfy int8", "comfy mxfp8", "comfy nvfp4"]
-)
+_Comfy = Literal["comfy fp8", "comfy int4", "comfy int8", "comfy mxfp8", "comfy nvfp4"]
+_Words = Literal["affine", "rows", "codes", "mxfp4", "nvfp4/", "nvfp4*", "packed", "gptq", "awq"]
+Scheme = Literal["scaled"] | _Words | _Comfy
 """How numbers are computed from what is stored; see ``engine/read/dequantize.py``."""
 
 
@@ -292,8 +291,8 @@ class Catalog(Struct, frozen=True):
     are in them, whatever their first bytes or their names look like. ``archives`` are the
     torch.save archives inside larger files, opened or not, including those of values. ``named`` is
     what its metadata files, all pickles, name: for each file, module and name of classes and
-    functions, and the byte of the first occurrence. ``metadata`` are the texts about tensors in the
-    headers of safetensors files, by file and key; under an empty name those for every file.
+    functions, and the first byte. ``metadata`` are texts about tensors in headers of safetensors
+    files, by file and key; under an empty name those for every file.
 
     ``info`` has what the files record of their origin, as short texts, and nothing that is only
     likely. ``writer`` is the code that wrote the files; ``framework`` what trained or serves the

@@ -7,7 +7,6 @@ there was only FP8: ``X.weight`` and ``X.scale_weight``, and one ``scaled_fp8`` 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
