@@ -183,6 +183,8 @@ class _Entries(dict[str, Any]):
         looking = sys._getframe(1)
         if looking.f_code.co_name == _LOOKS_FOR_NAMES and looking.f_locals.get("strict"):
             names = looking.f_locals["state_dict"]
+            if name in self.checkpoint.catalog.conflicts:
+                self.checkpoint.entry(str(name))  # raises why it cannot be read
             raise keys_differ(self.checkpoint, match_names(self.checkpoint, names))
         return False
 

@@ -29,6 +29,8 @@ from contextlib import contextmanager
 from typing import Self
 
 UNCODED = "damaged"
+UNREAD = "tensor-unsupported"
+"""The code of a tensor of an unsupported kind: it is sound, but not read."""
 
 
 class Problem(str):
@@ -252,14 +254,32 @@ def coded(code: str, *, file: str | None = None, tensor: str | None = None) -> I
         raise
 
 
-def refused(problems: Sequence[Problem], *, subject: str) -> SourceError:
-    """Return one error for unreadable entries: Hostile if some of them can run code."""
+def refused(problems: Sequence[Problem], *, subject: str) -> CkptoolError:
+    """Return one error for unreadable entries: Hostile if some of them can run code.
+
+    Unsupported if all are tensors of unsupported kinds.
+    """
     hostile = [problem for problem in problems if problem.code == "hostile-global"]
+    unsound = [problem for problem in problems if problem.code != UNREAD]
+    if not unsound:
+        return _unread(problems)
     if not hostile:
-        return damaged(problems, subject=subject)
+        return damaged(unsound, subject=subject)
     hint = "do not load this file with torch.load(weights_only=False) or pickle"
     error = Hostile(hostile[0], hint=hint)
     error.problems = tuple(hostile)
+    return error
+
+
+def _unread(problems: Sequence[Problem]) -> Unsupported:
+    """Return one error for all tensors of unsupported kinds."""
+    more = f"\n  and {len(problems) - 1:,} more such tensors" if len(problems) > 1 else ""
+    hint = "`ckptool convert --drop NAME` converts the rest"
+    hint += "; in torch: make them plain tensors before saving"
+    error = Unsupported(
+        f"{problems[0]}{more}", UNREAD, file=problems[0].file, tensor=problems[0].tensor, hint=hint
+    )
+    error.problems = tuple(problems)
     return error
 
 

@@ -30,7 +30,7 @@ from ckptool.core.state_category import state_category
 from ckptool.core.subscript import Pick, take
 from ckptool.core.text import did_you_mean, plural
 from ckptool.engine.read.tiles import require_unchanged
-from ckptool.errors import Damaged, NoSuchName, UsageError
+from ckptool.errors import CkptoolError, Damaged, NoSuchName, Refusal, UsageError, refused
 from ckptool.storage.local import Files
 from ckptool.storage.url import Location
 
@@ -146,12 +146,18 @@ class Checkpoint(Mapping[str, Any]):
         return rebuild(self._catalog.objects[name])
 
     def __iter__(self) -> Iterator[str]:
-        """Yield the names of tensors, then those of values."""
+        """Yield the names of tensors, of values, and of what cannot be read."""
         yield from self._catalog.tensors
         yield from self._catalog.objects
+        yield from self._unread
 
     def __len__(self) -> int:
-        return len(self._catalog.tensors) + len(self._catalog.objects)
+        return len(self._catalog.tensors) + len(self._catalog.objects) + len(self._unread)
+
+    @property
+    def _unread(self) -> list[str]:
+        """The names of tensors of unsupported kinds."""
+        return [name for name, why in self._catalog.conflicts.items() if isinstance(why, Refusal)]
 
     def __contains__(self, name: object) -> bool:
         return isinstance(name, str) and self.has(name)
@@ -307,15 +313,19 @@ class Checkpoint(Mapping[str, Any]):
         if self._closed:
             raise UsageError(f"{self.path}: the checkpoint was closed")
         if name in self._catalog.conflicts:
-            raise Damaged(
-                self._catalog.conflicts[name],
-                hint="per_rank=True keeps each rank's as NAME@rankR",
-            )
+            raise _refusal_of(self._catalog.conflicts[name])
         if name in self._catalog.objects:
             raise NoSuchName(f"{self.path}: {name} is a value, not a tensor", hint="objects has it")
         if name not in self._catalog.tensors:
             hint = did_you_mean(str(name), self._catalog.tensors)
             raise NoSuchName(f"{self.path}: no tensor named {name!r}", hint=hint)
+
+
+def _refusal_of(why: str) -> CkptoolError:
+    """Return the error for a name that cannot be read: Unsupported for an unsupported kind."""
+    if isinstance(why, Refusal):
+        return refused([why], subject="")
+    return Damaged(why, hint="per_rank=True keeps each rank's as NAME@rankR")
 
 
 class LazyStateDict(Mapping[str, Any]):

@@ -24,7 +24,7 @@ def open(path: AnyPath, **options: Unpack[OpenKeywords]) -> Checkpoint:
     keywords = Keywords("open", options, OpenKeywords)
     named = location(path)
     opened = open_checkpoint(named, keywords.options(ReadOptions), whole=False)
-    catalog = rewrite(opened, keywords.options(RewriteOptions)).catalog
+    catalog = rewrite(opened, keywords.options(RewriteOptions), unread=False).catalog
     return Checkpoint(opened, catalog, named, options)
 
 

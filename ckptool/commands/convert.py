@@ -19,7 +19,12 @@ from ckptool.commands.keymap.beside import with_files_beside
 from ckptool.commands.keymap.links import require_own_files
 from ckptool.commands.keymap.peft import with_adapter_config
 from ckptool.commands.keymap.records import CONFIG
-from ckptool.commands.open import OpenedCheckpoint, no_collecting, open_checkpoint
+from ckptool.commands.open import (
+    OpenedCheckpoint,
+    no_collecting,
+    open_checkpoint,
+    require_readable,
+)
 from ckptool.commands.options.rewrite import RewriteOptions, Selection
 from ckptool.commands.options.target import ConvertOptions, SaveOptions
 from ckptool.commands.rewrite import RenamedCounts, RewriteResult, rewrite
@@ -38,11 +43,10 @@ from ckptool.core.quantization.names import is_plain, kinds, quantized_names
 from ckptool.core.selection import unwrapping_rule, wrappers_of
 from ckptool.core.state_category import state_category
 from ckptool.core.text import one_of, plural
-from ckptool.errors import Unsupported, UsageError
+from ckptool.errors import UsageError
 from ckptool.formats import FORMATS, single_file_suffixes, targets
 from ckptool.formats.base import Format, Request
 from ckptool.formats.companions import PIPELINE
-from ckptool.serialization.state_dict.values import UNREAD_TENSOR, Foreign, type_name
 from ckptool.storage.url import Location
 
 
@@ -76,7 +80,7 @@ def prepare(
         locate=True,
         defers=may_open_late(target, overwrites=options.transfer.overwrite),
         shared=options.transfer.is_shared(ranks),
-        check=lambda kept: _require_some(opened.path, kept),
+        check=_require_some,
     )
     catalog = rewritten.catalog
     writer = _writer_of(catalog, writer)
@@ -146,6 +150,7 @@ def prepare_save(
     """Plan to write all of an open checkpoint as it is."""
     target = resolve_target(target)
     writer, catalog = writer_for(options.to, target), opened.catalog
+    require_readable(catalog, opened.source, str(opened.path))
     if not catalog.tensors and not catalog.objects:
         raise UsageError("no tensors or values to save")
     layout = writer.lay_out(catalog, Request(target.name, options.max_shard_size))
@@ -162,23 +167,11 @@ def prepare_save(
     return Transfer(opened, plan, target, options.transfer, report, (writer.name, "save"))
 
 
-def _require_some(source: Location, kept: Catalog) -> None:
-    """Raise if ranks contradict one another, or nothing readable was selected.
-
-    Raises Unsupported if all tensors are of unsupported kinds, such as sparse ones.
-    """
+def _require_some(kept: Catalog) -> None:
+    """Raise if ranks contradict one another, or nothing was selected."""
     require_agreement(kept)
     if not kept.tensors and not kept.objects:
         raise UsageError("no tensors or values left to convert")
-    foreign = Foreign()
-    values = kept.objects.values()
-    if kept.tensors or not all(UNREAD_TENSOR in foreign.of(entry.value) for entry in values):
-        return
-    names = ", ".join(f"{entry.name} ({type_name(entry.value)})" for entry in [*values][:3])
-    raise Unsupported(
-        f"{source}: no readable tensors: {names}",
-        hint="in torch: convert them to plain tensors and save those",
-    )
 
 
 def writer_for(to: str | None, target: Location) -> Format:

@@ -30,6 +30,7 @@ from ckptool.commands.unread_files import (
 from ckptool.core.catalog import Catalog
 from ckptool.core.state_category import with_parts
 from ckptool.errors import (
+    UNREAD,
     CkptoolError,
     Damaged,
     Problem,
@@ -116,9 +117,9 @@ def open_checkpoint(
     """Detect the checkpoint at ``path`` and scan its metadata.
 
     ``path`` may be the checkpoint, a file inside it, its parent folder, or a run's folder with only
-    one. Raises NotFound, Unrecognized (saying what is there), Damaged or Hostile. Unless ``whole``,
-    tensors and values that cannot or must not be read are refusals among the catalog's conflicts,
-    for ``require_readable`` to raise once it is known what is wanted.
+    one. Raises NotFound, Unrecognized (saying what is there), Damaged or Hostile. Tensors of
+    unsupported kinds, and unless ``whole`` all that cannot or must not be read, are refusals among
+    the catalog's conflicts, for ``require_readable`` to raise once it is known what is wanted.
     """
     candidate = detect_checkpoint(path, options.from_format)
     path, source = candidate.path, candidate.source
@@ -128,13 +129,18 @@ def open_checkpoint(
     if _is_empty(catalog):
         raise _no_content(path)
     if whole:
-        require_readable(catalog, source, str(path))
+        require_readable(catalog, source, str(path), unread=False)
     return OpenedCheckpoint(path, source, candidate.format, _with_parts(catalog, options))
 
 
-def require_readable(catalog: Catalog, source: Files, subject: str) -> None:
-    """Raise for the refusals in a catalog: Hostile if something can run code, else Damaged."""
+def require_readable(catalog: Catalog, source: Files, subject: str, *, unread: bool = True) -> None:
+    """Raise for the refusals in a catalog: Hostile if something can run code, else Damaged.
+
+    If nothing is wrong but that tensors are of unsupported kinds, Unsupported if ``unread``.
+    """
     refusals = [why for why in catalog.conflicts.values() if isinstance(why, Refusal)]
+    if not unread:
+        refusals = [why for why in refusals if why.code != UNREAD]
     if refusals:
         error = refused(refusals, subject=subject)
         raise explain_damage(source, error) if isinstance(error, Damaged) else error

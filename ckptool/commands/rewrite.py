@@ -75,14 +75,16 @@ def rewrite(
     locate: bool = False,
     defers: bool = True,
     shared: bool = False,
+    unread: bool = True,
     check: Callable[[Catalog], None] = lambda kept: None,
 ) -> RewriteResult:
     """Select, rename, map and cast a checkpoint's contents. No tensor byte is read.
 
-    ``check`` gets the selection and raises if it is unsuitable. With ``locate`` every container is
-    opened; if it ``defers``, its reader may open it, or has a share of work that is ``shared``; a
-    key map needs this. Raises UsageError or Unsupported if it cannot be done as requested, Damaged
-    if part of the selection cannot be read, Hostile if it must not be.
+    ``check`` gets the selection and raises if it is unsuitable. ``unread`` means that tensors of
+    unsupported kinds are refused; otherwise they stay among the conflicts. With ``locate`` every
+    container is opened; if it ``defers``, its reader may open it, or has a share of work that is
+    ``shared``; a key map needs this. Raises UsageError or Unsupported if it cannot be done as
+    requested, Damaged if part of the selection cannot be read, Hostile if it must not be.
     """
     casts = options.casts or NO_CASTS
     source = DequantizeResult(opened.catalog, {}, {})
@@ -91,7 +93,7 @@ def rewrite(
     chosen = select_entries(source.catalog, options.selection)
     kept, renamed = _rename(chosen, options.selection)
     counts = source.counts(kept)
-    require_readable(kept, opened.source, "what was selected")
+    require_readable(kept, opened.source, "what was selected", unread=unread)
     check(kept)
     whole = not (options.selection.select or options.selection.drop)
     if locate or options.map.is_asked:

@@ -35,7 +35,7 @@ from ckptool.serialization.source import Source, find_missing_ranks, require_ran
 from ckptool.serialization.state_dict.assemble import assemble
 from ckptool.serialization.state_dict.flat_params import FLAT, Member, unflatten
 from ckptool.serialization.state_dict.leaves import read_file_leaves
-from ckptool.serialization.state_dict.values import note_unread
+from ckptool.serialization.state_dict.values import note_repeated
 
 _Metadata = Mapping[str, Any]
 """The fields of one family's ``.metadata``."""
@@ -238,7 +238,7 @@ def _extra_state(source: Source, options: ScanOptions, world: int) -> list[Catal
         state.objects,
         {file: source.files[file] for file in files.values()},
         len(files),
-        notes=(*state.notes, *note_unread(state.objects), *_lost_extra_state(files, world)),
+        notes=(*state.notes, *note_repeated(state.objects), *_lost_extra_state(files, world)),
         conflicts=state.conflicts,
     )
     return [catalog]

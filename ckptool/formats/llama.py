@@ -48,7 +48,7 @@ from ckptool.serialization.pickle.write import TensorRef
 from ckptool.serialization.source import Source, expect_archives, find_missing_ranks, require_rank
 from ckptool.serialization.state_dict.assemble import assemble
 from ckptool.serialization.state_dict.leaves import Leaf, PlainLeaf, RankLeaves, read_file_leaves
-from ckptool.serialization.state_dict.values import note_unread
+from ckptool.serialization.state_dict.values import note_repeated
 
 _EMBEDDING = re.compile(r"(.*\.)?tok_embeddings\.weight")
 RULES = tuple(
@@ -225,7 +225,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         mesh=tp_mesh(world) if world > 1 else None,
         mesh_source="declared" if world > 1 else None,
         info=_info(sizes, world),
-        notes=(*merged.notes, *note_unread(merged.objects)),
+        notes=(*merged.notes, *note_repeated(merged.objects)),
         conflicts=merged.conflicts | conflicts,
         companions=companions(source),
     )

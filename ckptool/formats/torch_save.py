@@ -21,7 +21,7 @@ from ckptool.serialization.archive.write import lay_out_archive
 from ckptool.serialization.source import Source, expect_archives
 from ckptool.serialization.state_dict.assemble import assemble
 from ckptool.serialization.state_dict.leaves import Assembled, Leaf, ShareLeaf, read_file_leaves
-from ckptool.serialization.state_dict.values import note_unread
+from ckptool.serialization.state_dict.values import note_repeated
 
 INDEX = "pytorch_model.bin.index.json"
 _MODELS = ("pytorch_model.bin", "diffusion_pytorch_model.bin")
@@ -71,7 +71,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         {file: source.files[file]},
         world_size=1,
         info={"writer": "torch.save"} | describe_framework(contents.objects),
-        notes=(*notes, *note_unread(contents.objects)),
+        notes=(*notes, *note_repeated(contents.objects)),
         conflicts=contents.conflicts,
         companions=companions(source) if model else {},
     )
@@ -104,7 +104,7 @@ def _scan_shards(source: Source, options: ScanOptions) -> Catalog:
         {file: source.files[file] for file in (*files, INDEX) if file in source.files},
         world_size=1,
         info={"writer": "transformers (pytorch_model.bin shards)"} | describe_config(source),
-        notes=(*contents.notes, *note_unread(contents.objects)),
+        notes=(*contents.notes, *note_repeated(contents.objects)),
         conflicts=contents.conflicts,
         companions=companions(source),
     )

@@ -18,10 +18,14 @@ from ckptool.formats.base import Request
 from ckptool.formats.companions import TRAINER_FILES, companion_targets
 from ckptool.serialization.pickle.write import TensorRef
 from ckptool.serialization.state_dict.tree import nest
-from ckptool.serialization.state_dict.values import NUMPY, UNREAD_TENSOR, Foreign, type_name
+from ckptool.serialization.state_dict.values import (
+    NOT_CARRIED,
+    NUMPY,
+    Foreign,
+    Repeated,
+    type_name,
+)
 
-NOT_CARRIED = "value-not-written"
-"""The code of a note on something that no writer, or only a pickling one, carries over."""
 CARRIED = "carried as they are, for those who trust the source"
 """The beginning of a note on values that are written as in the source, classes and all."""
 
@@ -29,8 +33,8 @@ CARRIED = "carried as they are, for those who trust the source"
 def select_plain(catalog: Catalog, *, numpy: bool = True) -> tuple[list[ObjectEntry], list[str]]:
     """Return the values that are plain data, and one note for each other one, which is dropped.
 
-    ``numpy`` means that its arrays, scalars and generators count as plain. Tensors of unsupported
-    kinds need no note: the catalog has one for each.
+    ``numpy`` means that its arrays, scalars and generators count as plain. Values that contain
+    themselves need no note: the catalog has one for each.
     """
     plain: list[ObjectEntry] = []
     notes: list[str] = []
@@ -39,7 +43,7 @@ def select_plain(catalog: Catalog, *, numpy: bool = True) -> tuple[list[ObjectEn
     classes = Foreign()
     for entry in catalog.objects.values():
         foreign = classes.of(entry.value)
-        if UNREAD_TENSOR in foreign:
+        if isinstance(entry.value, Repeated):
             continue
         if foreign - carried:
             what = f"{entry.name} ({type_name(entry.value)})"

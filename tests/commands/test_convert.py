@@ -466,5 +466,5 @@ def test_dcp_loads_though_a_list_lost_a_member(tmp_path: Path, out: Path) -> Non
 
 def test_a_tensor_of_a_kind_that_is_not_read_is_refused(tmp_path: Path) -> None:
     torch.save(torch.eye(2).to_sparse(), tmp_path / "model.pt")
-    with pytest.raises(Unsupported, match=r"no readable tensors: value \(sparse tensor\)"):
+    with pytest.raises(Unsupported, match="value: not a plain tensor, but sparse tensor"):
         prepare(tmp_path / "model.pt", tmp_path / "out.safetensors", ConvertOptions("safetensors"))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ckptool
-from ckptool.errors import CkptoolError
+from ckptool.errors import CkptoolError, Unsupported
 from ckptool.serialization.archive.recover import recover_records
 from ckptool.serialization.archive.tensors import read_tensor
 from ckptool.serialization.pickle.records import Call, Global
@@ -65,8 +65,8 @@ def test_every_element_type_can_be_a_value(name: str, tmp_path: Path) -> None:
 
 def test_a_storage_by_itself_is_called_what_it_is(tmp_path: Path) -> None:
     torch.save({"s": torch.ones(3).untyped_storage()}, tmp_path / "s.pt")
-    (note,) = ckptool.open(tmp_path / "s.pt").catalog.notes
-    assert note == "not read: s (torch storage) is not a plain tensor"
+    (note,) = ckptool.inspect(tmp_path / "s.pt").notes
+    assert note == "s: holds tensors that cannot be read (torch storage)"
 
 
 class OnXla:
@@ -86,6 +86,8 @@ def test_a_tensor_of_an_accelerator_without_storages_is_its_copy(tmp_path: Path)
     checkpoint = ckptool.open(path)
     assert torch.equal(checkpoint.read("w"), tensor)
     assert list(checkpoint.tensors) == ["w"]
+    with pytest.raises(Unsupported, match="cast: not a plain tensor"):
+        checkpoint.read("cast")
 
 
 def test_calls_that_wrap_one_another_without_end_are_not_tensor() -> None:

@@ -15,11 +15,14 @@ from ckptool.commands.open import OpenedCheckpoint
 from ckptool.commands.options.target import TransferOptions
 from ckptool.commands.transfer.overwrite import kept_note
 from ckptool.core.casts import uncounted_notes
+from ckptool.core.catalog import Catalog
 from ckptool.core.layout import FileLayout, Layout
 from ckptool.core.plan import Plan
 from ckptool.engine.share import Share
+from ckptool.errors import Problem
 from ckptool.formats import FORMATS
 from ckptool.serialization.safetensors_metadata import note_lost
+from ckptool.serialization.state_dict.values import NOT_CARRIED
 from ckptool.storage.url import Location
 
 if TYPE_CHECKING:
@@ -101,7 +104,7 @@ class TransferReport(Report, frozen=True, kw_only=True):
             write_bytes=plan.layout.nbytes,
             free_bytes=free_bytes(target.parent),
             tensors=len(plan.catalog.tensors),
-            objects=len(plan.catalog.objects),
+            objects=len(plan.catalog.objects.keys() - not_carried(plan.layout, plan.catalog)),
             verify=options.verify,
             notes=(
                 *notes,
@@ -117,6 +120,12 @@ class TransferReport(Report, frozen=True, kw_only=True):
 def has_metadata(format_name: str) -> bool:
     """Return whether files of a format have a place for texts about tensors."""
     return format_name in FORMATS and FORMATS[format_name].has_metadata
+
+
+def not_carried(layout: Layout, catalog: Catalog) -> set[str]:
+    """Return the names of values that the layout does not hold, as notes on each say."""
+    notes = (note for note in (*catalog.notes, *layout.notes) if isinstance(note, Problem))
+    return {str(note.tensor) for note in notes if note.code == NOT_CARRIED}
 
 
 def target_notes(

@@ -241,6 +241,11 @@ _CODES: dict[str, dict[str, Code]] = {
         "value-missing": Code(_ERROR, "a non-tensor value that is only in A"),
         "value-extra": Code(_ERROR, "a non-tensor value that is only in B"),
         "value-differs": Code(_ERROR, "a non-tensor value differs"),
+        "tensor-not-compared": Code(
+            _ERROR,
+            "a tensor of an unsupported kind, so not compared",
+            "exclude it with --drop NAME",
+        ),
         "value-not-compared": Code(
             _WARNING, "of an unsupported kind, so not compared", "exclude it with --drop NAME"
         ),

@@ -12,11 +12,11 @@ from ckptool.core.catalog import Catalog, Chunk, Container, Path, Place, TensorE
 from ckptool.core.sharding.table import ChunkTable, LateChunks
 from ckptool.errors import (
     UNCODED,
+    UNREAD,
     CkptoolError,
     Problem,
     Refusal,
     SourceError,
-    Unsupported,
     coded,
     damaged,
     refused,
@@ -130,7 +130,7 @@ def locate(
     if problems:
         raise damaged(problems, subject="the items", hint=DAMAGE_HINT)
     if unread:
-        raise _unread_tensors(unread)
+        raise refused(unread, subject="the items")
     objects, notes = catalog.objects | contents.objects, (*catalog.notes, *contents.notes)
     return replace(catalog, tensors=contents.tensors, objects=objects, notes=notes)
 
@@ -182,22 +182,10 @@ def _read_inner_tensors(source: Source, entry: TensorEntry) -> Assembled | None:
     if not is_one or not isinstance(item, Container) or item.part or chunk.box.shape != entry.shape:
         return None
     inner = read_values(source, entry.name, [(chunk.rank or 0, item)], entry.path)
-    if inner.refusals:
-        raise refused([*inner.refusals.values()], subject=entry.name)
-    return inner if inner.tensors and not inner.problems else None
-
-
-def _unread_tensors(problems: list[Problem]) -> Unsupported:
-    """Return one error for all tensors of unsupported kinds."""
-    more = f"\n  and {len(problems) - 1:,} more such tensors" if len(problems) > 1 else ""
-    error = Unsupported(
-        f"{problems[0]}{more}",
-        problems[0].code,
-        tensor=problems[0].tensor,
-        hint="--drop NAME excludes one; in torch: convert them to plain tensors before saving",
-    )
-    error.problems = tuple(problems)
-    return error
+    unsound = [why for why in inner.refusals.values() if why.code != UNREAD]
+    if unsound:
+        raise refused(unsound, subject=entry.name)
+    return inner if inner.tensors and not inner.problems and not inner.refusals else None
 
 
 def _items_of(some: Iterable[tuple[TensorEntry, Chunk]]) -> Iterator[Item]:

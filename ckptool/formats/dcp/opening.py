@@ -30,7 +30,7 @@ from ckptool.core.catalog import (
 from ckptool.core.dtype import DType
 from ckptool.core.sharding.table import ChunkTable, LateChunks, OpenChunks
 from ckptool.core.views import part_of_place
-from ckptool.errors import CkptoolError, Damaged, Hostile, Unsupported
+from ckptool.errors import UNREAD, CkptoolError, Damaged, Hostile, Unsupported
 from ckptool.serialization.archive.read import TorchFile, is_zip, read_torch_zip
 from ckptool.serialization.archive.tensors import (
     is_tensor_record,
@@ -134,7 +134,7 @@ def _no_tensor(
         message = f"{what} holds {type_name(value)}, not a plain tensor"
         return Damaged(message, "item-mismatch", file=item.file)
     message = f"{what} holds a tensor of an unsupported kind ({type_name(value)})"
-    return NoPlainTensor(message, "tensor-unsupported", file=item.file)
+    return NoPlainTensor(message, UNREAD, file=item.file)
 
 
 def open_late(source: Source, catalog: Catalog, open_chunks: OpenChunks) -> Catalog:

@@ -6,10 +6,12 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from itertools import chain
 
+from msgspec.structs import replace
+
 from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.layout import Data, FileLayout, Layout, Part, ScatteredData
-from ckptool.core.selection import keep_names, root_problem, with_loadable_paths
+from ckptool.core.selection import root_problem, with_loadable_paths
 from ckptool.errors import Unsupported
 from ckptool.formats.base import Request
 from ckptool.formats.dcp.cuts import Chunks, Cut, data_file
@@ -17,14 +19,15 @@ from ckptool.formats.dcp.pickling import MetadataPickler, WrittenAt, WrittenValu
 from ckptool.formats.lightning import split_meta
 from ckptool.formats.writing import CARRIED, WriterAssignment, lay_out_companions, note_tied
 from ckptool.serialization.archive.write import lay_out_archive, offset_parts
-from ckptool.serialization.state_dict.values import NUMPY, UNREAD_TENSOR, Foreign
+from ckptool.serialization.state_dict.values import NUMPY, Foreign, Repeated
 
 
 def lay_out(catalog: Catalog, request: Request) -> Layout:
     """Lay out a DCP folder: cut for the request's mesh, or in the source's own chunks."""
     classes = Foreign()
     made_of = {name: set(classes.of(entry.value)) for name, entry in catalog.objects.items()}
-    catalog = keep_names(catalog, lambda name: UNREAD_TENSOR not in made_of.get(name, ()))
+    objects = {n: e for n, e in catalog.objects.items() if not isinstance(e.value, Repeated)}
+    catalog = replace(catalog, objects=objects)
     held = [*catalog.objects]
     catalog, beside = split_meta(catalog)
     _require_text([*catalog.tensors, *catalog.objects])

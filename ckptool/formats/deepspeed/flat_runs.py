@@ -26,7 +26,12 @@ from ckptool.serialization.state_dict.leaves import (
     find_refusal,
     read_leaves,
 )
-from ckptool.serialization.state_dict.values import same_value, walk_parts
+from ckptool.serialization.state_dict.values import (
+    note_stray_keys,
+    same_value,
+    unread_tensor,
+    walk_parts,
+)
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Parameters by name, in the order in which a flat buffer holds them."""
@@ -128,6 +133,14 @@ class RankContents(Struct):
         for name, leaf in leaves.items():
             if name not in known or not isinstance(known[name].value, Refusal):
                 known[name] = leaf
+
+    def add_stray(self, file: str, values: Mapping[Any, Any], rank: int, prefix: Path = ()) -> None:
+        """Note the entries of a file that its format does not have; refuse those with tensors."""
+        paths = {key: (*prefix, str(key)) for key in values}
+        refused = {key: unread_tensor(flat_name(paths[key]), one) for key, one in values.items()}
+        leaves = {key: Leaf(paths[key], why) for key, why in refused.items() if why is not None}
+        self.add_leaves({flat_name(leaf.path): leaf for leaf in leaves.values()}, rank)
+        self.notes += note_stray_keys(file, [key for key in values if key not in leaves])
 
     def attempt(
         self, add: Callable[Concatenate[RankContents, _P], _T], *args: _P.args, **kwargs: _P.kwargs

@@ -14,6 +14,7 @@ from ckptool.formats.companions import companions
 from ckptool.formats.deepspeed.checkpoint import (
     LATEST,
     DeepSpeedCheckpoint,
+    RankState,
     find_files,
     find_tag_folder,
     read_checkpoint,
@@ -52,7 +53,7 @@ from ckptool.formats.deepspeed.zero_partitions import add_flat_groups, add_split
 from ckptool.serialization.source import Source
 from ckptool.serialization.state_dict.assemble import assemble
 from ckptool.serialization.state_dict.leaves import Assembled
-from ckptool.serialization.state_dict.values import note_stray_keys, note_unread
+from ckptool.serialization.state_dict.values import note_repeated
 
 _OPTIMIZER_FILE = frozenset("optimizer_state_dict ds_config ds_version param_shapes".split())
 """Keys that DeepSpeed writes in a file of optimizer states; shapes up to 0.4."""
@@ -151,7 +152,7 @@ def describe_checkpoint(
     experts = f", EP {max(degrees)}" if degrees else ""
     info["parallelism"] = f"TP {grid.tensor}, PP {grid.pipeline}, DP {grid.data}{experts}"
     carried = {n: size for n, size in companions(source).items() if not n.startswith("zero_to_")}
-    notes = [*checkpoint.notes, *assembled.notes, *note_unread(assembled.objects)]
+    notes = [*checkpoint.notes, *assembled.notes, *note_repeated(assembled.objects)]
     return Catalog(
         name,
         assembled.tensors,
@@ -216,27 +217,27 @@ def _read_rank(checkpoint: DeepSpeedCheckpoint, mp: int, barred: Refusal | None)
         contents.add_leaves(read_engine_leaves(model.state, source), model.rank)
         kinds = classify_refused(model.state, checkpoint.aliases, trained)
         contents.add_leaves(list_refused_leaves(model.state, (), kinds), model.rank)
-    _note_values(contents, [model.state for model in models])
+    _note_values(contents, models)
     for optimizer in checkpoint.select(checkpoint.optimizers, mp):
-        stray = optimizer.state.stored.keys() - _OPTIMIZER_FILE
-        contents.notes += note_stray_keys(optimizer.state.file.what, stray)
+        stray = {k: v for k, v in optimizer.state.stored.items() if k not in _OPTIMIZER_FILE}
+        contents.add_stray(optimizer.state.file.what, stray, optimizer.rank)
     for partition in checkpoint.partitions(mp):
         contents.add_leaves(read_optimizer_leaves(partition.state, source), partition.rank)
         contents.add_leaves(list_refused_leaves(partition.state, ("optimizer",)), partition.rank)
     return contents
 
 
-def _note_values(contents: RankContents, states: Iterable[State]) -> None:
+def _note_values(contents: RankContents, models: Iterable[RankState]) -> None:
     """Note values of modules that are not plain tensors, by the first file that has each."""
     noted: set[Any] = set()
-    for state in states:
+    for model in models:
         for key in ("module", "frozen_param_fragments"):
-            inner = state.inner(key)
+            inner = model.state.inner(key)
             if isinstance(inner.readable, Refusal):
                 continue
-            names = [name for name in inner.value_names if name not in noted]
-            contents.notes += note_stray_keys(state.file.what, names)
-            noted.update(names)
+            values = {name: value for name, value in inner.values.items() if name not in noted}
+            contents.add_stray(model.state.file.what, values, model.rank, ("module",))
+            noted.update(values)
 
 
 def _add_stage_3(contents: RankContents, checkpoint: DeepSpeedCheckpoint, mp: int) -> set[str]:
@@ -271,5 +272,5 @@ def _add_module_and_optimizer(
         for name, vector in expert.tensors.items():
             contents.add_whole(("module", name), vector, rank)
         contents.add_leaves(list_refused_leaves(expert, ("module",)), rank)
-        contents.notes += note_stray_keys(expert.file.what, expert.value_names)
+        contents.add_stray(expert.file.what, expert.values, rank, ("module",))
     return trained

@@ -141,11 +141,11 @@ class State(Struct, frozen=True):
         return {name: why for name, why in reasons.items() if why is not None}
 
     @property
-    def value_names(self) -> list[Any]:
-        """The names of values that are not plain tensors, except refused ones."""
+    def values(self) -> dict[Any, Any]:
+        """What is not a plain tensor by its name, except what is refused."""
         refused = self.refusals
-        values = (name for name, value in self.fields.items() if read_tensor(value) is None)
-        return [name for name in values if str(name) not in refused]
+        values = ((n, v) for n, v in self.fields.items() if read_tensor(v) is None)
+        return {name: value for name, value in values if str(name) not in refused}
 
     def _typed(self, value: Any, kind: Any, key: str) -> Any:
         if isinstance(value, kind):

@@ -26,7 +26,6 @@ from ckptool.formats.deepspeed.states import (
 )
 from ckptool.formats.deepspeed.weights import select_weights
 from ckptool.serialization.state_dict.leaves import PlainLeaf
-from ckptool.serialization.state_dict.values import note_stray_keys
 
 _MOST_STATES = 20_000
 _UNNAMED = (
@@ -60,8 +59,8 @@ def add_whole_optimizers(
         inner, rank = file.state.inner("optimizer"), file.rank
         own: Mapping[str, PlainLeaf] | None = {}
         if by_expert:
-            stray = file.state.stored.keys() - {"optimizer"}
-            contents.notes += note_stray_keys(file.state.file.what, stray)
+            stray = {key: v for key, v in file.state.stored.items() if key != "optimizer"}
+            contents.add_stray(file.state.file.what, stray, file.rank)
             own = select_experts(experts, inner, file.dp)
         named = None if own is None else _add_optimizer(contents, inner, weights, rank, own)
         if len(named or ()) < len(weights) + len(own or ()):

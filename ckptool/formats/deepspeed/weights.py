@@ -32,7 +32,6 @@ from ckptool.formats.deepspeed.states import (
 from ckptool.serialization.archive.tensors import read_sizes
 from ckptool.serialization.pickle.records import OrderedMapping
 from ckptool.serialization.state_dict.leaves import Assembled, Barred, PlainLeaf
-from ckptool.serialization.state_dict.values import note_stray_keys
 
 FROZEN = "frozen"
 EXCLUDED = "frozen-excluded"
@@ -172,7 +171,7 @@ def add_layers(contents: RankContents, checkpoint: DeepSpeedCheckpoint, tensor: 
             full = f"{layer}.{name}"
             why.may_be_tensor = why.may_be_tensor or full in trained or full in buffers
         contents.add_leaves(list_refused_leaves(state, ("module", str(layer))), rank)
-        contents.notes += note_stray_keys(state.file.what, state.value_names)
+        contents.add_stray(state.file.what, state.values, rank, ("module", str(layer)))
         head = _find_head(layer, vectors, refused, trained, tied)
         for name, vector in vectors.items():
             full = f"{head}.{name}"

@@ -32,7 +32,7 @@ from ckptool.serialization.pickle.records import Call
 from ckptool.serialization.source import Source, find_missing_ranks, require_rank
 from ckptool.serialization.state_dict.assemble import assemble
 from ckptool.serialization.state_dict.leaves import Assembled, Leaf, PlainLeaf, read_leaves
-from ckptool.serialization.state_dict.values import note_unread
+from ckptool.serialization.state_dict.values import note_repeated
 
 FORMAT_NAME = "nvrx-local"
 _PLAIN = "BasicTensorAwareStateDict"
@@ -76,7 +76,7 @@ def scan(source: Source, options: ScanOptions) -> Catalog:
         used,
         world_size=len(local.files),
         info=info | (args.info() if args.values else {}),
-        notes=(*notes, *assembled.notes, *note_unread(assembled.objects)),
+        notes=(*notes, *assembled.notes, *note_repeated(assembled.objects)),
         conflicts={n: _add_hint(why, n) for n, why in assembled.conflicts.items()},
         copies=frozenset(_find_other_copies(source.files, used)),
     )

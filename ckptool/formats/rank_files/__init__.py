@@ -59,7 +59,7 @@ from ckptool.serialization.state_dict.leaves import (
     RankLeaves,
     ShareLeaf,
 )
-from ckptool.serialization.state_dict.values import note_unread
+from ckptool.serialization.state_dict.values import note_repeated
 
 _VERL_CONFIG = "fsdp_config.json"
 _VERL, _TORCH_CHECKPOINTING = "verl (by its file names)", "torch_checkpointing"
@@ -151,7 +151,7 @@ def _catalog(
         mesh=mesh,
         mesh_source="declared" if mesh else None,
         info=info | ({"FSDP version": version} if version else {}),
-        notes=(*merged.notes, *note_unread(merged.objects)),
+        notes=(*merged.notes, *note_repeated(merged.objects)),
         conflicts=merged.conflicts,
         companions=companions(source) or companions(source, f"{OF_VERL}/"),
     )

@@ -34,7 +34,7 @@ from ckptool.core.mesh import Mesh, Placement, Replicate, Shard
 from ckptool.core.selection import with_prefix
 from ckptool.core.sharding.infer import with_inferred_mesh
 from ckptool.core.text import list_some
-from ckptool.errors import Damaged, Problem, Refusal, SourceError, refused
+from ckptool.errors import Damaged, Problem, Refusal, SourceError, Unsupported, refused
 from ckptool.formats.base import Format, ScanOptions
 from ckptool.formats.torchsnapshot.manifest import (
     CONTAINERS,
@@ -49,16 +49,14 @@ from ckptool.formats.torchsnapshot.manifest import (
     read_manifest,
 )
 from ckptool.serialization.archive.dtensor import read_flat_ints
+from ckptool.serialization.archive.quantized import INTEGERS, describe_quantized, split_quantized
 from ckptool.serialization.archive.tensors import (
-    INTEGERS,
-    describe_quantized,
     read_sizes,
-    split_quantized,
 )
 from ckptool.serialization.source import Source
 from ckptool.serialization.state_dict.assemble import assemble
 from ckptool.serialization.state_dict.leaves import Leaf, read_leaves
-from ckptool.serialization.state_dict.values import note_unread, same_value
+from ckptool.serialization.state_dict.values import note_repeated, refuse_unread, same_value
 
 _NOTHING = Catalog("", {}, {}, {})
 _MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError, struct.error)
@@ -109,7 +107,7 @@ class _Reader(Struct):
         name = flat_name(self.manifest.path(logical, rank))
         try:
             return work()
-        except SourceError as error:
+        except (SourceError, Unsupported) as error:
             why = error.message
         except _MALFORMED:
             message = "an entry that is not as TorchSnapshot writes it"
@@ -159,16 +157,16 @@ class _Reader(Struct):
     def _entry(
         self, path: Path, shards: list[Fields], shape: tuple[int, ...], chunks: list[Chunk]
     ) -> Catalog:
-        """Return the tensor of some shards; none, and a note, if its kind is unsupported."""
+        """Return the tensor of some shards; a refusal if its kind is unsupported."""
         type_name = shards[0]["tensor"]["dtype"] if shards else "no shards"
         dtype, parameters = element_type(type_name), _NOTHING
         if type_name in QUANTIZED and chunks:
             parameters = self._parameters(path, shards)
             dtype = dtype if parameters is not _NOTHING else None
         if dtype is None or not chunks:
-            message = f"not read: {flat_name(path)} ({type_name}) is not a plain tensor"
-            self.notes.append(Problem(message, "tensor-unsupported", tensor=flat_name(path)))
-            return _NOTHING
+            reason = f"not a plain tensor, but {type_name}"
+            refusal = refuse_unread(flat_name(path), reason)
+            return replace(_NOTHING, conflicts={flat_name(path): refusal})
         full = (*path, INTEGERS) if type_name in QUANTIZED else path
         name = flat_name(full)
         self.notes += describe_quantized({name, *parameters.tensors, *parameters.objects})
@@ -295,7 +293,7 @@ def _catalog(source: Source, manifest: Manifest, reader: _Reader) -> Catalog:
         info={"writer": "TorchSnapshot", "version": manifest.version},
         bare=frozenset(reader.places.used - reader.places.archives),
         notes=(
-            *dict.fromkeys([*reader.notes, *note_unread(reader.objects)]),
+            *dict.fromkeys([*reader.notes, *note_repeated(reader.objects)]),
             *_unlisted_files(source, reader.places.used),
         ),
     )

@@ -19,14 +19,13 @@ from ckptool.core.box import Box, row_major_strides
 from ckptool.core.catalog import Chunk, Extent, Index, Path, Place
 from ckptool.core.dtype import BY_NAME, DType
 from ckptool.errors import Damaged, Unrecognized
+from ckptool.serialization.archive.quantized import INTEGERS, split_quantized
 from ckptool.serialization.archive.read import TorchFile, read_torch_zip
 from ckptool.serialization.archive.tensors import (
-    INTEGERS,
     locate_tensor,
     read_natural,
     read_sizes,
     read_tensor,
-    split_quantized,
 )
 from ckptool.serialization.source import Source, read_metadata, require, require_rank
 from ckptool.serialization.zip import Region

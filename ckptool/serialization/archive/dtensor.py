@@ -25,13 +25,14 @@ from ckptool.serialization.archive.tensors import (
     StoredTensor,
     describe,
     is_tensor_record,
+    list_wrapped,
     locate_tensor,
     read_attributes,
     read_dtype,
     read_natural,
     read_sizes,
     read_tensor,
-    unwrap_parameter,
+    require_outer,
 )
 from ckptool.serialization.pickle.records import Call, Global, PickleValue, state_fields
 from ckptool.serialization.source import Source
@@ -99,9 +100,18 @@ def read_share(
 ) -> DTensorShare | ShardedShare | None:
     """Return the share that a tensor subclass describes, or None for any other.
 
-    Also None for a DTensor whose local tensors are of an unsupported kind.
+    Also None for one whose local tensors are of an unsupported kind.
     """
-    value = unwrap_parameter(value)
+    records = list_wrapped(value)
+    share = _read_unwrapped(records[-1], file, source)
+    if share is not None:
+        require_outer(records, share.dtype, share.shape)
+    return share
+
+
+def _read_unwrapped(
+    value: PickleValue, file: TorchFile, source: Source
+) -> DTensorShare | ShardedShare | None:
     if not isinstance(value, Call) or value.name != "torch._tensor._rebuild_from_type_v2":
         return None
     if len(value.args) != 4:
@@ -111,12 +121,15 @@ def read_share(
         return None
     if cls.name == "DTensor" and cls.module.startswith("torch.distributed."):
         local = state_fields(state).get("_local_tensor")
-        if is_tensor_record(local) and read_tensor(local) is None:
-            return None
-        return _dtensor(arguments, state, file, source)
+        return None if _is_other_kind(local) else _dtensor(arguments, state, file, source)
     if cls.name == "ShardedTensor" and cls.module.startswith("torch.distributed._shard."):
         return _sharded_tensor(arguments, state)
     return None
+
+
+def _is_other_kind(value: PickleValue) -> bool:
+    """Return whether a value is a tensor's record, but not that of a plain one."""
+    return is_tensor_record(value) and read_tensor(value) is None
 
 
 def _dtensor(
@@ -172,13 +185,15 @@ def _shard_order(value: PickleValue) -> tuple[tuple[int, tuple[int, ...]], ...] 
     return tuple((read_natural(dim), read_sizes(mesh_dims)) for dim, mesh_dims in entries)
 
 
-def _sharded_tensor(arguments: tuple[Any, ...], state: PickleValue) -> ShardedShare:
+def _sharded_tensor(arguments: tuple[Any, ...], state: PickleValue) -> ShardedShare | None:
     if not isinstance(state, tuple) or len(state) < 3 or not isinstance(state[0], list):
         raise Damaged("a ShardedTensor record without its shards")
     local = []
     for shard in state[0]:
         fields = read_fields(shard, "Shard")
         tensor = read_tensor(fields.get("tensor"))
+        if _is_other_kind(fields.get("tensor")):
+            return None
         if tensor is None:
             raise Damaged("a ShardedTensor shard that is not a plain tensor")
         local.append((_shard_box(fields.get("metadata"))[0], tensor))

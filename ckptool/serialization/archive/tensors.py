@@ -1,28 +1,30 @@
-"""The tensors of a torch.save pickle: plain, quantized and wrapping ones, and their storages.
-
-torch 1.6 to 2.13 pickles a quantized tensor as ``_rebuild_qtensor`` of the storage of its integers
-and the parameters of its quantizer. Its parts have the names of torch's functions that return them:
-``int_repr``; for one scale ``q_scale`` and ``q_zero_point``; for a scale per channel
-``q_per_channel_scales``, ``q_per_channel_zero_points`` (tensors) and ``q_per_channel_axis``.
+"""The tensors of a torch.save pickle: plain and wrapping ones, and their storages.
 
 torch 2.0 to 2.15 pickles a tensor subclass that wraps others, such as torchao's quantized ones, as
-``_rebuild_wrapper_subclass`` of its outer shape, and its attributes. The inner tensors are read as
-they are, not as the class would present them.
+``_rebuild_wrapper_subclass`` of its outer shape, and its attributes. Where the class's source says
+that one of them is its value, the tensor is that one. Otherwise the inner tensors are read as they
+are, not as the class would present them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
 from ckptool.core.box import row_major_strides
 from ckptool.core.catalog import EncodedBlob, Extent, Place, Record
-from ckptool.core.dtype import BY_NAME, BY_STORAGE, QUANTIZED_STORAGES, DType
+from ckptool.core.dtype import BY_NAME, BY_STORAGE, DType
 from ckptool.errors import Damaged, coded
-from ckptool.serialization.pickle.records import TORCH_SIZE, Call, Global, Persistent, PickleValue
+from ckptool.serialization.pickle.records import (
+    TORCH_SIZE,
+    Call,
+    Global,
+    Persistent,
+    PickleValue,
+    state_fields,
+)
 
 if TYPE_CHECKING:
     from ckptool.serialization.archive.read import TorchFile
@@ -35,12 +37,28 @@ _PARAMETER = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_paramete
 _FROM_TYPE = "torch._tensor._rebuild_from_type_v2"
 _FROM_CPU = "torch._utils._rebuild_device_tensor_from_cpu_tensor"
 """Devices whose tensors have no storage (XLA): a copy on the CPU, its element type, the device."""
-_REBUILD = Global("torch._utils", "_rebuild_tensor")
-_REBUILD_QUANTIZED = Global("torch._utils", "_rebuild_qtensor")
 _REBUILD_WRAPPER = Global("torch._utils", "_rebuild_wrapper_subclass")
 _TENSOR_CLASSES = frozenset(
     ["torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer"]
 )
+_OF_TENSORS = ("torch._utils.", "torch._tensor.", "torch.nested.", "torch.nn.parameter.")
+"""Modules of which each function and class that a pickle calls creates a tensor."""
+_MOST_WRAPPED = 8
+_SCALE = "_precomputed_scale"
+_PLAIN_INSIDE = {
+    "torchao.float8.fsdp_utils.WeightWithDynamicFloat8CastTensor": ("_tensor", _SCALE),
+    "torchao.prototype.quantized_training.bitnet.BitNetTrainingLinearWeight": ("_data", _SCALE),
+    "torchao.prototype.quantized_training.int8_mixed_precision"
+    ".Int8MixedPrecisionTrainingLinearWeight": ("_data", None),
+    "torchao.prototype.moe_training.tensor.ScaledGroupedMMTensor": ("_data", None),
+    "torchao.prototype.moe_training.tensor.Float8TrainingWeightWrapperTensor": ("_data", None),
+    "torchao.prototype.moe_training.tensor.MXFP8TrainingWeightWrapperTensor": ("_data", None),
+}
+"""Subclasses whose value is the plain tensor in an attribute, and one that is computed from it.
+
+torchao 0.9 to 0.18 cast it only for a product, or when FSDP gathers it: the first three are in all
+of these, ``ScaledGroupedMMTensor`` in 0.12 to 0.16, the last two since 0.17.
+"""
 _ARGUMENTS = {
     "torch._utils._rebuild_tensor": 4,
     "torch._utils._rebuild_tensor_v2": 6,
@@ -108,18 +126,42 @@ def read_storage(item: Persistent) -> Storage:
     return Storage(str(key), dtype, numel)
 
 
-def unwrap_parameter(value: PickleValue) -> Any:
-    """Return a parameter's tensor, which ``_rebuild_parameter`` wraps; others unchanged."""
-    for _ in range(8):
-        if not isinstance(value, Call) or value.name not in _PARAMETER or not value.args:
+def list_wrapped(value: PickleValue) -> list[Any]:
+    """Return a record and those inside it that are the same tensor, from the outermost to the last.
+
+    A parameter wraps its tensor, and so do subclasses whose value is a plain tensor.
+    """
+    records: list[Any] = [value]
+    while len(records) < _MOST_WRAPPED and isinstance(value, Call):
+        value = _wrapped_in(value)
+        if value is None:
             break
-        value = value.args[0]
-    return value
+        records.append(value)
+    return records
+
+
+def _wrapped_in(record: Call) -> PickleValue:
+    """Return the record of the same tensor that another one wraps; None if it wraps none."""
+    if record.name in _PARAMETER:
+        return record.args[0] if record.args else None
+    if record.name != _FROM_TYPE or len(record.args) != 4:
+        return None
+    attribute, computed = _PLAIN_INSIDE.get(str(record.args[1]), (None, None))
+    if attribute is None or record.args[0] != _REBUILD_WRAPPER:
+        return None
+    fields = state_fields(record.args[3])
+    held = {name for name, part in fields.items() if is_tensor_record(part)} - {computed}
+    return fields[attribute] if held == {attribute} else None
+
+
+def unwrap(value: PickleValue) -> Any:
+    """Return the innermost record of a tensor: that of a parameter, or of a plain tensor inside."""
+    return list_wrapped(value)[-1]
 
 
 def is_tensor_record(value: PickleValue) -> bool:
     """Return whether a value is torch's pickle of a tensor, of whatever kind."""
-    return isinstance(value, Call) and value.name.startswith(("torch._utils.", "torch._tensor."))
+    return isinstance(value, Call) and value.name.startswith(_OF_TENSORS)
 
 
 def read_tensor(value: PickleValue, depth: int = 4) -> StoredTensor | None:
@@ -128,7 +170,23 @@ def read_tensor(value: PickleValue, depth: int = 4) -> StoredTensor | None:
     ``depth`` is how many calls may wrap one another. Raises Damaged if the record contradicts
     itself.
     """
-    value = unwrap_parameter(value)
+    records = list_wrapped(value)
+    tensor = _read_unwrapped(records[-1], depth)
+    if tensor is not None and len(records) > 1:
+        require_outer(records, tensor.dtype, tensor.shape)
+    return tensor
+
+
+def require_outer(records: list[Any], dtype: DType, shape: tuple[int, ...]) -> None:
+    """Raise Damaged if one of the records that wrap a tensor says another type or shape."""
+    for record in records[:-1]:
+        outer = _outer_of(record)
+        if outer not in (None, (dtype, shape)):
+            says = f"{outer[0]} {list(outer[1])}" if outer else ""
+            raise Damaged(f"{record.args[1]} of {says} around a tensor of {dtype} {list(shape)}")
+
+
+def _read_unwrapped(value: PickleValue, depth: int) -> StoredTensor | None:
     if not depth or not isinstance(value, Call):
         return None
     name = value.name
@@ -167,18 +225,22 @@ def _strided_tensor(args: tuple[Any, ...], function: str) -> StoredTensor | None
 def read_attributes(value: PickleValue) -> dict[str, Any]:
     """Return the attributes that a tensor's record sets on it, including a parameter's own.
 
-    Raises Damaged if there are more than any tensor has.
+    Not those that are the tensor itself, or computed from it. Raises Damaged if there are more than
+    any tensor has.
     """
     attributes: dict[str, Any] = {}
-    for record in (value, unwrap_parameter(value)):
+    records = list_wrapped(value)
+    for record in records:
         if not isinstance(record, Call) or record.name not in (_PARAMETER[1], _FROM_TYPE):
             continue
         state = record.args[3] if len(record.args) == 4 else None
         parts = state[:2] if isinstance(state, tuple) else (state,)
+        is_wrapper = record is not records[-1] and record.name == _FROM_TYPE
+        known = _PLAIN_INSIDE[str(record.args[1])] if is_wrapper else ()
         for part in [part for part in parts if isinstance(part, dict)]:
             if len(part) > _MOST_ATTRIBUTES:
                 raise Damaged(f"a tensor with {len(part):,} attributes")
-            attributes |= part
+            attributes |= {name: item for name, item in part.items() if name not in known}
     return attributes
 
 
@@ -262,60 +324,12 @@ def locate_tensor(tensor: StoredTensor, file: TorchFile) -> Place:
     return Extent(path, at + start, strides, record, ops)
 
 
-INTEGERS = "int_repr"
-_ONE_SCALE = ("q_scale", "q_zero_point")
-_CHANNELS = ("q_per_channel_scales", "q_per_channel_zero_points", "q_per_channel_axis")
-_BY_SCHEME = {
-    "per_tensor_affine": _ONE_SCALE,
-    "per_channel_affine": _CHANNELS,
-    "per_channel_affine_float_qparams": _CHANNELS,
-}
-
-
-def split_quantized(value: PickleValue) -> dict[str, Any] | None:
-    """Return the parts of a quantized tensor by name; None for every other value.
-
-    Also None if several numbers share a byte (``quint4x2``), or the quantizer is not one of torch's
-    affine ones: such tensors stay as they are.
-    """
-    value = unwrap_parameter(value)
-    if not isinstance(value, Call) or value.function != _REBUILD_QUANTIZED or len(value.args) < 5:
-        return None
-    storage, parameters = value.args[0], value.args[4]
-    if not _has_whole_bytes(storage) or not isinstance(parameters, tuple) or not parameters:
-        return None
-    scheme, *rest = parameters
-    names = _BY_SCHEME.get(scheme.name, ()) if isinstance(scheme, Global) else ()
-    if not names or len(names) != len(rest):
-        return None
-    return {INTEGERS: Call(_REBUILD, value.args[:4]), **dict(zip(names, rest, strict=True))}
-
-
-def _has_whole_bytes(storage: PickleValue) -> bool:
-    """Return whether a persistent id is of a storage of whole-byte integers."""
-    value = storage.value if isinstance(storage, Persistent) else None
-    cls = value[1] if isinstance(value, tuple) and len(value) > 1 else None
-    return isinstance(cls, Global) and cls.name in QUANTIZED_STORAGES
-
-
-def describe_quantized(names: Collection[str]) -> list[str]:
-    """Return a note on each quantized tensor whose parts are among the names of leaves."""
-    return [
-        f"{name} is quantized: its integers are read as {leaf}, with {name}.{parameters[0]} and"
-        f" {parameters[1]}"
-        for leaf in names
-        if (name := leaf.removesuffix(f".{INTEGERS}")) != leaf
-        for parameters in (_ONE_SCALE, _CHANNELS)
-        if f"{name}.{parameters[0]}" in names
-    ]
-
-
 def find_wrapper_class(value: PickleValue) -> Global | None:
     """Return the class of a tensor subclass that wraps others; None for every other value.
 
     DTensors and ShardedTensors do not count: what they wrap is a part of them.
     """
-    value = unwrap_parameter(value)
+    value = unwrap(value)
     if not isinstance(value, Call) or value.name != _FROM_TYPE or len(value.args) != 4:
         return None
     function, cls = value.args[:2]
@@ -338,9 +352,14 @@ def read_outer(value: PickleValue) -> tuple[DType, tuple[int, ...]] | None:
 
     None for every other value; Damaged if the record is invalid.
     """
-    if find_wrapper_class(value) is None:
+    return None if find_wrapper_class(value) is None else _outer_of(unwrap(value))
+
+
+def _outer_of(record: Call) -> tuple[DType, tuple[int, ...]] | None:
+    """Return the type and shape that a subclass's record says; None for a parameter's."""
+    if record.name != _FROM_TYPE:
         return None
-    arguments = unwrap_parameter(value).args[2]
+    arguments = record.args[2]
     if not isinstance(arguments, tuple) or len(arguments) < 3:
         raise Damaged("a tensor subclass without its type and shape")
     return read_dtype(arguments[1]), read_sizes(arguments[2])

@@ -22,7 +22,8 @@ from ckptool.core.sharding.dtensor import LocalShard, local_shards
 from ckptool.core.views import shift_place
 from ckptool.errors import CkptoolError, Damaged, Problem, Refusal, coded
 from ckptool.serialization.archive.dtensor import DeclaredShare, DTensorShare, ShardedShare
-from ckptool.serialization.archive.tensors import StoredTensor, describe_quantized
+from ckptool.serialization.archive.quantized import describe_quantized
+from ckptool.serialization.archive.tensors import StoredTensor
 from ckptool.serialization.state_dict.leaves import (
     Assembled,
     Leaf,
@@ -30,7 +31,7 @@ from ckptool.serialization.state_dict.leaves import (
     RankLeaves,
     ShareLeaf,
 )
-from ckptool.serialization.state_dict.values import same_value
+from ckptool.serialization.state_dict.values import refuse_unread, same_value, unread_tensor
 
 _MOST_SHOWN = 12
 _REFUSED = "refused"
@@ -181,7 +182,10 @@ def _plain_entry(name: str, leaves: _Leaves) -> TensorEntry:
 
 def _merge_object(name: str, leaves: _Leaves, result: Assembled) -> None:
     first, *others = leaves.values()
-    if all(same_value(first.value, leaf.value) for leaf in others):
+    unread = (unread_tensor(name, leaf.value) for leaf in leaves.values())
+    if why := next(filter(None, unread), None):
+        result.conflicts[name] = why
+    elif all(same_value(first.value, leaf.value) for leaf in others):
         result.objects[name] = ObjectEntry(name, first.path, first.value)
     else:
         _keep_values(name, leaves, result)
@@ -204,13 +208,13 @@ def _merge_dtensor(name: str, leaves: _Leaves, result: Assembled, keep: bool) ->
     """Add the DTensor that ranks hold.
 
     If device meshes hold different ones it is a conflict, or with ``keep`` one tensor per mesh. A
-    partial one is only noted. Raises Damaged if records contradict one another.
+    partial one is refused. Raises Damaged if records contradict one another.
     """
     first: DTensorShare = _first(leaves).value.share
     partial = [p for p in first.placements if isinstance(p, Partial)]
     if partial:
-        message = f"not read: {name} is {partial[0]}: ranks hold partial sums, not values"
-        result.notes.append(Problem(message, "tensor-unsupported", tensor=name))
+        reason = f"{partial[0]}: ranks hold partial sums, not values"
+        result.conflicts[name] = refuse_unread(name, reason)
         return
     meshes = _meshes_of(leaves)
     stages = _stages(leaves, meshes)

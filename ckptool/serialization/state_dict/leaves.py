@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from msgspec import Struct, field
@@ -32,7 +32,12 @@ from ckptool.serialization.pickle.load import require_harmless
 from ckptool.serialization.pickle.records import Call, Global
 from ckptool.serialization.source import Source
 from ckptool.serialization.state_dict.tree import StateDictWalk, assign_names
-from ckptool.serialization.state_dict.values import collect_globals, require_bounded, walk_parts
+from ckptool.serialization.state_dict.values import (
+    collect_globals,
+    require_bounded,
+    unread_tensor,
+    walk_parts,
+)
 
 _DEEPEST = 100
 _T = TypeVar("_T")
@@ -145,8 +150,22 @@ def read_leaves(
     for name, (path, item) in named.items():
         leaf = _classify_or_refuse(item, file, source, name, unseen)
         leaves[name] = Leaf(path, leaf, rank_state, _note(walk.notes, name, path))
+        if isinstance(leaf, PlainLeaf | ShareLeaf) and leaf.attributes:
+            for attribute, why in _refuse_attributes(name, item, leaf.attributes):
+                leaves.setdefault(f"{name}.{attribute}", Leaf((*path, attribute), why, rank_state))
     require_harmless(unseen)
     return leaves
+
+
+def _refuse_attributes(
+    name: str, item: Any, attributes: Iterable[str]
+) -> Iterator[tuple[str, Refusal]]:
+    """Yield the attributes of a tensor that hold tensors: nothing of them is read."""
+    values = read_attributes(item)
+    for attribute in attributes:
+        why = unread_tensor(f"{name}.{attribute}", values[attribute])
+        if why is not None:
+            yield attribute, why
 
 
 def _note(notes: dict[Path, str], name: str, path: Path) -> str | None:

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 from ckptool.core.catalog import Index, Path, RankStep, flat_name
 from ckptool.errors import Damaged, Unsupported
+from ckptool.serialization.archive.quantized import split_quantized
 from ckptool.serialization.archive.tensors import (
     find_wrapper_class,
     is_tensor_record,
-    split_quantized,
     split_wrapper,
 )
 from ckptool.serialization.pickle.records import Call, PickleValue

@@ -9,13 +9,15 @@ from typing import Any
 from msgspec import Struct
 
 from ckptool.core.catalog import ObjectEntry
-from ckptool.errors import Damaged, Problem
+from ckptool.errors import UNREAD, Damaged, Problem, Refusal
+from ckptool.serialization.archive.tensors import is_tensor_record
 from ckptool.serialization.pickle.globals import is_dtype, is_numpy
 from ckptool.serialization.pickle.records import Call, Global, Persistent, state_fields
 
 _PLAIN_CALLS = frozenset(["torch.Size", "torch.device", "torch.serialization._get_layout"])
-UNREAD_TENSOR = "torch storage"
-"""Marks a value as not read, such as a tensor of an unsupported kind, among its foreign globals."""
+NOT_CARRIED = "value-not-written"
+"""The code of a note on something that no writer, or only a pickling one, carries over."""
+_STORAGE = "torch storage"
 NUMPY = "numpy data"
 """Represents all of numpy's arrays, scalars and generators there, which writers carry."""
 _SCALARS = frozenset([str, int, float, bool, complex, bytes, bytearray, type(None)])
@@ -147,7 +149,7 @@ def _foreign_name(item: object) -> str | None:
             return None
         return NUMPY if is_numpy(item) else str(item)
     if isinstance(item, Persistent | Repeated):
-        return UNREAD_TENSOR
+        return _STORAGE
     return "frozenset" if isinstance(item, frozenset) else None
 
 
@@ -188,7 +190,7 @@ def type_name(value: object) -> str:
     if isinstance(value, Call):
         return _call_type(value)
     if isinstance(value, Persistent):
-        return UNREAD_TENSOR
+        return _STORAGE
     if isinstance(value, Repeated):
         return "reference"
     if isinstance(value, Global):
@@ -262,17 +264,30 @@ def note_stray_keys(file: str, keys: Iterable[Any]) -> list[str]:
     return [f"not carried: {names} of {file}, unknown to its format"] if names else []
 
 
-def note_unread(objects: Mapping[str, ObjectEntry]) -> list[str]:
-    """Return a note for each value that is not read: a sparse tensor, a dict in itself."""
-    known = Foreign()
+def unread_tensor(name: str, value: Any) -> Refusal | None:
+    """Return why a value is refused that is, or holds, a tensor that was not read; else None."""
+    if type(value) in _SCALARS:
+        return None
+    if is_tensor_record(value):
+        return refuse_unread(name, f"not a plain tensor, but {type_name(value)}")
+    if any(isinstance(part, Persistent) or is_tensor_record(part) for part in walk_parts(value)):
+        return refuse_unread(name, f"holds tensors that cannot be read ({type_name(value)})")
+    return None
+
+
+def refuse_unread(name: str, reason: str) -> Refusal:
+    """Return the refusal of a tensor of an unsupported kind, or of an object with tensors."""
+    return Refusal(f"{name}: {reason}", UNREAD, tensor=name)
+
+
+def note_repeated(objects: Mapping[str, ObjectEntry]) -> list[str]:
+    """Return a note for each value that contains itself: no writer can store it."""
     return [
-        Problem(_why_unread(entry), "tensor-unsupported", tensor=entry.name)
-        for entry in objects.values()
-        if UNREAD_TENSOR in known.of(entry.value)
+        Problem(
+            f"not read: {name} refers back to {entry.value.outer}, which contains it",
+            NOT_CARRIED,
+            tensor=name,
+        )
+        for name, entry in objects.items()
+        if isinstance(entry.value, Repeated)
     ]
-
-
-def _why_unread(entry: ObjectEntry) -> str:
-    if isinstance(entry.value, Repeated):
-        return f"not read: {entry.name} refers back to {entry.value.outer}, which contains it"
-    return f"not read: {entry.name} ({type_name(entry.value)}) is not a plain tensor"

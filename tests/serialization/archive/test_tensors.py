@@ -22,7 +22,7 @@ import ckptool
 from ckptool.core.box import Box
 from ckptool.errors import Damaged, Unsupported
 from ckptool.formats.dcp.items import locate
-from ckptool.serialization.archive.tensors import split_quantized
+from ckptool.serialization.archive.quantized import split_quantized
 from ckptool.serialization.pickle.records import Call, Global
 
 
@@ -221,8 +221,8 @@ def test_dtensors_of_them_are_named(tmp_path: Path) -> None:
         dist.destroy_process_group()
     catalog = ckptool.open(tmp_path / "m.pt").catalog
     assert [*catalog.tensors] == ["n"]
-    (note,) = catalog.notes
-    assert re.fullmatch(r"not read: w \(.*DTensor of .*Scaled\) is not a plain tensor", note)
+    (why,) = catalog.conflicts.values()
+    assert re.fullmatch(r"w: not a plain tensor, but .*DTensor of .*Scaled", why)
 
 
 def test_attributes_without_end_are_not_tensor(tmp_path: Path) -> None:

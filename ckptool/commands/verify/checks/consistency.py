@@ -22,8 +22,9 @@ from ckptool.core.catalog import Catalog, TensorEntry, coverage_problem, flat_na
 from ckptool.engine.check.replicas import differing_replicas
 from ckptool.errors import UNCODED, CkptoolError, Problem, UsageError
 from ckptool.formats.base import Format
-from ckptool.formats.writing import NOT_CARRIED, select_plain
+from ckptool.formats.writing import select_plain
 from ckptool.serialization.source import Source, read_metadata, require
+from ckptool.serialization.state_dict.values import NOT_CARRIED
 from ckptool.storage.local import Files
 from ckptool.storage.url import Location
 

@@ -44,18 +44,21 @@ from ckptool.commands.verify.findings import (
 )
 from ckptool.commands.verify.verify import Started, changes
 from ckptool.core.casts import RangeCounts, as_type, is_computed
-from ckptool.core.catalog import Catalog, TensorEntry
+from ckptool.core.catalog import Catalog
 from ckptool.core.text import plural
 from ckptool.engine.check.pairs import TensorPair
 from ckptool.engine.read.tensors import CheckedSource
-from ckptool.errors import Damaged, Hostile, Problem, UsageError
+from ckptool.errors import UNREAD, Damaged, Hostile, Problem, UsageError
 from ckptool.formats import torch_save
 from ckptool.formats.lightning import named_as_one_file
-from ckptool.formats.writing import NOT_CARRIED
+from ckptool.serialization.state_dict.values import NOT_CARRIED
 from ckptool.storage.url import Location
 
 _SAID = ("file-unused", NOT_CARRIED, PART_NAMED)
 """The codes of a scan's notes that are findings on a side."""
+
+
+NOT_COMPARED = "tensor-not-compared"
 
 
 class AgainstReport(Report, frozen=True):
@@ -147,21 +150,24 @@ class Side:
     def select(self, catalog: Catalog) -> None:
         """Set what is compared, and note what of it is contradictory, unused or not written."""
         self.catalog = catalog
-        for problem in conflict_problems(catalog):
+        for problem in map(_as_error, conflict_problems(catalog)):
             is_error = CODES[problem.code].severity is Severity.ERROR
             self.problems.append(problem if is_error else problem.recoded("ranks-disagree"))
         notes = [note for note in catalog.notes if isinstance(note, Problem)]
         self.problems += [note for note in notes if note.code in _SAID]
 
-    def readable(self, names: list[str]) -> dict[str, TensorEntry]:
-        """Return the tensors of these names with their containers opened, if they can be."""
+    def readable(self, names: list[str]) -> Catalog:
+        """Return the tensors of these names with their containers opened, if they can be.
+
+        In place of one that consists of others, those and the values beside them.
+        """
         if self.opened is None or self.catalog is None:
-            return {}
+            return Catalog("", {}, {}, {})
         chosen = {name: self.catalog.tensors[name] for name in names}
-        chosen_catalog = self.catalog.with_tensors(chosen)
+        chosen_catalog = replace(self.catalog, tensors=chosen, objects={})
         catalog, lost = readable(self.opened, chosen_catalog, defers=True)
-        self.problems += lost.values()
-        return catalog.tensors
+        self.problems += map(_as_error, lost.values())
+        return catalog
 
     def findings(self, ignore: tuple[str, ...]) -> tuple[list[Finding], list[Finding]]:
         """Return the findings of this side, and its ignored errors."""
@@ -171,11 +177,25 @@ class Side:
         return [f.within(self.name) for f in shown], [f.within(self.name) for f in ignored]
 
 
+def _as_error(problem: Problem) -> Problem:
+    """Return a tensor of an unsupported kind as one that is not compared, which is an error."""
+    return problem.recoded(NOT_COMPARED) if problem.code == UNREAD else problem
+
+
+def _list_unread(failing: list[Finding]) -> set[str]:
+    """Return the tensors that were not compared, if nothing else is wrong."""
+    if {finding.code for finding in failing} != {NOT_COMPARED}:
+        return set()
+    affected = {each.tensor for finding in failing for each in finding.affected}
+    return {name for name in affected | {one.tensor for one in failing} if name is not None}
+
+
 class Comparison:
     """Two checkpoints, and the findings so far.
 
-    ``alike`` are the names of tensors whose values can be compared; ``pairs`` those that were,
-    ``differing`` those whose values differ. ``alignment`` is None if a side cannot be read.
+    ``alike`` are the names of tensors whose values can be compared, ``_inner`` those of what some
+    of these consist of; ``pairs`` are those that were, ``differing`` those whose values differ.
+    ``alignment`` is None if a side cannot be read.
     """
 
     def __init__(
@@ -189,6 +209,7 @@ class Comparison:
         self._rewriting = rewriting
         self._problems: list[Problem] = []
         self.alike: list[str] = []
+        self._inner: list[str] = []
         self.differing: list[DifferingTensor] = []
         self.pairs: list[TensorPair] = []
         self._values = 0
@@ -218,14 +239,26 @@ class Comparison:
 
     def _open_pairs(self) -> None:
         """Open the containers of the tensors whose values can be compared."""
-        tensors = [side.readable(self.alike) for side in self._sides]
-        for name in self.alike:
-            if all(name in entries for entries in tensors):
-                first, second = (entries[name] for entries in tensors)
+        one, other = (side.readable(self.alike) for side in self._sides)
+        self._compare_inner(one, other)
+        for name in [*self.alike, *self._inner]:
+            if name in one.tensors and name in other.tensors:
+                first, second = one.tensors[name], other.tensors[name]
                 if self._comparing.cast and is_computed(first):
                     first = as_type(first, second.dtype)  # rounded once, as by convert
                 is_cast = self._comparing.cast and first.dtype != second.dtype
                 self.pairs.append(TensorPair(first, second, is_cast))
+
+    def _compare_inner(self, one: Catalog, other: Catalog) -> None:
+        """Compare the names, types and values of what tensors consist of in place of them."""
+        known = {*self.alike}
+        parts = [
+            replace(each, tensors={n: e for n, e in each.tensors.items() if n not in known})
+            for each in (one, other)
+        ]
+        self._problems += differing_names(*parts)
+        self._problems += differing_values(*parts)
+        self._inner = [name for name in parts[0].tensors if self._is_alike(name, *parts)]
 
     def _compare_values(self, mine: Unfolded, theirs: Unfolded) -> None:
         """Compare names, and non-tensor values."""
@@ -292,9 +325,11 @@ class Comparison:
             tensors=len(self.pairs),
             ignored=tuple(ignored),
         )
-        failures = report.count_failures(self._options.strict)
+        strict = self._options.strict
+        failures = report.count_failures(strict)
         coverage = self._coverage()
-        summary = f"{self._summary(failures, coverage)}{report.ignored_text}"
+        summary = self._summary(failures, coverage, _list_unread(report.fails(strict)))
+        summary += report.ignored_text
         return AgainstReport(
             replace(report, ok=not failures and coverage is not None, summary=summary),
             self._sides[1].path,
@@ -319,16 +354,22 @@ class Comparison:
         aligned, other = self.alignment, self._sides[1].opened
         if aligned is None or other is None:
             return None
-        names = {pair.one.name for pair in self.pairs}
+        compared = {pair.one.name for pair in self.pairs}
+        parted = {name for name in self.alike if any(n.startswith(f"{name}.") for n in self._inner)}
+        names = compared - {*self._inner} | parted
         theirs = {aligned.theirs.names[name] for name in names}
         return (
             rewritten_coverage(aligned.made, names, self._whole_values[0]),
             catalog_coverage(other.catalog, theirs, self._whole_values[1]),
         )
 
-    def _summary(self, failures: int, coverage: tuple[Coverage, Coverage] | None) -> str:
+    def _summary(
+        self, failures: int, coverage: tuple[Coverage, Coverage] | None, unread: set[str]
+    ) -> str:
         if coverage is None:
             return "FAILED: not compared: damaged"
+        if unread:
+            return f"FAILED: not compared: {plural(len(unread), 'tensor')} of an unsupported kind"
         if failures:
             return f"DIFFERENT: {plural(failures, 'difference')}"
         rests = [

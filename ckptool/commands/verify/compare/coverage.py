@@ -15,7 +15,6 @@ from ckptool.commands.verify.compare.names import (
     Counterpart,
     counterpart,
     differing_texts,
-    differing_unread,
     selected_by,
 )
 from ckptool.core.catalog import Catalog, TensorEntry
@@ -88,17 +87,15 @@ def align(
     keys, other_keys = texts_of(opened.catalog), texts_of(other)
     texts = [p for p in asked.drop_metadata if is_used(p, keys) or not is_used(p, other_keys)]
     chosen = replace(selection, drop=tuple(drop))
-    made = rewrite(opened, replace(asked, selection=chosen, drop_metadata=tuple(texts)))
+    options = replace(asked, selection=chosen, drop_metadata=tuple(texts))
+    made = rewrite(opened, options, unread=False)
     is_selected = selected_by(selection, {*names, *others})
     theirs = counterpart(other, made.catalog, is_selected, model_only=selection.model_only)
     notes = excluded_by_rewrite(made, opened.path)
     notes += excluded(other_path, theirs.excluded, theirs.excluded_values)
-    unread = differing_unread(
-        made.catalog, theirs.catalog, is_selected, model_only=selection.model_only
-    )
     is_dropped = meant_by(asked.drop_metadata, {*keys, *other_keys})
     differing = differing_texts(made.catalog, theirs.catalog, is_dropped)
-    return Alignment(made, theirs, notes, [*unread, *differing])
+    return Alignment(made, theirs, notes, [*differing])
 
 
 def amount(tensors: Iterable[TensorEntry], values: int = 0) -> Amount:

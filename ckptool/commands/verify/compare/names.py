@@ -29,7 +29,7 @@ from ckptool.errors import CkptoolError, Damaged, Hostile, Problem, Unsupported,
 from ckptool.formats import FORMATS
 from ckptool.formats.companions import companion_targets
 from ckptool.serialization.safetensors_metadata import texts_of
-from ckptool.serialization.state_dict.values import UNREAD_TENSOR, Foreign, type_name
+from ckptool.serialization.state_dict.values import Repeated, type_name
 from ckptool.storage.local import Files
 
 _LONGEST_SHOWN = 60
@@ -101,6 +101,7 @@ def differing_names(mine: Catalog, theirs: Catalog) -> Iterator[Problem]:
         for name in holds.tensors:
             if name not in lacks.tensors:
                 state = "a value" if name in lacks.objects else "missing"
+                state = "not read" if name in lacks.conflicts else state
                 message = f"{name}: a tensor in {here}, {state} in {there}"
                 yield Problem(message, f"tensor-{code}", tensor=name)
         names = [name for name in holds.objects if not _has(lacks, name)]
@@ -124,39 +125,6 @@ def _has(catalog: Catalog, name: str) -> bool:
     return name in catalog.tensors or name in catalog.objects
 
 
-def unread_notes(catalog: Catalog) -> dict[str, Problem]:
-    """Return the scan's notes on tensors that it does not read, by name."""
-    notes = [note for note in catalog.notes if isinstance(note, Problem)]
-    unread = [note for note in notes if note.code == "tensor-unsupported" and note.tensor]
-    return {str(note.tensor): note for note in unread if note.tensor not in catalog.objects}
-
-
-def differing_unread(
-    mine: Catalog, theirs: Catalog, is_selected: Callable[[str], bool], *, model_only: bool
-) -> Iterator[Problem]:
-    """Yield a problem for each tensor that a scan does not read, on one side or both."""
-    notes = [
-        {
-            name: note
-            for name, note in unread_notes(catalog).items()
-            if is_selected(name)
-            if not model_only or state_category_of_name(name, ()) == "model"
-        }
-        for catalog in (mine, theirs)
-    ]
-    for name in notes[0].keys() | notes[1].keys():
-        if all(
-            name in side or _has(c, name) for side, c in zip(notes, (mine, theirs), strict=True)
-        ):
-            note = notes[0].get(name) or notes[1][name]
-            yield Problem(str(note), "value-not-compared", tensor=name)
-            continue
-        here, there = ("A", "B") if name in notes[0] else ("B", "A")
-        message = f"{name}: unsupported tensor in {here}, missing in {there}"
-        code = "tensor-missing" if name in notes[0] else "tensor-extra"
-        yield Problem(message, code, tensor=name)
-
-
 def differing_type(one: TensorEntry, other: TensorEntry, options: CompareOptions) -> Problem | None:
     """Return how shapes or element types of two tensors differ, None if values can be compared.
 
@@ -177,11 +145,10 @@ def differing_type(one: TensorEntry, other: TensorEntry, options: CompareOptions
 
 def differing_values(mine: Catalog, theirs: Catalog) -> Iterator[Problem]:
     """Yield a problem for each common value that differs, or cannot be compared."""
-    known = Foreign()
     for name in common_values(mine, theirs):
         one, other = mine.objects[name].value, theirs.objects[name].value
-        if any(UNREAD_TENSOR in known.of(value) for value in (one, other)):
-            message = f"{name}: unsupported type {type_name(one)}; not compared"
+        if isinstance(one, Repeated) or isinstance(other, Repeated):
+            message = f"{name}: a value that contains itself; not compared"
             yield Problem(message, "value-not-compared", tensor=name)
         elif value_digest(one, name) != value_digest(other, name):
             message = f"{name}: A {_short(one)}, B {_short(other)}"
@@ -235,12 +202,16 @@ def readable(
     except (Unsupported, Damaged, Hostile):
         pass  # then each tensor by itself, to find those that cannot be opened
     tensors: dict[str, TensorEntry] = {}
+    objects = catalog.objects
     for name, entry in tiled.items():
         try:
-            tensors |= opened.open_containers(catalog.with_tensors({name: entry})).tensors
+            located = opened.open_containers(catalog.with_tensors({name: entry}))
         except (Unsupported, Damaged, Hostile) as error:
             lost[name] = error.problems[0]
-    return catalog.with_tensors(tensors), lost
+        else:
+            tensors |= located.tensors
+            objects |= located.objects
+    return replace(catalog, tensors=tensors, objects=objects), lost
 
 
 def stored_problems(

@@ -17,7 +17,7 @@ from ckptool.commands.verify.compare.coverage import (
     excluded_by_rewrite,
     rewritten_coverage,
 )
-from ckptool.commands.verify.compare.names import readable, stored_problems, unread_notes
+from ckptool.commands.verify.compare.names import readable, stored_problems
 from ckptool.commands.verify.compare.values import text_digest, value_text
 from ckptool.commands.verify.findings import VerifyReport, conflict_problems
 from ckptool.commands.verify.manifest.schema import (
@@ -33,12 +33,12 @@ from ckptool.core.catalog import Catalog
 from ckptool.core.text import plural
 from ckptool.engine.check.digest import digests, file_digests
 from ckptool.engine.read.tensors import CheckedSource, TensorSource
-from ckptool.errors import CkptoolError, Damaged, Hostile, Problem
-from ckptool.serialization.state_dict.values import UNREAD_TENSOR, Foreign, type_name
+from ckptool.errors import UNREAD, CkptoolError, Damaged, Hostile, Problem
+from ckptool.serialization.state_dict.values import Repeated
 from ckptool.storage.url import Location
 
 _LONGEST_JSON = 1024
-_UNPLACED = "sharding-unrecorded"
+_UNPROVED = ("sharding-unrecorded", UNREAD)
 """The code of names whose parts are present, but whose arrangement is not recorded."""
 
 
@@ -66,7 +66,7 @@ def build_manifest(
     report, opened = verification.report(), open_unless_damaged(path, options)
     if not report.ok or opened is None:
         return _not_written(report, target, options)
-    made = rewrite(opened, rewriting)
+    made = rewrite(opened, rewriting, unread=False)
     files: list[str] = []
     known: Mapping[str, str] = {}
     if rewriting == RewriteOptions():
@@ -135,7 +135,7 @@ def measure(
     workers = options.workers or source.workers
     located, lost = readable(opened, catalog)
     entries = list(located.tensors.values())
-    problems = [p for p in conflict_problems(catalog) if p.code != _UNPLACED]
+    problems = [p for p in conflict_problems(catalog) if p.code not in _UNPROVED]
     problems += lost.values()
     checked = CheckedSource(source)
     hexes: dict[str, str] = {}
@@ -159,14 +159,13 @@ def measure(
 
 def _values(catalog: Catalog) -> tuple[dict[str, ValueProof], dict[str, str]]:
     """Return the proof of each value, and the values without one."""
-    known = Foreign()
-    proofs, unproved = {}, {name: str(note) for name, note in unread_notes(catalog).items()}
+    proofs, unproved = {}, dict[str, str]()
     for name, why in catalog.conflicts.items():
-        if isinstance(why, Problem) and why.code == _UNPLACED:
+        if isinstance(why, Problem) and why.code in _UNPROVED:
             unproved[name] = str(why)
     for name, entry in catalog.objects.items():
-        if UNREAD_TENSOR in known.of(entry.value):
-            unproved[name] = f"unsupported type {type_name(entry.value)}; not read"
+        if isinstance(entry.value, Repeated):
+            unproved[name] = "a value that contains itself; not read"
             continue
         text = value_text(entry.value, name)
         short = text if len(text) <= _LONGEST_JSON else None

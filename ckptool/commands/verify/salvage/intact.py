@@ -9,12 +9,12 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptool.commands.open import OpenedCheckpoint
-from ckptool.commands.verify.compare.names import readable, unread_notes
+from ckptool.commands.verify.compare.names import readable
 from ckptool.core.catalog import Catalog, Chunk, Copy, EncodedBlob, Extent, TensorEntry
 from ckptool.engine.check.digest import DamageMap, file_digests
 from ckptool.engine.check.replicas import differing_replicas
 from ckptool.errors import Problem, Unsupported
-from ckptool.serialization.state_dict.values import UNREAD_TENSOR, Foreign, type_name
+from ckptool.serialization.state_dict.values import Repeated
 
 _OF_WHOLE_FILES = frozenset(["rank-copied", "overwrite-interrupted", "item-mismatch"])
 """The codes that put everything in a file in doubt."""
@@ -72,11 +72,8 @@ def _named_by(catalog: Catalog, problems: list[Problem]) -> dict[str, str]:
     for problem in problems:
         if problem.tensor is not None:
             lost.setdefault(problem.tensor, str(problem))
-    known = Foreign()
-    for name, value in catalog.objects.items():
-        if UNREAD_TENSOR in known.of(value.value):
-            lost[name] = f"unsupported type {type_name(value.value)}"
-    return lost | {name: str(note) for name, note in unread_notes(catalog).items()}
+    repeated = (name for name, one in catalog.objects.items() if isinstance(one.value, Repeated))
+    return lost | dict.fromkeys(repeated, "a value that contains itself")
 
 
 def _suspect_files(problems: Iterable[Problem]) -> set[str]:

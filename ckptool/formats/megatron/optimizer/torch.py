@@ -44,7 +44,7 @@ from ckptool.serialization.archive.tensors import (
     StoredTensor,
     locate_tensor,
     read_tensor,
-    unwrap_parameter,
+    unwrap,
 )
 from ckptool.serialization.pickle.records import Call, Global
 from ckptool.serialization.source import Source
@@ -311,7 +311,7 @@ def _read_rule(value: Any) -> TpRule | None:
 
     Models built without initialization lack true attributes, so that False is not evidence.
     """
-    value = unwrap_parameter(value)
+    value = unwrap(value)
     if not isinstance(value, Call) or len(value.args) != 4 or not isinstance(value.args[3], dict):
         return None
     attributes = value.args[3]
