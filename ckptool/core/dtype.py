@@ -16,8 +16,10 @@ class DType(Struct, frozen=True, eq=False):
     ``name`` is torch's name without the ``torch.`` prefix, ``itemsize`` its size in bytes,
     ``kind`` one of ``float int bool complex bits``, ``safetensors`` its name in a safetensors
     header (None if that format has no name for it), ``storage`` torch's typed storage class
-    (None where torch saves the tensor through ``UntypedStorage``), and ``swap`` the size in bytes
-    of the unit that is reversed in a big-endian file.
+    (None where torch saves the tensor through ``UntypedStorage``), ``packed`` how many of what
+    safetensors counts as elements are one, as small ones fill whole bytes together, and ``swap``
+    the size in bytes of the unit that is reversed in a big-endian file. ``is_of_torch`` is False
+    for types that torch 2.15 lacks, whose names continue its own.
     """
 
     name: str
@@ -25,11 +27,18 @@ class DType(Struct, frozen=True, eq=False):
     kind: str
     safetensors: str | None = None
     storage: str | None = None
+    packed: int = 1
+    is_of_torch: bool = True
 
     @property
     def is_numeric(self) -> bool:
         """Whether the elements are numbers, not privately packed bits."""
         return self.kind != "bits"
+
+    @property
+    def alignment(self) -> int:
+        """What offsets of its elements in files are multiples of, in bytes."""
+        return self.itemsize if self.packed == 1 else 1
 
     @property
     def swap(self) -> int:
@@ -53,7 +62,9 @@ _TABLE = (
     DType("float8_e4m3fnuz", 1, "float", "F8_E4M3FNUZ"),
     DType("float8_e5m2fnuz", 1, "float", "F8_E5M2FNUZ"),
     DType("float8_e8m0fnu", 1, "float", "F8_E8M0"),
-    DType("float4_e2m1fn_x2", 1, "bits", "F4"),
+    DType("float4_e2m1fn_x2", 1, "bits", "F4", packed=2),
+    DType("float6_e2m3fn_x4", 3, "bits", "F6_E2M3", packed=4, is_of_torch=False),
+    DType("float6_e3m2fn_x4", 3, "bits", "F6_E3M2", packed=4, is_of_torch=False),
     DType("int64", 8, "int", "I64", "LongStorage"),
     DType("int32", 4, "int", "I32", "IntStorage"),
     DType("int16", 2, "int", "I16", "ShortStorage"),

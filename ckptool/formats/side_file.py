@@ -115,5 +115,4 @@ def split_side(
 
 def _is_supported(entry: TensorEntry) -> bool:
     """Return whether safetensors has a name for the element type, and can hold the shape in it."""
-    name = entry.dtype.safetensors
-    return bool(name) and not (name == "F4" and not entry.shape)
+    return bool(entry.dtype.safetensors) and bool(entry.shape or entry.dtype.packed == 1)

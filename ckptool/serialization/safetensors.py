@@ -181,8 +181,8 @@ def lay_out_safetensors(
     metadata: Mapping[str, str],
     rank: int | None = None,
 ) -> FileLayout:
-    """Lay out one file: tensors by decreasing item size, then name, so that all are aligned."""
-    ordered = sorted(slices, key=lambda item: (-item.dtype.itemsize, item.name))
+    """Lay out one file: tensors by decreasing alignment, then name, so that all are aligned."""
+    ordered = sorted(slices, key=lambda item: (-item.dtype.alignment, item.name))
     header = [f'"__metadata__":{_dumps(dict(metadata))}'] if metadata else []
     data: list[Data] = []
     position = 0
@@ -226,4 +226,4 @@ def _encode(text: str) -> bytes:
 
 
 def _header_shape(dtype: DType, shape: tuple[int, ...]) -> tuple[int, ...]:
-    return (*shape[:-1], shape[-1] * 2) if dtype.safetensors == "F4" else shape
+    return (*shape[:-1], shape[-1] * dtype.packed) if dtype.packed > 1 else shape

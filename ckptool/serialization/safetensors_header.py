@@ -32,6 +32,8 @@ _INTEGERS = {int}
 _TOO_LARGE = 1 << 63
 _ZEROS = bytes.maketrans(b"123456789", b"000000000")
 _SPACED_COLON = re.compile(rb'"\s+:')
+_NEGATIVE_ZERO = re.compile(rb"[\[,:\s]-0")
+"""A floating-point number to the library, which is no size and no offset; or a part of a name."""
 _LONG_NUMBER = b"0" * (_MOST_DIGITS + 1)
 """Matches a number with too many digits, or a name, once all digits are zeros."""
 
@@ -108,7 +110,9 @@ def read_entries(
     with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError, Damaged):
         return _read_valid(text, file, start)
     header = _parse(text, file)
-    metadata = header.pop("__metadata__", None) or {}
+    metadata = header.pop("__metadata__", None)
+    if metadata is None:
+        metadata = {}
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise Damaged(f"{file}: __metadata__ must map text to text")
     tensors = {}
@@ -130,8 +134,8 @@ def _read_valid(
 
     Raises MsgspecError, UnicodeDecodeError, RecursionError or Damaged for any other, valid or not.
     """
-    if b"\\" in text or _SPACED_COLON.search(text):
-        raise Damaged(f"{file}: names that are not written as usual")
+    if b"\\" in text or _SPACED_COLON.search(text) or _NEGATIVE_ZERO.search(text):
+        raise Damaged(f"{file}: names or numbers that are not written as usual")
     entries = _ENTRIES.decode(text)
     metadata: dict[str, str] = {}
     keys = text.count(b'":')
@@ -157,12 +161,14 @@ def _read_valid(
 
 
 def _parse(text: bytes, file: str) -> dict[str, Any]:
-    parse_int = _parse_int if _LONG_NUMBER in text.translate(_ZEROS) else None
+    unusual = _LONG_NUMBER in text.translate(_ZEROS) or _NEGATIVE_ZERO.search(text)
     try:
         header = json.loads(
             text.decode(),
             object_pairs_hook=_unique_unicode if b"\\u" in text else _unique,
-            parse_int=parse_int,
+            parse_int=_parse_int if unusual else None,
+            parse_float=_parse_float,
+            parse_constant=_parse_float,
         )
     except (ValueError, RecursionError) as error:
         raise Damaged(f"{file}: the header is not valid JSON: {error}") from None
@@ -197,10 +203,16 @@ def _unique_unicode(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return unique
 
 
-def _parse_int(digits: str) -> int:
+def _parse_int(digits: str) -> int | float:
     if len(digits) > _MOST_DIGITS:
         raise ValueError(f"a number of {len(digits):,} digits")
-    return int(digits)
+    return float(digits) if digits == "-0" else int(digits)
+
+
+def _parse_float(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text[:40]} is not a number that JSON has")
+    return number
 
 
 def _read_entry(
@@ -247,11 +259,12 @@ def _kind_of(file: str, name: str, dtype_name: object, shape: tuple[int, ...]) -
 
 def _torch_shape(file: str, name: str, dtype: DType, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape as torch counts it: pairs where safetensors counts four-bit elements."""
-    if dtype.safetensors != "F4":
+    if dtype.packed == 1:
         return shape
-    if not shape or shape[-1] % 2:
-        raise Damaged(f"{file}: {name} has an odd number of four-bit elements")
-    return (*shape[:-1], shape[-1] // 2)
+    if not shape or shape[-1] % dtype.packed:
+        message = f"{file}: {name} has rows of {dtype.safetensors} that do not fill whole bytes"
+        raise Damaged(f"{message}: {list(shape)}")
+    return (*shape[:-1], shape[-1] // dtype.packed)
 
 
 def problems_within(error: Damaged, file: str, name: str | None = None) -> Iterator[Problem]:

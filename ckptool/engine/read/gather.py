@@ -39,7 +39,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 def unit(itemsize: int) -> np.dtype[Any]:
     """Return a numpy type of the same size, which copies bits and never looks at them."""
-    return np.dtype(f"u{itemsize}" if itemsize <= 8 else f"V{itemsize}")
+    return np.dtype(f"u{itemsize}" if itemsize in (1, 2, 4, 8) else f"V{itemsize}")
 
 
 def array(shape: tuple[int, ...], dtype: DType, buffer: memoryview) -> Array:

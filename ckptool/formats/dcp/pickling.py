@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from ckptool.core.catalog import Index, ObjectEntry, TensorEntry
 from ckptool.core.layout import FileLayout, Literal, Part
 from ckptool.formats.dcp.cuts import Chunks, Cut, data_file
+from ckptool.serialization.pickle.write import require_of_torch
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
@@ -108,6 +109,7 @@ class MetadataPickler:
         return self._lists[id(cut)]
 
     def _properties(self, dtype: str) -> bytes:
+        require_of_torch(dtype)
         layout = self._call("torch.serialization", "_get_layout", self._text("torch.strided"))
         encoding = self._call(_METADATA, "_MEM_FORMAT_ENCODING", _integer(0))
         fields = (

@@ -32,7 +32,7 @@ from ckptool.formats.base import Request
 from ckptool.formats.rank_files.torch_checkpointing import METADATA
 from ckptool.formats.writing import lay_out_companions, require_placed, select_plain
 from ckptool.serialization.archive.write import RankRecords, lay_out_archive
-from ckptool.serialization.pickle.write import TensorRef, contiguous_strides
+from ckptool.serialization.pickle.write import TensorRef, contiguous_strides, dtype_global
 from ckptool.serialization.state_dict.tree import nest
 
 
@@ -243,7 +243,7 @@ def _sharding(
 ) -> dict[str, Any]:
     return {
         "global_shape": list(entry.shape),
-        "dtype": f"torch.{entry.dtype.name}",
+        "dtype": str(dtype_global(entry.dtype)),
         "stride": list(contiguous_strides(entry.shape)),
         "mesh_spec": mesh_spec,
         "placements": placements,

@@ -40,7 +40,7 @@ _ROWS = {
 }
 """Tensors, by transformers' names, with as many rows as a number in the config."""
 _EXTRA = f"model{EXTRA}"
-_UNREAD_BY_TORCH = ("F8_E8M0", "F4")
+_UNREAD_BY_TORCH = ("F8_E8M0", "F4", "F6_E2M3", "F6_E3M2")
 """Element types that torch 2.13's HuggingFaceStorageReader has no name for."""
 
 

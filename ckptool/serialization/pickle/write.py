@@ -168,6 +168,17 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return row_major_strides([max(size, 1) for size in shape], 1)
 
 
+def require_of_torch(name: str) -> None:
+    """Raise Unsupported if torch has no element type of this name, which files of torch need."""
+    if not BY_NAME[name].is_of_torch:
+        raise Unsupported(
+            f"torch has no element type {name}",
+            "limit-exceeded",
+            hint="write safetensors, or exclude such tensors with --drop",
+        )
+
+
 def dtype_global(dtype: DType) -> Global:
-    """Return ``torch.<dtype>``."""
+    """Return ``torch.<dtype>``. Raises Unsupported if torch has no such type."""
+    require_of_torch(dtype.name)
     return Global("torch", dtype.name)
