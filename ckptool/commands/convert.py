@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from msgspec import field
 
+from ckptool.commands.keymap.adapter_config import ADAPTER_CONFIG
 from ckptool.commands.keymap.assets import (
-    ADAPTER_CONFIG,
     assets_in,
     drop_quantization_config,
     lacking_files,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
+from ckptool.commands.keymap.adapter_config import ADAPTER_CONFIG
 from ckptool.commands.keymap.links import require_own, require_own_files
 from ckptool.commands.keymap.model_config import (
     config_problems,
@@ -40,7 +41,6 @@ _MOST_SHOWN = 6
 _DECLARING = ("quantization_config", "compression_config")
 QUANTIZATION_KEYS = (*_DECLARING, "expert_dtype")
 """Keys that say how weights are quantized; the last is DeepSeek V4's, beside the others."""
-ADAPTER_CONFIG = "adapter_config.json"
 NOT_CARRIED = "not carried from"
 """How the note begins on a folder beside the source whose config.json contradicts the tensors."""
 _TOKENIZERS = frozenset(

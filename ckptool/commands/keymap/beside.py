@@ -8,7 +8,8 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from ckptool.commands.keymap.assets import ADAPTER_CONFIG, NOT_CARRIED
+from ckptool.commands.keymap.adapter_config import ADAPTER_CONFIG
+from ckptool.commands.keymap.assets import NOT_CARRIED
 from ckptool.commands.keymap.links import require_own
 from ckptool.commands.keymap.records import CONFIG, parse_object
 from ckptool.commands.open import OpenedCheckpoint

@@ -13,7 +13,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ckptool.commands.keymap.assets import ADAPTER_CONFIG, read_object
+from ckptool.commands.keymap.adapter_config import ADAPTER_CONFIG, adapter_problems
+from ckptool.commands.keymap.assets import read_object
 from ckptool.commands.keymap.records import CONFIG, Record, read_nearest
 from ckptool.commands.open import OpenedCheckpoint
 from ckptool.core.catalog import Catalog, TensorEntry
@@ -135,17 +136,12 @@ def _ranks(catalog: Catalog) -> set[int]:
 
 
 def _require_true(record: Record, place: str, catalog: Catalog) -> None:
-    """Raise Unsupported if a configuration has biases, or another rank than the tensors."""
+    """Raise Unsupported if a configuration has biases, or does not describe the tensors."""
     if record.get("bias", "none") != "none":
         raise Unsupported(
             f"{place} says bias {record['bias']}: the base model's biases are not supported",
             hint="convert the whole model, without --peft-adapter",
         )
-    pattern = record.get("rank_pattern")
-    known = {record.get("r"), *(pattern.values() if isinstance(pattern, dict) else ())}
-    other = _ranks(catalog) - known
-    if other and record:
-        raise Unsupported(
-            f"{place} says r {record.get('r')}, but tensors have rank {min(other)}",
-            hint="use --hf-assets FOLDER to copy the adapter_config.json of this adapter",
-        )
+    for problem in adapter_problems(record, catalog.tensors, place) if record else ():
+        hint = "use --hf-assets FOLDER to copy the adapter_config.json of this adapter"
+        raise Unsupported(problem, hint=problem.hint or hint)

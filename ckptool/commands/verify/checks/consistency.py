@@ -14,8 +14,14 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
+from ckptool.commands.keymap.adapter_config import (
+    ADAPTER_CONFIG,
+    adapter_problems,
+    is_of_lora,
+    method_of,
+)
 from ckptool.commands.keymap.model_config import config_problems
-from ckptool.commands.keymap.records import CONFIG, read_beside
+from ckptool.commands.keymap.records import CONFIG, Record, read_beside
 from ckptool.commands.open import Survey
 from ckptool.commands.verify.findings import conflict_problems
 from ckptool.core.catalog import Catalog, TensorEntry, coverage_problem, flat_name
@@ -67,28 +73,31 @@ def unnamed_latest(asked: Location, surveyed: Survey) -> Iterator[Problem]:
         yield Problem(message, "latest-missing", file=marker.file)
 
 
-_ADAPTER = "adapter_config.json"
-
-
 def config_file_problems(source: Files, row: Format, catalog: Catalog) -> Iterator[Problem]:
-    """Yield a problem if a model's config.json is missing, or does not match the tensors."""
-    if row.config is None:
-        return
-    if CONFIG in source.files:
-        try:
+    """Yield a problem if a model's config is missing, or does not match the tensors.
+
+    It is config.json or, for an adapter, PEFT's adapter_config.json.
+    """
+    is_adapter = CONFIG not in source.files or any(map(is_of_lora, catalog.tensors))
+    config = ADAPTER_CONFIG if ADAPTER_CONFIG in source.files and is_adapter else CONFIG
+    try:
+        if config == ADAPTER_CONFIG:
+            yield from _adapter_problems(read_beside(source, ADAPTER_CONFIG), catalog)
+        elif row.config is not None and CONFIG in source.files:
             yield from config_problems(read_beside(source, CONFIG), catalog)
-        except UsageError as error:
-            yield Problem(str(error), "metadata-unreadable", file=CONFIG)
-    elif _ADAPTER in source.files:
-        base = None
-        with suppress(UsageError):
-            base = read_beside(source, _ADAPTER).get("base_model_name_or_path")
-        name = f", {json.dumps(base)}" if isinstance(base, str) and base else ""
-        message = f"an adapter; its base model{name} is not in this folder"
-        yield Problem(message, "base-model-missing", file=_ADAPTER)
-    elif row.config == "required":
+    except UsageError as error:
+        yield Problem(str(error), "metadata-unreadable", file=config)
+    if config not in source.files and row.config == "required":
         message = f"{CONFIG} not found: the model of these tensors is unknown"
         yield Problem(message, "config-missing")
+
+
+def _adapter_problems(config: Record, catalog: Catalog) -> Iterator[Problem]:
+    base, method = config.get("base_model_name_or_path"), method_of(config)
+    name = f", {json.dumps(base)}" if isinstance(base, str) and base else ""
+    message = f"an adapter ({method}); its base model{name} is not in this folder"
+    yield Problem(message, "base-model-missing", file=ADAPTER_CONFIG)
+    yield from adapter_problems(config, catalog.tensors)
 
 
 LISTED = "integrity.json"

@@ -1,0 +1,142 @@
+"""Whether adapter_config.json describes an adapter's tensors, as PEFT 0.21 makes and loads them.
+
+A module's rank is that of the first pattern that its name ends with, else ``r``. ``lora_A`` has so
+many rows, ``lora_B`` columns; for an ``nn.Parameter`` of a ``target_parameters``, such as the
+experts of a mixture in one tensor, that number times the experts. Other methods than LoRA are only
+named.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from msgspec import Struct
+
+from ckptool.commands.keymap.records import Record
+from ckptool.core.catalog import TensorEntry
+from ckptool.core.text import plural
+from ckptool.errors import Problem
+
+ADAPTER_CONFIG = "adapter_config.json"
+_LORA = "LORA"
+_DEFAULT_RANK = 8
+_MATRIX = re.compile(
+    r"(?:base_model\.model\.)?(?P<module>.+?)(?:\.base_layer)*"
+    r"\.lora_(?P<kind>embedding_A|embedding_B|A|B)(?:\.weight)?"
+)
+_MAGNITUDE = ".lora_magnitude_vector"
+_PLAIN = re.compile(r"[\w.\-]+")
+_NOT_GATHERED = (
+    "take the adapter from the trainer's own checkpoint: ckptool convert SRC DST --to hf"
+    " --peft-adapter; or save it again with its parameters gathered"
+    " (deepspeed.zero.GatheredParameters, FSDP's summon_full_params)"
+)
+
+
+class _Matrix(Struct, frozen=True):
+    """One of the two matrices of a LoRA: its ``rank``, and that of ``module`` by name."""
+
+    name: str
+    module: str
+    rank: int
+
+
+def method_of(config: Record) -> str:
+    """Return the method of an adapter: ``LORA``, if the config names none."""
+    method = config.get("peft_type", _LORA)
+    return method if isinstance(method, str) else _LORA
+
+
+def is_of_lora(name: str) -> bool:
+    """Return whether a tensor is one of a LoRA's two matrices, by its name."""
+    return _MATRIX.fullmatch(name) is not None
+
+
+def adapter_problems(
+    config: Record, tensors: Mapping[str, TensorEntry], place: str = ADAPTER_CONFIG
+) -> Iterator[Problem]:
+    """Yield where an adapter's config, read from ``place``, contradicts the tensors."""
+    empty = [name for name, entry in tensors.items() if not entry.elements]
+    if empty:
+        shape = list(tensors[empty[0]].shape)
+        message = f"empty: {len(empty):,} of {plural(len(tensors), 'tensor')}, such as {empty[0]}"
+        message += f" {shape}: parameters were not gathered before they were saved"
+        problem = Problem(message, "config-mismatch", file=place, tensor=empty[0])
+        yield problem.with_hint(_NOT_GATHERED)
+    if method_of(config) == _LORA and not config.get("use_bdlora"):
+        yield from _wrong_ranks(config, tensors, place)
+        yield from _wrong_kind(config, tensors, place)
+
+
+def _wrong_ranks(
+    config: Record, tensors: Mapping[str, TensorEntry], place: str
+) -> Iterator[Problem]:
+    """Yield one problem for all matrices of other ranks than the config's."""
+    wrong = []
+    ranks = _Ranks(config)
+    for matrix in _matrices(tensors):
+        expected = ranks.of(matrix.module)
+        is_parameter = ranks.is_parameter(matrix.module)
+        fits = {rank for rank in expected if rank > 0 and matrix.rank % rank == 0}
+        if matrix.rank not in expected and not (is_parameter and fits):
+            wrong.append((matrix, " or ".join(map(str, sorted(expected)))))
+    if wrong:
+        matrix, expected_text = wrong[0]
+        others = f" ({plural(len(wrong), 'tensor')} in all)" if len(wrong) > 1 else ""
+        message = (
+            f"{place} says r {expected_text}, but {matrix.name} has rank {matrix.rank}{others}"
+        )
+        yield Problem(message, "config-mismatch", file=place, tensor=matrix.name)
+
+
+def _matrices(tensors: Mapping[str, TensorEntry]) -> Iterator[_Matrix]:
+    """Yield the matrices that show a rank: all but empty ones and the second of a convolution."""
+    for name, entry in tensors.items():
+        match = _MATRIX.fullmatch(name)
+        is_first = match is not None and match["kind"].endswith("A")
+        if match is None or not entry.elements or len(entry.shape) < 2:
+            continue
+        if is_first or len(entry.shape) == 2:
+            yield _Matrix(name, match["module"], entry.shape[0 if is_first else 1])
+
+
+def _wrong_kind(
+    config: Record, tensors: Mapping[str, TensorEntry], place: str
+) -> Iterator[Problem]:
+    """Yield a problem if there are DoRA's magnitudes and PEFT's config has none, or the reverse."""
+    magnitudes = [name for name in tensors if _MAGNITUDE in name]
+    is_dora = bool(config.get("use_dora"))
+    if magnitudes and not is_dora and "peft_type" in config:
+        message = f"{place} does not say use_dora, but there is {magnitudes[0]}"
+        yield Problem(message, "config-mismatch", file=place, tensor=magnitudes[0])
+    if is_dora and not magnitudes and any(map(is_of_lora, tensors)):
+        message = f"{place} says use_dora, but no tensor is a magnitude vector"
+        yield Problem(message, "config-mismatch", file=place)
+
+
+class _Ranks:
+    """The ranks of modules by name. A pattern that is no plain name may match any module."""
+
+    def __init__(self, config: Record) -> None:
+        r = config.get("r", _DEFAULT_RANK)
+        patterns: Any = config.get("rank_pattern")
+        pairs = patterns.items() if isinstance(patterns, Mapping) else ()
+        self._plain = {key.lstrip("^").rstrip("$"): (key[:1] == "^", n) for key, n in pairs}
+        self._usual = {r} if isinstance(r, int) else {_DEFAULT_RANK}
+        odd = [key for key in self._plain if not _PLAIN.fullmatch(key)]
+        self._usual |= {self._plain.pop(key)[1] for key in odd}
+        parameters: Any = config.get("target_parameters") or ()
+        self._parameters = [str(each).rpartition(".")[0] for each in parameters]
+
+    def of(self, module: str) -> set[int]:
+        """Return the ranks that a module may have: one, unless patterns cannot be told."""
+        for key, (is_whole, rank) in self._plain.items():
+            if module == key or (not is_whole and module.endswith(f".{key}")):
+                return {rank}
+        return self._usual
+
+    def is_parameter(self, module: str) -> bool:
+        """Return whether a module has a parameter among the ``target_parameters``."""
+        return any(not p or module == p or module.endswith(f".{p}") for p in self._parameters)
