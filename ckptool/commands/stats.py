@@ -13,9 +13,10 @@ from msgspec.structs import replace
 
 from ckptool.commands.document import Report
 from ckptool.commands.open import OpenedCheckpoint
-from ckptool.core.catalog import TensorEntry, coverage_problem
+from ckptool.core.catalog import TensorEntry
 from ckptool.core.quantization.names import packed_names
 from ckptool.core.selection import tensors_named
+from ckptool.core.sharding.coverage import coverage_problems
 from ckptool.engine.read.numbers import Array, decode
 from ckptool.engine.read.tensors import TensorSource, TensorTile, tensor_job
 from ckptool.engine.read.tiles import read_tiles, require_unchanged
@@ -158,7 +159,7 @@ def stats(
     """
     catalog = opened.catalog
     wanted = {name: catalog.tensors[name] for name in tensors_named(catalog, globs, "--stats")}
-    problems = [gap for gap in map(coverage_problem, wanted.values()) if gap is not None]
+    problems = coverage_problems(wanted.values())
     if problems:
         raise damaged(problems, subject=str(opened.path))
     packed = packed_names(catalog)

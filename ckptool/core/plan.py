@@ -12,7 +12,6 @@ from ckptool.core.catalog import (
     Chunk,
     EncodedBlob,
     TensorEntry,
-    coverage_problem,
     stored_places,
 )
 from ckptool.core.layout import (
@@ -23,6 +22,7 @@ from ckptool.core.layout import (
     WrittenChunks,
     written_entries,
 )
+from ckptool.core.sharding.coverage import coverage_problems
 from ckptool.core.sharding.groups import (
     Group,
     LayoutPart,
@@ -62,7 +62,7 @@ class Plan:
         if len(self.numbers) < len(layout.files):
             paths = Counter(file.path for file in layout.files)
             raise Unsupported(f"duplicate output file name {paths.most_common(1)[0][0]}")
-        problems = [p for p in map(coverage_problem, self.entries) if p is not None]
+        problems = coverage_problems(self.entries)
         if problems:
             raise damaged(
                 problems,

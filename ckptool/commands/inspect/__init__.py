@@ -17,9 +17,10 @@ from ckptool.commands.options.read import AS_DETECTED, ReadOptions
 from ckptool.commands.runs.names import step_named
 from ckptool.commands.runs.records import recorded_step
 from ckptool.commands.verify.codes import CODES, Severity
-from ckptool.core.catalog import Catalog, TensorEntry, coverage_problem
+from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.dtype import DType
 from ckptool.core.quantization.names import kinds
+from ckptool.core.sharding.coverage import coverage_problems
 from ckptool.core.state_category import STATE_CATEGORIES, lone_masters, state_category
 from ckptool.core.text import plural
 from ckptool.errors import CkptoolError, Damaged, Hostile, Problem
@@ -174,9 +175,8 @@ def report(opened: OpenedCheckpoint) -> InspectReport:
         nbytes=sum(share.nbytes for share in shares),
         files=len(catalog.files),
     )
-    gaps = (coverage_problem(entry) for entry in catalog.tensors.values())
     errors = filter(_is_error, catalog.conflicts.values())
-    problems = (*errors, *(gap for gap in gaps if gap is not None))
+    problems = (*errors, *coverage_problems(catalog.tensors.values()))
     return InspectReport(opened, step_of(opened.path, catalog), totals, shares, problems)
 
 

@@ -37,6 +37,10 @@ _ALIKE = frozenset([*_ONE_SIDED, *_OF_BOTH, *(f"manifest-{word}" for word in _BY
 """The codes with one finding for several names that show the same."""
 _LOSSES = frozenset([*_ABSENT, "file-unreadable", "metadata-unreadable", "zip-structure"])
 """Possible reasons why nothing of a file could be placed."""
+_SEVERAL = ("file-missing", "rank-missing")
+"""The codes that may be of several missing files at once, none of which is the problem's."""
+_RANKS = "rank-missing", None
+"""The code and file of the problem that ranks are missing: all that lacks their data follows."""
 _MOST_NAMED = 3
 SIDES = ("A", "B")
 """The names of the two sides of a comparison in findings and reports."""
@@ -299,7 +303,8 @@ def _by_cause(problems: list[Problem], catalog: Catalog | None) -> list[list[Pro
     lacking: dict[str, str] = {}
     for code in reversed(_ABSENT):
         lacking |= {p.file: code for p in problems if p.code == code and p.file}
-    unread = _unread_file(problems, catalog)
+    unread = _cause_of_gaps(problems, catalog)
+    covered = _files_of_one_cause(problems)
     of_files = {(p.code, p.file, str(p)) for p in problems if p.file and not p.tensor}
     groups: dict[object, list[Problem]] = defaultdict(list)
     for number, problem in enumerate(problems):
@@ -307,6 +312,8 @@ def _by_cause(problems: list[Problem], catalog: Catalog | None) -> list[list[Pro
         is_of_file = (problem.code, file, _detail(problem)) in of_files
         if problem.code == "chunk-gap" and unread is not None:
             groups[unread].append(problem)
+        elif file in covered and problem.code in _FOLLOWS:
+            continue
         elif file in lacking and problem.code in _FOLLOWS:
             groups[lacking[file], file].append(problem)
         elif file and (is_of_file or problem.code in _JOINED):
@@ -314,7 +321,8 @@ def _by_cause(problems: list[Problem], catalog: Catalog | None) -> list[list[Pro
         elif problem.tensor and problem.code in _ALIKE:
             groups[problem.code, file, _detail(problem)].append(problem)
         else:
-            groups[number if (problem.code, file) != unread else unread].append(problem)
+            is_cause = (problem.code, file) in (unread, _RANKS) and not problem.tensor
+            groups[(problem.code, file) if is_cause else number].append(problem)
     causes = []
     for key, group in groups.items():
         code = key[0] if isinstance(key, tuple) else group[0].code
@@ -323,13 +331,28 @@ def _by_cause(problems: list[Problem], catalog: Catalog | None) -> list[list[Pro
     return causes
 
 
-def _unread_file(problems: list[Problem], catalog: Catalog | None) -> tuple[str, str] | None:
-    """Return the code and name of the only file of which nothing could be placed, if there is one.
+def _files_of_one_cause(problems: list[Problem]) -> set[str]:
+    """Return the missing files that one problem is about: only failed reads name each of them."""
+    joined = [problem for problem in problems if problem.code in _SEVERAL]
+    if not any(problem.file is None and problem.tensor is None for problem in joined):
+        return set()
+    lost = [problem for problem in problems if problem.code == "file-missing" and problem.file]
+    named = {problem.file for problem in lost if not problem.endswith(": the file is missing")}
+    return {problem.file for problem in lost if problem.file} - named
 
-    It explains all gaps, as nothing else records which parts of tensors such a file had.
+
+def _cause_of_gaps(
+    problems: list[Problem], catalog: Catalog | None
+) -> tuple[str, str | None] | None:
+    """Return the code and file of the one cause of all gaps, if there is one.
+
+    It is that ranks are missing, or saved nothing, or the only file of which nothing could be
+    placed: nothing else records which parts of tensors it had.
     """
     if catalog is None or not any(problem.code == "chunk-gap" for problem in problems):
         return None
+    if _RANKS in [(problem.code, problem.file) for problem in problems]:
+        return _RANKS
     placed = {at.file for entry in catalog.tensors.values() for at in places(entry)}
     lost = {
         problem.file: problem.code

@@ -12,9 +12,9 @@ from msgspec import Struct, field
 
 from ckptool.core.catalog import Chunk, Container, Path
 from ckptool.core.sharding.table import ChunkTable
-from ckptool.core.text import plural
 from ckptool.errors import Damaged, Problem
 from ckptool.formats.base import ScanOptions
+from ckptool.formats.dcp.absent import join_absent, no_metadata
 from ckptool.formats.dcp.metadata import DcpMetadata, TensorMetadata, parse
 from ckptool.formats.dcp.tables import DATA, find_sound_tables, rank_of
 from ckptool.serialization.source import (
@@ -51,7 +51,7 @@ class Inventory(Struct):
     paths: dict[str, Path] = field(default_factory=dict)
     extents: list[tuple[str, int, int, str]] = field(default_factory=list)
     archives: list[Container] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
     damaged_files: set[str] = field(default_factory=set)
 
     def path(self, name: str) -> Path:
@@ -76,6 +76,8 @@ def take_inventory(source: Source, parsed: Mapping[str, DcpMetadata]) -> Invento
         for name in inventory.values
         if name in inventory.types
     ]
+    names = ((file, name) for file, _, _, name in inventory.extents)
+    inventory.problems = join_absent(source, inventory.problems, names)
     return inventory
 
 
@@ -88,17 +90,7 @@ def read_metadata_files(
     """
     by_rank = {name: int(m[1]) for name in source.files if (m := RANK_METADATA.fullmatch(name))}
     if metadata not in source.files and not by_rank:
-        left = f"{METADATA}.tmp"
-        state = f"only {left} is there" if left in source.files else f"there is no {METADATA}"
-        message = (
-            f"{source.root}: a DCP folder whose save never finished: {state}; nothing else names"
-            f" what its data files hold ({_data_files(source)})"
-        )
-        raise Damaged(
-            message,
-            "save-incomplete",
-            hint="use the previous checkpoint; .metadata is written last, once all data is safe",
-        )
+        raise no_metadata(source, METADATA)
     _require_ranks(source)
     if metadata in source.files:
         return {metadata: _read(source, metadata)}
@@ -106,19 +98,6 @@ def read_metadata_files(
     names = sorted(by_rank, key=by_rank.__getitem__)
     parsed = {name: options.attempt(partial(_read, source, name)) for name in names}
     return {name: metadata for name, metadata in parsed.items() if metadata is not None}
-
-
-def _data_files(source: Source) -> str:
-    """Count the data files, the ranks in their names, and their bytes."""
-    sizes = {name: size for name, size in source.files.items() if name.endswith(".distcp")}
-    ranks = {int(match[1]) for name in sizes if (match := DATA.fullmatch(name))}
-    empty = sum(not size for size in sizes.values())
-    words = [
-        plural(len(sizes), "file"),
-        plural(len(ranks), "rank"),
-        plural(sum(sizes.values()), "byte"),
-    ]
-    return ", ".join([*words, f"{plural(empty, 'file')} empty"] if empty else words)
 
 
 def _read(source: Source, file: str) -> DcpMetadata:

@@ -25,6 +25,7 @@ from ckptool.commands.keymap.records import CONFIG, Record, read_beside
 from ckptool.commands.open import Survey
 from ckptool.commands.verify.findings import conflict_problems
 from ckptool.core.catalog import Catalog, TensorEntry, coverage_problem, flat_name
+from ckptool.core.sharding.coverage import lone_rank_problem
 from ckptool.engine.check.replicas import differing_replicas
 from ckptool.errors import UNCODED, CkptoolError, Problem, UsageError
 from ckptool.formats.base import Format
@@ -39,7 +40,8 @@ def catalog_problems(catalog: Catalog) -> Iterator[Problem]:
     """Yield contradictions between ranks, gaps, odd names, unwritten values, and remarks."""
     entries = catalog.tensors.values()
     yield from conflict_problems(catalog)
-    yield from filter(None, map(coverage_problem, entries))
+    gaps = list(filter(None, map(coverage_problem, entries)))
+    yield from filter(None, [lone_rank_problem(entries, gaps), *gaps])
     for name, path in ((entry.name, flat_name(entry.path)) for entry in entries):
         if path != name:
             yield Problem(f"{name}: its path is {path!r}", "name-mismatch", tensor=name)

@@ -64,7 +64,9 @@ def _uncommitted(rules: Mapping[str, FileRule | None]) -> Iterator[Problem]:
             folders.setdefault(file.rpartition("/")[0], set()).add(rule)
     for folder, kinds in folders.items():
         last = max(rule.committed_by for rule in kinds)
-        if folder and last and not any(rule.role is FileRole.METADATA for rule in kinds):
+        above = f"{folder.rpartition('/')[0]}/{last}".lstrip("/")  # which names moved files
+        is_alone = not any(rule.role is FileRole.METADATA for rule in kinds)
+        if folder and last and is_alone and above not in rules:
             message = f"{folder}: data files without {last}, which is written last"
             yield Problem(message, "save-incomplete", file=f"{folder}/{last}")
 
