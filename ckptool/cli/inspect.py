@@ -116,7 +116,7 @@ def inspect(
     Shows a damaged checkpoint as far as it can be read, then its problems (exit code 3).
     """
     from ckptool.commands.inspect import inspect_readable
-    from ckptool.commands.runs.steps import is_run
+    from ckptool.commands.runs.search import is_run
     from ckptool.render.inspect.report import inspect_json, show, show_traffic
     from ckptool.render.messages import show_notes
     from ckptool.render.text import console

@@ -126,6 +126,6 @@ FORMAT = Format(
     _scan,
     convert=_lay_out,
     files=(FileRule(r".*\.index\.json", FileRole.INDEX),),
-    suffixes=(".pt", ".pth", ".bin", ".ckpt"),
+    suffixes=(".pt", ".pth", ".bin", ".ckpt", ".pth.tar"),
     config="optional",
 )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from functools import lru_cache
 
 from ckptool.commands.runs.names import parse_name
 from ckptool.commands.runs.steps import Run, Step, says_another
 from ckptool.commands.runs.trainers import unfinished_mark, unwritten_last
+from ckptool.storage.url import Location, within
 
 _ROLES = {
     "optimizer": r"optim|(?<![a-z])opt(?![a-z])|adam",
@@ -38,14 +39,13 @@ def files_of(step: Step, run: Run) -> frozenset[str]:
     found: set[str] = set()
     for entry in step.entries:
         files = run.files_in(entry)
-        said = parse_name(entry.name, is_folder="" not in files)
-        label = said.kind if step.beside or "" in files else ""
-        if step.beside and entry.parent.name != step.home.name:
-            label = f"{entry.parent.name}/{label}"
-        number = step.number
-        keys = (_key(name, number) for name in files if name and not says_another(step, name))
+        role = parse_name(entry.name, is_folder="" not in files).role
+        holders = within(entry, run.path).parts[len(step.home.parts) : -1]
+        folders = (folder for folder in holders if not folder.isdecimal())  # any may have a replica
+        label = "/".join([*folders, role]).strip("/")
+        keys = (_key(name, step.number) for name in files if name and not says_another(step, name))
         found |= {f"{label}: {key}" if label else key for key in keys if key is not None}
-        found |= {label} if "" in files else set()
+        found |= {label or "the file"} if "" in files else set()
     return frozenset(found)
 
 
@@ -61,7 +61,8 @@ def _key(file: str, number: int | None) -> str | None:
         stem = _SHARDS.sub("", _SUFFIX.sub("", name)).replace("pytorch_model", "model")
         path = f"{folder}/{_WORLD.sub('rank', stem)}" if folder else _WORLD.sub("rank", stem)
     path = path.replace("pytorch_model", "model")
-    return re.sub(r"\d+", lambda m: "#" if int(m[0]) == number else m[0], path)
+    said = ((part, parse_name(part, is_folder=True)) for part in path.split("/"))
+    return "/".join(n.kind if n.position.number == number is not None else p for p, n in said)
 
 
 def _role(key: str) -> str | None:
@@ -71,7 +72,7 @@ def _role(key: str) -> str | None:
 def unfinished(step: Step, run: Run) -> str | None:
     """Return why a step is still being written, or its save was never finished; None if neither."""
     for entry in step.entries:
-        beside = _names_beside(entry.name, run.relative(entry), run.source.files)
+        beside = _names_beside(step, entry, run)
         files = [name for name in run.files_in(entry) if name]
         mark = unfinished_mark(entry.name, files, beside)
         if mark is not None:
@@ -82,10 +83,12 @@ def unfinished(step: Step, run: Run) -> str | None:
     return None
 
 
-def _names_beside(name: str, place: str, files: Iterable[str]) -> set[str]:
-    head = place[: len(place) - len(name)]
-    rest = (file[len(head) :] for file in files if file.startswith(head))
-    return {file for file in rest if "/" not in file}
+def _names_beside(step: Step, entry: Location, run: Run) -> set[str]:
+    """Return the files in an entry's folder, and in that which all parts of the step share."""
+    head = run.relative(entry).rpartition("/")[0]
+    home = "/".join(step.home.parts)
+    names = (file.rpartition("/") for file in run.source.files)
+    return {name for folder, _, name in names if folder in (head, home)}
 
 
 class Completeness:

@@ -80,6 +80,7 @@ class _Decision:
         self._judge = judge
         self._notify = notify
         self._positions = Counter(step.position for step in steps if step.position)
+        self._written_last = written_after(run, steps[-1])
         self._good = 0
         self._resumes = False
 
@@ -160,7 +161,7 @@ class _Decision:
             return f"every {every:,} steps" if every > 1 else "every step"
         if SPARED.fullmatch(step.path.name):
             return "its name says that it is no step among many"
-        if written_after(self._run, self._steps[-1], self._run.saved) is step:
+        if self._written_last is step:
             return f"was written after {self._steps[-1].path.name}"
         return None
 

@@ -115,7 +115,7 @@ def verify_run(run: Location, options: VerifyOptions, *, every: bool) -> RunRepo
 
 def _chosen(run: Run, step: Step) -> str:
     """Return how a step was found to be the newest, with what speaks against it."""
-    later = written_after(run, step, run.saved)
+    later = written_after(run, step)
     but = "" if later is None else f"; {later.path.name} was written later"
     return f"{step.placed or 'the only step'}{but}"
 
@@ -128,17 +128,20 @@ class Judgement(Struct, frozen=True):
 
 
 class Contents(Struct, frozen=True):
-    """Whether a step has tensors of a model, and an optimizer's state."""
+    """Whether a step has tensors of a model, an optimizer's state, and anything of either."""
 
     model: bool
     optimizer: bool
+    either: bool
 
     @classmethod
     def of(cls, surveys: tuple[Survey, ...]) -> Contents:
         """Return what some checkpoints have together."""
         catalogs = [each.catalog for each in surveys if each.catalog is not None]
+        parts = [state_category(e) for c in catalogs for e in c.tensors.values()]
+        parts += [state_category(e) for c in catalogs for e in c.objects.values()]
         has_model = any(bool(weights(catalog)) for catalog in catalogs)
-        return cls(has_model, any(map(has_optimizer, surveys)))
+        return cls(has_model, any(map(has_optimizer, surveys)), {*parts} != {"other"})
 
 
 class Judge:
@@ -250,8 +253,8 @@ class Judge:
     def _by_contents(self, step: Step) -> Iterator[str]:
         """Yield what a whole checkpoint lacks that training needs."""
         mine = self._contents[step.path]
-        if not mine.model and not mine.optimizer:
-            yield "has no tensors of a model"
+        if not mine.either:
+            yield "has nothing of a model or an optimizer"
         elif not mine.model and any(self.contents_of(each).model for each in self._run.steps):
             yield "has no tensors of a model, which other steps have"
         older = self._run.steps[: self._run.steps.index(step)]

@@ -7,7 +7,7 @@ or of a run, a fold, a seed or a version tell entries apart: each such number is
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 from msgspec import Struct
@@ -94,17 +94,22 @@ class EntryName(Struct, frozen=True):
     """What a name says.
 
     ``position`` is named, by a word or in a trainer's own way; ``bare`` is a number without a word.
-    ``kind`` is the name without what counts and without metrics, ``family`` also without the part
-    that it is of a step that has several; ``has_rank`` says that this is a rank's. ``tells`` is
-    whether the number must be a step, as that of a file ``checkpoint_3.pt`` need not be.
+    ``kind`` is the name without what counts and without metrics, ``family`` also without the
+    ``role`` that it has in a step of several entries: ``opt``, ``rank3``. ``tells`` is whether the
+    number must be a step, as that of a file ``checkpoint_3.pt`` need not be.
     """
 
     position: Position
     bare: int | None
     kind: str
     family: str
+    role: str
     tells: bool
-    has_rank: bool
+
+    @property
+    def has_rank(self) -> bool:
+        """Return whether it is what one rank wrote."""
+        return _RANK.search(self.role) is not None
 
 
 Spans = dict[str, tuple[int, int, int]]
@@ -126,11 +131,22 @@ def parse_name(name: str, *, is_folder: bool) -> EntryName:
     ranks = [(*found["rank"][:2], "rank")] if "rank" in found else []
     family = _ROLE.sub("", _with_marks(name, [(*span[:2], "#") for span in spans] + ranks))
     family = re.sub(r"[-_.]+", "-", _SUFFIX.sub("", family).replace("rank", "")).strip("-")
-    number, has_rank = (
-        None if bare is None else bare[2],
-        bool(ranks) or _RANK.search(name) is not None,
-    )
-    return EntryName(position, number, kind, family + "/" * is_folder, tells, has_rank)
+    roles = [match[0].lower() for match in _ROLE.finditer(kind)]
+    roles += [f"rank{found['rank'][2]}"] if "rank" in found else []
+    number = None if bare is None else bare[2]
+    role = " ".join(dict.fromkeys(roles))
+    return EntryName(position, number, kind, family + "/" * is_folder, role, tells)
+
+
+def part_folders(folders: Sequence[str], *, has_rank: bool) -> Sequence[str]:
+    """Return the last folders of a path that say no more than which part of each step they have.
+
+    As ``model``, ``optim``, ``_actor`` or ``mp_rank_00``; a number alone is a rank's if so known.
+    """
+    at = len(folders)
+    while at and (is_part_folder(folders[at - 1]) or (has_rank and folders[at - 1].isdecimal())):
+        at -= 1
+    return folders[at:]
 
 
 def is_part_folder(name: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 from msgspec.structs import replace
@@ -12,7 +12,8 @@ from ckptool.commands.options.read import AS_DETECTED, ReadOptions
 from ckptool.commands.runs.names import Position
 from ckptool.commands.runs.pointers import find_pointers
 from ckptool.commands.runs.records import recorded_position
-from ckptool.commands.runs.steps import Run, Step, find_run
+from ckptool.commands.runs.search import find_run
+from ckptool.commands.runs.steps import Run, Step
 from ckptool.errors import TransferError
 from ckptool.storage.url import Location
 
@@ -143,10 +144,10 @@ def _name(source: str) -> str:
     return source.rpartition("/")[2]
 
 
-def written_after(run: Run, step: Step, saved: Callable[[Step], float | None]) -> Step | None:
+def written_after(run: Run, step: Step) -> Step | None:
     """Return the step of its series that was written last, if that is clearly another one."""
     alike = [each for each in run.steps if each.series == step.series and each.parts]
-    times = {each.path: saved(each) for each in alike}
+    times = {each.path: run.saved(each) for each in alike}
     last = max(alike, key=lambda each: times[each.path] or 0.0, default=step)
     mine, theirs = times.get(step.path), times.get(last.path)
     if mine is None or theirs is None or theirs - mine <= _AT_ONCE:

@@ -15,7 +15,9 @@ from typing import Any
 from msgspec import Struct
 
 from ckptool.commands.open import open_checkpoint
+from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.runs.links import linked_steps
+from ckptool.commands.runs.records import recorded_best
 from ckptool.commands.runs.steps import Run, Step
 from ckptool.commands.runs.trainers import POINTERS
 from ckptool.core.box import Box
@@ -27,6 +29,7 @@ from ckptool.storage.url import Location
 _SMALL = 4096
 _LARGEST = 64 << 20
 _PIECE = 1 << 20
+_LIGHTNING = ".ckpt"
 _INDEX = ".index.json"
 _SAYS_POINTER = re.compile(
     r"(?i)(?:.*[^a-z])?(?:latest|last|newest|current|best|resumed?|checkpoints?|ckpts?|keep|pinned)"
@@ -290,6 +293,19 @@ def _recorded_step(file: Location) -> int | None:
         return int(reader.read_values(entry, Box.whole(entry.shape)).reshape(-1)[0])
     except (CkptoolError, OSError) as error:
         raise _unreadable(file, str(error)) from None
+
+
+def recorded_pointers(run: Run, options: ReadOptions) -> Iterator[tuple[str, Step]]:
+    """Yield the best steps according to Lightning's newest checkpoint of each folder."""
+    names = _Names(run)
+    told: set[object] = set()
+    for step in reversed(run.steps):
+        if step.path.suffix != _LIGHTNING or step.home in told:
+            continue
+        for best in recorded_best(step, options):
+            told.add(step.home)
+            for named in names.in_text(best, "/".join(step.home.parts)):
+                yield step.path.name, named
 
 
 class _State(Struct, frozen=True):

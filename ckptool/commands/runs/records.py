@@ -14,6 +14,7 @@ from ckptool.core.catalog import Catalog
 from ckptool.errors import CkptoolError
 from ckptool.formats.companions import TRAINER_STATE
 from ckptool.storage.retry import NoAnswer
+from ckptool.storage.url import Location
 
 _STEPS = (
     "train_state.step",
@@ -42,28 +43,34 @@ def recorded_step(catalog: Catalog) -> int | None:
     return int(recorded) if value is None and recorded.isdecimal() else value
 
 
-def recorded_best(catalog: Catalog) -> Iterator[str]:
-    """Yield the paths of the best checkpoints that values of a checkpoint record."""
-    for name, entry in catalog.objects.items():
-        if _BEST.fullmatch(name) and isinstance(entry.value, str) and entry.value:
-            yield entry.value
+def recorded_best(step: Step, options: ReadOptions) -> Iterator[str]:
+    """Yield the paths of the best checkpoints that a step's values name."""
+    for part in step.parts[:1]:
+        found = _survey(part, options)
+        catalog = None if found is None else found.catalog
+        for name, entry in catalog.objects.items() if catalog is not None else ():
+            if _BEST.fullmatch(name) and isinstance(entry.value, str) and entry.value:
+                yield entry.value
 
 
 def recorded_position(step: Step, options: ReadOptions = AS_DETECTED) -> Position:
     """Return what a step's own values count; nothing if it cannot be read. Raises NoAnswer."""
-    for part in step.parts[:1]:
-        try:
-            found = survey(part, options)
-        except NoAnswer:
-            raise
-        except (CkptoolError, OSError):
-            break
-        if found.catalog is not None:
-            steps = recorded_step(found.catalog)
-            steps = _count(found.catalog, _MORE_STEPS) if steps is None else steps
-            steps = _step_of_trainer(found) if steps is None else steps
-            return Position(epoch=_count(found.catalog, _EPOCHS), step=steps)
-    return Position()
+    found = _survey(step.parts[0], options) if step.parts else None
+    if found is None or found.catalog is None:
+        return Position()
+    steps = recorded_step(found.catalog)
+    steps = _count(found.catalog, _MORE_STEPS) if steps is None else steps
+    steps = _step_of_trainer(found) if steps is None else steps
+    return Position(epoch=_count(found.catalog, _EPOCHS), step=steps)
+
+
+def _survey(part: Location, options: ReadOptions) -> Survey | None:
+    try:
+        return survey(part, options)
+    except NoAnswer:
+        raise
+    except (CkptoolError, OSError):
+        return None
 
 
 def _count(catalog: Catalog, names: tuple[str, ...]) -> int | None:

@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import cached_property
-from pathlib import Path, PurePath
+from pathlib import PurePath
 
 from msgspec import Struct
-from msgspec.structs import replace
 
-from ckptool.commands.detect import detect_folder, find_checkpoints, folder_at, natural_key
-from ckptool.commands.open import open_checkpoint, survey
+from ckptool.commands.open import open_checkpoint
 from ckptool.commands.runs.names import (
     EntryName,
     Position,
-    holds_model,
-    is_part_folder,
     parse_name,
-    stage_in,
 )
 from ckptool.commands.runs.trainers import EXPORTS, UNFINISHED
-from ckptool.errors import CkptoolError, NotFound, Unrecognized
-from ckptool.formats import file_rule, latest_markers
-from ckptool.formats.base import FileRole
+from ckptool.errors import CkptoolError, NotFound
 from ckptool.storage.local import Files
-from ckptool.storage.retry import NoAnswer
 from ckptool.storage.url import Location, within
-
-_NAMES_FILES = (FileRole.METADATA, FileRole.INDEX)
-_SHARD = r"\d+-of-\d+"
 
 
 class Step(Struct, frozen=True):
@@ -62,8 +50,8 @@ class Step(Struct, frozen=True):
 
     @property
     def series(self) -> tuple[PurePath, str]:
-        """Return what all steps share that are counted together."""
-        return self.home, self.name.family
+        """Return what all steps share that are counted together; one without a number is alone."""
+        return self.home, self.path.name if self.number is None else self.name.family
 
     @property
     def names(self) -> frozenset[str]:
@@ -122,47 +110,6 @@ class Run(Struct, frozen=True, dict=True):
         return max(times, default=None) or None
 
 
-def find_run(place: Location) -> Run:
-    """Return a run with its steps by the order of their paths.
-
-    Hidden entries are skipped: they are being written, or removed. A folder named like the others
-    that holds no checkpoint is a step without parts. If there is no checkpoint below the folder,
-    the folder itself may be one. Raises NotFound or Unrecognized if there is no checkpoint at all.
-    """
-    itself, inner = find_checkpoints(place)
-    source = folder_at(place)
-    inner = [path for path in inner if not _is_hidden(path, place)]
-    if itself is not None:
-        files = [path for path in inner if not _is_folder(path)]
-        own = _files_of_whole(itself, source)
-        inner = [path for path in inner if path not in own and _is_step(path, place, files)]
-        inner = inner or [itself]
-    if not inner:
-        raise Unrecognized(
-            f"{place}: no checkpoint in this folder",
-            hint="list the known formats: ckptool formats",
-        )
-    entries = _entries(place, inner)
-    entries += _without_checkpoint(entries)
-    entries += _inside(place, entries, source)
-    steps = _joined(entries)
-    return Run(place, tuple(sorted(steps, key=lambda step: natural_key(str(step.path)))), source)
-
-
-def is_run(place: Location) -> bool:
-    """Return whether a folder has several steps, and a trainer's file that names the latest.
-
-    ``open_checkpoint`` opens that one; without such a file it raises Several.
-    """
-    if not place.is_dir():
-        return False
-    if isinstance(place, Path):
-        is_marked = any((place / file).exists() for file in latest_markers())
-    else:
-        is_marked = not latest_markers().isdisjoint(place.listing)  # requested already
-    return is_marked and len(find_run(place).steps) > 1
-
-
 def is_unfinished_name(step: Step) -> bool:
     """Return whether a step's name says that it is being written."""
     return any(UNFINISHED.fullmatch(entry.name) is not None for entry in step.entries)
@@ -186,7 +133,7 @@ def others_inside(step: Step, run: Run) -> str | None:
             return "/".join(inner)
     for entry in step.entries:
         named = [name for name in run.files_in(entry) if says_another(step, name)]
-        read = _read_from(step, entry) if named else set()
+        read = read_from(step, entry) if named else set()
         other = next((name for name in named if read is None or name not in read), None)
         if other is not None:
             return other
@@ -197,7 +144,7 @@ def _entry_of(step: Step, part: Location) -> Location:
     return next((entry for entry in step.entries if entry in part.parents), step.path)
 
 
-def _read_from(step: Step, entry: Location) -> set[str] | None:
+def read_from(step: Step, entry: Location) -> set[str] | None:
     """Return the files below an entry that its checkpoints are read from; None if unknown."""
     files: set[str] = set()
     try:
@@ -217,168 +164,3 @@ def says_another(step: Step, file: str) -> bool:
     said += [each] if (each := parse_name(name, is_folder=False)).tells else []
     found = (each.position for each in said if each.tells)
     return any(position and position.number != step.number for position in found)
-
-
-def _files_of_whole(place: Location, source: Files) -> set[Location]:
-    """Return the files of a checkpoint that its metadata names, whatever their numbers count.
-
-    Where only names make files one checkpoint, these may count steps as well.
-    """
-    row = detect_folder(source)
-    rules = (file_rule(row, name) for name in source.files if "/" not in name)
-    if row is None or all(rule is None or rule.role not in _NAMES_FILES for rule in rules):
-        return set()
-    try:
-        catalog = survey(place).catalog
-    except NoAnswer:
-        raise
-    except (CkptoolError, OSError):
-        return set()
-    return set() if catalog is None else {place / file for file in catalog.files}
-
-
-def _is_hidden(path: Location, run: Location) -> bool:
-    return any(part.startswith(".") for part in within(path, run).parts)
-
-
-def _is_step(path: Location, run: Location, files: Sequence[Location]) -> bool:
-    """Return whether a checkpoint inside a folder that is a checkpoint itself is a separate step.
-
-    Files numbered from 0 without a gap are one per rank, not one per step, unless a word says what
-    they count; ranks of one step have its number in common.
-    """
-    parts = within(path, run).parts
-    at, position = _entry_in(parts, is_folder=_is_folder(path))
-    if position and (at < len(parts) - 1 or _is_folder(path)):
-        return True
-    name = parse_name(path.name, is_folder=False)
-    if re.search(_SHARD, path.name) or (not position and name.bare is None):
-        return False
-    beside = [parse_name(other.name, is_folder=False) for other in files if _beside(other, path)]
-    alike = [other for other in beside if other.family == name.family]
-    if name.tells:
-        return not name.has_rank or len({other.position for other in alike}) > 1
-    numbers = {other.position.number if other.position else other.bare for other in alike}
-    return numbers != set(range(len(numbers)))
-
-
-def _beside(path: Location, other: Location) -> bool:
-    return path.parent == other.parent
-
-
-def _entry_in(parts: tuple[str, ...], *, is_folder: bool) -> tuple[int, Position]:
-    """Return the part of a relative path that is a step's entry, and what it counts.
-
-    It is the outermost that counts, unless one below counts something else: the step of an epoch,
-    or the run of another training.
-    """
-    at, position = len(parts) - 1, Position()
-    for here, name in enumerate(parts):
-        said = parse_name(name, is_folder=here < len(parts) - 1 or is_folder)
-        found = said.position
-        is_deeper = bool(position) and (not said.tells or found.number == position.number)
-        if found and not is_deeper:
-            outer = None if position.step is not None else position.epoch
-            at, position = here, found if found.epoch is not None else replace(found, epoch=outer)
-    return at, replace(position, stage=position.stage or stage_in(parts)) if position else position
-
-
-def _entries(run: Location, checkpoints: Iterable[Location]) -> list[Step]:
-    """Return the checkpoints in one entry of a run as one step."""
-    groups: dict[Location, list[Location]] = {}
-    for checkpoint in checkpoints:
-        parts = within(checkpoint, run).parts
-        at, position = _entry_in(parts, is_folder=_is_folder(checkpoint))
-        path = run.joinpath(*parts[: at + 1]) if position else checkpoint
-        groups.setdefault(path, []).append(checkpoint)
-    return [_entry(run, path, inner) for path, inner in groups.items()]
-
-
-def _entry(run: Location, path: Location, inner: Sequence[Location]) -> Step:
-    parts = within(path, run).parts
-    name = parse_name(path.name, is_folder=_is_folder(path) or not inner)
-    _, position = _entry_in(parts, is_folder=_is_folder(path))
-    folders = list(parts[:-1])
-    while folders and (is_part_folder(folders[-1]) or (name.has_rank and folders[-1].isdecimal())):
-        folders.pop()
-    return Step(path, name, position, tuple(inner), PurePath(*folders))
-
-
-def _joined(entries: Iterable[Step]) -> Iterator[Step]:
-    """Yield the entries that are one step as one: their names differ in nothing but the part."""
-    groups: dict[tuple[object, ...], list[Step]] = {}
-    for entry in entries:
-        key = (*entry.series, entry.position) if entry.position else (entry.path,)
-        groups.setdefault(key, []).append(entry)
-    for group in groups.values():
-        group.sort(key=lambda each: (not _is_of_model(each), natural_key(str(each.path))))
-        different = {(entry.path.parent, entry.name.kind) for entry in group}
-        if len(different) < len(group):
-            yield from group
-        else:
-            parts = tuple(part for entry in group for part in entry.parts)
-            beside = tuple(entry.path for entry in group[1:])
-            yield replace(group[0], parts=parts, beside=beside)
-
-
-def _is_of_model(entry: Step) -> bool:
-    folder = entry.path.parent.name
-    is_part = is_part_folder(folder) and not holds_model(folder)
-    return bool(entry.parts) and holds_model(entry.path.name) and not is_part
-
-
-def _without_checkpoint(steps: Iterable[Step]) -> Iterator[Step]:
-    """Yield entries named like steps and beside them that hold no checkpoint."""
-    known = {step.path: step for step in steps}
-    kinds = {(step.path.parent, step.name.kind): step for step in known.values() if step.position}
-    for parent in dict.fromkeys(parent for parent, _ in kinds):
-        for name in _names_in(parent):
-            for is_folder in (True, False):
-                said = parse_name(name, is_folder=is_folder)
-                like = kinds.get((parent, said.kind))
-                if like is not None and parent / name not in known and said.position:
-                    outer = replace(said.position, stage=like.position.stage)
-                    found = Step(parent / name, said, outer, (), like.home)
-                    known[found.path] = found
-                    yield found
-
-
-def _inside(run: Location, steps: Iterable[Step], source: Files) -> Iterator[Step]:
-    """Yield the steps in another step's folder that are not read as part of it."""
-    alone = [step for step in steps if step.parts == (step.path,) != (run,)]
-    folders = {"/".join(within(step.path, run).parts): step for step in alone}
-    named: dict[Location, Step] = {}
-    for file in source.files if folders else ():
-        names = file.split("/")
-        for at in range(1, len(names)):
-            step = folders.get("/".join(names[:at]))
-            if step is not None and says_another(step, "/".join(names[at:])):
-                named[step.path] = step
-    for step in named.values():
-        read = _read_from(step, step.path)
-        _, others = find_checkpoints(step.path) if _is_folder(step.path) else (None, [])
-        if read is not None:
-            held = {
-                place for file in read for place in (step.path / file, *(step.path / file).parents)
-            }
-            found = [path for path in others if path not in held]
-            yield from _entries(run, found)
-
-
-def _is_folder(path: Location) -> bool:
-    try:
-        return path.is_dir()
-    except NoAnswer:
-        raise
-    except OSError:
-        return False
-
-
-def _names_in(folder: Location) -> list[str]:
-    """Return the entries of a folder; nothing if it is gone or cannot be listed."""
-    try:
-        return [path.name for path in folder.iterdir()]
-    except NoAnswer:
-        raise
-    except (NotFound, OSError):
-        return []

@@ -1,0 +1,239 @@
+"""Runs of every trainer of the table: the newest good step, half-saved ones, and what goes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from prune_runs import fates, names_in, pruned
+from trainer_runs import (
+    OPTIMIZER,
+    TRAINERS,
+    WEIGHT,
+    Kind,
+    age,
+    deepspeed,
+    of_dcp,
+    run_of,
+    saved,
+    timm,
+    weights,
+    write,
+    write_step,
+)
+
+import ckptool
+from ckptool.commands.runs.trainers import TRAINERS as TABLE
+
+BOTH = {"model": {"w": WEIGHT}, "optimizer": OPTIMIZER}
+
+
+def latest(run: Path) -> str | None:
+    found = ckptool.verify_run(run, quick=True).latest_good
+    return None if found is None else str(found.path.relative_to(run))
+
+
+def prune(run: Path, keep_last: int = 1) -> set[str]:
+    """Prune, and return what is gone: the topmost of its paths."""
+    before = {str(path.relative_to(run)) for path in run.rglob("*")}
+    pruned(run, keep_last, yes=True, quick=True)
+    gone = before - {str(path.relative_to(run)) for path in run.rglob("*")}
+    return {path for path in gone if os.path.dirname(path) not in gone}
+
+
+def by_name(kinds: dict[str, Kind]) -> list[pytest.param]:
+    return [pytest.param(kind, id=name) for name, kind in kinds.items()]
+
+
+def test_every_row_names_its_source() -> None:
+    assert all(len(row.source) > 12 and "." in row.source for row in TABLE)
+    assert len({row.name for row in TABLE}) == len(TABLE)
+
+
+@pytest.mark.parametrize("kind", by_name(TRAINERS))
+def test_the_newest_is_the_latest_good_and_older_ones_go(kind: Kind, tmp_path: Path) -> None:
+    run = run_of(tmp_path, kind)
+    assert latest(run) == kind.name(3)
+    assert prune(run) == ({kind.name(1), kind.name(2)} if kind.goes else set())
+
+
+@pytest.mark.parametrize("kind", by_name({n: k for n, k in TRAINERS.items() if k.half}))
+def test_a_save_in_its_middle_is_not_good_and_not_counted(kind: Kind, tmp_path: Path) -> None:
+    run = run_of(tmp_path, kind)
+    for step in (4, 5):  # a trainer that crashes, is started again, and crashes at the same place
+        write_step(run, kind, step, kind.half)
+    assert latest(run) == kind.name(3)
+    assert prune(run) == {kind.name(1), kind.name(2)}
+
+
+@pytest.mark.parametrize("kind", by_name({n: k for n, k in TRAINERS.items() if k.staging}))
+def test_a_staging_folder_is_no_step(kind: Kind, tmp_path: Path) -> None:
+    run = run_of(tmp_path, kind)
+    assert kind.staging is not None
+    write_step(run, kind, 4, name=kind.staging(4))
+    assert latest(run) == kind.name(3)
+    assert prune(run) == {kind.name(1), kind.name(2)}
+    listed = {step.path.name: step for step in ckptool.list_steps(run).steps}
+    assert not listed[kind.staging(4)].complete
+
+
+def test_the_first_save_of_the_trainer_is_unfinished_without_its_last_file(tmp_path: Path) -> None:
+    run = run_of(tmp_path, TRAINERS["transformers"], (1,))
+    (run / "checkpoint-1" / "trainer_state.json").unlink()
+    assert latest(run) is None
+
+
+def test_timm_keeps_the_last_and_the_best(tmp_path: Path) -> None:
+    run = run_of(tmp_path, TRAINERS["timm"], (2, 9, 10))
+    os.link(run / "checkpoint-10.pth.tar", run / "last.pth.tar")
+    os.link(run / "checkpoint-2.pth.tar", run / "model_best.pth.tar")
+    for epoch, batch in ((9, 900), (10, 50)):
+        write(run, {f"recovery-{epoch}-{batch}.pth.tar": timm(epoch)[""]})
+    assert latest(run) in ("checkpoint-10.pth.tar", "recovery-10-50.pth.tar")
+    assert prune(run) == {
+        "checkpoint-2.pth.tar", "checkpoint-9.pth.tar", "recovery-9-900.pth.tar"
+    }  # fmt: skip
+
+
+def local_files(
+    run: Path, iteration: int, ranks: tuple[int, ...], holder: int | None = None
+) -> None:
+    for rank in ranks:
+        folder = run / "session" / str(rank if holder is None else holder)
+        write(folder, {f"iter_{iteration:07d}_{rank}_local.pt": saved(BOTH)})
+        age(folder / f"iter_{iteration:07d}_{rank}_local.pt", iteration)
+
+
+def test_a_local_checkpoint_needs_each_rank_in_some_holder(tmp_path: Path) -> None:
+    for iteration in (100, 200):
+        local_files(tmp_path, iteration, (0, 1))
+    local_files(tmp_path, 300, (0,))
+    write(tmp_path / "session" / "1", {"iter_0000400_1_local.dirty.pt": saved(BOTH)})
+    assert latest(tmp_path) == "session/0/iter_0000200_0_local.pt"
+    assert prune(tmp_path) == {f"session/{r}/iter_0000100_{r}_local.pt" for r in (0, 1)}
+    local_files(tmp_path, 300, (1,), holder=0)
+    assert latest(tmp_path) == "session/0/iter_0000300_0_local.pt"
+
+
+def test_a_marker_beside_all_parts_of_a_step_of_nemo(tmp_path: Path) -> None:
+    for epoch in (1, 2, 3):
+        for rank in ("mp_rank_00", "mp_rank_01"):
+            file = f"gpt--val_loss=0.{epoch}2-epoch={epoch}.ckpt"
+            write(tmp_path / rank, {file: saved(BOTH)})
+            age(tmp_path / rank / file, epoch)
+    (tmp_path / "gpt--val_loss=0.32-epoch=3-unfinished").touch()
+    assert latest(tmp_path) == "mp_rank_00/gpt--val_loss=0.22-epoch=2.ckpt"
+    assert prune(tmp_path) == {f"mp_rank_0{r}/gpt--val_loss=0.12-epoch=1.ckpt" for r in (0, 1)}
+
+
+def test_markers_of_nemo_and_automodel(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "nemo", TRAINERS["NeMo"])
+    (run / f"{TRAINERS['NeMo'].name(3)}-unfinished").touch()
+    assert latest(run) == TRAINERS["NeMo"].name(2)
+    run = run_of(tmp_path / "auto", TRAINERS["AutoModel"])
+    (run / "epoch_0_step_3" / ".incomplete").touch()
+    (run / "LOWEST_VAL.txt").write_text("epoch_0_step_1")
+    assert latest(run) == "epoch_0_step_2"
+    assert prune(run) == set()
+
+
+def test_an_actor_and_its_critic_are_one_step(tmp_path: Path) -> None:
+    """OpenRLHF; its exports beside the steps are never the newest, and stay."""
+    for step in (5, 10, 15):
+        for role in ("_actor", "_critic"):
+            write(tmp_path / role / f"global_step{step}", deepspeed(step))
+            (tmp_path / role / "latest").write_text(f"global_step{step}")
+            age(tmp_path / role / f"global_step{step}", step)
+        write(tmp_path / f"global_step{step}_hf", {"model.safetensors": weights})
+    shutil.rmtree(tmp_path / "_critic" / "global_step15")
+    assert latest(tmp_path) == "_actor/global_step10"
+    assert prune(tmp_path) == {f"{role}/global_step5" for role in ("_actor", "_critic")}
+
+
+def test_what_one_replica_saves_of_its_data_is_no_step(tmp_path: Path) -> None:
+    """torchft in torchtitan."""
+    run = run_of(tmp_path, TRAINERS["torchtitan"])
+    for step in (1, 2, 3, 4):
+        of_dcp("dataloader")(run / "ft-replicat-0" / f"step-{step}")
+    assert latest(run) == "step-3"
+    assert prune(run) == {"step-1", "step-2"}
+    assert latest(run / "ft-replicat-0") is None
+
+
+def test_a_last_step_of_the_model_alone_is_not_gone_on_from(tmp_path: Path) -> None:
+    """``last_save_model_only`` of torchtitan."""
+    run = run_of(tmp_path, TRAINERS["torchtitan"])
+    of_dcp("model")(run / "step-4")
+    assert latest(run) == "step-3"
+    assert prune(run) == {"step-1", "step-2"}
+
+
+def test_what_megatron_bridge_counts_in_a_file_of_torch(tmp_path: Path) -> None:
+    run = run_of(tmp_path, TRAINERS["Megatron-LM"])
+    state = {"step": torch.tensor(2, dtype=torch.int32), "consumed_train_samples": torch.tensor(8)}
+    torch.save(state, run / "latest_train_state.pt")
+    assert prune(run) == {"iter_0000001"}
+
+
+def test_names_that_are_a_number_are_left(tmp_path: Path) -> None:
+    """nanotron; its ``latest.txt`` says which is the latest."""
+    for step in (100, 200, 300):
+        write(tmp_path / str(step), {
+            "model.safetensors": weights, "lr_scheduler/lr_scheduler.pt": saved({}),
+            "checkpoint_metadata.json": lambda path: path.write_text("{}"),
+            "model_config.json": lambda path: path.write_text("{}"),
+        })  # fmt: skip
+    (tmp_path / "latest.txt").write_text("200")
+    assert latest(tmp_path) == "200"
+    assert prune(tmp_path) == set()
+
+
+def test_nothing_of_orbax_goes(tmp_path: Path) -> None:
+    for step in (1, 2):
+        write(tmp_path / str(step), {
+            "default/_METADATA": lambda path: path.write_text("{}"),
+            "_CHECKPOINT_METADATA": lambda path: path.write_text("{}"),
+        })  # fmt: skip
+    (tmp_path / "3.orbax-checkpoint-tmp-17").mkdir()
+    with pytest.raises(ckptool.CkptoolError):
+        pruned(tmp_path, yes=True)
+    assert latest(tmp_path) is None
+    assert len(names_in(tmp_path)) == 3
+
+
+def test_the_last_and_the_best_of_lightning(tmp_path: Path) -> None:
+    run = run_of(tmp_path, TRAINERS["Lightning, steps"])
+    callbacks = {"ModelCheckpoint{'monitor': 'x'}": {"best_model_path": "/w/epoch=1-step=10.ckpt"}}
+    state = {"epoch": 7, "global_step": 70, "state_dict": {"w": WEIGHT}, "callbacks": callbacks}
+    torch.save(state | {"optimizer_states": [OPTIMIZER]}, run / "last.ckpt")
+    shutil.copy(run / "epoch=2-step=20.ckpt", run / "epoch=1-step=10-v1.ckpt")
+    assert latest(run) == "last.ckpt"
+    assert prune(run) == {"epoch=2-step=20.ckpt"}
+    (run / "last.ckpt").unlink()
+    (run / "last.ckpt").symlink_to("epoch=3-step=30.ckpt")
+    assert latest(run) == "epoch=3-step=30.ckpt"
+
+
+def test_folders_that_hold_the_runs_of_several_trainings(tmp_path: Path) -> None:
+    """Each has its final model beside its steps, which is no step."""
+    for name in ("exp-1", "exp-2"):
+        run = run_of(tmp_path / name, TRAINERS["transformers"])
+        write(run, {"model.safetensors": weights})
+    report = pruned(tmp_path, 1, yes=True, quick=True)
+    assert fates(report)["checkpoint-3"] == "keep"
+    for name in ("exp-1", "exp-2"):
+        assert names_in(tmp_path / name / "run") == ["checkpoint-3", "model.safetensors"]
+
+
+def test_a_run_that_was_started_again_keeps_what_it_wrote_last(tmp_path: Path) -> None:
+    run = run_of(tmp_path, TRAINERS["transformers"], (100, 200, 300))
+    write_step(run, TRAINERS["transformers"], 50)
+    age(run / "checkpoint-50", 400)
+    report = pruned(run, 1, yes=True, quick=True)
+    assert names_in(run) == ["checkpoint-300", "checkpoint-50"]
+    assert {s.path.name: s.reason for s in report.steps}["checkpoint-50"] == (
+        "was written after checkpoint-300"
+    )
