@@ -17,6 +17,7 @@ from msgspec import Struct
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.runs.links import linked_steps
+from ckptool.commands.runs.names import parse_name
 from ckptool.commands.runs.records import recorded_best
 from ckptool.commands.runs.steps import Run, Step
 from ckptool.commands.runs.trainers import POINTERS
@@ -38,7 +39,8 @@ _SAYS_POINTER = re.compile(
 _BEST = re.compile(rb'"best_model_checkpoint"\s*:\s*')
 _TEXT = re.compile(rb'"(?:[^"\\]|\\.)*"')
 _COUNTS = re.compile(r"(?i).*(?:step|iter|epoch|latest|last|best|checkpoint|ckpt|resume|keep).*")
-_COUNTED = re.compile(r"""(?m)^\s*["']?([\w. -]*?)["']?\s*(?:[:=]\s*)?["']?(\d{1,19})["']?,?\s*$""")
+_COUNTED = re.compile(r"""(?m)^\s*(?:["']?([\w. -]+?)["']?\s*[:=]\s*)?["']?(\d{1,19})["']?,?\s*$""")
+_PATH = re.compile(r"""(?m)^\s*["']?(?:\S*[/\\])?([^\s/\\"']+?)[/\\]*["']?\s*$""")
 
 
 def find_pointers(run: Run) -> dict[Location, list[str]]:
@@ -194,8 +196,11 @@ class _Names:
                 text += "\n" + "\n".join(_strings(value))
             for number in _numbers(value):
                 yield from self._counted(number, folder)
-        for match in self._pattern.finditer(text):
+        matches = list(self._pattern.finditer(text))
+        for match in matches:
             yield from self._placed(match, text, folder)
+        for name in () if matches else _PATH.findall(text):  # as with other zeros in front
+            yield from self._counted(parse_name(name, is_folder=True).position.number, folder)
         for key, number in _COUNTED.findall(text):
             if not key.strip() or _COUNTS.fullmatch(key):
                 yield from self._counted(int(number), folder)
