@@ -259,9 +259,10 @@ class Judge:
             yield "has no tensors of a model, which other steps have"
         older = self._run.steps[: self._run.steps.index(step)]
         before = [s for s in older if s.series == step.series and not [*self._by_names(s)]]
-        is_newest = not mine.optimizer and before and step.series not in self._good
-        if is_newest and self.contents_of(before[-1]).optimizer:
-            yield f"has no optimizer's state, which {before[-1].path.name} has"
+        if not mine.optimizer and step.series not in self._good:
+            had = next((s for s in reversed(before) if self.contents_of(s).optimizer), None)
+            if had is not None:
+                yield f"has no optimizer's state, which {had.path.name} has"
 
 
 def _is_of_model(finding: Finding, catalog: Catalog | None) -> bool:
