@@ -56,10 +56,9 @@ def open_note(path: Path, flags: int, *, owner: int | None = None) -> int:
 def read_note(path: Path, *, owner: int | None = None) -> bytes:
     """Return the bytes of a note; raises as ``open_note``, and Unsupported if it is too large."""
     with open(open_note(path, os.O_RDONLY, owner=owner), "rb") as stream:
-        data = stream.read(LARGEST + 1)
-    if len(data) > LARGEST:
-        raise not_a_note(path, f"it has more than {LARGEST:,} bytes")
-    return data
+        if os.fstat(stream.fileno()).st_size > LARGEST:
+            raise not_a_note(path, f"it has more than {LARGEST:,} bytes")
+        return stream.read(LARGEST)
 
 
 def parse_note(data: bytes, kind: type[_T], path: object) -> _T:
