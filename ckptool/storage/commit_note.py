@@ -16,7 +16,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptool.errors import Unsupported
-from ckptool.storage.disk import identity, is_real_file, is_real_folder, sync_folder
+from ckptool.storage.disk import identity, in_the_way, is_real_file, is_real_folder, sync_folder
 from ckptool.storage.note import (
     Size,
     Text,
@@ -31,13 +31,13 @@ from ckptool.storage.note import (
 Stamp = tuple[Size, Time]
 """The size of a file and the time of its last change, in nanoseconds."""
 
+_SCHEMA = "ckptool.commit/2"
+_MARK = f'{{"schema": "{_SCHEMA}"'.encode()
 UNFINISHED = ".ckptool-unfinished.json"
 """The note in a folder of a store from the first byte until everything is written."""
 
 
-class CommitNote(
-    Struct, frozen=True, forbid_unknown_fields=True, tag_field="schema", tag="ckptool.commit/2"
-):
+class CommitNote(Struct, frozen=True, forbid_unknown_fields=True, tag_field="schema", tag=_SCHEMA):
     """What a commit of a ``folder`` or of a single file is about to do.
 
     ``new`` and ``old`` are the inodes of what is staged and of what is at the target, ``own`` the
@@ -109,9 +109,11 @@ class NoteFile:
         self.path.unlink(missing_ok=True)
 
     def _remove_part(self) -> None:
-        """Remove a note of which the writing was interrupted; Unsupported if it is another's."""
+        """Remove a note of which the writing was interrupted; Unsupported for another file."""
         with suppress(FileNotFoundError):
-            os.close(open_note(self._part, os.O_RDONLY))
+            data = read_note(self._part)
+            if not (data.startswith(_MARK) or _MARK.startswith(data)):
+                raise in_the_way(self._part)
             self._part.unlink()
 
     @property

@@ -34,7 +34,7 @@ _LONGEST_PART = 255
 _UNKNOWN = re.compile("[\ud800-\udc7f\udd00-\udfff]")
 """Surrogates that stand for no byte of a file's name."""
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
-_T = TypeVar("_T")
+_AnyNote = TypeVar("_AnyNote", bound=msgspec.Struct)
 
 
 def open_note(path: Path, flags: int, *, owner: int | None = None) -> int:
@@ -61,10 +61,13 @@ def read_note(path: Path, *, owner: int | None = None) -> bytes:
         return stream.read(LARGEST)
 
 
-def parse_note(data: bytes, kind: type[_T], path: object) -> _T:
+def parse_note(data: bytes, kind: type[_AnyNote], path: object) -> _AnyNote:
     """Parse JSON of a schema, as ckptool writes it; Unsupported if anything is not."""
     try:
         value = json.loads(data.decode(), object_pairs_hook=_unique, parse_constant=_refuse)
+        schema = kind.__struct_config__.tag
+        if schema is not None and (not isinstance(value, dict) or value.get("schema") != schema):
+            raise ValueError(f"its schema is not {schema}")  # msgspec lets it be left out
         return msgspec.convert(value, kind)
     except (ValueError, RecursionError, msgspec.ValidationError, Unsupported) as error:
         raise not_a_note(path, str(error)[:200]) from None

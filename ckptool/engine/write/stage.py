@@ -177,6 +177,7 @@ class Stage(Joining):
     def _require_no_link(self) -> None:
         """Raise Unsupported if a link in the folder would be written through."""
         self.folder.mkdir(exist_ok=True)
+        require_own_folder(self.folder)
         stranger = first_stranger(self.folder)
         if stranger is not None:
             raise in_the_way(stranger)
