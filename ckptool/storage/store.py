@@ -154,6 +154,10 @@ class Store:
         self.blocks.clear()
         self.ranges.clear()
 
+    def listed_size(self, key: str) -> int:
+        """Return the bytes of a file as it was last listed or written, 0 if it was not."""
+        return self._sizes.get(key, 0)
+
     def url(self, key: str) -> str:
         """Return a place of the store as shown in messages."""
         if self.scheme in S3:

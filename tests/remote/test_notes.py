@@ -20,6 +20,7 @@ from ckptool.commands.convert import prepare
 from ckptool.commands.options.target import ConvertOptions, TransferOptions
 from ckptool.engine.run_options import RunOptions
 from ckptool.engine.share import Share
+from ckptool.engine.write import writer
 from ckptool.engine.write.remote_parts import RemotePartsStage
 from ckptool.engine.write.removal import leftovers
 from ckptool.errors import CkptoolError, Unsupported
@@ -235,3 +236,26 @@ def test_a_removal_is_only_ended_where_its_note_says_nothing_else(source: Path) 
     with pytest.raises(Unsupported, match="removal was interrupted") as caught:
         bucket.work().run()
     assert "ckptool prune" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("name", ["m", "m.safetensors"])
+def test_a_note_of_any_size_is_not_fetched(
+    name: str, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a single file nothing is listed: there it is fetched, and refused."""
+    bucket = Bucket(source, name, "hf" if name == "m" else "safetensors")
+    note = f"run/m/{UNFINISHED}" if name == "m" else f"run/.{name}.partial.journal"
+    bucket.write(note, b"0" * 2_000)
+    monkeypatch.setattr(writer, "LARGEST", 1_000)
+    fetched: list[str] = []
+    real = RemotePath.read_bytes
+
+    def read_bytes(path: RemotePath) -> bytes:
+        fetched.append(path.name)
+        return real(path)
+
+    monkeypatch.setattr(RemotePath, "read_bytes", read_bytes)
+    for more in ({}, {"overwrite": True}, {"resume": True}, {"part": Share(0, 2)}):
+        with pytest.raises(Unsupported, match="is not as ckptool writes it"):
+            bucket.work(**more).run()
+    assert bool(fetched) == (name != "m")

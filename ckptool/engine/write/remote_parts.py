@@ -56,9 +56,10 @@ class RemotePartStage(RemoteStage):
         A store's content cannot be replaced in parts, as one of them would have to remove it first.
         """
         require_writable(self.target)
+        existing = self._list_existing()
         if read_note(self._note, StoreNote) is not None:
             self._require_same_run()
-        elif existing := self._list_existing():
+        elif existing:
             raise Unsupported(
                 f"{self.target} already exists ({plural(len(existing), 'file')}, such as"
                 f" {next(iter(existing))})",
@@ -122,6 +123,7 @@ class RemotePartsStage(RemoteStage):
     def require_possible(self) -> None:
         """Raise Unsupported if a part is not done, or its files are missing."""
         require_writable(self.target)
+        existing = self._list_existing()
         note = read_note(self._note, StoreNote)
         require_ended(self.target, note, "it")
         known = {} if note is None else note.ended_parts
@@ -130,7 +132,6 @@ class RemotePartsStage(RemoteStage):
         parts = {number: PartState(each, each.part) for number, each in self._ended.items()}
         ended = require_parts(self.target, parts, self._options, self._names[:-1])
         self.noted = [end.joined for end in ended]
-        existing = self._list_existing()
         for number, end in enumerate(ended):
             changed = [n for n, mark in end.files.items() if existing.get(n, ())[:2] != mark]
             if changed:

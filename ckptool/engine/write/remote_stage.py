@@ -111,6 +111,7 @@ class RemoteStage(Joining):
     def require_possible(self) -> None:
         """Raise Unsupported if what is there must not be replaced, or nothing can be resumed."""
         require_writable(self.target)
+        self._existing = existing = self._list_existing()
         note = read_note(self._note, StoreNote)
         self._require_left(note)
         if self._options.resume:
@@ -118,7 +119,6 @@ class RemoteStage(Joining):
                 raise Unsupported(f"{self.target}: there is no partial output to resume")
             expected = {"source": self._options.source, "plan": self._options.plan}
             require_same_run(str(self._note), note, expected)
-        self._existing = existing = self._list_existing()
         self._take_noted(note)
         others = [name for name in existing if name not in self._old]
         if self._options.resume or not others:

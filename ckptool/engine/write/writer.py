@@ -15,7 +15,7 @@ from ckptool.engine.run_options import StageOptions
 from ckptool.engine.write.journal import unfinished_parts
 from ckptool.engine.write.schemas import PartNote, RemovalNote, StoreNote, Writer
 from ckptool.errors import NotFound, Unsupported
-from ckptool.storage.note import parse_note
+from ckptool.storage.note import LARGEST, not_a_note, parse_note
 from ckptool.storage.url import WEB
 
 if TYPE_CHECKING:
@@ -110,7 +110,12 @@ def part_notes(note: RemotePath) -> dict[int, PartNote]:
 
 
 def read_note(place: RemotePath, kind: type[_AnyNote]) -> _AnyNote | None:
-    """Read a note; None if there is none, Unsupported if it is not as ckptool writes it."""
+    """Read a note; None if there is none, Unsupported if it is not as ckptool writes it.
+
+    How large it is, is known if its folder was listed.
+    """
+    if place.store.listed_size(place.key) > LARGEST:
+        raise not_a_note(place, f"it has more than {LARGEST:,} bytes")
     try:
         data = place.read_bytes()
     except NotFound:
