@@ -211,7 +211,8 @@ class Stage(Joining):
         """Raise Unsupported if a journal, or the mark beside journals, is not ckptool's."""
         journals = self._journals()
         for path in journals:
-            read_journal(path)
+            with suppress(FileNotFoundError):  # its process has ended just now
+                read_journal(path)
         with suppress(FileNotFoundError):
             token = read_note(self._mark)
             if not (journals and _TOKEN.fullmatch(token)):
