@@ -22,7 +22,7 @@ from ckptool.engine.run_options import RunOptions
 from ckptool.engine.write.removal import clear, leftovers
 from ckptool.errors import TransferError, Unsupported
 from ckptool.storage import note as note_module
-from ckptool.storage.commit_note import targets_with_notes
+from ckptool.storage.commit_note import CommitNote, NoteFile, targets_with_notes
 
 NOBODY = 65534
 JOURNAL = {"schema": "ckptool.journal/1", "plan": "p", "source": "s"}
@@ -256,3 +256,11 @@ def test_only_names_beside_which_a_note_can_lie_are_finished(place: Path) -> Non
     for name in ("", ".", "..", "a"):
         (place / f".{name}.partial.journal.commit").touch()
     assert targets_with_notes(place) == [place / "a"]
+
+
+def test_a_name_that_is_no_text_comes_back_as_it_was(place: Path) -> None:
+    name = os.fsdecode(b"\xff\xfe/w")
+    file = NoteFile(place / "out", fsync=False)
+    note = CommitNote("p", "s", True, 1, 2, {name: (3, -4)}, {name: (5, 6)})
+    file.write(note)
+    assert file.read() == note
