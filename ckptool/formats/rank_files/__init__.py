@@ -19,9 +19,16 @@ from msgspec.structs import replace
 from ckptool.core.catalog import Catalog, Path, TensorEntry, flat_name
 from ckptool.core.sharding.infer import with_inferred_mesh
 from ckptool.core.text import list_some
-from ckptool.errors import Damaged, Problem
+from ckptool.errors import Damaged, Problem, Refusal
 from ckptool.formats.base import Deferred, FileRole, FileRule, Format, ScanOptions
-from ckptool.formats.companions import OF_VERL, companions, read_json_object
+from ckptool.formats.companions import OF_VERL, companions
+from ckptool.formats.rank_files.items import (
+    add_declared_files,
+    missing_files,
+    missing_tensors,
+    names_files,
+    read_item_file,
+)
 from ckptool.formats.rank_files.names import (
     STATES_OF_A_RANK,
     VERL_FAMILIES,
@@ -39,7 +46,6 @@ from ckptool.formats.rank_files.torch_checkpointing import (
     Declared,
     is_uncommitted,
     read_declared,
-    safetensors_leaves,
 )
 from ckptool.formats.torch_save import INDEX
 from ckptool.serialization.source import Source, expect_archives, read_metadata
@@ -70,20 +76,23 @@ WRITERS = {_VERL: "verl", _TORCH_CHECKPOINTING: "torch-checkpointing"}
 def _probe(source: Source) -> bool:
     if INDEX in source.files:
         return False
-    return bool(_files(source)) or is_uncommitted(source)
+    return bool(_files(source)) or is_uncommitted(source) or names_files(source)
 
 
 def _scan(source: Source, options: ScanOptions) -> Catalog:
     if is_uncommitted(source):
         message = f"{source.root}: no {METADATA}, the only record of how tensors are sharded"
         raise Damaged(message, "save-incomplete", file=METADATA)
-    world = options.world_size
-    files = _files(source, world) or _of_world(rank_files(source, by_number=True), world)
+    world, declared = options.world_size, read_declared(source)
+    files = _files(source, world, declared)
+    files = files or _of_world(rank_files(source, by_number=True), world)
     if not files:
         raise Damaged(f"{source.root}: no files per rank")
     require_one_save(source.root, files, one_world=world is None)
-    declared = read_declared(source)
-    problems = missing_ranks(files, declared.world_size if declared else world)
+    if declared is None:
+        problems = missing_ranks(files, world)
+    else:
+        problems = list(missing_files(source, files, declared))
     is_named = declared is not None or has_fsdp_folder(source)
     expect_archives(source, (item.file for item in files))
     archives = AlikeFiles(source)
@@ -94,6 +103,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         ]
         for family, items in by_family(files).items()
     }
+    problems += missing_tensors(declared, families) if declared is not None else ()
     ranks = _join_families(families, is_named=is_named)
     problems += [p for rank, leaves in ranks.items() for p in _copied_file(rank, leaves)]
     merged = _merge(ranks, options)
@@ -103,9 +113,13 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     return _catalog(source, files, merged, declared is not None)
 
 
-def _files(source: Source, world: int | None = None) -> list[RankFile]:
-    """Return the rank files, by names that say it, and by numbers in others if contents say it."""
+def _files(
+    source: Source, world: int | None = None, declared: Declared | None = None
+) -> list[RankFile]:
+    """Return the rank files: as declared, by names that say it, and by numbers if contents do."""
     named = rank_files(source)
+    if declared is not None:
+        named = add_declared_files(source, declared, named)
     if METADATA not in source.files:
         numbered = find_numbered_files(
             source, {item.file for item in named} - _of_two_numbers(named)
@@ -172,13 +186,8 @@ def _writer(files: list[RankFile]) -> str:
 def _read(
     source: Source, item: RankFile, declared: Declared | None, archives: AlikeFiles
 ) -> dict[str, Leaf]:
-    if item.file.endswith(".json"):
-        content = read_json_object(source, item.file)
-        return {name: Leaf((name,), value) for name, value in content.items()}
-    if item.file.endswith(".safetensors") and declared is not None:
-        return safetensors_leaves(source, item.file, item.family, item.rank, declared)
     state = item.family.startswith(STATES_OF_A_RANK) or _is_flat_optimizer(source, item)
-    return archives.read(item.file, rank_state=state)
+    return read_item_file(source, item, declared, archives, state)
 
 
 def _is_flat_optimizer(source: Source, item: RankFile) -> bool:
@@ -214,6 +223,8 @@ def _join_families(
                 else:
                     full = f"{family}.{name}" if leaf.path else family
                     joined[full] = replace(leaf, path=(family, *leaf.path))
+                    if isinstance(leaf.value, Refusal):
+                        joined[full] = replace(joined[full], value=leaf.value.called(full))
     return ranks
 
 

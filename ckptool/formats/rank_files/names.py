@@ -47,13 +47,17 @@ _SAVE_IN = re.compile(
 
 
 class RankFile(Struct, frozen=True):
-    """A file of one rank: its family, its rank, and the world size in its name."""
+    """A file of one rank: its family, its rank, and the world size in its name.
+
+    ``serialization`` is the class that metadata says wrote it, if any does.
+    """
 
     file: str
     family: str
     rank: int
     world: int | None
     says_rank: bool
+    serialization: str | None = None
 
 
 def rank_files(source: Source, *, by_number: bool = False) -> list[RankFile]:

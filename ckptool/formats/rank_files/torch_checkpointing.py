@@ -1,33 +1,34 @@
-"""``metadata.pkl`` of torch_checkpointing 0.1.1: the sharding that files do not say themselves.
+"""``metadata.pkl`` of torch_checkpointing 0.1.1: the sharding, and the files, of each item.
 
 It is a pickle of plain containers: ``{version, world_size, metadata: {item: {
 nested_path_to_metadata: {json path: [{sharding_metadata, ranks}]}, rank_to_layout_info}}}``.
+Version 1.0 has the item as the first step of each path, and ``rank_to_layout_info_mappings`` of
+ranks and items beside it. An item without sharding records is not in it.
 """
 
 from __future__ import annotations
 
 import json
-import math
+import posixpath
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, field
 
-from ckptool.core.box import row_major_strides
-from ckptool.core.mesh import Mesh
-from ckptool.errors import Damaged, coded
-from ckptool.serialization.archive.dtensor import DTensorShare, make_placement, read_flat_ints
-from ckptool.serialization.archive.tensors import Storage, StoredTensor, read_natural, read_sizes
+from ckptool.core.catalog import Path
+from ckptool.errors import Damaged, Unsupported, coded
+from ckptool.serialization.archive.tensors import describe, read_natural
 from ckptool.serialization.pickle.load import read_pickle
-from ckptool.serialization.safetensors import read_safetensors
-from ckptool.serialization.safetensors_header import StoredSlice
 from ckptool.serialization.source import Source, read_metadata
-from ckptool.serialization.state_dict.leaves import Leaf, PlainLeaf, ShareLeaf
 
 METADATA = "metadata.pkl"
 _SHARD = re.compile(r"([^/]+)_([0-9]{1,9})\.safetensors")
 """In the folder itself: those of a run's steps below it have a ``metadata.pkl`` each."""
+TORCH = "TorchSerialization"
+_MOST_RANKS = 1 << 20
+_MALFORMED = (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
+"""What is raised where a record lacks something, or has it in another form."""
 
 
 def is_uncommitted(source: Source) -> bool:
@@ -40,94 +41,95 @@ def is_uncommitted(source: Source) -> bool:
     return any(all(f"{item}_{rank}.json" in source.files for rank in ranks) for item in values)
 
 
-_MALFORMED = (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
-"""What is raised where a record lacks something, or has it in another form."""
+class Layout(Struct, frozen=True):
+    """Where a rank's part of an item is, and the class of its serialization."""
+
+    file: str
+    serialization: str
+
+
+class Item(Struct):
+    """What is declared of an item: sharding records by path and rank, and the ranks' layouts.
+
+    A layout is None where it is the default one.
+    """
+
+    records: dict[Path, dict[int, Mapping[str, Any]]] = field(default_factory=dict)
+    layouts: dict[int, Layout | None] = field(default_factory=dict)
 
 
 class Declared(Struct, frozen=True):
-    """What ``metadata.pkl`` declares: world size, and sharding records by item, path and rank."""
+    """What ``metadata.pkl`` declares."""
 
     world_size: int
-    items: Mapping[str, Mapping[tuple[Any, ...], Mapping[int, Mapping[str, Any]]]]
+    items: Mapping[str, Item]
 
 
 def read_declared(source: Source) -> Declared | None:
-    """Read the declarations; None if the folder has none of this kind."""
+    """Read the declarations; None if the folder has none of this kind.
+
+    Raises Damaged if they are malformed, Unsupported for an unknown version.
+    """
     if METADATA not in source.files:
         return None
     with coded("metadata-unreadable", file=METADATA):
         value: Any = read_pickle(read_metadata(source, METADATA), what=METADATA).value
         try:
-            items = {str(item): _by_path(entry) for item, entry in value["metadata"].items()}
+            version = value.get("version", "1.0")
+            if version not in ("1.0", "2.0"):
+                raise Unsupported(f"{METADATA}: version {describe(version)} is not known")
+            items = _read_items(value) if version == "2.0" else _read_first_items(value)
             return Declared(read_natural(value["world_size"]), items)
         except _MALFORMED:
             raise Damaged(f"{METADATA}: not as torch_checkpointing writes it") from None
 
 
-def _by_path(entry: Mapping[str, Any]) -> dict[tuple[Any, ...], dict[int, Mapping[str, Any]]]:
-    paths = entry["nested_path_to_metadata"]
-    if isinstance(paths, str):
-        raise TypeError("nested_path_to_metadata is text")
-    by_path: dict[tuple[Any, ...], dict[int, Mapping[str, Any]]] = {}
-    for path, records in paths.items():
-        by_rank = by_path.setdefault(tuple(json.loads(path)), {})
-        for record in records:
-            for rank in record["ranks"]:
-                by_rank[int(rank)] = record["sharding_metadata"]
-    return by_path
+def _read_items(value: Mapping[str, Any]) -> dict[str, Item]:
+    items = {}
+    for name, entry in value["metadata"].items():
+        items[str(name)] = item = Item()
+        for path, groups in _items_of(entry["nested_path_to_metadata"]):
+            _add_records(item, path, groups)
+        _add_layouts(item, entry["rank_to_layout_info"])
+    return items
 
 
-def safetensors_leaves(
-    source: Source, file: str, item: str, rank: int, declared: Declared
-) -> dict[str, Leaf]:
-    """Read the tensors of one rank's safetensors file, sharded as the metadata declares."""
-    records = declared.items.get(item, {})
-    by_name = {".".join(map(str, path)): (path, ranks) for path, ranks in records.items()}
-    leaves = {}
-    for name, stored in read_safetensors(source, file).tensors.items():
-        path, ranks = by_name.get(name, ((name,), {}))
-        leaves[name] = Leaf(path, _leaf(stored, ranks.get(rank), rank))
-    return leaves
+def _read_first_items(value: Mapping[str, Any]) -> dict[str, Item]:
+    """Read version 1.0."""
+    items: dict[str, Item] = {}
+    for (name, *path), groups in _items_of(value["metadata"]):
+        _add_records(items.setdefault(str(name), Item()), tuple(path), groups)
+    for name, item in items.items():
+        mappings = value["rank_to_layout_info_mappings"].items()
+        _add_layouts(item, {rank: of_rank.get(name) for rank, of_rank in mappings})
+    return items
 
 
-def _leaf(
-    stored: StoredSlice, record: Mapping[str, Any] | None, rank: int
-) -> PlainLeaf | ShareLeaf:
-    local = _stored_tensor(stored)
-    if record is None:
-        return PlainLeaf(stored.at, local)
-    try:
-        if record["type"] != "DTensorShardingMetadata":
-            return PlainLeaf(stored.at, local)
-        return ShareLeaf(_share(stored, local, record["data"], rank), (stored.at,))
-    except Damaged as error:
-        message = f"{METADATA}: {error.message}"
-        raise Damaged(message, "dtensor-contradiction", file=METADATA) from None
-    except _MALFORMED:
-        message = f"{METADATA}: a sharding record that is not as it should be"
-        raise Damaged(message, "dtensor-contradiction", file=METADATA) from None
+def _items_of(by_path: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
+    for text, groups in by_path.items():
+        path = json.loads(text)
+        if not isinstance(path, list):
+            raise TypeError(text)
+        yield tuple(path), groups
 
 
-def _share(
-    stored: StoredSlice, local: StoredTensor, data: Mapping[str, Any], rank: int
-) -> DTensorShare:
-    mesh = data["mesh_spec"]
-    names = mesh.get("mesh_dim_names")
-    return DTensorShare(
-        stored.dtype,
-        read_sizes(data["global_shape"]),
-        local,
-        Mesh(
-            read_sizes(mesh["mesh_shape"]),
-            tuple(names) if names else None,
-            read_flat_ints(mesh["mesh_data"]),
-        ),
-        tuple(make_placement(item["type"], item) for item in data["placements"]),
-        rank,
-        None,
-    )
+def _add_records(item: Item, path: Path, groups: Iterable[Mapping[str, Any]]) -> None:
+    by_rank = item.records.setdefault(path, {})
+    for group in groups:
+        record = group["sharding_metadata"]
+        for rank in map(read_natural, group["ranks"]):
+            if by_rank.setdefault(rank, record) != record:
+                raise ValueError(f"two records of rank {rank}")
 
 
-def _stored_tensor(stored: StoredSlice) -> StoredTensor:
-    storage = Storage("", stored.dtype, math.prod(stored.shape))
-    return StoredTensor(storage, stored.dtype, stored.shape, row_major_strides(stored.shape, 1), 0)
+def _add_layouts(item: Item, layouts: Mapping[Any, Any]) -> None:
+    for rank, layout in layouts.items():
+        number = int(rank)
+        item.layouts[number] = None if layout is None else _read_layout(layout)
+
+
+def _read_layout(layout: Mapping[str, Any]) -> Layout:
+    file, kind = layout["file_path"], layout["serialization_format"]["type"]
+    if not isinstance(file, str) or not isinstance(kind, str):
+        raise TypeError("a layout without a file")
+    return Layout(posixpath.normpath(file), kind)

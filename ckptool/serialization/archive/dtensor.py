@@ -19,7 +19,7 @@ from ckptool.core.catalog import Extent
 from ckptool.core.dtype import DType
 from ckptool.core.mesh import Mesh, Partial, Placement, Replicate, Shard, StridedShard
 from ckptool.core.sharding.dtensor import SHARD_ATTRIBUTES, declared_pieces
-from ckptool.errors import Damaged
+from ckptool.errors import UNREAD, Damaged, Unsupported
 from ckptool.serialization.archive.read import TorchFile
 from ckptool.serialization.archive.tensors import (
     StoredTensor,
@@ -153,14 +153,14 @@ def _dtensor(
 
 
 def read_placement(value: PickleValue) -> Placement:
-    """Read a placement record; Damaged for an unknown one."""
+    """Read a placement record; Unsupported for an unknown one."""
     if isinstance(value, Call) and value.is_new:
         return make_placement(value.function.name, value.fields)
     raise Damaged(f"unknown placement {describe(value)}")
 
 
 def make_placement(name: str, fields: Mapping[str, Any]) -> Placement:
-    """Return the placement of a class of this name; Damaged for an unknown one."""
+    """Return the placement of a class of this name; Unsupported for an unknown one."""
     if name == "Shard":
         return Shard(_dim(fields.get("dim")))
     if name in ("StridedShard", "_StridedShard"):
@@ -169,7 +169,7 @@ def make_placement(name: str, fields: Mapping[str, Any]) -> Placement:
         return Replicate()
     if name in ("Partial", "_Partial"):
         return Partial(read_name(fields.get("reduce_op")))
-    raise Damaged(f"unknown placement {name}")
+    raise Unsupported(f"unknown placement {name}", UNREAD)
 
 
 def _dim(value: PickleValue) -> int:

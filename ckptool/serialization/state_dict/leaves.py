@@ -12,7 +12,7 @@ from ckptool.core.catalog import Index, ObjectEntry, Path, Place, TensorEntry, f
 from ckptool.core.dtype import DType
 from ckptool.core.mesh import Mesh
 from ckptool.core.sharding.dtensor import SHARD_ATTRIBUTES
-from ckptool.errors import Damaged, Problem, Refusal, coded
+from ckptool.errors import Damaged, Problem, Refusal, Unsupported, coded
 from ckptool.serialization.archive.dtensor import (
     OF_DTENSORS,
     ShardedShare,
@@ -210,7 +210,7 @@ def _classify_or_refuse(
         return why
     try:
         return _classify(value, file, source, name)
-    except Damaged as error:
+    except (Damaged, Unsupported) as error:
         problem = error.message
         return Refusal(problem, problem.code, file=problem.file, tensor=name)
 
@@ -225,7 +225,7 @@ def _classify(value: Any, file: TorchFile, source: Source, name: str) -> Any:
                 return PlainLeaf(locate_tensor(tensor, file), tensor, _others(value, ()))
         with coded("dtensor-contradiction"):
             share = share or read_share(value, file, source)
-    except Damaged as error:
+    except (Damaged, Unsupported) as error:
         raise error.within(name, tensor=name) from None
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError):
         message = f"{name}: {file.what}: a contradictory tensor record"

@@ -19,7 +19,7 @@ from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.verify.verify import verify
-from ckptool.errors import CkptoolError, Damaged, UsageError
+from ckptool.errors import CkptoolError, Unsupported, UsageError
 
 VERL = "global_step_5"
 
@@ -244,9 +244,7 @@ def test_two_files_of_one_rank(copy_of: Callable[[str], Path]) -> None:
         open_checkpoint(folder)
 
 
-def test_a_placement_that_is_not_known_is_a_fault_of_the_metadata(
-    copy_of: Callable[[str], Path],
-) -> None:
+def test_a_placement_that_is_not_known_stops_its_tensors(copy_of: Callable[[str], Path]) -> None:
     folder = copy_of("torch_checkpointing_safetensors")
     file = folder / "metadata.pkl"
     content = pickle.loads(file.read_bytes())
@@ -255,7 +253,7 @@ def test_a_placement_that_is_not_known_is_a_fault_of_the_metadata(
             for placement in record["sharding_metadata"].get("data", {}).get("placements", ()):
                 placement["type"] = "Another"
     file.write_bytes(pickle.dumps(content))
-    with pytest.raises(Damaged, match=r"^metadata\.pkl: unknown placement Another") as error:
-        open_checkpoint(folder)
-    problem = error.value.message
-    assert (problem.code, problem.file) == ("dtensor-contradiction", "metadata.pkl")
+    with pytest.raises(
+        Unsupported, match=r"model\.steps: metadata\.pkl says unknown placement Another"
+    ):
+        convert_to("dcp", folder, folder.with_name("out"))
