@@ -30,7 +30,6 @@ from ckptool.serialization.state_dict.values import refuse_unread
 _Fields = Mapping[str, Any]
 _DTENSOR = {"global_shape", "dtype", "stride", "mesh_spec", "placements"}
 _MESH = {"device_type", "mesh_shape", "mesh_data", "mesh_dim_names"}
-_PLACEMENT = {"Shard": {"dim"}, "StridedShard": {"dim", "split_factor"}, "Replicate": set[str]()}
 _DECLARED = {*SHARD_ATTRIBUTES, "dtype"}
 _MALFORMED = (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
 """What is raised where a record lacks something, or has it in another form."""
@@ -94,16 +93,14 @@ def _read_share(tensor: StoredTensor, record: _Fields, rank: int) -> DTensorShar
 
 def _read_dtensor(tensor: StoredTensor, data: _Fields, rank: int) -> DTensorShare:
     _require_known(data, _DTENSOR, "a DTensor's record")
-    placements = []
-    for item in data["placements"]:
-        kind = read_name(item["type"])
-        _require_known(item, {"type", *_PLACEMENT.get(kind, item)}, f"a placement {kind}")
-        placements.append(make_placement(kind, item))
+    kinds = [read_name(item["type"]) for item in data["placements"]]
+    rest = [{k: v for k, v in item.items() if k != "type"} for item in data["placements"]]
+    placements = tuple(map(make_placement, kinds, rest))
     mesh = _read_mesh(data["mesh_spec"])
     if len(placements) != len(mesh.shape):
         raise Damaged(f"{len(placements)} placements on a mesh of {len(mesh.shape)} dims")
     dtype, shape = _read_dtype(data["dtype"]), read_sizes(data["global_shape"])
-    return DTensorShare(dtype, shape, tensor, mesh, tuple(placements), rank, None)
+    return DTensorShare(dtype, shape, tensor, mesh, placements, rank, None)
 
 
 def _read_mesh(spec: _Fields) -> Mesh:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 from msgspec import Struct
@@ -74,6 +74,21 @@ class DeclaredShare(Struct, frozen=True):
 OF_DTENSORS = ("_local_tensor", "_spec")
 """The attributes of a DTensor."""
 Share = DTensorShare | ShardedShare | DeclaredShare
+_PLACEMENT_FIELDS = {
+    "Shard": ("dim",),
+    "StridedShard": ("dim", "split_factor"),
+    "Replicate": (),
+}
+_SPEC_FIELDS = (
+    "mesh",
+    "placements",
+    "tensor_meta",
+    "shard_order",
+    "use_strided_shard_as_shard_order",
+    "_hash",
+)
+_LAYOUT_FIELDS = ("axes", "shape", "stride")
+"""The fields of placements, a DTensor's spec and a mesh's layout (torch 2.1 to 2.15)."""
 
 
 def read_declared_share(value: PickleValue, tensor: StoredTensor) -> DeclaredShare | None:
@@ -137,7 +152,7 @@ def _dtensor(
 ) -> DTensorShare:
     fields = state_fields(state)
     local = read_tensor(fields.get("_local_tensor"))
-    spec = read_fields(fields.get("_spec"), "DTensorSpec")
+    spec = read_fields(fields.get("_spec"), "DTensorSpec", _SPEC_FIELDS)
     if local is None:
         raise Damaged(f"{file.what}: a DTensor whose local tensor is not a plain tensor")
     mesh, rank = mesh_of(spec.get("mesh"), file, source)
@@ -160,16 +175,28 @@ def read_placement(value: PickleValue) -> Placement:
 
 
 def make_placement(name: str, fields: Mapping[str, Any]) -> Placement:
-    """Return the placement of a class of this name; Unsupported for an unknown one."""
+    """Return the placement of a class of this name.
+
+    Raises Unsupported for an unknown one, and for a field that may change what it means.
+    """
+    name = name.removeprefix("_") if name in ("_StridedShard", "_Partial") else name
+    _require_known(fields, _PLACEMENT_FIELDS.get(name, fields), f"a placement {name}")
     if name == "Shard":
         return Shard(_dim(fields.get("dim")))
-    if name in ("StridedShard", "_StridedShard"):
+    if name == "StridedShard":
         return StridedShard(_dim(fields.get("dim")), read_natural(fields.get("split_factor")))
     if name == "Replicate":
         return Replicate()
-    if name in ("Partial", "_Partial"):
+    if name == "Partial":
         return Partial(read_name(fields.get("reduce_op")))
     raise Unsupported(f"unknown placement {name}", UNREAD)
+
+
+def _require_known(fields: Mapping[str, Any], known: Collection[str], what: str) -> None:
+    """Raise Unsupported for a field of a record that is not known."""
+    more = [name for name in fields if name not in known]
+    if more:
+        raise Unsupported(f"{what} with {describe(more[0])}, which is not known", UNREAD)
 
 
 def _dim(value: PickleValue) -> int:
@@ -182,6 +209,8 @@ def _shard_order(value: PickleValue) -> tuple[tuple[int, tuple[int, ...]], ...] 
     if not isinstance(value, tuple):
         return None
     entries = [entry.args for entry in value if isinstance(entry, Call) and len(entry.args) == 2]
+    if len(entries) < len(value):
+        raise Damaged("a shard order that is none")
     return tuple((read_natural(dim), read_sizes(mesh_dims)) for dim, mesh_dims in entries)
 
 
@@ -271,9 +300,9 @@ def _mesh_of_layout(
 
 def _axes(layout: PickleValue, ranks: int) -> list[list[int]]:
     """Return for each mesh dim the offsets into the map of ``ranks`` ranks along it."""
-    fields = read_fields(layout, "_MeshLayout")
+    fields = read_fields(layout, "_MeshLayout", _LAYOUT_FIELDS)
     if "axes" in fields:
-        records = [read_fields(axis, "_FlatLayout") for axis in fields["axes"]]
+        records = [read_fields(axis, "_FlatLayout", _LAYOUT_FIELDS) for axis in fields["axes"]]
         pairs = [(axis["shape"], axis["stride"]) for axis in records]
     elif isinstance(fields["shape"], int):
         pairs = [(fields["shape"], fields["stride"])]
@@ -333,8 +362,15 @@ def read_name(value: PickleValue) -> str:
     return value
 
 
-def read_fields(value: PickleValue, expected: str) -> dict[str, Any]:
-    """Return the attributes of a record; Damaged if it is none."""
+def read_fields(
+    value: PickleValue, expected: str, known: Collection[str] | None = None
+) -> dict[str, Any]:
+    """Return the attributes of a record; Damaged if it is none.
+
+    Raises Unsupported for one that is not among those ``known``.
+    """
     if not isinstance(value, Call):
         raise Damaged(f"expected a {expected} record, got {type(value).__name__}")
+    if known is not None:
+        _require_known(value.fields, known, f"a {expected} record")
     return value.fields
