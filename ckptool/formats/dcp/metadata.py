@@ -12,8 +12,8 @@ from ckptool.core.box import Box
 from ckptool.core.catalog import Container, Index, Path
 from ckptool.core.dtype import DType
 from ckptool.core.sharding.table import ChunkTable
-from ckptool.errors import Damaged, coded
-from ckptool.formats.dcp.tables import StoredItems
+from ckptool.errors import Damaged, Unsupported, coded
+from ckptool.formats.dcp.tables import StoredItems, more_fields
 from ckptool.serialization.archive.tensors import read_dtype, read_natural, read_sizes
 from ckptool.serialization.pickle.load import read_pickle
 from ckptool.serialization.pickle.records import Call, Global
@@ -153,8 +153,8 @@ def _tensor(name: str, entry: Call, what: str, boxes: _Boxes) -> TensorMetadata:
         return TensorMetadata(dtype, shape, chunks)
     except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
         raise Damaged(f"{what}: not as DCP writes it: {error}") from None
-    except Damaged as error:
-        raise error.within(what) from None
+    except (Damaged, Unsupported) as error:
+        raise error.within(what, tensor=name) from None
 
 
 class _Sizes(dict[Call, tuple[int, ...]]):
@@ -186,6 +186,8 @@ class _Boxes(dict[tuple[tuple[int, ...], tuple[int, ...]], Box]):
     def of(self, chunk: Call) -> Box:
         """Return the box of a ChunkStorageMetadata."""
         fields = chunk.fields
+        if more := more_fields(chunk):
+            raise Unsupported(f"a chunk with {more[0]!r}, which is not known")
         return self[self._sizes.of(fields["offsets"]), self._sizes.of(fields["sizes"])]
 
 

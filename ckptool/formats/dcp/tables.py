@@ -25,6 +25,7 @@ _LARGEST = 1 << 62
 _MOST_LEFT = 1 << 23
 _FEW = 16
 """Chunks up to which tensors with equal records share boxes and order: most are cut alike."""
+_OF_CHUNKS = {"offsets", "sizes"}
 _INDEX, _INFO = {"fqn", "offset"}, {"relative_path", "offset", "length"}
 
 
@@ -58,6 +59,12 @@ class _Columns(Struct):
     files: list[Any] = field(default_factory=list)
     offsets: list[Any] = field(default_factory=list)
     lengths: list[Any] = field(default_factory=list)
+
+
+def more_fields(chunk: Any) -> list[str]:
+    """Return the fields of one or many ChunkStorageMetadata that torch (2.1 to 2.15) lacks."""
+    fields = chunk.columns if type(chunk) is Rows else chunk.fields
+    return [] if len(fields) == len(_OF_CHUNKS) else [*(fields.keys() - _OF_CHUNKS)]
 
 
 class StoredItems:
@@ -192,6 +199,8 @@ class StoredItems:
 
     def _boxes_of(self, shape: tuple[int, ...], chunks: list[Any]) -> BoxTable:
         """Return the boxes of a tensor's chunks, one table for all that are cut alike."""
+        if any(more_fields(chunk) for chunk in chunks):
+            raise Unfit
         only: object = None
         if len(chunks) <= _FEW and Rows not in map(type, chunks):
             records = [(chunk.fields["offsets"], chunk.fields["sizes"]) for chunk in chunks]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import ckptool
+from ckptool.errors import Unsupported
 
 
 def save(state: dict[str, Any], folder: Path, **options: Any) -> None:
@@ -44,3 +46,17 @@ def test_a_quantized_tensor_is_read_in_parts(dtype: torch.dtype, tmp_path: Path)
     assert checkpoint.objects["w.q_zero_point"] == whole.q_zero_point()
     assert torch.equal(checkpoint.read("b"), torch.ones(2))
     assert ckptool.verify(tmp_path).ok
+
+
+@pytest.mark.parametrize("count", [1, 3, 200])
+def test_a_chunk_that_says_more_than_is_known_is_refused(count: int, tmp_path: Path) -> None:
+    """What another field says may change where the elements belong."""
+    state = {f"w{number}": torch.ones(4, 4) for number in range(count)}
+    dcp.save(state, checkpoint_id=tmp_path / "m", no_dist=True)
+    metadata = dcp.FileSystemReader(tmp_path / "m").read_metadata()
+    for entry in metadata.state_dict_metadata.values():
+        for chunk in entry.chunks:
+            object.__setattr__(chunk, "transposed", True)
+    (tmp_path / "m" / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(Unsupported, match=r"\.metadata: w0: a chunk with 'transposed'"):
+        ckptool.convert(tmp_path / "m", tmp_path / "out", to="dcp")
