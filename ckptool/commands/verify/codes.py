@@ -127,6 +127,10 @@ _CODES: dict[str, dict[str, Code]] = {
         ),
         "crc-mismatch": Code(_ERROR, "data does not match its checksum", _AGAIN),
         "sha256-mismatch": Code(_ERROR, "a file does not match its listed SHA-256", _AGAIN),
+        "sha1-mismatch": Code(_ERROR, "a file does not match its listed SHA-1", _AGAIN),
+        "download-changed": Code(
+            _WARNING, "a small file was changed since it was downloaded from the Hub"
+        ),
         "md5-mismatch": Code(_ERROR, "a file does not match its listed MD5", _AGAIN),
         "codec-corrupt": Code(_ERROR, "compressed data cannot be decoded", _AGAIN),
         "transform-unknown": Code(

@@ -30,6 +30,7 @@ from ckptool.commands.verify.checks.content import (
     scattered_not_finite,
     unwritten_ends,
 )
+from ckptool.commands.verify.checks.downloads import download_problems, kept_hashes
 from ckptool.commands.verify.checks.files import FileCheck, name_problems, newer_than_metadata
 from ckptool.commands.verify.checks.pickles import odd_values
 from ckptool.commands.verify.checks.sample import DataPart, DataSample
@@ -133,6 +134,13 @@ class Verification:
         self._of_files: list[Problem] | None = None
         self._of_pickles: list[Problem] | None = None
         self.digests: Mapping[str, str] = {}
+        self._kept = {} if options.quick else kept_hashes(surveyed.path, self._own_files)
+
+    @property
+    def _own_files(self) -> Mapping[str, int]:
+        """The files of the checkpoint and its model; all that there are, if it cannot be read."""
+        catalog = self._catalog
+        return catalog.files | catalog.companions if catalog else self.surveyed.source.files
 
     @property
     def _catalog(self) -> Catalog | None:
@@ -159,7 +167,7 @@ class Verification:
         catalog, source = self._catalog, self.surveyed.source
         if self._sample.checks_whole:
             self._problems += integrity_problems(source)
-        content = _Content()
+        content, hashed = _Content(), dict[str, int]()
         if catalog is None:
             self._files.find_items()
             self._check_part(None, content, started)
@@ -168,7 +176,8 @@ class Verification:
             planned = [(f, 0, n) for f, n in whole.items() if f in source.files]
             early, late = (planned, []) if source.block > 1 else ([], planned)
             with _planned(source, early):
-                hashed = whole if digest else {}
+                kept = {f for f, each in self._kept.items() if each.is_sha256}
+                hashed = {f: n for f, n in whole.items() if digest or f in kept}
                 self._check_part(catalog, content, started, hashed, planned=late)
         else:
             from ckptool.commands.verify.checks.parts import parts
@@ -185,6 +194,8 @@ class Verification:
             self._files.look_beside_items(catalog.archives)
         self._problems += [*content.problems, *content.read.problems]
         self.digests = content.read.digests
+        if self._sample.checks_whole:
+            self._problems += download_problems(self._kept, self.digests, hashed, source)
         self._check_elements(content)
 
     def _check_part(
@@ -239,7 +250,7 @@ class Verification:
         source, spans, names = self.surveyed.source, content.spans, content.read.not_finite
         written = self._sample.whole_files(content.read.written)
         self._problems += unwritten_ends(spans, written, source.files)
-        if self._sample.is_all or isinstance(self._sample, DataPart):
+        if self._sample.leaves_none:
             names |= self._read_again(content)
         names -= packed_names(self._catalog) if names and self._catalog else set()
         found = content.trimmed
@@ -251,7 +262,8 @@ class Verification:
             from ckptool.commands.stats import not_finite_counts
 
             self._problems += not_finite_counts(odd, source)
-        self._unchecked = {span.file for span in spans if span.crc32 is None and span.nbytes}
+        unchecked = {span.file for span in spans if span.crc32 is None and span.nbytes}
+        self._unchecked = unchecked - (self._kept.keys() if self._sample.leaves_none else set())
 
     def _read(
         self, spans: list[ByteSpan], started: Started, whole: Mapping[str, int], *, announced: bool
@@ -311,7 +323,7 @@ class Verification:
         ``compared`` is the catalog that these concern, of which ``nbytes`` were read.
         """
         options, catalog, source = self._options, self._catalog, self.surveyed.source
-        files = catalog.files | catalog.companions if catalog else source.files
+        files = self._own_files
         of_files = self._files.problems if self._of_files is None else self._of_files
         of_pickles = self._files.pickles.problems if self._of_pickles is None else self._of_pickles
         own = [*self._problems, *self._unchecked_problems(), *of_files]

@@ -16,10 +16,11 @@ class DataSample:
     """A ``share`` of the items and of the spans outside them, chosen by ``seed``; or all.
 
     Checks that concern no particular data are done by readers of all data, and by the first part.
+    A sample ``leaves_none`` if what it does not read is read by others.
     """
 
     def __init__(self, share: float, seed: int) -> None:
-        self.is_all = self.checks_whole = share >= 1
+        self.is_all = self.checks_whole = self.leaves_none = share >= 1
         self._share = share
         self._chance = random.Random(seed)
         self._choices: dict[Container, bool] = {}
@@ -52,7 +53,7 @@ class DataPart(DataSample):
 
     def __init__(self, share: Share, catalog: Catalog | None, sizes: Mapping[str, int]) -> None:
         super().__init__(0, 0)
-        self.checks_whole = share.position == 0
+        self.checks_whole, self.leaves_none = share.position == 0, True
         archives = catalog.archives if catalog else ()
         items = {(item.file, item.offset): item.nbytes for item in archives}
         self._inner = {file for file, _ in items}
