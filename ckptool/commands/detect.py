@@ -46,7 +46,7 @@ class Candidate(Struct, frozen=True):
 
     ``beside`` are files of the requested folder, which holds only this checkpoint, outside of it;
     ``unlisted`` says what could not be listed in either. ``named`` is the file of several that was
-    requested, if this is the whole that it is a part of.
+    requested, if this is the whole, or the one of several sets, that it is a part of.
     """
 
     path: Location
@@ -55,6 +55,11 @@ class Candidate(Struct, frozen=True):
     beside: tuple[str, ...] = ()
     unlisted_beside: Mapping[str, Problem] = field(default_factory=dict)
     named: str | None = None
+
+    @property
+    def is_set(self) -> bool:
+        """Return whether this is one of several sets of shards in a folder."""
+        return self.named is not None and self.path.name == self.named
 
     @property
     def unlisted(self) -> dict[str, Problem]:
@@ -167,8 +172,7 @@ def require_known(format_name: str | None) -> None:
 
 def _detect_from_file(path: Location) -> Candidate:
     """Detect the checkpoint that a file is part of, or the file by itself."""
-    whole = _find_enclosing(path) if isinstance(path, Path) or _is_part(path.name) else None
-    if whole is not None:
+    if (isinstance(path, Path) or _is_part(path.name)) and (whole := _find_enclosing(path)):
         return whole
     source = file_at(path)
     archive = archive_in(source, path)
@@ -222,14 +226,17 @@ def _find_enclosing(path: Location) -> Candidate | None:
     except NotFound:
         return None
     whole = detect_folder(folder)
+    rows = [row for row in FORMATS.values() if row.has_set and row.has_set(folder, path.name)]
+    if rows and not (whole is not None and _is_of(whole, folder, path.name)):
+        return Candidate(path, folder, rows[0], named=path.name)
     if whole is None or _is_part(path.name):
         return None if whole is None else Candidate(path.parent, folder, whole)
     alone = detect(file_at(path))
     # without a number it is no rank's and no shard's, such as optimizer.bin of accelerate
     is_whole = alone is not None and not re.search("[0-9]", path.name)
     is_readable = is_whole or (alone is not None and bool(alone.suffixes))
-    rows = (row for row in FORMATS.values() if row is not whole and row.matches(folder))
-    for row in (whole, *(() if is_readable else rows)):
+    others = (row for row in FORMATS.values() if row is not whole and row.matches(folder))
+    for row in (whole, *(() if is_readable else others)):
         found = _files_of(row, folder)
         if found is None:
             return None if is_readable else Candidate(path.parent, folder, row)
@@ -241,6 +248,11 @@ def _find_enclosing(path: Location) -> Candidate | None:
         stays = is_whole or (is_readable and not is_sound)
         return None if stays else Candidate(path.parent, folder, row, named=path.name)
     return None
+
+
+def _is_of(row: Format, folder: Files, name: str) -> bool:
+    found = _files_of(row, folder)
+    return found is not None and name in found[0]
 
 
 def _is_part(name: str) -> bool:
@@ -359,9 +371,8 @@ def _candidates(
 
 
 def _single_file(path: Location, source: Files, name: str) -> Candidate | None:
-    if not name.endswith((_ARCHIVE, *single_file_suffixes())):
-        return None
-    if name.endswith(EXTRA) and name.removesuffix(EXTRA) + ".safetensors" in source.files:
+    is_side = name.endswith(EXTRA) and name.removesuffix(EXTRA) + ".safetensors" in source.files
+    if is_side or not name.endswith((_ARCHIVE, *single_file_suffixes())):
         return None
     alone = source.alone(name)
     archive = archive_in(alone, path / name)

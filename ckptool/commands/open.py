@@ -153,6 +153,7 @@ def _is_empty(catalog: Catalog) -> bool:
 def _scan(candidate: Candidate, options: ScanOptions) -> Catalog:
     """Scan a checkpoint, with a note on each file beside it that looks like part of one."""
     path, source = candidate.path, candidate.source
+    options = replace(options, named=candidate.named)
     try:
         catalog = run_bounded(path, lambda: candidate.format.scan(source, options))
     except Damaged as error:
@@ -168,6 +169,8 @@ def _named_note(candidate: Candidate) -> tuple[Problem, ...]:
     if named is None:
         return ()
     message = f"{named} is one part of {candidate.path}, which is read as a whole"
+    if candidate.is_set:
+        message = f"{named} is one of several sets of files, and is read with the others of its own"
     return (Problem(message, PART_NAMED, file=named),)
 
 
@@ -182,6 +185,7 @@ class Survey(Struct, frozen=True):
     format: Format
     catalog: Catalog | None
     problems: tuple[Problem, ...]
+    named: str | None = None
 
 
 def survey(path: Location, options: ReadOptions = AS_DETECTED) -> Survey:
@@ -210,7 +214,8 @@ def survey(path: Location, options: ReadOptions = AS_DETECTED) -> Survey:
         others = {n: why for n, why in catalog.conflicts.items() if n not in refusals}
         catalog = _with_parts(replace(catalog, conflicts=others), options)
     causes = with_cause(source, problems)
-    return Survey(candidate.path, source, candidate.format, catalog, tuple(causes))
+    how = candidate.path, source, candidate.format, catalog, tuple(causes)
+    return Survey(*how, named=candidate.named)
 
 
 def _with_parts(catalog: Catalog, options: ReadOptions) -> Catalog:

@@ -31,14 +31,15 @@ def unread_files(
 ) -> list[Problem]:
     """Note the files below a checkpoint that look like data but are not in its catalog.
 
-    ``reported`` are problems of the scan: files that they name are not noted again.
+    ``reported`` are problems of the scan: files that they name are not noted again. There are none
+    beside one of several sets of shards.
     """
     sizes = candidate.source.files
     problems = [*reported, *(note for note in catalog.notes if isinstance(note, Problem))]
     known = {*catalog.files, *catalog.companions, *catalog.copies, *(p.file for p in problems)}
     unread = [name for name, size in sizes.items() if size and name not in known and is_data(name)]
     unread += [name for name in candidate.beside if is_data(name)]
-    if not unread:
+    if not unread or candidate.is_set:
         return []
     unfinished = [problem for name in unread if (problem := unfinished_file(name))]
     unread = [name for name in unread if unfinished_file(name) is None]

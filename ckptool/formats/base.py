@@ -32,6 +32,8 @@ class ScanOptions(Struct, frozen=True):
     ``world_size`` is the number of ranks whose files are read, if several saves share a folder or
     no file records it.
 
+    ``named`` is the file whose path the user gave, if a folder has several checkpoints.
+
     Without ``values``, those among the data are left ``UNREAD`` if a format can.
 
     With a list ``problems`` a scan skips damaged parts and notes them there; else it raises.
@@ -43,6 +45,7 @@ class ScanOptions(Struct, frozen=True):
     problems: list[Problem] | None = None
     values: bool = True
     world_size: int | None = None
+    named: str | None = None
 
     def report(self, problems: Sequence[str], *, subject: str, hint: str | None = None) -> None:
         """Raise one Damaged for all problems, or note them; do nothing if there are none."""
@@ -180,6 +183,8 @@ class Format(Struct, frozen=True):
       its config.json.
     - ``families`` are the first parts of the names that it has files for, if not of all.
     - ``companions_in`` is the folder of the target that holds config.json, tokenizer and the like.
+    - ``has_set`` returns whether a file of a folder says, by its name, to which of several
+      checkpoints there it belongs; ``scan`` heeds ``ScanOptions.named`` then.
     - ``config`` says whether a Hugging Face config.json must lie beside the tensors; where it is
       there, it must fit them. None where such a file is of no meaning.
     """
@@ -210,6 +215,7 @@ class Format(Struct, frozen=True):
     companions_in: str = ""
     families: tuple[str, ...] = ()
     config: Literal["required", "optional"] | None = None
+    has_set: Callable[[Source, str], bool] | None = None
 
     def matches(self, source: Source) -> bool:
         """Return whether a source is detected as this format."""

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
+from posixpath import normpath
 
-from ckptool.errors import Damaged, Problem
+from msgspec import Struct, field
+
+from ckptool.core.catalog import TensorEntry
+from ckptool.errors import Damaged, Problem, Refusal
 from ckptool.formats.base import ScanOptions
 from ckptool.serialization.source import Source, read_metadata, require
 from ckptool.serialization.state_dict.leaves import Assembled
@@ -40,7 +44,8 @@ def read_index(source: Source, index: str) -> tuple[dict[str, str], object]:
     if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
         message = f"{index}: weight_map does not map names to files"
         raise Damaged(message, "index-unreadable", file=index)
-    return weight_map, metadata
+    paths = {file: normpath(file) for file in set(weight_map.values())}  # transformers takes ./FILE
+    return {name: paths[file] for name, file in weight_map.items()}, metadata
 
 
 def read_shards(
@@ -79,12 +84,40 @@ def _read_shard(
     return read(file)
 
 
+class FoundElsewhere(Struct):
+    """Tensors in files that no index lists: their ``contents``, and the ``files`` they are in."""
+
+    contents: Assembled = field(default_factory=Assembled)
+    file_of: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def files(self) -> list[str]:
+        return sorted({*self.file_of.values()})
+
+
+def find_elsewhere(
+    lost: Collection[str],
+    files: Iterable[str],
+    read: Callable[[str], Assembled],
+    options: ScanOptions,
+) -> FoundElsewhere:
+    """Find tensors that are not where the index says in other files; none if two files have one."""
+    found: dict[str, list[tuple[str, TensorEntry]]] = {}
+    for file in files if lost else ():
+        shard = options.attempt(partial(read, file)) or Assembled()
+        for name in lost & shard.tensors.keys():
+            found.setdefault(name, []).append((file, shard.tensors[name]))
+    only = {name: places[0] for name, places in found.items() if len(places) == 1}
+    contents = Assembled({name: entry for name, (_, entry) in only.items()})
+    return FoundElsewhere(contents, {name: file for name, (file, _) in only.items()})
+
+
 def list_misplaced(
     weight_map: Mapping[str, str], file_of: Mapping[str, str], index: str
-) -> list[Problem]:
+) -> list[Refusal]:
     """Return the tensors that are not in the files that the index lists."""
     return [
-        Problem(
+        Refusal(
             f"{name}: {index} lists it in {file}, but it is "
             + (f"in {file_of[name]}" if name in file_of else "missing"),
             "index-mismatch",

@@ -96,7 +96,8 @@ def _scan_shards(source: Source, options: ScanOptions) -> Catalog:
     tensors, problems = contents.tensors, contents.take_problems()
     known = {*tensors, *contents.conflicts}
     lost = {n: file for n, file in weight_map.items() if n not in known and file not in unread}
-    options.report([*problems, *list_misplaced(lost, {}, INDEX)], subject=source.root)
+    absent = list_misplaced(lost, {}, INDEX)
+    options.report(problems, subject=source.root)
     return Catalog(
         "torch-save",
         {name: tensors.pop(name) for name in weight_map if name in tensors} | tensors,
@@ -105,7 +106,7 @@ def _scan_shards(source: Source, options: ScanOptions) -> Catalog:
         world_size=1,
         info={"writer": "transformers (pytorch_model.bin shards)"} | describe_config(source),
         notes=(*contents.notes, *note_repeated(contents.objects)),
-        conflicts=contents.conflicts,
+        conflicts=contents.conflicts | {str(each.tensor): each for each in absent},
         companions=companions(source),
     )
 
@@ -125,7 +126,7 @@ FORMAT = Format(
     _probe,
     _scan,
     convert=_lay_out,
-    files=(FileRule(r".*\.index\.json", FileRole.INDEX),),
+    files=(FileRule(r".*\.index(\.[^.]+)?\.json", FileRole.INDEX),),
     suffixes=(".pt", ".pth", ".bin", ".ckpt", ".pth.tar"),
     config="optional",
 )

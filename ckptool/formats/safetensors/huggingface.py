@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.layout import FileLayout, Layout, Literal
@@ -17,22 +17,29 @@ from ckptool.errors import Damaged, Problem
 from ckptool.formats.base import EXTRA, Format, Request, ScanOptions
 from ckptool.formats.companions import companions, describe_config
 from ckptool.formats.safetensors import read_whole_tensors
-from ckptool.formats.shards import list_misplaced, read_index, read_shards
+from ckptool.formats.safetensors.shard_sets import (
+    INDEX,
+    SHARD,
+    WHOLE,
+    all_weights,
+    index_of,
+    indexes,
+    is_of_a_set,
+    unindexed,
+    variants,
+    wanted_by_names,
+)
+from ckptool.formats.shards import find_elsewhere, list_misplaced, read_index, read_shards
 from ckptool.formats.side_file import split_side, with_headers
 from ckptool.formats.writing import group_by_size, lay_out_companions, note_tied
 from ckptool.serialization.safetensors import OutgoingSlice, lay_out_safetensors
 from ckptool.serialization.safetensors_metadata import PLAIN, compatible_groups, header_for
-from ckptool.serialization.source import Source, expect_heads
+from ckptool.serialization.source import Source, expect_heads, require
 from ckptool.serialization.state_dict.leaves import Assembled
 
 _INDEX_SUFFIX = ".safetensors.index.json"
-_INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
-_SHARD = re.compile(r"(?P<stem>.*)(?<!rank)-(?P<number>[0-9]+)-of-(?P<count>[0-9]+)\.safetensors")
-"""Not nanotron's ``..._tp-rank-0-of-2.safetensors``: each rank has its part of one tensor."""
 _STEM = "diffusion_pytorch_model"
 """The stem of diffusers' (0.42) own model files, which is ``model`` in transformers."""
-_VARIANT = re.compile(r"(?P<stem>[^.]+)\.[^.-]+(?P<rest>(-\d+-of-\d+)?\.safetensors)")
-_DCP_SHARD = re.compile(r"shard-\d+-model-")
 _EXTRA = f"model{EXTRA}"
 _ADAPTER, _ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _CONFIGS = ("config.json", _ADAPTER_CONFIG)
@@ -40,41 +47,32 @@ _LORA = re.compile(r"\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)\b")
 
 
 def _weights(source: Source) -> list[str]:
-    """Return the safetensors files directly in the folder, apart from DCP's shards.
-
-    Without those of a variant, such as ``model.fp16.safetensors``, beside the model itself.
-    """
-    names = [
-        name
-        for name in source.files
-        if "/" not in name and name.endswith(".safetensors") and not _DCP_SHARD.match(name)
-    ]
-    stems = {match["stem"] for match in map(_SHARD.fullmatch, names) if match}
-    stems |= {name.removesuffix(".safetensors") for name in names}
-    variants = {name: match["stem"] for name in names if (match := _VARIANT.fullmatch(name))}
-    return [name for name in names if variants.get(name) not in stems]
-
-
-def _indexes(source: Source) -> list[str]:
-    return [name for name in source.files if "/" not in name and name.endswith(_INDEX_SUFFIX)]
+    """Return the model's safetensors files, without those of variants beside them."""
+    names = all_weights(source)
+    others = variants(names)
+    return [name for name in names if name not in others]
 
 
 def _probe(source: Source) -> bool:
     weights = _weights(source)
-    sets = {m["stem"] for name in weights if (m := _SHARD.fullmatch(name))}
+    sets = {m["stem"] for name in weights if (m := SHARD.fullmatch(name))}
     return (
-        bool(_indexes(source))
+        bool(indexes(source))
         or len(sets) == 1
-        or _WHOLE in weights
+        or WHOLE in weights
         or (len(weights) == 1 and not source.files.keys().isdisjoint(_CONFIGS))
     )
 
 
 def _scan(source: Source, options: ScanOptions) -> Catalog:
-    index = _index(source)
+    named = options.named
+    index = index_of(source, named)
     weight_map, metadata = read_index(source, index) if index else ({}, None)
-    files = sorted(set(weight_map.values())) if index else _unindexed(source)
-    _refuse_two_models(source, index, files)
+    files = sorted(set(weight_map.values())) if index else unindexed(source, named)
+    if named is None:
+        _refuse_two_models(source, index, files)
+    if index and options.problems is None:
+        _require_shards(source, files, index)
     headers: dict[str, dict[str, str]] = {}
 
     def read(file: str) -> Assembled:
@@ -82,20 +80,37 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         return Assembled(tensors)
 
     expect_heads(source, files)
-    wanted_by = index or _wanted_by_names(source, files)
+    wanted_by = index or wanted_by_names(source, files)
     contents, file_of, unread = read_shards(source, files, wanted_by, read, options)
     problems, tensors = contents.problems, contents.tensors
     notes: list[str] = []
+    conflicts: dict[str, str] = {}
     if index:
+        if options.problems is not None:
+            beside = (name for name in _weights(source) if name not in files)
+            found = find_elsewhere(weight_map.keys() - file_of.keys(), beside, read, options)
+            contents.add(found.contents)
+            file_of |= found.file_of
+            files += found.files
         skipped = {problem.tensor for problem in options.problems or ()}
         listed = {
             name: file
             for name, file in weight_map.items()
-            if name not in skipped and file not in unread
+            if name not in skipped and (file not in unread or name in file_of)
         }
-        problems += list_misplaced(listed, file_of, index)
+        for wrong in list_misplaced(listed, file_of, index):
+            if options.problems is not None and wrong.tensor in file_of:
+                problems.append(Problem(str(wrong), wrong.code, file=index))
+            else:
+                conflicts[str(wrong.tensor)] = wrong
         notes += _index_notes(index, None if unread else metadata, tensors, weight_map)
     options.report(problems, subject=source.root)
+    copies = variants(all_weights(source)) - {*files} if named is None else set[str]()
+    if copies:
+        first, *others = sorted(copies)
+        more = f" ({plural(len(others), 'more file')})" if others else ""
+        message = f"{first}: a variant of the model, not read{more}"
+        notes.append(Problem(message, "checkpoint-nested", file=first))
     catalog = Catalog(
         "hf",
         tensors,
@@ -104,17 +119,27 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         world_size=1,
         info={"writer": _writer(headers)} | describe_config(source),
         notes=tuple(notes),
+        conflicts=conflicts,
         companions=companions(source),
+        copies=frozenset(copies),
     )
     return with_headers(catalog, source, _EXTRA, headers, options)
 
 
-def _index(source: Source) -> str | None:
-    """Return the index to read: of several, transformers' own."""
-    indexes = _indexes(source)
-    if len(indexes) > 1 and _INDEX not in indexes:
-        raise Damaged(f"{source.root}: several indexes: {', '.join(indexes)}")
-    return _INDEX if _INDEX in indexes else next(iter(indexes), None)
+def _require_shards(source: Source, files: list[str], index: str) -> None:
+    """Raise Damaged, with a hint, if a listed shard is missing and other shards are there."""
+    missing = next((file for file in files if file not in source.files), None)
+    other = next((name for name in _weights(source) if name not in files), None)
+    if missing is None or other is None:
+        return
+    try:
+        require(source, missing, wanted_by=index)
+    except Damaged as error:
+        error.add_hint(
+            f"give the path of a shard that is there, {source.root}/{other}, to read its set by"
+            " the files' names, or see what --salvage finds"
+        )
+        raise
 
 
 def _refuse_two_models(source: Source, index: str | None, files: list[str]) -> None:
@@ -123,64 +148,21 @@ def _refuse_two_models(source: Source, index: str | None, files: list[str]) -> N
     transformers opens it before it looks for an index (transformers 5), so the shards would be
     another model than the one that users of the folder load.
     """
-    of_model = index == _INDEX or any(file.startswith("model-") for file in files)
-    if of_model and _WHOLE in source.files and _WHOLE not in files:
+    of_model = index == INDEX or any(file.startswith("model-") for file in files)
+    if of_model and WHOLE in source.files and WHOLE not in files:
         problem = Problem(
             f"{source.root}: holds model.safetensors, which transformers opens, and"
             f" {plural(len(files), 'shard')} of another save ({index or files[0]}), which"
             " transformers leaves out; ckptool converts neither",
             "saves-mixed",
-            file=_WHOLE,
+            file=WHOLE,
         )
         raise Damaged(
             problem.with_hint(
-                f"read {source.root}/{_WHOLE} by its own path, or move it away to read the shards"
+                f"read {source.root}/{WHOLE} by its own path, or the shards by the path of"
+                f" {index or files[0]}"
             )
         )
-
-
-def _unindexed(source: Source) -> list[str]:
-    """Return the shards of a folder without an index, all that their names state."""
-    weights = _weights(source)
-    matches = [m for name in weights if (m := _SHARD.fullmatch(name))]
-    if not matches:
-        return [_WHOLE] if _WHOLE in weights else weights
-    counts = {match["count"] for match in matches}
-    if len(counts) > 1:
-        message = f"{source.root}: file names state {', '.join(sorted(counts))} shards"
-        raise Damaged(
-            f"{message}, and no index says which are the model",
-            "saves-mixed",
-            hint="move the shards of the other save away",
-        )
-    one = matches[0]
-    count, width, digits = int(one["count"]), len(one["count"]), len(one["number"])
-    if count > 100_000:
-        raise Damaged(f"{one.string}: the file name states {count:,} shards")
-    numbers = {int(match["number"]) for match in matches}
-    first = 0 if 0 in numbers else 1
-    if max(numbers) >= first + count:
-        message = (
-            f"{source.root}: file names state {count:,} shards, and {len(numbers):,} are there"
-        )
-        raise Damaged(message, "saves-mixed", hint="move the shards of the other save away")
-    return [
-        f"{one['stem']}-{i:0{digits}d}-of-{count:0{width}d}.safetensors"
-        for i in range(first, first + count)
-    ]
-
-
-def _wanted_by_names(source: Source, files: Sequence[str]) -> str:
-    """Return what implies shards without an index, also of those that may be counted from 0."""
-    others = "the other shards' names"
-    if len(files) < 2 or [file for file in files if file not in source.files] != [files[-1]]:
-        return others
-    match = _SHARD.fullmatch(files[0])
-    if match is None or not int(match["number"]):
-        return others
-    start, end = match.span("number")
-    zeroth = f"{files[0][:start]}{0:0{end - start}d}{files[0][end:]}"
-    return f"{others} (or {zeroth}, if they are counted from 0)"
 
 
 def _index_notes(
@@ -267,4 +249,5 @@ FORMAT = Format(
     has_values=False,
     is_model_folder=True,
     config="required",
+    has_set=is_of_a_set,
 )

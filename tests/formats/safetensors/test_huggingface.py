@@ -74,3 +74,131 @@ def test_the_index_is_written_as_python_writes_json(tmp_path: Path) -> None:
     index = json.loads(text)
     assert sorted(index["weight_map"]) == sorted(names)
     assert text == json.dumps(index, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+
+
+def shards(
+    folder: Path,
+    stem: str = "model",
+    index: str = "model.safetensors.index.json",
+    *,
+    value: int = 1,
+    count: int = 2,
+    **listed: str,
+) -> list[Path]:
+    """Shards ``w1``, ``w2``..., and an index of them, or of what is ``listed`` instead."""
+    folder.mkdir(exist_ok=True)
+    files = {f"w{n}": f"{stem}-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)}
+    for name, file in files.items():
+        save_file({name: np.full(2, value, np.uint8)}, folder / file)
+    (folder / index).write_text(json.dumps({"weight_map": listed or files}))
+    return [folder / file for file in files.values()]
+
+
+def values_of(place: Path) -> dict[str, int]:
+    opened = ckptool.open(place)
+    return {name: int(opened.read(name)[0]) for name in sorted(opened.tensors)}
+
+
+@pytest.mark.parametrize("head", ["./", "././", "x/../"])
+def test_an_index_may_write_paths_as_a_shell_takes_them(head: str, tmp_path: Path) -> None:
+    files = shards(tmp_path)
+    index = {"weight_map": {f"w{n + 1}": f"{head}{file.name}" for n, file in enumerate(files)}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert ckptool.verify(tmp_path, strict=True).ok
+    assert values_of(tmp_path) == {"w1": 1, "w2": 1}
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_variant_beside_the_model_is_no_fault_and_read_by_its_path(
+    whole: bool, count: int, tmp_path: Path
+) -> None:
+    """As ``save_pretrained(variant="fp16")`` of transformers and diffusers names its files."""
+    folder = tmp_path / "m"
+    files = shards(folder, "model.fp16", "model.safetensors.index.fp16.json", value=16, count=count)
+    assert values_of(folder) == {f"w{n + 1}": 16 for n in range(count)}
+    if whole:
+        save_file({"w1": np.full(2, 1, np.uint8)}, folder / "model.safetensors")
+    else:
+        shards(folder, value=1)
+    save_file({"w1": np.full(2, 8, np.uint8)}, folder / "model.fp8.safetensors")
+    (folder / "config.json").write_text("{}")
+    report = ckptool.verify(folder, strict=True)
+    assert (report.ok, report.tensors) == (True, 1 if whole else 2)
+    assert {f.code for f in report.findings} == {"checkpoint-nested", "no-checksum"}
+    for place in (*files, folder / "model.safetensors.index.fp16.json"):
+        assert values_of(place) == {f"w{n + 1}": 16 for n in range(count)}
+        assert ckptool.verify(place, strict=True).ok
+        ckptool.convert(place, tmp_path / f"{place.name}.pt")
+    assert values_of(folder / "model.fp8.safetensors") == {"w1": 8}
+    files[1].unlink()
+    with pytest.raises(CkptoolError, match=r"model.fp16-00002-of-.* is missing"):
+        ckptool.open(files[0])
+
+
+def test_shards_of_another_save_than_the_index_are_read_by_the_path_of_one(tmp_path: Path) -> None:
+    files = shards(
+        tmp_path / "m",
+        w1="model-00001-of-00004.safetensors",
+        w2="model-00003-of-00004.safetensors",
+        w3="model-00004-of-00004.safetensors",
+    )
+    with pytest.raises(CkptoolError, match="is missing") as caught:
+        ckptool.open(tmp_path / "m")
+    assert f"give the path of a shard that is there, {files[0]}" in str(caught.value.hint)
+    for file in files:
+        assert values_of(file) == {"w1": 1, "w2": 1}
+    assert not ckptool.verify(tmp_path / "m").ok
+    report = ckptool.salvage(tmp_path / "m", tmp_path / "found.safetensors")
+    assert not report.complete
+    assert values_of(tmp_path / "found.safetensors") == {"w1": 1, "w2": 1}
+
+
+def test_shards_of_two_saves_are_read_by_the_path_of_one(tmp_path: Path) -> None:
+    first, second = shards(tmp_path, value=2), shards(tmp_path, value=3, count=3)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    with pytest.raises(CkptoolError, match="file names state 00002, 00003 shards"):
+        ckptool.open(tmp_path)
+    assert values_of(first[0]) == {"w1": 2, "w2": 2}
+    assert values_of(second[2]) == {"w1": 3, "w2": 3, "w3": 3}
+
+
+def test_a_tensor_in_no_shard_stops_nothing_that_leaves_it_out(tmp_path: Path) -> None:
+    file = "model-00001-of-00002.safetensors"
+    shards(tmp_path / "m", w1=file, w2=file.replace("1", "2", 1), lost=file)
+    out = tmp_path / "o.safetensors"
+    for options in ({}, {"select": ["w1", "lost"]}):
+        with pytest.raises(CkptoolError, match=r"lost: .* lists it in .*, but it is missing"):
+            ckptool.convert(tmp_path / "m", out, **options)
+    with pytest.raises(CkptoolError, match="lost"):
+        ckptool.open(tmp_path / "m")
+    ckptool.convert(tmp_path / "m", out, drop=["lost"])
+    assert values_of(out) == {"w1": 1, "w2": 1}
+    ckptool.convert(tmp_path / "m", tmp_path / "one.safetensors", select=["w1"])
+    (error,) = [f for f in ckptool.verify(tmp_path / "m").findings if f.severity.value == "error"]
+    assert error.code == "index-mismatch"
+    report = ckptool.salvage(tmp_path / "m", tmp_path / "found.safetensors")
+    assert ([*report.lost], report.tensors) == (["lost"], 2)
+
+
+def test_a_tensor_in_another_shard_than_listed_is_found_by_salvage(tmp_path: Path) -> None:
+    first, second = (f"model-0000{n}-of-00002.safetensors" for n in (1, 2))
+    shards(tmp_path / "m", w1=second, w2=first)
+    save_file({"w3": np.full(2, 7, np.uint8)}, tmp_path / "m" / "model-00003-of-00002.safetensors")
+    index = {"weight_map": {"w1": second, "w2": second, "w3": first}}
+    (tmp_path / "m" / "model.safetensors.index.json").write_text(json.dumps(index))
+    index["weight_map"]["w1"] = second
+    with pytest.raises(CkptoolError, match="but it is in model-00001"):
+        ckptool.convert(tmp_path / "m", tmp_path / "o.safetensors")
+    report = ckptool.salvage(tmp_path / "m", tmp_path / "found.safetensors")
+    assert (dict(report.lost), report.complete) == ({}, False)
+    assert values_of(tmp_path / "found.safetensors") == {"w1": 1, "w2": 1, "w3": 7}
+
+
+def test_a_tensor_in_two_other_shards_is_neither(tmp_path: Path) -> None:
+    first, second = (f"model-0000{n}-of-00002.safetensors" for n in (1, 2))
+    shards(tmp_path / "m", w1=first, w2=second, w3=first)
+    for name, value in (("x", 1), ("y", 2)):
+        save_file({"w3": np.full(2, value, np.uint8)}, tmp_path / "m" / f"{name}.safetensors")
+    report = ckptool.salvage(tmp_path / "m", tmp_path / "found.safetensors")
+    assert ([*report.lost], report.tensors) == (["w3"], 2)

@@ -195,7 +195,7 @@ def _scan(
 ) -> Recovery | None:
     """Return what is in files padded to full length; lost parts show when they are read."""
     problems: list[Problem] = []
-    asked = scan_options(options, surveyed.format, problems)
+    asked = replace(scan_options(options, surveyed.format, problems), named=surveyed.named)
     try:
         catalog = surveyed.format.scan(source, asked)
     except CkptoolError:

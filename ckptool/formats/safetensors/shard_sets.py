@@ -1,0 +1,133 @@
+"""Which safetensors files of a folder are one model: the main one, a variant, a set without index.
+
+transformers (5) and diffusers (0.42) write ``STEM.safetensors``, or shards
+``STEM-00001-of-00002.safetensors`` and ``STEM.safetensors.index.json``. The same weights in another
+precision, a variant, are ``STEM.fp16.safetensors``, or shards ``STEM.fp16-00001-of-00002`` and
+``STEM.safetensors.index.fp16.json``, beside it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from ckptool.errors import Damaged
+from ckptool.formats.shards import read_index
+from ckptool.serialization.source import Source
+
+INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
+SHARD = re.compile(r"(?P<stem>.*)(?<!rank)-(?P<number>[0-9]+)-of-(?P<count>[0-9]+)\.safetensors")
+"""Not nanotron's ``..._tp-rank-0-of-2.safetensors``: each rank has its part of one tensor."""
+_INDEX = re.compile(r"(?P<stem>.+)\.safetensors\.index(?P<variant>\.[^.]+)?\.json")
+_VARIANT = re.compile(r"(?P<stem>[^.]+)\.[^.-]+(?P<rest>(-\d+-of-\d+)?\.safetensors)")
+_DCP_SHARD = re.compile(r"shard-\d+-model-")
+
+
+def all_weights(source: Source) -> list[str]:
+    """Return the safetensors files directly in the folder, apart from DCP's shards."""
+    return [
+        name
+        for name in source.files
+        if "/" not in name and name.endswith(".safetensors") and not _DCP_SHARD.match(name)
+    ]
+
+
+def variants(names: Iterable[str]) -> set[str]:
+    """Return the files of variants, such as ``model.fp16.safetensors``, beside the model itself."""
+    names = list(names)
+    stems = _stems(names)
+    matches = (match for match in map(_VARIANT.fullmatch, names) if match)
+    return {match.string for match in matches if match["stem"] in stems}
+
+
+def _stems(names: Iterable[str]) -> set[str]:
+    matches = ((name, SHARD.fullmatch(name)) for name in names)
+    return {m["stem"] if m else name.removesuffix(".safetensors") for name, m in matches}
+
+
+def indexes(source: Source) -> list[str]:
+    """Return the indexes in the folder, without those of variants beside the model's own."""
+    found = [m for name in source.files if "/" not in name and (m := _INDEX.fullmatch(name))]
+    own = {match["stem"] for match in found if not match["variant"]} | _stems(all_weights(source))
+    return [m.string for m in found if not m["variant"] or m["stem"] not in own]
+
+
+def is_of_a_set(source: Source, file: str) -> bool:
+    """Return whether a file is an index, or one of several shards by its name."""
+    match = SHARD.fullmatch(file)
+    is_shard = match is not None and file in all_weights(source) and int(match["count"]) > 1
+    return "/" not in file and (is_shard or _INDEX.fullmatch(file) is not None)
+
+
+def index_of(source: Source, named: str | None) -> str | None:
+    """Return the index to read: the one that is ``named``, or lists the named shard; else the main.
+
+    Of several, transformers' own. Raises Damaged if there are others only.
+    """
+    if named is not None:
+        every = [name for name in source.files if "/" not in name and _INDEX.fullmatch(name)]
+        return (
+            named if named in every else next((i for i in every if _lists(source, i, named)), None)
+        )
+    found = indexes(source)
+    if len(found) > 1 and INDEX not in found:
+        message = f"{source.root}: several indexes: {', '.join(found)}"
+        raise Damaged(message, hint=f"give the path of one, such as {source.root}/{found[0]}")
+    return INDEX if INDEX in found else next(iter(found), None)
+
+
+def _lists(source: Source, index: str, file: str) -> bool:
+    try:
+        return file in read_index(source, index)[0].values()
+    except Damaged:
+        return False
+
+
+def unindexed(source: Source, named: str | None) -> list[str]:
+    """Return the shards of a folder without an index, all that their names state.
+
+    They are those of the ``named`` one's set. Raises Damaged if there are several sets.
+    """
+    every = all_weights(source)
+    weights = [name for name in every if name not in variants(every)] if named is None else [named]
+    matches = [m for name in weights if (m := SHARD.fullmatch(name))]
+    if not matches:
+        return [WHOLE] if WHOLE in weights else weights
+    counts = {match["count"] for match in matches}
+    if len(counts) > 1:
+        message = f"{source.root}: file names state {', '.join(sorted(counts))} shards"
+        raise Damaged(
+            f"{message}, and no index says which are the model",
+            "saves-mixed",
+            hint=f"give the path of one shard, such as {source.root}/{matches[0].string}, or move"
+            " those of the other save away",
+        )
+    one = matches[0]
+    count, width, digits = int(one["count"]), len(one["count"]), len(one["number"])
+    if count > 100_000:
+        raise Damaged(f"{one.string}: the file name states {count:,} shards")
+    of_set = [m for name in every if (m := SHARD.fullmatch(name)) and m["stem"] == one["stem"]]
+    numbers = {int(match["number"]) for match in of_set if match["count"] == one["count"]}
+    first = 0 if 0 in numbers else 1
+    if max(numbers) >= first + count:
+        message = (
+            f"{source.root}: file names state {count:,} shards, and {len(numbers):,} are there"
+        )
+        raise Damaged(message, "saves-mixed", hint="move the shards of the other save away")
+    return [
+        f"{one['stem']}-{i:0{digits}d}-of-{count:0{width}d}.safetensors"
+        for i in range(first, first + count)
+    ]
+
+
+def wanted_by_names(source: Source, files: Sequence[str]) -> str:
+    """Return what implies shards without an index, also of those that may be counted from 0."""
+    others = "the other shards' names"
+    if len(files) < 2 or [file for file in files if file not in source.files] != [files[-1]]:
+        return others
+    match = SHARD.fullmatch(files[0])
+    if match is None or not int(match["number"]):
+        return others
+    start, end = match.span("number")
+    zeroth = f"{files[0][:start]}{0:0{end - start}d}{files[0][end:]}"
+    return f"{others} (or {zeroth}, if they are counted from 0)"
