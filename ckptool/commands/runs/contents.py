@@ -14,16 +14,18 @@ from ckptool.storage.url import Location, within
 _ROLES = {
     "optimizer": r"optim|(?<![a-z])opt(?![a-z])|adam",
     "scheduler": r"sched",
-    "rng": r"(?<![a-z])rng|random",
-    "record": r"trainer_state|train_state|training_state|extra_state|client_state|(?<![a-z])common",
-    "dataloader": r"sampler|dataloader|dl_state|(?<![a-z])data(?![a-z])",
+    "scaler": r"scaler",
+    "rng": r"(?<![a-z])rng|random|seed",
+    "record": r"(?:trainer|train|training|extra|client|global)_state"
+    r"|(?<![a-z])(?:common|progress|meta)",
+    "dataloader": r"sampler|loader|dl_state|(?<![a-z])data(?![a-z])",
     "rank": r"rank",
     "model": r"model|weights|adapter|(?<![a-z])(?:actor|critic|policy|unet|ema)(?![a-z])",
 }
 """What training goes on from, by words in the names of files and folders."""
 _STATE = re.compile(
     r"(?i).+\.(?:pt|pth|bin|pkl|pickle|ckpt|safetensors|npz|npy|msgpack|distcp|tar|joblib)"
-    r"|\.metadata|trainer_state\.json|(?:train|training|trainer|client)_state\.\w+"
+    r"|\.metadata|(?:.*_)?(?:state|progress|meta|metadata)\.(?:json|ya?ml|txt)"
 )
 _DCP = re.compile(r"__(\d+)_\d+\.distcp|\.metadata")
 _SUFFIX = re.compile(r"(?i)(?:\.index)?\.(?:pt|pth|bin|pkl|pickle|ckpt|safetensors|json|npz|npy)$")
@@ -65,7 +67,8 @@ def _key(file: str, number: int | None) -> str | None:
     return "/".join(n.kind if n.position.number == number is not None else p for p, n in said)
 
 
-def _role(key: str) -> str | None:
+def role_of(key: str) -> str | None:
+    """Return what a file is for, by its name; None if that says nothing."""
     return next((role for role, words in _ROLES.items() if re.search(words, key.lower())), None)
 
 
@@ -120,9 +123,9 @@ class Completeness:
         if not whole:
             return
         common = frozenset.intersection(*whole)
-        new = {_role(key) for key in files - frozenset().union(*whole)}
+        new = {role_of(key) for key in files - frozenset().union(*whole)}
         for key in common - files:
-            role = _role(key)
+            role = role_of(key)
             needed = _CORE if role is not None else 2
             if (
                 len(whole) >= needed

@@ -58,7 +58,28 @@ def decide(
     fates: list[StepFate] = []
     for steps in series.values():
         fates += _Decision(run, steps, pointers, options, judge, notify).fates()
-    return fates
+    return [_with_partner(fate, fates, run, judge) for fate in fates]
+
+
+def _with_partner(fate: StepFate, fates: Sequence[StepFate], run: Run, judge: Judge) -> StepFate:
+    """Keep what a step of the same number that stays cannot be gone on from without.
+
+    As the model of an optimizer, or the other way around, whatever they are called.
+    """
+    if fate.fate != "remove":
+        return fate
+    steps = {step.path: step for step in run.steps}
+    mine = steps[fate.path]
+    for other in fates:
+        theirs = steps[other.path]
+        is_alike = theirs.position == mine.position and not is_export(theirs, run.path)
+        if other.fate == "remove" or not theirs.parts or not is_alike:
+            continue
+        has, lacks = judge.contents_of(mine), judge.contents_of(theirs)
+        if (has.model and not lacks.model) or (has.optimizer and not lacks.optimizer):
+            reason = f"{theirs.path.name}, which stays, is of the same step"
+            return replace(fate, fate="leave", reason=reason, freed=0)
+    return fate
 
 
 class _Decision:

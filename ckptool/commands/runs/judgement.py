@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,6 +16,7 @@ from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.runs.contents import Completeness, unfinished
 from ckptool.commands.runs.optimizer_files import has_optimizer
 from ckptool.commands.runs.order import open_run, written_after
+from ckptool.commands.runs.side_files import damaged_side_files
 from ckptool.commands.runs.steps import Run, Step, is_export, is_unfinished_name
 from ckptool.commands.verify.codes import require_codes
 from ckptool.commands.verify.findings import Finding, VerifyReport
@@ -34,7 +35,8 @@ Check = Callable[[Location, VerifyOptions], Verification]
 class StepReport(Report, frozen=True):
     """The findings for each checkpoint of a step; ``reasons`` say why it is not good.
 
-    ``beside`` are the other entries of the run that belong to the step.
+    ``beside`` are the other entries of the run that belong to the step; an ``export`` lies beside
+    the steps, without what training goes on from.
     """
 
     computed: ClassVar = ("ok",)
@@ -44,6 +46,7 @@ class StepReport(Report, frozen=True):
     reports: tuple[VerifyReport, ...]
     reasons: tuple[str, ...]
     beside: tuple[Location, ...] = ()
+    export: bool = False
 
     schema: ClassVar = "verify-step"
 
@@ -86,7 +89,7 @@ class RunReport(Report, frozen=True):
     @property
     def latest_good(self) -> StepReport | None:
         """Return the newest step without errors."""
-        return next((step for step in self.steps if step.ok), None)
+        return next((step for step in self.steps if step.ok and not step.export), None)
 
 
 def verify_run(run: Location, options: VerifyOptions, *, every: bool) -> RunReport:
@@ -106,10 +109,10 @@ def verify_run(run: Location, options: VerifyOptions, *, every: bool) -> RunRepo
         if not report.ok and _is_gone(report.path):
             continue
         reports.append(report)
-        if report.ok and not chosen:
-            chosen = _chosen(opened, step)
-        if report.ok and not every:
-            break
+        if report.ok and not report.export:
+            chosen = chosen or _chosen(opened, step)
+            if not every:
+                break
     return RunReport(run, tuple(reports), len(opened.steps), every, chosen)
 
 
@@ -187,12 +190,17 @@ class Judge:
                 surveys.append(examined.surveyed)
                 reports.append(report)
                 reasons += [where + why for why in self._faults(report, examined.surveyed.catalog)]
+        export = is_export(step, self._run.path) and not self._is_of_exports()
+        if not reasons:
+            reasons += self._by_side_files(step, surveys)
         if not reasons:
             self._contents[step.path] = Contents.of(tuple(surveys))
-            reasons += self._by_contents(step)
+            reasons += () if export else self._by_contents(step)
         if not reasons:
             self._good.add(step.series)
-        told = StepReport(step.path, step.number, tuple(reports), tuple(reasons), step.beside)
+        told = StepReport(
+            step.path, step.number, tuple(reports), tuple(reasons), step.beside, export
+        )
         return Judgement(told, tuple(surveys))
 
     def contents_of(self, step: Step) -> Contents:
@@ -217,9 +225,6 @@ class Judge:
             return
         if not step.parts:
             yield _nothing_in(step.path)
-            return
-        if is_export(step, self._run.path) and not self._is_of_exports():
-            yield "lies beside the steps of the run, without what training goes on from"
             return
         why = unfinished(step, self._run)
         if why is not None:
@@ -249,6 +254,14 @@ class Judge:
             for finding in filter(lambda each: _is_of_model(each, catalog), found):
                 yield f"{_said(finding, report)} (--allow-nonfinite accepts it)"
                 return
+
+    def _by_side_files(self, step: Step, surveys: Sequence[Survey]) -> Iterator[str]:
+        """Yield why files that training needs, beside the checkpoints, are not whole."""
+        read: set[Location] = set()
+        for each in surveys:
+            folder = each.path if each.path.is_dir() else each.path.parent
+            read |= {folder / file for file in (each.catalog.files if each.catalog else ())}
+        yield from damaged_side_files(step, self._run, read, self._options)
 
     def _by_contents(self, step: Step) -> Iterator[str]:
         """Yield what a whole checkpoint lacks that training needs."""

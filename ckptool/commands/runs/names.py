@@ -60,10 +60,11 @@ _APART = re.compile(
 """Numbers of what is not a step: sizes, runs, dates, hashes."""
 _BARE = re.compile(r"(?<![\d.])(?<!\de)\d{1,18}(?!\d|\.\d|e\d)")
 _ROLE = re.compile(
-    r"(?i)(?<![a-z])(?:models?|module|net|network|weights?|params?|states?|dict|opt|optims?|optimizers?|adam|sched"
-    r"|schedulers?|ema(?:[-_]?\d+\.\d+)?|rng|scaler|actor|critic|policy|value|reward|ref|unet|vae|encoder"
-    r"|decoder|gen|generator|dis|disc|discriminator|net_?[gd]|[gd]|lora|trainer|train|data|dataloader"
-    r"|(?:mp_|tp_|pp_|dp_|ep_)?rank[-_]?\d+)(?![a-z])"
+    r"(?i)(?<![a-z])(?:models?|module|net|network|weights?|params?|states?|dict|opt|optims?"
+    r"|optimizers?|adam|sched|schedulers?|ema(?:[-_]?\d+\.\d+)?|rng|scaler|amp|masters?|actor|critic"
+    r"|policy|value|reward|ref|student|teacher|unet|vae|transformer|controlnet|encoder|decoder"
+    r"|backbone|head|classifier|gen|generator|dis|disc|discriminator|net_?[gd]|[gd]|lora|trainer"
+    r"|train|training|data|dataloader|loader|extra|(?:mp_|tp_|pp_|dp_|ep_)?rank[-_]?\d+)(?![a-z])"
 )
 """What is one of several files or folders of one step."""
 _RANK = re.compile(r"(?i)(?<![a-z])rank[-_]?\d")

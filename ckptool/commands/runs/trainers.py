@@ -19,6 +19,7 @@ class Trainer(Struct, frozen=True, dict=True):
     ``source`` is the module and version that was read. ``step`` is the whole name of an entry, with
     the groups ``stage``, ``epoch``, ``step`` (which order it), ``bare`` (which may be anything
     else) and ``rank`` (one of several files of a step).
+    ``writes`` is the whole name of any entry of its own, if it has others too.
     ``unfinished`` is the whole name of an entry that is being written, ``marks`` are files in it,
     or beside it under its name, that say the same. A step with one of ``signs`` is this trainer's,
     and unfinished without ``last``, which it writes last: each may be any of several names.
@@ -30,6 +31,7 @@ class Trainer(Struct, frozen=True, dict=True):
     name: str
     source: str
     step: str
+    writes: str = ""
     unfinished: str = r"(?!)"
     marks: tuple[str, ...] = ()
     signs: tuple[str, ...] = ()
@@ -46,7 +48,7 @@ class Trainer(Struct, frozen=True, dict=True):
 
     def lacks_last(self, name: str, files: Collection[str]) -> str | None:
         """Return the file that is written last if a step of this trainer's lacks it."""
-        if not self.last or self.steps.fullmatch(name) is None:
+        if not self.last or re.fullmatch(self.writes or self.step, name) is None:
             return None
         if any(_matches(file, self.last) for file in files):
             return None
@@ -98,6 +100,9 @@ TRAINERS = (
         "lightning",
         "lightning 7f0c343, callbacks/model_checkpoint.py",
         step=r"(?:.*[-_])?epoch=(?P<epoch>\d+)-step=(?P<step>\d+)(?:-v\d+)?\.ckpt",
+        writes=r".+\.ckpt",
+        signs=(r"__\d+_\d+\.distcp",),
+        last=(r"meta\.pt",),
         spared=r"last(?:-v?\d+)?(?:\.ckpt)?",
     ),
     Trainer(
@@ -238,10 +243,11 @@ SPARED = re.compile(
     + r"|(?i:(?:.*[-_.])?(?:best|final|last|latest)(?:[-_.].*)?)"
 )
 """Whole names of entries that are no step among many: no clean-up of a trainer deletes them."""
-_BEGUN = r"(?:tmp|temp|partial|incomplete|unfinished|staging|dirty|saving|writing)"
+_BEGUN = r"(?:tmp|temp|partial|incomplete|unfinished|staging|dirty|saving|writing|in_?progress)"
 UNFINISHED = re.compile(
     "|".join(f"(?:{row.unfinished})" for row in TRAINERS)
-    + rf"|(?i:{_BEGUN}(?:[-_.].*)?|.+[-_.]{_BEGUN}(?:[-_.]\d+)?(?:\.[a-z]+)*|.+\.(?:part|wip|new))"
+    + rf"|(?i:[-_.]*{_BEGUN}(?:[-_.].*)?|.+[-_.]{_BEGUN}[-_.]*[0-9a-f-]*(?:\.[a-z]+)*)"
+    + r"|(?i:.+\.(?:part|wip|new))"
 )
 """Whole names of entries that a save which was not finished leaves."""
 EXPORTS = re.compile("|".join(f"(?:{row.exports})" for row in TRAINERS))

@@ -135,6 +135,37 @@ def test_what_belongs_together_stays_together(pair: str, fault: str, tmp_path: P
         assert not {name.format(1) for name in PAIRS[pair]} & left
 
 
+def test_parts_of_any_name_stay_together(tmp_path: Path) -> None:
+    """No word of the names says what they are; the content does."""
+    for step in (1, 2, 3):
+        torch.save({"model": {"w": WEIGHT}}, tmp_path / f"foo_step{step}.pt")
+        torch.save({"optimizer": OPTIMIZER}, tmp_path / f"bar_step{step}.pt")
+    os.truncate(tmp_path / "bar_step3.pt", 100)
+    pruned(tmp_path, yes=True)
+    assert {"foo_step2.pt", "bar_step2.pt"} <= set(names_in(tmp_path))
+
+
+SIDE_FILES = ("optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json")
+
+
+@pytest.mark.parametrize("file", SIDE_FILES)
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_files_beside_the_weights_are_whole_too(file: str, share: float, tmp_path: Path) -> None:
+    run = run_of(tmp_path, TRAINERS["transformers"])
+    path = run / "checkpoint-3" / file
+    os.truncate(path, int(path.stat().st_size * share))
+    report = ckptool.verify_run(run)
+    assert report.latest_good is not None
+    assert report.latest_good.path.name == "checkpoint-2"
+    assert file in report.steps[0].reasons[0]
+
+
+def test_exports_beside_the_steps_do_not_fail_a_run(tmp_path: Path) -> None:
+    run = run_of(tmp_path, TRAINERS["torchtitan"])
+    of_dcp("dataloader")(run / "ft-replicat-0" / "step-3")
+    assert ckptool.verify_run(run, every=True)
+
+
 def test_the_last_step_with_an_optimizer_stays_whatever_else(tmp_path: Path) -> None:
     """Newer steps have no optimizer, as after the last save of a model alone."""
     for step in (1, 2):

@@ -217,6 +217,29 @@ def test_the_last_and_the_best_of_lightning(tmp_path: Path) -> None:
     assert latest(run) == "epoch=3-step=30.ckpt"
 
 
+def test_a_folder_of_lightning_without_what_its_first_rank_writes_last(tmp_path: Path) -> None:
+    for epoch in (1, 2):
+        folder = tmp_path / f"epoch={epoch}-val_loss=0.5.ckpt"
+        of_dcp("model", "optimizer")(folder)
+        if epoch == 1:
+            torch.save({"epoch": 1}, folder / "meta.pt")
+    assert latest(tmp_path) == "epoch=1-val_loss=0.5.ckpt"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tmp-step-9", "tmp_step_9", "step-9.tmp", "step-9-tmp", "step-9.partial", "_tmp_step-9",
+        "step-9.tmp.1234abcd", "step-9.incomplete", "__tmp__step-9", "step-9_unfinished",
+    ],
+)  # fmt: skip
+def test_names_of_what_is_being_written(name: str, tmp_path: Path) -> None:
+    run = run_of(tmp_path, TRAINERS["torchtitan"])
+    shutil.copytree(run / "step-3", run / name)
+    assert latest(run) == "step-3"
+    assert prune(run) == {"step-1", "step-2"}
+
+
 def test_folders_that_hold_the_runs_of_several_trainings(tmp_path: Path) -> None:
     """Each has its final model beside its steps, which is no step."""
     for name in ("exp-1", "exp-2"):

@@ -1,0 +1,88 @@
+"""The files that training goes on from, beside those that a step's checkpoints are read from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator
+
+from ckptool.commands.options.read import ReadOptions
+from ckptool.commands.options.verify import VerifyOptions
+from ckptool.commands.runs.contents import role_of
+from ckptool.commands.runs.steps import Run, Step
+from ckptool.commands.verify.verify import examine
+from ckptool.errors import CkptoolError, Unrecognized
+from ckptool.formats.companions import TRAINER_STATE
+from ckptool.storage.retry import NoAnswer
+from ckptool.storage.url import Location
+
+_OF_TORCH = (".pt", ".pth", ".bin")
+_NOT_WHOLE = frozenset(
+    "file-empty file-truncated file-type-mismatch file-unreadable zip-structure zip-headers"
+    " crc-mismatch legacy-stream storage-mismatch".split()
+)
+"""Codes of a file that is not all there; what else is in it is its trainer's own."""
+_LARGEST = 64 << 20
+
+
+def damaged_side_files(
+    step: Step, run: Run, read: Collection[Location], options: VerifyOptions
+) -> Iterator[str]:
+    """Yield why files beside a step's checkpoints are not whole: an optimizer's, random states.
+
+    ``read`` are those that its checkpoints are read from, which are verified with them. The Trainer
+    of transformers writes such files. Raises NoAnswer.
+    """
+    for entry in step.entries:
+        for name, size in run.files_in(entry).items():
+            file = entry / name if name else entry
+            if not name or file in read:
+                continue
+            if name == TRAINER_STATE:
+                yield from _broken_record(file, size, name)
+            elif name.endswith(_OF_TORCH) and role_of(name) not in (None, "model"):
+                yield from _broken_archive(file, name, options)
+
+
+def _broken_archive(file: Location, name: str, options: VerifyOptions) -> Iterator[str]:
+    try:
+        report = examine(file, _alone(options)).report()
+    except NoAnswer:
+        raise
+    except Unrecognized:  # an empty state
+        return
+    except (CkptoolError, OSError) as error:
+        yield f"{name}: {error}".replace(f"{name}: {file}: ", f"{name}: ")
+        return
+    for finding in report.findings:
+        if finding.code in _NOT_WHOLE:
+            message = finding.message.partition("\n")[0].removeprefix(
+                f"{name.rpartition('/')[2]}: "
+            )
+            yield f"{finding.code}: {name}: {message}"
+            return
+
+
+def _alone(options: VerifyOptions) -> VerifyOptions:
+    """Return the options for a file of torch.save alone."""
+    return VerifyOptions(
+        ReadOptions("torch-save", storage_option=options.read.storage_option),
+        quick=options.quick,
+        sample=options.sample,
+        seed=options.seed,
+        workers=options.workers,
+    )
+
+
+def _broken_record(file: Location, size: int, name: str) -> Iterator[str]:
+    if not size or size > _LARGEST:
+        if not size:
+            yield f"file-empty: {name}: the file is empty (0 bytes)"
+        return
+    try:
+        json.loads(file.read_bytes())
+    except NoAnswer:
+        raise
+    except (ValueError, RecursionError):
+        yield f"metadata-unreadable: {name}: not JSON; it may be cut off"
+    except (CkptoolError, OSError) as error:
+        yield f"file-unreadable: {name}: {error}"
