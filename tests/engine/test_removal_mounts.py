@@ -73,6 +73,10 @@ def test_another_device_is_seen_without_a_list_of_mounts(
     assert mounted_in(step) == step / "inner"
 
 
+def test_what_is_gone_has_no_mount(step: Path) -> None:
+    assert mounted_in(step / "gone") is None
+
+
 def test_a_link_to_a_mount_is_only_a_link(step: Path, tmp_path: Path) -> None:
     (step / "link").symlink_to("/proc")
     remove(step)

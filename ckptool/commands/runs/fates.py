@@ -20,6 +20,7 @@ from ckptool.commands.runs.trainers import SPARED
 from ckptool.commands.transfer.overwrite import find_side
 from ckptool.engine.write.removal import mounted_in
 from ckptool.errors import CkptoolError
+from ckptool.storage.retry import NoAnswer
 from ckptool.storage.url import Location
 
 Notify = Callable[[str], None]
@@ -197,7 +198,19 @@ class _Decision:
 
 
 def unclear_reason(run: Run, step: Step) -> str | None:
-    """Return why nothing of a step may be removed; None if all of it is a step and nothing else."""
+    """Return why nothing of a step may be removed; None if all of it is a step and nothing else.
+
+    Raises NoAnswer.
+    """
+    try:
+        return _unclear_step(run, step)
+    except NoAnswer:
+        raise
+    except (CkptoolError, OSError) as error:  # as a trainer removes it meanwhile
+        return f"cannot be looked through: {error}"
+
+
+def _unclear_step(run: Run, step: Step) -> str | None:
     link = passes_link(step, run)
     if link is not None:
         return link

@@ -56,15 +56,18 @@ def mounted_in(path: Location) -> Path | None:
     for place in _mount_points():
         if place == top or place.startswith(f"{top}/"):
             return Path(place)
-    device = os.lstat(path).st_dev
-    if device != os.stat(os.path.dirname(top)).st_dev:
-        return path
-    for head, folders, _ in os.walk(path):
-        inner = (os.path.join(head, name) for name in folders)
-        other = next((p for p in inner if os.lstat(p).st_dev != device), None)
-        if other is not None:
-            return Path(other)
-    return None
+    device = _device(os.path.dirname(top))
+    folders = (os.path.join(head, name) for head, names, _ in os.walk(top) for name in names)
+    others = (place for place in (top, *folders) if _device(place) not in (device, None))
+    return next(map(Path, others), None)
+
+
+def _device(path: str) -> int | None:
+    """Return the device of a file system; None if nothing is there any more."""
+    try:
+        return os.lstat(path).st_dev
+    except FileNotFoundError:
+        return None
 
 
 def _mount_points() -> list[str]:
