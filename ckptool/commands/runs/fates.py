@@ -59,11 +59,11 @@ def decide(
     fates: list[StepFate] = []
     for steps in series.values():
         fates += _Decision(run, steps, pointers, options, judge, notify).fates()
-    return [_with_partner(fate, fates, run, judge) for fate in fates]
+    return [_held_back(fate, fates, run, judge) for fate in fates]
 
 
-def _with_partner(fate: StepFate, fates: Sequence[StepFate], run: Run, judge: Judge) -> StepFate:
-    """Keep what a step of the same number that stays cannot be gone on from without.
+def _held_back(fate: StepFate, fates: Sequence[StepFate], run: Run, judge: Judge) -> StepFate:
+    """Leave what lies in another step, or what one of the same number that stays cannot go without.
 
     As the model of an optimizer, or the other way around, whatever they are called.
     """
@@ -71,6 +71,9 @@ def _with_partner(fate: StepFate, fates: Sequence[StepFate], run: Run, judge: Ju
         return fate
     steps = {step.path: step for step in run.steps}
     mine = steps[fate.path]
+    around = next((p for p in mine.path.parents if p in steps and p != run.path), None)
+    if around is not None:
+        return replace(fate, fate="leave", reason=f"lies in the step {around.name}", freed=0)
     for other in fates:
         theirs = steps[other.path]
         is_alike = theirs.position == mine.position and not is_export(theirs, run.path)

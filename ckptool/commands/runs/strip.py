@@ -89,6 +89,9 @@ def _plan(part: Location, read: ReadOptions, run: RunOptions) -> Strip | None:
     name = opened.format.name
     strip = prepare_save(opened, opened.path, SaveOptions(name, transfer=options))
     layout = strip.plan.layout
+    folders = {file.path.rpartition("/")[0] for file in layout.files}
+    if not folders <= {file.rpartition("/")[0] for file in opened.source.files}:
+        raise Unsupported(f"ckptool writes {name} in other folders")
     if layout.folder != opened.path.is_dir():
         raise Unsupported(f"ckptool writes {name} in one file")
     if changes := [note for note in layout.notes if not note.startswith(CARRIED)]:

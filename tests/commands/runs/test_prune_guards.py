@@ -87,6 +87,14 @@ def test_a_run_in_a_step_stays_however_deep(inner: str, tmp_path: Path) -> None:
     assert reasons(run)["step-1"].startswith("holds steps of its own, as ")
 
 
+def test_the_steps_of_a_run_in_a_step_stay_all(tmp_path: Path) -> None:
+    run = run_of(tmp_path, TRAINERS["transformers"], (1, 60, 100))
+    steps(run / "checkpoint-60" / "finetune", "step-3", "step-7")
+    pruned(run, yes=True, quick=True)
+    assert names_in(run) == ["checkpoint-100", "checkpoint-60"]
+    assert names_in(run / "checkpoint-60" / "finetune") == ["step-3", "step-7"]
+
+
 def test_a_file_of_another_step_deep_in_a_step(tmp_path: Path) -> None:
     run = steps(tmp_path / "run", "step-1", "step-2")
     file = run / "step-1" / "a" / "b" / "c" / "d" / "e" / "epoch=4.ckpt"

@@ -160,6 +160,17 @@ def test_a_format_that_is_not_written_keeps_its_optimizer(tmp_path: Path) -> Non
     assert hashes(tmp_path / "step-100" / "global_step1") == before
 
 
+def test_a_format_that_is_written_in_another_folder_stays_as_it_is(tmp_path: Path) -> None:
+    """ckptool writes Megatron's checkpoints as a release, with a tracker."""
+    source = next(case("megatron_torch_dist").path.glob("iter_*"))
+    for step in (100, 200):
+        shutil.copytree(source, tmp_path / f"iter_{step:07d}")
+    before = hashes(tmp_path)
+    report = stripped(tmp_path, yes=True, quick=True)
+    assert "in other folders" in report.steps[-1].reason
+    assert hashes(tmp_path) == before
+
+
 @pytest.mark.parametrize(
     ("name", "inner", "files"),
     [
