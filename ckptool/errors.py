@@ -223,6 +223,27 @@ def failure_of(error: OSError, head: str = "") -> TransferError:
     return TransferError(f"{head or where}{reason}", code, hint=hint)
 
 
+class NoAnswer(OSError):
+    """A store did not answer, however often it was asked; that says nothing about its content.
+
+    Like the error of a failing disk it is not a CkptoolError: code that collects a checkpoint's
+    problems lets it pass, so that it ends all work.
+    """
+
+    code = "no-answer"
+
+    def __init__(self, message: str, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.strerror = message
+        self.hint = hint
+
+
+class Denied(NoAnswer):
+    """A store refuses a request."""
+
+    code = "access-denied"
+
+
 class Changed(TransferError):
     """The source was changed while it was read, so the data read may mix two saves."""
 

@@ -15,6 +15,7 @@ from ckptool.core.catalog import Catalog
 from ckptool.core.text import list_some
 from ckptool.errors import Changed, CkptoolError, Damaged, NotFound, Problem
 from ckptool.serialization.file_kinds import FileKind, detect_placeholder, read_head
+from ckptool.storage.file_status import NO_FILE
 from ckptool.storage.local import Files
 
 if TYPE_CHECKING:
@@ -113,11 +114,11 @@ def unlisted_problems(unlisted: Mapping[str, Problem]) -> list[Problem]:
 
 
 def unlisted_notes(unlisted: Mapping[str, Problem]) -> list[Problem]:
-    """Return a note for each dangling link that is not part of a checkpoint."""
+    """Return a note for each dangling link that is not part of a checkpoint, or hidden file."""
     return [
         _unlisted_problem(name, why).recoded("note")
         for name, why in unlisted.items()
-        if why.code == "file-missing" and not _may_belong(name, why)
+        if why.code in ("file-missing", "access-denied") and not _may_belong(name, why)
     ]
 
 
@@ -145,13 +146,22 @@ def _unlisted_problem(name: str, why: Problem) -> Problem:
 
 
 def _may_belong(name: str, why: Problem) -> bool:
+    if why.code == "access-denied":
+        return False
     if why.code == "file-missing":
-        return is_data(name)
+        return is_data(name) or name.endswith(_DECIDING)
+    if why.code == NO_FILE:
+        return name.endswith(_DECIDING)
     *folders, last = name.split("/")
     is_hidden = any(part.startswith(".") for part in folders)
     return not (is_hidden or last == "lost+found" or (last[:1] == "." and last not in MARKS))
 
 
+_DECIDING = (
+    *(".extra.pt", "adapter_config.json", "config.json", "quantize_config.json"),
+    *("hf_quant_config.json", "quant_config.json", "params.json", ".index.json"),
+)
+"""How names end of files that decide how tensors are read: never absent if something is there."""
 _DATA = (
     *(".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle", ".safetensors", ".distcp", ".npz", ".npy"),
     *(".gguf", ".onnx", ".h5", ".hdf5", ".keras", ".msgpack", ".pt2", ".nemo", ".ot", ".zarr"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -22,7 +21,13 @@ from ckptool.core.selection import (
 )
 from ckptool.errors import CkptoolError, Damaged, Problem
 from ckptool.formats.base import ScanOptions
-from ckptool.serialization.source import Source, find_missing_ranks, read_metadata
+from ckptool.serialization.source import (
+    Source,
+    find_missing_ranks,
+    is_there,
+    parse_json_object,
+    read_metadata,
+)
 
 _NAMES = frozenset(
     "config.json generation_config.json tokenizer.json tokenizer.model tokenizer_config.json"
@@ -261,23 +266,15 @@ def read_config(source: Source) -> Mapping[str, Any]:
 
 def read_json_object(source: Source, file: str) -> dict[str, Any]:
     """Read a small file's JSON object, empty without the file; Damaged if it is none."""
-    if file not in source.files:
-        return {}
-    try:
-        content = json.loads(read_metadata(source, file))
-    except (ValueError, RecursionError):
-        content = None
-    if not isinstance(content, dict):
-        raise Damaged(f"{file}: not a JSON object", "metadata-unreadable", file=file)
-    return content
+    return parse_json_object(read_metadata(source, file), file) if is_there(source, file) else {}
 
 
-def describe_config(source: Source) -> dict[str, str]:
-    """Return entries for ``Catalog.info`` from a Hugging Face config; none if it is unreadable."""
-    try:
-        config = read_config(source)
-    except Damaged:
-        return {}
+def describe_config(source: Source, options: ScanOptions) -> dict[str, str]:
+    """Return entries for ``Catalog.info`` from a Hugging Face config; none without one.
+
+    Raises Damaged for one that cannot be read, or notes it if ``options`` allow.
+    """
+    config = options.attempt(partial(read_config, source)) or {}
     info = {}
     version = config.get("transformers_version")
     if isinstance(version, str):

@@ -20,7 +20,7 @@ from ckptool.formats.base import ScanOptions
 from ckptool.formats.writing import nest_state, select_plain
 from ckptool.serialization.archive.write import is_marked, lay_out_side, read_identity
 from ckptool.serialization.safetensors_metadata import texts_by_file
-from ckptool.serialization.source import Source
+from ckptool.serialization.source import Source, is_there
 from ckptool.serialization.state_dict.assemble import assemble
 from ckptool.serialization.state_dict.leaves import read_file_leaves
 
@@ -46,7 +46,9 @@ def with_headers(
     """
     catalog = replace(catalog, metadata=texts_by_file(headers))
     marks = {header[SIDE] for header in headers.values() if SIDE in header}
-    if side not in source.files:
+    if side not in source.files and not marks and side in source.unlisted:
+        return catalog  # whatever is there, no file here goes with it
+    if not is_there(source, side):
         return replace(catalog, notes=(*catalog.notes, *([_missing(side)] if marks else [])))
     judged = marks if headers else None
     return options.attempt(partial(_add_side, catalog, source, side, judged)) or catalog

@@ -104,7 +104,8 @@ def _scan_shards(source: Source, options: ScanOptions) -> Catalog:
         contents.objects,
         {file: source.files[file] for file in (*files, INDEX) if file in source.files},
         world_size=1,
-        info={"writer": "transformers (pytorch_model.bin shards)"} | describe_config(source),
+        info={"writer": "transformers (pytorch_model.bin shards)"}
+        | describe_config(source, options),
         notes=(*contents.notes, *note_repeated(contents.objects)),
         conflicts=contents.conflicts | {str(each.tensor): each for each in absent},
         companions=companions(source),

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Collection, Iterable, Mapping
 from itertools import islice
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from ckptool.errors import Damaged
+from ckptool.errors import Damaged, Denied, NotFound, Problem
 from ckptool.serialization.file_kinds import HEAD, detect_placeholder
 
 LARGEST = 1 << 29
 """Bytes of the largest pickle that is read."""
 LARGEST_IN_ROWS = 1 << 32
 """Bytes of the largest one of which all but ``LARGEST`` are rows that become columns."""
+
+
+_BYTE_ORDER_MARKS = (BOM_UTF8, BOM_UTF16_LE, BOM_UTF16_BE)
 
 
 class SpanReader(Protocol):
@@ -35,6 +40,10 @@ class Source(Protocol):
     @property
     def files(self) -> Mapping[str, int]:
         """Return the size in bytes of each file below the root, by its relative path with ``/``."""
+
+    @property
+    def unlisted(self) -> Mapping[str, Problem]:
+        """Return why other files and folders below are missing in ``files``, by path."""
 
     def read(self, file: str, offset: int, nbytes: int) -> bytes:
         """Return exactly ``nbytes`` bytes at ``offset``; Damaged if the file ends before."""
@@ -72,6 +81,43 @@ def require(source: Source, file: str, *, wanted_by: str) -> int:
     if is_outside:
         raise Damaged(f"{message} outside the folder", "path-outside", file=file)
     raise Damaged(f"{message} missing", "file-missing", file=file)
+
+
+def is_there(source: Source, file: str) -> bool:
+    """Return whether a file is there, False only if it is known that nothing is.
+
+    Raises NotFound if what is there is no file, or cannot be examined; Denied, an OSError, if a
+    store does not say.
+    """
+    if file in source.files:
+        return True
+    why = source.unlisted.get(file)
+    if why is None:
+        return False
+    if why.code == Denied.code:
+        hint = "ask for permission to read and to list the folder, or copy it"
+        raise Denied(f"{file}: nothing says whether it is there: {why}", hint)
+    raise NotFound(Problem(f"{file}: {why}", why.code, file=file))
+
+
+def parse_json_object(data: bytes, file: str) -> dict[str, Any]:
+    """Return the JSON object of a file; Damaged if it is none in UTF-8 without a mark.
+
+    transformers and diffusers read no other text.
+    """
+    if data.startswith(_BYTE_ORDER_MARKS):
+        hint = f"iconv or an editor writes {file} again as UTF-8 without it"
+        message = f"{file}: not a JSON object: begins with a byte-order mark"
+        raise Damaged(message, "metadata-unreadable", file=file, hint=hint)
+    try:
+        content = json.loads(data.decode())
+    except (ValueError, RecursionError) as error:
+        message = f"{file}: not a JSON object: {error}"
+        raise Damaged(message, "metadata-unreadable", file=file) from None
+    if not isinstance(content, dict):
+        message = f"{file}: not a JSON object"
+        raise Damaged(message, "metadata-unreadable", file=file)
+    return content
 
 
 MOST_RANKS = 1 << 20

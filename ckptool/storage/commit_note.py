@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from ckptool.errors import Unsupported
 from ckptool.storage.disk import identity, in_the_way, is_real_file, is_real_folder, sync_folder
+from ckptool.storage.file_status import is_file_there
 from ckptool.storage.note import (
     Size,
     Text,
@@ -162,7 +163,7 @@ def side_file(path: Path) -> Path | None:
     side = path.with_name(name)
     if os.path.lexists(note_path(path)):
         side = _side_in_commit(path, side)
-    return side if side.is_file() else None
+    return side if is_file_there(side) else None
 
 
 def _side_in_commit(path: Path, side: Path) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -108,9 +109,32 @@ def changed(files: Iterable[str]) -> Changed:
 
 DEPTH = 32
 """How many folder levels of a checkpoint's folder are listed."""
+NO_FILE = "file-type-mismatch"
+"""The code of what has the name of a file, and is something else."""
+_FILES_ONLY = (".json", ".extra.pt")
+"""Suffixes that no folder of a checkpoint has."""
 _TOO_DEEP = f"not searched: more than {DEPTH} folders deep"
 _MOST_ENTRIES = 200_000
 _MOST_VISITS = 200
+
+
+def is_file_there(path: Path) -> bool:
+    """Return whether a file is at a path, False only if nothing is.
+
+    Raises NotFound for a link to nothing, what is no file, and what cannot be examined.
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        if os.path.islink(path):
+            raise NotFound(f"{path}: a link to nothing", "file-missing", file=path.name) from None
+        return False
+    except OSError as error:
+        message = f"{path}: cannot be read: {error.strerror}"
+        raise NotFound(message, "file-unreadable", file=path.name) from None
+    if not stat.S_ISREG(mode):
+        raise NotFound(f"{path}: not a file", NO_FILE, file=path.name)
+    return True
 
 
 def _why_unlisted(path: str, error: OSError) -> Problem:
@@ -161,6 +185,8 @@ class FileListing:
     ) -> None:
         name = head + entry.name
         if entry.is_dir():
+            if entry.name.endswith(_FILES_ONLY):
+                self.unlisted[name] = Problem("a folder, not a file", NO_FILE)
             if depth > 0:
                 self.enter(name + "/", parents, depth - 1)
             else:
@@ -169,6 +195,7 @@ class FileListing:
             self.files[name] = FileStatus.of(entry.stat())
         else:
             os.stat(entry.path)  # fails for a dangling link, or a removed entry
+            self.unlisted[name] = Problem("not a file (pipe, socket or device)", NO_FILE)
 
     def _count(self) -> bool:
         self._seen += 1

@@ -15,9 +15,9 @@ from typing import Any, Protocol, TypeVar
 
 from msgspec.structs import replace
 
-from ckptool.errors import CkptoolError, NotFound, Problem, TransferError, error_text
+from ckptool.errors import CkptoolError, NoAnswer, NotFound, Problem, TransferError, error_text
 from ckptool.storage.clients.unfinished_uploads import abort_upload
-from ckptool.storage.retry import NoAnswer, is_ours, retry
+from ckptool.storage.retry import is_ours, retry
 from ckptool.storage.store import Store
 from ckptool.storage.url import RemotePath
 

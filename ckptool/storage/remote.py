@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 
-from ckptool.errors import Changed, NotFound, Problem
+from ckptool.errors import Changed, Denied, NotFound, Problem
 from ckptool.storage.block_cache import BLOCK, ObjectVersion
 from ckptool.storage.file_status import by_folder, changed, version_digest, within_folder
 from ckptool.storage.local import CORES, Run, read_exactly, too_short
+from ckptool.storage.retry import Unaccepted
 from ckptool.storage.store import ObjectInfo
 from ckptool.storage.url import WEB, RemotePath
 
@@ -21,8 +22,8 @@ _FEW = 2
 class RemoteSource:
     """A folder of a store, or some of its files, readable at any offset.
 
-    ``files`` maps relative paths to sizes in bytes, from the one listing. Narrowed sources share
-    what was read.
+    ``files`` maps relative paths to sizes in bytes, from the one listing; ``unlisted`` says why the
+    store does not show others. Narrowed sources share what was read.
     """
 
     tile = piece = 2 << 20
@@ -30,39 +31,54 @@ class RemoteSource:
     workers = max(4, CORES)
     """Threads that check and write what other, waiting threads fetch ahead."""
 
-    def __init__(self, place: RemotePath, infos: Mapping[str, ObjectInfo]) -> None:
+    def __init__(
+        self,
+        place: RemotePath,
+        infos: Mapping[str, ObjectInfo],
+        unlisted: Mapping[str, Problem] | None = None,
+    ) -> None:
         self.root = str(place)
         self.files = {name: info.nbytes for name, info in infos.items()}
-        self.unlisted: Mapping[str, Problem] = {}
+        self.unlisted = unlisted or {}
         self._place = place
         self._infos = infos
 
     @classmethod
     def folder(cls, place: RemotePath) -> RemoteSource:
         """Return everything below a place."""
-        return cls(place, {name: info for name, info in place.listing.items() if name})
+        files = {name: info for name, info in place.listing.items() if name}
+        hidden = place.store.hidden_below(place.key)
+        return cls(place, files, {name: Problem(why, Denied.code) for name, why in hidden.items()})
 
     @classmethod
     def file(cls, place: RemotePath) -> RemoteSource:
         """Return one file alone, with the ``.extra.pt`` file beside a safetensors file."""
-        infos = {place.name: place.listing[""]}
+        infos, unlisted = {place.name: place.listing[""]}, {}
         if place.suffix == ".safetensors":
             extra = place.with_name(place.stem + ".extra.pt")
-            with suppress(NotFound, KeyError):
+            try:
                 infos[extra.name] = extra.listing[""]
-        return cls(place.parent, infos)
+            except Unaccepted:
+                raise
+            except Denied as error:
+                unlisted[extra.name] = Problem(f"{error}", error.code)
+            except (NotFound, KeyError):
+                pass
+        return cls(place.parent, infos, unlisted)
 
     def alone(self, name: str) -> RemoteSource:
         """Return one of the files alone, with the ``.extra.pt`` file beside it."""
         extra = name.removesuffix(".safetensors") + ".extra.pt"
         folder, _, _ = name.rpartition("/")
         chosen = {file: self._infos[file] for file in (name, extra) if file in self._infos}
-        source = RemoteSource(self._place, chosen)
+        hidden = {file: self.unlisted[file] for file in (extra,) if file in self.unlisted}
+        source = RemoteSource(self._place, chosen, hidden)
         return source.narrowed(folder) if folder else source
 
     def narrowed(self, folder: str) -> RemoteSource:
         """Return the part below a subfolder, as a source of its own."""
-        return RemoteSource(self._place / folder, within_folder(self._infos, folder))
+        infos, unlisted = within_folder(self._infos, folder), within_folder(self.unlisted, folder)
+        return RemoteSource(self._place / folder, infos, unlisted)
 
     def subfolders(self) -> dict[str, RemoteSource]:
         """Return every folder below, at any depth, as a source of its own."""

@@ -14,15 +14,25 @@ from typing import Any, TypeVar
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ckptool.errors import CkptoolError, NotFound, error_text
+from ckptool.errors import CkptoolError, Denied, NoAnswer, NotFound, error_text
 
 _T = TypeVar("_T")
 _LASTING = (FileNotFoundError, PermissionError, NotImplementedError, ValueError)
 _DENIED = (401, 403)
 _GONE = (404, 410)
 _REFUSED = (*_DENIED, *_GONE, 301, 405, 412, 416, 501)
+_CLIENTS = ("aiobotocore", "aiohttp", "azure", "botocore", "httpcore", "httpx", "requests")
+_ENDLESS = "TooManyRedirects"
+"""aiohttp's and requests' error for a loop of redirects."""
 _LONGEST_RETRY_AFTER = 60.0
 _CREDENTIALS_HINT = "see the store's own tools for the credentials it needs"
+_WEB_HINT = (
+    "use a URL that is signed, or pass what the server asks for, such as --storage-option"
+    """ 'headers={"Authorization": "Bearer TOKEN"}'"""
+)
+_HUB_HINT = "set HF_TOKEN or run `hf auth login`, and ask for access on the page of a gated model"
+_HINTS = {"http": _WEB_HINT, "https": _WEB_HINT, "hf": _HUB_HINT}
+"""What helps where access is denied, by the scheme; elsewhere ``_CREDENTIALS_HINT``."""
 _RENEW_HINT = "renew the credentials"
 _REFUSALS = {
     "ExpiredToken": ("the credentials have expired", _RENEW_HINT),
@@ -44,27 +54,6 @@ _UNCONNECTED = re.compile(
     r"EndpointConnection|ClientConnector|Connection refused|ConnectionRefused|"
     r"Could not connect|[Nn]ame or service not known|failed to lookup|dns error"
 )
-
-
-class NoAnswer(OSError):
-    """A store did not answer, however often it was asked; that says nothing about its content.
-
-    Like the error of a failing disk it is not a CkptoolError: code that collects a checkpoint's
-    problems lets it pass, so that it ends all work.
-    """
-
-    code = "no-answer"
-
-    def __init__(self, message: str, hint: str | None = None) -> None:
-        super().__init__(message)
-        self.strerror = message
-        self.hint = hint
-
-
-class Denied(NoAnswer):
-    """A store refuses a request."""
-
-    code = "access-denied"
 
 
 class Unaccepted(Denied):
@@ -101,7 +90,7 @@ def retry(policy: RetryPolicy, what: str, work: Callable[[], _T]) -> _T:
     """Return the answer to a request, retried if that may help.
 
     Raises NotFound if nothing is there, Denied if access is denied, NoAnswer if the store gives
-    none. An error of our own code is raised as it is.
+    none, or one that says nothing of it. An error of our own code is raised as it is.
     """
     started = time.monotonic()
     attempt = 1
@@ -110,7 +99,8 @@ def retry(policy: RetryPolicy, what: str, work: Callable[[], _T]) -> _T:
             return work()
         except (CkptoolError, NoAnswer):
             raise
-        except Exception as error:
+        except Exception as raised:
+            error = _answer_behind(raised)
             if is_ours(error):
                 raise
             if lasts(error):
@@ -126,19 +116,39 @@ def retry(policy: RetryPolicy, what: str, work: Callable[[], _T]) -> _T:
         attempt += 1
 
 
-def unreachable(what: str, error: Exception) -> NotFound | Denied:
-    """Return the error for a permanently unreachable place, with its message."""
+def unreachable(what: str, error: Exception) -> NotFound | NoAnswer:
+    """Return the error for a permanently unreachable place, with its message.
+
+    NotFound only if nothing is there, or nothing can be called so.
+    """
+    error = _answer_behind(error)
     status, text = status_of(error), error_text(error)
     if (refusal := _refusal(error)) is not None:
         reason, hint = refusal
         return Unaccepted(f"{what}: {reason} ({text})", hint)
-    if isinstance(error, FileNotFoundError) or status in _GONE:
+    if status in _GONE or (status is None and isinstance(error, FileNotFoundError)):
         return NotFound(f"{what}: no such file or folder ({text})")
     if _lacks_credentials(error):
         return Unaccepted(f"{what}: no credentials were found", _CREDENTIALS_HINT)
     if isinstance(error, PermissionError) or status in _DENIED or _is_forbidden(error):
-        return Denied(f"{what}: access is denied ({text})", _CREDENTIALS_HINT)
-    return NotFound(f"{what}: cannot be read: {text}")
+        hint = _HINTS.get(what.partition("://")[0], _CREDENTIALS_HINT)
+        return Denied(f"{what}: access is denied ({text})", hint)
+    if status is None or _has_wrong_name(error):
+        return NotFound(f"{what}: cannot be read: {text}")
+    return NoAnswer(f"{what}: cannot be read: {text}")
+
+
+def _answer_behind(error: Exception) -> Exception:
+    """Return the answer, or the lack of one, that a client took for a missing file.
+
+    fsspec's client for the web (2026.9) does so for every status, a timeout, a loop of redirects.
+    """
+    cause = error.__cause__
+    if not isinstance(error, FileNotFoundError) or not isinstance(cause, Exception):
+        return error
+    is_of_client = type(cause).__module__.partition(".")[0] in _CLIENTS
+    is_answer = is_of_client or isinstance(cause, ConnectionError | TimeoutError)
+    return cause if is_answer or status_of(cause) is not None else error
 
 
 def is_ours(error: BaseException) -> bool:
@@ -169,12 +179,18 @@ def status_of(error: BaseException) -> int | None:
 
 def lasts(error: Exception) -> bool:
     """Return whether an error is permanent, so that asking again does not help."""
+    error = _answer_behind(error)
     if isinstance(error, _LASTING) or _lacks_credentials(error) or _is_forbidden(error):
         return True
-    status = status_of(error)
-    if status == 400 and any(_WRONG_NAME.search(str(cause)) for cause in _causes(error)):
+    if _has_wrong_name(error) or type(error).__name__ == _ENDLESS:
         return True
-    return status in _REFUSED or _refusal(error) is not None
+    return status_of(error) in _REFUSED or _refusal(error) is not None
+
+
+def _has_wrong_name(error: Exception) -> bool:
+    """Return whether an answer says that nothing can be called so."""
+    texts = map(str, _causes(error)) if status_of(error) == 400 else ()
+    return any(_WRONG_NAME.search(text) for text in texts)
 
 
 def _refusal(error: Exception) -> tuple[str, str] | None:

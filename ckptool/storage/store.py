@@ -15,7 +15,7 @@ from weakref import WeakMethod, WeakSet
 
 from msgspec import Struct, field
 
-from ckptool.errors import Changed, NotFound, Unsupported
+from ckptool.errors import Changed, Denied, NotFound, Unsupported
 from ckptool.storage.block_cache import CAPACITY, BlockCache, ObjectVersion
 from ckptool.storage.clients.checked_ranges import is_pinned
 from ckptool.storage.clients.file_system import open_file_system
@@ -23,13 +23,7 @@ from ckptool.storage.clients.obstore_client import StoreClient, by_obstore_alone
 from ckptool.storage.clients.obstore_others import by_obstore
 from ckptool.storage.clients.ranged_read import FsspecClient, FsspecReader
 from ckptool.storage.planned_ranges import PlannedRanges
-from ckptool.storage.retry import (
-    Denied,
-    RetryPolicy,
-    Unaccepted,
-    retry,
-    status_of,
-)
+from ckptool.storage.retry import RetryPolicy, Unaccepted, retry, status_of
 from ckptool.storage.unlisted import INDEXES, infos, is_file, names_below
 from ckptool.storage.url import AZURE, GOOGLE, S3, WEB, redact_url
 
@@ -85,6 +79,8 @@ class Store:
         self._sizes: dict[str, int] = {}
         self._named: set[str] = set()
         """Folders whose metadata file was given: they may not be listable."""
+        self._hidden: dict[str, str] = {}
+        """Why the store does not say whether files are there, by key."""
         self._fs: Any = None
         self._client: StoreClient | None = None
         self._others: StoreClient | None = None
@@ -234,11 +230,23 @@ class Store:
         """Return the store's information on a file; None if it is missing, or not shown."""
         self.traffic.count()
         try:
-            return self.ask(self.url(key), lambda: self.client.info(key))
+            return retry(self.policy.of_listings(), self.url(key), lambda: self.client.info(key))
         except Unaccepted:
             raise
-        except (NotFound, Denied):
-            return None
+        except Denied as error:
+            self._hidden[key] = str(error)
+        except NotFound:
+            pass
+        return None
+
+    def hidden_below(self, key: str) -> dict[str, str]:
+        """Return why files below a place are not shown, by their relative paths.
+
+        Where listing is denied, a store does not say either that a file is missing.
+        """
+        head = f"{key}/"
+        hidden = self._hidden.items()
+        return {name.removeprefix(head): why for name, why in hidden if name.startswith(head)}
 
     def _list_named(self, folder: str, query: str) -> dict[str, Any]:
         """Return the files of a folder that cannot be listed, as far as they can be known."""
@@ -264,8 +272,9 @@ class Store:
     def _web_info(self, key: str) -> dict[str, Any] | None:
         """Return the server's information on a file, at least its size; None if there is none."""
         self.traffic.count()
+        policy = self.policy.of_listings()
         try:
-            info = self.ask(redact_url(key), lambda: self.client.info(key))
+            info = retry(policy, redact_url(key), lambda: self.client.info(key))
         except NotFound:
             return None
         if info["size"] is None:

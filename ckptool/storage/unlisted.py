@@ -12,14 +12,15 @@ from ckptool.storage.commit_note import UNFINISHED
 
 _FILES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".distcp", ".json", ".metadata")
 _KNOWN = (
-    ".metadata",
-    "model.safetensors.index.json",
-    "pytorch_model.bin.index.json",
-    "model.safetensors",
-    "pytorch_model.bin",
-    "config.json",
-    UNFINISHED,
+    *(".metadata", "model.safetensors.index.json", "pytorch_model.bin.index.json"),
+    *("model.safetensors", "pytorch_model.bin", "model.extra.pt", "config.json", UNFINISHED),
+    *("adapter_model.safetensors", "adapter_config.json", "generation_config.json"),
+    *("hf_quant_config.json", "quant_config.json", "quantize_config.json"),
+    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model"),
+    *("chat_template.jinja", "preprocessor_config.json", "processor_config.json"),
 )
+"""The files that are asked for: of torch, ckptool, transformers, and others beside a model."""
 INDEXES = _KNOWN[:3]
 _NAMED = re.compile(rb"[\w.\-]+\.(?:distcp|safetensors|bin)\b")
 _AT_ONCE = 16

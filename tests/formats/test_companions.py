@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,9 @@ from conftest import case
 from msgspec.structs import replace
 from safetensors.torch import save_file
 
+import ckptool
 from ckptool.commands.open import open_checkpoint
+from ckptool.errors import Damaged, NotFound
 from ckptool.formats.companions import add_tensor_parallelism
 
 LIGHTNING = {"pytorch-lightning_version": "2.6.6", "global_step": 4}
@@ -54,18 +58,44 @@ def test_values_that_a_framework_always_saves(
         ),
         ({"text_config": {"hidden_size": 8, "num_local_experts": 4}}, None, "hidden 8, experts 4"),
         ({"architectures": "A", "hidden_size": "8"}, None, None),
-        ([1], None, None),
-        ("{", None, None),
     ],
 )
 def test_a_config_beside_the_weights(
     config: Any, framework: str | None, arguments: str | None, tmp_path: Path
 ) -> None:
     save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
-    text = config if isinstance(config, str) else json.dumps(config)
-    (tmp_path / "config.json").write_text(text)
+    (tmp_path / "config.json").write_text(json.dumps(config))
     info = open_checkpoint(tmp_path).catalog.info
     assert (info.get("framework"), info.get("arguments")) == (framework, arguments)
+
+
+NO_OBJECTS = [b"[1]", b"{", b"", b"\xff", b"\xef\xbb\xbf{}", b"\xff\xfe{\0}\0", b"\xfe\xff\0{\0}"]
+
+
+@pytest.mark.parametrize("data", NO_OBJECTS)
+def test_a_config_that_cannot_be_read_is_an_error(data: bytes, tmp_path: Path) -> None:
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes(data)
+    with pytest.raises(Damaged, match=r"^config\.json: not a JSON object"):
+        open_checkpoint(tmp_path)
+    found = ckptool.verify(tmp_path).findings
+    assert [each.file for each in found if each.code == "metadata-unreadable"] == ["config.json"]
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "full folder", "link"])
+@pytest.mark.parametrize("name", ["config.json", "hf_quant_config.json", "model.extra.pt"])
+def test_what_is_no_file_is_not_absent(kind: str, name: str, tmp_path: Path) -> None:
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    if kind == "pipe":
+        os.mkfifo(tmp_path / name)
+    elif kind == "link":
+        (tmp_path / name).symlink_to(name)
+    else:
+        (tmp_path / name).mkdir()
+        if kind == "full folder":
+            (tmp_path / name / "inside").write_bytes(b"x")
+    with pytest.raises(NotFound, match=re.escape(name)):
+        open_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize(

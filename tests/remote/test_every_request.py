@@ -21,9 +21,9 @@ from ckptool.commands.options.target import ConvertOptions, ReshardOptions, Tran
 from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.core.sharding.placement import parse_mesh
 from ckptool.engine.run_options import RunOptions
-from ckptool.errors import CkptoolError
+from ckptool.errors import CkptoolError, NoAnswer
 from ckptool.storage.commit_note import UNFINISHED
-from ckptool.storage.retry import NoAnswer, RetryPolicy
+from ckptool.storage.retry import RetryPolicy
 from ckptool.storage.store import Store
 from ckptool.storage.url import location
 

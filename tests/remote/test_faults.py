@@ -44,9 +44,16 @@ from ckptool.core.sharding.placement import parse_mesh
 from ckptool.engine.run_options import RunOptions
 from ckptool.engine.write.remote_stage import RemoteStage
 from ckptool.engine.write.stage import RESUME_HINT
-from ckptool.errors import Changed, CkptoolError, Damaged, NotFound, TransferError, Unsupported
+from ckptool.errors import (
+    Changed,
+    CkptoolError,
+    Damaged,
+    NoAnswer,
+    NotFound,
+    TransferError,
+    Unsupported,
+)
 from ckptool.storage.commit_note import UNFINISHED
-from ckptool.storage.retry import NoAnswer
 from ckptool.storage.url import location
 
 WRONG = [SLOW_DOWN, INTERNAL, cut, fewer, shifted, shifted_unsaid]

@@ -14,10 +14,10 @@ import pytest
 from fault_server import EXPIRED, SLOW_DOWN, Answer, Fault, Request, cut, refuse, reset
 from store_server import S3, s3, server
 
-from ckptool.errors import Changed
+from ckptool.errors import Changed, Denied
 from ckptool.storage.block_cache import ObjectVersion
 from ckptool.storage.clients import obstore_others
-from ckptool.storage.retry import Denied, RetryPolicy
+from ckptool.storage.retry import RetryPolicy
 from ckptool.storage.store import Store
 from ckptool.storage.url import RemotePath, location
 

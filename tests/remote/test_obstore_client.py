@@ -18,9 +18,8 @@ from test_s3 import files_of
 from ckptool.commands.convert import prepare
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.target import ConvertOptions
-from ckptool.errors import NotFound
+from ckptool.errors import Denied, NotFound
 from ckptool.storage.block_cache import ObjectVersion
-from ckptool.storage.retry import Denied
 from ckptool.storage.url import RemotePath, location
 
 pytest.importorskip("obstore")

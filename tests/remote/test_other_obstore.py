@@ -10,10 +10,9 @@ from emulators import KEY, Asked, Emulator, Said, box, emulator, place
 from msgspec.structs import replace
 from store_server import QUICK
 
-from ckptool.errors import Changed, NotFound, Unsupported
+from ckptool.errors import Changed, NoAnswer, NotFound, Unsupported
 from ckptool.storage.block_cache import ObjectVersion
 from ckptool.storage.clients import obstore_others
-from ckptool.storage.retry import NoAnswer
 from ckptool.storage.store import Store
 from ckptool.storage.url import RemotePath, storage_options
 

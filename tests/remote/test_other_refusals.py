@@ -15,9 +15,9 @@ from test_s3 import big, files_of, resharded
 from ckptool.commands.convert import prepare
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.target import ConvertOptions
-from ckptool.errors import Changed, NotFound, TransferError
+from ckptool.errors import Changed, Denied, NoAnswer, NotFound, TransferError
 from ckptool.storage import retry as retrying
-from ckptool.storage.retry import Denied, NoAnswer, RetryPolicy, Unaccepted
+from ckptool.storage.retry import RetryPolicy, Unaccepted
 from ckptool.storage.store import Store
 from ckptool.storage.url import location
 

@@ -23,10 +23,18 @@ from ckptool.cli.app import app
 from ckptool.commands.convert import prepare
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.target import ConvertOptions
-from ckptool.errors import CkptoolError, Damaged, NotFound, Unsupported, UsageError, error_text
+from ckptool.errors import (
+    CkptoolError,
+    Damaged,
+    NoAnswer,
+    NotFound,
+    Unsupported,
+    UsageError,
+    error_text,
+)
 from ckptool.storage.block_cache import BLOCK
 from ckptool.storage.remote import RemoteSource
-from ckptool.storage.retry import NoAnswer, RetryPolicy
+from ckptool.storage.retry import RetryPolicy
 from ckptool.storage.store import Store
 from ckptool.storage.url import location, redact_url
 

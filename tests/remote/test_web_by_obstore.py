@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from ckptool.errors import Unsupported
+from ckptool.errors import NoAnswer, Unsupported
 from ckptool.storage.block_cache import ObjectVersion
 from ckptool.storage.clients import obstore_others
-from ckptool.storage.retry import NoAnswer, RetryPolicy
+from ckptool.storage.retry import RetryPolicy
 from ckptool.storage.store import Store
 
 pytest.importorskip("obstore")

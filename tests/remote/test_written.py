@@ -18,9 +18,8 @@ from ckptool.commands.transfer.transfer import Transfer
 from ckptool.core.layout import Data, Literal, ScatteredData
 from ckptool.engine.run_options import RunOptions
 from ckptool.engine.share import Share
-from ckptool.errors import CkptoolError, NotVerified, TransferError
+from ckptool.errors import CkptoolError, NoAnswer, NotVerified, TransferError
 from ckptool.storage.commit_note import UNFINISHED
-from ckptool.storage.retry import NoAnswer
 from ckptool.storage.store import Store
 from ckptool.storage.url import location
 

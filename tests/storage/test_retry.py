@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from ckptool.errors import CkptoolError, NotFound, error_text
+from ckptool.errors import CkptoolError, Denied, NoAnswer, NotFound, error_text
 from ckptool.storage import retry as retrying
-from ckptool.storage.retry import Denied, NoAnswer, RetryPolicy, retry, status_of, time
+from ckptool.storage.retry import RetryPolicy, retry, status_of, time
 
 QUICK = RetryPolicy(attempts=3, pause=0.0, longest_pause=0.0, total=1000.0)
 
@@ -57,6 +57,22 @@ def caused(error: Exception) -> OSError:
     return outer
 
 
+class TooManyRedirects(Exception):
+    """As aiohttp's, whose status is 0."""
+
+    status = 0
+
+
+TooManyRedirects.__module__ = "aiohttp.client_exceptions"
+
+
+def taken_for_missing(error: Exception) -> FileNotFoundError:
+    """As fsspec's client for the web has every error."""
+    outer = FileNotFoundError("http://host/m")
+    outer.__cause__ = error
+    return outer
+
+
 def raising(error: BaseException) -> Callable[[], None]:
     """Raises it as a client of a store does: in code that is not ours."""
     names: dict[str, Any] = {"error": error}
@@ -82,7 +98,14 @@ def refused(code: str, status: int = 403) -> OSError:
         (WithStatus("403"), Denied),
         (WithCode(401), Denied),
         (WithResponse(Answer(410)), NotFound),
-        (caused(WithResponse(boto(301))), NotFound),
+        (caused(WithResponse(boto(301))), NoAnswer),
+        (taken_for_missing(WithStatus(404)), NotFound),
+        (taken_for_missing(WithStatus(401)), Denied),
+        (taken_for_missing(WithStatus(403)), Denied),
+        (taken_for_missing(WithStatus(405)), NoAnswer),
+        (taken_for_missing(WithStatus(501)), NoAnswer),
+        (taken_for_missing(TooManyRedirects("said so")), NoAnswer),
+        (taken_for_missing(KeyError("x")), NotFound),
         (OSError("Forbidden: https://host/b\nno access"), Denied),
         (ValueError("no such region"), NotFound),
         (refused("InvalidBucketName", 400), NotFound),
@@ -193,6 +216,10 @@ def test_an_answer_of_an_inner_request_is_not_asked_for_again() -> None:
         caused(WithResponse(boto(503))),
         WithStatus(None),
         WithStatus("grpc"),
+        taken_for_missing(WithStatus(503)),
+        taken_for_missing(WithStatus(429)),
+        taken_for_missing(ConnectionResetError()),
+        taken_for_missing(TimeoutError()),
     ],
 )
 def test_any_other_is_asked_for_again(error: Exception) -> None:

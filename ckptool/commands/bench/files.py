@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ckptool.errors import NotFound, TransferError, Unsupported, UsageError
+from ckptool.errors import Denied, NotFound, TransferError, Unsupported, UsageError
 from ckptool.storage.clients.unfinished_uploads import abort_uploads
-from ckptool.storage.retry import Denied
 from ckptool.storage.url import WEB, Location, RemotePath, location
 
 if TYPE_CHECKING:

@@ -8,7 +8,9 @@ the tensors.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
@@ -22,21 +24,29 @@ from ckptool.commands.keymap.model_config import (
     main_dtype,
     with_dtype,
 )
-from ckptool.commands.keymap.records import CONFIG, DTYPE_KEYS, Record, read_nearest
+from ckptool.commands.keymap.records import (
+    CONFIG,
+    DTYPE_KEYS,
+    Record,
+    parse_object,
+    read_beside,
+    read_file,
+    read_nearest,
+)
 from ckptool.commands.open import OpenedCheckpoint
 from ckptool.commands.unread_files import require_listed, unlisted_problems
 from ckptool.core.catalog import Catalog
 from ckptool.core.layout import FileLayout, Layout, Literal, Part, Verbatim
-from ckptool.errors import Unsupported, UsageError
+from ckptool.errors import CkptoolError, Unsupported, UsageError
 from ckptool.formats.companions import OF_VERL, PIPELINE, models_of_pipeline
-from ckptool.storage.local import Files, LocalSource
+from ckptool.serialization.source import parse_json_object
+from ckptool.storage.local import Files, LocalSource, unreadable
 from ckptool.storage.url import Location
 
 if TYPE_CHECKING:
     from ckptool.commands.keymap.maps import MapReport
     from ckptool.formats.base import Format
 
-_LARGEST = 1 << 24
 _MOST_SHOWN = 6
 _DECLARING = ("quantization_config", "compression_config")
 QUANTIZATION_KEYS = (*_DECLARING, "expert_dtype")
@@ -114,7 +124,9 @@ def lacking_files(layout: Layout, source: Location) -> list[str]:
 def _folder_of_assets(source: Location) -> str:
     """Return the nearest local folder around a checkpoint that has a config.json, or FOLDER."""
     names = (CONFIG, f"{OF_VERL}/{CONFIG}")
-    file, _ = read_nearest(source, names) if isinstance(source, Path) else ("", {})
+    file = ""
+    with suppress(CkptoolError, OSError):  # it is only named in a note
+        file, _ = read_nearest(source, names) if isinstance(source, Path) else ("", {})
     return quote(str(Path(file).parent)) if file else "FOLDER"
 
 
@@ -236,23 +248,17 @@ def quantization_config(opened: OpenedCheckpoint, assets: Path | None) -> Mappin
     """Return the quantization that a model's config.json, or an older file beside it, states.
 
     ``assets`` take precedence over the checkpoint's own. Returns {} if none states any. Raises
-    Unsupported for a pipeline, whose components have one each.
+    Unsupported for a pipeline, whose components have one each, Damaged or NotFound for a file that
+    cannot be read.
     """
-    found = opened.catalog.companions
-    if PIPELINE in found:
+    if PIPELINE in opened.catalog.companions:
         raise Unsupported(
             f"--dequantize: {opened.path} is a pipeline: each component has its own config",
             hint=f"dequantize one component: ckptool convert {opened.path}/transformer DST --to hf",
         )
-    lying = [Verbatim(name, size) for name, size in found.items()]
-    if assets is not None:
-        root = assets.resolve()
-        lying = [Verbatim(str(root / n), size) for n, size in assets_in(assets)[1].items()] + lying
     for name, method in {CONFIG: None, **_QUANTIZATION_METHODS}.items():
-        for part in lying:
-            if Path(part.file).name != name:
-                continue
-            content = read_object(opened, part)
+        for read in _readers(opened, assets, name):
+            content = dict(read())
             inside = [c[key] for c in _models(content) for key in _DECLARING if key in c]
             for config in [content.get("quantization", content)] if method else inside:
                 if isinstance(config, dict) and config:
@@ -260,20 +266,41 @@ def quantization_config(opened: OpenedCheckpoint, assets: Path | None) -> Mappin
     return {}
 
 
+def _readers(
+    opened: OpenedCheckpoint, assets: Path | None, name: str
+) -> Iterator[Callable[[], Record]]:
+    """Yield the readers of a file of the ``assets``, of the checkpoint, or beside its one file."""
+    if assets is not None and name in (sizes := assets_in(assets)[1]):
+        yield partial(read_object, opened, Verbatim(str(assets.resolve() / name), sizes[name]))
+    found = opened.catalog.companions.items()
+    own = [Verbatim(file, size) for file, size in found if Path(file).name == name]
+    yield from (partial(read_object, opened, part) for part in own)
+    if not own:
+        yield partial(read_beside, opened.source, name)
+    if opened.path.name in opened.source.files and not opened.path.is_dir():
+        yield partial(read_file, opened.path.parent / name)
+
+
 def read_object(opened: OpenedCheckpoint, part: Part) -> dict[str, Any]:
-    """Read the JSON object of a file of the source, or of ``--hf-assets``; {} if there is none."""
-    if not isinstance(part, Verbatim | Literal) or part.nbytes > _LARGEST:
+    """Read the JSON object of a file of the source, or of ``--hf-assets``; {} for no such part.
+
+    Raises Damaged if it is none, NotFound if it cannot be read.
+    """
+    if isinstance(part, Literal):
+        return parse_json_object(part.data, CONFIG)
+    if not isinstance(part, Verbatim):
         return {}
+    file, nbytes = part.file, part.nbytes
+    if Path(file).is_absolute():
+        return parse_object(file, nbytes, partial(_read_bytes, Path(file)))
+    return parse_object(file, nbytes, lambda: opened.source.read(file, 0, nbytes))
+
+
+def _read_bytes(path: Path) -> bytes:
     try:
-        if isinstance(part, Literal):
-            content = json.loads(part.data)
-        elif Path(part.file).is_absolute():
-            content = json.loads(Path(part.file).read_bytes())
-        else:
-            content = json.loads(opened.source.read(part.file, 0, part.nbytes))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
+        return path.read_bytes()
+    except OSError as error:
+        raise unreadable(str(path), error) from None
 
 
 def _config_file(config: Record, path: str = CONFIG) -> FileLayout:

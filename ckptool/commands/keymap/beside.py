@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -11,12 +10,12 @@ from msgspec.structs import replace
 from ckptool.commands.keymap.adapter_config import ADAPTER_CONFIG
 from ckptool.commands.keymap.assets import NOT_CARRIED
 from ckptool.commands.keymap.links import require_own
-from ckptool.commands.keymap.records import CONFIG, parse_object
+from ckptool.commands.keymap.records import CONFIG
 from ckptool.commands.open import OpenedCheckpoint
 from ckptool.core.layout import FileLayout, Layout, Verbatim
 from ckptool.core.text import list_some
-from ckptool.errors import CkptoolError, Unsupported, UsageError
-from ckptool.formats.companions import OF_VERL, TRAINER_STATE, companions
+from ckptool.errors import Unsupported
+from ckptool.formats.companions import OF_VERL, TRAINER_STATE, companions, read_json_object
 from ckptool.serialization.source import Source
 from ckptool.storage.local import LocalSource
 
@@ -71,12 +70,13 @@ def _beside(opened: OpenedCheckpoint) -> Iterator[tuple[str, Path | None, list[F
     own = opened.path.resolve()
     around = own.parent
     for folder in (around / OF_VERL, *([around] if (around / TRAINER_STATE).is_file() else ())):
-        with suppress(CkptoolError, OSError):
-            source = LocalSource.folder(folder) if folder.is_dir() else None
-            if source is not None and folder != own and _is_model(source):
-                sizes = companions(source).items()
-                copies = [_copy(n, str(folder / n), size) for n, size in sizes]
-                yield str(folder), around, copies
+        if folder == own or not folder.is_dir():
+            continue
+        source = LocalSource.folder(folder)
+        if _is_model(source):
+            sizes = companions(source).items()
+            copies = [_copy(n, str(folder / n), size) for n, size in sizes]
+            yield str(folder), around, copies
 
 
 def _copy(name: str, file: str, size: int) -> FileLayout:
@@ -84,11 +84,9 @@ def _copy(name: str, file: str, size: int) -> FileLayout:
 
 
 def _is_model(source: Source) -> bool:
-    """Return whether a folder has a config.json that a model is made from, no trainer's own."""
-    size = source.files.get(CONFIG, 0)
-    if not size:
-        return False
-    with suppress(UsageError):
-        content = parse_object(CONFIG, size, lambda: source.read(CONFIG, 0, size))
-        return any(key in content for key in _OF_A_MODEL)
-    return False
+    """Return whether a folder has a config.json that a model is made from, no trainer's own.
+
+    Raises Damaged or NotFound for one that cannot be read.
+    """
+    content = read_json_object(source, CONFIG)
+    return any(key in content for key in _OF_A_MODEL)

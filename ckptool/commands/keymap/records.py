@@ -7,7 +7,6 @@ transformers, torchtitan.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -19,9 +18,11 @@ from typing import Any
 from ckptool.commands.detect import archive_in, file_at
 from ckptool.core.catalog import Catalog
 from ckptool.core.state_category import state_category
-from ckptool.errors import CkptoolError, UsageError
+from ckptool.errors import CkptoolError, Damaged, Denied, NotFound
 from ckptool.serialization.pickle.records import Call
-from ckptool.storage.local import Files
+from ckptool.serialization.source import is_there, parse_json_object
+from ckptool.storage.file_status import is_file_there
+from ckptool.storage.local import Files, unreadable
 from ckptool.storage.url import Location
 
 CONFIG = "config.json"
@@ -46,6 +47,8 @@ LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 MODEL_TYPES = "model_types"
 """Keys of the ``model_type`` of a whole model, and of that of its ``text_config``."""
 DTYPE_KEYS = ("dtype", "torch_dtype")
+_OF_OTHERS: tuple[type[Exception], ...] = (CkptoolError, Denied)
+"""The errors of files above a checkpoint's folder that are skipped: they may be of anything."""
 _NAMESPACES = ("argparse.Namespace", "types.SimpleNamespace")
 _DEEPEST = 3
 _LARGEST = 1 << 24
@@ -59,7 +62,7 @@ def records(source: Files, catalog: Catalog, assets: Path | None) -> list[Record
     """Return what is recorded of the model, the strongest record first.
 
     The config.json of ``assets``, that beside the checkpoint, Meta's params.json, and the arguments
-    that Megatron-LM saves. Raises UsageError if a file of ``assets`` cannot be read.
+    that Megatron-LM saves. Raises Damaged or NotFound if one of these files cannot be read.
     """
     given = [_read_file(assets / CONFIG)] if assets is not None else []
     beside = [read_beside(source, name) for name in (CONFIG, _PARAMS)]
@@ -73,18 +76,20 @@ def records(source: Files, catalog: Catalog, assets: Path | None) -> list[Record
 
 def read_beside(source: Files, name: str) -> Record:
     """Read a JSON file of the checkpoint; empty if there is no such file."""
-    size = source.files.get(name)
-    if size is None:
+    if not is_there(source, name):
         return {}
-    return _parse(f"{source.root}/{name}", size, lambda: source.read(name, 0, size))
+    size = source.files[name]
+    return _parse(name, size, lambda: source.read(name, 0, size))
 
 
 def _read_file(path: Path) -> Record:
-    """Read a JSON file; empty if there is none."""
+    """Read a JSON file; empty if there is none, NotFound if it cannot be read."""
     try:
-        return _parse(str(path), path.stat().st_size, path.read_bytes) if path.is_file() else {}
+        if not is_file_there(path):
+            return {}
+        return _parse(str(path), path.stat().st_size, path.read_bytes)
     except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {error}") from None
+        raise unreadable(str(path), error) from None
 
 
 def _parse(path: str, nbytes: int, read: Callable[[], bytes]) -> Record:
@@ -105,18 +110,19 @@ def _parse(path: str, nbytes: int, read: Callable[[], bytes]) -> Record:
 
 
 def parse_object(path: str, nbytes: int, read: Callable[[], bytes]) -> dict[str, Any]:
-    """Parse an object of JSON or YAML; UsageError if it is none, or too large for one."""
+    """Parse an object of JSON or YAML; Damaged if it is none, or too large for one."""
     is_yaml = path.endswith(".yaml")
     most = _LARGEST_YAML if is_yaml else _LARGEST
     if nbytes > most:
-        raise UsageError(f"{path}: larger than {most:,} bytes, not a configuration file")
-    kind = "YAML" if is_yaml else "JSON"
+        raise Damaged(f"{path}: larger than {most:,} bytes, not a configuration file")
+    if not is_yaml:
+        return parse_json_object(read(), path)
     try:
-        content = _load_yaml(read()) if is_yaml else json.loads(read())
+        content = _load_yaml(read())
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path}: cannot be read as {kind}: {error}") from None
+        raise Damaged(f"{path}: cannot be read as YAML: {error}") from None
     if not isinstance(content, dict):
-        raise UsageError(f"{path}: not a {kind} object")
+        raise Damaged(f"{path}: not a YAML object")
     return content
 
 
@@ -191,15 +197,15 @@ def records_model(found: Iterable[Record]) -> bool:
 def records_around(path: Location, catalog: Catalog) -> dict[str, Record]:
     """Return what files around a checkpoint record of its model, by file.
 
-    In its folder and the two above, nearest first. Skips files that cannot be read, or that
-    describe tensors of other sizes.
+    In its folder and the two above, nearest first. Skips those that describe tensors of other
+    sizes, that are no configuration, and files above that cannot be read. Raises NotFound for one
+    in its folder that cannot be read, Damaged for a config.json there that is none.
     """
     found: dict[str, Record] = {}
     for place, read in _files_around(path):
-        with suppress(CkptoolError, OSError):
-            record = _of_trainer(read())
-            if record and _describes(record, catalog):
-                found[place] = record
+        record = _of_trainer(read())
+        if record and _describes(record, catalog):
+            found[place] = record
     return found
 
 
@@ -217,7 +223,9 @@ def _files_around(path: Location) -> Iterator[tuple[str, Callable[[], Record]]]:
     for folder in folders:
         for name in _AROUND:
             if not (is_folder and folder == own and name == CONFIG):  # a file of the checkpoint
-                yield str(folder / name), partial(_read, folder / name)
+                own_errors = () if name == CONFIG else (Damaged,)
+                skipped = own_errors if folder == own else _OF_OTHERS
+                yield str(folder / name), partial(_read_unless, skipped, folder / name)
         if isinstance(folder, Path):
             for job in islice(sorted(folder.glob("*.json")), _MOST_JOBS):
                 yield str(job), partial(_read_job, job)
@@ -226,13 +234,15 @@ def _files_around(path: Location) -> Iterator[tuple[str, Callable[[], Record]]]:
 def read_nearest(path: Location, names: Sequence[str]) -> tuple[str, Record]:
     """Return the place and content of the nearest JSON file of one of these names, or nothing.
 
-    In a checkpoint's folder, or up to two above.
+    In a checkpoint's folder, or up to two above, where those that cannot be read are skipped.
+    Raises Damaged or NotFound for one in its folder.
     """
-    for folder in _folders_around(path):
+    own, *_ = folders = _folders_around(path)
+    for folder in folders:
+        skipped = () if folder == own else _OF_OTHERS
         for name in names:
-            with suppress(CkptoolError, OSError):
-                if record := _read(folder / name):
-                    return str(folder / name), record
+            if record := _read_unless(skipped, folder / name):
+                return str(folder / name), record
     return "", {}
 
 
@@ -273,17 +283,29 @@ def _of_torchtitan(model: Record) -> Record:
 
 
 def _read_job(path: Path) -> Record:
-    """Read a job config of torchtitan; empty if the file is another."""
-    if path.stat().st_size > _LARGEST or _JOB not in path.read_bytes():
-        return {}
-    return _read_file(path)
+    """Read a job config of torchtitan; empty if the file is another, or cannot be read."""
+    with suppress(CkptoolError, OSError):
+        if path.is_file() and path.stat().st_size <= _LARGEST and _JOB in path.read_bytes():
+            return _read_file(path)
+    return {}
 
 
-def _read(path: Location) -> Record:
+def read_file(path: Location) -> Record:
+    """Read a JSON file of a disk or a store; empty if there is none."""
     if isinstance(path, Path):
         return _read_file(path)
-    data = path.read_bytes()
+    try:
+        data = path.read_bytes()
+    except NotFound:
+        return {}
     return _parse(str(path), len(data), lambda: data)
+
+
+def _read_unless(skipped: tuple[type[Exception], ...], path: Location) -> Record:
+    """Read a file; empty if there is none, or for some errors."""
+    with suppress(*skipped):
+        return read_file(path)
+    return {}
 
 
 def _find_model(record: Record) -> Record | None:

@@ -19,8 +19,7 @@ from ckptool.commands.runs.strip import plan_strip
 from ckptool.commands.runs.trainers import SPARED
 from ckptool.commands.transfer.overwrite import find_side
 from ckptool.engine.write.removal import mounted_in
-from ckptool.errors import CkptoolError
-from ckptool.storage.retry import NoAnswer
+from ckptool.errors import CkptoolError, NoAnswer
 from ckptool.storage.url import Location
 
 Notify = Callable[[str], None]

@@ -24,8 +24,7 @@ from ckptool.commands.verify.verify import Verification, examine
 from ckptool.core.catalog import Catalog
 from ckptool.core.state_category import state_category, weights
 from ckptool.core.text import list_some
-from ckptool.errors import CkptoolError, NotFound
-from ckptool.storage.retry import NoAnswer
+from ckptool.errors import CkptoolError, NoAnswer, NotFound
 from ckptool.storage.url import Location, within
 
 _NOT_FINITE = "not-finite"

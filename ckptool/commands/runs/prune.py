@@ -22,8 +22,15 @@ from ckptool.commands.runs.strip import finish_strips, plan_strip
 from ckptool.commands.transfer.overwrite import find_side
 from ckptool.commands.verify.codes import require_codes
 from ckptool.engine.write.removal import clear, leftovers, remove
-from ckptool.errors import Changed, Damaged, NotFound, TransferError, Unsupported, UsageError
-from ckptool.storage.retry import NoAnswer
+from ckptool.errors import (
+    Changed,
+    Damaged,
+    NoAnswer,
+    NotFound,
+    TransferError,
+    Unsupported,
+    UsageError,
+)
 from ckptool.storage.url import Location, afresh
 
 

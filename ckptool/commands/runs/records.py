@@ -11,9 +11,8 @@ from ckptool.commands.options.read import AS_DETECTED, ReadOptions
 from ckptool.commands.runs.names import Position
 from ckptool.commands.runs.steps import Step
 from ckptool.core.catalog import Catalog
-from ckptool.errors import CkptoolError
+from ckptool.errors import CkptoolError, NoAnswer
 from ckptool.formats.companions import TRAINER_STATE
-from ckptool.storage.retry import NoAnswer
 from ckptool.storage.url import Location
 
 _STEPS = (

@@ -20,11 +20,10 @@ from ckptool.commands.runs.names import (
 )
 from ckptool.commands.runs.steps import Run, Step, read_from, says_another
 from ckptool.commands.runs.trainers import POINTERS
-from ckptool.errors import CkptoolError, NotFound, Unrecognized
+from ckptool.errors import CkptoolError, NoAnswer, NotFound, Unrecognized
 from ckptool.formats import file_rule, latest_markers
 from ckptool.formats.base import FileRole
 from ckptool.storage.local import Files
-from ckptool.storage.retry import NoAnswer
 from ckptool.storage.url import Location, within
 
 _NAMES_FILES = (FileRole.METADATA, FileRole.INDEX)

@@ -10,9 +10,8 @@ from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.runs.contents import role_of
 from ckptool.commands.runs.steps import Run, Step
 from ckptool.commands.verify.verify import examine
-from ckptool.errors import CkptoolError, Unrecognized
+from ckptool.errors import CkptoolError, NoAnswer, Unrecognized
 from ckptool.formats.companions import TRAINER_STATE
-from ckptool.storage.retry import NoAnswer
 from ckptool.storage.url import Location
 
 _OF_TORCH = (".pt", ".pth", ".bin")

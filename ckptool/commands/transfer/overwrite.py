@@ -124,6 +124,7 @@ class _MixedSource:
         self.root = kept.root
         self.kept = kept
         self.files = dict(sorted({**kept.files, **new.files}.items()))
+        self.unlisted = {**kept.unlisted, **new.unlisted}
         self._new = new
 
     def read(self, file: str, offset: int, nbytes: int) -> bytes:

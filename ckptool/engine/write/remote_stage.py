@@ -33,12 +33,11 @@ from ckptool.engine.write.writer import (
     require_writable,
     this_writer,
 )
-from ckptool.errors import CkptoolError, NotFound, TransferError, Unsupported
+from ckptool.errors import CkptoolError, Denied, NoAnswer, NotFound, TransferError, Unsupported
 from ckptool.storage.clients.unfinished_uploads import abort_uploads
 from ckptool.storage.commit_note import UNFINISHED, side_name
 from ckptool.storage.multipart import hidden_name
 from ckptool.storage.remote import RemoteSource
-from ckptool.storage.retry import Denied, NoAnswer
 from ckptool.storage.store import ObjectInfo
 from ckptool.storage.url import RemotePath
 

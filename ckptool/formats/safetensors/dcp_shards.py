@@ -12,6 +12,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 from msgspec import Struct, field
 
@@ -20,7 +21,7 @@ from ckptool.core.catalog import Catalog, Chunk, TensorEntry, coverage_problem, 
 from ckptool.core.dtype import DType
 from ckptool.core.layout import FileLayout, Layout
 from ckptool.core.sharding.infer import with_inferred_mesh
-from ckptool.errors import CkptoolError, Damaged, Problem
+from ckptool.errors import CkptoolError, Problem
 from ckptool.formats.base import EXTRA, Format, Request, ScanOptions
 from ckptool.formats.companions import CONFIG, companions, read_json_object
 from ckptool.formats.safetensors.huggingface import FORMAT as HF
@@ -85,7 +86,8 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         shape = tuple(map(max, zip(*(chunk.box.hi for chunk in chunks), strict=True)))
         tensors[name] = TensorEntry(name, (name,), dtype, shape, merge_copies(chunks))
     contents.problems += [p for p in map(coverage_problem, tensors.values()) if p is not None]
-    contents.problems += _shorter_than_configured(source, tensors)
+    config = options.attempt(partial(read_json_object, source, CONFIG)) or {}
+    contents.problems += _shorter_than_configured(config, tensors)
     world = int(last["rank"])
     notes, copies = _compare_consolidated(source, world, tensors, contents.problems)
     hint = "a shard file is missing or from another save"
@@ -165,12 +167,13 @@ def _offsets(saved: object) -> tuple[int, ...]:
     return tuple(saved)
 
 
-def _shorter_than_configured(source: Source, tensors: dict[str, TensorEntry]) -> list[Problem]:
+def _shorter_than_configured(
+    config: Mapping[str, Any], tensors: dict[str, TensorEntry]
+) -> list[Problem]:
     """Return tensors with fewer rows than ``config.json`` says: the last shards are lost."""
     try:
-        config = read_json_object(source, CONFIG)
         sizes = {key: int(config.get("text_config", config)[key]) for key in _ROWS}
-    except (Damaged, KeyError, TypeError, ValueError, OverflowError):
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError):
         return []
     return [
         Problem(

@@ -117,7 +117,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         {},
         {file: source.files[file] for file in (*files, index or "") if file in source.files},
         world_size=1,
-        info={"writer": _writer(headers)} | describe_config(source),
+        info={"writer": _writer(headers)} | describe_config(source, options),
         notes=tuple(notes),
         conflicts=conflicts,
         companions=companions(source),

@@ -76,7 +76,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         world_size=world,
         mesh=tp_mesh(world) if world > 1 else None,
         mesh_source="declared" if world > 1 else None,
-        info=info | describe_config(source),
+        info=info | describe_config(source, options),
         notes=tuple(merger.notes),
         conflicts=merger.unknown,
         companions=companions(source),

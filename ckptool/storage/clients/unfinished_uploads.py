@@ -7,8 +7,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ckptool.errors import NotFound
-from ckptool.storage.retry import NoAnswer
+from ckptool.errors import NoAnswer, NotFound
 
 if TYPE_CHECKING:
     from ckptool.storage.store import Store

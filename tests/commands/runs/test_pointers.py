@@ -19,8 +19,7 @@ from ckptool.commands.options.prune import PruneOptions
 from ckptool.commands.runs.pointers import find_pointers
 from ckptool.commands.runs.prune import prune
 from ckptool.commands.runs.search import find_run
-from ckptool.errors import TransferError
-from ckptool.storage.retry import NoAnswer
+from ckptool.errors import NoAnswer, TransferError
 from ckptool.storage.url import location
 
 __all__ = ["s3", "server"]

@@ -27,8 +27,15 @@ from ckptool.commands.runs.judgement import RunReport, verify_run
 from ckptool.commands.runs.order import open_run
 from ckptool.commands.runs.steps import Step
 from ckptool.commands.verify.verify import examine
-from ckptool.errors import Changed, CkptoolError, NotFound, Unrecognized, Unsupported, UsageError
-from ckptool.storage.retry import NoAnswer
+from ckptool.errors import (
+    Changed,
+    CkptoolError,
+    NoAnswer,
+    NotFound,
+    Unrecognized,
+    Unsupported,
+    UsageError,
+)
 
 
 def saved(run: Path, *names: str) -> Path:

@@ -54,8 +54,6 @@ def test_the_config_knows_more_rows(config: dict[str, Any], tensor: str, shards:
     "text",
     [
         "{}",
-        "[]",
-        "no json",
         '{"vocab_size": "many", "hidden_size": 8}',
         '{"vocab_size": 1e999, "hidden_size": 8}',
         '{"vocab_size": 99, "hidden_size": 8, "text_config": {"hidden_size": 8}}',
@@ -66,6 +64,13 @@ def test_the_config_knows_more_rows(config: dict[str, Any], tensor: str, shards:
 def test_a_config_that_says_nothing_stops_nothing(text: str, shards: Path) -> None:
     (shards / "config.json").write_text(text)
     assert len(open_checkpoint(shards).catalog.tensors) == 2
+
+
+@pytest.mark.parametrize("text", ["[]", "no json", '{"vocab_size": 9', "\ufeff{}", ""])
+def test_a_config_that_cannot_be_read_is_not_one_that_says_nothing(text: str, shards: Path) -> None:
+    (shards / "config.json").write_text(text)
+    with pytest.raises(Damaged, match=r"config\.json: not a JSON object"):
+        open_checkpoint(shards)
 
 
 def test_shards_that_were_never_consolidated_are_read(shards: Path, out: Path) -> None:

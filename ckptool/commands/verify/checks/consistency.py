@@ -27,7 +27,7 @@ from ckptool.commands.verify.findings import conflict_problems
 from ckptool.core.catalog import Catalog, TensorEntry, coverage_problem, flat_name
 from ckptool.core.sharding.coverage import lone_rank_problem
 from ckptool.engine.check.replicas import differing_replicas
-from ckptool.errors import UNCODED, CkptoolError, Problem, UsageError
+from ckptool.errors import UNCODED, CkptoolError, Damaged, Problem
 from ckptool.formats.base import Format
 from ckptool.formats.writing import select_plain
 from ckptool.serialization.source import Source, read_metadata, require
@@ -87,8 +87,8 @@ def config_file_problems(source: Files, row: Format, catalog: Catalog) -> Iterat
             yield from _adapter_problems(read_beside(source, ADAPTER_CONFIG), catalog)
         elif row.config is not None and CONFIG in source.files:
             yield from config_problems(read_beside(source, CONFIG), catalog)
-    except UsageError as error:
-        yield Problem(str(error), "metadata-unreadable", file=config)
+    except Damaged as error:
+        yield from error.problems
     if config not in source.files and row.config == "required":
         message = f"{CONFIG} not found: the model of these tensors is unknown"
         yield Problem(message, "config-missing")

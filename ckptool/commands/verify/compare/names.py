@@ -25,7 +25,7 @@ from ckptool.core.text import plural
 from ckptool.engine.check.digest import file_digests
 from ckptool.engine.check.replicas import differing_replicas
 from ckptool.engine.read.tensors import CheckedSource
-from ckptool.errors import CkptoolError, Damaged, Hostile, Problem, Unsupported, UsageError
+from ckptool.errors import CkptoolError, Damaged, Hostile, Problem, Unsupported
 from ckptool.formats import FORMATS
 from ckptool.formats.companions import companion_targets
 from ckptool.serialization.safetensors_metadata import texts_of
@@ -286,7 +286,7 @@ class _Companion(NamedTuple):
             config = parse_object(
                 self.file, self.nbytes, lambda: self.source.read(self.file, 0, self.nbytes)
             )
-        except UsageError:
+        except Damaged:
             return None
         inner = config.get("text_config")
         for part in (config, inner if isinstance(inner, dict) else {}):

@@ -59,6 +59,7 @@ class ZeroPaddedSource:
     def __init__(self, source: Files, padded: Mapping[str, _PaddedFile]) -> None:
         self._source, self._padded = source, padded
         self.root = source.root
+        self.unlisted = source.unlisted
         sizes = {name: file.size for name, file in padded.items()}
         self.files: Mapping[str, int] = {**source.files, **sizes}
 

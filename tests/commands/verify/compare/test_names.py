@@ -46,9 +46,10 @@ def test_a_config_that_a_cast_changed_is_none_that_differs(model: Path) -> None:
     (model / "config.json").write_text('{"model_type": "mine", "torch_dtype": "bfloat16"}')
     (other / "config.json").write_text('{"model_type": "mine", "torch_dtype": "float16"}')
     assert codes(model, other) == []
-    for differs in ('{"model_type": "yours", "torch_dtype": "bfloat16"}', "{"):
-        (other / "config.json").write_text(differs)
-        assert codes(model, other) == ["companion-differs"]
+    differing = '{"model_type": "yours", "torch_dtype": "bfloat16"}'
+    for text, code in ((differing, "companion-differs"), ("{", "metadata-unreadable")):
+        (other / "config.json").write_text(text)
+        assert codes(model, other) == [code]
 
 
 def test_what_a_config_says_beside_its_text_config_is_compared(model: Path) -> None:
