@@ -47,6 +47,7 @@ from ckptool.errors import UsageError
 from ckptool.formats import FORMATS, single_file_suffixes, targets
 from ckptool.formats.base import Format, Request
 from ckptool.formats.companions import PIPELINE
+from ckptool.formats.safetensors import require_weights
 from ckptool.storage.url import Location
 
 
@@ -80,7 +81,7 @@ def prepare(
         locate=True,
         defers=may_open_late(target, overwrites=options.transfer.overwrite),
         shared=options.transfer.is_shared(ranks),
-        check=_require_some,
+        check=lambda kept: _require_some(opened, kept),
     )
     catalog = rewritten.catalog
     writer = _writer_of(catalog, writer)
@@ -151,6 +152,7 @@ def prepare_save(
     target = resolve_target(target)
     writer, catalog = writer_for(options.to, target), opened.catalog
     require_readable(catalog, opened.source, str(opened.path))
+    require_weights(catalog, str(opened.path))
     if not catalog.tensors and not catalog.objects:
         raise UsageError("no tensors or values to save")
     layout = writer.lay_out(catalog, Request(target.name, options.max_shard_size))
@@ -167,8 +169,9 @@ def prepare_save(
     return Transfer(opened, plan, target, options.transfer, report, (writer.name, "save"))
 
 
-def _require_some(kept: Catalog) -> None:
-    """Raise if ranks contradict one another, or nothing was selected."""
+def _require_some(opened: OpenedCheckpoint, kept: Catalog) -> None:
+    """Raise for a weight delta, if ranks contradict one another, or nothing was selected."""
+    require_weights(opened.catalog, str(opened.path))
     require_agreement(kept)
     if not kept.tensors and not kept.objects:
         raise UsageError("no tensors or values left to convert")

@@ -118,6 +118,11 @@ _KINDS = (
     FileKind("a NeMo archive (tar)", _TAR, rb".{257}ustar", r".*\.nemo"),
     FileKind("a tar archive", _TAR, rb".{257}ustar"),
     FileKind(
+        "a weight delta of reinforcement learning by ModelExpress, not weights",
+        "apply it with ModelExpress to the weights of its base version, and use the result",
+        rb"MXCDV0\0",
+    ),
+    FileKind(
         "part of a TensorFlow checkpoint",
         "with tensorflow: tf.train.load_checkpoint(PREFIX), then safetensors.numpy.save_file of its"
         " tensors",

@@ -46,6 +46,7 @@ from ckptool.errors import Unsupported, UsageError
 from ckptool.formats import FORMATS, targets
 from ckptool.formats.base import Format, Request
 from ckptool.formats.companions import companions
+from ckptool.formats.safetensors import require_weights
 from ckptool.storage.url import Location
 
 
@@ -177,6 +178,7 @@ def prepare_reshard(
     same_ranks = writer.has_rank_state and opened.catalog.world_size == placer.mesh.size
     catalog, dropped = resolve_rank_state(opened.catalog, options.rank_state, same_ranks=same_ranks)
     require_readable(catalog, opened.source, str(opened.path))
+    require_weights(opened.catalog, str(opened.path))
     require_agreement(catalog)
     if not catalog.tensors:
         raise Unsupported(f"{opened.path}: no tensors to reshard")

@@ -185,6 +185,11 @@ _CODES: dict[str, dict[str, Code]] = {
             "a DTensor's global shape, local shape, mesh and placements contradict each other",
             "the tensor was saved with wrong shapes and cannot be placed",
         ),
+        "weight-delta": Code(
+            _WARNING,
+            "what changed since another version of a model, not its weights",
+            "apply it with what wrote it to the weights of its base version",
+        ),
         "tensor-record": Code(_ERROR, "a tensor's record contradicts itself", _AGAIN),
         "tensor-unsupported": Code(
             _WARNING, "a tensor of an unsupported kind; only its bytes are checked"

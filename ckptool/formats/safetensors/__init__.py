@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.layout import Layout
 from ckptool.errors import Unrecognized
 from ckptool.formats.base import EXTRA, FileRole, FileRule, Format, Request, ScanOptions
+from ckptool.formats.safetensors.weight_delta import delta_info, delta_notes
+from ckptool.formats.safetensors.weight_delta import require_weights as require_weights
 from ckptool.formats.shards import note_part
 from ckptool.formats.side_file import split_side, with_headers
 from ckptool.formats.writing import note_companions, note_tied
@@ -39,9 +43,11 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     if file is None:
         raise Unrecognized(f"{source.root}: not one safetensors file")
     tensors, metadata = read_whole_tensors(source, file, options)
-    files, info = {file: source.files[file]}, {"writer": "safetensors"}
+    files = {file: source.files[file]}
+    info = {"writer": "safetensors"} | delta_info([metadata])
     notes = tuple(note_part(file))
     catalog = Catalog("safetensors", tensors, {}, files, world_size=1, info=info, notes=notes)
+    catalog = replace(catalog, notes=(*catalog.notes, *delta_notes(catalog)))
     side = file.removesuffix(".safetensors") + EXTRA
     return with_headers(catalog, source, side, {file: metadata}, options)
 

@@ -10,6 +10,8 @@ import json
 import re
 from collections.abc import Mapping
 
+from msgspec.structs import replace
+
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.layout import FileLayout, Layout, Literal
 from ckptool.core.text import plural
@@ -29,6 +31,7 @@ from ckptool.formats.safetensors.shard_sets import (
     variants,
     wanted_by_names,
 )
+from ckptool.formats.safetensors.weight_delta import delta_info, delta_notes
 from ckptool.formats.shards import find_elsewhere, list_misplaced, read_index, read_shards
 from ckptool.formats.side_file import split_side, with_headers
 from ckptool.formats.writing import group_by_size, lay_out_companions, note_tied
@@ -117,12 +120,15 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         {},
         {file: source.files[file] for file in (*files, index or "") if file in source.files},
         world_size=1,
-        info={"writer": _writer(headers)} | describe_config(source, options),
+        info={"writer": _writer(headers)}
+        | describe_config(source, options)
+        | delta_info([metadata, *headers.values()]),
         notes=tuple(notes),
         conflicts=conflicts,
         companions=companions(source),
         copies=frozenset(copies),
     )
+    catalog = replace(catalog, notes=(*catalog.notes, *delta_notes(catalog)))
     return with_headers(catalog, source, _EXTRA, headers, options)
 
 
