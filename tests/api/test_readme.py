@@ -1,4 +1,4 @@
-"""The README's Python runs as written."""
+"""The README's Python runs as written, and what it names to set all up is there."""
 
 from __future__ import annotations
 
@@ -20,8 +20,25 @@ import ckptool
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 CACHE = ROOT / ".mypy_cache"
+DEMO = ROOT / "fixtures" / "demo.py"
 PYTHON = ROOT / "ckptool" / "docs" / "python.md"
 ZERO = case("deepspeed_zero_3")
+
+
+def test_it_is_short_and_names_the_commands_that_set_all_up() -> None:
+    text = README.read_text()
+    assert len(text.splitlines()) <= 200
+    targets = re.findall(r"^(\w+):.*## ", (ROOT / "Makefile").read_text(), re.M)
+    named = re.findall(r"^\$ make (\w+) +# .*(?:minute|hour)", text, re.M)
+    assert named == ["demo", "test"]
+    assert {*named} <= {*targets}
+
+
+def test_the_demo_shows_every_command() -> None:
+    table = re.findall(r"^\| `ckptool (\w+)", README.read_text(), re.M)
+    shown = re.findall(r'command\(\s*f?"(?:torchrun .* -m )?ckptool (\w+)', DEMO.read_text())
+    assert len(table) == 8
+    assert {*table} == {*shown}
 
 
 def zeros(**options: Any) -> dict[str, torch.Tensor]:

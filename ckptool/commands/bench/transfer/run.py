@@ -92,7 +92,7 @@ def require_torch() -> None:
     if importlib.util.find_spec("torch") is None:
         raise Unsupported(
             "torch is not installed, so no checkpoint can be generated",
-            hint="pass a checkpoint to measure",
+            hint="pip install 'ckptool[torch]', or pass --transfer a checkpoint to measure",
         )
 
 
