@@ -24,7 +24,7 @@ _SAMPLE = 0.05
 _MOST_TIME_SAMPLING = 0.05
 _MOST_TIME_ENDING = 20.0
 _LAST = ("end", "failed", "lost")
-_AWAITED = ("training", "checking")
+_AWAITED = ("training", "checking", "end", "failed")
 
 Tell = Callable[[str, Any], None]
 """Sends a word, with its data, to the watching process."""
@@ -90,9 +90,11 @@ def run_child(
         hung = time.monotonic() - last_event > timeout
         reason = stop() or (f"hung: no progress in {timeout:,.0f} s" if hung else None)
         if reason:
-            word, value = "failed", reason
+            word, value = "stopped", reason
             break
     look(with_descendants(process.pid))
+    if word in _AWAITED:
+        pipe.send(None)
     if word == "end":
         result.value = value
         process.join(_MOST_TIME_ENDING)
