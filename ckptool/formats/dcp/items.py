@@ -8,7 +8,7 @@ from functools import partial
 from msgspec.structs import replace
 
 from ckptool.core.box import Box
-from ckptool.core.catalog import Catalog, Chunk, Container, Path, Place, TensorEntry
+from ckptool.core.catalog import Catalog, Chunk, Container, Path, Place, TensorEntry, merge_copies
 from ckptool.core.sharding.table import ChunkTable, LateChunks
 from ckptool.errors import (
     UNCODED,
@@ -32,6 +32,7 @@ from ckptool.formats.dcp.opening import (
     open_late,
     part_of_item,
 )
+from ckptool.serialization.archive.sharded_state import is_optimizer_state, place_part
 from ckptool.serialization.source import Source, expect_edges
 from ckptool.serialization.state_dict.assemble import assemble
 from ckptool.serialization.state_dict.leaves import (
@@ -41,8 +42,10 @@ from ckptool.serialization.state_dict.leaves import (
     ShareLeaf,
     read_leaves,
 )
+from ckptool.serialization.state_dict.values import same_value
 
 _LARGEST_VALUE = 1 << 26
+_EDGE = 1 << 16
 
 
 def read_values(
@@ -118,7 +121,7 @@ def locate(
                 chunks = LateChunks(closed_entry, open_chunks, dict(enumerate(chunks)))
             contents.tensors[name] = replace(entry, chunks=chunks)
         except NoPlainTensor as error:
-            inner = _read_inner_tensors(source, entry)
+            inner = _read_inner_tensors(source, entry) or _read_sharded_state(source, entry)
             if inner is None or not inner.tensors.keys().isdisjoint(catalog.tensors):
                 unread.append(error.message)
             else:
@@ -186,6 +189,39 @@ def _read_inner_tensors(source: Source, entry: TensorEntry) -> Assembled | None:
     if unsound:
         raise refused(unsound, subject=entry.name)
     return inner if inner.tensors and not inner.problems and not inner.refusals else None
+
+
+def _read_sharded_state(source: Source, entry: TensorEntry) -> Assembled | None:
+    """Read the items of a state whose inner tensors are cut as its rows are; None for others."""
+    chunks: dict[str, list[Chunk]] = {}
+    found = Assembled()
+    for chunk in entry.chunks:
+        at = chunk.at
+        if chunk.copies or entry.stored is not None or not isinstance(at, Container) or at.part:
+            return None
+        opened = open_item(source, at, entry.name, _LARGEST_VALUE, _EDGE)
+        if not is_optimizer_state(opened.inert):
+            return None
+        rank = chunk.rank or 0
+        inner = assemble({rank: read_leaves(opened, source, prefix=entry.path)})
+        for name, part in inner.tensors.items():
+            placed = place_part(str(part.path[-1]), part.shape, chunk.box, entry.shape)
+            if placed is None or inner.problems or inner.refusals:
+                return None
+            shape, box = placed
+            made = replace(part, shape=shape, chunks=())
+            if found.tensors.setdefault(name, made) != made:
+                return None
+            chunks.setdefault(name, []).append(Chunk(box, part.chunks[0].at, rank))
+        known = found.objects or inner.objects
+        values = inner.objects.items()
+        if not all(n in known and same_value(known[n].value, v.value) for n, v in values):
+            return None
+        found.objects = known
+        found.notes = list(inner.notes)
+    for name, part in found.tensors.items():
+        found.tensors[name] = replace(part, chunks=merge_copies(chunks[name]))
+    return found
 
 
 def _items_of(some: Iterable[tuple[TensorEntry, Chunk]]) -> Iterator[Item]:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from ckptool.core.catalog import Index, Path, RankStep, flat_name
 from ckptool.errors import Damaged, Unsupported
 from ckptool.serialization.archive.quantized import split_quantized
+from ckptool.serialization.archive.sharded_state import split_sharded_state
 from ckptool.serialization.archive.tensors import (
     find_wrapper_class,
     is_tensor_record,
@@ -154,7 +155,7 @@ class StateDictWalk:
 
     def _parts(self, value: PickleValue, path: Path) -> list[tuple[Any, Any]] | None:
         """Return the parts of a tensor that consists of others; None for every other value."""
-        parts = split_quantized(value)
+        parts = split_quantized(value) or split_sharded_state(value)
         if parts is None and (parts := split_wrapper(value)):
             inner = [name for name, part in parts.items() if is_tensor_record(part)]
             self.notes[path] = (

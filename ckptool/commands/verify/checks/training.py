@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -32,7 +32,7 @@ _FEW_VALUES = 8
 def optimizer_problems(catalog: Catalog) -> Iterator[Problem]:
     """Yield optimizer state that lacks a part that others have, or has another shape."""
     states = _states(catalog)
-    yield from _incomplete(states, catalog.conflicts)
+    yield from _incomplete(_with_parts(states, catalog), catalog.conflicts)
     yield from _incomplete(_states_by_kind(catalog), catalog.conflicts)
     yield from _misshapen(catalog, states)
 
@@ -51,6 +51,19 @@ def _states(catalog: Catalog) -> States:
     return states
 
 
+def _with_parts(states: States, catalog: Catalog) -> dict[str, set[str]]:
+    """Return the kinds of state of each parameter, with those that consist of several tensors.
+
+    Such as state in 8 bits: ``exp_avg.codes`` and ``exp_avg.scale``.
+    """
+    kinds = {head: {*state} for head, state in states.items()}
+    for entry in catalog.tensors.values():
+        head, _, kind = entry.name.rpartition(".")[0].rpartition(".")
+        if kind in _KINDS and head and state_category(entry) == "optimizer":
+            kinds.setdefault(head, set()).add(kind)
+    return kinds
+
+
 def _states_by_kind(catalog: Catalog) -> States:
     """Return the same for names that begin with the kind (DeepSpeed, Megatron), with the weights.
 
@@ -64,7 +77,9 @@ def _states_by_kind(catalog: Catalog) -> States:
     return {name: state for name, state in states.items() if state.keys() - _WEIGHTS}
 
 
-def _incomplete(states: States, conflicts: Collection[str]) -> Iterator[Problem]:
+def _incomplete(
+    states: Mapping[str, Collection[str]], conflicts: Collection[str]
+) -> Iterator[Problem]:
     """Yield incomplete state, compared with other parameters'; ``conflicts`` count as present."""
     groups: dict[frozenset[str], list[str]] = defaultdict(list)
     for head, state in states.items():
