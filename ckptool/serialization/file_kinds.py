@@ -234,17 +234,17 @@ def _zip_kind(names: Collection[str], file: str) -> FileKind | None:
 def require_packed(folder: object, names: Collection[str]) -> None:
     """Raise Unrecognized if a torch.save file was unpacked into a folder of these names.
 
-    It has the pickle and ``version`` (torch 1.6 to 2.13), and the storages, unless it has none.
+    It has the pickle, and ``version`` or storages (torch 1.6 to 2.13); a program has more.
     """
-    known = {*names}
+    known = {*names} | {name.rpartition("/")[0] for name in names}
     heads = (name[: -len("data.pkl")] for name in names if f"/{name}".endswith("/data.pkl"))
-    of_torch = (h for h in heads if f"{h}version" in known and f"{h}constants.pkl" not in known)
-    for head in of_torch:
+    for head in (head for head in heads if {f"{head}version", f"{head}data"} & known):
         place = folder.resolve() if isinstance(folder, Path) else folder
         found = f"{place}/{head}".rstrip("/")
         parent, _, name = found.rpartition("/")
+        kind = "TorchScript" if f"{head}constants.pkl" in known else "torch.save"
         raise Unrecognized(
-            f"{found}: a torch.save file that was unpacked: its data.pkl, data/ and version",
+            f"{found}: a {kind} file that was unpacked: its data.pkl, data/ and version",
             hint=f"pack the folder again: (cd {quote(parent)} && python -m zipfile -c"
             f" {quote(name)}.pt {quote(name)})",
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 from ckptool.core.catalog import TensorEntry, coverage_problem
 from ckptool.core.text import plural
@@ -21,24 +21,22 @@ def coverage_problems(entries: Collection[TensorEntry]) -> list[Problem]:
 
 
 def lone_rank_problem(
-    entries: Iterable[TensorEntry], problems: Iterable[Problem]
+    entries: Collection[TensorEntry], problems: Collection[Problem]
 ) -> Problem | None:
-    """Return the one cause of all gaps, if several tensors have one chunk each, all of one rank.
+    """Return the one cause of the gaps, if most tensors have one, and all chunks are of one rank.
 
     A trainer whose rank 0 saves alone, as without sharding, saves only what rank 0 holds.
     """
     lacking = {problem.tensor for problem in problems if problem.code == _GAP}
-    if len(lacking) < 2:
+    larger = [entry for entry in entries if entry.elements > 1]
+    if len(lacking) < 2 or 2 * len(lacking) < len(larger):
         return None
-    ranks: set[int | None] = set()
-    held = whole = 0
-    for entry in entries:
-        chunks = entry.chunks
-        ranks |= {chunks[0].rank if len(chunks) == 1 else None} if len(chunks) else set()
-        if entry.name in lacking and len(chunks):
-            held, whole = held + chunks[0].box.volume, whole + entry.elements
+    ranks = {chunk.rank for entry in entries for chunk in entry.chunks}
     if len(ranks) != 1 or None in ranks:
         return None
+    parts = [entry for entry in larger if entry.name in lacking]
+    held = sum(chunk.box.volume for entry in parts for chunk in entry.chunks)
+    whole = sum(entry.elements for entry in parts)
     rank = ranks.pop()
     message = (
         f"only rank {rank} saved its shards: {plural(len(lacking), 'tensor')} hold {held:,} of"

@@ -38,12 +38,13 @@ class Inference(Struct, frozen=True):
     show no difference.
 
     ``ambiguous`` are the mesh shapes between which the chunks do not decide; empty if they do, or
-    if no mesh explains all tensors.
+    if no mesh explains all tensors: ``unexplained`` says that it is so although each is a grid.
     """
 
     mesh: Mesh | None
     placements: dict[str, tuple[Placements, ...]]
     ambiguous: tuple[tuple[int, ...], ...] = ()
+    unexplained: bool = False
 
 
 def infer(tensors: Iterable[TensorEntry], world_size: int) -> Inference:
@@ -63,7 +64,7 @@ def infer(tensors: Iterable[TensorEntry], world_size: int) -> Inference:
     explicable = len(grids) == len(known) and world <= _MOST_RANKS
     shapes = search.shapes(world) if explicable else ()
     if len(shapes) != 1:
-        return Inference(None, {}, shapes)
+        return Inference(None, {}, shapes, explicable and not shapes)
     fits = {signature: search.placements(grid, shapes[0]) for signature, grid in grids.items()}
     return Inference(Mesh.of(shapes[0]), {name: fits[s] for name, s in signatures.items()})
 
@@ -299,6 +300,9 @@ def with_inferred_mesh(catalog: Catalog) -> Catalog:
     if inference.ambiguous:
         shapes = " or ".join("x".join(map(str, shape)) for shape in inference.ambiguous)
         notes = (*notes, f"the device mesh is ambiguous: {shapes} explain the chunks equally well")
+    if inference.unexplained:
+        dims = f"no device mesh of up to {_MOST_DIMS} dims explains the chunks of all tensors"
+        notes = (*notes, f"{dims}: their placements are not inferred")
     notes = (*notes, *_undetermined(inference))
     tensors = dict(catalog.tensors)
     for name, fits in inference.placements.items():

@@ -44,6 +44,10 @@ def no_metadata(source: Source, metadata: str) -> Damaged:
         )
         hint = f"{_COPY}; if it has none, the save never finished: use the previous checkpoint"
         return Damaged(Problem(message, "rank-missing").with_hint(hint), hint=hint)
+    if below := _elsewhere(source, metadata):
+        message = f"{source.root}: a DCP folder without its {metadata}; one lies in {below}"
+        hint = f"if it names these files ({files}), move it to them"
+        return Damaged(Problem(message, "file-missing", file=metadata).with_hint(hint), hint=hint)
     message = (
         f"{source.root}: a DCP folder whose save never finished: {state}; nothing else names"
         f" what its data files hold ({files})"

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from ckptool.core.box import Box
-from ckptool.core.catalog import Chunk, Extent, TensorEntry
+from ckptool.core.catalog import Catalog, Chunk, Extent, TensorEntry
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.mesh import Mesh, Placement, Replicate, Shard, StridedShard
 from ckptool.core.sharding.dtensor import LocalShard, local_shards
-from ckptool.core.sharding.infer import Inference, infer
+from ckptool.core.sharding.infer import Inference, infer, with_inferred_mesh
 
 Placements = tuple[Placement, ...]
 NESTED = (StridedShard(0, 2), Shard(0))
@@ -239,7 +239,7 @@ RAGGED = [
 @pytest.mark.parametrize("ragged", RAGGED, ids=lambda tensor: tensor.name)
 def test_a_tensor_that_no_mesh_explains_leaves_none(ragged: TensorEntry) -> None:
     regular = written("w", (8,), (4,), (Shard(0),))
-    assert infer([regular, ragged], 4) == Inference(None, {})
+    assert replace(infer([regular, ragged], 4), unexplained=False) == Inference(None, {})
 
 
 def test_tensors_that_disagree_leave_no_mesh() -> None:
@@ -271,3 +271,16 @@ def test_a_thousand_tensors_of_64_ranks_cost_few_calls(varied: bool) -> None:
     ]
     assert infer(tensors, 64).mesh == Mesh.of((8, 8))
     assert calls_of(lambda: infer(tensors, 64)) < 8 * 64 * 1000
+
+
+def test_a_mesh_of_more_dims_than_are_tried_is_said_not_to_be_explained() -> None:
+    shape = (16, 9)
+    cut = (Shard(0), Replicate(), Replicate(), Shard(0))
+    several = {"a": cut, "b": cut[::-1], "c": (*cut[1:], cut[0])}
+    tensors = {name: written(name, shape, (2, 2, 2, 2), each) for name, each in several.items()}
+    catalog = with_inferred_mesh(Catalog("dcp", tensors, {}, {}, world_size=16))
+    assert catalog.mesh is None
+    assert catalog.notes == (
+        "no device mesh of up to 3 dims explains the chunks of all tensors: their placements are"
+        " not inferred",
+    )

@@ -72,6 +72,14 @@ def test_all_files_without_the_metadata_are_an_unfinished_save(four: Path) -> No
     assert "never finished" in found.message
 
 
+def test_metadata_in_a_folder_below_is_named(four: Path) -> None:
+    (four / "meta").mkdir()
+    (four / ".metadata").rename(four / "meta" / ".metadata")
+    found = error_of(four)
+    assert found.code == "file-missing"
+    assert "without its .metadata; one lies in meta/.metadata" in found.message
+
+
 def test_metadata_without_any_file(four: Path) -> None:
     lose(four, 0, 1, 2, 3)
     assert "no data file is here" in error_of(four).message

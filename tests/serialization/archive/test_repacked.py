@@ -96,6 +96,12 @@ def test_other_pickles_are_still_only_pickles(unpacked: Path) -> None:
         ckptool.open(unpacked)
 
 
+def test_an_unpacked_program_is_called_that(unpacked: Path) -> None:
+    (unpacked / "constants.pkl").write_bytes(b"")
+    with pytest.raises(Unrecognized, match="a TorchScript file that was unpacked"):
+        ckptool.open(unpacked)
+
+
 def test_two_files_in_one_archive_are_not_one(unpacked: Path, tmp_path: Path) -> None:
     file = tmp_path / "two.pt"
     pack(unpacked, "a/")(file)
