@@ -37,3 +37,11 @@ def test_what_one_torch_writes_every_torch_loads(version: str, tmp_path: Path) -
         report = ckptool.compare(tmp_path / "dcp", tmp_path / source)
         assert report.verify.ok, source
     run(version, "load", tmp_path)
+
+
+@pytest.mark.parametrize("version", [one for one in VERSIONS if one != "2.4.1"])
+def test_what_one_torch_reshards_every_torch_loads(version: str, tmp_path: Path) -> None:
+    run(version, "save-rank", tmp_path)
+    ckptool.reshard(tmp_path / "ranks", tmp_path / "rank-local", mesh="dp=1", to="rank-local")
+    ckptool.reshard(tmp_path / "ranks", tmp_path / "items", mesh="dp=1", to="torch-checkpointing")
+    run(version, "load-rank", tmp_path)

@@ -5,11 +5,14 @@ Alone in a process of another torch than the tests': it knows nothing of ckptool
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool)
 
@@ -39,6 +42,36 @@ def load(folder: Path) -> None:
     require_equal(found, expected)
 
 
+def on_one_rank() -> DeviceMesh:
+    """Start a job of one process, and return its device mesh."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+
+
+def save_rank(folder: Path) -> None:
+    """Save a rank's file with a DTensor (torch 2.5 or later)."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    whole = torch.arange(6.0).reshape(3, 2)
+    (folder / "ranks").mkdir()
+    tensor = distribute_tensor(whole, on_one_rank(), [Shard(0)])
+    torch.save({"w": tensor}, folder / "ranks" / "checkpoint_0.pt")
+
+
+def load_rank(folder: Path) -> None:
+    """Copy the DTensors of such files into a parameter, as ``load_state_dict`` does."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh, whole = on_one_rank(), torch.arange(6.0).reshape(3, 2)
+    for file in ("ranks/checkpoint_0.pt", "rank-local/checkpoint_0.pt", "items/model_0.pt"):
+        found = torch.load(folder / file, weights_only=False)["w"]
+        parameter = torch.nn.Parameter(distribute_tensor(torch.zeros(3, 2), mesh, [Shard(0)]))
+        with torch.no_grad():
+            parameter.copy_(found)
+        assert torch.equal(parameter.full_tensor(), whole), file
+
+
 def require_equal(found: dict[str, dict[str, object]], expected: object) -> None:
     assert isinstance(expected, dict)
     assert found["progress"] == expected["progress"]
@@ -51,4 +84,5 @@ def require_equal(found: dict[str, dict[str, object]], expected: object) -> None
 
 
 if __name__ == "__main__":
-    {"save": save, "load": load}[sys.argv[1]](Path(sys.argv[2]))
+    words = {"save": save, "load": load, "save-rank": save_rank, "load-rank": load_rank}
+    words[sys.argv[1]](Path(sys.argv[2]))

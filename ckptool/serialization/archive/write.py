@@ -341,6 +341,7 @@ def _device_mesh(mesh: Mesh, rank: int) -> Call:
         _rank_map=TensorRef(BY_NAME["int32"], (mesh.size,), Literal(ranks)),
         _mesh_dim_names=mesh.names,
         _root_mesh=None,
+        _preserve_rank_order=False,  # torch 2.15 compares it, and has no default for it
         _flatten_rank_map=mesh.ranks,
         _thread_id=None,
         _flatten_mapping={},

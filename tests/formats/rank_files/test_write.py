@@ -45,7 +45,7 @@ from ckptool.formats.base import Request
 from ckptool.formats.rank_files.write import lay_out_rank_files, lay_out_torch_checkpointing
 from ckptool.serialization.archive.write import RankRecords, lay_out_archive
 from ckptool.serialization.pickle.load import read_pickle
-from ckptool.serialization.pickle.records import Call, Persistent
+from ckptool.serialization.pickle.records import Call, Global, Persistent
 
 Writer = Callable[[Catalog, Request], Layout]
 
@@ -120,10 +120,16 @@ def shares(draw: Any) -> tuple[Mesh, int, tuple[int, ...], Placements, str]:
     return Mesh.of(shape, names), rank, tensor, placements, draw(st.sampled_from(OF_TORCH))
 
 
+DEVICE_MESH = Global("torch.distributed.device_mesh", "DeviceMesh")
+
+
 def plain(value: Any) -> Any:
     """Inert records as values that can be compared."""
     if isinstance(value, Call):
-        parts = (value.args, value.state, value.items, value.entries)
+        state = value.state
+        if value.function == DEVICE_MESH and isinstance(state, dict):
+            state = {"_preserve_rank_order": False, **state}  # which torch writes since 2.15
+        parts = (value.args, state, value.items, value.entries)
         return (str(value.function), value.is_new, *map(plain, parts))
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
@@ -160,6 +166,19 @@ def test_records_are_those_of_torch(share: Any) -> None:
         theirs = pickled_by_torch({"w": DTensor(local, spec, requires_grad=False)})
     ours = RankRecords(mesh, rank).dtensor(entry, shard, placements)
     assert pickled_by_us({"w": ours}) == theirs
+
+
+def test_a_mesh_has_what_torch_2_15_compares() -> None:
+    """Its ``DeviceMesh`` has no default for it, and other versions take what they do not know."""
+    mesh = RankRecords(Mesh.of((2,)), 1)._mesh
+    assert mesh.state["_preserve_rank_order"] is False
+    recorded = vars(init_on_one_rank()).keys() - {"_pg_registry"}
+    assert recorded <= mesh.state.keys()
+
+
+def init_on_one_rank() -> Any:
+    with rank_of_a_job(1, 2):
+        return init_device_mesh("cpu", (2,))
 
 
 def test_negative_dims_count_from_the_end() -> None:
