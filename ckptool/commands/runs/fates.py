@@ -66,13 +66,14 @@ def _held_back(fate: StepFate, fates: Sequence[StepFate], run: Run, judge: Judge
 
     As the model of an optimizer, or the other way around, whatever they are called.
     """
-    if fate.fate != "remove":
-        return fate
     steps = {step.path: step for step in run.steps}
     mine = steps[fate.path]
     around = next((p for p in mine.path.parents if p in steps and p != run.path), None)
-    if around is not None:
-        return replace(fate, fate="leave", reason=f"lies in the step {around.name}", freed=0)
+    if around is not None and fate.fate in ("remove", "strip"):
+        reason = f"lies in {around.name}, which is a checkpoint itself"
+        return replace(fate, fate="leave", reason=reason, freed=0)
+    if fate.fate != "remove":
+        return fate
     for other in fates:
         theirs = steps[other.path]
         is_alike = theirs.position == mine.position and not is_export(theirs, run.path)

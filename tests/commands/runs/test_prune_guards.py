@@ -92,7 +92,11 @@ def test_the_steps_of_a_run_in_a_step_stay_all(tmp_path: Path) -> None:
     steps(run / "checkpoint-60" / "finetune", "step-3", "step-7")
     pruned(run, yes=True, quick=True)
     assert names_in(run) == ["checkpoint-100", "checkpoint-60"]
-    assert names_in(run / "checkpoint-60" / "finetune") == ["step-3", "step-7"]
+    inner = run / "checkpoint-60" / "finetune"
+    assert names_in(inner) == ["step-3", "step-7"]
+    before = hashes(inner)
+    pruned(run, yes=True, quick=True, keep_every=1, drop_optimizer_of_older=True)
+    assert hashes(inner) == before
 
 
 def test_a_file_of_another_step_deep_in_a_step(tmp_path: Path) -> None:
