@@ -520,8 +520,8 @@ def in_metadata_pkl(folder: Path, body: bytes) -> Path:
 
 
 def on_two_ranks(folder: Path, body: bytes) -> Path:
-    b.torch_file(folder / "ck" / "checkpoint_0.pt", b.beside(body))
-    b.torch_file(folder / "ck" / "checkpoint_1.pt", b.beside(body))
+    b.torch_file(folder / "ck" / "model_rank0.pt", b.beside(body))
+    b.torch_file(folder / "ck" / "model_rank1.pt", b.beside(body))
     return folder / "ck"
 
 

@@ -56,7 +56,7 @@ def rank_files(folder: Path, extra: Any) -> Path:
     folder.mkdir()
     for rank in range(2):
         state = {"model": {"weight": torch.ones(4)}, "step": 7, **extra(rank)}
-        torch.save(state, folder / f"checkpoint_{rank}.pt")
+        torch.save(state, folder / f"model_rank{rank}.pt")
     return folder
 
 
