@@ -227,16 +227,20 @@ def _find_enclosing(path: Location) -> Candidate | None:
         return None
     whole = detect_folder(folder)
     rows = [row for row in FORMATS.values() if row.has_set and row.has_set(folder, path.name)]
-    if rows and not (whole is not None and _is_of(whole, folder, path.name)):
+    known = _files_of(whole, folder) if rows and whole else None
+    if rows and (known is None or path.name not in known[0]):
         return Candidate(path, folder, rows[0], named=path.name)
     if whole is None or _is_part(path.name):
         return None if whole is None else Candidate(path.parent, folder, whole)
+    others = whole.other_saves(folder, path.name) if whole.other_saves else None
+    if others and isinstance(path, Path):
+        folder = LocalSource.folder(path.parent, without=others)
     alone = detect(file_at(path))
     # without a number it is no rank's and no shard's, such as optimizer.bin of accelerate
     is_whole = alone is not None and not re.search("[0-9]", path.name)
     is_readable = is_whole or (alone is not None and bool(alone.suffixes))
-    others = (row for row in FORMATS.values() if row is not whole and row.matches(folder))
-    for row in (whole, *(() if is_readable else others)):
+    rest = (row for row in FORMATS.values() if row is not whole and row.matches(folder))
+    for row in (whole, *(() if is_readable else rest)):
         found = _files_of(row, folder)
         if found is None:
             return None if is_readable else Candidate(path.parent, folder, row)
@@ -248,11 +252,6 @@ def _find_enclosing(path: Location) -> Candidate | None:
         stays = is_whole or (is_readable and not is_sound)
         return None if stays else Candidate(path.parent, folder, row, named=path.name)
     return None
-
-
-def _is_of(row: Format, folder: Files, name: str) -> bool:
-    found = _files_of(row, folder)
-    return found is not None and name in found[0]
 
 
 def _is_part(name: str) -> bool:

@@ -160,18 +160,15 @@ def _scan(candidate: Candidate, options: ScanOptions) -> Catalog:
         raise explain_damage(source, error) from None
     unread = run_bounded(path, lambda: unread_files(candidate, catalog, options.problems or ()))
     links = unlisted_notes(candidate.unlisted)
-    return replace(catalog, notes=(*_named_note(candidate), *catalog.notes, *unread, *links))
+    named = _named_notes(candidate.named, catalog)
+    return replace(catalog, notes=(*named, *catalog.notes, *unread, *links))
 
 
-def _named_note(candidate: Candidate) -> tuple[Problem, ...]:
-    """Say that more is read than the file that was named: all that it is a part of."""
-    named = candidate.named
-    if named is None:
-        return ()
-    message = f"{named} is one part of {candidate.path}, which is read as a whole"
-    if candidate.is_set:
-        message = f"{named} is one of several sets of files, and is read with the others of its own"
-    return (Problem(message, PART_NAMED, file=named),)
+def _named_notes(named: str | None, catalog: Catalog) -> Iterator[Problem]:
+    """Yield a note that more is read than the file that was named: all that it is a part of."""
+    if named is not None:
+        message = f"{named} is one of {len(catalog.files):,} files, which are read together"
+        yield Problem(message, PART_NAMED, file=named)
 
 
 class Survey(Struct, frozen=True):

@@ -168,6 +168,8 @@ class Format(Struct, frozen=True):
     - ``trim`` returns a tensor without what its writer left undefined, such as padding.
     - ``files`` say what files are by their names; those of all formats come second.
     - ``checks`` returns what only this format can tell to be wrong, of a catalog that was scanned.
+    - ``other_saves`` returns the files of all saves but that of one file, where several may lie in
+      one folder; None where they do not.
     - ``latest`` is how a run says which of its checkpoints is the latest.
     - ``suffixes`` are those of a file that is a checkpoint by itself. ``folder`` names the format
       of a folder of such files, where that is another.
@@ -201,6 +203,7 @@ class Format(Struct, frozen=True):
     trim: Callable[[TensorEntry], TensorEntry] | None = None
     files: tuple[FileRule, ...] = ()
     checks: Callable[[Source, Catalog], list[Problem]] | None = None
+    other_saves: Callable[[Source, str], frozenset[str]] | None = None
     latest: LatestMarker | None = None
     suffixes: tuple[str, ...] = ()
     folder: str | None = None

@@ -38,6 +38,7 @@ from ckptool.formats.rank_files.names import (
     has_fsdp_folder,
     keep_processes,
     missing_ranks,
+    other_saves,
     rank_files,
     require_one_save,
 )
@@ -344,6 +345,7 @@ FORMAT = Format(
     _scan,
     reshard=Deferred("ckptool.formats.rank_files.write:lay_out_rank_files"),
     files=(FileRule(r"metadata\.pkl", FileRole.METADATA),),
+    other_saves=lambda source, file: other_saves(_files(source), file),
     takes_world_size=True,
     has_rank_state=True,
 )

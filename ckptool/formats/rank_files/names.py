@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from msgspec import Struct
 
-from ckptool.errors import Damaged, Problem
+from ckptool.errors import Damaged, Problem, Several
 from ckptool.formats.rank_files.records import are_processes, recorded_ranks
 from ckptool.formats.rank_files.torch_checkpointing import METADATA
 from ckptool.serialization.source import Source, find_missing_ranks, require_rank
@@ -87,16 +87,23 @@ def rank_files(source: Source, *, by_number: bool = False) -> list[RankFile]:
     return [*ranked, *single] if ranked or has_fsdp_folder(source) else []
 
 
+def other_saves(files: Sequence[RankFile], file: str) -> frozenset[str]:
+    """Return the files whose names state another save than that of one of them."""
+    own = next((save_in(item.family) for item in files if item.file == file), "")
+    saves = {item.file: save_in(item.family) for item in files}
+    return frozenset(name for name, save in saves.items() if own and save not in ("", own))
+
+
 def _are_whole_saves(files: Sequence[RankFile]) -> bool:
     """Return whether names state several saves, of which one rank wrote each alone.
 
     As Composer's ``ep1-ba10-rank0.pt`` and ``ep2-ba20-rank0.pt`` (composer 0.32).
     """
-    saves = {save for item in files if (save := _save_in(item.family))}
+    saves = {save for item in files if (save := save_in(item.family))}
     return len(saves) > 1 and len({item.rank for item in files}) == 1
 
 
-def _save_in(family: str) -> str:
+def save_in(family: str) -> str:
     """Return the part of a name that says which save it is, such as ``ep1 ba10``."""
     return " ".join(match[0] for match in _SAVE_IN.finditer(family))
 
@@ -282,7 +289,7 @@ def _are_processes(source: Source, items: Sequence[RankFile]) -> bool:
 
 
 def require_one_save(root: str, files: list[RankFile], *, one_world: bool) -> None:
-    """Raise Damaged if names state several saves, or two files are of one rank.
+    """Raise Several if names state several saves, Damaged if two files are of one rank.
 
     With ``one_world`` they must not state several world sizes either, as after a relaunch.
     """
@@ -297,7 +304,7 @@ def require_one_save(root: str, files: list[RankFile], *, one_world: bool) -> No
             raise Damaged(message, "saves-mixed", file=item.file, hint=hint)
         if item.world and one_world:
             worlds.setdefault(item.world, []).append(item.file)
-        if save := _save_in(item.family):
+        if save := save_in(item.family):
             saves.setdefault(save, []).append(item.file)
     if len(worlds) > 1:
         most = max(worlds, key=lambda world: len(worlds[world]))
@@ -305,9 +312,8 @@ def require_one_save(root: str, files: list[RankFile], *, one_world: bool) -> No
         message = f"{root}: rank files of several world sizes: {_counted(worlds)}"
         raise Damaged(message, "saves-mixed", hint=hint)
     if len(saves) > 1:
-        hint = "move the files of each save into a folder of their own"
-        message = f"{root}: rank files of several saves: {_counted(saves)}"
-        raise Damaged(message, "saves-mixed", hint=hint)
+        hint = "name a file of one of them: all files of its save are read"
+        raise Several(f"{root}: rank files of several saves: {_counted(saves)}", hint=hint)
 
 
 def _counted(files: Mapping[int, list[str]] | Mapping[str, list[str]]) -> str:

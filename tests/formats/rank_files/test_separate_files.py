@@ -92,7 +92,7 @@ def test_every_command_reads_the_named_file_alone(copies: bool, tmp_path: Path, 
         assert code == 0, output
         assert "epoch=0" not in output
         assert "epoch=1" not in output
-        assert "read as a whole" not in output
+        assert "read together" not in output
     assert ran("diff", one, three, "--values")[0] == 1
 
 
@@ -177,7 +177,8 @@ def test_a_named_part_opens_the_whole_and_it_is_said(name: str) -> None:
     file = next(case(name).path.rglob(PARTS[name]))
     catalog = open_checkpoint(file).catalog
     assert catalog.tensors.keys() == open_checkpoint(file.parent).catalog.tensors.keys()
-    assert f"{file.name} is one part of {file.parent}, which is read as a whole" in catalog.notes
+    count = len(catalog.files)
+    assert f"{file.name} is one of {count} files, which are read together" in catalog.notes
 
 
 def test_every_command_says_that_it_reads_the_whole(out: Path) -> None:
@@ -193,7 +194,7 @@ def test_every_command_says_that_it_reads_the_whole(out: Path) -> None:
     ):
         code, output = ran(*line)
         assert code == 0, output
-        assert "checkpoint_1.pt is one part of" in output
+        assert "checkpoint_1.pt is one of 4 files" in output
     code, output = ran("verify", file, "--json")
     findings = json.loads(output)["findings"]
     assert [f["file"] for f in findings if f["code"] == "part-named"] == ["checkpoint_1.pt"]
@@ -217,3 +218,23 @@ def test_flat_ranks_that_are_there_are_not_said_to_be_missing() -> None:
     with pytest.raises(CkptoolError, match="flat parameter") as error:
         open_checkpoint(case("rank_fsdp1_local").path / "local_rank0.pt")
     assert "missing" not in str(error.value)
+
+
+def test_of_several_saves_the_one_of_the_named_file_is_read(
+    copy_of: Callable[[str], Path],
+) -> None:
+    """As Composer 0.32 names the files of ranks, if each saves its own."""
+    folder, whole = copy_of("rank_base"), open_checkpoint(case("rank_base").path).catalog
+    for file in sorted(folder.iterdir()):
+        rank = file.stem.rpartition("_")[2]
+        shutil.copy(file, folder / f"ep1-ba10-rank{rank}.pt")
+        file.rename(folder / f"ep2-ba20-rank{rank}.pt")
+    (folder / "ep1-ba10-rank2.pt").unlink()
+    catalog = open_checkpoint(folder / "ep2-ba20-rank1.pt").catalog
+    assert catalog.tensors.keys() == whole.tensors.keys()
+    assert set(catalog.files) == {f"ep2-ba20-rank{rank}.pt" for rank in range(4)}
+    assert any("one of 4 files" in note for note in catalog.notes)
+    with pytest.raises(CkptoolError, match="rank 2 of 4 is missing"):
+        open_checkpoint(folder / "ep1-ba10-rank1.pt")
+    with pytest.raises(CkptoolError, match="several saves"):
+        open_checkpoint(folder)

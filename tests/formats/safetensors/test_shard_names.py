@@ -46,7 +46,7 @@ def test_all_that_names_state_are_a_whole_model(
     assert not [finding for finding in report.findings if "is missing" in finding.message]
     opened = open_checkpoint(folder / NAME.format(numbers[0], count))
     assert len(opened.catalog.tensors) == count
-    assert any("read as a whole" in note for note in opened.catalog.notes) is (count > 1)
+    assert any("read together" in note for note in opened.catalog.notes) is (count > 1)
 
 
 @pytest.mark.parametrize(
