@@ -34,6 +34,7 @@ from ckptool.serialization.source import Source
 from ckptool.serialization.state_dict.tree import StateDictWalk, assign_names
 from ckptool.serialization.state_dict.values import (
     collect_globals,
+    refuse_unread,
     require_bounded,
     unread_tensor,
     walk_parts,
@@ -163,9 +164,9 @@ def _refuse_attributes(
     """Yield the attributes of a tensor that hold tensors: nothing of them is read."""
     values = read_attributes(item)
     for attribute in attributes:
-        why = unread_tensor(f"{name}.{attribute}", values[attribute])
-        if why is not None:
-            yield attribute, why
+        full = f"{name}.{attribute}"
+        if unread_tensor(full, values[attribute]) is not None:
+            yield attribute, refuse_unread(full, "holds tensors, but is an attribute of one")
 
 
 def _note(notes: dict[Path, str], name: str, path: Path) -> str | None:
