@@ -220,6 +220,7 @@ class Store:
             return self._list_named(key, "")
         if key.rpartition("/")[2] not in INDEXES:
             hint = f"give its metadata file, which needs no listing: {what}/{INDEXES[0]}"
+            hint = f"{error.hint}; or {hint}" if error.hint else hint
             raise Denied(f"{error}", hint) from None
         info = self._head(key)
         if info is None:
