@@ -18,6 +18,7 @@ from ckptool.api.index import Index, parse_index
 from ckptool.api.keywords import OpenKeywords
 from ckptool.api.read import cast_entry, read_numpy, read_torch
 from ckptool.commands.inspect import step_of
+from ckptool.commands.keymap.assets import require_unquantized
 from ckptool.commands.open import OpenedCheckpoint, no_collecting
 from ckptool.core.box import Box
 from ckptool.core.casts import as_type
@@ -264,6 +265,8 @@ class Checkpoint(Mapping[str, Any]):
         if name in self._quantized or not (entry.shape or state_category(entry) == "model"):
             return entry
         self._scales.require_none(entry)
+        if entry.source_dtype.itemsize == 1:
+            require_unquantized(self._opened, None, entry)
         return as_type(entry, dtype)
 
     def has(self, name: str) -> bool:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ckptool.commands.keymap.assets import quantization_config
+from ckptool.commands.keymap.assets import quantization_config, require_unquantized
 from ckptool.commands.keymap.peft import adapter_of
 from ckptool.commands.open import OpenedCheckpoint, require_readable
 from ckptool.commands.options.rewrite import MapOptions, RewriteOptions, Selection
@@ -101,7 +101,7 @@ def rewrite(
         catalog, report = open_mapped(opened, kept, options.map, whole=whole, **how)
     else:
         catalog, report = _apply_key_map(opened, kept, options.map, whole=whole)
-    catalog, cast_counts = _cast(catalog, casts)
+    catalog, cast_counts = _cast(opened, catalog, casts, options.map.assets)
     catalog = rewrite_texts(
         opened.catalog,
         catalog,
@@ -273,12 +273,18 @@ def _apply_key_map(
     return map_checkpoint(opened, catalog, options, whole=whole)
 
 
-def _cast(catalog: Catalog, casts: Casts) -> tuple[Catalog, dict[str, int]]:
+def _cast(
+    opened: OpenedCheckpoint, catalog: Catalog, casts: Casts, assets: Path | None
+) -> tuple[Catalog, dict[str, int]]:
     """Return the catalog with its casts and notes on them, and counts by stored type.
 
-    Raises Unsupported if a cast needs torch and torch is missing.
+    Raises Unsupported if a cast needs torch and torch is missing, or for floats of 8 bits of a
+    model that its config calls quantized.
     """
     result = cast(catalog, casts)
+    coarse = (entry for entry in result.changed if entry.source_dtype.itemsize == 1)
+    if (entry := next(coarse, None)) is not None:
+        require_unquantized(opened, assets, entry)
     for entry in result.changed:
         dtype = result.catalog.tensors[entry.name].dtype
         if needs_torch(entry.source_dtype, dtype):

@@ -35,7 +35,7 @@ from ckptool.commands.keymap.records import (
 )
 from ckptool.commands.open import OpenedCheckpoint
 from ckptool.commands.unread_files import require_listed, unlisted_problems
-from ckptool.core.catalog import Catalog
+from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.layout import FileLayout, Layout, Literal, Part, Verbatim
 from ckptool.errors import CkptoolError, Unsupported, UsageError
 from ckptool.formats.companions import OF_VERL, PIPELINE, models_of_pipeline
@@ -264,6 +264,23 @@ def quantization_config(opened: OpenedCheckpoint, assets: Path | None) -> Mappin
                 if isinstance(config, dict) and config:
                     return {"quant_method": method, **config} if method else config
     return {}
+
+
+def require_unquantized(opened: OpenedCheckpoint, assets: Path | None, entry: TensorEntry) -> None:
+    """Raise Unsupported if a config says that a model is quantized, of which a weight is cast."""
+    name = entry.name
+    configs = [n for n in opened.catalog.companions if n.endswith(f"/{CONFIG}")]
+    if PIPELINE not in opened.catalog.companions:
+        said = bool(quantization_config(opened, assets))
+    else:
+        contents = (read_object(opened, Verbatim(n, opened.catalog.companions[n])) for n in configs)
+        said = any(key in content for content in contents for key in _DECLARING)
+    if said:
+        raise Unsupported(
+            f"{name}: {entry.source_dtype}, and quantization_config says that the model is"
+            " quantized: a cast would leave out how",
+            hint="use --dequantize, or leave --dtype out to keep it as it is",
+        )
 
 
 def _readers(

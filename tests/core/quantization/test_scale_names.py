@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -113,3 +114,50 @@ def test_packed_integers_of_no_known_kind_are_refused(dtype: torch.dtype, out: P
     )
     with pytest.raises(Unsupported, match=r"q\.weight: u?int[0-9]+ without scales, which"):
         convert_to("safetensors", source, out / "m", dequantize=True)
+
+
+def folder_of(out: Path, config: dict[str, Any], **tensors: torch.Tensor) -> Path:
+    (out / "hf").mkdir()
+    saved(out, **tensors).rename(out / "hf" / "model.safetensors")
+    (out / "hf" / "config.json").write_text(json.dumps(config))
+    return out / "hf"
+
+
+@pytest.mark.parametrize("method", ["fp8", "mystery"])
+def test_a_config_that_says_quantized_stops_a_cast(method: str, out: Path) -> None:
+    """Whatever its scale is called, or where it is."""
+    said = {"quantization_config": {"quant_method": method}}
+    source = folder_of(out, said, fc__weight=FP8, fc__other=torch.ones(2, 2))
+    with pytest.raises(Unsupported, match=r"fc\.weight: .* quantization_config says"):
+        convert_to("hf", source, out / "m", casts=BF16)
+    with (
+        ckptool.open(source) as opened,
+        pytest.raises(Unsupported, match="quantization_config says"),
+    ):
+        opened.read("fc.weight", dtype="bf16")
+
+
+def test_a_config_that_says_nothing_of_it_stops_no_cast(out: Path) -> None:
+    source = folder_of(out, {"model_type": "mine", "dtype": "float8_e4m3fn"}, fc__weight=FP8)
+    convert_to("hf", source, out / "m", casts=BF16)
+    assert torch.equal(load_file(out / "m" / "model.safetensors")["fc.weight"], FP8.bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("weight", "scale", "words"),
+    [
+        (torch.ones(4, 2, dtype=torch.int32), torch.ones(4, 1), "int32 with"),
+        (torch.ones(4, 32, dtype=torch.uint8), torch.ones(4, 2, dtype=torch.uint8), "uint8 with"),
+        (torch.ones(4, 32, dtype=torch.int8), torch.ones(4, 1), "says quark, the tensors INT8"),
+    ],
+)
+def test_weights_of_quark_other_than_fp8_are_refused(
+    weight: torch.Tensor, scale: torch.Tensor, words: str, out: Path
+) -> None:
+    """AMD Quark 0.13: words in another order, MX formats, and integers with zero points."""
+    said = {"quantization_config": {"quant_method": "quark"}}
+    source = folder_of(out, said, fc__weight=weight, fc__weight_scale=scale)
+    with pytest.raises(Unsupported, match=words):
+        convert_to("hf", source, out / "m", dequantize=True)
+    convert_to("hf", source, out / "same")
+    assert json.loads((out / "same" / "config.json").read_text()) == said
