@@ -183,7 +183,7 @@ TRAINERS = (
         "OLMo-core fa6c501, train/checkpoint.py; stages as on the Hub",
         step=r"(?:stage(?P<stage>\d+)-(?:ingredient\d+-)?)?step(?P<step>\d+)(?:-tokens\d+[MBT])?",
         unfinished=r"(?:.*-)?step\d+-tmp",
-        signs=(r"model_and_optim/.*", r"train/rank\d+\.pt"),
+        signs=(r"train/rank\d+\.pt",),  # first; without it no trainer saved model_and_optim
         last=(r"\.metadata\.json",),
     ),
     Trainer(

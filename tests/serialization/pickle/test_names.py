@@ -15,8 +15,10 @@ import attack_build as b
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from typer.testing import CliRunner
 
 import ckptool
+from ckptool.cli.app import app
 from ckptool.commands.verify.codes import Severity
 from ckptool.errors import Hostile
 from ckptool.serialization.pickle.load import find_globals, read_pickle
@@ -198,3 +200,20 @@ NO_MEMBERS = {
 def test_any_other_getattr_is_hostile(body: bytes) -> None:
     with pytest.raises(Hostile, match=r"getattr|attribute|can run code"):
         read_pickle(body + b".", what="a")
+
+
+def test_a_run_of_such_steps_has_a_good_one(lib: types.ModuleType, tmp_path: Path) -> None:
+    """OLMo-core's trainer saves ``train/`` first and ``.metadata.json`` last; its functions not."""
+    info = put(lib, _Info)
+    for step in (10, 20):
+        folder = tmp_path / f"step{step}" / "model_and_optim"
+        dcp.save({"w": torch.ones(4)}, checkpoint_id=folder, no_dist=True)
+        metadata = pickle.loads((folder / ".metadata").read_bytes())
+        stored = metadata.storage_data.items()
+        metadata.storage_data = {k: info(v.relative_path, v.offset, v.length) for k, v in stored}
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    command = ["verify", str(tmp_path), "--latest-good"]
+    assert CliRunner().invoke(app, command).stdout.strip().endswith("step20")
+    (tmp_path / "step20" / "train").mkdir()
+    torch.save({"step": 20}, tmp_path / "step20" / "train" / "rank0.pt")
+    assert CliRunner().invoke(app, command).stdout.strip().endswith("step10")
