@@ -135,8 +135,9 @@ def _is_step(path: Location, run: Location, files: Sequence[Location]) -> bool:
     name = parse_name(path.name, is_folder=False)
     if re.search(_SHARD, path.name) or (not position and name.bare is None):
         return False
-    beside = [parse_name(other.name, is_folder=False) for other in files if _beside(other, path)]
-    alike = [other for other in beside if other.family == name.family]
+    near = files if name.has_rank else [other for other in files if _beside(other, path)]
+    alike = [parse_name(other.name, is_folder=False) for other in near]
+    alike = [other for other in alike if other.family == name.family]
     if name.tells:
         return not name.has_rank or len({other.position for other in alike}) > 1
     numbers = {other.position.number if other.position else other.bare for other in alike}

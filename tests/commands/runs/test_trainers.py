@@ -114,6 +114,8 @@ def test_a_local_checkpoint_needs_each_rank_in_some_holder(tmp_path: Path) -> No
     write(tmp_path / "session" / "1", {"iter_0000400_1_local.dirty.pt": saved(BOTH)})
     assert latest(tmp_path) == "session/0/iter_0000200_0_local.pt"
     assert prune(tmp_path) == {f"session/{r}/iter_0000100_{r}_local.pt" for r in (0, 1)}
+    assert latest(tmp_path) == "session/0/iter_0000200_0_local.pt"
+    assert prune(tmp_path) == set()
     local_files(tmp_path, 300, (1,), holder=0)
     assert latest(tmp_path) == "session/0/iter_0000300_0_local.pt"
 
