@@ -34,7 +34,8 @@ def show_prune(report: PruneReport) -> None:
 
 
 def _row(step: StepFate, report: PruneReport) -> list[Cell]:
-    name = str(step.path).removeprefix(f"{report.path}/")
+    entries = (str(path).removeprefix(f"{report.path}/") for path in (step.path, *step.beside))
+    name = " + ".join(entries)
     word = _DONE[step.fate] if report.removed else step.fate
     return [
         "" if step.number is None else str(step.number),

@@ -88,10 +88,8 @@ def unfinished(step: Step, run: Run) -> str | None:
 
 def _names_beside(step: Step, entry: Location, run: Run) -> set[str]:
     """Return the files in an entry's folder, and in that which all parts of the step share."""
-    head = run.relative(entry).rpartition("/")[0]
-    home = "/".join(step.home.parts)
-    names = (file.rpartition("/") for file in run.source.files)
-    return {name for folder, _, name in names if folder in (head, home)}
+    folders = run.relative(entry).rpartition("/")[0], "/".join(step.home.parts)
+    return {name for folder in folders for name in run.names_in.get(folder, ())}
 
 
 class Completeness:

@@ -73,6 +73,15 @@ class Run(Struct, frozen=True, dict=True):
     def _folders(self) -> Mapping[str, Files]:
         return self.source.subfolders()
 
+    @cached_property
+    def names_in(self) -> Mapping[str, frozenset[str]]:
+        """Return the names of the files directly in each folder, relative to the run."""
+        names: dict[str, set[str]] = {}
+        for file in self.source.files:
+            folder, _, name = file.rpartition("/")
+            names.setdefault(folder, set()).add(name)
+        return {folder: frozenset(found) for folder, found in names.items()}
+
     def files_in(self, entry: Location) -> Mapping[str, int]:
         """Return the files of an entry, relative to it, and their sizes; of a file, as ``""``."""
         name = self.relative(entry)
