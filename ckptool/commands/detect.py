@@ -57,11 +57,6 @@ class Candidate(Struct, frozen=True):
     named: str | None = None
 
     @property
-    def is_set(self) -> bool:
-        """Return whether this is one of several sets of shards in a folder."""
-        return self.named is not None and self.path.name == self.named
-
-    @property
     def unlisted(self) -> dict[str, Problem]:
         return {**self.source.unlisted, **self.unlisted_beside}
 
@@ -230,8 +225,11 @@ def _find_enclosing(path: Location) -> Candidate | None:
     known = _files_of(whole, folder) if rows and whole else None
     if rows and (known is None or path.name not in known[0]):
         return Candidate(path, folder, rows[0], named=path.name)
-    if whole is None or _is_part(path.name):
-        return None if whole is None else Candidate(path.parent, folder, whole)
+    if whole is None:
+        return None
+    if _is_part(path.name):
+        named = path.name if _role_of(path.name) is FileRole.ITEMS else None
+        return Candidate(path.parent, folder, whole, named=named)
     others = whole.other_saves(folder, path.name) if whole.other_saves else None
     if others and isinstance(path, Path):
         folder = LocalSource.folder(path.parent, without=others)
@@ -256,8 +254,12 @@ def _find_enclosing(path: Location) -> Candidate | None:
 
 def _is_part(name: str) -> bool:
     """Return whether a file name says that the file is only a part of a checkpoint."""
+    return _role_of(name) in (FileRole.METADATA, FileRole.ITEMS, FileRole.INDEX)
+
+
+def _role_of(name: str) -> FileRole | None:
     rule = file_rule(None, name)
-    return rule is not None and rule.role in (FileRole.METADATA, FileRole.ITEMS, FileRole.INDEX)
+    return None if rule is None else rule.role
 
 
 def _files_of(row: Format, source: Files) -> tuple[frozenset[str], bool] | None:

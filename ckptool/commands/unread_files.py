@@ -40,7 +40,7 @@ def unread_files(
     known = {*catalog.files, *catalog.companions, *catalog.copies, *(p.file for p in problems)}
     unread = [name for name, size in sizes.items() if size and name not in known and is_data(name)]
     unread += [name for name in candidate.beside if is_data(name)]
-    if not unread or candidate.is_set:
+    if not unread or candidate.path.name == candidate.named:
         return []
     unfinished = [problem for name in unread if (problem := unfinished_file(name))]
     unread = [name for name in unread if unfinished_file(name) is None]

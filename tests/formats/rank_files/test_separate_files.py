@@ -162,6 +162,8 @@ def test_numbers_are_ranks_if_that_is_known(tmp_path: Path) -> None:
 PARTS = {
     "rank_base": "checkpoint_1.pt",
     "rank_fsdp1": "optim_rank1.pt",
+    "dcp_fsdp2": "__1_0.distcp",
+    "bin_shards": "pytorch_model-00001-of-*.bin",
     "rank_verl": "model_world_size_2_rank_0.pt",
     "hf_shards": "model-00001-of-00004.safetensors",
     "hf_sharded": "shard-00001-model-00001-of-00001.safetensors",
