@@ -12,7 +12,14 @@ from typing import TypeVar
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from ckptool.commands.place import require_there
+from ckptool.commands.place import (
+    ARCHIVE,
+    archive_in,
+    file_at,
+    folder_at,
+    require_there,
+    run_bounded,
+)
 from ckptool.commands.unread_files import require_listed, unlisted_problems
 from ckptool.core.text import list_some, one_of, plural
 from ckptool.errors import (
@@ -30,15 +37,14 @@ from ckptool.formats.companions import latest_folder
 from ckptool.serialization.file_kinds import FileKind, detect_kind, read_head, require_packed
 from ckptool.storage.commit_note import UNFINISHED
 from ckptool.storage.local import Files, LocalSource
-from ckptool.storage.tar import TarFiles, is_tar
+from ckptool.storage.tar import TarFiles
 from ckptool.storage.url import Location, within
 
 _LEVELS = 4
 _T = TypeVar("_T")
 _MOST_SHOWN = 12
-_ARCHIVE = ".nemo"
 _WEIGHTS = ("model_weights.ckpt", "model_weights")
-"""NeMo 1.7 to 2.6 packs a folder as a tar: one file, or torch_dist for Megatron-core's models."""
+"""What NeMo 1.7 to 2.6 packs as a tar: one file, or torch_dist for Megatron-core's models."""
 
 
 class Candidate(Struct, frozen=True):
@@ -118,34 +124,6 @@ def require_finished(source: Files) -> None:
         raise Damaged(problem, hint=hint)
 
 
-def folder_at(path: Location) -> Files:
-    """Return the files below a folder."""
-    if isinstance(path, Path):
-        return LocalSource.folder(path)
-    from ckptool.storage.remote import RemoteSource
-
-    return RemoteSource.folder(path)
-
-
-def file_at(path: Location) -> Files:
-    """Return a single file with the files that belong to it."""
-    if isinstance(path, Path):
-        return LocalSource.file(path)
-    from ckptool.storage.remote import RemoteSource
-
-    return RemoteSource.file(path)
-
-
-def run_bounded(path: Location, work: Callable[[], _T]) -> _T:
-    """Run ``work``; Damaged if unexpected metadata exhausts the stack or memory."""
-    try:
-        return work()
-    except RecursionError:
-        raise Damaged(f"{path}: metadata is nested too deeply") from None
-    except MemoryError:
-        raise Damaged(f"{path}: not enough memory to read the metadata") from None
-
-
 def _detect(path: Location, format_name: str | None) -> Candidate:
     if format_name is not None:
         require_known(format_name)
@@ -193,15 +171,6 @@ def _detect_from_file(path: Location) -> Candidate:
         f"{path}: unknown checkpoint format (begins with {head[:8].hex(' ')})",
         hint="run `ckptool formats` to list known formats; use --from FORMAT to force one",
     )
-
-
-def archive_in(source: Files, path: Location) -> TarFiles | None:
-    """Return the contents of a ``.nemo`` file, read in place; None for any other file.
-
-    Raises Damaged if its members cannot be read in place.
-    """
-    is_archive = path.name.endswith(_ARCHIVE) and path.name in source.files
-    return TarFiles.of(source, path.name) if is_archive and is_tar(source, path.name) else None
 
 
 def _detect_in_archive(path: Location, archive: TarFiles) -> Candidate | None:
@@ -373,7 +342,7 @@ def _candidates(
 
 def _single_file(path: Location, source: Files, name: str) -> Candidate | None:
     is_side = name.endswith(EXTRA) and name.removesuffix(EXTRA) + ".safetensors" in source.files
-    if is_side or not name.endswith((_ARCHIVE, *single_file_suffixes())):
+    if is_side or not name.endswith((ARCHIVE, *single_file_suffixes())):
         return None
     alone = source.alone(name)
     archive = archive_in(alone, path / name)

@@ -15,10 +15,10 @@ from ckptool.commands.detect import (
     Candidate,
     detect_checkpoint,
     require_finished,
-    run_bounded,
     unfinished_problem,
 )
 from ckptool.commands.options.read import AS_DETECTED, ReadOptions
+from ckptool.commands.place import run_bounded
 from ckptool.commands.unread_files import (
     explain_damage,
     require_listed,

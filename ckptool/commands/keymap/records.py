@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ckptool.commands.detect import archive_in, file_at
+from ckptool.commands.place import archive_in, file_at
 from ckptool.core.catalog import Catalog
 from ckptool.core.state_category import state_category
 from ckptool.errors import CkptoolError, Damaged, Denied, NotFound

@@ -10,10 +10,11 @@ from typing import ClassVar
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ckptool.commands.detect import folder_at, require_known
+from ckptool.commands.detect import require_known
 from ckptool.commands.document import Report
 from ckptool.commands.options.prune import PruneOptions
 from ckptool.commands.options.verify import VerifyOptions
+from ckptool.commands.place import folder_at
 from ckptool.commands.runs.fates import Fate, Notify, StepFate, decide, unclear_reason
 from ckptool.commands.runs.order import open_run
 from ckptool.commands.runs.pointers import find_pointers, recorded_pointers

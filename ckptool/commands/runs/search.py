@@ -8,8 +8,9 @@ from pathlib import Path, PurePath
 
 from msgspec.structs import replace
 
-from ckptool.commands.detect import detect_folder, find_checkpoints, folder_at, natural_key
+from ckptool.commands.detect import detect_folder, find_checkpoints, natural_key
 from ckptool.commands.open import survey
+from ckptool.commands.place import folder_at
 from ckptool.commands.runs.names import (
     Position,
     holds_model,

@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 
 from msgspec.structs import replace
 
-from ckptool.commands.detect import file_at, folder_at, run_bounded
+from ckptool.commands.place import file_at, folder_at, run_bounded
 from ckptool.core.layout import FileLayout, Layout, Verbatim
 from ckptool.core.text import list_some
 from ckptool.engine.write.existing import kept_entries
