@@ -138,6 +138,16 @@ def test_formats_without_a_place_for_it_say_so(tmp_path: Path) -> None:
             ckptool.convert(source, tmp_path / f"x-{target}", to=to, metadata={"a": "b"})
 
 
+def test_a_salvage_keeps_it_or_says_so(tmp_path: Path) -> None:
+    source = saved(tmp_path / "m.safetensors", LORA)
+    report = ckptool.salvage(source, tmp_path / "o.safetensors")
+    assert texts(tmp_path / "o.safetensors") == {"format": "pt", **LORA}
+    assert report.complete
+    report = ckptool.salvage(source, tmp_path / "o.pt")
+    assert [note for note in report.notes if "not carried: metadata of m.safetensors" in note]
+    assert not report.complete
+
+
 def test_differences_are_named(tmp_path: Path) -> None:
     one = saved(tmp_path / "m.safetensors", LORA | {"a": "1"})
     other = saved(tmp_path / "o.safetensors", LORA | {"a": "2", "b": "3"})

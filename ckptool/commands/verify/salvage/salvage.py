@@ -29,6 +29,7 @@ from ckptool.engine.write.stage import RESUME_HINT
 from ckptool.errors import Committed, NotFound, TransferError, Unsupported
 from ckptool.formats import FORMATS, single_file_suffixes
 from ckptool.formats.base import Request
+from ckptool.serialization.safetensors_metadata import note_lost
 from ckptool.storage.disk import require_marked, write_whole
 from ckptool.storage.url import Location
 
@@ -190,7 +191,11 @@ def plan_salvage(path: Location, target: Location, options: SalvageOptions) -> S
         lost=intact.lost,
         problems=tuple(str(p) for p in recovery.problems if p.tensor not in intact.lost),
         unknown=recovery.unknown,
-        notes=(*layout.notes, *target_notes(opened, target, layout, options.transfer)),
+        notes=(
+            *layout.notes,
+            *([] if writer.has_metadata else note_lost(catalog)),
+            *target_notes(opened, target, layout, options.transfer),
+        ),
         listing=str(place),
     )
     plan = Plan(catalog, layout)
