@@ -101,7 +101,7 @@ def verify_run(run: Location, options: VerifyOptions, *, every: bool) -> RunRepo
     require_codes(options.ignore)
     require_known(options.read.from_format)
     opened = open_run(run, options.read)
-    judge = Judge(opened, options)
+    judge = Judge(opened, options, thorough=every)
     reports, chosen = [], ""
     for step in reversed(opened.steps):
         report = judge.judge(step).report

@@ -21,6 +21,11 @@ SAYS_POINTER = re.compile(
     r"(?i)(?:.*[^a-z])?(?:latest|last|newest|current|best|resumed?|checkpoints?|ckpts?|keep|pinned)"
     r"(?:[^a-z].*)?"
 )
+_MUST_NAME = re.compile(
+    r"(?i)(?:.*[^a-z])?(?:latest|last|newest|best|resumed?)(?:[^a-z].*?)?"
+    r"(?<!\.lock)(?<!\.done)(?<!\.log)(?<!\.success)(?<!\.pid)"
+)
+"""Names of files that are nothing if they name no step; an empty marker need not."""
 _COUNTS = re.compile(r"(?i).*(?:step|iter|epoch|latest|last|best|checkpoint|ckpt|resume|keep).*")
 _COUNTED = re.compile(r"""(?m)^\s*(?:["']?([\w. -]+?)["']?\s*[:=]\s*)?["']?(\d{1,19})["']?,?\s*$""")
 _PATH = re.compile(r"""(?m)^\s*["']?(?:\S*[/\\])?([^\s/\\"']+?)[/\\]*["']?\s*$""")
@@ -79,21 +84,19 @@ class StepNames:
         text = decode(data)
         if text is None:
             return
-        found = list(self.in_text(text, folder, is_json=name.endswith(".json")))
-        is_pointer = POINTERS.fullmatch(name) or SAYS_POINTER.fullmatch(name)
-        if not found and is_pointer and self._is_cut(text.strip()):
+        found = list(self.in_text(text, folder))
+        if (POINTERS.fullmatch(name) or _MUST_NAME.fullmatch(name)) and (
+            _is_broken_json(name, text) or (not found and self._is_cut(text.strip()))
+        ):
             raise unreadable(self._run.path / file, f"it ends early, with {text.strip()[-40:]!r}")
         yield from found
 
-    def in_text(self, text: str, folder: str, *, is_json: bool = False) -> Iterator[Step]:
+    def in_text(self, text: str, folder: str) -> Iterator[Step]:
         """Yield the steps that a text of a file in a folder of the run names or counts."""
         try:
             value: Any = json.loads(text)
         except (ValueError, RecursionError):
-            if is_json and text.strip():
-                raise unreadable(
-                    f"{self._run.path / folder}", "a JSON file in it is cut off"
-                ) from None
+            pass
         else:
             if not isinstance(value, int):
                 text += "\n" + "\n".join(_strings(value))
@@ -136,6 +139,13 @@ class StepNames:
         """Return whether a text is empty, or the beginning of a step's name."""
         last = re.split(r"[/\\\s\"']", text)[-1]
         return not text or any(name.startswith(last) for name in self._steps if last)
+
+
+def _is_broken_json(name: str, text: str) -> bool:
+    try:
+        return name.endswith(".json") and json.loads(text) is None
+    except (ValueError, RecursionError):
+        return True
 
 
 def _normal(path: str) -> str:

@@ -122,6 +122,23 @@ def test_a_pointer_right_above_the_run(tmp_path: Path) -> None:
     assert named(run) == {"step-1", "step-2"}
 
 
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("20240501.log.json", '{"epoch": 1}\n{"epoch": 2}\n'),
+        ("checkpoint.lock", ""),
+        ("last_save.done", ""),
+        ("notes.json", "{"),
+        ("best_metric.txt", "0.93"),
+    ],
+)
+def test_other_small_files_stop_nothing(file: str, text: str, tmp_path: Path) -> None:
+    run = steps(tmp_path / "run", "step-7", "step-8")
+    (run / file).write_text(text)
+    pruned(run, yes=True, quick=True)
+    assert names_in(run) == sorted([file, "step-8"])
+
+
 def test_every_link_of_a_chain_stays(tmp_path: Path) -> None:
     run = steps(tmp_path / "run", *(f"step-{i}" for i in range(1, 7)))
     for step in (3, 4):

@@ -316,6 +316,15 @@ def test_half_saved_steps_are_left_with_the_reason(tmp_path: Path) -> None:
     assert "random_states_1 is missing" in ran.stderr
 
 
+def test_all_verifies_half_saved_steps_too(tmp_path: Path) -> None:
+    run = run_of(tmp_path, TRAINERS["transformers"])
+    write_step(run, TRAINERS["transformers"], 4, 5)
+    report = ckptool.verify_run(run, every=True)
+    assert [(step.number, step.ok, len(step.reports)) for step in report.steps] == [
+        (4, False, 1), (3, True, 1), (2, True, 1), (1, True, 1)
+    ]  # fmt: skip
+
+
 def test_a_run_of_fewer_ranks_is_whole(tmp_path: Path) -> None:
     """The names of the other files say how many ranks wrote the step."""
     run = tmp_path / "run"

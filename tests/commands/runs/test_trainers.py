@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import case
 from prune_runs import fates, names_in, pruned
 from trainer_runs import (
     OPTIMIZER,
@@ -171,6 +172,16 @@ def test_a_last_step_of_the_model_alone_is_not_gone_on_from(tmp_path: Path) -> N
     of_dcp("model")(run / "step-4")
     assert latest(run) == "step-3"
     assert prune(run) == {"step-1", "step-2"}
+
+
+@pytest.mark.parametrize("name", ["torch_checkpointing", "torch_checkpointing_safetensors"])
+def test_steps_of_torch_checkpointing(name: str, tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        shutil.copytree(case(name).path, tmp_path / f"step-{step}")
+    shutil.copytree(case(name).path, tmp_path / "tmp_step-4")
+    next((tmp_path / "step-3").glob("*.*")).unlink()
+    assert latest(tmp_path) == "step-2"
+    assert prune(tmp_path) == {"step-1"}
 
 
 def test_what_megatron_bridge_counts_in_a_file_of_torch(tmp_path: Path) -> None:
