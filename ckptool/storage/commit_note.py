@@ -79,7 +79,7 @@ class NoteFile:
         """
         try:
             data = read_note(self.path, owner=owner)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         if not data:
             return None

@@ -144,6 +144,14 @@ def in_the_way(path: Path) -> Unsupported:
     )
 
 
+def nearest_folder(folder: Path) -> Path:
+    """Return a folder, or the nearest around it that exists; Unsupported for a file in the way."""
+    nearest = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
+    if not nearest.is_dir():
+        raise Unsupported(f"{nearest}: not a folder to write into")
+    return nearest
+
+
 def sync_folder(folder: Path) -> None:
     """Wait until the disk has the names in a folder."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

@@ -19,10 +19,11 @@ from ckptool.core.catalog import Catalog
 from ckptool.core.layout import FileLayout, Layout
 from ckptool.core.plan import Plan
 from ckptool.engine.share import Share
-from ckptool.errors import Problem
+from ckptool.errors import Problem, Unsupported
 from ckptool.formats import FORMATS
 from ckptool.serialization.safetensors_metadata import note_lost
 from ckptool.serialization.state_dict.values import NOT_CARRIED
+from ckptool.storage.disk import nearest_folder
 from ckptool.storage.url import Location
 
 if TYPE_CHECKING:
@@ -151,8 +152,8 @@ def free_bytes(folder: Location) -> int | None:
     if not isinstance(folder, Path):
         return None
     try:
-        return shutil.disk_usage(folder).free
-    except OSError:
+        return shutil.disk_usage(nearest_folder(folder)).free
+    except (OSError, Unsupported):
         return 0
 
 

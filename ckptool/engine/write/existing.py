@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING
 
 from ckptool.core.text import list_some, plural
 from ckptool.errors import Committed, TransferError, Unsupported
-from ckptool.storage.disk import folder_identity, is_real_folder, open_folder, rename_new
+from ckptool.storage.disk import (
+    folder_identity,
+    is_real_folder,
+    nearest_folder,
+    open_folder,
+    rename_new,
+)
 from ckptool.storage.local import LocalSource
 
 if TYPE_CHECKING:
@@ -106,9 +112,7 @@ def require_space(folder: Path, needed: int, staged: Path, sizes: Mapping[str, i
 
     Files with these ``sizes`` that are already ``staged`` need none.
     """
-    if not folder.is_dir():
-        raise Unsupported(f"{folder}: no such folder to write into", hint=f"mkdir -p {folder}")
-    free = shutil.disk_usage(folder).free
+    free = shutil.disk_usage(nearest_folder(folder)).free
     free += sum(512 * status.st_blocks for status in _written_files(staged, sizes).values())
     if needed > free:
         raise Unsupported(f"{folder}: {needed:,} bytes are needed, {free:,} are free")
@@ -119,7 +123,7 @@ def require_short_names(folder: Path, names: Iterable[str], hint: str) -> None:
 
     Not every file system knows its limit: some report 0, or none.
     """
-    most = os.pathconf(folder, "PC_NAME_MAX") if folder.is_dir() else 0
+    most = os.pathconf(nearest_folder(folder), "PC_NAME_MAX")
     if most <= 0:
         return
     for name in {part for path in names for part in path.split("/")}:

@@ -60,6 +60,7 @@ class PartStage(Stage):
         size, state = self._share.size, options.source_state
         try:
             self._is_new = not path.exists()
+            self.target.parent.mkdir(parents=True, exist_ok=True)
             if not options.verify:
                 require_untouched([path], state)
             self.journal = Journal.resume(path, *begun, (), self._sizes, size, state)

@@ -139,6 +139,7 @@ class Stage(Joining):
             self._require_no_link()
             return
         try:
+            self.target.parent.mkdir(parents=True, exist_ok=True)
             self._first = Journal.lock(path)
             self._remove_earlier()
             self._is_new = True

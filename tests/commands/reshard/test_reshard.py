@@ -28,7 +28,9 @@ from conftest import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from ckptool.cli.app import app
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.target import ReshardOptions, TransferOptions
@@ -398,9 +400,12 @@ def test_a_dry_run_says_what_is_in_the_way(
 ) -> None:
     planned = prepared(source, out / "no" / "r", "2")
     monkeypatch.setattr(transfer_module, "plan_digest", lambda *plan: pytest.fail("hashed"))
-    assert planned.obstacle() == f"{out}/no: no such folder to write into; mkdir -p {out}/no"
-    (out / "no").mkdir()
+    (out / "no").write_text("")
+    assert planned.obstacle() == f"{out}/no: not a folder to write into"
+    (out / "no").unlink()
     assert planned.obstacle() is None
+    assert list(out.iterdir()) == []
+    (out / "no").mkdir()
     (out / "no" / "r").mkdir()
     assert "r already exists; --overwrite" in (planned.obstacle() or "")
 
@@ -717,3 +722,16 @@ def test_a_source_that_is_not_there(out: Path) -> None:
 
 def test_the_module_is_what_the_command_calls() -> None:
     assert reshard_module.prepare_reshard is prepare_reshard
+
+
+@pytest.mark.parametrize("part", [None, "1/1"])
+def test_missing_folders_around_a_target_are_made(
+    source: Path, out: Path, part: str | None
+) -> None:
+    target = out / "a" / "b" / "r"
+    arguments = ["reshard", str(source), str(target), "--mesh", "2", "-q"]
+    result = CliRunner().invoke(app, [*arguments, *(["--part", part] if part else [])])
+    assert result.exit_code == 0, result.output
+    assert [path.name for path in (out / "a").iterdir()] == ["b"]
+    if part is None:
+        assert [path.name for path in (out / "a" / "b").iterdir()] == ["r"]

@@ -278,8 +278,9 @@ def test_overwrite_of_a_link_replaces_the_link(out: Path) -> None:
     assert read_back("torch-save", out / "m.pt") == case("dcp_base").truth
 
 
-def test_no_folder_to_write_into(out: Path) -> None:
-    with pytest.raises(Unsupported, match="no such folder"):
+def test_a_file_in_place_of_the_folder_to_write_into(out: Path) -> None:
+    (out / "none").write_text("")
+    with pytest.raises(Unsupported, match="none: not a folder to write into"):
         convert_to("dcp", case("dcp_base").path, out / "none" / "m")
 
 
