@@ -10,7 +10,6 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
-from posixpath import normpath
 
 from msgspec import Struct, field
 
@@ -44,8 +43,15 @@ def read_index(source: Source, index: str) -> tuple[dict[str, str], object]:
     if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
         message = f"{index}: weight_map does not map names to files"
         raise Damaged(message, "index-unreadable", file=index)
-    paths = {file: normpath(file) for file in set(weight_map.values())}  # transformers takes ./FILE
+    paths = {file: _without_dots(file) for file in set(weight_map.values())}
     return {name: paths[file] for name, file in weight_map.items()}, metadata
+
+
+def _without_dots(file: str) -> str:
+    """Return a path without the steps that lead nowhere: transformers 5 opens ``./FILE``, too."""
+    first, *others = file.split("/")
+    kept = [step for step in others if step not in ("", ".")]
+    return "/".join(kept if first == "." else [first, *kept])
 
 
 def read_shards(

@@ -99,7 +99,7 @@ def values_of(place: Path) -> dict[str, int]:
     return {name: int(opened.read(name)[0]) for name in sorted(opened.tensors)}
 
 
-@pytest.mark.parametrize("head", ["./", "././", "x/../"])
+@pytest.mark.parametrize("head", ["./", "././", ".//"])
 def test_an_index_may_write_paths_as_a_shell_takes_them(head: str, tmp_path: Path) -> None:
     files = shards(tmp_path)
     index = {"weight_map": {f"w{n + 1}": f"{head}{file.name}" for n, file in enumerate(files)}}
