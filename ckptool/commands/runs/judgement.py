@@ -12,6 +12,7 @@ from msgspec import Struct, field
 from ckptool.commands.detect import require_known
 from ckptool.commands.document import Report
 from ckptool.commands.open import Survey, survey
+from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.runs.contents import Completeness, unfinished
 from ckptool.commands.runs.optimizer_files import has_optimizer
@@ -179,7 +180,7 @@ class Judge:
                 where = "" if part == step.path else f"{within(part, self._run.path)}: "
                 where = f"{within(part, step.path)}: " if part in step and where else where
                 try:
-                    examined = self._check(part, self._options)
+                    examined = self._check(part, self._options_for(part, step))
                     report = examined.report()
                 except NoAnswer:
                     raise
@@ -201,6 +202,19 @@ class Judge:
             step.path, step.number, tuple(reports), tuple(reasons), step.beside, export
         )
         return Judgement(told, tuple(surveys))
+
+    def _options_for(self, part: Location, step: Step) -> VerifyOptions:
+        """Return how to verify a part: one of several ranks' files by itself, as it was saved.
+
+        The others in its folder may be of other steps, and are not to be read with it: what it has
+        of a tensor is only its own shard.
+        """
+        read = self._options.read
+        if part not in step.entries or not step.name.has_rank or read.from_format is not None:
+            return self._options
+        alone = ReadOptions(**vars(read) | {"from_format": "torch-save"})
+        ignore = (*self._options.ignore, "chunk-gap")
+        return VerifyOptions(**vars(self._options) | {"read": alone, "ignore": ignore})
 
     def contents_of(self, step: Step) -> Contents:
         """Return what a step has, from its metadata. Raises NoAnswer."""

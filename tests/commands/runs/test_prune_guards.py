@@ -143,8 +143,7 @@ def test_what_belongs_together_stays_together(pair: str, fault: str, tmp_path: P
     pruned(run, yes=True)
     left = {str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()}
     assert {name.format(2) for name in PAIRS[pair]} <= left
-    if pair != "ranks":  # damage to one of them may be damage to all that are read with it
-        assert not {name.format(1) for name in PAIRS[pair]} & left
+    assert not {name.format(1) for name in PAIRS[pair]} & left
 
 
 def test_parts_of_any_name_stay_together(tmp_path: Path) -> None:

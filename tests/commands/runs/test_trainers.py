@@ -121,6 +121,23 @@ def test_a_local_checkpoint_needs_each_rank_in_some_holder(tmp_path: Path) -> No
     assert latest(tmp_path) == "session/0/iter_0000300_0_local.pt"
 
 
+@pytest.mark.parametrize("is_sharded", [True, False])
+def test_the_ranks_of_several_steps_in_one_folder(is_sharded: bool, tmp_path: Path) -> None:
+    """Composer, each of whose ranks saves a file."""
+    shards = sorted(case("rank_base").path.iterdir())
+    for step in (1, 2, 3, 4):
+        for rank in range(4 if step < 4 else 3):
+            file = tmp_path / f"ep{step}-ba{9 * step}-rank{rank}.pt"
+            if is_sharded:
+                shutil.copy(shards[rank], file)
+            else:
+                torch.save({"state": {"model": {"w": WEIGHT + rank}}}, file)
+            age(file, step)
+    (tmp_path / "latest-rank0.pt").symlink_to("ep3-ba27-rank0.pt")
+    assert latest(tmp_path) == "ep3-ba27-rank0.pt"
+    assert prune(tmp_path) == {f"ep{s}-ba{9 * s}-rank{r}.pt" for s in (1, 2) for r in range(4)}
+
+
 def test_a_marker_beside_all_parts_of_a_step_of_nemo(tmp_path: Path) -> None:
     for epoch in (1, 2, 3):
         for rank in ("mp_rank_00", "mp_rank_01"):
