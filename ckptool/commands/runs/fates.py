@@ -155,7 +155,7 @@ class _Decision:
 
         The last one with an optimizer keeps it: training could resume from no other.
         """
-        pointed = not step.position or step.path in self._pointers
+        pointed = not step.position or step.path in self._pointers or self._written_last is step
         if pointed or not self._options.drop_optimizer_of_older:
             return kept
         if is_last:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import case
-from prune_runs import fates, names_in, pruned
+from prune_runs import fates, hashes, names_in, pruned
 from trainer_runs import (
     OPTIMIZER,
     TRAINERS,
@@ -290,3 +290,6 @@ def test_a_run_that_was_started_again_keeps_what_it_wrote_last(tmp_path: Path) -
     assert {s.path.name: s.reason for s in report.steps}["checkpoint-50"] == (
         "was written after checkpoint-300"
     )
+    before = hashes(run)
+    pruned(run, 1, yes=True, quick=True, keep_every=50, drop_optimizer_of_older=True)
+    assert hashes(run) == before
