@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Set
+from contextlib import suppress
 from functools import lru_cache
+from pathlib import Path
 
 from ckptool.commands.runs.names import parse_name
 from ckptool.commands.runs.steps import Run, Step, says_another
 from ckptool.commands.runs.trainers import unfinished_mark, unwritten_last
+from ckptool.errors import NotFound
 from ckptool.storage.url import Location, within
 
 _ROLES = {
@@ -70,6 +73,25 @@ def _key(file: str, number: int | None) -> str | None:
 def role_of(key: str) -> str | None:
     """Return what a file is for, by its name; None if that says nothing."""
     return next((role for role, words in _ROLES.items() if re.search(words, key.lower())), None)
+
+
+def saved(step: Step, run: Run) -> float | None:
+    """Return when the last file that training needs was written, in seconds; None if unknown.
+
+    Links do not count: what they lead to is another's.
+    """
+    times = []
+    for entry in step.entries:
+        head = run.relative(entry)
+        for name in run.files_in(entry):
+            file = f"{head}/{name}".strip("/")
+            place = run.path / file
+            if name and not _STATE.fullmatch(name.rpartition("/")[2]):
+                continue
+            with suppress(NotFound, OSError):
+                if not (isinstance(place, Path) and place.is_symlink()):
+                    times.append(run.source.modified(file))
+    return max(times, default=None) or None
 
 
 def unfinished(step: Step, run: Run) -> str | None:

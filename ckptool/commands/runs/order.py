@@ -9,6 +9,7 @@ from contextlib import suppress
 from msgspec.structs import replace
 
 from ckptool.commands.options.read import AS_DETECTED, ReadOptions
+from ckptool.commands.runs.contents import saved
 from ckptool.commands.runs.names import Position
 from ckptool.commands.runs.pointers import find_pointers
 from ckptool.commands.runs.records import recorded_position
@@ -75,7 +76,7 @@ def _key(position: Position, counted: Sequence[str]) -> Key:
 
 
 def _by_time(run: Run, steps: Iterable[Step], words: str) -> list[Placed]:
-    timed = [((run.saved(step) or 0.0,), 0, replace(step, placed=words)) for step in steps]
+    timed = [((saved(step, run) or 0.0,), 0, replace(step, placed=words)) for step in steps]
     return sorted(timed, key=_place)
 
 
@@ -117,10 +118,10 @@ def _unrecorded(run: Run, steps: list[Step]) -> list[Placed]:
         return timed
     by_number = sorted(timed, key=lambda each: (each[2].name.bare or 0, *each[0]))
     latest = 0.0
-    for (saved,), _, _ in by_number:
-        if saved < latest - _AT_ONCE:
+    for (time,), _, _ in by_number:
+        if time < latest - _AT_ONCE:
             return timed
-        latest = max(latest, saved)
+        latest = max(latest, time)
     return [(key, 0, replace(step, placed=_BY_NUMBER)) for key, _, step in by_number]
 
 
@@ -147,7 +148,7 @@ def _name(source: str) -> str:
 def written_after(run: Run, step: Step) -> Step | None:
     """Return the step of its series that was written last, if that is clearly another one."""
     alike = [each for each in run.steps if each.series == step.series and each.parts]
-    times = {each.path: run.saved(each) for each in alike}
+    times = {each.path: saved(each, run) for each in alike}
     last = max(alike, key=lambda each: times[each.path] or 0.0, default=step)
     mine, theirs = times.get(step.path), times.get(last.path)
     if mine is None or theirs is None or theirs - mine <= _AT_ONCE:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from functools import cached_property
 from pathlib import PurePath
 
@@ -16,7 +15,7 @@ from ckptool.commands.runs.names import (
     parse_name,
 )
 from ckptool.commands.runs.trainers import EXPORTS, UNFINISHED
-from ckptool.errors import CkptoolError, NotFound
+from ckptool.errors import CkptoolError
 from ckptool.storage.local import Files
 from ckptool.storage.url import Location, within
 
@@ -107,16 +106,6 @@ class Run(Struct, frozen=True, dict=True):
         for name, why in self.source.unlisted.items():
             if name == head or name.startswith(f"{head}/"):
                 yield f"{name}: {why}"
-
-    def saved(self, step: Step) -> float | None:
-        """Return when the last file of a step was written, in seconds; None if nothing says."""
-        times = []
-        for entry in step.entries:
-            head = self.relative(entry)
-            for name in self.files_in(entry):
-                with suppress(NotFound, OSError):
-                    times.append(self.source.modified(f"{head}/{name}".strip("/")))
-        return max(times, default=None) or None
 
 
 def is_unfinished_name(step: Step) -> bool:
