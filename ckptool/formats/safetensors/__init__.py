@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from msgspec.structs import replace
-
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.layout import Layout
 from ckptool.errors import Unrecognized
@@ -45,9 +43,8 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     tensors, metadata = read_whole_tensors(source, file, options)
     files = {file: source.files[file]}
     info = {"writer": "safetensors"} | delta_info([metadata])
-    notes = tuple(note_part(file))
+    notes = (*note_part(file), *delta_notes(info))
     catalog = Catalog("safetensors", tensors, {}, files, world_size=1, info=info, notes=notes)
-    catalog = replace(catalog, notes=(*catalog.notes, *delta_notes(catalog)))
     side = file.removesuffix(".safetensors") + EXTRA
     return with_headers(catalog, source, side, {file: metadata}, options)
 

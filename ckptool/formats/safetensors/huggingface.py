@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-
-from msgspec.structs import replace
+from collections.abc import Collection, Iterator, Mapping
 
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.layout import FileLayout, Layout, Literal
@@ -85,9 +83,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     expect_heads(source, files)
     wanted_by = index or wanted_by_names(source, files)
     contents, file_of, unread = read_shards(source, files, wanted_by, read, options)
-    problems, tensors = contents.problems, contents.tensors
     notes: list[str] = []
-    conflicts: dict[str, str] = {}
     if index:
         if options.problems is not None:
             beside = (name for name in _weights(source) if name not in files)
@@ -95,41 +91,58 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
             contents.add(found.contents)
             file_of |= found.file_of
             files += found.files
-        skipped = {problem.tensor for problem in options.problems or ()}
-        listed = {
-            name: file
-            for name, file in weight_map.items()
-            if name not in skipped and (file not in unread or name in file_of)
-        }
-        for wrong in list_misplaced(listed, file_of, index):
-            if options.problems is not None and wrong.tensor in file_of:
-                problems.append(Problem(str(wrong), wrong.code, file=index))
-            else:
-                conflicts[str(wrong.tensor)] = wrong
-        notes += _index_notes(index, None if unread else metadata, tensors, weight_map)
-    options.report(problems, subject=source.root)
+        _judge_index(index, weight_map, file_of, unread, contents, options)
+        notes += _index_notes(index, None if unread else metadata, contents.tensors, weight_map)
+    options.report(contents.problems, subject=source.root)
     copies = variants(all_weights(source)) - {*files} if named is None else set[str]()
+    info = {"writer": _writer(headers)} | describe_config(source, options)
+    info |= delta_info([metadata, *headers.values()])
+    catalog = Catalog(
+        "hf",
+        contents.tensors,
+        {},
+        {file: source.files[file] for file in (*files, index or "") if file in source.files},
+        world_size=1,
+        info=info,
+        notes=(*notes, *_variants_notes(copies), *delta_notes(info)),
+        conflicts=contents.conflicts,
+        companions=companions(source),
+        copies=frozenset(copies),
+    )
+    return with_headers(catalog, source, _EXTRA, headers, options)
+
+
+def _judge_index(
+    index: str,
+    weight_map: Mapping[str, str],
+    file_of: Mapping[str, str],
+    unread: Collection[str],
+    contents: Assembled,
+    options: ScanOptions,
+) -> None:
+    """Add to contents what the index lists and what is not where it says.
+
+    With ``options`` that note damage, a tensor that was found elsewhere is only a problem.
+    """
+    skipped = {problem.tensor for problem in options.problems or ()}
+    listed = {
+        name: file
+        for name, file in weight_map.items()
+        if name not in skipped and (file not in unread or name in file_of)
+    }
+    for wrong in list_misplaced(listed, file_of, index):
+        if options.problems is not None and wrong.tensor in file_of:
+            contents.problems.append(Problem(str(wrong), wrong.code, file=index))
+        else:
+            contents.conflicts[str(wrong.tensor)] = wrong
+
+
+def _variants_notes(copies: Collection[str]) -> Iterator[Problem]:
     if copies:
         first, *others = sorted(copies)
         more = f" ({plural(len(others), 'more file')})" if others else ""
         message = f"{first}: a variant of the model, not read{more}"
-        notes.append(Problem(message, "checkpoint-nested", file=first))
-    catalog = Catalog(
-        "hf",
-        tensors,
-        {},
-        {file: source.files[file] for file in (*files, index or "") if file in source.files},
-        world_size=1,
-        info={"writer": _writer(headers)}
-        | describe_config(source, options)
-        | delta_info([metadata, *headers.values()]),
-        notes=tuple(notes),
-        conflicts=conflicts,
-        companions=companions(source),
-        copies=frozenset(copies),
-    )
-    catalog = replace(catalog, notes=(*catalog.notes, *delta_notes(catalog)))
-    return with_headers(catalog, source, _EXTRA, headers, options)
+        yield Problem(message, "checkpoint-nested", file=first)
 
 
 def _require_shards(source: Source, files: list[str], index: str) -> None:

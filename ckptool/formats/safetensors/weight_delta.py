@@ -37,9 +37,9 @@ def delta_info(said: Iterable[object]) -> dict[str, str]:
     return {}
 
 
-def delta_notes(catalog: Catalog) -> list[Problem]:
-    """Return the note that a checkpoint is a weight delta, none if it holds weights."""
-    said = catalog.info.get(_INFO)
+def delta_notes(info: Mapping[str, str]) -> list[Problem]:
+    """Return the note that ``Catalog.info`` is that of a weight delta, none for weights."""
+    said = info.get(_INFO)
     if said is None:
         return []
     message = f"a weight delta of reinforcement learning, not weights ({said})"
@@ -48,5 +48,5 @@ def delta_notes(catalog: Catalog) -> list[Problem]:
 
 def require_weights(catalog: Catalog, subject: str) -> None:
     """Raise Unsupported for a weight delta."""
-    for note in delta_notes(catalog):
+    for note in delta_notes(catalog.info):
         raise Unsupported(note.within(subject), hint=HINT)
