@@ -235,7 +235,6 @@ TARGETS: dict[str, Callable[[Path], object]] = {
     "is a dangling link": lambda p: p.symlink_to("nowhere"),
     "is a link to itself": lambda p: p.symlink_to(p.name),
     "is a pipe": os.mkfifo,
-    "has no folder": lambda p: p.parent.rmdir(),
     "has a file for a folder": lambda p: (p.parent.rmdir(), p.parent.touch()),
 }
 

@@ -193,7 +193,7 @@ def test_a_disk_that_is_mounted_in_a_step_stays(
         return status
 
     monkeypatch.setattr(os, "lstat", lstat)
-    with pytest.raises(TransferError, match="another disk is mounted at"):
+    with pytest.raises(TransferError, match="another file system is mounted at"):
         clear(left)
     assert (left / "thesis.txt").exists()
 

@@ -592,6 +592,8 @@ HARMLESS = {
     "bomb: unicode escape",
     "bomb: protocol in the middle",
     "bomb: stop inside",
+    "bomb: dict that holds itself",
+    "bomb: ordered dict that holds itself",
     "bomb: call whose state is itself",
     "bomb: call whose state holds itself",
     "bomb: ordered dict whose state is itself",

@@ -142,7 +142,7 @@ def test_what_would_be_read_as_a_part_of_the_new_one_is_named(out: Path) -> None
 def test_nothing_is_left_where_no_folder_can_be_made(
     out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(path: Path, *_: Any) -> None:
+    def fails(path: Path, *_: Any, **__: Any) -> None:
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), str(path))
 
     monkeypatch.setattr(Path, "mkdir", fails)

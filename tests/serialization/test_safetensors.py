@@ -205,7 +205,7 @@ def test_no_file_is_sound_that_the_library_does_not_open() -> None:
     assert not [d for d, (opens, said) in answers.items() if not opens and said.startswith("Safe")]
     refused = [said for opens, said in answers.values() if opens and not said.startswith("Safe")]
     assert all(re.search(STRICTER, said) for said in refused)
-    assert sum(opens for opens, _ in answers.values()) > len({*refused}) > 1
+    assert sum(opens for opens, _ in answers.values()) > len({*refused}) > 0
 
 
 def is_opened(data: bytes) -> bool:

@@ -213,7 +213,7 @@ class Judge:
         if part not in step.entries or not step.name.has_rank or read.from_format is not None:
             return self._options
         alone = ReadOptions(**vars(read) | {"from_format": "torch-save"})
-        ignore = (*self._options.ignore, "chunk-gap")
+        ignore = (*self._options.ignore, "chunk-gap", "rank-missing")
         return VerifyOptions(**vars(self._options) | {"read": alone, "ignore": ignore})
 
     def contents_of(self, step: Step) -> Contents:

@@ -9,9 +9,9 @@ from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.runs.contents import role_of
 from ckptool.commands.runs.steps import Run, Step
+from ckptool.commands.runs.trainers import LAST_RECORD
 from ckptool.commands.verify.verify import examine
 from ckptool.errors import CkptoolError, NoAnswer, Unrecognized
-from ckptool.formats.companions import TRAINER_STATE
 from ckptool.storage.url import Location
 
 _OF_TORCH = (".pt", ".pth", ".bin")
@@ -28,15 +28,15 @@ def damaged_side_files(
 ) -> Iterator[str]:
     """Yield why files beside a step's checkpoints are not whole: an optimizer's, random states.
 
-    ``read`` are those that its checkpoints are read from, which are verified with them. The Trainer
-    of transformers writes such files. Raises NoAnswer.
+    Also the record in JSON that a trainer writes last: if it is cut off, the save was. ``read`` are
+    those files that the checkpoints are read from, which are verified with them. Raises NoAnswer.
     """
     for entry in step.entries:
         for name, size in run.files_in(entry).items():
             file = entry / name if name else entry
             if not name or file in read:
                 continue
-            if name == TRAINER_STATE:
+            if LAST_RECORD.fullmatch(name):
                 yield from _broken_record(file, size, name)
             elif name.endswith(_OF_TORCH) and role_of(name) not in (None, "model"):
                 yield from _broken_archive(file, name, options)

@@ -252,6 +252,8 @@ UNFINISHED = re.compile(
 """Whole names of entries that a save which was not finished leaves."""
 EXPORTS = re.compile("|".join(f"(?:{row.exports})" for row in TRAINERS))
 POINTERS = re.compile("|".join(f"(?:{p})" for row in TRAINERS for p in row.pointers))
+LAST_RECORD = re.compile("|".join(p for row in TRAINERS for p in row.last if p.endswith(".json")))
+"""Names of the files in JSON that trainers write last."""
 _BESIDE = tuple(m.removeprefix("NAME") for row in TRAINERS for m in row.marks if "NAME" in m)
 _INSIDE = tuple(m for row in TRAINERS for m in row.marks if "NAME" not in m)
 

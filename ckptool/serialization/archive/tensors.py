@@ -146,7 +146,10 @@ def _wrapped_in(record: Call) -> PickleValue:
         return record.args[0] if record.args else None
     if record.name != _FROM_TYPE or len(record.args) != 4:
         return None
-    attribute, computed = _PLAIN_INSIDE.get(str(record.args[1]), (None, None))
+    cls = record.args[1]  # text of anything else may be endless
+    attribute, computed = (None, None)
+    if isinstance(cls, Global):
+        attribute, computed = _PLAIN_INSIDE.get(str(cls), (None, None))
     if attribute is None or record.args[0] != _REBUILD_WRAPPER:
         return None
     fields = state_fields(record.args[3])

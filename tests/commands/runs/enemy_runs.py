@@ -88,7 +88,8 @@ def run_case(seed: int, samples: Samples, sandbox: Path) -> Case:
 
 def _needless(world: World, promised: Promise, after: Snapshot) -> list[str]:
     """Return the whole steps of clear names that stayed although nothing keeps them."""
-    told = [step for run, of in world.runs.items() if world.layouts[run].told for step in of]
+    clear = [run for run, layout in world.layouts.items() if layout.told and not layout.beside]
+    told = [step for run in clear for step in world.runs[run]]
     kept = (*promised.stay, *promised.strip, *gone(after, told))
     return [step.entries[0] for step in told if step.state == "whole" and step not in kept]
 

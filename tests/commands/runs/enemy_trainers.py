@@ -139,6 +139,7 @@ LAYOUTS: dict[str, Layout] = {
     "OLMo, stages": Layout(
         lambda n: _in(f"stage{1 + n // 4}-step{100 * n if n < 4 else n}", *_OLMO),
         lambda n: 100 * n if n < 4 else n,
+        told=False,
     ),
     "Lightning": Layout(
         lambda n: [(f"epoch={n}-step={10 * n}.ckpt", "lightning")], lambda n: 10 * n

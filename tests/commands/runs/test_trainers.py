@@ -27,6 +27,7 @@ from trainer_runs import (
 )
 
 import ckptool
+from ckptool.commands.runs.trainers import LAST_RECORD
 from ckptool.commands.runs.trainers import TRAINERS as TABLE
 
 BOTH = {"model": {"w": WEIGHT}, "optimizer": OPTIMIZER}
@@ -85,6 +86,17 @@ def test_the_first_save_of_the_trainer_is_unfinished_without_its_last_file(tmp_p
     run = run_of(tmp_path, TRAINERS["transformers"], (1,))
     (run / "checkpoint-1" / "trainer_state.json").unlink()
     assert latest(run) is None
+
+
+@pytest.mark.parametrize("kind", by_name(TRAINERS))
+def test_a_record_that_is_cut_off_is_no_end_of_a_save(kind: Kind, tmp_path: Path) -> None:
+    run = run_of(tmp_path, kind)
+    write_step(run, kind, 4)
+    files = (path for path in (run / kind.name(4)).rglob("*") if path.is_file())
+    cut = [path for path in files if LAST_RECORD.fullmatch(path.name)]
+    for path in cut:
+        path.write_text('{"model": ')
+    assert latest(run) == kind.name(3 if cut else 4)
 
 
 def test_timm_keeps_the_last_and_the_best(tmp_path: Path) -> None:

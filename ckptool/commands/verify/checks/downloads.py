@@ -53,8 +53,9 @@ class KeptHash(Struct, frozen=True):
         message = f"{file}: {kind} {digits[:16]}..., but the Hub sent {self.digits[:16]}..., as"
         message += f" {self.where} says"
         if not self.is_beside:
-            return Problem(message, f"{kind}-mismatch", file=file).with_hint(_AGAIN)
-        code = f"{kind}-mismatch" if self.is_sha256 else "download-changed"
+            code = "sha256-mismatch" if self.is_sha256 else "sha1-mismatch"
+            return Problem(message, code, file=file).with_hint(_AGAIN)
+        code = "sha256-mismatch" if self.is_sha256 else "download-changed"
         hint = f"{_AGAIN}, or remove {self.where} if it was changed on purpose"
         return Problem(message, code, file=file).with_hint(hint)
 
