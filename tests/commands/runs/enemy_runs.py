@@ -14,6 +14,7 @@ from encodings.aliases import aliases
 from importlib import import_module
 from pathlib import Path
 from random import Random
+from unittest import mock
 
 from enemy_hazards import HAZARDS, World, save
 from enemy_model import (
@@ -305,7 +306,8 @@ def _as_nobody(sandbox: Path) -> Iterator[None]:
     set_user = ctypes.CDLL(None).setfsuid
     set_user(NOBODY)
     try:
-        yield
+        with mock.patch.object(os, "geteuid", return_value=NOBODY):
+            yield
     finally:
         set_user(0)
 
