@@ -17,7 +17,7 @@ from ckptool.commands.keymap.peft import adapter_of
 from ckptool.commands.open import OpenedCheckpoint, require_readable
 from ckptool.commands.options.rewrite import MapOptions, RewriteOptions, Selection
 from ckptool.core.box import Box
-from ckptool.core.casts import NO_CASTS, Casts, cast, needs_torch
+from ckptool.core.casts import NO_CASTS, Casts, cast, needs_torch, require_scales
 from ckptool.core.catalog import Catalog, Chunk, Container, TensorEntry
 from ckptool.core.dtype import BY_NAME, DType
 from ckptool.core.quantization.apply import DequantizeResult, dequantize
@@ -95,6 +95,7 @@ def rewrite(
     counts = source.counts(kept)
     require_readable(kept, opened.source, "what was selected", unread=unread)
     check(kept)
+    require_scales(source.catalog, kept, casts)
     whole = not (options.selection.select or options.selection.drop)
     if locate or options.map.is_asked:
         how = {"defers": defers, "shared": shared}

@@ -10,12 +10,12 @@ from msgspec.structs import replace
 
 from ckptool.core.catalog import Catalog, ScaledBlocks, TensorEntry
 from ckptool.core.dtype import DType, parse_dtype
-from ckptool.core.quantization.names import quantized_names
-from ckptool.core.quantization.scale_names import Scales
+from ckptool.core.quantization.names import is_packed, quantized_names
+from ckptool.core.quantization.scale_names import Scales, is_coarse
 from ckptool.core.selection import meant_by
 from ckptool.core.state_category import state_category
 from ckptool.core.text import list_some, plural
-from ckptool.errors import UsageError
+from ckptool.errors import Unsupported, UsageError
 
 _FEW = 3
 _WITHOUT_TORCH = frozenset(["float64", "float32", "float16", "bfloat16"])
@@ -83,7 +83,7 @@ def cast(catalog: Catalog, casts: Casts) -> CastResult:
 
     Integers, tensors without dims (such as step counters), and quantized tensors and their scales
     are never cast. Raises UsageError if a glob matches nothing that can be, Unsupported for floats
-    of 8 bits and less beside what may be their scale.
+    of 8 bits and less beside what may be their scale, and for what may be that of integers.
     """
     if casts == NO_CASTS:
         return CastResult(catalog, (), ())
@@ -97,8 +97,40 @@ def cast(catalog: Catalog, casts: Casts) -> CastResult:
             scales.require_none(castable[name])
             tensors[name] = as_type(castable[name], dtype)
             changed.append(castable[name])
+    _require_no_scales(catalog, changed, scales, quantized)
     notes = _uncast_notes(catalog, casts, dtypes)
     return CastResult(catalog.with_tensors(tensors), tuple(changed), notes)
+
+
+def require_scales(whole: Catalog, kept: Catalog, casts: Casts) -> None:
+    """Raise Unsupported if floats of 8 bits are to be cast without a scale that was excluded.
+
+    ``kept`` is what was selected of the ``whole``, maybe renamed: entries have the same chunks.
+    """
+    coarse = {n: e for n, e in kept.tensors.items() if can_cast(e) and is_coarse(e)}
+    if casts == NO_CASTS or not coarse:
+        return
+    quantized, dtypes = quantized_names(kept), casts.dtypes_for(coarse, kept.tensors)
+    former, scales = {id(e.chunks): e for e in whole.tensors.values()}, Scales(whole.tensors)
+    for name, entry in coarse.items():
+        if name not in quantized and dtypes[name] not in (None, entry.dtype):
+            scales.require_none(former.get(id(entry.chunks), entry))
+
+
+def _require_no_scales(
+    catalog: Catalog, changed: Sequence[TensorEntry], scales: Scales, quantized: Container[str]
+) -> None:
+    """Raise Unsupported if what is cast may be the scale of packed integers or coarse floats."""
+    cast_names = {entry.name for entry in changed}
+    for name, entry in catalog.tensors.items():
+        if name in quantized or not (is_packed(entry) or is_coarse(entry)):
+            continue
+        if (scale := scales.of(name)) in cast_names:
+            raise Unsupported(
+                f"{scale}: may be the scale of {name} ({entry.dtype}), of an unknown kind:"
+                " a cast would round it",
+                hint="leave --dtype out to keep both as they are",
+            )
 
 
 def can_cast(entry: TensorEntry) -> bool:

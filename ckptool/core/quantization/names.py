@@ -12,7 +12,7 @@ from ckptool.core.quantization.comfy import find_comfy
 from ckptool.core.quantization.floats import find_floats
 from ckptool.core.quantization.model import Quantized
 from ckptool.core.quantization.packed import find_packed
-from ckptool.core.quantization.scale_names import Scales
+from ckptool.core.quantization.scale_names import Scales, is_weight
 from ckptool.core.quantization.torchao import find_torchao
 from ckptool.errors import Unsupported
 
@@ -104,22 +104,33 @@ def unknown_kind(catalog: Catalog, entry: TensorEntry, scales: Scales) -> Unsupp
 
     Includes matrices of integers of 32 bits and less, and of floats of 8 and less: without scales
     they are no numbers that a model was trained with. A bias of bytes is not: GPT-2 and GPT-NeoX of
-    transformers (up to 4.27) store their causal masks that way.
+    transformers (up to 4.27) store their causal masks that way. Nor is a vector, but a weight with
+    a scale.
     """
     name, dtype = entry.name, entry.dtype
     kind, left_out = _kind(catalog, name), f"{name.rpartition('.')[0]}.*"
     if kind is None:
-        is_mask = dtype.name == "uint8" and name.endswith(".bias")
-        is_packed = _COARSE.fullmatch(dtype.name) or _WORDY.fullmatch(dtype.name)
-        if not is_packed or len(entry.shape) < 2 or is_mask:
+        scale = scales.of(name) if _has_few_bits(entry) else None
+        is_flat = len(entry.shape) == 1 and is_weight(name) and scale is not None
+        if not is_packed(entry) and not is_flat:
             return None
-        scale = scales.of(name)
         kind = f"{dtype} without scales" if scale is None else f"{dtype} with {scale}"
         left_out = name
     return Unsupported(
         f"{name}: {kind}, which --dequantize does not support",
         hint=f"use --drop '{left_out}' to exclude it",
     )
+
+
+def is_packed(entry: TensorEntry) -> bool:
+    """Return whether a tensor of at least two dims may be of packed elements, or need scales."""
+    is_mask = entry.dtype.name == "uint8" and entry.name.endswith(".bias")
+    return _has_few_bits(entry) and len(entry.shape) > 1 and not is_mask
+
+
+def _has_few_bits(entry: TensorEntry) -> bool:
+    name = entry.dtype.name
+    return _COARSE.fullmatch(name) is not None or _WORDY.fullmatch(name) is not None
 
 
 def packed_names(catalog: Catalog) -> set[str]:

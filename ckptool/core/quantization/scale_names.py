@@ -13,12 +13,15 @@ from collections.abc import Iterable
 from ckptool.core.catalog import TensorEntry
 from ckptool.errors import Unsupported
 
-_SCALE = re.compile(r"scal(e|ing)|a(bs)?max", re.IGNORECASE)
+_SCALE = re.compile(r"scal(e|ing)|a(bs)?max|dequant|(\b|_)sf\b", re.IGNORECASE)
 _NAMELESS = re.compile(r"(q|de|inv)?_?(scales?|scaling)(_factor|_inv|_[0-9])*")
 """The last part of a scale's name that does not say of what it is."""
 _WEIGHTS = ("weight", "kernel")
-_INSIDE = ("", "_quantizer")
-"""What follows a weight's name in the name of a module of its own with the scale."""
+_WEIGHT = re.compile("(.*?)_?q?weight")
+_OF_WEIGHT = re.compile("quant|weight|fp8")
+"""What the name of a module of its own with the scale, in that of the weight, contains."""
+_TABLE = re.compile(r"(\w+_)?scales")
+"""The name of a container of all scales, each under the name of its weight or module."""
 _OF_ALL = ("scaled_fp8",)
 """The last parts of names that mark all weights below as scaled: ComfyUI's (0.3.64)."""
 
@@ -28,13 +31,24 @@ class Scales:
 
     def __init__(self, names: Iterable[str]) -> None:
         self._found: dict[str, list[str]] = defaultdict(list)
+        self._below: dict[str, str] = {}
+        self._listed: dict[str, str] = {}
         self._of_all: list[tuple[str, str]] = []
         for name in names:
             if _SCALE.search(name):
-                parent, _, last = name.rpartition(".")
-                self._found[parent].append(last)
-                if last in _OF_ALL:
-                    self._of_all.append((f"{parent}." if parent else "", name))
+                self._add(name)
+
+    def _add(self, name: str) -> None:
+        parent, _, last = name.rpartition(".")
+        self._found[parent].append(last)
+        if last in _OF_ALL:
+            self._of_all.append((f"{parent}." if parent else "", name))
+        steps = name.split(".")
+        for at, step in enumerate(steps[:-1]):
+            if _TABLE.fullmatch(step):
+                self._listed[".".join(steps[at + 1 :])] = name
+            if at and _OF_WEIGHT.search(step) and _SCALE.search(last):
+                self._below.setdefault(".".join(steps[:at]), name)
 
     def of(self, name: str) -> str | None:
         """Return the name of what may be the scale of a tensor, None if nothing may be."""
@@ -42,11 +56,16 @@ class Scales:
         above, _, module = parent.rpartition(".")
         beside = self._found.get(parent, ())
         named = [n for n in beside if n != last and n not in _OF_ALL and _is_of(n, last)]
-        inside = [f"{name}{end}" for end in _INSIDE if f"{name}{end}" in self._found]
         if named:
             return f"{parent}.{named[0]}" if parent else named[0]
-        if inside:
-            return f"{inside[0]}.{self._found[inside[0]][0]}"
+        if name in self._found:
+            return f"{name}.{self._found[name][0]}"
+        if last in _WEIGHTS and parent in self._below:
+            return self._below[parent]
+        for own in (name, parent):
+            for key in (own, own.partition(".")[2]):
+                if key and key in self._listed:
+                    return self._listed[key]
         for other in self._found.get(above, ()) if module and last in _WEIGHTS else ():
             if other.startswith(f"{module}_"):
                 return f"{above}.{other}" if above else other
@@ -54,7 +73,7 @@ class Scales:
 
     def require_none(self, entry: TensorEntry) -> None:
         """Raise Unsupported if a tensor of few bits may have a scale, without which it is wrong."""
-        scale = self.of(entry.name) if entry.source_dtype.itemsize == 1 else None
+        scale = self.of(entry.name) if is_coarse(entry) else None
         if scale is not None:
             raise Unsupported(
                 f"{entry.name}: {entry.source_dtype} with {scale}, which may be its scale: a cast"
@@ -63,8 +82,21 @@ class Scales:
             )
 
 
+def is_coarse(entry: TensorEntry) -> bool:
+    """Return whether a tensor is stored in elements of 8 bits and less."""
+    return entry.source_dtype.itemsize == 1
+
+
+def is_weight(name: str) -> bool:
+    """Return whether a name is that of a module's weight."""
+    return name.rpartition(".")[2] in _WEIGHTS
+
+
 def _is_of(scale: str, last: str) -> bool:
     """Return whether a scale beside a tensor may be of it, by the last parts of their names."""
     if not _SCALE.search(scale):
         return False
-    return last in _WEIGHTS or last in scale or _NAMELESS.fullmatch(scale) is not None
+    if last in _WEIGHTS or last in scale or _NAMELESS.fullmatch(scale):
+        return True
+    weight = _WEIGHT.match(last)
+    return weight is not None and weight[1].strip("_") in scale

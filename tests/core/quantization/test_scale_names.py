@@ -31,12 +31,20 @@ UNKNOWN = {
     "fc__weight": [
         *("fc__descale", "fc__weight_scaling_factor", "fc__weight__scale", "fc__w_absmax"),
         *("fc__weight_quantizer__scale", "fc_scale", "fc__weight_amax", "fc__Scale", "fc__scales"),
-        *("scaled_fp8", "fc__weight_scale_1"),
+        *("scaled_fp8", "fc__weight_scale_1", "fc__weight_sf", "fc__weight_dequant"),
+        *("fc__quantizer__scale", "fc__weight_fake_quant__scale", "fc__fp8_meta__scale_fwd"),
+        *("scales__fc__weight", "weight_scales__fc"),
     ],
     "experts__gate_up_proj": [
         *("experts__gate_up_proj_qscale", "experts__gate_up_proj__scale", "experts__scales"),
         *("experts__gate_up_proj_scales", "experts__scale_gate_up_proj", "scaled_fp8"),
     ],
+}
+UNKNOWN |= {
+    "fc__qkv_weight": ["fc__qkv_scale", "fc__qkv_scale_inv"],
+    "fc__weight_fp8": ["fc__weight_scale"],
+    "fc___weight_data": ["fc___weight_scale"],
+    "model__fc__weight": ["scales__fc__weight", "model_scales__fc"],
 }
 CASES = [(name, scale) for name, scales in UNKNOWN.items() for scale in scales]
 
@@ -94,6 +102,8 @@ def test_scales_of_experts_are_of_columns_too(out: Path) -> None:
         {"norm__scale": torch.ones(2)},  # Flux's query_norm.scale
         {"norm__scale": torch.ones(2).to(torch.float8_e4m3fn)},
         {"logit_scale": torch.tensor(4.6)},
+        {"fc__norm__scale": torch.ones(2), "out_scale": torch.tensor(1.0)},
+        {"upscales__0__weight": torch.ones(2), "in_proj_weight": torch.ones(2)},
         {"ln__weight": torch.ones(2), "layer_scale_1": torch.ones(2)},
     ],
 )
@@ -161,3 +171,52 @@ def test_weights_of_quark_other_than_fp8_are_refused(
         convert_to("hf", source, out / "m", dequantize=True)
     convert_to("hf", source, out / "same")
     assert json.loads((out / "same" / "config.json").read_text()) == said
+
+
+EXCLUDING: list[dict[str, Any]] = [
+    {"select": ["*.weight"]},
+    {"drop": ["*scale*"]},
+    {"rename": ["scale=other"]},
+]
+
+
+@pytest.mark.parametrize("options", EXCLUDING)
+@pytest.mark.parametrize("scale", ["fc__weight_scale", "fc__scale_weight", "fc__descale"])
+@pytest.mark.parametrize("dtype", ["bf16", "*=bf16"])
+def test_a_scale_that_is_left_out_stops_a_cast(
+    scale: str, options: dict[str, Any], dtype: str, out: Path
+) -> None:
+    source, target = saved(out, fc__weight=FP8, **{scale: SCALE}), out / "m.safetensors"
+    words = rf"^fc\.weight: float8_e4m3fn with {scale.replace('__', '.')}, which may be its scale"
+    with pytest.raises(Unsupported, match=words):
+        ckptool.convert(source, target, dtype=dtype, **options)
+    ckptool.convert(source, target, **options)
+    assert "fc.weight" in load_file(target)
+
+
+@pytest.mark.parametrize(
+    ("words", "scale"),
+    [
+        (torch.ones(4, 2).to(torch.uint32), "fc__scales"),
+        (torch.ones(4, 2, dtype=torch.int32), "fc__weight_scale"),
+        (torch.ones(4, 2, dtype=torch.uint8), "fc__weight__absmax"),
+    ],
+)
+def test_a_scale_of_packed_integers_is_not_rounded(
+    words: torch.Tensor, scale: str, out: Path
+) -> None:
+    """MLX's, AMD Quark's, and bitsandbytes' without their state."""
+    source = saved(out, fc__weight=words, n__weight=torch.ones(2), **{scale: torch.ones(4, 1)})
+    full = scale.replace("__", ".")
+    with pytest.raises(Unsupported, match=rf"^{full}: may be the scale of fc\.weight"):
+        convert_to("safetensors", source, out / "m", casts=BF16)
+    convert_to("safetensors", source, out / "n", casts=Casts(rules=(("n.*", BF16.model),)))
+    assert load_file(out / "n" / "model.safetensors")[full].dtype == torch.float32
+
+
+def test_a_flat_weight_with_a_scale_is_not_called_numbers(out: Path) -> None:
+    packed = torch.ones(8, dtype=torch.uint8)
+    tensors = {"fc__weight": packed, "fc__weight__absmax": torch.ones(1)}
+    source = saved(out, g__weight=FP8, g__weight_scale=SCALE, **tensors)
+    with pytest.raises(Unsupported, match=r"^fc\.weight: uint8 with fc\.weight\.absmax"):
+        convert_to("safetensors", source, out / "m", dequantize=True)
