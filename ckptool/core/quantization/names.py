@@ -25,6 +25,7 @@ _KINDS = {
     "NVFP4": re.compile(r".*\.weight_scale_2"),
     "by torch (int_repr)": re.compile(r"(.*\.)?int_repr"),
     "HQQ": re.compile(r".*\.W_q"),
+    "NF4 by torchao": re.compile(r".*\.quantized_scalers"),
     "torchao": re.compile(r".*\.(qdata|_\w+_qdata|tensor_impl\..+)"),
     "ComfyUI": re.compile(r".*\.comfy_quant"),
 }
@@ -32,7 +33,7 @@ _KINDS = {
 _WORDS = re.compile(r"(.*)\.qweight")
 _MARKED = re.compile(
     "quant_state|SCB|g_idx|_packed|_scale_2|int_repr|W_q|qdata|tensor_impl|qweight|comfy_quant"
-    "|scale_weight|scaled_fp8"
+    "|scale_weight|scaled_fp8|quantized_scalers"
 )
 """A text that each of these names contains somewhere, and few others do."""
 _COARSE = re.compile(r"(float8_e[45].*|float4.*|u?int[1-8])")

@@ -220,3 +220,16 @@ def test_a_flat_weight_with_a_scale_is_not_called_numbers(out: Path) -> None:
     source = saved(out, g__weight=FP8, g__weight_scale=SCALE, **tensors)
     with pytest.raises(Unsupported, match=r"^fc\.weight: uint8 with fc\.weight\.absmax"):
         convert_to("safetensors", source, out / "m", dequantize=True)
+
+
+def test_parts_of_nf4_by_torchao_are_not_cast(out: Path) -> None:
+    """``NF4Tensor`` of torchao (0.18), whose inner tensors torch.save keeps."""
+    floats = {f"w.{name}": torch.rand(3) for name in ("quantization_factor", "nf4")}
+    codes = {"w.quantized_scalers": torch.ones(3, dtype=torch.int8)}
+    codes["w.quantized_data"] = torch.ones(6, dtype=torch.uint8)
+    torch.save(floats | codes | {"n.weight": torch.ones(3)}, out / "m.pt")
+    convert_to("torch-save", out / "m.pt", out / "n.pt", casts=BF16)
+    written = torch.load(out / "n.pt")
+    assert {name: written[name].dtype for name in floats} == dict.fromkeys(floats, torch.float32)
+    with pytest.raises(Unsupported, match=r"quantized_scalers: NF4 by torchao"):
+        convert_to("torch-save", out / "m.pt", out / "o.pt", dequantize=True)
