@@ -41,6 +41,7 @@ from ckptool.serialization.state_dict.values import (
 )
 
 _DEEPEST = 100
+_ATTRIBUTE = "holds tensors, but is an attribute of a dict"
 _T = TypeVar("_T")
 
 
@@ -154,6 +155,12 @@ def read_leaves(
         if isinstance(leaf, PlainLeaf | ShareLeaf) and leaf.attributes:
             for attribute, why in _refuse_attributes(name, item, leaf.attributes):
                 leaves.setdefault(f"{name}.{attribute}", Leaf((*path, attribute), why, rank_state))
+    for path, attributes in walk.attributes.items():
+        head = f"{flat_name(path)}." if flat_name(path) else ""
+        for attribute, item in attributes.items():
+            if unread_tensor(head, item) is not None:
+                why = refuse_unread(f"{head}{attribute}", _ATTRIBUTE)
+                leaves.setdefault(f"{head}{attribute}", Leaf((*path, attribute), why, rank_state))
     require_harmless(unseen)
     return leaves
 

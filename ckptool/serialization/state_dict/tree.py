@@ -15,7 +15,7 @@ from ckptool.serialization.archive.tensors import (
     is_tensor_record,
     split_wrapper,
 )
-from ckptool.serialization.pickle.records import Call, PickleValue
+from ckptool.serialization.pickle.records import Call, OrderedMapping, PickleValue, state_fields
 from ckptool.serialization.state_dict.values import Repeated
 
 _DEEPEST = 100
@@ -69,7 +69,7 @@ class StateDictWalk:
     quantized tensors and of tensor subclasses that wrap others, and modules, whose names are those
     of ``state_dict()``. Everything else, and an empty container, is a leaf; a container in itself
     is one that is ``Repeated``. ``notes`` are remarks for the user on how values were entered, by
-    the values' paths.
+    the values' paths; ``attributes`` are those of the dicts that were, such as ``_metadata``.
 
     ``pickled`` is the size in bytes of the pickle. Raises Damaged if the nesting has no end, or if
     the pickle refers to its own parts so often that it expands to more values than it has bytes.
@@ -82,6 +82,7 @@ class StateDictWalk:
         self._modules: dict[int, Module | None] = {}
         self._open: dict[int, Path] = {}
         self.notes: dict[Path, str] = {}
+        self.attributes: dict[Path, dict[str, Any]] = {}
 
     def leaves(self, value: PickleValue, path: Path = ()) -> Iterator[tuple[Path, Any]]:
         """Yield the leaves of the value at ``path`` with their paths, in order."""
@@ -94,6 +95,8 @@ class StateDictWalk:
             yield path, value
         else:
             self._open[id(value)] = path
+            if isinstance(value, OrderedMapping) and (state := getattr(value, "state", None)):
+                self.attributes[path] = state_fields(state)
             for step, item in steps:
                 yield from self.leaves(item, (*path, step))
             del self._open[id(value)]

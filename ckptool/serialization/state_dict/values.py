@@ -270,7 +270,8 @@ def unread_tensor(name: str, value: Any) -> Refusal | None:
         return None
     if is_tensor_record(value):
         return refuse_unread(name, f"not a plain tensor, but {type_name(value)}")
-    if any(isinstance(part, Persistent) or is_tensor_record(part) for part in walk_parts(value)):
+    parts = walk_parts(value, hidden=True)
+    if any(isinstance(part, Persistent) or is_tensor_record(part) for part in parts):
         return refuse_unread(name, f"holds tensors that cannot be read ({type_name(value)})")
     return None
 

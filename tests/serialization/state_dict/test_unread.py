@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import UserDict
+from collections import OrderedDict, UserDict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -132,6 +132,23 @@ def test_attributes_with_tensors_are_refused(tmp_path: Path) -> None:
     assert not ckptool.compare(tmp_path / "a.pt", tmp_path / "b.pt").ok
     done = ckptool.convert(tmp_path / "a.pt", tmp_path / "out.safetensors", drop="w.quant_state")
     assert any("blocksize of w" in note for note in done.notes)
+
+
+@pytest.mark.parametrize("how", ["zip", "legacy", "rank files"])
+@pytest.mark.parametrize("hidden", [ONES, {"": {"scale": [ONES]}}, Projector(ONES)])
+def test_attributes_of_dicts_are_refused_alike(hidden: Any, how: str, tmp_path: Path) -> None:
+    state = OrderedDict(w=torch.ones(2))
+    state._metadata = hidden  # type: ignore[attr-defined]
+    source = save({"model": state, "about": Projector(state)}, tmp_path / "m", how)
+    with pytest.raises(Unsupported, match=r"model\._metadata: holds tensors, but is an attribute"):
+        ckptool.convert(source, tmp_path / "out.safetensors", drop="about")
+    assert not ckptool.compare(source, source, drop="about").ok
+    del state._metadata  # type: ignore[attr-defined]
+    of_object = OrderedDict(w=3)
+    of_object.hidden = hidden  # type: ignore[attr-defined]
+    source = save({"model": state, "about": Projector(of_object)}, tmp_path / "n", how)
+    with pytest.raises(Unsupported, match=r"^about: holds tensors"):
+        ckptool.convert(source, tmp_path / "out.safetensors")
 
 
 def test_one_that_only_a_rank_holds_is_refused(tmp_path: Path) -> None:
