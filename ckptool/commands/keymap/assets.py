@@ -37,7 +37,7 @@ from ckptool.commands.open import OpenedCheckpoint
 from ckptool.commands.unread_files import require_listed, unlisted_problems
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.layout import FileLayout, Layout, Literal, Part, Verbatim
-from ckptool.errors import CkptoolError, Unsupported, UsageError
+from ckptool.errors import CkptoolError, Damaged, Unsupported, UsageError
 from ckptool.formats.companions import OF_VERL, PIPELINE, models_of_pipeline
 from ckptool.serialization.source import parse_json_object
 from ckptool.storage.local import Files, LocalSource, unreadable
@@ -261,7 +261,12 @@ def quantization_config(opened: OpenedCheckpoint, assets: Path | None) -> Mappin
             content = dict(read())
             inside = [c[key] for c in _models(content) for key in _DECLARING if key in c]
             for config in [content.get("quantization", content)] if method else inside:
-                if isinstance(config, dict) and config:
+                if config is not None and not isinstance(config, dict):
+                    raise Damaged(
+                        f"{name}: what it says of the quantization is not an object",
+                        hint="correct it in a copy, and pass that folder as --hf-assets",
+                    )
+                if config:
                     return {"quant_method": method, **config} if method else config
     return {}
 

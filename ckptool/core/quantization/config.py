@@ -101,8 +101,11 @@ class Group(Struct, frozen=True):
 
     @property
     def block(self) -> tuple[int, int] | None:
-        """The size of a block, None if none is stated; a group of part of a row is one row's."""
-        said = _pair(self.weights.get("block_structure"))
+        """The size of a block, None if none is stated; a group of part of a row is one row's.
+
+        Raises Unsupported if it is stated in a way that is not understood.
+        """
+        said = _block("block_structure", self.weights)
         return said or _pair([1, self.weights.get("group_size")])
 
     def allows(self, shape: tuple[int, ...], block: tuple[int, ...]) -> bool:
@@ -160,8 +163,11 @@ class QuantizationConfig(Struct, frozen=True, dict=True):
         return None if self.method is None else _OF_METHOD.get(self.method, frozenset())
 
     def block_of(self, module: str) -> tuple[int, int] | None:
-        """Return the block size of a module's weight, None if none is stated."""
-        return self.group_of(module).block or _pair(self.fields.get("weight_block_size"))
+        """Return the block size of a module's weight, None if none is stated.
+
+        Raises Unsupported if it is stated in a way that is not understood.
+        """
+        return self.group_of(module).block or _block("weight_block_size", self.fields)
 
     def group_of(self, module: str) -> Group:
         """Return what is said of a module, in the order of compressed-tensors 0.20.
@@ -319,6 +325,18 @@ def _layer_groups(fields: Mapping[str, Any]) -> Iterator[tuple[str, Group]]:
             algorithm = _format(settings)
             weights = {"strategy": _STRATEGIES.get(algorithm or ""), **settings}
             yield str(name), Group("quantized_layers", weights, algorithm)
+
+
+def _block(key: str, fields: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return the size of a block; None if it is not stated."""
+    said = fields.get(key)
+    size = _pair(said)
+    if size is None and said is not None:
+        raise Unsupported(
+            f"quantization_config: {key} {str(said)[:_MOST_SHOWN]} is not the two sizes of a block",
+            hint="correct it in a copy of config.json, and pass that folder as --hf-assets",
+        )
+    return size
 
 
 def _pair(value: Any) -> tuple[int, int] | None:

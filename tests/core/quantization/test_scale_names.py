@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 import ckptool
 from ckptool.core.casts import Casts
 from ckptool.core.dtype import BY_NAME
-from ckptool.errors import Unsupported
+from ckptool.errors import Damaged, Unsupported
 
 FP8 = torch.tensor([[1.0, -2.0], [0.5, 4.0]]).to(torch.float8_e4m3fn)
 SCALE = torch.tensor(0.5)
@@ -233,3 +233,27 @@ def test_parts_of_nf4_by_torchao_are_not_cast(out: Path) -> None:
     assert {name: written[name].dtype for name in floats} == dict.fromkeys(floats, torch.float32)
     with pytest.raises(Unsupported, match=r"quantized_scalers: NF4 by torchao"):
         convert_to("torch-save", out / "m.pt", out / "o.pt", dequantize=True)
+
+
+NOT_SAID: list[Any] = [
+    "fp8",
+    ["fp8"],
+    *({"weight_block_size": size} for size in ("2x2", [2], [2.0, 2.0], [0, 2], [2, 2, 2], {})),
+    {"config_groups": {"g": {"targets": ["Linear"], "weights": {"block_structure": "2x2"}}}},
+]
+
+
+@pytest.mark.parametrize("said", NOT_SAID)
+def test_blocks_that_are_said_and_not_understood_are_not_guessed(said: Any, out: Path) -> None:
+    scales = {"fc__weight_scale_inv": torch.ones(1, 1)}
+    source = folder_of(out, {"quantization_config": said}, fc__weight=FP8, **scales)
+    with pytest.raises((Damaged, Unsupported), match=r"not an object|is not the two sizes"):
+        convert_to("hf", source, out / "m", dequantize=True)
+    convert_to("hf", source, out / "same")
+
+
+@pytest.mark.parametrize("said", [None, {}, {"weight_block_size": None}])
+def test_what_is_said_to_be_none_is_no_config(said: Any, out: Path) -> None:
+    scales = {"fc__weight_scale_inv": torch.ones(1, 1)}
+    source = folder_of(out, {"quantization_config": said}, fc__weight=FP8, **scales)
+    convert_to("hf", source, out / "m", dequantize=True)
