@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from ckptool.core.catalog import Catalog, ScaledBlocks, TensorEntry
 from ckptool.core.dtype import DType, parse_dtype
 from ckptool.core.quantization.names import is_packed, quantized_names
-from ckptool.core.quantization.scale_names import Scales, is_coarse
+from ckptool.core.quantization.scale_names import Scales, is_coarse, may_be_codes
 from ckptool.core.selection import meant_by
 from ckptool.core.state_category import state_category
 from ckptool.core.text import list_some, plural
@@ -123,7 +123,8 @@ def _require_no_scales(
     """Raise Unsupported if what is cast may be the scale of packed integers or coarse floats."""
     cast_names = {entry.name for entry in changed}
     for name, entry in catalog.tensors.items():
-        if name in quantized or not (is_packed(entry) or is_coarse(entry)):
+        is_float = can_cast(entry) and is_coarse(entry)
+        if name in quantized or not (is_float or (is_packed(entry) and may_be_codes(name))):
             continue
         if (scale := scales.of(name)) in cast_names:
             raise Unsupported(

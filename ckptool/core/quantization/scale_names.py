@@ -20,6 +20,7 @@ _WEIGHTS = ("weight", "kernel")
 _WEIGHT = re.compile("(.*?)_?q?weight")
 _OF_WEIGHT = re.compile("quant|weight|fp8")
 """What the name of a module of its own with the scale, in that of the weight, contains."""
+_CODES = re.compile("weight|kernel|data|code|pack|_proj")
 _TABLE = re.compile(r"(\w+_)?scales")
 """The name of a container of all scales, each under the name of its weight or module."""
 _OF_ALL = ("scaled_fp8",)
@@ -90,6 +91,11 @@ def is_coarse(entry: TensorEntry) -> bool:
 def is_weight(name: str) -> bool:
     """Return whether a name is that of a module's weight."""
     return name.rpartition(".")[2] in _WEIGHTS
+
+
+def may_be_codes(name: str) -> bool:
+    """Return whether integers of a name may be a weight's, and no index or mask."""
+    return _CODES.search(name.rpartition(".")[2]) is not None
 
 
 def _is_of(scale: str, last: str) -> bool:

@@ -214,6 +214,18 @@ def test_a_scale_of_packed_integers_is_not_rounded(
     assert load_file(out / "n" / "model.safetensors")[full].dtype == torch.float32
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("bias", torch.uint8), ("bias", torch.bool), ("index", torch.int32)]
+)
+def test_a_scale_beside_a_mask_or_an_index_is_cast(
+    name: str, dtype: torch.dtype, out: Path
+) -> None:
+    source = saved(out, **{f"attn__{name}": torch.ones(2, 2).to(dtype)}, attn__scale=torch.rand(3))
+    convert_to("safetensors", source, out / "m", casts=BF16)
+    written = load_file(out / "m" / "model.safetensors")
+    assert (written[f"attn.{name}"].dtype, written["attn.scale"].dtype) == (dtype, torch.bfloat16)
+
+
 def test_a_flat_weight_with_a_scale_is_not_called_numbers(out: Path) -> None:
     packed = torch.ones(8, dtype=torch.uint8)
     tensors = {"fc__weight": packed, "fc__weight__absmax": torch.ones(1)}
