@@ -76,6 +76,11 @@ def _wrong_ranks(
     """Yield one problem for all matrices of other ranks than the config's."""
     wrong = []
     ranks = _Ranks(config)
+    for where, value in ranks.unusable.items():
+        message = f"{place} says {where} {value!r}, which is no rank: a number from 1 on"
+        yield Problem(message, "config-mismatch", file=place)
+    if ranks.unusable:
+        return
     for matrix in _matrices(tensors):
         expected = ranks.of(matrix.module)
         is_parameter = ranks.is_parameter(matrix.module)
@@ -120,23 +125,45 @@ class _Ranks:
     """The ranks of modules by name. A pattern that is no plain name may match any module."""
 
     def __init__(self, config: Record) -> None:
-        r = config.get("r", _DEFAULT_RANK)
+        r: Any = config.get("r", _DEFAULT_RANK)
         patterns: Any = config.get("rank_pattern")
-        pairs = patterns.items() if isinstance(patterns, Mapping) else ()
-        self._plain = {key.lstrip("^").rstrip("$"): (key[:1] == "^", n) for key, n in pairs}
-        self._usual = {r} if isinstance(r, int) else {_DEFAULT_RANK}
-        odd = [key for key in self._plain if not _PLAIN.fullmatch(key)]
-        self._usual |= {self._plain.pop(key)[1] for key in odd}
-        parameters: Any = config.get("target_parameters") or ()
-        self._parameters = [str(each).rpartition(".")[0] for each in parameters]
+        self._patterns: dict[str, Any] = patterns if isinstance(patterns, dict) else {}
+        self._usual = r
+        self.unusable = {
+            where: rank
+            for where, rank in {"r": r, **self._patterns}.items()
+            if type(rank) is not int or rank < 1
+        }
+        parameters: Any = config.get("target_parameters")
+        listed = parameters if isinstance(parameters, list) else ()
+        self._parameters = [str(each).rpartition(".") for each in listed]
 
     def of(self, module: str) -> set[int]:
-        """Return the ranks that a module may have: one, unless patterns cannot be told."""
-        for key, (is_whole, rank) in self._plain.items():
-            if module == key or (not is_whole and module.endswith(f".{key}")):
-                return {rank}
-        return self._usual
+        """Return the ranks that a module may have: one, unless patterns cannot be told.
+
+        PEFT looks for those of a parameter under its own name, ckptool under its module's too.
+        """
+        names = [module, *(f"{module}.{name}" for name in self._parameters_of(module))]
+        return {rank for name in names for rank in self._ranks_of(name)}
 
     def is_parameter(self, module: str) -> bool:
         """Return whether a module has a parameter among the ``target_parameters``."""
-        return any(not p or module == p or module.endswith(f".{p}") for p in self._parameters)
+        return bool(self._parameters_of(module))
+
+    def _ranks_of(self, name: str) -> Iterator[int]:
+        for key, rank in self._patterns.items():
+            plain = key.removeprefix("^").removesuffix("$")
+            is_plain = _PLAIN.fullmatch(plain) is not None
+            if is_plain and name != plain and (key[:1] == "^" or not name.endswith(f".{plain}")):
+                continue
+            yield rank
+            if is_plain:
+                return
+        yield self._usual
+
+    def _parameters_of(self, module: str) -> list[str]:
+        return [
+            name
+            for inside, _, name in self._parameters
+            if not inside or module == inside or module.endswith(f".{inside}")
+        ]

@@ -47,6 +47,9 @@ def verified(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tens
          SOUND | lora("mlp.experts", 32) | lora("mlp.experts.base_layer", 32)),
         ({"target_parameters": ["mlp.experts.down_proj"], "rank_pattern": {"experts": 2}},
          SOUND | lora("mlp.experts", 6)),
+        ({"target_parameters": ["mlp.experts.down_proj"], "rank_pattern": {"experts": 5}},
+         SOUND | lora("mlp.experts", 16)),
+        ({"rank_pattern": {r"layers\.[02]\..*": 5, "v_proj": 3}}, lora("self_attn.v_proj", 5)),
         ({"use_dora": True},
          SOUND | {f"{LAYER}.self_attn.q_proj.lora_magnitude_vector": torch.ones(32)}),
         ({}, {f"{LAYER}.embed.lora_embedding_A": torch.ones(8, 50),
@@ -89,6 +92,10 @@ def test_what_peft_saves_is_sound(
         ({"use_dora": True}, SOUND, "says use_dora, but no tensor is a magnitude"),
         ({"use_dora": False}, SOUND | {f"{LAYER}.q.lora_magnitude_vector": torch.ones(3)},
          "does not say use_dora"),
+        ({"r": "8"}, SOUND, "says r '8', which is no rank"),
+        ({"rank_pattern": {"q_proj": [1]}}, SOUND, r"says q_proj \[1\], which is no rank"),
+        ({"rank_pattern": {"q.*": None}}, SOUND, r"says q\.\* None, which is no rank"),
+        ({"target_parameters": 5, "r": 4}, SOUND, "says r 4, but"),
     ],
 )  # fmt: skip
 def test_a_config_of_another_adapter_is_an_error(
