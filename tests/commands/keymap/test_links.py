@@ -62,6 +62,13 @@ def test_a_link_out_of_the_folder_is_named_and_not_copied(
     ckptool.convert(model, tmp_path / "weights.safetensors")  # where it would not be copied
 
 
+def test_a_salvage_copies_nothing_that_a_link_out_leads_to(model: Path, tmp_path: Path) -> None:
+    link("../home/credentials")(model)
+    with pytest.raises(Unsupported, match="lead out of this folder"):
+        ckptool.salvage(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_hint_is_a_command_that_helps(model: Path, tmp_path: Path) -> None:
     link("../home/credentials")(model)
     with pytest.raises(Unsupported) as refused:

@@ -134,6 +134,8 @@ def test_formats_without_a_place_for_it_say_so(tmp_path: Path) -> None:
         found = {f.code for f in compared.verify.findings}
         assert (compared.ok, found) == (False, {"metadata-differs"})
         assert ckptool.compare(tmp_path / target, source).ok
+        salvaged = ckptool.salvage(source, tmp_path / f"s-{target}")
+        assert (salvaged.complete, [*salvaged.notes]) == (False, [noted])
         with pytest.raises(UsageError, match="only safetensors"):
             ckptool.convert(source, tmp_path / f"x-{target}", to=to, metadata={"a": "b"})
 

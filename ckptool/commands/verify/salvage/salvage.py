@@ -11,6 +11,7 @@ from typing import ClassVar
 from msgspec import field
 
 from ckptool.commands.document import Report
+from ckptool.commands.keymap.links import require_own_files
 from ckptool.commands.open import OpenedCheckpoint, survey
 from ckptool.commands.options.verify import SalvageOptions
 from ckptool.commands.transfer.report import target_notes
@@ -179,6 +180,7 @@ def plan_salvage(path: Location, target: Location, options: SalvageOptions) -> S
         )
     writer = single_file_suffixes().get(target.suffix, FORMATS["dcp"])
     layout = writer.lay_out(catalog, Request(target.name))
+    require_own_files(surveyed.source, layout.files)
     report = SalvageReport(
         path=str(surveyed.path),
         format=surveyed.format.name,
