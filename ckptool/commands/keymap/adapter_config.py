@@ -68,6 +68,7 @@ def adapter_problems(
     if method_of(config) == _LORA and not config.get("use_bdlora"):
         yield from _wrong_ranks(config, tensors, place)
         yield from _wrong_kind(config, tensors, place)
+        yield from _lost_halves(tensors) if "peft_type" in config else ()
 
 
 def _wrong_ranks(
@@ -119,6 +120,26 @@ def _wrong_kind(
     if is_dora and not magnitudes and any(map(is_of_lora, tensors)):
         message = f"{place} says use_dora, but no tensor is a magnitude vector"
         yield Problem(message, "config-mismatch", file=place)
+
+
+def _lost_halves(tensors: Mapping[str, TensorEntry]) -> Iterator[Problem]:
+    """Yield one problem for all matrices whose other one is not there."""
+    matches = {name: match for name in tensors if (match := _MATRIX.fullmatch(name))}
+    lost = {
+        name: other
+        for name, match in matches.items()
+        if (other := _other_half(name, match)) not in tensors
+    }
+    if lost:
+        name, other = next(iter(lost.items()))
+        others = f" ({plural(len(lost), 'tensor')} in all)" if len(lost) > 1 else ""
+        yield Problem(f"there is {name}, but no {other}{others}", "data-missing", tensor=other)
+
+
+def _other_half(name: str, match: re.Match[str]) -> str:
+    """Return the name of the matrix that goes with one, by how their names differ."""
+    at = match.end("kind") - 1
+    return f"{name[:at]}{'B' if name[at] == 'A' else 'A'}{name[at + 1 :]}"
 
 
 class _Ranks:

@@ -107,6 +107,17 @@ def test_a_config_of_another_adapter_is_an_error(
     assert re.search(words, finding.message)
 
 
+@pytest.mark.parametrize("half", ["lora_A", "lora_B"])
+def test_a_matrix_without_the_other_one_is_an_error(half: str, tmp_path: Path) -> None:
+    left = {name: tensor for name, tensor in SOUND.items() if half not in name or "v_proj" in name}
+    report = verified(tmp_path, {}, left)
+    (finding,) = [finding for finding in report.findings if finding.severity.value == "error"]
+    assert (finding.code, finding.tensor) == (
+        "data-missing",
+        f"{LAYER}.self_attn.q_proj.{half}.weight",
+    )
+
+
 def test_a_config_that_cannot_be_read(tmp_path: Path) -> None:
     assert verified(tmp_path, {}, SOUND).ok
     (tmp_path / "adapter_config.json").write_text("[")
