@@ -29,7 +29,7 @@ from ckptool.commands.options.rewrite import RewriteOptions, Selection
 from ckptool.commands.options.target import ConvertOptions, SaveOptions
 from ckptool.commands.rewrite import RenamedCounts, RewriteResult, rewrite
 from ckptool.commands.transfer.overwrite import may_open_late
-from ckptool.commands.transfer.report import TransferReport
+from ckptool.commands.transfer.report import TransferReport, not_carried
 from ckptool.commands.transfer.transfer import (
     Transfer,
     require_agreement,
@@ -43,7 +43,7 @@ from ckptool.core.quantization.names import is_plain, kinds, quantized_names
 from ckptool.core.selection import unwrapping_rule, wrappers_of
 from ckptool.core.state_category import state_category
 from ckptool.core.text import one_of, plural
-from ckptool.errors import UsageError
+from ckptool.errors import Unsupported, UsageError
 from ckptool.formats import FORMATS, single_file_suffixes, targets
 from ckptool.formats.base import Format, Request
 from ckptool.formats.companions import PIPELINE
@@ -99,6 +99,7 @@ def prepare(
         layout = with_files_beside(opened, layout, complete)
     else:
         layout = complete(layout, False)
+    _require_content(opened, catalog, layout, writer)
     plan = Plan(catalog, layout)
     report = ConvertReport.of(
         opened,
@@ -120,6 +121,20 @@ def prepare(
     moves = rewritten.map and rewritten.map.decided
     decided = (writer.name, options.max_shard_size, options.single_rank, moves)
     return Transfer(opened, plan, target, options.transfer, report, decided)
+
+
+def _require_content(
+    opened: OpenedCheckpoint, catalog: Catalog, layout: Layout, writer: Format
+) -> None:
+    """Raise Unsupported if a format can hold nothing of a checkpoint, as of numpy's arrays."""
+    lost = not_carried(layout, catalog)
+    if not catalog.tensors and lost >= catalog.objects.keys():
+        raise Unsupported(
+            f"{opened.path}: {writer.name} can hold nothing of it: no tensors, but"
+            f" {plural(len(lost), 'value')} such as {min(lost)}",
+            "limit-exceeded",
+            hint="--to torch-save keeps values",
+        )
 
 
 def _complete(

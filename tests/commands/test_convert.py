@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import bits, case, convert_to, flat, load_torch, read_back
@@ -468,3 +469,13 @@ def test_a_tensor_of_a_kind_that_is_not_read_is_refused(tmp_path: Path) -> None:
     torch.save(torch.eye(2).to_sparse(), tmp_path / "model.pt")
     with pytest.raises(Unsupported, match="value: not a plain tensor, but sparse tensor"):
         prepare(tmp_path / "model.pt", tmp_path / "out.safetensors", ConvertOptions("safetensors"))
+
+
+@pytest.mark.parametrize("to", ["safetensors", "hf"])
+def test_arrays_of_numpy_alone_are_no_model_of_safetensors(to: str, out: Path) -> None:
+    torch.save({"model": {"w": np.ones(4)}, "step": 3}, out / "m.pt")
+    torch.save({"model": {"w": np.ones(4)}}, out / "n.pt")
+    with pytest.raises(Unsupported, match=r"can hold nothing of it.*1 value such as model\.w"):
+        convert_to(to, out / "n.pt", out / "n")
+    assert not (out / "n").exists()
+    convert_to("torch-save", out / "n.pt", out / "back.pt")
