@@ -129,7 +129,8 @@ def _resolve(catalog: Catalog, asked: Sequence[str]) -> dict[str, str]:
     known = dict.fromkeys((*catalog.tensors, *catalog.conflicts))
     subscripts: dict[str, str] = {}
     for text in asked:
-        name = text if text in known else split_subscript(text)[0]
+        is_name = text in known or text in catalog.objects
+        name = text if is_name else split_subscript(text)[0]
         names = [] if name in catalog.objects else matching_names(known, name)
         if not names or (len(names) > 1 and not is_glob(name)):
             raise _not_one(catalog, name, names)

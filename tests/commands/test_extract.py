@@ -217,3 +217,9 @@ def test_a_value_is_not_a_tensor() -> None:
     with pytest.raises(UsageError, match="not a tensor, but a value") as caught:
         open_slices(DCP, ["step"], ExtractOptions())
     assert "--values" in str(caught.value.hint)
+
+
+def test_a_value_whose_name_reads_like_a_slice_is_that_value(tmp_path: Path) -> None:
+    torch.save({"v": torch.ones(3), "v[1]": 5}, tmp_path / "v.pt")
+    with pytest.raises(UsageError, match=r"'v\[1\]': not a tensor, but a value"):
+        open_slices(tmp_path / "v.pt", ["v[1]"], ExtractOptions())
