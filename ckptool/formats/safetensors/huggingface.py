@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.layout import FileLayout, Layout, Literal
 from ckptool.core.text import plural
-from ckptool.errors import Damaged, Problem
+from ckptool.errors import Damaged, Problem, Refusal
 from ckptool.formats.base import EXTRA, Format, Request, ScanOptions
 from ckptool.formats.companions import companions, describe_config
 from ckptool.formats.safetensors import read_whole_tensors
@@ -80,9 +80,13 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         tensors, headers[file] = read_whole_tensors(source, file, options)
         return Assembled(tensors)
 
-    expect_heads(source, files)
+    lost = _absent_tensors(source, index, weight_map) if options.problems is None else {}
+    present = [file for file in files if not lost or file in source.files]
+    expect_heads(source, present)
     wanted_by = index or wanted_by_names(source, files)
-    contents, file_of, unread = read_shards(source, files, wanted_by, read, options)
+    contents, file_of, unread = read_shards(source, present, wanted_by, read, options)
+    contents.conflicts |= lost
+    unread |= {*files} - {*present}
     notes: list[str] = []
     if index:
         if options.problems is not None:
@@ -110,6 +114,23 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         copies=frozenset(copies),
     )
     return with_headers(catalog, source, _EXTRA, headers, options)
+
+
+def _absent_tensors(
+    source: Source, index: str | None, weight_map: Mapping[str, str]
+) -> dict[str, Refusal]:
+    """Return why tensors are refused whose shard is missing: the others can be read without it."""
+    why: dict[str, Problem] = {}
+    for file in {*weight_map.values()} - source.files.keys():
+        try:
+            require(source, file, wanted_by=str(index))
+        except Damaged as error:
+            why[file] = error.message
+    return {
+        name: Refusal(why[file], why[file].code, file=file, tensor=name)
+        for name, file in weight_map.items()
+        if file in why
+    }
 
 
 def _judge_index(

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import case, convert_to, read_back
 from safetensors.numpy import save_file
 
 import ckptool
-from ckptool.errors import CkptoolError
+from ckptool.errors import CkptoolError, Damaged
 
 
 def with_index(folder: Path, stem: str, *names: str) -> None:
@@ -202,3 +204,16 @@ def test_a_tensor_in_two_other_shards_is_neither(tmp_path: Path) -> None:
         save_file({"w3": np.full(2, value, np.uint8)}, tmp_path / "m" / f"{name}.safetensors")
     report = ckptool.salvage(tmp_path / "m", tmp_path / "found.safetensors")
     assert ([*report.lost], report.tensors) == (["w3"], 2)
+
+
+def test_tensors_of_a_missing_shard_stop_nothing_that_leaves_them_out(out: Path) -> None:
+    folder = out / "m"
+    shutil.copytree(case("hf_shards").path, folder)
+    lost = sorted(folder.glob("*.safetensors"))[-1]
+    weight_map = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    names = [name for name, file in weight_map.items() if file == lost.name]
+    lost.unlink()
+    with pytest.raises(Damaged, match=f"{lost.name}.* is missing"):
+        convert_to("torch-save", folder, out / "all.pt")
+    convert_to("torch-save", folder, out / "rest.pt", drop=tuple(names))
+    assert read_back("torch-save", out / "rest.pt").keys() == weight_map.keys() - {*names}
