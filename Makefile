@@ -19,10 +19,10 @@ help: ## Show this list.
 	@sed -n 's/^\([a-z]*\):.*## /  make \1 - /p' Makefile
 
 $(READY):
-	@echo "making .venv (torch is large: the first time takes minutes)"
+	@echo "making .venv: 2 GB, or 7 GB with torch's libraries for CUDA; minutes, the first time"
 	@rm -rf .venv
 	@$(PYTHON) -m venv .venv
-	@$(PIP) install -e '.[dev]'
+	@$(BIN)/python -m pip --disable-pip-version-check install -e '.[dev]'
 	@touch $(READY)
 
 lint: $(READY) ## Style, format and types.
@@ -41,7 +41,7 @@ coverage: $(READY) ## Every test, and which lines none of them runs; fails below
 	@$(BIN)/coverage combine -q
 	@$(BIN)/coverage report
 
-demo: $(READY) ## Make a real sharded checkpoint, inspect it, convert it, check the result.
+demo: $(READY) ## Train a small model on 4 ranks, and show every command on what it saves.
 	@PATH="$(CURDIR)/$(BIN):$$PATH" python fixtures/demo.py
 
 bench: $(READY) ## Measure ckptool's commands against cp, torch's own tools, and other clients of a store.

@@ -24,6 +24,7 @@ from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.mesh import Mesh, Placements, Replicate, StridedShard
 from ckptool.core.sharding.cuts import Order, chunk_bounds, placements_of
 from ckptool.core.sharding.table import Spans, spans_and_writers
+from ckptool.core.text import plural
 
 _MOST_DIMS = 3
 _MOST_RANKS = 1 << 17
@@ -278,10 +279,10 @@ def _undetermined(inference: Inference) -> Iterator[str]:
     """Yield why tensors get no placements: other ranks could have written the same chunks."""
     several = {name: fits for name, fits in inference.placements.items() if len(fits) > 1}
     for name, fits in itertools.islice(several.items(), 1):
-        count = f"{len(several):,} tensors are" if len(several) > 1 else "1 tensor is"
         either = " or ".join(" ".join(map(str, placements)) for placements in fits)
         yield (
-            f"the placements of {count} ambiguous: the ranks that wrote {name} hold its chunks"
+            f"the placements of {plural(len(several), 'tensor')} are ambiguous: the ranks that"
+            f" wrote {name} hold its chunks"
             f" with {either}"
         )
 
