@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from ckptool.commands.detect import detect_folder, find_checkpoints, natural_key
 from ckptool.commands.open import survey
-from ckptool.commands.place import folder_at
+from ckptool.commands.place import folder_at, require_there
 from ckptool.commands.runs.names import (
     Position,
     holds_model,
@@ -38,6 +38,9 @@ def find_run(place: Location) -> Run:
     that holds no checkpoint is a step without parts. If there is no checkpoint below the folder,
     the folder itself may be one. Raises NotFound or Unrecognized if there is no checkpoint at all.
     """
+    require_there(place)
+    if not place.is_dir():
+        raise Unrecognized(f"{place}: is a file, not a folder of checkpoints")
     source = folder_at(place)
     inner = list(_checkpoints(place, place, source))
     if not inner:

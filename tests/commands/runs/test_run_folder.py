@@ -374,3 +374,13 @@ def test_the_form_of_the_readme_is_safe_in_a_shell(tmp_path: Path) -> None:
     assert ran() == (1, "")
     shutil.rmtree(run)
     assert ran() == (3, "")
+
+
+def test_a_place_that_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    with pytest.raises(NotFound, match="no such file or folder") as missing:
+        verify_run(tmp_path / "runn", VerifyOptions(), every=False)
+    assert missing.value.hint == f"did you mean {tmp_path / 'run'}?"
+    (tmp_path / "file.pt").touch()
+    with pytest.raises(Unrecognized, match="is a file, not a folder"):
+        verify_run(tmp_path / "file.pt", VerifyOptions(), every=True)
