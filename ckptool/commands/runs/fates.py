@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
@@ -184,7 +185,7 @@ class _Decision:
         number = step.number
         if every is not None and number is not None and number % every == 0:
             return f"every {every:,} steps" if every > 1 else "every step"
-        if SPARED.fullmatch(step.path.name):
+        if re.fullmatch(SPARED, step.path.name):
             return "its name says that it is no step among many"
         if self._written_last is step:
             return f"was written after {self._steps[-1].path.name}"

@@ -85,7 +85,7 @@ class StepNames:
         if text is None:
             return
         found = list(self.in_text(text, folder))
-        if (POINTERS.fullmatch(name) or _MUST_NAME.fullmatch(name)) and (
+        if (re.fullmatch(POINTERS, name) or _MUST_NAME.fullmatch(name)) and (
             _is_broken_json(name, text) or (not found and self._is_cut(text.strip()))
         ):
             raise unreadable(self._run.path / file, f"it ends early, with {text.strip()[-40:]!r}")

@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from ckptool.commands.runs.trainers import TRAINERS
 
+# Patterns are text: re compiles and keeps those that are used, and most commands use few.
 _TYPE = (
     r"(?i)(?<![a-z])(?:(?:mx|nv)?fp|bf|b?float|u?int|nf)(?:4|6|8|16|32|64)(?!\d)"
     r"(?:_?e[2-8]m[0-3](?!\d))?"
@@ -28,8 +29,8 @@ _UNITS = {None: 1, "k": 1000, "m": 1_000_000}
 _HYPER = r"(?<!max[-_])(?<!total[-_])(?<!num[-_])(?<!warmup[-_])(?<!accum[-_])"
 
 
-def _after(words: str) -> re.Pattern[str]:
-    return re.compile(rf"(?i)(?<![a-z]){_HYPER}{words}[-_=]?{_NUMBER}")
+def _after(words: str) -> str:
+    return rf"(?i)(?<![a-z]){_HYPER}{words}[-_=]?{_NUMBER}"
 
 
 _STEP = _after("(?:global[-_]?)?steps?")
@@ -42,14 +43,14 @@ _METRIC = (
     r"|ssim|fid|score|metric|err|error|mse|mae|rmse|r2|recall|precision|top[15]|val|valid|eval|test"
     r"|reward|return|kl|em|mrr|ndcg|nll|bp[bc]|elbo|tokens|samples)"
 )
-_IS_METRIC = re.compile(rf"(?i)(?<![a-z]){_METRIC}(?![a-z])")
+_IS_METRIC = rf"(?i)(?<![a-z]){_METRIC}(?![a-z])"
 _VALUE = r"[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?%?"
-_VALUES = re.compile(
+_VALUES = (
     rf"(?i)(?<=[a-z0-9]=){_VALUE}|(?<![a-z]){_METRIC}[-_]?{_VALUE}[bmt]?(?![a-z0-9])"
     r"|(?:^|(?<=[\d#])[-_]+)[-+]?\d+\.\d+(?:e[-+]?\d+)?(?!\d)"
 )
 """The value of a metric: ``val_loss=0.39``, ``acc_93``, or behind another number ``00-0.39``."""
-_APART = re.compile(
+_APART = (
     r"(?i)(?<![\d.])\d+(?:\.\d+)?[bt](?![a-z0-9])|\d+x\d+(?:\.\d+)?[bm]?(?![a-z0-9])"
     r"|(?<![a-z])(?:run|exp|experiment|fold|cv|seed|version|ver|v|trial|split|job|id|attempt|replica"
     r"|replicat|worker|node|gpu|rank|part|shard|member|model_parallel|layer|expert|stage)s?[-_=]?\d+"
@@ -58,8 +59,8 @@ _APART = re.compile(
     r"(?=[0-9a-f]*[a-f])[0-9a-f]{7,40}(?![a-z0-9])|\d+[km](?![a-z0-9])"
 )
 """Numbers of what is not a step: sizes, runs, dates, hashes."""
-_BARE = re.compile(r"(?<![\d.])(?<!\de)\d{1,18}(?!\d|\.\d|e\d)")
-_ROLE = re.compile(
+_BARE = r"(?<![\d.])(?<!\de)\d{1,18}(?!\d|\.\d|e\d)"
+_ROLE = (
     r"(?i)(?<![a-z])(?:models?|module|net|network|weights?|params?|states?|dict|opt|optims?"
     r"|optimizers?|adam|sched|schedulers?|ema(?:[-_]?\d+\.\d+)?|rng|scaler|amp|masters?|actor|critic"
     r"|policy|value|reward|ref|student|teacher|unet|vae|transformer|controlnet|encoder|decoder"
@@ -67,12 +68,12 @@ _ROLE = re.compile(
     r"|train|training|data|dataloader|loader|extra|(?:mp_|tp_|pp_|dp_|ep_)?rank[-_]?\d+)(?![a-z])"
 )
 """What is one of several files or folders of one step."""
-_RANK = re.compile(r"(?i)(?<![a-z])rank[-_]?\d")
-_BESIDE_MODEL = re.compile(
+_RANK = r"(?i)(?<![a-z])rank[-_]?\d"
+_BESIDE_MODEL = (
     r"(?i)(?<![a-z])(?:opt|optims?|optimizers?|adam|sched|schedulers?|ema|rng|scaler|critic|value"
     r"|reward|ref|dis|disc|discriminator|net_?d|d|data|dataloader|train(?:ing)?_states?)(?![a-z])"
 )
-_SUFFIX = re.compile(r"(?i)(?:\.(?:pt|pth|bin|ckpt|safetensors|pkl|tar|npz))+$")
+_SUFFIX = r"(?i)(?:\.(?:pt|pth|bin|ckpt|safetensors|pkl|tar|npz))+$"
 
 
 class Position(Struct, frozen=True):
@@ -110,7 +111,7 @@ class EntryName(Struct, frozen=True):
     @property
     def has_rank(self) -> bool:
         """Return whether it is what one rank wrote."""
-        return _RANK.search(self.role) is not None
+        return re.search(_RANK, self.role) is not None
 
 
 Spans = dict[str, tuple[int, int, int]]
@@ -130,9 +131,9 @@ def parse_name(name: str, *, is_folder: bool) -> EntryName:
     spans += [bare] if bare is not None and not position else []
     kind = _with_marks(name, [(*span[:2], "#") for span in spans])
     ranks = [(*found["rank"][:2], "rank")] if "rank" in found else []
-    family = _ROLE.sub("", _with_marks(name, [(*span[:2], "#") for span in spans] + ranks))
-    family = re.sub(r"[-_.]+", "-", _SUFFIX.sub("", family).replace("rank", "")).strip("-")
-    roles = [match[0].lower() for match in _ROLE.finditer(kind)]
+    family = re.sub(_ROLE, "", _with_marks(name, [(*span[:2], "#") for span in spans] + ranks))
+    family = re.sub(r"[-_.]+", "-", re.sub(_SUFFIX, "", family).replace("rank", "")).strip("-")
+    roles = [match[0].lower() for match in re.finditer(_ROLE, kind)]
     roles += [f"rank{found['rank'][2]}"] if "rank" in found else []
     number = None if bare is None else bare[2]
     role = " ".join(dict.fromkeys(roles))
@@ -155,27 +156,29 @@ def is_part_folder(name: str) -> bool:
 
     As ``model``, ``optim``, ``_actor`` or ``mp_rank_00``.
     """
-    return not re.sub(r"[-_.\d]", "", _ROLE.sub("", name)) and _ROLE.search(name) is not None
+    return (
+        not re.sub(r"[-_.\d]", "", re.sub(_ROLE, "", name)) and re.search(_ROLE, name) is not None
+    )
 
 
 def holds_model(name: str) -> bool:
     """Return whether a name is not that of what lies beside a model."""
-    return _BESIDE_MODEL.search(name) is None
+    return re.search(_BESIDE_MODEL, name) is None
 
 
 def stage_in(names: Iterable[str]) -> int | None:
     """Return the stage that the folders around a step name."""
-    found = (_STAGE.search(name) for name in names)
+    found = (re.search(_STAGE, name) for name in names)
     return next((int(match["number"]) for match in found if match is not None), None)
 
 
 def step_named(name: str) -> int | None:
     """Return the training step at the end of a name; None if that may not be a step."""
-    matches = (pattern.search(name) for pattern in (_STEP, _ITERATION, _OF_TRAINER))
+    matches = (re.search(pattern, name) for pattern in (_STEP, _ITERATION, _OF_TRAINER))
     return next((_value(m) for m in matches if m is not None and m.end() == len(name)), None)
 
 
-_OF_TRAINER = re.compile(r"^checkpoint-(?P<number>\d{1,18})(?P<unit>(?!))?")
+_OF_TRAINER = r"^checkpoint-(?P<number>\d{1,18})(?P<unit>(?!))?"
 """As transformers' Trainer counts steps; ``checkpoint_0`` of accelerate counts saves."""
 
 
@@ -205,11 +208,11 @@ def _by_words(name: str, *, is_folder: bool) -> tuple[Spans, bool]:
     return found, tells
 
 
-def _named(pattern: re.Pattern[str], name: str) -> re.Match[str] | None:
+def _named(pattern: str, name: str) -> re.Match[str] | None:
     """Return the first match of a counting word that is no metric, as ``acc_epoch=93`` is."""
-    for match in pattern.finditer(name):
+    for match in re.finditer(pattern, name):
         head = re.split(r"[-.]|(?<=\d)_", name[: match.start()])[-1]
-        is_value = "=" in match[0] and _IS_METRIC.search(head.replace("_", " ")) is not None
+        is_value = "=" in match[0] and re.search(_IS_METRIC, head.replace("_", " ")) is not None
         if not is_value:
             return match
     return None
@@ -221,14 +224,14 @@ def _value(match: re.Match[str]) -> int:
 
 def _bare(name: str) -> tuple[int, int, int] | None:
     """Return the last number of a name that may be a step; None if there is none."""
-    clean = _SUFFIX.sub(lambda m: " " * len(m[0]), name)
+    clean = re.sub(_SUFFIX, lambda m: " " * len(m[0]), name)
     for pattern in (_TYPE, _VALUES, _APART):
         clean = _blank(pattern, clean)
-    matches = list(_BARE.finditer(clean))
+    matches = list(re.finditer(_BARE, clean))
     return (*matches[-1].span(), int(matches[-1][0])) if matches else None
 
 
-def _blank(pattern: str | re.Pattern[str], name: str) -> str:
+def _blank(pattern: str, name: str) -> str:
     """Return a name of the same length without what a pattern matches: ``checkpoint-4bit-300``."""
     return re.sub(pattern, lambda match: " " * len(match[0]), name)
 
@@ -237,4 +240,4 @@ def _with_marks(name: str, marks: list[tuple[int, int, str]]) -> str:
     """Return a name with marks instead of what counts, and of the values of metrics."""
     for start, end, mark in sorted(marks, reverse=True):
         name = name[:start] + mark + name[end:]
-    return _VALUES.sub("~", name)
+    return re.sub(_VALUES, "~", name)

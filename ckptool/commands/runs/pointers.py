@@ -69,7 +69,7 @@ def _pointer_files(run: Run) -> Iterator[tuple[str, int]]:
     for file, size in run.source.files.items():
         folder, _, name = file.rpartition("/")
         inside = file in entries or not entries.isdisjoint(map(str, PurePosixPath(file).parents))
-        is_known = POINTERS.fullmatch(name) is not None
+        is_known = re.fullmatch(POINTERS, name) is not None
         if inside:
             is_pointer = name.endswith(_INDEX)
         elif is_known or name.endswith(_INDEX):

@@ -101,7 +101,7 @@ def _may_hold_run(path: Location, run: Location, source: Files) -> bool:
 
 
 def _is_pointer(path: Location) -> bool:
-    return POINTERS.fullmatch(path.name) is not None
+    return re.fullmatch(POINTERS, path.name) is not None
 
 
 def _files_of_whole(place: Location, source: Files) -> set[Location]:

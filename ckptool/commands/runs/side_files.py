@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Iterator
 
 from ckptool.commands.options.read import ReadOptions
@@ -36,7 +37,7 @@ def damaged_side_files(
             file = entry / name if name else entry
             if not name or file in read:
                 continue
-            if LAST_RECORD.fullmatch(name):
+            if re.fullmatch(LAST_RECORD, name):
                 yield from _broken_record(file, size, name)
             elif name.endswith(_OF_TORCH) and role_of(name) not in (None, "model"):
                 yield from _broken_archive(file, name, options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import PurePath
@@ -110,12 +111,12 @@ class Run(Struct, frozen=True, dict=True):
 
 def is_unfinished_name(step: Step) -> bool:
     """Return whether a step's name says that it is being written."""
-    return any(UNFINISHED.fullmatch(entry.name) is not None for entry in step.entries)
+    return any(re.fullmatch(UNFINISHED, entry.name) is not None for entry in step.entries)
 
 
 def is_export(step: Step, run: Location) -> bool:
     """Return whether a step lies where trainers put what training does not go on from."""
-    return any(EXPORTS.fullmatch(name) is not None for name in within(step.path, run).parts)
+    return any(re.fullmatch(EXPORTS, name) is not None for name in within(step.path, run).parts)
 
 
 def others_inside(step: Step, run: Run) -> str | None:

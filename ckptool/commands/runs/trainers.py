@@ -238,21 +238,21 @@ TRAINERS = (
     ),
 )
 
-SPARED = re.compile(
+SPARED = (
     "|".join(f"(?:{row.spared})" for row in TRAINERS)
     + r"|(?i:(?:.*[-_.])?(?:best|final|last|latest)(?:[-_.].*)?)"
 )
 """Whole names of entries that are no step among many: no clean-up of a trainer deletes them."""
 _BEGUN = r"(?:tmp|temp|partial|incomplete|unfinished|staging|dirty|saving|writing|in_?progress)"
-UNFINISHED = re.compile(
+UNFINISHED = (
     "|".join(f"(?:{row.unfinished})" for row in TRAINERS)
     + rf"|(?i:[-_.]*{_BEGUN}(?:[-_.].*)?|.+[-_.]{_BEGUN}[-_.]*[0-9a-f-]*(?:\.[a-z]+)*)"
     + r"|(?i:.+\.(?:part|wip|new))"
 )
 """Whole names of entries that a save which was not finished leaves."""
-EXPORTS = re.compile("|".join(f"(?:{row.exports})" for row in TRAINERS))
-POINTERS = re.compile("|".join(f"(?:{p})" for row in TRAINERS for p in row.pointers))
-LAST_RECORD = re.compile("|".join(p for row in TRAINERS for p in row.last if p.endswith(".json")))
+EXPORTS = "|".join(f"(?:{row.exports})" for row in TRAINERS)
+POINTERS = "|".join(f"(?:{p})" for row in TRAINERS for p in row.pointers)
+LAST_RECORD = "|".join(p for row in TRAINERS for p in row.last if p.endswith(".json"))
 """Names of the files in JSON that trainers write last."""
 _BESIDE = tuple(m.removeprefix("NAME") for row in TRAINERS for m in row.marks if "NAME" in m)
 _INSIDE = tuple(m for row in TRAINERS for m in row.marks if "NAME" not in m)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -93,7 +94,7 @@ def test_a_record_that_is_cut_off_is_no_end_of_a_save(kind: Kind, tmp_path: Path
     run = run_of(tmp_path, kind)
     write_step(run, kind, 4)
     files = (path for path in (run / kind.name(4)).rglob("*") if path.is_file())
-    cut = [path for path in files if LAST_RECORD.fullmatch(path.name)]
+    cut = [path for path in files if re.fullmatch(LAST_RECORD, path.name)]
     for path in cut:
         path.write_text('{"model": ')
     assert latest(run) == kind.name(3 if cut else 4)
