@@ -343,11 +343,16 @@ def find_wrapper_class(value: PickleValue) -> Global | None:
 
 
 def split_wrapper(value: PickleValue) -> dict[str, Any] | None:
-    """Return the attributes of a tensor subclass that wraps others; None if it wraps none."""
-    if find_wrapper_class(value) is None:
+    """Return the attributes of a tensor subclass that wraps others; None if it wraps none.
+
+    Also None if it wraps one alone and is not torchao's: whether that is its value is unknown.
+    """
+    cls = find_wrapper_class(value)
+    if cls is None:
         return None
     parts = {str(name): part for name, part in read_attributes(value).items()}
-    return parts if any(map(is_tensor_record, parts.values())) else None
+    count = sum(map(is_tensor_record, parts.values()))
+    return parts if count > 1 or (count and cls.module.startswith("torchao.")) else None
 
 
 def read_outer(value: PickleValue) -> tuple[DType, tuple[int, ...]] | None:

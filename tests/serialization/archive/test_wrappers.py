@@ -178,3 +178,14 @@ def test_a_wrapper_of_another_shape_is_a_contradiction(
     torch.save({"w": make(WEIGHT, shape=(6, 4))}, tmp_path / "m.pt")
     with pytest.raises(Damaged, match=r"of bfloat16 \[6, 4\] around a tensor of bfloat16 \[4, 6\]"):
         ckptool.convert(tmp_path / "m.pt", tmp_path / "out.pt")
+
+
+def test_what_an_unknown_package_wraps_alone_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Whether it is the value of the whole tensor nobody says."""
+    make = named("megablocks.weights.ExpertTensor", monkeypatch)
+    torch.save({"w": torch.nn.Parameter(make(WEIGHT)), "b": torch.ones(2)}, tmp_path / "m.pt")
+    with pytest.raises(Unsupported, match=r"w: not a plain tensor, but megablocks\.weights\.Exp"):
+        ckptool.convert(tmp_path / "m.pt", tmp_path / "out.safetensors")
+    assert not (tmp_path / "out.safetensors").exists()
