@@ -201,14 +201,14 @@ def _find_enclosing(path: Location) -> Candidate | None:
         return Candidate(path.parent, folder, whole, named=named)
     others = whole.other_saves(folder, path.name) if whole.other_saves else None
     if others and isinstance(path, Path):
-        folder = LocalSource.folder(path.parent, without=others)
+        folder, known = LocalSource.folder(path.parent, without=others), None
     alone = detect(file_at(path))
     # without a number it is no rank's and no shard's, such as optimizer.bin of accelerate
     is_whole = alone is not None and not re.search("[0-9]", path.name)
     is_readable = is_whole or (alone is not None and bool(alone.suffixes))
     rest = (row for row in FORMATS.values() if row is not whole and row.matches(folder))
     for row in (whole, *(() if is_readable else rest)):
-        found = _files_of(row, folder)
+        found = known if known and row is whole else _files_of(row, folder)
         if found is None:
             return None if is_readable else Candidate(path.parent, folder, row)
         files, is_sound = found
