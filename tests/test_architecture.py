@@ -23,7 +23,7 @@ ALLOWED = {
     "engine": {"core", "storage"},
     "formats": {"core", "serialization"},
     "serialization": {"core"},
-    "storage": set(),
+    "storage": {"core"},
     "core": set(),
     "errors": set(),
     "__main__": {"cli"},

@@ -18,7 +18,7 @@ from ckptool.api.index import Index, parse_index
 from ckptool.api.keywords import OpenKeywords
 from ckptool.api.read import cast_entry, read_numpy, read_torch
 from ckptool.commands.inspect import step_of
-from ckptool.commands.keymap.assets import require_unquantized
+from ckptool.commands.model.assets import require_unquantized
 from ckptool.commands.open import OpenedCheckpoint, no_collecting
 from ckptool.core.box import Box
 from ckptool.core.casts import as_type

@@ -7,18 +7,18 @@ from typing import ClassVar
 
 from msgspec import field
 
-from ckptool.commands.keymap.adapter_config import ADAPTER_CONFIG
-from ckptool.commands.keymap.assets import (
+from ckptool.commands.model.adapter_config import ADAPTER_CONFIG
+from ckptool.commands.model.assets import (
     assets_in,
     drop_quantization_config,
     lacking_files,
     with_assets,
     with_true_configs,
 )
-from ckptool.commands.keymap.beside import with_files_beside
-from ckptool.commands.keymap.links import require_own_files
-from ckptool.commands.keymap.peft import with_adapter_config
-from ckptool.commands.keymap.records import CONFIG
+from ckptool.commands.model.beside import with_files_beside
+from ckptool.commands.model.links import require_own_files
+from ckptool.commands.model.peft import with_adapter_config
+from ckptool.commands.model.records import CONFIG
 from ckptool.commands.open import (
     OpenedCheckpoint,
     no_collecting,

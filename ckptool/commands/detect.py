@@ -12,14 +12,6 @@ from typing import TypeVar
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from ckptool.commands.place import (
-    ARCHIVE,
-    archive_in,
-    file_at,
-    folder_at,
-    require_there,
-    run_bounded,
-)
 from ckptool.commands.unread_files import require_listed, unlisted_problems
 from ckptool.core.text import list_some, one_of, plural
 from ckptool.errors import (
@@ -37,6 +29,14 @@ from ckptool.formats.companions import latest_folder
 from ckptool.serialization.file_kinds import FileKind, detect_kind, read_head, require_packed
 from ckptool.storage.commit_note import UNFINISHED
 from ckptool.storage.local import Files, LocalSource
+from ckptool.storage.place import (
+    ARCHIVE,
+    archive_in,
+    file_at,
+    folder_at,
+    require_there,
+    run_bounded,
+)
 from ckptool.storage.tar import TarFiles
 from ckptool.storage.url import Location, within
 

@@ -18,7 +18,6 @@ from ckptool.commands.detect import (
     unfinished_problem,
 )
 from ckptool.commands.options.read import AS_DETECTED, ReadOptions
-from ckptool.commands.place import run_bounded
 from ckptool.commands.unread_files import (
     explain_damage,
     require_listed,
@@ -41,6 +40,7 @@ from ckptool.errors import (
 )
 from ckptool.formats.base import Format, ScanOptions
 from ckptool.storage.local import Files
+from ckptool.storage.place import run_bounded
 from ckptool.storage.url import Location
 
 PART_NAMED = "part-named"

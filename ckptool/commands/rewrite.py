@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ckptool.commands.keymap.assets import quantization_config, require_unquantized
-from ckptool.commands.keymap.peft import adapter_of
+from ckptool.commands.model.assets import quantization_config, require_unquantized
+from ckptool.commands.model.peft import adapter_of
 from ckptool.commands.open import OpenedCheckpoint, require_readable
 from ckptool.commands.options.rewrite import MapOptions, RewriteOptions, Selection
 from ckptool.core.box import Box

@@ -22,9 +22,9 @@ from ckptool.storage.clients.file_system import open_file_system
 from ckptool.storage.clients.obstore_client import StoreClient, by_obstore_alone
 from ckptool.storage.clients.obstore_others import by_obstore
 from ckptool.storage.clients.ranged_read import FsspecClient, FsspecReader
+from ckptool.storage.clients.unlisted import INDEXES, infos, is_file, names_below
 from ckptool.storage.planned_ranges import PlannedRanges
 from ckptool.storage.retry import RetryPolicy, Unaccepted, retry, status_of
-from ckptool.storage.unlisted import INDEXES, infos, is_file, names_below
 from ckptool.storage.url import AZURE, GOOGLE, S3, WEB, redact_url
 
 _T = TypeVar("_T")

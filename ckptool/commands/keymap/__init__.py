@@ -1,1 +1,1 @@
-"""Key maps and model configurations: choosing a map, and the files that go with a model."""
+"""Choosing, checking and applying key maps."""

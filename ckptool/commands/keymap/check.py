@@ -11,8 +11,8 @@ from msgspec import Struct
 from ckptool.commands.document import Report
 from ckptool.commands.keymap.choice import requested_map
 from ckptool.commands.keymap.maps import map_checkpoint
-from ckptool.commands.keymap.records import records, records_around
 from ckptool.commands.keymap.sizes import facts
+from ckptool.commands.model.records import records, records_around
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.rewrite import MapOptions
 from ckptool.commands.rewrite import only_model

@@ -7,8 +7,8 @@ from collections.abc import Collection, Sequence
 from msgspec.structs import replace
 
 from ckptool.commands.keymap.library import AUTO, builtin_maps, load_map
-from ckptool.commands.keymap.records import MODEL_TYPES, Record
 from ckptool.commands.keymap.sizes import facts
+from ckptool.commands.model.records import MODEL_TYPES, Record
 from ckptool.commands.options.rewrite import MapOptions
 from ckptool.core.catalog import Catalog
 from ckptool.core.keymap.apply import list_lines

@@ -17,21 +17,21 @@ from ckptool.commands.keymap.choice import (
     match_names,
     model_types,
 )
-from ckptool.commands.keymap.functions import differing_function, fused_otherwise
-from ckptool.commands.keymap.hf_config import recorded_config
-from ckptool.commands.keymap.model_config import (
+from ckptool.commands.keymap.sizes import facts, merge
+from ckptool.commands.model.config import (
     count_problems,
     lacking_experts,
     uncounted_experts,
 )
-from ckptool.commands.keymap.records import (
+from ckptool.commands.model.functions import differing_function, fused_otherwise
+from ckptool.commands.model.hf_config import recorded_config
+from ckptool.commands.model.records import (
     CONFIG,
     Record,
     records,
     records_around,
     records_model,
 )
-from ckptool.commands.keymap.sizes import facts, merge
 from ckptool.commands.open import OpenedCheckpoint
 from ckptool.commands.options.rewrite import MapOptions
 from ckptool.core.catalog import Catalog

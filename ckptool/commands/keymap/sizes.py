@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ckptool.commands.keymap.records import Record
+from ckptool.commands.model.records import Record
 from ckptool.core.keymap.match import ModelFacts
 from ckptool.core.keymap.model import KeyMap
 from ckptool.errors import UsageError

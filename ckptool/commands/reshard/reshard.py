@@ -11,8 +11,8 @@ from typing import ClassVar
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from ckptool.commands.keymap.assets import with_assets
-from ckptool.commands.keymap.records import records
+from ckptool.commands.model.assets import with_assets
+from ckptool.commands.model.records import records
 from ckptool.commands.open import OpenedCheckpoint, no_collecting, open_checkpoint, require_readable
 from ckptool.commands.options.target import ReshardOptions
 from ckptool.commands.reshard.families import in_families

@@ -14,7 +14,6 @@ from ckptool.commands.detect import require_known
 from ckptool.commands.document import Report
 from ckptool.commands.options.prune import PruneOptions
 from ckptool.commands.options.verify import VerifyOptions
-from ckptool.commands.place import folder_at
 from ckptool.commands.runs.fates import Fate, Notify, StepFate, decide, unclear_reason
 from ckptool.commands.runs.order import open_run
 from ckptool.commands.runs.pointers import find_pointers, recorded_pointers
@@ -32,6 +31,7 @@ from ckptool.errors import (
     Unsupported,
     UsageError,
 )
+from ckptool.storage.place import folder_at
 from ckptool.storage.url import Location, afresh
 
 

@@ -10,7 +10,6 @@ from msgspec.structs import replace
 
 from ckptool.commands.detect import detect_folder, find_checkpoints, natural_key
 from ckptool.commands.open import survey
-from ckptool.commands.place import folder_at, require_there
 from ckptool.commands.runs.names import (
     Position,
     holds_model,
@@ -25,6 +24,7 @@ from ckptool.errors import CkptoolError, NoAnswer, NotFound, Unrecognized
 from ckptool.formats import file_rule, latest_markers
 from ckptool.formats.base import FileRole
 from ckptool.storage.local import Files
+from ckptool.storage.place import folder_at, require_there
 from ckptool.storage.url import Location, within
 
 _NAMES_FILES = (FileRole.METADATA, FileRole.INDEX)

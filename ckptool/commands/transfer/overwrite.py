@@ -11,7 +11,6 @@ from pathlib import Path, PurePosixPath
 
 from msgspec.structs import replace
 
-from ckptool.commands.place import file_at, folder_at, run_bounded
 from ckptool.core.layout import FileLayout, Layout, Verbatim
 from ckptool.core.text import list_some
 from ckptool.engine.write.existing import kept_entries
@@ -24,6 +23,7 @@ from ckptool.serialization.archive.write import is_written_here
 from ckptool.serialization.source import EachRead, Source
 from ckptool.storage.commit_note import UNFINISHED, side_name
 from ckptool.storage.local import Files, LocalSource
+from ckptool.storage.place import file_at, folder_at, run_bounded
 from ckptool.storage.url import Location
 
 _LARGEST_TEXT = 64 << 20

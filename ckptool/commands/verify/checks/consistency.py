@@ -14,14 +14,14 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
-from ckptool.commands.keymap.adapter_config import (
+from ckptool.commands.model.adapter_config import (
     ADAPTER_CONFIG,
     adapter_problems,
     is_of_lora,
     method_of,
 )
-from ckptool.commands.keymap.model_config import config_problems
-from ckptool.commands.keymap.records import CONFIG, Record, read_beside
+from ckptool.commands.model.config import config_problems
+from ckptool.commands.model.records import CONFIG, Record, read_beside
 from ckptool.commands.open import Survey
 from ckptool.commands.verify.findings import conflict_problems
 from ckptool.core.catalog import Catalog, TensorEntry, coverage_problem, flat_name

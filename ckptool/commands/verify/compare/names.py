@@ -9,8 +9,8 @@ from typing import NamedTuple
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ckptool.commands.keymap.assets import QUANTIZATION_FILES, QUANTIZATION_KEYS, assets_in
-from ckptool.commands.keymap.records import CONFIG, DTYPE_KEYS, parse_object
+from ckptool.commands.model.assets import QUANTIZATION_FILES, QUANTIZATION_KEYS, assets_in
+from ckptool.commands.model.records import CONFIG, DTYPE_KEYS, parse_object
 from ckptool.commands.open import OpenedCheckpoint
 from ckptool.commands.options.rewrite import RewriteOptions, Selection
 from ckptool.commands.options.verify import CompareOptions

@@ -11,7 +11,7 @@ from typing import ClassVar
 from msgspec import field
 
 from ckptool.commands.document import Report
-from ckptool.commands.keymap.links import require_own_files
+from ckptool.commands.model.links import require_own_files
 from ckptool.commands.open import OpenedCheckpoint, survey
 from ckptool.commands.options.verify import SalvageOptions
 from ckptool.commands.transfer.report import target_notes

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from conftest import convert_to, flat, load_dcp
 from safetensors import safe_open
 
-from ckptool.commands.keymap.hf_config import expected_names
+from ckptool.commands.model.hf_config import expected_names
 from ckptool.commands.options.rewrite import MapOptions
 from ckptool.errors import Unsupported
 

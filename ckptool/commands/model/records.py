@@ -15,7 +15,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ckptool.commands.place import archive_in, file_at
 from ckptool.core.catalog import Catalog
 from ckptool.core.state_category import state_category
 from ckptool.errors import CkptoolError, Damaged, Denied, NotFound
@@ -23,6 +22,7 @@ from ckptool.serialization.pickle.records import Call
 from ckptool.serialization.source import is_there, parse_json_object
 from ckptool.storage.file_status import is_file_there
 from ckptool.storage.local import Files, unreadable
+from ckptool.storage.place import archive_in, file_at
 from ckptool.storage.url import Location
 
 CONFIG = "config.json"

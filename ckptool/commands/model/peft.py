@@ -13,9 +13,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ckptool.commands.keymap.adapter_config import ADAPTER_CONFIG, adapter_problems
-from ckptool.commands.keymap.assets import read_object
-from ckptool.commands.keymap.records import CONFIG, Record, read_nearest
+from ckptool.commands.model.adapter_config import ADAPTER_CONFIG, adapter_problems
+from ckptool.commands.model.assets import read_object
+from ckptool.commands.model.records import CONFIG, Record, read_nearest
 from ckptool.commands.open import OpenedCheckpoint
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.layout import FileLayout, Layout, Literal

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from ckptool.commands.keymap.adapter_config import ADAPTER_CONFIG
-from ckptool.commands.keymap.links import require_own, require_own_files
-from ckptool.commands.keymap.model_config import (
+from ckptool.commands.model.adapter_config import ADAPTER_CONFIG
+from ckptool.commands.model.config import (
     config_problems,
     main_dtype,
     with_dtype,
 )
-from ckptool.commands.keymap.records import (
+from ckptool.commands.model.links import require_own, require_own_files
+from ckptool.commands.model.records import (
     CONFIG,
     DTYPE_KEYS,
     Record,

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from ckptool.commands.keymap.adapter_config import ADAPTER_CONFIG
-from ckptool.commands.keymap.assets import NOT_CARRIED
-from ckptool.commands.keymap.links import require_own
-from ckptool.commands.keymap.records import CONFIG
+from ckptool.commands.model.adapter_config import ADAPTER_CONFIG
+from ckptool.commands.model.assets import NOT_CARRIED
+from ckptool.commands.model.links import require_own
+from ckptool.commands.model.records import CONFIG
 from ckptool.commands.open import OpenedCheckpoint
 from ckptool.core.layout import FileLayout, Layout, Verbatim
 from ckptool.core.text import list_some

@@ -14,7 +14,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from ckptool.commands.keymap.records import Record
+from ckptool.commands.model.records import Record
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.text import plural
 from ckptool.errors import Problem

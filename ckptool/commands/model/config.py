@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ckptool.commands.keymap.records import DTYPE_KEYS, HIDDEN_SIZES, LAYER_COUNTS, Record
+from ckptool.commands.model.records import DTYPE_KEYS, HIDDEN_SIZES, LAYER_COUNTS, Record
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.quantization.names import kinds, packed_names

@@ -13,7 +13,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from ckptool.commands.keymap.records import Record
+from ckptool.commands.model.records import Record
 from ckptool.core.catalog import Catalog
 from ckptool.core.state_category import state_category
 from ckptool.core.text import list_some

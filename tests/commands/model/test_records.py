@@ -17,7 +17,7 @@ from torchtitan_states import JOBS, recorded
 
 import ckptool
 from ckptool.commands.keymap import maps
-from ckptool.commands.keymap.records import records_around
+from ckptool.commands.model.records import records_around
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.rewrite import MapOptions
 from ckptool.errors import Unsupported, UsageError

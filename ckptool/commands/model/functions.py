@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 
-from ckptool.commands.keymap.records import Record
+from ckptool.commands.model.records import Record
 from ckptool.core.keymap.model import Pattern, Rule
 
 _SCALARS = {
