@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ckptool.api.bench import bench_stores as bench_stores
     from ckptool.api.bench import bench_transfer as bench_transfer
     from ckptool.api.checkpoint import Checkpoint as Checkpoint
+    from ckptool.api.checkpoint import open as open
     from ckptool.api.commands import compare as compare
     from ckptool.api.commands import convert as convert
     from ckptool.api.commands import diff as diff
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
     from ckptool.api.commands import verify_run as verify_run
     from ckptool.api.load import LoadReport as LoadReport
     from ckptool.api.load import load as load
-    from ckptool.api.open import open as open
     from ckptool.api.save import save as save
     from ckptool.api.state_dict import KeysDiffer as KeysDiffer
     from ckptool.core.box import Box as Box
@@ -57,8 +57,7 @@ _PLACES = {
     "api.commands": "compare convert diff extract inspect list_formats list_maps list_steps"
     " map_text prune reshard salvage stats verify verify_run",
     "api.load": "LoadReport load",
-    "api.checkpoint": "Checkpoint",
-    "api.open": "open",
+    "api.checkpoint": "Checkpoint open",
     "api.save": "save",
     "api.state_dict": "KeysDiffer",
     "core.box": "Box",

@@ -30,10 +30,9 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ckptool.api.arguments import AnyPath, Keywords, location, with_keywords
-from ckptool.api.checkpoint import Checkpoint
+from ckptool.api.checkpoint import Checkpoint, checkpoint_at, open
 from ckptool.api.keywords import OpenKeywords
 from ckptool.api.load import Target, cast_hint, dtype_of, fill_targets
-from ckptool.api.open import checkpoint_at, open
 from ckptool.api.state_dict import keys_differ, match_names
 from ckptool.api.tensors import torch_dtype, why_not_filled
 from ckptool.api.values import archive

@@ -1,4 +1,4 @@
-"""An open checkpoint: its contents, and any part of any tensor."""
+"""An open checkpoint, of any format: its contents, and any part of any tensor."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, Self, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
 from msgspec.structs import replace
 
-from ckptool.api.arguments import AnyDType
+from ckptool.api.arguments import AnyDType, AnyPath, Keywords, location, with_keywords
 from ckptool.api.containers import Containers
 from ckptool.api.html import checkpoint_html
 from ckptool.api.index import Index, parse_index
@@ -19,7 +19,10 @@ from ckptool.api.keywords import OpenKeywords
 from ckptool.api.read import cast_entry, read_numpy, read_torch
 from ckptool.commands.inspect import step_of
 from ckptool.commands.model.assets import require_unquantized
-from ckptool.commands.open import OpenedCheckpoint, no_collecting
+from ckptool.commands.open import OpenedCheckpoint, no_collecting, open_checkpoint
+from ckptool.commands.options.read import ReadOptions
+from ckptool.commands.options.rewrite import RewriteOptions
+from ckptool.commands.rewrite import rewrite
 from ckptool.core.box import Box
 from ckptool.core.casts import as_type
 from ckptool.core.catalog import Catalog, TensorEntry, coverage_problem
@@ -31,7 +34,7 @@ from ckptool.core.state_category import state_category
 from ckptool.core.subscript import Pick, take
 from ckptool.core.text import did_you_mean, plural
 from ckptool.engine.read.tiles import require_unchanged
-from ckptool.errors import CkptoolError, Damaged, NoSuchName, Refusal, UsageError, refused
+from ckptool.errors import Changed, CkptoolError, Damaged, NoSuchName, Refusal, UsageError, refused
 from ckptool.storage.local import Files
 from ckptool.storage.url import Location
 
@@ -74,8 +77,6 @@ class Checkpoint(Mapping[str, Any]):
     def __reduce__(self) -> tuple[Callable[..., Checkpoint], tuple[str, OpenKeywords, str]]:
         named = self.named
         place = os.path.abspath(named) if isinstance(named, Path) else named.url
-        from ckptool.api.open import reopen
-
         return reopen, (place, self.options, self.version())
 
     def version(self) -> str:
@@ -354,6 +355,37 @@ class LazyStateDict(Mapping[str, Any]):
 
     def __contains__(self, name: object) -> bool:
         return name in self._checkpoint
+
+
+@with_keywords(OpenKeywords)
+def open(path: AnyPath, **options: Unpack[OpenKeywords]) -> Checkpoint:
+    """Open the checkpoint at ``path``: of any format, from its metadata alone.
+
+    The keywords say how to read it, what to select, and how to rename and cast that.
+    Raises NotFound, Unrecognized, Damaged, Hostile, UsageError or Unsupported.
+    """
+    keywords = Keywords("open", options, OpenKeywords)
+    named = location(path)
+    opened = open_checkpoint(named, keywords.options(ReadOptions), whole=False)
+    catalog = rewrite(opened, keywords.options(RewriteOptions), unread=False).catalog
+    return Checkpoint(opened, catalog, named, options)
+
+
+def reopen(place: str, options: OpenKeywords, version: str) -> Checkpoint:
+    """Open a checkpoint as it was opened in another process; Changed if it is another now."""
+    checkpoint = open(place, **options)
+    if checkpoint.version() != version:
+        raise Changed(f"{checkpoint.path}: it was changed since it was opened first")
+    return checkpoint
+
+
+def checkpoint_at(path: AnyPath | Checkpoint, **options: Unpack[OpenKeywords]) -> Checkpoint:
+    """Return an open checkpoint as it is, or open that at a path."""
+    if not isinstance(path, Checkpoint):
+        return open(path, **options)
+    if options:
+        raise TypeError(f"{next(iter(options))} is for opening a checkpoint: give it to open()")
+    return path
 
 
 def workers_of_this_rank(source: Files) -> int:

@@ -8,7 +8,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, Unpack
 
 from ckptool.api.arguments import AnyPath, Keywords, Strings, location, with_keywords
-from ckptool.api.checkpoint import Checkpoint
+from ckptool.api.checkpoint import Checkpoint, checkpoint_at
 from ckptool.api.keywords import (
     CompareKeywords,
     ConvertKeywords,
@@ -21,7 +21,6 @@ from ckptool.api.keywords import (
     VerifyKeywords,
     VerifyRunKeywords,
 )
-from ckptool.api.open import checkpoint_at
 from ckptool.commands import inspect as _inspect
 from ckptool.commands.convert import ConvertReport, prepare
 from ckptool.commands.inspect import InspectReport

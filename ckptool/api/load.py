@@ -11,9 +11,8 @@ import numpy as np
 from msgspec import Struct
 
 from ckptool.api.arguments import AnyPath, Keywords, with_keywords
-from ckptool.api.checkpoint import Checkpoint
+from ckptool.api.checkpoint import Checkpoint, checkpoint_at
 from ckptool.api.keywords import OpenKeywords
-from ckptool.api.open import checkpoint_at
 from ckptool.api.state_dict import (
     NameMatch,
     StateLeaf,

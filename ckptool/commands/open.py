@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -17,6 +15,7 @@ from ckptool.commands.detect import (
     require_finished,
     unfinished_problem,
 )
+from ckptool.commands.options.files import flat_param_shapes
 from ckptool.commands.options.read import AS_DETECTED, ReadOptions
 from ckptool.commands.unread_files import (
     explain_damage,
@@ -45,7 +44,6 @@ from ckptool.storage.url import Location
 
 PART_NAMED = "part-named"
 """The code of the note that a file is one of several, all of which are read."""
-Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 def scan_options(
@@ -56,22 +54,10 @@ def scan_options(
         raise UsageError(f"--tp-rule: not applicable, {row.name} records how tensors are split")
     if options.world_size is not None and not row.takes_world_size:
         raise UsageError(f"--world-size: not applicable, {row.name} records the number of ranks")
-    shapes = _shapes_in(options.flat_params) if options.flat_params else ()
+    shapes = flat_param_shapes(options.flat_params) if options.flat_params else ()
     return ScanOptions(
         options.per_rank, shapes, options.tp_rules, problems, options.values, options.world_size
     )
-
-
-def _shapes_in(path: Path) -> Shapes:
-    """Read names and shapes, in order, from a JSON file; UsageError if it has none."""
-    try:
-        content = json.loads(text_of(path, "--flat-params"))
-        shapes = tuple((name, tuple(shape)) for name, shape in content.items())
-    except (ValueError, AttributeError, TypeError, RecursionError) as error:
-        raise UsageError(f"--flat-params {path}: {error}") from None
-    if not all(type(n) is int and n >= 0 for _, shape in shapes for n in shape):
-        raise UsageError(f"--flat-params {path}: each shape must be a list of sizes")
-    return shapes
 
 
 class OpenedCheckpoint(Struct, frozen=True):
@@ -227,16 +213,3 @@ def _with_parts(catalog: Catalog, options: ReadOptions) -> Catalog:
 
 def _no_content(path: Location) -> Unrecognized:
     return Unrecognized(f"{path}: contains no tensors or values")
-
-
-def text_of(path: Path, option: str) -> str:
-    """Read the text of a file; UsageError, starting with the option, if it cannot be read."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise UsageError(f"{option} {path}: no such file") from None
-    except OSError as error:
-        reason = (error.strerror or "unknown reason").lower()
-        raise UsageError(f"{option} {path}: cannot be read: {reason}") from None
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{option} {path}: not UTF-8 text: {error.reason}") from None

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import ckptool
-from ckptool.api.open import open as open_checkpoint
+from ckptool.api.checkpoint import open as open_checkpoint
 from ckptool.cli.app import app
 from ckptool.core.casts import Casts
 from ckptool.core.dtype import BY_NAME

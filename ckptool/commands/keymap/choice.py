@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from msgspec.structs import replace
 
-from ckptool.commands.keymap.library import AUTO, builtin_maps, load_map
+from ckptool.commands.keymap.library import AUTO, EXPERTS, builtin_maps, load_map
 from ckptool.commands.keymap.sizes import facts
 from ckptool.commands.model.records import MODEL_TYPES, Record
 from ckptool.commands.options.rewrite import MapOptions
@@ -18,8 +18,6 @@ from ckptool.core.quantization.names import dequantizing_hint
 from ckptool.core.text import list_some
 from ckptool.errors import UsageError
 
-EXPERTS = ("packed", "separate")
-"""How a mixture of experts is stored: one tensor for all of them, or one per expert."""
 HUGGING_FACE = "Hugging Face"
 PACKED = "transformers 5 in memory"
 """The names that maps give the side of files, and the side whose experts are packed."""

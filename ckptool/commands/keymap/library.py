@@ -9,7 +9,7 @@ from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
-from ckptool.commands.open import text_of
+from ckptool.commands.options.files import text_of
 from ckptool.core.keymap.model import KeyMap
 from ckptool.core.keymap.parse import parse_map
 from ckptool.core.text import did_you_mean, one_of
@@ -17,6 +17,8 @@ from ckptool.errors import UsageError
 
 AUTO = "auto"
 """Requests the built-in map that matches a checkpoint's names."""
+EXPERTS = ("packed", "separate")
+"""How a mixture of experts is stored: one tensor for all of them, or one per expert."""
 _DEEPEST = 50
 """The depth up to which map files may include one another."""
 _LARGEST = 1 << 22

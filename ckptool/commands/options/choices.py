@@ -45,7 +45,7 @@ def map_names() -> Iterable[str]:
 
 def expert_words() -> Iterable[str]:
     """Return the ways to store a mixture of experts."""
-    from ckptool.commands.keymap.choice import EXPERTS
+    from ckptool.commands.keymap.library import EXPERTS
 
     return EXPERTS
 

@@ -14,12 +14,11 @@ from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from msgspec import Struct
 
-from ckptool.commands.reshard.reshard import Reshard
 from ckptool.core.box import Box, Piece
 from ckptool.core.catalog import Index, TensorEntry
 from ckptool.core.layout import Data, ScatteredData, tiles
@@ -28,6 +27,9 @@ from ckptool.core.sharding.dtensor import LocalShard
 from ckptool.engine.ranks import Ranks
 from ckptool.engine.read.gather import Array, Gatherer, unit
 from ckptool.errors import TransferError, Unsupported
+
+if TYPE_CHECKING:
+    from ckptool.commands.reshard.reshard import Reshard
 
 _GROUP = 256 << 20
 """Bytes of tensors that a rank loads at a time."""

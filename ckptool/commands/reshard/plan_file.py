@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ckptool.commands.open import text_of
+from ckptool.commands.options.files import text_of
 from ckptool.core.mesh import Mesh
 from ckptool.core.sharding.placement import (
     STYLES,

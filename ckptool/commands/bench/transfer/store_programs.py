@@ -121,8 +121,8 @@ def weights_by_ckptool(source: str, result: str) -> None:
     """Load every tensor of a safetensors file into memory by ``ckptool.load``."""
     import torch
 
+    from ckptool.api.checkpoint import open
     from ckptool.api.load import load
-    from ckptool.api.open import open
 
     open(source)
     with _Clock(result):

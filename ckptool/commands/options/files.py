@@ -1,0 +1,35 @@
+"""Files that options name: their text, and the shapes of ``--flat-params``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from ckptool.errors import UsageError
+
+Shapes = tuple[tuple[str, tuple[int, ...]], ...]
+
+
+def text_of(path: Path, option: str) -> str:
+    """Read the text of a file; UsageError, starting with the option, if it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UsageError(f"{option} {path}: no such file") from None
+    except OSError as error:
+        reason = (error.strerror or "unknown reason").lower()
+        raise UsageError(f"{option} {path}: cannot be read: {reason}") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{option} {path}: not UTF-8 text: {error.reason}") from None
+
+
+def flat_param_shapes(path: Path) -> Shapes:
+    """Read names and shapes, in order, from a JSON file; UsageError if it has none."""
+    try:
+        content = json.loads(text_of(path, "--flat-params"))
+        shapes = tuple((name, tuple(shape)) for name, shape in content.items())
+    except (ValueError, AttributeError, TypeError, RecursionError) as error:
+        raise UsageError(f"--flat-params {path}: {error}") from None
+    if not all(type(n) is int and n >= 0 for _, shape in shapes for n in shape):
+        raise UsageError(f"--flat-params {path}: each shape must be a list of sizes")
+    return shapes
