@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
@@ -36,6 +35,7 @@ from ckptool.core.text import did_you_mean, plural
 from ckptool.engine.read.tiles import require_unchanged
 from ckptool.errors import Changed, CkptoolError, Damaged, NoSuchName, Refusal, UsageError, refused
 from ckptool.storage.local import Files
+from ckptool.storage.place import full_name
 from ckptool.storage.url import Location
 
 if TYPE_CHECKING:
@@ -75,9 +75,7 @@ class Checkpoint(Mapping[str, Any]):
         return checkpoint_html(self)
 
     def __reduce__(self) -> tuple[Callable[..., Checkpoint], tuple[str, OpenKeywords, str]]:
-        named = self.named
-        place = os.path.abspath(named) if isinstance(named, Path) else named.url
-        return reopen, (place, self.options, self.version())
+        return reopen, (full_name(self.named), self.options, self.version())
 
     def version(self) -> str:
         """Return a text that changes when a file of the checkpoint does."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -40,6 +39,7 @@ from ckptool.commands.reshard.reshard import ReshardReport, prepare_reshard
 from ckptool.engine.ranks import join_ranks
 from ckptool.errors import UsageError
 from ckptool.formats import list_formats as list_formats
+from ckptool.storage.place import on_disk
 from ckptool.storage.url import Location
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def inspect(
     if opened is not None:
         return _inspect.report(opened.opened)
     place, _ = _place(path, options)
-    values = isinstance(place, Path) if values is None else values
+    values = on_disk(place) is not None if values is None else values
     read = Keywords("inspect", options, ReadKeywords).options(ReadOptions, values=values)
     return _inspect.inspect(place, read)
 

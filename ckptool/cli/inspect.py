@@ -21,6 +21,7 @@ from ckptool.cli.parameters import (
 from ckptool.commands.options.read import READING, ReadOptions
 from ckptool.core.options import OptionGroup
 from ckptool.errors import Several, UsageError, damaged
+from ckptool.storage.place import on_disk
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -130,7 +131,7 @@ def inspect(
     _require_printable(form, views, export)
     page_file = require_page(html)
     place = parse_place(source, "SRC")
-    reading = replace(reading, values=values or isinstance(place, Path))
+    reading = replace(reading, values=values or on_disk(place) is not None)
     lists_steps = not any((*asked.values(), export))
     if lists_steps and is_run(place):
         _show_run(place, reading, page_file, form)

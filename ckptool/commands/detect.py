@@ -34,6 +34,7 @@ from ckptool.storage.place import (
     archive_in,
     file_at,
     folder_at,
+    on_disk,
     require_there,
     run_bounded,
 )
@@ -145,7 +146,7 @@ def require_known(format_name: str | None) -> None:
 
 def _detect_from_file(path: Location) -> Candidate:
     """Detect the checkpoint that a file is part of, or the file by itself."""
-    if (isinstance(path, Path) or _is_part(path.name)) and (whole := _find_enclosing(path)):
+    if (on_disk(path) or _is_part(path.name)) and (whole := _find_enclosing(path)):
         return whole
     source = file_at(path)
     archive = archive_in(source, path)
@@ -161,8 +162,9 @@ def _detect_from_file(path: Location) -> Candidate:
         return Candidate(path, source, alone)
     if not source.files[path.name]:
         raise Unrecognized(f"{path}: the file is empty (0 bytes)")
-    for folder in path.absolute().parents[:2] if isinstance(path, Path) else ():
-        require_packed(folder, os.listdir(folder))  # data/0 is in a folder of its own
+    disk = on_disk(path)
+    for folder in disk.absolute().parents[:2] if disk else ():
+        require_packed(folder.resolve(), os.listdir(folder))  # data/0 is in a folder of its own
     head = read_head(source, path.name)
     kind = detect_kind(head, path.name)
     if kind is not None:
@@ -200,8 +202,8 @@ def _find_enclosing(path: Location) -> Candidate | None:
         named = path.name if _role_of(path.name) is FileRole.ITEMS else None
         return Candidate(path.parent, folder, whole, named=named)
     others = whole.other_saves(folder, path.name) if whole.other_saves else None
-    if others and isinstance(path, Path):
-        folder, known = LocalSource.folder(path.parent, without=others), None
+    if others and (disk := on_disk(path)):
+        folder, known = LocalSource.folder(disk.parent, without=others), None
     alone = detect(file_at(path))
     # without a number it is no rank's and no shard's, such as optimizer.bin of accelerate
     is_whole = alone is not None and not re.search("[0-9]", path.name)
@@ -260,7 +262,7 @@ def _detect_in_folder(path: Location) -> Candidate:
     require_listed(unlisted_problems(source.unlisted))
     if not source.files:
         raise Unrecognized(f"{path}: the folder is empty")
-    require_packed(path, source.files)
+    require_packed(path.resolve(), source.files)
     names = list(source.files)
     message = f"{path}: no checkpoint found in {plural(len(names), 'file')}: {list_some(names)}"
     hint = "run `ckptool formats` to list known formats; use --from FORMAT to force one"

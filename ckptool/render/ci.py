@@ -98,10 +98,10 @@ def show_annotations(reports: Iterable[VerifyReport], *, stderr: bool) -> None:
 def annotation(report: VerifyReport, finding: Finding) -> str:
     """Return the workflow command of a finding, which its text cannot break out of."""
     path = report.path
-    file = path / finding.file if finding.file and path.is_dir() else path
-    if isinstance(file, Path) and file.is_absolute() and file.is_relative_to(Path.cwd()):
-        file = file.relative_to(Path.cwd())  # GitHub marks files of the checkout by such paths
-    fields = {"file": str(file), "title": f"ckptool {finding.code}"}
+    file = str(path / finding.file if finding.file and path.is_dir() else path)
+    if Path(file).is_relative_to(Path.cwd()):
+        file = str(Path(file).relative_to(Path.cwd()))  # GitHub marks the checkout's files by these
+    fields = {"file": file, "title": f"ckptool {finding.code}"}
     named = ",".join(f"{key}={_property(value)}" for key, value in fields.items())
     return f"::{_LEVELS[finding.severity]} {named}::{_data(visible(finding.message))}"
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
-from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -239,8 +238,7 @@ def require_packed(folder: object, names: Collection[str]) -> None:
     known = {*names} | {name.rpartition("/")[0] for name in names}
     heads = (name[: -len("data.pkl")] for name in names if f"/{name}".endswith("/data.pkl"))
     for head in (head for head in heads if {f"{head}version", f"{head}data"} & known):
-        place = folder.resolve() if isinstance(folder, Path) else folder
-        found = f"{place}/{head}".rstrip("/")
+        found = f"{folder}/{head}".rstrip("/")
         parent, _, name = found.rpartition("/")
         kind = "TorchScript" if f"{head}constants.pkl" in known else "torch.save"
         raise Unrecognized(

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from ckptool.core.text import nearest
 from ckptool.errors import Damaged, NotFound, Unrecognized
+from ckptool.storage.disk import write_whole
 from ckptool.storage.local import Files, LocalSource
 from ckptool.storage.tar import TarFiles, is_tar
 from ckptool.storage.url import Location
+
+if TYPE_CHECKING:
+    from ckptool.storage.store import Traffic
 
 _T = TypeVar("_T")
 ARCHIVE = ".nemo"
@@ -37,6 +41,47 @@ def require_there(path: Location) -> None:
         raise Unrecognized(f"{path}: not a file or folder (pipe, socket or device)")
 
 
+def on_disk(path: Location) -> Path | None:
+    """Return the path of a place on a disk of this machine; None for one in a store.
+
+    For what only a disk has: links, times of writing, other files around, a rename in one step.
+    """
+    return path if isinstance(path, Path) else None
+
+
+def absolute(path: Location) -> Location:
+    """Return the same place, whatever the working folder; ``..`` is resolved without links."""
+    return Path(os.path.abspath(path)) if isinstance(path, Path) else path
+
+
+def full_name(path: Location) -> str:
+    """Return what names the place in another process, including credentials of a URL."""
+    return os.path.abspath(path) if isinstance(path, Path) else path.url
+
+
+def traffic_of(path: Location) -> Traffic | None:
+    """Return the requests to the store of a place so far; None if it is on a disk."""
+    return None if isinstance(path, Path) else path.store.traffic
+
+
+def is_gone(path: Location) -> bool:
+    """Return whether a file or folder on a disk no longer exists; False if the disk cannot say."""
+    try:
+        return isinstance(path, Path) and os.stat(path) is None
+    except OSError as error:
+        return isinstance(error, FileNotFoundError)
+
+
+def has_any(folder: Location, names: Collection[str]) -> bool:
+    """Return whether one of some files is right in a folder.
+
+    A disk is asked for these alone; a store's one listing is needed later, too.
+    """
+    if isinstance(folder, Path):
+        return any((folder / name).exists() for name in names)
+    return folder.is_dir() and not folder.listing.keys().isdisjoint(names)
+
+
 def folder_at(path: Location) -> Files:
     """Return the files below a folder."""
     if isinstance(path, Path):
@@ -53,6 +98,17 @@ def file_at(path: Location) -> Files:
     from ckptool.storage.remote import RemoteSource
 
     return RemoteSource.file(path)
+
+
+def write_file(path: Location, data: bytes, *, mark: bytes) -> None:
+    """Create or replace a small file, whole or not at all; it and earlier ones begin with ``mark``.
+
+    Raises as ``write_whole`` does; NotFound if a store denies it.
+    """
+    if isinstance(path, Path):
+        write_whole(path, data, mark=mark)
+    else:
+        path.write_bytes(data)
 
 
 def run_bounded(path: Location, work: Callable[[], _T]) -> _T:

@@ -132,6 +132,10 @@ class RemotePath:
         """Return itself: stores have no links."""
         return self
 
+    def is_symlink(self) -> bool:
+        """Return False: stores have no links."""
+        return False
+
     @cached_property
     def listing(self) -> dict[str, ObjectInfo]:
         """The files below by their relative paths, or the file itself under ``""``.

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from msgspec import Struct
@@ -24,6 +22,7 @@ from ckptool.core.sharding.coverage import coverage_problems
 from ckptool.core.state_category import STATE_CATEGORIES, lone_masters, state_category
 from ckptool.core.text import plural
 from ckptool.errors import CkptoolError, Damaged, Hostile, Problem
+from ckptool.storage.place import traffic_of
 from ckptool.storage.url import Location
 
 if TYPE_CHECKING:
@@ -115,7 +114,7 @@ class InspectReport(Report, frozen=True):
     @property
     def traffic(self) -> Traffic | None:
         """Return the requests to the store so far; None if the checkpoint is on a disk."""
-        return None if isinstance(self.path, Path) else self.path.store.traffic
+        return traffic_of(self.path)
 
     @property
     def path(self) -> Location:
@@ -222,7 +221,7 @@ def step_of(path: Location, catalog: Catalog) -> int | None:
     recorded = recorded_step(catalog)
     if recorded is not None:
         return recorded
-    place = Path(os.path.realpath(path)) if isinstance(path, Path) else path
+    place = path.resolve()
     for name in (place.stem if not place.is_dir() else place.name, place.parent.name):
         if (step := step_named(name)) is not None:
             return step

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, ClassVar
 
 from msgspec import Struct, field
@@ -21,6 +20,7 @@ from ckptool.commands.runs.pointers import find_pointers
 from ckptool.commands.runs.steps import Step
 from ckptool.core.mesh import Mesh
 from ckptool.errors import NotFound, TransferError
+from ckptool.storage.place import on_disk
 from ckptool.storage.url import Location
 
 
@@ -113,7 +113,7 @@ def _saved(found: Iterable[Survey]) -> datetime | None:
     """Return when the last file was written, if the disk knows."""
     times = []
     for each in found:
-        if not isinstance(each.path, Path):
+        if on_disk(each.path) is None:
             return None
         for file in each.source.files:
             with suppress(NotFound):  # removed meanwhile, as a trainer removes old steps

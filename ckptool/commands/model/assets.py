@@ -41,6 +41,7 @@ from ckptool.errors import CkptoolError, Damaged, Unsupported, UsageError
 from ckptool.formats.companions import OF_VERL, PIPELINE, models_of_pipeline
 from ckptool.serialization.source import parse_json_object
 from ckptool.storage.local import Files, LocalSource, unreadable
+from ckptool.storage.place import on_disk
 from ckptool.storage.url import Location
 
 if TYPE_CHECKING:
@@ -126,7 +127,7 @@ def _folder_of_assets(source: Location) -> str:
     names = (CONFIG, f"{OF_VERL}/{CONFIG}")
     file = ""
     with suppress(CkptoolError, OSError):  # it is only named in a note
-        file, _ = read_nearest(source, names) if isinstance(source, Path) else ("", {})
+        file, _ = read_nearest(source, names) if on_disk(source) else ("", {})
     return quote(str(Path(file).parent)) if file else "FOLDER"
 
 

@@ -18,6 +18,7 @@ from ckptool.errors import Unsupported
 from ckptool.formats.companions import OF_VERL, TRAINER_STATE, companions, read_json_object
 from ckptool.serialization.source import Source
 from ckptool.storage.local import LocalSource
+from ckptool.storage.place import on_disk
 
 _ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _OF_A_MODEL = ("model_type", "architectures")
@@ -65,9 +66,9 @@ def _beside(opened: OpenedCheckpoint) -> Iterator[tuple[str, Path | None, list[F
     if opened.path.is_dir() and _is_model(opened.source):
         sizes = companions(opened.source).items()
         yield "the source's folder", None, [_copy(name, name, size) for name, size in sizes]
-    if not isinstance(opened.path, Path):
+    if (path := on_disk(opened.path)) is None:
         return
-    own = opened.path.resolve()
+    own = path.resolve()
     around = own.parent
     for folder in (around / OF_VERL, *([around] if (around / TRAINER_STATE).is_file() else ())):
         if folder == own or not folder.is_dir():

@@ -7,7 +7,6 @@ transformers, torchtitan.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -22,7 +21,7 @@ from ckptool.serialization.pickle.records import Call
 from ckptool.serialization.source import is_there, parse_json_object
 from ckptool.storage.file_status import is_file_there
 from ckptool.storage.local import Files, unreadable
-from ckptool.storage.place import archive_in, file_at
+from ckptool.storage.place import absolute, archive_in, file_at, on_disk
 from ckptool.storage.url import Location
 
 CONFIG = "config.json"
@@ -226,8 +225,8 @@ def _files_around(path: Location) -> Iterator[tuple[str, Callable[[], Record]]]:
                 own_errors = () if name == CONFIG else (Damaged,)
                 skipped = own_errors if folder == own else _OF_OTHERS
                 yield str(folder / name), partial(_read_unless, skipped, folder / name)
-        if isinstance(folder, Path):
-            for job in islice(sorted(folder.glob("*.json")), _MOST_JOBS):
+        if (disk := on_disk(folder)) is not None:
+            for job in islice(sorted(disk.glob("*.json")), _MOST_JOBS):
                 yield str(job), partial(_read_job, job)
 
 
@@ -248,8 +247,7 @@ def read_nearest(path: Location, names: Sequence[str]) -> tuple[str, Record]:
 
 def _folders_around(path: Location) -> list[Location]:
     """Return a checkpoint's folder and those above that may belong to it, nearest first."""
-    own = path if path.is_dir() else path.parent
-    own = Path(os.path.abspath(own)) if isinstance(own, Path) else own
+    own = absolute(path if path.is_dir() else path.parent)
     return [own, *own.parents[:_FOLDERS_UP]]
 
 

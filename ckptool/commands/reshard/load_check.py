@@ -27,6 +27,7 @@ from ckptool.core.sharding.dtensor import LocalShard
 from ckptool.engine.ranks import Ranks
 from ckptool.engine.read.gather import Array, Gatherer, unit
 from ckptool.errors import TransferError, Unsupported
+from ckptool.storage.place import on_disk
 
 if TYPE_CHECKING:
     from ckptool.commands.reshard.reshard import Reshard
@@ -44,7 +45,7 @@ def require_loadable(reshard: Reshard, ranks: Ranks) -> None:
             f"--check: torch cannot load {target}",
             hint="supported: " + ", ".join(_LOADERS),
         )
-    if not isinstance(reshard.target, Path):
+    if on_disk(reshard.target) is None:
         raise Unsupported(
             "--check needs a target on local disk, not a URL",
             hint="compare with `ckptool verify SRC --against DST`",

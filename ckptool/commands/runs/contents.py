@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator, Mapping, Set
 from contextlib import suppress
 from functools import lru_cache
-from pathlib import Path
 
 from ckptool.commands.runs.names import parse_name
 from ckptool.commands.runs.steps import Run, Step, says_another
@@ -89,7 +88,7 @@ def saved(step: Step, run: Run) -> float | None:
             if name and not _STATE.fullmatch(name.rpartition("/")[2]):
                 continue
             with suppress(NotFound, OSError):
-                if not (isinstance(place, Path) and place.is_symlink()):
+                if not place.is_symlink():
                     times.append(run.source.modified(file))
     return max(times, default=None) or None
 

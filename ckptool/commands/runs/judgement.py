@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 from msgspec import Struct, field
@@ -26,6 +24,7 @@ from ckptool.core.catalog import Catalog
 from ckptool.core.state_category import state_category, weights
 from ckptool.core.text import list_some
 from ckptool.errors import CkptoolError, NoAnswer, NotFound
+from ckptool.storage.place import is_gone
 from ckptool.storage.url import Location, within
 
 _NOT_FINITE = "not-finite"
@@ -106,7 +105,7 @@ def verify_run(run: Location, options: VerifyOptions, *, every: bool) -> RunRepo
     reports, chosen = [], ""
     for step in reversed(opened.steps):
         report = judge.judge(step).report
-        if not report.ok and _is_gone(report.path):
+        if not report.ok and is_gone(report.path):
             continue
         reports.append(report)
         if report.ok and not report.export:
@@ -311,14 +310,3 @@ def _nothing_in(path: Location) -> str:
     except (NotFound, OSError) as error:
         return f"cannot be listed: {error}"
     return "the folder is empty" if is_empty else "no known checkpoint in it"
-
-
-def _is_gone(path: Location) -> bool:
-    """Return whether a folder on a disk no longer exists, as old steps of a run are removed."""
-    if not isinstance(path, Path):
-        return False
-    try:
-        os.stat(path)
-    except OSError as error:
-        return isinstance(error, FileNotFoundError)
-    return False

@@ -9,6 +9,7 @@ from pathlib import Path
 from ckptool.commands.runs.steps import Run, Step
 from ckptool.engine.write.removal import is_leftover
 from ckptool.errors import TransferError
+from ckptool.storage.place import on_disk
 
 _MOST_HOPS = 40
 """As many links as Linux follows of one path (``MAXSYMLINKS``)."""
@@ -20,10 +21,10 @@ def linked_steps(run: Run) -> Iterator[tuple[str, Step]]:
     All links of a chain count: without one in its middle the last leads nowhere. Raises
     TransferError if a folder cannot be searched.
     """
-    if not isinstance(run.path, Path):
+    if (path := on_disk(run.path)) is None:
         return
-    homes, base = _real_entries(run), os.path.realpath(run.path)
-    for link in _links(run.path):
+    homes, base = _real_entries(run), os.path.realpath(path)
+    for link in _links(path):
         own = next((s for place in (link, *link.parents) if (s := homes.get(_real(place)))), None)
         for place in _hops(link):
             for folder in (place, *place.parents):
@@ -34,9 +35,7 @@ def linked_steps(run: Run) -> Iterator[tuple[str, Step]]:
 
 def passes_link(step: Step, run: Run) -> str | None:
     """Return why an entry of a step is not simply below the run: a link, or a way through one."""
-    for entry in step.entries:
-        if not isinstance(entry, Path) or not isinstance(run.path, Path):
-            continue
+    for entry in filter(None, map(on_disk, step.entries)):
         if entry.is_symlink():
             return f"a symbolic link to {os.readlink(entry)}"
         for folder in entry.parents:
@@ -49,8 +48,8 @@ def passes_link(step: Step, run: Run) -> str | None:
 
 def _real_entries(run: Run) -> Mapping[Path, Step]:
     """Return the steps by the place of each entry, whose own last part may be a link."""
-    found = ((_real(e), step) for step in run.steps for e in step.entries if isinstance(e, Path))
-    return dict(found)
+    found = ((on_disk(entry), step) for step in run.steps for entry in step.entries)
+    return {_real(path): step for path, step in found if path is not None}
 
 
 def _real(path: Path) -> Path:

@@ -21,6 +21,7 @@ from ckptool.commands.runs.trainers import POINTERS
 from ckptool.errors import CkptoolError
 from ckptool.formats import single_file_suffixes
 from ckptool.formats.companions import TRAINER_STATE
+from ckptool.storage.place import on_disk
 from ckptool.storage.url import Location
 
 _SMALL = 4096
@@ -83,17 +84,17 @@ def _pointer_files(run: Run) -> Iterator[tuple[str, int]]:
 
 def _files_above(run: Run) -> Iterator[Path]:
     """Yield the small files right above a run on a disk whose names say that they name a step."""
-    if not isinstance(run.path, Path):
+    if (path := on_disk(run.path)) is None:
         return
     try:
-        beside = sorted(run.path.absolute().parent.iterdir())
+        beside = sorted(path.absolute().parent.iterdir())
     except OSError:
         return
     binary = tuple(single_file_suffixes())
-    for path in beside:
-        is_named = SAYS_POINTER.fullmatch(path.name) and not path.name.endswith(binary)
-        if is_named and path.is_file() and path.stat().st_size <= _SMALL:
-            yield path
+    for file in beside:
+        is_named = SAYS_POINTER.fullmatch(file.name) and not file.name.endswith(binary)
+        if is_named and file.is_file() and file.stat().st_size <= _SMALL:
+            yield file
 
 
 def _read(path: Location, size: int | None) -> bytes:
@@ -187,11 +188,11 @@ def _best_in(path: Location, size: int) -> str | None:
 
 
 def _pieces(path: Location, size: int) -> Iterator[bytes]:
-    if not isinstance(path, Path):
+    if (disk := on_disk(path)) is None:
         yield _read(path, size)
         return
     try:
-        with open(path, "rb") as file:
+        with open(disk, "rb") as file:
             while piece := file.read(_PIECE):
                 yield piece
     except FileNotFoundError:

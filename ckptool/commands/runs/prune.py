@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import ClassVar
 
 from msgspec import Struct
@@ -31,7 +30,7 @@ from ckptool.errors import (
     Unsupported,
     UsageError,
 )
-from ckptool.storage.place import folder_at
+from ckptool.storage.place import folder_at, on_disk
 from ckptool.storage.url import Location, afresh
 
 
@@ -180,7 +179,7 @@ class _Removal:
     def _require_unchanged(self, step: Step, now: Run) -> None:
         hint = "run ckptool prune again: it decides by what is there now"
         for entry in step.entries:
-            if isinstance(entry, Path) and not os.path.lexists(entry):
+            if (disk := on_disk(entry)) and not os.path.lexists(disk):
                 message = f"{entry}: was to be kept and is gone; nothing more is removed"
                 raise Changed(message, hint=hint)
         if step.path not in self._stripped and _print_of(step, now) != _print_of(step, self._run):

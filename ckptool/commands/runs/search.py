@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path, PurePath
+from pathlib import PurePath
 
 from msgspec.structs import replace
 
@@ -24,7 +24,7 @@ from ckptool.errors import CkptoolError, NoAnswer, NotFound, Unrecognized
 from ckptool.formats import file_rule, latest_markers
 from ckptool.formats.base import FileRole
 from ckptool.storage.local import Files
-from ckptool.storage.place import folder_at, require_there
+from ckptool.storage.place import folder_at, has_any, require_there
 from ckptool.storage.url import Location, within
 
 _NAMES_FILES = (FileRole.METADATA, FileRole.INDEX)
@@ -60,13 +60,7 @@ def is_run(place: Location) -> bool:
 
     ``open_checkpoint`` opens that one; without such a file it raises Several.
     """
-    if not place.is_dir():
-        return False
-    if isinstance(place, Path):
-        is_marked = any((place / file).exists() for file in latest_markers())
-    else:
-        is_marked = not latest_markers().isdisjoint(place.listing)  # requested already
-    return is_marked and len(find_run(place).steps) > 1
+    return has_any(place, latest_markers()) and len(find_run(place).steps) > 1
 
 
 def _checkpoints(place: Location, run: Location, source: Files) -> Iterator[Location]:

@@ -30,6 +30,7 @@ from ckptool.engine.write.stage import Stage
 from ckptool.errors import Unsupported
 from ckptool.formats.writing import CARRIED
 from ckptool.storage.commit_note import targets_with_notes
+from ckptool.storage.place import on_disk
 from ckptool.storage.tar import TarFiles
 from ckptool.storage.url import Location
 
@@ -59,7 +60,7 @@ def finish_strips(folder: Location) -> None:
 
     Raises Unsupported if something there is not as noted.
     """
-    for target in targets_with_notes(folder) if isinstance(folder, Path) else ():
+    for target in targets_with_notes(path) if (path := on_disk(folder)) else ():
         Stage(target, Layout((), folder=True), StageOptions(str, "")).finish_earlier()
 
 
@@ -74,7 +75,7 @@ def _plan(part: Location, read: ReadOptions, run: RunOptions) -> Strip | None:
     unsure = sorted(name for name in dropped if not is_state_of_optimizer(name))
     if unsure:
         raise Unsupported(f"{list_some(unsure)} may be the model's")
-    if not isinstance(opened.path, Path):
+    if on_disk(opened.path) is None:
         raise Unsupported("stores cannot replace a checkpoint in one step")
     if isinstance(opened.source, TarFiles):
         raise Unsupported("ckptool does not write archives")
@@ -107,7 +108,7 @@ def _plan_removal(opened: OpenedCheckpoint) -> Strip | None:
     file = opened.path / name
     require_unlisted(opened.source, [name])
     require_optimizer(file)
-    if isinstance(file, Path) and file.is_symlink():
+    if file.is_symlink():
         raise Unsupported(f"{name} is a symbolic link")
     return Strip(opened.source.files[name], lambda: remove_file(file))
 

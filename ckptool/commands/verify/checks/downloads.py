@@ -19,6 +19,7 @@ from ckptool.engine.check.digest import file_digests
 from ckptool.errors import CkptoolError, Problem
 from ckptool.serialization.source import Source
 from ckptool.storage.local import Files
+from ckptool.storage.place import on_disk
 from ckptool.storage.url import Location
 
 _REPOSITORY = re.compile(r"(models|datasets|spaces)--.+")
@@ -62,9 +63,9 @@ class KeptHash(Struct, frozen=True):
 
 def kept_hashes(path: Location, files: Iterable[str]) -> dict[str, KeptHash]:
     """Return the hashes that are kept of files of a checkpoint at ``path``, by file."""
-    if not isinstance(path, Path):
+    if (disk := on_disk(path)) is None:
         return {}
-    folder = path if path.is_dir() else path.parent
+    folder = disk if disk.is_dir() else disk.parent
     found = {}
     for file in files:
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from msgspec import Struct, field
@@ -22,6 +21,7 @@ from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.options import changed
 from ckptool.core.text import plural
 from ckptool.errors import UsageError
+from ckptool.storage.place import on_disk
 from ckptool.storage.url import Location
 
 if TYPE_CHECKING:
@@ -202,8 +202,8 @@ def _fit(
     if one is None or two is None:
         return None
     assets = options.rewrite.map.assets
-    if assets is None and isinstance(two.path, Path):
-        folder = two.path if two.path.is_dir() else two.path.parent
+    if assets is None and (path := on_disk(two.path)) is not None:
+        folder = path if path.is_dir() else path.parent
         assets = folder if (folder / CONFIG).is_file() else None
     return find_fit(one, mine, theirs.tensors, assets)
 

@@ -14,6 +14,7 @@ from ckptool.core.dtype import BY_NAME
 from ckptool.errors import CkptoolError, Unrecognized, Unsupported
 from ckptool.formats import FORMATS
 from ckptool.storage.local import LocalSource
+from ckptool.storage.place import on_disk
 from ckptool.storage.url import Location
 
 CONFIG = "config.json"
@@ -25,13 +26,14 @@ def open_other(path: Location, options: ReadOptions, names: Collection[str]) -> 
     ``names`` are those to compare it with. Raises as ``open_checkpoint`` does, Unsupported if
     transformers cannot create the model.
     """
-    if isinstance(path, Path) and path.name == CONFIG and path.is_file():
-        return open_model(path, names)
+    disk = on_disk(path)
+    if disk is not None and disk.name == CONFIG and disk.is_file():
+        return open_model(disk, names)
     try:
         return open_checkpoint(path, options, whole=False)
     except Unrecognized:
-        if isinstance(path, Path) and (path / CONFIG).is_file():
-            return open_model(path / CONFIG, names)
+        if disk is not None and (disk / CONFIG).is_file():
+            return open_model(disk / CONFIG, names)
         raise
 
 

@@ -24,7 +24,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from msgspec import Struct, to_builtins
@@ -32,7 +31,8 @@ from msgspec import Struct, to_builtins
 from ckptool.commands.verify.compare.values import canonical_text, text_digest
 from ckptool.core.dtype import BY_NAME
 from ckptool.errors import Damaged, NotFound, Unsupported
-from ckptool.storage.disk import require_marked, write_whole
+from ckptool.storage.disk import require_marked
+from ckptool.storage.place import on_disk, write_file
 from ckptool.storage.url import Location
 
 SCHEMA = "ckptool.manifest/1"
@@ -93,22 +93,20 @@ def _lines(content: Mapping[str, Any]) -> Iterator[str]:
 def write_manifest(manifest: CheckpointManifest, path: Location, *, overwrite: bool) -> None:
     """Write a manifest completely or not at all. Raises as ``require_writable`` does."""
     require_writable(path, overwrite=overwrite)
-    if not isinstance(path, Path):
-        path.write_bytes(manifest_text(manifest).encode())
-        return
-    write_whole(path, manifest_text(manifest).encode(), mark=MARK)
+    write_file(path, manifest_text(manifest).encode(), mark=MARK)
 
 
 def require_writable(path: Location, *, overwrite: bool) -> None:
     """Raise Unsupported if a manifest must not or cannot be written."""
     if path.is_dir():
         raise Unsupported(f"{path}: is a folder; a manifest is a file")
-    if isinstance(path, Path) and not path.parent.is_dir():
+    disk = on_disk(path)
+    if disk is not None and not disk.parent.is_dir():
         raise Unsupported(f"{path.parent}: no such folder")
-    if (path.exists() or (isinstance(path, Path) and path.is_symlink())) and not overwrite:
+    if (path.exists() or path.is_symlink()) and not overwrite:
         raise Unsupported(f"{path} already exists", hint="--overwrite replaces it")
-    if isinstance(path, Path):
-        require_marked(path, MARK, noun="manifest")
+    if disk is not None:
+        require_marked(disk, MARK, noun="manifest")
 
 
 def read_manifest(path: Location) -> CheckpointManifest:
@@ -118,8 +116,8 @@ def read_manifest(path: Location) -> CheckpointManifest:
     what was written, or is incomplete.
     """
     try:
-        if isinstance(path, Path) and path.stat().st_size > _LARGEST:
-            raise Damaged(f"{path}: {path.stat().st_size:,} bytes; too large for a manifest")
+        if (disk := on_disk(path)) is not None and (size := disk.stat().st_size) > _LARGEST:
+            raise Damaged(f"{path}: {size:,} bytes; too large for a manifest")
         text = path.read_bytes().decode()
     except OSError as error:
         raise NotFound(

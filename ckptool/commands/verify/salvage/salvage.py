@@ -31,7 +31,8 @@ from ckptool.errors import Committed, NotFound, TransferError, Unsupported
 from ckptool.formats import FORMATS, single_file_suffixes
 from ckptool.formats.base import Request
 from ckptool.serialization.safetensors_metadata import note_lost
-from ckptool.storage.disk import require_marked, write_whole
+from ckptool.storage.disk import require_marked
+from ckptool.storage.place import on_disk, write_file
 from ckptool.storage.url import Location
 
 _AFRESH = "run the same command again"
@@ -124,16 +125,17 @@ class Listing:
 
     def __init__(self, place: Location) -> None:
         self._place = place
+        self._disk = on_disk(place)
         self._aside = Path(f"{place}").with_name(f".{place.name}.replaced")
         self._is_away = False
-        if isinstance(place, Path):
-            require_marked(place, _MARK, noun="list of a salvage")
+        if self._disk is not None:
+            require_marked(self._disk, _MARK, noun="list of a salvage")
             require_marked(self._aside, _MARK, noun="list of a salvage")
 
     def put_away(self) -> None:
         """Rename an earlier list, if there is one."""
-        if isinstance(self._place, Path) and os.path.lexists(self._place):
-            os.replace(self._place, self._aside)
+        if self._disk is not None and os.path.lexists(self._disk):
+            os.replace(self._disk, self._aside)
             self._is_away = True
 
     def put_back(self) -> str:
@@ -148,11 +150,9 @@ class Listing:
     def write(self, report: SalvageReport) -> None:
         """Write the list, and remove a renamed earlier one, even one that a killed run left."""
         content = json.dumps(report.to_dict(), indent=1) + "\n"
-        if isinstance(self._place, Path):
-            write_whole(self._place, content.encode(), mark=_MARK)
+        write_file(self._place, content.encode(), mark=_MARK)
+        if self._disk is not None:
             self._aside.unlink(missing_ok=True)
-        else:
-            self._place.write_bytes(content.encode())
 
 
 def plan_salvage(path: Location, target: Location, options: SalvageOptions) -> Salvage:
