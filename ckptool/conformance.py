@@ -43,13 +43,13 @@ def conformance_problems(row: Format, fixture: Path, scratch: Path) -> Iterator[
     conversions: dict[str, Callable[[Path], object]] = {
         "dcp": lambda target: ckptool.convert(source, target, to="dcp")
     }
-    if row.convert is not None:
+    if row.writing.convert is not None:
         conversions["convert"] = lambda target: ckptool.convert(source, target, to=row.name)
-    if row.reshard is not None:
+    if row.writing.reshard is not None:
         conversions["reshard"] = lambda target: ckptool.reshard(
             source, target, mesh="2", to=row.name
         )
-    suffix = next(iter(row.suffixes), "")
+    suffix = next(iter(row.detection.suffixes), "")
     for name, write in conversions.items():
         target = scratch / f"{name}{'' if name == 'dcp' else suffix}"
         write(target)
@@ -65,7 +65,7 @@ def _checkpoint(row: Format, fixture: Path) -> Path:
     """Return the folder, or its only file if that is a checkpoint of the format by itself."""
     folder = fixture / "ckpt"
     files = list(folder.iterdir())
-    return files[0] if len(files) == 1 and files[0].suffix in row.suffixes else folder
+    return files[0] if len(files) == 1 and files[0].suffix in row.detection.suffixes else folder
 
 
 def _truth(fixture: Path) -> Digests:

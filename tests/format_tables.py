@@ -25,7 +25,7 @@ FIXTURES = {
         if case.facts["format"] == row.name and sum(map(Path.is_file, case.path.rglob("*"))) > 1
     ]
     for row in FORMATS.built_in()
-    if row.probe is not None
+    if row.detection.probe is not None
 }
 """Formats that are detected, and their checkpoints of several files."""
 
@@ -57,7 +57,7 @@ def put_rows(doc: Path, rows: dict[str, list[str]]) -> None:
 
 def listed(row: Format, cells: list[str] | None) -> list[str]:
     """What ``formats.md`` says of a format: what it is, what is read, what writes it, and notes."""
-    writers = {"convert": row.convert, "reshard": row.reshard}
+    writers = {"convert": row.writing.convert, "reshard": row.writing.reshard}
     written = ", ".join(name for name, writer in writers.items() if writer is not None) or "-"
     what, read, notes = (cells[0], cells[1], cells[3]) if cells else (row.summary, "yes", "")
     return [what, read, written, notes]

@@ -249,13 +249,15 @@ def test_a_pickle_is_never_loaded() -> None:
 
 def test_a_format_goes_by_the_name_it_is_listed_under() -> None:
     assert {name: item.name for name, item in FORMATS.items()} == {name: name for name in FORMATS}
-    assert tuple(name for name, row in FORMATS.items() if row.suffixes) == SINGLE_FILES
-    markers = {row.latest.file for row in FORMATS.values() if row.latest is not None}
+    assert tuple(name for name, row in FORMATS.items() if row.detection.suffixes) == SINGLE_FILES
+    latest = (row.detection.latest for row in FORMATS.values())
+    markers = {marker.file for marker in latest if marker is not None}
     assert markers == {*LATEST}
 
 
 def test_what_a_format_loads_later_is_there() -> None:
-    fields = [getattr(row, name) for row in FORMATS.values() for name in row.__slots__]
+    groups = [g for row in FORMATS.values() for g in (row.detection, row.reading, row.writing)]
+    fields = [getattr(group, name) for group in groups for name in group.__slots__]
     deferred = [field for field in fields if isinstance(field, Deferred)]
     assert deferred
     assert all(callable(field.load()) for field in deferred)

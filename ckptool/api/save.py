@@ -26,7 +26,7 @@ from ckptool.core.catalog import Catalog, Chunk, Extent, Index, ObjectEntry, Pat
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.state_category import with_parts
 from ckptool.errors import Unsupported
-from ckptool.formats.base import Format
+from ckptool.formats.base import Detection, Format, Reading
 from ckptool.storage.memory import MemoryFiles
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def save(
     """
     parsed = Keywords("save", options, SaveKeywords).options(SaveOptions, to=to)
     started, place = started_progress(progress), location(target)
-    if writer_for(parsed.to, resolve_target(place)).of_ranks and _is_one_of_several():
+    if writer_for(parsed.to, resolve_target(place)).writing.of_ranks and _is_one_of_several():
         return save_shards(lambda rank: _collect(tree, rank), place, parsed, started)
     with no_collecting():
         planned = prepare_save(_open(tree), place, parsed)
@@ -83,7 +83,7 @@ def _open(tree: dict[str, Any]) -> OpenedCheckpoint:
             )
     files = {file: len(data) for file, data in state.buffers.items()}
     catalog = with_parts(Catalog("memory", state.tensors, state.objects, files))
-    row = Format("memory", "tensors in memory", None, lambda source, options: catalog)
+    row = Format("memory", "tensors in memory", Detection(), Reading(lambda _, options: catalog))
     return OpenedCheckpoint(FilePath("memory"), MemoryFiles(state.buffers), row, catalog)
 
 

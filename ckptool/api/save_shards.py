@@ -21,7 +21,7 @@ from ckptool.engine.ranks import Ranks, RunningRanks
 from ckptool.engine.read.tensors import TensorSource
 from ckptool.engine.share import Share
 from ckptool.errors import Problem, Unsupported, damaged
-from ckptool.formats.base import Format
+from ckptool.formats.base import Detection, Format, Reading
 from ckptool.serialization.state_dict.values import same_value
 from ckptool.storage.memory import MemoryFiles
 from ckptool.storage.url import Location
@@ -116,7 +116,7 @@ def _prepare(
     found = ranks.gather(digests(mine, TensorSource(source), source.workers))
     ranks.together(lambda: _require_equal(holders, found))
     catalog = ranks.together(lambda: _merge_states(states, holders))
-    row = Format("memory", "tensors in memory", None, lambda source, options: catalog)
+    row = Format("memory", "tensors in memory", Detection(), Reading(lambda _, options: catalog))
     opened = OpenedCheckpoint(FilePath("memory"), source, row, catalog)
     one = ranks.together(lambda: prepare_save(opened, target, options))
     planned = ShardsTransfer(

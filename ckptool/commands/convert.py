@@ -86,7 +86,7 @@ def prepare(
     catalog = rewritten.catalog
     writer = _writer_of(catalog, writer)
     _require_models_names(writer, rewritten, options)
-    if options.rewrite.metadata and not writer.has_metadata:
+    if options.rewrite.metadata and not writer.writing.has_metadata:
         raise UsageError(f"--metadata: only safetensors files have it, not those of {writer.name}")
     assets, selection = options.rewrite.map.assets, options.rewrite.selection
     names = frozenset() if assets is None else frozenset(assets_in(assets)[1])
@@ -95,7 +95,7 @@ def prepare(
     request = Request(target.name, options.max_shard_size, options.single_rank, assets=names)
     layout = writer.lay_out(catalog, request)
     complete = partial(_complete, opened, rewritten, options.rewrite, writer)
-    if assets is None and writer.is_model_folder and not selection.peft_adapter:
+    if assets is None and writer.loading.is_model_folder and not selection.peft_adapter:
         layout = with_files_beside(opened, layout, complete)
     else:
         layout = complete(layout, False)
@@ -151,7 +151,7 @@ def _complete(
     """
     catalog, selection = rewritten.catalog, options.selection
     layout = with_assets(opened.source, layout, options.map.assets, rewritten.map, catalog, writer)
-    if selection.peft_adapter and writer.is_model_folder:
+    if selection.peft_adapter and writer.loading.is_model_folder:
         layout = with_adapter_config(opened, catalog, layout)
     is_part = bool(selection.select or selection.drop)
     if options.dequantize or (is_plain(catalog) and not is_part):
@@ -204,22 +204,23 @@ def writer_for(to: str | None, target: Location) -> Format:
             hint="--to hf writes a folder for transformers and vLLM, --to dcp one for torch;"
             " DST.safetensors and DST.pt are files",
         )
-    if to is not None and (to not in FORMATS or FORMATS[to].convert is None):
+    if to is not None and (to not in FORMATS or FORMATS[to].writing.convert is None):
         raise UsageError(f"--to {to!r}: unknown format", hint=one_of(to, targets()))
     row = FORMATS[to] if to is not None else alone
     if row is None or (alone is not None and alone is not row):
-        kind = "files" if row is not None and row.suffixes else "a folder"
+        kind = "files" if row is not None and row.detection.suffixes else "a folder"
         raise UsageError(
             f"{target}: the name of a {target.suffix} file, but --to {to} writes {kind}",
             hint="choose another name for DST, or leave --to out",
         )
-    if row.suffixes and row.folder is None and alone is None:
+    suffixes, folder = row.detection.suffixes, row.detection.folder
+    if suffixes and folder is None and alone is None:
         raise UsageError(
             f"{target}: --to {row.name} writes a file, whose name ends in one of"
-            f" {', '.join(row.suffixes)}",
-            hint=f"name it {target.name}{row.suffixes[0]}; --to dcp and --to hf write folders",
+            f" {', '.join(suffixes)}",
+            hint=f"name it {target.name}{suffixes[0]}; --to dcp and --to hf write folders",
         )
-    return row if row.folder is None or alone is row else FORMATS[row.folder]
+    return row if folder is None or alone is row else FORMATS[folder]
 
 
 def _writer_of(catalog: Catalog, writer: Format) -> Format:
@@ -233,7 +234,7 @@ def _require_models_names(
 ) -> None:
     """Raise UsageError if ``--map auto`` would give a model's folder the names of a trainer."""
     chosen = rewritten.map
-    if not writer.is_model_folder or chosen is None:
+    if not writer.loading.is_model_folder or chosen is None:
         return
     from ckptool.commands.keymap.choice import HUGGING_FACE, OF_FILES, PACKED
     from ckptool.commands.keymap.library import AUTO
@@ -253,7 +254,7 @@ def _export_notes(
 ) -> list[str]:
     """Return notes for whoever loads the result."""
     notes = _quantized_notes(catalog, options.rewrite)
-    if writer.is_model_folder:
+    if writer.loading.is_model_folder:
         notes += [
             *lacking_files(layout, source),
             *_optimizer_notes(catalog),

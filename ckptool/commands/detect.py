@@ -192,7 +192,7 @@ def _find_enclosing(path: Location) -> Candidate | None:
     except NotFound:
         return None
     whole = detect_folder(folder)
-    rows = [row for row in FORMATS.values() if row.has_set and row.has_set(folder, path.name)]
+    rows = [row for row in FORMATS.values() if row.detection.has_set(folder, path.name)]
     known = _files_of(whole, folder) if rows and whole else None
     if rows and (known is None or path.name not in known[0]):
         return Candidate(path, folder, rows[0], named=path.name)
@@ -201,13 +201,13 @@ def _find_enclosing(path: Location) -> Candidate | None:
     if _is_part(path.name):
         named = path.name if _role_of(path.name) is FileRole.ITEMS else None
         return Candidate(path.parent, folder, whole, named=named)
-    others = whole.other_saves(folder, path.name) if whole.other_saves else None
+    others = whole.detection.other_saves(folder, path.name)
     if others and (disk := on_disk(path)):
         folder, known = LocalSource.folder(disk.parent, without=others), None
     alone = detect(file_at(path))
     # without a number it is no rank's and no shard's, such as optimizer.bin of accelerate
     is_whole = alone is not None and not re.search("[0-9]", path.name)
-    is_readable = is_whole or (alone is not None and bool(alone.suffixes))
+    is_readable = is_whole or (alone is not None and bool(alone.detection.suffixes))
     rest = (row for row in FORMATS.values() if row is not whole and row.matches(folder))
     for row in (whole, *(() if is_readable else rest)):
         found = known if known and row is whole else _files_of(row, folder)
@@ -237,7 +237,7 @@ def _files_of(row: Format, source: Files) -> tuple[frozenset[str], bool] | None:
     """Return the files of a checkpoint, and whether all can be read; None if they are unknown."""
     problems: list[Problem] = []
     try:
-        files = row.scan(source, ScanOptions(per_rank=True, problems=problems)).files
+        files = row.reading.scan(source, ScanOptions(per_rank=True, problems=problems)).files
     except CkptoolError:
         return None
     return frozenset(files), not problems
@@ -299,9 +299,9 @@ def detect_folder(source: Files) -> Format | None:
         dcp = FORMATS["dcp"]
         return dcp if dcp.matches(source) else None
     row = detect(source)
-    if row is None or not row.suffixes:
+    if row is None or not row.detection.suffixes:
         return row
-    return None if len(source.files) == 1 or row.folder is not None else row
+    return None if len(source.files) == 1 or row.detection.folder is not None else row
 
 
 def _try_detect(

@@ -50,9 +50,9 @@ def scan_options(
     options: ReadOptions, row: Format, problems: list[Problem] | None = None
 ) -> ScanOptions:
     """Return the options that a format's scan takes; UsageError if it lacks one."""
-    if options.tp_rules and not row.takes_tp_rules:
+    if options.tp_rules and not row.reading.takes_tp_rules:
         raise UsageError(f"--tp-rule: not applicable, {row.name} records how tensors are split")
-    if options.world_size is not None and not row.takes_world_size:
+    if options.world_size is not None and not row.reading.takes_world_size:
         raise UsageError(f"--world-size: not applicable, {row.name} records the number of ranks")
     shapes = flat_param_shapes(options.flat_params) if options.flat_params else ()
     return ScanOptions(
@@ -76,7 +76,7 @@ class OpenedCheckpoint(Struct, frozen=True):
         If it ``defers``, containers may get an opening instead, to be opened by their readers: a
         store's always, a disk's if the readers each have a share of them.
         """
-        locate = self.format.locate
+        locate = self.format.reading.locate
         if locate is None:
             return catalog
         is_store = self.source.block > 1
@@ -141,7 +141,7 @@ def _scan(candidate: Candidate, options: ScanOptions) -> Catalog:
     path, source = candidate.path, candidate.source
     options = replace(options, named=candidate.named)
     try:
-        catalog = run_bounded(path, lambda: candidate.format.scan(source, options))
+        catalog = run_bounded(path, lambda: candidate.format.reading.scan(source, options))
     except Damaged as error:
         raise explain_damage(source, error) from None
     unread = run_bounded(path, lambda: unread_files(candidate, catalog, options.problems or ()))

@@ -130,19 +130,23 @@ def detect(source: Source) -> Format | None:
 def targets(*, mesh: bool = False) -> dict[str, Format]:
     """Return the formats that are written, by name: whole ones, or those cut for a mesh."""
     rows = FORMATS.values()
-    return {row.name: row for row in rows if (row.reshard if mesh else row.convert) is not None}
+    return {
+        row.name: row
+        for row in rows
+        if (row.writing.reshard if mesh else row.writing.convert) is not None
+    }
 
 
 def file_rule(row: Format | None, file: str) -> FileRule | None:
     """Return the rule for a file of its own format, or else of any of ckptool's; or None."""
-    own = next((rule for rule in (row.files if row else ()) if rule.matches(file)), None)
+    own = next((rule for rule in (row.detection.files if row else ()) if rule.matches(file)), None)
     return own or _shared_rule(file)
 
 
 @lru_cache(maxsize=1 << 16)
 def _shared_rule(file: str) -> FileRule | None:
     # another package's rules are for its own checkpoints: they must not end checks of ours
-    rules = (rule for row in FORMATS.built_in() for rule in row.files)
+    rules = (rule for row in FORMATS.built_in() for rule in row.detection.files)
     return next((rule for rule in rules if rule.matches(file)), None)
 
 
@@ -150,14 +154,16 @@ def _shared_rule(file: str) -> FileRule | None:
 def latest_markers() -> frozenset[str]:
     """Return the names of the files by which trainers say what a run's latest checkpoint is."""
     rows = FORMATS.of_others()
-    return frozenset((*LATEST, *(row.latest.file for row in rows if row.latest is not None)))
+    return frozenset(
+        (*LATEST, *(row.detection.latest.file for row in rows if row.detection.latest is not None))
+    )
 
 
 @cache
 def single_file_suffixes() -> dict[str, Format]:
     """Return the single-file formats, by the suffixes of their files."""
     rows = (*FORMATS.of_others(), *(FORMATS[name] for name in SINGLE_FILES))
-    return {suffix: row for row in rows for suffix in row.suffixes}
+    return {suffix: row for row in rows for suffix in row.detection.suffixes}
 
 
 class KnownFormat(NamedTuple):
@@ -174,7 +180,11 @@ def list_formats() -> tuple[KnownFormat, ...]:
     """Return every format: whether it is read, and written by ``convert`` and by ``reshard``."""
     return tuple(
         KnownFormat(
-            row.name, row.reads, row.convert is not None, row.reshard is not None, row.summary
+            row.name,
+            row.reading.is_possible,
+            row.writing.convert is not None,
+            row.writing.reshard is not None,
+            row.summary,
         )
         for row in FORMATS.values()
     )

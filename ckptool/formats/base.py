@@ -152,84 +152,110 @@ class Recovery(Struct, frozen=True):
     unknown: tuple[str, ...] = ()
 
 
-class Format(Struct, frozen=True):
-    """One checkpoint format: a row of the registry, and all that commands know of the format.
+class Detection(Struct, frozen=True):
+    """How checkpoints of a format are found.
 
-    - ``probe`` says from names and first bytes whether a source is of this format; None if its
-      checkpoints are detected as another format's.
-    - ``scan`` reads metadata only and returns the catalog.
-    - ``locate`` opens the ``Container`` places that ``scan`` left closed, for the tensors of the
-      catalog it is given; None where ``scan`` leaves none. Where it ``defers``, it may leave some
-      with an ``Opening``.
-    - ``convert`` lays a whole checkpoint out, ``reshard`` one that is cut for a mesh; None where
-      the format is not written so.
-    - ``rules`` returns how the format cuts tensors by their names, where it leaves no choice.
-    - ``recover`` reads what is left where the metadata is lost; None if nothing is.
-    - ``trim`` returns a tensor without what its writer left undefined, such as padding.
-    - ``files`` say what files are by their names; those of all formats come second.
-    - ``checks`` returns what only this format can tell to be wrong, of a catalog that was scanned.
-    - ``other_saves`` returns the files of all saves but that of one file, where several may lie in
-      one folder; None where they do not.
-    - ``latest`` is how a run says which of its checkpoints is the latest.
-    - ``suffixes`` are those of a file that is a checkpoint by itself. ``folder`` names the format
-      of a folder of such files, where that is another.
-    - ``reads`` is False if the format is only recognized, to say why it cannot be read.
-    - ``takes_tp_rules`` says that ``scan`` heeds ``ScanOptions.tp_rules``.
-    - ``takes_world_size`` says that ``scan`` heeds ``ScanOptions.world_size``.
-    - ``of_ranks`` says that ``convert`` writes the chunks of each rank into files of its own.
-    - ``has_rank_state`` says that each rank finds state of its own, such as that of random number
-      generators, where ``reshard`` puts what only it has.
-    - ``has_metadata`` says that the files have texts in their headers, as safetensors do.
-    - ``has_values`` is False if the files have no place for values that are no tensors.
-    - ``is_model_folder`` says that what is written is a folder which a model is loaded from, with
-      its config.json.
-    - ``families`` are the first parts of the names that it has files for, if not of all.
-    - ``companions_in`` is the folder of the target that holds config.json, tokenizer and the like.
-    - ``has_set`` returns whether a file of a folder says, by its name, to which of several
-      checkpoints there it belongs; ``scan`` heeds ``ScanOptions.named`` then.
-    - ``config`` says whether a Hugging Face config.json must lie beside the tensors; where it is
-      there, it must fit them. None where such a file is of no meaning.
+    ``probe`` says from names and first bytes whether a source is of this format; None if its
+    checkpoints are detected as another format's. ``files`` say what files are by their names;
+    those of all formats come second. ``suffixes`` are those of a file that is a checkpoint by
+    itself, ``folder`` names the format of a folder of such files, where that is another.
+
+    ``other_saves`` returns the files of all saves but that of one file, where several may lie in
+    one folder. ``has_set`` returns whether a file of a folder says, by its
+    name, to which of several checkpoints there it belongs; ``scan`` heeds ``ScanOptions.named``
+    then. ``latest`` is how a run says which of its checkpoints is the latest.
     """
+
+    probe: Callable[[Source], bool] | None = None
+    files: tuple[FileRule, ...] = ()
+    suffixes: tuple[str, ...] = ()
+    folder: str | None = None
+    other_saves: Callable[[Source, str], frozenset[str]] = lambda folder, file: frozenset()
+    has_set: Callable[[Source, str], bool] = lambda folder, file: False
+    latest: LatestMarker | None = None
+
+
+class Reading(Struct, frozen=True):
+    """How checkpoints of a format are read.
+
+    ``scan`` reads metadata only and returns the catalog. ``locate`` opens the ``Container`` places
+    that ``scan`` left closed, for the tensors of the catalog it is given; None where ``scan``
+    leaves none. Where it ``defers``, it may leave some with an ``Opening``. ``recover`` reads what
+    is left where the metadata is lost; None if nothing is. ``trim`` returns a tensor without what
+    its writer left undefined, such as padding. ``checks`` returns what only this format can tell
+    to be wrong, of a catalog that was scanned.
+
+    ``is_possible`` is False if the format is only recognized, to say why it cannot be read.
+    ``takes_tp_rules`` and ``takes_world_size`` say that ``scan`` heeds these of ``ScanOptions``.
+    """
+
+    scan: Callable[[Source, ScanOptions], Catalog]
+    locate: Locate | None = None
+    recover: Callable[[Source], Recovery] | None = None
+    trim: Callable[[TensorEntry], TensorEntry] | None = None
+    checks: Callable[[Source, Catalog], list[Problem]] = lambda source, catalog: []
+    is_possible: bool = True
+    takes_tp_rules: bool = False
+    takes_world_size: bool = False
+
+
+class Writing(Struct, frozen=True):
+    """How checkpoints of a format are written, and what its files have room for.
+
+    ``convert`` lays a whole checkpoint out, ``reshard`` one that is cut for a mesh; None where the
+    format is not written so. ``of_ranks`` says that ``convert`` writes the chunks of each rank
+    into files of its own, ``has_metadata`` that the files have texts in their headers, as
+    safetensors do; ``has_values`` is False if they have no place for values that are no tensors.
+    ``families`` are the first parts of the names that it has files for, if not of all.
+    """
+
+    convert: LayOut | None = None
+    reshard: LayOut | None = None
+    of_ranks: bool = False
+    has_metadata: bool = False
+    has_values: bool = True
+    families: tuple[str, ...] = ()
+
+
+class Loading(Struct, frozen=True):
+    """What whoever loads a checkpoint of a format expects of it.
+
+    ``rules`` returns how the format cuts tensors by their names, where it leaves no choice.
+    ``has_rank_state`` says that each rank finds state of its own, such as that of random number
+    generators, where ``reshard`` puts what only it has. ``is_model_folder`` says that it is a
+    folder which a model is loaded from, with its config.json; ``companions_in`` is the folder
+    there that holds config.json, tokenizer and the like. ``config`` says whether a Hugging Face
+    config.json must lie beside the tensors; where it is there, it must fit them. None where such a
+    file is of no meaning.
+    """
+
+    rules: Callable[[], tuple[PlacementRule, ...]] = tuple
+    has_rank_state: bool = False
+    is_model_folder: bool = False
+    companions_in: str = ""
+    config: Literal["required", "optional"] | None = None
+
+
+class Format(Struct, frozen=True):
+    """One checkpoint format: a row of the registry, and all that commands know of the format."""
 
     name: str
     summary: str
-    probe: Callable[[Source], bool] | None
-    scan: Callable[[Source, ScanOptions], Catalog]
-    locate: Locate | None = None
-    convert: LayOut | None = None
-    reshard: LayOut | None = None
-    rules: Callable[[], tuple[PlacementRule, ...]] = tuple
-    recover: Callable[[Source], Recovery] | None = None
-    trim: Callable[[TensorEntry], TensorEntry] | None = None
-    files: tuple[FileRule, ...] = ()
-    checks: Callable[[Source, Catalog], list[Problem]] | None = None
-    other_saves: Callable[[Source, str], frozenset[str]] | None = None
-    latest: LatestMarker | None = None
-    suffixes: tuple[str, ...] = ()
-    folder: str | None = None
-    reads: bool = True
-    takes_tp_rules: bool = False
-    takes_world_size: bool = False
-    of_ranks: bool = False
-    has_rank_state: bool = False
-    has_metadata: bool = False
-    has_values: bool = True
-    is_model_folder: bool = False
-    companions_in: str = ""
-    families: tuple[str, ...] = ()
-    config: Literal["required", "optional"] | None = None
-    has_set: Callable[[Source, str], bool] | None = None
+    detection: Detection
+    reading: Reading
+    writing: Writing = Writing()
+    loading: Loading = Loading()
 
     def matches(self, source: Source) -> bool:
         """Return whether a source is detected as this format."""
-        return self.probe is not None and self.probe(source)
+        return self.detection.probe is not None and self.detection.probe(source)
 
     def lay_out(self, catalog: Catalog, request: Request) -> Layout:
         """Lay out a catalog whole, or cut for the mesh on which ``request`` places it.
 
         Raises Unsupported if the format is not written so, or cannot hold what is requested.
         """
-        writer = self.convert if request.placed is None else self.reshard
+        writer = self.writing.convert if request.placed is None else self.writing.reshard
         if writer is None:
             raise Unsupported(
                 f"{self.name} is not written here", hint="ckptool formats lists targets"

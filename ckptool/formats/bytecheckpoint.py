@@ -19,7 +19,7 @@ from ckptool.core.catalog import Catalog, Chunk, Container, Place, TensorEntry, 
 from ckptool.core.selection import with_prefix
 from ckptool.core.sharding.infer import with_inferred_mesh
 from ckptool.errors import Damaged, Problem, coded
-from ckptool.formats.base import Format, ScanOptions
+from ckptool.formats.base import Detection, Format, Reading, ScanOptions
 from ckptool.formats.companions import join_catalogs, relocate, scan_subfolder
 from ckptool.formats.dcp import DcpMetadata, read_folder
 from ckptool.serialization.archive.read import StoredBytes, TorchFile
@@ -257,6 +257,6 @@ def _lost_extra_state(files: Mapping[int, str], world: int) -> list[Problem]:
 FORMAT = Format(
     "bytecheckpoint",
     "ByteCheckpoint folder (model, optimizer, extra_state)",
-    _probe,
-    _scan,
+    Detection(_probe),
+    Reading(_scan),
 )

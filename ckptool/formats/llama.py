@@ -40,7 +40,7 @@ from ckptool.core.sharding.tensor_parallel import (
     tp_mesh,
 )
 from ckptool.errors import Damaged, Problem, Refusal, Undetermined, Unsupported
-from ckptool.formats.base import Format, Request, ScanOptions
+from ckptool.formats.base import Detection, Format, Loading, Reading, Request, ScanOptions, Writing
 from ckptool.formats.companions import companions, read_json_object, size_in
 from ckptool.formats.writing import lay_out_companions, require_placed, select_plain
 from ckptool.serialization.archive.write import lay_out_archive
@@ -360,10 +360,8 @@ def _require_cut(entry: TensorEntry, placement: object, ranks: int) -> None:
 FORMAT = Format(
     "llama",
     "Meta llama: consolidated.NN.pth and params.json",
-    _probe,
-    _scan,
-    reshard=lay_out,
-    rules=lambda: RULES,
-    checks=_lost_ranks,
-    takes_tp_rules=True,
+    Detection(_probe),
+    Reading(_scan, checks=_lost_ranks, takes_tp_rules=True),
+    Writing(reshard=lay_out),
+    Loading(rules=lambda: RULES),
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ckptool.core.catalog import Catalog
 from ckptool.errors import Unrecognized
-from ckptool.formats.base import Format, ScanOptions
+from ckptool.formats.base import Detection, Format, Reading, ScanOptions
 from ckptool.serialization.source import Source
 
 _MARKS = ("_METADATA", "manifest.ocdbt", "_CHECKPOINT_METADATA")
@@ -32,6 +32,9 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
 
 
 FORMAT = Format(
-    "orbax", "JAX's Orbax checkpoint, recognized but not read", _probe, _scan, reads=False
+    "orbax",
+    "JAX's Orbax checkpoint, recognized but not read",
+    Detection(_probe),
+    Reading(_scan, is_possible=False),
 )
 """Not read: it would need tensorstore."""

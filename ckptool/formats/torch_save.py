@@ -11,7 +11,17 @@ from collections.abc import Mapping
 from ckptool.core.catalog import Catalog
 from ckptool.core.layout import FileLayout, Layout
 from ckptool.errors import Unrecognized
-from ckptool.formats.base import FileRole, FileRule, Format, Request, ScanOptions
+from ckptool.formats.base import (
+    Detection,
+    FileRole,
+    FileRule,
+    Format,
+    Loading,
+    Reading,
+    Request,
+    ScanOptions,
+    Writing,
+)
 from ckptool.formats.companions import companions, describe_config, describe_framework
 from ckptool.formats.lightning import as_one_file
 from ckptool.formats.shards import list_misplaced, note_part, read_index, read_shards
@@ -124,10 +134,12 @@ def _lay_out(catalog: Catalog, request: Request) -> Layout:
 FORMAT = Format(
     "torch-save",
     "one torch.save file (.pt .pth .bin .ckpt)",
-    _probe,
-    _scan,
-    convert=_lay_out,
-    files=(FileRule(r".*\.index(\.[^.]+)?\.json", FileRole.INDEX),),
-    suffixes=(".pt", ".pth", ".bin", ".ckpt", ".pth.tar"),
-    config="optional",
+    Detection(
+        _probe,
+        files=(FileRule(r".*\.index(\.[^.]+)?\.json", FileRole.INDEX),),
+        suffixes=(".pt", ".pth", ".bin", ".ckpt", ".pth.tar"),
+    ),
+    Reading(_scan),
+    Writing(convert=_lay_out),
+    Loading(config="optional"),
 )

@@ -21,6 +21,8 @@ from ckptool.core.dtype import parse_dtype
 from ckptool.core.sharding.placement import POLICIES
 from ckptool.formats import FORMATS, targets
 
+READABLE = {name for name, row in FORMATS.items() if row.reading.is_possible}
+
 
 def complete(line: str) -> list[str]:
     """What bash is told of the last word of a line."""
@@ -66,7 +68,10 @@ def test_a_misspelled_option_is_answered_with_the_nearest(words: list[str], flag
     [
         ("ckptool convert a b --to ", {*targets()}),
         ("ckptool reshard a b --to ", {*targets(mesh=True)}),
-        ("ckptool inspect a --from ", {name for name, row in FORMATS.items() if row.reads}),
+        (
+            "ckptool inspect a --from ",
+            READABLE,
+        ),
         ("ckptool convert a b --map ", {"auto", *builtin_maps()}),
         ("ckptool maps ", {*builtin_maps()}),
         ("ckptool reshard a b --policy ", {*POLICIES}),

@@ -83,14 +83,18 @@ def with_assets(
     if assets is not None and not layout.folder:
         raise UsageError("--hf-assets requires a target folder, not a single file")
     files = [] if assets is None else _asset_files(assets)
-    if writer.companions_in:
-        files = [file.within(writer.companions_in) for file in files]
+    if writer.loading.companions_in:
+        files = [file.within(writer.loading.companions_in) for file in files]
     names = {file.path for file in files}
     own = [file for file in layout.files if file.path not in names]
     require_own_files(source, own)
     files += own
     layout = replace(layout, files=tuple(files))
-    if not writer.is_model_folder or report is None or any(file.path == CONFIG for file in files):
+    if (
+        not writer.loading.is_model_folder
+        or report is None
+        or any(file.path == CONFIG for file in files)
+    ):
         return layout
     if report.config is not None:
         note = f"{CONFIG} written from the configuration recorded in the checkpoint"

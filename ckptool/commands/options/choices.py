@@ -12,7 +12,7 @@ def format_names() -> Iterable[str]:
     """Return the formats that are read."""
     from ckptool.formats import FORMATS
 
-    return (row.name for row in FORMATS.values() if row.reads)
+    return (row.name for row in FORMATS.values() if row.reading.is_possible)
 
 
 def target_names() -> Iterable[str]:

@@ -175,7 +175,7 @@ def prepare_reshard(
     target = resolve_target(_sibling(opened, placer.mesh) if target is None else target)
     require_apart(opened, target)
     writer = _writer(options.to, opened)
-    same_ranks = writer.has_rank_state and opened.catalog.world_size == placer.mesh.size
+    same_ranks = writer.loading.has_rank_state and opened.catalog.world_size == placer.mesh.size
     catalog, dropped = resolve_rank_state(opened.catalog, options.rank_state, same_ranks=same_ranks)
     require_readable(catalog, opened.source, str(opened.path))
     require_weights(opened.catalog, str(opened.path))
@@ -185,9 +185,9 @@ def prepare_reshard(
     defers = may_open_late(target, overwrites=options.transfer.overwrite)
     how = {"defers": defers, "shared": options.transfer.is_shared(ranks)}
     catalog, map_report = open_mapped(opened, catalog, options.map, whole=True, **how)
-    catalog = in_families(catalog, writer.families)
+    catalog = in_families(catalog, writer.writing.families)
     mesh = _with_names(placer.mesh, catalog.mesh)
-    placer = replace(placer, mesh=mesh, rules=(*placer.rules, *writer.rules()))
+    placer = replace(placer, mesh=mesh, rules=(*placer.rules, *writer.loading.rules()))
     choices = placer.choose(catalog)
     placed = PlacedTensors(
         placer.mesh, {name: choice.placements for name, choice in choices.items()}
@@ -234,7 +234,7 @@ def _with_companions(opened: OpenedCheckpoint, catalog: Catalog, writer: Format)
 
     They are only copied: what lies beside such a folder may be another's.
     """
-    if not writer.companions_in or catalog.companions:
+    if not writer.loading.companions_in or catalog.companions:
         return catalog
     return replace(catalog, companions=companions(opened.source))
 
@@ -248,7 +248,7 @@ def _request(
     assets: Path | None,
 ) -> Request:
     """Return the writer's request, with the model's configuration if it needs that."""
-    known = records(opened.source, catalog, assets) if writer.is_model_folder else []
+    known = records(opened.source, catalog, assets) if writer.loading.is_model_folder else []
     config = ChainMap(*map(dict, known))  # the strongest record first
     return Request(target.name, placed=placed, config=config)
 
@@ -289,7 +289,7 @@ def _with_names(mesh: Mesh, source: Mesh | None) -> Mesh:
 def _writer(to: str | None, opened: OpenedCheckpoint) -> Format:
     """Return the target format: the requested one, or the source's own if it is cut for a mesh."""
     if to is not None:
-        if to not in FORMATS or FORMATS[to].reshard is None:
+        if to not in FORMATS or FORMATS[to].writing.reshard is None:
             hint = one_of(to, targets(mesh=True))
             raise UsageError(f"--to {to!r}: unknown format", hint=hint)
         return FORMATS[to]
@@ -298,7 +298,7 @@ def _writer(to: str | None, opened: OpenedCheckpoint) -> Format:
 
         if (same := WRITERS.get(opened.catalog.info.get("writer", ""))) is not None:
             return FORMATS[same]
-    return FORMATS["dcp"] if opened.format.reshard is None else opened.format
+    return FORMATS["dcp"] if opened.format.writing.reshard is None else opened.format
 
 
 def _rank_bytes(catalog: Catalog, placed: PlacedTensors) -> tuple[int, ...]:

@@ -79,7 +79,7 @@ def files_apart(
     view = LocalSource.folder(Path(str(opened.path)), theirs)
     lost = list_some(sorted(theirs), 1)
     try:
-        left = with_every_part(opened.format.scan(view, ScanOptions()))
+        left = with_every_part(opened.format.reading.scan(view, ScanOptions()))
     except CkptoolError as error:
         raise Unsupported(f"{name} is incomplete without {lost}: {error.problems[0]}") from None
     values = sorted(kept.objects.keys() - left.objects.keys())

@@ -83,7 +83,7 @@ def _plan(part: Location, read: ReadOptions, run: RunOptions) -> Strip | None:
         raise Unsupported("it has no tensors of a model")
     require_agreement(catalog)
     options = TransferOptions(overwrite=True, run=run)
-    if opened.format.convert is None:
+    if opened.format.writing.convert is None:
         gone = files_apart(opened, kept, [catalog.tensors[name] for name in dropped])
         return _exchange(opened, _copy_without(opened, gone, options))
     opened = replace(opened, catalog=opened.open_containers(kept))

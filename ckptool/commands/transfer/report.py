@@ -120,7 +120,7 @@ class TransferReport(Report, frozen=True, kw_only=True):
 
 def has_metadata(format_name: str) -> bool:
     """Return whether files of a format have a place for texts about tensors."""
-    return format_name in FORMATS and FORMATS[format_name].has_metadata
+    return format_name in FORMATS and FORMATS[format_name].writing.has_metadata
 
 
 def not_carried(layout: Layout, catalog: Catalog) -> set[str]:

@@ -156,22 +156,21 @@ class Verification:
         if catalog is not None:
             self._problems += catalog_problems(catalog)
             self._problems += lost_random_states(source, catalog)
-            if row.checks is not None:
-                self._problems += row.checks(source, catalog)
+            self._problems += row.reading.checks(source, catalog)
             self._problems += optimizer_problems(catalog)
             self._problems += config_file_problems(source, row, catalog)
             self._problems += odd_values(catalog.objects.values())
 
     def check_content(self, started: Started, *, digest: bool) -> None:
         """Open every archive, and read every record and tensor once, or every file."""
-        catalog, source = self._catalog, self.surveyed.source
+        catalog, source, row = self._catalog, self.surveyed.source, self.surveyed.format
         if self._sample.checks_whole:
             self._problems += integrity_problems(source)
         content, hashed = _Content(), dict[str, int]()
         if catalog is None:
             self._files.find_items()
             self._check_part(None, content, started)
-        elif digest or not self._sample.is_all or self.surveyed.format.trim or source.block == 1:
+        elif digest or not self._sample.is_all or row.reading.trim or source.block == 1:
             whole = catalog.files | catalog.companions if self._sample.is_all else {}
             planned = [(f, 0, n) for f, n in whole.items() if f in source.files]
             early, late = (planned, []) if source.block > 1 else ([], planned)
@@ -219,7 +218,7 @@ class Verification:
             tensors = self._sample.narrow(tensors)
             content.problems += problems
             self._files.look_at_items(part.archives)
-        trim = row.trim
+        trim = row.reading.trim
         trimmed = {name: trim(entry) for name, entry in tensors.items()} if trim else tensors
         views = Views.of(trimmed.values())
         inner = {item.file for item in part.archives} if part else set()
@@ -255,7 +254,7 @@ class Verification:
         names -= packed_names(self._catalog) if names and self._catalog else set()
         found = content.trimmed
         if isinstance(self._sample, DataPart):
-            trim, whole = self.surveyed.format.trim, self._locate(names)
+            trim, whole = self.surveyed.format.reading.trim, self._locate(names)
             found = {name: trim(each) for name, each in whole.items()} if trim else whole
         odd = [found[name] for name in sorted(names) if state_category(found[name]) != "other"]
         if odd:

@@ -20,7 +20,16 @@ from ckptool.core.sharding.infer import with_inferred_mesh
 from ckptool.core.sharding.table import ItemTable, Joined
 from ckptool.core.text import plural
 from ckptool.errors import Problem
-from ckptool.formats.base import Deferred, FileRole, FileRule, Format, ScanOptions
+from ckptool.formats.base import (
+    Deferred,
+    Detection,
+    FileRole,
+    FileRule,
+    Format,
+    Reading,
+    ScanOptions,
+    Writing,
+)
 from ckptool.formats.companions import add_tensor_parallelism, describe_framework
 from ckptool.formats.dcp.inventory import (
     DAMAGE_HINT,
@@ -189,15 +198,17 @@ def _catalog(
 FORMAT = Format(
     "dcp",
     "torch.distributed.checkpoint folder (.metadata and .distcp files)",
-    _probe,
-    scan,
-    locate=locate,
-    convert=Deferred("ckptool.formats.dcp.write:lay_out"),
-    reshard=Deferred("ckptool.formats.dcp.write:lay_out"),
-    of_ranks=True,
-    recover=Deferred("ckptool.formats.dcp.recover:recover"),
-    files=(
-        FileRule(r"(__\d+)?\.metadata", FileRole.METADATA),
-        FileRule(r".*\.distcp", FileRole.ITEMS, committed_by=METADATA),
+    Detection(
+        _probe,
+        files=(
+            FileRule(r"(__\d+)?\.metadata", FileRole.METADATA),
+            FileRule(r".*\.distcp", FileRole.ITEMS, committed_by=METADATA),
+        ),
+    ),
+    Reading(scan, locate=locate, recover=Deferred("ckptool.formats.dcp.recover:recover")),
+    Writing(
+        convert=Deferred("ckptool.formats.dcp.write:lay_out"),
+        reshard=Deferred("ckptool.formats.dcp.write:lay_out"),
+        of_ranks=True,
     ),
 )

@@ -13,7 +13,7 @@ type), ``fp32.<p>`` (masters), ``exp_avg.<p>`` and the optimizer's other states,
 
 from __future__ import annotations
 
-from ckptool.formats.base import Deferred, Format, LatestMarker
+from ckptool.formats.base import Deferred, Detection, Format, LatestMarker, Reading, Writing
 from ckptool.formats.deepspeed.checkpoint import (
     LATEST,
     LATEST_UNIVERSAL,
@@ -33,10 +33,8 @@ def _probe(source: Source) -> bool:
 FORMAT = Format(
     "deepspeed",
     "DeepSpeed: ZeRO 0 to 3, pipelines, tensor parallelism, mixtures of experts",
-    _probe,
-    Deferred("ckptool.formats.deepspeed.scan:scan"),
-    latest=LatestMarker(LATEST),
-    takes_tp_rules=True,
+    Detection(_probe, latest=LatestMarker(LATEST)),
+    Reading(Deferred("ckptool.formats.deepspeed.scan:scan"), takes_tp_rules=True),
 )
 
 
@@ -49,7 +47,7 @@ def _probe_universal(source: Source) -> bool:
 UNIVERSAL_FORMAT = Format(
     "deepspeed-universal",
     "DeepSpeed's universal checkpoint: a folder per parameter",
-    _probe_universal,
-    Deferred("ckptool.formats.deepspeed.universal:scan"),
-    convert=Deferred("ckptool.formats.deepspeed.universal:lay_out"),
+    Detection(_probe_universal),
+    Reading(Deferred("ckptool.formats.deepspeed.universal:scan")),
+    Writing(convert=Deferred("ckptool.formats.deepspeed.universal:lay_out")),
 )

@@ -30,7 +30,17 @@ from typing import Any
 from msgspec.structs import replace
 
 from ckptool.core.catalog import Catalog
-from ckptool.formats.base import Deferred, FileRole, FileRule, Format, LatestMarker, ScanOptions
+from ckptool.formats.base import (
+    Deferred,
+    Detection,
+    FileRole,
+    FileRule,
+    Format,
+    LatestMarker,
+    Reading,
+    ScanOptions,
+    Writing,
+)
 from ckptool.formats.companions import MEGATRON
 from ckptool.serialization.source import Source, read_metadata
 
@@ -46,10 +56,8 @@ def _probe_torch(source: Source) -> bool:
 TORCH_FORMAT = Format(
     "megatron-torch",
     "Megatron's own format, one folder per model-parallel rank (mp_rank_00/model_optim_rng.pt)",
-    _probe_torch,
-    Deferred("ckptool.formats.megatron.torch:scan"),
-    latest=_LATEST,
-    takes_tp_rules=True,
+    Detection(_probe_torch, latest=_LATEST),
+    Reading(Deferred("ckptool.formats.megatron.torch:scan"), takes_tp_rules=True),
 )
 
 
@@ -102,14 +110,15 @@ def _scan_torch_dist(source: Source, options: ScanOptions) -> Catalog:
 TORCH_DIST_FORMAT = Format(
     "megatron-torch_dist",
     "Megatron-core distributed checkpoint (metadata.json and .distcp files)",
-    _probe_torch_dist,
-    _scan_torch_dist,
-    locate=Deferred("ckptool.formats.dcp:locate"),
-    convert=Deferred("ckptool.formats.megatron.torch_dist:lay_out"),
-    of_ranks=True,
-    files=(FileRule(r"metadata\.json", FileRole.JSON),),
-    latest=_LATEST,
-    trim=Deferred("ckptool.formats.megatron.optimizer.buckets:drop_padding"),
+    Detection(
+        _probe_torch_dist, files=(FileRule(r"metadata\.json", FileRole.JSON),), latest=_LATEST
+    ),
+    Reading(
+        _scan_torch_dist,
+        locate=Deferred("ckptool.formats.dcp:locate"),
+        trim=Deferred("ckptool.formats.megatron.optimizer.buckets:drop_padding"),
+    ),
+    Writing(convert=Deferred("ckptool.formats.megatron.torch_dist:lay_out"), of_ranks=True),
 )
 
 
@@ -139,10 +148,8 @@ def _scan_fsdp_dtensor(source: Source, options: ScanOptions) -> Catalog:
 FSDP_DTENSOR_FORMAT = Format(
     "megatron-fsdp_dtensor",
     "Megatron-FSDP checkpoint (a DCP folder of uneven DTensors)",
-    _probe_fsdp_dtensor,
-    _scan_fsdp_dtensor,
-    latest=_LATEST,
-    locate=Deferred("ckptool.formats.dcp:locate"),
+    Detection(_probe_fsdp_dtensor, latest=_LATEST),
+    Reading(_scan_fsdp_dtensor, locate=Deferred("ckptool.formats.dcp:locate")),
 )
 
 
@@ -156,8 +163,8 @@ def _probe_local(source: Source) -> bool:
 LOCAL_FORMAT = Format(
     "nvrx-local",
     "nvidia-resiliency-ext local checkpoint (0/iter_0000100_0_local.pt)",
-    _probe_local,
-    Deferred("ckptool.formats.megatron.nvrx:scan"),
-    takes_tp_rules=True,
-    takes_world_size=True,
+    Detection(_probe_local),
+    Reading(
+        Deferred("ckptool.formats.megatron.nvrx:scan"), takes_tp_rules=True, takes_world_size=True
+    ),
 )

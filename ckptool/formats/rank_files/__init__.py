@@ -20,7 +20,17 @@ from ckptool.core.catalog import Catalog, Path, TensorEntry, flat_name
 from ckptool.core.sharding.infer import with_inferred_mesh
 from ckptool.core.text import list_some
 from ckptool.errors import Damaged, Problem, Refusal
-from ckptool.formats.base import Deferred, FileRole, FileRule, Format, ScanOptions
+from ckptool.formats.base import (
+    Deferred,
+    Detection,
+    FileRole,
+    FileRule,
+    Format,
+    Loading,
+    Reading,
+    ScanOptions,
+    Writing,
+)
 from ckptool.formats.companions import OF_VERL, companions
 from ckptool.formats.rank_files.items import (
     add_declared_files,
@@ -341,30 +351,34 @@ def _wrong_pieces(
 FORMAT = Format(
     "rank-local",
     "one file per rank (torch _experimental, torch_checkpointing, verl, accelerate, FSDP)",
-    _probe,
-    _scan,
-    reshard=Deferred("ckptool.formats.rank_files.write:lay_out_rank_files"),
-    files=(FileRule(r"metadata\.pkl", FileRole.METADATA),),
-    other_saves=lambda source, file: other_saves(_files(source), file),
-    takes_world_size=True,
-    has_rank_state=True,
+    Detection(
+        _probe,
+        files=(FileRule(r"metadata\.pkl", FileRole.METADATA),),
+        other_saves=lambda source, file: other_saves(_files(source), file),
+    ),
+    Reading(_scan, takes_world_size=True),
+    Writing(reshard=Deferred("ckptool.formats.rank_files.write:lay_out_rank_files")),
+    Loading(has_rank_state=True),
 )
 
 TORCH_CHECKPOINTING_FORMAT = replace(
     FORMAT,
     name="torch-checkpointing",
     summary="torch_checkpointing's rank files",
-    probe=None,
-    reshard=Deferred("ckptool.formats.rank_files.write:lay_out_torch_checkpointing"),
-    has_rank_state=False,
+    detection=replace(FORMAT.detection, probe=None),
+    writing=Writing(
+        reshard=Deferred("ckptool.formats.rank_files.write:lay_out_torch_checkpointing")
+    ),
+    loading=Loading(),
 )
 
 VERL_FORMAT = replace(
     FORMAT,
     name="verl",
     summary="verl's rank files of model, optimizer and extra state",
-    probe=None,
-    reshard=Deferred("ckptool.formats.rank_files.verl:lay_out"),
-    companions_in=OF_VERL,
-    families=VERL_FAMILIES,
+    detection=replace(FORMAT.detection, probe=None),
+    writing=Writing(
+        reshard=Deferred("ckptool.formats.rank_files.verl:lay_out"), families=VERL_FAMILIES
+    ),
+    loading=Loading(has_rank_state=True, companions_in=OF_VERL),
 )

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from ckptool.core.catalog import Catalog
 from ckptool.core.selection import with_prefix
 from ckptool.formats import FORMATS, torch_save
-from ckptool.formats.base import Deferred, Format, ScanOptions
+from ckptool.formats.base import Deferred, Detection, Format, Loading, Reading, ScanOptions, Writing
 from ckptool.formats.companions import (
     RANDOM_STATES,
     TRAINER_FILES,
@@ -60,12 +60,12 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     catalogs = []
     whole = _whole_model(source)
     if whole is not None:
-        catalogs.append(with_prefix(whole.scan(source, options), "model"))
+        catalogs.append(with_prefix(whole.reading.scan(source, options), "model"))
     for folder, family in _parts(source).items():
-        inner = scan_subfolder(FORMATS["dcp"].scan, source, folder, options)
+        inner = scan_subfolder(FORMATS["dcp"].reading.scan, source, folder, options)
         catalogs.append(relocate(_in_family(inner, family), folder))
     if FORMATS["rank-local"].matches(source):
-        catalogs.append(FORMATS["rank-local"].scan(source, options))
+        catalogs.append(FORMATS["rank-local"].reading.scan(source, options))
     writer = {"writer": "accelerate (by its file names)"}
     joined = join_catalogs(*catalogs)
     beside = companions(source) | {n: source.files[n] for n in TRAINER_FILES if n in source.files}
@@ -81,11 +81,11 @@ def _in_family(catalog: Catalog, family: str) -> Catalog:
 FORMAT = Format(
     "accelerate",
     "accelerate's folder: model, optimizer, and the files next to them",
-    _probe,
-    _scan,
-    locate=Deferred("ckptool.formats.dcp:locate"),
-    reshard=Deferred("ckptool.formats.rank_files.accelerate_write:lay_out"),
-    takes_world_size=True,
-    has_rank_state=True,
-    families=("model", "optimizer"),
+    Detection(_probe),
+    Reading(_scan, locate=Deferred("ckptool.formats.dcp:locate"), takes_world_size=True),
+    Writing(
+        reshard=Deferred("ckptool.formats.rank_files.accelerate_write:lay_out"),
+        families=("model", "optimizer"),
+    ),
+    Loading(has_rank_state=True),
 )

@@ -5,7 +5,17 @@ from __future__ import annotations
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.layout import Layout
 from ckptool.errors import Unrecognized
-from ckptool.formats.base import EXTRA, FileRole, FileRule, Format, Request, ScanOptions
+from ckptool.formats.base import (
+    EXTRA,
+    Detection,
+    FileRole,
+    FileRule,
+    Format,
+    Reading,
+    Request,
+    ScanOptions,
+    Writing,
+)
 from ckptool.formats.safetensors.weight_delta import delta_info, delta_notes
 from ckptool.formats.safetensors.weight_delta import require_weights as require_weights
 from ckptool.formats.shards import note_part
@@ -74,12 +84,12 @@ def _lay_out(catalog: Catalog, request: Request) -> Layout:
 FORMAT = Format(
     "safetensors",
     "one safetensors file",
-    _probe,
-    _scan,
-    convert=_lay_out,
-    files=(FileRule(r".*\.safetensors", FileRole.SAFETENSORS),),
-    suffixes=(".safetensors",),
-    folder="hf",
-    has_metadata=True,
-    has_values=False,
+    Detection(
+        _probe,
+        files=(FileRule(r".*\.safetensors", FileRole.SAFETENSORS),),
+        suffixes=(".safetensors",),
+        folder="hf",
+    ),
+    Reading(_scan),
+    Writing(convert=_lay_out, has_metadata=True, has_values=False),
 )

@@ -22,7 +22,16 @@ from ckptool.core.dtype import DType
 from ckptool.core.layout import FileLayout, Layout
 from ckptool.core.sharding.infer import with_inferred_mesh
 from ckptool.errors import CkptoolError, Problem
-from ckptool.formats.base import EXTRA, Format, Request, ScanOptions
+from ckptool.formats.base import (
+    EXTRA,
+    Detection,
+    Format,
+    Loading,
+    Reading,
+    Request,
+    ScanOptions,
+    Writing,
+)
 from ckptool.formats.companions import CONFIG, companions, read_json_object
 from ckptool.formats.safetensors.huggingface import FORMAT as HF
 from ckptool.formats.side_file import split_side, with_headers
@@ -200,7 +209,7 @@ def _compare_consolidated(
         reason = "their shards are lost and the shapes too small"
         return [Problem(f"{message} {reason}", "world-size-unrecorded")], frozenset()
     try:
-        whole = HF.scan(source, ScanOptions())
+        whole = HF.reading.scan(source, ScanOptions())
     except CkptoolError as error:
         damage = error.message.within("the consolidated copy beside the shards is damaged")
         return [damage], frozenset()
@@ -257,12 +266,8 @@ def _shard_file(
 FORMAT = Format(
     "dcp-safetensors",
     "safetensors shards with DCP sharding info (HuggingFaceStorageWriter)",
-    _probe,
-    _scan,
-    convert=_lay_out,
-    reshard=_lay_out,
-    of_ranks=True,
-    has_metadata=True,
-    has_values=False,
-    config="optional",
+    Detection(_probe),
+    Reading(_scan),
+    Writing(convert=_lay_out, reshard=_lay_out, of_ranks=True, has_metadata=True, has_values=False),
+    Loading(config="optional"),
 )

@@ -18,7 +18,7 @@ from ckptool.core.layout import Layout
 from ckptool.core.selection import entries_of, with_prefix
 from ckptool.errors import Problem, Unsupported
 from ckptool.formats import FORMATS
-from ckptool.formats.base import Format, Request, ScanOptions
+from ckptool.formats.base import Detection, Format, Reading, Request, ScanOptions, Writing
 from ckptool.formats.companions import (
     CONFIG,
     PIPELINE,
@@ -70,7 +70,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
             message = f"{name}: {PIPELINE} lists this {kind}, but it has no {what}"
             problems.append(Problem(message, "file-missing", file=f"{name}/"))
         if row is not None:
-            inner = scan_subfolder(row.scan, source, name, options, prefix=f"{name}.")
+            inner = scan_subfolder(row.reading.scan, source, name, options, prefix=f"{name}.")
             parts.append(relocate(with_prefix(inner, name), name))
     options.report(problems, subject=source.root)
     joined = join_catalogs(Catalog("diffusers", {}, {}, {}, world_size=1), *parts)
@@ -128,9 +128,7 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
 FORMAT = Format(
     "diffusers",
     "diffusers' pipeline: model_index.json and one folder per component",
-    _probe,
-    _scan,
-    convert=lay_out,
-    has_metadata=True,
-    has_values=False,
+    Detection(_probe),
+    Reading(_scan),
+    Writing(convert=lay_out, has_metadata=True, has_values=False),
 )

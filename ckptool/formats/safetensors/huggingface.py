@@ -14,7 +14,16 @@ from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.layout import FileLayout, Layout, Literal
 from ckptool.core.text import plural
 from ckptool.errors import Damaged, Problem, Refusal
-from ckptool.formats.base import EXTRA, Format, Request, ScanOptions
+from ckptool.formats.base import (
+    EXTRA,
+    Detection,
+    Format,
+    Loading,
+    Reading,
+    Request,
+    ScanOptions,
+    Writing,
+)
 from ckptool.formats.companions import companions, describe_config
 from ckptool.formats.safetensors import read_whole_tensors
 from ckptool.formats.safetensors.shard_sets import (
@@ -282,12 +291,8 @@ def _index_file(
 FORMAT = Format(
     "hf",
     "Hugging Face folder: safetensors shards and their index",
-    _probe,
-    _scan,
-    convert=lay_out,
-    has_metadata=True,
-    has_values=False,
-    is_model_folder=True,
-    config="required",
-    has_set=is_of_a_set,
+    Detection(_probe, has_set=is_of_a_set),
+    Reading(_scan),
+    Writing(convert=lay_out, has_metadata=True, has_values=False),
+    Loading(is_model_folder=True, config="required"),
 )

@@ -35,7 +35,7 @@ from ckptool.core.selection import with_prefix
 from ckptool.core.sharding.infer import with_inferred_mesh
 from ckptool.core.text import list_some
 from ckptool.errors import Damaged, Problem, Refusal, SourceError, Unsupported, refused
-from ckptool.formats.base import Format, ScanOptions
+from ckptool.formats.base import Detection, Format, Reading, ScanOptions
 from ckptool.formats.torchsnapshot.manifest import (
     CONTAINERS,
     METADATA,
@@ -308,4 +308,9 @@ def _unlisted_files(source: Source, used: Collection[str]) -> list[Problem]:
     return [Problem(message, "file-unused", file=names[0])]
 
 
-FORMAT = Format("torchsnapshot", "TorchSnapshot folder (.snapshot_metadata)", _probe, _scan)
+FORMAT = Format(
+    "torchsnapshot",
+    "TorchSnapshot folder (.snapshot_metadata)",
+    Detection(_probe),
+    Reading(_scan),
+)

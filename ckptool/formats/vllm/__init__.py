@@ -24,7 +24,7 @@ from ckptool.core.mesh import Placement, Shard
 from ckptool.core.sharding.placement import PlacedTensors, PlacementRule
 from ckptool.core.sharding.tensor_parallel import LocalTensor, tp_mesh
 from ckptool.errors import Damaged, Unsupported
-from ckptool.formats.base import Format, Request, ScanOptions
+from ckptool.formats.base import Detection, Format, Loading, Reading, Request, ScanOptions, Writing
 from ckptool.formats.companions import companions, describe_config, read_config
 from ckptool.formats.side_file import split_side, with_headers
 from ckptool.formats.vllm.merge import PADDING, VOCABULARY, Merger, sizes_of
@@ -299,12 +299,8 @@ def _part_file(
 FORMAT = Format(
     "sharded-state",
     "vLLM sharded state: model-rank-R-part-P.safetensors",
-    _probe,
-    _scan,
-    reshard=lay_out,
-    rules=lambda: _RULES,
-    takes_tp_rules=True,
-    has_metadata=True,
-    has_values=False,
-    is_model_folder=True,
+    Detection(_probe),
+    Reading(_scan, takes_tp_rules=True),
+    Writing(reshard=lay_out, has_metadata=True, has_values=False),
+    Loading(rules=lambda: _RULES, is_model_folder=True),
 )

@@ -58,7 +58,7 @@ MESHES = ("2", "3", "2x2", "2x4", "2x2x2")
 OF_A_RANK = ("extra_state.", "random_states.", "rank")
 WRITERS = targets(mesh=True)
 OF_A_TRAINER = ("verl", "accelerate")
-REOPENED = [n for n, row in WRITERS.items() if not row.rules() and n not in OF_A_TRAINER]
+REOPENED = [n for n, row in WRITERS.items() if not row.loading.rules() and n not in OF_A_TRAINER]
 """Targets that take tensors of any name, cut in any way."""
 LOADED = [name for name in TENSORS_OF if name in WRITERS]
 """Targets that a loader of their own framework reads here."""

@@ -42,7 +42,7 @@ def located(folder: Path) -> dict[str, TensorEntry] | list[str]:
     """Where all tensors lie, or what is wrong with their items."""
     cached._CACHE.clear()
     source = LocalSource.folder(folder)
-    catalog = FORMATS["dcp"].scan(source, ScanOptions())
+    catalog = FORMATS["dcp"].reading.scan(source, ScanOptions())
     try:
         return dict(items.locate(source, catalog).tensors)
     except CkptoolError as error:

@@ -66,7 +66,7 @@ def unnamed_latest(asked: Location, surveyed: Survey) -> Iterator[Problem]:
 
     Frameworks write the name into a file of the run's folder, and resume only by that.
     """
-    marker, step = surveyed.format.latest, surveyed.path
+    marker, step = surveyed.format.detection.latest, surveyed.path
     if marker is None or not re.fullmatch(marker.folders, step.name):
         return
     if asked in step.parents and not (step.parent / marker.file).exists():
@@ -85,11 +85,11 @@ def config_file_problems(source: Files, row: Format, catalog: Catalog) -> Iterat
     try:
         if config == ADAPTER_CONFIG:
             yield from _adapter_problems(read_beside(source, ADAPTER_CONFIG), catalog)
-        elif row.config is not None and CONFIG in source.files:
+        elif row.loading.config is not None and CONFIG in source.files:
             yield from config_problems(read_beside(source, CONFIG), catalog)
     except Damaged as error:
         yield from error.problems
-    if config not in source.files and row.config == "required":
+    if config not in source.files and row.loading.config == "required":
         message = f"{CONFIG} not found: the model of these tensors is unknown"
         yield Problem(message, "config-missing")
 

@@ -76,9 +76,9 @@ def _opened(
     format_: Format, source: Files, catalog: Catalog
 ) -> tuple[dict[str, TensorEntry], list[Problem]]:
     """Return the tensors of a catalog, or those that they turn out to wrap, and notes."""
-    if format_.locate is None or not any(map(_has_container, catalog.tensors.values())):
+    if format_.reading.locate is None or not any(map(_has_container, catalog.tensors.values())):
         return catalog.tensors, []
-    opened = format_.locate(source, catalog)
+    opened = format_.reading.locate(source, catalog)
     return opened.tensors, [Problem(note, "note") for note in opened.notes[len(catalog.notes) :]]
 
 

@@ -35,7 +35,7 @@ def name_problems(source: Source, row: Format, catalog: Catalog | None) -> Itera
     bare = catalog.bare if catalog else frozenset()
     rules = {file: file_rule(row, file) for file in source.files if file not in bare}
     committing = {rule.committed_by for rule in rules.values() if rule and rule.committed_by}
-    committing |= {rule.committed_by for rule in row.files if rule.committed_by}
+    committing |= {rule.committed_by for rule in row.detection.files if rule.committed_by}
     for file, rule in rules.items():
         whole = file.removesuffix(".tmp")
         commits = whole != file and whole.rpartition("/")[2] in committing

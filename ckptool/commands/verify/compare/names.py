@@ -118,7 +118,7 @@ def differing_names(mine: Catalog, theirs: Catalog) -> Iterator[Problem]:
 
 def holds_no_values(format_name: str) -> bool:
     """Return whether a format stores only tensors; other values are in a side file, if at all."""
-    return not FORMATS[format_name].has_values
+    return not FORMATS[format_name].writing.has_values
 
 
 def _has(catalog: Catalog, name: str) -> bool:
@@ -163,7 +163,7 @@ def differing_texts(
     What the first has no place for is no difference.
     """
     ours, others = texts_of(mine), texts_of(theirs)
-    both_have = FORMATS[mine.format].has_metadata
+    both_have = FORMATS[mine.format].writing.has_metadata
     for key in sorted({*ours, *others} if both_have else ours):
         both = [sorted(texts.get(key, ())) for texts in (ours, others)]
         if both[0] != both[1] and not is_dropped(key):

@@ -181,8 +181,8 @@ def rebuild(surveyed: Survey, options: ReadOptions) -> Recovery:
     if surveyed.catalog is not None:
         unknown = (*_unrecorded(surveyed.catalog), *_unseen(surveyed, surveyed.problems))
         return Recovery(surveyed.catalog, surveyed.problems, unknown)
-    if surveyed.format.recover is not None:
-        recovery = surveyed.format.recover(surveyed.source)
+    if surveyed.format.reading.recover is not None:
+        recovery = surveyed.format.reading.recover(surveyed.source)
         unknown = (*recovery.unknown, *_unrecorded(recovery.catalog))
         return Recovery(recovery.catalog, (*surveyed.problems, *recovery.problems), unknown)
     raise Unsupported(
@@ -198,7 +198,7 @@ def _scan(
     problems: list[Problem] = []
     asked = replace(scan_options(options, surveyed.format, problems), named=surveyed.named)
     try:
-        catalog = surveyed.format.scan(source, asked)
+        catalog = surveyed.format.reading.scan(source, asked)
     except CkptoolError:
         return None
     catalog = split_stacked(catalog) if options.split_stacked else catalog
@@ -214,7 +214,7 @@ def _unrecorded(catalog: Catalog) -> tuple[str, ...]:
 
 def _unseen(surveyed: Survey, problems: Iterable[Problem]) -> tuple[str, ...]:
     """Return what unreadable files may have contained, if only they recorded it."""
-    committed_by = {rule.committed_by for rule in surveyed.format.files}
+    committed_by = {rule.committed_by for rule in surveyed.format.detection.files}
     if not committed_by.isdisjoint(surveyed.source.files):
         return ()
     files = dict.fromkeys(p.file for p in problems if p.file and not p.tensor)

@@ -195,7 +195,7 @@ def plan_salvage(path: Location, target: Location, options: SalvageOptions) -> S
         unknown=recovery.unknown,
         notes=(
             *layout.notes,
-            *([] if writer.has_metadata else note_lost(catalog)),
+            *([] if writer.writing.has_metadata else note_lost(catalog)),
             *target_notes(opened, target, layout, options.transfer),
         ),
         listing=str(place),
