@@ -45,8 +45,8 @@ demo: $(READY) ## Train a small model on 4 ranks, and show every command on what
 	@PATH="$(CURDIR)/$(BIN):$$PATH" python fixtures/demo.py
 
 bench: $(READY) ## Measure ckptool's commands against cp, torch's own tools, and other clients of a store.
-	@$(BIN)/ckptool bench --transfer
-	@$(BIN)/ckptool bench --stores --size 2.16GB --repeat 3
+	@PYTHONPATH=tests $(BIN)/python -m benchmarks transfer
+	@PYTHONPATH=tests $(BIN)/python -m benchmarks stores --size 2.16GB --repeat 3
 
 fuzz: $(READY) ## Fuzz each parser for a minute; what crashes one lies in tests/fuzz/crashes.
 	@$(PIP) install -e '.[fuzz]'

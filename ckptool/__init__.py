@@ -8,10 +8,10 @@
 
 The commands are functions too, with the same options as keywords, and return their reports:
 ``inspect``, ``stats``, ``diff``, ``extract``; ``convert``, ``reshard``; ``verify``, ``compare``,
-``verify_run`` (of a run's steps) and ``salvage``; ``bench``, ``bench_changes``, ``bench_transfer``,
-``bench_stores``; ``list_formats``, ``list_maps``, ``list_steps`` (of a run) and ``map_text``.
-``help`` of each lists its keywords. What goes wrong is a ``CkptoolError``, with a ``hint``. Each
-part is imported when it is first used.
+``verify_run`` (of a run's steps) and ``salvage``; ``bench`` and ``bench_changes``;
+``list_formats``, ``list_maps``, ``list_steps`` (of a run) and ``map_text``. ``help`` of each lists
+its keywords. What goes wrong is a ``CkptoolError``, with a ``hint``. Each part is imported when it
+is first used.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from ckptool import errors as errors
     from ckptool.api.bench import bench as bench
     from ckptool.api.bench import bench_changes as bench_changes
-    from ckptool.api.bench import bench_stores as bench_stores
-    from ckptool.api.bench import bench_transfer as bench_transfer
     from ckptool.api.checkpoint import Checkpoint as Checkpoint
     from ckptool.api.checkpoint import open as open
     from ckptool.api.commands import compare as compare
@@ -53,7 +51,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _PLACES = {
-    "api.bench": "bench bench_changes bench_stores bench_transfer",
+    "api.bench": "bench bench_changes",
     "api.commands": "compare convert diff extract inspect list_formats list_maps list_steps"
     " map_text prune reshard salvage stats verify verify_run",
     "api.load": "LoadReport load",

@@ -222,7 +222,7 @@ def _prepare(request: dict[str, Any]) -> tuple[str, str]:
     os.environ.update(request["environment"])
     os.chdir(request["cwd"])
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    sys.path[1:1] = [path for path in given if path and path not in sys.path]
+    sys.path[1:1] = [path for path in given if path and path not in sys.path[1:]]
     way, *words = request["words"]
     if way not in ("-m", "-c"):
         sys.path[0], sys.argv = str(Path(way).parent), [way, *words]

@@ -32,12 +32,6 @@ ALLOWED = {
 }
 """What each layer may import beside itself and ``errors``."""
 
-PROGRAMS = {
-    "commands/bench/transfer/programs.py": {"dcp"},
-    "commands/bench/transfer/store_programs.py": {"api", "dcp"},
-}
-"""Modules that are only run, each in a process of its own: what they use as any user would."""
-
 HEAVY = {"torch", "transformers", "safetensors", "tensorflow", "jax"}
 PLUGS = {"dcp": {"torch"}}
 """Modules that only their users import, for the framework that each is made for."""
@@ -120,8 +114,7 @@ def test_every_layer_is_known() -> None:
 def test_imports_point_down() -> None:
     def upward(module: Path) -> set[str]:
         layer = layer_of(module)
-        used = PROGRAMS.get(by_path(module), set())
-        return layers_imported(module) - {layer, "errors"} - used - ALLOWED[layer]
+        return layers_imported(module) - {layer, "errors"} - ALLOWED[layer]
 
     assert not breaking(MODULES, upward)
 

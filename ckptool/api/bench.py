@@ -1,4 +1,4 @@
-"""Benchmarks as functions: strategies for saving, and ckptool's own commands."""
+"""The benchmark of ways to save, as functions."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from ckptool.api.arguments import AnyPath, Keywords, Size, with_keywords
+from ckptool.api.arguments import AnyPath, Keywords, with_keywords
 from ckptool.api.keywords import BenchKeywords
 from ckptool.commands.options.bench import BenchOptions
-from ckptool.core.options import parse_size
 from ckptool.errors import UsageError
 
 if TYPE_CHECKING:
     from ckptool.commands.bench.report import BenchReport, Change
-    from ckptool.commands.bench.transfer.report import TransferBenchReport
 
 
 @with_keywords(BenchKeywords)
@@ -52,40 +50,3 @@ def bench_changes(
     baseline.require_comparable(report.settings)
     measured = [result.name for result in report.results]
     return baseline.changes(report, allowed, [*measured, *report.skipped, *report.failed])
-
-
-def bench_transfer(
-    source: AnyPath | None = None,
-    *,
-    size: Size = "2GB",
-    out: AnyPath = ".",
-    repeat: int = 5,
-    progress: Callable[[str], None] = lambda line: None,
-) -> TransferBenchReport:
-    """Measure ckptool's commands against cp and torch's, on ``source`` or a checkpoint of ``size``.
-
-    Same as ``ckptool bench --transfer``. Raises Unsupported if the disk is too small.
-    """
-    from ckptool.commands.bench.transfer.run import transfer_bench
-
-    place = None if source is None else Path(source)
-    return transfer_bench(
-        place, parse_size(str(size), "size"), Path(out), repeat, progress=progress
-    )
-
-
-def bench_stores(
-    *,
-    size: Size = "256MB",
-    out: AnyPath = ".",
-    repeat: int = 5,
-    progress: Callable[[str], None] = lambda line: None,
-) -> TransferBenchReport:
-    """Measure ckptool's commands on a store against plain downloads, with ``size`` of data.
-
-    Same as ``ckptool bench --stores``. Raises Unsupported if the disk is too small, or s3fs or
-    torch is missing.
-    """
-    from ckptool.commands.bench.transfer.stores import store_bench
-
-    return store_bench(parse_size(str(size), "size"), Path(out), repeat, progress=progress)

@@ -12,26 +12,15 @@ import typer
 from ckptool.cli.page import Html, require_page, write_page
 from ckptool.cli.parameters import AsJson, Debug, Quiet
 from ckptool.commands.options.bench import BenchOptions
-from ckptool.core.options import changed
 from ckptool.errors import UsageError
 
 if TYPE_CHECKING:
     from ckptool.commands.bench.report import BenchReport, Change
-    from ckptool.commands.bench.transfer.report import TransferBenchReport
-
-_TRANSFER_SIZE = 2_000_000_000
-_STORES_SIZE = 256_000_000
-
-_OF_TRANSFERS = {"--size", "--repeat", "--out"}
 
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/")
 
 
 def bench(
-    source: Annotated[
-        Path | None,
-        typer.Argument(metavar="[SRC]", help="With --transfer, the checkpoint to measure with."),
-    ] = None,
     *,
     options: BenchOptions,
     plot: Annotated[
@@ -50,16 +39,6 @@ def bench(
         bool,
         typer.Option("--recommend", help="Print only the recommended strategy and why."),
     ] = False,
-    transfer: Annotated[
-        bool,
-        typer.Option("--transfer", help="Measure ckptool's own commands against cp and torch's."),
-    ] = False,
-    stores: Annotated[
-        bool,
-        typer.Option(
-            "--stores", help="Measure ckptool's own commands on a store against plain downloads."
-        ),
-    ] = False,
     html: Html = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -71,26 +50,8 @@ def bench(
     steps, memory and disk is measured next to what the hardware can do; then parameters are changed
     during a save, and what was saved is loaded back and compared.
     """
-    _require_paths(source=source, plot=plot, compare=compare)
+    _require_paths(plot=plot, compare=compare)
     output = _Output(require_page(html), as_json, quiet)
-    if transfer or stores:
-        _require_paths(out=options.out)
-        others = plot or compare or recommend or {*changed(options)} - _OF_TRANSFERS
-        if (transfer and stores) or others:
-            raise UsageError(
-                f"--{'transfer' if transfer else 'stores'} can only be combined with --size,"
-                " --repeat, --out, --html and --json"
-            )
-    if transfer:
-        _transfer(source, options, output)
-        return
-    if source is not None:
-        raise UsageError(
-            f"{source}: unexpected argument without --transfer", hint=f"--like {source}"
-        )
-    if stores:
-        _stores(options, output)
-        return
     if options.like is not None and options.size is not None:
         raise UsageError("--like and --size cannot be combined")
     report, changes = _measured(options, plot, compare, tolerance, quiet=quiet)
@@ -115,15 +76,11 @@ class _Output(NamedTuple):
         return self.as_json
 
 
-def _require_paths(**places: object) -> None:
+def _require_paths(**places: Path | None) -> None:
     """Raise UsageError for a URL."""
     for name, place in places.items():
         if _URL.match(str(place)):
-            option = "--transfer" if name == "source" else f"--{name}"
-            raise UsageError(
-                f"{option} takes a path, not a URL",
-                hint="without --transfer, --like and --out take URLs",
-            )
+            raise UsageError(f"--{name} takes a path, not a URL", hint="--like and --out take URLs")
 
 
 def _measured(
@@ -171,28 +128,3 @@ def _show(
             show_bench(report, changes)
     if any(change.regressed for change in changes or ()):
         raise typer.Exit(1)
-
-
-def _transfer(source: Path | None, options: BenchOptions, output: _Output) -> None:
-    from ckptool.commands.bench.transfer.run import transfer_bench
-    from ckptool.render.messages import show_step
-
-    size, out = options.size or _TRANSFER_SIZE, Path(str(options.out))
-    report = transfer_bench(source, size, out, options.repeat, progress=show_step)
-    _show_transfers(report, output)
-
-
-def _stores(options: BenchOptions, output: _Output) -> None:
-    from ckptool.commands.bench.transfer.stores import store_bench
-    from ckptool.render.messages import show_step
-
-    size, out = options.size or _STORES_SIZE, Path(str(options.out))
-    report = store_bench(size, out, options.repeat, progress=show_step)
-    _show_transfers(report, output)
-
-
-def _show_transfers(report: TransferBenchReport, output: _Output) -> None:
-    from ckptool.render.bench.transfer import show_transfer_bench
-
-    if not output.put(report.to_dict()):
-        show_transfer_bench(report)

@@ -37,7 +37,7 @@ FUNCTIONS: dict[str, list[Callable[..., Any]]] = {
     "convert": [ckptool.convert],
     "reshard": [ckptool.reshard],
     "verify": [ckptool.verify, ckptool.compare, ckptool.verify_run, ckptool.salvage],
-    "bench": [ckptool.bench, ckptool.bench_changes, ckptool.bench_transfer, ckptool.bench_stores],
+    "bench": [ckptool.bench, ckptool.bench_changes],
     "formats": [ckptool.list_formats],
     "maps": [ckptool.list_maps, ckptool.map_text],
 }
@@ -54,7 +54,7 @@ FOR_PEOPLE = {
 
 QUESTIONS = {
     *("inspect stats", "verify against", "verify latest_good", "verify salvage"),
-    *("bench transfer", "bench stores", "bench compare", "maps check"),
+    *("bench compare", "maps check"),
 }
 """Options that ask another question: functions of their own."""
 

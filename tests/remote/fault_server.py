@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 
+from benchmarks.loopback import server
+from benchmarks.loopback.messages import Answer, Dropped, Request, make_error
 from msgspec.structs import replace
-
-from ckptool.commands.bench.loopback import server
-from ckptool.commands.bench.loopback.messages import Answer, Dropped, Request, make_error
 
 READS = ("GetObject", "HeadObject", "ListObjectsV2")
 WRITES = (

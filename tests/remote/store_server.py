@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.loopback.messages import Request
+from benchmarks.loopback.objects import PartialUpload
 from fault_server import Fault, Rule, S3Server
 
-from ckptool.commands.bench.loopback.messages import Request
-from ckptool.commands.bench.loopback.objects import PartialUpload
 from ckptool.storage.retry import RetryPolicy
 from ckptool.storage.store import Store
 

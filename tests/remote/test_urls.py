@@ -228,8 +228,7 @@ ENDS: dict[str, tuple[list[Any], int, list[str]]] = {
     ),
     "bench in memory": (["bench", "--out", "memory://m"], 4, ["its own memory://"]),
     "bench killed in a store": (["bench", "--out", "s3://b/m", "--abort"], 2, ["--out is a URL"]),
-    "transfers to a URL": (["bench", "--transfer", "--out", "s3://b/m"], 2, ["--out takes a path"]),
-    "bench of a URL": (["bench", "--transfer", "s3://b/m"], 2, ["--transfer takes a path, no"]),
+    "bench against a URL": (["bench", "--compare", "s3://b/m"], 2, ["--compare takes a path, no"]),
     "bench like a key that is not": (
         ["bench", "--like", "s3://BUCKET/no"],
         3,

@@ -22,7 +22,7 @@ class BenchOptions(OptionSet):
     size: int | None = option(
         "--size",
         SIZE,
-        help="State size; default: 1GiB, 2GB with --transfer, 256MB with --stores.",
+        help="State size; default: 1GiB.",
     )
     like: Location | None = option(
         "--like",
@@ -56,7 +56,7 @@ class BenchOptions(OptionSet):
         COUNT,
         default=5,
         minimum=1,
-        help="Save N times after the first; with --transfer or --stores, N rounds.",
+        help="Save N times after the first.",
     )
     step_time: float | None = option(
         "--step-time",

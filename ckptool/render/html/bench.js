@@ -1,5 +1,5 @@
 "use strict";
-// What was measured of ways to save, or of ckptool's own commands: a chart and a table.
+// What was measured of ways to save: a chart and a table.
 
 function machine({ machine: of, versions }) {
   return facts([["machine", shown(`${plural(of.cores, "core")} ${of.processor}, ${size(of.memory_bytes)} memory`)], ["disk", shown(of.filesystem)],
@@ -70,33 +70,4 @@ function compared(changes) {
     { head: "was", right: true, cell: (c) => c.old === null ? "–" : seconds(c.old) }, { head: "is", right: true, cell: (c) => c.new === null ? "–" : seconds(c.new) },
     { head: "", cell: (c) => [chip(c.regressed ? "regression" : "fine", c.regressed ? "bad" : "good"), " ", shown(c.why)] },
   ], changes));
-}
-
-// A row beside what it is compared with, on a scale of their own; rows without peers are in the table.
-function besidePeers(rows) {
-  const named = new Map(rows.map((row) => [row.name, row]));
-  return rows.filter((row) => row.ratios.length).map((row) => {
-    const group = [row, ...row.ratios.map((ratio) => named.get(ratio.peer)).filter(Boolean)], longest = Math.max(...group.map((each) => each.median));
-    return h("div", { class: "group" }, group.map((each) => h("div", { class: "bars" }, h("span", { class: "who" }, each === row ? h("b", null, shown(each.name)) : shown(each.name)),
-      h("span", { class: "track" }, h("i", { class: each === row ? "written" : "durable", css: { width: `${((100 * each.median) / longest).toFixed(2)}%` } })),
-      h("span", { class: "numbers" }, h("b", null, seconds(each.median)), each.measure === "cpu" ? " CPU" : ""))));
-  });
-}
-
-const ratio = ({ value, peer, lowest, highest }) => `${value.toFixed(2)} × ${shown(peer)}${lowest < highest ? ` (${lowest.toFixed(2)} to ${highest.toFixed(2)})` : ""}`;
-
-function transferPage(report) {
-  const { settings, rows } = report;
-  return [
-    h("header", { class: "masthead" }, h("p", { class: "kind" }, "bench: ckptool's commands, on a checkpoint"), h("h1", null, nameOf(settings.source))),
-    tiles([[size(settings.nbytes), "in the checkpoint"], [count(settings.files), "files"], [count(settings.repeat), settings.repeat > 1 ? "rounds, interleaved" : "round"]]),
-    section("Beside their peers", shown(`median, ${settings.conditions}`), besidePeers(rows)),
-    section("Measured", null, table([
-      { head: "command", of: (r) => r.name, cell: (r) => h("span", { title: shown(String(r.command)) }, shown(r.name)) },
-      { head: "median", right: true, of: (r) => r.median, cell: (r) => `${seconds(r.median)}${r.measure === "cpu" ? " CPU" : ""}` },
-      { head: "speed", right: true, cell: (r) => r.nbytes ? `${size(Math.floor(r.nbytes / r.median))}/s` : "–" },
-      { head: "peak memory", right: true, of: (r) => r.peak_bytes, cell: (r) => size(r.peak_bytes) },
-      { head: "against its peers", cell: (r) => h("ul", { class: "reasons" }, r.ratios.map((each) => h("li", null, ratio(each)))) },
-    ], rows)), reasons("Skipped", report.skipped, "note"), machine(report),
-  ];
 }

@@ -3,7 +3,7 @@
 
 const PAGES = {
   "ckptool.inspect": inspectPage, "ckptool.inspect-run": runPage, "ckptool.verify": verifyPage, "ckptool.verify-run": verifyRunPage,
-  "ckptool.diff": diffPage, "ckptool.bench": benchPage, "ckptool.transfer-bench": transferPage,
+  "ckptool.diff": diffPage, "ckptool.bench": benchPage,
 };
 
 const report = JSON.parse(document.getElementById("report").textContent);

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from benchmarks.samples import run_sample
 
 from ckptool.commands.bench.isolated import isolated, search_path
-from ckptool.commands.bench.transfer.samples import run_sample
 
 HOSTILE = ("ckptool", "json", "torch", "sitecustomize", "usercustomize", "importlib", "msgspec")
 SHOW = """

@@ -294,10 +294,7 @@ def listening_below(pid: int) -> Iterator[str]:
         (["--tolerance", "much"], 2, "not a fraction"),
         (["--plot", "bars.jpg"], 2, ".svg or .png"),
         (["--like", "none"], 3, "none"),
-        (["--transfer", "--abort"], 2, "--transfer can only be combined with"),
-        (["--stores", "--ranks", "2"], 2, "--stores can only be combined with"),
-        (["--stores", "--transfer"], 2, "can only be combined with"),
-        (["some.json"], 2, "unexpected argument"),
+        (["some.json"], 2, "unexpected extra argument"),
     ],
 )
 def test_what_cannot_be_is_reported_before_anything_runs(

@@ -19,9 +19,6 @@ from large_checkpoint import large_report
 from msgspec.structs import replace
 
 import ckptool
-from ckptool.commands.bench.transfer.report import RowResult, TransferBenchReport
-from ckptool.commands.bench.transfer.rows import Row
-from ckptool.commands.bench.transfer.samples import Sample
 from ckptool.render.html.page import inspect_page, page
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome") or ""
@@ -50,25 +47,8 @@ def pages() -> dict[str, tuple[bytes, list[str]]]:
         "compare": (page(ckptool.compare(a, b).to_dict()), ["comparison", "tensor-missing"]),
         "run": (page(ckptool.list_steps(a.parent).to_dict()), ["COMPLETE", "safetensors"]),
         "verify-run": (page(ckptool.verify_run(a.parent, every=True).to_dict()), ["newest good"]),
-        "transfer": (
-            page(transfers().to_dict()),
-            ["0.50 × cp", "no_such_client"],
-        ),
         "bench": (page(benched.to_dict()), ["training blocked", "best"]),
     }
-
-
-def transfers() -> TransferBenchReport:
-    """A command measured beside cp."""
-    fast, slow = Sample(0.5, 0.4, 90 << 20), Sample(1.0, 0.1, 1 << 20)
-    results = (
-        RowResult(Row("ckptool convert", ("ckptool",), ("cp",)), (fast,), False, 1 << 30),
-        RowResult(Row("cp", ("cp", "-r")), (slow,), None, 1 << 30),
-    )
-    where = bench_report(measured("dcp-sync", 2.0, 2.5))
-    skipped = {"absent": "no_such_client is not installed"}
-    facts = ("a model", "local disk", 1 << 30, 4, 9, 1, where.machine, where.versions)
-    return TransferBenchReport(*facts, results, skipped)
 
 
 def browse(file: Path, *options: str) -> subprocess.CompletedProcess[str]:

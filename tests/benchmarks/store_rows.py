@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from ckptool.commands.bench.transfer.rows import (
+from benchmarks.rows import (
     CKPTOOL,
     CONVERT,
     ON_2X4,
@@ -13,7 +13,7 @@ from ckptool.commands.bench.transfer.rows import (
     Row,
 )
 
-_PROGRAM = (sys.executable, "-m", "ckptool.commands.bench.transfer.store_programs")
+_PROGRAM = (sys.executable, "-m", "benchmarks.store_programs")
 _BOTO3, _BOTO3_TWICE, _S3FS = "boto3 download", "boto3 download, upload", "s3fs download"
 _S3TORCH, _RUNAI = "dcp.load, s3torchconnector's reader", "weights, runai-model-streamer"
 

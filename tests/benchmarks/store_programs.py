@@ -1,6 +1,6 @@
 """Programs that the rows of the bench of stores run, each in a process of its own.
 
-``python -m ckptool.commands.bench.transfer.store_programs TASK ...``. A load tells, as JSON in the
+``python -m benchmarks.store_programs TASK ...``. A load tells, as JSON in the
 file ``result``, the seconds and the processor's seconds of the load alone: its modules are there,
 and what it loads into where that is the caller's.
 """
@@ -108,7 +108,7 @@ def _load_by(make_reader: Callable[[], Any], result: str, local: str) -> None:
     import torch
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    from ckptool.commands.bench.transfer.programs import read_tensors
+    from benchmarks.programs import read_tensors
 
     # zeros, not empty: the memory is touched before the clock starts
     state = {name: torch.zeros(size, dtype=dtype) for name, size, dtype in read_tensors(local)}

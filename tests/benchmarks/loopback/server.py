@@ -14,8 +14,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from msgspec.structs import replace
 
-from ckptool.commands.bench.loopback.messages import Answer, Dropped, Request, make_error
-from ckptool.commands.bench.loopback.objects import ObjectStore
+from benchmarks.loopback.messages import Answer, Dropped, Request, make_error
+from benchmarks.loopback.objects import ObjectStore
 
 _SEND = 256 << 10
 _ABSOLUTE = re.compile(r"http://[^/]*")

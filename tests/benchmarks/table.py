@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.text import Text
 
-from ckptool.commands.bench.transfer.report import Ratio, RowResult, TransferBenchReport
+from benchmarks.report import Ratio, RowResult, TransferBenchReport
 from ckptool.core.text import plural
 from ckptool.render.bench.report import describe_machine
 from ckptool.render.text import columns, console, emit, size, visible

@@ -9,22 +9,25 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 from fork_server import forking_python
-from forked_rows import forked
 
-from ckptool.commands.bench.transfer import run as bench
-from ckptool.commands.bench.transfer import scene
-from ckptool.commands.bench.transfer.programs import plan_large
-from ckptool.commands.bench.transfer.report import RowResult, TransferBenchReport
-from ckptool.commands.bench.transfer.rows import ROWS, Row
-from ckptool.commands.bench.transfer.run import transfer_bench
-from ckptool.commands.bench.transfer.samples import Sample, run_sample
-from ckptool.commands.bench.transfer.scene import Scene, measure
+from benchmarks import __main__ as command_line
+from benchmarks import scene
+from benchmarks import transfer as bench
+from benchmarks.__main__ import main
+from benchmarks.forked_rows import forked
+from benchmarks.programs import plan_large
+from benchmarks.report import RowResult, TransferBenchReport
+from benchmarks.rows import PROGRAM, ROWS, Row
+from benchmarks.samples import Sample, run_sample
+from benchmarks.scene import Scene, measure
+from benchmarks.table import show_transfer_bench
+from benchmarks.transfer import transfer_bench
 from ckptool.errors import TransferError, Unsupported
-from ckptool.render.bench.transfer import show_transfer_bench
 from ckptool.storage.read_ahead import cached_bytes
 
 SIZE = 2_000_000
@@ -52,7 +55,7 @@ def report(workdir: Path, tmp_path_factory: pytest.TempPathFactory) -> TransferB
     with pytest.MonkeyPatch.context() as patch:
         python = str(forking_python(tmp_path_factory.mktemp("bin")))
         patch.setenv("PYTHON_EXEC", python)  # what torchrun starts its ranks with
-        patch.setattr(bench, "PROGRAM", (python, *bench.PROGRAM[1:]))
+        patch.setattr(bench, "PROGRAM", (python, *PROGRAM[1:]))
         patch.setattr(bench, "_MANY", ("20", "4"))
         rows = tuple(forked(row, python) for row in MEASURED)
         return transfer_bench(None, SIZE, workdir, 1, rows=rows)
@@ -115,7 +118,7 @@ def test_memory_settles_before_commands_of_large_checkpoints(
     (tmp_path / "x").write_bytes(bytes(1 << 10))
     (tmp_path / "outputs").mkdir()
     pauses: list[float] = []
-    monkeypatch.setattr(scene.time, "sleep", pauses.append)
+    monkeypatch.setattr(time, "sleep", pauses.append)
     at = Scene({"{source}": str(tmp_path / "x"), "{target}": str(tmp_path / "outputs" / "t")})
     for least in (1 << 10, (1 << 10) - 1):
         monkeypatch.setattr(scene, "_LARGE", least)
@@ -176,6 +179,37 @@ def test_a_full_disk_is_refused_with_numbers(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_command_line_says_what_went_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torch")
+    for kind in ("transfer", "stores"):
+        with pytest.raises(SystemExit, match=r"error: .* are free\nhint: a smaller --size"):
+            main([kind, "--size", "1000000TB", "--out", str(tmp_path)])
+        with pytest.raises(SystemExit, match="2"):
+            main([kind, "--repeat", "0"])
+        assert "0: at least one round is needed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [(), ("--json",)])
+def test_the_command_line_prints_a_table_or_json(
+    words: tuple[str, ...],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "x.safetensors").write_bytes(ONE_BYTE)
+    rows = (Row("once", ("true",)),)
+    monkeypatch.setattr(command_line, "transfer_bench", partial(transfer_bench, rows=rows))
+    main(["transfer", str(tmp_path / "x.safetensors"), "--out", str(tmp_path), *words])
+    shown = capsys.readouterr()
+    assert "round 5 of 5: once" in shown.err
+    if words:
+        assert len(json.loads(shown.out)["rows"][0]["samples"]) == 5
+    else:
+        assert "once" in shown.out
+
+
 def test_ratio_is_of_medians_and_spread_of_rounds() -> None:
     def result(*walls: float) -> RowResult:
         return RowResult(Row("a", ()), tuple(Sample(wall, wall, 1) for wall in walls))
@@ -198,8 +232,8 @@ def test_a_failing_command_says_its_last_words() -> None:
 def test_interrupted_it_cleans_up(tmp_path: Path) -> None:
     """Ctrl-C in mid-run: the command is gone and so is the folder."""
     code = (
-        "from pathlib import Path; from ckptool.commands.bench.transfer.rows import Row\n"
-        "from ckptool.commands.bench.transfer.run import *\n"
+        "from pathlib import Path; from benchmarks.rows import Row\n"
+        "from benchmarks.transfer import *\n"
         f"import sys; source, work = Path({str(tmp_path)!r}) / 'source.safetensors', sys.argv[1]\n"
         "row = Row('sleep', ('sh', '-c', 'touch $0; sleep 600', '{target}'))\n"
         "transfer_bench(source, 1, Path(work), 1, rows=(row,))\n"
@@ -207,7 +241,11 @@ def test_interrupted_it_cleans_up(tmp_path: Path) -> None:
     (tmp_path / "source.safetensors").write_bytes(ONE_BYTE)
     work = tmp_path / "work"
     work.mkdir()
-    process = subprocess.Popen([sys.executable, "-c", code, str(work)], stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(work)],
+        stderr=subprocess.DEVNULL,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
+    )
     deadline = time.monotonic() + 60
     while not list(work.glob("*/outputs/target")) and time.monotonic() < deadline:
         time.sleep(0.05)

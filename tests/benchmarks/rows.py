@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from msgspec import Struct
 
-from ckptool.commands.bench.transfer.programs import RANKS
+from benchmarks.programs import RANKS
 
 
 class Other(NamedTuple):
@@ -36,7 +36,7 @@ CKPTOOL = (sys.executable, "-m", "ckptool")
 CONVERT = (*CKPTOOL, "convert", "--quiet")
 _CONVERT = (*CONVERT, "{source}")
 TO_SAFETENSORS = ("{target}.safetensors", "--to", "safetensors")
-_MODULE = ("-m", "ckptool.commands.bench.transfer.programs")
+_MODULE = ("-m", "benchmarks.programs")
 PROGRAM = (sys.executable, *_MODULE)
 _FORMAT_UTILS = (sys.executable, "-m", "torch.distributed.checkpoint.format_utils")
 RESHARD = (*CKPTOOL, "reshard", "--quiet")

@@ -14,14 +14,12 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from ckptool.commands.bench.loopback.server import S3Server
-from ckptool.commands.bench.machine import describe_machine, list_versions, require_disk
-from ckptool.commands.bench.transfer.programs import RANKS
-from ckptool.commands.bench.transfer.report import TransferBenchReport
-from ckptool.commands.bench.transfer.rows import CONVERT, PROGRAM, Row
-from ckptool.commands.bench.transfer.run import output_paths, require_rounds, require_torch
-from ckptool.commands.bench.transfer.samples import Sample, run_sample
-from ckptool.commands.bench.transfer.scene import (
+from benchmarks.loopback.server import S3Server
+from benchmarks.programs import RANKS
+from benchmarks.report import TransferBenchReport
+from benchmarks.rows import CONVERT, PROGRAM, Row
+from benchmarks.samples import Sample, run_sample
+from benchmarks.scene import (
     Progress,
     Scene,
     count_bytes,
@@ -29,7 +27,9 @@ from ckptool.commands.bench.transfer.scene import (
     missing_package,
     walk_files,
 )
-from ckptool.commands.bench.transfer.store_rows import STORE_ROWS
+from benchmarks.store_rows import STORE_ROWS
+from benchmarks.transfer import output_paths, require_torch
+from ckptool.commands.bench.machine import describe_machine, list_versions, require_disk
 from ckptool.errors import Unsupported
 
 _LATENCY = 0.03
@@ -55,7 +55,6 @@ def store_bench(
     Works in a folder of its own below ``workdir`` and removes it in every case. Raises Unsupported
     where the disk will not hold it, or s3fs or torch is missing.
     """
-    require_rounds(repeat)
     require_torch()
     if find_spec("s3fs") is None:
         raise Unsupported("s3fs is not installed", hint="pip install 'ckptool[s3]'")

@@ -15,14 +15,15 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+import ckptool
+from benchmarks.report import RowResult
+from benchmarks.rows import OTHERS, Row
+from benchmarks.samples import Sample, run_sample
 from ckptool.commands.bench.isolated import isolated_environment
-from ckptool.commands.bench.transfer.report import RowResult
-from ckptool.commands.bench.transfer.rows import OTHERS, Row
-from ckptool.commands.bench.transfer.samples import Sample, run_sample
 from ckptool.errors import TransferError
 
 Progress = Callable[[str], None]
-_PACKAGE = Path(__file__).parents[3]
+_PACKAGE = Path(ckptool.__file__).parent
 _LARGE, _SETTLES = 1 << 28, 3.0
 """Bytes of checkpoints before whose commands so many seconds pass: a virtual machine gives memory
 of what was removed back to its host some 2 s later, and commands that meet that take up to three

@@ -6,7 +6,7 @@ import sys
 
 from msgspec.structs import replace
 
-from ckptool.commands.bench.transfer.rows import Row
+from benchmarks.rows import Row
 
 
 def forked(row: Row, python: str) -> Row:

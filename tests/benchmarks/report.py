@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 from msgspec import Struct
 
-from ckptool.commands.bench.transfer.rows import Row
-from ckptool.commands.bench.transfer.samples import Sample
+from benchmarks.rows import Row
+from benchmarks.samples import Sample
 from ckptool.commands.document import Report, document
 
 

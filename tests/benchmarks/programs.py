@@ -1,6 +1,6 @@
 """Programs that the rows of the transfer bench run, each in a process of its own.
 
-``python -m ckptool.commands.bench.transfer.programs TASK ...`` does torch's side of the rows, makes
+``python -m benchmarks.programs TASK ...`` does torch's side of the rows, makes
 checkpoints, plans, or is one rank of a load under torchrun. A task imports what it needs: its
 memory and its start are measured.
 """

@@ -16,13 +16,11 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from ckptool.commands.bench.machine import describe_machine, list_versions, require_disk
-from ckptool.commands.bench.specs import parameter_shapes
-from ckptool.commands.bench.transfer.programs import RANKS
-from ckptool.commands.bench.transfer.report import TransferBenchReport
-from ckptool.commands.bench.transfer.rows import OTHERS, PROGRAM, ROWS, Other, Row
-from ckptool.commands.bench.transfer.samples import run_sample
-from ckptool.commands.bench.transfer.scene import (
+from benchmarks.programs import RANKS
+from benchmarks.report import TransferBenchReport
+from benchmarks.rows import OTHERS, PROGRAM, ROWS, Other, Row
+from benchmarks.samples import run_sample
+from benchmarks.scene import (
     Progress,
     Scene,
     count_bytes,
@@ -30,7 +28,9 @@ from ckptool.commands.bench.transfer.scene import (
     missing_package,
     walk_files,
 )
-from ckptool.errors import Unsupported, UsageError
+from ckptool.commands.bench.machine import describe_machine, list_versions, require_disk
+from ckptool.commands.bench.specs import parameter_shapes
+from ckptool.errors import Unsupported
 
 _LIGHT_BYTES = 4_000_000
 _MANY = ("1000", "64")
@@ -50,7 +50,6 @@ def transfer_bench(
     Works in a folder of its own below ``workdir`` and removes it in every case. Raises Unsupported
     where the disk will not hold it, or torch is missing to generate with.
     """
-    require_rounds(repeat)
     if source is None:
         require_torch()
     has_torch = importlib.util.find_spec("torch") is not None
@@ -81,18 +80,12 @@ def transfer_bench(
         )
 
 
-def require_rounds(repeat: int) -> None:
-    """Raise UsageError if nothing would be measured."""
-    if repeat < 1:
-        raise UsageError(f"--repeat {repeat}: at least one round is needed")
-
-
 def require_torch() -> None:
     """Raise Unsupported if torch is missing to write a checkpoint with."""
     if importlib.util.find_spec("torch") is None:
         raise Unsupported(
             "torch is not installed, so no checkpoint can be generated",
-            hint="pip install 'ckptool[torch]', or pass --transfer a checkpoint to measure",
+            hint="pip install 'ckptool[torch]', or name a checkpoint to measure",
         )
 
 

@@ -13,7 +13,7 @@ from xml.sax.saxutils import escape
 
 from msgspec import Struct, field
 
-from ckptool.commands.bench.loopback.messages import (
+from benchmarks.loopback.messages import (
     Answer,
     Request,
     make_document,

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 from fork_server import forking_python
-from forked_rows import forked
 
-from ckptool.commands.bench.transfer import stores as bench
-from ckptool.commands.bench.transfer.report import TransferBenchReport
-from ckptool.commands.bench.transfer.rows import Row
-from ckptool.commands.bench.transfer.store_rows import STORE_ROWS
-from ckptool.commands.bench.transfer.stores import store_bench
+from benchmarks import stores as bench
+from benchmarks.forked_rows import forked
+from benchmarks.report import TransferBenchReport
+from benchmarks.rows import CONVERT, PROGRAM, Row
+from benchmarks.store_rows import STORE_ROWS
+from benchmarks.stores import store_bench
+from benchmarks.table import show_transfer_bench
 from ckptool.errors import Unsupported
-from ckptool.render.bench.transfer import show_transfer_bench
 
 SIZE = 4_000_000
 FOREIGN = {"s3torchconnector", "runai_model_streamer"}
@@ -38,8 +38,8 @@ def report(workdir: Path, tmp_path_factory: pytest.TempPathFactory) -> TransferB
         pytest.importorskip(package)
     with pytest.MonkeyPatch.context() as patch:
         python = str(forking_python(tmp_path_factory.mktemp("bin")))
-        patch.setattr(bench, "PROGRAM", (python, *bench.PROGRAM[1:]))
-        patch.setattr(bench, "CONVERT", (python, *bench.CONVERT[1:]))
+        patch.setattr(bench, "PROGRAM", (python, *PROGRAM[1:]))
+        patch.setattr(bench, "CONVERT", (python, *CONVERT[1:]))
         patch.setattr(bench, "_LATENCY", 0.0)
         rows = tuple(forked(row, python) for row in (*STORE_ROWS, ABSENT, FAILING))
         return store_bench(SIZE, workdir, 1, rows=rows)

@@ -1,1 +1,0 @@
-"""ckptool's own commands, measured against cp and torch's tools."""
