@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -50,40 +49,18 @@ def bench(
     steps, memory and disk is measured next to what the hardware can do; then parameters are changed
     during a save, and what was saved is loaded back and compared.
     """
-    _require_paths(plot=plot, compare=compare)
-    output = _Output(require_page(html), as_json, quiet)
+    for option, file in {"--plot": plot, "--compare": compare}.items():
+        if _URL.match(str(file)):
+            raise UsageError(f"{option} takes a path, not a URL", hint="--like and --out take URLs")
+    page = require_page(html)
     if options.like is not None and options.size is not None:
         raise UsageError("--like and --size cannot be combined")
-    report, changes = _measured(options, plot, compare, tolerance, quiet=quiet)
+    report, changes = _measure(options, plot, compare, tolerance, quiet=quiet)
     if report is not None:
-        _show(report, changes, plot, output, recommend=recommend)
+        _show(report, changes, plot, page, as_json=as_json, recommend=recommend, quiet=quiet)
 
 
-class _Output(NamedTuple):
-    """Where a report goes besides the screen."""
-
-    page: Path | None
-    as_json: bool
-    quiet: bool
-
-    def put(self, content: Mapping[str, Any]) -> bool:
-        """Write the page, print the JSON; return whether JSON replaced the screen."""
-        from ckptool.render.messages import print_json
-
-        write_page(self.page, lambda: content, quiet=self.quiet)
-        if self.as_json:
-            print_json(content)
-        return self.as_json
-
-
-def _require_paths(**places: Path | None) -> None:
-    """Raise UsageError for a URL."""
-    for name, place in places.items():
-        if _URL.match(str(place)):
-            raise UsageError(f"--{name} takes a path, not a URL", hint="--like and --out take URLs")
-
-
-def _measured(
+def _measure(
     options: BenchOptions, plot: Path | None, compare: Path | None, tolerance: str, *, quiet: bool
 ) -> tuple[BenchReport | None, list[Change] | None]:
     """Return the report and the changes since an earlier run; wrong options fail before the run."""
@@ -108,23 +85,28 @@ def _measured(
 def _show(
     report: BenchReport,
     changes: list[Change] | None,
-    plot: Path | None,
-    output: _Output,
+    plot: Path | None = None,
+    page: Path | None = None,
     *,
-    recommend: bool,
+    as_json: bool = False,
+    recommend: bool = False,
+    quiet: bool = False,
 ) -> None:
     """Show the report; exit 1 if something is slower than --tolerance allows."""
     from ckptool.commands.document import plain
     from ckptool.render.bench.bars import write_plot
     from ckptool.render.bench.report import show_bench, show_recommended
+    from ckptool.render.messages import print_json
 
     if plot is not None:
         write_plot(report, plot)
-    more = {} if changes is None else {"compared": plain(changes)}
-    if not output.put(report.to_dict() | more):
-        if recommend:
-            show_recommended(report)
-        else:
-            show_bench(report, changes)
+    content = report.to_dict() | ({} if changes is None else {"compared": plain(changes)})
+    write_page(page, lambda: content, quiet=quiet)
+    if as_json:
+        print_json(content)
+    elif recommend:
+        show_recommended(report)
+    else:
+        show_bench(report, changes)
     if any(change.regressed for change in changes or ()):
         raise typer.Exit(1)

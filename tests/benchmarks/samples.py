@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
-from ckptool.commands.bench.isolated import isolated_environment
+from ckptool.commands.bench.isolated import search_path
 from ckptool.errors import TransferError
 
 
@@ -41,6 +41,12 @@ wall = time.perf_counter() - begin
 print(os.waitstatus_to_exitcode(status), wall, usage.ru_utime + usage.ru_stime, usage.ru_maxrss)
 """
 """Starts the command and waits. A peak counts from the parent's size, so the parent is small."""
+
+
+def isolated_environment() -> dict[str, str]:
+    """Return the environment for commands whose Pythons search what ``search_path`` does."""
+    safe = {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(search_path())}
+    return os.environ | safe
 
 
 def run_sample(command: Sequence[str], environment: Mapping[str, str] | None = None) -> Sample:

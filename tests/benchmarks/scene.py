@@ -18,8 +18,7 @@ from msgspec.structs import replace
 import ckptool
 from benchmarks.report import RowResult
 from benchmarks.rows import OTHERS, Row
-from benchmarks.samples import Sample, run_sample
-from ckptool.commands.bench.isolated import isolated_environment
+from benchmarks.samples import Sample, isolated_environment, run_sample
 from ckptool.errors import TransferError
 
 Progress = Callable[[str], None]

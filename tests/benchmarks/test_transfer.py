@@ -224,6 +224,23 @@ def test_a_sample_is_of_the_command_alone() -> None:
     assert sample.peak_bytes < len(ballast) // 2
 
 
+@pytest.mark.parametrize("named", [None, "", ":/x"])
+def test_commands_and_what_they_start_import_nothing_of_the_current_folder(
+    named: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "json.py").write_text("raise SystemExit('imported')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    if named is not None:
+        monkeypatch.setenv("PYTHONPATH", named)
+    starts = (
+        f"import subprocess as s; s.run([{sys.executable!r}, '-m', 'json.tool', '-h'], check=1)"
+    )
+    for words in (["-m", "json.tool", "-h"], ["-c", starts]):
+        run_sample([sys.executable, *words])
+
+
 def test_a_failing_command_says_its_last_words() -> None:
     with pytest.raises(TransferError, match="no such luck"):
         run_sample((sys.executable, "-c", "import sys; sys.exit('no such luck')"))

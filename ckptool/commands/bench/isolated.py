@@ -34,12 +34,6 @@ def isolated(module: str, *words: str) -> list[str]:
     return [sys.executable, "-I", *quiet, "-c", _BEGIN, json.dumps(start)]
 
 
-def isolated_environment() -> dict[str, str]:
-    """Return the environment for commands whose Pythons search what ``search_path`` does."""
-    safe = {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(search_path())}
-    return os.environ | safe
-
-
 def search_path() -> list[str]:
     """Return where this process finds modules, without the current folder.
 

@@ -34,16 +34,19 @@ class Meeting:
             # torchrun's own store, which need not be on loopback
             self._address = os.environ["MASTER_ADDR"]
         elif self.rank == 0:
-            self._served = self._serve(self._port)
-        self._store = self._connect(self._port)
+            # on loopback, unless there are ranks on other machines
+            self._served = (
+                serve(self._port)
+                if self._is_local
+                else connect(self._address, self._port, is_master=True)
+            )
+        self._store = self._connect()
         self._number = 0
 
-    def _serve(self, port: int) -> Any:
-        """Serve a store: on loopback, unless there are ranks on other machines."""
-        return serve(port) if self._is_local else connect(self._address, port, is_master=True)
+    def _connect(self) -> Any:
+        from torch._C._distributed_c10d import PrefixStore
 
-    def _connect(self, port: int) -> Any:
-        return _ours(connect(self._address, port))
+        return PrefixStore("ckptool-bench", connect(self._address, self._port))
 
     def gather(self, value: Any) -> list[Any]:
         """Return what every rank passed, in rank order; values must be valid JSON."""
@@ -80,7 +83,7 @@ class Meeting:
         import torch.distributed as dist
         from torch._C._distributed_c10d import PrefixStore
 
-        store = self._connect(self._port)
+        store = self._connect()
         if self._is_local:
             store = self._begin_store(job, store)
         dist.init_process_group(
@@ -134,12 +137,6 @@ def connect(host: str, port: int, **options: Any) -> Any:
     from torch._C._distributed_c10d import TCPStore
 
     return TCPStore(host, port, timeout=_MEETING_TIMEOUT, wait_for_workers=False, **options)
-
-
-def _ours(store: Any) -> Any:
-    from torch._C._distributed_c10d import PrefixStore
-
-    return PrefixStore("ckptool-bench", store)
 
 
 def _loopback_interface() -> str:

@@ -103,15 +103,6 @@ class Measured(Struct, frozen=True):
     abort: AbortResult | None
     remark: str | None
 
-    @staticmethod
-    def of_event(event: Mapping[str, Any]) -> Measured:
-        """Return what rank 0 reports in an event of JSON values."""
-        fields = {key: _freeze(event[key]) for key in Measured.__struct_fields__}
-        fields["consistency"] = Consistency(**fields["consistency"])
-        if fields["abort"]:
-            fields["abort"] = AbortResult(**fields["abort"])
-        return Measured(**fields)
-
     @property
     def blocked_median(self) -> float:
         """Seconds that training is blocked by a steady save."""
@@ -148,13 +139,6 @@ class Measured(Struct, frozen=True):
 def steady(samples: Sequence[_Sample]) -> Sequence[_Sample]:
     """Return the samples without the first, which also starts processes and makes buffers."""
     return samples[1:] or samples
-
-
-def _freeze(value: Any) -> Any:
-    """Return JSON's lists as tuples, also within lists and objects."""
-    if isinstance(value, Mapping):
-        return {key: _freeze(inner) for key, inner in value.items()}
-    return tuple(map(_freeze, value)) if isinstance(value, list | tuple) else value
 
 
 class BenchReport(Report, frozen=True):

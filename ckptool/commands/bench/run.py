@@ -75,7 +75,9 @@ class PreparedBench(Struct, frozen=True):
         limits = next(event for event in events if event["event"] == "limits")
         failed = {"limits": limits["failure"]} if limits["failure"] else {}
         failed |= reasons("failed")
-        results = [Measured.of_event(event) for event in events if event["event"] == "measured"]
+        results = [
+            msgspec.convert(event, Measured) for event in events if event["event"] == "measured"
+        ]
         if not results:
             whys = (failed | reasons("skipped")).items()
             lines = "\n".join(f"  - {name}: {reason}" for name, reason in whys)

@@ -32,7 +32,7 @@ class SharedMemory:
     def look(self, processes: Iterable[psutil.Process]) -> None:
         """Take note of what these processes hold now."""
         for process in processes:
-            for path, inode in _held(process.pid):
+            for path, inode in _memory_of(process.pid):
                 if inode not in self._before:
                     self._seen[inode] = path
 
@@ -42,7 +42,7 @@ class SharedMemory:
         if not there:
             return []
         others = (pid for pid in psutil.pids() if pid not in doomed)
-        in_use = {inode for pid in others for _, inode in _held(pid)}
+        in_use = {inode for pid in others for _, inode in _memory_of(pid)}
         return [path for path in there if _inode(path) not in in_use]
 
     def remove_left(self) -> None:
@@ -66,7 +66,7 @@ def _inode(path: Path) -> int | None:
     return None
 
 
-def _held(pid: int) -> Iterator[tuple[Path, int]]:
+def _memory_of(pid: int) -> Iterator[tuple[Path, int]]:
     """Yield the shared memory that a process has open or mapped, as far as permitted."""
     head, process = f"{SHARED_MEMORY}/", Path(f"/proc/{pid}")
     with suppress(OSError):

@@ -8,16 +8,11 @@ from typing import Any
 
 from rich.text import Text
 
-from ckptool.commands.bench.report import (
-    BROKEN,
-    BenchReport,
-    Change,
-    Measured,
-)
-from ckptool.commands.bench.words import advice, seconds
-from ckptool.core.text import plural
+from ckptool.commands.bench.cost import Cost
+from ckptool.commands.bench.report import BROKEN, BenchReport, Change, Measured
+from ckptool.commands.bench.words import advice, seconds, share
+from ckptool.core.text import duration, plural
 from ckptool.render.bench.bars import draw_bars, rate
-from ckptool.render.bench.cost import cost_rows
 from ckptool.render.messages import show_step
 from ckptool.render.progress import is_live
 from ckptool.render.text import columns, console, emit, size, visible
@@ -77,6 +72,7 @@ _HEADINGS = "  strategy|blocked|first|durable|steps|memory|device|saved state"
 _DISPENSABLE = (5, 2)
 """Columns that a narrow terminal omits, in this order."""
 
+_COST_HEADINGS = "  strategy|a save costs|steps|every|of training time|a week|best interval"
 _ONCE_STAGED = "consistent where training waits for the staging, as it does here; DIRTY without"
 _ABORT_HEADINGS = "strategy|killed in mid-save: the folder|processes|shared memory|temporary files"
 
@@ -94,7 +90,7 @@ def show_bench(report: BenchReport, changes: Sequence[Change] | None = None) -> 
     blank = Text()
     emit(screen, [*_heading(report), blank, *columns(screen, rows, "lrrrrrrl", cuts=0), blank])
     emit(screen, [*draw_bars(report, screen), blank])
-    if costs := cost_rows(report):
+    if costs := _cost_rows(report):
         emit(screen, [*columns(screen, costs, "lrrrrrr", cuts=0), blank])
     if report.settings.abort:
         emit(screen, [*columns(screen, _abort_rows(report), "lllll", cuts=2), blank])
@@ -149,11 +145,11 @@ def describe_machine(
 
 
 def _row(report: BenchReport, result: Measured) -> list[Text]:
-    best = result is report.best
-    style = "bold green" if best else "" if result.is_consistent else "dim"
+    name = _name(report, result)
+    style = name.style
     beside = "" if result.slowdown is None else f"{result.slowdown:+.0%}"
     return [
-        Text(f"{'▸' if best else ' '} {visible(result.name)}", style),
+        name,
         Text(seconds(result.blocked_median), style),
         Text(seconds(result.blocked[0]), "dim"),
         Text(seconds(result.durable_median), style),
@@ -164,6 +160,13 @@ def _row(report: BenchReport, result: Measured) -> list[Text]:
     ]
 
 
+def _name(report: BenchReport, result: Measured) -> Text:
+    """Return a strategy's name, in the style of its row; the best one is marked."""
+    best = result is report.best
+    style = "bold green" if best else "" if result.is_consistent else "dim"
+    return Text(f"{'▸' if best else ' '} {visible(result.name)}", style)
+
+
 def _saved_state(result: Measured) -> Text:
     consistency = result.consistency
     if not result.is_consistent:
@@ -172,6 +175,28 @@ def _saved_state(result: Measured) -> Text:
     if consistency.at_once:
         return Text("once staged", "yellow")
     return Text("consistent", "green")
+
+
+def _cost_rows(report: BenchReport) -> list[list[Text]]:
+    """Return a row per strategy, the cheapest first; none if nothing is known of the job."""
+    if not report.training.is_known:
+        return []
+    rows = [[Text(heading, "dim") for heading in _COST_HEADINGS.split("|")]]
+    for result in sorted(report.results, key=report.loss_of):
+        name = _name(report, result)
+        rows.append([name, *(Text(cell, name.style) for cell in _cost_cells(report.cost(result)))])
+    return rows
+
+
+def _cost_cells(cost: Cost) -> tuple[str, ...]:
+    return (
+        seconds(cost.save),
+        "" if cost.steps is None else f"{cost.steps:.3g}",
+        "" if cost.interval is None else duration(cost.interval),
+        "" if cost.lost is None else share(cost.lost),
+        "" if cost.hours_a_week is None else f"{cost.hours_a_week:.2g} h",
+        "" if cost.daly is None else duration(cost.daly),
+    )
 
 
 def _abort_rows(report: BenchReport) -> list[list[Text]]:

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from benchmarks.samples import run_sample
 
 from ckptool.commands.bench.isolated import isolated, search_path
 
@@ -64,20 +63,3 @@ def test_the_current_folder_is_searched_only_where_the_environment_names_it(
     if named is not None:
         monkeypatch.setenv("PYTHONPATH", named.format(here=tmp_path))
     assert search_path() == [str(tmp_path), "/x"] if kept else ["/x"]
-
-
-@pytest.mark.parametrize("named", [None, "", ":/x"])
-def test_commands_and_what_they_start_import_nothing_of_the_current_folder(
-    named: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "json.py").write_text("raise SystemExit('imported')")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", ["", *sys.path])
-    monkeypatch.delenv("PYTHONPATH", raising=False)
-    if named is not None:
-        monkeypatch.setenv("PYTHONPATH", named)
-    starts = (
-        f"import subprocess as s; s.run([{sys.executable!r}, '-m', 'json.tool', '-h'], check=1)"
-    )
-    for words in (["-m", "json.tool", "-h"], ["-c", starts]):
-        run_sample([sys.executable, *words])

@@ -11,7 +11,7 @@ import typer
 from bench_samples import FAST, GIB, QUICKEST, SYNC, dirty, measured, report
 
 import ckptool
-from ckptool.cli.bench import _Output, _show
+from ckptool.cli.bench import _show
 from ckptool.commands.bench.report import (
     Baseline,
     parse_tolerance,
@@ -140,7 +140,7 @@ def test_a_regression_ends_the_command_with_1(
     now = report(SYNC, measured("fast", blocked, 4.0))
     changes = Baseline.read(old).changes(now, 0.1, ALL)
     with pytest.raises(typer.Exit) if code else nullcontext() as ended:
-        _show(now, changes, None, _Output(None, as_json=False, quiet=False), recommend=False)
+        _show(now, changes)
     assert ended is None or ended.value.exit_code == code
     screen = capsys.readouterr().out
     assert ("regression: fast: blocked 0.60 s, was 0.50 s (+20%)" in screen) is bool(code)

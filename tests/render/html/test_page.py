@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from typer.testing import CliRunner, Result
 
 from ckptool.cli.app import app
-from ckptool.cli.bench import _Output
+from ckptool.cli.bench import _show
 from ckptool.commands.inspect import InspectReport, report
 from ckptool.core.box import Box
 from ckptool.core.catalog import ObjectEntry, TensorEntry
@@ -225,10 +225,13 @@ def like(held: Any, shown: Any) -> Any:
     return [{k: v for k, v in row.items() if k in shown[0]} for row in unpacked(held)]
 
 
-def test_bench_writes_its_page_and_prints_its_screen(tmp_path: Path) -> None:
+def test_bench_writes_its_page_and_prints_its_screen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     made = bench_report(measured("dcp-sync", 2.0, 2.5), measured("<b>", 0.5, 3.0))
     file = tmp_path / "bench.html"
-    assert not _Output(file, as_json=False, quiet=True).put(made.to_dict())
+    _show(made, None, page=file, quiet=True)
+    assert "dcp-sync" in capsys.readouterr().out
     assert [row["name"] for row in Page(file.read_bytes()).json["strategies"]] == [
         "<b>",
         "dcp-sync",
