@@ -30,6 +30,7 @@ from benchmarks.scene import (
 from benchmarks.store_rows import STORE_ROWS
 from benchmarks.transfer import output_paths, require_torch
 from ckptool.commands.bench.machine import describe_machine, list_versions, require_disk
+from ckptool.commands.bench.save_folders import DiskFolder
 from ckptool.errors import Unsupported
 
 _LATENCY = 0.03
@@ -75,7 +76,7 @@ def store_bench(
             files=sum(1 for _ in walk_files(source)),
             light_tensors=0,
             repeat=repeat,
-            machine=describe_machine(workdir),
+            machine=describe_machine(DiskFolder(workdir)),
             versions=list_versions(*_CLIENTS),
             results=results,
             skipped=skipped,

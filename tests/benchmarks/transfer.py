@@ -29,6 +29,7 @@ from benchmarks.scene import (
     walk_files,
 )
 from ckptool.commands.bench.machine import describe_machine, list_versions, require_disk
+from ckptool.commands.bench.save_folders import DiskFolder
 from ckptool.commands.bench.specs import parameter_shapes
 from ckptool.errors import Unsupported
 
@@ -73,7 +74,7 @@ def transfer_bench(
             files=sum(1 for _ in walk_files(measured)),
             light_tensors=len(parameter_shapes()) * 3 if has_torch else 0,
             repeat=repeat,
-            machine=describe_machine(workdir),
+            machine=describe_machine(DiskFolder(workdir)),
             versions=list_versions("torch", "safetensors", "numpy") | {"cp": _version_of_cp()},
             results=results,
             skipped=skipped,

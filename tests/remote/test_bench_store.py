@@ -11,7 +11,8 @@ from fault_server import DENIED, REMOVALS, WRITES
 from fork_server import Forked, forking_python
 from store_server import S3, s3, server  # the fixtures
 
-from ckptool.commands.bench.files import list_uploaded, scratch_in_store
+from ckptool.commands.bench.save_folders import StoreFolder
+from ckptool.commands.bench.scratch import scratch_in_store
 from ckptool.errors import CkptoolError
 from ckptool.storage.url import RemotePath
 
@@ -67,10 +68,11 @@ def test_what_was_saved_and_what_was_begun_is_removed_after_an_interruption(s3: 
 
 
 def save_until_interrupted(s3: S3) -> None:
-    with scratch_in_store(RemotePath.parse(s3.url("run/work"))) as place:
-        (place / "save-0" / "__0_0.distcp").write_bytes(b"half")
+    folder = StoreFolder(RemotePath.parse(s3.url("run/work")))
+    with scratch_in_store(folder):
+        (folder.place / "save-0" / "__0_0.distcp").write_bytes(b"half")
         s3.fs.call_s3("create_multipart_upload", Bucket=s3.bucket, Key="run/work/save-0/begun")
-        assert list_uploaded(place) == {"save-0/__0_0.distcp": 4}
+        assert folder.sizes() == {"save-0/__0_0.distcp": 4}
         raise KeyboardInterrupt
 
 
@@ -83,6 +85,6 @@ def test_a_place_that_cannot_be_written_or_emptied_is_refused_first(
     s3.fail(DENIED, *denied)
     with (
         pytest.raises(CkptoolError, match=said),
-        scratch_in_store(RemotePath.parse(s3.url("run/work"))),
+        scratch_in_store(StoreFolder(RemotePath.parse(s3.url("run/work")))),
     ):
         pytest.fail("began to measure")

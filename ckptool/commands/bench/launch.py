@@ -17,13 +17,13 @@ from typing import Any, NoReturn
 import msgspec
 from msgspec import Struct
 
-from ckptool.commands.bench.files import Folders
 from ckptool.commands.bench.isolated import isolated
 from ckptool.commands.bench.processes import last_line
 from ckptool.commands.bench.report import Settings
+from ckptool.commands.bench.save_folders import SaveFolder
+from ckptool.commands.bench.scratch import Folders
 from ckptool.commands.bench.specs import TensorSpec, total
 from ckptool.errors import TransferError
-from ckptool.storage.url import Location
 
 _LEAST_TIMEOUT = 240.0
 _SLOWEST = 10e6
@@ -62,10 +62,9 @@ class Task(Struct):
         """Return where a job of the ranks may write."""
         return self.folders.scratch / job.replace("/", "_")
 
-    def place(self, job: str) -> Location:
+    def saves(self, job: str) -> SaveFolder:
         """Return where a job of the ranks saves."""
-        store = self.folders.stored
-        return self.folder(job) if store is None else store / job.replace("/", "_")
+        return self.folders.saves / job.replace("/", "_")
 
     def log(self, job: str, rank: int) -> Path:
         """Return the file for the output of a job's processes."""

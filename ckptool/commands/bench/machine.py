@@ -15,10 +15,9 @@ from typing import Any
 import psutil
 
 from ckptool import __version__
-from ckptool.commands.bench.files import remove, write_raw
+from ckptool.commands.bench.save_folders import SaveFolder
 from ckptool.commands.bench.worker.device import Accelerators, Device, gather
 from ckptool.errors import Unsupported
-from ckptool.storage.url import Location
 
 _ROUNDS = 3
 _MOST = 4 << 30
@@ -26,14 +25,14 @@ _MOST = 4 << 30
 Probe = Callable[[], object]
 
 
-def describe_machine(folder: Location) -> dict[str, str | int]:
+def describe_machine(folder: SaveFolder) -> dict[str, str | int]:
     """Return what a benchmark's figures depend on; it works in ``folder``."""
     return {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "processor": _processor() or platform.processor(),
         "cores": len(os.sched_getaffinity(0)) if psutil.LINUX else os.cpu_count() or 1,
         "memory_bytes": psutil.virtual_memory().total,
-        "filesystem": _filesystem(folder),
+        "filesystem": folder.filesystem,
     }
 
 
@@ -43,17 +42,6 @@ def _processor() -> str | None:
     except OSError:
         return None
     return next((ln.partition(":")[2].strip() for ln in lines if ln.startswith("model name")), None)
-
-
-def _filesystem(folder: Location) -> str:
-    """Return the type of the file system that a folder lies on; a URL's scheme."""
-    if not isinstance(folder, Path):
-        return f"{folder.store.scheme}://"
-    path = folder.resolve()
-    mounts = psutil.disk_partitions(all=True)
-    around = [mount for mount in mounts if path.is_relative_to(mount.mountpoint)]
-    innermost = max(around, key=lambda mount: len(mount.mountpoint), default=None)
-    return innermost.fstype if innermost else "unknown"
 
 
 def list_versions(*distributions: str) -> dict[str, str]:
@@ -71,7 +59,7 @@ def installed_version(distribution: str) -> str | None:
         return None
 
 
-def measure_limits(nbytes: int, device: Device, folder: Location) -> dict[str, float | None]:
+def measure_limits(nbytes: int, device: Device, folder: SaveFolder) -> dict[str, float | None]:
     """Return bytes per second of all ranks together, the best of three rounds; None where absent.
 
     ``nbytes`` is one rank's share, of which at most 4 GiB are moved. Ranks work at the same time.
@@ -91,9 +79,8 @@ def measure_limits(nbytes: int, device: Device, folder: Location) -> dict[str, f
         "device_to_host_pinned": None,
     }
     data, file = memoryview(host.numpy().data), folder / f"raw-{os.environ['RANK']}"
-    kind = "write" if isinstance(file, Path) else "upload"
-    limits[kind] = _rate(nbytes, partial(write_raw, data, file))
-    remove(file)
+    limits["write" if file.disk else "upload"] = _rate(nbytes, partial(file.write, data))
+    file.remove()
     if device.is_accelerator:
         on_device = host.to(device.torch_device)
         limits["device_to_host_pageable"] = _rate(nbytes, _copy(on_device, copied, device))
@@ -136,13 +123,13 @@ _DEVICE_COPIES = 3
 """The most copies of a rank's share on its device: itself, the load's target, and its result."""
 
 
-def require_room(out: Location, nbytes: int, ranks: int, devices: Accelerators) -> None:
+def require_room(out: SaveFolder, nbytes: int, ranks: int, devices: Accelerators) -> None:
     """Raise Unsupported, with the numbers, if a run with ``nbytes`` of state would not fit.
 
     One checkpoint at a time is on disk, or the raw file of the same size. A store is not asked.
     """
-    if isinstance(out, Path):
-        require_disk(out, nbytes * 21 // 20 + (64 << 20))
+    if out.disk:
+        require_disk(out.disk, nbytes * 21 // 20 + (64 << 20))
     copies = _HOST_COPIES["accelerator" if devices.count else "cpu"]
     memory = nbytes * copies + ranks * _RANK_BYTES
     available = psutil.virtual_memory().available

@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
 from msgspec import Struct
 
 from ckptool.commands.bench.cost import UNKNOWN, Training
-from ckptool.commands.bench.files import require_savable, scratch, store_clients
 from ckptool.commands.bench.isolated import isolated
 from ckptool.commands.bench.launch import Task, launch
 from ckptool.commands.bench.machine import (
@@ -23,13 +21,14 @@ from ckptool.commands.bench.machine import (
 )
 from ckptool.commands.bench.processes import require_proportional_memory
 from ckptool.commands.bench.report import BenchReport, Measured, Settings
+from ckptool.commands.bench.save_folders import SaveFolder, save_folder
+from ckptool.commands.bench.scratch import scratch
 from ckptool.commands.bench.specs import TensorSpec, specs_like, specs_of_size, total
 from ckptool.commands.bench.strategies import select_strategies
 from ckptool.commands.bench.worker.device import Accelerators
 from ckptool.commands.options.bench import STATE_SIZE, BenchOptions
 from ckptool.engine.ranks import read_launch, read_number
 from ckptool.errors import TransferError, Unsupported
-from ckptool.storage.url import Location, RemotePath
 
 _CPU_RANKS = 2
 _OLDEST_TORCH = (2, 9)
@@ -47,7 +46,7 @@ class PreparedBench(Struct, frozen=True):
     settings: Settings
     specs: list[TensorSpec]
     names: list[str]
-    out: Location
+    out: SaveFolder
     training: Training = UNKNOWN
 
     def run(self, progress: Progress = lambda event: None) -> BenchReport | None:
@@ -82,11 +81,10 @@ class PreparedBench(Struct, frozen=True):
             whys = (failed | reasons("skipped")).items()
             lines = "\n".join(f"  - {name}: {reason}" for name, reason in whys)
             raise TransferError(f"nothing could be measured\n{lines}".rstrip())
-        clients = () if isinstance(self.out, Path) else store_clients(self.out)
         return BenchReport(
             settings=self.settings,
             machine=describe_machine(self.out),
-            versions=list_versions("torch", "safetensors", "numpy", *_LIBRARIES, *clients),
+            versions=list_versions("torch", "safetensors", "numpy", *_LIBRARIES, *self.out.clients),
             limits=limits["limits"] or {},
             results=tuple(results),
             skipped=reasons("skipped"),
@@ -103,15 +101,14 @@ def prepare_bench(options: BenchOptions) -> PreparedBench:
     """
     names = select_strategies(options.strategies)
     training = Training.of(options.step_time, options.interval, options.mtbf)
-    if isinstance(options.out, RemotePath):
-        require_savable(options.out, abort=options.abort)
+    out = save_folder(options.out, abort=options.abort)
     require_proportional_memory()
     _require_torch()
     like = options.like
     specs = specs_like(like) if like else specs_of_size(options.size or STATE_SIZE)
     devices = find_accelerators()
     ranks = _count_ranks(options.ranks, devices)
-    require_room(options.out, total(specs), ranks, devices)
+    require_room(out, total(specs), ranks, devices)
     settings = Settings(
         source=str(like) if like else "a llama-like model in fp32 with AdamW",
         nbytes=total(specs),
@@ -122,7 +119,7 @@ def prepare_bench(options: BenchOptions) -> PreparedBench:
         folder=str(options.out.resolve()),
         abort=options.abort,
     )
-    return PreparedBench(settings, specs, names, options.out.resolve(), training)
+    return PreparedBench(settings, specs, names, out, training)
 
 
 def _require_torch() -> None:

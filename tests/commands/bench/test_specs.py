@@ -6,9 +6,9 @@ import msgspec
 import pytest
 from conftest import case
 
-from ckptool.commands.bench.files import Folders
 from ckptool.commands.bench.launch import Task
 from ckptool.commands.bench.report import Settings
+from ckptool.commands.bench.scratch import Folders
 from ckptool.commands.bench.specs import TensorSpec, specs_like, specs_of_size, total
 
 MIB = 1 << 20

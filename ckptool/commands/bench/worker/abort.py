@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import asdict
 
-from ckptool.commands.bench.files import file_sizes, has_bytes, list_folder, remove
 from ckptool.commands.bench.processes import (
     Tell,
     command_line,
@@ -18,6 +18,7 @@ from ckptool.commands.bench.processes import (
     run_child,
 )
 from ckptool.commands.bench.report import BROKEN, NOTHING, UNFINISHED, WHOLE, AbortResult
+from ckptool.commands.bench.save_folders import DiskFolder
 from ckptool.commands.bench.strategies.base import Strategy
 from ckptool.commands.bench.worker.device import Device
 from ckptool.commands.bench.worker.loop import diff_bits, snapshot
@@ -36,7 +37,7 @@ def abort(rank: Rank, name: str, strategy: Strategy, whole: Collection[str]) -> 
     ``whole``: the names of the files of a finished save.
     """
     temporary = Path(rank.task.folders.temporary)
-    files = list_folder(temporary)
+    files = _names_in(temporary)
     job = f"{name}-abort"
     folder = rank.make_folder(job)
     path = folder / "save"
@@ -45,13 +46,13 @@ def abort(rank: Rank, name: str, strategy: Strategy, whole: Collection[str]) -> 
     ranks = rank.meeting.gather([finished, [command_line(process) for process in processes]])
     own = {os.getpid(), *(process.pid for process in processes)}
     unused = rank.shared.left(own)
-    stray = [folder / n for n in list_folder(folder) - {path.name}]
-    stray += [temporary / n for n in list_folder(temporary) - files]
+    stray = [folder / n for n in _names_in(folder) - {path.name}]
+    stray += [temporary / n for n in _names_in(temporary) - files]
     rank.meeting.gather(None)
     end_descendants(rank.shared.look)
     verdict = _judge_folder(rank, name, strategy, path, whole)
     for leftover in stray:
-        remove(leftover)
+        DiskFolder(leftover).remove()
     rank.clean(folder)
     result = AbortResult(
         folder=verdict,
@@ -82,7 +83,7 @@ def _kill_in_mid_save(rank: Rank, strategy: Strategy, job: str, path: Path) -> b
         rank.in_group(job, save_once),
         rank.task.log(job, rank.meeting.rank),
         timeout=rank.task.timeout,
-        stop=lambda: "killed" if "saving" in words and has_bytes(path.parent) else None,
+        stop=lambda: "killed" if "saving" in words and _has_bytes(path.parent) else None,
         on_event=lambda word, value: words.add(word),
         look=rank.shared.look,
         pause=0.001,
@@ -108,8 +109,22 @@ def _judge_folder(
             strategy.finish()
 
     loaded = rank.run_job(f"{name}-load", load)
-    if not list_folder(path):
+    if not _names_in(path):
         return NOTHING
-    if not set(whole) <= file_sizes(path).keys():
+    if not set(whole) <= DiskFolder(path).sizes().keys():
         return UNFINISHED
     return WHOLE if loaded.value and not loaded.failure else BROKEN
+
+
+def _has_bytes(folder: Path) -> bool:
+    """Whether any file below the folder has a byte in it."""
+    with suppress(OSError):
+        return any(DiskFolder(folder).sizes().values())
+    return False
+
+
+def _names_in(folder: Path) -> set[str]:
+    """Return the names directly in a folder; none if it does not exist."""
+    with suppress(OSError):
+        return set(os.listdir(folder))
+    return set()

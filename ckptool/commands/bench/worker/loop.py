@@ -5,19 +5,17 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from msgspec import Struct, field
 from msgspec.structs import asdict
 
-from ckptool.commands.bench.files import file_sizes, make_durable, path_or_url, remove
 from ckptool.commands.bench.processes import Tell
 from ckptool.commands.bench.report import CONSISTENT, DIRTY, Consistency
+from ckptool.commands.bench.save_folders import SaveFolder
 from ckptool.commands.bench.strategies.base import Handle, State, Strategy
 from ckptool.commands.bench.worker.device import gather
 from ckptool.commands.bench.worker.training import Training, shards
-from ckptool.storage.url import Location
 
 _STEPS_BEFORE = 6
 _POLL = 0.005
@@ -39,7 +37,7 @@ class RankTimes(Struct):
 
 
 def measure(
-    strategy: Strategy, training: Training, folder: Location, saves: int, tell: Tell
+    strategy: Strategy, training: Training, folder: SaveFolder, saves: int, tell: Tell
 ) -> dict[str, Any]:
     """Save ``saves`` times within a step loop, then check what is saved; all ranks together.
 
@@ -56,11 +54,11 @@ def measure(
             path = folder / f"save-{number}"
             _save(strategy, training, path, times)
             times.after.append(training.step()[0])
-            sizes = file_sizes(path)
+            sizes = path.sizes()
             _remove_together(path)
         times.device_peak = max(0, training.device.peak_memory() - base)
         tell("checking", None)
-        consistency = _check_consistency(strategy, training, folder / "checked")
+        consistency = _check_consistency(strategy, training, folder)
     finally:
         strategy.finish()
     disk = {"nbytes": sum(sizes.values()), "files": len(sizes), "names": list(sizes)}
@@ -76,14 +74,14 @@ def _train_before(training: Training, times: RankTimes, tell: Tell) -> int:
     return training.device.peak_memory(reset=True)
 
 
-def _save(strategy: Strategy, training: Training, path: Location, times: RankTimes) -> None:
+def _save(strategy: Strategy, training: Training, path: SaveFolder, times: RankTimes) -> None:
     """Save once, and train until every rank's bytes are written; then make them durable."""
     import torch.distributed as dist
 
     training.device.synchronize()
     dist.barrier()
     begin = time.perf_counter()
-    handle = strategy.save(training.state, path_or_url(path))
+    handle = strategy.save(training.state, path.target)
     handle.staged()
     training.device.synchronize_stream()
     blocked = time.perf_counter() - begin
@@ -93,7 +91,7 @@ def _save(strategy: Strategy, training: Training, path: Location, times: RankTim
     blocked += time.perf_counter() - commit if strategy.background else 0.0
     syncing = time.perf_counter()
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        make_durable(path)
+        path.make_durable()
     times.synced.append(time.perf_counter() - syncing)
     times.blocked.append(blocked)
     times.written.append(ended - begin)
@@ -109,13 +107,13 @@ def _train_until_done(training: Training, handle: Handle) -> list[float]:
         steps.append(seconds)
 
 
-def _remove_together(path: Location) -> None:
+def _remove_together(path: SaveFolder) -> None:
     """Remove a place once all ranks have come here; all go on when it is gone."""
     import torch.distributed as dist
 
     dist.barrier()
-    if isinstance(path, Path) or dist.get_rank() == 0:  # each node may have its own disk
-        remove(path)
+    if path.disk or dist.get_rank() == 0:  # each node may have its own disk
+        path.remove()
     dist.barrier()
 
 
@@ -133,27 +131,27 @@ def _slowest(times: RankTimes) -> dict[str, Any]:
     return {**slowest, "durable": durable, "device_peak": max(rank.device_peak for rank in ranks)}
 
 
-def _check_consistency(strategy: Strategy, training: Training, path: Location) -> Consistency:
+def _check_consistency(strategy: Strategy, training: Training, folder: SaveFolder) -> Consistency:
     """Save, change every bit, finish, load back and compare, all ranks together."""
     wait = strategy.must_wait
-    dirty, at_once = _save_and_change(strategy, training, path, wait=wait), None
+    dirty = _save_and_change(strategy, training, folder / "checked", wait=wait)
+    at_once = None
     if wait:
-        unawaited = path.with_name("at-once")
-        at_once = len(_save_and_change(strategy, training, unawaited, wait=False))
+        at_once = len(_save_and_change(strategy, training, folder / "at-once", wait=False))
     changed = "once staged" if wait else "after the call"
     verdict = DIRTY if dirty else CONSISTENT
     return Consistency(verdict, changed, dirty, len(shards(training.state)), at_once)
 
 
 def _save_and_change(
-    strategy: Strategy, training: Training, path: Location, *, wait: bool
+    strategy: Strategy, training: Training, path: SaveFolder, *, wait: bool
 ) -> tuple[str, ...]:
     """Return the names of the saved tensors that are not what they were at the call."""
     import torch.distributed as dist
 
     before = snapshot(training.state)
     dist.barrier()
-    handle = strategy.save(training.state, path_or_url(path))
+    handle = strategy.save(training.state, path.target)
     if wait:
         handle.staged()
     training.change_everything()
@@ -161,9 +159,9 @@ def _save_and_change(
         time.sleep(_POLL)
     dist.barrier()
     handle.commit()
-    make_durable(path)
+    path.make_durable()
     dist.barrier()
-    different = diff_bits(before, strategy.load(training.empty_state(), path_or_url(path)))
+    different = diff_bits(before, strategy.load(training.empty_state(), path.target))
     _remove_together(path)
     return different
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ckptool.commands.bench.files import join_scratch, remove
 from ckptool.commands.bench.launch import Emit, Task
 from ckptool.commands.bench.machine import measure_limits
 from ckptool.commands.bench.meeting import Meeting
@@ -24,6 +23,8 @@ from ckptool.commands.bench.processes import (
     end_descendants,
     run_child,
 )
+from ckptool.commands.bench.save_folders import DiskFolder
+from ckptool.commands.bench.scratch import join_scratch
 from ckptool.commands.bench.shared_memory import SharedMemory, free_shared_memory
 from ckptool.commands.bench.specs import total
 from ckptool.commands.bench.strategies import load_strategy
@@ -87,7 +88,7 @@ class Rank:
         share = total(self.task.specs) // self.meeting.size
 
         def work(device: Device, tell: Tell) -> dict[str, float | None]:
-            return measure_limits(share, device, self.task.place("limits"))
+            return measure_limits(share, device, self.task.saves("limits"))
 
         limits = self.run_job("limits", work)
         self._emit({"event": "limits", "limits": limits.value, "failure": limits.failure})
@@ -109,7 +110,7 @@ class Rank:
         def work(device: Device, tell: Tell) -> dict[str, Any]:
             training = Training.begin(self.task.specs, device)
             return measure(
-                strategy, training, self.task.place(name), self.task.settings.repeat + 1, tell
+                strategy, training, self.task.saves(name), self.task.settings.repeat + 1, tell
             )
 
         result = self.run_job(name, work, measure=True)
@@ -193,7 +194,7 @@ class Rank:
         self.meeting.gather(None)
         self.shared.remove_left()
         if self.meeting.rank == 0:
-            remove(folder)
+            DiskFolder(folder).remove()
 
 
 def _is_consequence(reason: str) -> bool:

@@ -12,6 +12,7 @@ import pytest
 
 from ckptool.commands.bench.machine import require_room
 from ckptool.commands.bench.run import _count_ranks
+from ckptool.commands.bench.save_folders import DiskFolder
 from ckptool.commands.bench.worker.device import Accelerators, Device, gather
 from ckptool.commands.bench.worker.loop import RankTimes, _save, _slowest, _train_before
 from ckptool.errors import Unsupported
@@ -171,10 +172,10 @@ def test_a_share_that_no_device_holds_is_refused_with_numbers(
     monkeypatch.setattr("psutil.virtual_memory", lambda: memory)
     usage = SimpleNamespace(free=10**15)
     monkeypatch.setattr("ckptool.commands.bench.machine.shutil.disk_usage", lambda path: usage)
-    require_room(tmp_path, 50 * GIB, 2, TWO)
+    require_room(DiskFolder(tmp_path), 50 * GIB, 2, TWO)
     with pytest.raises(Unsupported, match=r"97,710,505,984 bytes .* cuda device .*85,899,345,920"):
-        require_room(tmp_path, 60 * GIB, 2, TWO)
-    require_room(tmp_path, 60 * GIB, 2, Accelerators("mps", 2, None))
+        require_room(DiskFolder(tmp_path), 60 * GIB, 2, TWO)
+    require_room(DiskFolder(tmp_path), 60 * GIB, 2, Accelerators("mps", 2, None))
 
 
 # The clock and the memory
@@ -210,7 +211,7 @@ def test_the_device_is_waited_for_before_the_clock_starts_and_before_it_stops(
     )
     training: Any = SimpleNamespace(device=CUDA, state={})
     saver: Any = Save(told)
-    _save(saver, training, tmp_path / "save", RankTimes())
+    _save(saver, training, DiskFolder(tmp_path / "save"), RankTimes())
     begin, end = told.index("clock"), told.index("clock", told.index("save"))
     assert told[:begin] == ["synchronized", "barrier"]
     assert told[begin + 1 : end] == ["save", "staged", "stream synchronized"]
