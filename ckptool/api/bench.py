@@ -12,7 +12,8 @@ from ckptool.commands.options.bench import BenchOptions
 from ckptool.errors import UsageError
 
 if TYPE_CHECKING:
-    from ckptool.commands.bench.report import BenchReport, Change
+    from ckptool.commands.bench.baseline import Change
+    from ckptool.commands.bench.report import BenchReport
 
 
 @with_keywords(BenchKeywords)
@@ -44,9 +45,8 @@ def bench_changes(
     Raises NotFound or UsageError if there is no such file, Unsupported if it measured something
     else.
     """
-    from ckptool.commands.bench.report import Baseline, parse_tolerance
+    from ckptool.commands.bench.baseline import Baseline, parse_tolerance
 
     baseline, allowed = Baseline.read(Path(compare)), parse_tolerance(str(tolerance))
     baseline.require_comparable(report.settings)
-    measured = [result.name for result in report.results]
-    return baseline.changes(report, allowed, [*measured, *report.skipped, *report.failed])
+    return baseline.changes(report, allowed)

@@ -14,7 +14,8 @@ from ckptool.commands.options.bench import BenchOptions
 from ckptool.errors import UsageError
 
 if TYPE_CHECKING:
-    from ckptool.commands.bench.report import BenchReport, Change
+    from ckptool.commands.bench.baseline import Change
+    from ckptool.commands.bench.report import BenchReport
 
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/")
 
@@ -64,7 +65,7 @@ def _measure(
     options: BenchOptions, plot: Path | None, compare: Path | None, tolerance: str, *, quiet: bool
 ) -> tuple[BenchReport | None, list[Change] | None]:
     """Return the report and the changes since an earlier run; wrong options fail before the run."""
-    from ckptool.commands.bench.report import Baseline, parse_tolerance
+    from ckptool.commands.bench.baseline import Baseline, parse_tolerance
     from ckptool.commands.bench.run import prepare_bench
     from ckptool.render.bench.bars import require_plottable
     from ckptool.render.bench.report import bench_progress
@@ -79,7 +80,7 @@ def _measure(
         report = prepared.run(on_event)
     if report is None or baseline is None:
         return report, None
-    return report, baseline.changes(report, allowed, prepared.names)
+    return report, baseline.changes(report, allowed)
 
 
 def _show(

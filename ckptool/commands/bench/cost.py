@@ -46,7 +46,7 @@ def parse_interval(value: object, name: str) -> Interval:
     return Interval(parse_duration(value, name))
 
 
-class Training(Struct, frozen=True):
+class TrainingJob(Struct, frozen=True):
     """The described job, as far as it is known; times in seconds.
 
     ``interval`` is from the start of a save to the next, ``mtbf`` the mean time between failures.
@@ -57,7 +57,9 @@ class Training(Struct, frozen=True):
     mtbf: float | None = None
 
     @classmethod
-    def of(cls, step_time: float | None, interval: Interval | None, mtbf: float | None) -> Training:
+    def of(
+        cls, step_time: float | None, interval: Interval | None, mtbf: float | None
+    ) -> TrainingJob:
         """Return the job that options describe; UsageError for steps of unknown length."""
         if interval is None or not interval.in_steps:
             return cls(step_time, interval and interval.value, mtbf)
@@ -71,7 +73,7 @@ class Training(Struct, frozen=True):
         return (self.step_time, self.interval, self.mtbf) != (None, None, None)
 
 
-UNKNOWN = Training()
+UNKNOWN = TrainingJob()
 """A job of which nothing is known."""
 
 
@@ -97,7 +99,7 @@ class Cost(Struct, frozen=True):
 
 
 def cost_of(
-    training: Training, *, blocked: float, written: float, durable: float, slowdown: float | None
+    training: TrainingJob, *, blocked: float, written: float, durable: float, slowdown: float | None
 ) -> Cost:
     """Return the cost of a strategy for a job; without an interval and a failure rate, of a save.
 

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from io import FileIO
 from multiprocessing.connection import wait
@@ -38,7 +38,8 @@ _PIECE = 1 << 16
 _FATAL = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _KEEPER = "ckptool.commands.bench.worker.keeper"
 
-Emit = Callable[[dict[str, Any]], None]
+Emit = Callable[[Mapping[str, Any]], None]
+"""Called with events: ``event`` is begin, doing, measured, skipped, failed or limits."""
 
 
 class Task(Struct):

@@ -133,7 +133,7 @@ def serve_on(listening: socket.socket) -> Any:
 
 
 def connect(host: str, port: int, **options: Any) -> Any:
-    """Return torch's store at a place."""
+    """Return torch's store at an address."""
     from torch._C._distributed_c10d import TCPStore
 
     return TCPStore(host, port, timeout=_MEETING_TIMEOUT, wait_for_workers=False, **options)

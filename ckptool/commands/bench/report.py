@@ -1,22 +1,17 @@
-"""The report of a benchmark of save strategies, and what is slower than in an earlier one."""
+"""The report of a benchmark of save strategies."""
 
 from __future__ import annotations
 
-import json
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 from msgspec import Struct
 from msgspec.structs import asdict
 
-from ckptool.commands.bench.cost import UNKNOWN, Cost, Training, cost_of
+from ckptool.commands.bench.cost import UNKNOWN, Cost, TrainingJob, cost_of
 from ckptool.commands.bench.words import advice
 from ckptool.commands.document import Report, document
-from ckptool.errors import NotFound, Unsupported, UsageError
-
-SCHEMA = "ckptool.bench/2"
 
 _Sample = TypeVar("_Sample")
 
@@ -154,7 +149,7 @@ class BenchReport(Report, frozen=True):
     results: tuple[Measured, ...]
     skipped: Mapping[str, str]
     failed: Mapping[str, str]
-    training: Training = UNKNOWN
+    training: TrainingJob = UNKNOWN
 
     schema: ClassVar = "bench"
 
@@ -273,92 +268,3 @@ def _times(samples: Sequence[float], nbytes: int, fraction: float | None) -> dic
         "of_limit": fraction,
         "samples": samples,
     }
-
-
-_SAME = ("nbytes", "ranks", "device")
-_VALUES = ("blocked", "durable")
-
-
-class Change(Struct, frozen=True):
-    """A strategy's value in both runs. ``value``: ``blocked`` or ``durable`` (median seconds of the
-    steady saves), or ``check`` where it is no longer consistent, or no longer runs."""
-
-    name: str
-    value: str
-    old: float | None
-    new: float | None
-    regressed: bool
-    why: str = ""
-
-
-class Baseline(Struct, frozen=True):
-    """An earlier run: the medians of its strategies by name, and which of them were consistent."""
-
-    path: str
-    settings: Mapping[str, Any]
-    medians: Mapping[str, Mapping[str, float]]
-    consistent: frozenset[str]
-
-    @staticmethod
-    def read(path: Path) -> Baseline:
-        """Read what ``ckptool bench --json`` printed; NotFound or UsageError if it is not."""
-        try:
-            earlier = json.loads(path.read_text("utf-8"))
-        except OSError as error:
-            raise NotFound(f"{path}: {(error.strerror or 'cannot be read').lower()}") from None
-        except ValueError:
-            raise UsageError(f"--compare {path}: not JSON") from None
-        try:
-            if earlier["schema"] != SCHEMA:
-                raise UsageError(f"--compare {path}: {earlier['schema']!r} is not {SCHEMA!r}")
-            rows = {row["name"]: row for row in earlier["strategies"]}
-            return Baseline(
-                path=str(path),
-                settings={key: earlier["settings"][key] for key in _SAME},
-                medians={n: {v: float(r[v]["median"]) for v in _VALUES} for n, r in rows.items()},
-                consistent=frozenset(
-                    n for n, r in rows.items() if r["consistency"]["verdict"] == "consistent"
-                ),
-            )
-        except (LookupError, TypeError, ValueError):
-            raise UsageError(f"--compare {path}: not what `ckptool bench --json` prints") from None
-
-    def require_comparable(self, settings: Settings) -> None:
-        """Raise Unsupported if the run to come measures something else."""
-        for key in _SAME:
-            old, new = self.settings[key], getattr(settings, key)
-            if old != new:
-                raise Unsupported(
-                    f"{self.path} was measured with {key} {old}, this run has {new}",
-                    hint="compare runs of the same --size, --ranks and device",
-                )
-
-    def changes(self, report: BenchReport, tolerance: float, asked: list[str]) -> list[Change]:
-        """Return the values of every strategy that ran then and was ``asked`` now."""
-        names = [name for name in self.medians if name in asked]
-        return [change for name in names for change in self._compare(name, report, tolerance)]
-
-    def _compare(self, name: str, report: BenchReport, tolerance: float) -> Iterator[Change]:
-        result = next((result for result in report.results if result.name == name), None)
-        if result is None:
-            why = {**report.skipped, **report.failed}.get(name, "it was not measured")
-            yield Change(name, "check", None, None, True, why)
-            return
-        new = {"blocked": result.blocked_median, "durable": result.durable_median}
-        for value, old in self.medians[name].items():
-            regressed = new[value] > old * (1 + tolerance)
-            yield Change(name, value, old, new[value], regressed)
-        if name in self.consistent and not result.is_consistent:
-            yield Change(name, "check", None, None, True, result.consistency.verdict)
-
-
-def parse_tolerance(text: str) -> float:
-    """Read ``10%`` or ``0.1`` as 0.1; UsageError if it is neither."""
-    number, percent = text.strip().removesuffix("%"), text.strip().endswith("%")
-    try:
-        value = float(number) / (100 if percent else 1)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise UsageError(f"invalid --tolerance '{text}': not a fraction", hint="such as 10% or 0.1")
-    return value

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 from msgspec import Struct
 
-from ckptool.commands.bench.cost import UNKNOWN, Training
+from ckptool.commands.bench.cost import UNKNOWN, TrainingJob
 from ckptool.commands.bench.isolated import isolated
-from ckptool.commands.bench.launch import Task, launch
+from ckptool.commands.bench.launch import Emit, Task, launch
 from ckptool.commands.bench.machine import (
     describe_machine,
     installed_version,
@@ -36,9 +36,6 @@ _OLDEST_TORCH = (2, 9)
 
 _LIBRARIES = ("torch_checkpointing", "nvidia-resiliency-ext")
 
-Progress = Callable[[Mapping[str, Any]], None]
-"""Called with events: ``event`` is begin, doing, measured, skipped, failed or limits."""
-
 
 class PreparedBench(Struct, frozen=True):
     """A benchmark that fits: its settings are known, nothing is written."""
@@ -47,17 +44,17 @@ class PreparedBench(Struct, frozen=True):
     specs: list[TensorSpec]
     names: list[str]
     out: SaveFolder
-    training: Training = UNKNOWN
+    training: TrainingJob = UNKNOWN
 
-    def run(self, progress: Progress = lambda event: None) -> BenchReport | None:
+    def run(self, progress: Emit = lambda event: None) -> BenchReport | None:
         """Measure; None on all torchrun ranks but the first.
 
         TransferError if nothing could be measured. All that was written or started is gone at
         the end, however that comes.
         """
-        events: list[dict[str, Any]] = []
+        events: list[Mapping[str, Any]] = []
 
-        def emit(event: dict[str, Any]) -> None:
+        def emit(event: Mapping[str, Any]) -> None:
             events.append(event)
             progress(event)
 
@@ -100,7 +97,7 @@ def prepare_bench(options: BenchOptions) -> PreparedBench:
     ``open_checkpoint`` for ``like``.
     """
     names = select_strategies(options.strategies)
-    training = Training.of(options.step_time, options.interval, options.mtbf)
+    training = TrainingJob.of(options.step_time, options.interval, options.mtbf)
     out = save_folder(options.out, abort=options.abort)
     require_proportional_memory()
     _require_torch()

@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from ckptool.errors import Denied, NotFound, TransferError, Unsupported, UsageError
 from ckptool.storage.clients.unfinished_uploads import abort_uploads
+from ckptool.storage.place import full_name, on_disk
 from ckptool.storage.url import WEB, Location, RemotePath
 
 _PAUSES = (0.02, 0.1, 0.5, 1.0, 0.0)
@@ -141,18 +142,20 @@ def save_folder(out: Location, *, abort: bool) -> SaveFolder:
 
     Raises Unsupported if ranks cannot write to or share a store, UsageError for ``abort`` there.
     """
-    if isinstance(out, Path):
-        return DiskFolder(out)
+    disk = on_disk(out)
+    if disk is not None:
+        return DiskFolder(disk)
     if abort:
         raise UsageError(
             "--abort looks for what is left on disk; --out is a URL",
             hint="use --out with a local folder",
         )
-    if out.store.scheme in WEB:
+    place = RemotePath.parse(full_name(out))
+    if place.store.scheme in WEB:
         raise Unsupported(f"{out}: cannot be written to: web servers are read-only")
-    if out.store.scheme == "memory":
+    if place.store.scheme == "memory":
         raise Unsupported(f"{out}: each rank is a process with its own memory://")
-    return StoreFolder(out)
+    return StoreFolder(place)
 
 
 def _write_pieces(stream: BinaryIO, data: memoryview) -> None:

@@ -41,8 +41,8 @@ class SharedMemory:
         there = sorted(path for inode, path in self._seen.items() if _inode(path) == inode)
         if not there:
             return []
-        others = (pid for pid in psutil.pids() if pid not in doomed)
-        in_use = {inode for pid in others for _, inode in _memory_of(pid)}
+        users = (pid for pid in psutil.pids() if pid not in doomed)
+        in_use = {inode for pid in users for _, inode in _memory_of(pid)}
         return [path for path in there if _inode(path) not in in_use]
 
     def remove_left(self) -> None:
@@ -72,9 +72,9 @@ def _memory_of(pid: int) -> Iterator[tuple[Path, int]]:
     with suppress(OSError):
         for descriptor in os.listdir(process / "fd"):
             with suppress(OSError):
-                place = process / "fd" / descriptor
-                if (path := os.readlink(place)).startswith(head):
-                    yield Path(path), place.stat().st_ino
+                link = process / "fd" / descriptor
+                if (path := os.readlink(link)).startswith(head):
+                    yield Path(path), link.stat().st_ino
     with suppress(OSError):
         for line in (process / "maps").read_text("utf-8", "surrogateescape").splitlines():
             *_, inode, path = line.split(maxsplit=5) if head in line else ("0", "")

@@ -44,9 +44,9 @@ def cost_words(report: BenchReport) -> str:
     chosen = " (Daly's best interval)" if report.training.interval is None else ""
     words = f" costs {share(cost.lost)} of training time, {cost.hours_a_week:.2g} h a week,"
     words += f" with a save every {duration(cost.interval)}{chosen}"
-    others = [r for r in report.results if r.is_consistent and r is not best]
-    if others:
-        second = min(others, key=report.loss_of)
+    rest = [r for r in report.results if r.is_consistent and r is not best]
+    if rest:
+        second = min(rest, key=report.loss_of)
         lost = report.cost(second).lost
         words += "" if lost is None else f"; {second.name} would cost {share(lost)}"
     return words
@@ -60,8 +60,8 @@ def advice(report: BenchReport) -> str:
     best = report.best
     if best is None:
         return "no strategy saved the parameters as they were at the call"
-    others = {result.name: result for result in report.results if result is not best}
-    peer = next((others[name] for name in _SYNCHRONOUS if name in others), None)
+    rest = {result.name: result for result in report.results if result is not best}
+    peer = next((rest[name] for name in _SYNCHRONOUS if name in rest), None)
     than = f" against {seconds(peer.blocked_median)} for {peer.says}" if peer else ""
     durable = f"; until durable {seconds(best.durable_median)}"
     steps = "" if best.slowdown is None else f"; steps {slowdown(best.slowdown)} meanwhile"

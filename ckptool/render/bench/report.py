@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
+from ckptool.commands.bench.baseline import Change
 from ckptool.commands.bench.cost import Cost
-from ckptool.commands.bench.report import BROKEN, BenchReport, Change, Measured
+from ckptool.commands.bench.report import BROKEN, BenchReport, Measured
 from ckptool.commands.bench.words import advice, seconds, share
 from ckptool.core.text import duration, plural
 from ckptool.render.bench.bars import draw_bars, rate
@@ -17,7 +18,8 @@ from ckptool.render.messages import show_step
 from ckptool.render.progress import is_live
 from ckptool.render.text import columns, console, emit, size, visible
 
-OnEvent = Callable[[Mapping[str, Any]], None]
+if TYPE_CHECKING:
+    from ckptool.commands.bench.launch import Emit
 
 _DOING = {
     "limits": "what the hardware can do",
@@ -29,7 +31,7 @@ _DOING = {
 
 
 @contextmanager
-def bench_progress(names: int, saves: int, *, quiet: bool) -> Iterator[OnEvent]:
+def bench_progress(names: int, saves: int, *, quiet: bool) -> Iterator[Emit]:
     """Yield what shows the events of a run: a live bar on a terminal, else lines."""
     live = is_live(quiet=quiet)
     if not live:

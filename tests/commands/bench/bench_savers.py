@@ -92,5 +92,5 @@ class Dying(TorchSave):
 class Impossible(TorchSave):
     """Cannot run anywhere."""
 
-    def unavailable(self, place: Any) -> str:
-        return f"not on {place.device.type}, not with {place.ranks} ranks"
+    def unavailable(self, environment: Any) -> str:
+        return f"not on {environment.device.type}, not with {environment.ranks} ranks"

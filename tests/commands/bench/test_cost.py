@@ -12,7 +12,7 @@ from ckptool.commands.bench.cost import (
     HOURS_A_WEEK,
     Cost,
     Interval,
-    Training,
+    TrainingJob,
     cost_of,
     parse_duration,
     parse_interval,
@@ -20,7 +20,7 @@ from ckptool.commands.bench.cost import (
 from ckptool.errors import UsageError
 
 
-def cost(training: Training, blocked: float = 10.0, **more: float | None) -> Cost:
+def cost(training: TrainingJob, blocked: float = 10.0, **more: float | None) -> Cost:
     facts: dict[str, float | None] = {"written": blocked, "durable": blocked, "slowdown": None}
     return cost_of(training, blocked=blocked, **{**facts, **more})  # type: ignore[arg-type]
 
@@ -52,36 +52,36 @@ def test_no_times(text: str) -> None:
 
 def test_an_interval_in_steps_needs_their_length() -> None:
     steps = parse_interval("500steps", "--interval")
-    assert Training.of(0.5, steps, None).interval == 250
+    assert TrainingJob.of(0.5, steps, None).interval == 250
     with pytest.raises(UsageError, match="needs --step-time"):
-        Training.of(None, steps, None)
+        TrainingJob.of(None, steps, None)
 
 
 def test_what_a_save_costs_and_what_share_that_is() -> None:
     """10 s blocked, then 20 s in which steps are half as fast again: 20 s in 1,000."""
-    found = cost(Training(2.0, 1000.0), written=30, durable=40, slowdown=0.5)
+    found = cost(TrainingJob(2.0, 1000.0), written=30, durable=40, slowdown=0.5)
     assert (found.save, found.steps, found.interval) == (20, 10, 1000)
     assert (found.saving, found.redone, found.lost) == (0.02, None, 0.02)
     assert found.hours_a_week == pytest.approx(0.02 * HOURS_A_WEEK)
     assert (found.young, found.daly) == (None, None)
-    assert cost(Training(2.0)) == Cost(10, 5)
-    assert cost(Training(interval=1000), written=30, slowdown=-0.1).save == 10
+    assert cost(TrainingJob(2.0)) == Cost(10, 5)
+    assert cost(TrainingJob(interval=1000), written=30, slowdown=-0.1).save == 10
 
 
 def test_no_save_begins_before_the_last_one_is_written() -> None:
-    found = cost(Training(interval=5), blocked=1, written=60)
+    found = cost(TrainingJob(interval=5), blocked=1, written=60)
     assert (found.interval, found.saving) == (60, 1 / 60)
-    assert cost(Training(mtbf=100), blocked=0.001, written=60).interval == 60
+    assert cost(TrainingJob(mtbf=100), blocked=0.001, written=60).interval == 60
 
 
 def test_young_and_daly() -> None:
     """The figures of a save of 5 minutes and a failure a day."""
-    found = cost(Training(mtbf=86400), blocked=300)
+    found = cost(TrainingJob(mtbf=86400), blocked=300)
     assert found.young == pytest.approx(math.sqrt(2 * 300 * 86400))
     share = 300 / (2 * 86400)
     expected = math.sqrt(2 * 300 * 86400) * (1 + math.sqrt(share) / 3 + share / 9)
     assert found.daly == found.interval == pytest.approx(expected)
-    assert cost(Training(mtbf=10), blocked=300).daly == 310
+    assert cost(TrainingJob(mtbf=10), blocked=300).daly == 310
 
 
 def simulate(interval: float, save: float, mtbf: float, hours: float) -> float:
@@ -102,7 +102,7 @@ def simulate(interval: float, save: float, mtbf: float, hours: float) -> float:
 
 def test_the_share_lost_is_that_of_a_simulated_job() -> None:
     """And none is lost less than with Daly's interval, by much."""
-    training = Training(mtbf=3600.0)
+    training = TrainingJob(mtbf=3600.0)
     best = cost(training, blocked=20)
     assert best.daly is not None
     assert best.lost is not None
@@ -117,6 +117,6 @@ def test_the_best_strategy_is_the_one_that_loses_least() -> None:
     slow = measured("slow", 0.4, 3000.0)
     plain = report(SYNC, FAST, QUICKEST, slow)
     assert plain.best is slow
-    failing = report(SYNC, FAST, QUICKEST, slow, training=Training(mtbf=7200.0))
+    failing = report(SYNC, FAST, QUICKEST, slow, training=TrainingJob(mtbf=7200.0))
     assert failing.best is FAST
     assert failing.loss_of(SYNC) > failing.loss_of(FAST)

@@ -12,10 +12,7 @@ from bench_samples import FAST, GIB, QUICKEST, SYNC, dirty, measured, report
 
 import ckptool
 from ckptool.cli.bench import _show
-from ckptool.commands.bench.report import (
-    Baseline,
-    parse_tolerance,
-)
+from ckptool.commands.bench.baseline import Baseline, parse_tolerance
 from ckptool.errors import CkptoolError, NotFound, Unsupported, UsageError
 
 # Numbers
@@ -59,9 +56,6 @@ def old(tmp_path: Path) -> Path:
     return path
 
 
-ALL = ["dcp-sync", "fast"]
-
-
 @pytest.mark.parametrize(
     ("blocked", "durable", "regressed"),
     [
@@ -77,7 +71,7 @@ def test_what_is_slower_than_allowed_is_a_regression(
     blocked: float, durable: float, regressed: set[str], old: Path
 ) -> None:
     now = report(SYNC, measured("fast", blocked, durable))
-    changes = Baseline.read(old).changes(now, 0.10, ALL)
+    changes = Baseline.read(old).changes(now, 0.10)
     assert {change.value for change in changes if change.regressed} == regressed
     assert {change.name for change in changes if change.regressed} <= {"fast"}
     assert ckptool.bench_changes(now, old) == changes
@@ -86,12 +80,12 @@ def test_what_is_slower_than_allowed_is_a_regression(
 def test_what_is_dirty_or_fails_now_is_a_regression(old: Path) -> None:
     baseline = Baseline.read(old)
     now = report(measured("fast", 0.5, 4.0, consistency=dirty("w")), failed={"dcp-sync": "boom"})
-    bad = {c.name: c.why for c in baseline.changes(now, 0.1, ALL) if c.regressed}
+    bad = {c.name: c.why for c in baseline.changes(now, 0.1) if c.regressed}
     assert bad == {"dcp-sync": "boom", "fast": "DIRTY"}
 
 
 def test_what_was_not_asked_for_now_is_not_compared(old: Path) -> None:
-    assert {c.name for c in Baseline.read(old).changes(report(FAST), 0.1, ["fast"])} == {"fast"}
+    assert {c.name for c in Baseline.read(old).changes(report(FAST), 0.1)} == {"fast"}
 
 
 def test_another_size_is_not_compared(old: Path) -> None:
@@ -138,7 +132,7 @@ def test_a_regression_ends_the_command_with_1(
     blocked: float, code: int, old: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     now = report(SYNC, measured("fast", blocked, 4.0))
-    changes = Baseline.read(old).changes(now, 0.1, ALL)
+    changes = Baseline.read(old).changes(now, 0.1)
     with pytest.raises(typer.Exit) if code else nullcontext() as ended:
         _show(now, changes)
     assert ended is None or ended.value.exit_code == code

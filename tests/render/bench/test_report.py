@@ -10,7 +10,7 @@ import pytest
 from bench_samples import FAST, GIB, QUICKEST, SYNC, measured, report
 from msgspec.structs import replace
 
-from ckptool.commands.bench.cost import Training
+from ckptool.commands.bench.cost import TrainingJob
 from ckptool.commands.bench.report import (
     BROKEN,
     CONSISTENT,
@@ -36,7 +36,7 @@ def test_advice_where_the_synchronous_save_is_best_or_none_is_consistent() -> No
     assert "no strategy" in advice(report(QUICKEST))
 
 
-DAILY = Training(step_time=0.5, mtbf=86400.0)
+DAILY = TrainingJob(step_time=0.5, mtbf=86400.0)
 
 
 def test_the_advice_says_what_saving_costs_a_job() -> None:
@@ -45,11 +45,11 @@ def test_the_advice_says_what_saving_costs_a_job() -> None:
         "fast (the fast way) costs 0.52 % of training time, 0.88 h a week, with a save every"
         " 7 min 28 s (Daly's best interval); dcp-sync would cost 0.68 %"
     )
-    hourly = Training(step_time=0.5, interval=3600.0)
+    hourly = TrainingJob(step_time=0.5, interval=3600.0)
     assert "costs 0.032 % of training time, 0.054 h a week, with a save every 1 h;" in advice(
         report(SYNC, FAST, training=hourly)
     )
-    assert advice(report(FAST, training=Training(step_time=0.5))) == (
+    assert advice(report(FAST, training=TrainingJob(step_time=0.5))) == (
         "fast (the fast way) costs 1.16 s of training per save, 2.32 steps"
     )
 
@@ -71,7 +71,7 @@ def test_what_each_strategy_costs_is_shown_and_in_the_json(
 
 
 def test_the_recommendation_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    for training in (Training(), DAILY):
+    for training in (TrainingJob(), DAILY):
         show_recommended(report(SYNC, FAST, QUICKEST, training=training))
         (line,) = capsys.readouterr().out.splitlines()
         assert line.startswith("fast")

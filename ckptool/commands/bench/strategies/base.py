@@ -18,7 +18,7 @@ State = dict[str, Any]
 _NOT_PINNED = "staged in shared memory, not pinned: torch pins with CUDA alone"
 
 
-class Place(Struct, frozen=True):
+class Environment(Struct, frozen=True):
     """What a strategy may depend on: the device, the ranks, the bytes of the state and of free
     shared memory, and the target folder.
     """
@@ -103,13 +103,13 @@ class Strategy:
     shares = False
     pins = False
 
-    def unavailable(self, place: Place) -> str | None:
+    def unavailable(self, environment: Environment) -> str | None:
         """Return why it cannot run here, or None."""
-        return place.lacks_shared_memory() if self.shares else None
+        return environment.lacks_shared_memory() if self.shares else None
 
-    def remark(self, place: Place) -> str | None:
+    def remark(self, environment: Environment) -> str | None:
         """Return how this differs here from what the name promises, or None."""
-        return _NOT_PINNED if self.pins and not place.device.pins else None
+        return _NOT_PINNED if self.pins and not environment.device.pins else None
 
     def set_up(self, device: Device) -> None:
         """Prepare for the first save; the process group is up."""

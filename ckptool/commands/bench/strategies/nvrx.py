@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptool.commands.bench.machine import installed_version
-from ckptool.commands.bench.strategies.base import Handle, Place, State, Strategy
+from ckptool.commands.bench.strategies.base import Environment, Handle, State, Strategy
 from ckptool.commands.bench.strategies.torch_savers import DcpStrategy
 from ckptool.commands.bench.worker.device import Device
 
@@ -42,20 +42,20 @@ class Nvrx(DcpStrategy):
         """The options that say how to write its files; nothing if it takes no such option."""
         return _known_options(_writer().__init__, is_multiproc_io=not self._threaded)
 
-    def unavailable(self, place: Place) -> str | None:
+    def unavailable(self, environment: Environment) -> str | None:
         """Require the package, and what is asked of it."""
         version = installed_version(self.library)
         if version is None:
             return "nvidia-resiliency-ext is not installed (pip install 'ckptool[nvrx]')"
         if self._threaded and not self._io:
             return f"nvidia-resiliency-ext {version} writes files only from processes"
-        if not self._persistent and place.device.type != "cuda":
+        if not self._persistent and environment.device.type != "cuda":
             return "its worker per save needs CUDA, which is not available"
-        return None if place.device.type == "cuda" else place.lacks_shared_memory()
+        return None if environment.device.type == "cuda" else environment.lacks_shared_memory()
 
-    def remark(self, place: Place) -> str | None:
+    def remark(self, environment: Environment) -> str | None:
         """Note what its staging is made for."""
-        if place.device.is_accelerator:
+        if environment.device.is_accelerator:
             return None
         return "it stages only device memory: on CPU ranks its worker writes live parameters"
 
@@ -122,8 +122,8 @@ def _writer() -> Any:
 
 def _known_options(called: Callable[..., Any], **options: bool) -> dict[str, bool]:
     """Return those of the options that this version of the library knows."""
-    known = inspect.signature(called).parameters
-    return {name: value for name, value in options.items() if name in known}
+    parameters = inspect.signature(called).parameters
+    return {name: value for name, value in options.items() if name in parameters}
 
 
 STRATEGIES: tuple[Strategy, ...] = (

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptool.commands.bench.machine import installed_version
-from ckptool.commands.bench.strategies.base import Handle, PendingSave, Place, State, Strategy
+from ckptool.commands.bench.strategies.base import Environment, Handle, PendingSave, State, Strategy
 from ckptool.commands.bench.worker.device import Device
 
 
@@ -24,13 +24,13 @@ class TorchCheckpointing(Strategy):
         self._direct = direct
         self._manager: Any = None
 
-    def unavailable(self, place: Place) -> str | None:
+    def unavailable(self, environment: Environment) -> str | None:
         """Require the package, and shared memory to stage in."""
         if installed_version(self.library) is None:
             return "torch_checkpointing is not installed (pip install torch-checkpointing)"
-        if self._direct and not _accepts_unaligned(place.folder):
+        if self._direct and not _accepts_unaligned(environment.folder):
             return "it writes unaligned pieces with O_DIRECT, which the file system here refuses"
-        return super().unavailable(place)
+        return super().unavailable(environment)
 
     def set_up(self, device: Device) -> None:
         """Make the manager."""

@@ -10,7 +10,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from ckptool.commands.bench.strategies.base import Handle, PendingSave, Place, State, Strategy
+from ckptool.commands.bench.strategies.base import Environment, Handle, PendingSave, State, Strategy
 from ckptool.commands.bench.worker.device import Device
 
 
@@ -144,13 +144,13 @@ class Experimental(Strategy):
         self.background = self.must_wait = self.shares = self.pins = background
         self._checkpointer: Any = None
 
-    def unavailable(self, place: Place) -> str | None:
+    def unavailable(self, environment: Environment) -> str | None:
         """Require torch's builders, and shared memory to stage in."""
         try:
             import torch.distributed.checkpoint._experimental  # noqa: F401
         except Exception as error:  # noqa: BLE001 (a library that cannot be used is a reason)
             return (str(error).strip().splitlines() or [type(error).__name__])[-1]
-        return super().unavailable(place)
+        return super().unavailable(environment)
 
     def set_up(self, device: Device) -> None:
         """Build it: without its barrier, which wants a port of its own; with all staging can do."""

@@ -114,7 +114,7 @@ def _be_rank(task: Task, events: IO[str], rank: int, environment: Mapping[str, s
     os.dup2(output, 1)
     os.dup2(output, 2)
 
-    def emit(event: dict[str, Any]) -> None:
+    def emit(event: Mapping[str, Any]) -> None:
         events.write(json.dumps(event) + "\n")
         events.flush()
 

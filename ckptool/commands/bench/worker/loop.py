@@ -108,7 +108,7 @@ def _train_until_done(training: Training, handle: Handle) -> list[float]:
 
 
 def _remove_together(path: SaveFolder) -> None:
-    """Remove a place once all ranks have come here; all go on when it is gone."""
+    """Remove a folder once all ranks have come here; all go on when it is gone."""
     import torch.distributed as dist
 
     dist.barrier()

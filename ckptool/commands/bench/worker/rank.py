@@ -28,7 +28,7 @@ from ckptool.commands.bench.scratch import join_scratch
 from ckptool.commands.bench.shared_memory import SharedMemory, free_shared_memory
 from ckptool.commands.bench.specs import total
 from ckptool.commands.bench.strategies import load_strategy
-from ckptool.commands.bench.strategies.base import Place, Strategy
+from ckptool.commands.bench.strategies.base import Environment, Strategy
 from ckptool.commands.bench.worker.abort import abort
 from ckptool.commands.bench.worker.device import Device
 from ckptool.commands.bench.worker.loop import measure
@@ -128,9 +128,9 @@ class Rank:
             return ["saves to disks only", None]
         device, nbytes = Device(self.task.settings.device, 0), total(self.task.specs)
         folder = self.task.folders.scratch
-        place = Place(device, self.meeting.size, nbytes, free_shared_memory(), folder)
-        reason = strategy.unavailable(place)
-        return [reason, None if reason else strategy.remark(place)]
+        environment = Environment(device, self.meeting.size, nbytes, free_shared_memory(), folder)
+        reason = strategy.unavailable(environment)
+        return [reason, None if reason else strategy.remark(environment)]
 
     def run_job(self, job: str, work: Job, *, measure: bool = False) -> ChildResult:
         """Work in a fresh process of every rank; where one fails, all fail with its reason."""

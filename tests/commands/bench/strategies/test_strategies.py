@@ -14,7 +14,7 @@ from ckptool.commands.bench.strategies import (
     select_strategies,
     torch_checkpointing,
 )
-from ckptool.commands.bench.strategies.base import Place
+from ckptool.commands.bench.strategies.base import Environment
 from ckptool.commands.bench.strategies.nvrx import Nvrx
 from ckptool.commands.bench.worker.device import Device
 from ckptool.errors import UsageError
@@ -83,23 +83,23 @@ def test_names_are_unique_and_every_strategy_says_what_it_is() -> None:
     assert all(name == item.name and item.says for name, item in STRATEGIES.items())
 
 
-def place(shared_free: int, device: str = "cpu") -> Place:
-    return Place(Device(device, 0), 2, 1000 * MIB, shared_free, Path("/tmp"))
+def environment(shared_free: int, device: str = "cpu") -> Environment:
+    return Environment(Device(device, 0), 2, 1000 * MIB, shared_free, Path("/tmp"))
 
 
 def test_staging_in_shared_memory_wants_room_there() -> None:
     pytest.importorskip("torch")
     process = STRATEGIES["dcp-async-process/default"]
-    reason = process.unavailable(place(64 * MIB))
+    reason = process.unavailable(environment(64 * MIB))
     assert reason == "/dev/shm has 67,108,864 bytes free, staging needs 1,048,576,000"
-    assert process.unavailable(place(2000 * MIB)) is None
-    assert STRATEGIES["dcp-async-thread/default"].unavailable(place(0)) is None
+    assert process.unavailable(environment(2000 * MIB)) is None
+    assert STRATEGIES["dcp-async-thread/default"].unavailable(environment(0)) is None
 
 
 def test_what_is_not_installed_is_not_available() -> None:
     for name, package in (("torch-checkpointing/buffered", "torch_checkpointing"),
                           ("nvrx/persistent+multi-process", "nvidia-resiliency-ext")):  # fmt: skip
-        reason = STRATEGIES[name].unavailable(place(2000 * MIB))
+        reason = STRATEGIES[name].unavailable(environment(2000 * MIB))
         assert (reason is None) == (installed_version(package) is not None)
         assert reason is None or "is not installed" in reason
 
@@ -131,7 +131,7 @@ def test_nvrx_is_told_how_to_write_where_it_can_be(
     monkeypatch.setattr(nvrx, "_writer", lambda: writer)
     monkeypatch.setattr(nvrx, "installed_version", lambda name: "0.x")
     assert Nvrx(persistent=True, files=2)._io == told
-    reason = Nvrx(persistent=True, files=2, threaded=True).unavailable(place(2000 * MIB))
+    reason = Nvrx(persistent=True, files=2, threaded=True).unavailable(environment(2000 * MIB))
     assert reason is None if threads is None else threads in (reason or "")
 
 
@@ -140,9 +140,9 @@ def test_direct_io_needs_a_file_system_that_accepts_unaligned_pieces(
 ) -> None:
     monkeypatch.setattr(torch_checkpointing, "installed_version", lambda name: "0.1.1")
     monkeypatch.setattr(torch_checkpointing, "_accepts_unaligned", lambda folder: False)
-    direct = STRATEGIES["torch-checkpointing/direct"].unavailable(place(2000 * MIB))
+    direct = STRATEGIES["torch-checkpointing/direct"].unavailable(environment(2000 * MIB))
     assert "O_DIRECT" in (direct or "")
-    assert STRATEGIES["torch-checkpointing/buffered"].unavailable(place(2000 * MIB)) is None
+    assert STRATEGIES["torch-checkpointing/buffered"].unavailable(environment(2000 * MIB)) is None
     monkeypatch.undo()
     torch_checkpointing._accepts_unaligned(tmp_path)
     assert list(tmp_path.iterdir()) == []
