@@ -19,6 +19,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ckptool.version import __version__
+
 if TYPE_CHECKING:
     from ckptool import dcp as dcp
     from ckptool import errors as errors
@@ -47,8 +49,6 @@ if TYPE_CHECKING:
     from ckptool.api.state_dict import KeysDiffer as KeysDiffer
     from ckptool.core.box import Box as Box
     from ckptool.errors import CkptoolError as CkptoolError
-
-__version__ = "0.1.0"
 
 _PLACES = {
     "api.bench": "bench bench_changes",

@@ -11,8 +11,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
-from ckptool import __version__
 from ckptool.cli.examples import ABOUT, GROUPS, epilog
+from ckptool.version import __version__
 
 SUMMARIES = {
     "inspect": "Show what a checkpoint holds, from its metadata alone.",

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import NoReturn
 
-from ckptool import __version__
 from ckptool.errors import CkptoolError, Damaged, InternalError, Unsupported, failure_of
+from ckptool.version import __version__
 
 _GRACE = 20.0
 """Seconds to unwind. Threads may wait longer for a disk or a store that does not respond."""

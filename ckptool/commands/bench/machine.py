@@ -14,10 +14,10 @@ from typing import Any
 
 import psutil
 
-from ckptool import __version__
 from ckptool.commands.bench.save_folders import SaveFolder
 from ckptool.commands.bench.worker.device import Accelerators, Device, gather
 from ckptool.errors import Unsupported
+from ckptool.version import __version__
 
 _ROUNDS = 3
 _MOST = 4 << 30

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 
-from ckptool import __version__
 from ckptool.core.layout import Literal, Verbatim
 from ckptool.core.plan import Plan
 from ckptool.core.sharding.table import ChunkTable, LateChunks, WholeTensor
 from ckptool.engine.read.containers import likely_place
 from ckptool.engine.write.run import read_verbatim
 from ckptool.storage.local import Files
+from ckptool.version import __version__
 
 
 def plan_digest(plan: Plan, source: Files, decided: object) -> str:

@@ -15,13 +15,13 @@ from importlib.resources import files
 from string import Template
 from typing import Any
 
-from ckptool import __version__
 from ckptool.commands.inspect import InspectReport
 from ckptool.commands.stats import StatsReport
 from ckptool.commands.verify.codes import CODES
 from ckptool.core.mesh import Mesh
 from ckptool.render.html.holdings import holdings
 from ckptool.render.text import visible
+from ckptool.version import __version__
 
 MARK = b"<!doctype html>\n<!-- ckptool page -->\n"
 """The beginning of every page."""
