@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, fields
@@ -75,6 +76,22 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 def _forget_garbage() -> None:
     gc.collect()
     gc.freeze()
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Name what was skipped, and why, with how many tests: nobody asks for what is not shown."""
+    reasons = Counter(_reason(report) for report in terminalreporter.stats.get("skipped", ()))
+    if reasons:
+        terminalreporter.write_sep("=", f"skipped: {reasons.total()}")
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"{count:5}  {reason}")
+
+
+def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
+    """Why a test, or a whole file of them, was skipped."""
+    why = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    whole = f"all of {report.nodeid}: " if isinstance(report, pytest.CollectReport) else ""
+    return whole + why.removeprefix("Skipped: ")
 
 
 SPREAD = ("test_pickle_zoo", "test_verify_mutation", "test_disk_faults")
