@@ -1,3 +1,3 @@
 """The version of ckptool: the only place that states it. A build takes it from here."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
