@@ -9,11 +9,14 @@ PYTHONS := 3.12 3.13
 TORCHES := 2.4.1 2.6.0 2.9.1 2.15.0
 CORE := tests/core tests/serialization tests/formats tests/engine tests/matrix
 READY := .venv/ready-$(shell (pwd; cat pyproject.toml) | cksum | cut -d' ' -f1)
+AZURITE := .venv/npm/node_modules/.bin/azurite-blob
+TORCHTITAN := .venv-torchtitan/ready
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 # Compiling the package anew at each start takes as long as the start itself.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help test check lint coverage demo bench fuzz mutations stores faults pages matrix clean
+.PHONY: help test check suites lint coverage demo bench fuzz mutations stores faults pages torchtitan matrix \
+	compatibility package clean
 
 help: ## Show this list.
 	@sed -n 's/^\([a-z]*\):.*## /  make \1 - /p' Makefile
@@ -33,7 +36,10 @@ lint: $(READY) ## Style, format and types.
 test: lint ## Style, format, types and every test.
 	@$(BIN)/python -m pytest -n $(WORKERS)
 
-check: test ## What CI runs.
+suites: $(READY) ## What make test skips: stores, torchtitan, pages, faults; each where its tool is or can be installed.
+	@.ci/suites
+
+check: test suites ## What CI runs.
 
 coverage: $(READY) ## Every test, and which lines none of them runs; fails below pyproject.toml's floor.
 	@$(BIN)/coverage erase
@@ -64,12 +70,26 @@ mutations: $(READY) ## Damage checkpoints in 5,000 ways, prune 2,000 runs; the t
 		$(BIN)/python -m pytest -n 2 -q -rP tests/attacks/test_verify_mutation.py \
 		tests/attacks/test_mutation.py tests/commands/runs/test_enemy.py
 
-stores: $(READY) ## Read and write an emulator of Azure's blobs, too, where npm is to install it.
+$(AZURITE): | $(READY)
 	@$(PIP) install -e '.[azure]'
-	@command -v npm > /dev/null && npm install --silent --no-audit --prefix .venv/npm azurite \
-		|| echo "no npm here: Azure is skipped"
-	@PATH="$(CURDIR)/.venv/npm/node_modules/.bin:$$PATH" $(BIN)/python -m pytest -q \
+	@npm install --silent --no-audit --no-fund --prefix .venv/npm azurite@3.37.0
+
+stores: $(AZURITE) ## Read and write an emulator of Azure's blobs, too (needs npm).
+	@PATH="$(CURDIR)/$(dir $(AZURITE)):$$PATH" $(BIN)/python -m pytest -q \
 		tests/remote/test_emulators.py tests/remote/test_other_obstore.py tests/remote/test_other_refusals.py
+
+# torchtitan takes another fsspec than the clients of stores; all else is .venv's.
+$(TORCHTITAN): $(READY)
+	@rm -rf $(@D)
+	@$(BIN)/python -m venv $(@D)
+	@ls -d $(CURDIR)/.venv/lib/python3.*/site-packages > "$$(ls -d $(@D)/lib/python3.*/site-packages)/venv.pth"
+	@$(@D)/bin/python -m pip -qq --disable-pip-version-check install torchtitan==0.3.0 triton \
+		flash-linear-attention==0.6.0 2> $(@D)/pip.log || { cat $(@D)/pip.log; exit 1; }
+	@touch $@
+
+torchtitan: $(TORCHTITAN) ## Compare key maps with torchtitan's own adapters, and rank files with torch_checkpointing.
+	@$(dir $(TORCHTITAN))bin/python -m pytest -q -k "torchtitan or library" \
+		tests/maps/test_torchtitan.py tests/formats/rank_files/test_write.py
 
 pages: $(READY) ## Draw --html's pages in a browser (needs chromium); pictures are in build/pages.
 	@mkdir -p build/pages && CKPTOOL_PAGES=build/pages $(BIN)/python -m pytest -q tests/render/html
@@ -91,6 +111,16 @@ matrix: $(READY) ## The core's tests on other Pythons; saves and loads by other 
 
 compatibility: $(READY) ## Read what each version of a framework writes, and resume from what is made of it .
 	@$(BIN)/python tests/compatibility $(WRITERS)
+
+package: ## Build what is published, check it, and install it where nothing else is.
+	@rm -rf dist .venv-package
+	@$(PYTHON) -m venv .venv-package/build && $(PYTHON) -m venv .venv-package/fresh
+	@.venv-package/build/bin/python -m pip -qq --disable-pip-version-check install 'build>=1.2' 'twine>=6.1'
+	@.venv-package/build/bin/python -m build
+	@.venv-package/build/bin/twine check --strict dist/*
+	@.venv-package/fresh/bin/python -m pip -qq --disable-pip-version-check install dist/*.whl
+	@test "$$(.venv-package/fresh/bin/ckptool --version | tr ' ' -)" = "$$(basename dist/*.tar.gz .tar.gz)"
+	@.venv-package/fresh/bin/ckptool --version
 
 clean: ## Remove all that make makes.
 	@rm -rf .venv .venv-* demo bench-out build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage
