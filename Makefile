@@ -89,7 +89,7 @@ $(TORCHTITAN): $(READY)
 
 torchtitan: $(TORCHTITAN) ## Compare key maps with torchtitan's own adapters, and rank files with torch_checkpointing.
 	@$(dir $(TORCHTITAN))bin/python -m pytest -q -k "torchtitan or library" \
-		tests/maps/test_torchtitan.py tests/formats/rank_files/test_write.py
+		tests/maps/test_torchtitan.py tests/formats/rank_files/test_other_readers.py
 
 pages: $(READY) ## Draw --html's pages in a browser (needs chromium); pictures are in build/pages.
 	@mkdir -p build/pages && CKPTOOL_PAGES=build/pages $(BIN)/python -m pytest -q tests/render/html

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from part_runs import MANY, asked, convert, save, write
+from parts.part_runs import MANY, asked, convert, save, write
 
 from ckptool.commands.options.target import ReshardOptions
 from ckptool.commands.reshard.reshard import prepare_reshard

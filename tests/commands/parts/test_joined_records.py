@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from part_runs import Place, asked, content, finish, in_memory, refused, stored, write
+from parts.part_runs import Place, asked, content, finish, in_memory, refused, stored, write
 
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.target import ReshardOptions, TransferOptions

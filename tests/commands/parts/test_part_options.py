@@ -9,7 +9,7 @@ import pytest
 from conftest import on_ranks
 from fault_runs import run
 from msgspec.structs import replace
-from part_runs import alone, asked, content, convert, refused, reshard
+from parts.part_runs import alone, asked, content, convert, refused, reshard
 
 from ckptool.engine.share import parse_part
 from ckptool.errors import (

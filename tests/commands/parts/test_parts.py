@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from fault_runs import Faults, run
-from part_runs import KINDS, MANY, alone, asked, content, convert, finish, refused, write
+from parts.part_runs import KINDS, MANY, alone, asked, content, convert, finish, refused, write
 
 from ckptool.engine.share import Share
 from ckptool.storage.file_status import FileStatus

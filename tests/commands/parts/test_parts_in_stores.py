@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from part_runs import (
+from parts.part_runs import (
     KINDS,
     MANY,
     alone,

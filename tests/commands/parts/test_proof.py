@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from part_runs import asked, content, finish, refused, reshard, write
+from parts.part_runs import asked, content, finish, refused, reshard, write
 
 from ckptool.commands.open import open_checkpoint
 from ckptool.engine.write import stage as stage_module

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from conftest import on_ranks
-from part_runs import asked, content, convert, finish, reshard, write
+from parts.part_runs import asked, content, convert, finish, reshard, write
 
 from ckptool.commands.convert import prepare
 from ckptool.commands.open import open_checkpoint

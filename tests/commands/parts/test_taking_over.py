@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from part_runs import MANY, asked, content, convert, finish, once, refused, write
+from parts.part_runs import MANY, asked, content, convert, finish, once, refused, write
 
 from ckptool.engine.ranks import Ranks
 from ckptool.engine.write import stage as stage_module

@@ -1,0 +1,85 @@
+"""What a command imports, and what it does not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+DCP = Path(__file__).parents[2] / "fixtures" / "dcp_base" / "ckpt"
+HF = Path(__file__).parents[2] / "fixtures" / "hf_full" / "ckpt"
+
+
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_the_list_of_commands_imports_none(option: str) -> None:
+    code = (
+        "import sys, runpy; sys.argv = ['ckptool', sys.argv[1]]\n"
+        "try: runpy.run_module('ckptool.cli.app').get('app')()\n"
+        "except SystemExit: sys.exit(str([m for m in sys.modules if 'ckptool.commands' in m]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, option], capture_output=True, text=True, check=False
+    )
+    assert done.stdout
+    assert done.stderr.strip() == "[]"
+
+
+@pytest.mark.parametrize("checkpoint", [DCP, HF], ids=["dcp", "hf"])
+def test_inspecting_imports_nothing_that_only_others_need(checkpoint: Path) -> None:
+    names = (
+        *("numpy", "torch", "html", "logging", "concurrent.futures", "xml"),
+        *("ckptool.engine", "ckptool.commands.verify.verify", "ckptool.formats.megatron.optimizer"),
+        *(("ckptool.formats.deepspeed",) if checkpoint == DCP else ("hashlib",)),
+    )
+    code = (
+        "import sys; from ckptool.cli import _run; sys.argv = ['ckptool', 'inspect', sys.argv[1]]\n"
+        f"code = _run(); sys.exit(str([code, *(m for m in {names} if m in sys.modules)]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(checkpoint)], capture_output=True, text=True, check=False
+    )
+    assert done.stderr.strip() == "[0]"
+
+
+@pytest.mark.parametrize("words", [("verify", "--quick"), ("diff",)], ids=lambda words: words[0])
+@pytest.mark.parametrize("checkpoint", [DCP, HF], ids=["dcp", "hf"])
+def test_numpy_is_imported_only_to_look_at_elements(
+    words: tuple[str, ...], checkpoint: Path
+) -> None:
+    """Importing it takes a fifth of the time of these commands."""
+    code = (
+        "import sys; from ckptool.cli import _run; sys.argv = ['ckptool', *sys.argv[1:]]\n"
+        "code = _run(); sys.exit(str([code, 'numpy' in sys.modules]))"
+    )
+    paths = [str(checkpoint)] * (2 if words == ("diff",) else 1)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words, *paths], capture_output=True, text=True, check=False
+    )
+    assert done.stderr.splitlines()[-1] == "[0, False]"
+
+
+@pytest.mark.parametrize(
+    "words", [("convert", "m.safetensors"), ("reshard", "m", "--mesh", "2")], ids=lambda w: w[0]
+)
+def test_a_quiet_transfer_imports_no_screen_no_store_and_no_other_format(
+    words: tuple[str, ...], tmp_path: Path
+) -> None:
+    names = (
+        *("rich", "tomllib", "ckptool.storage.planned_ranges", "ckptool.formats.deepspeed"),
+        *("ckptool.formats.rank_files", "ckptool.formats.megatron.optimizer"),
+        *("ckptool.commands.keymap.maps", "ckptool.commands.keymap.library"),
+    )
+    code = (
+        "import sys; from ckptool.cli import _run\n"
+        "sys.argv = ['ckptool', sys.argv[1], '--quiet', '--no-verify', *sys.argv[2:]]\n"
+        f"code = _run(); sys.exit(str([code, *(m for m in {names} if m in sys.modules)]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, words[0], str(DCP), str(tmp_path / words[1]), *words[2:]],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stderr.strip() == "[0]"
