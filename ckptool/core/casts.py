@@ -9,7 +9,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptool.core.catalog import Catalog, ScaledBlocks, TensorEntry
-from ckptool.core.dtype import DType, parse_dtype
+from ckptool.core.dtype import BY_NAME, SATURATES, DType, parse_dtype
 from ckptool.core.quantization.names import is_packed, quantized_names
 from ckptool.core.quantization.scale_names import Scales, is_coarse, may_be_codes
 from ckptool.core.selection import meant_by
@@ -18,7 +18,6 @@ from ckptool.core.text import list_some, plural
 from ckptool.errors import Unsupported, UsageError
 
 _FEW = 3
-_WITHOUT_TORCH = frozenset(["float64", "float32", "float16", "bfloat16"])
 
 
 class Casts(Struct, frozen=True):
@@ -141,7 +140,11 @@ def can_cast(entry: TensorEntry) -> bool:
 
 def needs_torch(stored: DType, wanted: DType) -> bool:
     """Return whether only torch can cast one floating type to the other: 8 bits or fewer."""
-    return stored != wanted and not {stored.name, wanted.name} <= _WITHOUT_TORCH
+    return stored != wanted and not (_is_wide(stored) and _is_wide(wanted))
+
+
+def _is_wide(dtype: DType) -> bool:
+    return dtype.kind == "float" and dtype.itemsize > 1
 
 
 def as_type(entry: TensorEntry, dtype: DType) -> TensorEntry:
@@ -165,10 +168,6 @@ def is_computed(entry: TensorEntry) -> bool:
 
 RangeCounts = Counter[tuple[str, str, str]]
 """The count of numbers beyond a type's range, by tensor, type, and what they became."""
-_RANGES = ("float64", "float32", "bfloat16", "float16", "float8_e5m2")
-"""Types from the widest range to the narrowest; all others are narrower and lack infinity."""
-SATURATES = "float8_e4m3fn"
-"""Out-of-range numbers and infinities become 448, its largest, by torch 2.13, 2.15; NaN by 2.4."""
 
 
 def narrows(entry: TensorEntry) -> bool:
@@ -176,14 +175,8 @@ def narrows(entry: TensorEntry) -> bool:
 
     Computed numbers have 32 bits before the cast; bf16 then has the same range.
     """
-    stored, wanted = _rank(entry.source_dtype.name), _rank(entry.dtype.name)
-    if stored == wanted > _rank("bfloat16") and is_computed(entry):
-        return True
-    return wanted > stored
-
-
-def _rank(name: str) -> int:
-    return _RANGES.index(name) if name in _RANGES else len(_RANGES)
+    stored, wanted = entry.source_dtype.largest, entry.dtype.largest
+    return wanted < (BY_NAME["bfloat16"].largest if is_computed(entry) else stored)
 
 
 def beyond_notes(counts: RangeCounts) -> list[str]:
@@ -193,7 +186,8 @@ def beyond_notes(counts: RangeCounts) -> list[str]:
         names = sorted(name for name, *made in counts if made == [wanted, became])
         total = sum(counts[name, wanted, became] for name in names)
         was = "" if wanted == SATURATES else "finite as stored, "
-        instead = "; --dtype bf16 keeps them finite" if _rank(wanted) > 2 else ""
+        narrow = BY_NAME[wanted].largest < BY_NAME["bfloat16"].largest
+        instead = "; --dtype bf16 keeps them finite" if narrow else ""
         notes.append(
             f"{plural(total, 'value')} of {_summarize(names)} became {became} in {wanted}:"
             f" {was}beyond its range{instead}"
@@ -214,7 +208,7 @@ def beyond(wanted: str) -> str:
     """Return what numbers beyond the range of a type become in it."""
     if wanted == SATURATES:
         return "its largest or NaN"
-    return "infinite" if wanted in _RANGES else "NaN"
+    return "infinite" if BY_NAME[wanted].largest else "NaN"
 
 
 def _require_used(catalog: Catalog, casts: Casts, castable: Mapping[str, TensorEntry]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 from msgspec import Struct
 
@@ -20,6 +21,10 @@ class DType(Struct, frozen=True, eq=False):
     safetensors counts as elements are one, as small ones fill whole bytes together, and ``swap``
     the size in bytes of the unit that is reversed in a big-endian file. ``is_of_torch`` is False
     for types that torch 2.15 lacks, whose names continue its own.
+
+    Of a float ``exponent`` is the number of bits of its exponent, and ``special`` tells the codes
+    that are not finite numbers: ``ieee`` those with an exponent of ones, infinities and NaN;
+    ``last`` those of ones alone but for the sign, ``minus zero`` and ``ones`` just that one: NaN.
     """
 
     name: str
@@ -29,6 +34,8 @@ class DType(Struct, frozen=True, eq=False):
     storage: str | None = None
     packed: int = 1
     is_of_torch: bool = True
+    exponent: int = 0
+    special: Literal["ieee", "last", "minus zero", "ones"] = "ieee"
 
     @property
     def is_numeric(self) -> bool:
@@ -41,8 +48,49 @@ class DType(Struct, frozen=True, eq=False):
         return self.itemsize if self.packed == 1 else 1
 
     @property
+    def part(self) -> DType:
+        """The type of the real and the imaginary part; that of a real number is its own."""
+        return BY_NAME[f"float{4 * self.itemsize}"] if self.kind == "complex" else self
+
+    @property
     def swap(self) -> int:
-        return self.itemsize // 2 if self.kind == "complex" else self.itemsize
+        return self.part.itemsize
+
+    @property
+    def is_float8(self) -> bool:
+        """Whether it is a float of eight bits with a sign."""
+        return self.kind == "float" and self.itemsize == 1 and self.name != EXPONENTS
+
+    @property
+    def mantissa(self) -> int:
+        """The bits of a float after its exponent; all but EXPONENTS have a sign before that."""
+        return max(0, 8 * self.itemsize - 1 - self.exponent)
+
+    @property
+    def bias(self) -> int:
+        """What the exponent of a float is stored with."""
+        return (1 << (self.exponent - 1)) - (self.special != "minus zero")
+
+    @property
+    def first_special(self) -> int | None:
+        """The least positive code of a float that is not finite; those above it are not either.
+
+        None where only one code is, ``only_nan``.
+        """
+        ones = (1 << self.exponent) - 1
+        codes = {"ieee": ones << self.mantissa, "last": (1 << (8 * self.itemsize - 1)) - 1}
+        return codes.get(self.special)
+
+    @property
+    def only_nan(self) -> int | None:
+        """The only code of a float that is not finite; None if there are several."""
+        return {"minus zero": 1 << (8 * self.itemsize - 1), "ones": 0xFF}.get(self.special)
+
+    @property
+    def largest(self) -> float:
+        """The largest number of a float with infinities; 0 for all other types."""
+        is_infinite = self.kind == "float" and self.special == "ieee"
+        return (2 - 0.5**self.mantissa) * 2.0**self.bias if is_infinite else 0.0
 
     def __str__(self) -> str:
         return self.name
@@ -53,15 +101,15 @@ class DType(Struct, frozen=True, eq=False):
 
 
 _TABLE = (
-    DType("float64", 8, "float", "F64", "DoubleStorage"),
-    DType("float32", 4, "float", "F32", "FloatStorage"),
-    DType("float16", 2, "float", "F16", "HalfStorage"),
-    DType("bfloat16", 2, "float", "BF16", "BFloat16Storage"),
-    DType("float8_e4m3fn", 1, "float", "F8_E4M3"),
-    DType("float8_e5m2", 1, "float", "F8_E5M2"),
-    DType("float8_e4m3fnuz", 1, "float", "F8_E4M3FNUZ"),
-    DType("float8_e5m2fnuz", 1, "float", "F8_E5M2FNUZ"),
-    DType("float8_e8m0fnu", 1, "float", "F8_E8M0"),
+    DType("float64", 8, "float", "F64", "DoubleStorage", exponent=11),
+    DType("float32", 4, "float", "F32", "FloatStorage", exponent=8),
+    DType("float16", 2, "float", "F16", "HalfStorage", exponent=5),
+    DType("bfloat16", 2, "float", "BF16", "BFloat16Storage", exponent=8),
+    DType("float8_e4m3fn", 1, "float", "F8_E4M3", exponent=4, special="last"),
+    DType("float8_e5m2", 1, "float", "F8_E5M2", exponent=5),
+    DType("float8_e4m3fnuz", 1, "float", "F8_E4M3FNUZ", exponent=4, special="minus zero"),
+    DType("float8_e5m2fnuz", 1, "float", "F8_E5M2FNUZ", exponent=5, special="minus zero"),
+    DType("float8_e8m0fnu", 1, "float", "F8_E8M0", exponent=8, special="ones"),
     DType("float4_e2m1fn_x2", 1, "bits", "F4", packed=2),
     DType("float6_e2m3fn_x4", 3, "bits", "F6_E2M3", packed=4, is_of_torch=False),
     DType("float6_e3m2fn_x4", 3, "bits", "F6_E3M2", packed=4, is_of_torch=False),
@@ -118,6 +166,10 @@ def short_name(name: str) -> str:
 
 EXPONENTS = "float8_e8m0fnu"
 """The type of scales that are powers of two (MX formats): no sign, no zero."""
+SATURATES = "float8_e4m3fn"
+"""Out-of-range numbers and infinities become 448, its largest, by torch 2.13, 2.15; NaN by 2.4."""
+BEYOND_SATURATION = 464.0
+"""The largest number that is rounded to 448: half-way to the number that would follow."""
 
 
 def parse_dtype(text: str) -> DType:

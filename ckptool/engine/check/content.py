@@ -125,26 +125,9 @@ def _crc_problem(span: ByteSpan, pieces: list[CrcPiece]) -> Problem | None:
     return Problem(message, "crc-mismatch", file=span.file, tensor=tensor)
 
 
-_FIRST_NOT_FINITE = {
-    "float64": 0x7FF0 << 48,
-    "float32": 0x7F80 << 16,
-    "float16": 0x7C00,
-    "bfloat16": 0x7F80,
-    "float8_e5m2": 0x7C,
-    "float8_e4m3fn": 0x7F,
-    "complex128": 0x7FF0 << 48,
-    "complex64": 0x7F80 << 16,
-    "complex32": 0x7C00,
-}
-"""The lowest positive code that is infinite or NaN; those above it are too."""
-
-_ONLY_NAN = {"float8_e4m3fnuz": 0x80, "float8_e5m2fnuz": 0x80, "float8_e8m0fnu": 0xFF}
-"""Formats with a single NaN code."""
-
-
 def can_be_not_finite(dtype: DType) -> bool:
     """Return whether the element type has codes for NaN or infinity."""
-    return dtype.name in _FIRST_NOT_FINITE or dtype.name in _ONLY_NAN
+    return dtype.kind in ("float", "complex")
 
 
 def all_finite(data: memoryview, dtype: DType) -> bool:
@@ -153,9 +136,9 @@ def all_finite(data: memoryview, dtype: DType) -> bool:
         return True
     import numpy as np
 
-    first = _FIRST_NOT_FINITE.get(dtype.name)
+    first = dtype.part.first_special
     if first is None:
-        return not bool((np.frombuffer(data, "u1") == _ONLY_NAN[dtype.name]).any())
+        return not bool((np.frombuffer(data, "u1") == dtype.only_nan).any())
     codes = np.frombuffer(data, f"u{dtype.swap}")
     sign = 1 << (8 * dtype.swap - 1)
     return int(codes.view(f"i{dtype.swap}").max()) < first and int(codes.max()) < first + sign

@@ -6,15 +6,12 @@ the code for the rest of a row differ), NaNs are those of the vector code (torch
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from ckptool.core.casts import SATURATES, beyond, needs_torch
-from ckptool.core.dtype import BY_NAME, DType
+from ckptool.core.casts import beyond, needs_torch
+from ckptool.core.dtype import BEYOND_SATURATION, BY_NAME, SATURATES, DType
+from ckptool.engine.read.numbers import Array, is_finite
 from ckptool.errors import Unsupported
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 _PIECE = 1 << 16
 """Elements per step, which fit the processor's cache."""
@@ -60,40 +57,28 @@ def count_lost(values: Array, stored: DType, made: Array, wanted: DType) -> tupl
     if not limits.any():
         return 0, ""
     before, after = values.reshape(-1)[limits], made.reshape(-1)[limits]
-    lost = _is_finite(before, stored)
+    lost = is_finite(before, stored)
     if wanted.name == SATURATES:
-        lost = _is_beyond(before, stored) & (lost | _is_finite(after, wanted))
+        lost = _is_beyond(before, stored) & (lost | is_finite(after, wanted))
     if not lost.any():
         return 0, ""
-    numbers = wanted.name == SATURATES and bool(_is_finite(after[lost], wanted).any())
+    numbers = wanted.name == SATURATES and bool(is_finite(after[lost], wanted).any())
     return int(np.count_nonzero(lost)), "its largest" if numbers else beyond(wanted.name)
-
-
-_EXPONENT = {"float64": 0x7FF0 << 48, "float32": 0x7F80_0000, "float16": 0x7C00, "bfloat16": 0x7F80}
-"""The bits of the exponent, all set in infinities and NaNs only."""
-_MOST, _BEYOND_MOST = 0x7E, 464.0
-"""The bits of 448, the largest number of e4m3fn, and of the largest number rounded to it."""
-
-
-def _is_finite(bits: Array, dtype: DType) -> Array:
-    if dtype.name not in _EXPONENT:
-        single = BY_NAME["float32"]
-        bits, dtype = _cast_by_torch(np.ascontiguousarray(bits), dtype, single), single
-    mask = bits.dtype.type(_EXPONENT[dtype.name])
-    return np.asarray((bits & mask) != mask)
 
 
 def _is_limit(bits: Array, dtype: DType) -> Array:
     """Return where values are not finite, or the largest number if all beyond become that."""
-    limits = ~_is_finite(bits, dtype)
-    return limits | ((bits & 0x7F) == _MOST) if dtype.name == SATURATES else limits
+    limits = ~is_finite(bits, dtype)
+    if dtype.name == SATURATES and dtype.first_special:
+        limits |= (bits & 0x7F) == dtype.first_special - 1
+    return limits
 
 
 def _is_beyond(bits: Array, dtype: DType) -> Array:
     """Return where numbers, including infinite ones, are larger than any that is rounded to 448."""
     single = BY_NAME["float32"]
     numbers = cast(bits, dtype, single).view(np.float32)
-    return np.asarray(np.abs(numbers) > _BEYOND_MOST)
+    return np.asarray(np.abs(numbers) > BEYOND_SATURATION)
 
 
 def _round(bits: Array, stored: str, wanted: str) -> Array:

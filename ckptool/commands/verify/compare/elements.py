@@ -8,7 +8,7 @@ from ckptool.commands.options.verify import CompareOptions
 from ckptool.commands.verify.compare.difference import Difference
 from ckptool.core.box import Box
 from ckptool.core.casts import coarser
-from ckptool.core.dtype import BY_NAME, DType
+from ckptool.core.dtype import DType
 from ckptool.engine.check.pairs import PairTile, TensorPair, same_bits
 from ckptool.engine.read.gather import raw
 from ckptool.engine.read.numbers import Array, decode
@@ -91,14 +91,10 @@ def _describe(
     return Difference(count, first, (values[0], values[1]), largest)
 
 
-_PARTS = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
-
-
 def numbers_of(flat: Array, dtype: DType) -> Array:
     """Return the numbers of flat elements, one row per element: complex ones have two."""
-    part = BY_NAME[_PARTS.get(dtype.name, dtype.name)]
-    stored = flat.view("u1").view(f"u{part.itemsize}")
-    return decode(stored, part).reshape(len(flat), -1)
+    stored = flat.view("u1").view(f"u{dtype.part.itemsize}")
+    return decode(stored, dtype.part).reshape(len(flat), -1)
 
 
 def both_nan(one: Array, other: Array) -> Array:
