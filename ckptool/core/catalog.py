@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -117,27 +117,25 @@ class Container(Struct, frozen=True):
         return hash((self.file, self.offset, self.part))
 
 
-_Comfy = Literal["comfy fp8", "comfy int4", "comfy int8", "comfy mxfp8", "comfy nvfp4"]
-_Words = Literal["affine", "rows", "codes", "mxfp4", "nvfp4/", "nvfp4*", "packed", "gptq", "awq"]
-Scheme = Literal["scaled"] | _Words | _Comfy
-"""How numbers are computed from what is stored; see ``engine/read/dequantize.py``."""
+class Arithmetic(Protocol):
+    """How numbers are computed from what is stored: one of ``core/quantization/schemes``."""
+
+    def compute(self, gather: Gather, at: ScaledBlocks, box: Box, wanted: Any) -> Any:
+        """Return a box of the whole tensor in a type of torch, rounded to it once."""
 
 
 class ScaledBlocks(Struct, frozen=True):
-    """Quantized numbers with one scale per block.
+    """Quantized numbers with one scale per ``block``, its elements in each dim.
 
-    ``block`` is the number of elements of a block in each dim. ``scheme`` says what numbers are
-    computed from: these, ``others`` (a scale of all, zero points, a table), and ``settings``,
-    numbers such as bits. ``part`` are the elements that the chunk consists of.
+    ``others`` are a scale of all, zero points, a table; ``part`` what the chunk consists of.
     """
 
     values: TensorEntry
     scales: TensorEntry
     block: tuple[int, ...]
     part: StridedPart
-    scheme: Scheme = "scaled"
+    arithmetic: Arithmetic
     others: tuple[TensorEntry, ...] = ()
-    settings: tuple[float, ...] = ()
 
     @property
     def stored(self) -> tuple[TensorEntry, ...]:
@@ -154,6 +152,8 @@ class ScaledBlocks(Struct, frozen=True):
 
 
 Place = Extent | EncodedBlob | Container | ScaledBlocks
+Gather = Callable[["TensorEntry", Box], Any]
+"""Reads a box of a tensor as stored, into a numpy array."""
 
 
 def stored_places(at: Place) -> Iterator[Extent | EncodedBlob | Container]:

@@ -8,9 +8,11 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptool.core.catalog import Catalog, TensorEntry
+from ckptool.core.quantization.config import QuantizationConfig
 from ckptool.core.quantization.model import Quantized, Surroundings
 from ckptool.core.quantization.names import pairs, unknown_kind
 from ckptool.core.quantization.scale_names import Scales
+from ckptool.core.quantization.schemes import SCHEMES
 from ckptool.errors import Unsupported
 
 _OF_INPUTS = {
@@ -18,6 +20,12 @@ _OF_INPUTS = {
     "svdquant_lora_a": "is part of what is added to its outputs",
 }
 """ModelOpt's tensors of AWQ, SmoothQuant and SVDQuant, and what a module does with them."""
+_UNSUPPORTED = frozenset(["mxfp6-pack-quantized", "W4A16_AWQ", "W4A8_AWQ"])
+"""Formats of compressed-tensors (0.20) and ModelOpt (0.47) of no kind here."""
+_FORMATS = _UNSUPPORTED.union(
+    *(kind.formats.split() for scheme in SCHEMES for kind in scheme.kinds)
+)
+"""Formats whose kinds are known; others may store any."""
 
 
 class DequantizeResult(Struct, frozen=True):
@@ -63,10 +71,10 @@ def dequantize(catalog: Catalog, around: Surroundings) -> DequantizeResult:
         pair = by_values.get(name)
         try:
             if pair is not None:
-                pair.require_kind(around.config)
+                _require_kind(pair, around.config)
                 _require_alone(pair, catalog)
                 entry = pair.lay_out(pair, around)
-                result.kinds[id(entry.chunks)] = pair.kind
+                result.kinds[id(entry.chunks)] = pair.kind.name
             elif unknown := unknown_kind(catalog, entry, scales):
                 raise unknown
         except Unsupported as error:
@@ -77,6 +85,22 @@ def dequantize(catalog: Catalog, around: Surroundings) -> DequantizeResult:
     values = {name for pair in found for name in pair.objects}
     objects = {name: entry for name, entry in catalog.objects.items() if name not in values}
     return replace(result, catalog=replace(catalog, tensors=tensors, objects=objects))
+
+
+def _require_kind(pair: Quantized, config: QuantizationConfig) -> None:
+    """Raise Unsupported if the config's method, or its group's format, stores other kinds.
+
+    A method that no kind names stores none of them, such as HQQ; of AMD Quark's (0.13), integers,
+    MX formats and rotations are not supported.
+    """
+    if config.is_ignored(pair.module):
+        return
+    kind, method = pair.kind, config.method
+    if method is not None and method not in kind.methods.split():
+        raise pair.contradicts(f"quantization_config says {method}", kind.name)
+    group = config.group_of(pair.module)
+    if group.format in _FORMATS and group.format not in kind.formats.split():
+        raise pair.contradicts(f"{group} says {group.format}", kind.name)
 
 
 def _require_alone(pair: Quantized, catalog: Catalog) -> None:

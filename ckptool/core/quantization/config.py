@@ -28,48 +28,6 @@ _LONGEST = 5.0
 _MOST_SHOWN, _OFTEN = 80, 16
 _ANY = ("mixed-precision", "MIXED_PRECISION")
 """What compressed-tensors and ModelOpt call several formats in one model."""
-_FP8 = frozenset(["FP8", "FP8 in blocks"])
-_MX = frozenset(["MXFP4", "MXFP8"])
-_OF_METHOD: Mapping[str, frozenset[str]] = {
-    "auto-round": frozenset(["AWQ", "GPTQ"]),
-    "awq": frozenset(["AWQ"]),
-    "bitsandbytes": frozenset(["bitsandbytes NF4", "bitsandbytes FP4", "bitsandbytes INT8"]),
-    "compressed-tensors": _FP8 | _MX | {"packed integers", "INT8", "NVFP4"},
-    "fbgemm_fp8": frozenset(["FP8"]),
-    "fp8": _FP8 | _MX,
-    "gptq": frozenset(["GPTQ"]),
-    "modelopt": _FP8 | _MX | {"NVFP4", "INT8"},
-    "mxfp4": frozenset(["MXFP4"]),
-    "quark": frozenset(["FP8"]),
-    "torchao": frozenset(["torchao"]),
-}
-"""The kinds that each ``quant_method`` stores (transformers 5.23). Of AMD Quark's (0.13), integers,
-MX formats and rotations are not supported."""
-_OF_FORMAT: Mapping[str, frozenset[str]] = {
-    "int-quantized": frozenset(["INT8"]),
-    "float-quantized": _FP8,
-    "naive-quantized": _FP8 | {"INT8"},
-    "pack-quantized": frozenset(["packed integers"]),
-    "nvfp4-pack-quantized": frozenset(["NVFP4"]),
-    "mxfp4-pack-quantized": frozenset(["MXFP4"]),
-    "mxfp6-pack-quantized": frozenset(),
-    "mxfp8-quantized": frozenset(["MXFP8"]),
-    "FP8": _FP8,
-    "FP8_PER_CHANNEL_PER_TOKEN": _FP8,
-    "MXFP8": frozenset(["MXFP8"]),
-    "NVFP4": frozenset(["NVFP4"]),
-    "NVFP4_AWQ": frozenset(["NVFP4"]),
-    "NVFP4_SVD": frozenset(["NVFP4"]),
-    "W4A16_AWQ": frozenset(),
-    "W4A16_NVFP4": frozenset(["NVFP4"]),
-    "W4A8_AWQ": frozenset(),
-    "W4A8_MXFP4_FP8": frozenset(["MXFP4"]),
-    "W4A8_NVFP4_FP8": frozenset(["NVFP4"]),
-    "W8A16": frozenset(["INT8"]),
-    "W8A8_SQ_PER_CHANNEL": frozenset(["INT8"]),
-}
-"""The kinds that each ``format`` of compressed-tensors (0.20) and ``quant_algo`` of ModelOpt (0.47)
-stores; none if they are not supported. Others may store any."""
 _IN_BYTES = ("int-quantized", "naive-quantized")
 """Formats that store integers of fewer bits in a byte each."""
 _STRATEGIES: Mapping[str, str] = {
@@ -87,11 +45,6 @@ class Group(Struct, frozen=True):
 
     def __str__(self) -> str:
         return f"{self.name} of quantization_config" if self.name else "quantization_config"
-
-    @property
-    def kinds(self) -> frozenset[str] | None:
-        """The kinds that its format stores, None if any."""
-        return _OF_FORMAT.get(self.format or "")
 
     @property
     def bits_in_bytes(self) -> int:
@@ -156,11 +109,6 @@ class QuantizationConfig(Struct, frozen=True, dict=True):
         """The ``quant_method``, None if none is stated."""
         method = self.fields.get("quant_method")
         return None if method is None else str(method)
-
-    @property
-    def kinds(self) -> frozenset[str] | None:
-        """The kinds that its method stores, None if it is not stated; none if it is unknown."""
-        return None if self.method is None else _OF_METHOD.get(self.method, frozenset())
 
     def block_of(self, module: str) -> tuple[int, int] | None:
         """Return the block size of a module's weight, None if none is stated.

@@ -2,20 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ckptool.core.box import Box, row_major_strides
-from ckptool.core.catalog import Chunk, ScaledBlocks, Scheme, StridedPart, TensorEntry
+from ckptool.core.catalog import Arithmetic, Catalog, Chunk, ScaledBlocks, StridedPart, TensorEntry
 from ckptool.core.dtype import DType
 from ckptool.core.quantization.config import Group, QuantizationConfig
 from ckptool.core.selection import renamed_path
 from ckptool.errors import Unsupported
 
 Tensors = Mapping[str, TensorEntry]
+
+
+class Kind(Struct, frozen=True):
+    """A kind of quantized tensors, by its name on the screen, and who stores it.
+
+    ``methods`` are names of ``quant_method`` in a quantization_config (transformers 5.23),
+    ``formats`` of ``format`` (compressed-tensors 0.20) and ``quant_algo`` (ModelOpt 0.47), all
+    separated by spaces.
+    """
+
+    name: str
+    methods: str = ""
+    formats: str = ""
+
+
+class Scheme(Struct, frozen=True):
+    """A scheme, as its file defines it: what names tell it, its kinds, how it is found.
+
+    ``find`` yields the tensors that are complete, by the names that end with one of ``ends``.
+    ``marks`` are patterns of the names that tell a kind even if it is not complete, or of a variant
+    that is not supported; each contains a match of ``text``, which few other names do.
+    """
+
+    find: Callable[[Catalog, Iterable[str]], Iterator[Quantized]]
+    ends: tuple[str, ...]
+    kinds: tuple[Kind, ...] = ()
+    marks: Mapping[str, str] = field(default_factory=dict)
+    text: str | None = None
 
 
 class Surroundings(Struct, frozen=True):
@@ -37,15 +65,13 @@ class Quantized(Struct, frozen=True):
     makes the entry of its numbers, and raises Unsupported if the stored tensors do not match.
     """
 
-    kind: str
+    kind: Kind
     name: str
     values: TensorEntry
     scales: TensorEntry
     lay_out: Callable[[Quantized, Surroundings], TensorEntry]
-    scheme: Scheme = "scaled"
     others: tuple[TensorEntry, ...] = ()
     about: tuple[TensorEntry, ...] = ()
-    settings: tuple[float, ...] = ()
     values_beside: Mapping[str, Any] = field(default_factory=dict)
     objects: tuple[str, ...] = ()
 
@@ -59,8 +85,15 @@ class Quantized(Struct, frozen=True):
         """The name of the module whose weight it is."""
         return self.name.rpartition(".")[0]
 
+    @property
+    def unpacked_shape(self) -> tuple[int, ...]:
+        """The shape of its numbers if each of its bytes has two."""
+        shape = self.values.shape
+        return (*shape[:-1], 2 * shape[-1]) if shape else ()
+
     def numbers(
         self,
+        arithmetic: Arithmetic,
         dtype: DType,
         shape: tuple[int, ...],
         block: tuple[int, ...],
@@ -71,14 +104,14 @@ class Quantized(Struct, frozen=True):
         ``block`` counts in the dims of ``flat`` if that is another shape of the same elements.
         """
         part = StridedPart(flat or shape, 0, row_major_strides(shape, 1))
-        stored = (self.values, self.scales, block, part, self.scheme, self.others, self.settings)
+        at = ScaledBlocks(self.values, self.scales, block, part, arithmetic, self.others)
         return replace(
             self.values,
             name=self.name,
             path=renamed_path(self.values.path, self.name),
             dtype=dtype,
             shape=shape,
-            chunks=(Chunk(Box.whole(shape), ScaledBlocks(*stored)),),
+            chunks=(Chunk(Box.whole(shape), at),),
             placements=None,
             mesh=None,
             stored=None,
@@ -92,43 +125,35 @@ class Quantized(Struct, frozen=True):
             hint=f"use --drop '{self.values.name}' to exclude it",
         )
 
-    def contradicts(self, said: str, found: str) -> Unsupported:
+    def contradicts(self, recorded: str, found: str) -> Unsupported:
         """Return the error that a config says something else than is stored."""
-        error = self.unfit(f"{said}, the tensors {found}")
+        error = self.unfit(f"{recorded}, the tensors {found}")
         error.hint = (
             "correct config.json and name its folder with --hf-assets, or use"
             f" --drop '{self.values.name}' to exclude it"
         )
         return error
 
-    def require_said(self, said: Group, **found: int | str | bool) -> None:
-        """Raise Unsupported if ``said``, of quantization_config, differs from what is stored.
+    def require_settings(self, group: Group, **found: int | str | bool) -> None:
+        """Raise Unsupported if ``group``, of quantization_config, differs from what is stored.
 
         A missing value, 0 or -1 agrees with anything.
         """
         for key, value in found.items():
-            other = said.weights.get(key)
+            other = group.weights.get(key)
             if type(other) is type(value) and other not in (value, 0, -1):
-                raise self.contradicts(f"{said} says {key} {other}", str(value))
+                raise self.contradicts(f"{group} says {key} {other}", str(value))
 
-    def require_strategy(self, said: Group, shape: tuple[int, ...], block: tuple[int, ...]) -> None:
-        """Raise Unsupported if ``said`` has its scales for other parts of a weight of ``shape``."""
-        if not said.allows(shape, block):
+    def require_strategy(
+        self, group: Group, shape: tuple[int, ...], block: tuple[int, ...]
+    ) -> None:
+        """Raise Unsupported if ``group`` has scales for other parts of a weight of ``shape``."""
+        if not group.allows(shape, block):
             sizes = " x ".join(map(str, block[-2:]))
             raise self.contradicts(
-                f"{said} says strategy {said.weights['strategy']}",
+                f"{group} says strategy {group.weights['strategy']}",
                 f"have scales {self.scales.name} {list(self.scales.shape)}, one per {sizes}",
             )
-
-    def require_kind(self, config: QuantizationConfig) -> None:
-        """Raise Unsupported if the config's method, or its group's format, stores other kinds."""
-        if config.is_ignored(self.module):
-            return
-        if config.kinds is not None and self.kind not in config.kinds:
-            raise self.contradicts(f"quantization_config says {config.method}", self.kind)
-        group = config.group_of(self.module)
-        if group.kinds is not None and self.kind not in group.kinds:
-            raise self.contradicts(f"{group} says {group.format}", self.kind)
 
     def require_type(self, entry: TensorEntry, wanted: str) -> None:
         """Raise Unsupported if a part has a type that would be read as other numbers."""
@@ -137,3 +162,8 @@ class Quantized(Struct, frozen=True):
                 f"{self.values.name}: scales {entry.name} are {entry.dtype.name}, not {wanted}",
                 hint=f"use --drop '{self.values.name}' to exclude it",
             )
+
+
+def part_of_row(shape: tuple[int, ...], columns: int) -> tuple[int, ...]:
+    """Return a block of so many columns of one row of a tensor."""
+    return (*(1 for _ in shape[1:]), columns)

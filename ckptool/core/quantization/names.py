@@ -5,99 +5,100 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator
+from functools import cache
 
 from ckptool.core.catalog import Catalog, TensorEntry
-from ckptool.core.quantization.bitsandbytes import find_bitsandbytes, find_packed_codes
-from ckptool.core.quantization.comfy import find_comfy
-from ckptool.core.quantization.floats import find_floats
+from ckptool.core.dtype import BY_NAME
 from ckptool.core.quantization.model import Quantized
-from ckptool.core.quantization.packed import find_packed
 from ckptool.core.quantization.scale_names import Scales, is_weight
-from ckptool.core.quantization.torchao import find_torchao
+from ckptool.core.quantization.schemes import SCHEMES
+from ckptool.core.quantization.schemes.bitsandbytes import find_packed_codes
 from ckptool.errors import Unsupported
 
-_KINDS = {
-    "bitsandbytes, 4 bit": re.compile(r".*\.quant_state\.bitsandbytes__\w+"),
-    "bitsandbytes, 8 bit": re.compile(r".*\.SCB"),
-    "GPTQ": re.compile(r".*\.g_idx"),
-    "compressed-tensors, packed": re.compile(r".*\.weight_packed"),
-    "compressed-tensors, reordered": re.compile(r".*\.weight_g_idx"),
-    "NVFP4": re.compile(r".*\.weight_scale_2"),
-    "by torch (int_repr)": re.compile(r"(.*\.)?int_repr"),
-    "HQQ": re.compile(r".*\.W_q"),
-    "NF4 by torchao": re.compile(r".*\.quantized_scalers"),
-    "torchao": re.compile(r".*\.(qdata|_\w+_qdata|tensor_impl\..+)"),
-    "ComfyUI": re.compile(r".*\.comfy_quant"),
+_UNSUPPORTED = {
+    "by torch (int_repr)": r"(.*\.)?int_repr",
+    "HQQ": r".*\.W_q",
+    "NF4 by torchao": r".*\.quantized_scalers",
 }
-"""Name patterns of quantized tensors that are incomplete, or of another kind."""
-_WORDS = re.compile(r"(.*)\.qweight")
-_MARKED = re.compile(
-    "quant_state|SCB|g_idx|_packed|_scale_2|int_repr|W_q|qdata|tensor_impl|qweight|comfy_quant"
-    "|scale_weight|scaled_fp8|quantized_scalers"
+"""Names that tell a kind of no scheme here."""
+_WORDS = ".qweight"
+_TEXTS = ("int_repr|W_q|quantized_scalers", *(scheme.text for scheme in SCHEMES if scheme.text))
+_ENDS = tuple(end for scheme in SCHEMES for end in scheme.ends)
+_FEW_BITS = frozenset(
+    dtype
+    for dtype in BY_NAME.values()
+    if dtype.is_float8 or dtype.packed == 2 or (dtype.kind == "int" and dtype.itemsize < 8)
 )
-"""A text that each of these names contains somewhere, and few others do."""
-_COARSE = re.compile(r"(float8_e[45].*|float4.*|u?int[1-8])")
-_WORDY = re.compile(r"u?int(16|32)")
+"""Types of codes: the longest integers are none, some models have tables of them (DeepSeek V4)."""
 _SCALE = re.compile(r".*\.(weight|input|output|q|k|v|kv)_scale(_inv)?")
 """A scale of a weight, an activation or a KV cache (compressed-tensors, ModelOpt, AutoFP8)."""
 _DEEPEST = 3
 
 
+@cache
+def _patterns() -> tuple[re.Pattern[str], dict[str, re.Pattern[str]]]:
+    """Return the pattern of a text that names of quantized tensors contain, and those by kind.
+
+    Few other names contain that text, so few are matched with each kind's pattern.
+    """
+    marks = {kind: mark for scheme in SCHEMES for kind, mark in scheme.marks.items()}
+    by_kind = {kind: re.compile(mark) for kind, mark in (marks | _UNSUPPORTED).items()}
+    return re.compile("|".join(_TEXTS)), by_kind
+
+
 def pairs(catalog: Catalog) -> Iterator[Quantized]:
     """Yield the tensors with a supported quantization, with everything their numbers need."""
-    yield from _pairs(catalog, _marked(catalog))
+    names = [name for name in catalog.tensors if name.endswith(_ENDS)]
+    first, *rest = SCHEMES
+    by_marker = {pair.values.name: pair for pair in first.find(catalog, _ending(names, first.ends))}
+    yield from by_marker.values()
+    for scheme in rest:
+        found = scheme.find(catalog, _ending(names, scheme.ends))
+        yield from (pair for pair in found if pair.values.name not in by_marker)
 
 
-def _pairs(catalog: Catalog, marked: list[str]) -> Iterator[Quantized]:
-    by_marker = list(find_comfy(catalog, marked))
-    yield from by_marker
-    known = {pair.values.name for pair in by_marker}
-    yield from (pair for pair in find_floats(catalog.tensors) if pair.values.name not in known)
-    yield from find_packed(catalog.tensors)
-    yield from find_bitsandbytes(catalog.tensors, marked)
-    yield from find_torchao(catalog, marked)
-
-
-def _marked(catalog: Catalog) -> list[str]:
-    """Return the names whose text allows that they belong to quantized tensors: few of all."""
-    return [name for name in catalog.tensors if _MARKED.search(name)]
+def _ending(names: list[str], ends: tuple[str, ...]) -> list[str]:
+    return [name for name in names if name.endswith(ends)]
 
 
 def kinds(catalog: Catalog) -> dict[str, int]:
     """Count the quantized tensors of each kind, by names and types."""
-    marked = _marked(catalog)
-    known = list(_pairs(catalog, marked))
-    counts = Counter(pair.kind for pair in known)
-    stored = {entry.name for pair in known for entry in pair.stored}
-    counts.update(kind for name in marked if name not in stored if (kind := _kind(catalog, name)))
+    found = list(pairs(catalog))
+    counts = Counter(pair.kind.name for pair in found)
+    stored = {entry.name for pair in found for entry in pair.stored}
+    counts.update(kind for name, kind in _marked(catalog) if name not in stored)
     return dict(counts)
+
+
+def _marked(catalog: Catalog) -> Iterator[tuple[str, str]]:
+    """Yield the names that tell a kind, and it."""
+    for name in catalog.tensors:
+        if kind := _kind(catalog, name):
+            yield name, kind
 
 
 def _kind(catalog: Catalog, name: str) -> str | None:
     """Return the kind that a name alone determines; None for all others."""
-    if not _MARKED.search(name):
+    text, by_kind = _patterns()
+    if not text.search(name):
         return None
-    for kind, pattern in _KINDS.items():
+    for kind, pattern in by_kind.items():
         if pattern.fullmatch(name):
             return kind
-    packed = _WORDS.fullmatch(name)
-    is_awq = packed and f"{packed[1]}.g_idx" not in catalog.tensors
+    is_awq = name.endswith(_WORDS) and f"{name.removesuffix(_WORDS)}.g_idx" not in catalog.tensors
     return "AWQ" if is_awq else None
 
 
 def is_plain(catalog: Catalog) -> bool:
-    """Return whether nothing can be quantized: nothing has few bits, or packed words, or a mark.
+    """Return whether nothing can be quantized: nothing has few bits, or a mark.
 
-    The longest integers are no such words: some models have tables of them (DeepSeek V4). Nor is
-    there a scale, as of a KV cache beside weights in full.
+    Nor is there a scale, as of a KV cache beside weights in full.
     """
-    types = {entry.dtype.name for entry in catalog.tensors.values() if entry.shape}
-    if any(_COARSE.fullmatch(name) or _WORDY.fullmatch(name) for name in types):
+    if any(entry.dtype in _FEW_BITS for entry in catalog.tensors.values() if entry.shape):
         return False
-    names = catalog.tensors
-    return not any("_scale" in name and _SCALE.fullmatch(name) for name in names) and not any(
-        _kind(catalog, name) for name in _marked(catalog)
-    )
+    if any("_scale" in name and _SCALE.fullmatch(name) for name in catalog.tensors):
+        return False
+    return next(_marked(catalog), None) is None
 
 
 def unknown_kind(catalog: Catalog, entry: TensorEntry, scales: Scales) -> Unsupported | None:
@@ -111,7 +112,7 @@ def unknown_kind(catalog: Catalog, entry: TensorEntry, scales: Scales) -> Unsupp
     name, dtype = entry.name, entry.dtype
     kind, left_out = _kind(catalog, name), f"{name.rpartition('.')[0]}.*"
     if kind is None:
-        scale = scales.of(name) if _has_few_bits(entry) else None
+        scale = scales.of(name) if dtype in _FEW_BITS else None
         is_flat = len(entry.shape) == 1 and is_weight(name) and scale is not None
         if not is_packed(entry) and not is_flat:
             return None
@@ -126,17 +127,12 @@ def unknown_kind(catalog: Catalog, entry: TensorEntry, scales: Scales) -> Unsupp
 def is_packed(entry: TensorEntry) -> bool:
     """Return whether a tensor of at least two dims may be of packed elements, or need scales."""
     is_mask = entry.dtype.name == "uint8" and entry.name.endswith(".bias")
-    return _has_few_bits(entry) and len(entry.shape) > 1 and not is_mask
-
-
-def _has_few_bits(entry: TensorEntry) -> bool:
-    name = entry.dtype.name
-    return _COARSE.fullmatch(name) is not None or _WORDY.fullmatch(name) is not None
+    return entry.dtype in _FEW_BITS and len(entry.shape) > 1 and not is_mask
 
 
 def packed_names(catalog: Catalog) -> set[str]:
     """Return the tensors whose elements are no numbers of their type, but packed bits."""
-    return find_packed_codes(catalog.tensors, _marked(catalog))
+    return find_packed_codes(catalog)
 
 
 def quantized_names(catalog: Catalog) -> set[str]:
@@ -145,8 +141,7 @@ def quantized_names(catalog: Catalog) -> set[str]:
     Of a module that is quantized in another way than by pairs, that is all but its bias.
     """
     names = {entry.name for pair in pairs(catalog) for entry in pair.stored}
-    marked = (name for name in catalog.tensors.keys() - names if _kind(catalog, name))
-    modules = {_module(name) for name in marked} - {""}
+    modules = {_module(name) for name, _ in _marked(catalog) if name not in names} - {""}
     if not modules:
         return names
     return names | {

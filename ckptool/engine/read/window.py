@@ -9,7 +9,7 @@ import numpy as np
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import TensorEntry
-from ckptool.core.quantization.blocks import Array
+from ckptool.engine.read.numbers import Array
 from ckptool.storage.local import SPAN
 
 Read = Callable[[TensorEntry, Box], Array]

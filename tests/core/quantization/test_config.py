@@ -42,9 +42,3 @@ def test_many_patterns_for_many_modules_are_bounded_in_all(monkeypatch: pytest.M
     modules = [f"{'x' * 12}{module}" for module in range(1000)]
     with pytest.raises(Unsupported, match=r"takes too long to match .*: 0\.05 s are for all"):
         list(map(said.group_of, modules))
-
-
-@pytest.mark.parametrize("method", ["hqq", "vptq", "quanto", "another"])
-def test_an_unknown_method_stores_no_known_kind(method: str) -> None:
-    assert QuantizationConfig({"quant_method": method}).kinds == frozenset()
-    assert QuantizationConfig().kinds is None

@@ -8,7 +8,7 @@ from typing import Any
 
 from ckptool.core.quantization.model import Quantized
 
-_SAID = frozenset("format full_precision_matrix_mult orig_dtype params".split())
+_COMMON = frozenset("format full_precision_matrix_mult orig_dtype params".split())
 Marker = Mapping[str, Any]
 
 
@@ -24,8 +24,8 @@ def parse_marker(text: bytes) -> dict[str, Any]:
 def require_known(pair: Quantized, marker: Marker, *more: str) -> None:
     """Raise Unsupported if a marker has settings of an unknown meaning."""
     params = marker.get("params")
-    said = {**(params if isinstance(params, dict) else {}), **marker}
-    unknown = sorted(set(map(str, said)) - _SAID - set(more))
+    settings = {**(params if isinstance(params, dict) else {}), **marker}
+    unknown = sorted(set(map(str, settings)) - _COMMON - set(more))
     if unknown:
         raise pair.unfit(f"its marker says {unknown[0]}, which is unknown")
 

@@ -10,58 +10,35 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from ckptool.core.box import Box
-from ckptool.core.catalog import Catalog, ScaledBlocks, Scheme, TensorEntry
-from ckptool.core.quantization.blocks import Gather
-from ckptool.core.quantization.comfy.marker import Marker, parse_marker
-from ckptool.core.quantization.comfy.rows import (
-    compute_fp8,
-    compute_int4,
-    compute_int8,
-    lay_out_fp8,
-    lay_out_int4,
-    lay_out_int8,
-)
-from ckptool.core.quantization.comfy.tiled import (
-    compute_mxfp8,
-    compute_nvfp4,
-    lay_out_mxfp8,
-    lay_out_nvfp4,
-)
-from ckptool.core.quantization.model import Quantized, Surroundings, Tensors
+from ckptool.core.catalog import Catalog, TensorEntry
+from ckptool.core.quantization.model import Kind, Quantized, Scheme, Surroundings, Tensors
+from ckptool.core.quantization.schemes.comfy.marker import Marker, parse_marker
+from ckptool.core.quantization.schemes.comfy.rows import lay_out_fp8, lay_out_int4, lay_out_int8
+from ckptool.core.quantization.schemes.comfy.tiled import lay_out_mxfp8, lay_out_nvfp4
 
 HEADER = "_quantization_metadata"
 """The key of a header's metadata for the formats of all weights."""
 MARKER, LEGACY_SCALE, LEGACY_MARKER = ".comfy_quant", ".scale_weight", "scaled_fp8"
-_KIND = "ComfyUI"
+_KIND = Kind("ComfyUI")
 _SCALE, _SCALE_OF_ALL = ".weight_scale", ".weight_scale_2"
 _INPUT_SCALES = (".input_scale", ".scale_input")
-_FP8 = ("float8_e4m3fn", "float8_e5m2")
 _LAYOUTS: Mapping[Any, Callable[[Quantized, Marker, Surroundings], TensorEntry]] = {
-    **dict.fromkeys(_FP8, lay_out_fp8),
+    **dict.fromkeys(("float8_e4m3fn", "float8_e5m2"), lay_out_fp8),
     "convrot_w4a4": lay_out_int4,
     "int8_tensorwise": lay_out_int8,
     "mxfp8": lay_out_mxfp8,
     "nvfp4": lay_out_nvfp4,
 }
 """The supported formats of ComfyUI's ``QUANT_ALGOS``: not asym_w4a8_int8 and awq_w4a16."""
-SCHEMES: Mapping[Scheme, Callable[[Gather, ScaledBlocks, Box, Any], Any]] = {
-    "comfy fp8": compute_fp8,
-    "comfy int4": compute_int4,
-    "comfy int8": compute_int8,
-    "comfy mxfp8": compute_mxfp8,
-    "comfy nvfp4": compute_nvfp4,
-}
-"""The functions that compute a box of numbers in a type of torch."""
 
 
-def find_comfy(catalog: Catalog, names: list[str]) -> Iterator[Quantized]:
-    """Yield the weights with a marker, all of them among some ``names`` or in a header.
+def find(catalog: Catalog, names: Iterable[str]) -> Iterator[Quantized]:
+    """Yield the weights with a marker, which is among ``names`` or in a header.
 
     Whatever their format: only the marker's bytes say what it is. Where some weights have a marker,
     so do all that have scales: without one, they are yielded to be refused.
     """
-    tensors = catalog.tensors
+    tensors, names = catalog.tensors, list(names)
     markers = {n.removesuffix(MARKER): tensors[n] for n in names if n.endswith(MARKER)}
     headers = [texts[HEADER] for texts in catalog.metadata.values() if HEADER in texts]
     layers = _layers(catalog, headers)
@@ -78,16 +55,16 @@ def find_comfy(catalog: Catalog, names: list[str]) -> Iterator[Quantized]:
 
 
 def _pair(
-    tensors: Tensors, module: str, said: object, about: list[TensorEntry]
+    tensors: Tensors, module: str, recorded: object, about: list[TensorEntry]
 ) -> Iterator[Quantized]:
-    """Yield the quantized weight of a module, if it has one; ``said`` is its header's marker."""
+    """Yield a module's quantized weight, if it has one; ``recorded`` is its header's marker."""
     values = tensors.get(f"{module}.weight")
     scales, of_all = (tensors.get(f"{module}{end}") for end in (_SCALE, _SCALE_OF_ALL))
     old, bias = tensors.get(f"{module}{LEGACY_SCALE}"), tensors.get(f"{module}.bias")
     if values is None or values.dtype.itemsize > 1:
         return
     if scales is None and old is not None:
-        scales, said = old, {"format": values.dtype.name}
+        scales, recorded = old, {"format": values.dtype.name}
     inputs = (tensors.get(f"{module}{end}") for end in _INPUT_SCALES)
     yield Quantized(
         _KIND,
@@ -97,7 +74,7 @@ def _pair(
         _lay_out,
         others=() if of_all is None else (of_all,),
         about=(*about, *(entry for entry in inputs if entry is not None)),
-        values_beside={"marker": said, "rows": bias.shape[:1] if bias is not None else ()},
+        values_beside={"marker": recorded, "rows": bias.shape[:1] if bias is not None else ()},
     )
 
 
@@ -146,3 +123,12 @@ def _lay_out(pair: Quantized, around: Surroundings) -> TensorEntry:
     if pair.values_beside["rows"] not in ((), pair.values.shape[:1]):
         raise pair.unfit("its bias has fewer rows: the others only fill a tile")
     return _LAYOUTS[form](pair, marker, around)
+
+
+SCHEME = Scheme(
+    find,
+    (MARKER, LEGACY_SCALE, LEGACY_MARKER),
+    (_KIND,),
+    {"ComfyUI": r".*\.comfy_quant"},
+    "comfy_quant",
+)

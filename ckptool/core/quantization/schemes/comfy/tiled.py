@@ -8,14 +8,20 @@ from __future__ import annotations
 
 from typing import Any
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptool.core.box import Box
-from ckptool.core.catalog import ScaledBlocks, TensorEntry
+from ckptool.core.catalog import Arithmetic, Gather, ScaledBlocks, TensorEntry
 from ckptool.core.dtype import BY_NAME
-from ckptool.core.quantization.blocks import Gather, read_floats, view_typed
-from ckptool.core.quantization.comfy.marker import Marker, computed_type, require_known, setting
+from ckptool.core.quantization.blocks import FP4, read_codes, read_floats, view_typed
 from ckptool.core.quantization.model import Quantized, Surroundings
+from ckptool.core.quantization.schemes.comfy.marker import (
+    Marker,
+    computed_type,
+    require_known,
+    setting,
+)
 
 _ROW_TILE, _COLUMN_TILE, _TILE_PART = 128, 4, 32
 """cuBLAS's tiles of block scales: 128 rows of 4 scales, the rows 32 apart beside each other."""
@@ -26,9 +32,8 @@ def lay_out_mxfp8(pair: Quantized, marker: Marker, around: Surroundings) -> Tens
     """Lay out floats of eight bits with an exponent per 32 of a row."""
     require_known(pair, marker, "group_size")
     pair.require_type(pair.values, "float8_e4m3fn")
-    exponents = replace(pair.scales, dtype=BY_NAME["uint8"])
-    pair = replace(pair, scheme="comfy mxfp8", scales=exponents)
-    return _tiled(pair, marker, around, pair.values.shape, _MX_GROUP)
+    pair = replace(pair, scales=replace(pair.scales, dtype=BY_NAME["uint8"]))
+    return _tiled(pair, marker, around, _Eights(), _MX_GROUP)
 
 
 def lay_out_nvfp4(pair: Quantized, marker: Marker, around: Surroundings) -> TensorEntry:
@@ -38,48 +43,49 @@ def lay_out_nvfp4(pair: Quantized, marker: Marker, around: Surroundings) -> Tens
     if len(pair.others) != 1 or pair.others[0].elements != 1:
         raise pair.unfit(f"it has no {pair.name}_scale_2 of one element")
     pair.require_type(pair.others[0], "float")
-    halves = pair.values.shape
-    shape = (*halves[:-1], 2 * halves[-1]) if halves else ()
-    scales = replace(pair.scales, dtype=BY_NAME["float8_e4m3fn"])
-    pair = replace(pair, scheme="comfy nvfp4", scales=scales)
-    return _tiled(pair, marker, around, shape, _NV_GROUP)
+    pair = replace(pair, scales=replace(pair.scales, dtype=BY_NAME["float8_e4m3fn"]))
+    return _tiled(pair, marker, around, _Fours(), _NV_GROUP)
 
 
 def _tiled(
-    pair: Quantized, marker: Marker, around: Surroundings, shape: tuple[int, ...], group: int
+    pair: Quantized, marker: Marker, around: Surroundings, arithmetic: Arithmetic, group: int
 ) -> TensorEntry:
     """Lay out a matrix with scales of groups of a row, in tiles."""
+    shape = pair.unpacked_shape if group == _NV_GROUP else pair.values.shape
     size, grid = setting(marker, "group_size", group), pair.scales.shape
     if len(shape) != 2 or shape[1] % group or size != group:
         raise pair.unfit(f"its groups of {size} columns do not fit it")
     tiles = (-(-shape[0] // _ROW_TILE), -(-(shape[1] // group) // _COLUMN_TILE))
     if pair.scales.dtype.itemsize != 1 or grid != (tiles[0] * _ROW_TILE, tiles[1] * _COLUMN_TILE):
         raise pair.unfit()
-    return pair.numbers(around.dtype, shape, (1, group))
+    return pair.numbers(arithmetic, around.dtype, shape, (1, group))
 
 
-def compute_mxfp8(gather: Gather, at: ScaledBlocks, box: Box, wanted: Any) -> Any:
-    """Multiply floats by powers of two, in 32 bits: an exponent of 0 is zero, of 255 infinity."""
-    import torch
+class _Eights(Struct, frozen=True):
+    """Floats times powers of two, in 32 bits: an exponent of 0 is zero, of 255 infinity."""
 
-    bits = _untiled(gather, at, box).to(torch.int32) << 23
-    return (read_floats(gather, at.values, box) * bits.view(torch.float32)).to(wanted)
+    def compute(self, gather: Gather, at: ScaledBlocks, box: Box, wanted: Any) -> Any:
+        """Compute a box."""
+        import torch
+
+        bits = _untiled(gather, at, box).to(torch.int32) << 23
+        return (read_floats(gather, at.values, box) * bits.view(torch.float32)).to(wanted)
 
 
-def compute_nvfp4(gather: Gather, at: ScaledBlocks, box: Box, wanted: Any) -> Any:
-    """Multiply floats of four bits by the product of two scales, all in the requested type."""
-    import torch
+class _Fours(Struct, frozen=True):
+    """Floats of four bits times the product of two scales, all in the requested type."""
 
-    kind = computed_type(wanted)
-    lo, hi = box.lo[1] // 2, -(-box.hi[1] // 2)
-    pairs = view_typed(gather(at.values, Box((box.lo[0], lo), (box.hi[0], hi))), at.values.dtype)
-    table = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=kind)
-    codes = torch.stack((pairs >> 4, pairs & 0x0F), -1).flatten(-2).to(torch.long)
-    first = box.lo[1] - 2 * lo
-    numbers = torch.cat((table, -table))[codes[:, first : first + box.shape[1]]]
-    of_all = read_floats(gather, at.others[0], Box.whole(at.others[0].shape)).reshape(())
-    scales = of_all.to(kind) * _untiled(gather, at, box).to(torch.float32).to(kind)
-    return (numbers * scales).to(wanted)
+    def compute(self, gather: Gather, at: ScaledBlocks, box: Box, wanted: Any) -> Any:
+        """Compute a box."""
+        import torch
+
+        kind = computed_type(wanted)
+        table = torch.tensor(FP4, dtype=kind)
+        codes = read_codes(gather, at.values, box, upper_first=True)
+        numbers = torch.cat((table, -table))[codes]
+        of_all = read_floats(gather, at.others[0]).reshape(())
+        scales = of_all.to(kind) * _untiled(gather, at, box).to(torch.float32).to(kind)
+        return (numbers * scales).to(wanted)
 
 
 def _untiled(gather: Gather, at: ScaledBlocks, box: Box) -> Any:

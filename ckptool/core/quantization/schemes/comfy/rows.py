@@ -8,13 +8,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from msgspec.structs import replace
+from msgspec import Struct
 
 from ckptool.core.box import Box
-from ckptool.core.catalog import ScaledBlocks, TensorEntry
-from ckptool.core.quantization.blocks import Gather, read_floats, view_typed
-from ckptool.core.quantization.comfy.marker import Marker, computed_type, require_known, setting
+from ckptool.core.catalog import Arithmetic, Gather, ScaledBlocks, TensorEntry
+from ckptool.core.quantization.blocks import read_codes, read_floats
 from ckptool.core.quantization.model import Quantized, Surroundings
+from ckptool.core.quantization.schemes.comfy.marker import (
+    Marker,
+    computed_type,
+    require_known,
+    setting,
+)
 
 _INT4_GROUP = 64
 _ROTATED = 256
@@ -28,17 +33,17 @@ def lay_out_fp8(pair: Quantized, marker: Marker, around: Surroundings) -> Tensor
     """Lay out floats of eight bits with one scale for all or for each row."""
     require_known(pair, marker)
     pair.require_type(pair.values, marker["format"])
-    return _scaled(replace(pair, scheme="comfy fp8"), around)
+    return _scaled(pair, _Floats(), around)
 
 
-def _scaled(pair: Quantized, around: Surroundings, *settings: int) -> TensorEntry:
+def _scaled(pair: Quantized, arithmetic: Arithmetic, around: Surroundings) -> TensorEntry:
     """Lay out numbers of a byte each with one scale for all, or a column of scales of rows."""
     pair.require_type(pair.scales, "float")
     shape, grid = pair.values.shape, pair.scales.shape
     is_one = pair.scales.elements == 1 and len(grid) <= max(len(shape), 1)
     if pair.others or not (is_one or (len(shape) == 2 and grid == (shape[0], 1))):
         raise pair.unfit()
-    return replace(pair, settings=settings).numbers(around.dtype, shape, _whole(shape))
+    return pair.numbers(arithmetic, around.dtype, shape, _whole(shape))
 
 
 def _whole(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -53,8 +58,8 @@ def lay_out_int8(pair: Quantized, marker: Marker, around: Surroundings) -> Tenso
     is_rotated = setting(marker, "convrot", False)
     if type(is_rotated) is not bool:
         raise pair.unfit(f"its marker says convrot {is_rotated!r}")
-    settings = (_rotated_columns(pair, marker, pair.values.shape[-1:]),) if is_rotated else ()
-    return _scaled(replace(pair, scheme="comfy int8"), around, *settings)
+    columns = _rotated_columns(pair, marker, pair.values.shape[-1:]) if is_rotated else 1
+    return _scaled(pair, _Integers(columns), around)
 
 
 def lay_out_int4(pair: Quantized, marker: Marker, around: Surroundings) -> TensorEntry:
@@ -62,15 +67,13 @@ def lay_out_int4(pair: Quantized, marker: Marker, around: Surroundings) -> Tenso
     require_known(pair, marker, *_ROTATION, "linear_dtype", "quant_group_size")
     pair.require_type(pair.values, "int8")
     pair.require_type(pair.scales, "float")
-    halves, size = pair.values.shape, setting(marker, "quant_group_size", _INT4_GROUP)
-    shape = (*halves[:-1], 2 * halves[-1]) if halves else ()
+    shape, size = pair.unpacked_shape, setting(marker, "quant_group_size", _INT4_GROUP)
     if len(shape) != 2 or pair.scales.shape not in ((shape[0],), (shape[0], 1)) or pair.others:
         raise pair.unfit()
     if size != _INT4_GROUP or shape[1] % _INT4_GROUP:
         raise pair.unfit(f"its groups are of {size} columns, only {_INT4_GROUP} are supported")
-    settings = (_rotated_columns(pair, marker, shape[-1:]),)
-    pair = replace(pair, scheme="comfy int4", settings=settings)
-    return pair.numbers(around.dtype, shape, _whole(shape))
+    arithmetic = _Integers(_rotated_columns(pair, marker, shape[-1:]), bits=4)
+    return pair.numbers(arithmetic, around.dtype, shape, _whole(shape))
 
 
 def _rotated_columns(pair: Quantized, marker: Marker, columns: tuple[int, ...]) -> int:
@@ -82,69 +85,69 @@ def _rotated_columns(pair: Quantized, marker: Marker, columns: tuple[int, ...]) 
     return int(size)
 
 
-def compute_fp8(gather: Gather, at: ScaledBlocks, box: Box, wanted: Any) -> Any:
-    """Multiply floats by their scale, both in the requested type."""
-    kind = computed_type(wanted)
-    numbers = read_floats(gather, at.values, box).to(kind)
-    return (numbers * _scales_of_rows(gather, at, box).to(kind)).to(wanted)
+class _Floats(Struct, frozen=True):
+    """Floats times their scale, both in the requested type."""
+
+    def compute(self, gather: Gather, at: ScaledBlocks, box: Box, wanted: Any) -> Any:
+        """Compute a box."""
+        kind = computed_type(wanted)
+        numbers = read_floats(gather, at.values, box).to(kind)
+        return (numbers * _scales_of_rows(gather, at, box).to(kind)).to(wanted)
 
 
 def _scales_of_rows(gather: Gather, at: ScaledBlocks, box: Box) -> Any:
     """Return the scale of all, or a column of the rows' scales, in 32 bits."""
     shape = at.scales.shape
     if at.scales.elements == 1:
-        return read_floats(gather, at.scales, Box.whole(shape)).reshape(())
+        return read_floats(gather, at.scales).reshape(())
     rows = Box((box.lo[0], *(0 for _ in shape[1:])), (box.hi[0], *shape[1:]))
     return read_floats(gather, at.scales, rows).reshape(-1, 1)
 
 
-def compute_int8(gather: Gather, at: ScaledBlocks, box: Box, wanted: Any) -> Any:
-    """Multiply integers by their scale, and rotate them back."""
-    if not at.settings:
-        numbers = read_floats(gather, at.values, box)
-        return (numbers * _scales_of_rows(gather, at, box)).to(wanted)
-    wide = _whole_groups(box, int(at.settings[0]))
-    numbers = read_floats(gather, at.values, wide) * _scales_of_rows(gather, at, box)
-    return _rotated_back(numbers, int(at.settings[0]), box, wide).to(wanted)
+class _Integers(Struct, frozen=True):
+    """Integers of so many ``bits`` times their scale, and ``columns`` of them rotated back, if > 1.
 
-
-def compute_int4(gather: Gather, at: ScaledBlocks, box: Box, wanted: Any) -> Any:
-    """Multiply integers of four bits by their row's scale, and rotate them back.
-
-    The first of two is in the lower half of a byte; the upper bit of each is its sign.
+    The first of two of four bits is in the lower half of a byte; the upper bit of each is its sign.
     """
-    import torch
 
-    wide = _whole_groups(box, int(at.settings[0]))
-    halves = Box((wide.lo[0], wide.lo[1] // 2), (wide.hi[0], wide.hi[1] // 2))
-    pairs = view_typed(gather(at.values, halves), at.values.dtype).to(torch.int32)
-    both = torch.stack((pairs & 0x0F, (pairs >> 4) & 0x0F), -1).flatten(-2)
-    numbers = torch.where(both >= 8, both - 16, both).to(torch.float32)
-    numbers = numbers * _scales_of_rows(gather, at, box)
-    return _rotated_back(numbers, int(at.settings[0]), box, wide).to(wanted)
+    columns: int
+    bits: int = 8
+
+    def compute(self, gather: Gather, at: ScaledBlocks, box: Box, wanted: Any) -> Any:
+        """Compute a box."""
+        wide = box if self.columns == 1 else _whole_groups(box, self.columns)
+        numbers = self._read(gather, at.values, wide) * _scales_of_rows(gather, at, box)
+        return (numbers if wide is box else self._rotated_back(numbers, box, wide)).to(wanted)
+
+    def _read(self, gather: Gather, values: TensorEntry, box: Box) -> Any:
+        import torch
+
+        if self.bits == 8:
+            return read_floats(gather, values, box)
+        codes = read_codes(gather, values, box)
+        return torch.where(codes >= 8, codes - 16, codes).to(torch.float32)
+
+    def _rotated_back(self, numbers: Any, box: Box, wide: Box) -> Any:
+        """Return a box of a matrix whose groups of columns are multiplied by a Hadamard matrix.
+
+        It is symmetric, and its elements are powers of two: only sums are rounded. They are added
+        in the order of the columns, as comfy-kitchen's ``matmul`` adds those of two rows and more.
+        """
+        import torch
+
+        signs = torch.tensor(_SIGNS, dtype=torch.float32)
+        matrix = signs
+        while len(matrix) < self.columns:
+            matrix = torch.kron(matrix, signs)
+        groups = (numbers / self.columns**0.5).reshape(-1, self.columns)
+        total = torch.zeros_like(groups)
+        for column in range(self.columns):
+            total.addcmul_(groups[:, column : column + 1], matrix[column])
+        rows = total.reshape(numbers.shape)
+        return rows[:, box.lo[1] - wide.lo[1] : box.hi[1] - wide.lo[1]]
 
 
 def _whole_groups(box: Box, size: int) -> Box:
     """Return a box widened to whole groups of columns."""
     lo, hi = box.lo[1] // size * size, -(-box.hi[1] // size) * size
     return Box((box.lo[0], lo), (box.hi[0], hi))
-
-
-def _rotated_back(numbers: Any, size: int, box: Box, wide: Box) -> Any:
-    """Return a box of a matrix whose groups of columns are multiplied by a Hadamard matrix.
-
-    It is symmetric, and its elements are powers of two: only sums are rounded. They are added in
-    the order of the columns, as comfy-kitchen's ``matmul`` adds those of two rows and more.
-    """
-    import torch
-
-    signs = torch.tensor(_SIGNS, dtype=torch.float32)
-    matrix = signs
-    while len(matrix) < size:
-        matrix = torch.kron(matrix, signs)
-    groups = (numbers / size**0.5).reshape(-1, size)
-    total = torch.zeros_like(groups)
-    for column in range(size):
-        total.addcmul_(groups[:, column : column + 1], matrix[column])
-    rows = total.reshape(numbers.shape)
-    return rows[:, box.lo[1] - wide.lo[1] : box.hi[1] - wide.lo[1]]

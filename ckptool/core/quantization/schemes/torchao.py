@@ -15,9 +15,11 @@ from typing import Any
 from msgspec.structs import replace
 
 from ckptool.core.catalog import Catalog, TensorEntry
-from ckptool.core.quantization.model import Quantized, Surroundings
+from ckptool.core.quantization.model import Kind, Quantized, Scheme, Surroundings
+from ckptool.core.quantization.schemes.scaled import Scaled
 from ckptool.core.views import insert_dim
 
+_KIND = Kind("torchao", "torchao")
 _FLAT = re.compile(r"(.*)\._(\w+)_qdata")
 _INNER = ".original_weight_tensor"
 _VALUES = {
@@ -31,10 +33,10 @@ _INTEGER_ZEROS, _NO_ZEROS = 1, 3
 """``ZeroPointDomain.INT`` and ``NONE``: a floating-point zero point is added, not subtracted."""
 
 
-def find_torchao(catalog: Catalog, names: Iterable[str]) -> Iterator[Quantized]:
+def find(catalog: Catalog, names: Iterable[str]) -> Iterator[Quantized]:
     """Yield tensors with scales, and a block size among their plain values.
 
-    The tensors have one of some ``names``. In safetensors ``X.weight`` is ``X._weight_qdata``,
+    In safetensors ``X.weight`` is ``X._weight_qdata``,
     ``X._weight_scale`` and so on.
     """
     for name in names:
@@ -62,12 +64,11 @@ def _of_parts(
     objects = {n: o.value for n, o in catalog.objects.items() if n.startswith(whole)}
     inside = {n.removeprefix(whole).removeprefix(f"{_INNER[1:]}."): v for n, v in objects.items()}
     yield Quantized(
-        "torchao",
+        _KIND,
         name,
         values,
         scales,
         _lay_out,
-        "scaled" if zeros is None else "affine",
         others,
         about=tuple(e for n, e in tensors.items() if n.startswith(whole) and n not in known),
         values_beside=inside,
@@ -89,8 +90,8 @@ def _lay_out(pair: Quantized, around: Surroundings) -> TensorEntry:
     domain = getattr(beside.get("zero_point_domain"), "args", (_INTEGER_ZEROS,))
     if domain not in ((_INTEGER_ZEROS,), (_NO_ZEROS,)):
         raise pair.unfit("floating-point zero points are not supported")
-    types = ("int8", "float8_e4", "float8_e5", *(["uint8"] if beside else []))
-    if not pair.values.dtype.name.startswith(types):
+    integers = ("int8", "uint8") if beside else ("int8",)
+    if not (pair.values.dtype.is_float8 or pair.values.dtype.name in integers):
         raise pair.unfit(f"torchao's {pair.values.dtype} is not supported, only int8 and float8")
     block = _block(beside.get("block_size")) if beside else _even(shape, pair.scales.shape)
     if len(block) != len(shape) or any(
@@ -104,7 +105,7 @@ def _lay_out(pair: Quantized, around: Surroundings) -> TensorEntry:
         raise pair.unfit("non-integer zero points are not supported")
     scales = _as_grid(pair, pair.scales, grid)
     others = tuple(_as_grid(pair, entry, grid) for entry in pair.others)
-    return replace(pair, scales=scales, others=others).numbers(around.dtype, shape, block)
+    return replace(pair, scales=scales, others=others).numbers(Scaled(), around.dtype, shape, block)
 
 
 def _block(value: Any) -> tuple[int, ...]:
@@ -130,3 +131,12 @@ def _as_grid(pair: Quantized, entry: TensorEntry, grid: tuple[int, ...]) -> Tens
         if size == 1:
             entry = insert_dim(entry, dim)
     return entry
+
+
+SCHEME = Scheme(
+    find,
+    (*_VALUES, "_qdata"),
+    (_KIND,),
+    {"torchao": r".*\.(qdata|_\w+_qdata|tensor_impl\..+)"},
+    "qdata|tensor_impl",
+)
