@@ -117,24 +117,18 @@ class Container(Struct, frozen=True):
         return hash((self.file, self.offset, self.part))
 
 
-class Arithmetic(Protocol):
-    """How numbers are computed from what is stored: one of ``core/quantization/schemes``."""
-
-    def compute(self, gather: Gather, at: ScaledBlocks, box: Box, wanted: Any) -> Any:
-        """Return a box of the whole tensor in a type of torch, rounded to it once."""
-
-
 class ScaledBlocks(Struct, frozen=True):
     """Quantized numbers with one scale per ``block``, its elements in each dim.
 
-    ``others`` are a scale of all, zero points, a table; ``part`` what the chunk consists of.
+    ``others`` are a scale of all, zero points, a table; ``part`` what the chunk consists of, and
+    ``compute`` the arithmetic of its scheme (``core/quantization/schemes``).
     """
 
     values: TensorEntry
     scales: TensorEntry
     block: tuple[int, ...]
     part: StridedPart
-    arithmetic: Arithmetic
+    compute: Compute
     others: tuple[TensorEntry, ...] = ()
 
     @property
@@ -154,6 +148,8 @@ class ScaledBlocks(Struct, frozen=True):
 Place = Extent | EncodedBlob | Container | ScaledBlocks
 Gather = Callable[["TensorEntry", Box], Any]
 """Reads a box of a tensor as stored, into a numpy array."""
+Compute = Callable[[Gather, ScaledBlocks, Box, Any], Any]
+"""Computes a box of a whole tensor in a type of torch, rounded to it once."""
 
 
 def stored_places(at: Place) -> Iterator[Extent | EncodedBlob | Container]:

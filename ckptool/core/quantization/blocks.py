@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ckptool.core.box import Box
-from ckptool.core.catalog import Gather, ScaledBlocks, TensorEntry
+from ckptool.core.catalog import Gather, TensorEntry
 from ckptool.core.dtype import BY_NAME, DType
 
 if TYPE_CHECKING:
@@ -43,20 +43,20 @@ def blocks_of(box: Box, block: tuple[int, ...]) -> Box:
     )
 
 
-def spread(of_blocks: Any, at: ScaledBlocks, box: Box) -> Any:
+def spread(of_blocks: Any, block: tuple[int, ...], box: Box) -> Any:
     """Return for each element of a box the value of its block."""
     import torch
 
-    grid = blocks_of(box, at.block)
-    for dim, size in enumerate(at.block):
+    grid = blocks_of(box, block)
+    for dim, size in enumerate(block):
         which = torch.arange(box.lo[dim], box.hi[dim]) // size - grid.lo[dim]
         of_blocks = of_blocks.index_select(dim, which)
     return of_blocks
 
 
-def spread_scales(gather: Gather, at: ScaledBlocks, box: Box) -> Any:
-    """Return the scale of each element, in 32 bits."""
-    return spread(read_floats(gather, at.scales, blocks_of(box, at.block)), at, box)
+def read_spread(gather: Gather, entry: TensorEntry, block: tuple[int, ...], box: Box) -> Any:
+    """Read what a tensor has for the block of each element of a box, as floats of 32 bits."""
+    return spread(read_floats(gather, entry, blocks_of(box, block)), block, box)
 
 
 def read_codes(gather: Gather, entry: TensorEntry, box: Box, *, upper_first: bool = False) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -9,7 +10,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ckptool.core.box import Box, row_major_strides
-from ckptool.core.catalog import Arithmetic, Catalog, Chunk, ScaledBlocks, StridedPart, TensorEntry
+from ckptool.core.catalog import Catalog, Chunk, Compute, ScaledBlocks, StridedPart, TensorEntry
 from ckptool.core.dtype import DType
 from ckptool.core.quantization.config import Group, QuantizationConfig
 from ckptool.core.selection import renamed_path
@@ -35,15 +36,14 @@ class Scheme(Struct, frozen=True):
     """A scheme, as its file defines it: what names tell it, its kinds, how it is found.
 
     ``find`` yields the tensors that are complete, by the names that end with one of ``ends``.
-    ``marks`` are patterns of the names that tell a kind even if it is not complete, or of a variant
-    that is not supported; each contains a match of ``text``, which few other names do.
+    ``marks`` are patterns of the ends of names, after a dot, that tell a kind even if it is not
+    complete, or of a variant that is not supported.
     """
 
     find: Callable[[Catalog, Iterable[str]], Iterator[Quantized]]
     ends: tuple[str, ...]
     kinds: tuple[Kind, ...] = ()
     marks: Mapping[str, str] = field(default_factory=dict)
-    text: str | None = None
 
 
 class Surroundings(Struct, frozen=True):
@@ -93,7 +93,7 @@ class Quantized(Struct, frozen=True):
 
     def numbers(
         self,
-        arithmetic: Arithmetic,
+        compute: Compute,
         dtype: DType,
         shape: tuple[int, ...],
         block: tuple[int, ...],
@@ -104,7 +104,7 @@ class Quantized(Struct, frozen=True):
         ``block`` counts in the dims of ``flat`` if that is another shape of the same elements.
         """
         part = StridedPart(flat or shape, 0, row_major_strides(shape, 1))
-        at = ScaledBlocks(self.values, self.scales, block, part, arithmetic, self.others)
+        at = ScaledBlocks(self.values, self.scales, block, part, compute, self.others)
         return replace(
             self.values,
             name=self.name,
@@ -162,6 +162,15 @@ class Quantized(Struct, frozen=True):
                 f"{self.values.name}: scales {entry.name} are {entry.dtype.name}, not {wanted}",
                 hint=f"use --drop '{self.values.name}' to exclude it",
             )
+
+
+def parse_object(text: bytes) -> dict[str, Any]:
+    """Read a JSON object; {} where it is none."""
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def part_of_row(shape: tuple[int, ...], columns: int) -> tuple[int, ...]:

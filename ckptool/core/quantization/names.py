@@ -15,14 +15,10 @@ from ckptool.core.quantization.schemes import SCHEMES
 from ckptool.core.quantization.schemes.bitsandbytes import find_packed_codes
 from ckptool.errors import Unsupported
 
-_UNSUPPORTED = {
-    "by torch (int_repr)": r"(.*\.)?int_repr",
-    "HQQ": r".*\.W_q",
-    "NF4 by torchao": r".*\.quantized_scalers",
-}
-"""Names that tell a kind of no scheme here."""
+_BY_TORCH = "by torch (int_repr)"
+_UNSUPPORTED = {"HQQ": "W_q", "NF4 by torchao": "quantized_scalers", _BY_TORCH: "int_repr"}
+"""Ends of names that tell a kind of no scheme here."""
 _WORDS = ".qweight"
-_TEXTS = ("int_repr|W_q|quantized_scalers", *(scheme.text for scheme in SCHEMES if scheme.text))
 _ENDS = tuple(end for scheme in SCHEMES for end in scheme.ends)
 _FEW_BITS = frozenset(
     dtype
@@ -36,14 +32,12 @@ _DEEPEST = 3
 
 
 @cache
-def _patterns() -> tuple[re.Pattern[str], dict[str, re.Pattern[str]]]:
-    """Return the pattern of a text that names of quantized tensors contain, and those by kind.
-
-    Few other names contain that text, so few are matched with each kind's pattern.
-    """
+def _marks() -> tuple[re.Pattern[str], list[str]]:
+    """Return a pattern of the names that tell a kind, and the kind of each of its groups."""
     marks = {kind: mark for scheme in SCHEMES for kind, mark in scheme.marks.items()}
-    by_kind = {kind: re.compile(mark) for kind, mark in (marks | _UNSUPPORTED).items()}
-    return re.compile("|".join(_TEXTS)), by_kind
+    marks |= _UNSUPPORTED
+    ends = "|".join(f"({mark})" for mark in marks.values())
+    return re.compile(rf".*\.(?:{ends})|int_repr"), [*marks]
 
 
 def pairs(catalog: Catalog) -> Iterator[Quantized]:
@@ -79,12 +73,9 @@ def _marked(catalog: Catalog) -> Iterator[tuple[str, str]]:
 
 def _kind(catalog: Catalog, name: str) -> str | None:
     """Return the kind that a name alone determines; None for all others."""
-    text, by_kind = _patterns()
-    if not text.search(name):
-        return None
-    for kind, pattern in by_kind.items():
-        if pattern.fullmatch(name):
-            return kind
+    pattern, names = _marks()
+    if match := pattern.fullmatch(name):
+        return names[match.lastindex - 1] if match.lastindex else _BY_TORCH
     is_awq = name.endswith(_WORDS) and f"{name.removesuffix(_WORDS)}.g_idx" not in catalog.tensors
     return "AWQ" if is_awq else None
 

@@ -25,7 +25,7 @@ def fill_scaled(gather: Gather, at: ScaledBlocks, out: Array, box: Box, dtype: D
         return
     wanted = getattr(torch, dtype.name)
     region, first, strides = least_box(at.part, box) or run_of_rows(at.part, box)
-    numbers = at.arithmetic.compute(gather, at, region, wanted).contiguous()
+    numbers = at.compute(gather, at, region, wanted).contiguous()
     numbers = numbers.as_strided(box.shape, strides, numbers.storage_offset() + first)
     flat = numbers.contiguous().reshape(-1).view(torch.uint8).numpy()
     out[...] = flat.view(out.dtype).reshape(out.shape)

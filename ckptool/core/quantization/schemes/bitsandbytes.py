@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
-
-from msgspec import Struct
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, Gather, ScaledBlocks, TensorEntry
@@ -19,7 +17,7 @@ from ckptool.core.quantization.blocks import (
     spread,
     view_typed,
 )
-from ckptool.core.quantization.model import Kind, Quantized, Scheme, Surroundings
+from ckptool.core.quantization.model import Kind, Quantized, Scheme, Surroundings, parse_object
 
 _KINDS = {name: Kind(f"bitsandbytes {name.upper()}", "bitsandbytes") for name in ("nf4", "fp4")}
 _INT8 = Kind("bitsandbytes INT8", "bitsandbytes")
@@ -71,7 +69,7 @@ def find_packed_codes(catalog: Catalog) -> set[str]:
 
 def _lay_out_codes(pair: Quantized, around: Surroundings) -> TensorEntry:
     """Lay out codes of four bits, two per byte, in blocks of consecutive elements."""
-    state = _state(around.read(pair.about[0]))
+    state = parse_object(around.read(pair.about[0]))
     shape, size = state.get("shape"), state.get("blocksize")
     if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in shape):
         raise pair.unfit("its quant_state has no shape")
@@ -84,16 +82,14 @@ def _lay_out_codes(pair: Quantized, around: Surroundings) -> TensorEntry:
     if not fits or codes.shape != (_CODES,):
         raise pair.unfit(f"its parts do not match the shape {shape} of its quant_state")
     pair.require_type(codes, "float32")
-    if nested:
-        arithmetic = _nested(pair, nested, state)
-    else:
-        arithmetic = _Codes()
+    if not nested:
         pair.require_type(pair.scales, "float32")
-    return pair.numbers(arithmetic, around.dtype, tuple(shape), (size,), flat=(count,))
+    compute = partial(_compute_codes, nested=_nested(pair, nested, state) if nested else None)
+    return pair.numbers(compute, around.dtype, tuple(shape), (size,), flat=(count,))
 
 
-def _nested(pair: Quantized, nested: list[TensorEntry], state: dict[str, Any]) -> _Codes:
-    """Return how scales that are quantized themselves are computed."""
+def _nested(pair: Quantized, nested: list[TensorEntry], state: dict[str, Any]) -> tuple[int, float]:
+    """Return the block size of nested scales, and the offset added to them."""
     size, offset = state.get("nested_blocksize"), state.get("nested_offset")
     if type(size) is not int or size < 1 or not isinstance(offset, int | float):
         raise pair.unfit("its quant_state has no nested_blocksize or nested_offset")
@@ -102,16 +98,7 @@ def _nested(pair: Quantized, nested: list[TensorEntry], state: dict[str, Any]) -
         raise pair.unfit("its nested scales do not match")
     for entry in nested:
         pair.require_type(entry, "float32")
-    return _Codes(size, float(offset))
-
-
-def _state(text: bytes) -> dict[str, Any]:
-    """Read a quant_state; {} where it is none."""
-    try:
-        state = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return state if isinstance(state, dict) else {}
+    return size, float(offset)
 
 
 def _lay_out_rows(pair: Quantized, around: Surroundings) -> TensorEntry:
@@ -123,48 +110,34 @@ def _lay_out_rows(pair: Quantized, around: Surroundings) -> TensorEntry:
     for form in pair.about:
         if around.read(form)[:1] != bytes([_ROW_MAJOR]):
             raise pair.unfit(f"{form.name} is not row: GPU tile layouts are not supported")
-    return pair.numbers(_Rows(), around.dtype, shape, (1, shape[1]))
+    return pair.numbers(_compute_rows, around.dtype, shape, (1, shape[1]))
 
 
-class _Rows(Struct, frozen=True):
-    """Integers times the largest of their row and 1 / 127, rounding each time."""
-
-    def compute(self, gather: Gather, at: ScaledBlocks, box: Box, wanted: Any) -> Any:
-        """Compute a box."""
-        scales = read_floats(gather, at.scales, Box(box.lo[:1], box.hi[:1])).unsqueeze(1)
-        return (read_floats(gather, at.values, box) * scales * _ROW_FACTOR).to(wanted)
+def _compute_rows(gather: Gather, at: ScaledBlocks, box: Box, wanted: Any) -> Any:
+    """Multiply integers by the largest of their row and by 1 / 127, rounding each time."""
+    scales = read_floats(gather, at.scales, Box(box.lo[:1], box.hi[:1])).unsqueeze(1)
+    return (read_floats(gather, at.values, box) * scales * _ROW_FACTOR).to(wanted)
 
 
-class _Codes(Struct, frozen=True):
-    """The numbers of codes of four bits, the upper half of a byte first, times their scales.
+def _compute_codes(
+    gather: Gather, at: ScaledBlocks, box: Box, wanted: Any, *, nested: tuple[int, float] | None
+) -> Any:
+    """Look up codes of four bits, the upper half of a byte first, and multiply by their scales.
 
-    Scales of a nested quantization are codes of eight bits, with a scale per block of ``size``
-    scales; ``offset`` is added to them.
+    Scales of a ``nested`` quantization are codes of eight bits, with a scale per block of its size;
+    its offset is added to them.
     """
-
-    size: int = 0
-    offset: float = 0.0
-
-    def compute(self, gather: Gather, at: ScaledBlocks, box: Box, wanted: Any) -> Any:
-        """Compute a box."""
-        table = read_floats(gather, at.others[0])
-        pairs = _bytes_of(gather, at.values, box.lo[0] // 2, -(-box.hi[0] // 2))
-        numbers = table[split_bytes(pairs, box, upper_first=True)]
-        grid = blocks_of(box, at.block)
-        return (numbers * spread(self._scales(gather, at, grid), at, box)).to(wanted)
-
-    def _scales(self, gather: Gather, at: ScaledBlocks, grid: Box) -> Any:
-        """Return the scales of blocks in 32 bits; nested ones are dequantized."""
-        import torch
-
-        scales = _flat(gather, at.scales, grid)
-        if not self.size:
-            return scales
-        outer = blocks_of(grid, (self.size,))
-        which = torch.arange(grid.lo[0], grid.hi[0]) // self.size - outer.lo[0]
-        of_all, table = at.others[1:]
-        codes = read_floats(gather, table)[scales.to(torch.long)]
-        return codes * _flat(gather, of_all, outer)[which] + self.offset
+    table, *others = at.others
+    pairs = _bytes_of(gather, at.values, box.lo[0] // 2, -(-box.hi[0] // 2))
+    numbers = read_floats(gather, table)[split_bytes(pairs, box, upper_first=True)]
+    grid = blocks_of(box, at.block)
+    scales = _flat(gather, at.scales, grid)
+    if nested is not None:
+        (of_all, table), (size, offset) = others, nested
+        outer = _flat(gather, of_all, blocks_of(grid, (size,)))
+        codes = read_floats(gather, table)[scales.long()]
+        scales = codes * spread(outer, (size,), grid) + offset
+    return (numbers * spread(scales, at.block, box)).to(wanted)
 
 
 def _flat(gather: Gather, entry: TensorEntry, box: Box) -> Any:
@@ -195,8 +168,7 @@ SCHEME = Scheme(
     (*_STATES, _ROWS),
     (*_KINDS.values(), _INT8),
     {
-        "bitsandbytes, 4 bit": r".*\.quant_state\.bitsandbytes__\w+",
-        "bitsandbytes, 8 bit": r".*\.SCB",
+        "bitsandbytes, 4 bit": r"quant_state\.bitsandbytes__\w+",
+        "bitsandbytes, 8 bit": "SCB",
     },
-    "quant_state|SCB",
 )

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from msgspec import Struct
-
 from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, Gather, ScaledBlocks, TensorEntry
 from ckptool.core.quantization.blocks import FP4, blocks_of
@@ -39,33 +37,30 @@ def _lay_out(pair: Quantized, around: Surroundings) -> TensorEntry:
         raise pair.unfit()
     size = 2 * shape[-1]
     whole = (*grid[:-1], grid[-1] * size)
-    rows = pair.numbers(_Powers(), around.dtype, whole, part_of_row(grid, size))
+    rows = pair.numbers(_compute, around.dtype, whole, part_of_row(grid, size))
     return permute(rows, (0, 2, 1)) if len(whole) == 3 else rows
 
 
-class _Powers(Struct, frozen=True):
-    """Two numbers per byte, the lower half first, times 2 ** (scale - 127)."""
+def _compute(gather: Gather, at: ScaledBlocks, box: Box, wanted: Any) -> Any:
+    """Multiply two numbers per byte, the lower half first, by 2 ** (scale - 127), as requested."""
+    import torch
 
-    def compute(self, gather: Gather, at: ScaledBlocks, box: Box, wanted: Any) -> Any:
-        """Compute a box, in the requested type."""
-        import torch
-
-        grid, size = blocks_of(box, at.block), at.block[-1]
-        pairs = torch.from_numpy(gather(at.values, Box((*grid.lo, 0), (*grid.hi, size // 2))))
-        # twice the values, since 2 ** 128 exceeds 32-bit floats, and half of it does not
-        table = torch.tensor([2 * number for number in (*FP4, *(-n for n in FP4))], dtype=wanted)
-        codes = torch.arange(256)
-        both = torch.stack((table[codes & 0x0F], table[codes >> 4]), -1)
-        words = both.view({2: torch.int32, 4: torch.int64, 8: torch.complex128}[wanted.itemsize])
-        numbers = words.flatten().index_select(0, pairs.flatten().to(torch.int32)).view(wanted)
-        numbers = numbers.reshape(*grid.shape, size)
-        exponents = torch.from_numpy(gather(at.scales, grid)).to(torch.int32) - 128
-        factors = torch.pow(2.0, exponents).unsqueeze(-1)
-        # float16 lacks some of these powers of two: the product is rounded, not the factor
-        numbers *= factors if wanted == torch.float16 else factors.to(wanted)
-        rows = numbers.reshape(*grid.shape[:-1], grid.shape[-1] * size)
-        start = box.lo[-1] - grid.lo[-1] * size
-        return rows[..., start : start + box.shape[-1]]
+    grid, size = blocks_of(box, at.block), at.block[-1]
+    pairs = torch.from_numpy(gather(at.values, Box((*grid.lo, 0), (*grid.hi, size // 2))))
+    # twice the values, since 2 ** 128 exceeds 32-bit floats, and half of it does not
+    table = torch.tensor([2 * number for number in (*FP4, *(-n for n in FP4))], dtype=wanted)
+    codes = torch.arange(256)
+    both = torch.stack((table[codes & 0x0F], table[codes >> 4]), -1)
+    words = both.view({2: torch.int32, 4: torch.int64, 8: torch.complex128}[wanted.itemsize])
+    numbers = words.flatten().index_select(0, pairs.flatten().to(torch.int32)).view(wanted)
+    numbers = numbers.reshape(*grid.shape, size)
+    exponents = torch.from_numpy(gather(at.scales, grid)).to(torch.int32) - 128
+    factors = torch.pow(2.0, exponents).unsqueeze(-1)
+    # float16 lacks some of these powers of two: the product is rounded, not the factor
+    numbers *= factors if wanted == torch.float16 else factors.to(wanted)
+    rows = numbers.reshape(*grid.shape[:-1], grid.shape[-1] * size)
+    start = box.lo[-1] - grid.lo[-1] * size
+    return rows[..., start : start + box.shape[-1]]
 
 
 SCHEME = Scheme(find, (_SCALES,), (MXFP4,))

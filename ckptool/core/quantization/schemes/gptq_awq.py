@@ -8,9 +8,8 @@ transposed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
-
-from msgspec import Struct
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, Gather, ScaledBlocks, TensorEntry
@@ -23,7 +22,7 @@ _GPTQ, _AWQ = Kind("GPTQ", "auto-round gptq"), Kind("AWQ", "auto-round awq")
 _WORDS = ".qweight"
 _GPTQ_BITS = (2, 3, 4, 8)
 _AWQ_BITS = 4
-_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """The position in a word of each of AutoAWQ's eight 4-bit integers (``packing_utils``)."""
 _ADDED = {"gptq": 1, "gptq_v2": 0}
 """Added to a stored zero point: AutoGPTQ stores it less one, GPTQModel's v2 format does not."""
@@ -92,7 +91,8 @@ def _lay_out_gptq(pair: Quantized, around: Surroundings) -> TensorEntry:
     if fields.get("desc_act") is True and groups > 1 and not order:
         raise pair.unfit(f"quantization_config says desc_act, but no {pair.module}.g_idx")
     group = _group_size(pair, fields, columns)
-    return pair.numbers(_Transposed(bits, _ADDED[form]), around.dtype, (rows, columns), (1, group))
+    compute = partial(_compute, bits=bits, added=_ADDED[form])
+    return pair.numbers(compute, around.dtype, (rows, columns), (1, group))
 
 
 def _group_size(pair: Quantized, fields: Mapping[str, Any], columns: int) -> int:
@@ -136,58 +136,54 @@ def _lay_out_awq(pair: Quantized, around: Surroundings) -> TensorEntry:
     pair.require_type(pair.scales, "float")
     (columns, words), (groups, rows) = pair.values.shape, pair.scales.shape
     zeros = pair.others[0]
-    if rows != words * len(_AWQ_ORDER) or zeros.shape != (groups, words) or not groups:
+    if rows != words * len(_AWQ_PLACES) or zeros.shape != (groups, words) or not groups:
         raise pair.unfit(f"scales {pair.scales.name} {list(pair.scales.shape)} do not match it")
     if columns % groups or zeros.dtype.name != "int32":
         raise pair.unfit()
     fields, group = around.config.fields, columns // groups
     pair.require_settings(_settings(fields), bits=_AWQ_BITS, group_size=group)
-    words_of = _Transposed(_AWQ_BITS, order=_AWQ_ORDER)
-    return pair.numbers(words_of, around.dtype, (rows, columns), (1, group))
+    compute = partial(_compute, bits=_AWQ_BITS, places=_AWQ_PLACES)
+    return pair.numbers(compute, around.dtype, (rows, columns), (1, group))
 
 
-class _Transposed(Struct, frozen=True):
-    """Integers of ``bits`` less zero points, times scales in 32 bits, all of them transposed.
+def _compute(
+    gather: Gather,
+    at: ScaledBlocks,
+    box: Box,
+    wanted: Any,
+    *,
+    bits: int,
+    added: int = 0,
+    places: tuple[int, ...] | None = None,
+) -> Any:
+    """Subtract zero points from integers of ``bits``, and multiply by scales, in 32 bits.
 
-    A column has the scale of the group in ``g_idx``, or of its block. AutoGPTQ adds one to a stored
-    zero point. With an ``order`` values are packed as zero points are, along the rows.
+    All are transposed: a column has the scale of the group in ``g_idx``, or of its block.
+    ``added`` is added to a stored zero point. With ``places`` in a word, values are packed as zero
+    points are, along the rows. Raises Unsupported or Damaged for numbers without a meaning.
     """
+    import torch
 
-    bits: int
-    added: int = 0
-    order: tuple[int, ...] | None = None
-
-    def compute(self, gather: Gather, at: ScaledBlocks, box: Box, wanted: Any) -> Any:
-        """Compute a box; Unsupported or Damaged if a stored number has no meaning."""
-        import torch
-
-        zeros, *order = at.others
-        (first, start), (last, stop) = box.lo, box.hi
-        stored, dim = Box((start, first), (stop, last)), 0 if self.order is None else 1
-        numbers = unpack(gather, at.values, stored, dim, self.bits, self.order)
-        which = torch.arange(start, stop) // at.block[-1]
-        if order:
-            which = _groups(gather, order[0], start, stop, at)
-        low, high = int(which.min()), int(which.max()) + 1
-        groups = Box((low, first), (high, last))
-        points = unpack(gather, zeros, groups, 1, self.bits, self.order) + self.added
-        self._require_sums(zeros, points)
-        scales = read_floats(gather, at.scales, groups)
-        result = (numbers - points[which - low]).to(torch.float32) * scales[which - low]
-        return result.T.to(wanted)
-
-    def _require_sums(self, zeros: TensorEntry, points: Any) -> None:
-        """Raise Unsupported if a zero point overflows its bits when one is added.
-
-        AutoGPTQ (0.7) and GPTQModel, which carries into the next zero point, then differ.
-        """
-        if self.added and int(points.max()) >> self.bits:
-            most = (1 << self.bits) - 1
-            raise Unsupported(
-                f"{zeros.name}: a zero point of {most}, which readers of GPTQ add one to in"
-                " different ways",
-                hint=f"use --drop '{zeros.name.removesuffix('.qzeros')}.*' to exclude it",
-            )
+    zeros, *order = at.others
+    (first, start), (last, stop) = box.lo, box.hi
+    stored, dim = Box((start, first), (stop, last)), 0 if places is None else 1
+    numbers = unpack(gather, at.values, stored, dim, bits, places)
+    which = torch.arange(start, stop) // at.block[-1]
+    if order:
+        which = _groups(gather, order[0], start, stop, at)
+    low, high = int(which.min()), int(which.max()) + 1
+    groups = Box((low, first), (high, last))
+    points = unpack(gather, zeros, groups, 1, bits, places) + added
+    if added and int(points.max()) >> bits:
+        # AutoGPTQ (0.7) cuts the sum; GPTQModel carries into the next zero point
+        raise Unsupported(
+            f"{zeros.name}: a zero point of {(1 << bits) - 1}, which readers of GPTQ add one to in"
+            " different ways",
+            hint=f"use --drop '{zeros.name.removesuffix('.qzeros')}.*' to exclude it",
+        )
+    scales = read_floats(gather, at.scales, groups)
+    result = (numbers - points[which - low]).to(torch.float32) * scales[which - low]
+    return result.T.to(wanted)
 
 
 def _groups(gather: Gather, order: TensorEntry, start: int, stop: int, at: ScaledBlocks) -> Any:
@@ -198,4 +194,4 @@ def _groups(gather: Gather, order: TensorEntry, start: int, stop: int, at: Scale
     return which
 
 
-SCHEME = Scheme(find, (_WORDS,), (_GPTQ, _AWQ), {"GPTQ": r".*\.g_idx"}, "g_idx|qweight")
+SCHEME = Scheme(find, (_WORDS,), (_GPTQ, _AWQ), {"GPTQ": "g_idx"})

@@ -7,9 +7,8 @@ order of the columns. Half of the range is added to the integers.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
-
-from msgspec import Struct
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, Gather, ScaledBlocks, TensorEntry
@@ -18,7 +17,6 @@ from ckptool.core.quantization.blocks import (
     read_floats,
     read_order,
     spread,
-    spread_scales,
     unpack,
 )
 from ckptool.core.quantization.model import Kind, Quantized, Scheme, Surroundings, part_of_row
@@ -76,7 +74,7 @@ def _lay_out(pair: Quantized, around: Surroundings) -> TensorEntry:
         wanted = (shape[-1],) if entry.name.endswith("_g_idx") else zeros
         if entry.shape != wanted or entry.dtype.name != "int32":
             raise pair.unfit()
-    return pair.numbers(_Packed(bits), around.dtype, shape, block)
+    return pair.numbers(partial(_compute, bits=bits), around.dtype, shape, block)
 
 
 def _shape(entry: TensorEntry, around: Surroundings) -> tuple[int, ...]:
@@ -88,38 +86,27 @@ def _shape(entry: TensorEntry, around: Surroundings) -> tuple[int, ...]:
     return tuple(int.from_bytes(stored[at : at + size], "little", signed=True) for at in starts)
 
 
-class _Packed(Struct, frozen=True):
-    """Integers less their zero points, if any, times scales in 32 bits.
+def _compute(gather: Gather, at: ScaledBlocks, box: Box, wanted: Any, *, bits: int) -> Any:
+    """Subtract the zero points of integers of ``bits``, if any, and multiply by scales, in 32 bits.
 
     Integers are packed along the columns, zero points along the rows. With an order of groups, a
     column has the scale and the zero point of its group (compressed-tensors before 0.13).
     """
+    import torch
 
-    bits: int
-
-    def compute(self, gather: Gather, at: ScaledBlocks, box: Box, wanted: Any) -> Any:
-        """Compute a box; Damaged if the order is of no groups of one size."""
-        import torch
-
-        half = 1 << (self.bits - 1)
-        numbers = unpack(gather, at.values, box, -1, self.bits) - half
-        named = {entry.name.endswith("_g_idx"): entry for entry in at.others}
-        zeros, order = named.get(False), named.get(True)
-        which = None if order is None else _groups(gather, order, box.lo[-1], box.hi[-1], at)
-        if which is None:
-            if zeros is not None:
-                grid = blocks_of(box, at.block)
-                numbers = numbers - spread(
-                    unpack(gather, zeros, grid, -2, self.bits) - half, at, box
-                )
-            return (numbers.to(torch.float32) * spread_scales(gather, at, box)).to(wanted)
+    half = 1 << (bits - 1)
+    numbers = unpack(gather, at.values, box, -1, bits) - half
+    named = {entry.name.endswith("_g_idx"): entry for entry in at.others}
+    zeros, order = named.get(False), named.get(True)
+    rows, pick = blocks_of(box, at.block), partial(spread, block=at.block, box=box)
+    which = None if order is None else _groups(gather, order, box.lo[-1], box.hi[-1], at)
+    if which is not None:
         low, high = int(which.min()), int(which.max()) + 1
         rows = Box((*box.lo[:-1], low), (*box.hi[:-1], high))
-        scales = read_floats(gather, at.scales, rows).index_select(-1, which - low)
-        if zeros is not None:
-            points = unpack(gather, zeros, rows, -2, self.bits) - half
-            numbers = numbers - points.index_select(-1, which - low)
-        return (numbers.to(torch.float32) * scales).to(wanted)
+        pick = partial(torch.index_select, dim=len(rows.lo) - 1, index=which - low)
+    if zeros is not None:
+        numbers = numbers - pick(unpack(gather, zeros, rows, -2, bits) - half)
+    return (numbers.to(torch.float32) * pick(read_floats(gather, at.scales, rows))).to(wanted)
 
 
 def _groups(gather: Gather, order: TensorEntry, start: int, stop: int, at: ScaledBlocks) -> Any:
@@ -143,8 +130,7 @@ SCHEME = Scheme(
     (_PACKED,),
     (_KIND,),
     {
-        "compressed-tensors, packed": r".*\.weight_packed",
-        "compressed-tensors, reordered": r".*\.weight_g_idx",
+        "compressed-tensors, packed": "weight_packed",
+        "compressed-tensors, reordered": "weight_g_idx",
     },
-    "_packed|g_idx",
 )

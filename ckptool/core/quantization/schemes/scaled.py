@@ -11,19 +11,18 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptool.core.box import Box
-from ckptool.core.catalog import Arithmetic, Catalog, Gather, ScaledBlocks, TensorEntry
+from ckptool.core.catalog import Catalog, Compute, Gather, ScaledBlocks, TensorEntry
 from ckptool.core.dtype import BY_NAME, EXPONENTS
 from ckptool.core.quantization.blocks import (
     FP4,
     blocks_of,
     read_codes,
     read_floats,
+    read_spread,
     spread,
-    spread_scales,
 )
 from ckptool.core.quantization.model import (
     Kind,
@@ -114,7 +113,7 @@ def _of_scale(tensors: Tensors, name: str, scales: TensorEntry) -> Quantized | N
     values, of_all = tensors[name], tensors.get(f"{scales.name}_2")
     zeros, order = tensors.get(f"{name}_zero_point"), tensors.get(f"{name}_g_idx")
     if of_all is not None and values.dtype.name == "uint8":
-        lay_out = partial(_lay_out_groups, _FourBits(divides=False), 4)
+        lay_out = partial(_lay_out_groups, partial(_compute_fp4, divides=False), 4)
         return Quantized(_NVFP4, name, values, scales, lay_out, (of_all,))
     if values.dtype.is_float8 and is_mx(scales):
         return Quantized(_MXFP8, name, values, _powers(scales), _lay_out_mxfp8)
@@ -158,10 +157,10 @@ def _lay_out_scaled(pair: Quantized, around: Surroundings) -> TensorEntry:
         pair.require_strategy(group, shape, block)
         scales, *others = (_with_dims(e, len(shape)) for e in (pair.scales, *pair.others))
         pair = replace(pair, scales=scales, others=tuple(others))
-        return pair.numbers(Scaled(), around.dtype, shape, block)
+        return pair.numbers(compute_scaled, around.dtype, shape, block)
     block = (*(1 for _ in shape[2:]), *_sizes(pair, said))
     pair.require_strategy(group, shape, block)
-    return pair.numbers(Scaled(), around.dtype, shape, block)
+    return pair.numbers(compute_scaled, around.dtype, shape, block)
 
 
 def _sizes(pair: Quantized, said: tuple[int, int] | None) -> tuple[int, int]:
@@ -207,7 +206,7 @@ def _even(shape: tuple[int, ...], grid: tuple[int, ...]) -> tuple[int, int] | No
 
 
 def _lay_out_groups(
-    arithmetic: Arithmetic, bits: int, pair: Quantized, around: Surroundings
+    compute: Compute, bits: int, pair: Quantized, around: Surroundings
 ) -> TensorEntry:
     """Lay out floats with a scale per group of a row, MX or NVFP4, and one of all there."""
     pair.require_type(pair.scales, "float8_e4m3fn" if pair.others else EXPONENTS)
@@ -225,52 +224,43 @@ def _lay_out_groups(
     group, block = around.config.group_of(pair.module), part_of_row(shape, size)
     pair.require_settings(group, num_bits=bits, type="float", group_size=size)
     pair.require_strategy(group, shape, block)
-    return pair.numbers(arithmetic, around.dtype, shape, block)
+    return pair.numbers(compute, around.dtype, shape, block)
 
 
-class Scaled(Struct, frozen=True):
-    """Values, less the integer zero points of blocks if there are any, times scales in 32 bits."""
-
-    def compute(self, gather: Gather, at: ScaledBlocks, box: Box, wanted: Any) -> Any:
-        """Compute a box."""
-        numbers = read_floats(gather, at.values, box)
-        for zeros in at.others:
-            numbers = numbers - spread(
-                read_floats(gather, zeros, blocks_of(box, at.block)), at, box
-            )
-        return (numbers * spread_scales(gather, at, box)).to(wanted)
+def compute_scaled(gather: Gather, at: ScaledBlocks, box: Box, wanted: Any) -> Any:
+    """Multiply values, less the integer zero points of blocks if there are any, by scales."""
+    numbers = read_floats(gather, at.values, box)
+    for zeros in at.others:
+        numbers = numbers - read_spread(gather, zeros, at.block, box)
+    return (numbers * read_spread(gather, at.scales, at.block, box)).to(wanted)
 
 
-class _FourBits(Struct, frozen=True):
-    """Floats of four bits times scales of 8 bits and one of all, in 32 bits.
+def _compute_fp4(
+    gather: Gather, at: ScaledBlocks, box: Box, wanted: Any, *, divides: bool = True
+) -> Any:
+    """Multiply floats of four bits by scales of 8 bits and one of all, in 32 bits.
 
     A byte has two floats, the first in its lower half. The scale of all ``divides`` the others
     (compressed-tensors) or multiplies them (ModelOpt); MXFP4 has none.
     """
+    import torch
 
-    divides: bool = True
-
-    def compute(self, gather: Gather, at: ScaledBlocks, box: Box, wanted: Any) -> Any:
-        """Compute a box."""
-        import torch
-
-        # compressed-tensors keeps the sign of a zero, ModelOpt does not
-        table = torch.tensor([*FP4, -0.0 if self.divides else 0.0, *(-n for n in FP4[1:])])
-        numbers = table[read_codes(gather, at.values, box)]
-        scales = read_floats(gather, at.scales, blocks_of(box, at.block))
-        for entry in at.others:
-            of_all = read_floats(gather, entry).reshape(())
-            scales = scales / of_all if self.divides else scales * of_all
-        return (numbers * spread(scales, at, box)).to(wanted)
+    # compressed-tensors keeps the sign of a zero, ModelOpt does not
+    table = torch.tensor([*FP4, -0.0 if divides else 0.0, *(-n for n in FP4[1:])])
+    numbers = table[read_codes(gather, at.values, box)]
+    scales = read_floats(gather, at.scales, blocks_of(box, at.block))
+    for entry in at.others:
+        of_all = read_floats(gather, entry).reshape(())
+        scales = scales / of_all if divides else scales * of_all
+    return (numbers * spread(scales, at.block, box)).to(wanted)
 
 
-_lay_out_fp4 = partial(_lay_out_groups, _FourBits(), 4)
-_lay_out_mxfp8 = partial(_lay_out_groups, Scaled(), 8)
+_lay_out_fp4 = partial(_lay_out_groups, _compute_fp4, 4)
+_lay_out_mxfp8 = partial(_lay_out_groups, compute_scaled, 8)
 
 SCHEME = Scheme(
     find,
     (_PACKED, *_SCALES),
     (_FP8, _FP8_BLOCKS, _INT8, _MXFP8, MXFP4, _NVFP4),
-    {"NVFP4": r".*\.weight_scale_2"},
-    "_scale_2",
+    {"NVFP4": "weight_scale_2"},
 )

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.quantization.model import Kind, Quantized, Scheme, Surroundings
-from ckptool.core.quantization.schemes.scaled import Scaled
+from ckptool.core.quantization.schemes.scaled import compute_scaled
 from ckptool.core.views import insert_dim
 
 _KIND = Kind("torchao", "torchao")
@@ -105,7 +105,9 @@ def _lay_out(pair: Quantized, around: Surroundings) -> TensorEntry:
         raise pair.unfit("non-integer zero points are not supported")
     scales = _as_grid(pair, pair.scales, grid)
     others = tuple(_as_grid(pair, entry, grid) for entry in pair.others)
-    return replace(pair, scales=scales, others=others).numbers(Scaled(), around.dtype, shape, block)
+    return replace(pair, scales=scales, others=others).numbers(
+        compute_scaled, around.dtype, shape, block
+    )
 
 
 def _block(value: Any) -> tuple[int, ...]:
@@ -137,6 +139,5 @@ SCHEME = Scheme(
     find,
     (*_VALUES, "_qdata"),
     (_KIND,),
-    {"torchao": r".*\.(qdata|_\w+_qdata|tensor_impl\..+)"},
-    "qdata|tensor_impl",
+    {"torchao": r"qdata|_\w+_qdata|tensor_impl\..+"},
 )

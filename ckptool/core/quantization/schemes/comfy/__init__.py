@@ -11,8 +11,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from ckptool.core.catalog import Catalog, TensorEntry
-from ckptool.core.quantization.model import Kind, Quantized, Scheme, Surroundings, Tensors
-from ckptool.core.quantization.schemes.comfy.marker import Marker, parse_marker
+from ckptool.core.quantization.model import (
+    Kind,
+    Quantized,
+    Scheme,
+    Surroundings,
+    Tensors,
+    parse_object,
+)
+from ckptool.core.quantization.schemes.comfy.marker import Marker
 from ckptool.core.quantization.schemes.comfy.rows import lay_out_fp8, lay_out_int4, lay_out_int8
 from ckptool.core.quantization.schemes.comfy.tiled import lay_out_mxfp8, lay_out_nvfp4
 
@@ -80,7 +87,7 @@ def _pair(
 
 def _join_headers(texts: Iterable[str]) -> Any:
     """Return the markers of several headers as those of one; what is not understood stays so."""
-    found = [parse_marker(text.encode()).get("layers") for text in dict.fromkeys(texts)]
+    found = [parse_object(text.encode()).get("layers") for text in dict.fromkeys(texts)]
     if len(found) == 1:
         return found[0]
     return {
@@ -111,7 +118,7 @@ def _lay_out(pair: Quantized, around: Surroundings) -> TensorEntry:
     """Lay out a weight as its marker says; Unsupported if that is not understood."""
     marker, about = pair.values_beside["marker"], pair.about[:1]
     if about and about[0].name == f"{pair.module}{MARKER}":
-        marker = parse_marker(around.read(about[0]))
+        marker = parse_object(around.read(about[0]))
     form = marker.get("format") if isinstance(marker, dict) else None
     if not isinstance(marker, dict) or not isinstance(form, str):
         raise pair.unfit(f"no {pair.module}{MARKER} or {HEADER} says how it is quantized")
@@ -129,6 +136,5 @@ SCHEME = Scheme(
     find,
     (MARKER, LEGACY_SCALE, LEGACY_MARKER),
     (_KIND,),
-    {"ComfyUI": r".*\.comfy_quant"},
-    "comfy_quant",
+    {"ComfyUI": "comfy_quant"},
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,15 +9,6 @@ from ckptool.core.quantization.model import Quantized
 
 _COMMON = frozenset("format full_precision_matrix_mult orig_dtype params".split())
 Marker = Mapping[str, Any]
-
-
-def parse_marker(text: bytes) -> dict[str, Any]:
-    """Read a marker; {} where it is no JSON object."""
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def require_known(pair: Quantized, marker: Marker, *more: str) -> None:

@@ -6,12 +6,11 @@ Layouts and numbers of ``TensorCoreFP8Layout``, ``TensorWiseINT8Layout`` and
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-from msgspec import Struct
-
 from ckptool.core.box import Box
-from ckptool.core.catalog import Arithmetic, Gather, ScaledBlocks, TensorEntry
+from ckptool.core.catalog import Compute, Gather, ScaledBlocks, TensorEntry
 from ckptool.core.quantization.blocks import read_codes, read_floats
 from ckptool.core.quantization.model import Quantized, Surroundings
 from ckptool.core.quantization.schemes.comfy.marker import (
@@ -33,17 +32,17 @@ def lay_out_fp8(pair: Quantized, marker: Marker, around: Surroundings) -> Tensor
     """Lay out floats of eight bits with one scale for all or for each row."""
     require_known(pair, marker)
     pair.require_type(pair.values, marker["format"])
-    return _scaled(pair, _Floats(), around)
+    return _scaled(pair, _compute_floats, around)
 
 
-def _scaled(pair: Quantized, arithmetic: Arithmetic, around: Surroundings) -> TensorEntry:
+def _scaled(pair: Quantized, compute: Compute, around: Surroundings) -> TensorEntry:
     """Lay out numbers of a byte each with one scale for all, or a column of scales of rows."""
     pair.require_type(pair.scales, "float")
     shape, grid = pair.values.shape, pair.scales.shape
     is_one = pair.scales.elements == 1 and len(grid) <= max(len(shape), 1)
     if pair.others or not (is_one or (len(shape) == 2 and grid == (shape[0], 1))):
         raise pair.unfit()
-    return pair.numbers(arithmetic, around.dtype, shape, _whole(shape))
+    return pair.numbers(compute, around.dtype, shape, _whole(shape))
 
 
 def _whole(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -58,8 +57,8 @@ def lay_out_int8(pair: Quantized, marker: Marker, around: Surroundings) -> Tenso
     is_rotated = setting(marker, "convrot", False)
     if type(is_rotated) is not bool:
         raise pair.unfit(f"its marker says convrot {is_rotated!r}")
-    columns = _rotated_columns(pair, marker, pair.values.shape[-1:]) if is_rotated else 1
-    return _scaled(pair, _Integers(columns), around)
+    columns = _rotated_columns(pair, marker, pair.values.shape[-1:]) if is_rotated else 0
+    return _scaled(pair, partial(_compute_integers, rotated=columns), around)
 
 
 def lay_out_int4(pair: Quantized, marker: Marker, around: Surroundings) -> TensorEntry:
@@ -72,8 +71,9 @@ def lay_out_int4(pair: Quantized, marker: Marker, around: Surroundings) -> Tenso
         raise pair.unfit()
     if size != _INT4_GROUP or shape[1] % _INT4_GROUP:
         raise pair.unfit(f"its groups are of {size} columns, only {_INT4_GROUP} are supported")
-    arithmetic = _Integers(_rotated_columns(pair, marker, shape[-1:]), bits=4)
-    return pair.numbers(arithmetic, around.dtype, shape, _whole(shape))
+    columns = _rotated_columns(pair, marker, shape[-1:])
+    compute = partial(_compute_integers, rotated=columns, bits=4)
+    return pair.numbers(compute, around.dtype, shape, _whole(shape))
 
 
 def _rotated_columns(pair: Quantized, marker: Marker, columns: tuple[int, ...]) -> int:
@@ -85,14 +85,11 @@ def _rotated_columns(pair: Quantized, marker: Marker, columns: tuple[int, ...]) 
     return int(size)
 
 
-class _Floats(Struct, frozen=True):
-    """Floats times their scale, both in the requested type."""
-
-    def compute(self, gather: Gather, at: ScaledBlocks, box: Box, wanted: Any) -> Any:
-        """Compute a box."""
-        kind = computed_type(wanted)
-        numbers = read_floats(gather, at.values, box).to(kind)
-        return (numbers * _scales_of_rows(gather, at, box).to(kind)).to(wanted)
+def _compute_floats(gather: Gather, at: ScaledBlocks, box: Box, wanted: Any) -> Any:
+    """Multiply floats by their scale, both in the requested type."""
+    kind = computed_type(wanted)
+    numbers = read_floats(gather, at.values, box).to(kind)
+    return (numbers * _scales_of_rows(gather, at, box).to(kind)).to(wanted)
 
 
 def _scales_of_rows(gather: Gather, at: ScaledBlocks, box: Box) -> Any:
@@ -104,50 +101,46 @@ def _scales_of_rows(gather: Gather, at: ScaledBlocks, box: Box) -> Any:
     return read_floats(gather, at.scales, rows).reshape(-1, 1)
 
 
-class _Integers(Struct, frozen=True):
-    """Integers of so many ``bits`` times their scale, and ``columns`` of them rotated back, if > 1.
+def _compute_integers(
+    gather: Gather, at: ScaledBlocks, box: Box, wanted: Any, *, rotated: int, bits: int = 8
+) -> Any:
+    """Multiply integers by their scale, and rotate so many columns of them back, if any.
 
     The first of two of four bits is in the lower half of a byte; the upper bit of each is its sign.
     """
+    import torch
 
-    columns: int
-    bits: int = 8
-
-    def compute(self, gather: Gather, at: ScaledBlocks, box: Box, wanted: Any) -> Any:
-        """Compute a box."""
-        wide = box if self.columns == 1 else _whole_groups(box, self.columns)
-        numbers = self._read(gather, at.values, wide) * _scales_of_rows(gather, at, box)
-        return (numbers if wide is box else self._rotated_back(numbers, box, wide)).to(wanted)
-
-    def _read(self, gather: Gather, values: TensorEntry, box: Box) -> Any:
-        import torch
-
-        if self.bits == 8:
-            return read_floats(gather, values, box)
-        codes = read_codes(gather, values, box)
-        return torch.where(codes >= 8, codes - 16, codes).to(torch.float32)
-
-    def _rotated_back(self, numbers: Any, box: Box, wide: Box) -> Any:
-        """Return a box of a matrix whose groups of columns are multiplied by a Hadamard matrix.
-
-        It is symmetric, and its elements are powers of two: only sums are rounded. They are added
-        in the order of the columns, as comfy-kitchen's ``matmul`` adds those of two rows and more.
-        """
-        import torch
-
-        signs = torch.tensor(_SIGNS, dtype=torch.float32)
-        matrix = signs
-        while len(matrix) < self.columns:
-            matrix = torch.kron(matrix, signs)
-        groups = (numbers / self.columns**0.5).reshape(-1, self.columns)
-        total = torch.zeros_like(groups)
-        for column in range(self.columns):
-            total.addcmul_(groups[:, column : column + 1], matrix[column])
-        rows = total.reshape(numbers.shape)
-        return rows[:, box.lo[1] - wide.lo[1] : box.hi[1] - wide.lo[1]]
+    wide = _whole_groups(box, rotated) if rotated else box
+    if bits == 8:
+        numbers = read_floats(gather, at.values, wide)
+    else:
+        codes = read_codes(gather, at.values, wide)
+        numbers = torch.where(codes >= 8, codes - 16, codes).to(torch.float32)
+    numbers = numbers * _scales_of_rows(gather, at, box)
+    return (_rotate_back(numbers, rotated, box, wide) if rotated else numbers).to(wanted)
 
 
 def _whole_groups(box: Box, size: int) -> Box:
     """Return a box widened to whole groups of columns."""
     lo, hi = box.lo[1] // size * size, -(-box.hi[1] // size) * size
     return Box((box.lo[0], lo), (box.hi[0], hi))
+
+
+def _rotate_back(numbers: Any, size: int, box: Box, wide: Box) -> Any:
+    """Return a box of a matrix whose groups of columns are multiplied by a Hadamard matrix.
+
+    It is symmetric, and its elements are powers of two: only sums are rounded. They are added in
+    the order of the columns, as comfy-kitchen's ``matmul`` adds those of two rows and more.
+    """
+    import torch
+
+    signs = torch.tensor(_SIGNS, dtype=torch.float32)
+    matrix = signs
+    while len(matrix) < size:
+        matrix = torch.kron(matrix, signs)
+    groups = (numbers / size**0.5).reshape(-1, size)
+    total = torch.zeros_like(groups)
+    for column in range(size):
+        total.addcmul_(groups[:, column : column + 1], matrix[column])
+    rows = total.reshape(numbers.shape)
+    return rows[:, box.lo[1] - wide.lo[1] : box.hi[1] - wide.lo[1]]

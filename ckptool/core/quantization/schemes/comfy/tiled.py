@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptool.core.box import Box
-from ckptool.core.catalog import Arithmetic, Gather, ScaledBlocks, TensorEntry
+from ckptool.core.catalog import Compute, Gather, ScaledBlocks, TensorEntry
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.quantization.blocks import FP4, read_codes, read_floats, view_typed
 from ckptool.core.quantization.model import Quantized, Surroundings
@@ -33,7 +32,7 @@ def lay_out_mxfp8(pair: Quantized, marker: Marker, around: Surroundings) -> Tens
     require_known(pair, marker, "group_size")
     pair.require_type(pair.values, "float8_e4m3fn")
     pair = replace(pair, scales=replace(pair.scales, dtype=BY_NAME["uint8"]))
-    return _tiled(pair, marker, around, _Eights(), _MX_GROUP)
+    return _tiled(pair, marker, around, _compute_mxfp8, _MX_GROUP)
 
 
 def lay_out_nvfp4(pair: Quantized, marker: Marker, around: Surroundings) -> TensorEntry:
@@ -44,11 +43,11 @@ def lay_out_nvfp4(pair: Quantized, marker: Marker, around: Surroundings) -> Tens
         raise pair.unfit(f"it has no {pair.name}_scale_2 of one element")
     pair.require_type(pair.others[0], "float")
     pair = replace(pair, scales=replace(pair.scales, dtype=BY_NAME["float8_e4m3fn"]))
-    return _tiled(pair, marker, around, _Fours(), _NV_GROUP)
+    return _tiled(pair, marker, around, _compute_nvfp4, _NV_GROUP)
 
 
 def _tiled(
-    pair: Quantized, marker: Marker, around: Surroundings, arithmetic: Arithmetic, group: int
+    pair: Quantized, marker: Marker, around: Surroundings, compute: Compute, group: int
 ) -> TensorEntry:
     """Lay out a matrix with scales of groups of a row, in tiles."""
     shape = pair.unpacked_shape if group == _NV_GROUP else pair.values.shape
@@ -58,34 +57,28 @@ def _tiled(
     tiles = (-(-shape[0] // _ROW_TILE), -(-(shape[1] // group) // _COLUMN_TILE))
     if pair.scales.dtype.itemsize != 1 or grid != (tiles[0] * _ROW_TILE, tiles[1] * _COLUMN_TILE):
         raise pair.unfit()
-    return pair.numbers(arithmetic, around.dtype, shape, (1, group))
+    return pair.numbers(compute, around.dtype, shape, (1, group))
 
 
-class _Eights(Struct, frozen=True):
-    """Floats times powers of two, in 32 bits: an exponent of 0 is zero, of 255 infinity."""
+def _compute_mxfp8(gather: Gather, at: ScaledBlocks, box: Box, wanted: Any) -> Any:
+    """Multiply floats by powers of two, in 32 bits: an exponent of 0 is zero, of 255 infinity."""
+    import torch
 
-    def compute(self, gather: Gather, at: ScaledBlocks, box: Box, wanted: Any) -> Any:
-        """Compute a box."""
-        import torch
-
-        bits = _untiled(gather, at, box).to(torch.int32) << 23
-        return (read_floats(gather, at.values, box) * bits.view(torch.float32)).to(wanted)
+    bits = _untiled(gather, at, box).to(torch.int32) << 23
+    return (read_floats(gather, at.values, box) * bits.view(torch.float32)).to(wanted)
 
 
-class _Fours(Struct, frozen=True):
-    """Floats of four bits times the product of two scales, all in the requested type."""
+def _compute_nvfp4(gather: Gather, at: ScaledBlocks, box: Box, wanted: Any) -> Any:
+    """Multiply floats of four bits by the product of two scales, all in the requested type."""
+    import torch
 
-    def compute(self, gather: Gather, at: ScaledBlocks, box: Box, wanted: Any) -> Any:
-        """Compute a box."""
-        import torch
-
-        kind = computed_type(wanted)
-        table = torch.tensor(FP4, dtype=kind)
-        codes = read_codes(gather, at.values, box, upper_first=True)
-        numbers = torch.cat((table, -table))[codes]
-        of_all = read_floats(gather, at.others[0]).reshape(())
-        scales = of_all.to(kind) * _untiled(gather, at, box).to(torch.float32).to(kind)
-        return (numbers * scales).to(wanted)
+    kind = computed_type(wanted)
+    table = torch.tensor(FP4, dtype=kind)
+    codes = read_codes(gather, at.values, box, upper_first=True)
+    numbers = torch.cat((table, -table))[codes]
+    of_all = read_floats(gather, at.others[0]).reshape(())
+    scales = of_all.to(kind) * _untiled(gather, at, box).to(torch.float32).to(kind)
+    return (numbers * scales).to(wanted)
 
 
 def _untiled(gather: Gather, at: ScaledBlocks, box: Box) -> Any:
