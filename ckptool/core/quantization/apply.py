@@ -8,7 +8,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptool.core.catalog import Catalog, TensorEntry
-from ckptool.core.quantization.config import QuantizationConfig
+from ckptool.core.quantization.config import NO_GROUP, QuantizationConfig
 from ckptool.core.quantization.model import Quantized, Surroundings
 from ckptool.core.quantization.names import pairs, unknown_kind
 from ckptool.core.quantization.scale_names import Scales
@@ -93,12 +93,11 @@ def _require_kind(pair: Quantized, config: QuantizationConfig) -> None:
     A method that no kind names stores none of them, such as HQQ; of AMD Quark's (0.13), integers,
     MX formats and rotations are not supported.
     """
-    if config.is_ignored(pair.module):
+    kind, method, group = pair.kind, config.method, config.group_of(pair.module)
+    if group is NO_GROUP:
         return
-    kind, method = pair.kind, config.method
     if method is not None and method not in kind.methods.split():
         raise pair.contradicts(f"quantization_config says {method}", kind.name)
-    group = config.group_of(pair.module)
     if group.format in _FORMATS and group.format not in kind.formats.split():
         raise pair.contradicts(f"{group} says {group.format}", kind.name)
 

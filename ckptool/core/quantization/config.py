@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from fnmatch import translate
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct, field
@@ -96,19 +95,28 @@ def _counts(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:
 NO_GROUP = Group()
 
 
-class QuantizationConfig(Struct, frozen=True, dict=True):
+class QuantizationConfig:
     """The recorded quantization of a model: ``quantization_config`` of config.json.
 
     ``fields`` are as transformers reads them; empty if there are none.
     """
 
-    fields: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def method(self) -> str | None:
-        """The ``quant_method``, None if none is stated."""
-        method = self.fields.get("quant_method")
-        return None if method is None else str(method)
+    def __init__(self, fields: Mapping[str, Any] | None = None) -> None:
+        self.fields = fields = fields or {}
+        method = fields.get("quant_method")
+        self.method = None if method is None else str(method)
+        lists = [fields[key] for key in _IGNORED if isinstance(fields.get(key), list)]
+        ignored = {str(name) for names in lists for name in names}
+        groups = dict(_target_groups(fields))
+        targets = ((_pattern(target), groups[target]) for target in sorted(groups))
+        classes = {id(group): group for name, group in groups.items() if _is_class(name)}
+        rest = Group(format=_format(fields)) if fields else NO_GROUP
+        self._ignored = [(pattern, NO_GROUP) for pattern in _compile(ignored)]
+        self._named = groups | dict(_layer_groups(fields))
+        self._patterns = [(pattern, group) for pattern, group in targets if pattern is not None]
+        self._of_class = next(iter(classes.values())) if len(classes) == 1 else rest
+        self._found = dict.fromkeys(ignored, NO_GROUP)
+        self._seconds = _LONGEST
 
     def block_of(self, module: str) -> tuple[int, int] | None:
         """Return the block size of a module's weight, None if none is stated.
@@ -125,67 +133,30 @@ class QuantizationConfig(Struct, frozen=True, dict=True):
         NO_GROUP if ``ignore`` matches the module; what is said of all if no target matches.
         """
         if module not in self._found:
-            self._found[module] = self._find_group(module)
+            group = self._match(self._ignored, module) or self._named.get(module)
+            group = group or self._match(self._patterns, module)
+            self._found[module] = group or self._of_class
         return self._found[module]
 
-    def _find_group(self, module: str) -> Group:
-        if self.is_ignored(module):
-            return NO_GROUP
-        if module in self._named:
-            return self._named[module]
-        patterns = (pattern for pattern, _ in self._patterns)
-        at = self._patience.first_match(patterns, module)
-        return self._of_class if at is None else self._patterns[at][1]
+    def _match(self, patterns: Iterable[tuple[Pattern[str], Group]], module: str) -> Group | None:
+        """Return the group of the first pattern that a module's name begins as, None for none.
 
-    def is_ignored(self, module: str) -> bool:
-        """Return whether the config does not apply to a module."""
-        if module in self._ignored:
-            return True
-        if module not in self._matched:
-            at = self._patience.first_match(self._ignored_patterns, module)
-            self._matched[module] = at is not None
-        return self._matched[module]
-
-    @cached_property
-    def _found(self) -> dict[str, Group]:
-        return {}
-
-    @cached_property
-    def _matched(self) -> dict[str, bool]:
-        """Whether a pattern of ``ignore`` matches a module, as far as asked."""
-        return {}
-
-    @cached_property
-    def _patience(self) -> _Patience:
-        return _Patience(_LONGEST)
-
-    @cached_property
-    def _ignored(self) -> frozenset[str]:
-        lists = (self.fields.get(key) for key in _IGNORED)
-        return frozenset(str(name) for some in lists if isinstance(some, list) for name in some)
-
-    @cached_property
-    def _ignored_patterns(self) -> tuple[Pattern[str], ...]:
-        return tuple(_compile(self._ignored))
-
-    @cached_property
-    def _groups(self) -> dict[str, Group]:
-        return dict(_target_groups(self.fields))
-
-    @cached_property
-    def _named(self) -> dict[str, Group]:
-        return self._groups | dict(_layer_groups(self.fields))
-
-    @cached_property
-    def _patterns(self) -> tuple[tuple[Pattern[str], Group], ...]:
-        patterns = ((_pattern(target), self._groups[target]) for target in sorted(self._groups))
-        return tuple((pattern, group) for pattern, group in patterns if pattern is not None)
-
-    @cached_property
-    def _of_class(self) -> Group:
-        classes = {id(group): group for name, group in self._groups.items() if _is_class(name)}
-        rest = Group(format=_format(self.fields)) if self.fields else NO_GROUP
-        return next(iter(classes.values())) if len(classes) == 1 else rest
+        Raises Unsupported if all that was asked takes too long.
+        """
+        started, found = time.thread_time(), None
+        for at, (pattern, group) in enumerate(patterns):
+            try:
+                if pattern.match(module, timeout=self._seconds) is not None:
+                    found = group
+                    break
+            except TimeoutError:
+                raise _too_long(pattern, module) from None
+            if not at % _OFTEN and time.thread_time() - started > self._seconds:
+                raise _too_long(pattern, module)
+        self._seconds -= time.thread_time() - started
+        if self._seconds <= 0:
+            raise _too_long(pattern, module)
+        return found
 
 
 def _compile(names: Iterable[str]) -> Iterator[Pattern[str]]:
@@ -203,33 +174,6 @@ def _pattern(target: str) -> Pattern[str] | None:
         with suppress(regex.error):
             return regex.compile(target.removeprefix("re:"))
     return None
-
-
-class _Patience:
-    """Matches patterns with the names of modules, for so many seconds in all."""
-
-    def __init__(self, seconds: float) -> None:
-        self._left = seconds
-
-    def first_match(self, patterns: Iterable[Pattern[str]], module: str) -> int | None:
-        """Return which pattern a module's name begins as, None for none.
-
-        Raises Unsupported if all that was asked takes too long.
-        """
-        started, found = time.thread_time(), None
-        for at, pattern in enumerate(patterns):
-            try:
-                if pattern.match(module, timeout=self._left) is not None:
-                    found = at
-                    break
-            except TimeoutError:
-                raise _too_long(pattern, module) from None
-            if not at % _OFTEN and time.thread_time() - started > self._left:
-                raise _too_long(pattern, module)
-        self._left -= time.thread_time() - started
-        if self._left <= 0:
-            raise _too_long(pattern, module)
-        return found
 
 
 def _too_long(pattern: Pattern[str], module: str) -> Unsupported:

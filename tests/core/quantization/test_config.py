@@ -30,7 +30,6 @@ def test_a_pattern_that_never_ends_is_refused(
 def test_globs_and_patterns_leave_modules_out() -> None:
     said = config_of("Linear", ignore=("*.mtp.*", "re:.*head$", "re:(", "model.norm"))
     out = ["model.mtp.0", "lm_head", "model.norm"]
-    assert all(map(said.is_ignored, out))
     assert [said.group_of(module) for module in out] == [NO_GROUP] * 3
     assert said.group_of("model.head.0").name == "group_0"
 
