@@ -49,7 +49,7 @@ class Containers:
         index = self._indexes.get(wanted.entry.name)
         if index is None:
             index = self._indexes[wanted.entry.name] = ChunkIndex(wanted.entry)
-        return [chunk for chunk, _ in index.find(wanted.box)]
+        return [found.chunk for found in index.find(wanted.box)]
 
     def _open(self, closed: Iterable[tuple[TensorEntry, Chunk]]) -> None:
         """Open the containers of chunks, but not those of their copies."""

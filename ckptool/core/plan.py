@@ -183,22 +183,20 @@ class Plan:
                 for whole, _ in part.pieces
             ]
             open_together(
-                (chunks, [at for at, _ in index.overlaps(whole)])
+                (chunks, index.places(whole))
                 for index, name, whole in boxes
                 if isinstance(chunks := self.catalog.tensors[name].chunks, LateChunks)
             )
             for index, name, whole in boxes:
                 entry = self.catalog.tensors[name]
-                yield from ((entry, chunk) for chunk, _ in index.find(whole))
+                yield from ((entry, found.chunk) for found in index.find(whole))
 
     def files_with(self, entry: TensorEntry, box: Box) -> list[int]:
         """Return the files, by index in the layout, that contain part of a box."""
         if self.layout.tables is None and len(self._holders.get(entry.name, ())) == 1:
             return self._holders[entry.name]
-        found = self._cut_of(entry).find(box)
-        return sorted(
-            {self.numbers[at.file] for chunk, _ in found for at in stored_places(chunk.at)}
-        )
+        written = (found.chunk.at for found in self._cut_of(entry).find(box))
+        return sorted({self.numbers[at.file] for place in written for at in stored_places(place)})
 
     def is_cut_in_runs(self, entry: TensorEntry, box: Box) -> bool:
         """Return whether each part of a box that a chunk of the output has is one run of the box.
@@ -210,7 +208,7 @@ class Plan:
             return True
         return all(
             is_run(part, box) and chunk.box.shape[1:] == part.shape[1:]
-            for chunk, part in self._cut_of(entry).find(box)
+            for chunk, part, _, _ in self._cut_of(entry).find(box)
         )
 
     def _cut_of(self, entry: TensorEntry) -> ChunkIndex:

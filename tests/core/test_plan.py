@@ -97,7 +97,7 @@ def test_the_index_finds_what_a_search_of_all_chunks_finds(
 ) -> None:
     tensor = entry(*found)
     wanted = data.draw(boxes_within(tensor.shape))
-    hits = {(c.box, common) for c, common in ChunkIndex(tensor).find(wanted)}
+    hits = {(each.chunk.box, each.box) for each in ChunkIndex(tensor).find(wanted)}
     assert hits == {(b, common) for b in found[1] if (common := b.intersect(wanted)) is not None}
 
 

@@ -340,7 +340,9 @@ def load_costs(entries: Iterable[TensorEntry], placed: PlacedTensors) -> tuple[L
         index = ChunkIndex(entry)
         for position, shard in enumerate(placed.shards(entry)):
             touched = {
-                id(chunk): chunk for piece in shard.pieces for chunk, _ in index.find(piece.box)
+                id(found.chunk): found.chunk
+                for piece in shard.pieces
+                for found in index.find(piece.box)
             }
             for chunk in touched.values():
                 files[position].add(chunk.at.file)

@@ -12,9 +12,9 @@ from msgspec import Struct
 
 from ckptool.core.box import Box, Piece
 from ckptool.core.casts import is_computed
-from ckptool.core.catalog import Chunk, TensorEntry
+from ckptool.core.catalog import TensorEntry
 from ckptool.core.layout import Data, ScatteredData, tile_count, tiles
-from ckptool.core.sharding.index import ChunkIndex
+from ckptool.core.sharding.index import ChunkIndex, Overlap
 from ckptool.errors import Damaged
 
 _SMALL = 1 << 18
@@ -25,19 +25,11 @@ _STRAIGHT = 4
 """Times as large as other tiles are those of whole rows, which are copied piece by piece."""
 
 
-class TileSource(NamedTuple):
-    """``box`` of the global tensor, from ``chunk``, goes to ``where`` in a tile."""
-
-    chunk: Chunk
-    box: Box
-    where: Box
-
-
 class Tile(NamedTuple):
     """A range of an output file: a C-ordered array of ``shape`` at byte ``offset``.
 
-    It is filled from ``sources``; or from ``pieces`` of a ``band`` of the tensor, which is read
-    once for all tiles of the job, and ``sources`` is empty.
+    It is filled from ``sources``, what chunks have of it; or from ``pieces`` of a ``band`` of the
+    tensor, which is read once for all tiles of the job, and ``sources`` is empty.
     """
 
     file: int
@@ -45,7 +37,7 @@ class Tile(NamedTuple):
     offset: int
     shape: tuple[int, ...]
     entry: TensorEntry
-    sources: tuple[TileSource, ...]
+    sources: tuple[Overlap, ...]
     pieces: tuple[Piece, ...] = ()
     band: Box | None = None
 
@@ -250,7 +242,7 @@ def _tiles_of(
 
 def _sources(
     local: Box, pieces: list[tuple[Box, tuple[int, ...]]], index: ChunkIndex
-) -> Iterator[TileSource]:
+) -> Iterator[Overlap]:
     """Yield the sources that fill a box of a local tensor.
 
     ``pieces`` are boxes of the local tensor, each with its shift to the global tensor.
@@ -261,5 +253,5 @@ def _sources(
             continue
         wanted = Box(tuple(map(add, common.lo, shift)), tuple(map(add, common.hi, shift)))
         origin = tuple(map(add, local.lo, shift))
-        for chunk, box in index.find(wanted):
-            yield TileSource(chunk, box, box.relative_to(origin))
+        for found in index.find(wanted):
+            yield found._replace(where=found.box.relative_to(origin))

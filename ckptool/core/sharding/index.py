@@ -79,6 +79,18 @@ def _shared_index(boxes: Sequence[Box]) -> BoxIndex:
     return BoxIndex(tuple(boxes))
 
 
+class Overlap(NamedTuple):
+    """What a chunk shares with a box: ``box``, in the tensor's coordinates.
+
+    ``local`` is the same in the chunk's own coordinates, ``where`` in those of what is filled.
+    """
+
+    chunk: Chunk
+    box: Box
+    local: Box
+    where: Box
+
+
 class ChunkIndex:
     """Finds the chunks of one tensor that share elements with a box, as the same objects."""
 
@@ -90,27 +102,21 @@ class ChunkIndex:
         self._chunks = entry.chunks
         self._found: dict[int, Chunk] = {}
 
-    def find(self, box: Box) -> Iterator[tuple[Chunk, Box]]:
-        """Yield each chunk that overlaps ``box``, with the common box."""
-        for chunk, shared in self.shared(box):
-            yield chunk, shared.box
-
-    def shared(self, box: Box) -> Iterator[tuple[Chunk, SharedBox]]:
-        """Yield each chunk that overlaps ``box``, with the common part."""
-        for shared in self._boxes.find(box):
-            chunk = self._found.get(shared.place)
+    def find(self, box: Box) -> Iterator[Overlap]:
+        """Yield what each chunk that overlaps ``box`` shares with it."""
+        for place, common, local, where in self._boxes.find(box):
+            chunk = self._found.get(place)
             if chunk is None:
-                chunk = self._found[shared.place] = self._chunks[shared.place]
-            yield chunk, shared
+                chunk = self._found[place] = self._chunks[place]
+            yield Overlap(chunk, common, local, where)
 
     def band(self, box: Box) -> tuple[set[int], Box]:
         """Return the indices of the chunks that overlap a box, and its rows as wide as they are."""
-        places = {shared.place for shared in self._boxes.find(box)}
+        places = set(self.places(box))
         lows, highs = zip(*map(self._boxes.boxes.__getitem__, places), strict=True)
         low, high = map(min, *lows, box.lo), map(max, *highs, box.hi)
         return places, Box((box.lo[0], *[*low][1:]), (box.hi[0], *[*high][1:]))
 
-    def overlaps(self, box: Box) -> Iterator[tuple[int, Box]]:
-        """Yield the index of each chunk that overlaps ``box``, with the common box."""
-        for shared in self._boxes.find(box):
-            yield shared.place, shared.box
+    def places(self, box: Box) -> list[int]:
+        """Return the index of each chunk that overlaps ``box``; opens none."""
+        return [shared.place for shared in self._boxes.find(box)]

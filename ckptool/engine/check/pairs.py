@@ -14,7 +14,7 @@ from ckptool.core.box import Box
 from ckptool.core.casts import is_computed
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.layout import tiles
-from ckptool.engine.read.runs import entry_runs
+from ckptool.engine.read.segments import entry_needs
 from ckptool.engine.read.tensors import CheckedSource, TensorSource
 from ckptool.engine.read.tiles import LARGE, PAIR_TILE, Job
 from ckptool.errors import CkptoolError
@@ -119,7 +119,7 @@ def pair_jobs(pairs: Iterable[TensorPair]) -> Iterator[Job[TensorPair, SideReade
     for pair in pairs:
         at_a_time = bytes_at_a_time(pair)
         for boxes in tiles_of_jobs(pair):
-            runs = [partial(entry_runs, entry, boxes) for entry in (pair.one, pair.other)]
+            runs = [partial(entry_needs, entry, boxes) for entry in (pair.one, pair.other)]
             yield Job(pair, partial(read_both, pair, boxes), runs, at_a_time)
 
 

@@ -23,7 +23,7 @@ from ckptool.engine.check.pairs import (
     same_memory,
     tiles_of_jobs,
 )
-from ckptool.engine.read.runs import StoredRun, row_major_runs
+from ckptool.engine.read.segments import Segment, segments_of_tensor
 from ckptool.engine.read.tiles import LARGE, ByteReader, Job
 from ckptool.errors import CkptoolError
 from ckptool.storage.local import TILE, Files, Run
@@ -91,16 +91,16 @@ def _is_unchanged(pair: TensorPair) -> bool:
 class _Runs:
     """The bytes of a tensor in row-major order, as runs of files."""
 
-    def __init__(self, runs: Sequence[StoredRun]) -> None:
+    def __init__(self, runs: Sequence[Segment]) -> None:
         self._runs = runs
-        self._ends = [*accumulate(nbytes for _, _, nbytes, _ in runs)]
+        self._ends = [*accumulate(run.nbytes for run in runs)]
 
     def read(self, reader: ByteReader, start: int, nbytes: int) -> int:
         """Read some of the bytes, and note them; return where they are in the reader's memory."""
         memory, filled = reader.memory(nbytes), 0
         at = bisect_right(self._ends, start)
         while filled < nbytes:
-            file, offset, size, record = self._runs[at]
+            file, offset, size, _, record = self._runs[at]
             skip = start + filled - (self._ends[at] - size)
             data = memory[filled : filled + size - skip]
             reader.read_into(file, offset + skip, data)
@@ -174,7 +174,7 @@ def _is_same(large: _LargePair, start: int, nbytes: int, readers: SideReaders) -
 def _compare_small(pairs: Sequence[TensorPair], readers: SideReaders) -> Iterator[PairBatch]:
     """Compare those pairs of which both sides are runs of bytes that can be read."""
     some: list[TensorPair] = []
-    ones, others = list[list[StoredRun]](), list[list[StoredRun]]()
+    ones, others = list[list[Segment]](), list[list[Segment]]()
     left: list[TensorPair] = []
     for pair in pairs:
         one, other = _runs_of(pair.one), _runs_of(pair.other)
@@ -197,10 +197,10 @@ def _compare_small(pairs: Sequence[TensorPair], readers: SideReaders) -> Iterato
     yield PairBatch(tiles, sum([pair.nbytes for pair in pairs]))
 
 
-def _runs_of(entry: TensorEntry) -> list[StoredRun] | None:
+def _runs_of(entry: TensorEntry) -> list[Segment] | None:
     """Return the runs of a tensor; None if there are none, or they cannot be found."""
     try:
-        return row_major_runs(entry)
+        return segments_of_tensor(entry)
     except CkptoolError:
         return None
 
@@ -214,7 +214,7 @@ class _Window(Struct):
     place: int
 
 
-def _read(reader: ByteReader, tensors: Sequence[list[StoredRun]]) -> list[list[_Span]]:
+def _read(reader: ByteReader, tensors: Sequence[list[Segment]]) -> list[list[_Span]]:
     """Read the runs of some tensors, those that are close in a file together.
 
     Returns where each is in memory, which the reader's next call may reuse.
@@ -232,7 +232,7 @@ def _read(reader: ByteReader, tensors: Sequence[list[StoredRun]]) -> list[list[_
         part = memory[window.place : window.place + window.end - window.start]
         reader.read_into(window.file, window.start, part)
     base = address(memory) if memory else 0
-    for file, start, nbytes, record in chain.from_iterable(tensors):
+    for file, start, nbytes, _, record in chain.from_iterable(tensors):
         if record is not None:
             place = places[file, start, nbytes]
             reader.note(record, start, memory[place : place + nbytes])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from msgspec.structs import replace
 
 from ckptool.core.catalog import Chunk, Container, Extent, Opening, Place
-from ckptool.core.sharding.groups import Tile
+from ckptool.core.sharding.index import Overlap
 from ckptool.storage.local import Run
 
 Need = Run | Opening
@@ -27,12 +27,11 @@ def open_chunk(chunk: Chunk) -> Chunk:
     return chunk if at is chunk.at else replace(chunk, at=at)
 
 
-def open_tile(tile: Tile) -> Tile:
-    """Return a tile whose sources can be read."""
-    if not any(isinstance(source.chunk.at, Container) for source in tile.sources):
-        return tile
-    sources = (source._replace(chunk=open_chunk(source.chunk)) for source in tile.sources)
-    return tile._replace(sources=tuple(sources))
+def opened(found: Sequence[Overlap]) -> Sequence[Overlap]:
+    """Return parts of chunks whose elements can be read."""
+    if not any(isinstance(each.chunk.at, Container) for each in found):
+        return found
+    return [each._replace(chunk=open_chunk(each.chunk)) for each in found]
 
 
 def likely_place(at: Place, itemsize: int) -> Place:

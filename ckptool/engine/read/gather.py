@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import mul
 from typing import Any
 
 import numpy as np
 
-from ckptool.core.box import Box, contiguous
+from ckptool.core.box import Box, contiguous, row_major_strides
 from ckptool.core.catalog import (
-    Chunk,
     EncodedBlob,
     Extent,
     Place,
@@ -23,11 +22,11 @@ from ckptool.core.catalog import (
 from ckptool.core.codec import decode
 from ckptool.core.dtype import BY_NAME, DType
 from ckptool.core.sharding.groups import Tile
-from ckptool.core.sharding.index import ChunkIndex, SharedBox
-from ckptool.engine.read.containers import open_place
+from ckptool.core.sharding.index import ChunkIndex, Overlap
+from ckptool.engine.read.containers import opened
 from ckptool.engine.read.range_check import RangeCheck
 from ckptool.engine.read.rounding import cast, may_have_lost
-from ckptool.engine.read.runs import span_of, worth_a_span
+from ckptool.engine.read.segments import by_stride, run_at, strided_reads
 from ckptool.engine.read.strips import Strip, strip_of
 from ckptool.engine.read.tiles import ByteReader
 from ckptool.engine.read.window import Windows
@@ -108,19 +107,36 @@ class Gatherer:
         """Return so many bytes of memory, which the next call may return again."""
         return self._bytes.memory(nbytes)
 
-    def chunks(self, entry: TensorEntry, box: Box) -> Iterator[tuple[Chunk, SharedBox]]:
-        """Yield each chunk of a tensor that overlaps a box, with the common part."""
-        return self._index(entry).shared(box)
+    def find(self, entry: TensorEntry, box: Box) -> Sequence[Overlap]:
+        """Return what the chunks of a tensor have of a box, opened."""
+        return opened(list(self._index(entry).find(box)))
+
+    def fill(self, values: Array, entry: TensorEntry, found: Iterable[Overlap]) -> None:
+        """Copy what chunks have of some elements, as stored, into an array of these."""
+        for chunk, _, local, where in found:
+            view = values if where.shape == values.shape else part_of(values, where)
+            self.fill_from(chunk.at, view, local, entry.source_dtype)
+            if self._beyond is not None and isinstance(chunk.at, ScaledBlocks):
+                self._count_computed(self._beyond, entry, chunk.at, (view, local))
 
     def fill_from(self, at: Place, out: Array, local: Box, dtype: DType) -> None:
-        """Copy the elements ``local`` of a chunk (in its own coordinates) into ``out``."""
+        """Copy the elements ``local`` of a chunk (in its own coordinates) into ``out``.
+
+        What is one run of bytes of a checksummed record is noted.
+        """
         if isinstance(at, EncodedBlob):
             blob = self._decode(at)
             out[...] = _strided(blob, at.start, at.strides, local, dtype.itemsize)
             _repair(out, at.ops, dtype)
         elif isinstance(at, Extent):
-            start = at.offset + sum(i * s for i, s in zip(local.lo, at.strides, strict=True))
-            self._fill(out, at.file, start, at.strides)
+            if not out.size:
+                return
+            run = run_at(at, local, out.itemsize)
+            if run is not None:
+                self._read_run(out, at, run)
+                return
+            start = at.offset + sum(map(mul, local.lo, at.strides))
+            self._read_strided(out, at.file, start, at.strides)
             _repair(out, at.ops, dtype)
         elif isinstance(at, ScaledBlocks):
             from ckptool.engine.read.dequantize import fill_scaled
@@ -160,19 +176,14 @@ class Gatherer:
     def gather_into(self, values: Array, entry: TensorEntry, box: Box) -> None:
         """Read the same as ``gather`` into an array of the box's shape."""
         strip = self._strip
-        if strip is not None and strip.holds(entry, box) and values.flags.c_contiguous:
-            strip.fill(values, box, self._reader, self._scratch, self._note_piece)
-            return
-        is_next = id(entry) in self._indexes
-        some = list(self._index(entry).shared(box))
-        self._strip = strip_of(entry, box, some) if is_next else None
-        for chunk, shared in some:
-            at = open_place(chunk.at, chunk.box.shape)
-            view = values if shared.box == box else part_of(values, shared.where)
-            if not self._fill_run(view, at, shared.local):
-                self.fill_from(at, view, shared.local, entry.source_dtype)
-            if self._beyond is not None and isinstance(at, ScaledBlocks):
-                self._count_computed(self._beyond, entry, at, (view, shared.local))
+        if strip is None or not strip.holds(entry, box):
+            found = self.find(entry, box)
+            strip = self._strip = strip_of(entry, box, found)
+            if strip is None:
+                self.fill(values, entry, found)
+                return
+        for at, start, inside in strip.runs(box):
+            self._read_run(values[inside], at, start)
 
     def _count_computed(
         self, beyond: RangeCheck, entry: TensorEntry, at: ScaledBlocks, made: tuple[Array, Box]
@@ -186,13 +197,8 @@ class Gatherer:
         self.fill_from(at, numbers, local, wide)
         beyond.note(entry.name, numbers, wide, values, entry.source_dtype)
 
-    def _fill_run(self, out: Array, at: Place, local: Box) -> bool:
-        """Read and note a single run of a file; return whether it is one."""
-        if not isinstance(at, Extent) or at.ops or not out.size:
-            return False
-        if not contiguous(at.strides, out.shape, out.itemsize):
-            return False
-        start = at.offset + sum(map(mul, local.lo, at.strides))
+    def _read_run(self, out: Array, at: Extent, start: int) -> None:
+        """Read one run of bytes of a place, and note it."""
         if out.flags.c_contiguous:
             data = raw(out)
             self._reader.read_into(at.file, start, data)
@@ -201,10 +207,11 @@ class Gatherer:
             self._reader.read_into(at.file, start, data)
             out[...] = np.frombuffer(data, out.dtype).reshape(out.shape)
         else:
-            return False
+            strides = row_major_strides(out.shape, out.itemsize)
+            self._read_strided(out, at.file, start, strides)
+            return
         if at.record is not None:
             self._note_piece(at.record, start, data)
-        return True
 
     def _index(self, entry: TensorEntry) -> ChunkIndex:
         """Return the index of a tensor's chunks; those of the last few tensors are kept."""
@@ -214,37 +221,27 @@ class Gatherer:
             known = self._indexes[id(entry)] = (entry, ChunkIndex(entry))
         return known[1]
 
-    def _fill(self, out: Array, file: str, offset: int, strides: tuple[int, ...]) -> None:
-        if not out.size:
-            return
-        itemsize = out.itemsize
-        if out.flags.c_contiguous and contiguous(strides, out.shape, itemsize):
-            self._reader.read_into(file, offset, raw(out))
-            return
-        worth = worth_a_span(out.shape, strides, itemsize, self._block)
-        span = span_of(out.shape, strides, itemsize)
-        if worth and span <= SPAN:
-            view = self._scratch[:span]
-            self._reader.read_into(file, offset, view)
-            out[...] = np.ndarray(out.shape, out.dtype, view, 0, strides)
-            return
-        dim = max((d for d, n in enumerate(out.shape) if n > 1), key=lambda d: strides[d])
-        runs = None if worth else _runs(out, dim, strides)
-        if runs is not None:
-            self._reader.read_runs(file, offset, strides[dim], runs)
-            return
-        order = sorted(range(out.ndim), key=lambda d: -strides[d])
-        stored_so = out.flags.c_contiguous and order == [*range(out.ndim)]
-        if not worth and not stored_so and out.nbytes <= SPAN:
-            # in the file's order many runs are one call; memory takes them in any order
-            stored: Array = np.empty([out.shape[d] for d in order], out.dtype)
-            self._fill(stored, file, offset, tuple(strides[d] for d in order))
-            out.transpose(order)[...] = stored
-            return
-        half = out.shape[dim] // 2
-        head = tuple(slice(None) for _ in range(dim))
-        self._fill(out[(*head, slice(0, half))], file, offset, strides)
-        self._fill(out[(*head, slice(half, None))], file, offset + half * strides[dim], strides)
+    def _read_strided(self, out: Array, file: str, start: int, strides: tuple[int, ...]) -> None:
+        """Read elements that are strided in a file, in the file's order, directly if possible."""
+        order, itemsize = by_stride(strides), out.itemsize
+        view, strides = out.transpose(order), tuple(strides[dim] for dim in order)
+        direct = view.flags.c_contiguous
+        most = (SPAN, math.inf if direct else SPAN)
+        for read in strided_reads(view.shape, strides, itemsize, self._block, most):
+            inside: Any = (..., *read.inside)
+            part, at = view[inside], start + read.offset
+            is_runs = read.runs > 1 or contiguous(strides, part.shape, itemsize)
+            memory = raw(part) if direct and is_runs else self._scratch[: read.runs * read.nbytes]
+            if read.runs > 1:
+                starts = range(0, len(memory), read.nbytes)
+                runs = [memory[first : first + read.nbytes] for first in starts]
+                self._reader.read_runs(file, at, read.step, runs)
+            else:
+                self._reader.read_into(file, at, memory)
+            if is_runs and not direct:
+                part[...] = np.frombuffer(memory, out.dtype).reshape(part.shape)
+            elif not is_runs:
+                part[...] = np.ndarray(part.shape, out.dtype, memory, 0, strides)
 
     def _decode(self, at: EncodedBlob) -> bytes:
         if self._blob is None or self._blob[0] != at:
@@ -257,17 +254,6 @@ class Gatherer:
             _require_crc(at, blob, what)
             self._blob = (at, blob)
         return self._blob[1]
-
-
-def _runs(out: Array, dim: int, strides: tuple[int, ...]) -> list[memoryview] | None:
-    """Return the memory of each run of bytes, one per index of ``dim``; None if not contiguous."""
-    inner = out.shape[dim + 1 :]
-    if math.prod(out.shape[:dim]) != 1 or not out.flags.c_contiguous:
-        return None
-    if not contiguous(strides[dim + 1 :], inner, out.itemsize):
-        return None
-    memory, run = raw(out), math.prod(inner) * out.itemsize
-    return [memory[start : start + run] for start in range(0, len(memory), run)]
 
 
 def _require_crc(at: EncodedBlob, blob: bytes, what: str) -> None:

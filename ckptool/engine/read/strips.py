@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from operator import mul
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
-import numpy as np
-
-from ckptool.core.box import Box, contiguous
-from ckptool.core.catalog import Chunk, Extent, TensorEntry
-from ckptool.core.sharding.index import SharedBox
-from ckptool.engine.read.containers import open_place
-from ckptool.engine.read.runs import NotePiece
-from ckptool.storage.local import SPAN, FileReader
-
-Array = np.ndarray[Any, np.dtype[Any]]
+from ckptool.core.box import Box
+from ckptool.core.catalog import Extent, TensorEntry
+from ckptool.core.sharding.index import Overlap
+from ckptool.engine.read.segments import run_at
 
 
 class _Piece(NamedTuple):
@@ -31,48 +24,32 @@ class _Piece(NamedTuple):
 
 
 class Strip(NamedTuple):
-    """All rows of ``box`` along ``dim``, of which each chunk has one run of bytes.
-
-    At most ``most`` of them are read at once.
-    """
+    """All rows of ``box`` along ``dim``, of which each chunk has one run of bytes."""
 
     entry: TensorEntry
     dim: int
     box: Box
     pieces: tuple[_Piece, ...]
-    most: int
 
     def holds(self, entry: TensorEntry, box: Box) -> bool:
         """Return whether a box is some whole rows of the strip."""
         if entry is not self.entry:
             return False
         (lo, hi), (low, high), dim = box, self.box, self.dim
-        if not (low[dim] <= lo[dim] < hi[dim] <= high[dim] and hi[dim] - lo[dim] <= self.most):
+        if not low[dim] <= lo[dim] < hi[dim] <= high[dim]:
             return False
         is_row = lo[dim + 1 :] == low[dim + 1 :] and hi[dim + 1 :] == high[dim + 1 :]
         return is_row and lo[:dim] == low[:dim] and hi[:dim] == high[:dim]
 
-    def fill(
-        self, values: Array, box: Box, reader: FileReader, scratch: memoryview, note: NotePiece
-    ) -> None:
-        """Read a box that it holds into a C-ordered array; ``note`` the pieces of records."""
-        first, count = box.lo[self.dim], box.hi[self.dim] - box.lo[self.dim]
-        memory = values.reshape(-1).view("u1").data
+    def runs(self, box: Box) -> Iterator[tuple[Extent, int, tuple[slice, ...]]]:
+        """Yield the runs of a box that it holds: place, file offset, and what they fill."""
+        first = box.lo[self.dim]
         for at, start, width, inside in self.pieces:
-            is_all = len(self.pieces) == 1
-            data = memory if is_all else scratch[: count * width]
-            reader.read_into(at.file, start + first * width, data)
-            if not is_all:
-                part = values[inside]
-                part[...] = np.frombuffer(data, values.dtype).reshape(part.shape)
-            if at.record is not None:
-                note(at.record, start + first * width, data)
+            yield at, start + first * width, inside
 
 
-def strip_of(
-    entry: TensorEntry, box: Box, found: Iterable[tuple[Chunk, SharedBox]]
-) -> Strip | None:
-    """Return the strip of a box, given its chunks ``found`` and what each has of it.
+def strip_of(entry: TensorEntry, box: Box, found: Iterable[Overlap]) -> Strip | None:
+    """Return the strip of a box, given what each of its chunks, which are open, has of it.
 
     None if a chunk has only some of its rows, or not in one run of bytes.
     """
@@ -81,22 +58,17 @@ def strip_of(
     if dim is None:
         return None
     low, high, volume, pieces = 0, entry.shape[dim], 0, list[_Piece]()
-    for chunk, (_, common, local, where) in found:
-        at = open_place(chunk.at, chunk.box.shape)
-        if not isinstance(at, Extent) or at.ops or common.shape[dim] != shape[dim]:
-            return None
-        if not contiguous(at.strides[dim:], common.shape[dim:], itemsize):
+    for chunk, common, local, where in found:
+        start = run_at(chunk.at, local, itemsize)
+        if start is None or common.shape[dim] != shape[dim] or not isinstance(chunk.at, Extent):
             return None
         low, high = max(low, chunk.box.lo[dim]), min(high, chunk.box.hi[dim])
         volume += common.volume
-        skip = map(mul, local.lo, at.strides)
-        width = at.strides[dim]
-        start = at.offset + sum(skip) - common.lo[dim] * width
+        width = chunk.at.strides[dim]
         inside = list(map(slice, *where))
         inside[dim] = slice(None)
-        pieces.append(_Piece(at, start, width, tuple(inside)))
+        pieces.append(_Piece(chunk.at, start - common.lo[dim] * width, width, tuple(inside)))
     if volume != box.volume:
         return None
     whole = Box((*box.lo[:dim], low, *box.lo[dim + 1 :]), (*box.hi[:dim], high, *box.hi[dim + 1 :]))
-    most = SPAN // max(piece.width for piece in pieces) if len(pieces) > 1 else high - low
-    return Strip(entry, dim, whole, tuple(pieces), most)
+    return Strip(entry, dim, whole, tuple(pieces))

@@ -26,7 +26,7 @@ from ckptool.core.layout import tiles
 from ckptool.core.sharding.index import ChunkIndex
 from ckptool.engine.checksum import RecordCheck, require_intact
 from ckptool.engine.read.containers import Need, open_chunk
-from ckptool.engine.read.runs import entry_runs, place_runs
+from ckptool.engine.read.segments import entry_needs, place_needs
 from ckptool.engine.read.tiles import ByteReader, Job, read_tiles
 from ckptool.errors import Problem
 from ckptool.storage.local import TILE, Files
@@ -127,7 +127,7 @@ def tensor_job(
     """
 
     def runs(block: int) -> Iterator[Need]:
-        return entry_runs(entry, _tiles_of(entry, limit or TILE), block)
+        return entry_needs(entry, _tiles_of(entry, limit or TILE), block)
 
     nbytes = entry.elements * entry.source_dtype.itemsize
     return Job(entry, partial(_read_tensor, entry, limit, stored), [runs], _PASSES * nbytes)
@@ -160,7 +160,7 @@ def place_job(
 
     def runs(block: int) -> Iterator[Need]:
         for box in tiles(whole, dtype.itemsize, limit):
-            yield from place_runs(at, box, dtype.itemsize, block)
+            yield from place_needs(at, box, dtype.itemsize, block)
 
     return Job(entry, read, [runs])
 
@@ -224,7 +224,7 @@ def _fill_jobs(requests: Sequence[FillRequest]) -> Iterator[Job[FillRequest, Gat
         cut = tiles(request.box, request.entry.source_dtype.itemsize, _FILL)
         is_packed = any(_is_packed(chunk) for chunk in request.entry.chunks)
         for boxes in [list(cut)] if is_packed else ([box] for box in cut):
-            runs = partial(entry_runs, request.entry, boxes)
+            runs = partial(entry_needs, request.entry, boxes)
             yield Job(request, partial(_fill_boxes, request, boxes), [runs])
 
 
@@ -235,7 +235,10 @@ def _exhaust(request: FillRequest, filled: Iterator[TensorTile]) -> None:
 
 def _first_spot(request: FillRequest) -> tuple[str, int]:
     """Return where the first bytes of a box are: file and offset."""
-    spots = [(c.at.file, c.at.offset) for c, _ in ChunkIndex(request.entry).find(request.box)]
+    spots = [
+        (found.chunk.at.file, found.chunk.at.offset)
+        for found in ChunkIndex(request.entry).find(request.box)
+    ]
     return min(spots, default=("", 0))
 
 

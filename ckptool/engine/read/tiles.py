@@ -21,7 +21,7 @@ from msgspec import Struct
 
 from ckptool.core.catalog import Catalog, Opening
 from ckptool.engine.read.containers import Need, runs_of
-from ckptool.engine.read.runs import NotePiece
+from ckptool.engine.read.segments import NotePiece, Segment
 from ckptool.storage.file_status import changed
 from ckptool.storage.local import Files, Run
 
@@ -342,6 +342,14 @@ class ByteReader:
     def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
         """Fill the caller's memory; Damaged if the file ends before."""
         self.files.read_into(file, offset, buffer)
+
+    def read_segments(self, segments: Iterable[Segment], memory: memoryview) -> None:
+        """Fill memory with segments, and note those of records."""
+        for file, offset, nbytes, skip, record in segments:
+            data = memory[skip : skip + nbytes]
+            self.files.read_into(file, offset, data)
+            if record is not None:
+                self.note(record, offset, data)
 
     def read(self, file: str, offset: int, nbytes: int) -> memoryview:
         """Return bytes of a file, valid until the next are read."""

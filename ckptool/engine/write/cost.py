@@ -10,7 +10,7 @@ from ckptool.core.plan import Plan
 from ckptool.core.sharding.groups import Group
 from ckptool.core.sharding.table import WholeTensor
 from ckptool.engine.read.containers import Need, runs_of
-from ckptool.engine.read.runs import entry_runs, place_runs
+from ckptool.engine.read.segments import entry_needs, place_needs
 from ckptool.storage.local import Files
 from ckptool.storage.planned_ranges import join_runs, unversioned
 
@@ -93,12 +93,12 @@ def _group_runs(plan: Plan, group: Group, block: int) -> list[Need]:
     """Return what is read for parts; the band that some share is read once."""
     entry = plan.catalog.tensors[group.parts[0].part.name]
     if group.band is not None:
-        return list(entry_runs(entry, [group.band], block))
+        return list(entry_needs(entry, [group.band], block))
     index, itemsize = plan.index(entry), entry.source_dtype.itemsize
     return [
         need
         for spot in group.parts
         for whole, _ in spot.part.pieces
-        for chunk, common in index.find(whole)
-        for need in place_runs(chunk.at, common.relative_to(chunk.box.lo), itemsize, block)
+        for found in index.find(whole)
+        for need in place_needs(found.chunk.at, found.local, itemsize, block)
     ]

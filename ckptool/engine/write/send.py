@@ -15,7 +15,7 @@ from ckptool.core.sharding.groups import Group, LayoutPart, Tile
 from ckptool.engine.checksum import RecordCheck, crc32, require_intact
 from ckptool.engine.read.containers import Need
 from ckptool.engine.read.planned import PlanReader
-from ckptool.engine.read.runs import tile_runs
+from ckptool.engine.read.segments import tile_needs
 from ckptool.engine.read.tiles import Job, read_tiles, require_unchanged
 from ckptool.engine.run_options import RunOptions
 from ckptool.engine.write.output import apply_patches
@@ -225,7 +225,7 @@ def _file_runs(plan: Plan, number: int, source: Files, block: int) -> Iterator[N
         if isinstance(part, Data | ScatteredData):
             group = _group(plan, LayoutPart(number, position, 0, part), source)
             for tiles in plan.jobs(group, source.tile):
-                yield from tile_runs(tiles, block)
+                yield from tile_needs(tiles, block)
 
 
 def _group(plan: Plan, spot: LayoutPart, source: Files) -> Group:

@@ -127,7 +127,7 @@ class _Picture:
         for axis, position in ((self._down, row), (self._across, column)):
             if axis.dim is not None:
                 at[axis.dim] = position
-        return [chunk for chunk, _ in self._index.find(Box.at(at, [1] * self._rank))]
+        return [found.chunk for found in self._index.find(Box.at(at, [1] * self._rank))]
 
     def _block(self, chunks: list[Chunk], width: int, *, begins: bool) -> Text:
         if len(chunks) != 1:

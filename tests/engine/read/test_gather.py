@@ -21,7 +21,7 @@ from ckptool.core.box import Box
 from ckptool.core.catalog import Chunk, EncodedBlob, Extent, Place, Record, TensorEntry
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.layout import tiles
-from ckptool.engine.read import gather, runs, strips
+from ckptool.engine.read import gather, segments
 from ckptool.engine.read.gather import Gatherer, unit
 from ckptool.engine.read.rounding import cast
 from ckptool.engine.read.tiles import ByteReader
@@ -143,12 +143,12 @@ def test_pieces_smaller_than_a_span(
 ) -> None:
     """Every way of splitting a strided read, forced by a tiny span."""
     itemsize, offset, strides, box = found
-    kept = gather.SPAN, runs._LONG_RUN
-    gather.SPAN, runs._LONG_RUN = 2 * itemsize, 8
+    kept = gather.SPAN, segments._LONG_RUN
+    gather.SPAN, segments._LONG_RUN = 2 * itemsize, 8
     try:
         result = gathered(Extent("f", offset, strides), box, itemsize)
     finally:
-        gather.SPAN, runs._LONG_RUN = kept
+        gather.SPAN, segments._LONG_RUN = kept
     assert result.tobytes() == expected(offset, strides, box, itemsize).tobytes()
 
 
@@ -250,8 +250,7 @@ def test_rows_one_behind_the_other(
     wanted = [box for limit in (2, 4, 8, 16, 32, 64, 128) for box in tiles(whole, 2, limit)]
     order.shuffle(wanted)
     with pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as folder:
-        for module in (gather, strips):
-            patch.setattr(module, "SPAN", span)
+        patch.setattr(gather, "SPAN", span)
         Path(folder, "f").write_bytes(data)
         source = LocalSource(Path(folder), {})
         note = lambda record, offset, piece: noted.append((offset, bytes(piece)))  # noqa: E731

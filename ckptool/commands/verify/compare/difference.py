@@ -75,7 +75,7 @@ def differing_tensor(pair: TensorPair, found: Difference) -> DifferingTensor:
     """Return the difference of a pair, with the holders of its first element."""
     one, sides = pair.one, []
     for entry, value in zip((one, pair.other), found.values, strict=True):
-        chunk, _ = next(ChunkIndex(entry).find(Box.at(found.first, (1,) * len(found.first))))
+        chunk = next(ChunkIndex(entry).find(Box.at(found.first, (1,) * len(found.first)))).chunk
         sides.append(DifferingElement(value, chunk.at.file, chunk.rank))
     counts = one.elements, found.elements
     return DifferingTensor(one.name, one.shape, *counts, found.first, found.largest, *sides)

@@ -1,0 +1,240 @@
+"""What is read for elements: found once, to be announced, counted, read and checked.
+
+Two questions decide how: whether elements are stored as one run of bytes (``run_at``), and whether
+they go to one run of memory (``skip_to``). If both are so, a ``Segment`` says all. Other elements
+of a file are read as ``strided_reads`` says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter, mul
+from typing import NamedTuple
+
+from ckptool.core.box import Box, contiguous
+from ckptool.core.catalog import EncodedBlob, Extent, Place, Record, ScaledBlocks, TensorEntry
+from ckptool.core.sharding.groups import Tile
+from ckptool.core.sharding.index import ChunkIndex, Overlap
+from ckptool.core.sharding.table import WholeTensor
+from ckptool.engine.read.containers import Need, likely_place, open_chunk, openings
+
+NotePiece = Callable[[Record, int, memoryview], None]
+"""Called with each piece of a checksummed record: the record, the file offset and the bytes."""
+
+_LONG_RUN = 2 << 10
+_OVER_READ = 4
+_PAGE = 4 << 10
+"""Gaps shorter than this save the disk nothing."""
+
+
+class Segment(NamedTuple):
+    """A run of bytes of a file that goes to one of memory, ``skip`` bytes after its beginning.
+
+    ``record`` is the checksummed one that it is a part of.
+    """
+
+    file: str
+    offset: int
+    nbytes: int
+    skip: int
+    record: Record | None
+
+
+_SKIP = attrgetter("skip")
+
+
+def run_at(at: Place, local: Box, itemsize: int) -> int | None:
+    """Return the file offset of the run of bytes that is some elements of a place, in order.
+
+    ``local`` are these elements in their own coordinates. None if they are no run, or not stored as
+    they are.
+    """
+    if not isinstance(at, Extent) or at.ops or not contiguous(at.strides, local.shape, itemsize):
+        return None
+    inside: int = sum(map(mul, local.lo, at.strides))
+    return at.offset + inside
+
+
+def skip_to(where: Box, shape: tuple[int, ...], itemsize: int) -> int | None:
+    """Return the bytes before a box of an array of ``shape``; None if it is no run of whole rows.
+
+    Rows are what the first dim of more than one index counts.
+    """
+    dim = next((dim for dim, size in enumerate(shape) if size > 1), len(shape))
+    if where.shape[dim + 1 :] != shape[dim + 1 :]:
+        return None
+    return where.lo[dim] * math.prod(shape[dim + 1 :]) * itemsize if dim < len(shape) else 0
+
+
+def segments_of(
+    found: Iterable[Overlap], shape: tuple[int, ...], itemsize: int
+) -> list[Segment] | None:
+    """Return the segments that fill an array of ``shape``, one for each opened chunk in its box.
+
+    None if any of them is none.
+    """
+    segments = []
+    for chunk, _, local, where in found:
+        at, skip = chunk.at, skip_to(where, shape, itemsize)
+        start = None if skip is None else run_at(at, local, itemsize)
+        if start is None or skip is None or not isinstance(at, Extent):
+            return None
+        segments.append(Segment(at.file, start, local.volume * itemsize, skip, at.record))
+    return segments
+
+
+def segments_of_tensor(entry: TensorEntry) -> list[Segment] | None:
+    """Return the segments of a whole tensor as stored, in order; None if any chunk is none.
+
+    Opens the containers of its chunks.
+    """
+    chunks, shape, itemsize = entry.chunks, entry.shape, entry.source_dtype.itemsize
+    if isinstance(chunks, WholeTensor) and chunks.boxes[0].hi == shape:
+        if not contiguous(chunks.strides, shape, itemsize):
+            return None
+        return [Segment(chunks.file, chunks.offset, entry.elements * itemsize, 0, None)]
+    solid = (open_chunk(chunk) for chunk in chunks if chunk.box.volume)
+    found = (Overlap(chunk, chunk.box, Box.whole(chunk.box.shape), chunk.box) for chunk in solid)
+    segments = segments_of(found, shape, itemsize)
+    return segments and sorted(segments, key=_SKIP)
+
+
+class StridedRead(NamedTuple):
+    """``runs`` of ``nbytes`` bytes each that are read together, ``step`` bytes from each other.
+
+    The first is ``offset`` bytes behind the first element. ``inside`` are the elements that they
+    contain, as slices of the dims in the order of their strides.
+    """
+
+    inside: tuple[slice, ...]
+    offset: int
+    nbytes: int
+    runs: int = 1
+    step: int = 0
+
+
+def strided_reads(
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    itemsize: int,
+    block: int,
+    most: tuple[float, float] = (math.inf, math.inf),
+) -> Iterator[StridedRead]:
+    """Yield what is read for elements, given their dims from the widest stride to the narrowest.
+
+    One read across gaps where that is worthwhile, else one for each run, of many runs at once.
+    ``block`` is the least number of bytes that a read costs; ``most`` those of a read across gaps,
+    and of one without.
+    """
+    dims = tuple(slice(0, size) for size in shape)
+    yield from _cut_reads(dims, 0, strides, itemsize, block, most)
+
+
+def _cut_reads(
+    dims: tuple[slice, ...],
+    offset: int,
+    strides: tuple[int, ...],
+    itemsize: int,
+    block: int,
+    most: tuple[float, float],
+) -> Iterator[StridedRead]:
+    shape = tuple(each.stop - each.start for each in dims)
+    nbytes, span = math.prod(shape) * itemsize, span_of(shape, strides, itemsize)
+    worth = worth_a_span(shape, strides, itemsize, block)
+    if contiguous(strides, shape, itemsize) and nbytes <= most[1]:
+        yield StridedRead(dims, offset, nbytes)
+        return
+    if worth and span <= most[0]:
+        yield StridedRead(dims, offset, span)
+        return
+    dim = next(dim for dim, size in enumerate(shape) if size > 1)
+    size, stride, inner = shape[dim], strides[dim], shape[dim + 1 :]
+    if not worth and contiguous(strides[dim + 1 :], inner, itemsize) and nbytes <= most[1]:
+        yield StridedRead(dims, offset, nbytes // size, size, stride)
+        return
+    start, half = dims[dim].start, size // 2
+    for low, high in ((0, half), (half, size)):
+        part = (*dims[:dim], slice(start + low, start + high), *dims[dim + 1 :])
+        yield from _cut_reads(part, offset + low * stride, strides, itemsize, block, most)
+
+
+def by_stride(strides: tuple[int, ...]) -> list[int]:
+    """Return the dims from the widest stride to the narrowest."""
+    return sorted(range(len(strides)), key=lambda dim: -strides[dim])
+
+
+def span_of(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> int:
+    """Return the bytes from the first to the last element of a box that has elements."""
+    return itemsize + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+
+
+def worth_a_span(
+    shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, block: int = 1
+) -> bool:
+    """Return whether one read across the gaps, into scratch, beats one read per run.
+
+    It does if no gap saves a ``block``, the least number of bytes that a read costs, and short runs
+    are in one page or a large share of what is between them.
+    """
+    span, nbytes = span_of(shape, strides, itemsize), math.prod(shape) * itemsize
+    steps = [stride for n, stride in zip(shape, strides, strict=True) if n > 1]
+    if span <= nbytes or max(steps, default=0) <= block:
+        return True
+    run = itemsize
+    for size, stride in sorted(zip(shape, strides, strict=True), key=lambda pair: pair[1]):
+        if stride == run:
+            run *= size
+    return run < _LONG_RUN and span * run <= max(_OVER_READ * run, _PAGE) * nbytes
+
+
+def tile_needs(tiles: Iterable[Tile], block: int) -> Iterator[Need]:
+    """Yield what is read for the tiles of a job, if a read costs at least ``block`` bytes."""
+    for tile in tiles:
+        if tile.band is not None:
+            yield from entry_needs(tile.entry, [tile.band], block)
+            return
+        yield from _needs(tile.sources, tile.entry.source_dtype.itemsize, block, set())
+
+
+def entry_needs(entry: TensorEntry, boxes: Iterable[Box], block: int) -> Iterator[Need]:
+    """Yield what is read for boxes of a tensor; each packed blob once."""
+    index, blobs = ChunkIndex(entry), set[Place]()
+    for box in boxes:
+        yield from _needs(index.find(box), entry.source_dtype.itemsize, block, blobs)
+
+
+def _needs(
+    found: Iterable[Overlap], itemsize: int, block: int, blobs: set[Place]
+) -> Iterator[Need]:
+    """Yield what is read for what chunks have of a box; ``blobs`` are those that are decoded."""
+    for chunk, _, local, _ in found:
+        if chunk.at not in blobs:
+            yield from place_needs(chunk.at, local, itemsize, block)
+        if isinstance(chunk.at, EncodedBlob):
+            blobs.add(chunk.at)
+
+
+def place_needs(at: Place, local: Box, itemsize: int, block: int) -> Iterator[Need]:
+    """Yield what is read for a box of the elements at a place, in their own coordinates."""
+    if not local.volume:
+        return
+    yield from openings(at)
+    at = likely_place(at, itemsize)
+    if isinstance(at, EncodedBlob):
+        yield at.file, at.offset, at.nbytes
+    elif isinstance(at, Extent):
+        start = at.offset + sum(map(mul, local.lo, at.strides))
+        order, shape = by_stride(at.strides), local.shape
+        sizes, strides = tuple(shape[d] for d in order), tuple(at.strides[d] for d in order)
+        for _, offset, nbytes, runs, step in strided_reads(sizes, strides, itemsize, block):
+            if block == 1:  # only counted
+                yield at.file, start + offset, nbytes * runs
+                continue
+            for first in range(start + offset, start + offset + runs * (step or 1), step or 1):
+                yield at.file, first, nbytes
+    elif isinstance(at, ScaledBlocks):
+        for entry in at.stored:
+            yield from entry_needs(entry, [Box.whole(entry.shape)], block)
+    else:
+        yield at.file, at.offset, local.volume * itemsize
