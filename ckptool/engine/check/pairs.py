@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from itertools import chain, islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from msgspec import Struct
 
@@ -58,21 +58,33 @@ class TensorPair(Struct, frozen=True):
         return self.one.source_dtype.itemsize + self.other.source_dtype.itemsize
 
 
-class PairTile(NamedTuple):
-    """The elements of one box on two sides; ``nbytes`` counts those read from both."""
-
-    box: Box
-    one: Array
-    other: Array
-    nbytes: int
-
-
-class Unreadable(Exception):
+class Failure(NamedTuple):
     """The error of one of the two sides, 0 or 1."""
 
-    def __init__(self, side: int, error: CkptoolError) -> None:
-        super().__init__(str(error))
-        self.side, self.error = side, error
+    side: int
+    error: CkptoolError
+
+
+class PairTile(NamedTuple):
+    """The elements of one box of a pair on both sides; ``nbytes`` counts those read from both.
+
+    ``pair`` is None if all are the same. If a side cannot be read there is a ``failure``, and what
+    is left of the job's boxes is not read.
+    """
+
+    nbytes: int
+    pair: TensorPair | None = None
+    box: Box = Box((), ())
+    values: tuple[Array, Array] | None = None
+    failure: Failure | None = None
+
+    def require(self) -> tuple[TensorPair, Array, Array]:
+        """Return the pair, and the elements of both sides; raises the error of one."""
+        if self.failure is not None:
+            raise self.failure.error
+        if self.pair is None or self.values is None:
+            raise TypeError("both sides are the same")
+        return self.pair, *self.values
 
 
 class SideReaders:
@@ -94,6 +106,11 @@ class SideReaders:
             reader.close()
 
 
+PairJob = Job[Any, SideReaders, PairTile]
+"""Reads tiles of a pair, or of several. Its subject tells it from other jobs: it is None."""
+Side = TypeVar("Side")
+
+
 class PairSource(NamedTuple):
     """Both sides, to read from."""
 
@@ -110,17 +127,16 @@ class PairSource(NamedTuple):
         return SideReaders(self)
 
 
-def pair_jobs(pairs: Iterable[TensorPair]) -> Iterator[Job[TensorPair, SideReaders, PairTile]]:
+def pair_jobs(pairs: Iterable[TensorPair]) -> Iterator[PairJob]:
     """Yield jobs that read some tiles of a pair each, in row-major order.
 
-    The chunks of every tensor must tile the part that is compared. Reading a tile raises
-    Unreadable.
+    The chunks of every tensor must tile the part that is compared.
     """
     for pair in pairs:
         at_a_time = bytes_at_a_time(pair)
         for boxes in tiles_of_jobs(pair):
             runs = [partial(entry_needs, entry, boxes) for entry in (pair.one, pair.other)]
-            yield Job(pair, partial(read_both, pair, boxes), runs, at_a_time)
+            yield Job(None, partial(read_both, pair, boxes), runs, at_a_time)
 
 
 def tiles_of_jobs(pair: TensorPair) -> Iterator[list[Box]]:
@@ -140,15 +156,35 @@ def bytes_at_a_time(pair: TensorPair) -> int:
 
 
 def read_both(pair: TensorPair, boxes: Sequence[Box], readers: SideReaders) -> Iterator[PairTile]:
-    """Read boxes of both tensors; Unreadable if a side cannot be read."""
-    for box in boxes:
-        values = []
-        for side, entry in enumerate((pair.one, pair.other)):
+    """Read boxes of both tensors as elements."""
+
+    def read(side: int, box: Box) -> Array:
+        return readers.elements[side].read_values((pair.one, pair.other)[side], box)
+
+    for nbytes, box, values in read_sides(pair, boxes, read):
+        if isinstance(values, Failure):
+            yield PairTile(nbytes, pair, box, failure=values)
+        else:
+            yield PairTile(nbytes, pair, box, values)
+
+
+def read_sides(
+    pair: TensorPair, boxes: Sequence[Box], read: Callable[[int, Box], Side]
+) -> Iterator[tuple[int, Box, tuple[Side, Side] | Failure]]:
+    """Yield the bytes of each box, and what ``read`` returns for either side.
+
+    The first failure ends this: its bytes are those of all boxes that are left.
+    """
+    sizes = [box.volume * pair.itemsize for box in boxes]
+    for at, box in enumerate(boxes):
+        sides = []
+        for side in (0, 1):
             try:
-                values.append(readers.elements[side].read_values(entry, box))
+                sides.append(read(side, box))
             except CkptoolError as error:
-                raise Unreadable(side, error) from error
-        yield PairTile(box, values[0], values[1], box.volume * pair.itemsize)
+                yield sum(sizes[at:]), box, Failure(side, error)
+                return
+        yield sizes[at], box, (sides[0], sides[1])
 
 
 def same_bits(one: Array, other: Array) -> bool:

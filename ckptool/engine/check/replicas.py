@@ -43,18 +43,18 @@ def differing_replicas(
     ]
     if not replicas:
         return []  # without numpy, which takes long to import
-    from ckptool.engine.check.pairs import PairSource, Unreadable, pair_jobs, same_bits
+    from ckptool.engine.check.pairs import PairSource, pair_jobs, same_bits
     from ckptool.engine.read.tensors import TensorSource
 
     pairs = [_pair(*replica) for replica in replicas]
     differing: set[int] = set()
 
-    def compare(pair: TensorPair, tiles: Iterator[PairTile]) -> None:
-        try:
-            if not all(same_bits(tile.one, tile.other) for tile in tiles):
+    def compare(subject: None, tiles: Iterator[PairTile]) -> None:
+        for tile in tiles:
+            pair, one, other = tile.require()
+            if not same_bits(one, other):
                 differing.add(id(pair))
-        except Unreadable as failure:
-            raise failure.error from None
+                return
 
     source = TensorSource(files)
     read_tiles(PairSource(source, source), pair_jobs(pairs), compare, workers)

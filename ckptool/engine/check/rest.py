@@ -9,8 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ckptool.core.layout import FileLayout, Literal, Verbatim
-from ckptool.engine.check.pairs import SideReaders
-from ckptool.engine.check.run_pairs import RunJob
+from ckptool.engine.check.pairs import PairJob, SideReaders
 from ckptool.engine.read.containers import runs_of
 from ckptool.engine.read.tiles import Job, known_runs
 from ckptool.engine.write.run import read_verbatim
@@ -103,7 +102,7 @@ class Rest:
         self._lock = threading.Lock()
         self._unequal: dict[tuple[str, int], int] = {}
 
-    def jobs(self, of_tensors: Iterable[RunJob]) -> Iterator[Job[Any, SideReaders, Any]]:
+    def jobs(self, of_tensors: Iterable[PairJob]) -> Iterator[Job[Any, SideReaders, Any]]:
         """Yield the jobs of tensors, and those that read the rest.
 
         In a store the rest is read together with the tensors beside it, as each header would cost a

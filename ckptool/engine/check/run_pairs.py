@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
-from itertools import accumulate, chain
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache, partial
+from itertools import chain
+from operator import mul
 
 from msgspec import Struct
 
-from ckptool.core.box import Box
-from ckptool.core.catalog import TensorEntry
+from ckptool.core.box import Box, row_major_strides
 from ckptool.engine.check.pairs import (
+    Failure,
+    PairJob,
     PairTile,
     SideReaders,
     TensorPair,
@@ -20,10 +20,11 @@ from ckptool.engine.check.pairs import (
     bytes_at_a_time,
     pair_jobs,
     read_both,
+    read_sides,
     same_memory,
     tiles_of_jobs,
 )
-from ckptool.engine.read.segments import Segment, segments_of_tensor
+from ckptool.engine.read.segments import Segment, cut_out, segments_of_tensor
 from ckptool.engine.read.tiles import LARGE, ByteReader, Job
 from ckptool.errors import CkptoolError
 from ckptool.storage.local import TILE, Files, Run
@@ -39,22 +40,7 @@ _Span = tuple[int, int]
 """An address in memory, and a number of bytes."""
 
 
-class PairBatch(NamedTuple):
-    """Pairs that were compared, or some tiles of one: ``nbytes`` were read of both sides.
-
-    All are equal but ``others``, which are yet to be compared tile by tile: those that differ, that
-    cannot be read, or that are not runs of bytes as they are compared.
-    """
-
-    others: Iterator[tuple[TensorPair, Iterator[PairTile]]]
-    nbytes: int
-
-
-RunJob = Job[Any, SideReaders, Any]
-"""Reads each ``PairTile`` of its subject, a pair; a ``PairBatch`` if there is none."""
-
-
-def run_jobs(pairs: Iterable[TensorPair], sides: tuple[Files, Files]) -> Iterator[RunJob]:
+def run_jobs(pairs: Iterable[TensorPair], sides: tuple[Files, Files]) -> Iterator[PairJob]:
     """Yield the jobs of pairs: on disks as runs of bytes, many small ones together.
 
     Reads of a store are planned singly. The chunks of every tensor must tile the part that is
@@ -88,121 +74,77 @@ def _is_unchanged(pair: TensorPair) -> bool:
     return one.source_dtype is one.dtype is other.dtype is other.source_dtype
 
 
-class _Runs:
-    """The bytes of a tensor in row-major order, as runs of files."""
+def _large_jobs(pair: TensorPair) -> Iterator[PairJob]:
+    """Yield the jobs of one pair, each of some tiles.
 
-    def __init__(self, runs: Sequence[Segment]) -> None:
-        self._runs = runs
-        self._ends = [*accumulate(run.nbytes for run in runs)]
-
-    def read(self, reader: ByteReader, start: int, nbytes: int) -> int:
-        """Read some of the bytes, and note them; return where they are in the reader's memory."""
-        memory, filled = reader.memory(nbytes), 0
-        at = bisect_right(self._ends, start)
-        while filled < nbytes:
-            file, offset, size, _, record = self._runs[at]
-            skip = start + filled - (self._ends[at] - size)
-            data = memory[filled : filled + size - skip]
-            reader.read_into(file, offset + skip, data)
-            if record is not None:
-                reader.note(record, offset + skip, data)
-            filled, at = filled + len(data), at + 1
-        return address(memory)
-
-
-class _LargePair:
-    """A pair that several threads compare; whether it ``differs`` as far as any of them knows."""
-
-    def __init__(self, pair: TensorPair) -> None:
-        self.pair = pair
-        self.differs = False
-        self._runs: tuple[_Runs, _Runs] | None = None
-
-    def runs(self) -> tuple[_Runs, _Runs] | None:
-        """Return the runs of both sides; None if one has none, or they cannot be found.
-
-        Threads that meet here both look for them, which costs less than waiting.
-        """
-        if self._runs is None:
-            one, other = _runs_of(self.pair.one), _runs_of(self.pair.other)
-            self._runs = None if one is None or other is None else (_Runs(one), _Runs(other))
-        return self._runs
-
-
-def _large_jobs(pair: TensorPair) -> Iterator[RunJob]:
-    """Yield the jobs of one pair, each of some tiles."""
-    large, start, itemsize = _LargePair(pair), 0, pair.one.source_dtype.itemsize
-    at_a_time = bytes_at_a_time(pair)
+    Threads that meet here may both look for its segments, which costs less than waiting.
+    """
+    find, at_a_time = cache(partial(_segments, pair)), bytes_at_a_time(pair)
     for boxes in tiles_of_jobs(pair):
-        sizes = [box.volume * itemsize for box in boxes]
-        compare = partial(_compare_large, large, boxes, sizes, start)
-        yield Job(None, compare, nbytes=at_a_time)
-        start += sum(sizes)
+        yield Job(None, partial(_compare_large, pair, find, boxes), nbytes=at_a_time)
 
 
 def _compare_large(
-    large: _LargePair,
+    pair: TensorPair,
+    find: Callable[[], _Segments | None],
     boxes: Sequence[Box],
-    sizes: Sequence[int],
-    start: int,
     readers: SideReaders,
-) -> Iterator[PairBatch]:
-    """Compare tiles of a pair, of ``sizes`` bytes from ``start`` on, as runs up to a difference."""
-    equal, at = 0, start
-    while equal < len(boxes) and not large.differs:
-        if not _is_same(large, at, sizes[equal], readers):
-            large.differs = True  # for others; what is found here is not read from there
-            break
-        at, equal = at + sizes[equal], equal + 1
-    left = boxes[equal:]
-    others = [(large.pair, read_both(large.pair, left, readers))] if left else []
-    yield PairBatch(iter(others), 2 * sum(sizes))
+) -> Iterator[PairTile]:
+    """Compare tiles of a pair as runs of bytes if both sides are such, else as elements."""
+    segments, dtype = find(), pair.one.dtype
+    if segments is None:
+        yield from read_both(pair, boxes, readers)
+        return
+    strides = row_major_strides(pair.one.shape, dtype.itemsize)
 
+    def read(side: int, box: Box) -> memoryview:
+        memory = readers.bytes[side].memory(box.volume * dtype.itemsize)
+        start = sum(map(mul, box.lo, strides))
+        readers.bytes[side].read_segments(cut_out(segments[side], start, len(memory)), memory)
+        return memory
 
-def _is_same(large: _LargePair, start: int, nbytes: int, readers: SideReaders) -> bool:
-    """Return whether some bytes are runs on both sides, can be read, and are the same."""
-    runs, (one, other) = large.runs(), readers.bytes
-    if runs is None:
-        return False
-    try:
-        places = runs[0].read(one, start, nbytes), runs[1].read(other, start, nbytes)
-    except CkptoolError:
-        return False
-    return same_memory(*places, nbytes)
-
-
-def _compare_small(pairs: Sequence[TensorPair], readers: SideReaders) -> Iterator[PairBatch]:
-    """Compare those pairs of which both sides are runs of bytes that can be read."""
-    some: list[TensorPair] = []
-    ones, others = list[list[Segment]](), list[list[Segment]]()
-    left: list[TensorPair] = []
-    for pair in pairs:
-        one, other = _runs_of(pair.one), _runs_of(pair.other)
-        if one is None or other is None:
-            left.append(pair)
+    for nbytes, box, sides in read_sides(pair, boxes, read):
+        if isinstance(sides, Failure):
+            yield PairTile(nbytes, pair, box, failure=sides)
+        elif same_memory(address(sides[0]), address(sides[1]), len(sides[0])):
+            yield PairTile(nbytes)
         else:
-            some.append(pair)
-            ones.append(one)
-            others.append(other)
+            from ckptool.engine.read.gather import array
+
+            one, other = (array(box.shape, dtype, memory) for memory in sides)
+            yield PairTile(nbytes, pair, box, (one, other))
+
+
+def _compare_small(pairs: Sequence[TensorPair], readers: SideReaders) -> Iterator[PairTile]:
+    """Compare pairs as runs of bytes, and those that differ, or are no such, as elements."""
+    found = [(pair, _segments(pair)) for pair in pairs]
+    left = [pair for pair, segments in found if segments is None]
+    runs = [(pair, *segments) for pair, segments in found if segments is not None]
     try:
-        memories = _read(readers.bytes[0], ones), _read(readers.bytes[1], others)
-        left += [
-            pair
-            for pair, one, other in zip(some, *memories, strict=True)
-            if not _same_bytes(one, other)
-        ]
+        ones = _read(readers.bytes[0], [one for _, one, _ in runs])
+        others = _read(readers.bytes[1], [other for _, _, other in runs])
+        same = map(_same_bytes, ones, others)
+        left += [pair for (pair, _, _), is_same in zip(runs, same, strict=True) if not is_same]
     except CkptoolError:
         left = [*pairs]
-    tiles = ((pair, job.read(readers)) for pair in left for job in pair_jobs([pair]))
-    yield PairBatch(tiles, sum([pair.nbytes for pair in pairs]))
+    yield PairTile(sum([pair.nbytes for pair in pairs]) - sum([pair.nbytes for pair in left]))
+    for pair in left:
+        for boxes in tiles_of_jobs(pair):
+            yield from read_both(pair, boxes, readers)
 
 
-def _runs_of(entry: TensorEntry) -> list[Segment] | None:
-    """Return the runs of a tensor; None if there are none, or they cannot be found."""
+_Segments = tuple[list[Segment], list[Segment]]
+"""Those of both sides of a pair."""
+
+
+def _segments(pair: TensorPair) -> _Segments | None:
+    """Return the segments of both sides; None if one has none, or they cannot be found."""
     try:
-        return segments_of_tensor(entry)
+        one = segments_of_tensor(pair.one)
+        other = None if one is None else segments_of_tensor(pair.other)
     except CkptoolError:
         return None
+    return None if one is None or other is None else (one, other)
 
 
 class _Window(Struct):

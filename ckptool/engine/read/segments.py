@@ -8,7 +8,8 @@ of a file are read as ``strided_reads`` says.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter, mul
 from typing import NamedTuple
 
@@ -98,6 +99,17 @@ def segments_of_tensor(entry: TensorEntry) -> list[Segment] | None:
     found = (Overlap(chunk, chunk.box, Box.whole(chunk.box.shape), chunk.box) for chunk in solid)
     segments = segments_of(found, shape, itemsize)
     return segments and sorted(segments, key=_SKIP)
+
+
+def cut_out(segments: Sequence[Segment], start: int, nbytes: int) -> Iterator[Segment]:
+    """Yield some bytes of what segments, in order, fill without a gap: as segments of these."""
+    at, end = bisect_right(segments, start, key=_SKIP) - 1, start + nbytes
+    while start < end:
+        file, offset, size, skip, record = segments[at]
+        inside = start - skip
+        size = min(size - inside, end - start)
+        yield Segment(file, offset + inside, size, start - (end - nbytes), record)
+        start, at = start + size, at + 1
 
 
 class StridedRead(NamedTuple):

@@ -146,19 +146,3 @@ def test_checksums_of_records_are_noted_by_whoever_reads_their_runs(
         assert bool(found.differences) is not is_equal
         assert len(sides[1].problems_so_far([pair.other])) == problems
         assert sides[1].problems_so_far([pair.other]) == sides[1].problems([pair.other], 1)
-
-
-def test_a_difference_stays_one_whatever_other_threads_note(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As if another thread noted "equal" after each note of this one."""
-    entries = [write(tmp_path, name, "whole", bytes(24), gap=0) for name in "ab"]
-    with open(tmp_path / "data", "r+b") as stream:
-        stream.seek(entries[1].chunks[0].at.offset + 9)
-        stream.write(b"x")
-    overwritten = property(lambda pair: False, lambda pair, value: None)
-    monkeypatch.setattr(run_pairs._LargePair, "differs", overwritten, raising=False)
-    source = TensorSource(LocalSource.folder(tmp_path))
-    with compared_in_tiles(4):
-        found = tensors.compare([TensorPair(*entries)], (source, source), CompareOptions(), 1)
-    assert found.differences["a"].first == divmod(9, COLUMNS)

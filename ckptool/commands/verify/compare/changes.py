@@ -13,7 +13,8 @@ from msgspec import Struct
 
 from ckptool.commands.verify.compare.difference import DifferingTensor
 from ckptool.commands.verify.compare.elements import numbers_of
-from ckptool.engine.check.pairs import PairSource, PairTile, TensorPair, Unreadable, pair_jobs
+from ckptool.engine.check.pairs import PairSource, PairTile, TensorPair, pair_jobs
+from ckptool.engine.read.numbers import Array
 from ckptool.engine.read.tensors import TensorSource
 from ckptool.engine.read.tiles import Progress, read_tiles
 from ckptool.storage.local import Files
@@ -60,14 +61,12 @@ def measure(
     found: dict[str, Squares] = defaultdict(Squares)
     lock = threading.Lock()
 
-    def add(pair: TensorPair, tiles: Iterator[PairTile]) -> None:
-        try:
-            for tile in tiles:
-                squares = _squares(pair, tile)
-                with lock:
-                    found[pair.one.name] = found[pair.one.name].plus(squares)
-        except Unreadable as failure:
-            raise failure.error from failure
+    def add(subject: None, tiles: Iterator[PairTile]) -> None:
+        for tile in tiles:
+            pair, *values = tile.require()
+            squares = _squares(pair, values)
+            with lock:
+                found[pair.one.name] = found[pair.one.name].plus(squares)
 
     numeric = [p for p in pairs if p.one.dtype.is_numeric and p.other.dtype.is_numeric]
     sides = PairSource(TensorSource(files[0]), TensorSource(files[1]))
@@ -75,8 +74,8 @@ def measure(
     return dict(found)
 
 
-def _squares(pair: TensorPair, tile: PairTile) -> Squares:
-    sides = zip((tile.one, tile.other), (pair.one.dtype, pair.other.dtype), strict=True)
+def _squares(pair: TensorPair, values: Sequence[Array]) -> Squares:
+    sides = zip(values, (pair.one.dtype, pair.other.dtype), strict=True)
     with np.errstate(over="ignore", invalid="ignore"):
         a, b = (
             numbers_of(side.reshape(-1), kind).astype(np.float64).ravel() for side, kind in sides

@@ -9,7 +9,7 @@ from ckptool.commands.verify.compare.difference import Difference
 from ckptool.core.box import Box
 from ckptool.core.casts import coarser
 from ckptool.core.dtype import DType
-from ckptool.engine.check.pairs import PairTile, TensorPair, same_bits
+from ckptool.engine.check.pairs import PairTile, same_bits
 from ckptool.engine.read.gather import raw
 from ckptool.engine.read.numbers import Array, decode
 from ckptool.engine.read.range_check import RangeCheck
@@ -20,15 +20,16 @@ _AT_ONCE = 1 << 18
 
 
 def find_difference(
-    pair: TensorPair, tile: PairTile, options: CompareOptions, ranges: RangeCheck
+    tile: PairTile, options: CompareOptions, ranges: RangeCheck
 ) -> Difference | None:
     """Return how a tile of a pair differs, None if it does not."""
-    one, other, types = tile.one, tile.other, (pair.one.dtype, pair.other.dtype)
+    pair, *stored = tile.require()
+    (one, other), types = stored, (pair.one.dtype, pair.other.dtype)
     if pair.is_cast:
         wanted = coarser(*types)
         one, other = cast(one, types[0], wanted), cast(other, types[1], wanted)
-        ranges.note(pair.one.name, tile.one, types[0], one, wanted)
-        ranges.note(pair.one.name, tile.other, types[1], other, wanted)
+        ranges.note(pair.one.name, stored[0], types[0], one, wanted)
+        ranges.note(pair.one.name, stored[1], types[1], other, wanted)
         types = (wanted, wanted)
     if types[0] == types[1] and same_bits(one, other):
         return None

@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 from msgspec import Struct, field
 
 from ckptool.commands.options.verify import CompareOptions
 from ckptool.commands.verify.compare.difference import Difference
-from ckptool.engine.check.pairs import PairSource, PairTile, TensorPair, Unreadable
+from ckptool.engine.check.pairs import Failure, PairSource, PairTile, TensorPair
 from ckptool.engine.check.run_pairs import run_jobs
 from ckptool.engine.read.range_check import RangeCheck
 from ckptool.engine.read.tensors import CheckedSource, TensorSource
 from ckptool.engine.read.tiles import Progress, read_tiles
-from ckptool.errors import CkptoolError
 
 
 class TensorComparison(Struct, frozen=True):
-    """Differences by the first one's name; ``unreadable`` has the side, 0 or 1, and its error.
+    """Differences by the first one's name; ``unreadable`` are those of which a side cannot be read.
 
     ``ranges`` counts numbers that casts changed to infinity, or saturated: the same on both sides.
     """
 
     differences: dict[str, Difference] = field(default_factory=dict)
-    unreadable: dict[str, tuple[int, CkptoolError]] = field(default_factory=dict)
+    unreadable: dict[str, Failure] = field(default_factory=dict)
     ranges: RangeCheck = field(default_factory=RangeCheck)
 
 
@@ -52,33 +50,24 @@ def compare(
 
 def note_differences(
     found: TensorComparison, options: CompareOptions
-) -> Callable[[TensorPair | None, Iterator[Any]], None]:
+) -> Callable[[None, Iterator[PairTile]], None]:
     """Return a function that notes the differences in a job's tiles, on any of several threads."""
     lock = threading.Lock()
 
-    def look(pair: TensorPair | None, tiles: Iterator[Any]) -> None:
-        if pair is not None:
-            look_at(pair, tiles)
-            return
-        for batch in tiles:
-            for other, its_tiles in batch.others:
-                look_at(other, its_tiles)
+    def look(subject: None, tiles: Iterator[PairTile]) -> None:
+        for tile in tiles:
+            if tile.pair is not None and tile.pair.one.name not in found.unreadable:
+                look_at(tile.pair.one.name, tile)
 
-    def look_at(pair: TensorPair, tiles: Iterator[PairTile]) -> None:
+    def look_at(name: str, tile: PairTile) -> None:
         from ckptool.commands.verify.compare.elements import find_difference
 
-        name = pair.one.name
-        if name in found.unreadable:
-            return
-        try:
-            for tile in tiles:
-                difference = find_difference(pair, tile, options, found.ranges)
-                if difference is not None:
-                    with lock:
-                        known = found.differences.get(name)
-                        found.differences[name] = known.plus(difference) if known else difference
-        except Unreadable as failure:
+        if tile.failure is not None:
             with lock:
-                found.unreadable.setdefault(name, (failure.side, failure.error))
+                found.unreadable.setdefault(name, tile.failure)
+        elif (difference := find_difference(tile, options, found.ranges)) is not None:
+            with lock:
+                known = found.differences.get(name)
+                found.differences[name] = known.plus(difference) if known else difference
 
     return look
