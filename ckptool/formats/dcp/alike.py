@@ -9,18 +9,17 @@ why.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing, suppress
-from itertools import starmap
-from operator import itemgetter
+from contextlib import closing
 from typing import NamedTuple
 
 from ckptool.core.catalog import Extent, Record
 from ckptool.core.dtype import DType
 from ckptool.errors import CkptoolError
 from ckptool.formats.dcp.opening import Item, locate_item
-from ckptool.serialization.archive.cached import CachedArchive, match_cached
+from ckptool.serialization.archive.read import find_template
+from ckptool.serialization.archive.templates import ArchiveTemplate
 from ckptool.serialization.source import Source, SpanReader, edge_spans
-from ckptool.serialization.zip import CRC32_NBYTES, Region
+from ckptool.serialization.zip import Region
 
 _FEWEST = 16
 _AT_ONCE = 256
@@ -62,29 +61,34 @@ def _are_many(offsets: Iterable[Sequence[int]]) -> bool:
 
 def _open_model(source: Source, item: Item) -> _Model | None:
     """Open the item that others are compared with; None if it is not plain, or damaged."""
+    file, offset, nbytes = item.at.file, item.at.offset, item.at.nbytes
     try:
         place = locate_item(source, item)
-        region = Region(source, item.at.file, item.at.offset, item.at.nbytes)
-        archive = match_cached(region)
+        template = find_template(Region(source, file, offset, nbytes))
     except CkptoolError:
         return None
-    if archive is None or len(archive.noted) != 1:
-        return None
-    if not all(starmap(region.is_at_hand, archive.spans)):  # read with longer edges
+    if template is None or len(template.storages) != 1:
         return None
     if not isinstance(place, Extent) or place.record is None:
         return None
-    return _Model(archive, place, place.record, item.at.offset, item.at.nbytes)
+    edges = [(start - offset, length) for _, start, length in edge_spans(file, offset, nbytes)]
+    if template.readings != tuple((at, at + length) for at, length in edges):
+        return None  # read with longer edges
+    return _Model(template, place, place.record, offset, nbytes, edges)
 
 
 class _Model(NamedTuple):
-    """An opened item: its archive, and the place and record of its elements."""
+    """An opened item: what others match, and the place and record of its elements.
 
-    archive: CachedArchive
+    ``edges`` is what is read of an item to compare it: where it begins, and its bytes.
+    """
+
+    template: ArchiveTemplate
     place: Extent
     record: Record
     offset: int
     nbytes: int
+    edges: list[tuple[int, int]]
 
     def locate(
         self, source: Source, file: str, offsets: Sequence[int]
@@ -92,51 +96,28 @@ class _Model(NamedTuple):
         """Yield the places of the elements of a file's items at these offsets, with each offset."""
         start, inside = self.place.offset - self.offset, self.record.offset - self.offset
         strides, nbytes, ops = self.place.strides, self.record.nbytes, self.place.ops
+        (number,) = self.template.storages.values()
         last = source.files.get(file, 0) - self.nbytes
         within = [at for at in offsets if 0 <= at <= last]
         with closing(source.reader()) as reader:
             for first in range(0, len(within), _AT_ONCE):
-                some, crcs = within[first : first + _AT_ONCE], list[int]()
-                with suppress(CkptoolError):  # reported when each is opened
-                    crcs = self._checksums(self._read(reader, file, some))
-                for at, crc in zip(some, crcs, strict=False):
-                    if crc:
-                        record = Record(file, at + inside, nbytes, crc)
+                batch = within[first : first + _AT_ONCE]
+                try:
+                    data = self._read(reader, file, batch)
+                except CkptoolError:  # reported when each is opened
+                    continue
+                siblings = map(self.template.judge, self.template.template.match_each(data))
+                for at, sibling in zip(batch, siblings, strict=True):
+                    if sibling is not None and sibling.crcs[number]:
+                        record = Record(file, at + inside, nbytes, sibling.crcs[number])
                         yield Extent(file, at + start, strides, record, ops), at
-
-    @property
-    def _edges(self) -> int:
-        """Bytes that are read of an item to open it."""
-        return sum(nbytes for _, _, nbytes in edge_spans("", 0, self.nbytes))
 
     def _read(self, reader: SpanReader, file: str, offsets: Sequence[int]) -> bytes:
         """Return what is read of each item to open it, one after another."""
-        data, done = bytearray(self._edges * len(offsets)), 0
+        data, done = bytearray(self.template.template.fixed.size * len(offsets)), 0
         with memoryview(data) as memory:
             for at in offsets:
-                for _, start, nbytes in edge_spans(file, at, self.nbytes):
-                    reader.read_into(file, start, memory[done : done + nbytes])
+                for start, nbytes in self.edges:
+                    reader.read_into(file, at + start, memory[done : done + nbytes])
                     done += nbytes
         return bytes(data)
-
-    def _checksums(self, data: bytes) -> list[int]:
-        """Return the CRC-32 that each item records, 0 for those that are not similar.
-
-        Without numpy, which takes longer to import than a share's items to compare.
-        """
-        size, spans = self._edges, self.archive.spans
-        (noted,) = self.archive.noted.values()
-        known, done = list[bytes](), 0
-        for start, end in spans:
-            known.append(self.archive.read[done : done + end - start])
-            done += end - start
-        take = itemgetter(*map(self._slice_of, (*spans, (noted, noted + CRC32_NBYTES))))
-        items = (take(data[at : at + size]) for at in range(0, len(data), size))
-        same = tuple(known)
-        return [int.from_bytes(each[-1], "little") if each[:-1] == same else 0 for each in items]
-
-    def _slice_of(self, span: tuple[int, int]) -> slice:
-        """Return where a span of an item is in what is read of it: both its ends, or all of it."""
-        skipped = self.nbytes - self._edges
-        shift = skipped if span[0] >= self._edges // 2 else 0
-        return slice(span[0] - shift, span[1] - shift)

@@ -10,9 +10,9 @@ from __future__ import annotations
 import re
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple, TypeVar
 
 from msgspec import Struct, field
@@ -22,8 +22,7 @@ from ckptool.core.catalog import Container
 from ckptool.core.codec import decode
 from ckptool.core.mesh import Mesh
 from ckptool.errors import CkptoolError, Damaged, Problem, Unrecognized, coded
-from ckptool.serialization.archive.cached import TracedRegion, find_cached, keep_archive
-from ckptool.serialization.archive.siblings import Layouts
+from ckptool.serialization.archive.templates import ArchiveTemplate, Templates, is_compared
 from ckptool.serialization.archive.tensors import read_storage
 from ckptool.serialization.file_kinds import not_a, unrecognized_zip
 from ckptool.serialization.pickle.load import Loaded, Truncated, read_pickle, require_harmless
@@ -123,105 +122,91 @@ def read_torch_file(source: Source, file: str) -> TorchFile:
 def read_torch_zip(region: Region) -> TorchFile:
     """Open the torch.save archive that fills a region."""
     with coded("archive-content", file=region.file):
-        return find_cached(region) or _read_archive(region)
+        return OpenArchive(region, _TEMPLATES).read()
 
 
-def _read_archive(region: Region) -> TorchFile:
-    return OpenArchive(TracedRegion(region)).read()
+_TEMPLATES = Templates(reads=False)
+"""Archives that were read: those of a DCP folder's items are alike, mostly (torch 2.1 to 2.13)."""
+
+
+def find_template(region: Region) -> ArchiveTemplate | None:
+    """Return what the archive in a region, and those that are alike, match, if one was read."""
+    sibling = _TEMPLATES.find(region)
+    return sibling.template if sibling is not None else None
 
 
 class OpenArchive:
-    """An archive of which only the directory and the bytes of the ``pickle`` were read.
+    """An archive of which only what is beside the storages was read.
 
-    It is judged by one of the ``layouts``, or they learn its own. Raises CkptoolError if torch.save
-    did not write it, or its pickle does not match its checksum.
+    It is judged by one of the ``templates``, or they learn from it. Raises CkptoolError if
+    torch.save did not write it.
     """
 
-    def __init__(self, region: TracedRegion, layouts: Layouts | None = None) -> None:
+    def __init__(self, region: Region, templates: Templates) -> None:
         self._region = region
-        self.sibling = layouts.find(region) if layouts else None
-        if self.sibling is not None:
-            self._all, small = None, self.sibling.records(storages=False)
+        self.sibling = templates.find(region)
+        if self.sibling is None:
+            self._records = read_directory(region)
+            self._folder = _folder(region, self._records)
+            self.sibling = templates.learn(region, self._records.values())
         else:
-            self._all = small = read_directory(region)
-            self.sibling = layouts.learn(region, small.values()) if layouts else None
-        self._folder = _folder(region, small)
-        self._data_pkl = small[f"{self._folder}data.pkl"]
-        self._byteorder = small.get(f"{self._folder}byteorder")
-        self._has_crc = has_checksums(small.values()) or self.sibling is not None
-        self.pickle = record_bytes(region, self._data_pkl, self._has_crc)
+            self._records = self.sibling.small_records()
+            self._folder = f"{self.sibling.root}/"
+        self._has_crc = self.sibling is not None or has_checksums(self._records.values())
 
     @classmethod
-    def of(cls, source: Source, file: str, layouts: Layouts) -> OpenArchive:
+    def of(cls, source: Source, file: str, templates: Templates) -> OpenArchive:
         """Open a whole file."""
-        return cls(TracedRegion(Region(source, file, 0, source.files[file])), layouts)
+        return cls(Region(source, file, 0, source.files[file]), templates)
 
     @property
     def file(self) -> str:
         """The file that contains the archive."""
         return self._region.file
 
-    @property
-    def _records(self) -> dict[str, ZipRecord]:
-        if self._all is None and self.sibling is not None:
-            self._all = self.sibling.records()
-        return self._all or {}
+    @cached_property
+    def pickle(self) -> bytes:
+        """The bytes of its pickle; Damaged if they do not match their checksum."""
+        return self._bytes_of(self._records[f"{self._folder}data.pkl"])
 
     def read(self) -> TorchFile:
-        """Read the pickle; return the file."""
-        region = self._region
-        loaded = _unpickle(self.pickle, f"{region.what} (data.pkl)")
+        """Read the pickle, unless that of a similar archive was; return the file."""
+        template = self.sibling.template if self.sibling is not None else None
+        if template is not None and template.file is not None:
+            what = self._region.what
+            return replace(template.file, what=what, storages=self.storages(), meshes={})
+        what = self._region.what
+        loaded = _unpickle(self.pickle, f"{what} (data.pkl)")
         _require_in_value(loaded)
-        stored, storages, byteorder = self._stored(), self.storages(), self.byteorder()
-        file = TorchFile(region.what, loaded.value, storages, byteorder, loaded.end, loaded.hostile)
-        if self._data_pkl.crc32 and not loaded.hostile:
-            read = (self._data_pkl, self._byteorder)
-            unread = [record for record in self._records.values() if record not in read]
-            keep_archive(region, file, stored, unread)
+        order, hostile = self.byteorder(), loaded.hostile
+        file = TorchFile(what, loaded.value, self.storages(), order, loaded.end, hostile)
+        is_alike = is_compared(self._records[f"{self._folder}data.pkl"]) and not hostile
+        if template is not None and is_alike:
+            template.file = file
         return file
 
-    def storages(self) -> dict[str, StoredBytes]:
-        """Return the place of each storage, by its key."""
-        stored = self._stored()
-        are_checked = has_checksums(stored.values())
+    def storages(self, keys: Iterable[str] | None = None) -> dict[str, StoredBytes]:
+        """Return the place of each storage, by its key, or only of those with these keys."""
+        if self.sibling is not None:
+            keys = self.sibling.template.storages if keys is None else keys
+            stored, are_checked = self.sibling.storages(keys), self.sibling.has_sums
+        else:
+            prefix = f"{self._folder}data/"
+            records = self._records.items()
+            stored = {name[len(prefix) :]: r for name, r in records if name.startswith(prefix)}
+            are_checked = has_checksums(stored.values())
         return {key: _locate(self._region, record, are_checked) for key, record in stored.items()}
 
     def byteorder(self) -> str:
         """Return ``little`` or ``big``; Damaged if it is neither."""
-        order = self._byteorder
-        byteorder = "little"
-        if order:
-            byteorder = record_bytes(self._region, order, self._has_crc).decode("ascii", "replace")
+        record = self._records.get(f"{self._folder}byteorder")
+        byteorder = self._bytes_of(record).decode("ascii", "replace") if record else "little"
         if byteorder not in ("little", "big"):
             raise Damaged(f"{self._region.what}: unknown byte order {byteorder!r}")
         return byteorder
 
-    def _stored(self) -> dict[str, ZipRecord]:
-        prefix = f"{self._folder}data/"
-        records = self._records.items()
-        return {name[len(prefix) :]: r for name, r in records if name.startswith(prefix)}
-
-
-class LazyStorages(Mapping[str, StoredBytes]):
-    """The place of each storage of an archive, read when the first is asked for."""
-
-    def __init__(self, archive: OpenArchive) -> None:
-        self._archive = archive
-        self._known: dict[str, StoredBytes] | None = None
-
-    def _places(self) -> dict[str, StoredBytes]:
-        if self._known is None:
-            self._known = self._archive.storages()
-        return self._known
-
-    def __getitem__(self, key: str) -> StoredBytes:
-        return self._places()[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._places())
-
-    def __len__(self) -> int:
-        return len(self._places())
+    def _bytes_of(self, record: ZipRecord) -> bytes:
+        return record_bytes(self._region, record, self._has_crc)
 
 
 def _unpickle(data: bytes, what: str) -> Loaded:

@@ -10,9 +10,8 @@ the two must be equal everywhere else. Everything else is read in full.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptool.core.catalog import Extent, Record
@@ -20,16 +19,15 @@ from ckptool.core.mesh import Mesh
 from ckptool.errors import CkptoolError, Refusal, coded
 from ckptool.serialization.archive.dtensor import DTensorShare, read_mesh
 from ckptool.serialization.archive.read import (
-    LazyStorages,
     OpenArchive,
     StoredBytes,
     TorchFile,
     is_zip,
 )
-from ckptool.serialization.archive.siblings import Layout, Layouts
+from ckptool.serialization.archive.templates import ArchiveTemplate, Template, Templates, Values
 from ckptool.serialization.archive.tensors import StoredTensor
 from ckptool.serialization.pickle.load import find_globals, read_pickle, remember_globals
-from ckptool.serialization.pickle.records import Call, Global, Names, OrderedMapping, Persistent
+from ckptool.serialization.pickle.records import Call, Global, OrderedMapping, Persistent
 from ckptool.serialization.source import Source
 from ckptool.serialization.state_dict.holes import (
     Literal,
@@ -45,9 +43,6 @@ from ckptool.serialization.state_dict.leaves import (
     read_leaves,
 )
 from ckptool.serialization.state_dict.values import list_parts, walk_parts
-
-if TYPE_CHECKING:
-    import numpy as np
 
 _LEAST = 1 << 16
 """Bytes of the smallest file that is worth it."""
@@ -77,8 +72,8 @@ class AlikeFiles:
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        self._known: list[_Template] = []
-        self._layouts = Layouts()
+        self._firsts: list[_First] = []
+        self._templates = Templates()
 
     def read(self, file: str, *, rank_state: bool) -> dict[str, Leaf]:
         """Return the named values of a file, and raise, as ``read_file_leaves`` does."""
@@ -86,19 +81,18 @@ class AlikeFiles:
         if source.files[file] < _LEAST or not is_zip(source.read(file, 0, 4)):
             return read_file_leaves(source, file, rank_state=rank_state)
         with coded("archive-content", file=file):
-            archive = OpenArchive.of(source, file, self._layouts)
-            for known in self._known:
-                leaves = known.leaves_of(archive, source) if known.is_state == rank_state else None
+            archive = OpenArchive.of(source, file, self._templates)
+            for first in self._firsts:
+                leaves = first.leaves_of(archive, source) if first.is_state == rank_state else None
                 if leaves is not None:
                     return leaves
             opened = archive.read()
         leaves = read_leaves(opened, source, rank_state=rank_state)
-        if len(self._known) < _MOST_FILES and len(archive.pickle) <= _LARGEST:
+        if len(self._firsts) < _MOST_FILES and len(archive.pickle) <= _LARGEST:
             tensors = _movable_tensors(opened, leaves)
             if tensors is not None:
-                named = find_globals(archive.pickle)
-                known = _Template(archive.pickle, opened, leaves, tensors, rank_state, named)
-                self._known.append(known)
+                first = _First(archive.pickle, opened, leaves, tensors, rank_state)
+                self._firsts.append(first)
         return leaves
 
 
@@ -142,112 +136,115 @@ def _is_of_a_file(value: Any) -> bool:
     return any(isinstance(x, Persistent) or (isinstance(x, Call) and _is_mesh(x)) for x in parts)
 
 
-class _Template(Struct):
-    """A file that was read, and the bytes of its pickle in which others may differ from it."""
+class _First:
+    """A file that was read, and the template of its pickle, in whose holes others may differ."""
 
-    pickle: bytes
-    opened: TorchFile
-    leaves: dict[str, Leaf]
-    tensors: dict[str, _Movable]
-    is_state: bool
-    globals: Names
-    literals: tuple[Literal, ...] = ()
-    meshes: tuple[tuple[Call, Call], ...] = ()
-    probes_left: int = _MOST_PROBES
-    columns: list[tuple[Layout, list[Extent], list[int]]] = []
+    def __init__(
+        self,
+        pickle: bytes,
+        opened: TorchFile,
+        leaves: dict[str, Leaf],
+        tensors: dict[str, _Movable],
+        is_state: bool,
+    ) -> None:
+        self._pickle, self._opened, self._leaves, self._tensors = pickle, opened, leaves, tensors
+        self.is_state = is_state
+        self._globals = find_globals(pickle)
+        self._literals: tuple[Literal, ...] = ()
+        self._template = Template.of(pickle, [(0, len(pickle))], ())
+        self._meshes: dict[int, Call] = {}
+        self._beside = opened.storages.keys() - {one.key for one in tensors.values()}
+        self._places: dict[ArchiveTemplate, list[tuple[Extent, int]]] = {}
+        self._probes_left = _MOST_PROBES
 
     def leaves_of(self, archive: OpenArchive, source: Source) -> dict[str, Leaf] | None:
         """Return the content of another file; None if that must be read in full."""
-        if len(archive.pickle) != len(self.pickle):
+        pickle, file = archive.pickle, archive.file
+        values = self._template.match(pickle)
+        if values is None and self._probe(pickle):
+            values = self._template.match(pickle)
+        if values is None or archive.byteorder() != self._opened.byteorder:
             return None
-        unknown = self._unknown_bytes(archive.pickle)
-        if len(unknown) and not self._probe(unknown):
-            return None
-        if archive.byteorder() != self.opened.byteorder:
-            return None
-        storages = LazyStorages(archive)
-        file = replace(self.opened, what=archive.file, storages=storages, meshes={})
+        storages = archive.storages(self._beside)
+        opened = replace(self._opened, what=file, storages=storages, meshes={})
         try:
-            meshes = self._meshes_of(archive.pickle, file, source)
+            meshes = self._meshes_of(values, opened, source)
         except _CONTRADICTIONS:
             return None
-        places = self._places_by_sums(archive) or self._places(archive, storages)
+        places = self._places_in(archive)
         if places is None:
             return None
-        leaves = dict(self.leaves)
-        for (name, known), at in zip(self.tensors.items(), places, strict=True):
-            leaves[name] = _moved(known, at, meshes)
-        remember_globals(archive.pickle, self.globals)
+        leaves = dict(self._leaves)
+        for (name, first), at in zip(self._tensors.items(), places, strict=True):
+            leaves[name] = _moved(first, at, meshes)
+        remember_globals(pickle, self._globals)
         return leaves
 
-    def _places(
-        self, archive: OpenArchive, storages: Mapping[str, StoredBytes]
-    ) -> list[Extent] | None:
-        """Return where each tensor is in another file; None if a storage there is different."""
-        places = [_place(one, storages.get(one.key), archive.file) for one in self.tensors.values()]
-        known = [at for at in places if at is not None]
-        if len(known) < len(places):
-            return None
-        if archive.sibling is not None and any(at.record for at in known):
-            numbers = archive.sibling.layout.numbers()
-            own = [numbers[one.key] for one in self.tensors.values()]
-            self.columns.append((archive.sibling.layout, known, own))
-        return known
+    def _places_in(self, archive: OpenArchive) -> list[Extent] | None:
+        """Return where each tensor is in another file; None if a storage there is different.
 
-    def _places_by_sums(self, archive: OpenArchive) -> list[Extent] | None:
-        """Return where each tensor is in a file with the layout of an earlier one; else None.
-
-        Only the file and the checksums are others there.
+        In one that matches the template of an earlier one only checksums differ.
         """
-        sibling = archive.sibling
-        for layout, places, own in self.columns if sibling is not None else ():
-            if sibling is not None and layout is sibling.layout and sibling.has_sums:
-                file, crcs = archive.file, sibling.crcs
-                return [_with_sum(at, file, crcs[n]) for at, n in zip(places, own, strict=True)]
-        return None
+        file, sibling = archive.file, archive.sibling
+        known = self._places.get(sibling.template) if sibling and sibling.has_sums else None
+        if known is not None and sibling is not None:
+            crcs = sibling.crcs
+            return [_with_sum(at, file, crcs[number]) for at, number in known]
+        storages = archive.storages()
+        places = [_place(one, storages.get(one.key), file) for one in self._tensors.values()]
+        found = [at for at in places if at is not None]
+        if len(found) < len(places):
+            return None
+        if sibling is not None and sibling.has_sums:
+            numbers = sibling.template.storages
+            own = [numbers[one.key] for one in self._tensors.values()]
+            self._places[sibling.template] = [*zip(found, own, strict=True)]
+        return found
 
-    def _unknown_bytes(self, data: bytes) -> np.ndarray[Any, Any]:
+    def _unknown_bytes(self, data: bytes) -> list[int]:
         """Return where another pickle differs without proof that it may."""
         import numpy as np
 
-        found = np.flatnonzero(np.frombuffer(self.pickle, "u1") != np.frombuffer(data, "u1"))
-        for literal in self.literals:
+        found = np.flatnonzero(np.frombuffer(self._pickle, "u1") != np.frombuffer(data, "u1"))
+        for literal in self._literals:
             found = found[(found < literal.start) | (found >= literal.end)]
-        return found
+        return found.tolist() if len(found) <= _MOST_DIFFERING else []
 
-    def _probe(self, unknown: np.ndarray[Any, Any]) -> bool:
-        """Prove that the literals with these bytes, too, are used only in device meshes."""
-        if not self.probes_left or len(unknown) > _MOST_DIFFERING:
+    def _probe(self, data: bytes) -> bool:
+        """Prove that what differs in another pickle, too, is used only in device meshes."""
+        unknown = self._unknown_bytes(data) if len(data) == len(self._pickle) else []
+        if not unknown or not self._probes_left:
             return False
-        self.probes_left -= 1
-        places = [*(literal.start for literal in self.literals), *unknown.tolist()]
-        literals = find_literals(self.pickle, places)
+        self._probes_left -= 1
+        places = [*(literal.start for literal in self._literals), *unknown]
+        literals = find_literals(self._pickle, places)
         if literals is None:
             return False
         try:
-            other = read_pickle(with_holes(self.pickle, literals), what="", judges=False)
+            other = read_pickle(with_holes(self._pickle, literals), what="", judges=False)
         except CkptoolError:
             return False
-        pairs = None if other.hostile else _pair_meshes(self.opened.inert, other.value)
-        if pairs is None or not {*self.opened.meshes} <= {one for one, _ in pairs}:
+        pairs = None if other.hostile else _pair_meshes(self._opened.inert, other.value)
+        if pairs is None or not {*self._opened.meshes} <= {one for one, _ in pairs}:
             return False
-        self.literals, self.meshes = literals, tuple(pairs)
+        self._literals, self._meshes = literals, {id(one): mesh for one, mesh in pairs}
+        holes = [literal.hole for literal in literals]
+        self._template = Template.of(self._pickle, [(0, len(self._pickle))], holes)
         return True
 
     def _meshes_of(
-        self, data: bytes, file: TorchFile, source: Source
+        self, values: Values, file: TorchFile, source: Source
     ) -> list[tuple[Mesh, int | None]]:
         """Return the meshes of another file, in order; ValueError if one has another shape."""
-        values = [literal.value(data) for literal in self.literals]
-        others = {id(one): other for one, other in self.meshes}
         meshes = []
-        for record, (mesh, _) in self.opened.meshes.items():
+        (written,) = values
+        for record, (mesh, _) in self._opened.meshes.items():
             fields = dict(record.fields)
-            if id(record) in others:
-                known = others[id(record)].state
+            if id(record) in self._meshes:
+                known = self._meshes[id(record)].state
                 for name in _READ_OF_THEM:
                     if name in fields:
-                        fields[name] = fill_holes(known[name], values)
+                        fields[name] = fill_holes(known[name], written)
             found, rank = read_mesh(fields, file, source)
             if found.shape != mesh.shape:
                 raise ValueError(found.shape)

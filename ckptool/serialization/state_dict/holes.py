@@ -7,25 +7,27 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from ckptool.serialization.archive.templates import Hole
+
 _HOLE = pickle.BYTEARRAY8 + (4).to_bytes(8, "little")
 """The opcode prefix of a number as a bytearray of four bytes, which is no key, text or size."""
 
 
 class Literal(NamedTuple):
-    """Bytes of a pickle that are a complete number or text; their opcode is at ``opcode``."""
+    """A complete number or text of a pickle, whose opcode is at ``opcode``."""
 
     opcode: int
-    start: int
-    end: int
-    is_text: bool
-    is_signed: bool
+    hole: Hole
 
-    def value(self, data: bytes) -> Any:
-        """Return its value in a pickle; UnicodeDecodeError if it is not text."""
-        written = data[self.start : self.end]
-        if self.is_text:
-            return written.decode("utf-8", "surrogatepass")
-        return int.from_bytes(written, "little", signed=self.is_signed)
+    @property
+    def start(self) -> int:
+        """The place of its first byte."""
+        return self.hole.at
+
+    @property
+    def end(self) -> int:
+        """The place behind its last byte."""
+        return self.hole.at + self.hole.nbytes
 
 
 def find_literals(data: bytes, places: Sequence[int]) -> tuple[Literal, ...] | None:
@@ -51,13 +53,13 @@ def _literals(data: bytes, last: int) -> Iterator[Literal]:
     for opcode, value, at in genops(data):
         if at is None or at > last:
             return
-        size = {"BININT1": 1, "BININT2": 2, "BININT": 4}.get(opcode.name)
-        if size is not None:
-            yield Literal(at, at + 1, at + 1 + size, False, size == 4)
+        number = {"BININT1": (1, "B"), "BININT2": (2, "H"), "BININT": (4, "i")}.get(opcode.name)
+        if number is not None:
+            yield Literal(at, Hole(at + 1, *number))
         elif opcode.name in ("BINUNICODE", "SHORT_BINUNICODE") and value:
             start = at + (5 if opcode.name == "BINUNICODE" else 2)
-            end = start + len(value.encode("utf-8", "surrogatepass"))
-            yield Literal(at, start, end, True, False)
+            nbytes = len(value.encode("utf-8", "surrogatepass"))
+            yield Literal(at, Hole(start, nbytes, "s"))
 
 
 def with_holes(data: bytes, literals: Sequence[Literal]) -> bytes:
@@ -71,9 +73,13 @@ def with_holes(data: bytes, literals: Sequence[Literal]) -> bytes:
 
 
 def fill_holes(value: Any, values: Sequence[Any]) -> Any:
-    """Return a part of a mesh with values in place of its holes."""
+    """Return a part of a mesh with values in place of its holes.
+
+    Raises UnicodeDecodeError if one is no text.
+    """
     if type(value) is bytearray:
-        return values[int.from_bytes(value, "little")]
+        found = values[int.from_bytes(value, "little")]
+        return found.decode("utf-8", "surrogatepass") if type(found) is bytes else found
     if type(value) not in (list, tuple):
         return value
     return type(value)(fill_holes(part, values) for part in value)

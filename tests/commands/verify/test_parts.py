@@ -25,7 +25,8 @@ from ckptool.engine.ranks import Ranks
 from ckptool.engine.share import Share
 from ckptool.errors import UsageError
 from ckptool.formats.dcp import items
-from ckptool.serialization.archive import cached
+from ckptool.serialization.archive import read
+from ckptool.serialization.archive.templates import Templates
 from ckptool.storage.local import LocalSource, Run
 
 COUNT = 3
@@ -167,7 +168,9 @@ def test_a_rank_opens_its_share_alone_and_what_is_alike_together(
 
     monkeypatch.setattr(ArchiveCheck, "look_at", noted(looked_at, ArchiveCheck.look_at))
     monkeypatch.setattr(items, "locate_item", noted(located, items.locate_item))
-    monkeypatch.setattr(cached, "_CACHE", {})  # it may be full of other tests' archives
+    monkeypatch.setattr(
+        read, "_TEMPLATES", Templates(reads=False)
+    )  # it may be full of other tests' archives
     said: list[Any] = []
     for rank in range(2):
         assert verify(out, VerifyOptions(), ranks=Two(rank, said)).ok

@@ -11,13 +11,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from ckptool.core.catalog import TensorEntry
 from ckptool.errors import CkptoolError
 from ckptool.formats import FORMATS
 from ckptool.formats.base import ScanOptions
 from ckptool.formats.dcp import alike, items
-from ckptool.serialization.archive import cached
+from ckptool.serialization.archive import read
+from ckptool.serialization.archive.templates import ArchiveTemplate, Templates
 from ckptool.serialization.zip import Region
 from ckptool.storage.local import LocalSource
 
@@ -40,7 +42,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def located(folder: Path) -> dict[str, TensorEntry] | list[str]:
     """Where all tensors lie, or what is wrong with their items."""
-    cached._CACHE.clear()
+    read._TEMPLATES = Templates(reads=False)
     source = LocalSource.folder(folder)
     catalog = FORMATS["dcp"].reading.scan(source, ScanOptions())
     try:
@@ -94,13 +96,12 @@ def test_items_like_one_that_was_read_beyond_their_ends_are_opened_each(
 ) -> None:
     """As where a compressed item, of which more is in memory, was read before."""
 
-    def read_to_the_middle(region: Region) -> cached.CachedArchive | None:
-        found = cached.match_cached(region)
-        if found is None or region.nbytes < 4 * LARGE:
-            return found
-        (_, end), *rest = found.spans
-        spans = ((0, end + 5000), *rest)
-        return found._replace(spans=spans, read=region.joined(spans))
+    def read_to_the_middle(region: Region) -> ArchiveTemplate | None:
+        template = read.find_template(region)
+        if template is None or region.nbytes < 4 * LARGE:
+            return template
+        (_, end), *rest = template.readings
+        return replace(template, readings=((0, end + 5000), *rest))
 
-    monkeypatch.setattr(alike, "match_cached", read_to_the_middle)
+    monkeypatch.setattr(alike, "find_template", read_to_the_middle)
     assert located(saved) == located_one_by_one(saved)

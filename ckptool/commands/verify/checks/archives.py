@@ -15,7 +15,7 @@ from ckptool.core.catalog import Container
 from ckptool.engine.check.spans import ByteSpan, Packing
 from ckptool.errors import CkptoolError, Problem, coded
 from ckptool.serialization.archive.read import record_bytes
-from ckptool.serialization.archive.siblings import Layouts, is_compared
+from ckptool.serialization.archive.templates import Templates, is_compared
 from ckptool.serialization.source import Source
 from ckptool.serialization.zip import (
     DEFLATED,
@@ -46,7 +46,7 @@ class ArchiveCheck:
         self._source = source
         self._only_structure = only_structure
         self._pickles = pickles
-        self._layouts = Layouts()
+        self._templates = Templates()
         self._files_of_size = Counter(source.files.values())
         self.problems: list[Problem] = []
         self.spans: list[ByteSpan] = []
@@ -57,7 +57,7 @@ class ArchiveCheck:
         try:
             with coded("zip-structure", file=item.file):
                 region = item_region(self._source, item, "an item", limit, _EDGE)
-                sibling = self._layouts.find(region)
+                sibling = self._templates.find(region)
                 if sibling is None:
                     self._look_at_all(item, region, list(read_directory(region).values()))
                 else:
@@ -86,7 +86,7 @@ class ArchiveCheck:
         is_plain = self._look_into(item, region, records, has_crc=has_crc)
         may_follow = not self._is_file(item) or self._files_of_size[item.nbytes] > 1
         if has_crc and is_plain and may_follow and len(self.problems) == before:
-            self._layouts.learn(region, records)
+            self._templates.learn(region, records)
 
     def _is_file(self, item: Container) -> bool:
         return item.nbytes == self._source.files.get(item.file)

@@ -14,7 +14,7 @@ from ckptool.commands.verify.checks import archives
 from ckptool.commands.verify.checks.archives import ArchiveCheck
 from ckptool.commands.verify.checks.pickles import PickleAudit
 from ckptool.core.catalog import Container
-from ckptool.serialization.archive.siblings import Layouts, Sibling
+from ckptool.serialization.archive.templates import Sibling, Templates
 from ckptool.serialization.zip import Region, ZipRecord, read_directory
 from ckptool.storage.memory import MemoryFiles
 
@@ -92,13 +92,13 @@ def test_of_the_files_of_ranks_one_is_opened(
 ) -> None:
     """Their records have the files' names. A file of another size is not worth learning from."""
     learned: list[str] = []
-    learn = Layouts.learn
+    learn = Templates.learn
 
-    def noted(self: Layouts, region: Region, records: Collection[ZipRecord]) -> Sibling | None:
+    def noted(self: Templates, region: Region, records: Collection[ZipRecord]) -> Sibling | None:
         learned.append(region.file)
         return learn(self, region, records)
 
-    monkeypatch.setattr(Layouts, "learn", noted)
+    monkeypatch.setattr(Templates, "learn", noted)
     for name, rows in (("rank_0.pt", 300), ("rank_1.pt", 300), ("rank_2.pt", 300), ("one.pt", 9)):
         torch.save(torch.rand(rows, 20), tmp_path / name)
     files = {path.name: memoryview(path.read_bytes()) for path in sorted(tmp_path.iterdir())}

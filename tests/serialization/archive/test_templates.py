@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptool.errors import CkptoolError
-from ckptool.serialization.archive import siblings
-from ckptool.serialization.archive.siblings import Layouts
+from ckptool.serialization.archive import templates
+from ckptool.serialization.archive.templates import Sibling, Templates
 from ckptool.serialization.zip import Region, ZipRecord, read_directory
 from ckptool.serialization.zip_headers import check_headers, count_unclaimed_bytes
 
@@ -51,18 +51,23 @@ def archives(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
     return [(folder / f"rank_{rank}.pt").read_bytes() for rank in range(3)]
 
 
-def learn(*contents: bytes) -> Layouts:
+def learn(*contents: bytes) -> Templates:
     """Return what is learned of archives."""
-    layouts = Layouts()
+    known = Templates()
     for data in contents:
         region = region_of(data)
-        layouts.learn(region, read_directory(region).values())
-    return layouts
+        known.learn(region, read_directory(region).values())
+    return known
 
 
 def is_learned(data: bytes) -> bool:
     """Return whether others can be judged by an archive."""
     return learn(data).find(region_of(data)) is not None
+
+
+def records_of(sibling: Sibling) -> dict[str, ZipRecord]:
+    """Return all records of an archive that matches a template."""
+    return sibling.small_records() | {record.name: record for record in sibling.own_records()}
 
 
 def read_in_full(data: bytes) -> dict[str, ZipRecord] | None:
@@ -82,25 +87,28 @@ def read_in_full(data: bytes) -> dict[str, ZipRecord] | None:
 
 def test_archives_of_other_ranks(archives: list[bytes]) -> None:
     first, *others = archives
-    layouts = learn(first)
+    known = learn(first)
     for data in others:
-        sibling = layouts.find(region_of(data))
+        sibling = known.find(region_of(data))
         assert sibling is not None
-        assert sibling.records() == read_in_full(data)
-        assert sibling.has_sums
-        records = sibling.records()
+        assert records_of(sibling) == read_in_full(data)
+        records = records_of(sibling)
         small = {name: record for name, record in records.items() if not record.is_storage}
-        assert sibling.records(storages=False) == small
-        own = [record for record in records.values() if not siblings.is_compared(record)]
+        assert sibling.small_records() == small
+        in_order = read_in_full(data) or {}
+        own = [record for record in in_order.values() if not templates.is_compared(record)]
         assert sibling.own_records() == own
         assert sibling.own_records(storages=False) == [r for r in own if not r.is_storage]
+        storages = {r.name.rpartition("/")[2]: r for r in own if r.is_storage}
+        assert sibling.storages([*storages, "none"]) == storages
+        assert sibling.has_sums
 
 
 @settings(max_examples=80, deadline=None)
 @given(data=st.data())
 def test_damaged_archives(archives: list[bytes], data: st.DataObject) -> None:
     """Whatever is changed: an archive is judged by the layout of another one, or not at all."""
-    layouts = learn(archives[0])
+    known = learn(archives[0])
     changed = bytearray(archives[1])
     records = [*read_directory(region_of(archives[1])).values()]
     for _ in range(data.draw(st.integers(1, 3))):
@@ -109,19 +117,19 @@ def test_damaged_archives(archives: list[bytes], data: st.DataObject) -> None:
         near = [record.header, record.noted - 16, behind, len(changed) - 98]
         at = data.draw(st.sampled_from(near)) + data.draw(st.integers(0, 97))
         changed[min(at, len(changed) - 1)] = data.draw(st.integers(0, 255))
-    sibling = layouts.find(region_of(bytes(changed)))
+    sibling = known.find(region_of(bytes(changed)))
     if sibling is not None:
-        assert sibling.records() == read_in_full(bytes(changed))
+        assert records_of(sibling) == read_in_full(bytes(changed))
 
 
 @pytest.mark.parametrize("root", ["rank/1", "rank_\x80", "rank_9"])
 def test_other_names_of_the_root(archives: list[bytes], root: str) -> None:
-    layouts = learn(archives[0])
+    known = learn(archives[0])
     changed = archives[1].replace(b"rank_1/", root.encode("latin1") + b"/")
-    sibling = layouts.find(region_of(changed))
+    sibling = known.find(region_of(changed))
     assert (sibling is not None) == (root == "rank_9")
     if sibling is not None:
-        assert sibling.records() == read_in_full(changed)
+        assert records_of(sibling) == read_in_full(changed)
 
 
 def test_archives_that_others_are_not_judged_by(archives: list[bytes]) -> None:
@@ -159,11 +167,11 @@ def test_how_much_is_learned(archives: list[bytes], monkeypatch: pytest.MonkeyPa
     nrecords = len(read_directory(region_of(one)))
     for limit, least in (("_MOST_SIZES", 1), ("_MOST_OF_A_SIZE", 1), ("_MOST_RECORDS", nrecords)):
         with monkeypatch.context() as patch:
-            patch.setattr(siblings, limit, least)
-            layouts = learn(one, one, two)
-            assert layouts.find(region_of(one))
-            assert bool(layouts.find(region_of(two))) == (limit == "_MOST_OF_A_SIZE")
-            patch.setattr(siblings, limit, 0)
+            patch.setattr(templates, limit, least)
+            known = learn(one, one, two)
+            assert known.find(region_of(one))
+            assert bool(known.find(region_of(two))) == (limit == "_MOST_OF_A_SIZE")
+            patch.setattr(templates, limit, 0)
             assert not learn(one).find(region_of(one))
 
 
@@ -185,11 +193,11 @@ def test_a_root_of_many_characters() -> None:
 
 def test_an_archive_of_which_both_ends_are_known() -> None:
     """A packed item is unpacked to them: what is between must be the content of a storage."""
-    one, two = (plain(bytes([value]) * 300) for value in (1, 2))
+    one, two = (plain(bytes([value]) * 10_000) for value in (1, 2))
 
     def packed(data: bytes, nbytes: int) -> Region:
         return Region(None, "file", 0, len(data), (data[:nbytes], data[-nbytes:]))
 
-    layouts = learn(one)
-    assert layouts.find(packed(two, 400)) == layouts.find(region_of(two))
-    assert layouts.find(packed(two, 60)) is None
+    known = learn(one)
+    assert known.find(packed(two, 2048)) == known.find(region_of(two))
+    assert known.find(packed(two, 60)) is None

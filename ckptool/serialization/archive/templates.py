@@ -1,0 +1,367 @@
+"""Archives that are alike: one is read, the others are compared with it.
+
+torch.save stores the CRC-32 of each record in two places, and names the records of a file after the
+file (torch 1.6 to 2.13). The archives of items of a DCP folder, or of ranks, that have tensors of
+the same sizes differ only in these sums and names, in the storages, and in the pickle if that names
+the rank: all other bytes are compared.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import starmap
+from struct import Struct as Form
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from msgspec import Struct
+
+from ckptool.serialization.source import edge_spans
+from ckptool.serialization.zip import (
+    CRC32_NBYTES,
+    END64,
+    LOCAL,
+    LOCATOR64,
+    STORED,
+    STREAMED,
+    Region,
+    ZipRecord,
+    find_directory,
+    find_end,
+)
+from ckptool.serialization.zip_headers import check_headers, count_unclaimed_bytes
+
+if TYPE_CHECKING:
+    from ckptool.serialization.archive.read import TorchFile
+
+_NAME_IN_ENTRY = 30
+"""Bytes from the CRC-32 of a directory's entry to its name."""
+_IN_LOCAL_HEADER = 14
+_NOT_YET_KNOWN = bytes(12)
+"""CRC-32 and sizes in the local header of a record that has a descriptor."""
+_DESCRIPTOR = b"PK\x07\x08"
+_LEAST_DESCRIPTOR = 16
+"""Bytes of a descriptor with its mark."""
+_LONGEST_ROOT = 255
+"""Characters: its places in all headers are kept."""
+_CHECKSUM_OVER_ALL = "/.data/serialization_id"
+"""The end of the name of a record that differs whenever a storage does."""
+_LARGEST_ALIKE = 1 << 10
+"""Bytes of the largest record that is compared: pickles of ranks are larger, of items smaller."""
+_MOST_SIZES, _MOST_OF_A_SIZE, _MOST_RECORDS = 256, 8, 1 << 17
+
+_Spans = tuple[tuple[int, int], ...]
+Values = tuple[tuple[Any, ...], ...]
+
+
+class Hole(NamedTuple):
+    """Bytes that may differ between similar ones, and what they are: a letter of ``struct``."""
+
+    at: int
+    nbytes: int
+    kind: str
+
+
+class Template(NamedTuple):
+    """Bytes with typed holes: those that similar bytes have in common, and how to take the others.
+
+    ``fixed`` takes the ``common`` bytes, each of ``holes`` the values in a group of holes; bytes
+    that none of them takes are not compared.
+    """
+
+    fixed: Form
+    common: tuple[bytes, ...]
+    holes: tuple[Form, ...]
+
+    @classmethod
+    def of(
+        cls, data: bytes, compared: Iterable[tuple[int, int]], *groups: Sequence[Hole]
+    ) -> Template:
+        """Return a template of bytes, of which spans are ``compared`` except for groups of holes.
+
+        Spans and the holes of each group are in order.
+        """
+        holes = sorted(hole for group in groups for hole in group)
+        fixed = _form(_outside(compared, holes), len(data))
+        return cls(fixed, fixed.unpack(data), tuple(_form(group, len(data)) for group in groups))
+
+    def match(self, data: bytes) -> Values | None:
+        """Return the values in each group of holes of other bytes; None if these do not match."""
+        if len(data) != self.fixed.size or self.fixed.unpack(data) != self.common:
+            return None
+        return tuple([form.unpack(data) for form in self.holes])
+
+    def match_each(self, data: bytes) -> Iterator[Values | None]:
+        """Yield the same for each of as many bytes."""
+        each = zip(*(form.iter_unpack(data) for form in self.holes), strict=True)
+        common = self.common
+        for fixed, values in zip(self.fixed.iter_unpack(data), each, strict=True):
+            yield values if fixed == common else None
+
+
+def _outside(spans: Iterable[tuple[int, int]], holes: Iterable[Hole]) -> Iterator[Hole]:
+    """Yield what of spans is in none of the holes, each of which is in one of them."""
+    ahead = iter(holes)
+    hole = next(ahead, None)
+    for start, end in spans:
+        position = start
+        while hole is not None and hole.at < end:
+            yield Hole(position, hole.at - position, "s")
+            position, hole = hole.at + hole.nbytes, next(ahead, None)
+        yield Hole(position, end - position, "s")
+
+
+def _form(holes: Iterable[Hole], nbytes: int) -> Form:
+    """Return what takes the values in holes, which are in order, from so many bytes."""
+    parts, position = ["<"], 0
+    for at, length, kind in holes:
+        parts.append(f"{at - position}x{length if kind == 's' else ''}{kind}")
+        position = at + length
+    return Form("".join([*parts, f"{nbytes - position}x"]))
+
+
+class ArchiveTemplate(Struct, eq=False):
+    """An archive that others are compared with: all of it but the content of its ``own`` records.
+
+    ``template`` is of the bytes of ``readings``. Its groups of holes are the root's name in each
+    record's name, the CRC-32 of own records beside them, and those in the directory.
+    ``storages`` has for each storage, by its key, its position among the own records; ``file`` is
+    what the archive holds, if that was read and is the same in all that match.
+    """
+
+    records: tuple[ZipRecord, ...]
+    own: tuple[int, ...]
+    readings: _Spans
+    template: Template
+    storages: dict[str, int]
+    file: TorchFile | None = None
+
+    def match(self, region: Region) -> Sibling | None:
+        """Return an archive of the same number of bytes that is similar; else None."""
+        if not all(starmap(region.is_at_hand, self.readings)):
+            if region.source is None:
+                return None
+            region.expect((start for start, _ in self.readings), len(self.records))
+        return self.judge(self.template.match(region.joined(self.readings)))
+
+    def judge(self, values: Values | None) -> Sibling | None:
+        """Return the archive with these values in its holes; None if they contradict each other."""
+        if values is None:
+            return None
+        roots, beside, listed = values
+        root, *others = {*roots}
+        is_whole = not others and beside == listed and any(listed)
+        if not is_whole or b"/" in root or not root.isascii():
+            return None
+        return Sibling(self, root.decode(), listed)
+
+
+class Sibling(NamedTuple):
+    """An archive that matches a template: its root's name, and the CRC-32 of its own records."""
+
+    template: ArchiveTemplate
+    root: str
+    crcs: tuple[int, ...]
+
+    def own_records(self, *, storages: bool = True) -> list[ZipRecord]:
+        """Return the records whose content is not that of every archive that matches."""
+        records = self.template.records
+        return [
+            self._as_here(records[at], crc)
+            for at, crc in zip(self.template.own, self.crcs, strict=True)
+            if storages or not records[at].is_storage
+        ]
+
+    def small_records(self) -> dict[str, ZipRecord]:
+        """Return all records by name that are no storages, in the directory's order."""
+        crcs = dict(zip(self.template.own, self.crcs, strict=True))
+        records = [
+            self._as_here(record, crcs.get(at, record.crc32))
+            for at, record in enumerate(self.template.records)
+            if not record.is_storage
+        ]
+        return {record.name: record for record in records}
+
+    @property
+    def has_sums(self) -> bool:
+        """Whether its writer stored the CRC-32 of storages: without any, all are 0."""
+        return any(self.crcs[at] for at in self.template.storages.values())
+
+    def storages(self, keys: Iterable[str]) -> dict[str, ZipRecord]:
+        """Return the records of the storages with these keys."""
+        records, own, numbers = self.template.records, self.template.own, self.template.storages
+        found = ((key, numbers[key]) for key in keys if key in numbers)
+        return {key: self._as_here(records[own[at]], self.crcs[at]) for key, at in found}
+
+    def _as_here(self, record: ZipRecord, crc: int) -> ZipRecord:
+        name, method, _, *places = record
+        return ZipRecord(self.root + name[len(self.root) :], method, crc, *places)
+
+
+class Templates:
+    """Learns from some archives, and judges others by them.
+
+    Unless it ``reads``, it learns only from those whose headers are in memory.
+    """
+
+    def __init__(self, *, reads: bool = True) -> None:
+        self._reads = reads
+        self._by_size: dict[int, list[ArchiveTemplate]] = {}
+        self._kept = 0
+
+    def find(self, region: Region) -> Sibling | None:
+        """Return the archive that fills a region, if it is similar to one that is known."""
+        templates = self._by_size.get(region.nbytes, [])
+        for at, template in enumerate(templates):
+            sibling = template.match(region)
+            if sibling is not None:
+                if at:  # the next archive is like this one, mostly
+                    templates.insert(0, templates.pop(at))
+                return sibling
+        return None
+
+    def learn(self, region: Region, records: Collection[ZipRecord]) -> Sibling | None:
+        """Remember an archive, and return it; None if others cannot be judged by it.
+
+        They cannot if any of its headers contradicts its directory, or bytes belong to no record.
+        """
+        known = self._by_size.get(region.nbytes, [])
+        is_full = len(self._by_size) >= _MOST_SIZES or len(known) >= _MOST_OF_A_SIZE
+        if is_full or self._kept + len(records) > _MOST_RECORDS:
+            return None
+        is_readable = self._reads and region.source is not None
+        if not is_readable and not all(region.is_at_hand(r.header, r.offset) for r in records):
+            return None
+        template = _template_of(region, tuple(records)) if _is_plain(records) else None
+        sibling = template.match(region) if template is not None else None
+        if template is not None and sibling is not None:
+            self._kept += len(records)
+            self._by_size[region.nbytes] = [*known, template]
+        return sibling
+
+
+def is_compared(record: ZipRecord) -> bool:
+    """Return whether archives that match have the same content of a record."""
+    is_varied = record.is_storage or record.name.endswith(_CHECKSUM_OVER_ALL)
+    return not is_varied and record.size <= _LARGEST_ALIKE
+
+
+def _template_of(region: Region, records: tuple[ZipRecord, ...]) -> ArchiveTemplate | None:
+    own = tuple(at for at, record in enumerate(records) if not is_compared(record))
+    varied = [records[at] for at in own]
+    compared = tuple(_between(varied, region.nbytes))
+    if region.source is None and not all(starmap(region.is_at_hand, compared)):
+        return None
+    if not _is_sound(region, records):
+        return None
+    root = records[0].name.partition("/")[0]
+    readings = _readings(region, compared)
+    starts = _places(readings, (start for start, _ in compared))
+    spans = [(at, at + end - start) for at, (start, end) in zip(starts, compared, strict=True)]
+
+    def holes(starts: Iterable[int], nbytes: int, kind: str) -> list[Hole]:
+        return [Hole(at, nbytes, kind) for at in _places(readings, starts)]
+
+    template = Template.of(
+        region.joined(readings),
+        spans,
+        holes(sorted(at for record in records for at in _names(record)), len(root), "s"),
+        holes(map(_crc_beside, varied), CRC32_NBYTES, "L"),
+        holes((record.noted for record in varied), CRC32_NBYTES, "L"),
+    )
+    keys = [record.name.split("/", 2) for record in varied]
+    storages = {key[2]: at for at, key in enumerate(keys) if key[1] == "data" and key[2:]}
+    return ArchiveTemplate(records, own, readings, template, storages)
+
+
+def _is_plain(records: Collection[ZipRecord]) -> bool:
+    """Return whether all records are stored, in the one folder of the pickle."""
+    root = next((record.name.partition("/")[0] for record in records), "")
+    has_pickle = any(record.name == f"{root}/data.pkl" for record in records)
+    is_short = root.isascii() and 0 < len(root) <= _LONGEST_ROOT
+    are_inside = all(r.method == STORED and r.name.startswith(f"{root}/") for r in records)
+    return has_pickle and is_short and are_inside
+
+
+def _is_sound(region: Region, records: Collection[ZipRecord]) -> bool:
+    """Return whether torch.save may have written all of this: nothing is damaged or overlaps."""
+    return (
+        _is_in_order(region, records)
+        and all(_is_intact(region, record) for record in records)
+        and not count_unclaimed_bytes(region, records)
+        and not check_headers(region, records)
+    )
+
+
+def _is_in_order(region: Region, records: Iterable[ZipRecord]) -> bool:
+    """Return whether nothing that is compared is inside of what is not.
+
+    Headers, records, descriptors, the directory and its three ends must follow one another: a
+    header or an end inside of a storage could be another one in the next archive.
+    """
+    position = 0
+    for record in records:
+        if record.header < position:
+            return False
+        has_descriptor = bool(record.flags & STREAMED)
+        position = record.offset + record.stored + _LEAST_DESCRIPTOR * has_descriptor
+    start, size, _ = find_directory(region)
+    behind = start + size
+    is_followed = find_end(region) == behind + END64.size + LOCATOR64.size
+    locator = region.read(behind + END64.size, LOCATOR64.size) if is_followed else b""
+    return position <= start and locator == LOCATOR64.pack(b"PK\x06\x07", 0, behind, 1)
+
+
+def _is_intact(region: Region, record: ZipRecord) -> bool:
+    """Return whether a record that is compared matches its CRC-32.
+
+    Of any other that has a descriptor: whether only this, marked, and no header states the CRC-32.
+    """
+    if is_compared(record):
+        return zlib.crc32(region.read(record.offset, record.stored)) == record.crc32
+    if not record.flags & STREAMED:
+        return True
+    noted = region.read(record.header + _IN_LOCAL_HEADER, len(_NOT_YET_KNOWN))
+    mark = region.read(record.offset + record.stored, len(_DESCRIPTOR))
+    return (noted, mark) == (_NOT_YET_KNOWN, _DESCRIPTOR)
+
+
+def _crc_beside(record: ZipRecord) -> int:
+    """Return where the CRC-32 of a record is stated beside its bytes."""
+    if record.flags & STREAMED:
+        return record.offset + record.stored + len(_DESCRIPTOR)
+    return record.header + _IN_LOCAL_HEADER
+
+
+def _names(record: ZipRecord) -> tuple[int, int]:
+    """Return where the name of a record begins: in its local header, and in the directory."""
+    return record.header + LOCAL.size, record.noted + _NAME_IN_ENTRY
+
+
+def _between(records: Iterable[ZipRecord], nbytes: int) -> Iterator[tuple[int, int]]:
+    """Yield the gaps between the contents of records, which are in order, up to ``nbytes``."""
+    position = 0
+    for record in records:
+        if record.offset > position:
+            yield position, record.offset
+        position = max(position, record.offset + record.stored)
+    if position < nbytes:
+        yield position, nbytes
+
+
+def _readings(region: Region, compared: _Spans) -> _Spans:
+    """Return what is read to compare spans: both ends of a region, if these have all of them."""
+    ends = tuple((at, at + nbytes) for _, at, nbytes in edge_spans("", 0, region.nbytes))
+    are_inside = all(any(low <= at and to <= high for low, high in ends) for at, to in compared)
+    return ends if are_inside else compared
+
+
+def _places(spans: Sequence[tuple[int, int]], starts: Iterable[int]) -> Iterator[int]:
+    """Yield where bytes of a region, in order, are among those of spans, one after another."""
+    ahead, before = iter(spans), 0
+    start, end = next(ahead)
+    for at in starts:
+        while at >= end:
+            before += end - start
+            start, end = next(ahead)
+        yield before + at - start
