@@ -106,10 +106,10 @@ class _Model(NamedTuple):
                     data = self._read(reader, file, batch)
                 except CkptoolError:  # reported when each is opened
                     continue
-                siblings = map(self.template.judge, self.template.template.match_each(data))
-                for at, sibling in zip(batch, siblings, strict=True):
-                    if sibling is not None and sibling.crcs[number]:
-                        record = Record(file, at + inside, nbytes, sibling.crcs[number])
+                found = map(self.template.sums_in, self.template.template.match_each(data))
+                for at, sums in zip(batch, found, strict=True):
+                    if sums and sums[number]:
+                        record = Record(file, at + inside, nbytes, sums[number])
                         yield Extent(file, at + start, strides, record, ops), at
 
     def _read(self, reader: SpanReader, file: str, offsets: Sequence[int]) -> bytes:

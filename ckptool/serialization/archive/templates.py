@@ -142,18 +142,18 @@ class ArchiveTemplate(Struct, eq=False):
             if region.source is None:
                 return None
             region.expect((start for start, _ in self.readings), len(self.records))
-        return self.judge(self.template.match(region.joined(self.readings)))
+        values = self.template.match(region.joined(self.readings))
+        sums = self.sums_in(values)
+        return Sibling(self, values[0][0].decode(), sums) if values and sums else None
 
-    def judge(self, values: Values | None) -> Sibling | None:
-        """Return the archive with these values in its holes; None if they contradict each other."""
+    def sums_in(self, values: Values | None) -> tuple[int, ...]:
+        """Return the CRC-32 of own records from an archive's holes; none if these contradict."""
         if values is None:
-            return None
+            return ()
         roots, beside, listed = values
-        root, *others = {*roots}
-        is_whole = not others and beside == listed and any(listed)
-        if not is_whole or b"/" in root or not root.isascii():
-            return None
-        return Sibling(self, root.decode(), listed)
+        root = roots[0]
+        is_whole = beside == listed and any(listed) and roots.count(root) == len(roots)
+        return listed if is_whole and b"/" not in root and root.isascii() else ()
 
 
 class Sibling(NamedTuple):
