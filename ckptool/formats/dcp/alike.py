@@ -96,7 +96,8 @@ class _Model(NamedTuple):
         """Yield the places of the elements of a file's items at these offsets, with each offset."""
         start, inside = self.place.offset - self.offset, self.record.offset - self.offset
         strides, nbytes, ops = self.place.strides, self.record.nbytes, self.place.ops
-        (number,) = self.template.storages.values()
+        (stored,) = self.template.storages.values()
+        number = self.template.own.index(stored)
         last = source.files.get(file, 0) - self.nbytes
         within = [at for at in offsets if 0 <= at <= last]
         with closing(source.reader()) as reader:

@@ -22,7 +22,12 @@ from ckptool.core.catalog import Container
 from ckptool.core.codec import decode
 from ckptool.core.mesh import Mesh
 from ckptool.errors import CkptoolError, Damaged, Problem, Unrecognized, coded
-from ckptool.serialization.archive.templates import ArchiveTemplate, Templates, is_compared
+from ckptool.serialization.archive.templates import (
+    STORAGES,
+    ArchiveTemplate,
+    Templates,
+    is_compared,
+)
 from ckptool.serialization.archive.tensors import read_storage
 from ckptool.serialization.file_kinds import not_a, unrecognized_zip
 from ckptool.serialization.pickle.load import Loaded, Truncated, read_pickle, require_harmless
@@ -148,11 +153,8 @@ class OpenArchive:
         if self.sibling is None:
             self._records = read_directory(region)
             self._folder = _folder(region, self._records)
+            self._has_crc = has_checksums(self._records.values())
             self.sibling = templates.learn(region, self._records.values())
-        else:
-            self._records = self.sibling.small_records()
-            self._folder = f"{self.sibling.root}/"
-        self._has_crc = self.sibling is not None or has_checksums(self._records.values())
 
     @classmethod
     def of(cls, source: Source, file: str, templates: Templates) -> OpenArchive:
@@ -167,7 +169,7 @@ class OpenArchive:
     @cached_property
     def pickle(self) -> bytes:
         """The bytes of its pickle; Damaged if they do not match their checksum."""
-        return self._bytes_of(self._records[f"{self._folder}data.pkl"])
+        return self._bytes_of(self._at("data.pkl"))
 
     def read(self) -> TorchFile:
         """Read the pickle, unless that of a similar archive was; return the file."""
@@ -180,18 +182,19 @@ class OpenArchive:
         _require_in_value(loaded)
         order, hostile = self.byteorder(), loaded.hostile
         file = TorchFile(what, loaded.value, self.storages(), order, loaded.end, hostile)
-        is_alike = is_compared(self._records[f"{self._folder}data.pkl"]) and not hostile
-        if template is not None and is_alike:
+        if template is not None and not hostile and is_compared(self._at("data.pkl")):
             template.file = file
         return file
 
     def storages(self, keys: Iterable[str] | None = None) -> dict[str, StoredBytes]:
         """Return the place of each storage, by its key, or only of those with these keys."""
-        if self.sibling is not None:
-            keys = self.sibling.template.storages if keys is None else keys
-            stored, are_checked = self.sibling.storages(keys), self.sibling.has_sums
+        sibling = self.sibling
+        if sibling is not None:
+            numbers, are_checked = sibling.template.storages, sibling.has_sums
+            wanted = [key for key in keys if key in numbers] if keys is not None else numbers
+            stored = {key: sibling.record(numbers[key]) for key in wanted}
         else:
-            prefix = f"{self._folder}data/"
+            prefix = self._folder + STORAGES
             records = self._records.items()
             stored = {name[len(prefix) :]: r for name, r in records if name.startswith(prefix)}
             are_checked = has_checksums(stored.values())
@@ -199,14 +202,23 @@ class OpenArchive:
 
     def byteorder(self) -> str:
         """Return ``little`` or ``big``; Damaged if it is neither."""
-        record = self._records.get(f"{self._folder}byteorder")
-        byteorder = self._bytes_of(record).decode("ascii", "replace") if record else "little"
-        if byteorder not in ("little", "big"):
-            raise Damaged(f"{self._region.what}: unknown byte order {byteorder!r}")
-        return byteorder
+        try:
+            record = self._at("byteorder")
+        except KeyError:
+            return "little"
+        order = self._bytes_of(record).decode("ascii", "replace")
+        if order not in ("little", "big"):
+            raise Damaged(f"{self._region.what}: unknown byte order {order!r}")
+        return order
+
+    def _at(self, name: str) -> ZipRecord:
+        """Return a record by its name in the root; KeyError if there is none."""
+        if self.sibling is None:
+            return self._records[self._folder + name]
+        return self.sibling.record(self.sibling.template.names[name])
 
     def _bytes_of(self, record: ZipRecord) -> bytes:
-        return record_bytes(self._region, record, self._has_crc)
+        return record_bytes(self._region, record, self.sibling is not None or self._has_crc)
 
 
 def _unpickle(data: bytes, what: str) -> Loaded:

@@ -46,6 +46,8 @@ _LONGEST_ROOT = 255
 """Characters: its places in all headers are kept."""
 _CHECKSUM_OVER_ALL = "/.data/serialization_id"
 """The end of the name of a record that differs whenever a storage does."""
+STORAGES = "data/"
+"""The folder of the storages in the root."""
 _LARGEST_ALIKE = 1 << 10
 """Bytes of the largest record that is compared: pickles of ranks are larger, of items smaller."""
 _MOST_SIZES, _MOST_OF_A_SIZE, _MOST_RECORDS = 256, 8, 1 << 17
@@ -125,14 +127,16 @@ class ArchiveTemplate(Struct, eq=False):
 
     ``template`` is of the bytes of ``readings``. Its groups of holes are the root's name in each
     record's name, the CRC-32 of own records beside them, and those in the directory.
-    ``storages`` has for each storage, by its key, its position among the own records; ``file`` is
-    what the archive holds, if that was read and is the same in all that match.
+    ``names`` and ``storages`` have the positions in the directory of records, by their names in the
+    root, and of storages, by their keys; ``file`` is what the archive holds, if that was read and
+    is the same in all that match.
     """
 
     records: tuple[ZipRecord, ...]
     own: tuple[int, ...]
     readings: _Spans
     template: Template
+    names: dict[str, int]
     storages: dict[str, int]
     file: TorchFile | None = None
 
@@ -144,7 +148,8 @@ class ArchiveTemplate(Struct, eq=False):
             region.expect((start for start, _ in self.readings), len(self.records))
         values = self.template.match(region.joined(self.readings))
         sums = self.sums_in(values)
-        return Sibling(self, values[0][0].decode(), sums) if values and sums else None
+        root = values[0][0].decode() if values and sums else ""
+        return Sibling(self, root, dict(zip(self.own, sums, strict=True))) if root else None
 
     def sums_in(self, values: Values | None) -> tuple[int, ...]:
         """Return the CRC-32 of own records from an archive's holes; none if these contradict."""
@@ -161,41 +166,23 @@ class Sibling(NamedTuple):
 
     template: ArchiveTemplate
     root: str
-    crcs: tuple[int, ...]
-
-    def own_records(self, *, storages: bool = True) -> list[ZipRecord]:
-        """Return the records whose content is not that of every archive that matches."""
-        records = self.template.records
-        return [
-            self._as_here(records[at], crc)
-            for at, crc in zip(self.template.own, self.crcs, strict=True)
-            if storages or not records[at].is_storage
-        ]
-
-    def small_records(self) -> dict[str, ZipRecord]:
-        """Return all records by name that are no storages, in the directory's order."""
-        crcs = dict(zip(self.template.own, self.crcs, strict=True))
-        records = [
-            self._as_here(record, crcs.get(at, record.crc32))
-            for at, record in enumerate(self.template.records)
-            if not record.is_storage
-        ]
-        return {record.name: record for record in records}
+    crcs: dict[int, int]
 
     @property
     def has_sums(self) -> bool:
         """Whether its writer stored the CRC-32 of storages: without any, all are 0."""
         return any(self.crcs[at] for at in self.template.storages.values())
 
-    def storages(self, keys: Iterable[str]) -> dict[str, ZipRecord]:
-        """Return the records of the storages with these keys."""
-        records, own, numbers = self.template.records, self.template.own, self.template.storages
-        found = ((key, numbers[key]) for key in keys if key in numbers)
-        return {key: self._as_here(records[own[at]], self.crcs[at]) for key, at in found}
-
-    def _as_here(self, record: ZipRecord, crc: int) -> ZipRecord:
-        name, method, _, *places = record
+    def record(self, at: int) -> ZipRecord:
+        """Return a record by its position in the directory."""
+        name, method, crc, *places = self.template.records[at]
+        crc = self.crcs.get(at, crc)
         return ZipRecord(self.root + name[len(self.root) :], method, crc, *places)
+
+    def own_records(self, *, storages: bool) -> list[ZipRecord]:
+        """Return the records, maybe without storages, that are not equal in all that match."""
+        records = map(self.record, self.template.own)
+        return [record for record in records if storages or not record.is_storage]
 
 
 class Templates:
@@ -229,10 +216,9 @@ class Templates:
         is_full = len(self._by_size) >= _MOST_SIZES or len(known) >= _MOST_OF_A_SIZE
         if is_full or self._kept + len(records) > _MOST_RECORDS:
             return None
-        is_readable = self._reads and region.source is not None
-        if not is_readable and not all(region.is_at_hand(r.header, r.offset) for r in records):
-            return None
-        template = _template_of(region, tuple(records)) if _is_plain(records) else None
+        template = None
+        if _is_plain(records):
+            template = _template_of(region, tuple(records), self._reads)
         sibling = template.match(region) if template is not None else None
         if template is not None and sibling is not None:
             self._kept += len(records)
@@ -246,11 +232,14 @@ def is_compared(record: ZipRecord) -> bool:
     return not is_varied and record.size <= _LARGEST_ALIKE
 
 
-def _template_of(region: Region, records: tuple[ZipRecord, ...]) -> ArchiveTemplate | None:
+def _template_of(
+    region: Region, records: tuple[ZipRecord, ...], reads: bool
+) -> ArchiveTemplate | None:
     own = tuple(at for at, record in enumerate(records) if not is_compared(record))
     varied = [records[at] for at in own]
     compared = tuple(_between(varied, region.nbytes))
-    if region.source is None and not all(starmap(region.is_at_hand, compared)):
+    is_readable = reads and region.source is not None
+    if not is_readable and not all(starmap(region.is_at_hand, compared)):
         return None
     if not _is_sound(region, records):
         return None
@@ -269,9 +258,10 @@ def _template_of(region: Region, records: tuple[ZipRecord, ...]) -> ArchiveTempl
         holes(map(_crc_beside, varied), CRC32_NBYTES, "L"),
         holes((record.noted for record in varied), CRC32_NBYTES, "L"),
     )
-    keys = [record.name.split("/", 2) for record in varied]
-    storages = {key[2]: at for at, key in enumerate(keys) if key[1] == "data" and key[2:]}
-    return ArchiveTemplate(records, own, readings, template, storages)
+    names = {record.name[len(root) + 1 :]: at for at, record in enumerate(records)}
+    keys = [name for name in names if name.startswith(STORAGES)]
+    storages = {name[len(STORAGES) :]: names[name] for name in keys}
+    return ArchiveTemplate(records, own, readings, template, names, storages)
 
 
 def _is_plain(records: Collection[ZipRecord]) -> bool:
