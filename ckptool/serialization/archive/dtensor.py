@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from msgspec import Struct
 
@@ -22,12 +22,12 @@ from ckptool.core.sharding.dtensor import SHARD_ATTRIBUTES, declared_pieces
 from ckptool.errors import UNREAD, Damaged, Unsupported
 from ckptool.serialization.archive.read import TorchFile
 from ckptool.serialization.archive.tensors import (
+    SUBCLASS,
     StoredTensor,
     describe,
     is_tensor_record,
     list_wrapped,
     locate_tensor,
-    read_attributes,
     read_dtype,
     read_natural,
     read_sizes,
@@ -49,6 +49,13 @@ class DTensorShare(Struct, frozen=True):
     rank: int | None
     shard_order: tuple[tuple[int, tuple[int, ...]], ...] | None
 
+    kind: ClassVar = "DTensor"
+
+    @property
+    def locals(self) -> list[StoredTensor]:
+        """What the rank holds."""
+        return [self.local]
+
 
 class ShardedShare(Struct, frozen=True):
     """One rank's part of a ShardedTensor: its own boxes, and every rank's."""
@@ -60,6 +67,13 @@ class ShardedShare(Struct, frozen=True):
     rank: int
     world_size: int
 
+    kind: ClassVar = "ShardedTensor"
+
+    @property
+    def locals(self) -> list[StoredTensor]:
+        """What the rank holds, by its boxes."""
+        return [tensor for _, tensor in self.local]
+
 
 class DeclaredShare(Struct, frozen=True):
     """One rank's part of a tensor whose attributes declare its boxes of the whole."""
@@ -69,6 +83,13 @@ class DeclaredShare(Struct, frozen=True):
     local: StoredTensor
     pieces: tuple[Piece, ...]
     rank: None = None
+
+    kind: ClassVar = "tensor with shards of its own"
+
+    @property
+    def locals(self) -> list[StoredTensor]:
+        """What the rank holds."""
+        return [self.local]
 
 
 OF_DTENSORS = ("_local_tensor", "_spec")
@@ -91,12 +112,13 @@ _LAYOUT_FIELDS = ("axes", "shape", "stride")
 """The fields of placements, a DTensor's spec and a mesh's layout (torch 2.1 to 2.15)."""
 
 
-def read_declared_share(value: PickleValue, tensor: StoredTensor) -> DeclaredShare | None:
+def read_declared_share(
+    attributes: Mapping[str, Any], tensor: StoredTensor
+) -> DeclaredShare | None:
     """Return the share that a plain tensor's attributes declare, or None if they do not.
 
     Raises Damaged if they contradict one another.
     """
-    attributes = read_attributes(value)
     if not attributes.keys() >= {*SHARD_ATTRIBUTES}:
         return None
     shape, *lists = (attributes[name] for name in SHARD_ATTRIBUTES)
@@ -127,7 +149,7 @@ def read_share(
 def _read_unwrapped(
     value: PickleValue, file: TorchFile, source: Source
 ) -> DTensorShare | ShardedShare | None:
-    if not isinstance(value, Call) or value.name != "torch._tensor._rebuild_from_type_v2":
+    if not isinstance(value, Call) or value.name != SUBCLASS:
         return None
     if len(value.args) != 4:
         return None

@@ -16,7 +16,7 @@ from ckptool.serialization.archive.tensors import unwrap
 from ckptool.serialization.pickle.records import Call, Global, Persistent, PickleValue
 
 _REBUILD = Global("torch._utils", "_rebuild_tensor")
-_REBUILD_QUANTIZED = Global("torch._utils", "_rebuild_qtensor")
+QUANTIZED = "torch._utils._rebuild_qtensor"
 INTEGERS = "int_repr"
 _ONE_SCALE = ("q_scale", "q_zero_point")
 _CHANNELS = ("q_per_channel_scales", "q_per_channel_zero_points", "q_per_channel_axis")
@@ -34,7 +34,7 @@ def split_quantized(value: PickleValue) -> dict[str, Any] | None:
     affine ones: such tensors stay as they are.
     """
     value = unwrap(value)
-    if not isinstance(value, Call) or value.function != _REBUILD_QUANTIZED or len(value.args) < 5:
+    if not isinstance(value, Call) or value.name != QUANTIZED or len(value.args) < 5:
         return None
     storage, parameters = value.args[0], value.args[4]
     if not _has_whole_bytes(storage) or not isinstance(parameters, tuple) or not parameters:

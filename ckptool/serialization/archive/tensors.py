@@ -34,7 +34,8 @@ _MOST_DIMS = 64
 _MOST_ATTRIBUTES = 256
 _LIMIT = 1 << 63
 _PARAMETER = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
-_FROM_TYPE = "torch._tensor._rebuild_from_type_v2"
+SUBCLASS = "torch._tensor._rebuild_from_type_v2"
+"""What rebuilds an object of any subclass of tensors, plain ones with attributes included."""
 _FROM_CPU = "torch._utils._rebuild_device_tensor_from_cpu_tensor"
 """Devices whose tensors have no storage (XLA): a copy on the CPU, its element type, the device."""
 _REBUILD_WRAPPER = Global("torch._utils", "_rebuild_wrapper_subclass")
@@ -144,7 +145,7 @@ def _wrapped_in(record: Call) -> PickleValue:
     """Return the record of the same tensor that another one wraps; None if it wraps none."""
     if record.name in _PARAMETER:
         return record.args[0] if record.args else None
-    if record.name != _FROM_TYPE or len(record.args) != 4:
+    if record.name != SUBCLASS or len(record.args) != 4:
         return None
     cls = record.args[1]  # text of anything else may be endless
     attribute, computed = (None, None)
@@ -198,7 +199,7 @@ def _read_unwrapped(value: PickleValue, depth: int) -> StoredTensor | None:
     if name == _FROM_CPU and len(value.args) == 4:
         copied = read_tensor(value.args[0], depth - 1)
         return copied if copied and copied.dtype == read_dtype(value.args[1]) else None
-    if name == _FROM_TYPE and len(value.args) == 4:
+    if name == SUBCLASS and len(value.args) == 4:
         function, cls, args, _ = value.args
         if isinstance(cls, Global) and str(cls) in _TENSOR_CLASSES:
             return read_tensor(Call(function, args), depth - 1)
@@ -234,11 +235,11 @@ def read_attributes(value: PickleValue) -> dict[str, Any]:
     attributes: dict[str, Any] = {}
     records = list_wrapped(value)
     for record in records:
-        if not isinstance(record, Call) or record.name not in (_PARAMETER[1], _FROM_TYPE):
+        if not isinstance(record, Call) or record.name not in (_PARAMETER[1], SUBCLASS):
             continue
         state = record.args[3] if len(record.args) == 4 else None
         parts = state[:2] if isinstance(state, tuple) else (state,)
-        is_wrapper = record is not records[-1] and record.name == _FROM_TYPE
+        is_wrapper = record is not records[-1] and record.name == SUBCLASS
         known = _PLAIN_INSIDE[str(record.args[1])] if is_wrapper else ()
         for part in [part for part in parts if isinstance(part, dict)]:
             if len(part) > _MOST_ATTRIBUTES:
@@ -333,7 +334,7 @@ def find_wrapper_class(value: PickleValue) -> Global | None:
     DTensors and ShardedTensors do not count: what they wrap is a part of them.
     """
     value = unwrap(value)
-    if not isinstance(value, Call) or value.name != _FROM_TYPE or len(value.args) != 4:
+    if not isinstance(value, Call) or value.name != SUBCLASS or len(value.args) != 4:
         return None
     function, cls = value.args[:2]
     if function != _REBUILD_WRAPPER or not isinstance(cls, Global):
@@ -365,7 +366,7 @@ def read_outer(value: PickleValue) -> tuple[DType, tuple[int, ...]] | None:
 
 def _outer_of(record: Call) -> tuple[DType, tuple[int, ...]] | None:
     """Return the type and shape that a subclass's record says; None for a parameter's."""
-    if record.name != _FROM_TYPE:
+    if record.name != SUBCLASS:
         return None
     arguments = record.args[2]
     if not isinstance(arguments, tuple) or len(arguments) < 3:

@@ -71,13 +71,13 @@ def _merge(name: str, leaves: _Leaves, result: Assembled, per_rank: bool) -> Non
         raise Damaged(message, "ranks-disagree")
     keep = per_rank or _first(leaves).rank_state
     with coded("dtensor-contradiction"):
-        if kinds == {"DTensor"}:
+        if kinds == {DTensorShare.kind}:
             _merge_dtensor(name, leaves, result, keep)
-        elif kinds == {"ShardedTensor"}:
-            result.tensors[name] = _sharded_entry(name, leaves)
-        elif kinds == {"tensor with shards of its own"}:
-            result.tensors[name] = _declared_entry(name, leaves)
-        elif kinds == {"plain tensor"}:
+        elif kinds == {ShardedShare.kind}:
+            result.tensors[name] = _entry(name, leaves, _sharded_chunks(leaves))
+        elif kinds == {DeclaredShare.kind}:
+            result.tensors[name] = _entry(name, leaves, _declared_chunks(leaves))
+        elif kinds == {PlainLeaf.kind}:
             _merge_plain(name, leaves, result, keep)
         else:
             _merge_object(name, leaves, result)
@@ -88,13 +88,8 @@ def _first(leaves: _Leaves) -> Leaf:
 
 
 def _kind(value: Any) -> str:
-    if isinstance(value, ShareLeaf):
-        if isinstance(value.share, DTensorShare):
-            return "DTensor"
-        is_declared = isinstance(value.share, DeclaredShare)
-        return "tensor with shards of its own" if is_declared else "ShardedTensor"
-    if isinstance(value, PlainLeaf):
-        return "plain tensor"
+    if isinstance(value, PlainLeaf | ShareLeaf):
+        return value.kind
     return _REFUSED if isinstance(value, Refusal) else "not a tensor"
 
 
@@ -173,11 +168,19 @@ def _contents_differ(a: PlainLeaf, b: PlainLeaf) -> bool:
 
 
 def _plain_entry(name: str, leaves: _Leaves) -> TensorEntry:
+    box = Box.whole(_first(leaves).value.shape)
+    return _entry(name, leaves, [Chunk(box, leaf.value.place, at) for at, leaf in leaves.items()])
+
+
+def _entry(
+    name: str, leaves: _Leaves, chunks: Iterable[Chunk], mesh: Mesh | None = None
+) -> TensorEntry:
+    """Return the tensor that ranks hold these chunks of."""
     first = _first(leaves)
-    tensor: StoredTensor = first.value.tensor
-    box = Box.whole(tensor.shape)
-    chunks = [Chunk(box, leaf.value.place, rank) for rank, leaf in leaves.items()]
-    return TensorEntry(name, first.path, tensor.dtype, tensor.shape, merge_copies(chunks))
+    whole: Any = first.value if isinstance(first.value, PlainLeaf) else first.value.share
+    merged = merge_copies(list(chunks))
+    placements = whole.placements if mesh is not None else None
+    return TensorEntry(name, first.path, whole.dtype, whole.shape, merged, placements, mesh)
 
 
 def _merge_object(name: str, leaves: _Leaves, result: Assembled) -> None:
@@ -296,9 +299,8 @@ def _dtensor_entry(name: str, leaves: _Leaves, meshes: Sequence[Mesh]) -> Tensor
             raise Damaged(f"rank {rank} has {share.local.dtype}, its record {share.dtype}")
         if share.placements != first.placements and _spelt(share) != _spelt(first):
             raise Damaged(f"rank {rank} has different placements from the other ranks")
-    chunks = merge_copies([chunk for mesh in meshes for chunk in _dtensor_chunks(mesh, leaves)])
-    path = _first(leaves).path
-    return TensorEntry(name, path, first.dtype, first.shape, chunks, first.placements, first.mesh)
+    chunks = (chunk for mesh in meshes for chunk in _dtensor_chunks(mesh, leaves))
+    return _entry(name, leaves, chunks, first.mesh)
 
 
 def _require_one_whole(leaves: _Leaves) -> None:
@@ -348,8 +350,8 @@ def _shard_chunks(shard: LocalShard, at: Place, rank: int, shape: tuple[int, ...
     return [Chunk(Box.at(lo, shard.shape), at, rank)]
 
 
-def _sharded_entry(name: str, leaves: _Leaves) -> TensorEntry:
-    """Return the ShardedTensor that ranks hold; Damaged if a rank's shards are missing."""
+def _sharded_chunks(leaves: _Leaves) -> list[Chunk]:
+    """Return the chunks of a ShardedTensor; Damaged if a rank's shards are missing."""
     first: ShardedShare = _first(leaves).value.share
     chunks: list[Chunk] = []
     for rank, leaf in leaves.items():
@@ -364,21 +366,17 @@ def _sharded_entry(name: str, leaves: _Leaves) -> TensorEntry:
     missing = {owner for _, owner in first.boxes if owner is not None} - set(leaves)
     if missing:
         raise Damaged(f"the shards of rank {_listed(missing)} are missing", "rank-missing")
-    path = _first(leaves).path
-    return TensorEntry(name, path, first.dtype, first.shape, merge_copies(chunks))
+    return chunks
 
 
-def _declared_entry(name: str, leaves: _Leaves) -> TensorEntry:
-    """Return the tensor whose shards attributes declare; Damaged if ranks' wholes differ."""
+def _declared_chunks(leaves: _Leaves) -> list[Chunk]:
+    """Return the chunks that attributes declare; Damaged if ranks' wholes differ."""
     _require_one_whole(leaves)
-    first: DeclaredShare = _first(leaves).value.share
-    chunks = [
+    return [
         Chunk(piece.box, shift_place(leaf.value.places[0], piece.local.lo), rank)
         for rank, leaf in leaves.items()
         for piece in leaf.value.share.pieces
     ]
-    path = _first(leaves).path
-    return TensorEntry(name, path, first.dtype, first.shape, merge_copies(chunks))
 
 
 def _listed(ranks: Iterable[int]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from msgspec import Struct, field
 
@@ -15,7 +15,6 @@ from ckptool.core.sharding.dtensor import SHARD_ATTRIBUTES
 from ckptool.errors import Damaged, Problem, Refusal, Unsupported, coded
 from ckptool.serialization.archive.dtensor import (
     OF_DTENSORS,
-    ShardedShare,
     Share,
     read_declared_share,
     read_share,
@@ -55,6 +54,8 @@ class PlainLeaf(Struct, frozen=True):
     tensor: StoredTensor
     attributes: tuple[str, ...] = ()
 
+    kind: ClassVar = "plain tensor"
+
     @property
     def dtype(self) -> DType:
         return self.tensor.dtype
@@ -73,6 +74,11 @@ class ShareLeaf(Struct, frozen=True):
     share: Share
     places: tuple[Place, ...]
     attributes: tuple[str, ...] = ()
+
+    @property
+    def kind(self) -> str:
+        """What it is to users."""
+        return self.share.kind
 
 
 class Leaf(Struct, frozen=True):
@@ -228,9 +234,10 @@ def _classify(value: Any, file: TorchFile, source: Source, name: str) -> Any:
     try:
         with coded("tensor-record"):
             tensor = read_tensor(value)
-            share = read_declared_share(value, tensor) if tensor is not None else None
+            attributes = read_attributes(value) if tensor is not None else {}
+            share = read_declared_share(attributes, tensor) if tensor is not None else None
             if tensor is not None and share is None:
-                return PlainLeaf(locate_tensor(tensor, file), tensor, _others(value, ()))
+                return PlainLeaf(locate_tensor(tensor, file), tensor, tuple(map(str, attributes)))
         with coded("dtensor-contradiction"):
             share = share or read_share(value, file, source)
     except (Damaged, Unsupported) as error:
@@ -240,14 +247,9 @@ def _classify(value: Any, file: TorchFile, source: Source, name: str) -> Any:
         raise Damaged(message, "tensor-record", tensor=name) from None
     if share is None:
         return value
-    locals_ = [t for _, t in share.local] if isinstance(share, ShardedShare) else [share.local]
     known = (*SHARD_ATTRIBUTES, *OF_DTENSORS)
-    return ShareLeaf(share, tuple(locate_tensor(t, file) for t in locals_), _others(value, known))
-
-
-def _others(value: Any, known: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names of a tensor's attributes that are not read."""
-    return tuple(str(name) for name in read_attributes(value) if name not in known)
+    others = tuple(str(attribute) for attribute in read_attributes(value) if attribute not in known)
+    return ShareLeaf(share, tuple(locate_tensor(t, file) for t in share.locals), others)
 
 
 class Barred(Exception):

@@ -8,12 +8,14 @@ from typing import Any, NamedTuple
 
 from ckptool.core.catalog import Index, Path, RankStep, flat_name
 from ckptool.errors import Damaged, Unsupported
-from ckptool.serialization.archive.quantized import split_quantized
+from ckptool.serialization.archive.quantized import QUANTIZED, split_quantized
 from ckptool.serialization.archive.sharded_state import split_sharded_state
 from ckptool.serialization.archive.tensors import (
+    SUBCLASS,
     find_wrapper_class,
     is_tensor_record,
     split_wrapper,
+    unwrap,
 )
 from ckptool.serialization.pickle.records import Call, OrderedMapping, PickleValue, state_fields
 from ckptool.serialization.state_dict.values import Repeated
@@ -158,11 +160,14 @@ class StateDictWalk:
 
     def _parts(self, value: PickleValue, path: Path) -> list[tuple[Any, Any]] | None:
         """Return the parts of a tensor that consists of others; None for every other value."""
-        parts = split_quantized(value) or split_sharded_state(value)
-        if parts is None and (parts := split_wrapper(value)):
+        record = unwrap(value)
+        if not isinstance(record, Call) or record.name not in (QUANTIZED, SUBCLASS):
+            return None
+        parts = split_quantized(record) or split_sharded_state(value)
+        if parts is None and (parts := split_wrapper(record)):
             inner = [name for name, part in parts.items() if is_tensor_record(part)]
             self.notes[path] = (
-                f"{_display_name(path)} is a tensor subclass ({find_wrapper_class(value)}):"
+                f"{_display_name(path)} is a tensor subclass ({find_wrapper_class(record)}):"
                 f" reading the tensors stored in it ({', '.join(inner)})"
             )
         return list(parts.items()) if parts else None
