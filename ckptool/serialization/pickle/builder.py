@@ -16,7 +16,6 @@ from ckptool.serialization.pickle.records import (
     Persistent,
     PickleValue,
 )
-from ckptool.serialization.pickle.rows import Rows, expand_rows
 
 
 class _Mark:
@@ -70,44 +69,22 @@ class Stack:
         self._marks.append(len(self._stack))
         self._stack.append(MARK)
 
-    def _pop_mark(self, *, rows: bool = False) -> list[Any]:
-        """Pop everything above the last mark. POP may have dropped marks that are still noted.
-
-        Rows may be among it only with ``rows``.
-        """
+    def _pop_mark(self) -> list[Any]:
+        """Pop everything above the last mark. POP may have dropped marks that are still noted."""
         stack, marks = self._stack, self._marks
         while marks:
             position = marks.pop()
             if position < len(stack) and stack[position] is MARK:
                 items = stack[position + 1 :]
                 del stack[position:]
-                return items if rows else expand_rows(items)
+                return items
         raise self.malformed("no mark on the stack")
 
     def _pop(self) -> Any:
         value = self._stack.pop()
         if value is MARK:
             raise self.malformed("a mark where a value is expected")
-        if type(value) is Rows:
-            self._stack.append(value)
-            self._expand(1)
-            return self._stack.pop()
         return value
-
-    def _drop(self) -> None:
-        """Pop a value or a mark."""
-        value = self._stack.pop()
-        if type(value) is Rows:
-            self._stack.append(value)
-            self._expand(1)
-            self._stack.pop()
-
-    def _expand(self, count: int) -> None:
-        """Replace rows among the last values by their instances, which may alternate with more."""
-        stack, first = self._stack, max(0, len(self._stack) - count)
-        while first and type(stack[first - 1]) is Rows:
-            first -= 1
-        stack[first:] = expand_rows(stack[first:])
 
     def _push(self, value: PickleValue) -> None:
         self._stack.append(value)
@@ -116,20 +93,7 @@ class Stack:
         value = self._stack[-1]
         if value is MARK:
             raise self.malformed("a mark where a value is expected")
-        if type(value) is Rows:
-            self._expand(1)
-            return self._stack[-1]
         return value
-
-
-def _are_paired(values: list[Any]) -> bool:
-    """Return whether the keys among values that represent many alternate with their values."""
-    pairs = zip(values[::2], values[1::2], strict=False)
-    return len(values) % 2 == 0 and all(
-        type(key) is type(value) is Rows and key.begin == value.begin
-        for key, value in pairs
-        if Rows in (type(key), type(value))
-    )
 
 
 _RECORDS = Global | Call | Persistent
@@ -145,8 +109,6 @@ _AT_ONCE = 6
 """Text is compared 2**6 characters at a time, for its cost."""
 _SET_COSTS = 4
 """An empty set takes as much memory as four empty lists."""
-_SIZE = b"\x94\x85\x94R\x94"
-"""MEMOIZE, TUPLE1, MEMOIZE, REDUCE, MEMOIZE: after a tuple of sizes, as protocol 4 writes it."""
 
 
 class Builder(Stack):
@@ -207,38 +169,20 @@ class Builder(Stack):
             raise self.malformed("too many containers for a pickle of its size")
 
     def _tuple(self, count: int) -> None:
-        """Push a tuple of the last ``count`` values, or the ``torch.Size`` made of it next."""
         stack = self._stack
-        if Rows in map(type, stack[-count:]):
-            self._expand(count)
         items = tuple(stack[-count:])
         if len(items) < count:
             raise IndexError
         if MARK in items:
             raise self.malformed("a mark where a value is expected")
-        del stack[-count:]
-        if stack and stack[-1] is TORCH_SIZE and self._follows(_SIZE):
-            args = (items,)
-            self.charge(1)
-            stack[-1] = Call(TORCH_SIZE, args)
-            self._memoize(items, args, stack[-1])
-        else:
-            stack.append(items)
-
-    def _follows(self, opcodes: bytes) -> bool:
-        """Step over these opcodes if they are next."""
-        end = self.pos + len(opcodes)
-        if self._data[self.pos : end] != opcodes:
-            return False
-        self.pos = end
-        return True
+        stack[-count:] = (items,)
 
     def _changed(self) -> Any:
         """Return the container to add to: not a torch.Size, as equal ones share a record.
 
         Nor one that the memo has of rows, whose columns would not change.
         """
-        target = self._stack[-1] if type(self._stack[-1]) is not Rows else self._top()
+        target = self._stack[-1]
         if isinstance(target, Call) and target.function is TORCH_SIZE:
             raise self.malformed("a torch.Size that is changed")
         if self._memo.made and id(target) in self._memo.made:
@@ -250,33 +194,23 @@ class Builder(Stack):
         if isinstance(target, list):
             target.extend(values)
         elif isinstance(target, Call):
-            target.items.extend(expand_rows(values))
+            target.items.extend(values)
         else:
             raise self.malformed(f"APPEND to {type(target).__name__}")
 
     def _set_items(self, values: list[Any]) -> None:
         target = self._changed()
-        if Rows in set(map(type, values)) and not (
-            isinstance(target, dict) and _are_paired(values)
-        ):
-            values = expand_rows(values)
         if len(values) % 2:
             raise self.malformed("a key without a value")
         keys = values[::2]
         pairs = zip(keys, values[1::2], strict=True)
         if isinstance(target, dict):
-            self.require_keys([key for key in keys if type(key) is not Rows])
+            self.require_keys(keys)
             target.update(pairs)
         elif isinstance(target, Call):
             target.entries.extend(pairs)
         else:
             raise self.malformed(f"SETITEM on {type(target).__name__}")
-
-    def _set_items_to_mark(self) -> None:
-        """Set items of a dict. If it is the state of an object, build that too."""
-        self._set_items(self._pop_mark(rows=True))
-        if self._follows(b"b"):
-            self._build()
 
     def _dict_from_mark(self) -> None:
         values = self._pop_mark()
@@ -373,6 +307,5 @@ class Builder(Stack):
     def _put(self, index: int) -> None:
         self._memo.put(index, self._top())
 
-    def _memoize(self, *values: PickleValue) -> None:
-        for value in values:
-            self._memo.put(len(self._memo), value)
+    def _memoize(self) -> None:
+        self._memo.put(len(self._memo), self._top())

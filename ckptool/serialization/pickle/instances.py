@@ -20,7 +20,7 @@ from ckptool.serialization.pickle import row_reader
 from ckptool.serialization.pickle.memo import Memo
 from ckptool.serialization.pickle.records import TORCH_SIZE, Call, Global
 from ckptool.serialization.pickle.row_reader import RowReader
-from ckptool.serialization.pickle.rows import RowClass
+from ckptool.serialization.pickle.rows import RowClass, Run
 
 _REFERENCE = rb"(?:h.|j.{4})"
 _INTEGER = rb"(?:K.|M..|J.{4}|\x8a(?:\x05.{5}|\x06.{6}|\x04.{4}|\x07.{7}|\x08.{8}))"
@@ -54,11 +54,6 @@ _LONGEST_WAIT = 63
 _FAR = 1 << 22
 _WORTH_NUMPY = 1 << 11
 """So many rows within so many bytes are worth importing numpy."""
-_BATCHES: dict[tuple[type, int], bytes] = {(list, 1): b"e(", (dict, 2): b"u("}
-"""What ends a batch of rows and begins the next, by the container and the number of classes.
-
-APPENDS or SETITEMS, and MARK. Pairs of one class are left out: a batch may end after a key.
-"""
 _KEY = 5
 """Bytes that identify a class: LONG_BINGET and its number, or BINGET's with EMPTY_TUPLE, NEWOBJ."""
 _SHORT, _TUPLE, _SHORT_TEXT = ord("h"), ord("t"), 0x8C
@@ -88,10 +83,7 @@ class _InstancePattern(NamedTuple):
 
 
 class InstanceReader:
-    """Reads consecutive instances from ``data``, onto a machine's stack and memo.
-
-    ``frame_end`` is where the pickle's current frame ends, if it has frames.
-    """
+    """Reads consecutive instances from ``data``, onto a machine's stack and memo."""
 
     def __init__(self, data: bytes, stack: list[Any], memo: Memo) -> None:
         self._data = data
@@ -102,62 +94,49 @@ class InstanceReader:
         self._values = _Values(memo, self._listed)
         self._patterns_left = _MOST_PATTERNS
         self._changes = 0
-        self.frame_end = 0
         self._row_reader: RowReader | None = None
         self._attempts = self._waits = 0
 
-    def read_rows(self, pos: int, container: type, *, is_key: bool) -> int:
-        """Read many instances from ``pos`` on as columns; return the offset after them.
+    def read_rows(
+        self, pos: int, frame_end: int, *, is_dict: bool
+    ) -> tuple[list[Run], int, int] | None:
+        """Read the many instances from ``pos`` to the end of a batch as columns; None if few are.
 
-        They are added to a ``container``, in one or more batches. Those of two classes only if the
-        first ``is_key`` of the second. After an attempt that finds few, attempts are skipped, more
+        They are items of a list, or keys and values of a dict. Returns the offset after them and
+        the end of the frame there, too. After an attempt that finds few, attempts are skipped, more
         of them each time.
         """
         self._attempts += 1
         if self._attempts <= self._waits or self._memo.sparse:
-            return pos
+            return None
         self._forget_changes()
-        classes = self._find_classes(pos)
-        if not classes or (len(classes) > 1 and not is_key):
-            return pos
+        classes = self._find_classes(pos, 1 + is_dict)
+        if not classes:
+            return None
         start = classes[0].reference + row_reader.BEGIN
         fewest = row_reader.LEAST if "numpy" in sys.modules else _WORTH_NUMPY
-        run = None
+        found = None
         if self._row_reader or self._data.count(start, pos, pos + _FAR) >= fewest:
-            self._row_reader = self._row_reader or RowReader(self._data, self._memo.__getitem__)
-            batch = _BATCHES.get((container, len(classes)), b"")
-            next_number = self._memo.next_number
-            run = self._row_reader.read(pos, self.frame_end, classes, batch, next_number)
+            self._row_reader = self._row_reader or RowReader(self._data, self._memo)
+            found = self._row_reader.read(pos, frame_end, classes)
         self._attempts = 0
-        if run is None:
-            self._waits = min(_LONGEST_WAIT, 2 * self._waits + 1)
-            return pos
-        self._waits = 0
-        rows, pos, self.frame_end = run
-        self._memo.add_run(rows)
-        self._stack += rows.rows
-        return pos
+        self._waits = 0 if found else min(_LONGEST_WAIT, 2 * self._waits + 1)
+        return found
 
-    def _find_classes(self, pos: int) -> tuple[RowClass, ...]:
-        """Return the class of the instances from ``pos`` on, or the two that alternate."""
+    def _find_classes(self, pos: int, count: int) -> list[RowClass]:
+        """Return the distinct classes of so many instances, from ``pos`` on; none if one is odd."""
         classes: list[RowClass] = []
-        for _ in range(3):
+        for _ in range(count):
             pattern = self._patterns.get(self._data[pos : pos + _KEY])
-            if pattern is not None and not pattern.is_flat:
-                return ()
             match = pattern.expression.match(self._data, pos) if pattern else None
-            if pattern is None or match is None:
-                if not self._add_pattern(pos):
-                    return ()
+            if match is None and self._add_pattern(pos):
                 pattern = self._patterns[self._data[pos : pos + _KEY]]
                 match = pattern.expression.match(self._data, pos)
-            if match is None or not pattern.is_flat:
-                return ()
-            if classes and pattern.rows is classes[0]:
-                return tuple(classes)
+            if pattern is None or match is None or not pattern.is_flat or pattern.rows in classes:
+                return []
             classes.append(pattern.rows)
             pos = match.end()
-        return ()
+        return classes
 
     def read(self, pos: int, end: int, most: int) -> tuple[int, int]:
         """Read up to ``most`` instances that begin from ``pos`` to ``end``.

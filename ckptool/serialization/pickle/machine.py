@@ -28,15 +28,14 @@ from ckptool.serialization.pickle.records import (
     PickleValue,
 )
 from ckptool.serialization.pickle.row_reader import LEAST
-from ckptool.serialization.pickle.rows import Rows
 
 _STOP, _MEMOIZE = pickle.STOP[0], pickle.MEMOIZE[0]
 _BININT1, _BININT2 = pickle.BININT1[0], pickle.BININT2[0]
 _BINGET, _LONG_BINGET, _LONG_BINPUT = pickle.BINGET[0], pickle.LONG_BINGET[0], pickle.LONG_BINPUT[0]
-_BEGIN = b"\x81\x94}\x94("
-"""NEWOBJ, MEMOIZE, EMPTY_DICT, MEMOIZE, MARK: after the empty tuple of a new object."""
+_GETS = _BINGET, _LONG_BINGET
 HOSTILE_HINT = "do not load this file with torch.load(weights_only=False) or pickle"
-_NO_VALUES = (type(MARK), Rows)
+_LEAST_REPEATED = 1 << 14
+"""Bytes of a pickle that is searched for repeated instances; a smaller one takes a millisecond."""
 _UINT4 = struct.Struct("<I").unpack_from
 
 
@@ -55,7 +54,9 @@ class Machine(Builder):
         self._judges = judges
         self._has_rows = rows
         self._end = start + MOST_SINGLE
-        self._reader = InstanceReader(data, self._stack, self._memo)
+        self._frame_end = 0
+        is_large = len(data) - start >= _LEAST_REPEATED
+        self._reader = InstanceReader(data, self._stack, self._memo) if is_large else None
         self.globals: dict[Global, int] = {}
         self.persistent: list[Persistent] = []
         self.hostile: dict[Global, Problem] = {}
@@ -75,28 +76,21 @@ class Machine(Builder):
         while True:
             opcode = data[pos]
             if pos < last:
-                if opcode == _BINGET and (index := data[pos + 1]) < len(memo):
-                    if data[pos + 4] == _MEMOIZE and (end := self._instances(pos)) > pos:
-                        pos, plain, hidden = end, self._memo.plain, self._memo.hidden
-                        last = min(len(data) - 8, self._end)
+                if opcode in _GETS:
+                    after = pos + (2 if opcode == _BINGET else 5)
+                    index = data[pos + 1] if opcode == _BINGET else _UINT4(data, pos + 1)[0]
+                    if index < len(memo) + hidden:
+                        if data[after + 2] == _MEMOIZE and (end := self._instances(pos)) > pos:
+                            pos, plain, hidden = end, self._memo.plain, self._memo.hidden
+                            last = min(len(data) - 8, self._end)
+                            continue
+                        stack.append(memo[index] if index < plain else self._memo[index])
+                        pos = after
                         continue
-                    stack.append(memo[index] if index < plain else self._memo[index])
-                    pos += 2
-                    continue
-                if opcode == _LONG_BINGET and (
-                    (index := _UINT4(data, pos + 1)[0]) < len(memo) + hidden
-                ):
-                    if data[pos + 7] == _MEMOIZE and (end := self._instances(pos)) > pos:
-                        pos, plain, hidden = end, self._memo.plain, self._memo.hidden
-                        last = min(len(data) - 8, self._end)
-                        continue
-                    stack.append(memo[index] if index < plain else self._memo[index])
-                    pos += 5
-                    continue
                 is_next = opcode == _MEMOIZE or (
                     opcode == _LONG_BINPUT and _UINT4(data, pos + 1)[0] == len(memo) + hidden
                 )
-                if is_next and stack and type(stack[-1]) not in _NO_VALUES and not sparse:
+                if is_next and stack and stack[-1] is not MARK and not sparse:
                     memo.append(stack[-1])
                     pos += 1 if opcode == _MEMOIZE else 5
                     continue
@@ -126,15 +120,12 @@ class Machine(Builder):
 
     def _instances(self, pos: int) -> int:
         """Return the offset after all instances that begin at ``pos`` and were read at once."""
+        if self._reader is None:
+            return pos
         most = len(self._data)
         if self._has_rows and self._marks:
-            mark, stack = self._marks[-1], self._stack
-            is_key = (len(stack) - mark) % 2 == 1
-            is_marked = 0 < mark < len(stack) and stack[mark] is MARK
-            container = type(stack[mark - 1]) if is_marked else type(None)
-            end = self._reader.read_rows(pos, container, is_key=is_key)
-            if end > pos:
-                self._end += end - pos
+            is_key = (len(self._stack) - self._marks[-1]) % 2 == 1
+            if (end := self._add_rows(pos, is_key=is_key)) > pos:
                 return end
             most = LEAST if is_key else 1
         noted = len(self._memo)
@@ -144,22 +135,35 @@ class Machine(Builder):
         self.charge(len(self._memo) - noted)
         return end
 
-    def _empty_tuple(self) -> None:
-        """Push an empty tuple. If it begins an object with a state, continue up to that."""
-        stack = self._stack
-        if not self._follows(_BEGIN):
-            stack.append(())
-            return
-        stack[-1] = self._answer(self._top(), (), is_new=True)
-        self._memoize(stack[-1])
-        self._container({})
-        self._memoize(stack[-1])
+    def _add_rows(self, pos: int, *, is_key: bool) -> int:
+        """Add instances to their list or dict, up to the end of a batch; return the offset there.
+
+        What the stack has for it is added before them, as if a batch ended at ``pos``.
+        """
+        stack, mark = self._stack, self._marks[-1]
+        target = stack[mark - 1] if 0 < mark < len(stack) and stack[mark] is MARK else None
+        is_dict = isinstance(target, dict)
+        if self._reader is None or not (is_key if is_dict else isinstance(target, list)):
+            return pos
+        found = self._reader.read_rows(pos, self._frame_end, is_dict=is_dict)
+        if found is None:
+            return pos
+        runs, end, self._frame_end = found
+        self.pos = pos
+        (self._set_items if is_dict else self._extend)(self._pop_mark())
+        if isinstance(target, dict):
+            for keys, values in (run.rows for run in runs):
+                target[keys] = values
+        elif isinstance(target, list):
+            target += (run.rows[0] for run in runs)
         self._mark()
+        self._end += end - pos
+        return end
 
     def _frame(self) -> None:
         """Note where a frame ends: the next one may begin inside an instance."""
         size = self._uint(8)
-        self._reader.frame_end = self.pos + size
+        self._frame_end = self.pos + size
 
     def _name_global(self, module: PickleValue, name: PickleValue, at: int) -> None:
         if not isinstance(module, str) or not isinstance(name, str):
@@ -282,7 +286,7 @@ class Machine(Builder):
 
 _HANDLERS: dict[bytes, Callable[[Machine], object]] = {
     pickle.MARK: Machine._mark,
-    pickle.POP: Machine._drop,
+    pickle.POP: lambda m: m._stack.pop(),
     pickle.POP_MARK: Machine._pop_mark,
     pickle.DUP: lambda m: m._push(m._top()),
     pickle.FLOAT: lambda m: m._push(float(m._line())),
@@ -305,7 +309,7 @@ _HANDLERS: dict[bytes, Callable[[Machine], object]] = {
     pickle.GLOBAL: Machine._global_line,
     pickle.DICT: Machine._dict_from_mark,
     pickle.EMPTY_DICT: lambda m: m._container({}),
-    pickle.APPENDS: lambda m: m._extend(m._pop_mark(rows=True)),
+    pickle.APPENDS: lambda m: m._extend(m._pop_mark()),
     pickle.GET: lambda m: m._get(int(m._line())),
     pickle.BINGET: lambda m: m._get(m._uint(1)),
     pickle.INST: Machine._inst,
@@ -318,8 +322,8 @@ _HANDLERS: dict[bytes, Callable[[Machine], object]] = {
     pickle.LONG_BINPUT: lambda m: m._put(m._uint(4)),
     pickle.SETITEM: lambda m: m._set_items([m._pop(), m._pop()][::-1]),
     pickle.TUPLE: lambda m: m._push(tuple(m._pop_mark())),
-    pickle.EMPTY_TUPLE: Machine._empty_tuple,
-    pickle.SETITEMS: Machine._set_items_to_mark,
+    pickle.EMPTY_TUPLE: lambda m: m._push(()),
+    pickle.SETITEMS: lambda m: m._set_items(m._pop_mark()),
     pickle.BINFLOAT: lambda m: m._push(struct.unpack(">d", m._take(8))[0]),
     pickle.PROTO: Machine._proto,
     pickle.NEWOBJ: Machine._new_object,
@@ -340,7 +344,7 @@ _HANDLERS: dict[bytes, Callable[[Machine], object]] = {
     pickle.FROZENSET: lambda m: m._push(frozenset(map(m.key, m._pop_mark()))),
     pickle.NEWOBJ_EX: Machine._new_object_ex,
     pickle.STACK_GLOBAL: Machine._stack_global,
-    pickle.MEMOIZE: lambda m: m._memoize(m._top()),
+    pickle.MEMOIZE: Machine._memoize,
     pickle.FRAME: Machine._frame,
     pickle.BYTEARRAY8: lambda m: m._push(bytearray(m._take(m._uint(8)))),
 }

@@ -12,9 +12,8 @@ from ckptool.serialization.pickle.rows import Run
 class Memo:
     """The memo of a pickle by number: ``dense`` from 0 on, ``sparse`` after a gap.
 
-    Memo entries of rows are made on access: ``hidden`` counts them. Numbers below ``plain`` are
-    indices in ``dense``; ``made`` are the entries made so far, by id. ``changes`` counts how often
-    a number was reassigned.
+    Memo entries of rows are made on access: ``hidden`` counts them; ``made`` are those made so far,
+    by id. ``changes`` counts how often a number was reassigned.
     """
 
     def __init__(self) -> None:
@@ -22,7 +21,6 @@ class Memo:
         self.sparse: dict[int, Any] = {}
         self.changes = 0
         self.hidden = 0
-        self.plain = sys.maxsize
         self.made: dict[int, Any] = {}
         self._firsts: list[int] = []
         self._runs: list[tuple[int, Run]] = []
@@ -43,6 +41,11 @@ class Memo:
         return self.dense[index - after] if index < self.next_number else self.sparse[index]
 
     @property
+    def plain(self) -> int:
+        """Numbers below it are indices in ``dense``."""
+        return self._firsts[0] if self._firsts else sys.maxsize
+
+    @property
     def next_number(self) -> int:
         """The number of the next entry."""
         return len(self.dense) + self.hidden
@@ -50,10 +53,15 @@ class Memo:
     def add_run(self, run: Run) -> None:
         """Add all entries of a run of rows."""
         first = self.next_number
-        self.plain = min(self.plain, first)
         self.hidden += run.noted
         self._firsts.append(first)
         self._runs.append((self.hidden, run))
+
+    def remove_run(self, run: Run) -> None:
+        """Remove the last run, after which nothing was added."""
+        self._firsts.pop()
+        self._runs.pop()
+        self.hidden -= run.noted
 
     def put(self, index: int, value: Any) -> None:
         """Set the entry of this number; ValueError if it is invalid, or a row's."""

@@ -3,18 +3,20 @@
 A metadata pickle of a million chunks is a million instances of the same three classes, in batches
 of a thousand. Possible beginnings of instances are searched for; then each field is read for all of
 them at once. One counts only if its opcodes end just where the next begins, or a batch of the same
-list or dict does, so by induction all are what the machine would have read one by one. Whatever
-does not match is left to the machine.
+list or dict does, so by induction all are what the machine would have read one by one. The last
+batch must end, too: what ends it says where its rows go. Whatever does not match is left to the
+machine.
 """
 
 from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ckptool.core.box import distinct
+from ckptool.serialization.pickle.memo import Memo
 from ckptool.serialization.pickle.records import TORCH_SIZE, RowObjects
 from ckptool.serialization.pickle.rows import (
     INTEGER,
@@ -35,6 +37,11 @@ _FIRST_SIZE, _LARGEST_SIZE = 1 << 15, 1 << 19
 """Bytes of windows: four times what the last rows took, so that a hostile pickle of a few rows at a
 time is not cut out and searched a hundred times over."""
 _MOST_KNOWN = 16
+_BATCHES = {1: b"e(", 2: b"u("}
+"""What ends a batch of rows and begins the next, by the number of their classes.
+
+APPENDS or SETITEMS, and MARK.
+"""
 BEGIN = b")\x81\x94}\x94("
 """EMPTY_TUPLE, NEWOBJ, MEMOIZE, EMPTY_DICT, MEMOIZE, MARK."""
 _SHORT_TEXT, _LONG1, _MEMOIZE = 0x8C, 0x8A, 0x94
@@ -44,25 +51,25 @@ _SIZE_END = b"\x85\x94R\x94"
 
 
 class _KnownRun(NamedTuple):
-    """Rows that were read from ``data`` and end there; they have no text of their own."""
+    """Rows that were read from ``data``; if a batch ends there, ``ending`` is the opcode for it."""
 
     data: bytes
     classes: Sequence[RowClass]
-    batch: bytes
     table: list[list[Column]]
     starts: Any
     ending: bytes
 
 
 class RowReader:
-    """Reads rows from ``pickled``; ``value_of`` returns the memo entry of a number."""
+    """Reads rows from ``pickled``, and adds their entries to the machine's memo."""
 
-    def __init__(self, pickled: bytes, value_of: Callable[[int], Any]) -> None:
+    def __init__(self, pickled: bytes, memo: Memo) -> None:
         import numpy as np
 
         self._pickled = pickled
+        self._memo = memo
         self._size = _FIRST_SIZE
-        self._value_of = value_of
+        self._odd = -1
         self._objects = RowObjects()
         self._codes: dict[int, int] = {}
         self._texts: dict[bytes, int] = {}
@@ -79,34 +86,48 @@ class RowReader:
         self._known.clear()
 
     def read(
-        self, pos: int, frame_end: int, classes: Sequence[RowClass], batch: bytes, noted: int
-    ) -> tuple[Run, int, int] | None:
-        """Read rows of alternating classes from ``pos`` on; None if they are few.
+        self, pos: int, frame_end: int, classes: Sequence[RowClass]
+    ) -> tuple[list[Run], int, int] | None:
+        """Read the rows of one class, or alternating ones of two, up to the end of a batch.
 
-        Returns the offset after them and the end of the frame there, too. ``noted`` is the number
-        of the next memo entry, ``batch`` the opcodes between two batches, empty if there is one.
+        Returns the offset of the opcode that ends it and the end of the frame there, too. None if
+        the rows at ``pos`` are few, or those up to the end are not all alike.
         """
-        self._window = window = Window(self._pickled, pos, self._size, frame_end)
-        if window.last < 0:
-            return None
-        run = self._find_known(classes, batch) or self._read_run(classes, batch, noted)
-        if run is None:
-            return None
-        behind = len(run.data)
-        self._size = min(max(4 * behind, _FIRST_SIZE), _LARGEST_SIZE)
-        pairs = zip(classes, run.table, strict=True)
-        rows = tuple(Rows(each, columns, self._objects, pos) for each, columns in pairs)
-        return Run(rows), *window.place(behind)
+        runs: list[Run] = []
+        is_open = pos > self._odd
+        while is_open:
+            self._window = window = Window(self._pickled, pos, self._size, frame_end)
+            if runs and window.data.startswith(_BATCHES[len(classes)][:1]):
+                break
+            found = self._find_known(classes) or self._read_run(classes, 1 if runs else LEAST)
+            if found is None:
+                self._odd = pos
+                self._drop(runs)
+                break
+            behind, pairs = len(found.data), zip(classes, found.table, strict=True)
+            runs.append(Run(tuple(Rows(each, columns, self._objects) for each, columns in pairs)))
+            self._memo.add_run(runs[-1])
+            self._size = min(max(4 * behind, _FIRST_SIZE), _LARGEST_SIZE)
+            pos, frame_end = window.place(behind)
+            is_open = not found.ending
+        return (runs, pos, frame_end) if runs else None
 
-    def _read_run(self, classes: Sequence[RowClass], batch: bytes, noted: int) -> _KnownRun | None:
+    def _drop(self, runs: list[Run]) -> None:
+        """Drop the runs of a batch that cannot be read to its end."""
+        if runs:
+            self.forget()
+        while runs:
+            self._memo.remove_run(runs.pop())
+
+    def _read_run(self, classes: Sequence[RowClass], least: int) -> _KnownRun | None:
         """Read the rows at the beginning of the window; None if they are few."""
         import numpy as np
 
-        window = self._window
+        window, noted, batch = self._window, self._memo.next_number, _BATCHES[len(classes)]
         begin = classes[0].reference + BEGIN
         found = re.compile(re.escape(begin)).finditer(window.data, 0, window.last)
         starts = np.array(list(map(re.Match.start, found)), np.int64)
-        if len(starts) < LEAST or starts[0] != 0:
+        if len(starts) < least or starts[0] != 0:
             return None
         good = np.ones(len(starts), bool)
         cursor = starts
@@ -123,38 +144,37 @@ class RowReader:
             table.append(columns)
         good[1:] &= self._follow(cursor[:-1], starts[1:], batch)
         count = _first_false(good)
-        if count >= LEAST:
+        if count >= least:
             count = window.first_torn(starts[:count], int(cursor[count - 1]))
-        while count >= LEAST:
-            count, ending = self._end_of_batches(cursor[:count], starts[:count], batch)
+        while count >= least:
+            count, ending = self._end_of_batches(cursor[:count], starts[:count], batch[:1])
             table = [[Column(k[:count], n[:count]) for k, n in columns] for columns in table]
             count = self._resolve(table, noted)
             if count == len(table[0][0].kinds):
                 rows = window.data[: int(cursor[count - 1])]
-                return self._keep(_KnownRun(rows, classes, batch, table, starts[:count], ending))
+                return self._keep(_KnownRun(rows, classes, table, starts[:count], ending))
         return None
 
     def _follow(self, ends: Any, starts: Any, batch: bytes) -> Any:
         """Return which rows begin where the one before ends, or after the end of a batch."""
         follow = ends == starts
-        if not batch or follow.all():
+        if follow.all():
             return follow
         mask, wanted = self._masks[len(batch)], int.from_bytes(batch, "little")
         is_batch = (self._window.words[ends] & mask) == wanted
         return follow | (is_batch & (ends + len(batch) == starts))
 
-    def _end_of_batches(self, ends: Any, starts: Any, batch: bytes) -> tuple[int, bytes]:
-        """Return how many rows are in one batch, or in several that all end; and what must follow.
+    def _end_of_batches(self, ends: Any, starts: Any, ending: bytes) -> tuple[int, bytes]:
+        """Return how many rows are in batches that end, and the opcode that follows these.
 
-        The end of a batch alone says that its rows go where those before went.
+        If there is no end of a batch, return all rows, which are not known to be one yet.
         """
         import numpy as np
 
-        last = np.flatnonzero(ends[:-1] != starts[1:])[-1:]
-        if not len(last):
-            return len(ends), b""
-        is_end = self._window.data.startswith(batch[:1], int(ends[-1]))
-        return len(ends) if is_end else int(last[0]) + 1, batch[:1]
+        if self._window.data.startswith(ending, int(ends[-1])):
+            return len(ends), ending
+        last = np.flatnonzero(ends[:-1] != starts[1:])[-1:].tolist()
+        return (last[0] + 1, ending) if last else (len(ends), b"")
 
     def _keep(self, run: _KnownRun) -> _KnownRun:
         """Keep rows that may be repeated: the chunks of the next tensor, which is cut alike."""
@@ -162,12 +182,12 @@ class RowReader:
             self._known.append(run)
         return run
 
-    def _find_known(self, classes: Sequence[RowClass], batch: bytes) -> _KnownRun | None:
+    def _find_known(self, classes: Sequence[RowClass]) -> _KnownRun | None:
         """Return the longest of the known runs that come again in the window."""
         window, found = self._window, None
         for run in self._known:
             size = len(run.data)
-            is_like = run.classes == classes and run.batch == batch and size <= window.last
+            is_like = run.classes == classes and size <= window.last
             if is_like and (found is None or size > len(found.data)):
                 is_same = window.data.startswith(run.data + run.ending)
                 if is_same and window.first_torn(run.starts, size) == len(run.starts):
@@ -341,7 +361,7 @@ class RowReader:
         """Return the index among the objects of a memo entry; None if there is none."""
         if reference not in self._codes:
             try:
-                value = _PLAIN[-reference] if reference < 0 else self._value_of(reference)
+                value = _PLAIN[-reference] if reference < 0 else self._memo[reference]
             except LookupError:
                 return None
             self._codes[reference] = len(self._objects)

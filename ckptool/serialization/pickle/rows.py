@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import chain, groupby
+from itertools import chain
 from typing import Any, NamedTuple
 
 from ckptool.serialization.pickle.records import TORCH_SIZE, Call, Global, RowObjects
@@ -34,17 +34,13 @@ class Column(NamedTuple):
 class Rows:
     """Consecutive instances of one class, as columns; ``objects`` are what these refer to.
 
-    It represents all of its instances on the machine's stack, and in lists and dicts. ``begin`` is
-    where these begin in the pickle, including those of an alternating class. ``made`` are those
-    that were requested individually.
+    It represents all of its instances in a list; or as a key of a dict, whose value are the rows
+    that are the values of its instances. ``made`` are those that were requested individually.
     """
 
-    __slots__ = ("begin", "columns", "function", "made", "objects")
+    __slots__ = ("columns", "function", "made", "objects")
 
-    def __init__(
-        self, of: RowClass, columns: list[Column], objects: RowObjects, begin: int
-    ) -> None:
-        self.begin = begin
+    def __init__(self, of: RowClass, columns: list[Column], objects: RowObjects) -> None:
         self.function = of.function
         self.columns = dict(zip(of.names, columns, strict=True))
         self.objects = objects
@@ -78,13 +74,9 @@ class Rows:
         return (self.notes(row)[0] for row in range(len(self)))
 
 
-def expand_rows(values: list[Any]) -> list[Any]:
-    """Return values with an instance each for those that represent many."""
-    flat: list[Any] = []
-    for begin, run in groupby(values, lambda v: v.begin if type(v) is Rows else None):
-        alike = [*run]  # of keys and of values, if they alternate
-        flat.extend(alike if begin is None else chain.from_iterable(zip(*alike, strict=True)))
-    return flat
+def expand_rows(values: Iterable[Any]) -> Iterator[Any]:
+    """Yield values, with an instance each for those that represent many."""
+    return chain.from_iterable(value if type(value) is Rows else (value,) for value in values)
 
 
 class Run:

@@ -25,7 +25,7 @@ class Window:
     """The bytes of a pickle from ``begin`` on, ``data``, without the opcodes that begin frames.
 
     ``bytes`` and ``words`` are the same as an array, and the 8 bytes from each offset on as an
-    integer. Opcodes are read from offsets up to ``last``.
+    integer. Opcodes are read from offsets up to ``last``; after that ``data`` has zeros.
     """
 
     __slots__ = ("_begin", "_cuts", "_ends", "bytes", "data", "last", "words")
@@ -45,10 +45,10 @@ class Window:
             frame_end = at + int.from_bytes(pickled[frame_end + 1 : at], "little")
             self._ends.append(frame_end)
         pieces.append(pickled[at:stop])
-        self.data = b"".join(pieces)
-        self.last = len(self.data) - _PADDING
+        self.last = sum(map(len, pieces))
+        self.data = b"".join([*pieces, bytes(_PADDING)])
         self.bytes: Any = np.frombuffer(self.data, np.uint8)
-        self.words: Any = np.ndarray((max(self.last + 9, 0),), "<u8", self.data, strides=(1,))
+        self.words: Any = np.ndarray((self.last + 9,), "<u8", self.data, strides=(1,))
 
     def place(self, offset: int) -> tuple[int, int]:
         """Return where in the pickle an offset is, and the end of the frame there."""

@@ -7,6 +7,7 @@ import io
 import itertools
 import pickle
 import pickletools
+import struct
 import weakref
 from typing import Any
 from unittest import mock
@@ -26,6 +27,7 @@ from serialization.pickle.pickled_instances import (
 
 from ckptool.errors import Damaged
 from ckptool.serialization.pickle import instances as pickle_instances
+from ckptool.serialization.pickle import machine as pickle_machine
 from ckptool.serialization.pickle import row_reader
 from ckptool.serialization.pickle.load import read_pickle
 from ckptool.serialization.pickle.machine import Machine
@@ -182,9 +184,23 @@ def test_the_rows_of_many_frames_and_batches_are_few_columns() -> None:
     data = pickle.dumps([SHARED, torch.Size([1]), table, *lists], 4)
     assert len(data) > 4 << 16
     _, _, *read = read_pickle(data, what="p", rows=True).value
-    assert [len(each) for each in read] == [4, 2, 3]
-    assert [count_rows(each) // 100 for each in read] == [29, 14, 14]
+    assert [len(each) for each in read] == [4, 2, 1]
+    assert [count_rows(each) // 100 for each in read] == [29, 14, 15]
     assert outcome(data, rows=True) == outcome(data, at_once=False)
+
+
+@pytest.mark.parametrize("end", [b"et.", b"tt."])
+def test_a_batch_in_many_windows_is_columns_if_it_ends(end: bytes) -> None:
+    """Else its instances are read one by one, and the memo is as if no rows had been read."""
+    texts = [b"\x8c\x03%03d\x94" % n for n in range(300)]
+    again = b"".join(b"j" + struct.pack("<I", 9 + 3 * n) for n in range(300))
+    rows = b"".join(map(instance, texts)) + instance(b"h\x0c") * 100
+    data = HEAD + b"(](" + rows + end[:1] + again + end[1:] + b"." * 40
+    with mock.patch.multiple(row_reader, LEAST=9, _FIRST_SIZE=999, _LARGEST_SIZE=999):
+        value: Any = read_pickle(data, what="p", rows=True).value
+        columns = [len(rows) for rows in value[0] if type(rows) is Rows]
+        assert (sum(columns) > 390 and len(columns) > 5) is (end == b"et.")
+        assert outcome(data, rows=True) == outcome(data, at_once=False)
 
 
 def count_rows(value: Any) -> int:
@@ -250,6 +266,14 @@ def test_changed_instances_are_as_one_by_one(rows: list[Any], data: st.DataObjec
     assert outcome(bytes(changed)) == one_by_one == outcome(bytes(changed), rows=True)
 
 
+def test_a_small_pickle_is_read_by_its_opcodes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = pickle.dumps([Index({"at": n}) for n in range(200)], 4)
+    assert Machine(data, 0, "p")._reader is not None
+    monkeypatch.setattr(pickle_machine, "_LEAST_REPEATED", len(data) + 1)
+    assert Machine(data, 0, "p")._reader is None
+    assert outcome(data, rows=True) == outcome(data, at_once=False)
+
+
 @pytest.mark.parametrize(
     "value",
     [
@@ -281,6 +305,7 @@ def test_what_reads_instances_goes_with_its_last_user() -> None:
     data = pickle.dumps([Info({"a": [Info({"a": n, "b": 1})], "b": n}) for n in range(9)], 4)
     machine = Machine(data, 0, "p")
     machine.run()
+    assert machine._reader is not None
     reader = weakref.ref(machine._reader)
     gc.disable()
     try:

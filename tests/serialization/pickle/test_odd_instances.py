@@ -105,10 +105,15 @@ def test_rows_of_odd_programs_are_as_one_by_one(
 
 
 @pytest.mark.parametrize("end", [b"e", b"l", b"1", b"t", b"u", b"d", b"0", b"00", b"0" * 10 + b"e"])
-@pytest.mark.parametrize("start", [b"](", b"}("])
-def test_only_the_end_of_a_batch_takes_its_rows(start: bytes, end: bytes) -> None:
-    """What follows a batch decides where its rows go: only what was read before is sure."""
-    batch = b"e(" if start == b"](" else b"u("
+@pytest.mark.parametrize("start", [b"](", b"}(", b"](h\x03"])
+@pytest.mark.parametrize("window", [80, 1 << 15])
+def test_only_the_end_of_a_batch_takes_its_rows(
+    start: bytes, end: bytes, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What follows a batch decides where its rows go, however many windows it is in."""
+    monkeypatch.setattr(row_reader, "_FIRST_SIZE", window)
+    monkeypatch.setattr(row_reader, "_LARGEST_SIZE", window)
+    batch = b"u(" if start == b"}(" else b"e("
     rows = b"".join(NUMBERED[:8])
     for batches in (batch, batch + rows + batch):
         data = HEAD + start + rows + batches + rows + end + b"." * 40
