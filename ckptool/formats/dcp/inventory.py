@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from itertools import pairwise
 
@@ -16,7 +16,7 @@ from ckptool.errors import Damaged, Problem
 from ckptool.formats.base import ScanOptions
 from ckptool.formats.dcp.absent import join_absent, no_metadata
 from ckptool.formats.dcp.metadata import DcpMetadata, TensorMetadata, parse
-from ckptool.formats.dcp.tables import DATA, find_sound_tables, rank_of
+from ckptool.formats.dcp.tables import DATA, are_sound, rank_of
 from ckptool.serialization.source import (
     LARGEST_IN_ROWS,
     Source,
@@ -63,8 +63,11 @@ def take_inventory(source: Source, parsed: Mapping[str, DcpMetadata]) -> Invento
     """Collect the content of the metadata files, with its contradictions."""
     inventory = Inventory()
     for file, metadata in parsed.items():
-        if len(parsed) == 1:
-            inventory.tables = find_sound_tables(metadata.tensors, metadata.items, source.files)
+        tables = {n: e.table for n, e in metadata.tensors.items() if e.table is not None}
+        if tables and len(parsed) == 1:  # else each item is looked at, to say which is wrong
+            items = [table.items for table in tables.values()]
+            sound = are_sound(items, metadata.items.values(), source.files)
+            inventory.tables = tables if sound else {}
         _add_metadata(source, file, metadata, inventory)
     inventory.problems += _shared_bytes(inventory.extents)
     inventory.problems += [
@@ -76,8 +79,9 @@ def take_inventory(source: Source, parsed: Mapping[str, DcpMetadata]) -> Invento
         for name in inventory.values
         if name in inventory.types
     ]
-    names = ((file, name) for file, _, _, name in inventory.extents)
-    inventory.problems = join_absent(source, inventory.problems, names)
+    if inventory.problems:
+        names = ((file, name) for file, _, _, name in inventory.extents)
+        inventory.problems = join_absent(source, inventory.problems, names)
     return inventory
 
 
@@ -131,19 +135,18 @@ def _add_metadata(source: Source, file: str, metadata: DcpMetadata, inventory: I
             inventory.problems.append(Problem(message, "ranks-disagree", file=file, tensor=name))
         if name in inventory.tables:
             continue
+        stored: Iterable[Container | None]
         if entry.table is not None:
-            inventory.chunks[name] += entry.table
-            for stored in entry.table.items:
-                _add_item(source, file, name, stored, inventory)
-            continue
-        for box in entry.chunks:
-            index = name, box.lo
-            item = metadata.items.get(index)
+            stored = entry.table.items
+        else:
+            claimed = [(name, box.lo) for box in entry.boxes]
+            used.update(claimed)
+            stored = map(metadata.items.get, claimed)
+        for box, item in zip(entry.boxes, stored, strict=True):
             if item is None:
                 message = f"{name}: chunk {box} has no data (none is listed in {file})"
                 inventory.problems.append(Problem(message, "data-missing", file=file, tensor=name))
                 continue
-            used.add(index)
             _add_item(source, file, name, item, inventory)
             inventory.chunks[name].append(Chunk(box, item, rank_of(item.file)))
     for name in metadata.bytes_names:

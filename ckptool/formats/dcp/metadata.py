@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from operator import add
 from typing import Any
 
@@ -13,11 +14,11 @@ from ckptool.core.catalog import Container, Index, Path
 from ckptool.core.dtype import DType
 from ckptool.core.sharding.table import ChunkTable
 from ckptool.errors import Damaged, Unsupported, coded
-from ckptool.formats.dcp.tables import StoredItems, more_fields
+from ckptool.formats.dcp.tables import StoredTables, more_fields
 from ckptool.serialization.archive.tensors import read_dtype, read_natural, read_sizes
 from ckptool.serialization.pickle.load import read_pickle
 from ckptool.serialization.pickle.records import Call, Global
-from ckptool.serialization.pickle.rows import expand_rows
+from ckptool.serialization.pickle.rows import Rows, expand_rows
 
 _MOST_STEPS = 100
 _CLASSES = ("Metadata", "MCoreMetadata")
@@ -26,11 +27,14 @@ _QUANTIZED = ("qint8", "quint8", "qint32", "quint4x2", "quint2x4")
 
 
 class TensorMetadata(Struct, frozen=True):
-    """A tensor's element type, shape, and its chunks; ``table`` has these with their items."""
+    """A tensor's element type, shape, and the boxes of its chunks.
+
+    ``table`` has the chunks with their items, if they are columns.
+    """
 
     dtype: DType
     shape: tuple[int, ...]
-    chunks: Sequence[Box]
+    boxes: Sequence[Box]
     table: ChunkTable | None = None
 
 
@@ -43,8 +47,8 @@ SavePlan = tuple[MetadataIndex, ...]
 class DcpMetadata(Struct, frozen=True):
     """The content of one metadata file.
 
-    ``items`` is keyed by name and chunk offset; the offset is None for a bytes item. Those of
-    tensors with a table are not included. ``named`` are the globals of the pickle, with the byte of
+    ``items`` are those in no table, by name and chunk offset; the offset is None for a bytes item.
+    ``named`` are the globals of the pickle, with the byte of
     the first occurrence; not those of mere records, which trainers have of their own (OLMo-core 3.0
     ``_StorageInfo``).
 
@@ -88,10 +92,13 @@ def _metadata(value: Any, named: dict[tuple[str, str], int], what: str) -> DcpMe
     fields = value.fields
     try:
         entries = fields["state_dict_metadata"]
-        boxes = _Boxes(StoredItems(fields["storage_data"]))
+        stored = fields["storage_data"].items()
+        has_rows = any(type(index) is Rows for index, _ in stored)
+        tables = StoredTables(stored) if has_rows else None
+        boxes = _Boxes()
         may_be_quantized = any(("torch", name) in named for name in _QUANTIZED)
         tensors = {
-            _text(name): _tensor(name, entry, f"{what}: {name}", boxes)
+            _text(name): _tensor(name, entry, f"{what}: {name}", boxes, tables)
             for name, entry in entries.items()
             if entry.name.endswith(".TensorStorageMetadata")
             and not (may_be_quantized and _is_quantized(entry))
@@ -99,7 +106,8 @@ def _metadata(value: Any, named: dict[tuple[str, str], int], what: str) -> DcpMe
         bytes_names = tuple(_text(name) for name in entries if name not in tensors)
         whole = {name for name in bytes_names if entries[name].fields.get("chunks")}
         items: dict[MetadataIndex, Container] = {}
-        for (name, at), item in _items(boxes.stored):
+        singles = chain(tables.left(), _items(tables.others)) if tables else _items(stored)
+        for (name, at), item in singles:
             if items.setdefault(index := (name, None if name in whole else at), item) is not item:
                 raise Damaged(f"{what}: {name}: two items for {index[1] or 'a value'}")
         paths = _paths(fields.get("planner_data"))
@@ -142,15 +150,16 @@ def _dtype(entry: Call) -> Any:
     return properties["dtype"] if isinstance(properties, dict) else properties[0]
 
 
-def _tensor(name: str, entry: Call, what: str, boxes: _Boxes) -> TensorMetadata:
+def _tensor(
+    name: str, entry: Call, what: str, boxes: _Boxes, tables: StoredTables | None
+) -> TensorMetadata:
     fields = entry.fields
     try:
         dtype, shape = read_dtype(_dtype(entry)), read_sizes(fields["size"])
-        table = boxes.stored.take(name, shape, fields["chunks"])
+        table = tables.take(name, shape, fields["chunks"]) if tables else None
         if table is not None:
             return TensorMetadata(dtype, shape, table.boxes, table)
-        chunks = tuple(map(boxes.of, expand_rows([*fields["chunks"]])))
-        return TensorMetadata(dtype, shape, chunks)
+        return TensorMetadata(dtype, shape, tuple(map(boxes.of, expand_rows(fields["chunks"]))))
     except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
         raise Damaged(f"{what}: not as DCP writes it: {error}") from None
     except (Damaged, Unsupported) as error:
@@ -170,10 +179,9 @@ class _Sizes(dict[Call, tuple[int, ...]]):
 
 
 class _Boxes(dict[tuple[tuple[int, ...], tuple[int, ...]], Box]):
-    """The boxes of chunks, one for each offset and shape; ``stored`` are the items."""
+    """The boxes of chunks, one for each offset and shape."""
 
-    def __init__(self, stored: StoredItems) -> None:
-        self.stored = stored
+    def __init__(self) -> None:
         self._sizes = _Sizes()
 
     def __missing__(self, key: tuple[tuple[int, ...], tuple[int, ...]]) -> Box:
@@ -191,12 +199,10 @@ class _Boxes(dict[tuple[tuple[int, ...], tuple[int, ...]], Box]):
         return self[self._sizes.of(fields["offsets"]), self._sizes.of(fields["sizes"])]
 
 
-def _items(stored: StoredItems) -> Iterator[tuple[MetadataIndex, Container]]:
-    """Yield the items that are in no table."""
+def _items(stored: Iterable[tuple[Call, Call]]) -> Iterator[tuple[MetadataIndex, Container]]:
+    """Yield items by name and offset, from a record of each."""
     shapes = _Sizes()
-    for name, low, file, start, length in stored.left():
-        yield (name, low), Container(file, start, length)
-    for record, info in stored.others:
+    for record, info in stored:
         where = info.fields
         transforms = where.get("transform_descriptors") or ()
         file, start, length = where["relative_path"], where["offset"], where["length"]

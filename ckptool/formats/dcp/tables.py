@@ -7,10 +7,10 @@ other is read record by record.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from operator import gt
-from typing import Any, Protocol
+from typing import Any
 
 from msgspec import Struct, field
 
@@ -39,13 +39,6 @@ def rank_of(file: str) -> int | None:
     return int(match[1]) if match else None
 
 
-class TensorItems(Protocol):
-    """The metadata of a tensor, as far as tables need it."""
-
-    @property
-    def table(self) -> ChunkTable | None: ...
-
-
 class Unfit(Exception):
     """Records are unlike most others; they are read one by one."""
 
@@ -67,13 +60,10 @@ def more_fields(chunk: Any) -> list[str]:
     return [] if len(fields) == len(_OF_CHUNKS) else [*(fields.keys() - _OF_CHUNKS)]
 
 
-class StoredItems:
-    """The items of a ``.metadata``: ``others`` are the records that are in no column.
+class StoredTables:
+    """The items of a ``.metadata`` as columns, by tensor; ``others`` are records in none."""
 
-    ``tables`` are by tensor name; those in use are ``claimed``.
-    """
-
-    def __init__(self, storage_data: Mapping[Any, Any]) -> None:
+    def __init__(self, stored: Iterable[tuple[Any, Any]]) -> None:
         self.others: list[tuple[Any, Any]] = []
         self._columns = _Columns()
         self._names: dict[str, int] = {}
@@ -83,7 +73,7 @@ class StoredItems:
         self._few: dict[object, BoxTable] = {}
         self._orders: dict[object, Any] = {}
         singles = []
-        for key, info in storage_data.items():
+        for key, info in stored:
             if type(key) is not Rows:
                 singles.append((key, info))
                 continue
@@ -187,15 +177,15 @@ class StoredItems:
         items = ItemTable(self.files, files, offsets, lengths)
         return ChunkTable(boxes, items, self._ranks)
 
-    def left(self) -> Iterator[tuple[str, tuple[int, ...], str, int, int]]:
-        """Yield the items that no table took: name, chunk offset, file, offset and bytes."""
+    def left(self) -> Iterator[tuple[tuple[str, tuple[int, ...]], Container]]:
+        """Yield the items that no table took, by name and offset of the chunk."""
         files = self.files
         if sum(len(dims) for dims, _, _ in self._by_name.values()) > _MOST_LEFT:
             raise Damaged(f"more than {_MOST_LEFT:,} items that do not fit their chunks")
         for name, (dims, lows, items) in self._by_name.items():
             spans = (items.file_numbers.tolist(), items.offsets.tolist(), items.lengths.tolist())
             for count, low, file, *span in zip(dims.tolist(), lows.tolist(), *spans, strict=True):
-                yield name, tuple(low[:count]), files[file], *span
+                yield (name, tuple(low[:count])), Container(files[file], *span)
 
     def _boxes_of(self, shape: tuple[int, ...], chunks: list[Any]) -> BoxTable:
         """Return the boxes of a tensor's chunks, one table for all that are cut alike."""
@@ -322,22 +312,17 @@ def _sizes(rows: Rows, name: str) -> tuple[Any, Any]:
     return numbers, kinds
 
 
-def find_sound_tables(
-    tensors: Mapping[str, TensorItems], others: Mapping[Any, Container], sizes: Mapping[str, int]
-) -> dict[str, ChunkTable]:
-    """Return the tables by tensor if every item is within its file, and overlaps no other.
+def are_sound(
+    every: Sequence[ItemTable], others: Iterable[Container], sizes: Mapping[str, int]
+) -> bool:
+    """Return whether every item of tables is within its file, and overlaps no other.
 
-    Else return none: problems are then found item by item. ``others`` are the items of no table,
-    ``sizes`` the bytes of each file.
+    ``others`` are the items of no table, ``sizes`` the bytes of each file.
     """
-    tables = {name: entry.table for name, entry in tensors.items() if entry.table is not None}
-    if not tables:
-        return {}
     import numpy as np
 
-    every = [table.items for table in tables.values()]
     numbers = {file: number for number, file in enumerate(every[0].files)}
-    alone = [at for at in others.values() if at.file in numbers]
+    alone = [at for at in others if at.file in numbers]
     spans = [(numbers[at.file], at.offset, at.nbytes) for at in alone]
     own = np.array(spans, np.int64).reshape(-1, 3)
     file = np.concatenate([own[:, 0], *(items.file_numbers for items in every)])
@@ -346,8 +331,7 @@ def find_sound_tables(
     limits = np.array([sizes.get(name, 0) for name in every[0].files], np.int64)
     first = len(alone)
     if (end[first:] > limits[file[first:]]).any() or (limits[file[first:]] == 0).any():
-        return {}
+        return False
     order = np.lexsort((begin, file))
     file, begin, end = file[order], begin[order], end[order]
-    overlap = (begin[1:] < end[:-1]) & (file[1:] == file[:-1])
-    return {} if overlap.any() else tables
+    return not ((begin[1:] < end[:-1]) & (file[1:] == file[:-1])).any()

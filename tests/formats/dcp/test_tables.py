@@ -249,7 +249,7 @@ def test_what_is_written_for_many_ranks_is_read_by_torch_and_as_columns() -> Non
         entry = loaded.state_dict_metadata[name]
         assert tuple(entry.size) == shape
         boxes = [Box.at(chunk.offsets, chunk.sizes) for chunk in entry.chunks]
-        assert boxes == [*parsed.tensors[name].chunks]
+        assert boxes == [*parsed.tensors[name].boxes]
         assert is_grid([box for box in boxes if box.volume], shape)
     assert parsed.tensors["a.weight"].table is not None
     where = sorted((at.relative_path, at.offset, at.length) for at in loaded.storage_data.values())
@@ -258,7 +258,7 @@ def test_what_is_written_for_many_ranks_is_read_by_torch_and_as_columns() -> Non
         ends = [0, *(offset + length for offset, length in of_file)]
         assert [offset for offset, _ in of_file] == ends[:-1]
         assert ends[-1] == files[path].nbytes == sum(part.nbytes for part in files[path].parts)
-    assert len(where) == sum(len(e.chunks) for e in parsed.tensors.values()) + len(values)
+    assert len(where) == sum(len(e.boxes) for e in parsed.tensors.values()) + len(values)
 
 
 def test_tensors_that_are_cut_alike_share_their_cut() -> None:
