@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from msgspec import field
 
@@ -50,6 +50,9 @@ from ckptool.formats.companions import PIPELINE
 from ckptool.formats.safetensors import require_weights
 from ckptool.storage.url import Location
 
+if TYPE_CHECKING:
+    from ckptool.commands.keymap.maps import MapReport
+
 
 class ConvertReport(TransferReport, frozen=True, kw_only=True):
     """A conversion, planned or done.
@@ -73,7 +76,7 @@ def prepare(
     """Plan a conversion, shared by ``ranks``; nothing is written and no tensor is read yet."""
     target = resolve_target(target)
     writer = writer_for(options.to, target)
-    opened = open_checkpoint(source, options.read, whole=False)
+    opened = open_checkpoint(source, options.read, whole=False, placements=False)
     require_apart(opened, target)
     rewritten = rewrite(
         opened,
@@ -85,7 +88,8 @@ def prepare(
     )
     catalog = rewritten.catalog
     writer = _writer_of(catalog, writer)
-    _require_models_names(writer, rewritten, options)
+    if writer.loading.is_model_folder and rewritten.map is not None:
+        _require_models_names(rewritten.map, catalog, options)
     if options.rewrite.metadata and not writer.writing.has_metadata:
         raise UsageError(f"--metadata: only safetensors files have it, not those of {writer.name}")
     assets, selection = options.rewrite.map.assets, options.rewrite.selection
@@ -95,9 +99,11 @@ def prepare(
     request = Request(target.name, options.max_shard_size, options.single_rank, assets=names)
     layout = writer.lay_out(catalog, request)
     complete = partial(_complete, opened, rewritten, options.rewrite, writer)
+    if assets is not None and not layout.folder:
+        raise UsageError("--hf-assets requires a target folder, not a single file")
     if assets is None and writer.loading.is_model_folder and not selection.peft_adapter:
         layout = with_files_beside(opened, layout, complete)
-    else:
+    elif layout.folder:  # a single file has no room for a model's other files
         layout = complete(layout, False)
     _require_content(opened, catalog, layout, writer)
     plan = Plan(catalog, layout)
@@ -229,17 +235,12 @@ def _writer_of(catalog: Catalog, writer: Format) -> Format:
     return FORMATS["diffusers"] if is_pipeline else writer
 
 
-def _require_models_names(
-    writer: Format, rewritten: RewriteResult, options: ConvertOptions
-) -> None:
+def _require_models_names(chosen: MapReport, catalog: Catalog, options: ConvertOptions) -> None:
     """Raise UsageError if ``--map auto`` would give a model's folder the names of a trainer."""
-    chosen = rewritten.map
-    if not writer.loading.is_model_folder or chosen is None:
-        return
     from ckptool.commands.keymap.choice import HUGGING_FACE, OF_FILES, PACKED
     from ckptool.commands.keymap.library import AUTO
 
-    if options.rewrite.map.name != AUTO or rewritten.catalog.format in OF_FILES:
+    if options.rewrite.map.name != AUTO or catalog.format in OF_FILES:
         return
     if chosen.source == HUGGING_FACE and chosen.target != PACKED:
         raise UsageError(
@@ -253,7 +254,8 @@ def _export_notes(
     source: Location, catalog: Catalog, layout: Layout, writer: Format, options: ConvertOptions
 ) -> list[str]:
     """Return notes for whoever loads the result."""
-    notes = _quantized_notes(catalog, options.rewrite)
+    casts = options.rewrite.casts
+    notes = _quantized_notes(catalog) if casts is not None and casts.model is not None else []
     if writer.loading.is_model_folder:
         notes += [
             *lacking_files(layout, source),
@@ -284,9 +286,9 @@ def _optimizer_notes(catalog: Catalog) -> list[str]:
     return [f"optimizer state is included ({counted}); --model-only leaves it out"]
 
 
-def _quantized_notes(catalog: Catalog, options: RewriteOptions) -> list[str]:
+def _quantized_notes(catalog: Catalog) -> list[str]:
     """Note the quantized tensors that ``--dtype`` leaves unchanged."""
-    if options.casts is None or options.casts.model is None or not quantized_names(catalog):
+    if not quantized_names(catalog):
         return []
     listed = ", ".join(f"{count} {kind}" for kind, count in kinds(catalog).items())
     return [f"--dtype does not change quantized tensors ({listed}); use --dequantize"]

@@ -100,7 +100,7 @@ def open_slices(source: Location, asked: Sequence[str], options: ExtractOptions)
     A name may be a glob, or a part that only one name contains. Raises UsageError if there is
     no such tensor or index, Damaged if its chunks do not tile it.
     """
-    opened = open_checkpoint(source, options.read, whole=False)
+    opened = open_checkpoint(source, options.read, whole=False, placements=False)
     subscripts = _resolve(opened.catalog, asked)
     names = Selection(select=tuple(subscripts))
     casts = options.rewrite.casts
@@ -178,7 +178,9 @@ def prepare_extract(
         raise Unsupported(f"{target} already exists", hint="extract never overwrites a file")
     taken = open_slices(source, asked, options)
     require_apart(taken.opened, target)
-    catalog = rewrite_texts(taken.opened.catalog, taken.catalog)
+    catalog = taken.catalog
+    if catalog.metadata:
+        catalog = rewrite_texts(taken.opened.catalog, catalog)
     layout = Layout((_LAYOUTS[suffix](target.name, catalog),), folder=False)
     plan = Plan(catalog, layout)
     report = ExtractReport.of(

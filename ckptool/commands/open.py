@@ -47,7 +47,11 @@ PART_NAMED = "part-named"
 
 
 def scan_options(
-    options: ReadOptions, row: Format, problems: list[Problem] | None = None
+    options: ReadOptions,
+    row: Format,
+    problems: list[Problem] | None = None,
+    *,
+    placements: bool = True,
 ) -> ScanOptions:
     """Return the options that a format's scan takes; UsageError if it lacks one."""
     if options.tp_rules and not row.reading.takes_tp_rules:
@@ -56,7 +60,13 @@ def scan_options(
         raise UsageError(f"--world-size: not applicable, {row.name} records the number of ranks")
     shapes = flat_param_shapes(options.flat_params) if options.flat_params else ()
     return ScanOptions(
-        options.per_rank, shapes, options.tp_rules, problems, options.values, options.world_size
+        options.per_rank,
+        shapes,
+        options.tp_rules,
+        problems,
+        options.values,
+        options.world_size,
+        placements=placements,
     )
 
 
@@ -98,7 +108,11 @@ def no_collecting() -> Iterator[None]:
 
 @no_collecting()
 def open_checkpoint(
-    path: Location, options: ReadOptions = AS_DETECTED, *, whole: bool = True
+    path: Location,
+    options: ReadOptions = AS_DETECTED,
+    *,
+    whole: bool = True,
+    placements: bool = True,
 ) -> OpenedCheckpoint:
     """Detect the checkpoint at ``path`` and scan its metadata.
 
@@ -106,12 +120,13 @@ def open_checkpoint(
     one. Raises NotFound, Unrecognized (saying what is there), Damaged or Hostile. Tensors of
     unsupported kinds, and unless ``whole`` all that cannot or must not be read, are refusals among
     the catalog's conflicts, for ``require_readable`` to raise once it is known what is wanted.
+    ``placements`` says that a mesh is inferred where none is recorded.
     """
     candidate = detect_checkpoint(path, options.from_format)
     path, source = candidate.path, candidate.source
     require_finished(source)
     require_listed(unlisted_problems(candidate.unlisted))
-    catalog = _scan(candidate, scan_options(options, candidate.format))
+    catalog = _scan(candidate, scan_options(options, candidate.format, placements=placements))
     if _is_empty(catalog):
         raise _no_content(path)
     if whole:

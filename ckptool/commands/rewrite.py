@@ -17,7 +17,7 @@ from ckptool.commands.model.peft import adapter_of
 from ckptool.commands.open import OpenedCheckpoint, require_readable
 from ckptool.commands.options.rewrite import MapOptions, RewriteOptions, Selection
 from ckptool.core.box import Box
-from ckptool.core.casts import NO_CASTS, Casts, cast, needs_torch, require_scales
+from ckptool.core.casts import Casts, cast, needs_torch, require_scales
 from ckptool.core.catalog import Catalog, Chunk, Container, TensorEntry
 from ckptool.core.dtype import BY_NAME, DType
 from ckptool.core.quantization.apply import DequantizeResult, dequantize
@@ -86,30 +86,34 @@ def rewrite(
     ``shared``; a key map needs this. Raises UsageError or Unsupported if it cannot be done as
     requested, Damaged if part of the selection cannot be read, Hostile if it must not be.
     """
-    casts = options.casts or NO_CASTS
+    casts, selection, cast_counts = options.casts, options.selection, dict[str, int]()
     source = DequantizeResult(opened.catalog, {}, {})
     if options.dequantize:
-        source = _dequantize(opened, casts.model, options.map.assets)
-    chosen = select_entries(source.catalog, options.selection)
-    kept, renamed = _rename(chosen, options.selection)
+        source = _dequantize(opened, None if casts is None else casts.model, options.map.assets)
+    kept, renamed = select_entries(source.catalog, selection), RenamedCounts()
+    if selection.rename or selection.strip_prefix is not None:
+        kept, renamed = _rename(kept, selection)
     counts = source.counts(kept)
     require_readable(kept, opened.source, "what was selected", unread=unread)
     check(kept)
-    require_scales(source.catalog, kept, casts)
-    whole = not (options.selection.select or options.selection.drop)
+    if casts is not None:
+        require_scales(source.catalog, kept, casts)
+    whole = not (selection.select or selection.drop)
     if locate or options.map.is_asked:
         how = {"defers": defers, "shared": shared}
         catalog, report = open_mapped(opened, kept, options.map, whole=whole, **how)
     else:
         catalog, report = _apply_key_map(opened, kept, options.map, whole=whole)
-    catalog, cast_counts = _cast(opened, catalog, casts, options.map.assets)
-    catalog = rewrite_texts(
-        opened.catalog,
-        catalog,
-        dequantized=options.dequantize,
-        dropped=options.drop_metadata,
-        given=options.metadata,
-    )
+    if casts is not None:
+        catalog, cast_counts = _cast(opened, catalog, casts, options.map.assets)
+    if catalog.metadata or options.drop_metadata or options.metadata:
+        catalog = rewrite_texts(
+            opened.catalog,
+            catalog,
+            dequantized=options.dequantize,
+            dropped=options.drop_metadata,
+            given=options.metadata,
+        )
     return RewriteResult(source.catalog, kept, catalog, report, cast_counts, counts, renamed)
 
 

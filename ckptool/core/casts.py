@@ -45,9 +45,6 @@ class Casts(Struct, frozen=True):
         return {name: choose(entry) for name, entry in entries.items()}
 
 
-NO_CASTS = Casts()
-
-
 def parse_casts(texts: Sequence[str]) -> Casts:
     """Parse ``bf16`` and ``GLOB=bf16``; UsageError if they conflict."""
     model: DType | None = None
@@ -84,8 +81,6 @@ def cast(catalog: Catalog, casts: Casts) -> CastResult:
     are never cast. Raises UsageError if a glob matches nothing that can be, Unsupported for floats
     of 8 bits and less beside what may be their scale, and for what may be that of integers.
     """
-    if casts == NO_CASTS:
-        return CastResult(catalog, (), ())
     quantized = quantized_names(catalog)
     castable = {n: e for n, e in catalog.tensors.items() if can_cast(e) and n not in quantized}
     _require_used(catalog, casts, castable)
@@ -107,7 +102,7 @@ def require_scales(whole: Catalog, kept: Catalog, casts: Casts) -> None:
     ``kept`` is what was selected of the ``whole``, maybe renamed: entries have the same chunks.
     """
     coarse = {n: e for n, e in kept.tensors.items() if can_cast(e) and is_coarse(e)}
-    if casts == NO_CASTS or not coarse:
+    if not coarse:
         return
     quantized, dtypes = quantized_names(kept), casts.dtypes_for(coarse, kept.tensors)
     former, scales = {id(e.chunks): e for e in whole.tensors.values()}, Scales(whole.tensors)

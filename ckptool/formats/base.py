@@ -34,7 +34,9 @@ class ScanOptions(Struct, frozen=True):
 
     ``named`` is the file whose path the user gave, if a folder has several checkpoints.
 
-    Without ``values``, those among the data are left ``UNREAD`` if a format can.
+    Without ``values``, those among the data are left ``UNREAD`` if a format can. Without
+    ``placements``, no mesh is inferred from the chunks: only what shows or keeps placements asks
+    for them.
 
     With a list ``problems`` a scan skips damaged parts and notes them there; else it raises.
     """
@@ -46,6 +48,15 @@ class ScanOptions(Struct, frozen=True):
     values: bool = True
     world_size: int | None = None
     named: str | None = None
+    placements: bool = True
+
+    def with_placements(self, catalog: Catalog) -> Catalog:
+        """Return the catalog with the mesh and placements that its chunks imply, if asked for."""
+        if not self.placements:
+            return catalog
+        from ckptool.core.sharding.infer import with_inferred_mesh
+
+        return with_inferred_mesh(catalog)
 
     def report(self, problems: Sequence[str], *, subject: str, hint: str | None = None) -> None:
         """Raise one Damaged for all problems, or note them; do nothing if there are none."""

@@ -17,7 +17,6 @@ from msgspec.structs import replace
 
 from ckptool.core.catalog import Catalog, Chunk, Container, Place, TensorEntry, places
 from ckptool.core.selection import with_prefix
-from ckptool.core.sharding.infer import with_inferred_mesh
 from ckptool.errors import Damaged, Problem, coded
 from ckptool.formats.base import Detection, Format, Reading, ScanOptions
 from ckptool.formats.companions import join_catalogs, relocate, scan_subfolder
@@ -75,7 +74,9 @@ def _members(flat: str, names: list[str], record: _Metadata) -> Iterator[Member]
         raise IndexError
 
 
-def unflatten_family(catalog: Catalog, flat: Mapping[str, list[Member]]) -> Catalog:
+def unflatten_family(
+    catalog: Catalog, flat: Mapping[str, list[Member]], options: ScanOptions
+) -> Catalog:
     """Unflatten the flat parameters of one family, and their optimizer states."""
     members_of = {name: _members_in(entry, flat) for name, entry in catalog.tensors.items()}
     if not any(members_of.values()):
@@ -85,7 +86,7 @@ def unflatten_family(catalog: Catalog, flat: Mapping[str, list[Member]]) -> Cata
         members = members_of[name]
         parts = unflatten(entry, members) if members else [entry]
         tensors |= {part.name: part for part in parts}
-    return with_inferred_mesh(replace(catalog, tensors=tensors, mesh=None))
+    return options.with_placements(replace(catalog, tensors=tensors, mesh=None))
 
 
 def _members_in(entry: TensorEntry, flat: Mapping[str, list[Member]]) -> list[Member]:
@@ -185,9 +186,9 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         located.append((family, _locate(catalog, records[name].skeletons, options)))
     flat = flat_members({name: record.extra for name, record in records.items()})
     catalogs = [
-        with_prefix(unflatten_family(catalog, flat), family)
+        with_prefix(unflatten_family(catalog, flat, options), family)
         if family
-        else unflatten_family(catalog, flat)
+        else unflatten_family(catalog, flat, options)
         for family, catalog in located
     ]
     world = max((catalog.world_size or 1 for catalog in catalogs), default=1)
@@ -217,7 +218,7 @@ def _scan_family(
     """Read the folder of one family, and add its metadata to ``records``."""
     catalog, parsed = read_folder(source, options)
     records.update((name, metadata) for metadata in parsed.values())
-    return with_inferred_mesh(catalog)
+    return options.with_placements(catalog)
 
 
 def _extra_state(source: Source, options: ScanOptions, world: int) -> list[Catalog]:

@@ -128,8 +128,6 @@ def rewrite_texts(
     matches no key, or a key is one that is written anew; Unsupported if tensors that texts name
     have other names.
     """
-    if not (after.metadata or dropped or given):
-        return after
     keys = {key for texts in after.metadata.values() for key in texts}
     for pattern in dropped:
         if not is_used(pattern, keys):

@@ -27,6 +27,7 @@ from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, Chunk, Extent, TensorEntry
 from ckptool.core.dtype import BY_NAME
 from ckptool.errors import Damaged, Hostile
+from ckptool.formats.base import ScanOptions
 from ckptool.formats.bytecheckpoint import flat_members, unflatten_family
 
 MODULE = "bytecheckpoint.checkpointer.meta_type"
@@ -144,7 +145,7 @@ def test_a_tensor_without_a_name_is_not_a_flat_parameter() -> None:
     chunk = Chunk(Box((0,), (2,)), Extent("f", 0, (4,)))
     bare = TensorEntry("", (), BY_NAME["float32"], (2,), (chunk,))
     catalog = Catalog("dcp", {"": bare}, {}, {})
-    assert unflatten_family(catalog, {"_flat_param": []}) == catalog
+    assert unflatten_family(catalog, {"_flat_param": []}, ScanOptions()) == catalog
 
 
 def test_shapes_that_are_fewer_than_names_are_damage() -> None:

@@ -77,11 +77,9 @@ def with_assets(
     """Add the files of ``assets`` to a layout, replacing those of the same name.
 
     They lie where the ``writer`` has its companions. If the target is a model's folder and has no
-    config.json, it gets one from the map's report. Raises UsageError if files are requested and the
-    target is a single file, Unsupported for links out of the folders that files are copied from.
+    config.json, it gets one from the map's report. Raises Unsupported for links out of the folders
+    that files are copied from.
     """
-    if assets is not None and not layout.folder:
-        raise UsageError("--hf-assets requires a target folder, not a single file")
     files = [] if assets is None else _asset_files(assets)
     if writer.loading.companions_in:
         files = [file.within(writer.loading.companions_in) for file in files]

@@ -16,7 +16,6 @@ from msgspec.structs import replace
 
 from ckptool.core.box import distinct
 from ckptool.core.catalog import UNREAD, Catalog, ObjectEntry, TensorEntry, merge_copies
-from ckptool.core.sharding.infer import with_inferred_mesh
 from ckptool.core.sharding.table import ItemTable, Joined
 from ckptool.core.text import plural
 from ckptool.errors import Problem
@@ -66,7 +65,7 @@ def _probe(source: Source) -> bool:
 def scan(source: Source, options: ScanOptions, *, metadata: str = METADATA) -> Catalog:
     """Return the catalog of a DCP folder, from its ``metadata`` file or the ranks' own."""
     catalog, _ = read_folder(source, options, values=options.values, metadata=metadata)
-    catalog = add_tensor_parallelism(with_inferred_mesh(catalog))
+    catalog = add_tensor_parallelism(options.with_placements(catalog))
     return _unflatten(source, catalog, options)
 
 
@@ -136,7 +135,7 @@ def _unflatten(source: Source, catalog: Catalog, options: ScanOptions) -> Catalo
     members = find_members(flats, options.flat_params)
     for name, entry in locate(source, catalog.with_tensors(flats)).tensors.items():
         tensors |= {part.name: part for part in unflatten(entry, members[name])}
-    return with_inferred_mesh(replace(catalog, tensors=tensors, mesh=None))
+    return options.with_placements(replace(catalog, tensors=tensors, mesh=None))
 
 
 def _read_lightning(source: Source) -> Assembled:

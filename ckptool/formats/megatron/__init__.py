@@ -135,14 +135,13 @@ def _probe_fsdp_dtensor(source: Source) -> bool:
 
 
 def _scan_fsdp_dtensor(source: Source, options: ScanOptions) -> Catalog:
-    from ckptool.core.sharding.infer import with_inferred_mesh
     from ckptool.formats.dcp import read_folder
     from ckptool.formats.megatron.model import find_arguments
 
     catalog, _ = read_folder(source, options)
     info = catalog.info | {"writer": "Megatron-core fsdp_dtensor"}
     info |= find_arguments(catalog.objects.values()).info()
-    return with_inferred_mesh(replace(catalog, format=FSDP_DTENSOR_FORMAT.name, info=info))
+    return options.with_placements(replace(catalog, format=FSDP_DTENSOR_FORMAT.name, info=info))
 
 
 FSDP_DTENSOR_FORMAT = Format(

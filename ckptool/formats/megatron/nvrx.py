@@ -14,7 +14,6 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptool.core.catalog import Catalog, ObjectEntry, TensorEntry, proved_equal
-from ckptool.core.sharding.infer import with_inferred_mesh
 from ckptool.core.sharding.tensor_parallel import match_rule, require_matched, suggest_rule
 from ckptool.errors import CkptoolError, Damaged, Problem, Refusal, UsageError, damaged
 from ckptool.formats.base import ScanOptions
@@ -80,7 +79,7 @@ def scan(source: Source, options: ScanOptions) -> Catalog:
         conflicts={n: _add_hint(why, n) for n, why in assembled.conflicts.items()},
         copies=frozenset(_find_other_copies(source.files, used)),
     )
-    return with_inferred_mesh(keep_first_arguments(catalog))
+    return options.with_placements(keep_first_arguments(catalog))
 
 
 def _add_hint(why: str, name: str) -> str:

@@ -29,7 +29,6 @@ from msgspec.structs import replace
 from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, Chunk, Index, ObjectEntry, Path, TensorEntry, flat_name
 from ckptool.core.layout import FileLayout, Layout, Literal
-from ckptool.core.sharding.infer import with_inferred_mesh
 from ckptool.core.state_category import state_category
 from ckptool.core.views import pieces_of_run
 from ckptool.errors import Damaged, Problem, Unrecognized, Unsupported, damaged
@@ -79,7 +78,7 @@ def scan(source: Source, config: dict[str, Any] | None, options: ScanOptions) ->
     catalog = _add_common(source, _unwrap_objects(_reshape(catalog, parsed)))
     plans = [plan for metadata in parsed.values() for plan in metadata.plans or ()]
     catalog = _describe(source, name_state(source, catalog, plans))
-    return with_inferred_mesh(
+    return options.with_placements(
         catalog if config is not None else _note_unfinished(source, catalog, options)
     )
 

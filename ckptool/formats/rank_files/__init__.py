@@ -17,7 +17,6 @@ from functools import partial
 from msgspec.structs import replace
 
 from ckptool.core.catalog import Catalog, Path, TensorEntry, flat_name
-from ckptool.core.sharding.infer import with_inferred_mesh
 from ckptool.core.text import list_some
 from ckptool.errors import Damaged, Problem, Refusal
 from ckptool.formats.base import (
@@ -121,7 +120,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     flat = _flat_parameters(merged)
     problems += merged.problems + flat + _absent_members(merged, ranks)
     options.report(problems, subject=source.root, hint=HINT if flat else None)
-    return _catalog(source, files, merged, declared is not None)
+    return options.with_placements(_catalog(source, files, merged, declared is not None))
 
 
 def _files(
@@ -167,7 +166,7 @@ def _catalog(
     names = {item.file for item in files} | {METADATA}
     info = {"writer": _TORCH_CHECKPOINTING if checkpointing else _writer(files)}
     version = _fsdp_version(source)
-    catalog = Catalog(
+    return Catalog(
         "rank-local",
         merged.tensors,
         merged.objects,
@@ -180,7 +179,6 @@ def _catalog(
         conflicts=merged.conflicts,
         companions=companions(source) or companions(source, f"{OF_VERL}/"),
     )
-    return with_inferred_mesh(catalog) if mesh is None else catalog
 
 
 def _writer(files: list[RankFile]) -> str:

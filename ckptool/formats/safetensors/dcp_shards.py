@@ -20,7 +20,6 @@ from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, Chunk, TensorEntry, coverage_problem, merge_copies
 from ckptool.core.dtype import DType
 from ckptool.core.layout import FileLayout, Layout
-from ckptool.core.sharding.infer import with_inferred_mesh
 from ckptool.errors import CkptoolError, Problem
 from ckptool.formats.base import (
     EXTRA,
@@ -101,7 +100,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     notes, copies = _compare_consolidated(source, world, tensors, contents.problems)
     hint = "a shard file is missing or from another save"
     options.report(contents.problems, subject=source.root, hint=hint)
-    catalog = with_inferred_mesh(
+    catalog = options.with_placements(
         Catalog(
             "dcp-safetensors",
             tensors,

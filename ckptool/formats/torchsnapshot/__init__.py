@@ -32,7 +32,6 @@ from ckptool.core.catalog import (
 )
 from ckptool.core.mesh import Mesh, Placement, Replicate, Shard
 from ckptool.core.selection import with_prefix
-from ckptool.core.sharding.infer import with_inferred_mesh
 from ckptool.core.text import list_some
 from ckptool.errors import Damaged, Problem, Refusal, SourceError, Unsupported, refused
 from ckptool.formats.base import Detection, Format, Reading, ScanOptions
@@ -274,7 +273,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
             message = f"{logical}: lies in a container that is not as TorchSnapshot writes it"
             reader.problems.append(Problem(message, "metadata-unreadable", file=METADATA))
     options.report(reader.problems, subject=source.root)
-    return with_inferred_mesh(_catalog(source, manifest, reader))
+    return options.with_placements(_catalog(source, manifest, reader))
 
 
 def _catalog(source: Source, manifest: Manifest, reader: _Reader) -> Catalog:
