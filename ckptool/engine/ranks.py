@@ -20,7 +20,7 @@ from ckptool.errors import (
 )
 
 if TYPE_CHECKING:
-    from ckptool.engine.write.stage import Output
+    from ckptool.engine.write.stage import Stage
 
 Value = TypeVar("Value")
 
@@ -225,20 +225,20 @@ class NodeRanks(NamedTuple):
         return Share(self.ranks.index(self.rank), len(self.ranks))
 
 
-def begin_output(stage: Output, ranks: Ranks) -> NodeRanks:
+def begin_output(stage: Stage, ranks: Ranks) -> NodeRanks:
     """Begin the output in each place that ranks write into; each will hold all of it.
 
-    Raises as ``Output.begin`` does, TransferError if a rank sees no output that was begun.
+    Raises as ``Stage.begin`` does, TransferError if a rank sees no output that was begun.
     """
     tokens = ranks.gather(os.urandom(8).hex())
 
     def begin_here(leads: bool) -> None:
         if leads:
             stage.begin()
-            stage.mark(tokens[ranks.rank])
+            stage.target.mark(tokens[ranks.rank])
 
     ranks.together(lambda: begin_here(ranks.rank == 0))
-    is_apart = not stage.is_marked(tokens[0])
+    is_apart = not stage.target.is_marked(tokens[0])
     if any(ranks.gather(is_apart)):
         ranks.together(lambda: begin_here(is_apart and ranks.local_rank == 0))
     first = ranks.together(lambda: _first_of(stage, ranks, tokens))
@@ -247,10 +247,10 @@ def begin_output(stage: Output, ranks: Ranks) -> NodeRanks:
     return NodeRanks(ranks.rank, members, len(set(firsts)))
 
 
-def _first_of(stage: Output, ranks: Ranks, tokens: list[str]) -> int:
+def _first_of(stage: Stage, ranks: Ranks, tokens: list[str]) -> int:
     """Return the rank that began the output where this rank writes."""
     for rank, token in enumerate(tokens):
-        if stage.is_marked(token):
+        if stage.target.is_marked(token):
             return rank
     raise TransferError(
         f"rank {ranks.rank} does not see the output that a rank of its node began",

@@ -39,8 +39,8 @@ class StageOptions(Struct, frozen=True, dict=True):
 
     ``plan``, made by ``make_plan``, and ``source`` are digests that a resumed run must share with
     the first, and the parts of a run also ``source_state``; ``verify`` means that output is
-    compared with the source before it counts; ``own`` returns the files of the checkpoint at the
-    target, None if there is none.
+    compared with the source before it counts; ``find_own`` returns the files of the checkpoint at
+    the target, None if there is none.
     """
 
     make_plan: Callable[[], str]
@@ -50,9 +50,14 @@ class StageOptions(Struct, frozen=True, dict=True):
     resume: bool = False
     fsync: bool = True
     verify: bool = True
-    own: Callable[[], Collection[str] | None] = lambda: None
+    find_own: Callable[[], Collection[str] | None] = lambda: None
 
     @cached_property
     def plan(self) -> str:
         """The digest of the plan, made on first access: a dry run does not need it."""
         return self.make_plan()
+
+    @cached_property
+    def own(self) -> Collection[str] | None:
+        """The files of the checkpoint at the target, once one is known to be there."""
+        return self.find_own()

@@ -13,8 +13,7 @@ from conftest import case
 from ckptool.cli import _run
 from ckptool.commands.transfer.transfer import Transfer
 from ckptool.engine.write.commit import FileCommit, FolderCommit
-from ckptool.engine.write.parts import PartsStage
-from ckptool.engine.write.stage import Stage
+from ckptool.engine.write.disk_target import DiskTarget
 from ckptool.storage.commit_note import NoteFile
 
 SOURCE = str(case("dcp_base").path)
@@ -23,7 +22,7 @@ AFTER = {
     "replaced": [(FolderCommit, "replace"), (FileCommit, "replace")],
     "cleared": [(FolderCommit, "clear"), (FileCommit, "clear")],
     "forgotten": [(NoteFile, "remove")],
-    "closed": [(Stage, "close"), (PartsStage, "close")],
+    "closed": [(DiskTarget, "close")],
     "reported": [(Transfer, "_written")],
 }
 COMMANDS = {

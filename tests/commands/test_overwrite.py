@@ -345,7 +345,9 @@ def test_an_error_while_a_killed_commit_is_rolled_back_names_no_new_one(
     old = target.read_bytes()
     with monkeypatch.context() as context:
         context.setattr(FileCommit, "_put_main", failed)
-        context.setattr(Stage, "discard", lambda stage, **how: stage.close())  # as a kill leaves it
+        context.setattr(
+            Stage, "discard", lambda stage, **how: stage.target.close()
+        )  # as a kill leaves it
         with pytest.raises(TransferError):
             ready(case("dcp_base").path, target, "torch-save", overwrite=True).run()
     again = {"overwrite": True, "resume": True}

@@ -28,6 +28,7 @@ from ckptool.commands.reshard.reshard import Reshard, prepare_reshard
 from ckptool.commands.transfer.transfer import Transfer
 from ckptool.core.sharding.placement import parse_mesh
 from ckptool.engine.run_options import RunOptions, StageOptions
+from ckptool.engine.write.disk_target import DiskTarget
 from ckptool.engine.write.stage import Stage
 from ckptool.errors import CkptoolError, Unsupported
 
@@ -286,10 +287,10 @@ def test_a_rank_that_had_not_begun_stops_no_resume(source: Path, out: Path, stop
 def test_stopped_before_the_first_byte(
     source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stop(self: Stage, rank: int = 0) -> None:
+    def stop(self: DiskTarget, rank: int) -> None:
         raise Stop
 
-    monkeypatch.setattr(Stage, "join", stop)
+    monkeypatch.setattr(DiskTarget, "join", stop)
     with pytest.raises(Stop):
         ready(source, out / "r").run()
     monkeypatch.undo()
@@ -424,15 +425,15 @@ def test_the_second_is_refused_and_the_first_unharmed(
 def test_they_do_not_meet_between_the_first_steps_either(source: Path, out: Path) -> None:
     """From the moment one has begun, another is refused and takes nothing away."""
     layout = ready(source, out / "r").plan.layout
-    first, second = (
-        Stage(out / "r", layout, StageOptions(lambda: "plan", "source")) for _ in range(2)
-    )
+    options = StageOptions(lambda: "plan", "source")
+    targets = [DiskTarget(out / "r", layout, options) for _ in range(2)]
+    first, second = (Stage(target, layout, options) for target in targets)
     first.begin()
     try:
         second.begin()
-        second.join()
+        second.target.join(0)
         second.discard()
     except CkptoolError:
         second.discard()
-    first.join()
-    assert first.folder.is_dir()
+    targets[0].join(0)
+    assert targets[0].folder.is_dir()

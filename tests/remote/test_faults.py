@@ -42,8 +42,8 @@ from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.commands.verify.verify import verify
 from ckptool.core.sharding.placement import parse_mesh
 from ckptool.engine.run_options import RunOptions
-from ckptool.engine.write.remote_stage import RemoteStage
 from ckptool.engine.write.stage import RESUME_HINT
+from ckptool.engine.write.store_notes import StoreNotes
 from ckptool.errors import (
     Changed,
     CkptoolError,
@@ -238,14 +238,14 @@ def test_interrupted_at_its_end_it_says_whether_all_is_there(
     removed: bool, s3: S3, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The note is removed last: until then readers take the output for unfinished."""
-    forget = RemoteStage._forget
+    forget = StoreNotes.remove
 
-    def interrupted(stage: RemoteStage) -> None:
+    def interrupted(notes: StoreNotes) -> None:
         if removed:
-            forget(stage)
+            forget(notes)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(RemoteStage, "_forget", interrupted)
+    monkeypatch.setattr(StoreNotes, "remove", interrupted)
     with pytest.raises(KeyboardInterrupt) as caught:
         resharded(case("dcp_fsdp2_tp").path, s3.url("m"), "2")
     stands = f"{s3.url('m')} is complete and verified"
@@ -256,11 +256,11 @@ def test_interrupted_at_its_end_it_says_whether_all_is_there(
 def test_interrupted_at_its_end_it_does_not_fail_if_the_store_refuses(
     s3: S3, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(stage: RemoteStage) -> None:
+    def interrupted(notes: StoreNotes) -> None:
         s3.fail(DENIED, "GetObject")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(RemoteStage, "_forget", interrupted)
+    monkeypatch.setattr(StoreNotes, "remove", interrupted)
     with pytest.raises(KeyboardInterrupt) as caught:
         resharded(case("dcp_fsdp2_tp").path, s3.url("m"), "2")
     assert caught.value.__notes__ == [RESUME_HINT]

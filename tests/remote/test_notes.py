@@ -20,9 +20,9 @@ from ckptool.commands.convert import prepare
 from ckptool.commands.options.target import ConvertOptions, TransferOptions
 from ckptool.engine.run_options import RunOptions
 from ckptool.engine.share import Share
-from ckptool.engine.write import writer
-from ckptool.engine.write.remote_parts import RemotePartsStage
+from ckptool.engine.write import store_notes
 from ckptool.engine.write.removal import leftovers
+from ckptool.engine.write.store_target import StoreTarget
 from ckptool.errors import CkptoolError, Unsupported
 from ckptool.storage.commit_note import UNFINISHED
 from ckptool.storage.multipart import Upload
@@ -114,10 +114,10 @@ def parts_done(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
 def parts_half_committed(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     parts_done(bucket, monkeypatch)
 
-    def commit(stage: RemotePartsStage) -> None:
+    def publish(target: StoreTarget) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(RemotePartsStage, "commit", commit)
+    monkeypatch.setattr(StoreTarget, "publish", publish)
     with pytest.raises(KeyboardInterrupt):
         bucket.work(finish=True).run()
 
@@ -246,7 +246,7 @@ def test_a_note_of_any_size_is_not_fetched(
     bucket = Bucket(source, name, "hf" if name == "m" else "safetensors")
     note = f"run/m/{UNFINISHED}" if name == "m" else f"run/.{name}.partial.journal"
     bucket.write(note, b"0" * 2_000)
-    monkeypatch.setattr(writer, "LARGEST", 1_000)
+    monkeypatch.setattr(store_notes, "LARGEST", 1_000)
     fetched: list[str] = []
     real = RemotePath.read_bytes
 

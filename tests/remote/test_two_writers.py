@@ -42,7 +42,6 @@ from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.commands.verify.verify import verify
 from ckptool.core.sharding.placement import parse_mesh
 from ckptool.engine.run_options import RunOptions
-from ckptool.engine.write.remote_stage import RemoteStage
 from ckptool.engine.write.stage import RESUME_HINT
 from ckptool.errors import (
     Changed,

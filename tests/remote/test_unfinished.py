@@ -91,14 +91,14 @@ def test_killed_before_any_file(kind: str, out: Path, monkeypatch: pytest.Monkey
 
 
 def test_killed_when_only_the_note_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckptool.engine.write.remote_stage import RemoteStage
+    from ckptool.engine.write.store_notes import StoreNotes
 
-    def stop(stage: RemoteStage) -> None:
+    def stop(notes: StoreNotes) -> None:
         raise KeyboardInterrupt
 
     target = place()
     with monkeypatch.context() as patched:
-        patched.setattr(RemoteStage, "_forget", stop)
+        patched.setattr(StoreNotes, "remove", stop)
         with pytest.raises(KeyboardInterrupt):
             planned("hf", target).run()
     assert is_refused(target)

@@ -25,8 +25,8 @@ from ckptool.core.plan import Plan
 from ckptool.core.state_category import is_state_of_optimizer, state_category, with_every_part
 from ckptool.core.text import list_some
 from ckptool.engine.run_options import RunOptions, StageOptions
+from ckptool.engine.write.disk_target import DiskTarget
 from ckptool.engine.write.removal import remove_file
-from ckptool.engine.write.stage import Stage
 from ckptool.errors import Unsupported
 from ckptool.formats.writing import CARRIED
 from ckptool.storage.commit_note import targets_with_notes
@@ -61,7 +61,7 @@ def finish_strips(folder: Location) -> None:
     Raises Unsupported if something there is not as noted.
     """
     for target in targets_with_notes(path) if (path := on_disk(folder)) else ():
-        Stage(target, Layout((), folder=True), StageOptions(str, "")).finish_earlier()
+        DiskTarget(target, Layout((), folder=True), StageOptions(str, "")).finish_earlier()
 
 
 def _plan(part: Location, read: ReadOptions, run: RunOptions) -> Strip | None:

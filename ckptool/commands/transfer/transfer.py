@@ -26,8 +26,9 @@ from ckptool.engine.ranks import Ranks, begin_output
 from ckptool.engine.read.tiles import require_unchanged
 from ckptool.engine.run_options import StageOptions
 from ckptool.engine.share import ALL, Share
+from ckptool.engine.write.disk_target import DiskTarget
 from ckptool.engine.write.run import fetched_ahead, workers_within_budget
-from ckptool.engine.write.stage import Output, Stage
+from ckptool.engine.write.stage import FINISH, WHOLE, Stage, part_role
 from ckptool.engine.write.work import Work
 from ckptool.errors import (
     Changed,
@@ -42,7 +43,7 @@ from ckptool.errors import (
     damaged,
     failure_of,
 )
-from ckptool.storage.commit_note import side_name
+from ckptool.storage.commit_note import side_name, staging_folder
 from ckptool.storage.memory import MemoryFiles
 
 if TYPE_CHECKING:
@@ -55,20 +56,14 @@ Progress = Callable[[int], None]
 
 def stage_at(
     target: Location, layout: Layout, options: StageOptions, how: TransferOptions
-) -> Output:
+) -> Stage:
     """Return the stage that makes the output of a target: all of it, a part, or the end."""
+    role = FINISH if how.finish else WHOLE if how.part is None else part_role(how.part)
     if isinstance(target, Path):
-        from ckptool.engine.write.parts import PartsStage, PartStage
+        return Stage(DiskTarget(target, layout, options, role), layout, options, role)
+    from ckptool.engine.write.store_target import StoreTarget
 
-        if how.part is not None:
-            return PartStage(target, layout, options, how.part)
-        return (PartsStage if how.finish else Stage)(target, layout, options)
-    from ckptool.engine.write.remote_parts import RemotePartsStage, RemotePartStage
-    from ckptool.engine.write.remote_stage import RemoteStage
-
-    if how.part is not None:
-        return RemotePartStage(target, layout, options, how.part)
-    return (RemotePartsStage if how.finish else RemoteStage)(target, layout, options)
+    return Stage(StoreTarget(target, layout, options, role), layout, options, role)
 
 
 def no_progress(nbytes: int) -> None:
@@ -126,15 +121,15 @@ def resolve_target(target: Location) -> Location:
     return target
 
 
-def _is_finished_by(stage: Output, ranks: Ranks) -> bool:
+def _is_finished_by(stage: Stage, ranks: Ranks) -> bool:
     """Finish what an earlier run was killed in; return whether nothing is left to do.
 
     The first rank does so, then the first of each other node, whose disk may be another.
     """
-    first = ranks.together(lambda: ranks.rank == 0 and stage.finish_earlier())
+    first = ranks.together(lambda: ranks.rank == 0 and stage.target.finish_earlier())
     node = ranks.rank > 0 and ranks.local_rank == 0
-    ranks.together(lambda: node and stage.finish_earlier())
-    return ranks.gather(first)[0] and all(ranks.gather(stage.stands()))
+    ranks.together(lambda: node and stage.target.finish_earlier())
+    return ranks.gather(first)[0] and all(ranks.gather(stage.target.path.exists()))
 
 
 AnyReport = TypeVar("AnyReport")
@@ -213,13 +208,13 @@ class Transfer(Struct, Generic[AnyReport], frozen=True):
                 error.add_note(note)
             raise
 
-    def _fill(self, stage: Output, progress: Progress, ranks: Ranks) -> tuple[str, ...]:
+    def _fill(self, stage: Stage, progress: Progress, ranks: Ranks) -> tuple[str, ...]:
         """Write, prove and commit; discard what failed, or say how it is continued."""
         try:
             return self._write_unchanged(stage, progress, ranks)
         except (NotVerified, Changed) as error:
             stage.discard(resumed=True)
-            if (remains := stage.remains()) is not None:
+            if (remains := stage.target.remains()) is not None:
                 error.add_hint(remains)
             raise
         except Committed:
@@ -228,11 +223,11 @@ class Transfer(Struct, Generic[AnyReport], frozen=True):
             raise self._failure(error, stage) from error
         except CkptoolError as error:
             stage.discard()
-            if (remains := stage.remains()) is not None:
+            if (remains := stage.target.remains()) is not None:
                 error.add_hint(remains)
             raise
         finally:
-            stage.close()
+            stage.target.close()
 
     def _written(self, notes: Iterable[str], *, whole: bool = False) -> AnyReport:
         """Return the report of what was now written: a part, or the ``whole``."""
@@ -244,32 +239,34 @@ class Transfer(Struct, Generic[AnyReport], frozen=True):
             more = done | ({"written": True} if whole or part is None else {})
         return replace(report, notes=(*report.notes, *notes), **more)  # type: ignore[no-any-return]
 
-    def _failure(self, error: OSError | TransferError, stage: Output) -> TransferError:
+    def _failure(self, error: OSError | TransferError, stage: Stage) -> TransferError:
         """Return the error with the target's path and, if that helps, a hint at ``--resume``."""
         head = f"{self.target}: "
         if isinstance(error, OSError):
             error = failure_of(error, head)
         message = Problem(head + error.message.removeprefix(head), error.message.code)
-        hints = (error.hint, self._next_step(stage), stage.remains())
+        hints = (error.hint, self._next_step(stage), stage.target.remains())
         return TransferError(message, hint="; ".join(filter(None, hints)) or None)
 
-    def _left(self, stage: Output) -> list[str]:
+    def _left(self, stage: Stage) -> list[str]:
         """Return what an interrupted run leaves: the target if it is in place, or the next step."""
-        if self.options.part is None and stage.is_committed():
-            return [self.standing, *([_CLEANS] if stage.is_partial() else [])]
-        return [note for note in (self._next_step(stage), stage.remains()) if note is not None]
+        if stage.is_committed():
+            return [self.standing, *([_CLEANS] if stage.target.is_partial() else [])]
+        return [
+            note for note in (self._next_step(stage), stage.target.remains()) if note is not None
+        ]
 
     @property
     def standing(self) -> str:
         """What stands once all is written, even if the command is interrupted from then on."""
         return standing_note(self.opened.path, self.target, self.options)
 
-    def _next_step(self, stage: Output) -> str | None:
+    def _next_step(self, stage: Stage) -> str | None:
         """Return how to continue a run that ended midway; a save from memory starts over."""
         step = stage.next_step()
         return _SAVES_AGAIN if step and isinstance(self.opened.source, MemoryFiles) else step
 
-    def _open_stage(self, ranks: Ranks) -> Output | None:
+    def _open_stage(self, ranks: Ranks) -> Stage | None:
         """Create the stage of this rank; None if an earlier run wrote all that is requested.
 
         Raises Damaged if replicas differ or files of ranks are identical, Unsupported if plans
@@ -301,7 +298,7 @@ class Transfer(Struct, Generic[AnyReport], frozen=True):
             if copied:
                 raise damaged(copied, subject="the ranks' files")
 
-    def _write_unchanged(self, stage: Output, progress: Progress, ranks: Ranks) -> tuple[str, ...]:
+    def _write_unchanged(self, stage: Stage, progress: Progress, ranks: Ranks) -> tuple[str, ...]:
         """Write; raise Changed if apparent damage is a source that was changed."""
         try:
             return self._write(stage, progress, ranks)
@@ -309,9 +306,9 @@ class Transfer(Struct, Generic[AnyReport], frozen=True):
             require_unchanged(self.plan.catalog, self.opened.source)
             raise
 
-    def _write(self, stage: Output, progress: Progress, ranks: Ranks) -> tuple[str, ...]:
+    def _write(self, stage: Stage, progress: Progress, ranks: Ranks) -> tuple[str, ...]:
         node = begin_output(stage, ranks)
-        ranks.together(lambda: stage.join(ranks.rank))
+        ranks.together(lambda: stage.target.join(ranks.rank))
         share = self.options.part or node.share
         numbers = stage.takes(self._files_of(share))
         ranks.together(lambda: self._move(stage, progress, numbers, share))
@@ -339,12 +336,12 @@ class Transfer(Struct, Generic[AnyReport], frozen=True):
         return share.files(self.plan.layout, None if self.placed is None else self.placed.mesh.size)
 
     def _move(
-        self, stage: Output, progress: Progress, numbers: Collection[int], share: Share
+        self, stage: Stage, progress: Progress, numbers: Collection[int], share: Share
     ) -> None:
         run, source = self.options.run, self.opened.source
         stage.write(Work(self.plan, source, run, numbers, share, progress))
 
-    def _commit(self, stage: Output, progress: Progress, *, shared: bool) -> str | None:
+    def _commit(self, stage: Stage, progress: Progress, *, shared: bool) -> str | None:
         """Put the output in place, or mark a part as done."""
         if self.options.part is not None:
             return stage.commit()
@@ -355,12 +352,13 @@ class Transfer(Struct, Generic[AnyReport], frozen=True):
         if self.options.finish:
             source = self.opened.source
             stage.require_joined(source, workers_within_budget(self.plan, self.options.run, source))
-        if stage.last_files:
-            self._move(stage, progress, stage.last_files, ALL)
+        if stage.target.last_files:
+            self._move(stage, progress, stage.target.last_files, ALL)
             if self.options.verify:
-                self._verify(stage, progress, stage.last_files)
-        if isinstance(stage, Stage) and self.plan.layout.folder and stage.target.is_dir():
-            require_unmixed(stage.target, stage.folder, stage.own or ())
+                self._verify(stage, progress, stage.target.last_files)
+        target = self.target
+        if isinstance(target, Path) and self.plan.layout.folder and target.is_dir():
+            require_unmixed(target, staging_folder(target), stage.options.own or ())
         self.before_commit()
         return stage.commit()
 
@@ -383,14 +381,14 @@ class Transfer(Struct, Generic[AnyReport], frozen=True):
             ),
         )
 
-    def _verify(self, stage: Output, progress: Progress, numbers: Sequence[int]) -> RangeCounts:
+    def _verify(self, stage: Stage, progress: Progress, numbers: Sequence[int]) -> RangeCounts:
         """Compare the files in place with what they should be; count values that casts lose."""
         if not numbers:
             return Counter()
         from ckptool.commands.verify.compare.written import require_written
 
-        source, staged = self.opened.source, stage.written
+        source, staged = self.opened.source, stage.target.written
         workers = workers_within_budget(self.plan, self.options.run, source, staged)
         staged.keep(fetched_ahead(staged, self.options.run))
-        sides, later = (source, staged), stage.last_files
+        sides, later = (source, staged), stage.target.last_files
         return require_written(self.plan, numbers, sides, workers, progress, later=later).counts

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from ckptool.core.text import list_some, plural
 from ckptool.errors import Committed, TransferError, Unsupported
+from ckptool.storage.commit_note import Stamp, side_name
 from ckptool.storage.disk import (
     folder_identity,
     is_real_folder,
@@ -27,7 +28,8 @@ from ckptool.storage.disk import (
 from ckptool.storage.local import LocalSource
 
 if TYPE_CHECKING:
-    from ckptool.storage.commit_note import Stamp
+    from ckptool.core.layout import Layout
+    from ckptool.engine.run_options import StageOptions
 
 
 def stamps(folder: Path, names: Iterable[str]) -> dict[str, Stamp]:
@@ -200,17 +202,55 @@ def require_no_conflict(target: object, names: Collection[str]) -> None:
         )
 
 
-def already_in_store(target: object, names: Sequence[str], *, removes: bool) -> Unsupported:
-    """Return the error for existing files in the place of the output.
-
-    ``removes`` means that --overwrite removes them before all is written, for lack of renames.
-    """
-    if not removes:
-        return Unsupported(
-            f"{target} already exists", hint="--overwrite replaces it once all is written"
+def refuse_existing(target: Path, layout: Layout, options: StageOptions) -> None:
+    """Raise Unsupported if something exists where output goes, and may not be replaced."""
+    paths = outputs(target, layout)
+    existing = [path for path in (paths[-1:] if options.resume else paths) if os.path.lexists(path)]
+    if existing and not options.overwrite:
+        exist, them = ("exists", "it") if len(existing) == 1 else ("exist", "them")
+        raise Unsupported(
+            f"{', '.join(map(str, existing))} already {exist}",
+            hint=f"--overwrite replaces {them} once all is written",
         )
+    for path in existing:
+        _require_replaceable(path, target, layout, options.own)
+
+
+def outputs(target: Path, layout: Layout) -> list[Path]:
+    """Return what will exist at the end: the target folder, or file and those beside it."""
+    if layout.folder:
+        return [target]
+    files = [target.parent / file.path for file in layout.files]
+    side = side_name(target.name)
+    if side is None or target.with_name(side) in files:
+        return files
+    return [target.with_name(side), *files]
+
+
+def _require_replaceable(
+    path: Path, target: Path, layout: Layout, own: Collection[str] | None
+) -> None:
+    """Raise Unsupported if --overwrite would replace a file that is not a checkpoint's."""
+    if path.is_dir() != layout.folder:
+        kinds = ("a folder", "a file") if path.is_dir() else ("a file", "a folder")
+        raise Unsupported(f"{path}: is {kinds[0]}, but {kinds[1]} would be written")
+    if not layout.folder:
+        if own is None or path.name not in own:
+            raise not_replaced(path, target)
+        return
+    if path.is_symlink():
+        raise Unsupported(
+            f"{path}: is a link, and is not replaced", hint=f"name the folder {path.resolve()}"
+        )
+    if any(path.iterdir()) and own is None:
+        raise not_replaced(path, target)
+    new = [file.path for file in layout.files]
+    require_no_conflict(path, in_conflict(path, own or (), new))
+
+
+def already_in_store(target: object, names: Sequence[str], hint: str) -> Unsupported:
+    """Return the error for existing files in the place of the output."""
     some = f"{plural(len(names), 'file')}, such as {names[0]}"
-    hint = "--overwrite removes its checkpoint before the new one is written"
     return Unsupported(f"{target} already exists ({some})", hint=hint)
 
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ckptool.engine.write.schemas import RemovalNote, json_of
-from ckptool.engine.write.writer import read_note
+from ckptool.engine.write.store_notes import read_note
 from ckptool.errors import NotFound, TransferError, Unsupported
 from ckptool.storage.commit_note import UNFINISHED
 from ckptool.storage.disk import is_real_folder, sync_folder

@@ -24,7 +24,7 @@ from ckptool.engine.checksum import (
 from ckptool.engine.read.planned import PlannedPiece, PlanReader, plan_jobs
 from ckptool.engine.read.tiles import PAIR_TILE, ByteReader, read_tiles
 from ckptool.engine.run_options import RunOptions
-from ckptool.engine.write.journal import NO_JOURNAL, Journal, find_finished
+from ckptool.engine.write.journal import Journal, find_finished
 from ckptool.engine.write.output import (
     SMALL,
     WRITE,
@@ -45,17 +45,17 @@ _TILE_OF = attrgetter("tile")
 
 
 def run(
-    work: Work, folder: Path, journal: Journal = NO_JOURNAL, joined: RecordCheck | None = None
+    work: Work, folder: Path, journal: Journal | None = None, joined: RecordCheck | None = None
 ) -> None:
     """Write files of a plan below ``folder``.
 
-    Each finished file is noted in ``journal``, and files already noted there are not written again.
+    Each finished file is noted in a ``journal``, and files noted there are not written again.
     What another process is to check by what this one reads is noted in ``joined``. Raises Damaged
     if source bytes do not match the checksum that their writer stored or a file ends early,
     TransferError if writing fails, Unsupported if the budget is too small.
     """
     work.source.keep(fetched_ahead(work.source, work.options))
-    finished = find_finished(work.plan, work.numbers, folder, work.options, journal)
+    finished = [] if journal is None else find_finished(work, folder, journal)
     todo = [number for number in work.numbers if number not in finished]
     _PlanWriter(work, folder, joined).write(todo, finished, journal)
 
@@ -110,7 +110,7 @@ class _PlanWriter:
         self._lock = threading.Lock()
         self._unfinished: dict[int, UnfinishedFile] = {}
 
-    def write(self, todo: Sequence[int], finished: Sequence[int], journal: Journal) -> None:
+    def write(self, todo: Sequence[int], finished: Sequence[int], journal: Journal | None) -> None:
         """Write the files ``todo``; the sources of the ``finished`` ones are checked again."""
         self._journal = journal
         workers = workers_within_budget(self._plan, self._work.options, self._source)
@@ -222,7 +222,8 @@ class _PlanWriter:
             self._write_literals(descriptor, file, path, start, literals)
             if self._fsync:
                 os.fsync(descriptor)
-        self._journal.done(path, file.crc)
+        if self._journal is not None:
+            self._journal.done(path, file.crc)
 
     def _write_literals(
         self, descriptor: int, file: UnfinishedFile, path: str, start: int, literals: bytearray

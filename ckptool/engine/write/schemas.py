@@ -8,7 +8,7 @@ from typing import Annotated, Any, Generic, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from ckptool.engine.write.joined import NotedRecord
+from ckptool.errors import Unsupported
 from ckptool.storage.note import Crc, Size, Text, Time, require_plain
 
 SCHEMA = "ckptool.journal/1"
@@ -24,6 +24,23 @@ _Mark = TypeVar("_Mark")
 
 class _Note(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """What is written as JSON, without what is not set."""
+
+
+class NotedRecord(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A record, with the CRC-32 that its writer stored, and the pieces that a part has read."""
+
+    file: Text
+    offset: Size
+    nbytes: Size
+    crc32: Crc
+    tensor: str
+    pieces: list[tuple[Size, Size, Crc]]
+
+    def is_in(self, files: Mapping[str, int]) -> bool:
+        """Return whether such a record can be in one of some files, with all its pieces."""
+        end = self.offset + self.nbytes
+        within = all(self.offset <= at and at + nbytes <= end for at, nbytes, _ in self.pieces)
+        return within and end <= files.get(self.file, -1)
 
 
 class PartEnd(_Note, Generic[_Mark], frozen=True, omit_defaults=False):
@@ -128,3 +145,23 @@ class RemovalNote(_Note, frozen=True, tag_field="schema", tag="ckptool.removal/1
 def json_of(note: Struct) -> Mapping[str, Any]:
     """Return a note as it is written as JSON."""
     return msgspec.to_builtins(note)  # type: ignore[no-any-return]
+
+
+def require_same_run(path: object, head: Struct | None, expected: Mapping[str, object]) -> None:
+    """Raise Unsupported if a note begins with other digests, or parts, than expected."""
+    for what, value in expected.items():
+        if getattr(head, what, None) == value:
+            continue
+        if "parts" not in expected:
+            raise Unsupported(
+                f"{path}: cannot resume: the {what} has changed since the run began",
+                hint="run again without --resume to start over",
+            )
+        parts = getattr(head, "parts", None)
+        begun = f"in {parts} parts" if parts else "without --part"
+        why = f"the run began {begun}" if what == "parts" else f"the {what} is another"
+        raise Unsupported(
+            f"{path}: cannot continue: {why}",
+            hint="all parts need the same SRC, options and number of parts; to start over, remove"
+            " what the others wrote: this file and those beside it with the same prefix",
+        )

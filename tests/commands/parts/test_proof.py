@@ -10,7 +10,7 @@ import pytest
 from parts.part_runs import asked, content, finish, refused, reshard, write
 
 from ckptool.commands.open import open_checkpoint
-from ckptool.engine.write import stage as stage_module
+from ckptool.engine.write import disk_target
 from ckptool.errors import (
     Changed,
     Damaged,
@@ -22,7 +22,7 @@ def test_each_part_proves_what_it_wrote(
     three: Any, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planned, target = three
-    before, real = content(tmp_path), stage_module.run
+    before, real = content(tmp_path), disk_target.run
 
     def damaging(work: Any, folder: Path, *words: Any) -> None:
         real(work, folder, *words)
@@ -33,7 +33,7 @@ def test_each_part_proves_what_it_wrote(
         path.write_bytes(data)
 
     with monkeypatch.context() as patched:
-        patched.setattr(stage_module, "run", damaging)
+        patched.setattr(disk_target, "run", damaging)
         refused(lambda: write(planned, source, target, "2/3"), "tensors? differ", NotVerified)
     assert content(tmp_path) == before, "the other parts stay"
     refused(lambda: finish(planned, source, target), "part 2 of 3 is not done")

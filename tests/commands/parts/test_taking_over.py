@@ -11,9 +11,10 @@ import pytest
 from parts.part_runs import MANY, asked, content, convert, finish, once, refused, write
 
 from ckptool.engine.ranks import Ranks
-from ckptool.engine.write import stage as stage_module
+from ckptool.engine.write import disk_target
 from ckptool.engine.write.commit import FolderCommit
 from ckptool.engine.write.journal import Journal
+from ckptool.engine.write.schemas import JournalHead
 from ckptool.errors import (
     TransferError,
 )
@@ -60,11 +61,13 @@ def test_one_process_takes_over_what_parts_have_done(three: Any, source: Path) -
 
 def test_who_takes_over_notes_what_the_parts_have_done(tmp_path: Path) -> None:
     """It may be killed as well."""
-    part = Journal.resume(tmp_path / "journal.0", "plan", "source", parts=2)
+    part = Journal.lock(tmp_path / "journal.0")
+    part.resume(JournalHead("plan", "source", parts=2))
     part.done("a", 7)
     part.close()
     for _ in range(2):
-        alone = Journal.resume(tmp_path / "journal.0", "plan", "source")
+        alone = Journal.lock(tmp_path / "journal.0")
+        alone.resume(JournalHead("plan", "source"))
         assert alone.crc_of("a") == 7
         alone.close()
 
@@ -129,7 +132,7 @@ def test_a_part_that_begins_while_others_are_removed_ends_the_new_run(
     three: Any, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planned, target = three
-    real = stage_module.remove_staged
+    real = disk_target.remove_staged
     opened: list[Any] = []
 
     def meanwhile(*words: Any) -> None:
@@ -139,11 +142,11 @@ def test_a_part_that_begins_while_others_are_removed_ends_the_new_run(
         stage.begin()
         opened.append(stage)
 
-    monkeypatch.setattr(stage_module, "remove_staged", meanwhile)
+    monkeypatch.setattr(disk_target, "remove_staged", meanwhile)
     refused(
         lambda: planned(source, target, asked(overwrite=True)).run(), "another ckptool is writing"
     )
-    opened[0].close()
+    opened[0].target.close()
     assert not target.exists()
 
 
@@ -171,7 +174,7 @@ def test_files_that_go_before_a_part_is_done_end_it(
 
     def losing(self: Any, stage: Any, *words: Any) -> None:
         real(self, stage, *words)
-        (stage.folder / stage._names[0]).unlink()
+        (stage.target.folder / stage._names[0]).unlink()
 
     with monkeypatch.context() as patched:
         patched.setattr(type(last), "_move", losing)
@@ -190,7 +193,7 @@ def test_files_that_go_before_the_commit_end_it(
 
     def losing(self: Any, stage: Any, *words: Any) -> Any:
         found = real(self, stage, *words)
-        next(stage.folder.glob("model-*.safetensors")).unlink()
+        next(stage.target.folder.glob("model-*.safetensors")).unlink()
         return found
 
     monkeypatch.setattr(type(whole), "_verify", losing)

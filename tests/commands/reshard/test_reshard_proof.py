@@ -15,7 +15,7 @@ from reshard_runs import WRITERS, prepared, reshard, source
 from ckptool.commands.reshard.load_check import check_loads, require_loadable
 from ckptool.commands.reshard.reshard import ReshardReport
 from ckptool.engine.ranks import Ranks
-from ckptool.engine.write import stage as stage_module
+from ckptool.engine.write import disk_target
 from ckptool.errors import TransferError, Unsupported
 
 
@@ -39,14 +39,14 @@ def spot(report: ReshardReport, name: str, file_name: str) -> int:
 @pytest.fixture
 def damaging(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], None]:
     """Flip a bit of a staged file once it is written, before it is verified."""
-    real = stage_module.run
+    real = disk_target.run
 
     def arrange(file: str, at: int) -> None:
         def run(work: Any, folder: Path, *rest: Any) -> None:
             real(work, folder, *rest)
             flip(folder / file, at)
 
-        monkeypatch.setattr(stage_module, "run", run)
+        monkeypatch.setattr(disk_target, "run", run)
 
     return arrange
 

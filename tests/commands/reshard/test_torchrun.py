@@ -260,7 +260,7 @@ def test_a_byte_that_turns_on_one_node_is_found(source: Path, nodes: list[Path])
         "move = Transfer._move\n"
         "def move_and_turn(self, stage, *how):\n"
         "    move(self, stage, *how)\n"
-        "    for file in stage.folder.glob('__1_0.distcp'):\n"
+        "    for file in stage.target.folder.glob('__1_0.distcp'):\n"
         "        data = bytearray(file.read_bytes())\n"
         "        data[data.index(b'data/0') + 100] ^= 1\n"
         "        file.write_bytes(data)\n"

@@ -18,7 +18,7 @@ from ckptool.core.casts import parse_casts
 from ckptool.core.layout import Data, Literal, ScatteredData, Verbatim
 from ckptool.core.sharding.placement import parse_mesh
 from ckptool.engine.run_options import RunOptions
-from ckptool.engine.write import stage as stage_module
+from ckptool.engine.write import disk_target
 from ckptool.errors import NotVerified
 from ckptool.storage.local import LocalSource
 
@@ -56,7 +56,7 @@ def first_byte(transfer: Transfer[ConvertReport], name: str) -> tuple[str, int]:
 @pytest.fixture
 def damaging(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int, Damage], None]:
     """Change a staged file once it is written, before it is read back."""
-    real = stage_module.run
+    real = disk_target.run
 
     def arrange(file: str, at: int, damage: Damage) -> None:
         def run(work: Any, folder: Path, *rest: Any) -> None:
@@ -65,7 +65,7 @@ def damaging(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int, Damage], No
             damage(data, at)
             (folder / file).write_bytes(data)
 
-        monkeypatch.setattr(stage_module, "run", run)
+        monkeypatch.setattr(disk_target, "run", run)
 
     return arrange
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from ckptool.core.box import Box, is_run
 from ckptool.core.catalog import Record
 from ckptool.engine.checksum import RecordCheck, crc32
-from ckptool.engine.write.joined import Joining, NotedRecord
+from ckptool.engine.write.parts import note_cut, require_joined
+from ckptool.engine.write.schemas import NotedRecord
 from ckptool.errors import Damaged, Unsupported
 from ckptool.storage.local import LocalSource
 
@@ -19,22 +20,19 @@ DATA = bytes(range(200))
 RECORD = Record("file", 20, 150, crc32(DATA[20:170]))
 
 
-class Part(Joining):
-    """A part that has read some runs of the record, and the bytes it saw there."""
+def part(runs: list[tuple[int, int]], data: bytes = DATA) -> list[NotedRecord]:
+    """Return the note of a part that has read some runs of the record, and what it saw there."""
+    joined = RecordCheck(shared=True)
+    joined.touch(RECORD, "w", joined=True)
+    for start, end in runs:
+        joined.note(RECORD, start, memoryview(data)[start:end])
+    return note_cut(joined)
 
-    def __init__(self, runs: list[tuple[int, int]], data: bytes = DATA) -> None:
-        self.joined = RecordCheck(shared=True)
-        self.joined.touch(RECORD, "w", joined=True)
-        for start, end in runs:
-            self.joined.note(RECORD, start, memoryview(data)[start:end])
 
-
-def join(folder: Path, *parts: Part) -> None:
+def join(folder: Path, *parts: list[NotedRecord]) -> None:
     """Check what parts noted against the file."""
     (folder / "file").write_bytes(DATA)
-    end = Joining()
-    end.noted = [part.note_joined() for part in parts]
-    end.require_joined(LocalSource.folder(folder), 1)
+    require_joined(parts, LocalSource.folder(folder), 1)
 
 
 RUNS = st.lists(st.tuples(st.integers(20, 170), st.integers(20, 170)).map(sorted), max_size=4)
@@ -46,23 +44,23 @@ def test_whatever_parts_have_read(
     runs: list[list[tuple[int, int]]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """With gaps, overlaps and repetitions: the record is found intact."""
-    join(tmp_path_factory.mktemp("m"), *map(Part, runs))
+    join(tmp_path_factory.mktemp("m"), *map(part, runs))
 
 
 def test_a_part_that_read_something_else(tmp_path: Path) -> None:
     changed = bytearray(DATA)
     changed[100] ^= 1
-    one, odd = Part([(20, 90)]), Part([(90, 170)], bytes(changed))
-    join(tmp_path, one, Part([(90, 170)]))
+    one, odd = part([(20, 90)]), part([(90, 170)], bytes(changed))
+    join(tmp_path, one, part([(90, 170)]))
     with pytest.raises(Damaged, match="CRC-32"):
         join(tmp_path, one, odd)
     with pytest.raises(Damaged, match="different bytes 90 to 170 "):
-        join(tmp_path, one, Part([(90, 170)]), odd)
+        join(tmp_path, one, part([(90, 170)]), odd)
 
 
 def test_a_part_that_read_all_of_it_has_checked_it() -> None:
-    assert not Part([(20, 60), (60, 170)]).note_joined()
-    noted = Part([(20, 60), (60, 169)]).note_joined()
+    assert not part([(20, 60), (60, 170)])
+    noted = part([(20, 60), (60, 169)])
     assert noted[0].pieces == [(20, 149, crc32(DATA[20:169]))]
 
 
@@ -78,10 +76,8 @@ def test_a_part_that_read_all_of_it_has_checked_it() -> None:
 )
 def test_a_record_that_the_source_cannot_have(record: NotedRecord, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(DATA)
-    end = Joining()
-    end.noted = [[record]]
     with pytest.raises(Unsupported, match="note of a part is damaged"):
-        end.require_joined(LocalSource.folder(tmp_path), 1)
+        require_joined([[record]], LocalSource.folder(tmp_path), 1)
 
 
 @settings(max_examples=200, deadline=None)

@@ -1,0 +1,373 @@
+"""A target on a disk: output is staged beside it, synced, then moved into its place."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ckptool.core.layout import Layout
+from ckptool.engine.checksum import RecordCheck
+from ckptool.engine.run_options import StageOptions
+from ckptool.engine.share import Share
+from ckptool.engine.write.commit import Commit, FileCommit, FolderCommit, aside_of, is_in_place
+from ckptool.engine.write.existing import (
+    left_behind,
+    refuse_existing,
+    remove_own,
+    remove_staged,
+    require_no_foreign,
+    require_short_names,
+    require_space,
+    require_whole,
+    staged_files,
+    stamps,
+    statuses,
+)
+from ckptool.engine.write.journal import Journal
+from ckptool.engine.write.journals import Journals
+from ckptool.engine.write.parts import PartState, run_head, unfinished_parts
+from ckptool.engine.write.run import run
+from ckptool.engine.write.schemas import FileMark, JournalHead, PartEnd, require_same_run
+from ckptool.engine.write.stage import WHOLE, Role, Target
+from ckptool.engine.write.work import Work
+from ckptool.errors import Unsupported
+from ckptool.storage.commit_note import CommitNote, NoteFile, staging_folder
+from ckptool.storage.disk import (
+    first_stranger,
+    folder_identity,
+    identity,
+    in_the_way,
+    is_real_folder,
+    sync_folder,
+)
+from ckptool.storage.file_status import FileStatus
+from ckptool.storage.local import LocalSource
+from ckptool.storage.note import require_own_folder
+
+
+class DiskTarget(Target):
+    """A hidden folder beside the target, and journals of what is finished in it.
+
+    Each process that writes into it keeps a journal of its own, numbered by rank or by part, and
+    locked. The journal of a part ends with a note of it. Only ``publish`` touches the target.
+    """
+
+    path: Path
+
+    def __init__(
+        self, path: Path, layout: Layout, options: StageOptions, role: Role = WHOLE
+    ) -> None:
+        self.path = path
+        self.folder = staging_folder(path)
+        self.is_new = False
+        self._layout = layout
+        self._options = options
+        self._role = role
+        self._journals = Journals(self.folder)
+        self._journal: Journal | None = None
+        self._begun: CommitNote | None = None
+        self._note = NoteFile(path, fsync=options.fsync)
+
+    # What is there
+
+    def require_possible(self) -> None:
+        """Raise Unsupported if the target exists and may not be replaced, or does not fit."""
+        self._require_ours()
+        refuse_existing(self.path, self._layout, self._options)
+        role, options = self._role, self._options
+        if role.finishes:
+            return
+        if not (options.resume or options.overwrite):
+            for head in self._journals.heads().values():
+                if head.parts:
+                    raise unfinished_parts(self.path, head.parts)
+        if role.part is not None or not options.resume:
+            require_space(self.path.parent, self._layout.nbytes, self.folder, self._sizes)
+        elif not self.is_partial():
+            raise Unsupported(f"{self.path}: there is no partial output to resume")
+
+    def _require_ours(self) -> None:
+        """Raise Unsupported if a needed name is too long, or not ckptool's."""
+        folder, beside = self.path.parent, f"{self._note.path.name}.new"
+        hint = "shorten the target's name: this name is derived from it"
+        require_short_names(folder, [beside], hint)
+        require_short_names(folder, self._sizes, "--rename or --drop the tensors named so")
+        self._journals.require_ours()
+        if os.path.lexists(self.folder):
+            if not self._journals.there():
+                raise in_the_way(self.folder)
+            require_own_folder(self.folder)
+        if os.path.lexists(aside_of(self.path)):
+            raise in_the_way(aside_of(self.path))
+
+    @cached_property
+    def _sizes(self) -> dict[str, int]:
+        """The files that the run writes, with their sizes in bytes."""
+        return {file.path: file.nbytes for file in self._layout.files}
+
+    # Claim
+
+    def hold_parts(self) -> None:
+        """Keep all parts from writing on; Unsupported if one is being written."""
+        for number in self._journals.there():
+            self._journals.hold(number)
+
+    def claim(self) -> None:
+        """Begin the output or a part of it, or take over what an earlier run began.
+
+        Raises Unsupported if another process writes here, or another run's part is here.
+        """
+        part, options = self._role.part, self._options
+        if self._role.finishes:
+            return
+        if part is None and options.resume:
+            self._take_over()
+            return
+        try:
+            if part is None:
+                self._begin()
+            else:
+                self._begin_part(part)
+        except OSError as error:
+            raise Unsupported(
+                f"{self.path.parent}: cannot be written to: {error.strerror}"
+            ) from None
+        if part is not None:
+            for number, head in self._journals.heads().items():
+                require_same_run(self._journals.path(number), head, run_head(options, part.size))
+
+    def _begin(self) -> None:
+        """Remove what an earlier run staged, and make the folder."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        journals, first = self._journals, self._journals.hold(0)
+        earlier = journals.there()
+        journals.require_idle()
+        if is_real_folder(self.folder):
+            remove_staged(self.folder, journals.noted_sizes(self._sizes))
+        for number, path in earlier.items():
+            if number:
+                path.unlink()
+        self.is_new = True
+        first.begin(self._head(files=self._sizes, state=self._options.source_state))
+        journals.require_idle()
+        self.folder.mkdir()
+
+    def _take_over(self) -> None:
+        """Note that this run continues an earlier one, and that no part of it does."""
+        journals, state = self._journals, self._options.source_state
+        journals.require_idle()
+        if not self._options.verify:
+            journals.require_untouched(state, journals.there())
+        head, first = self._head(files=self._sizes, state=state), journals.hold(0)
+        first.resume(head, journals.there().values())
+        first.close()
+        journals.require_idle()  # no part begins from here on
+        self._require_no_link()
+
+    def _begin_part(self, part: Share) -> None:
+        """Open the part's journal, new or as an earlier run left it, and make the folder."""
+        number, state = part.position, self._options.source_state
+        self.is_new = not self._journals.path(number).exists()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if not self._options.verify:
+            self._journals.require_untouched(state, [number])
+        self._journal = self._journals.hold(number)
+        self._journal.resume(self._head(parts=part.size, files=self._sizes, state=state))
+        refuse_existing(self.path, self._layout, self._options)
+        self._require_no_link()
+
+    def join(self, rank: int) -> None:
+        """Open the journal of a rank that shares the whole output; a part's is open."""
+        if self._role != WHOLE:
+            return
+        journals, is_first = self._journals, rank == 0
+        if is_first and self.is_new:
+            self._journal = journals.held[0]
+            return
+        self._journal = journals.hold(rank)
+        if not self._options.resume:
+            self._journal.begin(self._head())
+            return
+        head = self._head(files=self._sizes if is_first else None)
+        self._journal.resume(head, journals.there().values())
+        if is_first:
+            require_no_foreign(self.folder, self._sizes)
+
+    def _head(self, **more: Any) -> JournalHead:
+        """Return the first line of a journal of this run."""
+        return JournalHead(self._options.plan, self._options.source, **more)
+
+    def _require_no_link(self) -> None:
+        """Make the folder; raise Unsupported if a link in it would be written through."""
+        self.folder.mkdir(exist_ok=True)
+        require_own_folder(self.folder)
+        stranger = first_stranger(self.folder)
+        if stranger is not None:
+            raise in_the_way(stranger)
+
+    def mark(self, token: str) -> None:
+        """Leave a mark that is visible to all ranks on this disk."""
+        if self._role == WHOLE:
+            self._journals.mark(token)
+
+    def is_marked(self, token: str) -> bool:
+        """Return whether the mark is visible here; True if no other process is waited for."""
+        return self._role != WHOLE or self._journals.is_marked(token)
+
+    # Write
+
+    def write(self, work: Work, joined: RecordCheck | None) -> None:
+        """Write files of the plan into the folder."""
+        run(work, self.folder, self._journal, joined)
+
+    @property
+    def written(self) -> LocalSource:
+        """The files that are staged, to be read back."""
+        return staged_files(self.folder, self._sizes)
+
+    def parts(self) -> Mapping[int, PartState]:
+        """Return the notes of parts, by their numbers."""
+        noted = self._journals.read()
+        return {n: PartState(each.head, each.end) for n, each in noted.items() if each.head}
+
+    def marks(self, names: Iterable[str]) -> dict[str, FileMark]:
+        """Return sizes and times, including that of the last change of anything.
+
+        That one nothing sets back. Inodes are left out: sshfs and other file systems in user space
+        renumber them on each machine.
+        """
+        found = {n: FileStatus.of(status) for n, status in statuses(self.folder, names).items()}
+        return {name: (now.nbytes, now.modified, now.changed) for name, now in found.items()}
+
+    def seal(self, names: Sequence[str]) -> dict[str, FileMark]:
+        """Sync the folders of files that are written; TransferError if one is lost."""
+        require_whole(self.folder, {name: self._sizes[name] for name in names})
+        if self._options.fsync:
+            for folder in {self.folder, *((self.folder / name).parent for name in names)}:
+                sync_folder(folder)
+        return self.marks(names)
+
+    def end_part(self, end: PartEnd[Any]) -> None:
+        """Note that the part is done."""
+        if self._journal is not None:
+            self._journal.end(end)
+
+    # Commit
+
+    def publish(self) -> str | None:
+        """Make the staged files the target; return a remark if that took several steps.
+
+        An error before that leaves the old one unchanged; one after it is Committed.
+        """
+        refuse_existing(self.path, self._layout, self._options)
+        require_no_foreign(self.folder, self._sizes)
+        require_whole(self.folder, self._sizes)
+        if self._options.fsync:
+            for path, _, _ in os.walk(self.folder):
+                sync_folder(Path(path))
+        commit, self._begun = self._commit(folder=self._layout.folder), self._new_note()
+        remark = commit.replace(self._begun)
+        try:
+            self._begun = self._note.read() or self._begun
+            if self._options.fsync:
+                sync_folder(self.path.parent)
+            commit.clear(self._begun)
+            if self._options.fsync:
+                sync_folder(self.path.parent)
+            self._forget()
+        except OSError as error:
+            raise left_behind(self.path, error) from None
+        return remark
+
+    def is_published(self) -> bool:
+        """Return whether the output is at the target, whatever is left to be cleaned up."""
+        commit = self._commit(folder=self._layout.folder)
+        return self._begun is not None and is_in_place(commit, self._note, self._begun)
+
+    def _commit(self, *, folder: bool) -> Commit:
+        if folder:
+            return FolderCommit(self.path, self.folder, self._note, fsync=self._options.fsync)
+        return FileCommit(self.path, self.folder, self._note, overwrite=self._options.overwrite)
+
+    def _new_note(self) -> CommitNote:
+        options, names = self._options, list(self._sizes)
+        staged = self.folder if self._layout.folder else self.folder / names[-1]
+        new, old = identity(staged) or 0, identity(self.path)
+        folder = self.path if self._layout.folder else self.path.parent.resolve()
+        own = {} if options.own is None else stamps(folder, sorted(options.own))
+        files = stamps(self.folder, names)
+        return CommitNote(options.plan, options.source, self._layout.folder, new, old, own, files)
+
+    def finish_earlier(self) -> bool:
+        """Finish the commit in which an earlier run was killed.
+
+        Return whether ``resume`` has nothing left to do: the output that it would write is in
+        place.
+        """
+        note = self._note.read()
+        if note is None:
+            return False
+        self._journals.require_ours()
+        if os.path.lexists(self.folder) and folder_identity(self.folder) in (None, note.new):
+            require_own_folder(self.folder)
+        first = Journal.lock(self._journals.path(0))
+        done = False
+        try:
+            commit = self._commit(folder=note.folder)
+            done = not self._is_gone() and commit.roll(note)
+            if done:
+                commit.clear(note)
+                self._forget()
+            else:
+                self._note.remove()
+        except OSError as error:
+            raise left_behind(self.path, error, done=done) from None
+        finally:
+            first.close()
+        asked = (self._options.plan, self._options.source)
+        return done and self._options.resume and (note.plan, note.source) == asked
+
+    def _is_gone(self) -> bool:
+        """Return whether the target was removed after it was put in place: nothing is left of it.
+
+        A user may well remove the output of a killed run before the next one.
+        """
+        places = (self.path, aside_of(self.path))
+        staged = is_real_folder(self.folder) and os.listdir(self.folder)
+        return not staged and not any(map(os.path.lexists, places))
+
+    # End
+
+    def is_partial(self) -> bool:
+        """Return whether there is something that another run continues."""
+        return bool(self._journals.held if self._role.finishes else self._journals.there())
+
+    def discard(self, names: Sequence[str]) -> None:
+        """Remove what this process staged.
+
+        If something else is in the folder of a whole output, all stays, and the next run says so.
+        """
+        with suppress(OSError, Unsupported):
+            if self._role.part is None:
+                if is_real_folder(self.folder):
+                    remove_staged(self.folder, self._sizes)
+                self._forget()
+            elif self._journal is not None and self._journal.is_open:
+                remove_own(self.folder, names)
+                self._journal.path.unlink()
+                if not self._journals.there():
+                    self.folder.rmdir()
+
+    def _forget(self) -> None:
+        """Remove all notes of this output, the commit's last."""
+        self._journals.remove()
+        self._note.remove()
+        self.close()
+
+    def close(self) -> None:
+        """Let others write here."""
+        self._journals.close()
