@@ -96,7 +96,7 @@ pages: $(READY) ## Draw --html's pages in a browser (needs chromium); pictures a
 
 faults: $(READY) ## Kill and fail each command at every system call that changes the disk (needs strace).
 	@command -v strace > /dev/null || { echo "make faults needs strace: apt-get install strace"; exit 1; }
-	@CKPTOOL_FAULTS=1 $(BIN)/python -m pytest -n 2 -q tests/commands/test_disk_faults.py
+	@CKPTOOL_FAULTS=1 $(BIN)/python -m pytest -n 2 -q tests/commands/test_disk_faults.py tests/engine/write/test_stage.py
 
 matrix: $(READY) ## The core's tests on other Pythons; saves and loads by other torches (CKPTOOL_TORCH_AT).
 	@for version in $(PYTHONS); do \

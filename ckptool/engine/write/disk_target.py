@@ -253,7 +253,7 @@ class DiskTarget(Target):
 
     def end_part(self, end: PartEnd[Any]) -> None:
         """Note that the part is done."""
-        if self._journal is not None:
+        if self._journal is not None:  # as it is since the claim
             self._journal.end(end)
 
     # Commit

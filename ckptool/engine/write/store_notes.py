@@ -178,9 +178,9 @@ class StoreNotes:
         return None if claim is None else claim.writer
 
     def require_mine(self) -> None:
-        """Raise TransferError if another run has begun to write here since."""
+        """Raise TransferError if another run has begun to write here since, or none is noted."""
         writer = self.read_writer()
-        if writer != self.writer:
+        if writer is None or writer != self.writer:
             who = "its record is gone" if writer is None else describe_writer(writer)
             raise TransferError(f"{self.target}: another ckptool is writing it too: {who}")
 
