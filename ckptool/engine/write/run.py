@@ -158,25 +158,13 @@ class _PlanWriter:
             for tile, _, data, crc in read:
                 self._output.add(tile, self._unfinished[tile.file].parts, data, crc)
             return
-        if tiles[0].band is not None:
-            self._write_cut(read)
-            return
+        done = []
         for tile, pieces in groupby(read, _TILE_OF):
             crc = join_crcs([self._write_piece(tile, piece) for piece in pieces])
-            file = self._unfinished[tile.file]
-            with self._lock:
-                file.tiles.setdefault(tile.part, []).append((tile.offset, tile.nbytes, crc))
-            self._count(tile.file, 1)
-
-    def _write_cut(self, read: Iterator[PlannedPiece]) -> None:
-        """Write the tiles of a band, each of which is one piece, and note them at the end."""
-        files, output, done = self._files, self._output, []
-        for tile, _, data, crc in read:
-            output.write(files[tile.file].path, tile.offset, data)
-            done.append((tile, (tile.offset, len(data), crc)))
+            done.append((tile, (tile.offset, tile.nbytes, crc)))
         with self._lock:
-            for tile, piece in done:
-                self._unfinished[tile.file].tiles.setdefault(tile.part, []).append(piece)
+            for tile, written in done:
+                self._unfinished[tile.file].tiles.setdefault(tile.part, []).append(written)
         for tile, _ in done:
             self._count(tile.file, 1)
 

@@ -146,7 +146,7 @@ class _FileContents(NamedTuple):
     def job(self, number: int) -> Job[int, _ContentReader, memoryview]:
         """Return the job that reads all bytes of one file of the layout."""
         runs = partial(_file_runs, self.plan, number, self.source)
-        return Job(number, lambda reader: _FileContent(number, reader).pieces(), [runs])
+        return Job(number, lambda reader: reader.file(number), [runs])
 
 
 class _ContentReader:
@@ -167,7 +167,24 @@ class _ContentReader:
         while not self._idle.empty():
             self._idle.get().close()
 
-    def tiles(self, spot: LayoutPart) -> Iterator[bytes]:
+    def file(self, number: int) -> Iterator[memoryview]:
+        """Yield all bytes of a file, piece by piece; a checksum comes after its part."""
+        crcs: dict[int, int] = {}
+        offset = 0
+        for position, part in enumerate(self.plan.layout.files[number].parts):
+            if isinstance(part, Literal):
+                yield memoryview(apply_patches(part, crcs.__getitem__))
+            elif isinstance(part, Verbatim):
+                yield from read_verbatim(part, self._source)
+            else:
+                total = 0
+                for data in self._tiles(LayoutPart(number, position, offset, part)):
+                    total = crc32(data, total)
+                    yield memoryview(data)
+                crcs[position] = total
+            offset += part.nbytes
+
+    def _tiles(self, spot: LayoutPart) -> Iterator[bytes]:
         """Read a tensor part in order, while further tiles are read."""
         group = _group(self.plan, spot, self._source)
         waiting: deque[Future[bytes]] = deque()
@@ -178,45 +195,12 @@ class _ContentReader:
         while waiting:
             yield waiting.popleft().result()
 
-    def read_verbatim(self, part: Verbatim) -> Iterator[memoryview]:
-        """Read a file that is copied unchanged."""
-        return read_verbatim(part, self._source)
-
     def _gather(self, tile: Tile) -> bytes:
         reader = self._idle.get()
         try:
             return bytes(reader.data(tile))
         finally:
             self._idle.put(reader)
-
-
-class _FileContent:
-    """The bytes of one file in order; a checksum comes after its part."""
-
-    def __init__(self, number: int, reader: _ContentReader) -> None:
-        self._number = number
-        self._reader = reader
-        self._crcs: dict[int, int] = {}
-
-    def pieces(self) -> Iterator[memoryview]:
-        """Yield all bytes, piece by piece."""
-        offset = 0
-        for position, part in enumerate(self._reader.plan.layout.files[self._number].parts):
-            if isinstance(part, Literal):
-                yield memoryview(apply_patches(part, self._crcs.__getitem__))
-            elif isinstance(part, Verbatim):
-                yield from self._reader.read_verbatim(part)
-            else:
-                yield from self._read(LayoutPart(self._number, position, offset, part))
-            offset += part.nbytes
-
-    def _read(self, spot: LayoutPart) -> Iterator[memoryview]:
-        """Read the tiles of a part; its CRC-32 is known at the end."""
-        total = 0
-        for data in self._reader.tiles(spot):
-            total = crc32(data, total)
-            yield memoryview(data)
-        self._crcs[spot.position] = total
 
 
 def _file_runs(plan: Plan, number: int, source: Files, block: int) -> Iterator[Need]:
