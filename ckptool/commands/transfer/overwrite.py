@@ -23,7 +23,7 @@ from ckptool.serialization.archive.write import is_written_here
 from ckptool.serialization.source import EachRead, Source
 from ckptool.storage.commit_note import UNFINISHED, side_name
 from ckptool.storage.local import Files, LocalSource
-from ckptool.storage.place import file_at, folder_at, run_bounded
+from ckptool.storage.place import file_at, folder_at, on_disk, run_bounded
 from ckptool.storage.url import Location
 
 _LARGEST_TEXT = 64 << 20
@@ -58,7 +58,8 @@ def own_files(target: Location, layout: Layout, new: Files) -> frozenset[str] | 
         raise
     except (CkptoolError, OSError) as error:
         raise _unknown(target, error) from None
-    return _drop_linked(target, own) if isinstance(target, Path) else own
+    path = on_disk(target)
+    return own if path is None else _drop_linked(path, own)
 
 
 def kept_note(target: Location, layout: Layout, new: Files) -> str | None:
@@ -68,8 +69,8 @@ def kept_note(target: Location, layout: Layout, new: Files) -> str | None:
     own = own_files(target, layout, new)
     if own is None:
         return None
-    if isinstance(target, Path):
-        kept = kept_entries(target, own)
+    if (path := on_disk(target)) is not None:
+        kept = kept_entries(path, own)
     else:
         files = folder_at(target).files
         others = [] if UNFINISHED in files else [name for name in files if name not in own]
@@ -172,9 +173,10 @@ def _is_foreign_side(source: Source, name: str) -> bool:
 def _is_own_file(file: Location) -> bool:
     """Return whether a file may be replaced: a checkpoint, any link, or an empty file."""
     try:
-        if isinstance(file, Path) and file.is_symlink():
+        path = on_disk(file)
+        if path is not None and path.is_symlink():
             return True
-        if isinstance(file, Path) and not file.is_file():
+        if path is not None and not path.is_file():
             return False  # a pipe, a device
         source: Source = file_at(file)
         return not source.files.get(file.name, 1) or detect(source) is not None
@@ -259,4 +261,4 @@ def may_open_late(target: Location, *, overwrites: bool) -> bool:
 
     False if the checkpoint at the target is removed first, as in stores, which cannot rename.
     """
-    return isinstance(target, Path) or not overwrites
+    return on_disk(target) is not None or not overwrites

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any, Self
 
@@ -24,6 +23,7 @@ from ckptool.formats import FORMATS
 from ckptool.serialization.safetensors_metadata import note_lost
 from ckptool.serialization.state_dict.values import NOT_CARRIED
 from ckptool.storage.disk import nearest_folder
+from ckptool.storage.place import on_disk
 from ckptool.storage.url import Location
 
 if TYPE_CHECKING:
@@ -135,24 +135,25 @@ def target_notes(
     """Return notes on the target, and on what stays there."""
     kept = kept_note(target, layout, opened.source) if options.overwrite else None
     notes = [] if kept is None else [kept]
-    if isinstance(target, Path):
+    if on_disk(target) is not None:
         return tuple(notes)
     if options.overwrite and len(layout.files) > 1:
         notes.append(
             f"the checkpoint at {target} is removed before the new one is written: stores cannot"
             " rename"
         )
-    if target.store.scheme == "hf":
+    if str(target).startswith("hf://"):
         notes.append("hf:// stages each file on local disk before upload")
     return tuple(notes)
 
 
 def free_bytes(folder: Location) -> int | None:
     """Return the free bytes of a folder's disk, 0 if unknown; None for a store."""
-    if not isinstance(folder, Path):
+    path = on_disk(folder)
+    if path is None:
         return None
     try:
-        return shutil.disk_usage(nearest_folder(folder)).free
+        return shutil.disk_usage(nearest_folder(path)).free
     except (OSError, Unsupported):
         return 0
 

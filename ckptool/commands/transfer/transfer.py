@@ -45,6 +45,7 @@ from ckptool.errors import (
 )
 from ckptool.storage.commit_note import side_name, staging_folder
 from ckptool.storage.memory import MemoryFiles
+from ckptool.storage.place import on_disk
 
 if TYPE_CHECKING:
     from ckptool.core.layout import Layout
@@ -113,12 +114,13 @@ def resolve_target(target: Location) -> Location:
 
     Raises UsageError if it has none, such as the root of a disk.
     """
-    if not isinstance(target, Path) or target.name not in ("", ".."):
+    path = on_disk(target)
+    if path is None or path.name not in ("", ".."):
         return target
-    target = target.resolve()
-    if not target.name:
-        raise UsageError(f"{target}: is the root folder", hint="name a folder below it")
-    return target
+    path = path.resolve()
+    if not path.name:
+        raise UsageError(f"{path}: is the root folder", hint="name a folder below it")
+    return path
 
 
 def _is_finished_by(stage: Stage, ranks: Ranks) -> bool:
@@ -172,7 +174,7 @@ class Transfer(Struct, Generic[AnyReport], frozen=True):
 
         Stores are not asked.
         """
-        if not isinstance(self.target, Path):
+        if on_disk(self.target) is None:
             return None
         stage = stage_at(self.target, self.plan.layout, self._stage_options(), self.options)
         try:
@@ -356,8 +358,8 @@ class Transfer(Struct, Generic[AnyReport], frozen=True):
             self._move(stage, progress, stage.target.last_files, ALL)
             if self.options.verify:
                 self._verify(stage, progress, stage.target.last_files)
-        target = self.target
-        if isinstance(target, Path) and self.plan.layout.folder and target.is_dir():
+        target = on_disk(self.target) if self.plan.layout.folder else None
+        if target is not None and target.is_dir():
             require_unmixed(target, staging_folder(target), stage.options.own or ())
         self.before_commit()
         return stage.commit()
