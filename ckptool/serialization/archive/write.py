@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from msgspec import Struct
@@ -136,6 +136,7 @@ class _Archive:
     def __init__(self, root: str) -> None:
         self._root = root.encode(errors="replace").decode()  # a file's name may not be Unicode
         self._parts: list[Part] = []
+        self._joined, self._patches = bytearray(), list[Patch]()
         self._position = 0
         self._entries: list[_Entry] = []
 
@@ -155,7 +156,8 @@ class _Archive:
             self._add(Literal(central, patches))
             length += len(central)
         self._add(Literal(end_records(len(self._entries), length, start)))
-        return _join_literals(self._parts)
+        self._end_literal()
+        return self._parts
 
     def _record(self, name: str, content: Content, crc: int | None) -> None:
         encoded = f"{self._root}/{name}".encode()
@@ -172,9 +174,21 @@ class _Archive:
             self._add(Literal(b"PK\x07\x08" + struct.pack("<L", crc or 0) + sizes, patches))
 
     def _add(self, part: Part) -> int:
-        self._parts.append(part)
+        """Add a part, a literal to the one before it; return the number of any other."""
         self._position += part.nbytes
+        if isinstance(part, Literal):
+            before = len(self._joined)
+            self._patches += [Patch(before + at, number) for at, number in part.patches]
+            self._joined += part.data
+        else:
+            self._end_literal()
+            self._parts.append(part)
         return len(self._parts) - 1
+
+    def _end_literal(self) -> None:
+        if self._joined:
+            self._parts.append(Literal(bytes(self._joined), tuple(self._patches)))
+        self._joined, self._patches = bytearray(), []
 
 
 def _local_header(name: bytes, offset: int, nbytes: int) -> bytes:
@@ -209,39 +223,15 @@ def end_records(count: int, length: int, start: int) -> bytes:
     return end64 + locator + END.pack(b"PK\x05\x06", 0, 0, short, short, *sizes, 0)
 
 
-def _join_literals(parts: list[Part]) -> list[Part]:
-    """Join adjacent literals, with their patches shifted and renumbered."""
-    numbers: list[int] = []
-    groups: list[list[Part]] = []
-    for part in parts:
-        if not groups or not isinstance(part, Literal) or not isinstance(groups[-1][0], Literal):
-            groups.append([])
-        groups[-1].append(part)
-        numbers.append(len(groups) - 1)
-    return [_renumber(_join(group), numbers.__getitem__) for group in groups]
-
-
-def _join(group: list[Part]) -> Part:
-    literals = [part for part in group if isinstance(part, Literal)]
-    if not literals:
-        return group[0]
-    patches: list[Patch] = []
-    length = 0
-    for literal in literals:
-        patches += [Patch(patch.at + length, patch.part) for patch in literal.patches]
-        length += literal.nbytes
-    return Literal(b"".join(literal.data for literal in literals), tuple(patches))
-
-
-def _renumber(part: Part, number_of: Callable[[int], int]) -> Part:
-    if not isinstance(part, Literal) or not part.patches:
-        return part
-    return Literal(part.data, tuple([Patch(at, number_of(number)) for at, number in part.patches]))
-
-
 def offset_parts(parts: list[Part], by: int) -> list[Part]:
     """Return the same parts, shifted by ``by`` preceding ones in a file."""
-    return [_renumber(part, lambda number: number + by) for part in parts]
+
+    def shifted(part: Part) -> Part:
+        if not isinstance(part, Literal) or not part.patches:
+            return part
+        return Literal(part.data, tuple([Patch(at, number + by) for at, number in part.patches]))
+
+    return list(map(shifted, parts))
 
 
 _SPEC, _LAYOUT = "torch.distributed.tensor._dtensor_spec", "torch.distributed._mesh_layout"
