@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ckptool.errors import CkptoolError
 from ckptool.serialization.archive import templates
-from ckptool.serialization.archive.templates import Sibling, Templates
+from ckptool.serialization.archive.templates import Hole, Sibling, Template, Templates
 from ckptool.serialization.zip import Region, ZipRecord, read_directory
 from ckptool.serialization.zip_headers import check_headers, count_unclaimed_bytes
 
@@ -39,6 +39,36 @@ class Memory:
 
 def region_of(data: bytes) -> Region:
     return Region(Memory(data), "file", 0, len(data))  # type: ignore[arg-type]
+
+
+@given(data=st.data())
+def test_bytes_with_holes(data: st.DataObject) -> None:
+    """Bytes match if they differ in holes, and in what is not compared, alone."""
+    pieces = data.draw(st.lists(st.sampled_from(["same", "skipped", "text", "number"]), max_size=9))
+    first, second, spans, texts, numbers = b"", b"", [], list[Hole](), list[Hole]()
+    for piece in pieces:
+        at = len(first)
+        one, other = (data.draw(st.binary(min_size=4, max_size=4)) for _ in range(2))
+        if piece == "text":
+            texts.append(Hole(at, 4, "s"))
+        elif piece == "number":
+            numbers.append(Hole(at, 4, "L"))
+        first += one
+        second += one if piece == "same" else other
+        if piece != "skipped":
+            spans.append((at, at + 4))
+    template = Template.of(first, spans, texts, numbers)
+    values = (
+        tuple(second[hole.at : hole.at + 4] for hole in texts),
+        tuple(int.from_bytes(second[hole.at : hole.at + 4], "little") for hole in numbers),
+    )
+    assert template.match(second) == values
+    assert template.match(second + b"0") is None
+    if pieces:
+        assert [*template.match_each(first + second)] == [template.match(first), values]
+    for at in range(len(second)):
+        changed = second[:at] + bytes([second[at] ^ 1]) + second[at + 1 :]
+        assert (template.match(changed) is None) == (pieces[at // 4] == "same")
 
 
 @pytest.fixture(scope="module")
