@@ -97,10 +97,6 @@ class Region:
                 base, block = self._at, self._block
         return pieces
 
-    def crc32_at(self, start: int) -> int:
-        """Return the CRC-32 that is recorded there."""
-        return int.from_bytes(self.read(start, CRC32_NBYTES), "little")
-
     def read(self, start: int, nbytes: int) -> bytes:
         """Return ``nbytes`` from ``start`` bytes into the region; Damaged beyond its end."""
         at = start - self._at

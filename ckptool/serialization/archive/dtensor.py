@@ -177,7 +177,7 @@ def _dtensor(
     spec = read_fields(fields.get("_spec"), "DTensorSpec", _SPEC_FIELDS)
     if local is None:
         raise Damaged(f"{file.what}: a DTensor whose local tensor is not a plain tensor")
-    mesh, rank = mesh_of(spec.get("mesh"), file, source)
+    mesh, rank = _mesh_of(spec.get("mesh"), file, source)
     placements = tuple(map(read_placement, spec.get("placements") or ()))
     if len(placements) != len(mesh.shape):
         raise Damaged(
@@ -271,7 +271,7 @@ def _shard_box(value: PickleValue) -> tuple[Box, int | None]:
 _MOST_RANKS = 1 << 18
 
 
-def mesh_of(record: Any, file: TorchFile, source: Source) -> tuple[Mesh, int | None]:
+def _mesh_of(record: Any, file: TorchFile, source: Source) -> tuple[Mesh, int | None]:
     """Return the mesh, and the rank that pickled it if recorded."""
     fields = read_fields(record, "DeviceMesh")
     if record not in file.meshes:
