@@ -314,8 +314,7 @@ class RowReader:
                     resolved, holds = self._resolve_column(column, noted, begin, at, texts)
                     if not holds.all():
                         return _first_false(holds)
-                numbers = resolved.numbers[:, : max(1, int(column.kinds.max()))]
-                each.append(Column(resolved.kinds.copy(), _narrow(numbers)))
+                each.append(resolved.narrowed())
         table[:] = done
         return len(counts)
 
@@ -395,11 +394,3 @@ class RowReader:
 def _first_false(flags: Any) -> int:
     """Return how many come before the first that is false."""
     return len(flags) if flags.all() else int(flags.argmin())
-
-
-def _narrow(numbers: Any) -> Any:
-    """Return numbers in 32 bits if they fit."""
-    import numpy as np
-
-    fits = numbers.min() >= -1 << 31 and numbers.max() < 1 << 31
-    return numbers.astype(np.int32 if fits else np.int64)

@@ -30,6 +30,14 @@ class Column(NamedTuple):
     kinds: Any
     numbers: Any
 
+    def narrowed(self) -> Column:
+        """Return a copy of as many dims as there are, in 32 bits if all numbers fit."""
+        import numpy as np
+
+        numbers = self.numbers[:, : max(1, int(self.kinds.max()))]
+        fits = numbers.min() >= -1 << 31 and numbers.max() < 1 << 31
+        return Column(self.kinds.copy(), numbers.astype(np.int32 if fits else np.int64))
+
 
 class Rows:
     """Consecutive instances of one class, as columns; ``objects`` are what these refer to.
