@@ -11,7 +11,6 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 from msgspec import Struct, field
@@ -212,23 +211,28 @@ class _LateKinds:
     ) -> int | None:
         """Return where the elements of a kind begin, None if it is not plain; open one, once."""
         if kind not in self._starts:
-            self._starts[kind] = _find_start(self._source, entry, chunks[at])
+            box, item = chunks[at].box, chunks[at].at
+            if not isinstance(item, Container):
+                return None
+            self._starts[kind] = _find_start(self._source, Item.of(entry, box, item))
         return self._starts[kind]
 
 
-def _find_start(source: Source, entry: TensorEntry, chunk: Chunk) -> int | None:
-    """Return the byte of its item where a plain tensor's elements begin, None for any other.
+def _find_start(source: Source, item: Item) -> int | None:
+    """Return the byte of an item where a plain tensor's elements begin, None for any other.
 
-    Problems are reported later, together.
+    They are plain if they are a whole record, unchanged and in order. Problems are reported later,
+    together.
     """
-    if not isinstance(chunk.at, Container):
-        return None
-    item = Item.of(entry, chunk.box, chunk.at)
     try:
         place = locate_item(source, item)
     except CkptoolError:
         return None
-    return place.offset - item.at.offset if _is_row_major(place, item) else None
+    if not isinstance(place, Extent) or place.record is None or place.ops:
+        return None
+    is_all = (place.record.offset, place.record.nbytes) == (place.offset, item.data_nbytes)
+    is_plain = is_all and contiguous(place.strides, item.shape, item.dtype.itemsize)
+    return place.offset - item.at.offset if is_plain else None
 
 
 class Openings:
@@ -247,12 +251,7 @@ class Openings:
         counts = Counter(item.kind for item in items)
         first = {item.kind: item for item in reversed(items) if counts[item.kind] > 1}
         expect_edges(source, ((i.at.file, i.at.offset, i.at.nbytes) for i in first.values()))
-        self._starts: dict[tuple[int, int], int] = {}
-        for kind, item in first.items():
-            with suppress(CkptoolError):  # reported when this item is opened
-                place = locate_item(source, item)
-                if _is_row_major(place, item):
-                    self._starts[kind] = place.offset - item.at.offset
+        self._starts = {kind: _find_start(source, item) for kind, item in first.items()}
 
     def deferred(self) -> Catalog:
         """Return the catalog with an opening for each item that can be opened later."""
@@ -325,11 +324,3 @@ def _plain_items(catalog: Catalog) -> Iterator[Item]:
             at = chunk.at
             if isinstance(at, Container) and not at.transforms and not chunk.copies:
                 yield Item.of(entry, chunk.box, at)
-
-
-def _is_row_major(place: Place, item: Item) -> bool:
-    """Return whether the elements are a whole record, unchanged and in order."""
-    if not isinstance(place, Extent) or place.record is None or place.ops:
-        return False
-    is_all = (place.record.offset, place.record.nbytes) == (place.offset, item.data_nbytes)
-    return is_all and contiguous(place.strides, item.shape, item.dtype.itemsize)
