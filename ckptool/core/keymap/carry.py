@@ -73,7 +73,7 @@ def _blocks(rule: Rule, tensor: BoundTensor, known: Sizes) -> Iterator[BoundTens
     if lies is None:
         yield tensor
         return
-    patterns = [pattern for pattern in rule.sources if pattern.text == tensor.pattern.text]
+    patterns = rule.blocks(tensor.pattern)
     dims = [d for d in range(len(tensor.axes)) if d != lies.dim]
     if len(tensor.axes) != len(entry.shape):
         raise _uneven(tensor, known)

@@ -150,9 +150,8 @@ def _bytes_of(gather: Gather, entry: TensorEntry, lo: int, hi: int) -> Any:
     size = entry.source_dtype.itemsize
     start = lo // size
     stored = gather(entry, _run(entry, start, -(-hi // size)))
-    return view_typed(stored.reshape(-1).view("u1"), BY_NAME["uint8"])[
-        lo - start * size : hi - start * size
-    ]
+    flat = view_typed(stored.reshape(-1).view("u1"), BY_NAME["uint8"])
+    return flat[lo - start * size : hi - start * size]
 
 
 def _run(entry: TensorEntry, lo: int, hi: int) -> Box:
