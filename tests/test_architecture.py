@@ -254,7 +254,7 @@ def asks_for_block(node: ast.AST) -> bool:
     return node.left.attr == "block" and ast.unparse(node.comparators[0]).isdigit()
 
 
-ASKED = {asks_for_kind: 76, asks_for_block: 14}
+ASKED = {asks_for_kind: 20, asks_for_block: 14}
 """How often it is still asked what a place is: lowered with each that goes, and then deleted."""
 
 
