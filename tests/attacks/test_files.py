@@ -10,7 +10,7 @@ from pathlib import Path
 import attack_build as b
 import pytest
 from attack_harness import attack, attack_all
-from test_headers import W, require_honest
+from honest_files import W, require_honest
 
 from ckptool.commands.convert import prepare
 from ckptool.commands.open import open_checkpoint

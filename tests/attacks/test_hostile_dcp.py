@@ -11,7 +11,7 @@ import attack_build as b
 import pytest
 from attack_harness import attack
 from dcp_records import BOMB, Make, chunk, number, size, text
-from test_headers import require_honest
+from honest_files import require_honest
 
 WHOLE = chunk(size(0, 0), size(2, 3))
 

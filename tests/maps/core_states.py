@@ -23,7 +23,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from bridge_states import _SOURCES, MODELS, SMALL, _bridge, recorded, values
+from bridge_models import MODELS, SMALL
+from bridge_states import _SOURCES, _bridge, recorded, values
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from bridge_states import MODELS, digest, recorded, values
+from bridge_models import MODELS
+from bridge_states import digest, recorded, values
 from conftest import convert_to
 from core_states import recorded_names
 from safetensors.numpy import load_file, save_file

@@ -8,7 +8,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from bridge_states import MODELS, values
+from bridge_models import MODELS
+from bridge_states import values
 from conftest import convert_to
 from safetensors.numpy import load_file
 from test_bridge import RECORDED, save

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from conftest import taken
-from safetensors.torch import save_file
 
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.rewrite import RewriteOptions, Selection
@@ -41,17 +38,3 @@ def state() -> dict[str, torch.Tensor]:
         "flag": torch.tensor([True, False]),
         "scalar": torch.tensor(2.5),
     }
-
-
-@pytest.fixture
-def saved(tmp_path: Path) -> Callable[..., tuple[Path, Path]]:
-    """Two safetensors files, the second changed."""
-
-    def save(change: Callable[[dict[str, torch.Tensor]], None]) -> tuple[Path, Path]:
-        one, other = state(), state()
-        change(other)
-        save_file(one, tmp_path / "one.safetensors")
-        save_file(other, tmp_path / "other.safetensors")
-        return tmp_path / "one.safetensors", tmp_path / "other.safetensors"
-
-    return save
