@@ -76,7 +76,7 @@ $(AZURITE): | $(READY)
 
 stores: $(AZURITE) ## Read and write an emulator of Azure's blobs, too (needs npm).
 	@PATH="$(CURDIR)/$(dir $(AZURITE)):$$PATH" $(BIN)/python -m pytest -q \
-		tests/remote/test_emulators.py tests/remote/test_other_obstore.py tests/remote/test_other_refusals.py
+		tests/remote/test_emulators.py tests/remote/test_other_clients.py tests/remote/test_other_refusals.py
 
 # torchtitan takes another fsspec than the clients of stores; all else is .venv's.
 $(TORCHTITAN): $(READY)

@@ -9,18 +9,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import NamedTuple
 
+from ckptool.storage.clients.client import ObjectVersion
+
 BLOCK = 256 << 10
 """The least number of bytes to fetch. Most headers, directories and small tensors fit."""
 CAPACITY = 16 << 20
 """Bytes of memory for what was read, unless a budget says otherwise."""
 _AHEAD = 16
-
-
-class ObjectVersion(NamedTuple):
-    """A file as it was listed: its key, and its version (an ETag or a time; empty if unknown)."""
-
-    key: str
-    version: str
 
 
 Key = tuple[ObjectVersion, int]

@@ -10,7 +10,8 @@ from functools import partial
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from ckptool.storage.block_cache import Block, Fetch, ObjectVersion
+from ckptool.storage.block_cache import Block, Fetch
+from ckptool.storage.clients.client import ObjectVersion
 
 Run = tuple[ObjectVersion, int, int]
 """Bytes that are read together: their file, offset and how many they are."""

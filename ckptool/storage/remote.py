@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 
 from ckptool.errors import Changed, Denied, NotFound, Problem
-from ckptool.storage.block_cache import BLOCK, ObjectVersion
+from ckptool.storage.block_cache import BLOCK
+from ckptool.storage.clients.client import ObjectInfo, ObjectVersion
 from ckptool.storage.file_status import by_folder, changed, version_digest, within_folder
 from ckptool.storage.local import CORES, Run, read_exactly, too_short
 from ckptool.storage.retry import Unaccepted
-from ckptool.storage.store import ObjectInfo
 from ckptool.storage.url import WEB, RemotePath
 
 AT_ONCE = 16

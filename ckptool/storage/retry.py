@@ -110,8 +110,9 @@ def retry(policy: RetryPolicy, what: str, work: Callable[[], _T]) -> _T:
             limit = policy.connecting if _is_unconnected(error) else policy.total
         spent = time.monotonic() - started
         if attempt >= policy.attempts or spent + pause > limit:
-            tried = "1 attempt" if attempt == 1 else f"{attempt} attempts"
-            raise NoAnswer(f"{what}: no answer after {tried} in {spent:.0f} s: {reason}")
+            tried = "after 1 attempt " if attempt == 1 else f"after {attempt} attempts "
+            tried = tried if policy.attempts > 1 else ""
+            raise NoAnswer(f"{what}: no answer {tried}in {spent:.0f} s: {reason}")
         time.sleep(pause)
         attempt += 1
 

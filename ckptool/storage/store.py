@@ -1,4 +1,4 @@
-"""A store that fsspec knows: list, read and write it, with retries.
+"""A store: list, read and write it, with retries, by the client for its scheme.
 
 The web lists nothing: the files of a checkpoint there are those that its metadata names.
 """
@@ -7,22 +7,33 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from importlib.util import find_spec
+from typing import Any, ParamSpec, TypeVar
 from weakref import WeakMethod, WeakSet
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
-from ckptool.errors import Changed, Denied, NotFound, Unsupported
-from ckptool.storage.block_cache import CAPACITY, BlockCache, ObjectVersion
-from ckptool.storage.clients.checked_ranges import is_pinned
-from ckptool.storage.clients.file_system import open_file_system
-from ckptool.storage.clients.obstore_client import StoreClient, by_obstore_alone
-from ckptool.storage.clients.obstore_others import by_obstore
-from ckptool.storage.clients.ranged_read import FsspecClient, FsspecReader
+from ckptool.errors import Changed, Denied, NotFound
+from ckptool.storage.block_cache import CAPACITY, BlockCache
+from ckptool.storage.clients.amazon import Amazon
+from ckptool.storage.clients.azure import Azure
+from ckptool.storage.clients.buckets import fsspec_settings
+from ckptool.storage.clients.client import (
+    Client,
+    ObjectInfo,
+    ObjectVersion,
+    PartsRemain,
+    Upload,
+)
+from ckptool.storage.clients.fsspec_client import FsspecClient, missing
+from ckptool.storage.clients.google import Google
+from ckptool.storage.clients.obstore_client import ObstoreClient, Service
 from ckptool.storage.clients.unlisted import INDEXES, infos, is_file, names_below
+from ckptool.storage.clients.web import Web, WebClient
 from ckptool.storage.planned_ranges import PlannedRanges
 from ckptool.storage.retry import RetryPolicy, Unaccepted, retry, status_of
 from ckptool.storage.url import AZURE, GOOGLE, S3, WEB, redact_url
@@ -31,17 +42,27 @@ _T = TypeVar("_T")
 _P = ParamSpec("_P")
 _BEHIND_THE_END = 416
 _ANOTHER_VERSION = 412
-_VERSIONS = ("generation", "ETag", "etag", "md5Hash", "sha256", "blob_id", "Last-Modified")
-"""The clients' keys for a value that differs between versions of a file; Google's first."""
-_ATOMIC_PUT = {*S3, *GOOGLE, *AZURE, "hf"}
+_SERVICES: Mapping[str, tuple[Callable[[str, Mapping[str, Any]], Service], str]] = {
+    **dict.fromkeys(S3, (Amazon, "s3")),
+    **dict.fromkeys(GOOGLE, (Google, "gcs")),
+    **dict.fromkeys(AZURE, (Azure, "azure")),
+    **dict.fromkeys(WEB, (Web, "http")),
+}
+"""What obstore reads and writes, with the extra that installs it; fsspec serves all else."""
 
 
-class ObjectInfo(NamedTuple):
-    """A file of a store: its size in bytes, and its version (an ETag or a time)."""
-
-    nbytes: int
-    version: str
-    modified: float
+def _open_client(url: str, options: Mapping[str, Any], policy: RetryPolicy) -> Client:
+    """Return the client for the scheme of a URL; Unsupported if a package for it is missing."""
+    scheme = url.partition("://")[0]
+    if scheme not in _SERVICES:
+        return FsspecClient(url, options, policy.timeout)
+    service, extra = _SERVICES[scheme]
+    if find_spec("obstore") is None:
+        raise missing(url, extra)
+    found = service(url, {**fsspec_settings(scheme), **options})
+    if isinstance(found, Web):
+        return WebClient(found, policy)
+    return ObstoreClient(found, policy)
 
 
 class Traffic(Struct):
@@ -81,9 +102,7 @@ class Store:
         """Folders whose metadata file was given: they may not be listable."""
         self._hidden: dict[str, str] = {}
         """Why the store does not say whether files are there, by key."""
-        self._fs: Any = None
-        self._client: StoreClient | None = None
-        self._others: StoreClient | None = None
+        self._client: Client | None = None
         _stores.add(self)
 
     def __reduce__(self) -> tuple[type[Store], tuple[str, Mapping[str, Any]]]:
@@ -97,33 +116,15 @@ class Store:
         return store
 
     @property
-    def client(self) -> StoreClient:
-        """The client that lists and reads the store, connected on first use."""
+    def client(self) -> Client:
+        """The client for the store's scheme, connected on first use."""
         if self._client is None:
-            others, timeout = _weakly(self._by_fsspec), self.policy.timeout
-            alone = by_obstore_alone(self.scheme, self._options, others, timeout)
-            self._client = alone or self._by_fsspec()
+            self._client = _open_client(self._url, self._options, self.policy)
         return self._client
-
-    @property
-    def fs(self) -> Any:
-        """The file system of fsspec, which writes and removes: opened on first use."""
-        if self._fs is None:
-            self._fs = open_file_system(self._url, self._options)
-        return self._fs
-
-    def _by_fsspec(self) -> StoreClient:
-        """Return the client that lists and reads with the file system."""
-        if self._others is None:
-            fs, timeout = self.fs, self.policy.timeout
-            reader = FsspecReader(fs, self.scheme, self._sizes, timeout)
-            ranges = by_obstore(fs, self.scheme, reader, timeout)
-            self._others = FsspecClient(fs, ranges, timeout)
-        return self._others
 
     def disconnect(self) -> None:
         """Drop all connections, locks and pending requests: they are another process's."""
-        self._fs = self._client = self._others = None
+        self._client = None
         self.blocks = BlockCache(_weakly(self.read), self.blocks.capacity)
         self.ranges = PlannedRanges(_weakly(self.read), self.ranges.capacity)
         self.traffic = Traffic(self.traffic.requests, self.traffic.received)
@@ -136,13 +137,11 @@ class Store:
     @property
     def atomic_put(self) -> bool:
         """Whether an object appears only once it is complete."""
-        return self.scheme in _ATOMIC_PUT
+        return self.client.atomic_put
 
     def key(self, url: str) -> str:
-        """Return the file system's name for the place of a URL."""
-        if self.scheme in S3:
-            return url.partition("://")[2].strip("/")
-        return str(self.fs._strip_protocol(url))
+        """Return the store's own name for the place of a URL."""
+        return self.client.key(url)
 
     def changed(self, key: str, nbytes: int) -> None:
         """Drop what was read of a file: it was written, and has so many bytes."""
@@ -156,62 +155,59 @@ class Store:
 
     def url(self, key: str) -> str:
         """Return a place of the store as shown in messages."""
-        if self.scheme in S3:
-            return redact_url(f"s3://{key}")
-        return redact_url(self.fs.unstrip_protocol(key))
+        return redact_url(self.client.url(key))
 
     def find(self, key: str, what: str) -> dict[str, ObjectInfo]:
         """Return all files below a place by their relative paths; a file itself is ``""``.
 
         Raises NotFound if there is none, or it cannot be listed; errors name it ``what``.
         """
-        infos = self._list_web(key) if self.scheme in WEB else self._list_files(key, what)
-        files = {}
-        for name, info in infos.items():
-            relative = "" if name == key else name.removeprefix(key).lstrip("/")
-            if info.get("type", "file") == "file" and not name.endswith("/"):
-                files[relative] = _info(info)
-                self._sizes[name] = files[relative].nbytes
-        if not files:
+        found = self._list_web(key) if self.scheme in WEB else self._list_files(key, what)
+        if not found:
             raise NotFound(f"{what}: no such file or folder")
+        self._sizes |= {name: info.nbytes for name, info in found.items()}
         folder, _, name = key.rpartition("/")
-        if "" in files and name in INDEXES:
+        if key in found and name in INDEXES:
             self._named.add(folder)
+        files = {name.removeprefix(key).lstrip("/"): info for name, info in found.items()}
         return dict(sorted(files.items()))
 
-    def _list_files(self, key: str, what: str) -> dict[str, Any]:
-        """Return a file of S3 if the name is a file's, or what a listing shows.
+    def _list_files(self, key: str, what: str) -> dict[str, ObjectInfo]:
+        """Return a file if the name is a file's, or what a listing shows; a bucket lists no file.
 
-        A file may have the name of a folder there; one request shows it, a listing takes two more.
-        If there is no such file, s3fs (2024.6 to 2026.9) looks for a folder.
+        A file may have the name of a folder in a bucket. One request shows it.
         """
-        if self.scheme in S3 and is_file(key) and key.rpartition("/")[2] not in INDEXES:
-            self.traffic.count()
+        in_bucket = self.scheme in _SERVICES and "/" in key
+        is_named = in_bucket and is_file(key) and key.rpartition("/")[2] not in INDEXES
+        if is_named:
             try:
-                info = self.ask(what, lambda: self.client.info(key))
+                if found := self._file_at(key, what):
+                    return found
             except Unaccepted:
                 raise
-            except Denied:  # S3's answer for missing keys without permission to list
-                return self._list(key, what)
-            if info["type"] == "file":
-                return {key: info}
-        return self._list(key, what)
+            except Denied:  # S3's answer for a missing key if one may not list
+                pass
+        found = self._list(key, what)
+        return found if found or is_named or not in_bucket else self._file_at(key, what)
 
-    def _list(self, key: str, what: str) -> dict[str, Any]:
+    def _file_at(self, key: str, what: str) -> dict[str, ObjectInfo]:
+        """Return the file of this key, if there is one."""
         self.traffic.count()
-        policy = self.policy.of_listings()
+        with suppress(NotFound):
+            if (info := self.ask(what, lambda: self.client.info(key))) is not None:
+                return {key: info}
+        return {}
+
+    def _list(self, key: str, what: str) -> dict[str, ObjectInfo]:
+        self.traffic.count()
         try:
-            infos = retry(policy, what, lambda: self.client.find(key))
+            return retry(self.policy.of_listings(), what, lambda: self.client.find(key))
         except Unaccepted:
             raise
         except Denied as error:
             return self._look_up(key, what, error)
-        if isinstance(infos, Mapping):
-            return dict(infos)
-        # adlfs (2024.7 to 2026.8) has no details of a file requested by name
-        return {name: self.ask(what, partial(self.client.info, name)) for name in infos}
 
-    def _look_up(self, key: str, what: str, error: Denied) -> dict[str, Any]:
+    def _look_up(self, key: str, what: str, error: Denied) -> dict[str, ObjectInfo]:
         """Return what can be known if listing is denied: a metadata file, and files that it names.
 
         A store that denies listing does not reveal either that a file is missing.
@@ -227,7 +223,7 @@ class Store:
             raise error
         return {key: info}
 
-    def _head(self, key: str) -> dict[str, Any] | None:
+    def _head(self, key: str) -> ObjectInfo | None:
         """Return the store's information on a file; None if it is missing, or not shown."""
         self.traffic.count()
         try:
@@ -249,38 +245,34 @@ class Store:
         hidden = self._hidden.items()
         return {name.removeprefix(head): why for name, why in hidden if name.startswith(head)}
 
-    def _list_named(self, folder: str, query: str) -> dict[str, Any]:
+    def _list_named(self, folder: str, query: str) -> dict[str, ObjectInfo]:
         """Return the files of a folder that cannot be listed, as far as they can be known."""
         look = self._web_info if self.scheme in WEB else self._head
 
         def key_of(name: str) -> str:
             return f"{folder}/{name}{query}"
 
-        def info_of(name: str) -> dict[str, Any] | None:
+        def info_of(name: str) -> ObjectInfo | None:
             return look(key_of(name))
 
         names = names_below(info_of, lambda name: self.get(key_of(name), key_of(name)))
         known = infos(names, info_of)
         return {f"{folder}/{name}": info for name, info in known.items()}
 
-    def _list_web(self, key: str) -> dict[str, Any]:
+    def _list_web(self, key: str) -> dict[str, ObjectInfo]:
         """Return a file, or the files of a folder as far as they can be known."""
         head, mark, query = key.partition("?")
         if is_file(key):
             return {key: info} if (info := self._web_info(key)) is not None else {}
         return self._list_named(head.rstrip("/"), mark + query)
 
-    def _web_info(self, key: str) -> dict[str, Any] | None:
+    def _web_info(self, key: str) -> ObjectInfo | None:
         """Return the server's information on a file, at least its size; None if there is none."""
         self.traffic.count()
         policy = self.policy.of_listings()
-        try:
-            info = retry(policy, redact_url(key), lambda: self.client.info(key))
-        except NotFound:
-            return None
-        if info["size"] is None:
-            raise Unsupported(f"{redact_url(key)}: the server does not say how large it is")
-        return info
+        with suppress(NotFound):
+            return retry(policy, redact_url(key), lambda: self.client.info(key))
+        return None
 
     def read_into(self, file: ObjectVersion, offset: int, buffer: memoryview) -> int:
         """Fill a buffer from ``offset`` of a file; return the bytes there are.
@@ -321,19 +313,39 @@ class Store:
 
     def _size_now(self, key: str) -> int:
         """Return the current size of a file, not the listed one."""
-        return int(self.client.info(key)["size"] or 0)
+        info = self.client.info(key)
+        return 0 if info is None else info.nbytes
 
     def reads_version(self, version: str) -> bool:
         """Return whether a read that names this version fails if another is there."""
-        return is_pinned(self.scheme, version)
+        return self.client.pins and version.startswith('"')
 
     def make_folder(self, key: str, what: str) -> None:
         """Make a folder if the store has folders."""
-        self.ask(what, lambda: self.fs.makedirs(key, exist_ok=True))
+        self.ask(what, lambda: self.client.make_folder(key))
 
-    def put(self, key: str, data: bytes, what: str) -> None:
+    def put(self, key: str, data: bytes | bytearray, what: str) -> None:
         """Write a small file."""
-        self.ask(what, lambda: self.fs.pipe_file(key, data))
+        self.ask(what, lambda: self.client.put(key, data))
+
+    def upload(self, key: str, pieces: Iterator[bytearray], upload: Upload) -> None:
+        """Write a file from its pieces; what the store refuses to discard is in ``remains``."""
+        url, sent = self.url(key), 0
+
+        def count() -> Iterator[bytearray]:
+            nonlocal sent
+            for piece in pieces:
+                sent += len(piece)
+                yield piece
+
+        def send() -> None:
+            try:
+                self.client.upload(key, count(), upload)
+            except PartsRemain:
+                self.remains[url] = sent
+                raise
+
+        retry(replace(self.policy, attempts=1), url, send)
 
     def get(self, key: str, what: str) -> bytes:
         """Return all of a small file; NotFound if there is none."""
@@ -345,7 +357,7 @@ class Store:
         """Remove those files that exist, one after the other."""
         for key in keys:
             with suppress(NotFound):
-                self.ask(what, partial(self.fs.rm_file, key))
+                self.ask(what, partial(self.client.remove, key))
 
     def ask(self, what: str, work: Callable[[], _T]) -> _T:
         """Return the answer to a request; NotFound or NoAnswer if there is none."""
@@ -374,12 +386,3 @@ def _disconnect_all() -> None:
 
 
 os.register_at_fork(after_in_child=_disconnect_all)
-
-
-def _info(info: dict[str, Any]) -> ObjectInfo:
-    version = next(filter(None, map(info.get, _VERSIONS)), None)
-    modified = info.get("LastModified") or info.get("last_modified") or info.get("mtime")
-    modified = modified or info.get("updated") or info.get("created") or 0
-    seconds = modified.timestamp() if hasattr(modified, "timestamp") else modified
-    seconds = seconds if isinstance(seconds, int | float) else 0
-    return ObjectInfo(int(info.get("size") or 0), str(version or modified), float(seconds))

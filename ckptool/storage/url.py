@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from ckptool.errors import NotFound, UsageError
 
 if TYPE_CHECKING:
-    from ckptool.storage.store import ObjectInfo, Store
+    from ckptool.storage.clients.client import ObjectInfo
+    from ckptool.storage.store import Store
 
 _URL = re.compile(r"(?P<scheme>[a-zA-Z][a-zA-Z0-9+.-]+)://(?P<rest>.*)", re.DOTALL)
 _HALF_URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/[^/]")

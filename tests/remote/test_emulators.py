@@ -65,7 +65,7 @@ def test_a_name_that_none_can_have(box: str, monkeypatch: pytest.MonkeyPatch) ->
         prepare(SOURCE, target, ConvertOptions("dcp")).run()
 
 
-def test_what_was_replaced_since_it_was_listed(box: str, emulator: Emulator) -> None:
+def test_what_was_replaced_since_it_was_listed(box: str) -> None:
     target = place(f"{box}/m")
     resharded(SOURCE, f"{box}/m", "2")
     files = list(RemoteSource.folder(target).files)
@@ -75,7 +75,3 @@ def test_what_was_replaced_since_it_was_listed(box: str, emulator: Emulator) -> 
     (target / "__0_0.distcp").write_bytes(bytes(len(data)))
     with pytest.raises(Changed):
         source.read("__0_0.distcp", 10, 10)
-    if emulator.scheme == "gs":  # where a store may not know conditions, files are listed again
-        assert source.changed(files) == ["__0_0.distcp"]
-        assert source.changed(["__0_0.distcp"]) == ["__0_0.distcp"]
-        assert source.changed([".metadata"]) == []

@@ -117,21 +117,3 @@ def test_an_output_of_the_same_sizes_that_is_replaced_and_resumed(
         number += 1
     assert number > 10
     assert s3.get("m") == new
-
-
-def test_parts_that_a_run_of_another_plan_left_are_thrown_away(s3: S3, out: Path) -> None:
-    source = big(out, 4)
-
-    def reshard(mesh: str) -> None:
-        options = ReshardOptions(parse_mesh(mesh), transfer=TransferOptions(run=RunOptions(1)))
-        prepare_reshard(source, location(s3.url("m")), options).run()
-
-    s3.fail(reset, "CompleteMultipartUpload")
-    s3.fail(reset, "AbortMultipartUpload")
-    with pytest.raises(CkptoolError):
-        reshard("2")
-    s3.heal()
-    assert s3.uploads
-    s3.server.partial.update({"another": type(next(iter(s3.uploads.values())))(s3.bucket, "n/x")})
-    reshard("1")
-    assert list(s3.uploads) == ["another"]

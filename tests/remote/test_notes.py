@@ -66,7 +66,7 @@ class Bucket:
         return self._work[key]
 
     def write(self, name: str, data: bytes) -> None:
-        self.target.store.fs.pipe_file(f"/{self.name}/{name}", data)
+        self.target.store.client.fs.pipe_file(f"/{self.name}/{name}", data)
 
     def keys(self) -> dict[str, Any]:
         head = f"/{self.name}/"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -342,12 +343,10 @@ def test_parts_that_may_not_be_thrown_away_are_named(s3: S3, out: Path) -> None:
         resharded(source, s3.url("m"), "1")
     hint = caught.value.hint or ""
     nbytes = sum(len(part) for one in s3.uploads.values() for part in one.parts.values())
-    assert nbytes > 0
-    assert f"{nbytes:,} bytes of {s3.url('m/__0_0.distcp')}" in hint
+    said = re.search(rf"at most ([\d,]+) bytes of {s3.url('m/__0_0.distcp')}", hint)
+    assert said is not None
+    assert 0 < nbytes <= int(said[1].replace(",", ""))
     assert "charges for" in hint
-    s3.heal()
-    resharded(source, s3.url("m"), "1")
-    assert not s3.uploads
 
 
 @pytest.mark.parametrize("more", [{}, {"overwrite": True}])

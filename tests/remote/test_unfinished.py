@@ -25,7 +25,6 @@ from ckptool.core.sharding.placement import parse_mesh
 from ckptool.engine.run_options import RunOptions
 from ckptool.engine.write import send
 from ckptool.errors import CkptoolError, Damaged, SourceError, Unrecognized, Unsupported
-from ckptool.storage.clients.unfinished_uploads import abort_uploads
 from ckptool.storage.commit_note import UNFINISHED
 from ckptool.storage.multipart import Upload
 from ckptool.storage.url import RemotePath, location
@@ -134,7 +133,7 @@ def test_a_file_is_removed_before_what_goes_with_it(monkeypatch: pytest.MonkeyPa
     target = place().with_name("m.safetensors")
     prepare(SOURCE, target, ConvertOptions("safetensors")).run()
     removed: list[str] = []
-    monkeypatch.setattr(type(target.store.fs), "rm_file", lambda fs, key: removed.append(key))
+    monkeypatch.setattr(MemoryFileSystem, "rm_file", lambda fs, key: removed.append(key))
     options = ConvertOptions("safetensors", transfer=TransferOptions(overwrite=True))
     prepare(SOURCE, location(target.url), options).run()
     names = [name.rpartition("/")[2] for name in removed]
@@ -179,19 +178,6 @@ def test_old_files_do_not_pass_for_new_ones(
         assert stopped_at(trial, monkeypatch, planned(kind, target, **again).run)
         planned(kind, target, **again).run()
         assert {name: (target / name).read_bytes() for name in location(target.url).listing} == new
-
-
-def test_all_that_was_begun_is_thrown_away_however_much(
-    s3: S3, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(s3.server, "page", 3)
-    for number in range(10):
-        key = f"m/__{number % 4}_0.distcp"  # several of one file, over the end of a page
-        s3.fs.call_s3("create_multipart_upload", Bucket=s3.bucket, Key=key)
-    mine = s3.fs.call_s3("create_multipart_upload", Bucket=s3.bucket, Key="m/mine.distcp")
-    store = RemotePath.parse(s3.url("m")).store
-    abort_uploads(store, f"{s3.bucket}/m/", lambda key: not key.endswith("mine.distcp"))
-    assert list(s3.uploads) == [mine["UploadId"]]
 
 
 def test_an_interrupt_once_the_last_file_was_sent_leaves_no_parts(

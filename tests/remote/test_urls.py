@@ -95,7 +95,7 @@ def test_schemes_are_written_in_any_case(s3: S3) -> None:
     assert location("c://models/m") == Path("c://models/m")
 
 
-@pytest.mark.parametrize("folder", ["", "a/b", "a b#1%20+ü", "a//b"])
+@pytest.mark.parametrize("folder", ["", "a/b", "a b#1%20+ü"])
 @pytest.mark.parametrize("end", ["", "/"])
 def test_a_checkpoint_lies_under_any_name(folder: str, end: str, s3: S3) -> None:
     for file in SOURCE.iterdir():
@@ -270,8 +270,7 @@ def test_credentials_that_are_missing(s3: S3, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a scheme that no other test opens: fsspec keeps the classes that it has found."""
-    monkeypatch.setitem(sys.modules, "adlfs", None)
+    monkeypatch.setitem(sys.modules, "obstore", None)
     with pytest.raises(Unsupported) as caught:
         location("abfss://box@account/m")
     assert caught.value.hint == "pip install 'ckptool[azure]'"

@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from ckptool.storage.block_cache import BLOCK, BlockCache, ObjectVersion
+from ckptool.storage.block_cache import BLOCK, BlockCache
+from ckptool.storage.clients.client import ObjectVersion
 
 FILE = ObjectVersion("a", "")
 DATA = random.Random(1).randbytes(5 * BLOCK)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptool.storage import planned_ranges
-from ckptool.storage.block_cache import ObjectVersion
+from ckptool.storage.clients.client import ObjectVersion
 from ckptool.storage.planned_ranges import PlannedRanges, Run, join_runs, memory_to_read
 
 FILES = [ObjectVersion(name, "") for name in "abc"]

@@ -13,7 +13,7 @@ import psutil
 from msgspec import Struct
 
 from ckptool.errors import Denied, NotFound, TransferError, Unsupported, UsageError
-from ckptool.storage.clients.unfinished_uploads import abort_uploads
+from ckptool.storage.clients.fsspec_client import open_file_system
 from ckptool.storage.place import full_name, on_disk
 from ckptool.storage.url import WEB, Location, RemotePath
 
@@ -101,8 +101,11 @@ class StoreFolder(Struct, frozen=True):
 
     @property
     def clients(self) -> tuple[str, ...]:
-        """The packages that access the store: fsspec, and the one for its scheme."""
-        own = type(self.place.store.fs).__module__.partition(".")[0]
+        """The packages by which torch accesses the store: fsspec, and the one for its scheme.
+
+        Raises Unsupported if that is missing.
+        """
+        own = type(open_file_system(self.place.url, {})).__module__.partition(".")[0]
         return tuple(dict.fromkeys(("fsspec", own)))
 
     def sizes(self) -> dict[str, int]:
@@ -118,16 +121,15 @@ class StoreFolder(Struct, frozen=True):
 
     def write(self, data: memoryview) -> None:
         """Write a file sequentially, by fsspec alone, until the store has it."""
-        with self.place.store.fs.open(self.place.key, "wb") as stream:
+        fs = open_file_system(self.place.url, {})
+        with fs.open(fs._strip_protocol(self.place.url), "wb") as stream:
             _write_pieces(stream, data)
 
     def remove(self) -> None:
-        """Remove it, and the parts of unfinished files; TransferError if something stays."""
-        store, key = self.place.store, self.place.key
-        store.fs.invalidate_cache()
+        """Remove all that the store lists below it; TransferError if something stays."""
         with suppress(NotFound, Denied):  # what stays is searched for below
-            store.ask(str(self.place), lambda: store.fs.rm(key, recursive=True))
-        abort_uploads(store, f"{key}/", lambda key: True)
+            keys = [(self.place / name).key for name in self.sizes()]
+            self.place.store.remove(keys, str(self.place))
         if self.sizes():
             raise TransferError(
                 f"{self.place}: cannot be removed", hint="remove it with the store's own tools"

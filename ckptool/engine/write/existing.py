@@ -269,7 +269,7 @@ def not_known(note: object, folder: object, names: Sequence[str]) -> Unsupported
 def charged_note(remains: Mapping[str, int]) -> str:
     """Return what to do about objects, with their bytes, that a store did not let be removed."""
     return (
-        "remove what could not be deleted, as the store charges for it:"
+        "remove what could not be deleted, as the store charges for it: at most"
         f" {sum(remains.values()):,} bytes of {list_some(list(remains))} (parts of unfinished"
         " files: abort their multipart uploads, or have a lifecycle rule do it)"
     )

@@ -70,8 +70,6 @@ def send(
     read_tiles(contents, others, upload, capacity.files, work.progress)
     try:
         read_tiles(contents, map(contents.job, last), upload, 1, work.progress)
-        for final in uploads:
-            final.finish()
         records.read_unseen(source, options.workers or source.workers)
         require_intact(records.problems())
         if last:

@@ -34,11 +34,10 @@ from ckptool.engine.write.store_notes import (
 )
 from ckptool.engine.write.work import Work
 from ckptool.errors import CkptoolError, NoAnswer, NotFound, TransferError, Unsupported
-from ckptool.storage.clients.unfinished_uploads import abort_uploads
+from ckptool.storage.clients.client import ObjectInfo
 from ckptool.storage.commit_note import side_name
 from ckptool.storage.multipart import hidden_name
 from ckptool.storage.remote import RemoteSource
-from ckptool.storage.store import ObjectInfo
 from ckptool.storage.url import RemotePath
 
 _MARKS = (".metadata", ".json", ".pkl", "latest", "meta.pt")
@@ -207,7 +206,6 @@ class StoreTarget(Target):
         The note names the old files until they are removed: a resumed run removes them first, as
         one of the size of a new file would pass for it.
         """
-        self._abort_old_uploads({*self._sizes, *self._noted})
         self._notes.require_left(self._notes.read())
         self._notes.write(old=sorted(self._old))
         if not self._options.resume:
@@ -239,11 +237,6 @@ class StoreTarget(Target):
         self._read_back |= {name: self._existing[name] for name in names}
         self._notes.write(parts=len(ended), ended=ended)
 
-    def _abort_old_uploads(self, names: Collection[str]) -> None:
-        """Discard the uploaded parts of some files that a killed run left."""
-        keys = {(self._folder / name).key for name in names}
-        abort_uploads(self._store, f"{self._folder.key}/", keys.__contains__)
-
     def _require_unchanged(self) -> None:
         """Take the note back and raise TransferError if files came or changed before it was there.
 
@@ -272,8 +265,6 @@ class StoreTarget(Target):
 
         names = [self._layout.files[number].path for number in work.numbers]
         self._notes.require_mine()
-        if self._role.part is not None:
-            self._abort_old_uploads(names)
         if names and set(work.numbers) <= set(self.last_files):
             self._require_whole([*self._sizes][:-1])
         for name in names:

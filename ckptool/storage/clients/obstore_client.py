@@ -1,223 +1,248 @@
-"""Lists and reads S3 with obstore alone, without s3fs, which takes long to import.
-
-Used if credentials and endpoint are recorded. The first answer of a bucket decides: if anything
-fails before that, s3fs takes over for good and finds the reason (a region, a redirect).
-"""
+"""S3, Google Cloud Storage, Azure and the web with obstore, a client in Rust."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
 from msgspec import Struct
+from msgspec.structs import replace
 
-from ckptool.storage.block_cache import ObjectVersion
-from ckptool.storage.clients.aws import Signer, find_signer
-from ckptool.storage.clients.checked_ranges import is_pinned
-from ckptool.storage.clients.obstore_s3 import (
-    has_proxies,
-    is_available,
-    is_forked,
-    open_s3,
-    raise_answer,
-    read_range,
-)
-from ckptool.storage.clients.turns import Turns
-from ckptool.storage.url import S3
+from ckptool.errors import Changed, Unsupported
+from ckptool.storage.clients.answers import Answer, answer_of
+from ckptool.storage.clients.client import ObjectInfo, ObjectVersion, Upload
+from ckptool.storage.retry import RetryPolicy
 
 _T = TypeVar("_T")
-_CONNECT, _READ = 5.0, 15.0
-"""Seconds to wait for a connection and between bytes: those of s3fs (2026.9)."""
+_CONNECT, _READ = timedelta(seconds=5), timedelta(seconds=15)
+"""The time for a connection, and between bytes."""
+_UPLOAD = 600.0
+"""Seconds for what is sent: some lines take a minute for a part."""
+_GONE = (404, 410)
+_processes: set[int] = set()
+"""The process in which obstore runs. In one that is forked from it, it would hang."""
 
 
-class StoreClient(Protocol):
-    """Lists and reads files of a store; each method raises the errors of the store's client."""
+class Service(Protocol):
+    """A kind of store: where its places are, and the credentials for them."""
 
-    def find(self, key: str) -> Mapping[str, dict[str, Any]] | list[str]:
-        """Return all files below a place, or the file there, by their keys."""
+    pins: bool
+    """Whether each version of a file has an ETag of its own."""
 
-    def info(self, key: str) -> dict[str, Any]:
-        """Return the store's information on a file, or that there is a folder."""
+    def key(self, url: str) -> str:
+        """Return the place and name of a URL as one text."""
 
-    def get(self, key: str) -> bytes | memoryview:
+    def url(self, key: str) -> str:
+        """Return the URL of a key."""
+
+    def split(self, key: str) -> tuple[str, str]:
+        """Return the place (a bucket, container or folder of the web) and the name in it."""
+
+    def open(self, place: str, settings: Settings) -> Any:
+        """Return obstore's store for a place."""
+
+    def has_moved(self, place: str, answer: Answer) -> bool:
+        """Return whether an answer tells that a place has another address, and note that."""
+
+
+class Settings(Struct, frozen=True):
+    """How requests are sent: the seconds for one, and the tries that obstore makes itself."""
+
+    policy: RetryPolicy
+    seconds: float
+
+    def options(self, endpoint: str, **more: Any) -> dict[str, Any]:
+        """Return obstore's options for a store at an endpoint."""
+        policy, time = self.policy, timedelta(seconds=self.seconds)
+        client = {
+            "allow_http": endpoint.startswith("http:"),
+            "connect_timeout": _CONNECT,
+            "read_timeout": time if self.seconds == _UPLOAD else _READ,
+            "timeout": time,
+            **more,
+        }
+        retry = {
+            "max_retries": policy.attempts - 1,
+            "retry_timeout": timedelta(seconds=policy.total),
+            "backoff": {
+                "init_backoff": timedelta(seconds=policy.pause),
+                "max_backoff": timedelta(seconds=policy.longest_pause),
+                "base": 2,
+            },
+        }
+        return {"client_options": client, "retry_config": retry}
+
+
+class ObstoreClient:
+    """A client on obstore; ``service`` says where things are."""
+
+    atomic_put = True
+
+    def __init__(self, service: Service, policy: RetryPolicy) -> None:
+        self.pins = service.pins
+        self.key, self.url = service.key, service.url
+        self._service = service
+        once = replace(policy, attempts=1)  # ``Store.ask`` tries again
+        self._reads = Settings(once, policy.timeout)
+        self._puts = Settings(once, _UPLOAD)
+        self._uploads = Settings(policy, _UPLOAD)  # nobody else can send a part again
+        self._stores: dict[tuple[str, Settings], Any] = {}
+
+    def find(self, key: str) -> dict[str, ObjectInfo]:
+        """Return all files below a place by their keys."""
+        place, _ = self._service.split(key)
+        listed = self._ask(key, _list)
+        return {f"{place}/{path}": info_of(meta) for path, meta in listed.items()}
+
+    def info(self, key: str) -> ObjectInfo | None:
+        """Return the store's current information on a file."""
+        return info_of(self._ask(key, _head))
+
+    def get(self, key: str) -> memoryview:
         """Return all of a small file."""
+        return self._ask(key, lambda obstore, store, name: _bytes(obstore.get(store, name)))
 
     def read(self, file: ObjectVersion, start: int, end: int) -> memoryview:
-        """Return the bytes from ``start`` to ``end``, fewer if the file ends before."""
+        """Return the bytes from ``start`` to ``end``, fewer if the file ends before.
 
-
-class _Bucket(Struct):
-    """A bucket as obstore addresses it; None once it is left to s3fs."""
-
-    store: Any
-    has_answered: bool = False
-
-
-class DirectClient:
-    """Asks obstore; ``others``, s3fs, which is then imported, answers what obstore cannot."""
-
-    def __init__(self, signer: Signer, others: Callable[[], StoreClient], timeout: float) -> None:
-        self._signer = signer
-        self._others = others
-        self._timeout = timeout
-        self._buckets: dict[str, _Bucket] = {}
-        self._turns = Turns()
-
-    def find(self, key: str) -> Mapping[str, dict[str, Any]] | list[str]:
-        """Return all files below a place, or the file there, by their keys."""
-        found = self._ask(key, _list)
-        return self._others().find(key) if found is None else found
-
-    def info(self, key: str) -> dict[str, Any]:
-        """Return S3's information on a file or folder; FileNotFoundError if there is neither."""
-        found = self._ask(key, _look_up)
-        if found is None:
-            return self._others().info(key)
-        if not found:
-            raise FileNotFoundError(key)
-        return found
-
-    def get(self, key: str) -> bytes | memoryview:
-        """Return all of a small file."""
-        data = self._ask(key, _get)
-        return self._others().get(key) if data is None else data
-
-    def read(self, file: ObjectVersion, start: int, end: int) -> memoryview:
-        """Return the bytes from ``start`` to ``end``, fewer if the file ends before."""
-        version = file.version if is_pinned(S3[0], file.version) else None
-
-        def read(store: Any, bucket: str, key: str) -> memoryview | None:
-            return read_range(store, key, version, start, end)
-
-        data = self._ask(file.key, read)
-        return self._others().read(file, start, end) if data is None else data
-
-    def _ask(self, place: str, work: Callable[[Any, str, str], _T | None]) -> _T | None:
-        """Return obstore's answer about a place; None if it gives none.
-
-        Raises refusals, and Busy, after which the others are asked about the place once.
+        obstore (0.12) checks the status and Content-Range, but not how many bytes come.
         """
-        name, _, key = place.partition("/")
-        if is_forked() or key != key.strip("/") or self._turns.are_others(place):
-            return None
-        bucket = self._open(name)
-        if bucket.store is None:
-            return None
+        pinned = self.pins and file.version.startswith('"')
+        wanted: Any = {"range": (start, end)} | ({"if_match": file.version} if pinned else {})
+
+        def read(obstore: Any, store: Any, name: str) -> tuple[memoryview, Mapping[str, Any]]:
+            answer = obstore.get(store, name, options=wanted)
+            return _bytes(answer), answer.meta
+
+        data, meta = self._ask(file.key, read)
+        if pinned and meta["e_tag"] != file.version:
+            raise Changed(f"{self.url(file.key)}: it was replaced while it was read")
+        if len(data) != min(end, meta["size"]) - start:
+            raise OSError(f"{len(data):,} bytes received, {end - start:,} requested")
+        return data
+
+    def put(self, key: str, data: bytes | bytearray) -> None:
+        """Make or replace a small file."""
+
+        def put(obstore: Any, store: Any, name: str) -> None:
+            obstore.put(store, name, data, use_multipart=False)
+
+        self._ask(key, put, self._puts)
+
+    def upload(self, key: str, pieces: Iterator[bytearray], upload: Upload) -> None:
+        """Make or replace a file from its pieces in order; obstore repeats each, and discards them.
+
+        If the last answer was lost and the upload is gone, the file may be there.
+        """
+
+        def put(obstore: Any, store: Any, name: str) -> None:
+            limits = {"chunk_size": upload.part, "max_concurrency": upload.at_once}
+            obstore.put(store, name, pieces, use_multipart=True, **limits)
+
         try:
-            found = work(bucket.store, name, key)
-        except Exception as error:  # noqa: BLE001 (whatever else it is, s3fs is asked and says so)
-            if isinstance(error, FileNotFoundError) and (
-                bucket.has_answered or _can_list(bucket.store, key)
-            ):
-                bucket.has_answered = True
-                raise FileNotFoundError(place) from None
-            if bucket.has_answered:
-                raise_answer(self._turns, place, error)
-            found = None
-        if found is None and not bucket.has_answered:
-            bucket.store = None
-        bucket.has_answered |= found is not None
-        return found
+            self._ask(key, put, self._uploads)
+        except FileNotFoundError:
+            if not self._is_complete(key, upload):
+                raise
 
-    def _open(self, name: str) -> _Bucket:
-        if name not in self._buckets:
-            settings = self._signer.settings(name)
-            timeouts = {"connect_timeout": _CONNECT, "read_timeout": _READ}
-            seconds = timeouts | {"timeout": self._timeout}
-            store = None
-            if settings is not None:
-                options = {word: timedelta(seconds=time) for word, time in seconds.items()}
-                store = open_s3(name, settings, options, self._signer.credentials)
-            self._buckets.setdefault(name, _Bucket(store))
-        return self._buckets[name]
+    def _is_complete(self, key: str, upload: Upload) -> bool:
+        """Return whether a file is there that has the size of an upload, and its count of parts.
 
-
-def by_obstore_alone(
-    scheme: str,
-    options: Mapping[str, Any],
-    others: Callable[[], StoreClient],
-    timeout: float,
-) -> DirectClient | None:
-    """Return a client on obstore, if credentials and endpoint are recorded; None if not."""
-    if scheme not in S3 or options or has_proxies() or not is_available():
-        return None
-    signer = find_signer(os.environ)
-    return None if signer is None else DirectClient(signer, others, timeout)
-
-
-def _list(store: Any, bucket: str, key: str) -> dict[str, dict[str, Any]] | None:
-    """Return all files below a key, or the one there; None if s3fs has to determine that.
-
-    obstore (0.12) shows the marker of a folder, which is empty and ends with a slash, without it.
-    """
-    import obstore
-
-    listed = obstore.list(store, key or None, chunk_size=1000)
-    found = [one for one in listed.collect() if one["path"] != key]
-    files = {one["path"]: one for one in found}
-    folders = {path[:at] for path in files for at in _slashes(path)}
-    if len(files) < len(found) or not folders.isdisjoint(files):
-        return None
-    if not all(one["size"] for one in found):
-        return None
-    if not found and key:
-        return _head(store, bucket, key)
-    return {f"{bucket}/{path}": _described(bucket, one) for path, one in files.items()}
-
-
-def _can_list(store: Any, key: str) -> bool:
-    """Return whether a bucket is there under this name, so that a key can be missing in it."""
-    import obstore
-
-    try:
-        next(iter(obstore.list(store, key, chunk_size=1)), [])
-    except Exception:  # noqa: BLE001 (whatever it is, s3fs is asked and says so)
+        By S3's API reference the ETag of such a file ends with the count.
+        """
+        with suppress(OSError):
+            meta = self._ask(key, _head)
+            count = -(-upload.nbytes // upload.part)
+            return meta["size"] == upload.nbytes and f"{meta['e_tag']}".endswith(f'-{count}"')
         return False
-    return True
+
+    def remove(self, key: str) -> None:
+        """Remove a file."""
+        self._ask(key, lambda obstore, store, name: obstore.delete(store, name))
+
+    def make_folder(self, key: str) -> None:
+        """Do nothing: keys need no folders."""
+
+    def move(self, key: str, target: str) -> None:
+        """Raise NotImplementedError: files appear under their own keys."""
+        raise NotImplementedError
+
+    def _ask(
+        self, key: str, work: Callable[[Any, Any, str], _T], settings: Settings | None = None
+    ) -> _T:
+        """Return the answer to a request; FileNotFoundError, or the error of ``answer_of``."""
+        place, name = self._service.split(key)
+        while True:
+            try:
+                import obstore
+
+                return work(obstore, self._open(place, settings or self._reads), name)
+            except Exception as raised:  # noqa: BLE001 (obstore's errors say little by their class)
+                error = answer_of(raised, self.url(key))
+                if isinstance(error, Answer) and self._service.has_moved(place, error):
+                    self._stores.clear()
+                    continue
+                if isinstance(error, Answer) and error.status in _GONE:
+                    raise FileNotFoundError(str(error)) from error
+                raise error from None
+
+    def _open(self, place: str, settings: Settings) -> Any:
+        """Return obstore's store for a place."""
+        _require_own_process()
+        if (place, settings) not in self._stores:
+            self._stores[place, settings] = self._service.open(place, settings)
+        return self._stores[place, settings]
 
 
-def _slashes(path: str) -> list[int]:
-    return [at for at, letter in enumerate(path) if letter == "/"]
+def _require_own_process() -> None:
+    """Raise Unsupported in a process forked from one in which obstore ran."""
+    _processes.add(os.getpid())
+    if len(_processes) > 1:
+        _processes.discard(os.getpid())
+        raise Unsupported(
+            "a process that was forked cannot read a store that its parent has read",
+            hint='start it by multiprocessing.get_context("forkserver") or "spawn"; a DataLoader'
+            ' takes multiprocessing_context="forkserver"',
+        )
 
 
-def _head(store: Any, bucket: str, key: str) -> dict[str, dict[str, Any]]:
-    import obstore
+def _list(obstore: Any, store: Any, key: str) -> dict[str, Mapping[str, Any]]:
+    """Return all files below a key by their keys.
 
-    try:
-        return {f"{bucket}/{key}": _described(bucket, obstore.head(store, key))}
-    except FileNotFoundError:
-        return {}
-
-
-def _look_up(store: Any, bucket: str, key: str) -> dict[str, Any] | None:
-    """Return the information on a file, or that it is a folder; empty if there is neither.
-
-    A missing key is not an answer by itself before any other answer: the bucket may have another
-    name at this endpoint.
+    obstore (0.12) shows the mark of a folder, whose key ends with a slash, without it: what is
+    empty, has the name of a folder or is there twice is asked for by its name.
     """
-    found = _head(store, bucket, key)
-    if not found:
-        import obstore
+    listed = obstore.list(store, key or None, chunk_size=1000).collect()
+    found = [one for one in listed if one["path"] != key]
+    files = {one["path"]: one for one in found}
+    folders = {path[:at] for path in files for at, letter in enumerate(path) if letter == "/"}
+    seen: set[str] = set()
+    for one in found:
+        path = one["path"]
+        if path in seen or path in folders or not one["size"]:
+            try:
+                files[path] = obstore.head(store, path)
+            except FileNotFoundError:
+                files.pop(path, None)
+        seen.add(path)
+    return files
 
-        name, first = f"{bucket}/{key}", next(iter(obstore.list(store, key, chunk_size=1)), [])
-        return {"name": name, "size": 0, "type": "directory"} if first else {}
-    return found[f"{bucket}/{key}"]
+
+def _head(obstore: Any, store: Any, name: str) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = obstore.head(store, name)
+    return found
 
 
-def _get(store: Any, bucket: str, key: str) -> memoryview:
-    import obstore
-
-    return memoryview(obstore.get(store, key).bytes())
+def _bytes(answer: Any) -> memoryview:
+    return memoryview(answer.bytes())
 
 
-def _described(bucket: str, meta: Mapping[str, Any]) -> dict[str, Any]:
-    """Return obstore's information on an object in the form of s3fs."""
-    return {
-        "name": f"{bucket}/{meta['path']}",
-        "size": meta["size"],
-        "type": "file",
-        "ETag": meta["e_tag"],
-        "LastModified": meta["last_modified"],
-    }
+def info_of(meta: Mapping[str, Any]) -> ObjectInfo:
+    """Return what obstore says of a file; Azure lists ETags without the quotes that it sends."""
+    modified, etag = meta["last_modified"], meta["e_tag"]
+    if etag and not etag.startswith(('"', "W/")):
+        etag = f'"{etag}"'
+    return ObjectInfo(meta["size"], str(etag or modified), modified.timestamp())

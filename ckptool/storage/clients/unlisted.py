@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 from ckptool.errors import NotFound
+from ckptool.storage.clients.client import ObjectInfo
 from ckptool.storage.commit_note import UNFINISHED
 
 _FILES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".distcp", ".json", ".metadata")
@@ -25,7 +25,7 @@ INDEXES = _KNOWN[:3]
 _NAMED = re.compile(rb"[\w.\-]+\.(?:distcp|safetensors|bin)\b")
 _AT_ONCE = 16
 
-InfoOf = Callable[[str], dict[str, Any] | None]
+InfoOf = Callable[[str], ObjectInfo | None]
 """The server's information on a file by name."""
 
 
@@ -48,7 +48,7 @@ def names_below(info_of: InfoOf, read: Callable[[str], bytes]) -> list[str]:
     return sorted({*known, *named})
 
 
-def infos(names: Iterable[str], info_of: InfoOf) -> dict[str, dict[str, Any]]:
+def infos(names: Iterable[str], info_of: InfoOf) -> dict[str, ObjectInfo]:
     """Return the server's information on existing files; several are requested at once."""
     names = list(names)
     with ThreadPoolExecutor(_AT_ONCE) as pool:

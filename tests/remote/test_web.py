@@ -1,4 +1,4 @@
-"""Reads of the web by obstore: aiohttp's requests, the same bytes, or aiohttp itself reads."""
+"""Reads of the web by obstore: which URL is asked for, and which answers are taken."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 
-from ckptool.errors import NoAnswer, Unsupported
-from ckptool.storage.block_cache import ObjectVersion
-from ckptool.storage.clients import obstore_others
+from ckptool.errors import NoAnswer, Unsupported, UsageError
+from ckptool.storage.clients.client import ObjectVersion
 from ckptool.storage.retry import RetryPolicy
 from ckptool.storage.store import Store
 
 pytest.importorskip("obstore")
-pytest.importorskip("aiohttp")
 
 DATA = bytes(range(256)) * 40
 Fault = Callable[[int, int], tuple[int, str, bytes]]
@@ -30,9 +28,8 @@ class Web(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.base = f"http://127.0.0.1:{self.server_port}"
         self.asked: list[tuple[str, str]] = []
-        """The client and the path of each request."""
+        """The path of each request, and who asks."""
         self.fault: Fault = right
-        self.faulty = ("obstore", "aiohttp")
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -42,11 +39,9 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        client = "obstore" if "object_store" in self.headers["User-Agent"] else "aiohttp"
-        self.server.asked.append((client, self.path))
+        self.server.asked.append((self.path, self.headers["Authorization"] or ""))
         start, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
-        answer = self.server.fault if client in self.server.faulty else right
-        status, content_range, body = answer(start, min(last + 1, len(DATA)))
+        status, content_range, body = self.server.fault(start, min(last + 1, len(DATA)))
         self.send_response(status)
         self.send_header("Content-Range", content_range)
         self.send_header("Content-Length", str(len(body)))
@@ -76,7 +71,6 @@ def unsized(start: int, end: int) -> tuple[int, str, bytes]:
 
 @pytest.fixture
 def web(monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
-    monkeypatch.setattr(obstore_others, "has_proxies", lambda: False)
     monkeypatch.setattr(Store, "policy", RetryPolicy(attempts=2, pause=0.01))
     running = Web()
     threading.Thread(target=running.serve_forever, args=(0.05,), daemon=True).start()
@@ -90,31 +84,27 @@ def read(store: Store, url: str, start: int, end: int) -> bytes:
 
 
 PATHS = {
-    "m.safetensors": "obstore",
-    "run/step-1/m.safetensors": "obstore",
-    "run/.metadata": "obstore",
-    "run/m.pt?X-Sig=a%2Fb&y=/z": "obstore",
-    "run/m.pt?a=1&b=c": "obstore",
-    "a b/ü%20+/ä.bin": "obstore",
-    "a%2Fb/m.bin": "obstore",
-    "a//b.bin": "obstore",
-    "a/./b.bin": "obstore",  # aiohttp's URL, which obstore is given, has no dots
-    "a/../b.bin": "obstore",
-    "a/%2e%2e/b.bin": "obstore",
-    "a/b.bin#part": "aiohttp",
+    "m.safetensors": "m.safetensors",
+    "run/step-1/m.safetensors": "run/step-1/m.safetensors",
+    "run/.metadata": "run/.metadata",
+    "run/m.pt?X-Sig=a%2Fb&y=/z": "run/m.pt?X-Sig=a%2Fb&y=/z",
+    "run/m.pt?a=1&b=c": "run/m.pt?a=1&b=c",
+    "a b/ü%20+/ä.bin": "a%20b/%C3%BC%20+/%C3%A4.bin",
+    "a%2Fb/m.bin": "a%2Fb/m.bin",
+    "a//b.bin": "a//b.bin",
+    "a/./b.bin": "a/b.bin",
+    "a/../b.bin": "b.bin",
+    "a/%2e%2e/b.bin": "b.bin",
+    "a/b.bin#part": "a/b.bin",
 }
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_both_ask_for_the_same(path: str, web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_url_is_asked_for_as_it_is(path: str, web: Web) -> None:
     url = f"{web.base}/{path}"
     for start, end in ((0, 10), (5, 5000), (10_200, len(DATA))):
         assert read(Store(url, {}), url, start, end) == DATA[start:end]
-    monkeypatch.setattr(obstore_others, "is_available", lambda: False)
-    assert read(Store(url, {}), url, 0, 10) == DATA[:10]
-    clients, paths = zip(*web.asked, strict=True)
-    assert len(set(paths)) == 1
-    assert clients == (PATHS[path],) * 3 + ("aiohttp",)
+    assert {path for path, _ in web.asked} == {f"/{PATHS[path]}"}
 
 
 @pytest.mark.parametrize("fault", [shifted, whole, fewer, unsized])
@@ -122,37 +112,33 @@ def test_other_bytes_than_were_asked_for_are_never_taken(fault: Fault, web: Web)
     url = f"{web.base}/m.bin"
     store = Store(url, {})
     web.fault = fault
-    web.faulty = ("obstore",)
+    with pytest.raises((NoAnswer, Unsupported)):
+        read(store, url, 5, 50)
+    web.fault = right
     assert read(store, url, 5, 50) == DATA[5:50]
-    if fault is not unsized:
-        web.faulty = ("obstore", "aiohttp")
-        with pytest.raises((NoAnswer, Unsupported)):
-            read(store, url, 5, 50)
 
 
-def test_where_obstore_never_reads_it_is_left_alone(web: Web) -> None:
+def test_headers_and_users_are_sent(web: Web) -> None:
     url = f"{web.base}/m.bin"
-    store = Store(url, {})
-    web.fault, web.faulty = shifted, ("obstore",)
-    for start in range(6):
-        assert read(store, url, start, 50) == DATA[start:50]
-    assert [client for client, _ in web.asked] == ["obstore", "aiohttp"] * 3 + ["aiohttp"] * 3
-
-
-@pytest.mark.parametrize("options", [{"client_kwargs": {"trust_env": False}}, {"ssl": False}])
-def test_settings_of_aiohttp_hold(options: dict[str, Any], web: Web) -> None:
-    url = f"{web.base}/m.bin"
-    assert read(Store(url, options), url, 0, 10) == DATA[:10]
-    assert [client for client, _ in web.asked] == ["aiohttp"]
-
-
-def test_proxies_that_aiohttp_does_not_ask_are_not_asked(
-    web: Web, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(obstore_others, "has_proxies", lambda: True)
-    url = f"{web.base}/m.bin"
+    bearer = {"headers": {"Authorization": "Bearer x"}}
+    choices: list[dict[str, Any]] = [bearer, {"client_kwargs": bearer, "ssl": False}]
+    for options in choices:
+        assert read(Store(url, options), url, 0, 10) == DATA[:10]
+    url = url.replace("http://", "http://me:p%40ss@")
     assert read(Store(url, {}), url, 0, 10) == DATA[:10]
-    assert [client for client, _ in web.asked] == ["aiohttp"]
+    assert [who for _, who in web.asked] == ["Bearer x"] * 2 + ["Basic bWU6cEBzcw=="]
+
+
+def test_settings_that_are_not_understood_are_a_mistake_of_use(web: Web) -> None:
+    with pytest.raises(UsageError, match="does not accept: trust_env"):
+        Store.connect(f"{web.base}/m.bin", {"client_kwargs": {"trust_env": False}})
+
+
+def test_proxies_of_the_environment_are_used(web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", web.base)
+    url = "http://elsewhere.invalid/m.bin"
+    assert read(Store(url, {}), url, 0, 10) == DATA[:10]
+    assert web.asked[0][0] == url
 
 
 def busy(start: int, end: int) -> tuple[int, str, bytes]:
@@ -166,4 +152,4 @@ def test_a_server_that_cannot_answer_gets_one_request_an_attempt(web: Web) -> No
     web.fault = busy
     with pytest.raises(NoAnswer, match="2 attempts"):
         read(store, url, 10, 20)
-    assert [client for client, _ in web.asked] == ["obstore", "obstore", "aiohttp"]
+    assert len(web.asked) == 3

@@ -1,0 +1,177 @@
+"""Any other store, with its file system of fsspec."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+from ckptool.errors import Unsupported, UsageError, error_text
+from ckptool.storage.clients.client import ObjectInfo, ObjectVersion, Upload
+from ckptool.storage.retry import unreachable
+from ckptool.storage.url import redact_url
+
+_VERSIONS = ("ETag", "etag", "sha256", "blob_id")
+"""The clients' keys for a value that differs between versions of a file."""
+_opened: WeakValueDictionary[int, Any] = WeakValueDictionary()
+"""File systems that were opened, by ``id``."""
+_inherited: list[Any] = []
+"""Those of the process that this one was forked from. When fsspec's clients are freed, they remove
+their sockets from the event queue, which the processes share: the parent would wait for answers for
+ever.
+"""
+
+
+def _keep_inherited() -> None:
+    _inherited.extend(_opened.values())
+
+
+os.register_at_fork(after_in_child=_keep_inherited)
+
+
+def open_file_system(url: str, options: Mapping[str, Any]) -> Any:
+    """Return the file system of a URL; Unsupported if a package for it is missing."""
+    scheme = url.partition("://")[0].lower()
+    try:
+        from fsspec.core import url_to_fs
+
+        fs = url_to_fs(url, **options)[0]
+    except ImportError as error:
+        raise missing(url, str(error)) from None
+    except TypeError as error:
+        message = f"{redact_url(url)}: storage options that {scheme}:// does not accept"
+        raise UsageError(f"{message}: {error_text(error)}") from None
+    except ValueError as error:
+        if "not known" not in str(error).lower():
+            raise UsageError(f"{redact_url(url)}: {error_text(error)}") from None
+        hint = "s3://, gs://, az://, hf://, https://, or another that fsspec knows"
+        raise UsageError(f"{redact_url(url)}: unknown store {scheme}://", hint=hint) from None
+    except Exception as error:  # noqa: BLE001 (each client of a store has errors of its own)
+        raise unreachable(redact_url(url), error) from None
+    _opened[id(fs)] = fs
+    return fs
+
+
+def missing(url: str, reason: str, extra: str | None = None) -> Unsupported:
+    """Return the error for a package that is not installed, and what installs it."""
+    scheme = url.partition("://")[0]
+    extra = extra or ("hf" if scheme == "hf" else None)
+    hint = f"pip install 'ckptool[{extra}]'" if extra else reason
+    message = f"{redact_url(url)}: a package that reads {scheme}:// is missing"
+    return Unsupported(message, hint=hint)
+
+
+class FsspecClient:
+    """A client on a file system of fsspec; what can be cancelled times out after ``timeout`` s."""
+
+    pins = False
+
+    def __init__(self, url: str, options: Mapping[str, Any], timeout: float) -> None:
+        self.atomic_put = url.startswith("hf://")
+        self.fs = open_file_system(url, options)
+        self._timeout = timeout
+
+    def key(self, url: str) -> str:
+        """Return the file system's name for the place of a URL."""
+        return str(self.fs._strip_protocol(url))
+
+    def url(self, key: str) -> str:
+        """Return the URL of a key."""
+        return str(self.fs.unstrip_protocol(key))
+
+    def find(self, key: str) -> dict[str, ObjectInfo]:
+        """Return all files below a place, or the file there, by their keys."""
+        self.fs.invalidate_cache()
+        found: Mapping[str, dict[str, Any]] = self.fs.find(key, detail=True)
+        return {
+            name: _info(info)
+            for name, info in found.items()
+            if info.get("type", "file") == "file" and not name.endswith("/")
+        }
+
+    def info(self, key: str) -> ObjectInfo | None:
+        """Return the store's current information on a file; None if a folder is there."""
+        self.fs.invalidate_cache()
+        found = self._call("_info", key)
+        return _info(found) if found.get("type", "file") == "file" else None
+
+    def get(self, key: str) -> memoryview:
+        """Return all of a small file."""
+        return memoryview(self.fs.cat_file(key))
+
+    def read(self, file: ObjectVersion, start: int, end: int) -> memoryview:
+        """Return the bytes from ``start`` to ``end``, fewer if the file ends before.
+
+        By default fsspec would also read some MiB after them.
+        """
+        limits = {"start": start, "end": end} | ({"cache_type": "none"} if self._is_plain else {})
+        return memoryview(self._call("_cat_file", file.key, **limits))
+
+    def put(self, key: str, data: bytes | bytearray) -> None:
+        """Make or replace a small file."""
+        self.fs.pipe_file(key, bytes(data))
+
+    def upload(self, key: str, pieces: Iterator[bytearray], upload: Upload) -> None:
+        """Make or replace a file with fsspec's own stream, which alone could repeat a request."""
+        stream = self.fs.open(key, "wb", block_size=upload.part)
+        try:
+            for piece in pieces:
+                stream.write(piece)
+            stream.close()
+        except BaseException:
+            _discard(stream)
+            raise
+
+    def remove(self, key: str) -> None:
+        """Remove a file."""
+        self.fs.rm_file(key)
+
+    def make_folder(self, key: str) -> None:
+        """Make a folder if the store has folders."""
+        self.fs.makedirs(key, exist_ok=True)
+
+    def move(self, key: str, target: str) -> None:
+        """Give a file another key."""
+        self.fs.mv(key, target)
+
+    @cached_property
+    def _is_plain(self) -> bool:
+        """Whether parts are read in fsspec's own way."""
+        from fsspec import AbstractFileSystem
+
+        own = type(self.fs).cat_file is not AbstractFileSystem.cat_file
+        return not (own or self.fs.async_impl)
+
+    def _call(self, method: str, *arguments: Any, **named: Any) -> Any:
+        """Call a method of the file system; with a timeout if it can be cancelled."""
+        if not self.fs.async_impl:
+            return getattr(self.fs, method.removeprefix("_"))(*arguments, **named)
+        from fsspec.asyn import sync
+
+        work = getattr(self.fs, method)
+        return sync(self.fs.loop, work, *arguments, timeout=self._timeout, **named)
+
+
+def _discard(stream: Any) -> None:
+    """Leave nothing of an unfinished file."""
+    with suppress(Exception):
+        stream.discard()
+    with suppress(Exception):
+        stream.closed = True
+    with suppress(Exception):  # huggingface_hub (2.4) keeps unsent data on disk
+        Path(stream.temp_file.name).unlink()
+
+
+def _info(info: Mapping[str, Any]) -> ObjectInfo:
+    """Return what fsspec says of a file, in each client's own words."""
+    modified = info.get("LastModified") or info.get("last_modified") or info.get("mtime")
+    modified = modified or info.get("updated") or info.get("created") or 0
+    version = next(filter(None, map(info.get, _VERSIONS)), None) or modified
+    seconds = modified.timestamp() if isinstance(modified, datetime) else modified
+    seconds = float(seconds) if isinstance(seconds, int | float) else 0.0
+    return ObjectInfo(int(info.get("size") or 0), str(version), seconds)

@@ -1,0 +1,108 @@
+"""Web servers, which list nothing and are not written to."""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import quote, unquote, urlsplit, urlunsplit
+
+from ckptool.errors import UsageError
+from ckptool.storage.clients.answers import Answer
+from ckptool.storage.clients.client import ObjectInfo
+from ckptool.storage.clients.obstore_client import ObstoreClient, Settings, info_of
+from ckptool.storage.url import redact_url
+
+_PLAIN = re.compile(r"[A-Za-z0-9][\w.\-]*", re.ASCII)
+"""Names that are the same in a URL."""
+_DOT = re.compile(r"/(?:\.|%2e)(?=/|$)", re.IGNORECASE)
+_SAFE = "/%:@!$&'()*+,;=~-._"
+"""Characters of a path that need no quotes, or are one."""
+
+
+class Web:
+    """Files of web servers, whose keys are their URLs.
+
+    ``options`` are ``headers``, and ``ssl`` if no certificate is checked, as for aiohttp.
+    """
+
+    pins = False
+
+    def __init__(self, url: str, options: Mapping[str, Any]) -> None:
+        given = dict(options)
+        client = dict(given.pop("client_kwargs", {}))
+        self._headers = {**client.pop("headers", {}), **given.pop("headers", {})}
+        self._checks = client.pop("ssl", given.pop("ssl", True)) is not False
+        if unknown := [*given, *client]:
+            scheme = url.partition("://")[0]
+            raise UsageError(
+                f"{redact_url(url)}: storage options that {scheme}:// does not accept:"
+                f" {', '.join(unknown)}",
+                hint="headers and ssl are accepted",
+            )
+
+    def key(self, url: str) -> str:
+        """Return the URL itself."""
+        return url
+
+    def url(self, key: str) -> str:
+        """Return the URL itself."""
+        return key
+
+    def split(self, key: str) -> tuple[str, str]:
+        """Return the folder and name that obstore requests for a URL."""
+        return split_url(quoted_url(key))
+
+    def open(self, folder: str, settings: Settings) -> Any:
+        """Return obstore's store for a folder, or for one file."""
+        from obstore.store import HTTPStore
+
+        parts = urlsplit(folder)
+        headers = dict(self._headers)
+        if parts.username is not None:
+            known = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+            headers["Authorization"] = f"Basic {base64.b64encode(known.encode()).decode()}"
+            host = parts.netloc.rpartition("@")[2]
+            folder = urlunsplit(parts._replace(netloc=host))
+        more = {} if self._checks else {"allow_invalid_certificates": True}
+        options = settings.options(folder, default_headers=headers, **more)
+        return HTTPStore.from_url(folder, **options)
+
+    def has_moved(self, place: str, answer: Answer) -> bool:
+        """Return False: obstore follows redirects."""
+        return False
+
+
+class WebClient(ObstoreClient):
+    """Reads web servers. Some answer HEAD in another way than a read, whose answer counts."""
+
+    def info(self, key: str) -> ObjectInfo | None:
+        """Return what the server says of a file; Unsupported if that lacks its size."""
+        try:
+            return super().info(key)
+        except (Answer, FileNotFoundError) as error:
+            if isinstance(error, Answer) and error.status is None:
+                raise
+        return self._ask(key, _info_by_read)
+
+
+def _info_by_read(obstore: Any, store: Any, name: str) -> ObjectInfo:
+    return info_of(obstore.get(store, name).meta)  # of which nothing is read
+
+
+def quoted_url(url: str) -> str:
+    """Return a URL with what may not be in one quoted, and without a fragment."""
+    parts = urlsplit(url)
+    path, query = quote(_DOT.sub("", parts.path), safe=_SAFE), quote(parts.query, safe=f"{_SAFE}?")
+    return urlunsplit(parts._replace(path=path, query=query, fragment=""))
+
+
+def split_url(url: str) -> tuple[str, str]:
+    """Return the folder and name that obstore (0.12) would request for the URL of a file.
+
+    The name is empty if it, or the folder, would be requested under another: obstore quotes names,
+    and puts those of a folder after its query.
+    """
+    folder, _, name = url.rpartition("/")
+    return (folder, name) if _PLAIN.fullmatch(name) and "?" not in folder else (url, "")
