@@ -45,7 +45,7 @@ from ckptool.storage.url import Location
 if TYPE_CHECKING:
     from ckptool.commands.extract import ExtractReport
     from ckptool.commands.inspect.steps import RunSummary
-    from ckptool.commands.runs.judgement import RunReport
+    from ckptool.commands.runs.assessment import RunReport
     from ckptool.commands.runs.prune import PruneReport
     from ckptool.commands.stats import StatsReport
     from ckptool.commands.verify.compare.against import AgainstReport
@@ -303,7 +303,7 @@ def verify_run(
 
     Same as ``ckptool verify RUN --latest-good``; with ``every``, as ``--all``.
     """
-    from ckptool.commands.runs.judgement import verify_run as _verify_run
+    from ckptool.commands.runs.assessment import verify_run as _verify_run
 
     parsed = Keywords("verify_run", options, VerifyRunKeywords).options(VerifyOptions)
     return _verify_run(location(run), parsed, every=every)

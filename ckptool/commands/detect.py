@@ -81,16 +81,12 @@ def detect_checkpoint(path: Location, format_name: str | None = None) -> Candida
     return run_bounded(path, lambda: _detect(path, format_name))
 
 
-def find_checkpoints(path: Location) -> tuple[Location | None, list[Location]]:
-    """Return the folder, if it is a checkpoint as a whole, and the paths of those below it.
+def find_checkpoints(path: Location, source: Files) -> tuple[bool, list[Location]]:
+    """Return whether a folder is a checkpoint as a whole, and the paths of those below it.
 
-    Includes paths that cannot, or can no longer, be read: reading them raises. Raises NotFound if
-    there is no such folder, Unrecognized if it is a file.
+    ``source`` are its files. Includes paths that cannot, or can no longer, be read: reading them
+    raises.
     """
-    require_there(path)
-    if not path.is_dir():
-        raise Unrecognized(f"{path}: is a file, not a folder of checkpoints")
-    source = folder_at(path)
     failed: list[Location] = []
     whole = run_bounded(path, lambda: _try_detect(path, lambda: detect_folder(source), []))
     candidates = run_bounded(path, lambda: list(_candidates(path, source, failed)))
@@ -98,7 +94,7 @@ def find_checkpoints(path: Location) -> tuple[Location | None, list[Location]]:
     problems = [p for p in unlisted_problems(source.unlisted) if p.code != "file-changed"]
     unreadable = [path / problem.file for problem in problems if problem.file is not None]
     paths += [p for p in unreadable if p not in paths and set(p.parents).isdisjoint(paths)]
-    return None if whole is None else path, paths
+    return whole is not None, paths
 
 
 def holds_checkpoint(path: Location) -> bool:

@@ -18,7 +18,7 @@ from ckptool.core.text import plural
 from ckptool.render.text import Cell, columns, console, emit, escaped, say, size
 
 if TYPE_CHECKING:
-    from ckptool.commands.runs.judgement import RunReport, StepReport
+    from ckptool.commands.runs.assessment import RunReport, StepReport
     from ckptool.commands.verify.compare.against import AgainstReport
     from ckptool.commands.verify.compare.coverage import Coverage
     from ckptool.commands.verify.compare.difference import DifferingTensor

@@ -19,7 +19,7 @@ from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.target import ConvertOptions, ReshardOptions, TransferOptions
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.reshard.reshard import prepare_reshard
-from ckptool.commands.runs.judgement import verify_run
+from ckptool.commands.runs.assessment import verify_run
 from ckptool.commands.verify.verify import verify
 from ckptool.core.sharding.placement import parse_mesh
 from ckptool.engine.run_options import RunOptions

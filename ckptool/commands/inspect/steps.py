@@ -13,7 +13,7 @@ from ckptool.commands.document import Report
 from ckptool.commands.open import Survey
 from ckptool.commands.options.read import AS_DETECTED, ReadOptions
 from ckptool.commands.options.verify import VerifyOptions
-from ckptool.commands.runs.judgement import Judge
+from ckptool.commands.runs.assessment import Assessor
 from ckptool.commands.runs.optimizer_files import has_optimizer
 from ckptool.commands.runs.order import open_run
 from ckptool.commands.runs.pointers import find_pointers
@@ -83,16 +83,16 @@ def list_steps(run: Location, options: ReadOptions = AS_DETECTED) -> RunSummary:
     pointers: dict[Location, list[str]] = {}
     with suppress(TransferError):  # a pointer that cannot be read; the steps can be
         pointers = find_pointers(opened)
-    judge = Judge(opened, VerifyOptions(read=options, quick=True), thorough=True)
+    assessor = Assessor(opened, VerifyOptions(read=options, quick=True), thorough=True)
     newest_first = reversed(opened.steps)
     return RunSummary(
-        run, tuple(_describe(each, judge, pointers.get(each.path)) for each in newest_first)
+        run, tuple(_describe(each, assessor, pointers.get(each.path)) for each in newest_first)
     )
 
 
-def _describe(step: Step, judge: Judge, pointers: Sequence[str] | None) -> StepSummary:
-    judged = judge.judge(step)
-    found, verified = judged.surveys, judged.report
+def _describe(step: Step, assessor: Assessor, pointers: Sequence[str] | None) -> StepSummary:
+    assessment = assessor.assess(step)
+    found, report = assessment.surveys, assessment.report
     catalogs = [each.catalog for each in found if each.catalog is not None]
     return StepSummary(
         step.path,
@@ -100,8 +100,8 @@ def _describe(step: Step, judge: Judge, pointers: Sequence[str] | None) -> StepS
         _saved(found),
         sum(sum(each.source.files.values()) for each in found),
         tuple(dict.fromkeys(each.format.name for each in found)),
-        verified.ok,
-        verified.reasons,
+        report.ok,
+        report.reasons,
         any(map(has_optimizer, found)),
         next((each.world_size for each in catalogs if each.world_size is not None), None),
         next((each.mesh for each in catalogs if each.mesh is not None), None),

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from ckptool.commands.detect import unfinished_problem
 from ckptool.commands.options.prune import PruneOptions
-from ckptool.commands.runs.judgement import Judge, StepReport
+from ckptool.commands.runs.assessment import Assessor, StepReport
 from ckptool.commands.runs.links import passes_link
 from ckptool.commands.runs.order import written_after
 from ckptool.commands.runs.steps import Run, Step, is_export, is_unfinished_name, others_inside
@@ -31,7 +31,7 @@ class StepFate(Struct, frozen=True):
     """The fate of a step and the reason. ``leave`` means that no rule keeps it, but it stays.
 
     ``strip`` keeps a step without its optimizer's state. ``ok`` is whether it is good, None if not
-    judged; ``nbytes`` is the size of its files, ``freed`` how many of these bytes go. ``beside``
+    assessed; ``nbytes`` is the size of its files, ``freed`` how many of these bytes go. ``beside``
     are the other entries of the run that belong to the step, and share its fate.
     """
 
@@ -55,14 +55,14 @@ def decide(
     series: dict[object, list[Step]] = {}
     for step in run.steps:
         series.setdefault(step.series, []).append(step)
-    judge = Judge(run, options.verify)
+    assessor = Assessor(run, options.verify)
     fates: list[StepFate] = []
     for steps in series.values():
-        fates += _Decision(run, steps, pointers, options, judge, notify).fates()
-    return [_held_back(fate, fates, run, judge) for fate in fates]
+        fates += _Decision(run, steps, pointers, options, assessor, notify).fates()
+    return [_held_back(fate, fates, run, assessor) for fate in fates]
 
 
-def _held_back(fate: StepFate, fates: Sequence[StepFate], run: Run, judge: Judge) -> StepFate:
+def _held_back(fate: StepFate, fates: Sequence[StepFate], run: Run, assessor: Assessor) -> StepFate:
     """Leave what lies in another step, or what one of the same number that stays cannot go without.
 
     As the model of an optimizer, or the other way around, whatever they are called.
@@ -80,7 +80,7 @@ def _held_back(fate: StepFate, fates: Sequence[StepFate], run: Run, judge: Judge
         is_alike = theirs.position == mine.position and not is_export(theirs, run.path)
         if other.fate == "remove" or not theirs.parts or not is_alike:
             continue
-        has, lacks = judge.contents_of(mine), judge.contents_of(theirs)
+        has, lacks = assessor.contents_of(mine), assessor.contents_of(theirs)
         if (has.model and not lacks.model) or (has.optimizer and not lacks.optimizer):
             reason = f"{theirs.path.name}, which stays, is of the same step"
             return replace(fate, fate="leave", reason=reason, freed=0)
@@ -96,14 +96,14 @@ class _Decision:
         steps: Sequence[Step],
         pointers: Mapping[Location, Sequence[str]],
         options: PruneOptions,
-        judge: Judge,
+        assessor: Assessor,
         notify: Notify,
     ) -> None:
         self._run = run
         self._steps = steps
         self._pointers = pointers
         self._options = options
-        self._judge = judge
+        self._assessor = assessor
         self._notify = notify
         self._positions = Counter(step.position for step in steps if step.position)
         self._written_last = written_after(run, steps[-1])
@@ -124,14 +124,12 @@ class _Decision:
         is_enough = self._good >= self._options.keep_last
         if unclear is not None:
             return replace(fate, reason=unclear)
-        if reason is None and is_enough and self._resumes:
-            return replace(fate, fate="remove", reason="no rule keeps it", freed=fate.nbytes)
-        if reason is None and is_enough and not self._judge.contents_of(step).optimizer:
+        if reason is None and is_enough and not self._is_needed(step):
             return replace(fate, fate="remove", reason="no rule keeps it", freed=fate.nbytes)
         self._notify(f"verifying {step.path}")
-        return self._judged(step, fate, reason, self._judge.judge(step).report)
+        return self._by_report(step, fate, reason, self._assessor.assess(step).report)
 
-    def _judged(
+    def _by_report(
         self, step: Step, fate: StepFate, reason: str | None, report: StepReport
     ) -> StepFate:
         """Return the fate of a step that a rule keeps, or that may be one of the newest good."""
@@ -142,7 +140,7 @@ class _Decision:
                 return replace(fate, reason=damage, ok=False)
             return replace(fate, fate="keep", reason=f"{reason}; {damage}", ok=False)
         self._good += 1
-        is_last = not self._resumes and self._judge.contents_of(step).optimizer
+        is_last = self._is_needed(step)
         self._resumes = self._resumes or is_last
         if reason is None and is_older:
             reason = "no newer good step has an optimizer"
@@ -150,6 +148,10 @@ class _Decision:
         newest = "the newest good step" if last == 1 else f"one of the newest {last} good steps"
         kept = replace(fate, fate="keep", reason=reason or newest, ok=True)
         return self._stripped(step, kept, is_last=is_last) if is_older else kept
+
+    def _is_needed(self, step: Step) -> bool:
+        """Return whether training could resume from a step, and from no newer good one."""
+        return not self._resumes and self._assessor.contents_of(step).optimizer
 
     def _stripped(self, step: Step, kept: StepFate, *, is_last: bool) -> StepFate:
         """Return the fate of an older good step, which may lose its optimizer's state.
@@ -161,8 +163,8 @@ class _Decision:
             return kept
         if is_last:
             because = "no newer good step has an optimizer"
-            told = kept.reason if because in kept.reason else f"{kept.reason}; {because}"
-            return replace(kept, reason=told)
+            is_known = because in kept.reason
+            return kept if is_known else replace(kept, reason=f"{kept.reason}; {because}")
         if step.beside:
             return replace(kept, reason=f"{kept.reason}; its optimizer stays: it has several files")
         verify = self._options.verify

@@ -88,6 +88,10 @@ class Position(Struct, frozen=True):
         """Return the training step, else the epoch."""
         return self.epoch if self.step is None else self.step
 
+    def numbers(self, counted: Iterable[str]) -> list[int | None]:
+        """Return the numbers of what is ``counted``: ``epoch``, ``step``."""
+        return [self.epoch if each == "epoch" else self.step for each in counted]
+
     def __bool__(self) -> bool:
         return self.number is not None
 

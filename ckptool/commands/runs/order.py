@@ -18,7 +18,7 @@ from ckptool.commands.runs.steps import Run, Step
 from ckptool.errors import TransferError
 from ckptool.storage.url import Location
 
-NAMED = "by the {} in its name"
+_NAMED = "by the {} in its name"
 _RECORDED = "by the {} that it records"
 _BY_TIME = "by the time at which it was saved: no name says what it counts"
 _MIXED = "by the time at which it was saved: some names count epochs, others steps"
@@ -42,7 +42,7 @@ def open_run(place: Location, options: ReadOptions = AS_DETECTED) -> Run:
     if named and not counted:
         placed = _by_time(run, named, _MIXED)
     else:
-        placed = [(_key(step.position, counted), 1, _said(step, NAMED, counted)) for step in named]
+        placed = [_counting(step, 1, step.position, counted, _NAMED) for step in named]
         placed.sort(key=_place)
     if others:
         placed = _with_others(run, placed, others, counted, options)
@@ -58,8 +58,12 @@ def _place(placed: Placed) -> tuple[object, ...]:
     return key, rank, int(match[1]) if match else 0
 
 
-def _said(step: Step, words: str, counted: Sequence[str]) -> Step:
-    return replace(step, placed=words.format(" and ".join(counted)))
+def _counting(
+    step: Step, rank: int, position: Position, counted: Sequence[str], words: str
+) -> Placed:
+    """Return a step placed by the numbers of a position, and its stage."""
+    key = position.stage or 0, *(number or 0 for number in position.numbers(counted))
+    return key, rank, replace(step, placed=words.format(" and ".join(counted)))
 
 
 def _counted(positions: Iterable[Position]) -> tuple[str, ...]:
@@ -68,11 +72,6 @@ def _counted(positions: Iterable[Position]) -> tuple[str, ...]:
     has_epochs = bool(found) and all(each.epoch is not None for each in found)
     has_steps = bool(found) and all(each.step is not None for each in found)
     return ("epoch",) * has_epochs + ("step",) * has_steps
-
-
-def _key(position: Position, counted: Sequence[str]) -> Key:
-    numbers = {"epoch": position.epoch, "step": position.step}
-    return (position.stage or 0, *(numbers[each] or 0 for each in counted))
 
 
 def _by_time(run: Run, steps: Iterable[Step], words: str) -> list[Placed]:
@@ -91,24 +90,14 @@ def _with_others(
     records = {step.path: recorded_position(step, options) for step in others if step.parts}
     if not named:
         counted = _counted(records.values()) if len(records) == len(others) else ()
-    of_record = [
-        (_key(records[step.path], counted), 0, _said(step, _RECORDED, counted))
-        for step in others
-        if counted and _has(records.get(step.path), counted)
-    ]
-    known = {step.path for _, _, step in of_record}
-    rest = _unrecorded(run, [step for step in others if step.path not in known])
-    placed = [*rest, *sorted([*named, *of_record], key=_place)]
-    latest = _latest(run, placed)
-    if latest is not None:
-        placed.remove(latest)
-        placed.append(latest)
-    return placed
-
-
-def _has(position: Position | None, counted: Sequence[str]) -> bool:
-    numbers = {"epoch": position.epoch, "step": position.step} if position is not None else {}
-    return all(numbers.get(each) is not None for each in counted)
+    rest: list[Step] = []
+    for step in others:
+        position = records.get(step.path, Position())
+        if counted and None not in position.numbers(counted):
+            named.append(_counting(step, 0, position, counted, _RECORDED))
+        else:
+            rest.append(step)
+    return _with_latest_last(run, [*_unrecorded(run, rest), *sorted(named, key=_place)])
 
 
 def _unrecorded(run: Run, steps: list[Step]) -> list[Placed]:
@@ -125,24 +114,21 @@ def _unrecorded(run: Run, steps: list[Step]) -> list[Placed]:
     return [(key, 0, replace(step, placed=_BY_NUMBER)) for key, _, step in by_number]
 
 
-def _latest(run: Run, placed: list[Placed]) -> Placed | None:
-    """Return the step that a pointer calls the latest, if its own name counts nothing."""
+def _with_latest_last(run: Run, placed: list[Placed]) -> list[Placed]:
+    """Move the first step to the end that a pointer calls the latest, if its name counts nothing.
+
+    A pointer that cannot be read places nothing.
+    """
     pointers: dict[Location, list[str]] = {}
-    with suppress(TransferError):  # a pointer that cannot be read places nothing
+    with suppress(TransferError):
         pointers = find_pointers(run)
-    for at in placed:
-        step, names = (
-            at[2],
-            [s for s in pointers.get(at[2].path, ()) if _LATEST.fullmatch(_name(s))],
-        )
-        if names and not step.position:
-            placed[placed.index(at)] = found = (*at[:2], replace(step, placed=f"by {names[0]}"))
-            return found
-    return None
-
-
-def _name(source: str) -> str:
-    return source.rpartition("/")[2]
+    for at, (key, rank, step) in enumerate(placed):
+        sources = pointers.get(step.path, ()) if not step.position else ()
+        latest = next((s for s in sources if _LATEST.fullmatch(s.rpartition("/")[2])), None)
+        if latest is not None:
+            found = key, rank, replace(step, placed=f"by {latest}")
+            return [*placed[:at], *placed[at + 1 :], found]
+    return placed
 
 
 def written_after(run: Run, step: Step) -> Step | None:

@@ -8,9 +8,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
-
-from msgspec import Struct
+from itertools import chain
+from pathlib import Path, PurePath, PurePosixPath
 
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.runs.links import linked_steps
@@ -33,23 +32,26 @@ _BEST = re.compile(rb'"best_model_checkpoint"\s*:\s*')
 _TEXT = re.compile(rb'"(?:[^"\\]|\\.)*"')
 
 
-def find_pointers(run: Run) -> dict[Location, list[str]]:
+def find_pointers(run: Run, values: ReadOptions | None = None) -> dict[Location, list[str]]:
     """Return the steps that something in the run, or right above it, names; with what does.
 
     A pointer is a link, a small file such as ``latest`` (DeepSpeed, Megatron-LM), an index of
-    shards, or the best of a trainer. Raises TransferError if one cannot be read.
+    shards, or the best of a trainer; a value in a checkpoint too if it is told how to read
+    ``values``. Raises TransferError if one cannot be read.
     """
+    names = StepNames(run)
+    found = chain(linked_steps(run), _named_by_files(run, names), _best(run, names))
+    if values is not None:
+        found = chain(found, _recorded_best(run, names, values))
     pointers: dict[Location, list[str]] = {}
-    found: Iterator[tuple[str, Step]] = linked_steps(run)
-    for source, step in (*found, *_named_by_files(run), *_best(run)):
+    for source, step in found:
         sources = pointers.setdefault(step.path, [])
         if source not in sources:
             sources.append(source)
     return pointers
 
 
-def _named_by_files(run: Run) -> Iterator[tuple[str, Step]]:
-    names = StepNames(run)
+def _named_by_files(run: Run, names: StepNames) -> Iterator[tuple[str, Step]]:
     for file, size in _pointer_files(run):
         data = _read(run.path / file, size)
         folder = file.rpartition("/")[0]
@@ -112,55 +114,43 @@ def _read(path: Location, size: int | None) -> bytes:
     return data
 
 
-def recorded_pointers(run: Run, options: ReadOptions) -> Iterator[tuple[str, Step]]:
+def _recorded_best(run: Run, names: StepNames, options: ReadOptions) -> Iterator[tuple[str, Step]]:
     """Yield the best steps according to Lightning's newest checkpoint of each folder."""
-    names = StepNames(run)
-    told: set[object] = set()
+    homes: set[PurePath] = set()
     for step in reversed(run.steps):
-        if step.path.suffix != _LIGHTNING or step.home in told:
+        if step.path.suffix != _LIGHTNING or step.home in homes:
             continue
         for best in recorded_best(step, options):
-            told.add(step.home)
+            homes.add(step.home)
             for named in names.in_text(best, "/".join(step.home.parts)):
                 yield step.path.name, named
 
 
-class _State(Struct, frozen=True):
-    """A ``trainer_state.json``, relative to the run, and the step that it lies in, if any."""
-
-    file: str
-    step: Step | None
-
-
-def _best(run: Run) -> Iterator[tuple[str, Step]]:
+def _best(run: Run, names: StepNames) -> Iterator[tuple[str, Step]]:
     """Yield the steps that transformers' Trainer calls its best, with the file that says so.
 
     Of a folder's steps only the newest that names one counts, beside the run's own file.
     """
-    names = StepNames(run)
-    homes: dict[object, bool] = {}
-    states = [_State(f, None) for f in run.source.files if _is_state_of_run(f, run)]
-    states += [
-        _State(f"{run.relative(step.path)}/{TRAINER_STATE}", step) for step in reversed(run.steps)
-    ]
-    for state in states:
-        size = run.source.files.get(state.file)
-        if size is None or (state.step is not None and homes.get(state.step.home)):
+    in_steps = {run.relative(step.path): step for step in reversed(run.steps)}
+    states = {file.rpartition("/")[0]: file for file in run.source.files if _is_state(file)}
+    homes: set[PurePath] = set()
+    for folder in [*(folder for folder in states if folder not in in_steps), *in_steps]:
+        step = in_steps.get(folder)
+        if folder not in states or (step is not None and (not folder or step.home in homes)):
             continue
-        best = _best_in(run.path / state.file, size)
+        file = states[folder]
+        best = _best_in(run.path / file, run.source.files[file])
         if best is None:
             continue
-        if state.step is not None:
-            homes[state.step.home] = True
-        folder = state.file.rpartition("/")[0]
-        around = folder if state.step is None else folder.rpartition("/")[0]
-        for step in names.in_text(best, around):
-            yield state.file, step
+        if step is not None:
+            homes.add(step.home)
+            folder = folder.rpartition("/")[0]
+        for named in names.in_text(best, folder):
+            yield file, named
 
 
-def _is_state_of_run(file: str, run: Run) -> bool:
-    folder, _, name = file.rpartition("/")
-    return name == TRAINER_STATE and all(run.relative(step.path) != folder for step in run.steps)
+def _is_state(file: str) -> bool:
+    return file.rpartition("/")[2] == TRAINER_STATE
 
 
 def _best_in(path: Location, size: int) -> str | None:

@@ -15,7 +15,7 @@ from ckptool.commands.options.prune import PruneOptions
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.runs.fates import Fate, Notify, StepFate, decide, unclear_reason
 from ckptool.commands.runs.order import open_run
-from ckptool.commands.runs.pointers import find_pointers, recorded_pointers
+from ckptool.commands.runs.pointers import find_pointers
 from ckptool.commands.runs.steps import Run, Step
 from ckptool.commands.runs.strip import finish_strips, plan_strip
 from ckptool.commands.transfer.overwrite import find_side
@@ -24,7 +24,6 @@ from ckptool.engine.write.removal import clear, leftovers, remove
 from ckptool.errors import (
     Changed,
     Damaged,
-    NoAnswer,
     NotFound,
     TransferError,
     Unsupported,
@@ -110,9 +109,7 @@ def prune(run: Location, options: PruneOptions, notify: Notify = lambda text: No
     left = tuple(path for folder in folders for path in leftovers(folder))
     steps = tuple(step for step in opened.steps if step.path not in left)
     opened = Run(run, steps, opened.source)
-    pointers = find_pointers(opened)
-    for source, step in recorded_pointers(opened, options.verify.read):
-        pointers.setdefault(step.path, []).append(source)
+    pointers = find_pointers(opened, options.verify.read)
     fates = decide(opened, pointers, options, notify)
     report = PruneReport(run, tuple(fates), left)
     return _Removal(opened, report, options.verify, notify).run() if options.yes else report
@@ -192,8 +189,6 @@ class _Removal:
             side, is_own = find_side(entry)
             try:
                 remove(entry, side if is_own else None)
-            except NoAnswer:
-                raise
             except TransferError as error:
                 self._failed.append(error)
                 return

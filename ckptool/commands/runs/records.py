@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 
@@ -13,6 +12,7 @@ from ckptool.commands.runs.steps import Step
 from ckptool.core.catalog import Catalog
 from ckptool.errors import CkptoolError, NoAnswer
 from ckptool.formats.companions import TRAINER_STATE
+from ckptool.serialization.source import parse_json_object, read_metadata
 from ckptool.storage.url import Location
 
 _STEPS = (
@@ -44,17 +44,16 @@ def recorded_step(catalog: Catalog) -> int | None:
 
 def recorded_best(step: Step, options: ReadOptions) -> Iterator[str]:
     """Yield the paths of the best checkpoints that a step's values name."""
-    for part in step.parts[:1]:
-        found = _survey(part, options)
-        catalog = None if found is None else found.catalog
-        for name, entry in catalog.objects.items() if catalog is not None else ():
-            if _BEST.fullmatch(name) and isinstance(entry.value, str) and entry.value:
-                yield entry.value
+    found = survey_readable(step.parts[0], options) if step.parts else None
+    catalog = None if found is None else found.catalog
+    for name, entry in catalog.objects.items() if catalog is not None else ():
+        if _BEST.fullmatch(name) and isinstance(entry.value, str) and entry.value:
+            yield entry.value
 
 
 def recorded_position(step: Step, options: ReadOptions = AS_DETECTED) -> Position:
     """Return what a step's own values count; nothing if it cannot be read. Raises NoAnswer."""
-    found = _survey(step.parts[0], options) if step.parts else None
+    found = survey_readable(step.parts[0], options) if step.parts else None
     if found is None or found.catalog is None:
         return Position()
     steps = recorded_step(found.catalog)
@@ -63,9 +62,10 @@ def recorded_position(step: Step, options: ReadOptions = AS_DETECTED) -> Positio
     return Position(epoch=_count(found.catalog, _EPOCHS), step=steps)
 
 
-def _survey(part: Location, options: ReadOptions) -> Survey | None:
+def survey_readable(place: Location, options: ReadOptions = AS_DETECTED) -> Survey | None:
+    """Return what can be read of a checkpoint; None if nothing can. Raises NoAnswer."""
     try:
-        return survey(part, options)
+        return survey(place, options)
     except NoAnswer:
         raise
     except (CkptoolError, OSError):
@@ -81,9 +81,8 @@ def _step_of_trainer(found: Survey) -> int | None:
     if TRAINER_STATE not in found.source.files:
         return None
     try:
-        size = found.source.files[TRAINER_STATE]
-        state = json.loads(found.source.read(TRAINER_STATE, 0, size))
-    except (CkptoolError, ValueError, RecursionError):
+        state = parse_json_object(read_metadata(found.source, TRAINER_STATE), TRAINER_STATE)
+    except CkptoolError:
         return None
-    value = state.get("global_step") if isinstance(state, dict) else None
+    value = state.get("global_step")
     return value if type(value) is int else None

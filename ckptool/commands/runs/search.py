@@ -9,7 +9,6 @@ from pathlib import PurePath
 from msgspec.structs import replace
 
 from ckptool.commands.detect import detect_folder, find_checkpoints, natural_key
-from ckptool.commands.open import survey
 from ckptool.commands.runs.names import (
     Position,
     holds_model,
@@ -18,9 +17,10 @@ from ckptool.commands.runs.names import (
     part_folders,
     stage_in,
 )
+from ckptool.commands.runs.records import survey_readable
 from ckptool.commands.runs.steps import Run, Step, read_from, says_another
 from ckptool.commands.runs.trainers import POINTERS
-from ckptool.errors import CkptoolError, NoAnswer, NotFound, Unrecognized
+from ckptool.errors import NoAnswer, NotFound, Unrecognized
 from ckptool.formats import file_rule, latest_markers
 from ckptool.formats.base import FileRole
 from ckptool.storage.local import Files
@@ -69,13 +69,13 @@ def _checkpoints(place: Location, run: Location, source: Files) -> Iterator[Loca
     A folder that is a checkpoint and counts nothing may hold a run of its own, of which it is what
     the trainer calls the latest.
     """
-    itself, inner = find_checkpoints(place)
+    is_checkpoint, inner = find_checkpoints(place, source)
     inner = [path for path in inner if not _is_hidden(path, run) and not _is_pointer(path)]
-    if itself is not None:
-        own = _files_of_whole(itself, source)
+    if is_checkpoint:
+        own = _files_of_whole(place, source)
         files = [path for path in inner if not _is_folder(path)]
         inner = [path for path in inner if path not in own and _is_step(path, place, files)]
-        yield from inner or [itself]
+        yield from inner or [place]
         return
     for path in inner:
         parts = within(path, run).parts
@@ -90,8 +90,8 @@ def _may_hold_run(path: Location, run: Location, source: Files) -> bool:
     """Return whether a folder of a checkpoint has entries that count steps."""
     head = "/".join(within(path, run).parts) + "/"
     files = (file[len(head) :].split("/") for file in source.files if file.startswith(head))
-    said = ((parse_name(n, is_folder=n != names[-1]) for n in names) for names in files)
-    return any(each.position and each.tells for names in said for each in names)
+    parsed = (parse_name(n, is_folder=n != names[-1]) for names in files for n in names)
+    return any(name.position and name.tells for name in parsed)
 
 
 def _is_pointer(path: Location) -> bool:
@@ -107,12 +107,8 @@ def _files_of_whole(place: Location, source: Files) -> set[Location]:
     rules = (file_rule(row, name) for name in source.files if "/" not in name)
     if row is None or all(rule is None or rule.role not in _NAMES_FILES for rule in rules):
         return set()
-    try:
-        catalog = survey(place).catalog
-    except NoAnswer:
-        raise
-    except (CkptoolError, OSError):
-        return set()
+    found = survey_readable(place)
+    catalog = None if found is None else found.catalog
     return set() if catalog is None else {place / file for file in catalog.files}
 
 
@@ -153,10 +149,10 @@ def _entry_in(parts: tuple[str, ...], *, is_folder: bool) -> tuple[int, Position
     or the run of another training.
     """
     at, position = len(parts) - 1, Position()
-    for here, name in enumerate(parts):
-        said = parse_name(name, is_folder=here < len(parts) - 1 or is_folder)
-        found = said.position
-        is_deeper = bool(position) and (not said.tells or found.number == position.number)
+    for here, part in enumerate(parts):
+        name = parse_name(part, is_folder=here < len(parts) - 1 or is_folder)
+        found = name.position
+        is_deeper = bool(position) and (not name.tells or found.number == position.number)
         if found and not is_deeper:
             outer = None if position.step is not None else position.epoch
             at, position = here, found if found.epoch is not None else replace(found, epoch=outer)
@@ -206,20 +202,19 @@ def _is_of_model(entry: Step) -> bool:
     return bool(entry.parts) and holds_model(entry.path.name) and not is_part
 
 
-def _without_checkpoint(steps: Iterable[Step]) -> Iterator[Step]:
+def _without_checkpoint(steps: Sequence[Step]) -> Iterator[Step]:
     """Yield entries named like steps and beside them that hold no checkpoint."""
-    known = {step.path: step for step in steps}
-    kinds = {(step.path.parent, step.name.kind): step for step in known.values() if step.position}
+    paths = {step.path for step in steps}
+    kinds = {(step.path.parent, step.name.kind): step for step in steps if step.position}
     for parent in dict.fromkeys(parent for parent, _ in kinds):
-        for name in _names_in(parent):
+        for path in _entries_in(parent):
             for is_folder in (True, False):
-                said = parse_name(name, is_folder=is_folder)
-                like = kinds.get((parent, said.kind))
-                if like is not None and parent / name not in known and said.position:
-                    outer = replace(said.position, stage=like.position.stage)
-                    found = Step(parent / name, said, outer, (), like.home)
-                    known[found.path] = found
-                    yield found
+                name = parse_name(path.name, is_folder=is_folder)
+                like = kinds.get((parent, name.kind))
+                if like is not None and path not in paths and name.position:
+                    paths.add(path)
+                    position = replace(name.position, stage=like.position.stage)
+                    yield Step(path, name, position, (), like.home)
 
 
 def _inside(run: Location, steps: Iterable[Step], source: Files) -> Iterator[Step]:
@@ -235,19 +230,17 @@ def _inside(run: Location, steps: Iterable[Step], source: Files) -> Iterator[Ste
                 named[step.path] = step
     for step in named.values():
         read = read_from(step, step.path)
-        _, others = find_checkpoints(step.path) if _is_folder(step.path) else (None, [])
-        if read is not None:
-            held = {
-                place for file in read for place in (step.path / file, *(step.path / file).parents)
-            }
-            found = [path for path in others if path not in held]
-            yield from _entries(run, found)
+        if read is not None and _is_folder(step.path):
+            files = [step.path / file for file in read]
+            own = {*files, *(folder for file in files for folder in file.parents)}
+            _, inner = find_checkpoints(step.path, folder_at(step.path))
+            yield from _entries(run, [path for path in inner if path not in own])
 
 
-def _names_in(folder: Location) -> list[str]:
+def _entries_in(folder: Location) -> list[Location]:
     """Return the entries of a folder; nothing if it is gone or cannot be listed."""
     try:
-        return [path.name for path in folder.iterdir()]
+        return list(folder.iterdir())
     except NoAnswer:
         raise
     except (NotFound, OSError):

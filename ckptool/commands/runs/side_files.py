@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.verify import VerifyOptions
@@ -44,8 +45,9 @@ def damaged_side_files(
 
 
 def _broken_archive(file: Location, name: str, options: VerifyOptions) -> Iterator[str]:
+    read = ReadOptions("torch-save", storage_option=options.read.storage_option)
     try:
-        report = examine(file, _alone(options)).report()
+        report = examine(file, replace(options, read=read, ignore=())).report()
     except NoAnswer:
         raise
     except Unrecognized:  # an empty state
@@ -55,31 +57,17 @@ def _broken_archive(file: Location, name: str, options: VerifyOptions) -> Iterat
         return
     for finding in report.findings:
         if finding.code in _NOT_WHOLE:
-            message = finding.message.partition("\n")[0].removeprefix(
-                f"{name.rpartition('/')[2]}: "
-            )
-            yield f"{finding.code}: {name}: {message}"
+            head = f"{name.rpartition('/')[2]}: "
+            yield f"{finding.code}: {name}: {finding.first_line(head)}"
             return
 
 
-def _alone(options: VerifyOptions) -> VerifyOptions:
-    """Return the options for a file of torch.save alone."""
-    return VerifyOptions(
-        ReadOptions("torch-save", storage_option=options.read.storage_option),
-        quick=options.quick,
-        sample=options.sample,
-        seed=options.seed,
-        workers=options.workers,
-    )
-
-
 def _broken_record(file: Location, size: int, name: str) -> Iterator[str]:
-    if not size or size > _LARGEST:
+    try:
         if not size:
             yield f"file-empty: {name}: the file is empty (0 bytes)"
-        return
-    try:
-        json.loads(file.read_bytes())
+        elif size <= _LARGEST:
+            json.loads(file.read_bytes())
     except NoAnswer:
         raise
     except (ValueError, RecursionError):

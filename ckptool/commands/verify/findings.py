@@ -73,6 +73,10 @@ class Finding(Struct, frozen=True):
         affected = tuple(Affected(a.tensor, f"{head}: {a.message}") for a in self.affected)
         return replace(self, message=f"{head}: {self.message}", affected=affected)
 
+    def first_line(self, head: str) -> str:
+        """Return the first line of its message, without a ``head`` that the reader knows."""
+        return self.message.partition("\n")[0].removeprefix(head)
+
     @property
     def count(self) -> int:
         """Return how many tensors and values it affects, at least 1."""

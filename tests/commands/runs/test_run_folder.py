@@ -22,8 +22,8 @@ from ckptool.cli.app import app
 from ckptool.commands import detect as detect_checkpoint
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.verify import VerifyOptions
-from ckptool.commands.runs import judgement
-from ckptool.commands.runs.judgement import RunReport, verify_run
+from ckptool.commands.runs import assessment, search
+from ckptool.commands.runs.assessment import RunReport, verify_run
 from ckptool.commands.runs.order import open_run
 from ckptool.commands.runs.steps import Step
 from ckptool.commands.verify.verify import examine
@@ -267,7 +267,7 @@ def test_no_error_of_one_step_ends_the_answer(
             raise kind("more than can be done")
         return examine(part, options)
 
-    monkeypatch.setattr(judgement, "examine", failing)
+    monkeypatch.setattr(assessment, "examine", failing)
     assert latest(run) == "step-2"
     report = checked(run)
     assert [one.ok for one in report.steps] == [False, True, True]
@@ -280,7 +280,7 @@ def test_a_store_that_gives_no_answer_ends_it(
     def failing(part: Path, options: VerifyOptions) -> Any:
         raise NoAnswer("no answer")
 
-    monkeypatch.setattr(judgement, "examine", failing)
+    monkeypatch.setattr(assessment, "examine", failing)
     with pytest.raises(NoAnswer):
         latest(saved(tmp_path, *STEPS))
 
@@ -310,9 +310,9 @@ def test_steps_that_rotate(
             shutil.rmtree(run / "step-3", ignore_errors=True)
 
     module, name = {
-        "listed": (detect_checkpoint, "folder_at"),
+        "listed": (search, "folder_at"),
         "detected": (detect_checkpoint, "detect"),
-        "verified": (judgement, "examine"),
+        "verified": (assessment, "examine"),
     }[point]
     real = getattr(module, name)
 
@@ -335,7 +335,7 @@ def test_a_step_that_is_saved_meanwhile_is_not_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = saved(tmp_path, *STEPS)
-    scan = judgement.examine
+    scan = assessment.examine
 
     def writing(part: Any, options: Any) -> Any:
         def started(total: int) -> Any:
@@ -345,7 +345,7 @@ def test_a_step_that_is_saved_meanwhile_is_not_taken(
 
         return scan(part, options, started if part.name == "step-3" else None)
 
-    monkeypatch.setattr(judgement, "examine", writing)
+    monkeypatch.setattr(assessment, "examine", writing)
     assert latest(run) == "step-2"
 
 

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from msgspec import Struct, field
 
 from ckptool.commands.detect import require_known
 from ckptool.commands.document import Report
-from ckptool.commands.open import Survey, survey
-from ckptool.commands.options.read import ReadOptions
+from ckptool.commands.open import Survey
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.runs.contents import Completeness, unfinished
 from ckptool.commands.runs.optimizer_files import has_optimizer
 from ckptool.commands.runs.order import open_run, written_after
+from ckptool.commands.runs.records import survey_readable
 from ckptool.commands.runs.side_files import damaged_side_files
 from ckptool.commands.runs.steps import Run, Step, is_export, is_unfinished_name
 from ckptool.commands.verify.codes import require_codes
 from ckptool.commands.verify.findings import Finding, VerifyReport
-from ckptool.commands.verify.verify import Verification, examine
+from ckptool.commands.verify.verify import examine
 from ckptool.core.catalog import Catalog
 from ckptool.core.state_category import state_category, weights
 from ckptool.core.text import list_some
@@ -28,7 +29,6 @@ from ckptool.storage.place import is_gone
 from ckptool.storage.url import Location, within
 
 _NOT_FINITE = "not-finite"
-Check = Callable[[Location, VerifyOptions], Verification]
 
 
 class StepReport(Report, frozen=True):
@@ -92,7 +92,7 @@ class RunReport(Report, frozen=True):
 
 
 def verify_run(run: Location, options: VerifyOptions, *, every: bool) -> RunReport:
-    """Judge the steps of a run from the newest to the first good one, or every one.
+    """Assess the steps of a run from the newest to the first good one, or every one.
 
     An unreadable step fails; one that is removed meanwhile is skipped. Raises NotFound or
     Unrecognized if the folder has no checkpoint, UsageError for options that suit no step, NoAnswer
@@ -101,10 +101,10 @@ def verify_run(run: Location, options: VerifyOptions, *, every: bool) -> RunRepo
     require_codes(options.ignore)
     require_known(options.read.from_format)
     opened = open_run(run, options.read)
-    judge = Judge(opened, options, thorough=every)
+    assessor = Assessor(opened, options, thorough=every)
     reports, chosen = [], ""
     for step in reversed(opened.steps):
-        report = judge.judge(step).report
+        report = assessor.assess(step).report
         if not report.ok and is_gone(report.path):
             continue
         reports.append(report)
@@ -122,7 +122,7 @@ def _chosen(run: Run, step: Step) -> str:
     return f"{step.placed or 'the only step'}{but}"
 
 
-class Judgement(Struct, frozen=True):
+class Assessment(Struct, frozen=True):
     """What is found of a step: its report, and what could be read of its checkpoints."""
 
     report: StepReport
@@ -146,30 +146,22 @@ class Contents(Struct, frozen=True):
         return cls(has_model, any(map(has_optimizer, surveys)), {*parts} != {"other"})
 
 
-class Judge:
-    """Judges the steps of one run, each once, from the newest.
+class Assessor:
+    """Assesses the steps of one run, each once, from the newest.
 
-    ``check`` examines one checkpoint. If ``thorough``, also those of a step that is not good
-    already by the names of its files.
+    If ``thorough``, it also examines the checkpoints of a step that is not good already by the
+    names of its files.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        options: VerifyOptions,
-        check: Check | None = None,
-        *,
-        thorough: bool = False,
-    ) -> None:
+    def __init__(self, run: Run, options: VerifyOptions, *, thorough: bool = False) -> None:
         self._run = run
         self._options = options
-        self._check = check or examine
         self._thorough = thorough
         self._completeness = Completeness(run)
         self._contents: dict[Location, Contents] = {}
         self._good: set[object] = set()
 
-    def judge(self, step: Step) -> Judgement:
+    def assess(self, step: Step) -> Assessment:
         """Return whether a step is good, and if not why. Raises NoAnswer."""
         reasons = [*self._by_names(step)]
         reports: list[VerifyReport] = []
@@ -179,7 +171,7 @@ class Judge:
                 where = "" if part == step.path else f"{within(part, self._run.path)}: "
                 where = f"{within(part, step.path)}: " if part in step and where else where
                 try:
-                    examined = self._check(part, self._options_for(part, step))
+                    examined = examine(part, self._options_for(part, step))
                     report = examined.report()
                 except NoAnswer:
                     raise
@@ -197,10 +189,9 @@ class Judge:
             reasons += () if export else self._by_contents(step)
         if not reasons:
             self._good.add(step.series)
-        told = StepReport(
-            step.path, step.number, tuple(reports), tuple(reasons), step.beside, export
-        )
-        return Judgement(told, tuple(surveys))
+        found = tuple(reports), tuple(reasons)
+        whole = StepReport(step.path, step.number, *found, step.beside, export)
+        return Assessment(whole, tuple(surveys))
 
     def _options_for(self, part: Location, step: Step) -> VerifyOptions:
         """Return how to verify a part: one of several ranks' files by itself, as it was saved.
@@ -211,24 +202,16 @@ class Judge:
         read = self._options.read
         if part not in step.entries or not step.name.has_rank or read.from_format is not None:
             return self._options
-        alone = ReadOptions(**vars(read) | {"from_format": "torch-save"})
+        alone = replace(read, from_format="torch-save")
         ignore = (*self._options.ignore, "chunk-gap", "rank-missing")
-        return VerifyOptions(**vars(self._options) | {"read": alone, "ignore": ignore})
+        return replace(self._options, read=alone, ignore=ignore)
 
     def contents_of(self, step: Step) -> Contents:
         """Return what a step has, from its metadata. Raises NoAnswer."""
         if step.path not in self._contents:
-            found = [self._survey(part) for part in step.parts]
+            found = [survey_readable(part, self._options.read) for part in step.parts]
             self._contents[step.path] = Contents.of(tuple(each for each in found if each))
         return self._contents[step.path]
-
-    def _survey(self, part: Location) -> Survey | None:
-        try:
-            return survey(part, self._options.read)
-        except NoAnswer:
-            raise
-        except (CkptoolError, OSError):
-            return None
 
     def _by_names(self, step: Step) -> Iterator[str]:
         """Yield why a step is not good by the names of its files alone."""
@@ -260,11 +243,11 @@ class Judge:
         failures = report.fails(self._options.strict)
         if not report.ok:
             more = f" (and {len(failures) - 1:,} more)" if len(failures) > 1 else ""
-            yield f"{_said(failures[0], report)}{more}" if failures else report.summary
+            yield f"{_text_of(failures[0], report)}{more}" if failures else report.summary
         elif not self._options.allow_nonfinite:
             found = [each for each in report.findings if each.code == _NOT_FINITE]
             for finding in filter(lambda each: _is_of_model(each, catalog), found):
-                yield f"{_said(finding, report)} (--allow-nonfinite accepts it)"
+                yield f"{_text_of(finding, report)} (--allow-nonfinite accepts it)"
                 return
 
     def _by_side_files(self, step: Step, surveys: Sequence[Survey]) -> Iterator[str]:
@@ -297,9 +280,8 @@ def _is_of_model(finding: Finding, catalog: Catalog | None) -> bool:
     return not found or any(state_category(entry) == "model" for entry in found)
 
 
-def _said(finding: Finding, report: VerifyReport) -> str:
-    message = finding.message.partition("\n")[0].removeprefix(f"{report.path}: ")
-    return f"{finding.code}: {message}"
+def _text_of(finding: Finding, report: VerifyReport) -> str:
+    return f"{finding.code}: {finding.first_line(f'{report.path}: ')}"
 
 
 def _nothing_in(path: Location) -> str:
