@@ -23,7 +23,7 @@ from ckptool.commands.open import (
     OpenedCheckpoint,
     no_collecting,
     open_checkpoint,
-    require_readable,
+    require_writable,
 )
 from ckptool.commands.options.rewrite import RewriteOptions, Selection
 from ckptool.commands.options.target import ConvertOptions, SaveOptions
@@ -32,7 +32,6 @@ from ckptool.commands.transfer.overwrite import may_open_late
 from ckptool.commands.transfer.report import TransferReport, not_carried
 from ckptool.commands.transfer.transfer import (
     Transfer,
-    require_agreement,
     require_apart,
     resolve_target,
 )
@@ -47,7 +46,6 @@ from ckptool.errors import Unsupported, UsageError
 from ckptool.formats import FORMATS, single_file_suffixes, targets
 from ckptool.formats.base import Format, Request
 from ckptool.formats.companions import PIPELINE
-from ckptool.formats.safetensors import require_weights
 from ckptool.storage.url import Location
 
 if TYPE_CHECKING:
@@ -105,7 +103,6 @@ def prepare(
         layout = with_files_beside(opened, layout, complete)
     elif layout.folder:  # a single file has no room for a model's other files
         layout = complete(layout, False)
-    _require_content(opened, catalog, layout, writer)
     plan = Plan(catalog, layout)
     report = ConvertReport.of(
         opened,
@@ -124,23 +121,24 @@ def prepare(
             *_export_notes(opened.path, catalog, layout, writer, options),
         ),
     )
+    if not report.tensors and not report.objects:
+        raise _holds_nothing(opened, catalog, layout, writer)
     moves = rewritten.map and rewritten.map.decided
     decided = (writer.name, options.max_shard_size, options.single_rank, moves)
     return Transfer(opened, plan, target, options.transfer, report, decided)
 
 
-def _require_content(
+def _holds_nothing(
     opened: OpenedCheckpoint, catalog: Catalog, layout: Layout, writer: Format
-) -> None:
-    """Raise Unsupported if a format can hold nothing of a checkpoint, as of numpy's arrays."""
+) -> Unsupported:
+    """Return the error of a format that can hold nothing of a checkpoint, as of numpy's arrays."""
     lost = not_carried(layout, catalog)
-    if not catalog.tensors and lost >= catalog.objects.keys():
-        raise Unsupported(
-            f"{opened.path}: {writer.name} can hold nothing of it: no tensors, but"
-            f" {plural(len(lost), 'value')} such as {min(lost)}",
-            "limit-exceeded",
-            hint="--to torch-save keeps values",
-        )
+    return Unsupported(
+        f"{opened.path}: {writer.name} can hold nothing of it: no tensors, but"
+        f" {plural(len(lost), 'value')} such as {min(lost)}",
+        "limit-exceeded",
+        hint="--to torch-save keeps values",
+    )
 
 
 def _complete(
@@ -172,8 +170,7 @@ def prepare_save(
     """Plan to write all of an open checkpoint as it is."""
     target = resolve_target(target)
     writer, catalog = writer_for(options.to, target), opened.catalog
-    require_readable(catalog, opened.source, str(opened.path))
-    require_weights(catalog, str(opened.path))
+    require_writable(opened, catalog)
     if not catalog.tensors and not catalog.objects:
         raise UsageError("no tensors or values to save")
     layout = writer.lay_out(catalog, Request(target.name, options.max_shard_size))
@@ -191,9 +188,8 @@ def prepare_save(
 
 
 def _require_some(opened: OpenedCheckpoint, kept: Catalog) -> None:
-    """Raise for a weight delta, if ranks contradict one another, or nothing was selected."""
-    require_weights(opened.catalog, str(opened.path))
-    require_agreement(kept)
+    """Raise if what was selected may not be written, or is nothing."""
+    require_writable(opened, kept)
     if not kept.tensors and not kept.objects:
         raise UsageError("no tensors or values left to convert")
 

@@ -14,14 +14,19 @@ import numpy as np
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from ckptool.commands.open import PART_NAMED, OpenedCheckpoint, no_collecting, open_checkpoint
+from ckptool.commands.open import (
+    PART_NAMED,
+    OpenedCheckpoint,
+    no_collecting,
+    open_checkpoint,
+    require_agreement,
+)
 from ckptool.commands.options.extract import ExtractOptions
 from ckptool.commands.options.rewrite import RewriteOptions, Selection
 from ckptool.commands.rewrite import rewrite
 from ckptool.commands.transfer.report import TransferReport
 from ckptool.commands.transfer.transfer import (
     Transfer,
-    require_agreement,
     require_apart,
     resolve_target,
 )

@@ -34,10 +34,13 @@ from ckptool.errors import (
     Problem,
     Refusal,
     Unrecognized,
+    Unsupported,
     UsageError,
+    damaged,
     refused,
 )
 from ckptool.formats.base import Format, ScanOptions
+from ckptool.formats.safetensors import require_weights
 from ckptool.storage.local import Files
 from ckptool.storage.place import run_bounded
 from ckptool.storage.url import Location
@@ -145,6 +148,37 @@ def require_readable(catalog: Catalog, source: Files, subject: str, *, unread: b
     if refusals:
         error = refused(refusals, subject=subject)
         raise explain_damage(source, error) if isinstance(error, Damaged) else error
+
+
+def require_agreement(catalog: Catalog) -> None:
+    """Raise Damaged if ranks contradict one another on something that is to be written.
+
+    Raises Unsupported if everything missing was excluded when the checkpoint was saved.
+    """
+    reasons = catalog.conflicts.values()
+    codes = {why.code if isinstance(why, Problem) else "" for why in reasons}
+    if codes == {"frozen-excluded"}:
+        raise Unsupported(
+            "; ".join(reasons),
+            hint=f"`ckptool convert --drop {next(iter(catalog.conflicts))}` converts the rest",
+        )
+    if catalog.conflicts:
+        raise damaged(
+            list(catalog.conflicts.values()),
+            subject="the ranks' files",
+            hint="--per-rank keeps each as NAME@rankR; --drop 'GLOB' excludes them; if the"
+            " files are separate checkpoints, name one with --from torch-save",
+        )
+
+
+def require_writable(opened: OpenedCheckpoint, kept: Catalog) -> None:
+    """Raise if what is ``kept`` of a checkpoint may not be written.
+
+    As ``require_readable`` and ``require_agreement`` do, and Unsupported for a weight delta.
+    """
+    require_readable(kept, opened.source, str(opened.path))
+    require_weights(opened.catalog, str(opened.path))
+    require_agreement(kept)
 
 
 def _is_empty(catalog: Catalog) -> bool:

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from ckptool.commands.model.assets import with_assets
 from ckptool.commands.model.records import records
-from ckptool.commands.open import OpenedCheckpoint, no_collecting, open_checkpoint, require_readable
+from ckptool.commands.open import OpenedCheckpoint, no_collecting, open_checkpoint, require_writable
 from ckptool.commands.options.target import ReshardOptions
 from ckptool.commands.reshard.families import in_families
 from ckptool.commands.reshard.plan_file import read_plan, read_tp_plan
@@ -30,7 +30,6 @@ from ckptool.commands.transfer.transfer import (
     Progress,
     Transfer,
     no_progress,
-    require_agreement,
     require_apart,
     resolve_target,
 )
@@ -46,7 +45,6 @@ from ckptool.errors import Unsupported, UsageError
 from ckptool.formats import FORMATS, targets
 from ckptool.formats.base import Format, Request
 from ckptool.formats.companions import companions
-from ckptool.formats.safetensors import require_weights
 from ckptool.storage.url import Location
 
 
@@ -177,9 +175,7 @@ def prepare_reshard(
     writer = _writer(options.to, opened)
     same_ranks = writer.loading.has_rank_state and opened.catalog.world_size == placer.mesh.size
     catalog, dropped = resolve_rank_state(opened.catalog, options.rank_state, same_ranks=same_ranks)
-    require_readable(catalog, opened.source, str(opened.path))
-    require_weights(opened.catalog, str(opened.path))
-    require_agreement(catalog)
+    require_writable(opened, catalog)
     if not catalog.tensors:
         raise Unsupported(f"{opened.path}: no tensors to reshard")
     defers = may_open_late(target, overwrites=options.transfer.overwrite)

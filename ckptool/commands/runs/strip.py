@@ -9,7 +9,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptool.commands.convert import ConvertReport, prepare_save
-from ckptool.commands.open import OpenedCheckpoint, open_checkpoint
+from ckptool.commands.open import OpenedCheckpoint, open_checkpoint, require_agreement
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.target import SaveOptions, TransferOptions
 from ckptool.commands.runs.optimizer_files import (
@@ -18,7 +18,7 @@ from ckptool.commands.runs.optimizer_files import (
     require_unlisted,
     trainer_file,
 )
-from ckptool.commands.transfer.transfer import Transfer, require_agreement
+from ckptool.commands.transfer.transfer import Transfer
 from ckptool.core.catalog import Catalog
 from ckptool.core.layout import FileLayout, Layout, Verbatim
 from ckptool.core.plan import Plan

@@ -18,7 +18,6 @@ from ckptool.commands.transfer.overwrite import own_files, require_unmixed
 from ckptool.commands.transfer.plan_digest import plan_digest
 from ckptool.commands.transfer.report import Part, TransferReport, standing_note
 from ckptool.core.casts import RangeCounts, beyond_notes
-from ckptool.core.catalog import Catalog
 from ckptool.core.plan import Plan
 from ckptool.engine.check.copies import copied_files
 from ckptool.engine.check.replicas import differing_replicas
@@ -69,27 +68,6 @@ def stage_at(
 
 def no_progress(nbytes: int) -> None:
     """Ignore progress."""
-
-
-def require_agreement(catalog: Catalog) -> None:
-    """Raise Damaged if ranks contradict one another on something that is to be written.
-
-    Raises Unsupported if everything missing was excluded when the checkpoint was saved.
-    """
-    reasons = catalog.conflicts.values()
-    codes = {why.code if isinstance(why, Problem) else "" for why in reasons}
-    if codes == {"frozen-excluded"}:
-        raise Unsupported(
-            "; ".join(reasons),
-            hint=f"`ckptool convert --drop {next(iter(catalog.conflicts))}` converts the rest",
-        )
-    if catalog.conflicts:
-        raise damaged(
-            list(catalog.conflicts.values()),
-            subject="the ranks' files",
-            hint="--per-rank keeps each as NAME@rankR; --drop 'GLOB' excludes them; if the"
-            " files are separate checkpoints, name one with --from torch-save",
-        )
 
 
 def require_apart(opened: OpenedCheckpoint, target: Location) -> None:
