@@ -219,6 +219,8 @@ class Findings(Struct, frozen=True):
         return self._joined(shown), ignored
 
     def _joined(self, problems: list[Problem]) -> list[Finding]:
+        if not problems:
+            return []
         findings = [self._finding(group) for group in _by_cause(problems, self.catalog)]
         order = list(Severity)
         return sorted(findings, key=lambda each: (order.index(each.severity), bool(each.tensor)))

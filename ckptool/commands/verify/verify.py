@@ -77,7 +77,8 @@ def verify(
         raise UsageError("--part shares all of the data: not with --quick, --sample or torchrun")
     share = options.part or Share(ranks.rank, ranks.size)
     verification = ranks.together(lambda: examine(path, options, started, share=share))
-    verification.join(ranks)
+    if ranks.size > 1:
+        verification.join(ranks)
     return verification.report()
 
 
@@ -149,9 +150,13 @@ class Verification:
     def check_structure(self, asked: Location) -> None:
         """Check metadata, names and sizes; ``asked`` is the path that the user gave."""
         source, row, catalog = self.surveyed.source, self.surveyed.format, self._catalog
-        self._problems += unnamed_latest(asked, self.surveyed)
-        self._problems += name_problems(source, row, catalog)
-        self._problems += newer_than_metadata(source, row)
+        if (marker := row.detection.latest) is not None:
+            self._problems += unnamed_latest(asked, self.surveyed.path, marker)
+        rules, bare = self._files.rules, catalog.bare if catalog else frozenset()
+        # names of bare files are tensors' names and prove nothing
+        named = {file: rule for file, rule in rules.items() if file not in bare}
+        self._problems += name_problems(source, row, named)
+        self._problems += newer_than_metadata(source, rules)
         self._files.look_at_metadata(catalog)
         if catalog is not None:
             self._problems += catalog_problems(catalog)
@@ -193,7 +198,7 @@ class Verification:
             self._files.look_beside_items(catalog.archives)
         self._problems += [*content.problems, *content.read.problems]
         self.digests = content.read.digests
-        if self._sample.checks_whole:
+        if self._kept and self._sample.checks_whole:
             self._problems += download_problems(self._kept, self.digests, hashed, source)
         self._check_elements(content)
 
@@ -247,8 +252,8 @@ class Verification:
     def _check_elements(self, content: _Content) -> None:
         """Note oddities in the elements that were read, or are read again."""
         source, spans, names = self.surveyed.source, content.spans, content.read.not_finite
-        written = self._sample.whole_files(content.read.written)
-        self._problems += unwritten_ends(spans, written, source.files)
+        if written := self._sample.whole_files(content.read.written):
+            self._problems += unwritten_ends(spans, written, source.files)
         if self._sample.leaves_none:
             names |= self._read_again(content)
         names -= packed_names(self._catalog) if names and self._catalog else set()
@@ -283,8 +288,10 @@ class Verification:
     def _read_again(self, content: _Content) -> set[str]:
         """Check elements, which bytes do not show; return the tensors with NaN or infinity."""
         source = self.surveyed.source
-        names, problems = scattered_not_finite(content.views, source)
-        self._problems += problems
+        names: set[str] = set()
+        if content.views.scattered:
+            names, problems = scattered_not_finite(content.views, source)
+            self._problems += problems
         self._problems += replica_problems(content.tensors.values(), source)
         if self._catalog is not None and self._sample.checks_whole:
             self._problems += differing_step_values(self._catalog)
@@ -297,22 +304,10 @@ class Verification:
         """Merge the findings of other ranks' shares."""
         files = self._files
         mine = self._problems, files.problems, files.pickles.problems, self._unchecked, self._nbytes
-        found = ranks.gather(mine)
-        if len(found) > 1:
-            self._problems = _distinct(each[0] for each in found)
-            self._of_files = _distinct(each[1] for each in found)
-            self._of_pickles = _distinct(each[2] for each in found)
-            self._unchecked = set[str]().union(*(each[3] for each in found))
-            self._nbytes = sum(each[4] for each in found)
-
-    def _unchecked_problems(self) -> Iterator[Problem]:
-        """Yield one remark on all files whose values no checksum covers."""
-        files = sorted(self._unchecked)
-        if files:
-            message = (
-                f"{list_some(files, 1)}: no checksum stored; changed values cannot be detected"
-            )
-            yield Problem(message, "no-checksum", file=files[0])
+        own, of_files, of_pickles, unchecked, nbytes = zip(*ranks.gather(mine), strict=True)
+        self._problems, self._of_files = _distinct(own), _distinct(of_files)
+        self._of_pickles = _distinct(of_pickles)
+        self._unchecked, self._nbytes = set[str]().union(*unchecked), sum(nbytes)
 
     def report(
         self, more: Iterable[Problem] = (), *, compared: Catalog | None = None, nbytes: int = 0
@@ -322,12 +317,12 @@ class Verification:
         ``compared`` is the catalog that these concern, of which ``nbytes`` were read.
         """
         options, catalog, source = self._options, self._catalog, self.surveyed.source
-        files = self._own_files
         of_files = self._files.problems if self._of_files is None else self._of_files
         of_pickles = self._files.pickles.problems if self._of_pickles is None else self._of_pickles
-        own = [*self._problems, *self._unchecked_problems(), *of_files]
+        unchecked = _unchecked_problems(sorted(self._unchecked)) if self._unchecked else []
+        own = [*self._problems, *unchecked, *of_files]
         problems = [
-            *changes(source, files),
+            *changes(source, self._own_files),
             *self.surveyed.problems,
             *map(self._of_a_copy, own),
             *more,
@@ -361,6 +356,12 @@ def _distinct(found: Iterable[Iterable[Problem]]) -> list[Problem]:
     return list(
         {(str(each), each.code, each.file, each.tensor): each for each in problems}.values()
     )
+
+
+def _unchecked_problems(files: Sequence[str]) -> list[Problem]:
+    """Return one remark on all files whose values no checksum covers."""
+    message = f"{list_some(files, 1)}: no checksum stored; changed values cannot be detected"
+    return [Problem(message, "no-checksum", file=files[0])]
 
 
 def changes(source: Files, files: Iterable[str]) -> list[Problem]:

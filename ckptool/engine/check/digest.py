@@ -20,10 +20,13 @@ from ckptool.engine.read.tiles import (
     read_tiles,
 )
 from ckptool.errors import CkptoolError
+from ckptool.serialization.source import Source
 from ckptool.storage.local import Files
 
 if TYPE_CHECKING:
     from ckptool.engine.read.gather import Gatherer
+
+_BLOCK = 1 << 22
 
 
 def digests(
@@ -64,6 +67,15 @@ def file_digests(
     jobs = (byte_job(file, file, 0, source.files[file]) for file in files)
     read_tiles(ByteSource(source), jobs, digest, workers, progress)
     return hexes
+
+
+def file_digest(source: Source, file: str, algorithm: str, head: bytes = b"") -> str:
+    """Return the digest (hex) of ``head`` and a whole file, of any algorithm of hashlib."""
+    size = source.files[file]
+    total = hashlib.new(algorithm, head, usedforsecurity=False)
+    for start in range(0, size, _BLOCK):
+        total.update(source.read(file, start, min(_BLOCK, size - start)))
+    return total.hexdigest()
 
 
 def _sha256(pieces: Iterable[memoryview]) -> str:

@@ -7,7 +7,6 @@ comes with Meta's llama weights, is the output of ``md5sum``: a digest and a nam
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator
@@ -22,15 +21,15 @@ from ckptool.commands.model.adapter_config import (
 )
 from ckptool.commands.model.config import config_problems
 from ckptool.commands.model.records import CONFIG, Record, read_beside
-from ckptool.commands.open import Survey
 from ckptool.commands.verify.findings import conflict_problems
 from ckptool.core.catalog import Catalog, TensorEntry, coverage_problem, flat_name
 from ckptool.core.sharding.coverage import lone_rank_problem
+from ckptool.engine.check.digest import file_digest
 from ckptool.engine.check.replicas import differing_replicas
 from ckptool.errors import UNCODED, CkptoolError, Damaged, Problem
-from ckptool.formats.base import Format
+from ckptool.formats.base import Format, LatestMarker
 from ckptool.formats.writing import select_plain
-from ckptool.serialization.source import Source, read_metadata, require
+from ckptool.serialization.source import Source, parse_json_object, read_metadata, require
 from ckptool.serialization.state_dict.values import NOT_CARRIED
 from ckptool.storage.local import Files
 from ckptool.storage.url import Location
@@ -54,22 +53,20 @@ def catalog_problems(catalog: Catalog) -> Iterator[Problem]:
 
 def replica_problems(entries: Iterable[TensorEntry], source: Files) -> Iterator[Problem]:
     """Yield the copies of one chunk that differ, or that cannot be read."""
-    for entry in entries:
+    for entry in (each for each in entries if any(chunk.copies for chunk in each.chunks)):
         try:
             yield from differing_replicas([entry], source)
         except CkptoolError as error:
             yield from error.problems
 
 
-def unnamed_latest(asked: Location, surveyed: Survey) -> Iterator[Problem]:
+def unnamed_latest(asked: Location, step: Location, marker: LatestMarker) -> Iterator[Problem]:
     """Yield a problem if the folder of a run does not name its latest checkpoint.
 
     Frameworks write the name into a file of the run's folder, and resume only by that.
     """
-    marker, step = surveyed.format.detection.latest, surveyed.path
-    if marker is None or not re.fullmatch(marker.folders, step.name):
-        return
-    if asked in step.parents and not (step.parent / marker.file).exists():
+    is_step = asked in step.parents and re.fullmatch(marker.folders, step.name)
+    if is_step and not (step.parent / marker.file).exists():
         message = f"{step.parent}: no {marker.file} beside {step.name}"
         message += ", so trainers will not resume from it"
         yield Problem(message, "latest-missing", file=marker.file)
@@ -106,7 +103,6 @@ LISTED = "integrity.json"
 CHECKLIST = "checklist.chk"
 _MD5_LINE = re.compile(r"([0-9a-fA-F]{32})\s+\*?(\S+)")
 _ALGORITHM = "sha256"
-_BLOCK = 1 << 22
 
 
 def integrity_problems(source: Source) -> Iterator[Problem]:
@@ -132,10 +128,11 @@ def _differing_from_checklist(source: Source) -> Iterator[Problem]:
 
 
 def _differing_from_list(source: Source) -> Iterator[Problem]:
-    content: Any = None
-    with suppress(ValueError, RecursionError):
-        content = json.loads(read_metadata(source, LISTED))
-    if not isinstance(content, dict) or not isinstance(content.get("files"), dict):
+    data = read_metadata(source, LISTED)
+    content: dict[str, Any] = {}
+    with suppress(Damaged):
+        content = parse_json_object(data, LISTED)
+    if not isinstance(content.get("files"), dict):
         yield Problem(f"{LISTED}: no list of files", "index-unreadable", file=LISTED)
     elif content.get("algorithm") != _ALGORITHM:
         message = f"{LISTED}: {str(content.get('algorithm'))[:40]!r} is not supported; not checked"
@@ -149,14 +146,11 @@ def _differing(
 ) -> Iterator[Problem]:
     for file, expected in files.items():
         try:
-            size = require(source, file, wanted_by=listed)
-            total = hashlib.new(algorithm, usedforsecurity=False)
-            for start in range(0, size, _BLOCK):
-                total.update(source.read(file, start, min(_BLOCK, size - start)))
+            require(source, file, wanted_by=listed)
+            digest = file_digest(source, file, algorithm)
         except CkptoolError as error:
             yield from error.problems
             continue
-        digest = total.hexdigest()
         if digest != expected:
             message = f"{file}: {algorithm} {digest[:16]}..., expected"
             message += f" {str(expected)[:16]}... by {listed}"

@@ -24,6 +24,7 @@ from ckptool.core.catalog import (
 )
 from ckptool.engine.check.content import all_finite, can_be_not_finite
 from ckptool.engine.check.spans import ByteSpan, Packing, View
+from ckptool.engine.read.segments import span_of
 from ckptool.engine.read.tensors import TensorSource, TensorTile, place_job
 from ckptool.engine.read.tiles import read_tiles
 from ckptool.errors import CkptoolError, Problem
@@ -121,7 +122,7 @@ def _run(at: Place, shape: tuple[int, ...], itemsize: int) -> tuple[_Where, int,
     """Return the place of the elements and their bytes, if they fill one run, in any order."""
     if isinstance(at, Container | ScaledBlocks) or at.ops:
         return None
-    nbytes = itemsize + sum((n - 1) * s for n, s in zip(shape, at.strides, strict=True))
+    nbytes = span_of(shape, at.strides, itemsize)
     if math.prod(shape) * itemsize < nbytes:
         return None
     if isinstance(at, EncodedBlob):

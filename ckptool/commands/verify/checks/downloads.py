@@ -8,16 +8,14 @@ LFS or Xet, and git's SHA-1 of any other.
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from msgspec import Struct
 
-from ckptool.engine.check.digest import file_digests
+from ckptool.engine.check.digest import file_digest, file_digests
 from ckptool.errors import CkptoolError, Problem
-from ckptool.serialization.source import Source
 from ckptool.storage.local import Files
 from ckptool.storage.place import on_disk
 from ckptool.storage.url import Location
@@ -27,7 +25,6 @@ _HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _BESIDE = (".cache/huggingface/download", ".huggingface/download")
 _LONGEST = 1024
-_BLOCK = 1 << 22
 _AGAIN = "download it again"
 
 
@@ -112,7 +109,8 @@ def download_problems(
             continue
         try:
             if not each.is_sha256:
-                digits = _git_digest(source, file)
+                git = f"blob {source.files[file]}\0".encode()  # before what git hashes
+                digits = file_digest(source, file, "sha1", git)
             else:
                 digits = digests.get(file) or file_digests([file], source, 1)[file]
         except CkptoolError as error:
@@ -120,12 +118,3 @@ def download_problems(
             continue
         if (problem := each.problem(file, digits)) is not None:
             yield problem
-
-
-def _git_digest(source: Source, file: str) -> str:
-    """Return the SHA-1 by which git names a file's content."""
-    size = source.files[file]
-    total = hashlib.sha1(f"blob {size}\0".encode(), usedforsecurity=False)
-    for start in range(0, size, _BLOCK):
-        total.update(source.read(file, start, min(_BLOCK, size - start)))
-    return total.hexdigest()

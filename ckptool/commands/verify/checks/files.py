@@ -27,13 +27,12 @@ _CLOCK = 2.0
 """Seconds that the clocks of hosts which write one checkpoint may differ."""
 
 
-def name_problems(source: Source, row: Format, catalog: Catalog | None) -> Iterator[Problem]:
-    """Yield problems of names and sizes alone: empty files, and files of an unfinished write.
+Rules = Mapping[str, FileRule | None]
+"""The rule of a format for each file of a checkpoint."""
 
-    Names of files that a catalog calls bare are tensors' names and prove nothing.
-    """
-    bare = catalog.bare if catalog else frozenset()
-    rules = {file: file_rule(row, file) for file in source.files if file not in bare}
+
+def name_problems(source: Source, row: Format, rules: Rules) -> Iterator[Problem]:
+    """Yield problems of names and sizes alone: empty files, and files of an unfinished write."""
     committing = {rule.committed_by for rule in rules.values() if rule and rule.committed_by}
     committing |= {rule.committed_by for rule in row.detection.files if rule.committed_by}
     for file, rule in rules.items():
@@ -56,7 +55,7 @@ def _must_hold_bytes(file: str, rule: FileRule | None) -> bool:
     return rule is not None and rule.role in (FileRole.METADATA, FileRole.JSON)
 
 
-def _uncommitted(rules: Mapping[str, FileRule | None]) -> Iterator[Problem]:
+def _uncommitted(rules: Rules) -> Iterator[Problem]:
     """Yield the subfolders whose data files lack the metadata that is written last."""
     folders: dict[str, set[FileRule]] = {}
     for file, rule in rules.items():
@@ -71,7 +70,7 @@ def _uncommitted(rules: Mapping[str, FileRule | None]) -> Iterator[Problem]:
             yield Problem(message, "save-incomplete", file=f"{folder}/{last}")
 
 
-def _unreadable_json(source: Source, rules: Mapping[str, FileRule | None]) -> Iterator[Problem]:
+def _unreadable_json(source: Source, rules: Rules) -> Iterator[Problem]:
     """Yield the small files that are JSON by name but not by content."""
     for file, rule in rules.items():
         is_json = rule is not None and rule.role is FileRole.JSON
@@ -82,10 +81,9 @@ def _unreadable_json(source: Source, rules: Mapping[str, FileRule | None]) -> It
                 yield Problem(f"{file}: not JSON", "metadata-unreadable", file=file)
 
 
-def newer_than_metadata(source: Files, row: Format) -> Iterator[Problem]:
+def newer_than_metadata(source: Files, rules: Rules) -> Iterator[Problem]:
     """Yield the data files that were modified after the metadata that is written last."""
-    for file in source.files:
-        rule = file_rule(row, file)
+    for file, rule in rules.items():
         whole = f"{file[: file.rfind('/') + 1]}{rule.committed_by}" if rule else ""
         if rule is not None and rule.committed_by and whole in source.files:
             seconds = source.modified(file) - source.modified(whole)
@@ -105,8 +103,8 @@ class FileCheck:
         self, source: Source, row: Format, chosen: Callable[[Container], bool], *, quick: bool
     ) -> None:
         self._source = source
-        self._format = row
         self._chosen = chosen
+        self.rules: Rules = {file: file_rule(row, file) for file in source.files}
         self.pickles = PickleAudit()
         self.archives = ArchiveCheck(source, self.pickles, only_structure=quick)
         self._problems: list[Problem] = []
@@ -157,7 +155,7 @@ class FileCheck:
         return [f for f in files if f in named or self._role(f) is FileRole.METADATA]
 
     def _role(self, file: str) -> FileRole | None:
-        rule = file_rule(self._format, file)
+        rule = self.rules.get(file)
         return rule.role if rule else None
 
     def _attempt(self, file: str, look: Callable[[str], None]) -> None:

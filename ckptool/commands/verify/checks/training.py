@@ -31,55 +31,35 @@ _FEW_VALUES = 8
 
 def optimizer_problems(catalog: Catalog) -> Iterator[Problem]:
     """Yield optimizer state that lacks a part that others have, or has another shape."""
-    states = _states(catalog)
-    yield from _incomplete(_with_parts(states, catalog), catalog.conflicts)
-    yield from _incomplete(_states_by_kind(catalog), catalog.conflicts)
-    yield from _misshapen(catalog, states)
+    states: States = defaultdict(dict)
+    of_parts: list[tuple[str, str]] = []
+    by_first: dict[str, set[str]] = defaultdict(set)
+    for name, entry in catalog.tensors.items():
+        first, _, rest = name.partition(".")
+        if first in _KINDS_FIRST:  # as DeepSpeed and Megatron name state, and the weights with it
+            by_first[rest].add(first)
+        head, _, last = name.rpartition(".")
+        if last in _KINDS and head and state_category(entry) == "optimizer":
+            states[head][last] = entry
+        whole, _, kind = head.rpartition(".")
+        if kind in _KINDS and whole and state_category(entry) == "optimizer":
+            of_parts.append((whole, kind))  # in 8 bits: exp_avg.codes and exp_avg.scale
+    kinds = {head: {*state} for head, state in states.items()}
+    for head, kind in of_parts:
+        kinds.setdefault(head, set()).add(kind)
+    # a buffer, or a frozen or tied parameter, has no state at all
+    first_kinds = {name: found for name, found in by_first.items() if found - _WEIGHTS}
+    for found_kinds in filter(None, (kinds, first_kinds)):
+        yield from _incomplete(found_kinds, catalog.conflicts)
+    if states:
+        yield from _misshapen(catalog, states)
 
 
 States = dict[str, dict[str, TensorEntry]]
-"""The state of each parameter, by kind."""
+"""The state of each parameter, by kind, as the optimizer calls it."""
 
 
-def _states(catalog: Catalog) -> States:
-    """Return the state of each parameter, as the optimizer calls it."""
-    states: States = defaultdict(dict)
-    for entry in catalog.tensors.values():
-        head, _, kind = entry.name.rpartition(".")
-        if kind in _KINDS and head and state_category(entry) == "optimizer":
-            states[head][kind] = entry
-    return states
-
-
-def _with_parts(states: States, catalog: Catalog) -> dict[str, set[str]]:
-    """Return the kinds of state of each parameter, with those that consist of several tensors.
-
-    Such as state in 8 bits: ``exp_avg.codes`` and ``exp_avg.scale``.
-    """
-    kinds = {head: {*state} for head, state in states.items()}
-    for entry in catalog.tensors.values():
-        head, _, kind = entry.name.rpartition(".")[0].rpartition(".")
-        if kind in _KINDS and head and state_category(entry) == "optimizer":
-            kinds.setdefault(head, set()).add(kind)
-    return kinds
-
-
-def _states_by_kind(catalog: Catalog) -> States:
-    """Return the same for names that begin with the kind (DeepSpeed, Megatron), with the weights.
-
-    Omits what has no state at all, such as a buffer, or a frozen or tied parameter.
-    """
-    states: States = defaultdict(dict)
-    for entry in catalog.tensors.values():
-        kind, _, name = entry.name.partition(".")
-        if kind in _KINDS_FIRST:
-            states[name][kind] = entry
-    return {name: state for name, state in states.items() if state.keys() - _WEIGHTS}
-
-
-def _incomplete(
-    states: Mapping[str, Collection[str]], conflicts: Collection[str]
-) -> Iterator[Problem]:
+def _incomplete(states: Mapping[str, set[str]], conflicts: Collection[str]) -> Iterator[Problem]:
     """Yield incomplete state, compared with other parameters'; ``conflicts`` count as present."""
     groups: dict[frozenset[str], list[str]] = defaultdict(list)
     for head, state in states.items():

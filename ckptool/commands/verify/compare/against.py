@@ -111,8 +111,9 @@ def against(
     """
     require_codes(options.ignore)
     read = ReadOptions(comparing.other_format, per_rank=options.read.per_rank)
-    one = Side(SIDES[0], path, lambda: open_checkpoint(path, options.read, whole=False))
-    two = Side(SIDES[1], other, lambda: open_checkpoint(other, read, whole=False))
+    how = {"whole": False, "placements": False}
+    one = Side(SIDES[0], path, lambda: open_checkpoint(path, options.read, **how))
+    two = Side(SIDES[1], other, lambda: open_checkpoint(other, read, **how))
     if torch_save.FORMAT.name in (one.format, two.format) and one.format != two.format:
         one.rename_as_one_file()
         two.rename_as_one_file()

@@ -130,7 +130,8 @@ def diff(
     """
     _require_possible(options)
     theirs = ReadOptions(options.compare.other_format, per_rank=options.read.per_rank)
-    one = Side(SIDES[0], path, lambda: open_checkpoint(path, options.read, whole=False))
+    how = {"whole": False, "placements": False}
+    one = Side(SIDES[0], path, lambda: open_checkpoint(path, options.read, **how))
     names = one.opened.catalog.tensors if one.opened else {}
     two = Side(SIDES[1], other, lambda: open_other(other, theirs, names))
     if options.values and two.opened is not None and _is_model(two):

@@ -30,7 +30,7 @@ def open_other(path: Location, options: ReadOptions, names: Collection[str]) -> 
     if disk is not None and disk.name == CONFIG and disk.is_file():
         return open_model(disk, names)
     try:
-        return open_checkpoint(path, options, whole=False)
+        return open_checkpoint(path, options, whole=False, placements=False)
     except Unrecognized:
         if disk is not None and (disk / CONFIG).is_file():
             return open_model(disk / CONFIG, names)

@@ -107,7 +107,7 @@ def excluded_text(rest: Amount, path: Location) -> str:
 def open_unless_damaged(path: Location, options: VerifyOptions) -> OpenedCheckpoint | None:
     """Return the checkpoint, None if it cannot be opened; the findings then say why."""
     try:
-        return open_checkpoint(path, options.read)
+        return open_checkpoint(path, options.read, placements=False)
     except (Damaged, Hostile):
         return None
 
