@@ -1,6 +1,6 @@
 """What is read for elements: found once, to be announced, counted, read and checked.
 
-Two questions decide how: whether elements are stored as one run of bytes (``run_at``), and whether
+Two questions decide how: whether elements are stored as one run of bytes (``is_run``), and whether
 they go to one run of memory (``skip_to``). If both are so, a ``Segment`` says all. Other elements
 of a file are read as ``strided_reads`` says.
 """
@@ -11,14 +11,14 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter, mul
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 from ckptool.core.box import Box, contiguous
 from ckptool.core.catalog import EncodedBlob, Extent, Place, Record, ScaledBlocks, TensorEntry
 from ckptool.core.sharding.groups import Tile
 from ckptool.core.sharding.index import ChunkIndex, Overlap
 from ckptool.core.sharding.table import WholeTensor
-from ckptool.engine.read.containers import Need, likely_place, open_chunk, openings
+from ckptool.engine.read.containers import Need, likely_place, open_place, openings
 
 NotePiece = Callable[[Record, int, memoryview], None]
 """Called with each piece of a checksummed record: the record, the file offset and the bytes."""
@@ -45,13 +45,17 @@ class Segment(NamedTuple):
 _SKIP = attrgetter("skip")
 
 
-def run_at(at: Place, local: Box, itemsize: int) -> int | None:
-    """Return the file offset of the run of bytes that is some elements of a place, in order.
+def is_run(at: Place, shape: tuple[int, ...], itemsize: int) -> TypeGuard[Extent]:
+    """Return whether elements of ``shape`` are one run of bytes of a place, in order, as stored."""
+    return isinstance(at, Extent) and not at.ops and contiguous(at.strides, shape, itemsize)
 
-    ``local`` are these elements in their own coordinates. None if they are no run, or not stored as
-    they are.
+
+def run_at(at: Place, local: Box, itemsize: int) -> int | None:
+    """Return the file offset of the run of bytes that is some elements of a place; None if none is.
+
+    ``local`` are these elements in their own coordinates.
     """
-    if not isinstance(at, Extent) or at.ops or not contiguous(at.strides, local.shape, itemsize):
+    if not is_run(at, local.shape, itemsize):
         return None
     inside: int = sum(map(mul, local.lo, at.strides))
     return at.offset + inside
@@ -88,17 +92,25 @@ def segments_of(
 def segments_of_tensor(entry: TensorEntry) -> list[Segment] | None:
     """Return the segments of a whole tensor as stored, in order; None if any chunk is none.
 
-    Opens the containers of its chunks.
+    Opens the containers of its chunks, which must not overlap.
     """
     chunks, shape, itemsize = entry.chunks, entry.shape, entry.source_dtype.itemsize
     if isinstance(chunks, WholeTensor) and chunks.boxes[0].hi == shape:
         if not contiguous(chunks.strides, shape, itemsize):
             return None
         return [Segment(chunks.file, chunks.offset, entry.elements * itemsize, 0, None)]
-    solid = (open_chunk(chunk) for chunk in chunks if chunk.box.volume)
-    found = (Overlap(chunk, chunk.box, Box.whole(chunk.box.shape), chunk.box) for chunk in solid)
-    segments = segments_of(found, shape, itemsize)
-    return segments and sorted(segments, key=_SKIP)
+    segments, left = list[Segment](), entry.elements * itemsize
+    for chunk in chunks:
+        inner = chunk.box.shape
+        if 0 in inner:
+            continue
+        at = open_place(chunk.at, inner)
+        skip = 0 if inner == shape else skip_to(chunk.box, shape, itemsize)
+        if skip is None or not is_run(at, inner, itemsize):
+            return None
+        segments.append(Segment(at.file, at.offset, math.prod(inner) * itemsize, skip, at.record))
+        left -= segments[-1].nbytes
+    return None if left else sorted(segments, key=_SKIP)
 
 
 def cut_out(segments: Sequence[Segment], start: int, nbytes: int) -> Iterator[Segment]:
