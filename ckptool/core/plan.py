@@ -34,12 +34,7 @@ from ckptool.core.sharding.groups import (
     tiles_of_group,
 )
 from ckptool.core.sharding.index import ChunkIndex
-from ckptool.core.sharding.table import (
-    LateChunks,
-    WholeTensor,
-    open_together,
-    opened_chunks,
-)
+from ckptool.core.sharding.table import chunks_of, open_together
 from ckptool.errors import Unsupported, damaged
 
 _BATCH = 16
@@ -88,8 +83,8 @@ class Plan:
             (
                 at.nbytes + at.size
                 for entry in self.entries
-                if not isinstance(entry.chunks, WholeTensor)
-                for chunk in opened_chunks(entry.chunks)
+                if not (chunks := chunks_of(entry)).bare
+                for chunk in chunks.opened
                 for at in stored_places(chunk.at)
                 if isinstance(at, EncodedBlob)
             ),
@@ -183,9 +178,8 @@ class Plan:
                 for whole, _ in part.pieces
             ]
             open_together(
-                (chunks, index.places(whole))
+                (self.catalog.tensors[name].chunks, index.places(whole))
                 for index, name, whole in boxes
-                if isinstance(chunks := self.catalog.tensors[name].chunks, LateChunks)
             )
             for index, name, whole in boxes:
                 entry = self.catalog.tensors[name]
@@ -232,7 +226,7 @@ class Plan:
     @cached_property
     def written(self) -> dict[str, TensorEntry]:
         """The places of tensors in the output, by name, of those that have more than one chunk."""
-        cut = {e.name: e for e in self.entries if not isinstance(e.chunks, WholeTensor)}
+        cut = {entry.name: entry for entry in self.entries if not chunks_of(entry).bare}
         return written_entries(self.layout, cut)
 
     def cut_by_rows(self, place: LayoutPart, nbytes: int) -> Group | None:

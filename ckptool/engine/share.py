@@ -9,10 +9,10 @@ from heapq import heapify, heapreplace
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckptool.core.box import contiguous
 from ckptool.core.catalog import Extent
-from ckptool.core.sharding.table import ChunkTable, LateChunks, WholeTensor
+from ckptool.core.sharding.table import chunks_of
 from ckptool.engine.read.containers import likely_place
+from ckptool.engine.read.segments import is_run
 from ckptool.errors import UsageError
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def checked_chunks(
     """
     seen: set[object] = set()
     mine, shared = frozenset(numbers), _shared_places(plan)
-    names = {e.name for e in plan.entries if not isinstance(e.chunks, WholeTensor)}
+    names = {entry.name for entry in plan.entries if not chunks_of(entry).bare}
     for entry, chunk in plan.chunks(numbers, names):
         place = _place(chunk.at)
         some = shared.get(place, [(entry, chunk)])
@@ -102,7 +102,7 @@ def _shared_places(plan: Plan) -> dict[object, Cut]:
     """
     places: dict[object, Cut] = {None: []}
     for entry in plan.entries:
-        if not isinstance(entry.chunks, ChunkTable | LateChunks | WholeTensor):
+        if not chunks_of(entry).alone:
             for chunk in entry.chunks:
                 places.setdefault(_place(chunk.at), []).append((entry, chunk))
     del places[None]
@@ -122,7 +122,7 @@ def _is_read_in_runs(plan: Plan, some: Cut) -> bool:
     for entry, chunk in some:
         itemsize, shape = entry.source_dtype.itemsize, chunk.box.shape
         at = likely_place(chunk.at, itemsize)
-        if not isinstance(at, Extent) or at.ops or not contiguous(at.strides, shape, itemsize):
+        if not is_run(at, shape, itemsize):
             return False
         nbytes = 0 if at.record is None else at.record.nbytes
         found += chunk.box.volume * itemsize

@@ -38,6 +38,7 @@ from ckptool.core.mesh import Mesh
 from ckptool.core.plan import Plan
 from ckptool.core.sharding.index import ChunkIndex
 from ckptool.core.sharding.placement import POLICIES, Choice, PlacedTensors, Placer
+from ckptool.core.sharding.table import chunks_of
 from ckptool.core.text import one_of
 from ckptool.engine.ranks import Ranks
 from ckptool.engine.write.run import peak_memory
@@ -327,9 +328,7 @@ def load_costs(entries: Iterable[TensorEntry], placed: PlacedTensors) -> tuple[L
     nbytes = [0] * placed.mesh.size
     alike: dict[object, list[TensorEntry]] = defaultdict(list)
     for entry in entries:
-        stored: object = getattr(entry.chunks, "cut", None)
-        if stored is None:
-            stored = tuple((chunk.box, chunk.at.file) for chunk in entry.chunks)
+        stored = chunks_of(entry).cut
         placements = placed.placements[entry.name]
         alike[entry.shape, placements, entry.source_dtype, stored].append(entry)
     for entry, *others in alike.values():

@@ -23,7 +23,7 @@ from ckptool.core.box import spans_of
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.mesh import Mesh, Placements, Replicate, StridedShard
 from ckptool.core.sharding.cuts import Order, chunk_bounds, placements_of
-from ckptool.core.sharding.table import Spans, spans_and_writers
+from ckptool.core.sharding.table import Spans, chunks_of
 from ckptool.core.text import plural
 
 _MOST_DIMS = 3
@@ -72,7 +72,7 @@ def infer(tensors: Iterable[TensorEntry], world_size: int) -> Inference:
 
 def _signature(entry: TensorEntry) -> _Signature:
     """Return a tensor's shape, and its boxes with the ranks that wrote each (None if unknown)."""
-    return entry.shape, spans_and_writers(entry.chunks)
+    return entry.shape, chunks_of(entry).spans
 
 
 def _world(signatures: Iterable[_Signature], seen: int) -> int:

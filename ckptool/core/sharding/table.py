@@ -1,4 +1,7 @@
-"""The chunks of a tensor as columns: a checkpoint of thousands of ranks has millions."""
+"""Containers of the chunks of a tensor: as they are, as columns, opened late, or as one place.
+
+A checkpoint of thousands of ranks has millions of chunks.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,69 @@ _T = TypeVar("_T")
 
 OpenChunks = Callable[[Sequence[tuple[TensorEntry, Chunk]]], Iterable[Chunk]]
 """Opens the items of chunks, each with its tensor; raises the problem of the first bad one."""
+
+
+class Spans(NamedTuple):
+    """A geometry: boxes, and the ranks that wrote them; equal for tensors that are cut alike."""
+
+    boxes: Sequence[Any]
+    ranks: tuple[int | None, ...]
+
+
+class Chunks(Sequence[Chunk]):
+    """The chunks of a tensor, and what is asked of all of them, answered as it costs least.
+
+    They are ``bare`` if they are stored as they are, without a record, a codec or a copy; they are
+    ``alone`` if none shares its record or item with another, or has a copy.
+    """
+
+    __slots__ = ()
+    bare = False
+    alone = False
+
+    @property
+    def boxes(self) -> Sequence[Box]:
+        """The boxes of all chunks."""
+        return [chunk.box for chunk in self]
+
+    @property
+    def spans(self) -> Spans:
+        """The boxes of chunks and of their copies, with the rank that wrote each."""
+        stored = [(chunk.box, chunk.rank) for chunk in self]
+        stored += [(chunk.box, copy.rank) for chunk in self for copy in chunk.copies]
+        return Spans(tuple(box for box, _ in stored), tuple(rank for _, rank in stored))
+
+    @property
+    def cut(self) -> object:
+        """A key shared by the chunks of tensors with the same boxes in the same files."""
+        return tuple((chunk.box, chunk.at.file) for chunk in self)
+
+    @property
+    def opened(self) -> Iterable[Chunk]:
+        """The chunks that are open: all but those that are opened later."""
+        return self
+
+    @property
+    def located(self) -> bool:
+        """Whether it is known where elements are, or will be on access."""
+        return any(isinstance(chunk.at, Extent) for chunk in self)
+
+    @property
+    def extent(self) -> tuple[str, int, tuple[int, ...]] | None:
+        """File, offset and strides of the whole tensor if that is all there is to know of it."""
+        return None
+
+
+class PlainChunks(tuple[Chunk, ...], Chunks):
+    """Chunks as they are."""
+
+    __slots__ = ()
+
+
+def chunks_of(entry: TensorEntry) -> Chunks:
+    """Return the container of a tensor's chunks."""
+    chunks = entry.chunks
+    return chunks if isinstance(chunks, Chunks) else PlainChunks(chunks)
 
 
 class ItemTable(Sequence[Container]):
@@ -47,18 +113,34 @@ class ItemTable(Sequence[Container]):
         return (Container(self.files[file], *span) for file, *span in zip(*columns, strict=True))
 
 
-class ChunkTable(Sequence[Chunk]):
+class ChunkTable(Chunks):
     """Chunks with their boxes and items in columns; each becomes a ``Chunk`` on access.
 
     ``file_ranks`` are the ranks that wrote the items' files. No two chunks have the same box.
     """
 
-    __slots__ = ("boxes", "file_ranks", "items")
+    __slots__ = ("_boxes", "file_ranks", "items")
+    alone = True
 
     def __init__(self, boxes: BoxTable, items: ItemTable, file_ranks: Sequence[int | None]) -> None:
-        self.boxes = boxes
+        self._boxes = boxes
         self.items = items
         self.file_ranks = file_ranks
+
+    @property
+    def boxes(self) -> BoxTable:
+        """The boxes of all chunks, a table that tensors which are cut alike share."""
+        return self._boxes
+
+    @property
+    def spans(self) -> Spans:
+        """The boxes of chunks, with the rank that wrote each; there are no copies."""
+        return Spans(self.boxes, tuple(self.ranks))
+
+    @property
+    def located(self) -> bool:
+        """Whether it is known where elements are: not of items that stay closed."""
+        return False
 
     @property
     def begin(self) -> tuple[str, int]:
@@ -98,7 +180,7 @@ class ChunkTable(Sequence[Chunk]):
         return hash(self.boxes)
 
 
-class LateChunks(Sequence[Chunk]):
+class LateChunks(Chunks):
     """Chunks of a tensor, each of which ``open_chunks`` opens on first access, and keeps.
 
     ``closed`` are the same before that, each a whole item of its own, and ``opened`` those that are
@@ -106,7 +188,8 @@ class LateChunks(Sequence[Chunk]):
     elements likely begin.
     """
 
-    __slots__ = ("closed", "entry", "open_chunks", "opened", "starts")
+    __slots__ = ("_opened", "closed", "entry", "open_chunks", "starts")
+    alone = True
 
     def __init__(
         self,
@@ -118,8 +201,23 @@ class LateChunks(Sequence[Chunk]):
         self.entry = entry
         self.closed = entry.chunks
         self.open_chunks = open_chunks
-        self.opened = opened
+        self._opened = opened
         self.starts = starts
+
+    @property
+    def opened(self) -> Iterable[Chunk]:
+        """The chunks that are open so far."""
+        return self._opened.values()
+
+    @property
+    def spans(self) -> Spans:
+        """The boxes of chunks, with the rank that wrote each; there are no copies."""
+        return Spans(self.boxes, tuple(self.ranks))
+
+    @property
+    def located(self) -> bool:
+        """Whether it is known where elements are: it will be on access."""
+        return True
 
     @property
     def boxes(self) -> Sequence[Box]:
@@ -149,13 +247,13 @@ class LateChunks(Sequence[Chunk]):
         if isinstance(at, slice):
             return tuple(self)[at]
         at = range(len(self))[at]
-        if at not in self.opened:
+        if at not in self._opened:
             open_together([(self, [at])])
-        return self.opened[at]
+        return self._opened[at]
 
     def __iter__(self) -> Iterator[Chunk]:
         open_together([(self, range(len(self)))])
-        return map(self.opened.__getitem__, range(len(self)))
+        return map(self._opened.__getitem__, range(len(self)))
 
     def __eq__(self, other: object) -> bool:
         return tuple(self) == tuple(other) if isinstance(other, Sequence) else NotImplemented
@@ -164,37 +262,48 @@ class LateChunks(Sequence[Chunk]):
         return hash(self.closed)
 
 
-def open_together(wanted: Iterable[tuple[LateChunks, Iterable[int]]]) -> None:
-    """Open those chunks of tensors, by index, that are not open yet: all at once."""
+def open_together(wanted: Iterable[tuple[Sequence[Chunk], Iterable[int]]]) -> None:
+    """Open those chunks of tensors, by index, that are opened late and are not yet, all at once."""
     todo = {
-        (id(late), at): late for late, places in wanted for at in places if at not in late.opened
+        (id(late), at): late
+        for late, places in wanted
+        if isinstance(late, LateChunks)
+        for at in places
+        if at not in late._opened
     }
     if todo:
         closed = [(late.entry, late.closed[at]) for (_, at), late in todo.items()]
         open_chunks = next(iter(todo.values())).open_chunks
         for ((_, at), late), chunk in zip(todo.items(), open_chunks(closed), strict=True):
-            late.opened[at] = chunk
+            late._opened[at] = chunk
 
 
-def opened_chunks(chunks: Sequence[Chunk]) -> Iterable[Chunk]:
-    """Return the chunks that are open: all but those that are opened later."""
-    return chunks.opened.values() if isinstance(chunks, LateChunks) else chunks
-
-
-class WholeTensor(Sequence[Chunk]):
+class WholeTensor(Chunks):
     """The only chunk of a tensor that is stored as it is in a file, made on access.
 
     Tensors of one shape share ``boxes``, the one box that each of them is.
     """
 
-    __slots__ = ("_chunk", "boxes", "file", "offset", "strides")
+    __slots__ = ("_boxes", "_chunk", "file", "offset", "strides")
+    bare = True
+    alone = True
 
     def __init__(self, boxes: tuple[Box], file: str, offset: int, strides: tuple[int, ...]) -> None:
-        self.boxes = boxes
+        self._boxes = boxes
         self.file = file
         self.offset = offset
         self.strides = strides
         self._chunk: Chunk | None = None
+
+    @property
+    def boxes(self) -> tuple[Box]:
+        """The box of the tensor, which those of one shape share."""
+        return self._boxes
+
+    @property
+    def extent(self) -> tuple[str, int, tuple[int, ...]]:
+        """File, offset and strides."""
+        return self.file, self.offset, self.strides
 
     @property
     def begin(self) -> tuple[str, int]:
@@ -253,19 +362,3 @@ class Joined(Sequence[_T], Generic[_T]):
 
     def __iter__(self) -> Iterator[_T]:
         return chain.from_iterable(self._parts)
-
-
-class Spans(NamedTuple):
-    """A geometry: boxes, and the ranks that wrote them; equal for tensors that are cut alike."""
-
-    boxes: Sequence[Any]
-    ranks: tuple[int | None, ...]
-
-
-def spans_and_writers(chunks: Sequence[Chunk]) -> Spans:
-    """Return the boxes of chunks and of their copies, with the rank that wrote each."""
-    if isinstance(chunks, ChunkTable | LateChunks):
-        return Spans(chunks.boxes, tuple(chunks.ranks))
-    stored = [(chunk.box, chunk.rank) for chunk in chunks]
-    stored += [(chunk.box, copy.rank) for chunk in chunks for copy in chunk.copies]
-    return Spans(tuple(box for box, _ in stored), tuple(rank for _, rank in stored))

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from ckptool.core.catalog import Catalog, Chunk, Extent, TensorEntry
-from ckptool.core.sharding.table import ChunkTable, LateChunks
+from ckptool.core.sharding.table import chunks_of
 from ckptool.errors import Problem
 from ckptool.storage.local import Files
 
@@ -23,7 +23,7 @@ def copied_files(catalog: Catalog, source: Files) -> Iterator[Problem]:
     Both ends of files of one size are read, and all of two whose ends are equal. Skips shards with
     one value throughout, such as a state of zeros, and stores, where each file would cost requests.
     """
-    entries = [entry for entry in catalog.tensors.values() if _is_located(entry)]
+    entries = [entry for entry in catalog.tensors.values() if chunks_of(entry).located]
     if source.block > 1 or not entries:
         return
     alike = _with_equal_ends(catalog.files, source)
@@ -38,14 +38,6 @@ def copied_files(catalog: Catalog, source: Files) -> Iterator[Problem]:
             ):
                 message = f"{other}: identical to {first}, which holds other shards: a copy"
                 yield Problem(message, "rank-copied", file=other)
-
-
-def _is_located(entry: TensorEntry) -> bool:
-    """Return whether elements are located, or will be on access; items of DCP may stay closed."""
-    chunks = entry.chunks
-    if isinstance(chunks, ChunkTable):
-        return False
-    return isinstance(chunks, LateChunks) or any(isinstance(each.at, Extent) for each in chunks)
 
 
 def _with_equal_ends(files: Iterable[str], source: Files) -> list[list[str]]:

@@ -17,7 +17,7 @@ from ckptool.core.catalog import (
     TensorEntry,
     proved_equal,
 )
-from ckptool.core.sharding.table import ChunkTable, LateChunks
+from ckptool.core.sharding.table import chunks_of
 from ckptool.engine.read.tiles import read_tiles
 from ckptool.errors import Problem
 from ckptool.storage.local import Files
@@ -36,7 +36,7 @@ def differing_replicas(
     replicas = [
         (entry, chunk, copy)
         for entry in entries
-        if not isinstance(entry.chunks, ChunkTable | LateChunks)
+        if not chunks_of(entry).alone
         for chunk in entry.chunks
         for copy in chunk.copies
         if not proved_equal(chunk.at, copy.at)

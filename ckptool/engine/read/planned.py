@@ -13,7 +13,7 @@ from ckptool.core.casts import is_computed
 from ckptool.core.catalog import Chunk, Extent, TensorEntry, stored_places
 from ckptool.core.sharding.groups import Tile
 from ckptool.core.sharding.index import Overlap
-from ckptool.core.sharding.table import WholeTensor
+from ckptool.core.sharding.table import chunks_of
 from ckptool.engine.checksum import RecordCheck, crc32, crc32_combine
 from ckptool.engine.read.containers import open_chunk, opened
 from ckptool.engine.read.segments import Segment, segments_of, segments_of_tensor, tile_needs
@@ -128,7 +128,7 @@ class PlanReader:
         segments = segments_of_tensor(entry)
         if segments is None:
             return None
-        if not isinstance(entry.chunks, WholeTensor):
+        if not chunks_of(entry).bare:
             for chunk in entry.chunks:
                 touch(self._records, entry, chunk)
         memory = self._bytes.memory(entry.nbytes)

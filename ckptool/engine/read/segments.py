@@ -17,7 +17,7 @@ from ckptool.core.box import Box, contiguous
 from ckptool.core.catalog import EncodedBlob, Extent, Place, Record, ScaledBlocks, TensorEntry
 from ckptool.core.sharding.groups import Tile
 from ckptool.core.sharding.index import ChunkIndex, Overlap
-from ckptool.core.sharding.table import WholeTensor
+from ckptool.core.sharding.table import chunks_of
 from ckptool.engine.read.containers import Need, likely_place, open_place, openings
 
 NotePiece = Callable[[Record, int, memoryview], None]
@@ -94,11 +94,12 @@ def segments_of_tensor(entry: TensorEntry) -> list[Segment] | None:
 
     Opens the containers of its chunks, which must not overlap.
     """
-    chunks, shape, itemsize = entry.chunks, entry.shape, entry.source_dtype.itemsize
-    if isinstance(chunks, WholeTensor) and chunks.boxes[0].hi == shape:
-        if not contiguous(chunks.strides, shape, itemsize):
+    chunks, shape, itemsize = chunks_of(entry), entry.shape, entry.source_dtype.itemsize
+    if chunks.extent is not None and chunks.boxes[0].hi == shape:
+        file, offset, strides = chunks.extent
+        if not contiguous(strides, shape, itemsize):
             return None
-        return [Segment(chunks.file, chunks.offset, entry.elements * itemsize, 0, None)]
+        return [Segment(file, offset, entry.elements * itemsize, 0, None)]
     segments, left = list[Segment](), entry.elements * itemsize
     for chunk in chunks:
         inner = chunk.box.shape

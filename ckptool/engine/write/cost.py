@@ -8,7 +8,7 @@ from ckptool.core.catalog import Extent, Opening, TensorEntry
 from ckptool.core.layout import WrittenChunks
 from ckptool.core.plan import Plan
 from ckptool.core.sharding.groups import Group
-from ckptool.core.sharding.table import WholeTensor
+from ckptool.core.sharding.table import chunks_of
 from ckptool.engine.read.containers import Need, runs_of
 from ckptool.engine.read.segments import entry_needs, place_needs
 from ckptool.storage.local import Files
@@ -61,8 +61,9 @@ def _table_bytes(
 
 def _stored(entry: TensorEntry) -> object:
     """Return how a tensor's chunks are stored, relative to their place; None for closed ones."""
-    if isinstance(entry.chunks, WholeTensor):
-        return entry.chunks.boxes, entry.chunks.strides
+    chunks = chunks_of(entry)
+    if chunks.extent is not None:
+        return chunks.boxes, chunks.extent[2]
     stored = tuple(
         (chunk.box, chunk.at.strides, chunk.at.ops)
         for chunk in entry.chunks

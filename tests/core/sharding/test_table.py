@@ -1,0 +1,81 @@
+"""Every container of chunks answers as these chunks in a tuple do."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from ckptool.core.box import Box, BoxTable
+from ckptool.core.catalog import Chunk, Extent, TensorEntry
+from ckptool.core.dtype import BY_NAME
+from ckptool.core.sharding.table import (
+    Chunks,
+    ChunkTable,
+    ItemTable,
+    LateChunks,
+    WholeTensor,
+    chunks_of,
+    open_together,
+)
+
+BOXES = [Box((0,), (2,)), Box((2,), (4,))]
+
+
+def entry(chunks: object) -> TensorEntry:
+    return TensorEntry("t", ("t",), BY_NAME["uint8"], (4,), chunks)
+
+
+def table() -> ChunkTable:
+    boxes = BoxTable(np.array([[0], [2]]), np.array([[2], [4]]))
+    items = ItemTable(("a", "b"), np.array([0, 1]), np.array([5, 7]), np.array([2, 2]))
+    return ChunkTable(boxes, items, (3, None))
+
+
+def opened(wanted: list[tuple[TensorEntry, Chunk]]) -> list[Chunk]:
+    return [replace(chunk, at=Extent(chunk.at.file, 0, (1,))) for _, chunk in wanted]
+
+
+def late() -> LateChunks:
+    return LateChunks(entry(table()), opened, {})
+
+
+def whole() -> WholeTensor:
+    return WholeTensor((Box((0,), (4,)),), "f", 9, (1,))
+
+
+@pytest.mark.parametrize("make", [table, late, whole])
+def test_answers_are_those_of_the_chunks(make: object) -> None:
+    chunks = make()
+    plain = chunks_of(entry(tuple(chunks)))
+    assert chunks_of(entry(chunks)) is chunks
+    assert isinstance(plain, Chunks)
+    assert [*chunks.boxes] == [*plain.boxes]
+    assert ([*chunks.spans.boxes], chunks.spans.ranks) == ([*plain.spans.boxes], plain.spans.ranks)
+    assert chunks.located == plain.located
+    assert [*chunks.opened] == [*plain.opened] == [*plain]
+    assert chunks.alone
+    assert chunks == plain
+
+
+def test_what_is_bare_says_where_it_is() -> None:
+    assert whole().bare
+    assert whole().extent == ("f", 9, (1,))
+    assert whole().cut == WholeTensor(whole().boxes, "f", 90, (1,)).cut
+    assert not table().bare
+    assert chunks_of(entry(tuple(whole()))).extent is None
+
+
+def test_late_chunks_of_several_tensors_are_opened_together() -> None:
+    calls: list[int] = []
+
+    def open_chunks(wanted: list[tuple[TensorEntry, Chunk]]) -> list[Chunk]:
+        calls.append(len(wanted))
+        return opened(wanted)
+
+    both = [LateChunks(entry(table()), open_chunks, {}) for _ in range(2)]
+    assert not [*both[0].opened]
+    open_together([(both[0], [0, 1]), (table(), [0]), (both[1], [1])])
+    open_together([(both[1], [1])])
+    assert calls == [3]
+    assert [len([*chunks.opened]) for chunks in both] == [2, 1]

@@ -1,0 +1,103 @@
+"""What is announced for elements is what is read for them."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptool.core.box import Box, row_major_strides
+from ckptool.core.catalog import Chunk, Extent, TensorEntry
+from ckptool.core.dtype import BY_NAME
+from ckptool.engine.read.gather import Gatherer, unit
+from ckptool.engine.read.segments import Segment, cut_out, place_needs, segments_of_tensor
+from ckptool.storage.local import LocalReader, LocalSource
+
+SIZE = 1 << 14
+
+
+@st.composite
+def strided(draw: st.DrawFn) -> tuple[tuple[int, ...], Box]:
+    """Strides that grow in any order of the dims, with gaps, and a box of their elements."""
+    shape = draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
+    strides, step = [0] * len(shape), 4
+    for dim in draw(st.permutations(range(len(shape)))):
+        strides[dim] = step * draw(st.sampled_from([1, 1, 2, 5]))
+        step = strides[dim] * shape[dim]
+    spans = [sorted(draw(st.tuples(*[st.integers(0, n)] * 2))) for n in shape]
+    return tuple(strides), Box(*zip(*spans, strict=True))
+
+
+@given(strided(), st.sampled_from([1, 16, 64, 4096]))
+@settings(max_examples=150)
+def test_what_is_announced_is_what_is_read(found: tuple[tuple[int, ...], Box], block: int) -> None:
+    """Of a disk the bytes are counted; of a store each read is announced."""
+    strides, box = found
+    at, dtype = Extent("f", 8, strides), BY_NAME["float32"]
+    read: list[tuple[str, int, int]] = []
+    with pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as folder:
+        Path(folder, "f").write_bytes(bytes(SIZE))
+        real = LocalReader.read_into
+
+        def read_into(self: LocalReader, file: str, offset: int, buffer: memoryview) -> None:
+            read.append((file, offset, len(buffer)))
+            real(self, file, offset, buffer)
+
+        def read_runs(
+            self: LocalReader, file: str, offset: int, step: int, runs: list[memoryview]
+        ) -> None:
+            for number, run in enumerate(runs):
+                read_into(self, file, offset + number * step, run)
+
+        patch.setattr(LocalReader, "read_into", read_into)
+        patch.setattr(LocalReader, "read_runs", read_runs)
+        source = LocalSource(Path(folder), {})
+        source.block = block
+        with closing(Gatherer(source)) as gatherer:
+            gatherer.fill_from(at, np.zeros(box.shape, unit(4)), box, dtype)
+    announced = list(place_needs(at, box, 4, block))
+    if block == 1:
+        assert sum(run[2] for run in announced) == sum(run[2] for run in read)
+    else:
+        assert sorted(announced) == sorted(read)
+
+
+ROWS = [Box((4, 0), (6, 3)), Box((0, 0), (1, 3)), Box((1, 0), (4, 3)), Box((4, 0), (4, 3))]
+
+
+def tensor(boxes: list[Box]) -> TensorEntry:
+    places = [Extent(f"f{n}", 10, row_major_strides(box.shape, 1)) for n, box in enumerate(boxes)]
+    chunks = tuple(map(Chunk, boxes, places))
+    return TensorEntry("t", ("t",), BY_NAME["uint8"], (6, 3), chunks)
+
+
+def test_rows_in_any_order_are_segments_of_their_tensor_in_order() -> None:
+    assert segments_of_tensor(tensor(ROWS)) == [
+        Segment("f1", 10, 3, 0, None),
+        Segment("f2", 10, 9, 3, None),
+        Segment("f0", 10, 6, 12, None),
+    ]
+
+
+@pytest.mark.parametrize(
+    "boxes",
+    [ROWS[:2], [Box((0, 0), (6, 1)), Box((0, 1), (6, 3))]],
+    ids=["not all rows", "columns"],
+)
+def test_a_tensor_that_is_not_whole_rows_has_no_segments(boxes: list[Box]) -> None:
+    assert segments_of_tensor(tensor(boxes)) is None
+
+
+def test_bytes_are_cut_out_of_segments() -> None:
+    segments = segments_of_tensor(tensor(ROWS)) or []
+    assert list(cut_out(segments, 2, 11)) == [
+        Segment("f1", 12, 1, 0, None),
+        Segment("f2", 10, 9, 1, None),
+        Segment("f0", 10, 1, 10, None),
+    ]
+    assert list(cut_out(segments, 12, 6)) == [Segment("f0", 10, 6, 0, None)]
