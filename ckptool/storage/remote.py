@@ -8,10 +8,11 @@ from contextlib import suppress
 from ckptool.errors import Changed, Denied, NotFound, Problem
 from ckptool.storage.block_cache import BLOCK
 from ckptool.storage.clients.client import ObjectInfo, ObjectVersion
+from ckptool.storage.clients.schemes import WEB
 from ckptool.storage.file_status import by_folder, changed, version_digest, within_folder
 from ckptool.storage.local import CORES, Run, read_exactly, too_short
 from ckptool.storage.retry import Unaccepted
-from ckptool.storage.url import WEB, RemotePath
+from ckptool.storage.url import RemotePath
 
 AT_ONCE = 16
 """Concurrent requests: a store's answers take long, however many there are."""

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ckptool.errors import NotFound, UsageError
+from ckptool.storage.clients.schemes import WEB, redact_url, require_supported
 
 if TYPE_CHECKING:
     from ckptool.storage.clients.client import ObjectInfo
@@ -20,14 +21,6 @@ if TYPE_CHECKING:
 
 _URL = re.compile(r"(?P<scheme>[a-zA-Z][a-zA-Z0-9+.-]+)://(?P<rest>.*)", re.DOTALL)
 _HALF_URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/[^/]")
-WEB = ("http", "https")
-"""Schemes of web servers, which list nothing and are not written to."""
-S3 = ("s3", "s3a")
-GOOGLE = ("gs", "gcs")
-AZURE = ("az", "abfs", "abfss")
-_BUCKETS = (*S3, *GOOGLE, *AZURE, "hf", *WEB)
-"""Schemes whose URLs begin with a bucket, container, repository or host."""
-
 _PATHS = ("file", "local")
 """Schemes of this machine's own files."""
 
@@ -213,7 +206,7 @@ def location(text: str | Path) -> Location:
             hint = f"{match['scheme']}:///{match['rest']} is a path of this machine"
             raise UsageError(f"{text}: {host} is another machine, or half a path", hint=hint)
         return _path(text, slash + path if host == "localhost" else match["rest"])
-    return RemotePath.parse(_supported_url(match["scheme"].lower(), match["rest"]))
+    return RemotePath.parse(require_supported(match["scheme"].lower(), match["rest"]))
 
 
 def _path(text: str, path: str) -> Path:
@@ -222,26 +215,3 @@ def _path(text: str, path: str) -> Path:
         hint = f"did you mean {os.path.expanduser(path)}?"
         raise UsageError(f"{text}: only a shell expands ~", hint=hint)
     return Path(path)
-
-
-def _supported_url(scheme: str, rest: str) -> str:
-    """Return a URL with its scheme in lower case; UsageError if it is not supported."""
-    if scheme in _BUCKETS and not rest.partition("/")[0]:
-        raise UsageError(f"{scheme}://{rest}: names no bucket or host", hint=f"{scheme}://NAME/...")
-    if "?versionid=" in rest.lower() and scheme not in WEB:
-        raise UsageError(
-            f"{scheme}://{rest}: versions of objects are not read",
-            hint="copy the version to a key of its own",
-        )
-    return f"{scheme}://{rest}"
-
-
-def redact_url(url: str) -> str:
-    """Return a URL for messages: without user, password or signature."""
-    head, mark, rest = url.partition("://")
-    host, slash, path = rest.partition("/")
-    user, at, server = host.rpartition("@")
-    if at and (":" in user or head.lower() in WEB):
-        host = server
-    path = re.sub(r"\?[^/]*=.*", "", path, flags=re.DOTALL)
-    return f"{head}{mark}{host}{slash}{path}"

@@ -18,10 +18,11 @@ from ckptool.engine.share import Share
 from ckptool.engine.write.parts import unfinished_parts
 from ckptool.engine.write.schemas import PartNote, RemovalNote, StoreNote, Writer, json_of
 from ckptool.errors import Denied, NotFound, TransferError, Unsupported
+from ckptool.storage.clients.schemes import WEB
 from ckptool.storage.commit_note import UNFINISHED
 from ckptool.storage.multipart import hidden_name
 from ckptool.storage.note import LARGEST, not_a_note, parse_note
-from ckptool.storage.url import WEB, RemotePath
+from ckptool.storage.url import RemotePath
 
 _AnyNote = TypeVar("_AnyNote", bound=StoreNote | PartNote | RemovalNote)
 

@@ -12,7 +12,7 @@ from ckptool.errors import UsageError
 from ckptool.storage.clients.answers import Answer
 from ckptool.storage.clients.client import ObjectInfo
 from ckptool.storage.clients.obstore_client import ObstoreClient, Settings, info_of
-from ckptool.storage.url import redact_url
+from ckptool.storage.clients.schemes import redact_url
 
 _PLAIN = re.compile(r"[A-Za-z0-9][\w.\-]*", re.ASCII)
 """Names that are the same in a URL."""
