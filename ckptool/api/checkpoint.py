@@ -34,7 +34,7 @@ from ckptool.core.subscript import Pick, take
 from ckptool.core.text import did_you_mean, plural
 from ckptool.engine.read.tiles import require_unchanged
 from ckptool.errors import Changed, CkptoolError, Damaged, NoSuchName, Refusal, UsageError, refused
-from ckptool.storage.local import Files
+from ckptool.storage.files import Files
 from ckptool.storage.place import full_name
 from ckptool.storage.url import Location
 
@@ -388,7 +388,7 @@ def checkpoint_at(path: AnyPath | Checkpoint, **options: Unpack[OpenKeywords]) -
 
 def workers_of_this_rank(source: Files) -> int:
     """Return the threads of this process: torchrun's ranks share a disk's, not a store's."""
-    if source.block > 1:
-        return source.workers
+    if source.policy.by_request:
+        return source.policy.workers
     local_ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    return max(1, source.workers // int(local_ranks if local_ranks.isdecimal() else 1))
+    return max(1, source.policy.workers // int(local_ranks if local_ranks.isdecimal() else 1))

@@ -113,7 +113,7 @@ def _prepare(
     shared = [place for place, chunks in holders.items() if len(chunks) > 1]
     mine = (_box_alone(state.tensors[name], holders[name, box][ranks.rank])
             for name, box in shared if ranks.rank in holders[name, box])  # fmt: skip
-    found = ranks.gather(digests(mine, TensorSource(source), source.workers))
+    found = ranks.gather(digests(mine, TensorSource(source), source.policy.workers))
     ranks.together(lambda: _require_equal(holders, found))
     catalog = ranks.together(lambda: _merge_states(states, holders))
     row = Format("memory", "tensors in memory", Detection(), Reading(lambda _, options: catalog))

@@ -28,7 +28,8 @@ from ckptool.formats.base import EXTRA, FileRole, Format, ScanOptions
 from ckptool.formats.companions import latest_folder
 from ckptool.serialization.file_kinds import FileKind, detect_kind, read_head, require_packed
 from ckptool.storage.commit_note import UNFINISHED
-from ckptool.storage.local import Files, LocalSource
+from ckptool.storage.files import Files
+from ckptool.storage.local import LocalSource
 from ckptool.storage.place import (
     ARCHIVE,
     archive_in,

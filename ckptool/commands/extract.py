@@ -282,7 +282,7 @@ def read_values(taken: Extraction, most: int = _FULL) -> list[Values]:
             inside: Any = (..., *map(slice, at.lo, at.hi))
             requests.append(FillRequest(entry, box, ArrayMemory(bits[inside])))
         read.append(Values(each, bits, full))
-    fill(requests, taken.opened.source, taken.opened.source.workers)
+    fill(requests, taken.opened.source, taken.opened.source.policy.workers)
     require_unchanged(taken.opened.catalog, taken.opened.source)
     return [replace(v, numbers=_numbers(v.numbers, v.slice.entry.dtype)) for v in read]
 

@@ -41,7 +41,7 @@ from ckptool.errors import (
 )
 from ckptool.formats.base import Format, ScanOptions
 from ckptool.formats.safetensors import require_weights
-from ckptool.storage.local import Files
+from ckptool.storage.files import Files
 from ckptool.storage.place import run_bounded
 from ckptool.storage.url import Location
 
@@ -92,7 +92,7 @@ class OpenedCheckpoint(Struct, frozen=True):
         locate = self.format.reading.locate
         if locate is None:
             return catalog
-        is_store = self.source.block > 1
+        is_store = self.source.policy.by_request
         how = {"defers": defers and (shared or is_store), "shared": shared and not is_store}
         return run_bounded(self.path, lambda: locate(self.source, catalog, **how))
 

@@ -36,7 +36,7 @@ from ckptool.core.state_category import (
 from ckptool.core.views import reads_any_order
 from ckptool.errors import Refusal, Unsupported, UsageError
 from ckptool.serialization.safetensors_metadata import rewrite_texts
-from ckptool.storage.local import Files
+from ckptool.storage.files import Files
 
 if TYPE_CHECKING:
     from ckptool.commands.keymap.maps import MapReport

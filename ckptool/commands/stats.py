@@ -21,7 +21,7 @@ from ckptool.engine.read.numbers import Array, decode
 from ckptool.engine.read.tensors import TensorSource, TensorTile, tensor_job
 from ckptool.engine.read.tiles import read_tiles, require_unchanged
 from ckptool.errors import CkptoolError, Problem, damaged
-from ckptool.storage.local import Files
+from ckptool.storage.files import Files
 
 _TILE_ELEMENTS = 1 << 20
 
@@ -211,5 +211,5 @@ def _measure(
         measured[entry.name] = moments.of(entry)
 
     jobs = (tensor_job(e, _TILE_ELEMENTS * e.source_dtype.itemsize, stored=True) for e in entries)
-    read_tiles(TensorSource(source), jobs, measure, source.workers, progress)
+    read_tiles(TensorSource(source), jobs, measure, source.policy.workers, progress)
     return measured

@@ -16,7 +16,7 @@ from ckptool.core.text import list_some
 from ckptool.errors import Changed, CkptoolError, Damaged, NotFound, Problem
 from ckptool.serialization.file_kinds import FileKind, detect_placeholder, read_head
 from ckptool.storage.file_status import NO_FILE
-from ckptool.storage.local import Files
+from ckptool.storage.files import Files
 
 if TYPE_CHECKING:
     from ckptool.commands.detect import Candidate

@@ -11,7 +11,7 @@ from isal.isal_zlib import crc32, crc32_combine
 from ckptool.core.catalog import Record
 from ckptool.engine.read.tiles import ByteReader, ByteSource, Job, byte_job, read_tiles
 from ckptool.errors import Problem, damaged
-from ckptool.storage.local import Files
+from ckptool.storage.files import Files
 
 __all__ = [
     "CrcPiece",

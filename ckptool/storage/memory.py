@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ckptool.errors import Problem
-from ckptool.storage.local import CORES, TILE, Run, read_exactly, too_short
+from ckptool.storage.files import ReadPolicy, Run, read_exactly, too_short
 
 
 class MemoryReader:
@@ -37,10 +37,7 @@ class MemoryFiles:
     ``token`` is their identity: a transfer from memory cannot be resumed.
     """
 
-    tile = TILE
-    piece = 1 << 19
-    block = 1
-    workers = CORES
+    policy = ReadPolicy(piece=1 << 19)
     root = "memory"
 
     def __init__(self, buffers: Mapping[str, memoryview]) -> None:

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from ckptool.errors import CkptoolError, NoAnswer, Problem, TransferError, error_text
 from ckptool.storage.clients import client
-from ckptool.storage.retry import is_ours
+from ckptool.storage.clients.retry import is_ours
 from ckptool.storage.url import RemotePath
 
 _T = TypeVar("_T")

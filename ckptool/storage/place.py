@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, TypeVar
 from ckptool.core.text import nearest
 from ckptool.errors import Damaged, NotFound, Unrecognized
 from ckptool.storage.disk import write_whole
-from ckptool.storage.local import Files, LocalSource
+from ckptool.storage.files import Files
+from ckptool.storage.local import LocalSource
 from ckptool.storage.tar import TarFiles, is_tar
-from ckptool.storage.url import Location
+from ckptool.storage.url import Location, RemotePath
 
 if TYPE_CHECKING:
     from ckptool.storage.store import Traffic
@@ -47,6 +48,13 @@ def on_disk(path: Location) -> Path | None:
     For what only a disk has: links, times of writing, other files around, a rename in one step.
     """
     return path if isinstance(path, Path) else None
+
+
+def by_place(
+    path: Location, on_disk: Callable[[Path], _T], in_store: Callable[[RemotePath], _T]
+) -> _T:
+    """Return the result of the function for where the place is: on a disk, or in a store."""
+    return on_disk(path) if isinstance(path, Path) else in_store(path)
 
 
 def absolute(path: Location) -> Location:

@@ -8,10 +8,10 @@ from contextlib import suppress
 from ckptool.errors import Changed, Denied, NotFound, Problem
 from ckptool.storage.block_cache import BLOCK
 from ckptool.storage.clients.client import ObjectInfo, ObjectVersion
+from ckptool.storage.clients.retry import Unaccepted
 from ckptool.storage.clients.schemes import WEB
 from ckptool.storage.file_status import by_folder, changed, version_digest, within_folder
-from ckptool.storage.local import CORES, Run, read_exactly, too_short
-from ckptool.storage.retry import Unaccepted
+from ckptool.storage.files import CORES, ReadPolicy, Run, read_exactly, too_short
 from ckptool.storage.url import RemotePath
 
 AT_ONCE = 16
@@ -27,10 +27,8 @@ class RemoteSource:
     store does not show others. Narrowed sources share what was read.
     """
 
-    tile = piece = 2 << 20
-    block = BLOCK
-    workers = max(4, CORES)
-    """Threads that check and write what other, waiting threads fetch ahead."""
+    # other threads wait for answers: these check and write what is fetched ahead
+    policy = ReadPolicy(2 << 20, 2 << 20, BLOCK, max(4, CORES), by_request=True)
 
     def __init__(
         self,

@@ -32,11 +32,11 @@ from ckptool.storage.clients.client import (
 from ckptool.storage.clients.fsspec_client import FsspecClient, missing
 from ckptool.storage.clients.google import Google
 from ckptool.storage.clients.obstore_client import ObstoreClient, Service
+from ckptool.storage.clients.retry import RetryPolicy, Unaccepted, retry, status_of
 from ckptool.storage.clients.schemes import AZURE, GOOGLE, S3, WEB, redact_url
 from ckptool.storage.clients.unlisted import INDEXES, infos, is_file, names_below
 from ckptool.storage.clients.web import Web, WebClient
 from ckptool.storage.planned_ranges import PlannedRanges
-from ckptool.storage.retry import RetryPolicy, Unaccepted, retry, status_of
 
 _T = TypeVar("_T")
 _P = ParamSpec("_P")

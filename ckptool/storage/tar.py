@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ckptool.errors import Damaged, Problem
 from ckptool.storage.file_status import by_folder, within_folder
-from ckptool.storage.local import FileReader, Files, Run, read_exactly, too_short
+from ckptool.storage.files import FileReader, Files, Run, read_exactly, too_short
 
 BLOCK = 512
 MAGIC_AT = 257
@@ -53,8 +53,7 @@ class TarFiles:
         self.root = root
         self.files: Mapping[str, int] = {name: span.nbytes for name, span in spans.items()}
         self.unlisted: Mapping[str, Problem] = {}
-        self.tile, self.piece, self.block = holder.tile, holder.piece, holder.block
-        self.workers = holder.workers
+        self.policy = holder.policy
         self._holder = holder
         self._archive = archive
         self._spans = spans

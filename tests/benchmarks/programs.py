@@ -237,7 +237,7 @@ def plan_large(tensors: int, chunks: int, mesh: str) -> Plan:
     from ckptool.core.sharding.placement import PlacedTensors, parse_mesh
     from ckptool.formats import FORMATS
     from ckptool.formats.base import Request
-    from ckptool.storage.local import TILE
+    from ckptool.storage.files import TILE
 
     catalog = _make_catalog(tensors, chunks)
     target = parse_mesh(mesh)

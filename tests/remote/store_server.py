@@ -14,7 +14,7 @@ from benchmarks.loopback.messages import Request
 from benchmarks.loopback.objects import PartialUpload
 from fault_server import Fault, Rule, S3Server
 
-from ckptool.storage.retry import RetryPolicy
+from ckptool.storage.clients.retry import RetryPolicy
 from ckptool.storage.store import Store
 
 QUICK = RetryPolicy(attempts=4, pause=0.01, longest_pause=0.05)

@@ -21,7 +21,7 @@ from ckptool.commands.options.target import ConvertOptions
 from ckptool.core.casts import Casts
 from ckptool.core.dtype import BY_NAME
 from ckptool.errors import Damaged, Denied, NoAnswer, NotFound
-from ckptool.storage.retry import RetryPolicy
+from ckptool.storage.clients.retry import RetryPolicy
 from ckptool.storage.store import Store
 from ckptool.storage.url import RemotePath, location
 

@@ -16,8 +16,8 @@ from ckptool.commands.convert import prepare
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.target import ConvertOptions
 from ckptool.errors import Changed, CkptoolError, NotFound
+from ckptool.storage.clients.retry import RetryPolicy
 from ckptool.storage.remote import RemoteSource
-from ckptool.storage.retry import RetryPolicy
 from ckptool.storage.store import Store
 
 SOURCE = case("dcp_fsdp2_tp").path

@@ -22,8 +22,8 @@ from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.core.sharding.placement import parse_mesh
 from ckptool.engine.run_options import RunOptions
 from ckptool.errors import CkptoolError, NoAnswer
+from ckptool.storage.clients.retry import RetryPolicy
 from ckptool.storage.commit_note import UNFINISHED
-from ckptool.storage.retry import RetryPolicy
 from ckptool.storage.store import Store
 from ckptool.storage.url import location
 

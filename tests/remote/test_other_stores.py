@@ -33,8 +33,8 @@ from ckptool.errors import (
     error_text,
 )
 from ckptool.storage.block_cache import BLOCK
+from ckptool.storage.clients.retry import RetryPolicy
 from ckptool.storage.remote import RemoteSource
-from ckptool.storage.retry import RetryPolicy
 from ckptool.storage.store import Store
 from ckptool.storage.url import location, redact_url
 

@@ -43,8 +43,8 @@ from ckptool.core.sharding.placement import parse_mesh
 from ckptool.engine.run_options import RunOptions
 from ckptool.errors import Changed, Denied, NoAnswer, TransferError
 from ckptool.storage import retry as retrying
+from ckptool.storage.clients.retry import RetryPolicy
 from ckptool.storage.commit_note import UNFINISHED
-from ckptool.storage.retry import RetryPolicy
 from ckptool.storage.store import Store
 from ckptool.storage.url import location
 

@@ -36,7 +36,7 @@ from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.target import ConvertOptions
 from ckptool.errors import Changed, Denied, NoAnswer, NotFound, Unsupported
 from ckptool.storage.clients.client import ObjectVersion
-from ckptool.storage.retry import RetryPolicy
+from ckptool.storage.clients.retry import RetryPolicy
 from ckptool.storage.store import Store
 from ckptool.storage.url import RemotePath, location, storage_options
 

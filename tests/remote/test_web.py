@@ -11,7 +11,7 @@ import pytest
 
 from ckptool.errors import NoAnswer, Unsupported, UsageError
 from ckptool.storage.clients.client import ObjectVersion
-from ckptool.storage.retry import RetryPolicy
+from ckptool.storage.clients.retry import RetryPolicy
 from ckptool.storage.store import Store
 
 pytest.importorskip("obstore")

@@ -14,7 +14,8 @@ import pytest
 
 from ckptool.errors import Damaged
 from ckptool.storage import read_ahead
-from ckptool.storage.local import LocalSource, Run
+from ckptool.storage.files import Run
+from ckptool.storage.local import LocalSource
 from ckptool.storage.read_ahead import cached_bytes
 
 MIB = 1 << 20

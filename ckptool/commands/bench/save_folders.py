@@ -14,8 +14,8 @@ from msgspec import Struct
 
 from ckptool.errors import Denied, NotFound, TransferError, Unsupported, UsageError
 from ckptool.storage.clients.fsspec_client import open_file_system
-from ckptool.storage.place import full_name, on_disk
 from ckptool.storage.clients.schemes import WEB
+from ckptool.storage.place import full_name, on_disk
 from ckptool.storage.url import Location, RemotePath
 
 _PAUSES = (0.02, 0.1, 0.5, 1.0, 0.0)

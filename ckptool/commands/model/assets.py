@@ -40,7 +40,8 @@ from ckptool.core.layout import FileLayout, Layout, Literal, Part, Verbatim
 from ckptool.errors import CkptoolError, Damaged, Unsupported, UsageError
 from ckptool.formats.companions import OF_VERL, PIPELINE, models_of_pipeline
 from ckptool.serialization.source import parse_json_object
-from ckptool.storage.local import Files, LocalSource, unreadable
+from ckptool.storage.files import Files, unreadable
+from ckptool.storage.local import LocalSource
 from ckptool.storage.place import on_disk
 from ckptool.storage.url import Location
 

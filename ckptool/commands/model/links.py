@@ -11,7 +11,8 @@ from shlex import quote
 from ckptool.core.layout import FileLayout, Verbatim
 from ckptool.core.text import list_some
 from ckptool.errors import Unsupported
-from ckptool.storage.local import Files, LocalSource
+from ckptool.storage.files import Files
+from ckptool.storage.local import LocalSource
 
 _SNAPSHOT = re.compile(r"(.*/(?:models|datasets|spaces)--[^/]+)/snapshots/[^/]+")
 """Where huggingface_hub (1.0) has a revision: its files are links to ``blobs`` beside."""

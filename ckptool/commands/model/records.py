@@ -20,9 +20,9 @@ from ckptool.errors import CkptoolError, Damaged, Denied, NotFound
 from ckptool.serialization.pickle.records import Call
 from ckptool.serialization.source import is_there, parse_json_object
 from ckptool.storage.file_status import is_file_there
-from ckptool.storage.local import Files, unreadable
-from ckptool.storage.place import absolute, archive_in, file_at, on_disk
-from ckptool.storage.url import Location
+from ckptool.storage.files import Files, unreadable
+from ckptool.storage.place import absolute, archive_in, by_place, file_at, on_disk
+from ckptool.storage.url import Location, RemotePath
 
 CONFIG = "config.json"
 _PARAMS = "params.json"
@@ -290,8 +290,10 @@ def _read_job(path: Path) -> Record:
 
 def read_file(path: Location) -> Record:
     """Read a JSON file of a disk or a store; empty if there is none."""
-    if isinstance(path, Path):
-        return _read_file(path)
+    return by_place(path, _read_file, _read_stored)
+
+
+def _read_stored(path: RemotePath) -> Record:
     try:
         data = path.read_bytes()
     except NotFound:

@@ -46,6 +46,7 @@ from ckptool.errors import Unsupported, UsageError
 from ckptool.formats import FORMATS, targets
 from ckptool.formats.base import Format, Request
 from ckptool.formats.companions import companions
+from ckptool.storage.place import on_disk
 from ckptool.storage.url import Location
 
 
@@ -205,7 +206,7 @@ def prepare_reshard(
         choices=choices,
         rank_bytes=_rank_bytes(catalog, placed),
         peak_memory=peak_memory(
-            plan, opened.source, options.transfer.run, local=isinstance(target, Path)
+            plan, opened.source, options.transfer.run, local=on_disk(target) is not None
         ),
         budget=options.transfer.run.budget,
         map=map_report,

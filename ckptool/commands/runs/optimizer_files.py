@@ -14,7 +14,8 @@ from ckptool.core.text import list_some
 from ckptool.errors import CkptoolError, Unsupported
 from ckptool.formats.base import ScanOptions
 from ckptool.serialization.source import read_metadata
-from ckptool.storage.local import Files, LocalSource
+from ckptool.storage.files import Files
+from ckptool.storage.local import LocalSource
 from ckptool.storage.url import Location
 
 _OF_TRAINER = ("optimizer.pt", "optimizer.bin")

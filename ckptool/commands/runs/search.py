@@ -23,7 +23,7 @@ from ckptool.commands.runs.trainers import POINTERS
 from ckptool.errors import NoAnswer, NotFound, Unrecognized
 from ckptool.formats import file_rule, latest_markers
 from ckptool.formats.base import FileRole
-from ckptool.storage.local import Files
+from ckptool.storage.files import Files
 from ckptool.storage.place import folder_at, has_any, require_there
 from ckptool.storage.url import Location, within
 

@@ -17,7 +17,7 @@ from ckptool.commands.runs.names import (
 )
 from ckptool.commands.runs.trainers import EXPORTS, UNFINISHED
 from ckptool.errors import CkptoolError
-from ckptool.storage.local import Files
+from ckptool.storage.files import Files
 from ckptool.storage.url import Location, within
 
 

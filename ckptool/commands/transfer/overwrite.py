@@ -22,7 +22,8 @@ from ckptool.formats.companions import MEGATRON, RELEASE, is_of_model, latest_fo
 from ckptool.serialization.archive.write import is_written_here
 from ckptool.serialization.source import EachRead, Source
 from ckptool.storage.commit_note import UNFINISHED, side_name
-from ckptool.storage.local import Files, LocalSource
+from ckptool.storage.files import Files
+from ckptool.storage.local import LocalSource
 from ckptool.storage.place import file_at, folder_at, on_disk, run_bounded
 from ckptool.storage.url import Location
 

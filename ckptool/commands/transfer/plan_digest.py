@@ -10,7 +10,7 @@ from ckptool.core.plan import Plan
 from ckptool.core.sharding.table import ChunkTable, LateChunks, WholeTensor
 from ckptool.engine.read.containers import likely_place
 from ckptool.engine.write.run import read_verbatim
-from ckptool.storage.local import Files
+from ckptool.storage.files import Files
 from ckptool.version import __version__
 
 

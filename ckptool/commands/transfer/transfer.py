@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from msgspec import Struct
@@ -44,12 +43,13 @@ from ckptool.errors import (
 )
 from ckptool.storage.commit_note import side_name, staging_folder
 from ckptool.storage.memory import MemoryFiles
-from ckptool.storage.place import on_disk
+from ckptool.storage.place import by_place, on_disk
 
 if TYPE_CHECKING:
     from ckptool.core.layout import Layout
     from ckptool.core.sharding.placement import PlacedTensors
-    from ckptool.storage.url import Location
+    from ckptool.engine.write.store_target import StoreTarget
+    from ckptool.storage.url import Location, RemotePath
 
 Progress = Callable[[int], None]
 
@@ -59,11 +59,14 @@ def stage_at(
 ) -> Stage:
     """Return the stage that makes the output of a target: all of it, a part, or the end."""
     role = FINISH if how.finish else WHOLE if how.part is None else part_role(how.part)
-    if isinstance(target, Path):
-        return Stage(DiskTarget(target, layout, options, role), layout, options, role)
-    from ckptool.engine.write.store_target import StoreTarget
 
-    return Stage(StoreTarget(target, layout, options, role), layout, options, role)
+    def in_store(path: RemotePath) -> StoreTarget:
+        from ckptool.engine.write.store_target import StoreTarget
+
+        return StoreTarget(path, layout, options, role)
+
+    made = by_place(target, lambda path: DiskTarget(path, layout, options, role), in_store)
+    return Stage(made, layout, options, role)
 
 
 def no_progress(nbytes: int) -> None:

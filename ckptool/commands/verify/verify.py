@@ -54,7 +54,7 @@ from ckptool.engine.share import ALL, Share
 from ckptool.errors import CkptoolError, Problem, UsageError
 from ckptool.formats.companions import lost_random_states
 from ckptool.storage.file_status import changed
-from ckptool.storage.local import Files, Run
+from ckptool.storage.files import Files, Run
 from ckptool.storage.url import Location
 
 Started = Callable[[int], Progress]
@@ -175,10 +175,10 @@ class Verification:
         if catalog is None:
             self._files.find_items()
             self._check_part(None, content, started)
-        elif digest or not self._sample.is_all or row.reading.trim or source.block == 1:
+        elif digest or not self._sample.is_all or row.reading.trim or not source.policy.by_request:
             whole = catalog.files | catalog.companions if self._sample.is_all else {}
             planned = [(f, 0, n) for f, n in whole.items() if f in source.files]
-            early, late = (planned, []) if source.block > 1 else ([], planned)
+            early, late = (planned, []) if source.policy.by_request else ([], planned)
             with _planned(source, early):
                 kept = {f for f, each in self._kept.items() if each.is_sha256}
                 hashed = {f: n for f, n in whole.items() if digest or f in kept}
@@ -282,7 +282,7 @@ class Verification:
                 self._nbytes += nbytes
             progress(nbytes)
 
-        workers = self._options.workers or source.workers
+        workers = self._options.workers or source.policy.workers
         return check_spans(spans, source, workers, count, whole, announced=announced)
 
     def _read_again(self, content: _Content) -> set[str]:

@@ -20,7 +20,7 @@ from ckptool.engine.check.spans import ByteSpan, SpanTile, span_jobs
 from ckptool.engine.checksum import CrcPiece, crc32, join_crcs
 from ckptool.engine.read.tiles import ByteSource, Progress, read_tiles
 from ckptool.errors import CkptoolError, Problem
-from ckptool.storage.local import Files
+from ckptool.storage.files import Files
 
 
 class ContentReport(Struct):
@@ -81,7 +81,7 @@ def check_spans(
         if file is not None and digest is not None:
             report.digests[file] = digest.hexdigest()
 
-    jobs = span_jobs(spans, whole or {}, source.tile)
+    jobs = span_jobs(spans, whole or {}, source.policy.tile)
     if announced:
         jobs = (job._replace(runs=()) for job in jobs)
     read_tiles(ByteSource(source), jobs, check, workers, progress)

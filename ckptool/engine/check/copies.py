@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from ckptool.core.catalog import Catalog, Chunk, Extent, TensorEntry
 from ckptool.core.sharding.table import chunks_of
 from ckptool.errors import Problem
-from ckptool.storage.local import Files
+from ckptool.storage.files import Files
 
 _SAMPLE = 1 << 12
 _BLOCK = 1 << 22
@@ -24,7 +24,7 @@ def copied_files(catalog: Catalog, source: Files) -> Iterator[Problem]:
     one value throughout, such as a state of zeros, and stores, where each file would cost requests.
     """
     entries = [entry for entry in catalog.tensors.values() if chunks_of(entry).located]
-    if source.block > 1 or not entries:
+    if source.policy.by_request or not entries:
         return
     alike = _with_equal_ends(catalog.files, source)
     files = _shards_by_file(entries) if alike else {}

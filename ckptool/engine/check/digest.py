@@ -20,8 +20,7 @@ from ckptool.engine.read.tiles import (
     read_tiles,
 )
 from ckptool.errors import CkptoolError
-from ckptool.serialization.source import Source
-from ckptool.storage.local import Files
+from ckptool.storage.files import Files
 
 if TYPE_CHECKING:
     from ckptool.engine.read.gather import Gatherer
@@ -69,7 +68,7 @@ def file_digests(
     return hexes
 
 
-def file_digest(source: Source, file: str, algorithm: str, head: bytes = b"") -> str:
+def file_digest(source: Files, file: str, algorithm: str, head: bytes = b"") -> str:
     """Return the digest (hex) of ``head`` and a whole file, of any algorithm of hashlib."""
     size = source.files[file]
     total = hashlib.new(algorithm, head, usedforsecurity=False)

@@ -18,7 +18,7 @@ from ckptool.engine.read.segments import entry_needs
 from ckptool.engine.read.tensors import CheckedSource, TensorSource
 from ckptool.engine.read.tiles import LARGE, PAIR_TILE, Job
 from ckptool.errors import CkptoolError
-from ckptool.storage.local import TILE, Files
+from ckptool.storage.files import TILE, Files
 
 if TYPE_CHECKING:
     from ckptool.engine.read.gather import Array, Gatherer

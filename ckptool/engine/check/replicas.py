@@ -20,7 +20,7 @@ from ckptool.core.catalog import (
 from ckptool.core.sharding.table import chunks_of
 from ckptool.engine.read.tiles import read_tiles
 from ckptool.errors import Problem
-from ckptool.storage.local import Files
+from ckptool.storage.files import Files
 
 if TYPE_CHECKING:
     from ckptool.engine.check.pairs import PairTile, TensorPair

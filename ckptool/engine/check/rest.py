@@ -14,7 +14,7 @@ from ckptool.engine.read.containers import runs_of
 from ckptool.engine.read.tiles import Job, known_runs
 from ckptool.engine.write.run import read_verbatim
 from ckptool.errors import Changed, SourceError
-from ckptool.storage.local import Files
+from ckptool.storage.files import Files
 
 _SUM = 4
 """Bytes of the checksum of a part, which is known once the part is written."""
@@ -108,7 +108,7 @@ class Rest:
         In a store the rest is read together with the tensors beside it, as each header would cost a
         request.
         """
-        if self._written.block == 1:
+        if not self._written.policy.by_request:
             yield from of_tensors
             for file in self._files:
                 of_file = partial(self._read, self._rest_of(file))
@@ -119,7 +119,7 @@ class Rest:
         ends = {(run.file, run.end): run for run in runs}
         starts = {(run.file, run.offset): run for run in runs}
         for job in of_tensors:
-            read = list(runs_of(job.runs[1](self._written.block), set()))
+            read = list(runs_of(job.runs[1](self._written.policy.block), set()))
             for name, start, nbytes in read:
                 for run in (ends.get((name, start)), starts.get((name, start + nbytes))):
                     if run is not None and starts.pop((name, run.offset), None) is not None:
@@ -147,7 +147,10 @@ class Rest:
 
     def _rest_of(self, file: FileLayout) -> Iterator[RestRun | _Copy]:
         """Yield the non-tensor bytes of a file, in order, in runs of about a tile at most."""
-        tile, widest = self._written.tile, _HOLE if self._written.block == 1 else 0
+        tile, widest = (
+            self._written.policy.tile,
+            0 if self._written.policy.by_request else _HOLE,
+        )
         run, offset = _Rest(file.path), 0
         for part in file.parts:
             if isinstance(part, Literal):
@@ -177,7 +180,7 @@ class Rest:
 
     def _mark(self, data: memoryview) -> bytes:
         """Return a key that distinguishes bytes: on a disk the bytes themselves."""
-        return bytes(data) if self._written.block == 1 else _digest(data)
+        return _digest(data) if self._written.policy.by_request else bytes(data)
 
     def _job_of(self, one: RestRun | _Copy) -> Job[str, SideReaders, RestTile]:
         copied = known_runs()

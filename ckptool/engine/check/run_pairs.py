@@ -27,7 +27,7 @@ from ckptool.engine.check.pairs import (
 from ckptool.engine.read.segments import Segment, cut_out, segments_of_tensor
 from ckptool.engine.read.tiles import LARGE, ByteReader, Job
 from ckptool.errors import CkptoolError
-from ckptool.storage.local import TILE, Files, Run
+from ckptool.storage.files import TILE, Files, Run
 
 _SMALL = 64 << 10
 """Bytes of a tensor up to which reading it costs less than planning that."""
@@ -46,7 +46,7 @@ def run_jobs(pairs: Iterable[TensorPair], sides: tuple[Files, Files]) -> Iterato
     Reads of a store are planned singly. The chunks of every tensor must tile the part that is
     compared.
     """
-    if any(files.block > 1 for files in sides):
+    if any(files.policy.by_request for files in sides):
         yield from pair_jobs(pairs)
         return
     some, nbytes, chunks = list[TensorPair](), 0, 0

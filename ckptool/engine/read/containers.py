@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from ckptool.core.catalog import Chunk, Container, Extent, Opening, Place
 from ckptool.core.sharding.index import Overlap
-from ckptool.storage.local import Run
+from ckptool.storage.files import Run
 
 Need = Run | Opening
 """Bytes that are read, or something to open first, once for all readers."""

@@ -31,7 +31,7 @@ from ckptool.engine.read.strips import Strip, strip_of
 from ckptool.engine.read.tiles import ByteReader
 from ckptool.engine.read.window import Windows
 from ckptool.errors import Damaged
-from ckptool.storage.local import SPAN, Files
+from ckptool.storage.files import SPAN, Files
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -87,12 +87,12 @@ class Gatherer:
     def __init__(
         self, source: Files, of_bytes: ByteReader | None = None, beyond: RangeCheck | None = None
     ) -> None:
-        self.tile = source.tile
+        self.tile = source.policy.tile
         self._beyond = beyond
         self._bytes = of_bytes or ByteReader(source)
         self._note_piece = self._bytes.note
         self._reader = self._bytes.files
-        self._block = source.block
+        self._block = source.policy.block
         self._scratch = memoryview(bytearray(SPAN))
         self._blob: tuple[EncodedBlob, bytes] | None = None
         self._indexes: dict[int, tuple[TensorEntry, ChunkIndex]] = {}

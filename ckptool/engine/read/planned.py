@@ -19,7 +19,7 @@ from ckptool.engine.read.containers import open_chunk, opened
 from ckptool.engine.read.segments import Segment, segments_of, segments_of_tensor, tile_needs
 from ckptool.engine.read.tiles import LARGE, ByteReader, Job
 from ckptool.errors import Damaged
-from ckptool.storage.local import Files
+from ckptool.storage.files import Files
 
 if TYPE_CHECKING:
     from ckptool.engine.read.gather import Array, Gatherer
@@ -123,7 +123,7 @@ class PlanReader:
 
     def _read_small(self, entry: TensorEntry) -> memoryview | None:
         """Return a small tensor that is stored as rows of the type to be written; else None."""
-        if entry.source_dtype is not entry.dtype or entry.nbytes > self._source.tile:
+        if entry.source_dtype is not entry.dtype or entry.nbytes > self._source.policy.tile:
             return None
         segments = segments_of_tensor(entry)
         if segments is None:
@@ -165,7 +165,7 @@ class PlanReader:
     def _copy(self, tile: Tile, segment: Segment) -> Iterator[PlannedPiece]:
         """Read a segment in pieces that fit the processor's cache."""
         file, offset, nbytes, skip, record = segment
-        most = min(self._source.piece, self._source.tile)
+        most = min(self._source.policy.piece, self._source.policy.tile)
         total, step = 0, -(-nbytes // (-(-nbytes // most) or 1)) or 1
         for done in range(0, nbytes, step):
             data = self._bytes.read(file, offset + done, min(step, nbytes - done))

@@ -29,7 +29,7 @@ from ckptool.engine.read.containers import Need, open_chunk
 from ckptool.engine.read.segments import entry_needs, place_needs
 from ckptool.engine.read.tiles import ByteReader, Job, read_tiles
 from ckptool.errors import Problem
-from ckptool.storage.local import TILE, Files
+from ckptool.storage.files import TILE, Files
 
 if TYPE_CHECKING:
     from ckptool.engine.read.gather import Array, Gatherer

@@ -23,7 +23,7 @@ from ckptool.core.catalog import Catalog, Opening
 from ckptool.engine.read.containers import Need, runs_of
 from ckptool.engine.read.segments import NotePiece, Segment
 from ckptool.storage.file_status import changed
-from ckptool.storage.local import Files, Run
+from ckptool.storage.files import Files, Run
 
 Progress = Callable[[int], None]
 
@@ -150,7 +150,7 @@ def read_tiles(
     stop, lock, turns = threading.Event(), threading.Lock(), _Turns()
     plans: deque[Callable[[], None]] = deque()
     jobs, sides, large = iter(wanted), source.sides, LARGE
-    if any(files.block > 1 for files in sides):
+    if any(files.policy.by_request for files in sides):
         jobs, large = _announced(sides, jobs, workers, plans), 0
 
     def counted(tiles: Iterator[TileOut]) -> Iterator[TileOut]:
@@ -230,7 +230,7 @@ def _window(
     count = 0
     for job in islice(jobs, _MOST_JOBS):
         known = job.runs or [known_runs() for _ in sides]
-        needs = (of(files.block) for of, files in zip(known, sides, strict=True))
+        needs = (of(files.policy.block) for of, files in zip(known, sides, strict=True))
         runs = [list(runs_of(of_side, opened)) for of_side in needs]
         yield job, runs
         count += sum(map(len, runs))
@@ -325,7 +325,7 @@ class ByteReader:
 
     def __init__(self, source: Files, note: NotePiece = lambda record, offset, data: None) -> None:
         self.files = source.reader()
-        self.tile = source.tile
+        self.tile = source.policy.tile
         self.note = note
         self._memory = memoryview(b"")
 

@@ -10,7 +10,7 @@ import numpy as np
 from ckptool.core.box import Box
 from ckptool.core.catalog import TensorEntry
 from ckptool.engine.read.numbers import Array
-from ckptool.storage.local import SPAN
+from ckptool.storage.files import SPAN
 
 Read = Callable[[TensorEntry, Box], Array]
 

@@ -11,7 +11,7 @@ from ckptool.core.sharding.groups import Group
 from ckptool.core.sharding.table import chunks_of
 from ckptool.engine.read.containers import Need, runs_of
 from ckptool.engine.read.segments import entry_needs, place_needs
-from ckptool.storage.local import Files
+from ckptool.storage.files import Files
 from ckptool.storage.planned_ranges import join_runs, unversioned
 
 
@@ -24,15 +24,17 @@ def bytes_to_read(plan: Plan, source: Files) -> int:
     total, known = 0, dict[object, int]()
     opened: set[Opening] = set()
     tables = plan.layout.tables
-    if source.block == 1 and tables is not None:
-        tile = source.tile
+    if not source.policy.by_request and tables is not None:
+        tile = source.policy.tile
         return sum(_table_bytes(plan, name, tables[name], tile, known, opened) for name in tables)
     for batch in plan.batches(range(len(plan.layout.files))):
-        groups = plan.groups(batch, source.tile)
-        if source.block == 1:
+        groups = plan.groups(batch, source.policy.tile)
+        if not source.policy.by_request:
             total += sum(_group_bytes(plan, group, known, opened) for group in groups)
         else:
-            needs = chain.from_iterable(_group_runs(plan, group, source.block) for group in groups)
+            needs = chain.from_iterable(
+                _group_runs(plan, group, source.policy.block) for group in groups
+            )
             runs = runs_of(needs, opened)
             total += sum(part.nbytes for part in join_runs(unversioned(runs)))
     return total

@@ -30,7 +30,8 @@ from ckptool.engine.write.schemas import (
 from ckptool.engine.write.work import Work
 from ckptool.errors import Unsupported
 from ckptool.storage.disk import identity, in_the_way
-from ckptool.storage.local import CORES, LocalSource
+from ckptool.storage.files import CORES
+from ckptool.storage.local import LocalSource
 from ckptool.storage.note import open_note, parse_note, read_note
 
 _MARK = f'{{"schema": "{SCHEMA}"'.encode()

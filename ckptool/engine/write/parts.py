@@ -26,7 +26,7 @@ from ckptool.engine.write.schemas import (
     require_same_run,
 )
 from ckptool.errors import Damaged, Problem, Unsupported
-from ckptool.storage.local import Files
+from ckptool.storage.files import Files
 
 
 class PartState(Struct, frozen=True):

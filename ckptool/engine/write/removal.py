@@ -18,6 +18,7 @@ from ckptool.storage.commit_note import UNFINISHED
 from ckptool.storage.disk import is_real_folder, sync_folder
 from ckptool.storage.multipart import hidden_name
 from ckptool.storage.note import require_own_folder
+from ckptool.storage.place import by_place, on_disk
 from ckptool.storage.url import Location, RemotePath
 
 _SUFFIX = ".ckptool-removed"
@@ -30,29 +31,30 @@ def remove(path: Location, side: Location | None = None) -> None:
     interrupted, ``leftovers`` finds the rest. Raises TransferError.
     """
     with _removing(path):
-        if isinstance(path, Path):
-            _remove_named(path)
-            if isinstance(side, Path):
-                _remove_named(side)
-        else:
-            _remove_from_store(path, side)
+        by_place(
+            path,
+            lambda place: _remove_named(place, side),
+            lambda place: _remove_from_store(place, side),
+        )
 
 
 def remove_file(path: Location) -> None:
     """Remove one file of a checkpoint that is complete without it. Raises TransferError."""
     with _removing(path):
-        if isinstance(path, Path):
-            path.unlink()
-            sync_folder(path.parent)
-        else:
-            path.store.remove([path.key], str(path))
+        by_place(path, _unlink, lambda place: place.store.remove([place.key], str(place)))
+
+
+def _unlink(path: Path) -> None:
+    path.unlink()
+    sync_folder(path.parent)
 
 
 def mounted_in(path: Location) -> Path | None:
     """Return where another file system begins at or below a path, or is bound there; else None."""
-    if not isinstance(path, Path) or path.is_symlink():
+    disk = on_disk(path)
+    if disk is None or disk.is_symlink():
         return None
-    top = os.path.realpath(path)
+    top = os.path.realpath(disk)
     for place in _mount_points():
         if place == top or place.startswith(f"{top}/"):
             return Path(place)
@@ -91,11 +93,14 @@ def is_leftover(name: str) -> bool:
 
 def leftovers(folder: Location) -> Iterator[Location]:
     """Yield what interrupted removals have left directly in a folder."""
-    if isinstance(folder, Path):
-        for name in sorted(os.listdir(folder)):
-            if is_leftover(name):
-                yield folder / name
-        return
+    yield from by_place(folder, _left_on_disk, _left_in_store)
+
+
+def _left_on_disk(folder: Path) -> Iterator[Location]:
+    return (folder / name for name in sorted(os.listdir(folder)) if is_leftover(name))
+
+
+def _left_in_store(folder: RemotePath) -> Iterator[Location]:
     with suppress(NotFound):
         yield from (path for path in folder.iterdir() if _is_left_in_store(path))
 
@@ -103,10 +108,7 @@ def leftovers(folder: Location) -> Iterator[Location]:
 def clear(leftover: Location) -> None:
     """Remove what an interrupted removal has left. Raises TransferError."""
     with _removing(leftover):
-        if isinstance(leftover, Path):
-            _delete(leftover)
-        else:
-            _remove_from_store(leftover)
+        by_place(leftover, _delete, _remove_from_store)
 
 
 @contextmanager
@@ -119,13 +121,15 @@ def _removing(path: Location) -> Iterator[None]:
         raise TransferError(f"{path}: cannot be removed: {reason}") from None
 
 
-def _remove_named(path: Path) -> None:
+def _remove_named(path: Path, side: Location | None = None) -> None:
     aside = path.with_name(f".{path.name}{_SUFFIX}")
     _require_no_mount(path)
     _delete(aside)
     os.rename(path, aside)
     sync_folder(path.parent)
     _delete(aside)
+    if side is not None:
+        _remove_named(path.with_name(side.name))
 
 
 def _delete(path: Path) -> None:
@@ -150,8 +154,8 @@ def _remove_from_store(path: RemotePath, side: Location | None = None) -> None:
     store = path.store
     files = store.find(path.key, str(path))
     if "" in files:
-        others = [side.key] if isinstance(side, RemotePath) else []
-        store.remove([path.key, *others], str(path))
+        keys = [path.key] if side is None else [path.key, path.with_name(side.name).key]
+        store.remove(keys, str(path))
         return
     note = path / UNFINISHED
     # if nothing may be removed, the note would stay for ever on a complete checkpoint

@@ -37,7 +37,8 @@ from ckptool.engine.write.output import (
 from ckptool.engine.write.work import Work
 from ckptool.errors import Damaged, Unsupported
 from ckptool.storage.disk import allocate, open_unfollowed
-from ckptool.storage.local import SPAN, Files, LocalSource
+from ckptool.storage.files import SPAN, Files
+from ckptool.storage.local import LocalSource
 from ckptool.storage.read_ahead import SMALL_MEMORY
 
 _MINIMUM_PER_WORKER = 16 << 20
@@ -75,7 +76,7 @@ def peak_memory(plan: Plan, source: Files, options: RunOptions, *, local: bool =
 
 def fetched_ahead(source: Files, options: RunOptions) -> int:
     """Return the bytes of the budget for data fetched ahead: none for a disk."""
-    return 0 if source.block == 1 else options.budget // 4
+    return options.budget // 4 if source.policy.by_request else 0
 
 
 def workers_within_budget(plan: Plan, options: RunOptions, *sources: Files) -> int:
@@ -90,7 +91,7 @@ def workers_within_budget(plan: Plan, options: RunOptions, *sources: Files) -> i
             hint=f"--budget {-(-per_worker // (1 << 20))}MiB",
         )
     left = options.budget - sum(fetched_ahead(source, options) for source in sources)
-    workers = options.workers or max(source.workers for source in sources)
+    workers = options.workers or max(source.policy.workers for source in sources)
     return max(1, min(workers, left // per_worker))
 
 
@@ -133,7 +134,7 @@ class _PlanWriter:
 
     def _jobs(self, batch: list[tuple[int, tuple[Part, ...]]]) -> Iterator[list[Tile]]:
         """Yield the jobs of some files with their parts, and count the tiles of each file."""
-        tile = self._source.tile
+        tile = self._source.policy.tile
         groups = self._plan.groups(batch, tile)
         for number, parts in batch:
             self._unfinished[number] = UnfinishedFile(parts)

@@ -22,7 +22,7 @@ from ckptool.engine.write.output import apply_patches
 from ckptool.engine.write.run import fetched_ahead, read_verbatim
 from ckptool.engine.write.work import Work
 from ckptool.errors import Unsupported
-from ckptool.storage.local import SPAN, Files
+from ckptool.storage.files import SPAN, Files
 from ckptool.storage.multipart import Upload, memory_of_part
 from ckptool.storage.remote import AT_ONCE
 from ckptool.storage.url import RemotePath
@@ -70,7 +70,7 @@ def send(
     read_tiles(contents, others, upload, capacity.files, work.progress)
     try:
         read_tiles(contents, map(contents.job, last), upload, 1, work.progress)
-        records.read_unseen(source, options.workers or source.workers)
+        records.read_unseen(source, options.workers or source.policy.workers)
         require_intact(records.problems())
         if last:
             require_unchanged(work.plan.catalog, source)
@@ -102,7 +102,7 @@ def within_budget(
     """
     cached = fetched_ahead(source, options)
     part = memory_of_part(max((plan.layout.files[number].nbytes for number in numbers), default=0))
-    reader = 2 * source.tile + 2 * SPAN + plan.largest_blob
+    reader = 2 * source.policy.tile + 2 * SPAN + plan.largest_blob
     least = part + reader
     if least > options.budget - cached:
         cached //= 2
@@ -114,7 +114,7 @@ def within_budget(
             hint=f"--budget {-(-needed // (1 << 20))}MiB",
         )
     source.keep(cached)
-    reading, sending = options.workers or source.workers, options.workers or AT_ONCE
+    reading, sending = options.workers or source.policy.workers, options.workers or AT_ONCE
     count = max(1, len(numbers))
     rounds = -(-count // max(1, min(count, sending, left // least)))
     files = -(-count // rounds)
@@ -186,7 +186,7 @@ class _ContentReader:
         """Read a tensor part in order, while further tiles are read."""
         group = _group(self.plan, spot, self._source)
         waiting: deque[Future[bytes]] = deque()
-        for tiles in self.plan.jobs(group, self._source.tile):
+        for tiles in self.plan.jobs(group, self._source.policy.tile):
             waiting.append(self._pool.submit(self._gather, tiles[0]))
             if len(waiting) > self._readers:
                 yield waiting.popleft().result()
@@ -206,11 +206,11 @@ def _file_runs(plan: Plan, number: int, source: Files, block: int) -> Iterator[N
     for position, part in enumerate(plan.layout.files[number].parts):
         if isinstance(part, Data | ScatteredData):
             group = _group(plan, LayoutPart(number, position, 0, part), source)
-            for tiles in plan.jobs(group, source.tile):
+            for tiles in plan.jobs(group, source.policy.tile):
                 yield from tile_needs(tiles, block)
 
 
 def _group(plan: Plan, spot: LayoutPart, source: Files) -> Group:
     """Return a part as it is cut into tiles: by whole rows if files share those of a store."""
-    shared = plan.cut_by_rows(spot, SPAN) if source.block > 1 else None
+    shared = plan.cut_by_rows(spot, SPAN) if source.policy.by_request else None
     return shared or Group((spot,))

@@ -24,7 +24,7 @@ from ckptool.engine.write.parts import (
 )
 from ckptool.engine.write.schemas import NotedRecord, PartEnd
 from ckptool.engine.write.work import Work
-from ckptool.storage.local import Files
+from ckptool.storage.files import Files
 from ckptool.storage.url import Location
 
 RESUME_HINT = "the finished files are kept; the same command with --resume continues"

@@ -13,7 +13,7 @@ from ckptool.engine.read.containers import openings, runs_of
 from ckptool.engine.read.planned import touch
 from ckptool.engine.run_options import RunOptions
 from ckptool.engine.share import ALL, Cut, Share, checked_chunks
-from ckptool.storage.local import Files
+from ckptool.storage.files import Files
 
 
 class Work(Struct, frozen=True):

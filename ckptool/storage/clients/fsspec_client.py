@@ -13,8 +13,8 @@ from weakref import WeakValueDictionary
 
 from ckptool.errors import Unsupported, UsageError, error_text
 from ckptool.storage.clients.client import ObjectInfo, ObjectVersion, Upload
+from ckptool.storage.clients.retry import unreachable
 from ckptool.storage.clients.schemes import redact_url
-from ckptool.storage.retry import unreachable
 
 _VERSIONS = ("ETag", "etag", "sha256", "blob_id")
 """The clients' keys for a value that differs between versions of a file."""

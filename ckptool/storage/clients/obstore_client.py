@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from ckptool.errors import Changed, Unsupported
 from ckptool.storage.clients.answers import Answer, answer_of
 from ckptool.storage.clients.client import ObjectInfo, ObjectVersion, Upload
-from ckptool.storage.retry import RetryPolicy
+from ckptool.storage.clients.retry import RetryPolicy
 
 _T = TypeVar("_T")
 _CONNECT, _READ = timedelta(seconds=5), timedelta(seconds=15)

@@ -27,7 +27,8 @@ from ckptool.errors import UsageError
 from ckptool.formats.dcp import items
 from ckptool.serialization.archive import read
 from ckptool.serialization.archive.templates import Templates
-from ckptool.storage.local import LocalSource, Run
+from ckptool.storage.files import Run
+from ckptool.storage.local import LocalSource
 
 COUNT = 3
 

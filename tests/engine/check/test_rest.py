@@ -13,6 +13,7 @@ from ckptool.core.box import Box
 from ckptool.core.layout import Data, FileLayout, Literal, Part, Verbatim
 from ckptool.engine.check import rest as rest_module
 from ckptool.engine.check.rest import Rest, RestRun
+from ckptool.storage.files import ReadPolicy
 from ckptool.storage.local import LocalSource
 
 TILE, HOLE = 32, 20
@@ -29,7 +30,7 @@ parts = st.lists(
 
 def runs_of(parts: list[Part], tmp_path: Path) -> list[RestRun]:
     source = LocalSource(tmp_path, {})
-    source.tile = TILE
+    source.policy = ReadPolicy(tile=TILE)
     file = FileLayout("f", tuple(parts))
     found = Rest([file], (source, source))._rest_of(file)
     return [run for run in found if isinstance(run, RestRun)]

@@ -26,6 +26,7 @@ from ckptool.engine.read.gather import Gatherer, unit
 from ckptool.engine.read.rounding import cast
 from ckptool.engine.read.tiles import ByteReader
 from ckptool.errors import Damaged
+from ckptool.storage.files import ReadPolicy
 from ckptool.storage.local import LocalReader, LocalSource
 
 RNG = np.random.default_rng(3)
@@ -57,7 +58,7 @@ def gathered(at: Place, box: Box, itemsize: int, block: int | None = None) -> np
         if isinstance(at, EncodedBlob):
             Path(folder, "z").write_bytes(b"head" + deflated(DATA))
         source = LocalSource(Path(folder), {})
-        source.block = block or source.block
+        source.policy = ReadPolicy(block=block or 1)
         gatherer = Gatherer(source)
         try:
             gatherer.fill_from(at, out, box, dtype)

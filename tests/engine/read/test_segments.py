@@ -16,6 +16,7 @@ from ckptool.core.catalog import Chunk, Extent, TensorEntry
 from ckptool.core.dtype import BY_NAME
 from ckptool.engine.read.gather import Gatherer, unit
 from ckptool.engine.read.segments import Segment, cut_out, place_needs, segments_of_tensor
+from ckptool.storage.files import ReadPolicy
 from ckptool.storage.local import LocalReader, LocalSource
 
 SIZE = 1 << 14
@@ -57,7 +58,7 @@ def test_what_is_announced_is_what_is_read(found: tuple[tuple[int, ...], Box], b
         patch.setattr(LocalReader, "read_into", read_into)
         patch.setattr(LocalReader, "read_runs", read_runs)
         source = LocalSource(Path(folder), {})
-        source.block = block
+        source.policy = ReadPolicy(block=block)
         with closing(Gatherer(source)) as gatherer:
             gatherer.fill_from(at, np.zeros(box.shape, unit(4)), box, dtype)
     announced = list(place_needs(at, box, 4, block))

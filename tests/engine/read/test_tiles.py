@@ -16,7 +16,8 @@ from ckptool.core.dtype import BY_NAME
 from ckptool.engine.read.tensors import tensor_job
 from ckptool.engine.read.tiles import LARGE, ByteReader, ByteSource, Job, byte_job, read_tiles
 from ckptool.errors import Damaged
-from ckptool.storage.local import TILE, LocalSource
+from ckptool.storage.files import TILE
+from ckptool.storage.local import LocalSource
 
 SIZE = 3 * TILE + 17
 

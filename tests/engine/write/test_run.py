@@ -20,6 +20,7 @@ from ckptool.engine.run_options import RunOptions
 from ckptool.engine.write.output import OutputFiles
 from ckptool.engine.write.run import _PlanWriter
 from ckptool.errors import CkptoolError, Damaged, TransferError, Unsupported
+from ckptool.storage.files import ReadPolicy
 from ckptool.storage.local import LocalSource
 
 NAMES = ["dcp_fsdp2_tp", "rank_experimental", "zip_zoo", "dcp_zstd"]
@@ -31,7 +32,7 @@ NAMES = ["dcp_fsdp2_tp", "rank_experimental", "zip_zoo", "dcp_zstd"]
 def test_tiles_of_any_size(
     name: str, tile: int, target: str, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(LocalSource, "tile", tile)
+    monkeypatch.setattr(LocalSource, "policy", ReadPolicy(tile=tile))
     convert_to(target, case(name).path, out / f"m{SUFFIX[target]}")
     assert read_back(target, out / f"m{SUFFIX[target]}") == case(name).truth
 
@@ -41,7 +42,7 @@ def test_columns_in_tiles_of_any_size(
     tile: int, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each part has several tiles, also those of small tensors; its checksum is that of all."""
-    monkeypatch.setattr(LocalSource, "tile", tile)
+    monkeypatch.setattr(LocalSource, "policy", ReadPolicy(tile=tile))
     reshard_columns(out / "m")
     assert read_back("dcp", out / "m") == case("dcp_fsdp2_tp").truth
     assert verify(out / "m")
@@ -61,7 +62,7 @@ def reshard_columns(target: Path, run: RunOptions | None = None) -> None:
 def test_the_tiles_of_a_band_are_noted_once_all_are_written(
     out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(LocalSource, "tile", 64)
+    monkeypatch.setattr(LocalSource, "policy", ReadPolicy(tile=64))
     log = ""
 
     def logged(letter: str, of: Any, name: str) -> None:

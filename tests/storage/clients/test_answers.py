@@ -7,7 +7,7 @@ import pytest
 from ckptool.errors import Unsupported
 from ckptool.storage.clients.answers import Answer, NoCredentials, answer_of
 from ckptool.storage.clients.client import PartsRemain
-from ckptool.storage.retry import lasts, status_of
+from ckptool.storage.clients.retry import lasts, status_of
 
 
 class GenericError(Exception):

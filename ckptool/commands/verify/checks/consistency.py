@@ -31,7 +31,7 @@ from ckptool.formats.base import Format, LatestMarker
 from ckptool.formats.writing import select_plain
 from ckptool.serialization.source import Source, parse_json_object, read_metadata, require
 from ckptool.serialization.state_dict.values import NOT_CARRIED
-from ckptool.storage.local import Files
+from ckptool.storage.files import Files
 from ckptool.storage.url import Location
 
 

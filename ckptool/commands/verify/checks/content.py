@@ -30,7 +30,7 @@ from ckptool.engine.read.tiles import read_tiles
 from ckptool.errors import CkptoolError, Problem
 from ckptool.formats.base import Format
 from ckptool.serialization.source import expect_edges
-from ckptool.storage.local import Files
+from ckptool.storage.files import Files
 
 _TILE = 1 << 20
 

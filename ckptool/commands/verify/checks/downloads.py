@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from ckptool.engine.check.digest import file_digest, file_digests
 from ckptool.errors import CkptoolError, Problem
-from ckptool.storage.local import Files
+from ckptool.storage.files import Files
 from ckptool.storage.place import on_disk
 from ckptool.storage.url import Location
 

@@ -19,7 +19,7 @@ from ckptool.serialization.archive.recover import find_archives
 from ckptool.serialization.pickle.records import Global, Names
 from ckptool.serialization.safetensors import read_safetensors
 from ckptool.serialization.source import LARGEST_IN_ROWS, Source, expect_edges, read_metadata
-from ckptool.storage.local import Files
+from ckptool.storage.files import Files
 
 _LEGACY_HEAD = 1 << 24
 _SMALL_JSON = 1 << 20

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from ckptool.core.catalog import Catalog, Chunk, Container, Place, TensorEntry
 from ckptool.serialization.source import edge_spans
-from ckptool.storage.local import Files, Run
+from ckptool.storage.files import Files, Run
 from ckptool.storage.planned_ranges import CAPACITY
 
 _PART = CAPACITY * 3 // 8

@@ -14,7 +14,7 @@ from ckptool.core.text import list_some
 from ckptool.engine.read.tensors import TensorSource, TensorTile, place_job
 from ckptool.engine.read.tiles import Job, read_tiles
 from ckptool.errors import CkptoolError, Problem
-from ckptool.storage.local import Files
+from ckptool.storage.files import Files
 
 if TYPE_CHECKING:
     from ckptool.engine.read.gather import Gatherer

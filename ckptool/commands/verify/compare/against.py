@@ -286,7 +286,7 @@ class Comparison:
             return
         self._problems += differing_companions(opened[0], opened[1], self._rewriting)
         self._open_pairs()
-        workers = self._options.workers or max(each.source.workers for each in opened)
+        workers = self._options.workers or max(each.source.policy.workers for each in opened)
         reads = (CheckedSource(opened[0].source), CheckedSource(opened[1].source))
         result = compare(self.pairs, reads, self._comparing, workers, started(self._nbytes))
         self._beyond = result.ranges.counts

@@ -17,7 +17,7 @@ from ckptool.engine.check.pairs import PairSource, PairTile, TensorPair, pair_jo
 from ckptool.engine.read.numbers import Array
 from ckptool.engine.read.tensors import TensorSource
 from ckptool.engine.read.tiles import Progress, read_tiles
-from ckptool.storage.local import Files
+from ckptool.storage.files import Files
 
 
 class Squares(NamedTuple):

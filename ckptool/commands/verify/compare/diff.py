@@ -227,7 +227,7 @@ def _changes(
     from ckptool.commands.verify.compare.changes import changed_modules, changed_tensors, measure
 
     files = sides[0].opened.source, sides[1].opened.source
-    workers = options.workers or max(each.workers for each in files)
+    workers = options.workers or max(each.policy.workers for each in files)
     squares = measure(pairs, files, workers, started(sum(pair.nbytes for pair in pairs)))
     tensors = changed_tensors(comparison.differing, squares)
     names = [pair.one.name for pair in comparison.pairs]

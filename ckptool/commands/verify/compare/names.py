@@ -30,7 +30,7 @@ from ckptool.formats import FORMATS
 from ckptool.formats.companions import companion_targets
 from ckptool.serialization.safetensors_metadata import texts_of
 from ckptool.serialization.state_dict.values import Repeated, type_name
-from ckptool.storage.local import Files
+from ckptool.storage.files import Files
 
 _LONGEST_SHOWN = 60
 

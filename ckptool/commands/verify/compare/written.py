@@ -24,7 +24,7 @@ from ckptool.engine.read.range_check import RangeCheck
 from ckptool.engine.read.tensors import TensorSource
 from ckptool.engine.read.tiles import Progress, read_tiles
 from ckptool.errors import Changed, SourceError
-from ckptool.storage.local import Files
+from ckptool.storage.files import Files
 
 
 def require_written(

@@ -132,7 +132,7 @@ def measure(
     nbytes = sum(entry.nbytes for entry in catalog.tensors.values())
     nbytes += sum(sizes[name] for name in unread)
     progress = started(nbytes) if started is not None else lambda nbytes: None
-    workers = options.workers or source.workers
+    workers = options.workers or source.policy.workers
     located, lost = readable(opened, catalog)
     entries = list(located.tensors.values())
     problems = [p for p in conflict_problems(catalog) if p.code not in _UNPROVED]

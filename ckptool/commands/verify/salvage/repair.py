@@ -28,7 +28,7 @@ from ckptool.serialization.safetensors import read_promised_size, read_safetenso
 from ckptool.serialization.source import EachRead, Source
 from ckptool.serialization.state_dict.leaves import read_file_leaves
 from ckptool.serialization.zip import CENTRAL, DEFLATED, IN_EXTRA, LOCAL, STORED, ZipRecord
-from ckptool.storage.local import Files
+from ckptool.storage.files import Files
 
 _WIDE = struct.Struct("<2H3Q")
 

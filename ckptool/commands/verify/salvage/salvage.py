@@ -170,7 +170,7 @@ def plan_salvage(path: Location, target: Location, options: SalvageOptions) -> S
     if place.exists() and not options.transfer.overwrite:
         raise Unsupported(f"{place} already exists", hint="--overwrite replaces it")
     listing = Listing(place)
-    workers = options.transfer.run.workers or opened.source.workers
+    workers = options.transfer.run.workers or opened.source.policy.workers
     intact = find_intact(opened, recovery.problems, workers)
     catalog = intact.catalog
     if not catalog.tensors and not catalog.objects:

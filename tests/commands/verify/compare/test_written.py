@@ -20,6 +20,7 @@ from ckptool.core.sharding.placement import parse_mesh
 from ckptool.engine.run_options import RunOptions
 from ckptool.engine.write import disk_target
 from ckptool.errors import NotVerified
+from ckptool.storage.files import ReadPolicy
 from ckptool.storage.local import LocalSource
 
 TARGETS = {"safetensors": "m", "torch-save": "m.pt", "dcp": "m", "dcp-safetensors": "m"}
@@ -165,7 +166,7 @@ def test_a_bit_between_small_tensors_never_counts(
     tile: int, source: Path, damaging: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rest is read in runs that end anywhere, with the tensors between: checksums, too."""
-    monkeypatch.setattr(LocalSource, "tile", tile)
+    monkeypatch.setattr(LocalSource, "policy", ReadPolicy(tile=tile))
     transfer = planned(source, "torch-save")
     literals, offset = [], 0
     for part in transfer.plan.layout.files[-1].parts:

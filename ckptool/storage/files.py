@@ -1,0 +1,142 @@
+"""Folders and files to read from, wherever they lie: what can be asked of them."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
+from typing import Protocol
+
+from msgspec import Struct
+
+from ckptool.errors import Damaged, NotFound, Problem
+from ckptool.storage.file_status import missing
+
+Run = tuple[str, int, int]
+"""A file, and the offset and number of bytes that are read of it."""
+
+SPAN = 4 << 20
+"""Bytes that are read at once to gather scattered elements."""
+TILE = 1 << 20
+"""Bytes that are moved at a time on a disk, unless one element is larger."""
+CORES = min(8, os.cpu_count() or 1)
+"""Threads that read a disk: more would only wait for each other, as the kernel orders its reads."""
+
+
+class ReadPolicy(Struct, frozen=True):
+    """What the reads of a place cost, and so how they are made.
+
+    ``tile`` is how many bytes are moved at a time, ``piece`` how many are read at once, ``block``
+    the least number that a read costs: shorter gaps are read too. ``workers`` is the number of
+    threads that moves bytes best, unless the user sets it. ``by_request`` says that each read is a
+    request, which takes long: all are announced, joined, and fetched ahead; on a disk they are not.
+    """
+
+    tile: int = TILE
+    piece: int = TILE  # read, checked and written while it is in the processor's cache
+    block: int = 1
+    workers: int = CORES
+    by_request: bool = False
+
+
+class FileReader(Protocol):
+    """A reader for one thread."""
+
+    def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` from ``offset``; Damaged if the file ends before."""
+
+    def read_runs(self, file: str, offset: int, step: int, runs: Sequence[memoryview]) -> None:
+        """Fill each run, the first from ``offset``, each other ``step`` bytes after the last."""
+
+    def close(self) -> None:
+        """Release all resources."""
+
+
+class Files(Protocol):
+    """A folder of files, or some of them, wherever it lies."""
+
+    @property
+    def policy(self) -> ReadPolicy:
+        """What its reads cost, and so how they are made."""
+
+    @property
+    def root(self) -> str:
+        """The folder, as the user would name it."""
+
+    @property
+    def files(self) -> Mapping[str, int]:
+        """Every file by its relative path with ``/``, and its size in bytes."""
+
+    @property
+    def unlisted(self) -> Mapping[str, Problem]:
+        """Why files and folders below are missing in ``files``, by path."""
+
+    def narrowed(self, folder: str) -> Files:
+        """Return the part below a subfolder, as a source of its own."""
+
+    def subfolders(self) -> Mapping[str, Files]:
+        """Return every folder below, at any depth, as a source of its own."""
+
+    def alone(self, name: str) -> Files:
+        """Return one of the files alone, with the ``.extra.pt`` file beside it."""
+
+    def fingerprint(self, files: Iterable[str], *, exact: bool = False) -> str:
+        """Return a SHA-256 (hex) that changes with the files; ``exact``: despite times set back."""
+
+    def changed(self, files: Iterable[str]) -> list[str]:
+        """Return those files that were written, replaced or removed since listed."""
+
+    def modified(self, file: str) -> float:
+        """Return when a file was last modified, in seconds since the epoch; 0 if unknown."""
+
+    def expect(self, spans: Iterable[tuple[str, int, int]]) -> None:
+        """Prepare for the next reads: file, offset and bytes of each."""
+
+    def read(self, file: str, offset: int, nbytes: int) -> bytes:
+        """Return exactly ``nbytes`` at ``offset``; Damaged if the file ends before."""
+
+    def plan_reads(self, runs: Iterable[Run]) -> Callable[[], None]:
+        """Prepare for all next reads, in order: each byte may be fetched ahead, once.
+
+        Call the result when everything has been read, or nothing more will be.
+        """
+
+    def keep(self, nbytes: int) -> None:
+        """Keep at most so many bytes of what was read, or fetched ahead."""
+
+    def reader(self) -> FileReader:
+        """Return a reader for one thread."""
+
+
+def require_within(source: Files, file: str, offset: int, nbytes: int) -> None:
+    """Raise NotFound if there is no such file, Damaged if it ends before these bytes."""
+    if file not in source.files:
+        raise missing(file)
+    if offset < 0 or nbytes < 0 or offset + nbytes > source.files[file]:
+        raise too_short(file, offset, nbytes, source.files[file])
+
+
+def read_exactly(source: Files, file: str, offset: int, nbytes: int) -> bytes:
+    """Return exactly ``nbytes`` at ``offset`` of a file; Damaged if it ends before."""
+    require_within(source, file, offset, nbytes)
+    stream = io.BytesIO(bytes(nbytes))  # a bytes object, without a copy
+    with closing(source.reader()) as reader, stream.getbuffer() as memory:
+        reader.read_into(file, offset, memory)
+    return stream.getvalue()
+
+
+def unreadable(file: str, error: OSError) -> NotFound:
+    """Return the error for a file that cannot be opened or read."""
+    return NotFound(f"{file}: cannot be read: {error.strerror}", "file-unreadable", file=file)
+
+
+def too_short(file: str, offset: int, nbytes: int, size: int) -> Damaged:
+    """Return the error for a file of ``size`` bytes that ends before a read does."""
+    return Damaged(
+        f"{file}: {nbytes:,} bytes are expected at offset {offset:,}, but the file has"
+        f" {size:,} bytes; it is truncated or its metadata is wrong",
+        "file-truncated",
+        file=file,
+        end=offset + nbytes,
+    )
