@@ -132,7 +132,8 @@ def test_an_error_is_raised_where_its_bytes_are_read_and_ends_the_reading_ahead(
     ranges.plan([(FILES[0], start, 4000) for start in range(0, 40_000, 4000)])
     with pytest.raises(PermissionError):
         ranges.read_into(FILES[0], 36_000, memoryview(bytearray(10)))
-    ranges._pool and ranges._pool.shutdown()
+    if ranges._pool is not None:
+        ranges._pool.shutdown()
     assert len(asked) < 40, "of 78 ranges"
 
 
@@ -171,7 +172,8 @@ def test_what_was_announced_and_is_given_up_is_forgotten() -> None:
     end = ranges.plan([(FILES[0], 0, SIZE)])
     assert ranges.read_into(FILES[0], 0, memoryview(bytearray(10))) == 10
     end()
-    ranges._pool and ranges._pool.shutdown()
+    if ranges._pool is not None:
+        ranges._pool.shutdown()
     assert ranges._held == 0 == len(ranges._kept)
     assert ranges.read_into(FILES[0], 0, memoryview(bytearray(10))) is None
 

@@ -7,6 +7,7 @@ import struct
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -121,7 +122,7 @@ def test_as_tarfile_packs_it(
 
 
 @pytest.mark.parametrize("dialect", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT])
-def test_a_file_of_more_than_8_gib(dialect: int, tmp_path: Path) -> None:
+def test_a_file_of_more_than_8_gib(dialect: Any, tmp_path: Path) -> None:
     size = 9 << 30
     info = member("./model_weights.ckpt", size=size)[0][0]
     path = tmp_path / "a.nemo"
@@ -284,7 +285,7 @@ def test_no_archive_is_exchanged_for_one_without_its_optimizer(tmp_path: Path) -
         pack(tmp_path / f"step-{step}" / "m.nemo", member("model_weights.ckpt", data))
     (tmp_path / "weights").unlink()
     before = [path.read_bytes() for path in sorted(tmp_path.rglob("*.nemo"))]
-    options = {"keep_every": 1, "drop_optimizer_of_older": True, "yes": True}
+    options: dict[str, Any] = {"keep_every": 1, "drop_optimizer_of_older": True, "yes": True}
     report = ckptool.prune(tmp_path, keep_last=1, **options)
     assert "ckptool does not write archives" in str(report.to_dict())
     assert [path.read_bytes() for path in sorted(tmp_path.rglob("*.nemo"))] == before

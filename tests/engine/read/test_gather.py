@@ -8,6 +8,7 @@ from itertools import pairwise, product
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from msgspec.structs import replace
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import Chunk, EncodedBlob, Extent, Place, Record, TensorEntry
-from ckptool.core.dtype import BY_NAME
+from ckptool.core.dtype import BY_NAME, DType
 from ckptool.core.layout import tiles
 from ckptool.engine.read import gather, segments
 from ckptool.engine.read.gather import Gatherer, unit
@@ -96,10 +97,15 @@ def test_columns_are_read_as_rows_of_another_order(
     """A tile of a transpose: its runs are asked for at once, not one for each row of the file."""
     stored = RNG.integers(0, 1 << 32, (64, 8192), np.uint32)
     (tmp_path / "f").write_bytes(stored.tobytes())
-    asked = []
+    asked: list[Any] = []
     monkeypatch.setattr(LocalReader, "read_into", lambda *_: pytest.fail("a run by itself"))
     read_runs = LocalReader.read_runs
-    monkeypatch.setattr(LocalReader, "read_runs", lambda *a: asked.append(a) or read_runs(*a))
+
+    def note(*words: Any) -> Any:
+        asked.append(words)
+        return read_runs(*words)
+
+    monkeypatch.setattr(LocalReader, "read_runs", note)
     out = np.zeros((50, 64), np.uint32)
     at = Extent("f", 0, (4, 32768))
     gatherer = Gatherer(LocalSource(tmp_path, {}))
@@ -115,10 +121,15 @@ def test_short_runs_of_three_turned_dims_are_read_with_what_is_between_them(
     """A tile of a tensor whose dims are reversed: runs of 32 bytes, 512 bytes apart."""
     stored = RNG.integers(0, 1 << 32, (32, 16, 128), np.uint32)
     (tmp_path / "f").write_bytes(stored.tobytes())
-    asked = []
+    asked: list[Any] = []
     monkeypatch.setattr(LocalReader, "read_runs", lambda *_: pytest.fail("short runs"))
     read_into = LocalReader.read_into
-    monkeypatch.setattr(LocalReader, "read_into", lambda *a: asked.append(a) or read_into(*a))
+
+    def note(*words: Any) -> Any:
+        asked.append(words)
+        return read_into(*words)
+
+    monkeypatch.setattr(LocalReader, "read_into", note)
     out = np.zeros((8, 16, 32), np.uint32)
     at = Extent("f", 0, (4, 512, 8192))
     gatherer = Gatherer(LocalSource(tmp_path, {}))
@@ -144,12 +155,10 @@ def test_pieces_smaller_than_a_span(
 ) -> None:
     """Every way of splitting a strided read, forced by a tiny span."""
     itemsize, offset, strides, box = found
-    kept = gather.SPAN, segments._LONG_RUN
-    gather.SPAN, segments._LONG_RUN = 2 * itemsize, 8
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gather, "SPAN", 2 * itemsize)
+        patch.setattr(segments, "_LONG_RUN", 8)
         result = gathered(Extent("f", offset, strides), box, itemsize)
-    finally:
-        gather.SPAN, segments._LONG_RUN = kept
     assert result.tobytes() == expected(offset, strides, box, itemsize).tobytes()
 
 
@@ -204,7 +213,7 @@ FLOATING = [d for d in BY_NAME.values() if d.kind == "float" and hasattr(torch, 
 
 @pytest.mark.parametrize("wanted", FLOATING, ids=str)
 @pytest.mark.parametrize("stored", FLOATING, ids=str)
-def test_cast_is_torchs(stored: object, wanted: object) -> None:
+def test_cast_is_torchs(stored: DType, wanted: DType) -> None:
     raw = torch.tensor(np.frombuffer(DATA[: 64 * stored.itemsize], np.uint8).copy())
     values = raw.view(getattr(torch, stored.name))
     array = raw.numpy().view(unit(stored.itemsize)).reshape(8, 8)

@@ -99,7 +99,7 @@ def test_any_cut_is_read_from_any_other(
     files = tuple(FileLayout(f"o{n}", (part_of(boxes),)) for n, boxes in enumerate(parts))
     plan = Plan(Catalog("test", {"t": entry}, {}, {}), Layout(files, folder=True))
     images = [np.full(file.nbytes, 255, np.uint8) for file in files]
-    records, source = RecordCheck(), LocalSource
+    records = RecordCheck()
     with pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as folder:
         patch.setattr(groups, "_SMALL", 0)
         patch.setattr(gather, "SPAN", span)

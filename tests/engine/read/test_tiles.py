@@ -176,7 +176,11 @@ def test_a_tensor_is_a_small_job_if_computing_with_it_takes_little(
 def test_large_jobs_are_done_at_once(source: ByteSource) -> None:
     both = threading.Barrier(2, timeout=20)
     jobs = [byte_job(name, name, 0, TILE) for name in "ab"]
-    read_tiles(source, jobs, lambda name, tiles: both.wait(), 2)
+
+    def meet(name: str, tiles: object) -> None:
+        both.wait()
+
+    read_tiles(source, jobs, meet, 2)
 
 
 def test_small_jobs_that_mostly_wait_are_done_at_once(

@@ -134,7 +134,7 @@ def test_the_hinted_budget_is_enough(out: Path) -> None:
     run = RunOptions(budget=1000)
     with pytest.raises(Unsupported) as caught:
         convert_to("dcp", case("dcp_zstd").path, out / "m", run=run)
-    size = int(caught.value.hint.removeprefix("--budget ").removesuffix("MiB")) << 20
+    size = int((caught.value.hint or "").removeprefix("--budget ").removesuffix("MiB")) << 20
     run = RunOptions(workers=8, budget=size, fsync=False)
     convert_to("dcp", case("dcp_zstd").path, out / "m", run=run)
     assert read_back("dcp", out / "m") == case("dcp_zstd").truth

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from ckptool.errors import CkptoolError, Denied, NoAnswer, NotFound, error_text
-from ckptool.storage import retry as retrying
-from ckptool.storage.clients.retry import RetryPolicy, retry, status_of, time
+from ckptool.storage.clients import retry as retrying
+from ckptool.storage.clients.retry import RetryPolicy, retry, status_of
 
 QUICK = RetryPolicy(attempts=3, pause=0.0, longest_pause=0.0, total=1000.0)
 
