@@ -48,11 +48,12 @@ def run_traced(
     trace.unlink(missing_ok=True)
     log.write_text("")
     ready, go = os.pipe()
+    stream = os.open(log, os.O_WRONLY)  # here, where no call is counted or meets a fault
     process = os.fork()
     if process == 0:
-        stream = os.open(log, os.O_WRONLY)  # before any call meets a fault
         os.read(ready, 1)
         be_child(words, stream)
+    os.close(stream)
     line = ["strace", "-f", "-y", "-qq", "-s", "4096", "-o", str(trace), "-p", str(process)]
     line += ["-e", f"trace={CHANGING}"]
     injected = list(always)
