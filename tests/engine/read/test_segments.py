@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import pytest
@@ -61,7 +62,7 @@ def test_what_is_announced_is_what_is_read(found: tuple[tuple[int, ...], Box], b
         source.policy = ReadPolicy(block=block)
         with closing(Gatherer(source)) as gatherer:
             gatherer.fill_from(at, np.zeros(box.shape, unit(4)), box, dtype)
-    announced = list(place_needs(at, box, 4, block))
+    announced: list[Any] = list(place_needs(at, box, 4, block))
     if block == 1:
         assert sum(run[2] for run in announced) == sum(run[2] for run in read)
     else:

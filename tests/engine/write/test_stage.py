@@ -69,7 +69,8 @@ class World:
 
     def reshard(self, source: Path, **more: Any) -> Command:
         """Return the command that writes to the target."""
-        return self.plan(source, **more).run
+        command: Command = self.plan(source, **more).run
+        return command
 
     def plan(self, source: Path, **more: Any) -> Any:
         """Plan what is written to the target."""
