@@ -30,6 +30,9 @@ class SpanReader(Protocol):
         """Close all files."""
 
 
+_PIECE = 1 << 22
+
+
 class Source(Protocol):
     """A folder of files, or one file, that can be read at any offset."""
 
@@ -180,3 +183,14 @@ def require_rank(rank: int, what: str) -> None:
     if rank > MOST_RANKS:
         message = f"{what}: rank {rank:,}; ckptool reads up to {MOST_RANKS:,} ranks"
         raise Damaged(message, "rank-missing")
+
+
+def file_digest(source: Source, file: str, algorithm: str, head: bytes = b"") -> str:
+    """Return the digest (hex) of ``head`` and a whole file, of any algorithm of hashlib."""
+    import hashlib
+
+    size = source.files[file]
+    total = hashlib.new(algorithm, head, usedforsecurity=False)
+    for start in range(0, size, _PIECE):
+        total.update(source.read(file, start, min(_PIECE, size - start)))
+    return total.hexdigest()

@@ -25,8 +25,6 @@ from ckptool.storage.files import Files
 if TYPE_CHECKING:
     from ckptool.engine.read.gather import Gatherer
 
-_BLOCK = 1 << 22
-
 
 def digests(
     entries: Iterable[TensorEntry],
@@ -66,15 +64,6 @@ def file_digests(
     jobs = (byte_job(file, file, 0, source.files[file]) for file in files)
     read_tiles(ByteSource(source), jobs, digest, workers, progress)
     return hexes
-
-
-def file_digest(source: Files, file: str, algorithm: str, head: bytes = b"") -> str:
-    """Return the digest (hex) of ``head`` and a whole file, of any algorithm of hashlib."""
-    size = source.files[file]
-    total = hashlib.new(algorithm, head, usedforsecurity=False)
-    for start in range(0, size, _BLOCK):
-        total.update(source.read(file, start, min(_BLOCK, size - start)))
-    return total.hexdigest()
 
 
 def _sha256(pieces: Iterable[memoryview]) -> str:

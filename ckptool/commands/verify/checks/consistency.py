@@ -24,12 +24,17 @@ from ckptool.commands.model.records import CONFIG, Record, read_beside
 from ckptool.commands.verify.findings import conflict_problems
 from ckptool.core.catalog import Catalog, TensorEntry, coverage_problem, flat_name
 from ckptool.core.sharding.coverage import lone_rank_problem
-from ckptool.engine.check.digest import file_digest
 from ckptool.engine.check.replicas import differing_replicas
 from ckptool.errors import UNCODED, CkptoolError, Damaged, Problem
 from ckptool.formats.base import Format, LatestMarker
 from ckptool.formats.writing import select_plain
-from ckptool.serialization.source import Source, parse_json_object, read_metadata, require
+from ckptool.serialization.source import (
+    Source,
+    file_digest,
+    parse_json_object,
+    read_metadata,
+    require,
+)
 from ckptool.serialization.state_dict.values import NOT_CARRIED
 from ckptool.storage.files import Files
 from ckptool.storage.url import Location

@@ -14,8 +14,9 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from ckptool.engine.check.digest import file_digest, file_digests
+from ckptool.engine.check.digest import file_digests
 from ckptool.errors import CkptoolError, Problem
+from ckptool.serialization.source import file_digest
 from ckptool.storage.files import Files
 from ckptool.storage.place import on_disk
 from ckptool.storage.url import Location
