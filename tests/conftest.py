@@ -240,8 +240,8 @@ def convert_to(target: str, source: Path, path: Path, **options: Any) -> Any:
     from ckptool.commands.convert import prepare
     from ckptool.commands.options.read import ReadOptions
     from ckptool.commands.options.rewrite import RewriteOptions, Selection
+    from ckptool.commands.options.run import RunOptions
     from ckptool.commands.options.target import ConvertOptions, TransferOptions
-    from ckptool.engine.run_options import RunOptions
 
     options["read"] = taken(ReadOptions, options)
     options["selection"] = taken(Selection, options)

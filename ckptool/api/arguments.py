@@ -16,6 +16,7 @@ from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ckptool.commands.options.bench import BenchOptions
+from ckptool.commands.options.declaration import Option, OptionGroup, build, options_of
 from ckptool.commands.options.diff import DiffOptions
 from ckptool.commands.options.extract import ExtractOptions
 from ckptool.commands.options.prune import PruneOptions
@@ -28,7 +29,6 @@ from ckptool.commands.options.verify import (
     SalvageOptions,
     VerifyOptions,
 )
-from ckptool.core.options import Option, OptionGroup, build, options_of
 from ckptool.storage import url
 from ckptool.storage.url import Location
 

@@ -18,8 +18,8 @@ from ckptool.cli.parameters import (
     parse_form,
     parse_place,
 )
+from ckptool.commands.options.declaration import OptionGroup
 from ckptool.commands.options.read import READING, ReadOptions
-from ckptool.core.options import OptionGroup
 from ckptool.errors import Several, UsageError, damaged
 from ckptool.storage.place import on_disk
 

@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperCommand
 
 from ckptool.cli.completion import complete_from
-from ckptool.core.options import Option, OptionGroup, build, options_of
+from ckptool.commands.options.declaration import Option, OptionGroup, build, options_of
 from ckptool.core.text import one_of
 from ckptool.errors import UsageError
 

@@ -10,6 +10,7 @@ import typer
 from ckptool.cli.page import Html, require_page
 from ckptool.cli.parameters import AsJson, Debug, Silent, SourcePath, parse_place
 from ckptool.cli.verify_output import Answer, Output
+from ckptool.commands.options.declaration import OptionGroup, changed
 from ckptool.commands.options.rewrite import RewriteOptions
 from ckptool.commands.options.verify import (
     CompareOptions,
@@ -17,7 +18,6 @@ from ckptool.commands.options.verify import (
     VerifyOptions,
     salvage_options,
 )
-from ckptool.core.options import OptionGroup, changed
 from ckptool.errors import Several, UsageError
 
 if TYPE_CHECKING:

@@ -37,7 +37,7 @@ from ckptool.commands.transfer.transfer import (
 )
 from ckptool.core.catalog import Catalog
 from ckptool.core.layout import Layout
-from ckptool.core.plan import Plan
+from ckptool.core.planning.plan import Plan
 from ckptool.core.quantization.names import is_plain, kinds, quantized_names
 from ckptool.core.selection import unwrapping_rule, wrappers_of
 from ckptool.core.state_category import state_category

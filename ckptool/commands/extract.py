@@ -35,7 +35,7 @@ from ckptool.core.casts import Casts
 from ckptool.core.catalog import Catalog, TensorEntry, coverage_problem
 from ckptool.core.dtype import DType
 from ckptool.core.layout import Data, FileLayout, Layout, Literal
-from ckptool.core.plan import Plan
+from ckptool.core.planning.plan import Plan
 from ckptool.core.selection import is_glob, matching_names, unknown_tensor
 from ckptool.core.subscript import Pick, picks, split_subscript, take, without_other_chunks
 from ckptool.core.text import list_some

@@ -4,34 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from functools import cached_property
-from typing import Any
+from typing import Protocol
 
 from msgspec import Struct
 
-from ckptool.core.options import COUNT, FLAG, SIZE, OptionSet, option
 
+class RunOptions(Protocol):
+    """What a command asks of the engine."""
 
-def workers_option() -> Any:
-    """Declare the number of threads; None means as many as suit the source and the target."""
-    return option(
-        "--workers",
-        COUNT,
-        minimum=1,
-        maximum=256,
-        help="Use N threads, at most 256; default: one per core, at most 8; for a URL, at least 4.",
-    )
+    @property
+    def workers(self) -> int | None:
+        """The number of threads; None for what suits the source and the target best."""
 
+    @property
+    def budget(self) -> int:
+        """Bytes of memory for tiles, source spans and decoded blobs together."""
 
-class RunOptions(OptionSet):
-    """``budget`` is in bytes of memory for tiles, source spans and decoded blobs together."""
-
-    workers: int | None = workers_option()
-    budget: int = option(
-        "--budget", SIZE, default=1 << 30, shown="1GiB", help="Move bytes within this much memory."
-    )
-    fsync: bool = option(
-        "--fsync/--no-fsync", FLAG, default=True, help="Wait until everything is on disk."
-    )
+    @property
+    def fsync(self) -> bool:
+        """Whether to wait until everything is on disk."""
 
 
 class StageOptions(Struct, frozen=True, dict=True):

@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckptool.core.catalog import Extent
-from ckptool.core.sharding.table import chunks_of
+from ckptool.core.chunks import chunks_of
 from ckptool.engine.read.containers import likely_place
 from ckptool.engine.read.segments import is_run
 from ckptool.errors import UsageError
@@ -18,7 +18,7 @@ from ckptool.errors import UsageError
 if TYPE_CHECKING:
     from ckptool.core.catalog import Chunk, Place, TensorEntry
     from ckptool.core.layout import Layout
-    from ckptool.core.plan import Plan
+    from ckptool.core.planning.plan import Plan
 
 
 class Share(NamedTuple):

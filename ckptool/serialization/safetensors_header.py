@@ -18,8 +18,8 @@ import msgspec
 
 from ckptool.core.box import Box, row_major_strides
 from ckptool.core.catalog import Extent
+from ckptool.core.chunks import WholeTensor
 from ckptool.core.dtype import BY_SAFETENSORS, DType
-from ckptool.core.sharding.table import WholeTensor
 from ckptool.errors import UNCODED, Damaged, Problem, Unsupported
 
 MOST_DIMS = 64

@@ -27,11 +27,11 @@ import attack_build as b
 from ckptool.commands.convert import prepare
 from ckptool.commands.inspect import inspect
 from ckptool.commands.options.read import ReadOptions
+from ckptool.commands.options.run import RunOptions
 from ckptool.commands.options.target import ConvertOptions, TransferOptions
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.verify.codes import Severity
 from ckptool.commands.verify.verify import verify
-from ckptool.engine.run_options import RunOptions
 from ckptool.errors import CkptoolError, TransferError
 from ckptool.render.inspect.report import inspect_json
 

@@ -11,7 +11,7 @@ from benchmarks.report import TransferBenchReport
 from benchmarks.stores import store_bench
 from benchmarks.table import show_transfer_bench
 from benchmarks.transfer import transfer_bench
-from ckptool.core.options import parse_size
+from ckptool.commands.options.declaration import parse_size
 from ckptool.errors import CkptoolError
 from ckptool.render.messages import print_json, show_step
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ckptool.commands.bench.specs import TensorSpec
     from ckptool.core.catalog import Catalog
-    from ckptool.core.plan import Plan
+    from ckptool.core.planning.plan import Plan
 
 RANKS = 4
 _BYTES_PER_SQUARE = 1620
@@ -233,7 +233,7 @@ _ITEM = 70_000
 def plan_large(tensors: int, chunks: int, mesh: str) -> Plan:
     """Plan the reshard of a checkpoint too large to write here; cut the tiles of one batch."""
     from ckptool.core.mesh import Shard
-    from ckptool.core.plan import Plan
+    from ckptool.core.planning.plan import Plan
     from ckptool.core.sharding.placement import PlacedTensors, parse_mesh
     from ckptool.formats import FORMATS
     from ckptool.formats.base import Request
@@ -255,8 +255,8 @@ def _make_catalog(tensors: int, chunks: int) -> Catalog:
 
     from ckptool.core.box import BoxTable
     from ckptool.core.catalog import Catalog, TensorEntry
+    from ckptool.core.chunks import ChunkTable, ItemTable
     from ckptool.core.dtype import BY_NAME
-    from ckptool.core.sharding.table import ChunkTable, ItemTable
 
     files = [f"__{rank}_0.distcp" for rank in range(chunks)]
     numbers = np.arange(chunks)

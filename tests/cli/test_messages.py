@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from ckptool.cli.app import SUMMARIES, app, load_command
 from ckptool.cli.parameters import parse_place
 from ckptool.commands.open import open_checkpoint
-from ckptool.core.options import parse_dims
+from ckptool.commands.options.declaration import parse_dims
 from ckptool.errors import CkptoolError, Damaged, NotFound, UsageError, damaged
 from ckptool.render.messages import show_error
 

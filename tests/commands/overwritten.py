@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ckptool.commands.convert import prepare
+from ckptool.commands.options.run import RunOptions
 from ckptool.commands.options.target import ConvertOptions, TransferOptions
-from ckptool.engine.run_options import RunOptions
 
 FOREIGN = {
     "train.py": b"import torch",

@@ -16,8 +16,8 @@ from conftest import case, convert_to
 
 from ckptool.commands.convert import prepare
 from ckptool.commands.open import open_checkpoint
+from ckptool.commands.options.run import RunOptions
 from ckptool.commands.options.target import ConvertOptions, TransferOptions
-from ckptool.engine.run_options import RunOptions
 from ckptool.errors import CkptoolError, Unsupported
 from ckptool.storage import disk
 

@@ -15,11 +15,12 @@ from conftest import read_back
 from layered import save
 
 from ckptool.commands.convert import ConvertReport, prepare
+from ckptool.commands.options.run import RunOptions
 from ckptool.commands.options.target import ConvertOptions, ReshardOptions, TransferOptions
 from ckptool.commands.reshard.reshard import Reshard, prepare_reshard
 from ckptool.commands.transfer.transfer import Transfer
 from ckptool.core.sharding.placement import parse_mesh
-from ckptool.engine.run_options import RunOptions, StageOptions
+from ckptool.engine.run_options import StageOptions
 from ckptool.engine.write.disk_target import DiskTarget
 from ckptool.engine.write.stage import Stage
 from ckptool.errors import CkptoolError, Unsupported

@@ -17,10 +17,10 @@ from test_s3 import big, files_of
 
 from ckptool.commands.convert import prepare
 from ckptool.commands.open import open_checkpoint
+from ckptool.commands.options.run import RunOptions
 from ckptool.commands.options.target import ConvertOptions, ReshardOptions, TransferOptions
 from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.core.sharding.placement import parse_mesh
-from ckptool.engine.run_options import RunOptions
 from ckptool.errors import CkptoolError, NoAnswer
 from ckptool.storage.clients.retry import RetryPolicy
 from ckptool.storage.commit_note import UNFINISHED

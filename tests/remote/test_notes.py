@@ -17,8 +17,8 @@ from note_mutations import NAMES, mutate
 from store_server import S3, s3, server
 
 from ckptool.commands.convert import prepare
+from ckptool.commands.options.run import RunOptions
 from ckptool.commands.options.target import ConvertOptions, TransferOptions
-from ckptool.engine.run_options import RunOptions
 from ckptool.engine.share import Share
 from ckptool.engine.write import store_notes
 from ckptool.engine.write.removal import leftovers

@@ -37,10 +37,10 @@ from ckptool.cli.app import app
 from ckptool.cli.process import known_error
 from ckptool.commands.convert import prepare
 from ckptool.commands.open import open_checkpoint
+from ckptool.commands.options.run import RunOptions
 from ckptool.commands.options.target import ConvertOptions, ReshardOptions, TransferOptions
 from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.core.sharding.placement import parse_mesh
-from ckptool.engine.run_options import RunOptions
 from ckptool.errors import Changed, Denied, NoAnswer, TransferError
 from ckptool.storage import retry as retrying
 from ckptool.storage.clients.retry import RetryPolicy

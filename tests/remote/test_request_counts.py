@@ -24,6 +24,7 @@ from ckptool.commands.inspect import inspect
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.rewrite import MapOptions, RewriteOptions
+from ckptool.commands.options.run import RunOptions
 from ckptool.commands.options.target import ConvertOptions, ReshardOptions, TransferOptions
 from ckptool.commands.options.verify import CompareOptions, VerifyOptions
 from ckptool.commands.reshard.reshard import prepare_reshard
@@ -31,7 +32,6 @@ from ckptool.commands.stats import stats
 from ckptool.commands.verify.compare.against import against
 from ckptool.commands.verify.verify import verify
 from ckptool.core.sharding.placement import parse_mesh, parse_rule
-from ckptool.engine.run_options import RunOptions
 from ckptool.storage.block_cache import BLOCK
 from ckptool.storage.url import RemotePath, location
 

@@ -17,10 +17,10 @@ from store_server import S3, s3, server  # the fixtures
 
 import ckptool
 from ckptool.commands.convert import prepare
+from ckptool.commands.options.run import RunOptions
 from ckptool.commands.options.target import ConvertOptions, ReshardOptions, TransferOptions
 from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.core.sharding.placement import parse_mesh
-from ckptool.engine.run_options import RunOptions
 from ckptool.storage.commit_note import UNFINISHED
 from ckptool.storage.multipart import PART
 from ckptool.storage.url import RemotePath, location

@@ -16,13 +16,13 @@ from test_s3 import big, files_of
 
 from ckptool.commands.convert import prepare
 from ckptool.commands.open import open_checkpoint
+from ckptool.commands.options.run import RunOptions
 from ckptool.commands.options.target import ConvertOptions, ReshardOptions, TransferOptions
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.commands.runs.assessment import verify_run
 from ckptool.commands.verify.verify import verify
 from ckptool.core.sharding.placement import parse_mesh
-from ckptool.engine.run_options import RunOptions
 from ckptool.engine.write import send
 from ckptool.errors import CkptoolError, Damaged, SourceError, Unrecognized, Unsupported
 from ckptool.storage.commit_note import UNFINISHED

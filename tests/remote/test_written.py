@@ -13,10 +13,10 @@ from store_server import S3, s3, server
 from test_every_request import ONCE, as_it_reads
 
 from ckptool.commands.convert import ConvertReport, prepare
+from ckptool.commands.options.run import RunOptions
 from ckptool.commands.options.target import ConvertOptions, TransferOptions
 from ckptool.commands.transfer.transfer import Transfer
 from ckptool.core.layout import Data, Literal, ScatteredData
-from ckptool.engine.run_options import RunOptions
 from ckptool.engine.share import Share
 from ckptool.errors import CkptoolError, NoAnswer, NotVerified, TransferError
 from ckptool.storage.commit_note import UNFINISHED

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ckptool.core.options import Kind, parse_dims, parse_share
+from ckptool.commands.options.declaration import Kind, parse_dims, parse_share
 from ckptool.errors import UsageError
 
 

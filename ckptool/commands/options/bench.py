@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ckptool.commands.options import DURATION, INTERVAL, PLACE
 from ckptool.commands.options.choices import strategy_names
-from ckptool.core.options import COUNT, FLAG, LIST, SIZE, OptionSet, option
+from ckptool.commands.options.declaration import COUNT, FLAG, LIST, SIZE, OptionSet, option
 
 if TYPE_CHECKING:
     from ckptool.commands.bench.cost import Interval

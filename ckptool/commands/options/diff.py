@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from ckptool.commands.options.declaration import FLAG, OptionSet, group, option
 from ckptool.commands.options.read import READING, ReadOptions
 from ckptool.commands.options.rewrite import RewriteOptions
+from ckptool.commands.options.run import workers_option
 from ckptool.commands.options.verify import CompareOptions
-from ckptool.core.options import FLAG, OptionSet, group, option
-from ckptool.engine.run_options import workers_option
 
 
 class DiffOptions(OptionSet):

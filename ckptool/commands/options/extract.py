@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from ckptool.commands.options.declaration import OptionSet, group
 from ckptool.commands.options.read import READING, ReadOptions
 from ckptool.commands.options.rewrite import RewriteOptions
 from ckptool.commands.options.target import TransferOptions
-from ckptool.core.options import OptionSet, group
 
 _NAMES = ("select", "drop", "model_only", "peft_adapter", "strip_prefix", "rename")
 _WRITING = ("overwrite", "verify", "fsync", "part", "finish", "dry_run")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import MISSING
 
+from ckptool.commands.options.declaration import COUNT, FLAG, OptionSet, group, option
 from ckptool.commands.options.verify import VerifyOptions
-from ckptool.core.options import COUNT, FLAG, OptionSet, group, option
 
 
 class PruneOptions(OptionSet):

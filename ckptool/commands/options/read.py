@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ckptool.commands.options import FILE, STORAGE_OPTIONS, TP_RULES
 from ckptool.commands.options.choices import format_names
-from ckptool.core.options import COUNT, FLAG, OptionSet, option
+from ckptool.commands.options.declaration import COUNT, FLAG, OptionSet, option
 
 if TYPE_CHECKING:
     from ckptool.core.sharding.tensor_parallel import NamedRule

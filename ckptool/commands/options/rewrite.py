@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ckptool.commands.options import CASTS, DIMS, FILE, METADATA
 from ckptool.commands.options.choices import dtype_names, expert_words, map_names
-from ckptool.core.options import FLAG, TEXTS, OptionSet, group, option
+from ckptool.commands.options.declaration import FLAG, TEXTS, OptionSet, group, option
 
 if TYPE_CHECKING:
     from ckptool.core.casts import Casts

@@ -12,10 +12,10 @@ from ckptool.commands.options.choices import (
     rank_state_words,
     target_names,
 )
+from ckptool.commands.options.declaration import FLAG, SIZE, OptionSet, group, option
 from ckptool.commands.options.read import READING, ReadOptions
 from ckptool.commands.options.rewrite import MapOptions, RewriteOptions
-from ckptool.core.options import FLAG, SIZE, OptionSet, group, option
-from ckptool.engine.run_options import RunOptions
+from ckptool.commands.options.run import RunOptions
 from ckptool.errors import UsageError
 
 if TYPE_CHECKING:

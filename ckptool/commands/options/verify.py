@@ -6,10 +6,18 @@ from typing import TYPE_CHECKING
 
 from ckptool.commands.options import PART, PLACE, SHARE
 from ckptool.commands.options.choices import code_names, format_names
+from ckptool.commands.options.declaration import (
+    COUNT,
+    FLAG,
+    NUMBER,
+    TEXTS,
+    OptionSet,
+    group,
+    option,
+)
 from ckptool.commands.options.read import READING, ReadOptions
+from ckptool.commands.options.run import RunOptions, workers_option
 from ckptool.commands.options.target import TransferOptions, overwrite_option
-from ckptool.core.options import COUNT, FLAG, NUMBER, TEXTS, OptionSet, group, option
-from ckptool.engine.run_options import RunOptions, workers_option
 
 if TYPE_CHECKING:
     from ckptool.engine.share import Share

@@ -34,11 +34,11 @@ from ckptool.commands.transfer.transfer import (
     resolve_target,
 )
 from ckptool.core.catalog import Catalog, TensorEntry
+from ckptool.core.chunks import chunks_of
 from ckptool.core.mesh import Mesh
-from ckptool.core.plan import Plan
+from ckptool.core.planning.plan import Plan
 from ckptool.core.sharding.index import ChunkIndex
 from ckptool.core.sharding.placement import POLICIES, Choice, PlacedTensors, Placer
-from ckptool.core.sharding.table import chunks_of
 from ckptool.core.text import one_of
 from ckptool.engine.ranks import Ranks
 from ckptool.engine.write.run import peak_memory

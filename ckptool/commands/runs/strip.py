@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from ckptool.commands.convert import ConvertReport, prepare_save
 from ckptool.commands.open import OpenedCheckpoint, open_checkpoint, require_agreement
 from ckptool.commands.options.read import ReadOptions
+from ckptool.commands.options.run import RunOptions
 from ckptool.commands.options.target import SaveOptions, TransferOptions
 from ckptool.commands.runs.optimizer_files import (
     files_apart,
@@ -21,10 +22,10 @@ from ckptool.commands.runs.optimizer_files import (
 from ckptool.commands.transfer.transfer import Transfer
 from ckptool.core.catalog import Catalog
 from ckptool.core.layout import FileLayout, Layout, Verbatim
-from ckptool.core.plan import Plan
+from ckptool.core.planning.plan import Plan
 from ckptool.core.state_category import is_state_of_optimizer, state_category, with_every_part
 from ckptool.core.text import list_some
-from ckptool.engine.run_options import RunOptions, StageOptions
+from ckptool.engine.run_options import StageOptions
 from ckptool.engine.write.disk_target import DiskTarget
 from ckptool.engine.write.removal import remove_file
 from ckptool.errors import Unsupported

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 
+from ckptool.core.chunks import ChunkTable, LateChunks, WholeTensor
 from ckptool.core.layout import Literal, Verbatim
-from ckptool.core.plan import Plan
-from ckptool.core.sharding.table import ChunkTable, LateChunks, WholeTensor
+from ckptool.core.planning.plan import Plan
 from ckptool.engine.read.containers import likely_place
 from ckptool.engine.write.run import read_verbatim
 from ckptool.storage.files import Files

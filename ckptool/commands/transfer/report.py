@@ -16,7 +16,7 @@ from ckptool.commands.transfer.overwrite import kept_note
 from ckptool.core.casts import uncounted_notes
 from ckptool.core.catalog import Catalog
 from ckptool.core.layout import FileLayout, Layout
-from ckptool.core.plan import Plan
+from ckptool.core.planning.plan import Plan
 from ckptool.engine.share import Share
 from ckptool.errors import Problem, Unsupported
 from ckptool.formats import FORMATS

@@ -21,9 +21,9 @@ from msgspec.structs import replace
 
 from ckptool.core.box import spans_of
 from ckptool.core.catalog import Catalog, TensorEntry
+from ckptool.core.chunks import Spans, chunks_of
 from ckptool.core.mesh import Mesh, Placements, Replicate, StridedShard
 from ckptool.core.sharding.cuts import Order, chunk_bounds, placements_of
-from ckptool.core.sharding.table import Spans, chunks_of
 from ckptool.core.text import plural
 
 _MOST_DIMS = 3

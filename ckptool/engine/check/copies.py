@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from ckptool.core.catalog import Catalog, Chunk, Extent, TensorEntry
-from ckptool.core.sharding.table import chunks_of
+from ckptool.core.chunks import chunks_of
 from ckptool.errors import Problem
 from ckptool.storage.files import Files
 

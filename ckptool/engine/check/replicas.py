@@ -17,7 +17,7 @@ from ckptool.core.catalog import (
     TensorEntry,
     proved_equal,
 )
-from ckptool.core.sharding.table import chunks_of
+from ckptool.core.chunks import chunks_of
 from ckptool.engine.read.tiles import read_tiles
 from ckptool.errors import Problem
 from ckptool.storage.files import Files

@@ -21,7 +21,7 @@ from ckptool.core.catalog import (
 )
 from ckptool.core.codec import decode
 from ckptool.core.dtype import BY_NAME, DType
-from ckptool.core.sharding.groups import Tile
+from ckptool.core.planning.groups import Tile
 from ckptool.core.sharding.index import ChunkIndex, Overlap
 from ckptool.engine.read.containers import opened
 from ckptool.engine.read.range_check import RangeCheck

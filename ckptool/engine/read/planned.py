@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from ckptool.core.box import Box
 from ckptool.core.casts import is_computed
 from ckptool.core.catalog import Chunk, Extent, TensorEntry, stored_places
-from ckptool.core.sharding.groups import Tile
+from ckptool.core.chunks import chunks_of
+from ckptool.core.planning.groups import Tile
 from ckptool.core.sharding.index import Overlap
-from ckptool.core.sharding.table import chunks_of
 from ckptool.engine.checksum import RecordCheck, crc32, crc32_combine
 from ckptool.engine.read.containers import open_chunk, opened
 from ckptool.engine.read.segments import Segment, segments_of, segments_of_tensor, tile_needs

@@ -15,9 +15,9 @@ from typing import NamedTuple, TypeGuard
 
 from ckptool.core.box import Box, contiguous
 from ckptool.core.catalog import EncodedBlob, Extent, Place, Record, ScaledBlocks, TensorEntry
-from ckptool.core.sharding.groups import Tile
+from ckptool.core.chunks import chunks_of
+from ckptool.core.planning.groups import Tile
 from ckptool.core.sharding.index import ChunkIndex, Overlap
-from ckptool.core.sharding.table import chunks_of
 from ckptool.engine.read.containers import Need, likely_place, open_place, openings
 
 NotePiece = Callable[[Record, int, memoryview], None]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from itertools import chain
 
 from ckptool.core.catalog import Extent, Opening, TensorEntry
+from ckptool.core.chunks import chunks_of
 from ckptool.core.layout import WrittenChunks
-from ckptool.core.plan import Plan
-from ckptool.core.sharding.groups import Group
-from ckptool.core.sharding.table import chunks_of
+from ckptool.core.planning.groups import Group
+from ckptool.core.planning.plan import Plan
 from ckptool.engine.read.containers import Need, runs_of
 from ckptool.engine.read.segments import entry_needs, place_needs
 from ckptool.storage.files import Files

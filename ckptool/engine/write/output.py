@@ -13,7 +13,7 @@ from typing import NamedTuple
 from msgspec import Struct, field
 
 from ckptool.core.layout import FileLayout, Literal, Part, Verbatim
-from ckptool.core.sharding.groups import Tile
+from ckptool.core.planning.groups import Tile
 from ckptool.engine.checksum import CrcPiece, crc32, join_crcs
 from ckptool.errors import TransferError
 from ckptool.storage.disk import open_unfollowed

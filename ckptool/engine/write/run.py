@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from ckptool.core.box import Box
 from ckptool.core.layout import FileLayout, Literal, Part, Verbatim
-from ckptool.core.plan import Plan
-from ckptool.core.sharding.groups import Tile
+from ckptool.core.planning.groups import Tile
+from ckptool.core.planning.plan import Plan
 from ckptool.engine.checksum import (
     CrcPiece,
     RecordCheck,

@@ -10,8 +10,8 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 from ckptool.core.layout import Data, Literal, ScatteredData, Verbatim
-from ckptool.core.plan import Plan
-from ckptool.core.sharding.groups import Group, LayoutPart, Tile
+from ckptool.core.planning.groups import Group, LayoutPart, Tile
+from ckptool.core.planning.plan import Plan
 from ckptool.engine.checksum import RecordCheck, crc32, require_intact
 from ckptool.engine.read.containers import Need
 from ckptool.engine.read.planned import PlanReader

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable
 from msgspec import Struct
 
 from ckptool.core.catalog import Chunk, TensorEntry
-from ckptool.core.plan import Plan
+from ckptool.core.planning.plan import Plan
 from ckptool.engine.checksum import RecordCheck
 from ckptool.engine.read.containers import openings, runs_of
 from ckptool.engine.read.planned import touch

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from ckptool.core.box import distinct
 from ckptool.core.catalog import UNREAD, Catalog, ObjectEntry, TensorEntry, merge_copies
-from ckptool.core.sharding.table import ItemTable, Joined
+from ckptool.core.chunks import ItemTable, Joined
 from ckptool.core.text import plural
 from ckptool.errors import Problem
 from ckptool.formats.base import (

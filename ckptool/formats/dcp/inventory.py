@@ -11,7 +11,7 @@ from itertools import pairwise
 from msgspec import Struct, field
 
 from ckptool.core.catalog import Chunk, Container, Path
-from ckptool.core.sharding.table import ChunkTable
+from ckptool.core.chunks import ChunkTable
 from ckptool.errors import Damaged, Problem
 from ckptool.formats.base import ScanOptions
 from ckptool.formats.dcp.absent import join_absent, no_metadata

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, Chunk, Container, Path, Place, TensorEntry, merge_copies
-from ckptool.core.sharding.table import ChunkTable, LateChunks
+from ckptool.core.chunks import ChunkTable, LateChunks
 from ckptool.errors import (
     UNCODED,
     UNREAD,

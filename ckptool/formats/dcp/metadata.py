@@ -11,8 +11,8 @@ from msgspec import Struct, field
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import Container, Index, Path
+from ckptool.core.chunks import ChunkTable
 from ckptool.core.dtype import DType
-from ckptool.core.sharding.table import ChunkTable
 from ckptool.errors import Damaged, Unsupported, coded
 from ckptool.formats.dcp.tables import StoredTables, more_fields
 from ckptool.serialization.archive.tensors import read_dtype, read_natural, read_sizes

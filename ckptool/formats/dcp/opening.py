@@ -26,8 +26,8 @@ from ckptool.core.catalog import (
     StridedPart,
     TensorEntry,
 )
+from ckptool.core.chunks import ChunkTable, LateChunks, OpenChunks
 from ckptool.core.dtype import DType
-from ckptool.core.sharding.table import ChunkTable, LateChunks, OpenChunks
 from ckptool.core.views import part_of_place
 from ckptool.errors import UNREAD, CkptoolError, Damaged, Hostile, Unsupported
 from ckptool.serialization.archive.read import TorchFile, is_zip, read_torch_zip

@@ -16,7 +16,7 @@ from msgspec import Struct, field
 
 from ckptool.core.box import BoxTable, distinct
 from ckptool.core.catalog import Container
-from ckptool.core.sharding.table import ChunkTable, ItemTable
+from ckptool.core.chunks import ChunkTable, ItemTable
 from ckptool.errors import Damaged
 from ckptool.serialization.archive.tensors import read_sizes
 from ckptool.serialization.pickle.rows import INTEGER, OBJECT, Rows

@@ -14,10 +14,10 @@ from torchtitan_states import CONFIGS, write_config
 
 from ckptool.commands.keymap.library import builtin_maps
 from ckptool.commands.options.rewrite import MapOptions
+from ckptool.commands.options.run import RunOptions
 from ckptool.commands.options.target import ReshardOptions, TransferOptions
 from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.core.sharding.placement import parse_mesh
-from ckptool.engine.run_options import RunOptions
 from ckptool.errors import Damaged, Unsupported, UsageError
 
 WEIGHT = "layers.0.feed_forward.w1.weight"

@@ -13,10 +13,10 @@ import torch.distributed.checkpoint as dcp
 from fsspec.implementations.memory import MemoryFileSystem
 
 from ckptool.commands.convert import prepare
+from ckptool.commands.options.run import RunOptions
 from ckptool.commands.options.target import ConvertOptions, ReshardOptions, TransferOptions
 from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.core.sharding.placement import parse_mesh, parse_rule
-from ckptool.engine.run_options import RunOptions
 from ckptool.engine.share import parse_part
 from ckptool.errors import (
     CkptoolError,

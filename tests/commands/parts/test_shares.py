@@ -19,8 +19,8 @@ from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.target import ConvertOptions, ReshardOptions
 from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.core.box import Box
+from ckptool.core.chunks import ChunkTable, LateChunks
 from ckptool.core.sharding.placement import parse_mesh
-from ckptool.core.sharding.table import ChunkTable, LateChunks
 from ckptool.engine.share import checked_chunks
 from ckptool.errors import (
     Damaged,

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from ckptool.commands.options.run import RunOptions
 from ckptool.commands.options.target import ReshardOptions, TransferOptions
 from ckptool.commands.reshard.reshard import Reshard, ReshardReport, prepare_reshard
 from ckptool.core.sharding.placement import parse_mesh, parse_rule
-from ckptool.engine.run_options import RunOptions
 from ckptool.formats import targets
 
 MESHES = ("2", "3", "2x2", "2x4", "2x2x2")

@@ -12,12 +12,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ckptool.commands.options.run import RunOptions
 from ckptool.commands.options.target import ReshardOptions, TransferOptions
 from ckptool.commands.reshard.load_check import check_loads
 from ckptool.commands.reshard.reshard import Reshard, prepare_reshard
 from ckptool.core.sharding.placement import parse_mesh, parse_rule
 from ckptool.engine.ranks import Ranks, join_ranks
-from ckptool.engine.run_options import RunOptions
 from ckptool.errors import CkptoolError
 
 

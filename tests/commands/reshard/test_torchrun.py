@@ -17,6 +17,7 @@ from conftest import case, on_ranks, read_back
 from fork_server import Forked, forking_python
 
 from ckptool.commands.open import open_checkpoint
+from ckptool.commands.options.run import RunOptions
 from ckptool.commands.options.target import ReshardOptions, TransferOptions
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.reshard.reshard import prepare_reshard
@@ -24,7 +25,6 @@ from ckptool.commands.verify.verify import verify
 from ckptool.core.catalog import Extent
 from ckptool.core.sharding.placement import parse_mesh
 from ckptool.engine.checksum import crc32
-from ckptool.engine.run_options import RunOptions
 
 WORKERS = Path(__file__).with_name("reshard_workers.py")
 CHECKED = ("dcp", "dcp-safetensors", "rank-local")

@@ -18,9 +18,9 @@ from ckptool.core.box import Box, Piece
 from ckptool.core.catalog import Catalog, Chunk, Extent, Record, TensorEntry
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.layout import Data, FileLayout, Layout, ScatteredData
-from ckptool.core.plan import Plan
-from ckptool.core.sharding import groups
-from ckptool.core.sharding.groups import Tile
+from ckptool.core.planning import groups
+from ckptool.core.planning.groups import Tile
+from ckptool.core.planning.plan import Plan
 from ckptool.engine.checksum import RecordCheck
 from ckptool.engine.read import gather, planned
 from ckptool.engine.read.planned import PlanReader, plan_jobs

@@ -9,14 +9,14 @@ import pytest
 from conftest import case
 from msgspec.structs import replace
 
+from ckptool.commands.options.run import RunOptions
 from ckptool.commands.options.target import ReshardOptions, TransferOptions
 from ckptool.commands.reshard.reshard import load_costs, prepare_reshard
 from ckptool.commands.transfer import transfer
 from ckptool.core.layout import Literal, written_entries
-from ckptool.core.plan import Plan
+from ckptool.core.planning.plan import Plan
 from ckptool.core.sharding.placement import parse_mesh, parse_rule
 from ckptool.engine.checksum import RecordCheck
-from ckptool.engine.run_options import RunOptions
 from ckptool.engine.write.cost import bytes_to_read
 from ckptool.formats import FORMATS
 from ckptool.formats.base import Request

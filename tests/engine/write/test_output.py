@@ -19,7 +19,7 @@ from ckptool.core.box import Box
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.layout import Data, FileLayout, Literal, Part, Patch
-from ckptool.core.sharding.groups import Tile
+from ckptool.core.planning.groups import Tile
 from ckptool.engine.write import output
 from ckptool.engine.write.output import OutputFiles, UnfinishedFile, WrittenRun, apply_patches
 

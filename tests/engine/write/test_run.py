@@ -13,10 +13,10 @@ from conftest import SUFFIX, TENSORS_OF, case, convert_to, read_back
 
 from ckptool.api.commands import verify
 from ckptool.commands.convert import prepare
+from ckptool.commands.options.run import RunOptions
 from ckptool.commands.options.target import ConvertOptions, ReshardOptions, TransferOptions
 from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.core.sharding.placement import parse_mesh, parse_rule
-from ckptool.engine.run_options import RunOptions
 from ckptool.engine.write.output import OutputFiles
 from ckptool.engine.write.run import _PlanWriter
 from ckptool.errors import CkptoolError, Damaged, TransferError, Unsupported

@@ -19,11 +19,11 @@ import pytest
 from conftest import case
 from fake_target import FAULTS, Died, FakeTarget, Faults, FaultyTarget, Shelf
 
+from ckptool.commands.options.run import RunOptions
 from ckptool.commands.options.target import ReshardOptions, TransferOptions
 from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.commands.transfer import transfer
 from ckptool.core.sharding.placement import parse_mesh
-from ckptool.engine.run_options import RunOptions
 from ckptool.engine.share import Share
 from ckptool.engine.write.disk_target import DiskTarget
 from ckptool.engine.write.stage import FINISH, WHOLE, Stage, Target, part_role

@@ -20,11 +20,11 @@ from ckptool.core.catalog import (
     TensorEntry,
     coverage_problem,
 )
+from ckptool.core.chunks import ChunkTable
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.layout import Literal
 from ckptool.core.mesh import Replicate, Shard
 from ckptool.core.sharding.placement import PlacedTensors, parse_mesh
-from ckptool.core.sharding.table import ChunkTable
 from ckptool.errors import Damaged, Problem, SourceError
 from ckptool.formats.base import Request, ScanOptions
 from ckptool.formats.dcp import FORMAT

@@ -16,13 +16,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.read import ReadOptions
+from ckptool.commands.options.run import RunOptions
 from ckptool.core.catalog import Catalog
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.layout import Layout
 from ckptool.core.mesh import Placements, Replicate, Shard, StridedShard
-from ckptool.core.plan import Plan
+from ckptool.core.planning.plan import Plan
 from ckptool.core.sharding.placement import PlacedTensors, Placer, parse_mesh
-from ckptool.engine.run_options import RunOptions
 from ckptool.engine.write.run import run
 from ckptool.engine.write.work import Work
 from ckptool.formats.base import Request

@@ -11,10 +11,10 @@ from conftest import case
 
 import ckptool
 from ckptool.commands.open import open_checkpoint
+from ckptool.commands.options.run import RunOptions
 from ckptool.commands.options.target import ReshardOptions, TransferOptions
 from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.core.sharding.placement import parse_mesh
-from ckptool.engine.run_options import RunOptions
 from ckptool.errors import Damaged
 
 torch = pytest.importorskip("torch")

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from ckptool.commands.open import open_checkpoint
+from ckptool.commands.options.run import RunOptions
 from ckptool.core.layout import Layout
 from ckptool.core.mesh import Placements, Replicate, Shard
-from ckptool.core.plan import Plan
+from ckptool.core.planning.plan import Plan
 from ckptool.core.sharding.placement import PlacedTensors, parse_mesh
-from ckptool.engine.run_options import RunOptions
 from ckptool.engine.write.run import run
 from ckptool.engine.write.work import Work
 from ckptool.errors import Unsupported

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from ckptool.core.catalog import TensorEntry, coverage_problem, tied_names
 from ckptool.core.layout import written_entries
-from ckptool.core.plan import Plan
+from ckptool.core.planning.plan import Plan
 from ckptool.core.text import plural
 from ckptool.core.views import narrow
 from ckptool.errors import NotVerified

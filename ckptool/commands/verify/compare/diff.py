@@ -8,6 +8,7 @@ from msgspec import Struct, field
 
 from ckptool.commands.document import Report, document, plain
 from ckptool.commands.open import no_collecting, open_checkpoint
+from ckptool.commands.options.declaration import changed
 from ckptool.commands.options.diff import DiffOptions
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.verify import VerifyOptions
@@ -18,7 +19,6 @@ from ckptool.commands.verify.compare.model import CONFIG, is_model, open_other
 from ckptool.commands.verify.findings import SIDES, Finding
 from ckptool.commands.verify.verify import Started
 from ckptool.core.catalog import Catalog, TensorEntry
-from ckptool.core.options import changed
 from ckptool.core.text import plural
 from ckptool.errors import UsageError
 from ckptool.storage.place import on_disk

@@ -14,7 +14,7 @@ from ckptool.commands.verify.compare.tensors import TensorComparison, note_diffe
 from ckptool.core.box import Box
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.layout import FileLayout, written_entries
-from ckptool.core.plan import Plan
+from ckptool.core.planning.plan import Plan
 from ckptool.core.text import plural
 from ckptool.engine.check.pairs import PairSource, TensorPair
 from ckptool.engine.check.replicas import differing_replicas

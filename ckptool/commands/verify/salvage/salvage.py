@@ -24,7 +24,7 @@ from ckptool.commands.transfer.transfer import (
 )
 from ckptool.commands.verify.salvage.intact import find_intact
 from ckptool.commands.verify.salvage.repair import rebuild
-from ckptool.core.plan import Plan
+from ckptool.core.planning.plan import Plan
 from ckptool.engine.ranks import Ranks
 from ckptool.engine.write.stage import RESUME_HINT
 from ckptool.errors import Committed, NotFound, TransferError, Unsupported

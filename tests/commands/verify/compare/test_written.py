@@ -11,13 +11,13 @@ import torch
 
 from ckptool.commands.convert import ConvertReport, prepare
 from ckptool.commands.options.rewrite import RewriteOptions, Selection
+from ckptool.commands.options.run import RunOptions
 from ckptool.commands.options.target import ConvertOptions, ReshardOptions, TransferOptions
 from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.commands.transfer.transfer import Transfer
 from ckptool.core.casts import parse_casts
 from ckptool.core.layout import Data, Literal, ScatteredData, Verbatim
 from ckptool.core.sharding.placement import parse_mesh
-from ckptool.engine.run_options import RunOptions
 from ckptool.engine.write import disk_target
 from ckptool.errors import NotVerified
 from ckptool.storage.files import ReadPolicy
@@ -216,7 +216,7 @@ def test_what_the_plan_itself_gets_wrong_is_found(
     """Tiles of another place of the source: the proof reads neither side by them."""
     from msgspec.structs import replace
 
-    from ckptool.core.plan import Plan
+    from ckptool.core.planning.plan import Plan
 
     real = Plan.jobs
 

@@ -15,12 +15,12 @@ from msgspec.structs import replace
 
 from ckptool.core.box import Box, row_major_strides
 from ckptool.core.catalog import Catalog, Chunk, Extent, TensorEntry, coverage_problem
+from ckptool.core.chunks import LateChunks
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.layout import Data, FileLayout, Layout, Literal
-from ckptool.core.plan import Plan
-from ckptool.core.sharding.groups import Group, Tile
+from ckptool.core.planning.groups import Group, Tile
+from ckptool.core.planning.plan import Plan
 from ckptool.core.sharding.index import BoxIndex, ChunkIndex
-from ckptool.core.sharding.table import LateChunks
 from ckptool.errors import Damaged
 
 F32 = BY_NAME["float32"]

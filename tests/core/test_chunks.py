@@ -8,8 +8,7 @@ from msgspec.structs import replace
 
 from ckptool.core.box import Box, BoxTable
 from ckptool.core.catalog import Chunk, Extent, TensorEntry
-from ckptool.core.dtype import BY_NAME
-from ckptool.core.sharding.table import (
+from ckptool.core.chunks import (
     Chunks,
     ChunkTable,
     ItemTable,
@@ -18,6 +17,7 @@ from ckptool.core.sharding.table import (
     chunks_of,
     open_together,
 )
+from ckptool.core.dtype import BY_NAME
 
 BOXES = [Box((0,), (2,)), Box((2,), (4,))]
 

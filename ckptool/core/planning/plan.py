@@ -14,6 +14,7 @@ from ckptool.core.catalog import (
     TensorEntry,
     stored_places,
 )
+from ckptool.core.chunks import chunks_of, open_together
 from ckptool.core.layout import (
     Data,
     Layout,
@@ -22,8 +23,7 @@ from ckptool.core.layout import (
     WrittenChunks,
     written_entries,
 )
-from ckptool.core.sharding.coverage import coverage_problems
-from ckptool.core.sharding.groups import (
+from ckptool.core.planning.groups import (
     Group,
     LayoutPart,
     Tile,
@@ -33,8 +33,8 @@ from ckptool.core.sharding.groups import (
     rows_of,
     tiles_of_group,
 )
+from ckptool.core.sharding.coverage import coverage_problems
 from ckptool.core.sharding.index import ChunkIndex
-from ckptool.core.sharding.table import chunks_of, open_together
 from ckptool.errors import Unsupported, damaged
 
 _BATCH = 16

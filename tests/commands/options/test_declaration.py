@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 
-from ckptool.core.options import COUNT, OptionGroup, OptionSet, build, changed, group, option
+from ckptool.commands.options.declaration import (
+    COUNT,
+    OptionGroup,
+    OptionSet,
+    build,
+    changed,
+    group,
+    option,
+)
 
 
 class Inner(OptionSet):

@@ -1,0 +1,30 @@
+"""Options of every command that moves tensor bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ckptool.commands.options.declaration import COUNT, FLAG, SIZE, OptionSet, option
+
+
+def workers_option() -> Any:
+    """Declare the number of threads; None means as many as suit the source and the target."""
+    return option(
+        "--workers",
+        COUNT,
+        minimum=1,
+        maximum=256,
+        help="Use N threads, at most 256; default: one per core, at most 8; for a URL, at least 4.",
+    )
+
+
+class RunOptions(OptionSet):
+    """``budget`` is in bytes of memory for tiles, source spans and decoded blobs together."""
+
+    workers: int | None = workers_option()
+    budget: int = option(
+        "--budget", SIZE, default=1 << 30, shown="1GiB", help="Move bytes within this much memory."
+    )
+    fsync: bool = option(
+        "--fsync/--no-fsync", FLAG, default=True, help="Wait until everything is on disk."
+    )
