@@ -57,12 +57,12 @@ _AS_BALANCED = 1.05
 """Times the most bytes of an owner, where all are balanced, that neighbors of one may have."""
 
 
-Cut = list[tuple["TensorEntry", "Chunk"]]
+CutChunks = list[tuple["TensorEntry", "Chunk"]]
 """Chunks of the source, with their tensors, of which several writers read a run each."""
 
 
 def checked_chunks(
-    plan: Plan, numbers: Collection[int], cut: Cut | None = None
+    plan: Plan, numbers: Collection[int], cut: CutChunks | None = None
 ) -> Iterator[tuple[TensorEntry, Chunk]]:
     """Yield the chunks, with their tensors, whose records the writer of some files checks.
 
@@ -95,12 +95,12 @@ def _place(at: Place) -> object:
     return at.record if isinstance(at, Extent) else (at.file, at.offset)
 
 
-def _shared_places(plan: Plan) -> dict[object, Cut]:
+def _shared_places(plan: Plan) -> dict[object, CutChunks]:
     """Return the chunks of each place that several are in, of tensors that are written.
 
     Chunks of tables, and those that are opened late, are in records of their own.
     """
-    places: dict[object, Cut] = {None: []}
+    places: dict[object, CutChunks] = {None: []}
     for entry in plan.entries:
         if not chunks_of(entry).alone:
             for chunk in entry.chunks:
@@ -113,7 +113,7 @@ def _shared_places(plan: Plan) -> dict[object, Cut]:
     }
 
 
-def _is_read_in_runs(plan: Plan, some: Cut) -> bool:
+def _is_read_in_runs(plan: Plan, some: CutChunks) -> bool:
     """Return whether the files together read all of a record that some chunks are in, in runs.
 
     Only of a chunk that is one run as stored, with its values unchanged, are runs noted.

@@ -13,7 +13,7 @@ from msgspec import Struct
 from ckptool.errors import Damaged, NotFound, Problem
 from ckptool.storage.file_status import missing
 
-Run = tuple[str, int, int]
+ReadSpan = tuple[str, int, int]
 """A file, and the offset and number of bytes that are read of it."""
 
 SPAN = 4 << 20
@@ -96,7 +96,7 @@ class Files(Protocol):
     def read(self, file: str, offset: int, nbytes: int) -> bytes:
         """Return exactly ``nbytes`` at ``offset``; Damaged if the file ends before."""
 
-    def plan_reads(self, runs: Iterable[Run]) -> Callable[[], None]:
+    def plan_reads(self, runs: Iterable[ReadSpan]) -> Callable[[], None]:
         """Prepare for all next reads, in order: each byte may be fetched ahead, once.
 
         Call the result when everything has been read, or nothing more will be.

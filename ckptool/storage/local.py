@@ -25,7 +25,7 @@ from ckptool.storage.file_status import (
 )
 from ckptool.storage.files import (
     ReadPolicy,
-    Run,
+    ReadSpan,
     read_exactly,
     require_within,
     too_short,
@@ -119,7 +119,7 @@ class LocalSource:
             for span in islice(spans, _MOST_EXPECTED):
                 reader.expect(*span)
 
-    def plan_reads(self, runs: Iterable[Run]) -> Callable[[], None]:
+    def plan_reads(self, runs: Iterable[ReadSpan]) -> Callable[[], None]:
         """Ask the disk for all next reads, in order, as far as memory is free."""
 
         def asked() -> Generator[int, None, None]:

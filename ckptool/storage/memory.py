@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ckptool.errors import Problem
-from ckptool.storage.files import ReadPolicy, Run, read_exactly, too_short
+from ckptool.storage.files import ReadPolicy, ReadSpan, read_exactly, too_short
 
 
 class MemoryReader:
@@ -79,7 +79,7 @@ class MemoryFiles:
         """Return exactly ``nbytes`` at ``offset``; Damaged if the file ends before."""
         return read_exactly(self, file, offset, nbytes)
 
-    def plan_reads(self, runs: Iterable[Run]) -> Callable[[], None]:
+    def plan_reads(self, runs: Iterable[ReadSpan]) -> Callable[[], None]:
         """Do nothing: everything is there."""
         return lambda: None
 

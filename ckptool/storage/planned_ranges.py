@@ -13,7 +13,7 @@ from typing import NamedTuple
 from ckptool.storage.block_cache import Block, Fetch
 from ckptool.storage.clients.client import ObjectVersion
 
-Run = tuple[ObjectVersion, int, int]
+VersionSpan = tuple[ObjectVersion, int, int]
 """Bytes that are read together: their file, offset and how many they are."""
 
 CAPACITY = 128 << 20
@@ -48,7 +48,7 @@ class Range(NamedTuple):
         return self.end - self.start
 
 
-def join_runs(runs: Iterable[Run], largest: int = _LARGEST) -> Iterator[Range]:
+def join_runs(runs: Iterable[VersionSpan], largest: int = _LARGEST) -> Iterator[Range]:
     """Yield the fewest ranges of at most ``largest`` bytes that contain all runs, file by file.
 
     Runs close to one another share a range if there are few unwanted bytes between them.
@@ -60,7 +60,7 @@ def join_runs(runs: Iterable[Run], largest: int = _LARGEST) -> Iterator[Range]:
             yield Range(file, low, high)
 
 
-def _join_near(runs: Iterable[Run]) -> Iterator[Range]:
+def _join_near(runs: Iterable[VersionSpan]) -> Iterator[Range]:
     joined: Range | None = None
     unwanted = 0
     for file, start, nbytes in sorted(runs):
@@ -96,7 +96,7 @@ class _Uses(NamedTuple):
 class _Plan:
     """The ranges of some runs, in the order in which they are read."""
 
-    def __init__(self, runs: Sequence[Run], largest: int) -> None:
+    def __init__(self, runs: Sequence[VersionSpan], largest: int) -> None:
         self._ranges: dict[ObjectVersion, list[Range]] = {}
         for part in join_runs(runs, largest):
             self._ranges.setdefault(part.file, []).append(part)
@@ -145,13 +145,13 @@ def _peak(used: Mapping[Range, tuple[int, int]]) -> int:
     return max(accumulate(nbytes for _, nbytes in sorted([*begun, *ended])), default=0)
 
 
-def unversioned(runs: Iterable[tuple[str, int, int]]) -> Iterator[Run]:
+def unversioned(runs: Iterable[tuple[str, int, int]]) -> Iterator[VersionSpan]:
     """Yield runs of files of one source, of any version: what is planned before it is read."""
     for file, start, nbytes in runs:
         yield ObjectVersion(file, ""), start, nbytes
 
 
-def memory_to_read(runs: Iterable[Run]) -> int:
+def memory_to_read(runs: Iterable[VersionSpan]) -> int:
     """Return the bytes kept at once if runs are read in this order, each byte once."""
     return _Plan(list(runs), _LARGEST).memory
 
@@ -173,7 +173,7 @@ class PlannedRanges:
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
 
-    def plan(self, runs: Iterable[Run]) -> Callable[[], None]:
+    def plan(self, runs: Iterable[VersionSpan]) -> Callable[[], None]:
         """Announce the next reads, in order; return a function that ends the announcement.
 
         Threads may still read what was announced before.
@@ -186,7 +186,7 @@ class PlannedRanges:
         self._fetch_ahead(plan)
         return partial(self._end, plan)
 
-    def _cut(self, wanted: Sequence[Run]) -> _Plan:
+    def _cut(self, wanted: Sequence[VersionSpan]) -> _Plan:
         """Return a plan of ranges as large as there is room for.
 
         Smaller ones help if few bytes of each are read at once, but not if these are read again

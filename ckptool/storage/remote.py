@@ -11,7 +11,7 @@ from ckptool.storage.clients.client import ObjectInfo, ObjectVersion
 from ckptool.storage.clients.retry import Unaccepted
 from ckptool.storage.clients.schemes import WEB
 from ckptool.storage.file_status import by_folder, changed, version_digest, within_folder
-from ckptool.storage.files import CORES, ReadPolicy, Run, read_exactly, too_short
+from ckptool.storage.files import CORES, ReadPolicy, ReadSpan, read_exactly, too_short
 from ckptool.storage.url import RemotePath
 
 AT_ONCE = 16
@@ -119,7 +119,7 @@ class RemoteSource:
         runs = ((self._version_of(file), offset, nbytes) for file, offset, nbytes in spans)
         store.blocks.expect(run for run in runs if not store.ranges.has_planned(*run))
 
-    def plan_reads(self, runs: Iterable[Run]) -> Callable[[], None]:
+    def plan_reads(self, runs: Iterable[ReadSpan]) -> Callable[[], None]:
         """Fetch the next reads ahead, in order, each byte once and many at a time."""
         return self._place.store.ranges.plan(
             (self._version_of(file), offset, nbytes) for file, offset, nbytes in runs

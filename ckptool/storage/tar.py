@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ckptool.errors import Damaged, Problem
 from ckptool.storage.file_status import by_folder, within_folder
-from ckptool.storage.files import FileReader, Files, Run, read_exactly, too_short
+from ckptool.storage.files import FileReader, Files, ReadSpan, read_exactly, too_short
 
 BLOCK = 512
 MAGIC_AT = 257
@@ -100,7 +100,7 @@ class TarFiles:
         """Return exactly ``nbytes`` at ``offset``; Damaged if the file ends before."""
         return read_exactly(self, file, offset, nbytes)
 
-    def plan_reads(self, runs: Iterable[Run]) -> Callable[[], None]:
+    def plan_reads(self, runs: Iterable[ReadSpan]) -> Callable[[], None]:
         """Prepare for all next reads, in order."""
         return self._holder.plan_reads(map(self._place, runs))
 
@@ -115,7 +115,7 @@ class TarFiles:
     def _part(self, root: str, spans: Mapping[str, Span]) -> TarFiles:
         return TarFiles(root, self._holder, self._archive, spans)
 
-    def _place(self, run: Run) -> Run:
+    def _place(self, run: ReadSpan) -> ReadSpan:
         file, offset, nbytes = run
         return self._archive, self._spans[file].offset + offset, nbytes
 

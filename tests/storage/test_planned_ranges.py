@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ckptool.storage import planned_ranges
 from ckptool.storage.clients.client import ObjectVersion
-from ckptool.storage.planned_ranges import PlannedRanges, Run, join_runs, memory_to_read
+from ckptool.storage.planned_ranges import PlannedRanges, VersionSpan, join_runs, memory_to_read
 
 FILES = [ObjectVersion(name, "") for name in "abc"]
 SIZE = 40_000
@@ -40,8 +40,8 @@ class Store:
         return DATA[file][start:end]
 
 
-def read_all(ranges: PlannedRanges, wanted: list[Run], threads: int) -> None:
-    def read(run: Run) -> None:
+def read_all(ranges: PlannedRanges, wanted: list[VersionSpan], threads: int) -> None:
+    def read(run: VersionSpan) -> None:
         file, start, nbytes = run
         buffer = bytearray(nbytes)
         done = ranges.read_into(file, start, memoryview(buffer))
@@ -61,7 +61,7 @@ def small_requests(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @given(runs)
 @settings(max_examples=200, deadline=None)
-def test_ranges_hold_all_runs_apart_and_waste_little(wanted: list[Run]) -> None:
+def test_ranges_hold_all_runs_apart_and_waste_little(wanted: list[VersionSpan]) -> None:
     ranges = list(join_runs(wanted, 4096))
     bytes_of = {file: bytearray(SIZE) for file in FILES}
     for file, start, nbytes in wanted:
@@ -79,7 +79,9 @@ def test_ranges_hold_all_runs_apart_and_waste_little(wanted: list[Run]) -> None:
 
 @given(runs, st.integers(1, 4))
 @settings(max_examples=100, deadline=None)
-def test_each_byte_is_fetched_once_where_there_is_room(wanted: list[Run], threads: int) -> None:
+def test_each_byte_is_fetched_once_where_there_is_room(
+    wanted: list[VersionSpan], threads: int
+) -> None:
     store = Store()
     ranges = PlannedRanges(store.fetch)
     ranges.plan(wanted)
@@ -94,7 +96,7 @@ def test_each_byte_is_fetched_once_where_there_is_room(wanted: list[Run], thread
 @given(runs, st.integers(1, 20_000), st.randoms())
 @settings(max_examples=100, deadline=None)
 def test_whatever_the_room_and_the_order_the_bytes_are_right(
-    wanted: list[Run], capacity: int, order: random.Random
+    wanted: list[VersionSpan], capacity: int, order: random.Random
 ) -> None:
     ranges = PlannedRanges(Store().fetch, capacity)
     ranges.plan(wanted)

@@ -14,7 +14,7 @@ import pytest
 
 from ckptool.errors import Damaged
 from ckptool.storage import read_ahead
-from ckptool.storage.files import Run
+from ckptool.storage.files import ReadSpan
 from ckptool.storage.local import LocalSource
 from ckptool.storage.read_ahead import cached_bytes
 
@@ -137,7 +137,7 @@ def test_a_plan_asks_ahead_and_ends(file: Path) -> None:
     threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
     asked = threading.Event()
 
-    def runs() -> Iterator[Run]:
+    def runs() -> Iterator[ReadSpan]:
         yield "f", 0, SIZE
         asked.set()
 

@@ -54,7 +54,7 @@ from ckptool.engine.share import ALL, Share
 from ckptool.errors import CkptoolError, Problem, UsageError
 from ckptool.formats.companions import lost_random_states
 from ckptool.storage.file_status import changed
-from ckptool.storage.files import Files, Run
+from ckptool.storage.files import Files, ReadSpan
 from ckptool.storage.url import Location
 
 Started = Callable[[int], Progress]
@@ -101,7 +101,7 @@ def examine(
 
 
 @contextmanager
-def _planned(source: Files, runs: Sequence[Run]) -> Iterator[None]:
+def _planned(source: Files, runs: Sequence[ReadSpan]) -> Iterator[None]:
     """Announce reads, if there are any, and end the announcement."""
     end = source.plan_reads(runs) if runs else None
     try:
@@ -210,7 +210,7 @@ class Verification:
         whole: Mapping[str, int] | None = None,
         *,
         announced: bool = False,
-        planned: Sequence[Run] = (),
+        planned: Sequence[ReadSpan] = (),
     ) -> None:
         """Open the archives of a part of the catalog, then read its records and tensors once.
 

@@ -27,7 +27,7 @@ from ckptool.engine.check.pairs import (
 from ckptool.engine.read.segments import Segment, cut_out, segments_of_tensor
 from ckptool.engine.read.tiles import LARGE, ByteReader, Job
 from ckptool.errors import CkptoolError
-from ckptool.storage.files import TILE, Files, Run
+from ckptool.storage.files import TILE, Files, ReadSpan
 
 _SMALL = 64 << 10
 """Bytes of a tensor up to which reading it costs less than planning that."""
@@ -162,7 +162,7 @@ def _read(reader: ByteReader, tensors: Sequence[list[Segment]]) -> list[list[_Sp
     Returns where each is in memory, which the reader's next call may reuse.
     """
     window, windows = _Window("", 0, 0, 0), list[_Window]()
-    places: dict[Run, int] = {}
+    places: dict[ReadSpan, int] = {}
     for file, start, nbytes in sorted({run[:3] for runs in tensors for run in runs}):
         if file != window.file or start > window.end + _GAP:
             window = _Window(file, start, start, window.place + window.end - window.start)

@@ -8,9 +8,9 @@ from msgspec.structs import replace
 
 from ckptool.core.catalog import Chunk, Container, Extent, Opening, Place
 from ckptool.core.sharding.index import Overlap
-from ckptool.storage.files import Run
+from ckptool.storage.files import ReadSpan
 
-Need = Run | Opening
+Need = ReadSpan | Opening
 """Bytes that are read, or something to open first, once for all readers."""
 
 
@@ -48,7 +48,7 @@ def openings(at: Place) -> Iterator[Opening]:
         yield at.opening
 
 
-def runs_of(needs: Iterable[Need], opened: set[Opening]) -> Iterator[Run]:
+def runs_of(needs: Iterable[Need], opened: set[Opening]) -> Iterator[ReadSpan]:
     """Yield the bytes that are read, and those of what is opened, except what was opened before."""
     for need in needs:
         if isinstance(need, tuple):

@@ -23,7 +23,7 @@ from ckptool.core.catalog import Catalog, Opening
 from ckptool.engine.read.containers import Need, runs_of
 from ckptool.engine.read.segments import NotePiece, Segment
 from ckptool.storage.file_status import changed
-from ckptool.storage.files import Files, Run
+from ckptool.storage.files import Files, ReadSpan
 
 Progress = Callable[[int], None]
 
@@ -222,7 +222,7 @@ def _announced(
 
 def _window(
     sides: Sequence[Files], jobs: Iterator[Job[Subject, Reader, TileOut]], opened: set[Opening]
-) -> Iterator[tuple[Job[Subject, Reader, TileOut], list[list[Run]]]]:
+) -> Iterator[tuple[Job[Subject, Reader, TileOut], list[list[ReadSpan]]]]:
     """Yield the next jobs, with what each reads from each side, until they are many runs.
 
     The first job that reads something to be ``opened`` opens it.
@@ -238,7 +238,7 @@ def _window(
             return
 
 
-def _best_order(runs: Sequence[Sequence[Sequence[Run]]], workers: int) -> Sequence[int]:
+def _best_order(runs: Sequence[Sequence[Sequence[ReadSpan]]], workers: int) -> Sequence[int]:
     """Return the order of jobs, by what each reads from each side, that needs the least memory.
 
     As they come, by files, or by places in files that are written side by side.
@@ -259,7 +259,7 @@ def _best_order(runs: Sequence[Sequence[Sequence[Run]]], workers: int) -> Sequen
     return min(places, by_file, by_offset, key=memory)
 
 
-def _side_by_side(jobs: Sequence[Sequence[Run]], workers: int) -> Iterator[Run]:
+def _side_by_side(jobs: Sequence[Sequence[ReadSpan]], workers: int) -> Iterator[ReadSpan]:
     """Yield the runs of all jobs in the order in which equally fast threads read them.
 
     Each thread continues where the fewest bytes were read: jobs that share rows keep in step,
@@ -386,6 +386,6 @@ def byte_job(
     return Job(subject, lambda reader: reader.run(*run), [known_runs(run)], nbytes)
 
 
-def known_runs(*runs: Run) -> RunsOf:
+def known_runs(*runs: ReadSpan) -> RunsOf:
     """Return a callable that yields the bytes of a job, whatever a read costs."""
     return lambda block: runs

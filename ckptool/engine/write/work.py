@@ -12,7 +12,7 @@ from ckptool.engine.checksum import RecordCheck
 from ckptool.engine.read.containers import openings, runs_of
 from ckptool.engine.read.planned import touch
 from ckptool.engine.run_options import RunOptions
-from ckptool.engine.share import ALL, Cut, Share, checked_chunks
+from ckptool.engine.share import ALL, CutChunks, Share, checked_chunks
 from ckptool.storage.files import Files
 
 
@@ -40,7 +40,7 @@ class Work(Struct, frozen=True):
         if self.share.is_all:
             self._touch(self.plan.chunks(finished), records)
             return records
-        cut: Cut = []
+        cut: CutChunks = []
         wanted = checked_chunks(self.plan, self.numbers, None if joined is None else cut)
         self._touch(wanted, records)
         self._touch(cut, records, joined=True)

@@ -26,7 +26,7 @@ def data_file(rank: int) -> str:
     return f"__{rank}_0.distcp"
 
 
-class Cut(Struct, frozen=True):
+class ItemBoxes(Struct, frozen=True):
     """The cuts of similar tensors: boxes, the rank that writes each, its bytes.
 
     ``starts`` is where in a box's archive its elements begin, ``frames`` all other bytes of it.
@@ -40,7 +40,7 @@ class Cut(Struct, frozen=True):
     lows: Any
 
     @classmethod
-    def of(cls, entry: TensorEntry, boxes: Mapping[Box, int]) -> Cut:
+    def of(cls, entry: TensorEntry, boxes: Mapping[Box, int]) -> ItemBoxes:
         """Return how a tensor is cut."""
         import numpy as np
 
@@ -51,13 +51,13 @@ class Cut(Struct, frozen=True):
         return cls((*boxes,), ranks, lengths, starts, tuple(f[3] for f in frames), lows)
 
 
-class Chunks:
+class WrittenItems:
     """The chunks of all tensors, in columns: the rank's file and place of each.
 
     ``values`` are the bytes of rank 0's file before any chunk.
     """
 
-    def __init__(self, tensors: Sequence[tuple[TensorEntry, Cut]], values: int) -> None:
+    def __init__(self, tensors: Sequence[tuple[TensorEntry, ItemBoxes]], values: int) -> None:
         import numpy as np
 
         self.tensors = tensors

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ckptool.core.catalog import Index, ObjectEntry, TensorEntry
 from ckptool.core.layout import FileLayout, Literal, Part
-from ckptool.formats.dcp.cuts import Chunks, Cut, data_file
+from ckptool.formats.dcp.cuts import ItemBoxes, WrittenItems, data_file
 from ckptool.serialization.pickle.write import require_of_torch
 
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -38,7 +38,7 @@ WrittenValue = tuple[ObjectEntry, WrittenAt]
 class MetadataPickler:
     """Writes opcodes of protocol 4. A method that returns bytes returns those that push a value."""
 
-    def __init__(self, chunks: Chunks, values: Sequence[WrittenValue]) -> None:
+    def __init__(self, chunks: WrittenItems, values: Sequence[WrittenValue]) -> None:
         self._head: list[bytes] = [pickle.PROTO + b"\x04"]
         self._memo: dict[object, bytes] = {}
         self._chunks = chunks
@@ -91,7 +91,7 @@ class MetadataPickler:
         for value, _ in self._values:
             yield self._text(value.name) + nothing + pickle.EMPTY_TUPLE + pickle.NEWOBJ
 
-    def _list(self, cut: Cut) -> bytes:
+    def _list(self, cut: ItemBoxes) -> bytes:
         """Pickle the chunks of tensors that are cut alike, once for all of them."""
         import numpy as np
 

@@ -14,7 +14,7 @@ from ckptool.core.layout import Data, FileLayout, Layout, Part, ScatteredData
 from ckptool.core.selection import root_problem, with_loadable_paths
 from ckptool.errors import Unsupported
 from ckptool.formats.base import Request
-from ckptool.formats.dcp.cuts import Chunks, Cut, data_file
+from ckptool.formats.dcp.cuts import ItemBoxes, WrittenItems, data_file
 from ckptool.formats.dcp.pickling import MetadataPickler, WrittenAt, WrittenValue
 from ckptool.formats.lightning import split_meta
 from ckptool.formats.writing import CARRIED, WriterAssignment, lay_out_companions, note_tied
@@ -43,7 +43,7 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
         values.append((value, WrittenAt(data_file(0), nbytes, length)))
         nbytes += length
     foreign = sorted({*chain(*(made_of[name] for name in held))} - {NUMPY})
-    chunks = Chunks(_cut_all(catalog, WriterAssignment(request)), nbytes)
+    chunks = WrittenItems(_cut_all(catalog, WriterAssignment(request)), nbytes)
     layouts = [*lay_out_companions(catalog), *beside]
     for rank in sorted({*chunks.written, *([0] if values else [])}):
         own = () if rank else parts
@@ -72,14 +72,14 @@ def _require_text(names: Iterable[str]) -> None:
             ) from None
 
 
-def _cut_all(catalog: Catalog, assignment: WriterAssignment) -> list[tuple[TensorEntry, Cut]]:
+def _cut_all(catalog: Catalog, assignment: WriterAssignment) -> list[tuple[TensorEntry, ItemBoxes]]:
     """Return all tensors with their cuts, one object for those that are cut alike."""
-    cuts: dict[tuple[int, str], tuple[Mapping[Box, int], Cut]] = {}
+    cuts: dict[tuple[int, str], tuple[Mapping[Box, int], ItemBoxes]] = {}
     tensors = []
     for entry in catalog.tensors.values():
         boxes = assignment.boxes(entry)
         key = id(boxes), entry.dtype.name
         if key not in cuts:
-            cuts[key] = boxes, Cut.of(entry, boxes)
+            cuts[key] = boxes, ItemBoxes.of(entry, boxes)
         tensors.append((entry, cuts[key][1]))
     return tensors

@@ -52,7 +52,7 @@ _T = TypeVar("_T")
 _P = ParamSpec("_P")
 
 
-class Run(Struct, frozen=True):
+class FlatRun(Struct, frozen=True):
     """Elements ``start`` to ``stop`` of a parameter, at element ``at`` of partition ``part``."""
 
     name: str
@@ -75,7 +75,9 @@ def is_flat(tensor: PlainLeaf) -> bool:
     return len(shape) == 1 and (shape[0] < 2 or tensor.tensor.strides == (1,))
 
 
-def place_run(run: Run, shape: tuple[int, ...], at: Place, itemsize: int, rank: int) -> list[Chunk]:
+def place_run(
+    run: FlatRun, shape: tuple[int, ...], at: Place, itemsize: int, rank: int
+) -> list[Chunk]:
     """Return the chunks of a run whose partition lies at ``at``, a contiguous vector."""
     stored = (run.at + run.stop - run.start,)
     pieces = pieces_of_run(at, stored, run.start, run.stop, shape, itemsize, run.at)
@@ -111,7 +113,7 @@ class RankContents(Struct):
         self.add(name, vector.dtype, vector.shape, [Chunk(box, vector.place, rank)])
 
     def add_run(
-        self, name: Name, run: Run, shape: tuple[int, ...], vector: PlainLeaf, rank: int
+        self, name: Name, run: FlatRun, shape: tuple[int, ...], vector: PlainLeaf, rank: int
     ) -> None:
         """Add the run of a tensor of ``shape`` that lies in a flat vector."""
         chunks = place_run(run, shape, vector.place, vector.dtype.itemsize, rank)
@@ -259,7 +261,7 @@ def add_partition_run(
     partition: RankState,
     vector: PlainLeaf | None,
     name: Name,
-    run: Run,
+    run: FlatRun,
     shape: tuple[int, ...],
 ) -> None:
     """Add one partition's part of a tensor; Damaged if the partition is shorter than that."""

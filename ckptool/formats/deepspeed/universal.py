@@ -34,7 +34,7 @@ from ckptool.formats.deepspeed.checkpoint import (
     find_tag_folder,
     read_checkpoint,
 )
-from ckptool.formats.deepspeed.flat_runs import MASTER, STATES, RankContents, Run, is_flat
+from ckptool.formats.deepspeed.flat_runs import MASTER, STATES, FlatRun, RankContents, is_flat
 from ckptool.formats.deepspeed.scan import assemble_contents, describe_checkpoint, read_contents
 from ckptool.formats.deepspeed.states import (
     CLIENT,
@@ -214,7 +214,7 @@ def _add_state(
         raise Damaged(
             f"{path}: {list(vector.shape)} for a parameter of shape {list(shape)}", "tensor-record"
         )
-    contents.add_run(name, Run(name[1], 0, numel, 0, 0), shape, vector, 0)
+    contents.add_run(name, FlatRun(name[1], 0, numel, 0, 0), shape, vector, 0)
 
 
 # Writing

@@ -15,7 +15,7 @@ from typing import Any
 
 from ckptool.formats.deepspeed.checkpoint import DeepSpeedCheckpoint
 from ckptool.formats.deepspeed.experts import find_lost_optimizers, read_experts, select_experts
-from ckptool.formats.deepspeed.flat_runs import MASTER, RankContents, Run, Shapes, lift_state
+from ckptool.formats.deepspeed.flat_runs import MASTER, FlatRun, RankContents, Shapes, lift_state
 from ckptool.formats.deepspeed.states import (
     State,
     dict_or_empty,
@@ -188,7 +188,7 @@ def _add_flat(
                 contents.add_leaf((str(kind), name), vector or value, rank)
     offset = 0
     for name, shape in shapes.items():
-        run = Run(name, 0, math.prod(shape), 0, offset)
+        run = FlatRun(name, 0, math.prod(shape), 0, offset)
         for kind, vector in kinds.items():
             contents.add_run((kind, name), run, shape, vector, rank)
         offset += run.stop

@@ -16,8 +16,8 @@ from ckptool.core.text import list_some
 from ckptool.errors import Damaged, Problem, Refusal
 from ckptool.formats.deepspeed.checkpoint import DeepSpeedCheckpoint, RankState
 from ckptool.formats.deepspeed.flat_runs import (
+    FlatRun,
     RankContents,
-    Run,
     Shapes,
     add_partition_run,
     cut_evenly,
@@ -141,7 +141,7 @@ def add_frozen_pieces(contents: RankContents, states: Sequence[RankState]) -> No
                 message = f"{file}: the fragment of the frozen parameter {name} is not flat, but"
                 message += f" has the shape {list(vector.shape)}"
                 raise Damaged(message, "storage-mismatch")
-            run = Run(name, start, stop, partition.dp, 0)
+            run = FlatRun(name, start, stop, partition.dp, 0)
             add_partition_run(contents, partition, vector, (FROZEN, name), run, shape)
 
 

@@ -22,9 +22,9 @@ from ckptool.formats.deepspeed.checkpoint import DeepSpeedCheckpoint, RankState
 from ckptool.formats.deepspeed.experts import EXPERT
 from ckptool.formats.deepspeed.flat_runs import (
     MASTER,
+    FlatRun,
     FlatSlot,
     RankContents,
-    Run,
     Shapes,
     add_other,
     add_partition_run,
@@ -206,7 +206,7 @@ def _add_group(
 
 def place_flat_runs(
     shapes: Shapes, paddings: Sequence[int], size: int, parts: int
-) -> Iterator[Run]:
+) -> Iterator[FlatRun]:
     """Yield the runs of a flat group that is cut into ``parts`` partitions of ``size``.
 
     ``paddings`` are the elements left free after each parameter. Raises Damaged if the group does
@@ -218,7 +218,7 @@ def place_flat_runs(
         for part in range(offset // size, -(-(offset + numel) // size)) if size else ():
             lo, hi = max(offset, part * size), min(offset + numel, (part + 1) * size)
             if lo < hi:
-                yield Run(name, lo - offset, hi - offset, part, lo - part * size)
+                yield FlatRun(name, lo - offset, hi - offset, part, lo - part * size)
         offset += numel + padding
     if not 0 <= size * parts - offset < max(2 * parts, 1):
         raise Damaged(
@@ -231,7 +231,7 @@ def place_flat_runs(
 def _add_whole_states(
     contents: RankContents,
     members: Sequence[_Member],
-    runs: Sequence[Run],
+    runs: Sequence[FlatRun],
     shapes: Shapes,
     names: Mapping[str, str],
 ) -> None:
@@ -261,12 +261,12 @@ def _add_whole_states(
                 add_partition_run(contents, partition, vector, target, run, shape)
 
 
-def _place_whole_runs(runs: Sequence[Run], shapes: Shapes, part: int) -> list[Run]:
+def _place_whole_runs(runs: Sequence[FlatRun], shapes: Shapes, part: int) -> list[FlatRun]:
     """Return the runs of a vector with each parameter, complete, of which a partition has some."""
     whole, at = [], 0
     for name in [run.name for run in runs if run.part == part]:
         numel = math.prod(shapes[name])
-        whole.append(Run(name, 0, numel, part, at))
+        whole.append(FlatRun(name, 0, numel, part, at))
         at += numel
     return whole
 
@@ -303,7 +303,9 @@ def add_split_groups(
             add_other(contents, checkpoint.source, [partition], [slot], number)
 
 
-def place_split_runs(shapes: Shapes, sizes: Sequence[int], rank: int, ranks: int) -> Iterator[Run]:
+def place_split_runs(
+    shapes: Shapes, sizes: Sequence[int], rank: int, ranks: int
+) -> Iterator[FlatRun]:
     """Yield the runs of one rank if each parameter was cut by itself into ``ranks`` pieces.
 
     Their parts are the rank's sub groups, whose elements are ``sizes``. Raises Damaged if the
@@ -315,7 +317,7 @@ def place_split_runs(shapes: Shapes, sizes: Sequence[int], rank: int, ranks: int
         number = bisect_right(starts, offset) - 1
         start, stop = cut_evenly(shape, rank, ranks)
         if start < stop and number < len(sizes):
-            yield Run(name, start, stop, number, offset - starts[number])
+            yield FlatRun(name, start, stop, number, offset - starts[number])
         piece = -(-math.prod(shape) // ranks)
         offset += piece
         if number < len(sizes) and offset > starts[number + 1]:

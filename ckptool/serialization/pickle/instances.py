@@ -20,7 +20,7 @@ from ckptool.serialization.pickle import row_reader
 from ckptool.serialization.pickle.memo import Memo
 from ckptool.serialization.pickle.records import TORCH_SIZE, Call, Global
 from ckptool.serialization.pickle.row_reader import RowReader
-from ckptool.serialization.pickle.rows import RowClass, Run
+from ckptool.serialization.pickle.rows import RowClass, RowRun
 
 _REFERENCE = rb"(?:h.|j.{4})"
 _INTEGER = rb"(?:K.|M..|J.{4}|\x8a(?:\x05.{5}|\x06.{6}|\x04.{4}|\x07.{7}|\x08.{8}))"
@@ -99,7 +99,7 @@ class InstanceReader:
 
     def read_rows(
         self, pos: int, frame_end: int, *, is_dict: bool
-    ) -> tuple[list[Run], int, int] | None:
+    ) -> tuple[list[RowRun], int, int] | None:
         """Read the many instances from ``pos`` to the end of a batch as columns; None if few are.
 
         They are items of a list, or keys and values of a dict. Returns the offset after them and

@@ -6,7 +6,7 @@ import sys
 from bisect import bisect_right
 from typing import Any
 
-from ckptool.serialization.pickle.rows import Run
+from ckptool.serialization.pickle.rows import RowRun
 
 
 class Memo:
@@ -23,7 +23,7 @@ class Memo:
         self.hidden = 0
         self.made: dict[int, Any] = {}
         self._firsts: list[int] = []
-        self._runs: list[tuple[int, Run]] = []
+        self._runs: list[tuple[int, RowRun]] = []
 
     def __len__(self) -> int:
         return len(self.dense) + len(self.sparse) + self.hidden
@@ -50,14 +50,14 @@ class Memo:
         """The number of the next entry."""
         return len(self.dense) + self.hidden
 
-    def add_run(self, run: Run) -> None:
+    def add_run(self, run: RowRun) -> None:
         """Add all entries of a run of rows."""
         first = self.next_number
         self.hidden += run.noted
         self._firsts.append(first)
         self._runs.append((self.hidden, run))
 
-    def remove_run(self, run: Run) -> None:
+    def remove_run(self, run: RowRun) -> None:
         """Remove the last run, after which nothing was added."""
         self._firsts.pop()
         self._runs.pop()

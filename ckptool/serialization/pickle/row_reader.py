@@ -24,8 +24,8 @@ from ckptool.serialization.pickle.rows import (
     TEXT,
     Column,
     RowClass,
+    RowRun,
     Rows,
-    Run,
     count_notes,
     count_of_kinds,
 )
@@ -87,13 +87,13 @@ class RowReader:
 
     def read(
         self, pos: int, frame_end: int, classes: Sequence[RowClass]
-    ) -> tuple[list[Run], int, int] | None:
+    ) -> tuple[list[RowRun], int, int] | None:
         """Read the rows of one class, or alternating ones of two, up to the end of a batch.
 
         Returns the offset of the opcode that ends it and the end of the frame there, too. None if
         the rows at ``pos`` are few, or those up to the end are not all alike.
         """
-        runs: list[Run] = []
+        runs: list[RowRun] = []
         is_open = pos > self._odd
         while is_open:
             self._window = window = Window(self._pickled, pos, self._size, frame_end)
@@ -105,14 +105,16 @@ class RowReader:
                 self._drop(runs)
                 break
             behind, pairs = len(found.data), zip(classes, found.table, strict=True)
-            runs.append(Run(tuple(Rows(each, columns, self._objects) for each, columns in pairs)))
+            runs.append(
+                RowRun(tuple(Rows(each, columns, self._objects) for each, columns in pairs))
+            )
             self._memo.add_run(runs[-1])
             self._size = min(max(4 * behind, _FIRST_SIZE), _LARGEST_SIZE)
             pos, frame_end = window.place(behind)
             is_open = not found.ending
         return (runs, pos, frame_end) if runs else None
 
-    def _drop(self, runs: list[Run]) -> None:
+    def _drop(self, runs: list[RowRun]) -> None:
         """Drop the runs of a batch that cannot be read to its end."""
         if runs:
             self.forget()

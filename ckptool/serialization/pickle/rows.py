@@ -87,7 +87,7 @@ def expand_rows(values: Iterable[Any]) -> Iterator[Any]:
     return chain.from_iterable(value if type(value) is Rows else (value,) for value in values)
 
 
-class Run:
+class RowRun:
     """Alternating rows, one of each class: their memo entries, by number."""
 
     __slots__ = ("_begins", "noted", "rows")

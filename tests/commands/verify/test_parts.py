@@ -27,7 +27,7 @@ from ckptool.errors import UsageError
 from ckptool.formats.dcp import items
 from ckptool.serialization.archive import read
 from ckptool.serialization.archive.templates import Templates
-from ckptool.storage.files import Run
+from ckptool.storage.files import ReadSpan
 from ckptool.storage.local import LocalSource
 
 COUNT = 3
@@ -67,11 +67,11 @@ def test_a_disk_is_asked_for_all_of_a_file_once_its_items_are_open(
 ) -> None:
     asked: list[object] = []
 
-    def plan_reads(self: LocalSource, runs: Iterable[Run]) -> Callable[[], None]:
+    def plan_reads(self: LocalSource, runs: Iterable[ReadSpan]) -> Callable[[], None]:
         asked.append(list(runs))
         return lambda: asked.append("end")
 
-    def expect(self: LocalSource, spans: Iterable[Run]) -> None:
+    def expect(self: LocalSource, spans: Iterable[ReadSpan]) -> None:
         asked.append("opened")
 
     monkeypatch.setattr(LocalSource, "plan_reads", plan_reads)
@@ -79,7 +79,7 @@ def test_a_disk_is_asked_for_all_of_a_file_once_its_items_are_open(
     verify(folder, VerifyOptions())
     whole = [(name, 0, nbytes) for name, nbytes in LocalSource.folder(folder).files.items()]
     assert asked[0] == asked[-3] == "opened"
-    assert set(cast(list[Run], asked[-2])) == set(whole)
+    assert set(cast(list[ReadSpan], asked[-2])) == set(whole)
     assert asked[-1] == "end"
 
 

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from ckptool.core.box import Box
 from ckptool.core.catalog import Extent
 from ckptool.errors import Damaged
-from ckptool.formats.deepspeed.flat_runs import Run, place_run
+from ckptool.formats.deepspeed.flat_runs import FlatRun, place_run
 from ckptool.formats.deepspeed.zero_partitions import place_flat_runs, place_split_runs
 
 SHAPES = st.lists(st.lists(st.integers(1, 5), max_size=3).map(tuple), min_size=1, max_size=6).map(
@@ -31,7 +31,7 @@ def values(shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
 
 
 def rebuilt(
-    shapes: dict[str, tuple[int, ...]], runs: list[Run], vectors: list[np.ndarray]
+    shapes: dict[str, tuple[int, ...]], runs: list[FlatRun], vectors: list[np.ndarray]
 ) -> dict[str, np.ndarray]:
     found = {name: np.full(shape, -1) for name, shape in shapes.items()}
     for run in runs:
@@ -67,7 +67,7 @@ def test_parameters_cut_one_by_one_are_found_again(shapes, parts) -> None:
         for part, piece in enumerate(np.split(padded, parts)):
             cuts[part].append(piece)
     vectors = list(map(np.concatenate, cuts))
-    runs: list[Run] = []
+    runs: list[FlatRun] = []
     for part in range(parts):
         sizes = [piece.size for piece in cuts[part]]
         halves = [sum(sizes[: len(sizes) // 2]), sum(sizes[len(sizes) // 2 :])]
@@ -92,7 +92,7 @@ def test_sub_groups_of_another_size_are_damaged(sizes: list[int], word: str) -> 
 
 def test_a_run_becomes_rows_and_their_ragged_ends() -> None:
     at = Extent("file", 1000, (4,))
-    chunks = place_run(Run("a", 2, 11, 0, 5), (4, 3), at, 4, rank=7)
+    chunks = place_run(FlatRun("a", 2, 11, 0, 5), (4, 3), at, 4, rank=7)
     assert [(chunk.box, chunk.at.offset) for chunk in chunks] == [
         (Box((0, 2), (1, 3)), 1020),
         (Box((1, 0), (3, 3)), 1024),

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from ckptool.core.catalog import Catalog, Chunk, Container, Place, TensorEntry
 from ckptool.serialization.source import edge_spans
-from ckptool.storage.files import Files, Run
+from ckptool.storage.files import Files, ReadSpan
 from ckptool.storage.planned_ranges import CAPACITY
 
 _PART = CAPACITY * 3 // 8
@@ -95,7 +95,7 @@ def _place(at: Place) -> tuple[str, int]:
     return at.file, at.offset
 
 
-def _runs(item: Container) -> Iterator[Run]:
+def _runs(item: Container) -> Iterator[ReadSpan]:
     """Yield at least what is read of an item: all of it, and both ends at every opening."""
     yield item.file, item.offset, item.nbytes
     for _ in range(2):
