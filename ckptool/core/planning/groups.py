@@ -253,5 +253,5 @@ def _sources(
             continue
         wanted = Box(tuple(map(add, common.lo, shift)), tuple(map(add, common.hi, shift)))
         origin = tuple(map(add, local.lo, shift))
-        for found in index.find(wanted):
-            yield found._replace(where=found.box.relative_to(origin))
+        for chunk, box, inside, _ in index.find(wanted):
+            yield Overlap(chunk, box, inside, box.relative_to(origin))

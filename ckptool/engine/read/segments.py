@@ -1,7 +1,7 @@
 """What is read for elements: found once, to be announced, counted, read and checked.
 
 Two questions decide how: whether elements are stored as one run of bytes (``is_run``), and whether
-they go to one run of memory (``skip_to``). If both are so, a ``Segment`` says all. Other elements
+they go to one run of memory (``skips_in``). If both are so, a ``Segment`` says all. Other elements
 of a file are read as ``strided_reads`` says.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
 from operator import attrgetter, mul
 from typing import NamedTuple, TypeGuard
 
@@ -61,15 +62,22 @@ def run_at(at: Place, local: Box, itemsize: int) -> int | None:
     return at.offset + inside
 
 
-def skip_to(where: Box, shape: tuple[int, ...], itemsize: int) -> int | None:
-    """Return the bytes before a box of an array of ``shape``; None if it is no run of whole rows.
+@lru_cache(maxsize=64)
+def skips_in(shape: tuple[int, ...], itemsize: int) -> Callable[[Box], int | None]:
+    """Return what tells how many bytes of an array come before a box; None if not whole rows.
 
     Rows are what the first dim of more than one index counts.
     """
     dim = next((dim for dim, size in enumerate(shape) if size > 1), len(shape))
-    if where.shape[dim + 1 :] != shape[dim + 1 :]:
-        return None
-    return where.lo[dim] * math.prod(shape[dim + 1 :]) * itemsize if dim < len(shape) else 0
+    rest = shape[dim + 1 :]
+    row = math.prod(rest) * itemsize
+
+    def skip(where: Box) -> int | None:
+        if where.shape[dim + 1 :] != rest:
+            return None
+        return where.lo[dim] * row if dim < len(shape) else 0
+
+    return skip
 
 
 def segments_of(
@@ -79,9 +87,9 @@ def segments_of(
 
     None if any of them is none.
     """
-    segments = []
+    segments, skip_to = [], skips_in(shape, itemsize)
     for chunk, _, local, where in found:
-        at, skip = chunk.at, skip_to(where, shape, itemsize)
+        at, skip = chunk.at, skip_to(where)
         start = None if skip is None else run_at(at, local, itemsize)
         if start is None or skip is None or not isinstance(at, Extent):
             return None
@@ -101,12 +109,13 @@ def segments_of_tensor(entry: TensorEntry) -> list[Segment] | None:
             return None
         return [Segment(file, offset, entry.elements * itemsize, 0, None)]
     segments, left = list[Segment](), entry.elements * itemsize
+    skip_to = skips_in(shape, itemsize)
     for chunk in chunks:
         inner = chunk.box.shape
         if 0 in inner:
             continue
         at = open_place(chunk.at, inner)
-        skip = 0 if inner == shape else skip_to(chunk.box, shape, itemsize)
+        skip = 0 if inner == shape else skip_to(chunk.box)
         if skip is None or not is_run(at, inner, itemsize):
             return None
         segments.append(Segment(at.file, at.offset, math.prod(inner) * itemsize, skip, at.record))
