@@ -58,7 +58,7 @@ def _open_client(url: str, options: Mapping[str, Any], policy: RetryPolicy) -> C
         return FsspecClient(url, options, policy.timeout)
     service, extra = _SERVICES[scheme]
     if find_spec("obstore") is None:
-        raise missing(url, extra)
+        raise missing(url, "obstore", extra)
     found = service(url, {**fsspec_settings(scheme), **options})
     if isinstance(found, Web):
         return WebClient(found, policy)

@@ -16,7 +16,7 @@ from ckptool.commands.convert import prepare
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.target import ConvertOptions
 from ckptool.errors import Changed, Denied, NoAnswer, NotFound, TransferError
-from ckptool.storage import retry as retrying
+from ckptool.storage.clients import retry as retrying
 from ckptool.storage.clients.retry import RetryPolicy, Unaccepted
 from ckptool.storage.store import Store
 from ckptool.storage.url import location

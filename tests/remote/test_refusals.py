@@ -42,7 +42,7 @@ from ckptool.commands.options.target import ConvertOptions, ReshardOptions, Tran
 from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.core.sharding.placement import parse_mesh
 from ckptool.errors import Changed, Denied, NoAnswer, TransferError
-from ckptool.storage import retry as retrying
+from ckptool.storage.clients import retry as retrying
 from ckptool.storage.clients.retry import RetryPolicy
 from ckptool.storage.commit_note import UNFINISHED
 from ckptool.storage.store import Store

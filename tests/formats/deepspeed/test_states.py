@@ -59,4 +59,4 @@ def test_a_changed_state_is_refused_or_read(name: str, monkeypatch: pytest.Monke
     for _ in range(150):
         target = chosen.choice(list(files))
         with suppress(CkptoolError):
-            reader.scan(source, ScanOptions())
+            reader.reading.scan(source, ScanOptions())
