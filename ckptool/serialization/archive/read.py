@@ -135,9 +135,12 @@ _TEMPLATES = Templates(reads=False)
 
 
 def find_template(region: Region) -> ArchiveTemplate | None:
-    """Return what the archive in a region, and those that are alike, match, if one was read."""
+    """Return what the archive in a region, and those that are alike, match, if one was read.
+
+    None if its pickle is not compared: that of the next may say another shape, or be hostile.
+    """
     sibling = _TEMPLATES.find(region)
-    return sibling.template if sibling is not None else None
+    return sibling.template if sibling is not None and sibling.template.file is not None else None
 
 
 class OpenArchive:

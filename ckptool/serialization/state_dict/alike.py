@@ -235,9 +235,12 @@ class _First:
     def _meshes_of(
         self, values: Values, file: TorchFile, source: Source
     ) -> list[tuple[Mesh, int | None]]:
-        """Return the meshes of another file, in order; ValueError if one has another shape."""
+        """Return the meshes of another file, in order; ValueError if one has another shape.
+
+        Every text is decoded, as whoever reads the pickle alone does.
+        """
         meshes = []
-        (written,) = values
+        written = [v.decode("utf-8", "surrogatepass") if type(v) is bytes else v for v in values[0]]
         for record, (mesh, _) in self._opened.meshes.items():
             fields = dict(record.fields)
             if id(record) in self._meshes:

@@ -73,13 +73,9 @@ def with_holes(data: bytes, literals: Sequence[Literal]) -> bytes:
 
 
 def fill_holes(value: Any, values: Sequence[Any]) -> Any:
-    """Return a part of a mesh with values in place of its holes.
-
-    Raises UnicodeDecodeError if one is no text.
-    """
+    """Return a part of a mesh with values in place of its holes."""
     if type(value) is bytearray:
-        found = values[int.from_bytes(value, "little")]
-        return found.decode("utf-8", "surrogatepass") if type(found) is bytes else found
+        return values[int.from_bytes(value, "little")]
     if type(value) not in (list, tuple):
         return value
     return type(value)(fill_holes(part, values) for part in value)
