@@ -11,7 +11,8 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
-from operator import attrgetter, mul
+from itertools import accumulate
+from operator import attrgetter, eq, mul
 from typing import NamedTuple, TypeGuard
 
 from ckptool.core.box import Box, contiguous
@@ -120,7 +121,10 @@ def segments_of_tensor(entry: TensorEntry) -> list[Segment] | None:
             return None
         segments.append(Segment(at.file, at.offset, math.prod(inner) * itemsize, skip, at.record))
         left -= segments[-1].nbytes
-    return None if left else sorted(segments, key=_SKIP)
+    segments.sort(key=_SKIP)
+    ends = accumulate((segment.nbytes for segment in segments), initial=0)
+    follow = all(map(eq, map(_SKIP, segments), ends))  # with neither overlap nor gap
+    return segments if follow and not left else None
 
 
 def cut_out(segments: Sequence[Segment], start: int, nbytes: int) -> Iterator[Segment]:
@@ -243,10 +247,11 @@ def _needs(
 ) -> Iterator[Need]:
     """Yield what is read for what chunks have of a box; ``blobs`` are those that are decoded."""
     for chunk, _, local, _ in found:
-        if chunk.at not in blobs:
-            yield from place_needs(chunk.at, local, itemsize, block)
         if isinstance(chunk.at, EncodedBlob):
+            if chunk.at in blobs:
+                continue
             blobs.add(chunk.at)
+        yield from place_needs(chunk.at, local, itemsize, block)
 
 
 def place_needs(at: Place, local: Box, itemsize: int, block: int) -> Iterator[Need]:

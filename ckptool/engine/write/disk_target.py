@@ -344,7 +344,8 @@ class DiskTarget(Target):
 
     def is_partial(self) -> bool:
         """Return whether there is something that another run continues."""
-        return bool(self._journals.held if self._role.finishes else self._journals.there())
+        left = self._journals.there()
+        return bool(left and self._journals.held if self._role.finishes else left)
 
     def discard(self, names: Sequence[str]) -> None:
         """Remove what this process staged.

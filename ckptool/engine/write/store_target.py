@@ -343,7 +343,7 @@ class StoreTarget(Target):
 
     def is_partial(self) -> bool:
         """Return whether there is something that another run continues."""
-        return self._notes.writer is not None or self._role.finishes
+        return self._notes.writer is not None or (self._role.finishes and not self._ends)
 
     def remains(self) -> str | None:
         """Return what could not be removed and costs storage from now on; None if nothing."""

@@ -69,7 +69,7 @@ class Machine(Builder):
         return Names(self.globals, filter(is_class, self._made - self._called))
 
     def run(self) -> PickleValue:
-        """RowRun the program and return its result. Millions of opcodes are handled here."""
+        """Run the program and return its result. Millions of opcodes are handled here."""
         data, table, stack, pos = self._data, _TABLE, self._stack, self.pos
         memo, sparse = self._memo.dense, self._memo.sparse
         last, plain, hidden = min(len(data) - 8, self._end), self._memo.plain, self._memo.hidden

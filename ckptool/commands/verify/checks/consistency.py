@@ -58,7 +58,7 @@ def catalog_problems(catalog: Catalog) -> Iterator[Problem]:
 
 def replica_problems(entries: Iterable[TensorEntry], source: Files) -> Iterator[Problem]:
     """Yield the copies of one chunk that differ, or that cannot be read."""
-    for entry in (each for each in entries if any(chunk.copies for chunk in each.chunks)):
+    for entry in entries:
         try:
             yield from differing_replicas([entry], source)
         except CkptoolError as error:
