@@ -20,7 +20,7 @@ from ckptool.engine.read.segments import Segment, cut_out, place_needs, segments
 from ckptool.storage.files import ReadPolicy
 from ckptool.storage.local import LocalReader, LocalSource
 
-SIZE = 1 << 14
+SIZE = 1 << 16
 
 
 @st.composite
