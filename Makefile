@@ -3,6 +3,8 @@
 PYTHON := $(shell python3.11 -c 'import sys; print(sys.executable)' 2>/dev/null || echo python3)
 BIN := .venv/bin
 SECONDS := 60
+# Of the system calls at which a command is made to fail: every so manieth.
+FAULTS := 1
 # Of processes for the tests, which wait a quarter of their time for what they start: three keep two cores busy.
 WORKERS := 3
 PYTHONS := 3.12 3.13
@@ -96,7 +98,7 @@ pages: $(READY) ## Draw --html's pages in a browser (needs chromium); pictures a
 
 faults: $(READY) ## Kill and fail each command at every system call that changes the disk (needs strace).
 	@command -v strace > /dev/null || { echo "make faults needs strace: apt-get install strace"; exit 1; }
-	@CKPTOOL_FAULTS=1 $(BIN)/python -m pytest -n 2 -q tests/commands/test_disk_faults.py tests/engine/write/test_stage.py
+	@CKPTOOL_FAULTS=$(FAULTS) $(BIN)/python -m pytest -n 2 -q tests/commands/test_disk_faults.py tests/engine/write/test_stage.py
 
 matrix: $(READY) ## The core's tests on other Pythons; saves and loads by other torches (CKPTOOL_TORCH_AT).
 	@for version in $(PYTHONS); do \
