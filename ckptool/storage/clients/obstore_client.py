@@ -15,6 +15,7 @@ from ckptool.errors import Changed, Unsupported
 from ckptool.storage.clients.answers import Answer, answer_of
 from ckptool.storage.clients.client import ObjectInfo, ObjectVersion, Upload
 from ckptool.storage.clients.retry import RetryPolicy
+from ckptool.storage.clients.schemes import redact_url
 
 _T = TypeVar("_T")
 _CONNECT, _READ = timedelta(seconds=5), timedelta(seconds=15)
@@ -119,7 +120,7 @@ class ObstoreClient:
 
         data, meta = self._ask(file.key, read)
         if pinned and meta["e_tag"] != file.version:
-            raise Changed(f"{self.url(file.key)}: it was replaced while it was read")
+            raise Changed(f"{redact_url(self.url(file.key))}: it was replaced while it was read")
         if len(data) != min(end, meta["size"]) - start:
             raise OSError(f"{len(data):,} bytes received, {end - start:,} requested")
         return data
@@ -181,7 +182,7 @@ class ObstoreClient:
 
                 return work(obstore, self._open(place, settings or self._reads), name)
             except Exception as raised:  # noqa: BLE001 (obstore's errors say little by their class)
-                error = answer_of(raised, self.url(key))
+                error = answer_of(raised, redact_url(self.url(key)))
                 if isinstance(error, Answer) and self._service.has_moved(place, error):
                     self._stores.clear()
                     continue
