@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from ckptool.errors import Unsupported
+from ckptool.errors import Unsupported, UsageError, error_text
 from ckptool.storage.clients.client import PartsRemain
 
 _STATUS = re.compile(r"status code: (\d{3}) ?([\w -]*)")
@@ -15,17 +15,21 @@ _RANGE = re.compile(r"Requested \d+\.\.\d+, got (\d+)\.\.(\d+)")
 _PROVIDER = re.compile(r"credential provider: (\w+): (.*?)(?:\n\n|$)", re.DOTALL)
 _UNKNOWN = re.compile(r"credential|RefreshError|ClientAuthenticationError", re.IGNORECASE)
 """Errors of botocore, google-auth and azure-identity if nobody gives credentials."""
+_KEYS_HINT = "copy the key, token or signature again, as the store shows it"
 _PART = re.compile(r"partNumber=(\d+)")
 _RETRIES = re.compile(r"after (\d+) retries")
-_REDIRECT = "redirect without LOCATION"
+_MALFORMED = ("TypeError", "AttributeError")
+"""obstore's errors for keys and signatures that are no such things."""
 _MOVED = ("AuthorizationHeaderMalformed", "PermanentRedirect", "IllegalLocationConstraint")
 _CAUSES = (
-    ("kind: Connect", "Could not connect to the server"),
-    ("kind: Timeout", "the answer takes too long"),
-    ("TimedOut", "the answer takes too long"),
-    ("Content-Range header not present", "the answer covers other bytes: no Content-Range"),
+    ("redirect without LOCATION", "the bucket is in another region", 301),
+    ("error following redirect", "there are too many redirects", 301),
+    ("kind: Connect", "Could not connect to the server", None),
+    ("kind: Timeout", "the answer takes too long", None),
+    ("TimedOut", "the answer takes too long", None),
+    ("Content-Range header not present", "the answer covers other bytes: no Content-Range", None),
 )
-"""What to say for an error that quotes no answer, by what is in its text."""
+"""What to say for an error that quotes no answer, by what is in its text, and its status."""
 
 
 class Answer(OSError):
@@ -63,14 +67,25 @@ def answer_of(error: Exception, key: str) -> Exception:
         return error
     text = str(error)
     if (provider := _PROVIDER.search(text)) is not None:
-        kind, said = provider.groups()
-        return NoCredentials(said) if _UNKNOWN.search(kind) else Answer(f"{kind}: {said}")
+        return _unsigned(key, *provider.groups())
     if (status := _STATUS.search(text)) is not None:
         return _answer(text, int(status[1]), status[2].strip())
+    if isinstance(error, OSError) and error.errno is not None:
+        return Answer(error_text(error))  # the machine's error: obstore's have no number
     if isinstance(error, FileNotFoundError):
         return Answer("not found", 404)
-    if _REDIRECT in text:
-        return Answer("the bucket is in another region", 301)
+    return _unquoted(text, key)
+
+
+def _unsigned(key: str, kind: str, said: str) -> Exception:
+    """Return why a provider gives no credentials, from its error's class and text."""
+    if kind in _MALFORMED:
+        return UsageError(f"{key}: the credentials are malformed", hint=_KEYS_HINT)
+    return NoCredentials(said) if _UNKNOWN.search(kind) else Answer(f"{kind}: {said}")
+
+
+def _unquoted(text: str, key: str) -> Exception:
+    """Return what an error says that quotes no answer."""
     if "Content-Length Header missing" in text:
         return Unsupported(f"{key}: the server does not say how large it is")
     if "non-partial response" in text or "Range request not supported" in text:
@@ -78,9 +93,9 @@ def answer_of(error: Exception, key: str) -> Exception:
         return Unsupported(message, hint="download the checkpoint first")
     if (span := _RANGE.search(text)) is not None:
         return Answer(f"the answer covers other bytes: bytes {span[1]}-{int(span[2]) - 1}")
-    for mark, cause in _CAUSES:
+    for mark, cause, known in _CAUSES:
         if mark in text:
-            return Answer(cause)
+            return Answer(cause, known)
     return Answer(text.partition("\n\nDebug source")[0].rpartition(" - ")[2])
 
 

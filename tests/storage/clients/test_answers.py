@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckptool.errors import Unsupported
+from ckptool.errors import Unsupported, UsageError
 from ckptool.storage.clients.answers import Answer, NoCredentials, answer_of
 from ckptool.storage.clients.client import PartsRemain
 from ckptool.storage.clients.retry import lasts, status_of
@@ -36,6 +36,8 @@ DENIED = "<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Erro
         (GenericError("x - HTTP error: e\n\nDebug source: kind: Timeout,"), None, "too long"),
         (GenericError("Generic S3 error: Requested 1..9, got 2..10"), None, "bytes 2-9"),
         (GenericError("Generic S3 error: something new"), None, "something new"),
+        (GenericError("x - HTTP error: error following redirect"), 301, "too many redirects"),
+        (FileNotFoundError(2, "No such file", "/nosuch.pem"), None, "/nosuch.pem"),
         (FileNotFoundError("Object at location k not found"), 404, "not found"),
     ],
 )
@@ -94,6 +96,13 @@ def test_who_gives_no_credentials(text: str, kind: type[Exception]) -> None:
 )
 def test_what_cannot_be_read_at_all(text: str) -> None:
     assert isinstance(answer_of(GenericError(text), "s3://b/a//b"), Unsupported)
+
+
+def test_malformed_credentials_are_not_shown() -> None:
+    text = "x External Azure credential provider: TypeError: failed: se:cret\n- more"
+    found = answer_of(GenericError(text), "az://b/k")
+    assert isinstance(found, UsageError)
+    assert str(found) == "az://b/k: the credentials are malformed"
 
 
 def test_errors_of_others_are_kept() -> None:
