@@ -31,7 +31,7 @@ _options: ContextVar[Mapping[str, Any]] = ContextVar(
 
 @contextmanager
 def storage_options(options: Mapping[str, Any]) -> Iterator[None]:
-    """Open the stores of all URLs parsed in this context with these options of fsspec."""
+    """Open the stores of all URLs parsed in this context with these options of their clients."""
     before = _options.set(options)
     try:
         yield

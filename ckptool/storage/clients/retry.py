@@ -1,7 +1,7 @@
 """Retry requests to stores, and distinguish permanent errors from temporary ones.
 
-Each client of fsspec has errors of its own (s3fs 2026.9, gcsfs 2026.10, adlfs 2026.8, and 2.4 of
-huggingface_hub): what they share is the answer's status, in them or in their causes.
+obstore's errors are ``Answer``; each file system of fsspec has errors of its own. What they share
+is the answer's status, in them or in their causes.
 """
 
 from __future__ import annotations
