@@ -33,7 +33,7 @@ from ckptool.storage.clients.fsspec_client import FsspecClient, missing
 from ckptool.storage.clients.google import Google
 from ckptool.storage.clients.obstore_client import ObstoreClient, Service
 from ckptool.storage.clients.retry import RetryPolicy, Unaccepted, retry, status_of
-from ckptool.storage.clients.schemes import AZURE, GOOGLE, S3, WEB, redact_url
+from ckptool.storage.clients.schemes import AZURE, GOOGLE, S3, WEB, redact_url, require_accepted
 from ckptool.storage.clients.unlisted import INDEXES, infos, is_file, names_below
 from ckptool.storage.clients.web import Web, WebClient
 from ckptool.storage.planned_ranges import PlannedRanges
@@ -59,7 +59,8 @@ def _open_client(url: str, options: Mapping[str, Any], policy: RetryPolicy) -> C
     service, extra = _SERVICES[scheme]
     if find_spec("obstore") is None:
         raise missing(url, "obstore", extra)
-    found = service(url, {**fsspec_settings(scheme), **options})
+    with require_accepted(url):
+        found = service(url, {**fsspec_settings(scheme), **options})
     if isinstance(found, Web):
         return WebClient(found, policy)
     return ObstoreClient(found, policy)
@@ -82,8 +83,9 @@ class Traffic(Struct):
 class Store:
     """A store, or a file system of fsspec. ``traffic`` counts its requests.
 
-    ``options`` are the file system's own; it handles credentials, which appear in no message. A
-    process that was forked, or gets a store by pickle, opens its own connections.
+    ``options`` are the client's own; it handles credentials, which appear in no message. A process
+    that gets a store by pickle opens its own connections; in one that was forked from a process in
+    which obstore ran, what obstore would read is refused.
     """
 
     policy = RetryPolicy()

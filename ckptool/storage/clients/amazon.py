@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+from ckptool.errors import UsageError, error_text
 from ckptool.storage.clients.answers import Answer, NoCredentials
 from ckptool.storage.clients.aws import find_signer
 from ckptool.storage.clients.buckets import Buckets
@@ -58,13 +59,12 @@ class Amazon(Buckets):
             lambda: S3Store(bucket, config=config, credential_provider=found.credentials, **options)
         )
 
-    def has_moved(self, bucket: str, answer: Answer) -> bool:
+    def has_moved(self, bucket: str, answer: Answer, asked: Any) -> bool:
         """Return whether S3 says that a bucket is in another region than it was asked in."""
         if not answer.is_elsewhere:
             return False
-        config = (self._by_environment(bucket) or self._by_botocore(bucket)).config
-        region = answer.region or _find_region(config, bucket)
-        if region in ("", config["region"]):
+        region = answer.region or _find_region(asked.config, bucket)
+        if region in ("", asked.config["region"]):
             return False
         self._regions[bucket] = region
         return True
@@ -83,9 +83,13 @@ class Amazon(Buckets):
         import boto3
         from botocore import UNSIGNED
         from botocore.config import Config
+        from botocore.exceptions import ProfileNotFound
 
         options = dict(self.options)
-        session = boto3.Session(profile_name=options.pop("profile", None))
+        try:
+            session = boto3.Session(profile_name=options.pop("profile", None))
+        except ProfileNotFound as error:
+            raise UsageError(f"{self.scheme}://{bucket}: {error_text(error)}") from None
         given, chosen = options.pop("client_kwargs", {}), options.pop("config_kwargs", {})
         if (endpoint := options.pop("endpoint_url", None)) is not None:
             given = {"endpoint_url": endpoint, **given}
@@ -122,12 +126,15 @@ class Amazon(Buckets):
         return {_ENCRYPTION[name]: value for name, value in given.items()}
 
 
-def _find_region(config: Mapping[str, Any], bucket: str) -> str:
-    """Return the region of a bucket, which S3 tells anybody; empty if it does not."""
+def _find_region(config: Mapping[str, str], bucket: str) -> str:
+    """Return the region of a bucket, which S3 tells anybody; empty if it does not.
+
+    ``config`` is that of obstore's store, which holds texts.
+    """
     from urllib.error import HTTPError
     from urllib.request import Request, urlopen
 
-    inside = "" if config["virtual_hosted_style_request"] else f"/{bucket}"
+    inside = "" if config["virtual_hosted_style_request"] == "true" else f"/{bucket}"
     request = Request(f"{config['endpoint']}{inside}", method="HEAD")
     headers: Any = {}
     with suppress(OSError):
@@ -185,5 +192,9 @@ def _credentials(session: Any, keys: list[str | None]) -> Callable[[], Any]:
 def _trust(verify: str | bool | None) -> dict[str, Any]:
     """Return the trusted certificates, from botocore's setting."""
     if isinstance(verify, str):
-        return {"root_certificate": Path(verify).read_bytes()}
+        try:
+            return {"root_certificate": Path(verify).read_bytes()}
+        except OSError as error:
+            message = f"the certificates to trust cannot be read: {error_text(error)}"
+            raise UsageError(message, hint="set AWS_CA_BUNDLE to a file of certificates") from None
     return {"allow_invalid_certificates": True} if verify is False else {}

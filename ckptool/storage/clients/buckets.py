@@ -9,6 +9,7 @@ from typing import Any
 
 from ckptool.errors import UsageError
 from ckptool.storage.clients.answers import Answer
+from ckptool.storage.clients.schemes import AZURE, GOOGLE, S3, WEB, unaccepted
 
 _NO_MATTER = (
     *("default_block_size", "default_cache_type", "default_fill_cache", "cache_regions"),
@@ -40,7 +41,7 @@ class Buckets:
         bucket, _, name = key.partition("/")
         return bucket, name
 
-    def has_moved(self, place: str, answer: Answer) -> bool:
+    def has_moved(self, place: str, answer: Answer, asked: Any) -> bool:
         """Return False: buckets have one address."""
         return False
 
@@ -55,13 +56,14 @@ class Buckets:
 
     def unknown(self, reason: str) -> UsageError:
         """Return the error for storage options that are not understood."""
-        return UsageError(
-            f"{self.scheme}://: storage options that {self.scheme}:// does not accept: {reason}"
-        )
+        return unaccepted(f"{self.scheme}://", reason)
 
 
 def fsspec_settings(scheme: str) -> dict[str, Any]:
-    """Return what fsspec (2026.9) is set to for a scheme: by variables, in files, or in memory."""
+    """Return what fsspec (2026.9) is set to for a kind of store, by any of its schemes.
+
+    The settings are in variables, in files, or in memory.
+    """
     named = any(name.startswith("FSSPEC_") for name in os.environ)
     if not named and "fsspec.config" not in sys.modules:
         folder = os.environ.get("FSSPEC_CONFIG_DIR") or os.path.expanduser("~/.config/fsspec")
@@ -69,4 +71,5 @@ def fsspec_settings(scheme: str) -> dict[str, Any]:
             return {}
     from fsspec.config import conf
 
-    return dict(conf.get(scheme, {}))
+    kind = next(kind for kind in (S3, GOOGLE, AZURE, WEB) if scheme in kind)
+    return {name: value for one in kind for name, value in conf.get(one, {}).items()}

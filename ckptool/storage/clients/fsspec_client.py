@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 from ckptool.errors import Unsupported, UsageError, error_text
 from ckptool.storage.clients.client import ObjectInfo, ObjectVersion, Upload
 from ckptool.storage.clients.retry import unreachable
-from ckptool.storage.clients.schemes import redact_url
+from ckptool.storage.clients.schemes import redact_url, unaccepted
 
 _VERSIONS = ("ETag", "etag", "sha256", "blob_id")
 """The clients' keys for a value that differs between versions of a file."""
@@ -44,8 +44,7 @@ def open_file_system(url: str, options: Mapping[str, Any]) -> Any:
     except ImportError as error:
         raise missing(url, str(error)) from None
     except TypeError as error:
-        message = f"{redact_url(url)}: storage options that {scheme}:// does not accept"
-        raise UsageError(f"{message}: {error_text(error)}") from None
+        raise unaccepted(url, error_text(error)) from None
     except ValueError as error:
         if "not known" not in str(error).lower():
             raise UsageError(f"{redact_url(url)}: {error_text(error)}") from None
@@ -113,12 +112,20 @@ class FsspecClient:
         return memoryview(self._call("_cat_file", file.key, **limits))
 
     def put(self, key: str, data: bytes | bytearray) -> None:
-        """Make or replace a small file."""
-        self.fs.pipe_file(key, bytes(data))
+        """Make or replace a small file; of one that fails, nothing is left."""
+        from fsspec import AbstractFileSystem
+
+        if self.fs.async_impl or type(self.fs).pipe_file is not AbstractFileSystem.pipe_file:
+            self.fs.pipe_file(key, bytes(data))
+        else:
+            self._write(self.fs.open(key, "wb"), iter([data]))
 
     def upload(self, key: str, pieces: Iterator[bytearray], upload: Upload) -> None:
         """Make or replace a file with fsspec's own stream, which alone could repeat a request."""
-        stream = self.fs.open(key, "wb", block_size=upload.part)
+        self._write(self.fs.open(key, "wb", block_size=upload.part), pieces)
+
+    def _write(self, stream: Any, pieces: Iterator[bytes | bytearray]) -> None:
+        """Write a file's pieces, and close it."""
         try:
             for piece in pieces:
                 stream.write(piece)

@@ -15,7 +15,7 @@ from ckptool.errors import Changed, Unsupported
 from ckptool.storage.clients.answers import Answer, answer_of
 from ckptool.storage.clients.client import ObjectInfo, ObjectVersion, Upload
 from ckptool.storage.clients.retry import RetryPolicy
-from ckptool.storage.clients.schemes import redact_url
+from ckptool.storage.clients.schemes import redact_url, require_accepted
 
 _T = TypeVar("_T")
 _CONNECT, _READ = timedelta(seconds=5), timedelta(seconds=15)
@@ -23,6 +23,8 @@ _CONNECT, _READ = timedelta(seconds=5), timedelta(seconds=15)
 _UPLOAD = 600.0
 """Seconds for what is sent: some lines take a minute for a part."""
 _GONE = (404, 410)
+_MOVES = 3
+"""How often a place may have moved while one request is made."""
 _processes: set[int] = set()
 """The process in which obstore runs. In one that is forked from it, it would hang."""
 
@@ -45,8 +47,11 @@ class Service(Protocol):
     def open(self, place: str, settings: Settings) -> Any:
         """Return obstore's store for a place."""
 
-    def has_moved(self, place: str, answer: Answer) -> bool:
-        """Return whether an answer tells that a place has another address, and note that."""
+    def has_moved(self, place: str, answer: Answer, asked: Any) -> bool:
+        """Return whether an answer tells that a place has another address, and note that.
+
+        ``asked`` is the store of obstore that gave it.
+        """
 
 
 class Settings(Struct, frozen=True):
@@ -175,27 +180,34 @@ class ObstoreClient:
         self, key: str, work: Callable[[Any, Any, str], _T], settings: Settings | None = None
     ) -> _T:
         """Return the answer to a request; FileNotFoundError, or the error of ``answer_of``."""
-        place, name = self._service.split(key)
-        while True:
-            try:
-                import obstore
+        import obstore
 
-                return work(obstore, self._open(place, settings or self._reads), name)
+        moves = 0
+        while True:
+            place, name, store = self._open(key, settings or self._reads)
+            try:
+                return work(obstore, store, name)
             except Exception as raised:  # noqa: BLE001 (obstore's errors say little by their class)
                 error = answer_of(raised, redact_url(self.url(key)))
-                if isinstance(error, Answer) and self._service.has_moved(place, error):
+                if not isinstance(error, Answer):
+                    raise error from None
+                if moves < _MOVES and self._service.has_moved(place, error, store):
                     self._stores.clear()
+                    moves += 1
                     continue
-                if isinstance(error, Answer) and error.status in _GONE:
+                if error.status in _GONE:
                     raise FileNotFoundError(str(error)) from error
                 raise error from None
 
-    def _open(self, place: str, settings: Settings) -> Any:
-        """Return obstore's store for a place."""
+    def _open(self, key: str, settings: Settings) -> tuple[str, str, Any]:
+        """Return the place of a key, the name in it, and obstore's store for the place."""
         _require_own_process()
-        if (place, settings) not in self._stores:
-            self._stores[place, settings] = self._service.open(place, settings)
-        return self._stores[place, settings]
+        with require_accepted(self.url(key)):
+            place, name = self._service.split(key)
+            store = self._stores.get((place, settings))  # others may clear them meanwhile
+            if store is None:
+                store = self._stores[place, settings] = self._service.open(place, settings)
+        return place, name, store
 
 
 def _require_own_process() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from ckptool.errors import UsageError
+from ckptool.errors import UsageError, error_text
 
 WEB = ("http", "https")
 """Schemes of web servers, which list nothing and are not written to."""
@@ -25,6 +27,26 @@ def require_supported(scheme: str, rest: str) -> str:
             hint="copy the version to a key of its own",
         )
     return f"{scheme}://{rest}"
+
+
+def unaccepted(url: str, reason: str, hint: str | None = None) -> UsageError:
+    """Return the error for storage options that are not understood."""
+    scheme = url.partition("://")[0]
+    message = f"{redact_url(url)}: storage options that {scheme}:// does not accept: {reason}"
+    return UsageError(message, hint=hint)
+
+
+@contextmanager
+def require_accepted(url: str) -> Iterator[None]:
+    """Raise UsageError if a client cannot be made of a URL, or of storage options."""
+    try:
+        yield
+    except ValueError as error:
+        if url.partition("://")[0] not in WEB:
+            raise unaccepted(url, error_text(error)) from None
+        raise UsageError(f"{redact_url(url)}: cannot be asked for: {error_text(error)}") from None
+    except (TypeError, AttributeError) as error:
+        raise unaccepted(url, error_text(error)) from None
 
 
 def redact_url(url: str) -> str:

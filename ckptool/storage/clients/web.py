@@ -8,15 +8,17 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
-from ckptool.errors import UsageError
+from ckptool.errors import Unsupported
 from ckptool.storage.clients.answers import Answer
-from ckptool.storage.clients.client import ObjectInfo
+from ckptool.storage.clients.client import ObjectInfo, ObjectVersion
 from ckptool.storage.clients.obstore_client import ObstoreClient, Settings, info_of
-from ckptool.storage.clients.schemes import redact_url
+from ckptool.storage.clients.schemes import unaccepted
 
 _PLAIN = re.compile(r"[A-Za-z0-9][\w.\-]*", re.ASCII)
 """Names that are the same in a URL."""
 _DOT = re.compile(r"/(?:\.|%2e)(?=/|$)", re.IGNORECASE)
+_SMALL = 1 << 20
+"""Bytes of a file that may be read as a whole where no parts of it are sent."""
 _SAFE = "/%:@!$&'()*+,;=~-._"
 """Characters of a path that need no quotes, or are one."""
 
@@ -31,16 +33,11 @@ class Web:
 
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
         given = dict(options)
-        client = dict(given.pop("client_kwargs", {}))
+        client = {**given.pop("client_kwargs", {})}
         self._headers = {**client.pop("headers", {}), **given.pop("headers", {})}
         self._checks = client.pop("ssl", given.pop("ssl", True)) is not False
         if unknown := [*given, *client]:
-            scheme = url.partition("://")[0]
-            raise UsageError(
-                f"{redact_url(url)}: storage options that {scheme}:// does not accept:"
-                f" {', '.join(unknown)}",
-                hint="headers and ssl are accepted",
-            )
+            raise unaccepted(url, ", ".join(unknown), "headers and ssl are accepted")
 
     def key(self, url: str) -> str:
         """Return the URL itself."""
@@ -69,7 +66,7 @@ class Web:
         options = settings.options(folder, default_headers=headers, **more)
         return HTTPStore.from_url(folder, **options)
 
-    def has_moved(self, place: str, answer: Answer) -> bool:
+    def has_moved(self, place: str, answer: Answer, asked: Any) -> bool:
         """Return False: obstore follows redirects."""
         return False
 
@@ -81,14 +78,35 @@ class WebClient(ObstoreClient):
         """Return what the server says of a file; Unsupported if that lacks its size."""
         try:
             return super().info(key)
-        except (Answer, FileNotFoundError) as error:
+        except (Answer, FileNotFoundError, Unsupported) as error:
             if isinstance(error, Answer) and error.status is None:
                 raise
         return self._ask(key, _info_by_read)
 
+    def read(self, file: ObjectVersion, start: int, end: int) -> memoryview:
+        """Return the bytes from ``start`` to ``end``, of a small file also if it is sent whole."""
+        try:
+            return super().read(file, start, end)
+        except Unsupported:
+            whole = self._ask(file.key, _read_small)
+            if whole is None:
+                raise
+        return whole[start:end]
+
 
 def _info_by_read(obstore: Any, store: Any, name: str) -> ObjectInfo:
     return info_of(obstore.get(store, name).meta)  # of which nothing is read
+
+
+def _read_small(obstore: Any, store: Any, name: str) -> memoryview | None:
+    """Return all of a file, None if it is too large to be sent for each part of it."""
+    answer = obstore.get(store, name)
+    if (nbytes := answer.meta["size"]) > _SMALL:
+        return None
+    data = memoryview(answer.bytes())
+    if len(data) != nbytes:
+        raise OSError(f"{len(data):,} bytes received of {nbytes:,}")
+    return data
 
 
 def quoted_url(url: str) -> str:
