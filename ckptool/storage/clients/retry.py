@@ -131,7 +131,7 @@ def unreachable(what: str, error: Exception) -> NotFound | NoAnswer:
         return NotFound(f"{what}: no such file or folder ({text})")
     if _lacks_credentials(error):
         return Unaccepted(f"{what}: no credentials were found", _CREDENTIALS_HINT)
-    if isinstance(error, PermissionError) or status in _DENIED or _is_forbidden(error):
+    if isinstance(error, PermissionError) or status in _DENIED:
         hint = _HINTS.get(what.partition("://")[0], _CREDENTIALS_HINT)
         return Denied(f"{what}: access is denied ({text})", hint)
     if status is None or _has_wrong_name(error):
@@ -142,7 +142,7 @@ def unreachable(what: str, error: Exception) -> NotFound | NoAnswer:
 def _answer_behind(error: Exception) -> Exception:
     """Return the answer, or the lack of one, that a client took for a missing file.
 
-    fsspec's client for the web (2026.9) does so for every status, a timeout, a loop of redirects.
+    Clients of fsspec on HTTP do so, for every status, a timeout, a loop of redirects.
     """
     cause = error.__cause__
     if not isinstance(error, FileNotFoundError) or not isinstance(cause, Exception):
@@ -181,7 +181,7 @@ def status_of(error: BaseException) -> int | None:
 def lasts(error: Exception) -> bool:
     """Return whether an error is permanent, so that asking again does not help."""
     error = _answer_behind(error)
-    if isinstance(error, _LASTING) or _lacks_credentials(error) or _is_forbidden(error):
+    if isinstance(error, _LASTING) or _lacks_credentials(error):
         return True
     if _has_wrong_name(error) or type(error).__name__ == _ENDLESS:
         return True
@@ -250,8 +250,3 @@ def _lacks_credentials(error: Exception) -> bool:
     name = type(error).__name__
     unknown = name == "ClientAuthenticationError" and status_of(error) is None
     return unknown or "credential" in name.lower()  # the first is of azure-identity (1.27)
-
-
-def _is_forbidden(error: Exception) -> bool:
-    """Return whether an error is gcsfs's for a 403: it has no class (2024.6 to 2026.10)."""
-    return type(error) is OSError and str(error).startswith("Forbidden:")

@@ -107,7 +107,6 @@ def refused(code: str, status: int = 403) -> OSError:
         (taken_for_missing(WithStatus(501)), NoAnswer),
         (taken_for_missing(TooManyRedirects("said so")), NoAnswer),
         (taken_for_missing(KeyError("x")), NotFound),
-        (OSError("Forbidden: https://host/b\nno access"), Denied),
         (ValueError("no such region"), NotFound),
         (refused("InvalidBucketName", 400), NotFound),
         (NotImplementedError(), NotFound),
