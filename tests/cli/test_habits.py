@@ -127,7 +127,8 @@ def test_a_suite_that_fails_fails_all(machine: Path) -> None:
     code, ended = run_suites(machine)
     assert code == 0
     assert all(re.fullmatch(r"passed in \d+ s", how) for how in ended.values())
-    put(machine, "bin/make", 'case "$*" in *pages) exit 2;; esac')
+    put(machine, "bin/make", 'case "$*" in *pages*) exit 2;; *faults*) exit 124;; esac')
     code, ended = run_suites(machine)
     assert code == 1
     assert [suite for suite, how in ended.items() if how == "FAILED"] == ["pages"]
+    assert ended["faults"] == "not finished in 600 s"
