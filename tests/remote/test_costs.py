@@ -12,28 +12,20 @@ import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from conftest import CASES, GOOD, Case, by_name, case
+from conftest import GOOD, Case, by_name, case
 from fsspec.implementations.memory import MemoryFileSystem
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from store_server import S3, s3, server
-from typer.testing import CliRunner
 
-from ckptool.cli.app import app
-from ckptool.commands.convert import prepare
 from ckptool.commands.inspect import inspect
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.read import ReadOptions
-from ckptool.commands.options.rewrite import MapOptions, RewriteOptions
 from ckptool.commands.options.run import RunOptions
-from ckptool.commands.options.target import ConvertOptions, ReshardOptions, TransferOptions
-from ckptool.commands.options.verify import CompareOptions, VerifyOptions
+from ckptool.commands.options.target import ReshardOptions, TransferOptions
 from ckptool.commands.reshard.reshard import prepare_reshard
-from ckptool.commands.stats import stats
-from ckptool.commands.verify.compare.against import against
-from ckptool.commands.verify.verify import verify
 from ckptool.core.sharding.placement import parse_mesh, parse_rule
 from ckptool.storage.block_cache import BLOCK
-from ckptool.storage.url import RemotePath, location
+from ckptool.storage.url import location
 
 QUICK = ReadOptions(values=False)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import case, convert_to
-from emulators import Emulator, box, emulator, place, stored
+from emulators import box, emulator, place, stored
 from test_s3 import big, files_of, resharded
 
 from ckptool.commands.convert import prepare

@@ -13,7 +13,7 @@ import pytest
 from conftest import case
 from fault_server import reset
 from store_server import S3, s3, server
-from test_s3 import big, files_of
+from test_s3 import files_of
 
 from ckptool.commands.convert import prepare
 from ckptool.commands.open import open_checkpoint

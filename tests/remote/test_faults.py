@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from conftest import case, convert_to
+from conftest import case
 from fault_server import (
     DENIED,
     EXPIRED,
@@ -35,24 +31,15 @@ from store_server import S3, s3, server
 from test_s3 import big, files_of, resharded
 
 from ckptool.commands.convert import prepare
-from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.run import RunOptions
-from ckptool.commands.options.target import ConvertOptions, ReshardOptions, TransferOptions
+from ckptool.commands.options.target import ConvertOptions, ReshardOptions
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.commands.verify.verify import verify
 from ckptool.core.sharding.placement import parse_mesh
 from ckptool.engine.write.stage import RESUME_HINT
 from ckptool.engine.write.store_notes import StoreNotes
-from ckptool.errors import (
-    Changed,
-    CkptoolError,
-    Damaged,
-    NoAnswer,
-    NotFound,
-    TransferError,
-    Unsupported,
-)
+from ckptool.errors import CkptoolError, NoAnswer, TransferError, Unsupported
 from ckptool.storage.commit_note import UNFINISHED
 from ckptool.storage.url import location
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.server
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,30 +12,17 @@ import fsspec
 import pytest
 import torch
 from conftest import case
-from fault_server import DENIED
 from safetensors.torch import save_file
-from store_server import S3, s3, server
+from store_server import s3, server
 from test_s3 import files_of, resharded
-from typer.testing import CliRunner
 
-from ckptool.cli.app import app
-from ckptool.commands.convert import prepare
 from ckptool.commands.open import open_checkpoint
-from ckptool.commands.options.target import ConvertOptions
-from ckptool.errors import (
-    CkptoolError,
-    Damaged,
-    NoAnswer,
-    NotFound,
-    Unsupported,
-    UsageError,
-    error_text,
-)
+from ckptool.errors import Damaged, NoAnswer, Unsupported
 from ckptool.storage.block_cache import BLOCK
 from ckptool.storage.clients.retry import RetryPolicy
 from ckptool.storage.remote import RemoteSource
 from ckptool.storage.store import Store
-from ckptool.storage.url import location, redact_url
+from ckptool.storage.url import location
 
 SOURCE = case("dcp_fsdp2_tp").path
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import pickle
 import weakref
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch

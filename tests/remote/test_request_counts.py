@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import pickle
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from conftest import CASES, GOOD, Case, by_name, case
-from fsspec.implementations.memory import MemoryFileSystem
+from conftest import case
 from safetensors.torch import load_file, save_file
 from store_server import S3, s3, server
 from typer.testing import CliRunner
 
 from ckptool.cli.app import app
 from ckptool.commands.convert import prepare
-from ckptool.commands.inspect import inspect
 from ckptool.commands.open import open_checkpoint
-from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.rewrite import MapOptions, RewriteOptions
 from ckptool.commands.options.run import RunOptions
 from ckptool.commands.options.target import ConvertOptions, ReshardOptions, TransferOptions
@@ -32,7 +27,6 @@ from ckptool.commands.stats import stats
 from ckptool.commands.verify.compare.against import against
 from ckptool.commands.verify.verify import verify
 from ckptool.core.sharding.placement import parse_mesh, parse_rule
-from ckptool.storage.block_cache import BLOCK
 from ckptool.storage.url import RemotePath, location
 
 

@@ -15,7 +15,6 @@ from conftest import case, convert_to
 from safetensors.torch import save_file
 from store_server import S3, s3, server  # the fixtures
 
-import ckptool
 from ckptool.commands.convert import prepare
 from ckptool.commands.options.run import RunOptions
 from ckptool.commands.options.target import ConvertOptions, ReshardOptions, TransferOptions

@@ -24,7 +24,7 @@ from ckptool.commands.runs.assessment import verify_run
 from ckptool.commands.verify.verify import verify
 from ckptool.core.sharding.placement import parse_mesh
 from ckptool.engine.write import send
-from ckptool.errors import CkptoolError, Damaged, SourceError, Unrecognized, Unsupported
+from ckptool.errors import Damaged, SourceError
 from ckptool.storage.commit_note import UNFINISHED
 from ckptool.storage.multipart import Upload
 from ckptool.storage.url import RemotePath, location
