@@ -5,8 +5,10 @@ A checkpoint of thousands of ranks has millions of chunks.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
+from operator import eq
 from typing import Any, Generic, NamedTuple, TypeVar, overload
 
 from ckptool.core.box import Box, BoxTable, boxes_of, ranks_of
@@ -69,6 +71,46 @@ class Chunks(Sequence[Chunk]):
         return None
 
 
+class LazyChunks(Chunks):
+    """Chunks without copies that are made on access, each by its number."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def make(self, at: int) -> Chunk:
+        """Return the chunk of this number; IndexError if there is none."""
+
+    @property
+    def ranks(self) -> Sequence[int | None]:
+        """The rank that wrote each chunk, None if that is not known."""
+        return [chunk.rank for chunk in self]
+
+    @property
+    def spans(self) -> Spans:
+        """The boxes of chunks, with the rank that wrote each."""
+        return Spans(self.boxes, tuple(self.ranks))
+
+    @overload
+    def __getitem__(self, at: int) -> Chunk: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Chunk]: ...
+
+    def __getitem__(self, at: int | slice) -> Chunk | Sequence[Chunk]:
+        return tuple(self)[at] if isinstance(at, slice) else self.make(at)
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return map(self.make, range(len(self)))
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Sequence):
+            return len(self) == len(other) and all(map(eq, self, other))
+        return NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+
 class PlainChunks(tuple[Chunk, ...], Chunks):
     """Chunks as they are."""
 
@@ -113,7 +155,7 @@ class ItemTable(Sequence[Container]):
         return (Container(self.files[file], *span) for file, *span in zip(*columns, strict=True))
 
 
-class ChunkTable(Chunks):
+class ChunkTable(LazyChunks):
     """Chunks with their boxes and items in columns; each becomes a ``Chunk`` on access.
 
     ``file_ranks`` are the ranks that wrote the items' files. No two chunks have the same box.
@@ -131,11 +173,6 @@ class ChunkTable(Chunks):
     def boxes(self) -> BoxTable:
         """The boxes of all chunks, a table that tensors which are cut alike share."""
         return self._boxes
-
-    @property
-    def spans(self) -> Spans:
-        """The boxes of chunks, with the rank that wrote each; there are no copies."""
-        return Spans(self.boxes, tuple(self.ranks))
 
     @property
     def located(self) -> bool:
@@ -156,31 +193,19 @@ class ChunkTable(Chunks):
     def __len__(self) -> int:
         return len(self.boxes)
 
-    @overload
-    def __getitem__(self, at: int) -> Chunk: ...
-
-    @overload
-    def __getitem__(self, at: slice) -> Sequence[Chunk]: ...
-
-    def __getitem__(self, at: int | slice) -> Chunk | Sequence[Chunk]:
-        if isinstance(at, slice):
-            return tuple(self)[at]
+    def make(self, at: int) -> Chunk:
+        """Return the chunk of this number."""
         rank = self.file_ranks[self.items.file_numbers[at]]
         return Chunk(self.boxes[at], self.items[at], rank)
 
     def __iter__(self) -> Iterator[Chunk]:
         return map(Chunk, self.boxes, self.items, self.ranks)
 
-    def __eq__(self, other: object) -> bool:
-        if isinstance(other, Sequence):
-            return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
-        return NotImplemented
-
     def __hash__(self) -> int:
         return hash(self.boxes)
 
 
-class LateChunks(Chunks):
+class LateChunks(LazyChunks):
     """Chunks of a tensor, each of which ``open_chunks`` opens on first access, and keeps.
 
     ``closed`` are the same before that, each a whole item of its own, and ``opened`` those that are
@@ -210,11 +235,6 @@ class LateChunks(Chunks):
         return self._opened.values()
 
     @property
-    def spans(self) -> Spans:
-        """The boxes of chunks, with the rank that wrote each; there are no copies."""
-        return Spans(self.boxes, tuple(self.ranks))
-
-    @property
     def located(self) -> bool:
         """Whether it is known where elements are: it will be on access."""
         return True
@@ -237,15 +257,8 @@ class LateChunks(Chunks):
     def __len__(self) -> int:
         return len(self.closed)
 
-    @overload
-    def __getitem__(self, at: int) -> Chunk: ...
-
-    @overload
-    def __getitem__(self, at: slice) -> Sequence[Chunk]: ...
-
-    def __getitem__(self, at: int | slice) -> Chunk | Sequence[Chunk]:
-        if isinstance(at, slice):
-            return tuple(self)[at]
+    def make(self, at: int) -> Chunk:
+        """Return the chunk of this number, opened."""
         at = range(len(self))[at]
         if at not in self._opened:
             open_together([(self, [at])])
@@ -254,9 +267,6 @@ class LateChunks(Chunks):
     def __iter__(self) -> Iterator[Chunk]:
         open_together([(self, range(len(self)))])
         return map(self._opened.__getitem__, range(len(self)))
-
-    def __eq__(self, other: object) -> bool:
-        return tuple(self) == tuple(other) if isinstance(other, Sequence) else NotImplemented
 
     def __hash__(self) -> int:
         return hash(self.closed)
@@ -278,7 +288,7 @@ def open_together(wanted: Iterable[tuple[Sequence[Chunk], Iterable[int]]]) -> No
             late._opened[at] = chunk
 
 
-class WholeTensor(Chunks):
+class WholeTensor(LazyChunks):
     """The only chunk of a tensor that is stored as it is in a file, made on access.
 
     Tensors of one shape share ``boxes``, the one box that each of them is.
@@ -318,26 +328,12 @@ class WholeTensor(Chunks):
     def __len__(self) -> int:
         return 1
 
-    @overload
-    def __getitem__(self, at: int) -> Chunk: ...
-
-    @overload
-    def __getitem__(self, at: slice) -> Sequence[Chunk]: ...
-
-    def __getitem__(self, at: int | slice) -> Chunk | Sequence[Chunk]:
+    def make(self, at: int) -> Chunk:
+        """Return the chunk, the only one."""
         if self._chunk is None:
             place = Extent(self.file, self.offset, self.strides)
             self._chunk = Chunk(self.boxes[0], place)
         return (self._chunk,)[at]
-
-    def __iter__(self) -> Iterator[Chunk]:
-        yield self[0]
-
-    def __eq__(self, other: object) -> bool:
-        return tuple(self) == tuple(other) if isinstance(other, Sequence) else NotImplemented
-
-    def __hash__(self) -> int:
-        return hash(tuple(self))
 
 
 class Joined(Sequence[_T], Generic[_T]):

@@ -6,12 +6,13 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 from msgspec import Struct, field
 
 from ckptool.core.box import Box, Piece, row_major_strides
 from ckptool.core.catalog import Chunk, Extent, TensorEntry, merge_copies
+from ckptool.core.chunks import LazyChunks
 
 
 class Data(NamedTuple):
@@ -144,37 +145,35 @@ class WrittenCut(Struct, frozen=True, eq=False):
         return [at for at, (path, _) in enumerate(self.files) if path in paths]
 
 
-class WrittenChunks(Sequence[Chunk]):
+class WrittenChunks(LazyChunks):
     """Where one tensor is written: ``offsets`` is a numpy array of the byte where each box begins.
 
     A box is C-ordered, of elements of ``itemsize`` bytes. Each becomes a ``Chunk`` on access.
     """
 
-    __slots__ = ("cut", "itemsize", "offsets")
+    __slots__ = ("_cut", "itemsize", "offsets")
 
     def __init__(self, cut: WrittenCut, offsets: Any, itemsize: int) -> None:
-        self.cut = cut
+        self._cut = cut
         self.offsets = offsets
         self.itemsize = itemsize
 
     @property
+    def cut(self) -> WrittenCut:
+        """How the tensor is cut, which those that are written alike share."""
+        return self._cut
+
+    @property
     def boxes(self) -> Sequence[Box]:
-        """The boxes alone."""
-        return self.cut.boxes
+        """The boxes of all chunks."""
+        return self._cut.boxes
 
     def __len__(self) -> int:
-        return len(self.cut.boxes)
+        return len(self._cut.boxes)
 
-    @overload
-    def __getitem__(self, at: int) -> Chunk: ...
-
-    @overload
-    def __getitem__(self, at: slice) -> Sequence[Chunk]: ...
-
-    def __getitem__(self, at: int | slice) -> Chunk | Sequence[Chunk]:
-        if isinstance(at, slice):
-            return tuple(self)[at]
-        box, (path, rank) = self.cut.boxes[at], self.cut.files[at]
+    def make(self, at: int) -> Chunk:
+        """Return the chunk of this number."""
+        box, (path, rank) = self._cut.boxes[at], self._cut.files[at]
         strides = row_major_strides(box.shape, self.itemsize)
         return Chunk(box, Extent(path, int(self.offsets[at]), strides), rank)
 
