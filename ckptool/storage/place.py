@@ -74,10 +74,13 @@ def traffic_of(path: Location) -> Traffic | None:
 
 def is_gone(path: Location) -> bool:
     """Return whether a file or folder on a disk no longer exists; False if the disk cannot say."""
+    if not isinstance(path, Path):
+        return False
     try:
-        return isinstance(path, Path) and os.stat(path) is None
+        os.stat(path)
     except OSError as error:
         return isinstance(error, FileNotFoundError)
+    return False
 
 
 def has_any(folder: Location, names: Collection[str]) -> bool:

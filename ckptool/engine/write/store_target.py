@@ -69,7 +69,6 @@ class StoreTarget(Target):
         self._ends = False
         self._ended: Mapping[int, PartNote] = {}
         self._finished: frozenset[str] = frozenset()
-        self._noted: frozenset[str] = frozenset()
         self._old: frozenset[str] = frozenset()
         self._existing: dict[str, ObjectInfo] = {}
         self._sent: Mapping[str, ObjectMark] = {}
@@ -137,15 +136,13 @@ class StoreTarget(Target):
         that would have to go is neither: anybody may have written the note.
         """
         names = [] if note is None else note.old if self._options.resume else note.noted
-        self._noted = frozenset([*names, *map(hidden_name, names)])
-        there = self._noted & self._existing.keys()
+        there = {*names, *map(hidden_name, names)} & self._existing.keys()
         known = {*self._sizes, *map(hidden_name, self._sizes), side_name(self.path.name)}
         if there - known and (self._options.resume or self._options.overwrite):
             known |= frozenset(self._options.find_own() or ())
             if unknown := sorted(there - known):
                 raise not_known(self._notes.run, self._folder, unknown)
-        self._old = there & known
-        self._noted &= known
+        self._old = frozenset(there & known)
 
     def _require_replaceable(self, existing: Collection[str], *, begun: bool) -> None:
         """Raise Unsupported if something that is not a checkpoint's would be replaced.
@@ -260,7 +257,7 @@ class StoreTarget(Target):
     # Write
 
     def write(self, work: Work, joined: RecordCheck | None) -> None:
-        """Write files of the plan; what earlier runs of a part left half sent is discarded."""
+        """Write files of the plan, but for those that an earlier run finished."""
         from ckptool.engine.write.send import send
 
         names = [self._layout.files[number].path for number in work.numbers]
