@@ -54,7 +54,12 @@ class Asked:
 
     @property
     def kind(self) -> str:
-        """What it asks for: LIST, READ (of bytes), HEAD, WRITE or DELETE."""
+        """What it asks for: LIST, READ (of bytes), HEAD, WRITE or DELETE.
+
+        obstore (0.12) removes Azure's files by a batch, which is a POST.
+        """
+        if "comp=batch" in self.target:
+            return "DELETE"
         if self.method in ("PUT", "POST", "PATCH"):
             return "WRITE"
         if self.method != "GET":

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any, Protocol, TypeVar
 
 from msgspec import Struct
@@ -23,6 +24,11 @@ _CONNECT, _READ = timedelta(seconds=5), timedelta(seconds=15)
 _UPLOAD = 600.0
 """Seconds for what is sent: some lines take a minute for a part."""
 _GONE = (404, 410)
+_BLOCKS_GONE = ("InvalidBlockList", "InvalidBlobOrBlock")
+"""Codes of Azure's answers to a list of blocks that it does not have (any more)."""
+_PARTS = re.compile(r'-(\d+)"$')
+_CLOCKS_DIFFER = timedelta(minutes=15)
+"""How far apart a store's clock and this machine's may be: S3 accepts no request beyond that."""
 _MOVES = 3
 """How often a place may have moved while one request is made."""
 _processes: set[int] = set()
@@ -141,8 +147,10 @@ class ObstoreClient:
     def upload(self, key: str, pieces: Iterator[bytearray], upload: Upload) -> None:
         """Make or replace a file from its pieces in order; obstore repeats each, and discards them.
 
-        If the last answer was lost and the upload is gone, the file may be there.
+        If the last answer was lost and the upload is gone, the file may be there: S3 does not know
+        the upload any more, Azure none of its blocks.
         """
+        began = datetime.now(UTC)
 
         def put(obstore: Any, store: Any, name: str) -> None:
             limits = {"chunk_size": upload.part, "max_concurrency": upload.at_once}
@@ -150,19 +158,25 @@ class ObstoreClient:
 
         try:
             self._ask(key, put, self._uploads)
-        except FileNotFoundError:
-            if not self._is_complete(key, upload):
+        except (FileNotFoundError, Answer) as error:
+            gone = isinstance(error, FileNotFoundError) or error.code in _BLOCKS_GONE
+            if not gone or not self._is_complete(key, upload, began):
                 raise
 
-    def _is_complete(self, key: str, upload: Upload) -> bool:
-        """Return whether a file is there that has the size of an upload, and its count of parts.
+    def _is_complete(self, key: str, upload: Upload, began: datetime) -> bool:
+        """Return whether a file is there that has the size of an upload, and was made since.
 
-        By S3's API reference the ETag of such a file ends with the count.
+        By S3's API reference the ETag of such a file ends with the count of its parts.
         """
         with suppress(OSError):
             meta = self._ask(key, _head)
             count = -(-upload.nbytes // upload.part)
-            return meta["size"] == upload.nbytes and f"{meta['e_tag']}".endswith(f'-{count}"')
+            parts = _PARTS.search(f"{meta['e_tag']}")
+            return (
+                meta["size"] == upload.nbytes
+                and meta["last_modified"] >= began - _CLOCKS_DIFFER
+                and (parts is None or int(parts[1]) == count)
+            )
         return False
 
     def remove(self, key: str) -> None:
