@@ -9,7 +9,8 @@ from collections.abc import Collection, Iterator, Mapping
 from isal.isal_zlib import crc32, crc32_combine
 
 from ckptool.core.catalog import Record
-from ckptool.engine.read.tiles import ByteReader, ByteSource, Job, byte_job, read_tiles
+from ckptool.engine.read.byte_reader import ByteReader, ByteSource, byte_job
+from ckptool.engine.read.tiles import Job, read_tiles
 from ckptool.errors import Problem, damaged
 from ckptool.storage.files import Files
 

@@ -21,6 +21,7 @@ from fault_server import (
     WRITES,
     Fault,
     Request,
+    altered,
     call,
     lost,
     refuse,
@@ -40,7 +41,7 @@ from ckptool.commands.options.run import RunOptions
 from ckptool.commands.options.target import ConvertOptions, ReshardOptions, TransferOptions
 from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.core.sharding.placement import parse_mesh
-from ckptool.errors import Changed, Denied, NoAnswer, TransferError
+from ckptool.errors import Denied, NoAnswer, NotVerified, TransferError
 from ckptool.storage.clients import retry as retrying
 from ckptool.storage.clients.retry import RetryPolicy
 from ckptool.storage.commit_note import UNFINISHED
@@ -363,16 +364,12 @@ def test_who_may_not_remove_changes_nothing(more: dict[str, Any], s3: S3) -> Non
 
 
 def test_removal_that_is_denied_later_names_what_remains(s3: S3, out: Path) -> None:
+    """What is written is stored otherwise, so that it is thrown away."""
     source = big(out, 2)
-    s3.put(source, "source")
-
-    def changes(request: Request) -> None:
-        s3.write("source/__1_0.distcp", bytes((source / "__1_0.distcp").stat().st_size))
-
-    s3.fail(call(changes), *WRITES, key="m/__0_0.distcp", times=1)
+    s3.fail(altered(1000), "UploadPart", key="m/__0_0.distcp", times=1)
     s3.fail(DENIED, "DeleteObject", start=2)
-    with pytest.raises(Changed) as caught:
-        resharded(s3.url("source"), s3.url("m"), "2", run=RunOptions(1))
+    with pytest.raises(NotVerified) as caught:
+        resharded(source, s3.url("m"), "2", run=RunOptions(1))
     kept = {name: data for name, data in s3.get("m").items() if name != UNFINISHED}
     assert kept
     assert f"{sum(map(len, kept.values())):,} bytes of {s3.url(f'm/{min(kept)}')}" in str(

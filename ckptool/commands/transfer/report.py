@@ -50,8 +50,9 @@ class Part(Struct, frozen=True):
 class TransferReport(Report, frozen=True, kw_only=True):
     """A transfer, planned or ``written``; sizes in bytes.
 
-    ``verify`` means that the output is read back and compared before it is put in place. ``part``
-    is the requested part, if any; ``written`` is true once all parts are.
+    ``verify`` means that the output is read back and compared before it is put in place, for which
+    ``reread_bytes`` are read of the source again. ``part`` is the requested part, if any;
+    ``written`` is true once all parts are.
     """
 
     source: Location
@@ -65,6 +66,7 @@ class TransferReport(Report, frozen=True, kw_only=True):
     tensors: int = field(name="totals.tensors")
     objects: int = field(name="totals.values")
     verify: bool
+    reread_bytes: int
     map: MapReport | None = field(default=None, name="_map")
     notes: tuple[str, ...]
     written: bool = False
@@ -107,6 +109,7 @@ class TransferReport(Report, frozen=True, kw_only=True):
             tensors=len(plan.catalog.tensors),
             objects=len(plan.catalog.objects.keys() - not_carried(plan.layout, plan.catalog)),
             verify=options.verify,
+            reread_bytes=plan.reread_bytes if options.verify else 0,
             notes=(
                 *notes,
                 *([] if has_metadata(target_format) else note_lost(plan.catalog)),

@@ -21,6 +21,7 @@ from ckptool.core.planning.plan import Plan
 from ckptool.engine.check.copies import copied_files
 from ckptool.engine.check.replicas import differing_replicas
 from ckptool.engine.ranks import Ranks, begin_output
+from ckptool.engine.read.sums import ReadSums
 from ckptool.engine.read.tiles import require_unchanged
 from ckptool.engine.run_options import StageOptions
 from ckptool.engine.share import ALL, Share
@@ -294,10 +295,11 @@ class Transfer(Struct, Generic[AnyReport], frozen=True):
         ranks.together(lambda: stage.target.join(ranks.rank))
         share = self.options.part or node.share
         numbers = stage.takes(self._files_of(share))
-        ranks.together(lambda: self._move(stage, progress, numbers, share))
+        sums = ReadSums() if self.options.verify else None
+        ranks.together(lambda: self._move(stage, progress, numbers, share, sums))
         remarks: list[str] = []
-        if self.options.verify:
-            beyond = ranks.together(lambda: self._verify(stage, progress, numbers))
+        if sums is not None:
+            beyond = ranks.together(lambda: self._verify(stage, progress, numbers, sums))
             remarks += beyond_notes(sum(ranks.gather(beyond), Counter()))
         ranks.together(lambda: require_unchanged(self.plan.catalog, self.opened.source))
         shared = not node.share.is_all
@@ -319,10 +321,15 @@ class Transfer(Struct, Generic[AnyReport], frozen=True):
         return share.files(self.plan.layout, None if self.placed is None else self.placed.mesh.size)
 
     def _move(
-        self, stage: Stage, progress: Progress, numbers: Collection[int], share: Share
+        self,
+        stage: Stage,
+        progress: Progress,
+        numbers: Collection[int],
+        share: Share = ALL,
+        sums: ReadSums | None = None,
     ) -> None:
         run, source = self.options.run, self.opened.source
-        stage.write(Work(self.plan, source, run, numbers, share, progress))
+        stage.write(Work(self.plan, source, run, numbers, share, progress, sums))
 
     def _commit(self, stage: Stage, progress: Progress, *, shared: bool) -> str | None:
         """Put the output in place, or mark a part as done."""
@@ -336,9 +343,9 @@ class Transfer(Struct, Generic[AnyReport], frozen=True):
             source = self.opened.source
             stage.require_joined(source, workers_within_budget(self.plan, self.options.run, source))
         if stage.target.last_files:
-            self._move(stage, progress, stage.target.last_files, ALL)
+            self._move(stage, progress, stage.target.last_files)
             if self.options.verify:
-                self._verify(stage, progress, stage.target.last_files)
+                self._verify(stage, progress, stage.target.last_files, ReadSums())
         target = on_disk(self.target) if self.plan.layout.folder else None
         if target is not None and target.is_dir():
             require_unmixed(target, staging_folder(target), stage.options.own or ())
@@ -364,7 +371,9 @@ class Transfer(Struct, Generic[AnyReport], frozen=True):
             ),
         )
 
-    def _verify(self, stage: Stage, progress: Progress, numbers: Sequence[int]) -> RangeCounts:
+    def _verify(
+        self, stage: Stage, progress: Progress, numbers: Sequence[int], sums: ReadSums
+    ) -> RangeCounts:
         """Compare the files in place with what they should be; count values that casts lose."""
         if not numbers:
             return Counter()
@@ -374,4 +383,5 @@ class Transfer(Struct, Generic[AnyReport], frozen=True):
         workers = workers_within_budget(self.plan, self.options.run, source, staged)
         staged.keep(fetched_ahead(staged, self.options.run))
         sides, later = (source, staged), stage.target.last_files
-        return require_written(self.plan, numbers, sides, workers, progress, later=later).counts
+        how = workers, progress
+        return require_written(self.plan, numbers, sides, how, sums, later=later).counts

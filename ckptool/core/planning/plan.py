@@ -7,10 +7,12 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from functools import cached_property
 
 from ckptool.core.box import Box, is_run
+from ckptool.core.casts import is_computed
 from ckptool.core.catalog import (
     Catalog,
     Chunk,
     EncodedBlob,
+    Extent,
     TensorEntry,
     stored_places,
 )
@@ -70,6 +72,18 @@ class Plan:
     def read_bytes(self) -> int:
         """Bytes of all tensors, once, in the source's types."""
         return sum(entry.elements * entry.source_dtype.itemsize for entry in self.entries)
+
+    @property
+    def reread_bytes(self) -> int:
+        """Bytes of the tensors of which the proof of a transfer reads the source again.
+
+        What is written of them is not what was read: they are cast, computed, or decoded.
+        """
+        return sum(
+            entry.elements * entry.source_dtype.itemsize
+            for entry in self.entries
+            if entry.source_dtype != entry.dtype or is_computed(entry) or _is_decoded(entry)
+        )
 
     @property
     def compared_bytes(self) -> int:
@@ -242,3 +256,11 @@ class Plan:
         if entry.name not in self._indexes:
             self._indexes[entry.name] = ChunkIndex(entry)
         return self._indexes[entry.name]
+
+
+def _is_decoded(entry: TensorEntry) -> bool:
+    """Return whether chunks of a tensor are packed, or have elements to be repaired."""
+    places = () if chunks_of(entry).bare else [chunk.at for chunk in chunks_of(entry).opened]
+    return any(
+        isinstance(at, EncodedBlob) or (isinstance(at, Extent) and bool(at.ops)) for at in places
+    )

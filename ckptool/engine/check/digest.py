@@ -10,15 +10,9 @@ from typing import TYPE_CHECKING
 from ckptool.core.box import Box
 from ckptool.core.catalog import EncodedBlob, Extent, Place, Record, TensorEntry, places
 from ckptool.engine.checksum import crc_of, record_job
+from ckptool.engine.read.byte_reader import ByteSource, byte_job
 from ckptool.engine.read.tensors import CheckedSource, TensorSource, TensorTile, tensor_job
-from ckptool.engine.read.tiles import (
-    ByteSource,
-    Job,
-    Progress,
-    byte_job,
-    known_runs,
-    read_tiles,
-)
+from ckptool.engine.read.tiles import Job, Progress, known_runs, read_tiles
 from ckptool.errors import CkptoolError
 from ckptool.storage.files import Files
 

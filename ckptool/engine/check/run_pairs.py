@@ -24,8 +24,9 @@ from ckptool.engine.check.pairs import (
     same_memory,
     tiles_of_jobs,
 )
+from ckptool.engine.read.byte_reader import ByteReader
 from ckptool.engine.read.segments import Segment, cut_out, segments_of_tensor
-from ckptool.engine.read.tiles import LARGE, ByteReader, Job
+from ckptool.engine.read.tiles import LARGE, Job
 from ckptool.errors import CkptoolError
 from ckptool.storage.files import TILE, Files, ReadSpan
 
@@ -36,8 +37,8 @@ _MOST = 512
 _GAP = 4 << 10
 """Bytes between two chunks that are read with them: less than a call of the kernel costs."""
 
-_Span = tuple[int, int]
-"""An address in memory, and a number of bytes."""
+Spans = list[tuple[int, int]]
+"""Where some bytes are in memory, and how many."""
 
 
 def run_jobs(pairs: Iterable[TensorPair], sides: tuple[Files, Files]) -> Iterator[PairJob]:
@@ -121,9 +122,9 @@ def _compare_small(pairs: Sequence[TensorPair], readers: SideReaders) -> Iterato
     left = [pair for pair, segments in found if segments is None]
     runs = [(pair, *segments) for pair, segments in found if segments is not None]
     try:
-        ones = _read(readers.bytes[0], [one for _, one, _ in runs])
-        others = _read(readers.bytes[1], [other for _, _, other in runs])
-        same = map(_same_bytes, ones, others)
+        ones = read_close(readers.bytes[0], [one for _, one, _ in runs])
+        others = read_close(readers.bytes[1], [other for _, _, other in runs])
+        same = map(_same_bytes, _addresses(*ones), _addresses(*others))
         left += [pair for (pair, _, _), is_same in zip(runs, same, strict=True) if not is_same]
     except CkptoolError:
         left = [*pairs]
@@ -156,10 +157,12 @@ class _Window(Struct):
     place: int
 
 
-def _read(reader: ByteReader, tensors: Sequence[list[Segment]]) -> list[list[_Span]]:
+def read_close(
+    reader: ByteReader, tensors: Sequence[list[Segment]]
+) -> tuple[memoryview, list[Spans]]:
     """Read the runs of some tensors, those that are close in a file together.
 
-    Returns where each is in memory, which the reader's next call may reuse.
+    Returns memory, which the reader's next call may reuse, and where each run is in it.
     """
     window, windows = _Window("", 0, 0, 0), list[_Window]()
     places: dict[ReadSpan, int] = {}
@@ -173,15 +176,20 @@ def _read(reader: ByteReader, tensors: Sequence[list[Segment]]) -> list[list[_Sp
     for window in windows:
         part = memory[window.place : window.place + window.end - window.start]
         reader.read_into(window.file, window.start, part)
-    base = address(memory) if memory else 0
     for file, start, nbytes, _, record in chain.from_iterable(tensors):
         if record is not None:
             place = places[file, start, nbytes]
             reader.note(record, start, memory[place : place + nbytes])
-    return [[(base + places[run[:3]], run[2]) for run in runs] for runs in tensors]
+    return memory, [[(places[run[:3]], run[2]) for run in runs] for runs in tensors]
 
 
-def _same_bytes(ones: Sequence[_Span], others: Sequence[_Span]) -> bool:
+def _addresses(memory: memoryview, tensors: Iterable[Spans]) -> Iterator[Spans]:
+    """Yield the addresses of bytes that are at places in memory."""
+    base = address(memory) if memory else 0
+    return ([(base + place, nbytes) for place, nbytes in spans] for spans in tensors)
+
+
+def _same_bytes(ones: Spans, others: Spans) -> bool:
     """Return whether spans of memory hold the same bytes as others, however they are cut."""
     left = [*reversed(others)]
     for one, nbytes in ones:

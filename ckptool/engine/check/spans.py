@@ -10,7 +10,8 @@ from typing import NamedTuple
 from msgspec import Struct, field
 
 from ckptool.core.dtype import DType
-from ckptool.engine.read.tiles import ByteReader, Job, known_runs
+from ckptool.engine.read.byte_reader import ByteReader
+from ckptool.engine.read.tiles import Job, known_runs
 from ckptool.errors import Damaged
 
 

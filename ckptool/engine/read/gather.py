@@ -23,12 +23,12 @@ from ckptool.core.codec import decode
 from ckptool.core.dtype import BY_NAME, DType
 from ckptool.core.planning.groups import Tile
 from ckptool.core.sharding.index import ChunkIndex, Overlap
+from ckptool.engine.read.byte_reader import ByteReader
 from ckptool.engine.read.containers import opened
 from ckptool.engine.read.range_check import RangeCheck
 from ckptool.engine.read.rounding import cast, may_have_lost
 from ckptool.engine.read.segments import by_stride, run_at, strided_reads
 from ckptool.engine.read.strips import Strip, strip_of
-from ckptool.engine.read.tiles import ByteReader
 from ckptool.engine.read.window import Windows
 from ckptool.errors import Damaged
 from ckptool.storage.files import SPAN, Files
@@ -201,10 +201,10 @@ class Gatherer:
         """Read one run of bytes of a place, and note it."""
         if out.flags.c_contiguous:
             data = raw(out)
-            self._reader.read_into(at.file, start, data)
+            self._bytes.read_into(at.file, start, data)
         elif out.nbytes <= SPAN:
             data = self._scratch[: out.nbytes]
-            self._reader.read_into(at.file, start, data)
+            self._bytes.read_into(at.file, start, data)
             out[...] = np.frombuffer(data, out.dtype).reshape(out.shape)
         else:
             strides = row_major_strides(out.shape, out.itemsize)
@@ -237,7 +237,7 @@ class Gatherer:
                 runs = [memory[first : first + read.nbytes] for first in starts]
                 self._reader.read_runs(file, at, read.step, runs)
             else:
-                self._reader.read_into(file, at, memory)
+                self._bytes.read_into(file, at, memory)
             if is_runs and not direct:
                 part[...] = np.frombuffer(memory, out.dtype).reshape(part.shape)
             elif not is_runs:

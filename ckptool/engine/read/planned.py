@@ -15,15 +15,19 @@ from ckptool.core.chunks import chunks_of
 from ckptool.core.planning.groups import Tile
 from ckptool.core.sharding.index import Overlap
 from ckptool.engine.checksum import RecordCheck, crc32, crc32_combine
+from ckptool.engine.read.byte_reader import ByteReader
 from ckptool.engine.read.containers import open_chunk, opened
 from ckptool.engine.read.segments import Segment, segments_of, segments_of_tensor, tile_needs
-from ckptool.engine.read.tiles import LARGE, ByteReader, Job
+from ckptool.engine.read.sums import ReadSums
+from ckptool.engine.read.tiles import LARGE, Job
 from ckptool.errors import Damaged
 from ckptool.storage.files import Files
 
 if TYPE_CHECKING:
     from ckptool.engine.read.gather import Array, Gatherer
 
+_WIDEST = 16
+"""Bytes of the widest element: a complex number of two of 64 bits."""
 _PLANNED = 64
 """Jobs that are planned at a time: after each copy nothing that planning needs is in the
 processor's cache, and it takes twice as long."""
@@ -62,13 +66,13 @@ class PlanReader:
 
     Tiles of straight runs of bytes are read piece by piece; those of a band are cut from it, others
     are gathered. Numpy is imported only on demand. All pieces of checksummed records are noted in
-    ``records``.
+    ``records``, and all that is read in ``sums``.
     """
 
-    def __init__(self, source: Files, records: RecordCheck) -> None:
+    def __init__(self, source: Files, records: RecordCheck, sums: ReadSums | None = None) -> None:
         self._source = source
         self._records = records
-        self._bytes = ByteReader(source, records.note)
+        self._bytes = ByteReader(source, records.note, sums)
         self._tile = memoryview(b"")
 
     @cached_property
@@ -166,7 +170,8 @@ class PlanReader:
         """Read a segment in pieces that fit the processor's cache."""
         file, offset, nbytes, skip, record = segment
         most = min(self._source.policy.piece, self._source.policy.tile)
-        total, step = 0, -(-nbytes // (-(-nbytes // most) or 1)) or 1
+        step = -(-nbytes // (-(-nbytes // most) or 1)) or 1
+        total, step = 0, -(-step // _WIDEST) * _WIDEST  # no element is cut in two
         for done in range(0, nbytes, step):
             data = self._bytes.read(file, offset + done, min(step, nbytes - done))
             crc = crc32(data)

@@ -25,9 +25,10 @@ from ckptool.core.dtype import DType
 from ckptool.core.layout import tiles
 from ckptool.core.sharding.index import ChunkIndex
 from ckptool.engine.checksum import RecordCheck, require_intact
+from ckptool.engine.read.byte_reader import ByteReader
 from ckptool.engine.read.containers import Need, open_chunk
 from ckptool.engine.read.segments import entry_needs, place_needs
-from ckptool.engine.read.tiles import ByteReader, Job, read_tiles
+from ckptool.engine.read.tiles import Job, read_tiles
 from ckptool.errors import Problem
 from ckptool.storage.files import TILE, Files
 

@@ -17,11 +17,8 @@ from itertools import islice
 from time import perf_counter, thread_time
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from msgspec import Struct
-
 from ckptool.core.catalog import Catalog, Opening
 from ckptool.engine.read.containers import Need, runs_of
-from ckptool.engine.read.segments import NotePiece, Segment
 from ckptool.storage.file_status import changed
 from ckptool.storage.files import Files, ReadSpan
 
@@ -92,6 +89,11 @@ class Job(NamedTuple, Generic[Subject, Reader, TileOut]):
     read: Callable[[Reader], Iterator[TileOut]]
     runs: Sequence[RunsOf] = ()
     nbytes: int = LARGE
+
+
+def known_runs(*runs: ReadSpan) -> RunsOf:
+    """Return a callable that yields the bytes of a job, whatever a read costs."""
+    return lambda block: runs
 
 
 class Cancelled(Exception):
@@ -315,77 +317,3 @@ def require_unchanged(catalog: Catalog, source: Files) -> None:
     files = source.changed([*catalog.files, *catalog.companions])
     if files:
         raise changed(files).within(source.root)
-
-
-class ByteReader:
-    """Reads runs of bytes for one thread, into memory that it uses again.
-
-    ``note`` is to be called with each piece of a checksummed record that is read.
-    """
-
-    def __init__(self, source: Files, note: NotePiece = lambda record, offset, data: None) -> None:
-        self.files = source.reader()
-        self.tile = source.policy.tile
-        self.note = note
-        self._memory = memoryview(b"")
-
-    def close(self) -> None:
-        """Close all files."""
-        self.files.close()
-
-    def memory(self, nbytes: int) -> memoryview:
-        """Return so many bytes of memory, which the next call may return again."""
-        if nbytes > len(self._memory):
-            self._memory = memoryview(bytearray(nbytes))
-        return self._memory[:nbytes]
-
-    def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
-        """Fill the caller's memory; Damaged if the file ends before."""
-        self.files.read_into(file, offset, buffer)
-
-    def read_segments(self, segments: Iterable[Segment], memory: memoryview) -> None:
-        """Fill memory with segments, and note those of records."""
-        for file, offset, nbytes, skip, record in segments:
-            data = memory[skip : skip + nbytes]
-            self.files.read_into(file, offset, data)
-            if record is not None:
-                self.note(record, offset, data)
-
-    def read(self, file: str, offset: int, nbytes: int) -> memoryview:
-        """Return bytes of a file, valid until the next are read."""
-        data = self.memory(nbytes)
-        self.files.read_into(file, offset, data)
-        return data
-
-    def run(self, file: str, offset: int, nbytes: int) -> Iterator[memoryview]:
-        """Read a run of bytes tile by tile."""
-        for start in range(0, nbytes, self.tile):
-            yield self.read(file, offset + start, min(self.tile, nbytes - start))
-
-
-class ByteSource(Struct, frozen=True):
-    """Files to read runs of bytes from."""
-
-    files: Files
-
-    @property
-    def sides(self) -> tuple[Files]:
-        """The files: one side."""
-        return (self.files,)
-
-    def reader(self) -> ByteReader:
-        """Return the reader for one thread."""
-        return ByteReader(self.files)
-
-
-def byte_job(
-    subject: Subject, file: str, offset: int, nbytes: int
-) -> Job[Subject, ByteReader, memoryview]:
-    """Return the job that reads a run of bytes."""
-    run = (file, offset, nbytes)
-    return Job(subject, lambda reader: reader.run(*run), [known_runs(run)], nbytes)
-
-
-def known_runs(*runs: ReadSpan) -> RunsOf:
-    """Return a callable that yields the bytes of a job, whatever a read costs."""
-    return lambda block: runs

@@ -16,7 +16,8 @@ from msgspec import Struct
 
 from ckptool.core.layout import FileLayout
 from ckptool.engine.checksum import crc_of
-from ckptool.engine.read.tiles import ByteSource, byte_job, read_tiles
+from ckptool.engine.read.byte_reader import ByteSource, byte_job
+from ckptool.engine.read.tiles import read_tiles
 from ckptool.engine.write.schemas import (
     SCHEMA,
     FileMark,

@@ -21,8 +21,10 @@ from ckptool.engine.checksum import (
     join_crcs,
     require_intact,
 )
+from ckptool.engine.read.byte_reader import ByteReader
 from ckptool.engine.read.planned import PlannedPiece, PlanReader, plan_jobs
-from ckptool.engine.read.tiles import PAIR_TILE, ByteReader, read_tiles
+from ckptool.engine.read.sums import ReadSums
+from ckptool.engine.read.tiles import PAIR_TILE, read_tiles
 from ckptool.engine.run_options import RunOptions
 from ckptool.engine.write.journal import Journal, find_finished
 from ckptool.engine.write.output import (
@@ -118,7 +120,7 @@ class _PlanWriter:
         records = self._work.check_records(finished, self._joined)
         self._progress(sum(self._files[number].nbytes for number in finished))
         jobs = plan_jobs(self._write_jobs(todo))
-        tiles = _PlanTiles(self._source, records, self._output)
+        tiles = _PlanTiles(self._source, records, self._work.sums, self._output)
         read_tiles(tiles, jobs, self._write_tiles, workers, self._progress)
         records.read_unseen(self._source, workers)
         require_intact(records.problems())
@@ -243,8 +245,10 @@ class _WritingReader(PlanReader):
     numbers would be given to other files.
     """
 
-    def __init__(self, files: Files, records: RecordCheck, output: OutputFiles) -> None:
-        super().__init__(files, records)
+    def __init__(
+        self, files: Files, records: RecordCheck, sums: ReadSums | None, output: OutputFiles
+    ) -> None:
+        super().__init__(files, records, sums)
         self._output = output
 
     def close(self) -> None:
@@ -260,6 +264,7 @@ class _PlanTiles(NamedTuple):
 
     files: Files
     records: RecordCheck
+    sums: ReadSums | None
     output: OutputFiles
 
     @property
@@ -269,7 +274,7 @@ class _PlanTiles(NamedTuple):
 
     def reader(self) -> PlanReader:
         """Return the reader for one thread."""
-        return _WritingReader(self.files, self.records, self.output)
+        return _WritingReader(self.files, self.records, self.sums, self.output)
 
 
 def read_verbatim(part: Verbatim, source: Files) -> Iterator[memoryview]:

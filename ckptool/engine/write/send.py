@@ -16,6 +16,7 @@ from ckptool.engine.checksum import RecordCheck, crc32, require_intact
 from ckptool.engine.read.containers import Need
 from ckptool.engine.read.planned import PlanReader
 from ckptool.engine.read.segments import tile_needs
+from ckptool.engine.read.sums import ReadSums
 from ckptool.engine.read.tiles import Job, read_tiles, require_unchanged
 from ckptool.engine.run_options import RunOptions
 from ckptool.engine.write.output import apply_patches
@@ -53,7 +54,7 @@ def send(
     done = [number for number in work.numbers if number not in todo]
     capacity = within_budget(work.plan, source, options, todo)
     records = work.check_records(done, joined)
-    contents = _FileContents(work.plan, source, records, capacity.readers)
+    contents = _FileContents(work.plan, source, records, work.sums, capacity.readers)
     work.progress(sum(files[number].nbytes for number in done))
     uploads: list[Upload] = []
 
@@ -130,6 +131,7 @@ class _FileContents(NamedTuple):
     plan: Plan
     source: Files
     records: RecordCheck
+    sums: ReadSums | None
     readers: int
 
     @property
@@ -157,7 +159,7 @@ class _ContentReader:
         self._pool = ThreadPoolExecutor(self._readers, "ckptool-read")
         self._idle: SimpleQueue[PlanReader] = SimpleQueue()
         for _ in range(self._readers):
-            self._idle.put(PlanReader(self._source, contents.records))
+            self._idle.put(PlanReader(self._source, contents.records, contents.sums))
 
     def close(self) -> None:
         """Close all files."""

@@ -11,6 +11,7 @@ from ckptool.core.planning.plan import Plan
 from ckptool.engine.checksum import RecordCheck
 from ckptool.engine.read.containers import openings, runs_of
 from ckptool.engine.read.planned import touch
+from ckptool.engine.read.sums import ReadSums
 from ckptool.engine.run_options import RunOptions
 from ckptool.engine.share import ALL, CutChunks, Share, checked_chunks
 from ckptool.storage.files import Files
@@ -19,7 +20,8 @@ from ckptool.storage.files import Files
 class Work(Struct, frozen=True):
     """The plan's files of ``numbers`` (layout indices), to be written as a share of all the work.
 
-    ``progress`` is called with bytes as they are written.
+    ``progress`` is called with bytes as they are written. ``sums``, if the output is to be proved,
+    get the checksum of all that is read.
     """
 
     plan: Plan
@@ -28,6 +30,7 @@ class Work(Struct, frozen=True):
     numbers: Collection[int]
     share: Share = ALL
     progress: Callable[[int], None] = lambda nbytes: None
+    sums: ReadSums | None = None
 
     def check_records(self, finished: Collection[int], joined: RecordCheck | None) -> RecordCheck:
         """Return the check that notes what is read of records, with those that must be read.

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from msgspec import Struct
@@ -19,6 +19,8 @@ from ckptool.storage.clients.retry import RetryPolicy
 from ckptool.storage.clients.schemes import redact_url, require_accepted
 
 _T = TypeVar("_T")
+_Meta = Mapping[str, Any]
+"""What obstore says of a file."""
 _CONNECT, _READ = timedelta(seconds=5), timedelta(seconds=15)
 """The time for a connection, and between bytes."""
 _UPLOAD = 600.0
@@ -26,7 +28,6 @@ _UPLOAD = 600.0
 _GONE = (404, 410)
 _BLOCKS_GONE = ("InvalidBlockList", "InvalidBlobOrBlock")
 """Codes of Azure's answers to a list of blocks that it does not have (any more)."""
-_PARTS = re.compile(r'-(\d+)"$')
 _CLOCKS_DIFFER = timedelta(minutes=15)
 """How far apart a store's clock and this machine's may be: S3 accepts no request beyond that."""
 _MOVES = 3
@@ -158,25 +159,19 @@ class ObstoreClient:
 
         try:
             self._ask(key, put, self._uploads)
-        except (FileNotFoundError, Answer) as error:
-            gone = isinstance(error, FileNotFoundError) or error.code in _BLOCKS_GONE
-            if not gone or not self._is_complete(key, upload, began):
+        except FileNotFoundError:
+            if not self._is_there(key, upload, partial(_has_parts, upload)):
+                raise
+        except Answer as error:
+            is_new = partial(_is_made_since, began)
+            if error.code not in _BLOCKS_GONE or not self._is_there(key, upload, is_new):
                 raise
 
-    def _is_complete(self, key: str, upload: Upload, began: datetime) -> bool:
-        """Return whether a file is there that has the size of an upload, and was made since.
-
-        By S3's API reference the ETag of such a file ends with the count of its parts.
-        """
+    def _is_there(self, key: str, upload: Upload, is_it: Callable[[_Meta], bool]) -> bool:
+        """Return whether a file has the size of an upload, and whether ``is_it`` says so, too."""
         with suppress(OSError):
             meta = self._ask(key, _head)
-            count = -(-upload.nbytes // upload.part)
-            parts = _PARTS.search(f"{meta['e_tag']}")
-            return (
-                meta["size"] == upload.nbytes
-                and meta["last_modified"] >= began - _CLOCKS_DIFFER
-                and (parts is None or int(parts[1]) == count)
-            )
+            return meta["size"] == upload.nbytes and is_it(meta)
         return False
 
     def remove(self, key: str) -> None:
@@ -256,6 +251,18 @@ def _list(obstore: Any, store: Any, key: str) -> dict[str, Mapping[str, Any]]:
                 files.pop(path, None)
         seen.add(path)
     return files
+
+
+def _has_parts(upload: Upload, meta: _Meta) -> bool:
+    """Return whether a file has as many parts as an upload: S3's ETag ends with the count."""
+    count = -(-upload.nbytes // upload.part)
+    return f"{meta['e_tag']}".endswith(f'-{count}"')
+
+
+def _is_made_since(began: datetime, meta: _Meta) -> bool:
+    """Return whether a file may have been made after a time."""
+    modified: datetime = meta["last_modified"]
+    return modified >= began - _CLOCKS_DIFFER
 
 
 def _head(obstore: Any, store: Any, name: str) -> Mapping[str, Any]:

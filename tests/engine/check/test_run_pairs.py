@@ -21,8 +21,8 @@ from ckptool.engine.check import pairs as pairs_module
 from ckptool.engine.check import run_pairs
 from ckptool.engine.check.pairs import TensorPair
 from ckptool.engine.checksum import crc32
+from ckptool.engine.read.byte_reader import ByteReader
 from ckptool.engine.read.tensors import CheckedSource, TensorSource
-from ckptool.engine.read.tiles import ByteReader
 from ckptool.storage.local import LocalSource
 
 ROWS, COLUMNS = 6, 4

@@ -23,9 +23,9 @@ from ckptool.core.catalog import Chunk, EncodedBlob, Extent, Place, Record, Tens
 from ckptool.core.dtype import BY_NAME, DType
 from ckptool.core.layout import tiles
 from ckptool.engine.read import gather, segments
+from ckptool.engine.read.byte_reader import ByteReader
 from ckptool.engine.read.gather import Gatherer, unit
 from ckptool.engine.read.rounding import cast
-from ckptool.engine.read.tiles import ByteReader
 from ckptool.errors import Damaged
 from ckptool.storage.files import ReadPolicy
 from ckptool.storage.local import LocalReader, LocalSource

@@ -13,8 +13,9 @@ import pytest
 
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.dtype import BY_NAME
+from ckptool.engine.read.byte_reader import ByteReader, ByteSource, byte_job
 from ckptool.engine.read.tensors import tensor_job
-from ckptool.engine.read.tiles import LARGE, ByteReader, ByteSource, Job, byte_job, read_tiles
+from ckptool.engine.read.tiles import LARGE, Job, read_tiles
 from ckptool.errors import Damaged
 from ckptool.storage.files import TILE
 from ckptool.storage.local import LocalSource

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -13,14 +13,15 @@ from ckptool.commands.verify.compare.difference import differing_tensor
 from ckptool.commands.verify.compare.tensors import TensorComparison, note_differences
 from ckptool.core.box import Box
 from ckptool.core.catalog import TensorEntry
-from ckptool.core.layout import FileLayout, written_entries
+from ckptool.core.layout import written_entries
 from ckptool.core.planning.plan import Plan
 from ckptool.core.text import plural
 from ckptool.engine.check.pairs import PairSource, TensorPair
+from ckptool.engine.check.proof import proof_jobs
 from ckptool.engine.check.replicas import differing_replicas
 from ckptool.engine.check.rest import Rest
-from ckptool.engine.check.run_pairs import run_jobs
 from ckptool.engine.read.range_check import RangeCheck
+from ckptool.engine.read.sums import ReadSums
 from ckptool.engine.read.tensors import TensorSource
 from ckptool.engine.read.tiles import Progress, read_tiles
 from ckptool.errors import Changed, SourceError
@@ -31,18 +32,19 @@ def require_written(
     plan: Plan,
     numbers: Sequence[int],
     sides: tuple[Files, Files],
-    workers: int,
-    progress: Progress,
+    how: tuple[int, Progress],
+    sums: ReadSums,
     *,
     later: Collection[int] = (),
 ) -> RangeCheck:
     """Compare all bytes of some files of the layout with the source and the plan.
 
     Returns how many numbers the casts made infinite. Files that are written ``later`` hold no
-    tensors. ``sides`` are the files of the source and of the output. The elements of the source are
-    those to be written: renamed, cast and dequantized. Neither side is read by the tiles of the
-    plan, but row by row, at the place that its own description gives. Raises NotVerified if the
-    output is not as planned, and the errors of reading the source.
+    tensors. ``sides`` are the files of the source and of the output; ``sums`` are of what was read
+    to write them, ``how`` is the number of threads, and what is called with bytes. The elements of
+    the source are those to be written: renamed, cast and dequantized. Neither side is read by the
+    tiles of the plan, but row by row, at the place that its own description gives. Raises
+    NotVerified if the output is not as planned, and the errors of reading the source.
     """
     entries = [kept_rows(plan, entry) for entry in plan.entries]
     layout = replace(plan.layout, files=tuple(plan.layout.files[number] for number in numbers))
@@ -58,7 +60,8 @@ def require_written(
     found = TensorComparison()
     beyond = RangeCheck()
     source = PairSource(TensorSource(sides[0], beyond), TensorSource(sides[1]))
-    rest = _read_back(pairs, layout.files, source, found, (workers, progress))
+    rest = Rest(layout.files, source.sides)
+    _read_back(rest.jobs(proof_jobs(pairs, sums, source.sides)), source, rest, found, how)
     unreadable = (pair.one.name for pair in pairs if pair.one.name in found.unreadable)
     for name in unreadable:  # in the order of the tensors, not that of the threads
         side, error = found.unreadable[name]
@@ -70,7 +73,10 @@ def require_written(
         first = differing_tensor(differing[0], found.differences[differing[0].one.name])
         count = f"{len(differing):,} of {plural(len(pairs), 'tensor')}"
         raise not_verified(f"{count} differ between source (A) and output (B): {first.problem}")
-    copies = differing_replicas(written.values(), sides[1], workers)
+    try:
+        copies = differing_replicas(written.values(), sides[1], how[0])
+    except (SourceError, Changed) as error:
+        raise not_verified(f"a replica cannot be read back: {error.message}") from error
     if copies:
         raise not_verified(f"{plural(len(copies), 'replica')} differ after writing: {copies[0]}")
     if (problem := rest.problem()) is not None:
@@ -86,14 +92,13 @@ def _boxes(written: TensorEntry) -> tuple[Box, ...]:
 
 
 def _read_back(
-    pairs: Sequence[TensorPair],
-    files: Sequence[FileLayout],
+    jobs: Iterable[Any],
     source: PairSource,
+    rest: Rest,
     found: TensorComparison,
     how: tuple[int, Progress],
-) -> Rest:
-    """Read some files once, and collect their differences in ``found`` and in the result."""
-    rest = Rest(files, source.sides)
+) -> None:
+    """Read some files once, and collect their differences in ``found`` and ``rest``."""
     look = note_differences(found, CompareOptions())
 
     def sink(subject: str | None, tiles: Iterator[Any]) -> None:
@@ -102,6 +107,4 @@ def _read_back(
         else:
             look(subject, tiles)
 
-    jobs = run_jobs(pairs, source.sides)
-    read_tiles(source, rest.jobs(jobs), sink, *how)
-    return rest
+    read_tiles(source, jobs, sink, *how)

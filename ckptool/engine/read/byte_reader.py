@@ -1,0 +1,90 @@
+"""Read runs of bytes, whatever they are, and note what is to be checked of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from msgspec import Struct
+
+from ckptool.engine.read.segments import NotePiece, Segment
+from ckptool.engine.read.sums import ReadSums
+from ckptool.engine.read.tiles import Job, Subject, known_runs
+from ckptool.storage.files import Files
+
+
+class ByteReader:
+    """Reads runs of bytes for one thread, into memory that it uses again.
+
+    ``note`` is to be called with each piece of a checksummed record that is read. ``sums`` get the
+    checksum of all that is read here.
+    """
+
+    def __init__(
+        self,
+        source: Files,
+        note: NotePiece = lambda record, offset, data: None,
+        sums: ReadSums | None = None,
+    ) -> None:
+        self.files = source.reader()
+        self.tile = source.policy.tile
+        self.note = note
+        self._sums = sums
+        self._memory = memoryview(b"")
+
+    def close(self) -> None:
+        """Close all files."""
+        self.files.close()
+
+    def memory(self, nbytes: int) -> memoryview:
+        """Return so many bytes of memory, which the next call may return again."""
+        if nbytes > len(self._memory):
+            self._memory = memoryview(bytearray(nbytes))
+        return self._memory[:nbytes]
+
+    def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
+        """Fill the caller's memory; Damaged if the file ends before."""
+        self.files.read_into(file, offset, buffer)
+        if self._sums is not None:
+            self._sums.note(file, offset, buffer)
+
+    def read_segments(self, segments: Iterable[Segment], memory: memoryview) -> None:
+        """Fill memory with segments, and note those of records."""
+        for file, offset, nbytes, skip, record in segments:
+            data = memory[skip : skip + nbytes]
+            self.read_into(file, offset, data)
+            if record is not None:
+                self.note(record, offset, data)
+
+    def read(self, file: str, offset: int, nbytes: int) -> memoryview:
+        """Return bytes of a file, valid until the next are read."""
+        data = self.memory(nbytes)
+        self.read_into(file, offset, data)
+        return data
+
+    def run(self, file: str, offset: int, nbytes: int) -> Iterator[memoryview]:
+        """Read a run of bytes tile by tile."""
+        for start in range(0, nbytes, self.tile):
+            yield self.read(file, offset + start, min(self.tile, nbytes - start))
+
+
+class ByteSource(Struct, frozen=True):
+    """Files to read runs of bytes from."""
+
+    files: Files
+
+    @property
+    def sides(self) -> tuple[Files]:
+        """The files: one side."""
+        return (self.files,)
+
+    def reader(self) -> ByteReader:
+        """Return the reader for one thread."""
+        return ByteReader(self.files)
+
+
+def byte_job(
+    subject: Subject, file: str, offset: int, nbytes: int
+) -> Job[Subject, ByteReader, memoryview]:
+    """Return the job that reads a run of bytes."""
+    run = (file, offset, nbytes)
+    return Job(subject, lambda reader: reader.run(*run), [known_runs(run)], nbytes)

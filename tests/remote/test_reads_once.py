@@ -1,0 +1,123 @@
+"""Each byte of the source is read once, although all that is written is proved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from store_server import S3, s3, server
+
+from ckptool.commands.convert import prepare
+from ckptool.commands.options.rewrite import RewriteOptions
+from ckptool.commands.options.run import RunOptions
+from ckptool.commands.options.target import ConvertOptions, ReshardOptions, TransferOptions
+from ckptool.commands.reshard.reshard import prepare_reshard
+from ckptool.commands.transfer.transfer import Transfer
+from ckptool.core.casts import parse_casts
+from ckptool.core.sharding.placement import parse_mesh, parse_rule
+from ckptool.storage.local import LocalReader
+from ckptool.storage.url import Location, location
+
+SMALL = {"safetensors": "m", "torch-save": "m.pt", "dcp": "m", "dcp-safetensors": "m"}
+BESIDE = 1 << 20
+"""Bytes of headers at most, for 129 items of a DCP file."""
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """8 MiB in a large tensor, and 2 MiB in small ones."""
+    folder = tmp_path_factory.mktemp("source") / "dcp"
+    numbers = torch.Generator().manual_seed(5)
+    state = {f"small.{n}": torch.randn(64, 64, generator=numbers) for n in range(128)}
+    state |= {"large": torch.randn(1024, 2048, generator=numbers)}
+    dcp.save(state, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """The bytes that were read below each folder."""
+    found: dict[str, int] = {}
+    some, runs = LocalReader.read_some, LocalReader.read_runs
+
+    def read_some(self: LocalReader, file: str, offset: int, buffer: memoryview) -> int:
+        count = some(self, file, offset, buffer)
+        found[self._root] = found.get(self._root, 0) + count
+        return count
+
+    def read_runs(self: LocalReader, file: str, offset: int, step: int, wanted: Any) -> None:
+        found[self._root] = found.get(self._root, 0) + sum(map(len, wanted))
+        runs(self, file, offset, step, wanted)
+
+    monkeypatch.setattr(LocalReader, "read_some", read_some)
+    monkeypatch.setattr(LocalReader, "read_runs", read_runs)
+    return found
+
+
+def converted(source: Location, target: Location, to: str, **more: Any) -> Transfer[Any]:
+    transfer = TransferOptions(run=RunOptions(workers=2, fsync=False))
+    return prepare(source, target, ConvertOptions(to, transfer=transfer, **more))
+
+
+def resharded(source: Location, target: Location, mesh: str, *rules: str) -> Transfer[Any]:
+    transfer = TransferOptions(run=RunOptions(workers=2, fsync=False))
+    placed = tuple(map(parse_rule, rules))
+    return prepare_reshard(
+        source, target, ReshardOptions(parse_mesh(mesh), rules=placed, transfer=transfer)
+    )
+
+
+@pytest.mark.parametrize("to", SMALL)
+def test_a_convert_reads_once(to: str, source: Path, tmp_path: Path, reads: dict[str, int]) -> None:
+    transfer = converted(source, tmp_path / SMALL[to], to)
+    reads.clear()
+    transfer.run()
+    assert 0 <= reads[str(source)] - transfer.plan.read_bytes < BESIDE
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("2x4",), ("3",), ("2x2", "*=Shard(0),Shard(1)"), ("1x4", "*=Replicate(),Shard(1)")],
+    ids=" ".join,
+)
+def test_a_reshard_reads_once(
+    words: tuple[str, ...], source: Path, tmp_path: Path, reads: dict[str, int]
+) -> None:
+    transfer = resharded(source, tmp_path / "m", *words)
+    reads.clear()
+    transfer.run()
+    assert 0 <= reads[str(source)] - transfer.plan.read_bytes < BESIDE
+
+
+def test_what_is_cast_is_read_twice(source: Path, tmp_path: Path, reads: dict[str, int]) -> None:
+    casts = RewriteOptions(casts=parse_casts(["large=bf16"]))
+    transfer = converted(source, tmp_path / "m", "dcp", rewrite=casts)
+    again = 8 << 20
+    reads.clear()
+    transfer.run()
+    assert 0 <= reads[str(source)] - transfer.plan.read_bytes - again < BESIDE
+
+
+def nbytes(files: dict[str, bytes]) -> int:
+    return sum(map(len, files.values()))
+
+
+def test_from_a_store_each_byte_comes_once(source: Path, s3: S3, tmp_path: Path) -> None:
+    url = s3.put(source, "in")
+    transfer = converted(location(url), tmp_path / "m", "safetensors")
+    begun = sum(one.sent for one in s3.of("GetObject"))
+    transfer.run()
+    sent = sum(one.sent for one in s3.of("GetObject")) - begun
+    assert sent <= 1.02 * nbytes(s3.get("in"))
+
+
+def test_from_store_to_store_the_source_and_the_output_come_once_each(source: Path, s3: S3) -> None:
+    url = s3.put(source, "in")
+    transfer = resharded(location(url), location(s3.url("out")), "2x4")
+    begun = sum(one.sent for one in s3.of("GetObject"))
+    transfer.run()
+    sent = sum(one.sent for one in s3.of("GetObject")) - begun
+    assert sent <= 1.02 * (nbytes(s3.get("in")) + nbytes(s3.get("out")))
