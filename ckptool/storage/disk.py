@@ -34,6 +34,10 @@ def rename_new(source: Path, target: Path) -> None:
     os.rename(source, target)
 
 
+_BEGIN_WRITE = 2
+"""``SYNC_FILE_RANGE_WRITE`` of Linux."""
+
+
 def _rename(source: Path, target: Path, flag: int) -> bool:
     """Call ``renameat2``; False if this file system lacks it, OSError if it fails."""
     import ctypes
@@ -244,3 +248,15 @@ def allocate(descriptor: int, nbytes: int) -> None:
         if code not in _NOT_RESERVED:
             raise OSError(code, os.strerror(code))
     os.ftruncate(descriptor, nbytes)
+
+
+def begin_sync(descriptor: int, offset: int, nbytes: int) -> None:
+    """Begin to write a run of a file to its disk, where the system can; wait for nothing.
+
+    A later ``fsync`` then has little left to wait for, and reports what failed.
+    """
+    import ctypes
+
+    begin = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if begin is not None:
+        begin(descriptor, ctypes.c_int64(offset), ctypes.c_int64(nbytes), _BEGIN_WRITE)

@@ -25,7 +25,7 @@ def _load(task: str, mark: str) -> tuple[str, ...]:
 STORE_ROWS = (
     Row(
         "convert s3 -> local, to safetensors",
-        (*CONVERT, "{store}", *TO_SAFETENSORS, "--no-fsync", "--no-verify"),
+        (*CONVERT, "{store}", *TO_SAFETENSORS, "--no-fsync"),
         peers=(_BOTO3, _S3FS),
     ),
     Row("verify s3", (*CKPTOOL, "verify", "--quiet", "{store}"), peers=(_BOTO3,)),
@@ -33,7 +33,7 @@ STORE_ROWS = (
     Row(_S3FS, (*_PROGRAM, "s3fs-download", "{store}", "{target}"), needs=("s3fs",)),
     Row(
         "reshard s3 -> s3, --mesh 2x4",
-        (*RESHARD, "{store}", "{stored}", *ON_2X4, "--no-verify"),
+        (*RESHARD, "{store}", "{stored}", *ON_2X4),
         peers=(_BOTO3_TWICE,),
     ),
     Row(

@@ -107,8 +107,8 @@ class _PlanWriter:
         self._files = work.plan.layout.files
         self._source = work.source
         self._folder = folder
-        self._output = OutputFiles(folder, self._files, self._note)
         self._fsync = work.options.fsync
+        self._output = OutputFiles(folder, self._files, self._note, synced=self._fsync)
         self._progress = work.progress
         self._lock = threading.Lock()
         self._unfinished: dict[int, UnfinishedFile] = {}

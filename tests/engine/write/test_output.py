@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import zlib
 from contextlib import closing
 from pathlib import Path
@@ -140,3 +141,16 @@ def test_an_error_while_writing_is_not_hidden_by_what_is_kept(tmp_path: Path) ->
 
     with pytest.raises(ValueError, match="the first"):
         fail()
+
+
+def test_what_is_synced_while_it_is_written_is_the_same(tmp_path: Path) -> None:
+    """Windows are begun as writes pass their ends, in whatever order these come."""
+    step = output._SYNC
+    data = random.Random(3).randbytes(2 * step + 100)
+    files = OutputFiles(tmp_path, synced=True)
+    (tmp_path / "f").touch()
+    for start in (step - 7, 0, 2 * step, step + 1000):
+        end = {step - 7: step + 1000, 0: step - 7, 2 * step: len(data)}.get(start, 2 * step)
+        files.write("f", start, memoryview(data)[start:end])
+    files.close()
+    assert (tmp_path / "f").read_bytes() == data
