@@ -7,8 +7,8 @@ and its checksum is compared. So whatever a transfer does between the two is pro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache, partial
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from operator import add
 from typing import NamedTuple
 
@@ -65,10 +65,10 @@ class _Run(NamedTuple):
 
 
 class _Task(NamedTuple):
-    """A run that is proved: its pair, and the segments of the written tensor if it has such."""
+    """A run that is proved: its pair, and the segments of all that is written, if it has such."""
 
     pair: TensorPair
-    find: Callable[[], list[Segment] | None]
+    written: list[Segment] | None
     run: _Run
 
     @property
@@ -92,9 +92,9 @@ def proof_jobs(
             compared.append(pair)
             continue
         by_request = sides[1].policy.by_request  # each read of a store is announced by itself
-        find = cache(partial(_no_segments if by_request else _segments, pair))
+        written = None if by_request else segments_of_tensor(pair.other)
         for run in runs:
-            tasks.append(_Task(pair, find, run))
+            tasks.append(_Task(pair, written, run))
             nbytes += tasks[-1].nbytes
             if nbytes >= PAIR_TILE or len(tasks) >= _MOST:
                 yield _job(tasks, nbytes)
@@ -154,14 +154,6 @@ def _are_written(pair: TensorPair, runs: Iterable[_Run]) -> bool:
     )
 
 
-def _segments(pair: TensorPair) -> list[Segment] | None:
-    return segments_of_tensor(pair.other)
-
-
-def _no_segments(pair: TensorPair) -> None:
-    return None
-
-
 def _needs(tasks: Iterable[_Task], block: int) -> Iterator[Need]:
     """Yield what is read of the output for some runs."""
     for task in tasks:
@@ -195,14 +187,13 @@ def _prove(tasks: Sequence[_Task], readers: SideReaders) -> Iterator[PairTile]:
 
 def _segments_of(task: _Task) -> list[Segment] | None:
     """Return the segments of the output that a run is in, in order; None if it is in no such."""
-    segments, box = task.find(), task.run.box
-    if segments is None:
+    if task.written is None:
         return None
-    size, shape = task.pair.one.dtype.itemsize, task.pair.one.shape
+    size, shape, box = task.pair.one.dtype.itemsize, task.pair.one.shape, task.run.box
     skip = 0 if box.shape == shape else skips_in(shape, size)(box)
     if skip is None:
         return None
-    return list(cut_out(segments, skip + task.run.start * size, task.nbytes))
+    return list(cut_out(task.written, skip + task.run.start * size, task.nbytes))
 
 
 def _joined(memory: memoryview, spans: Spans) -> memoryview | bytes:
