@@ -156,16 +156,24 @@ def _place(view: View, spans: list[ByteSpan], starts: list[int]) -> bool:
 
 
 def _own_spans(file: str, views: list[View]) -> list[ByteSpan]:
-    """Return spans without a checksum: one per tensor, or one for tensors that share bytes."""
+    """Return spans without a checksum: one for each tensor, for those that share bytes, and for
+    small ones of one type that adjoin.
+    """
     spans: list[ByteSpan] = []
     for view in sorted(views, key=lambda view: (view.start, -view.nbytes)):
         start = view.start - spans[-1].offset if spans else 0
-        if not spans or start % view.dtype.itemsize or view.start >= spans[-1].end:
+        if not spans or start % view.dtype.itemsize or not _belongs(view, spans[-1]):
             spans.append(ByteSpan(file, view.start, 0, None, f"{file}: {view.tensor}"))
             start = 0
         spans[-1].nbytes = max(spans[-1].nbytes, start + view.nbytes)
         spans[-1].views.append(replace(view, start=start))
     return spans
+
+
+def _belongs(view: View, span: ByteSpan) -> bool:
+    """Return whether a view shares bytes with a span, or is to be read with it."""
+    is_next = view.start == span.end and view.dtype is span.views[-1].dtype
+    return view.start < span.end or (is_next and span.nbytes + view.nbytes <= _TILE)
 
 
 def scattered_not_finite(views: Views, source: Files) -> tuple[set[str], list[Problem]]:
