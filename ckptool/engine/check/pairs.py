@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -156,50 +156,25 @@ def bytes_at_a_time(pair: TensorPair) -> int:
 
 
 def read_both(pair: TensorPair, boxes: Sequence[Box], readers: SideReaders) -> Iterator[PairTile]:
-    """Read boxes of both tensors as elements."""
-
-    def read(side: int, box: Box) -> Array:
-        return readers.elements[side].read_values((pair.one, pair.other)[side], box)
-
-    for nbytes, box, values in read_sides(pair, boxes, read):
-        if isinstance(values, Failure):
-            yield PairTile(nbytes, pair, box, failure=values)
-        else:
-            yield PairTile(nbytes, pair, box, values)
-
-
-def read_sides(
-    pair: TensorPair, boxes: Sequence[Box], read: Callable[[int, Box], Side]
-) -> Iterator[tuple[int, Box, tuple[Side, Side] | Failure]]:
-    """Yield the bytes of each box, and what ``read`` returns for either side.
+    """Read boxes of both tensors as elements.
 
     The first failure ends this: its bytes are those of all boxes that are left.
     """
     sizes = [box.volume * pair.itemsize for box in boxes]
     for at, box in enumerate(boxes):
-        sides = []
-        for side in (0, 1):
+        sides: list[Array] = []
+        for side, entry in enumerate((pair.one, pair.other)):
             try:
-                sides.append(read(side, box))
+                sides.append(readers.elements[side].read_values(entry, box))
             except CkptoolError as error:
-                yield sum(sizes[at:]), box, Failure(side, error)
+                yield PairTile(sum(sizes[at:]), pair, box, failure=Failure(side, error))
                 return
-        yield sizes[at], box, (sides[0], sides[1])
+        yield PairTile(sizes[at], pair, box, (sides[0], sides[1]))
 
 
 def same_bits(one: Array, other: Array) -> bool:
     """Return whether two C-ordered arrays of one size hold the same bytes."""
-    return same_memory(one.ctypes.data, other.ctypes.data, one.nbytes)
-
-
-def same_memory(one: int, other: int, nbytes: int) -> bool:
-    """Return whether two addresses are followed by the same bytes."""
-    return not _memcmp(one, other, nbytes)
-
-
-def address(memory: memoryview) -> int:
-    """Return where writable memory of one byte or more begins."""
-    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    return not _memcmp(one.ctypes.data, other.ctypes.data, one.nbytes)
 
 
 _memcmp = ctypes.CDLL(None).memcmp

@@ -25,7 +25,7 @@ from ckptool.engine.check.pairs import (
     read_both,
     same_bits,
 )
-from ckptool.engine.check.run_pairs import Spans, read_close, run_jobs
+from ckptool.engine.check.run_pairs import read_close, run_jobs
 from ckptool.engine.read.containers import Need, open_place
 from ckptool.engine.read.segments import (
     Segment,
@@ -169,13 +169,13 @@ def _prove(tasks: Sequence[_Task], readers: SideReaders) -> Iterator[PairTile]:
             scattered.append(task)
         else:
             straight.append((task, segments))
-    try:
-        memory, places = read_close(readers.bytes[1], [segments for _, segments in straight])
-    except CkptoolError:
-        scattered, straight, places = [*tasks], [], []
     unequal = list[_Task]()
-    for (task, _), spans in zip(straight, places, strict=True):
-        if checksum(_joined(memory, spans)) == task.run.checksum:
+    try:
+        written = [*read_close(readers.bytes[1], [segments for _, segments in straight])]
+    except CkptoolError:
+        scattered, straight, written = [*tasks], [], []
+    for (task, _), data in zip(straight, written, strict=True):
+        if checksum(data) == task.run.checksum:
             yield PairTile(2 * task.nbytes)
         else:
             unequal.append(task)
@@ -194,14 +194,6 @@ def _segments_of(task: _Task) -> list[Segment] | None:
     if skip is None:
         return None
     return list(cut_out(task.written, skip + task.run.start * size, task.nbytes))
-
-
-def _joined(memory: memoryview, spans: Spans) -> memoryview | bytes:
-    """Return the bytes at some places of memory, in order."""
-    if len(spans) == 1:
-        place, nbytes = spans[0]
-        return memory[place : place + nbytes]
-    return b"".join([memory[place : place + nbytes] for place, nbytes in spans])
 
 
 def _prove_elements(task: _Task, readers: SideReaders) -> Iterator[PairTile]:
