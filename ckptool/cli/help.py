@@ -22,26 +22,28 @@ def _read_pages() -> dict[str, str]:
 
 def help(
     context: typer.Context,
-    topic: Annotated[
-        str | None,
+    words: Annotated[
+        list[str] | None,
         typer.Argument(
-            metavar="[TOPIC]",
-            help="Show this page, or the help of this command.",
+            metavar="[TOPIC | WORD]",
+            help="Show this page, the help of this command, or the sections that have a word.",
             autocompletion=complete_from(lambda: [*_read_pages(), *SUMMARIES]),
         ),
     ] = None,
 ) -> None:
-    """List the pages of the documentation and the commands, or show one."""
-    from ckptool.render.help import show_page, show_topics
+    """List the pages of the documentation and the commands, show one, or search them."""
+    from ckptool.render.help import find_word, show_page, show_places, show_topics
 
-    pages = _read_pages()
-    if topic is None:
+    pages, topic = _read_pages(), " ".join(words or [])
+    if not topic:
         show_topics(pages, SUMMARIES)
     elif topic in pages:
         show_page(pages[topic])
         _note_command(topic)
     elif topic in SUMMARIES:
         app([topic, "--help"], prog_name=context.find_root().info_name)
+    elif places := find_word(pages, topic):
+        show_places(places)
     else:
         hint = did_you_mean(topic, [*pages, *SUMMARIES], "list them: ckptool help")
         raise UsageError(f"{topic}: no such topic or command", hint=hint)

@@ -7,14 +7,22 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
+from operator import itemgetter
 from shutil import which
+from typing import NamedTuple
 
-from ckptool.render.text import console, header_table
+from rich.text import Text
+
+from ckptool.core.text import plural
+from ckptool.render.text import console, emit, header_table
 
 _WIDEST = 120
 """Columns of the pages: longer lines are hard to read."""
+_FOR_DEVELOPERS = ("adding-a-format", "architecture", "benchmarks", "decisions")
+_MOST_PLACES = 20
+"""Sections that are listed for a word."""
 _CANNOT_RUN = (126, 127)
 """Exit codes of a shell that cannot run or find a command."""
 
@@ -38,6 +46,60 @@ def show_topics(pages: Mapping[str, str], commands: Mapping[str, str]) -> None:
         screen.print(table, markup=False)
         screen.print()
     screen.print("ckptool help TOPIC shows a page, ckptool COMMAND --help the options of a command")
+
+
+class Place(NamedTuple):
+    """A section that has a word: its page and heading, and the first sentence that has it."""
+
+    topic: str
+    heading: str
+    sentence: str
+
+
+def find_word(pages: Mapping[str, str], word: str) -> list[Place]:
+    """Return the sections that have a word, or one that begins so.
+
+    First come those that have it in their headings, last those of pages for developers.
+    """
+    letters = re.escape(word).replace(r"\ ", r"[\s-]+")
+    pattern = re.compile(rf"(?i)(?<![a-z0-9]){letters}")
+    found: list[tuple[bool, bool, Place]] = []
+    for topic, page in pages.items():
+        for section in re.split(r"(?m)^#+ ", page)[1:]:
+            heading, _, text = section.partition("\n")
+            in_heading = pattern.search(heading) is not None
+            sentence = next(filter(pattern.search, _sentences(text)), None)
+            if in_heading or sentence is not None:
+                place = Place(topic, _plain(heading), sentence or "")
+                found.append((topic in _FOR_DEVELOPERS, not in_heading, place))
+    return [place for _, _, place in sorted(found, key=itemgetter(0, 1))]
+
+
+def show_places(places: Sequence[Place]) -> None:
+    """List sections of pages, each with the line that has the word."""
+    screen = console()
+    lines: list[Text] = []
+    for place in places[:_MOST_PLACES]:
+        lines.append(Text.assemble((place.topic, "bold"), f"  {place.heading}"))
+        lines += [Text(f"    {place.sentence}")] if place.sentence else []
+    if len(places) > _MOST_PLACES:
+        lines.append(Text(f"and {plural(len(places) - _MOST_PLACES, 'more section')}"))
+    emit(screen, [*lines, Text("ckptool help TOPIC shows a page")])
+
+
+def _sentences(text: str) -> Iterator[str]:
+    """Yield the sentences of Markdown as text; a row of a table, or a line of code, is one."""
+    for paragraph in re.split(r"\n\s*\n|\n(?=[-*] |[|$ ]|\d+\. )", text):
+        if paragraph.lstrip("\n").startswith("|"):
+            cells = re.split(r"(?<!\\)\|", paragraph.strip().strip("|"))
+            yield _plain("  ".join(cell.strip() for cell in cells))
+        else:
+            yield from re.split(r"(?<=[.:?]) (?=[A-Z`*-])", _plain(" ".join(paragraph.split())))
+
+
+def _plain(text: str) -> str:
+    """Return Markdown without its marks."""
+    return re.sub(r"`|\*\*|^[-*] |\\(?=\|)", "", text)
 
 
 def first_sentence(page: str) -> str:

@@ -98,7 +98,7 @@ def test_a_command_is_its_own_help(command: str) -> None:
     [
         ("sotres", "did you mean stores?"),
         ("inpsect", "did you mean inspect?"),
-        ("42", "list them: ckptool help"),
+        ("zzz", "list them: ckptool help"),
     ],
 )
 def test_an_unknown_topic_is_a_usage_error(topic: str, hint: str) -> None:
@@ -162,3 +162,27 @@ def test_help_shows_every_word_and_wraps_by_the_terminal(command: str) -> None:
     assert [text for text in texts if text not in shown] == []
     paragraphs = cleandoc(load_command(command).help).split("\n\n")
     assert [text for text in paragraphs if f"\n {text} " not in shown] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "places"),
+    [
+        (["nan"], [("recipes", "Which rank holds this tensor? Where is a NaN?")]),
+        (["latest", "good"], [("options", "verify"), ("verify", "Find the newest good step")]),
+        (["manifest"], [("verify", "Manifests"), ("options", "verify")]),
+        (["torchrun"], [("options", "reshard"), ("reshard", "Many machines")]),
+    ],
+)
+def test_a_word_is_found_in_the_pages(words: list[str], places: list[tuple[str, str]]) -> None:
+    shown = run(*words)
+    found = re.findall(r"^(\S+)  (.+?) *$", shown, re.M)
+    assert set(places) <= set(found)
+    assert shown.rstrip().endswith("ckptool help TOPIC shows a page")
+
+
+def test_a_section_is_shown_with_the_sentence_that_has_the_word() -> None:
+    lines = [line.strip() for line in run("infinite").splitlines()]
+    assert "--fail-nonfinite  Report NaN and infinite values as errors." in lines
+    assert (
+        "its model has no NaN or infinite values, unless --allow-nonfinite accepts them." in lines
+    )
