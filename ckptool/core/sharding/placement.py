@@ -18,6 +18,7 @@ from ckptool.core.sharding.cuts import (
     placements_of,
 )
 from ckptool.core.sharding.dtensor import LocalShard, local_shards
+from ckptool.core.text import plural
 from ckptool.errors import Unsupported, UsageError
 
 _MOST_RANKS = 131_072
@@ -145,8 +146,8 @@ class Placer(Struct, frozen=True):
         placements = rule.placements or ()
         if len(placements) != len(self.mesh.shape):
             raise UsageError(
-                f"the rule {rule.glob!r} has {len(placements)} placements, the mesh"
-                f" {'x'.join(map(str, self.mesh.shape))} has {len(self.mesh.shape)} dims"
+                f"the rule {rule.glob!r} has {plural(len(placements), 'placement')}, the mesh"
+                f" {'x'.join(map(str, self.mesh.shape))} has {plural(len(self.mesh.shape), 'dim')}"
             )
         return placements
 
