@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, fields
 from functools import cached_property
-from io import StringIO
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,10 @@ sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 settings.register_profile("ckptool", deadline=None)
 settings.load_profile("ckptool")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--rewrite-screens", action="store_true", help="keep what commands show now")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -330,14 +334,29 @@ def flipped(copy_of: Callable[[str], Path]) -> Path:
     return folder
 
 
-def run_command(*words: object, cwd: Path | None = None) -> Ended:
+class Stream(TextIOWrapper):
+    """What a pipe is given, or a terminal."""
+
+    def __init__(self, *, terminal: bool) -> None:
+        self._bytes = BytesIO()
+        self._terminal = terminal
+        super().__init__(self._bytes, encoding="utf-8", write_through=True)
+
+    def isatty(self) -> bool:
+        return self._terminal
+
+    def getvalue(self) -> str:
+        return self._bytes.getvalue().decode()
+
+
+def run_command(*words: object, cwd: Path | None = None, terminal: bool = False) -> Ended:
     """Run ``ckptool`` in this process; a process of its own takes the time of its imports."""
     from ckptool.cli import _run
 
     with (
         pytest.MonkeyPatch.context() as patch,
-        redirect_stdout(StringIO()) as said,
-        redirect_stderr(StringIO()) as complained,
+        redirect_stdout(Stream(terminal=terminal)) as said,
+        redirect_stderr(Stream(terminal=terminal)) as complained,
     ):
         patch.setattr(sys, "argv", ["ckptool", *map(str, words)])
         patch.chdir(cwd or Path.cwd())
