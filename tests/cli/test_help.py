@@ -93,21 +93,6 @@ def test_a_command_is_its_own_help(command: str) -> None:
     assert run(command) == CliRunner().invoke(app, [command, "--help"]).stdout
 
 
-@pytest.mark.parametrize(
-    ("topic", "hint"),
-    [
-        ("sotres", "did you mean stores?"),
-        ("inpsect", "did you mean inspect?"),
-        ("zzz", "list them: ckptool help"),
-    ],
-)
-def test_an_unknown_topic_is_a_usage_error(topic: str, hint: str) -> None:
-    line = [sys.executable, "-m", "ckptool", "help", topic]
-    done = subprocess.run(line, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"error: {topic}: no such topic or command\nhint: {hint}\n"
-
-
 # On a terminal
 
 

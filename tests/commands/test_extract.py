@@ -213,12 +213,6 @@ def test_complex_numbers_are_pairs_in_json(tmp_path: Path) -> None:
     assert [t["values"] for t in found["tensors"]] == [[[1.0, 2.0]], [[3.0, -1.0]]]
 
 
-def test_a_value_is_not_a_tensor() -> None:
-    with pytest.raises(UsageError, match="not a tensor, but a value") as caught:
-        open_slices(DCP, ["step"], ExtractOptions())
-    assert "--values" in str(caught.value.hint)
-
-
 def test_a_value_whose_name_reads_like_a_slice_is_that_value(tmp_path: Path) -> None:
     torch.save({"v": torch.ones(3), "v[1]": 5}, tmp_path / "v.pt")
     with pytest.raises(UsageError, match=r"'v\[1\]': not a tensor, but a value"):

@@ -69,7 +69,6 @@ def test_the_report_as_json(source: Path, out: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (["--map", "torchtitan-lama"], 2, "hint: did you mean torchtitan-llama3?"),
         (["--map", "bert"], 2, "hint: auto, one of megatron-deepseek-v3, megatron-exaone"),
         (["--map", "torchtitan-llama3"], 2, "pass --dim head=N --dim kv=N, or"),
         (["--map", "torchtitan-llama3", "--dim", "head"], 2, "expected NAME=SIZE"),
@@ -94,7 +93,6 @@ def test_maps_are_listed_and_printed() -> None:
     assert 'from = "output.weight"' in printed
     as_json = json.loads(run_command("maps", "meta-llama", "--json").stdout)
     assert as_json["maps"][0]["toml"] == printed
-    assert run_command("maps", "meta-lama").code == 2
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from typer.testing import CliRunner
 
 import ckptool
 from ckptool.cli.app import app
-from ckptool.errors import UsageError
 from ckptool.render.inspect.listing import stats_lines, tensor_lines, value_lines
 from ckptool.render.inspect.overview import module_lines, overview
 from ckptool.render.text import columns
@@ -59,11 +58,6 @@ def test_a_part_of_a_name_finds_all_that_contain_it(option: str, path: str) -> N
 def test_a_whole_name_is_that_tensor_alone(tmp_path: Path) -> None:
     save_file({"w": torch.zeros(1), "w.scale": torch.zeros(1)}, tmp_path / "m.safetensors")
     assert names(run(str(tmp_path / "m.safetensors"), "--tensors", "w"))[1:] == ["w"]
-
-
-def test_what_nothing_contains_is_refused(path: str) -> None:
-    done = CliRunner().invoke(app, ["inspect", path, "--tensors", "k_proj"])
-    assert isinstance(done.exception, UsageError)
 
 
 def test_tensors_by_size(path: str) -> None:

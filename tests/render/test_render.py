@@ -26,7 +26,7 @@ from ckptool.core.catalog import (
     TensorEntry,
 )
 from ckptool.core.dtype import BY_NAME
-from ckptool.core.mesh import Mesh, Replicate, Shard, StridedShard
+from ckptool.core.mesh import Shard, StridedShard
 from ckptool.errors import UsageError
 from ckptool.formats import FORMATS
 from ckptool.render.inspect.listing import fold, products
@@ -122,18 +122,6 @@ def test_products_name_every_tuple_once():
     assert sorted(named) == sorted(found)
 
 
-def test_overview_tells_format_mesh_parts_and_folded_layers():
-    placements = (Shard(0), Replicate())
-    layers = [tensor(f"model.l.{i}.w", (4096, 4096), placements=placements) for i in range(32)]
-    mesh = {"world_size": 4, "mesh": Mesh.of((2, 2), ("dp", "tp")), "mesh_source": "declared"}
-    shown = screen(*layers, catalog=mesh | {"info": {"writer": "torch"}}, objects={"step": 7})
-    assert "dp 2 x tp 2, declared" in shown
-    assert "32 tensors, 537 M parameters, 2.00 GiB in 1 file" in shown
-    assert "model.l.{0..31}.w  [4096, 4096]  fp32  Shard(0), Replicate()  x32" in shown
-    assert "100.0%" in shown
-    assert "1 non-tensor value" in shown
-
-
 def test_what_the_files_record_of_their_making_has_rows_of_its_own():
     info = {"writer": "torch", "metadata version": "1", "framework": "Megatron-core"}
     info |= {"version": "0.20", "parallelism": "TP 2, PP 1", "arguments": "layers 4"}
@@ -144,11 +132,6 @@ def test_what_the_files_record_of_their_making_has_rows_of_its_own():
     assert ["arguments", "layers", "4"] in lines
     info = {"writer": "ByteCheckpoint", "version": "0.0.2"}
     assert "ByteCheckpoint 0.0.2" in screen(tensor("w"), catalog={"info": info})
-
-
-def test_an_inferred_mesh_is_called_inferred():
-    shown = screen(tensor("w"), catalog={"mesh": Mesh.of((4,)), "mesh_source": "inferred"})
-    assert "4, inferred from chunks and writers" in shown
 
 
 @pytest.mark.parametrize("width", [40, 80, 120])

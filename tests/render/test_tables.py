@@ -15,7 +15,6 @@ from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
 from ckptool.cli.app import app
-from ckptool.errors import UsageError
 
 VIEWS = {
     "tensors": ["--tensors", "*"],
@@ -60,14 +59,6 @@ def test_no_name_breaks_a_row_of_csv_or_is_a_formula(tmp_path: Path) -> None:
     }
 
 
-def test_a_run_is_a_table_of_its_steps(tmp_path: Path) -> None:
-    for step in (1, 2):
-        (tmp_path / f"step-{step}").symlink_to(case("dcp_base").path)
-    lines = run(str(tmp_path), "--format", "markdown").splitlines()
-    assert lines[0].startswith("| path | number | saved | bytes |")
-    assert len(lines) == 4
-
-
 def test_no_name_is_markup_or_breaks_a_row(tmp_path: Path) -> None:
     from markdown_it import MarkdownIt
 
@@ -82,17 +73,3 @@ def test_no_name_is_markup_or_breaks_a_row(tmp_path: Path) -> None:
     assert all(child.type in ("text", "text_special") for children in names for child in children)
     shown = {"".join(child.content for child in children) for children in names}
     assert shown == {name.replace("\n", "\\n") for name in HOSTILE}
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--format", "cvs"], "invalid --format 'cvs'"),
-        (["--format", "csv", "--json"], "not with --format csv"),
-        (["--format", "csv", "--depth", "1", "--values"], "one table, not modules and values"),
-    ],
-)
-def test_what_makes_no_sense_is_reported(words: list[str], said: str) -> None:
-    done = CliRunner().invoke(app, ["inspect", str(case("dcp_base").path), *words])
-    assert isinstance(done.exception, UsageError)
-    assert said in done.exception.message

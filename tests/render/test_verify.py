@@ -20,18 +20,6 @@ def junit(*words: str) -> ElementTree.Element:
     return ElementTree.fromstring(run_verify(*words, "--format", "junit").stdout)
 
 
-def test_junit_has_a_case_for_each_check(flipped: Path) -> None:
-    (suite,) = junit(str(flipped))
-    cases = {one.get("name"): one for one in suite}
-    assert (suite.get("name"), suite.get("failures")) == (str(flipped), "1")
-    assert tuple(cases) == ALWAYS
-    assert {one.get("classname") for one in suite} == {str(flipped)}
-    failure = cases["structure"].find("failure")
-    assert "crc-mismatch: " in failure.text
-    assert "CRC-32" in failure.text
-    assert [name for name, one in cases.items() if one.find("failure") is not None] == ["structure"]
-
-
 def test_junit_has_the_checks_that_were_asked(flipped: Path, tmp_path: Path) -> None:
     (suite,) = junit(str(flipped), "--against", str(flipped))
     assert "comparison" in {one.get("name") for one in suite}
@@ -95,21 +83,6 @@ def test_annotations_cannot_be_forged(tmp_path: Path) -> None:
     line = annotation(SimpleNamespace(path=tmp_path), finding)
     assert "\n" not in line
     assert line.endswith("x%2Cy%3Az\\n,title=ckptool not-finite::a\\n::error::b 100%25")
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (("--format", "xml"), "invalid --format 'xml'"),
-        (("--format", "junit", "--json"), "--json is --format json"),
-        (("--format", "junit", "--salvage", "x"), "cannot be combined with --salvage"),
-        (("--junit", "x.xml"), "Did you mean --format junit"),
-    ],
-)
-def test_formats_that_make_no_sense(words: tuple[str, ...], says: str) -> None:
-    done = run_verify(str(case("dcp_base").path), *words)
-    assert done.exit_code != 0
-    assert says in f"{done.stderr}{done.exception}"
 
 
 def test_the_codes_are_listed() -> None:

@@ -63,4 +63,5 @@ OTHERS: dict[str, Callable[[Path], None]] = {
     "run": write_run,
     "damaged_run": write_damaged_run,
     "notes": write_text,
+    "empty": Path.mkdir,
 }

@@ -44,7 +44,9 @@ INSPECT = {
     "inspect-shards": on_terminal("inspect rank_strided --shards '*'"),
     "inspect-values": on_terminal("inspect zip_zoo --values"),
     "inspect-stats": on_terminal("inspect dcp_zoo --stats 'view.*'", width=120),
-    "inspect-markdown": in_a_pipe("inspect dcp_fsdp2 --format markdown"),
+    "inspect-markdown": in_a_pipe(
+        "inspect dcp_fsdp2 --format markdown", "inspect run --format markdown"
+    ),
     "inspect-run": on_terminal("inspect run"),
     "inspect-run-60": on_terminal("inspect run", width=60),
     "inspect-damaged": on_terminal("inspect truncated"),
@@ -53,11 +55,17 @@ INSPECT = {
         *("inspect torchscript", "inspect orbax", "inspect notes", "inspect nowhere"),
     ),
     "inspect-mistyped": on_terminal(
-        *("inspekt dcp_base", "inspect dcp_base --tensorz w", "inspect dcp_base --format cvs"),
-        *("inspect dcp_base --shards plian", "inspect dcp_base --html"),
-        *("inspect dcp_base --export page.html",),
+        *("inspect dcp_base --tensorz w", "inspect dcp_base --tensors k_proj"),
+        *("inspect dcp_base --shards plian", "inspect dcp_base --stats plian"),
+        *("inspect dcp_base --format cvs", "inspect dcp_base --format csv --json"),
+        *("inspect dcp_base --format csv --depth 1 --values", "inspect dcp_base --html"),
+        *("inspect dcp_base --export page.html", "inspect page.html"),
     ),
-    "inspect-json": in_a_pipe("inspect truncated --json", "inspect nowhere --json"),
+    "inspect-json": in_a_pipe("inspect truncated --json"),
+    "inspect-error-json": in_a_pipe(
+        *("inspect nowhere --json", "inspect --bogus --json", "inspect dcp_base --shards q --json"),
+        "inspect index_no_json --json",
+    ),
 }
 
 CONVERT = {
@@ -134,6 +142,7 @@ RESHARD = {
         "reshard dcp_base out --mesh 2x2 --shard 'w=colwize'",
         "reshard dcp_base out --mesh 2x2 --shard 'x*=colwise'",
         "reshard dcp_base out --mesh 2x2 --policy fspd",
+        "reshard dcp_base out --mesh 2x2 --to dpc",
         "reshard dcp_base out --mesh 2x2 --plan plan.toml",
         "reshard rank_differing out --mesh 2",
     ),
@@ -144,7 +153,10 @@ VERIFY = {
         *("verify dcp_base", "verify dcp_base --quick", "verify dcp_base --sample 50%"),
         "verify dcp_base --strict --quiet",
     ),
-    "verify-damaged": on_terminal("verify truncated", "verify data_flipped", "verify no_metadata"),
+    "verify-damaged": on_terminal(
+        *("verify truncated", "verify data_flipped", "verify data_flipped --quiet"),
+        "verify no_metadata",
+    ),
     "verify-stale-files": on_terminal("verify stale_files", "verify stale_files --strict"),
     "verify-ranks": on_terminal(
         "verify rank_lost", "verify rank_copied_over", "verify replicas_differ"
@@ -153,7 +165,10 @@ VERIFY = {
         "verify shard_truncated", "verify indexed_file_lost", "verify total_size_wrong"
     ),
     "verify-odd-kinds": on_terminal("verify odd_kinds"),
-    "verify-run": on_terminal("verify run --all", "verify run --latest-good", "verify run"),
+    "verify-run": on_terminal(
+        *("verify run --all", "verify run --latest-good", "verify run"),
+        "verify run --against run",
+    ),
     "verify-against": on_terminal(
         "verify dcp_fsdp2 --against dcp_fsdp2",
         "verify dcp_base --against data_flipped",
@@ -167,11 +182,19 @@ VERIFY = {
         "verify dcp_fsdp2 --manifest good.json",
     ),
     "verify-salvage": on_terminal("verify truncated --salvage out"),
-    "verify-ci": in_a_pipe("verify truncated --format junit", "verify truncated --format github"),
+    "verify-ci": in_a_pipe(
+        "verify truncated --format junit",
+        "verify data_flipped --format junit",
+        "verify truncated --format github",
+    ),
     "verify-codes": on_terminal("verify --codes"),
     "verify-mistyped": on_terminal(
         *("verify dcp_base --ignore crc-mismach", "verify dcp_base --format juint"),
+        *("verify dcp_base --format 42", "verify dcp_base --format junit --json"),
+        *("verify dcp_base --format junit --salvage out", "verify dcp_base --junit x.xml"),
+        *("verify dcp_base --ranks",),
         *("verify dcp_base --from torch-svae", "verify dcp_base --sample 200%", "verify nowhere"),
+        *("verify notes", "verify empty"),
     ),
 }
 
@@ -190,6 +213,7 @@ OTHERS = {
         "extract dcp_fsdp2_tp '*bias' --out bias.safetensors",
     ),
     "extract-refused": on_terminal(
+        "extract dcp_base plian",
         *("extract dcp_fsdp2_tp model.threee", "extract dcp_fsdp2_tp 'model.three[x]'"),
         *("extract dcp_fsdp2_tp 'model.three[5]'", "extract dcp_fsdp2_tp step"),
         *("extract dcp_fsdp2_tp '*bias' --out bias.bin", "extract truncated w"),
@@ -198,7 +222,7 @@ OTHERS = {
     "prune": on_terminal("prune run --keep-last 1 --keep-every 200 --yes", "inspect run"),
     "prune-refused": on_terminal(
         *("prune run", "prune dcp_base --keep-last 1", "prune damaged_run --keep-last 1 --yes"),
-        *("prune nowhere --keep-last 1",),
+        *("inspect damaged_run", "prune nowhere --keep-last 1"),
     ),
     "bench-refused": on_terminal(
         "bench --strategies torch-svae", "bench --size 4XB", "bench --ranks 0"
@@ -210,7 +234,15 @@ OTHERS = {
         "maps meta-llama --check llama_consolidated",
         "maps torchtitan-llama3 --check dcp_fsdp2",
     ),
-    "help": on_terminal("--version", "help", "help sotres"),
+    "help": on_terminal("--version", "help", "help sotres", "help inpsect", "help 42"),
+    "mistyped-commands": on_terminal(
+        *("inpsect dcp_base", "verfy dcp_base", "dif dcp_base", "elsewhere", "formats --map"),
+    ),
+    "former-options": on_terminal(
+        *("inspect dcp_base --map w", "inspect dcp_base --ranks", "convert a b --one-rank"),
+        *("reshard dcp_base --unstack", "verify dcp_base --finite"),
+        "verify dcp_base --against-from dcp",
+    ),
     "help-options": on_terminal("--help"),
 }
 

@@ -14,10 +14,8 @@ from conftest import CASES, Case, by_name, case
 from prune_runs import damage, fates, hashes, names_in, pruned
 from pruned_runs import SOURCE, run_of
 from safetensors.numpy import save_file
-from typer.testing import CliRunner
 
 import ckptool
-from ckptool.cli.app import app
 from ckptool.commands.options.prune import PruneOptions
 from ckptool.commands.runs.prune import prune
 from ckptool.errors import CkptoolError, Unrecognized, Unsupported
@@ -51,27 +49,6 @@ def test_a_damaged_step_is_none_of_the_promised(tmp_path: Path) -> None:
     }  # fmt: skip
     assert len(names_in(run)) == 4
     assert report.ok
-
-
-def test_without_a_good_step_nothing_goes(tmp_path: Path) -> None:
-    run = run_of(tmp_path, 1, 2)
-    for step in run.iterdir():
-        damage(step)
-    ran = CliRunner().invoke(app, ["prune", str(run), "--keep-last", "1", "--yes", "--json"])
-    assert ran.exit_code == 1
-    assert len(names_in(run)) == 2
-    assert json.loads(ran.stdout)["good"] == 0
-
-
-def test_a_damaged_step_that_a_rule_keeps_stays_and_is_reported(tmp_path: Path) -> None:
-    run = run_of(tmp_path, 100, 150, 200)
-    damage(run / "step-100")
-    ran = CliRunner().invoke(
-        app, ["prune", str(run), "--keep-last", "1", "--keep-every", "100", "--yes"]
-    )
-    assert ran.exit_code == 1
-    assert names_in(run) == ["step-100", "step-200"]
-    assert "every 100 steps; not good: " in ran.stdout
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""verify: good checkpoints have no errors; its depths, its words and its exit codes."""
+"""verify: good checkpoints have no errors, however deep it reads; what it leaves alone."""
 
 from __future__ import annotations
 
@@ -67,21 +67,6 @@ def test_a_sample_is_seeded(copy_of: Callable[[str], Path]) -> None:
     assert "seed 1" in one.summary
 
 
-def test_exit_codes(flipped: Path, tmp_path: Path) -> None:
-    from ckptool.errors import NotFound, Unrecognized
-
-    assert run_verify(str(case("dcp_base").path)).exit_code == 0
-    assert run_verify(str(flipped)).exit_code == 1
-    assert isinstance(run_verify(str(tmp_path / "nowhere")).exception, NotFound)
-    (tmp_path / "empty").mkdir()
-    assert isinstance(run_verify(str(tmp_path / "empty")).exception, Unrecognized)
-
-
-def test_the_report_ends_with_one_sentence(flipped: Path) -> None:
-    assert run_verify(str(case("dcp_base").path)).stdout.splitlines()[-1].startswith("OK: ")
-    assert run_verify(str(flipped)).stdout.splitlines()[-1].startswith("FAILED: 1 error")
-
-
 def test_json(flipped: Path) -> None:
     content = json.loads(run_verify(str(flipped), "--json").stdout)
     assert content["schema"] == "ckptool.verify/2"
@@ -91,11 +76,6 @@ def test_json(flipped: Path) -> None:
     assert finding.keys() == {"code", "severity", "file", "tensor", "message", "affected", "hint"}
     assert (finding["code"], finding["severity"]) == ("crc-mismatch", "error")
     assert finding["file"] == "__1_0.distcp"
-
-
-def test_quiet_prints_nothing(flipped: Path) -> None:
-    result = run_verify(str(flipped), "-q")
-    assert (result.exit_code, result.output) == (1, "")
 
 
 def test_verify_leaves_the_checkpoint_alone(copy_of: Callable[[str], Path]) -> None:
