@@ -8,35 +8,22 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ckptool.storage.memory import MemoryFiles
 
 FIXTURES = Path(__file__).parent.parent.parent / "fixtures"
 SMALL = 16 << 10
 
 
-class Bytes:
-    """One file in memory, as formats read it."""
+def one_file(data: bytes, name: str) -> MemoryFiles:
+    """Return one file in memory, as formats read it."""
+    from ckptool.storage.memory import MemoryFiles
 
-    root = "fuzz"
-
-    def __init__(self, data: bytes, name: str) -> None:
-        self._data = data
-        self.files: Mapping[str, int] = {name: len(data)}
-
-    def read(self, file: str, offset: int, nbytes: int) -> bytes:
-        from ckptool.errors import Damaged
-
-        data = self._data[max(0, offset) : offset + nbytes]
-        if offset < 0 or len(data) != nbytes:
-            raise Damaged(f"{file}: too short")
-        return data
-
-    def expect(self, spans: object) -> None:
-        """All is at hand."""
-
-    def narrowed(self, folder: str) -> Bytes:
-        raise FileNotFoundError(folder)
+    return MemoryFiles({name: memoryview(data)})
 
 
 def fuzz_pickle(data: bytes) -> None:
@@ -58,7 +45,7 @@ def fuzz_zip(data: bytes) -> None:
     from ckptool.serialization.zip import Region, read_directory
     from ckptool.serialization.zip_headers import check_headers
 
-    source = Bytes(data, "fuzz.pt")
+    source = one_file(data, "fuzz.pt")
     list(find_archives(source, "fuzz.pt"))
     region = Region(source, "fuzz.pt", 0, len(data))
     check_headers(region, read_directory(region).values())
@@ -68,13 +55,13 @@ def fuzz_zip(data: bytes) -> None:
 def fuzz_safetensors(data: bytes) -> None:
     from ckptool.serialization.safetensors import read_safetensors
 
-    read_safetensors(Bytes(data, "fuzz.safetensors"), "fuzz.safetensors")
+    read_safetensors(one_file(data, "fuzz.safetensors"), "fuzz.safetensors")
 
 
 def fuzz_index(data: bytes) -> None:
     from ckptool.formats.shards import read_index
 
-    read_index(Bytes(data, "fuzz.index.json"), "fuzz.index.json")
+    read_index(one_file(data, "fuzz.index.json"), "fuzz.index.json")
 
 
 TARGETS: dict[str, tuple[Callable[[bytes], None], tuple[str, ...]]] = {
@@ -115,10 +102,12 @@ def main() -> None:
 
     name, *options = sys.argv[1:]
     with atheris.instrument_imports(include=["ckptool"]):
-        import ckptool.formats._archives
-        import ckptool.formats._dcp_metadata
-
-        import ckptool.formats.torch_save  # noqa: F401
+        import ckptool.formats.dcp.metadata
+        import ckptool.formats.shards
+        import ckptool.serialization.archive.read
+        import ckptool.serialization.archive.recover
+        import ckptool.serialization.safetensors
+        import ckptool.serialization.zip_headers  # noqa: F401
     with tempfile.TemporaryDirectory() as corpus:
         for number, data in enumerate(seeds(name)):
             Path(corpus, str(number)).write_bytes(data)

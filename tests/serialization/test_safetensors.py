@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import bits
-from fuzz_target import Bytes
+from fuzz_target import one_file
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import deserialize
@@ -49,7 +49,7 @@ def some(name: str, shape: list[int]) -> torch.Tensor:
 
 
 def read(data: bytes) -> Any:
-    return read_safetensors(Bytes(data, "f"), "f")
+    return read_safetensors(one_file(data, "f"), "f")
 
 
 @given(TENSORS, st.dictionaries(st.text(max_size=3), st.text(max_size=3), max_size=2))

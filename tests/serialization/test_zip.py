@@ -7,7 +7,7 @@ import random
 import zipfile
 
 import pytest
-from fuzz_target import Bytes
+from fuzz_target import one_file
 
 from ckptool.errors import Damaged
 from ckptool.serialization import zip as archive
@@ -24,7 +24,7 @@ def stored(names: list[str], *, method: int = zipfile.ZIP_STORED) -> bytes:
 
 def outcome(data: bytes) -> list[ZipRecord] | str:
     try:
-        return list(read_directory(Region(Bytes(data, "x"), "x", 0, len(data))).values())
+        return list(read_directory(Region(one_file(data, "x"), "x", 0, len(data))).values())
     except Damaged as error:
         return str(error)
 
@@ -53,6 +53,6 @@ def test_a_directory_at_once_is_what_it_is_record_by_record(
 
 
 def _directory(data: bytes) -> tuple[Region, bytes, int, int]:
-    region = Region(Bytes(data, "x"), "x", 0, len(data))
+    region = Region(one_file(data, "x"), "x", 0, len(data))
     start, size, count = archive.find_directory(region)
     return region, region.read(start, size), start, count

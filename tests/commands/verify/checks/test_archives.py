@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from attack_archives import FORGERIES, plain
-from fuzz_target import Bytes
+from fuzz_target import one_file
 
 from ckptool.commands.verify.checks import archives
 from ckptool.commands.verify.checks.archives import ArchiveCheck
@@ -33,10 +33,10 @@ def saved(seed: int, rows: int) -> bytes:
 
 def judged(
     first: bytes, second: bytes, *, both: bool
-) -> tuple[list[str], list[tuple[object, ...]]]:
+) -> tuple[list[str], list[tuple[int, int, int | None, str]]]:
     """What is said of the second of two archives in one file, after the first or without it."""
     data = first + second
-    check = ArchiveCheck(Bytes(data, "items"), PickleAudit())
+    check = ArchiveCheck(one_file(data, "items"), PickleAudit())
     if both:
         check.look_at(Container("items", 0, len(first)))
         assert not check.problems
