@@ -92,9 +92,8 @@ class OpenedCheckpoint(Struct, frozen=True):
         locate = self.format.reading.locate
         if locate is None:
             return catalog
-        is_store = self.source.policy.by_request
-        how = {"defers": defers and (shared or is_store), "shared": shared and not is_store}
-        return run_bounded(self.path, lambda: locate(self.source, catalog, **how))
+        defers = defers and (shared or self.source.policy.by_request)
+        return run_bounded(self.path, lambda: locate(self.source, catalog, defers=defers))
 
 
 @contextmanager

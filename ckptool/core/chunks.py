@@ -11,13 +11,10 @@ from itertools import chain
 from operator import eq
 from typing import Any, Generic, NamedTuple, TypeVar, overload
 
-from ckptool.core.box import Box, BoxTable, boxes_of, ranks_of
+from ckptool.core.box import Box, BoxTable
 from ckptool.core.catalog import Chunk, Container, Extent, TensorEntry
 
 _T = TypeVar("_T")
-
-OpenChunks = Callable[[Sequence[tuple[TensorEntry, Chunk]]], Iterable[Chunk]]
-"""Opens the items of chunks, each with its tensor; raises the problem of the first bad one."""
 
 
 class Spans(NamedTuple):
@@ -206,28 +203,24 @@ class ChunkTable(LazyChunks):
 
 
 class LateChunks(LazyChunks):
-    """Chunks of a tensor, each of which ``open_chunks`` opens on first access, and keeps.
+    """Chunks of a table, of which ``open_chunk`` makes each on first access, and that is kept.
 
-    ``closed`` are the same before that, each a whole item of its own, and ``opened`` those that are
-    open, by index. ``starts`` is empty for a table; else the byte of its file where each chunk's
-    elements likely begin.
+    ``closed`` are the same before that, each a whole item of its own, and ``opened`` those that
+    were made, by index.
     """
 
-    __slots__ = ("_opened", "closed", "entry", "open_chunks", "starts")
+    __slots__ = ("_opened", "closed", "open_chunk")
     alone = True
 
     def __init__(
         self,
-        entry: TensorEntry,
-        open_chunks: OpenChunks,
-        opened: dict[int, Chunk],
-        starts: Sequence[int] = (),
+        closed: ChunkTable,
+        open_chunk: Callable[[Chunk], Chunk],
+        opened: dict[int, Chunk] | None = None,
     ) -> None:
-        self.entry = entry
-        self.closed = entry.chunks
-        self.open_chunks = open_chunks
-        self._opened = opened
-        self.starts = starts
+        self.closed = closed
+        self.open_chunk = open_chunk
+        self._opened = opened or {}
 
     @property
     def opened(self) -> Iterable[Chunk]:
@@ -240,52 +233,31 @@ class LateChunks(LazyChunks):
         return True
 
     @property
-    def boxes(self) -> Sequence[Box]:
+    def boxes(self) -> BoxTable:
         """The boxes of all chunks."""
-        return boxes_of(self.closed)
+        return self.closed.boxes
 
     @property
     def ranks(self) -> list[int | None]:
         """The rank that wrote each chunk, None if that is not known."""
-        return ranks_of(self.closed)
+        return self.closed.ranks
 
     @property
     def begin(self) -> tuple[str, int]:
         """The file of the first chunk's item, and where that begins."""
-        return self.closed[0].at.file, self.closed[0].at.offset
+        return self.closed.begin
 
     def __len__(self) -> int:
         return len(self.closed)
 
     def make(self, at: int) -> Chunk:
-        """Return the chunk of this number, opened."""
+        """Return the chunk of this number, opened; the same one to all threads."""
         at = range(len(self))[at]
-        if at not in self._opened:
-            open_together([(self, [at])])
-        return self._opened[at]
-
-    def __iter__(self) -> Iterator[Chunk]:
-        open_together([(self, range(len(self)))])
-        return map(self._opened.__getitem__, range(len(self)))
+        known = self._opened.get(at)
+        return known or self._opened.setdefault(at, self.open_chunk(self.closed[at]))
 
     def __hash__(self) -> int:
         return hash(self.closed)
-
-
-def open_together(wanted: Iterable[tuple[Sequence[Chunk], Iterable[int]]]) -> None:
-    """Open those chunks of tensors, by index, that are opened late and are not yet, all at once."""
-    todo = {
-        (id(late), at): late
-        for late, places in wanted
-        if isinstance(late, LateChunks)
-        for at in places
-        if at not in late._opened
-    }
-    if todo:
-        closed = [(late.entry, late.closed[at]) for (_, at), late in todo.items()]
-        open_chunks = next(iter(todo.values())).open_chunks
-        for ((_, at), late), chunk in zip(todo.items(), open_chunks(closed), strict=True):
-            late._opened[at] = chunk
 
 
 class WholeTensor(LazyChunks):

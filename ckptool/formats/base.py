@@ -117,9 +117,7 @@ class Deferred(Struct, frozen=True):
 class Locate(Protocol):
     """Opens the ``Container`` places of a catalog's tensors."""
 
-    def __call__(
-        self, source: Source, catalog: Catalog, *, defers: bool = False, shared: bool = False
-    ) -> Catalog:
+    def __call__(self, source: Source, catalog: Catalog, *, defers: bool = False) -> Catalog:
         """Return the catalog with its containers opened, or some of them when they are read."""
 
 

@@ -15,7 +15,6 @@ from ckptool.core.chunks import (
     LateChunks,
     WholeTensor,
     chunks_of,
-    open_together,
 )
 from ckptool.core.dtype import BY_NAME
 
@@ -32,12 +31,12 @@ def table() -> ChunkTable:
     return ChunkTable(boxes, items, (3, None))
 
 
-def opened(wanted: list[tuple[TensorEntry, Chunk]]) -> list[Chunk]:
-    return [replace(chunk, at=Extent(chunk.at.file, 0, (1,))) for _, chunk in wanted]
+def opened(chunk: Chunk) -> Chunk:
+    return replace(chunk, at=Extent(chunk.at.file, 0, (1,)))
 
 
 def late() -> LateChunks:
-    return LateChunks(entry(table()), opened, {})
+    return LateChunks(table(), opened)
 
 
 def whole() -> WholeTensor:
@@ -66,16 +65,16 @@ def test_what_is_bare_says_where_it_is() -> None:
     assert chunks_of(entry(tuple(whole()))).extent is None
 
 
-def test_late_chunks_of_several_tensors_are_opened_together() -> None:
-    calls: list[int] = []
+def test_a_late_chunk_is_opened_once_when_it_is_wanted() -> None:
+    calls: list[Box] = []
 
-    def open_chunks(wanted: list[tuple[TensorEntry, Chunk]]) -> list[Chunk]:
-        calls.append(len(wanted))
-        return opened(wanted)
+    def noted(chunk: Chunk) -> Chunk:
+        calls.append(chunk.box)
+        return opened(chunk)
 
-    both = [LateChunks(entry(table()), open_chunks, {}) for _ in range(2)]
-    assert not [*both[0].opened]
-    open_together([(both[0], [0, 1]), (table(), [0]), (both[1], [1])])
-    open_together([(both[1], [1])])
-    assert calls == [3]
-    assert [len([*chunks.opened]) for chunks in both] == [2, 1]
+    chunks = LateChunks(table(), noted)
+    assert not [*chunks.opened]
+    assert chunks[1] is chunks[-1]
+    assert [*chunks.opened] == [chunks[1]]
+    assert [*chunks] == [*late()]
+    assert calls == BOXES[::-1]

@@ -31,8 +31,7 @@ def plan_digest(plan: Plan, source: Files, decided: object) -> str:
                     digest.update(piece)
     shared: dict[int, int] = {}
     for entry in plan.entries:
-        late = entry.chunks if isinstance(entry.chunks, LateChunks) else None
-        chunks = entry.chunks if late is None else late.closed
+        chunks = entry.chunks.closed if isinstance(entry.chunks, LateChunks) else entry.chunks
         kind = (entry.name, entry.path, entry.shape, entry.dtype.name, entry.source_dtype.name)
         if isinstance(chunks, WholeTensor):
             digest.update(repr((kind, chunks.begin)).encode())
@@ -43,10 +42,9 @@ def plan_digest(plan: Plan, source: Files, decided: object) -> str:
         digest.update(repr(kind).encode())
         size = entry.source_dtype.itemsize  # a place is the same at every opening
         places = [likely_place(chunk.at, size) for chunk in chunks]
-        starts = [at.offset for at in places] if late is None else late.starts
         lows = (chunk.box.lo for chunk in chunks)
-        files = (at.file for at in places)
-        digest.update(repr([*zip(lows, files, starts, strict=True)]).encode())
+        spots = [(low, at.file, at.offset) for low, at in zip(lows, places, strict=True)]
+        digest.update(repr(spots).encode())
     for value in plan.catalog.objects.values():
         digest.update(repr((value.name, value.path)).encode())
     return digest.hexdigest()

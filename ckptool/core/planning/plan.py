@@ -16,7 +16,7 @@ from ckptool.core.catalog import (
     TensorEntry,
     stored_places,
 )
-from ckptool.core.chunks import chunks_of, open_together
+from ckptool.core.chunks import chunks_of
 from ckptool.core.layout import (
     Data,
     Layout,
@@ -182,22 +182,16 @@ class Plan:
     ) -> Iterator[tuple[TensorEntry, Chunk]]:
         """Yield the chunks, with their tensors, that some files of the layout are made from.
 
-        Of all tensors, or those of ``names``. Late-opened chunks of one file are opened together.
+        Of all tensors, or those of ``names``.
         """
         for number in numbers:
-            boxes = [
-                (self.index(self.catalog.tensors[part.name]), part.name, whole)
-                for part in self.layout.files[number].parts
-                if isinstance(part, Data | ScatteredData) and (names is None or part.name in names)
-                for whole, _ in part.pieces
-            ]
-            open_together(
-                (self.catalog.tensors[name].chunks, index.places(whole))
-                for index, name, whole in boxes
-            )
-            for index, name, whole in boxes:
-                entry = self.catalog.tensors[name]
-                yield from ((entry, found.chunk) for found in index.find(whole))
+            for part in self.layout.files[number].parts:
+                if isinstance(part, Data | ScatteredData) and (names is None or part.name in names):
+                    entry = self.catalog.tensors[part.name]
+                    index = self.index(entry)
+                    yield from (
+                        (entry, found.chunk) for box, _ in part.pieces for found in index.find(box)
+                    )
 
     def files_with(self, entry: TensorEntry, box: Box) -> list[int]:
         """Return the files, by index in the layout, that contain part of a box."""

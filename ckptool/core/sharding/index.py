@@ -112,11 +112,7 @@ class ChunkIndex:
 
     def band(self, box: Box) -> tuple[set[int], Box]:
         """Return the indices of the chunks that overlap a box, and its rows as wide as they are."""
-        places = set(self.places(box))
+        places = {shared.place for shared in self._boxes.find(box)}
         lows, highs = zip(*map(self._boxes.boxes.__getitem__, places), strict=True)
         low, high = map(min, *lows, box.lo), map(max, *highs, box.hi)
         return places, Box((box.lo[0], *[*low][1:]), (box.hi[0], *[*high][1:]))
-
-    def places(self, box: Box) -> list[int]:
-        """Return the index of each chunk that overlaps ``box``; opens none."""
-        return [shared.place for shared in self._boxes.find(box)]

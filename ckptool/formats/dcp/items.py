@@ -29,7 +29,6 @@ from ckptool.formats.dcp.opening import (
     Openings,
     locate_item,
     open_item,
-    open_late,
     part_of_item,
 )
 from ckptool.serialization.archive.sharded_state import is_optimizer_state, place_part
@@ -86,21 +85,16 @@ def _value_leaves(source: Source, name: str, item: Container, path: Path) -> dic
     return {name: Leaf(path, opened.value)}
 
 
-def locate(
-    source: Source, catalog: Catalog, *, defers: bool = False, shared: bool = False
-) -> Catalog:
+def locate(source: Source, catalog: Catalog, *, defers: bool = False) -> Catalog:
     """Open the items of the catalog's tensors and check them against the metadata.
 
     The metadata does not distinguish a tensor subclass that wraps others from a plain tensor: one
     in a single item is replaced by the tensors in it. Raises Unsupported if one is in several, or
     is of an unsupported kind, Damaged if an item contradicts the metadata. If it ``defers``, items
-    as large as those of plain tensors are opened when they are read; in ``shared`` work, when its
-    plan reaches them.
+    as large as those of plain tensors are opened when they are read.
     """
-    whole, open_chunks = catalog, partial(_open_late_chunks, source)
-    if defers and shared:
-        catalog = open_late(source, catalog, open_chunks)
-    elif defers:
+    whole = catalog
+    if defers:
         catalog = Openings(source, catalog, partial(locate, source, catalog)).deferred()
     problems: list[Problem] = []
     unread: list[Problem] = []
@@ -116,9 +110,10 @@ def locate(
             continue
         try:
             chunks: Sequence[Chunk] = _locate_chunks(source, entry, chunks_of[name], known)
-            closed_entry = whole.tensors[name]
-            if isinstance(closed_entry.chunks, ChunkTable):
-                chunks = LateChunks(closed_entry, open_chunks, dict(enumerate(chunks)))
+            table = whole.tensors[name].chunks
+            if isinstance(table, ChunkTable):
+                opens = partial(_open_chunk, source, entry, known)
+                chunks = LateChunks(table, opens, dict(enumerate(chunks)))
             contents.tensors[name] = replace(entry, chunks=chunks)
         except NoPlainTensor as error:
             inner = _read_inner_tensors(source, entry) or _read_sharded_state(source, entry)
@@ -154,12 +149,6 @@ def _locate_chunks(
     if problems:
         raise damaged(problems, subject=entry.name)
     return tuple(chunks)
-
-
-def _open_late_chunks(source: Source, some: Sequence[tuple[TensorEntry, Chunk]]) -> Iterator[Chunk]:
-    """Yield chunks, which come with their tensors, with their items opened."""
-    known = locate_alike(source, _items_of(some))
-    return (_open_chunk(source, entry, known, chunk) for entry, chunk in some)
 
 
 def _open_chunk(source: Source, entry: TensorEntry, known: AlikePlaces, chunk: Chunk) -> Chunk:

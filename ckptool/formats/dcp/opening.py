@@ -2,7 +2,7 @@
 
 A store answers late even to small requests. There an item is opened from the bytes that are fetched
 for its elements anyway; the place of these is guessed from a similar item, only to decide what to
-fetch.
+fetch. Whoever has a share of a checkpoint on a disk opens only the items in it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from msgspec import Struct, field
@@ -26,7 +27,7 @@ from ckptool.core.catalog import (
     StridedPart,
     TensorEntry,
 )
-from ckptool.core.chunks import ChunkTable, LateChunks, OpenChunks
+from ckptool.core.chunks import ChunkTable, LateChunks
 from ckptool.core.dtype import DType
 from ckptool.core.views import part_of_place
 from ckptool.errors import UNREAD, CkptoolError, Damaged, Hostile, Unsupported
@@ -45,6 +46,9 @@ _EDGE = 1 << 16
 _OVERHEAD = 1 << 20
 _ALIGNMENT = 64
 """Bytes to which torch.save aligns records (1.6 to 2.15): those beside the data depend on it."""
+
+ItemKind = tuple[int, int]
+"""Bytes of an item beside its elements, and how far these go beyond the alignment."""
 
 
 class NoPlainTensor(Unsupported):
@@ -77,7 +81,7 @@ class Item(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
-    def kind(self) -> tuple[int, int]:
+    def kind(self) -> ItemKind:
         """The kind of items whose elements begin at the same place, for one writer."""
         return self.at.nbytes - self.data_nbytes, self.data_nbytes % _ALIGNMENT
 
@@ -136,86 +140,27 @@ def _no_tensor(
     return NoPlainTensor(message, UNREAD, file=item.file)
 
 
-def open_late(source: Source, catalog: Catalog, open_chunks: OpenChunks) -> Catalog:
-    """Return the catalog with tensors whose chunks ``open_chunks`` opens on access.
+def _late_item(entry: TensorEntry, chunk: Chunk) -> Item | None:
+    """Return the item that a chunk is in; None if it is not opened late.
 
-    Whoever has a share of a checkpoint opens only the items in it. Items of a kind count as plain
-    tensors if the first of that kind is one: it is opened here.
+    Copies are compared by checksum, and what is transformed is read whole.
     """
-    kinds = _LateKinds(source)
-    shared = _shared_items(catalog)
-    tensors = dict(catalog.tensors)
-    for name, entry in tensors.items():
-        if isinstance(entry.chunks, ChunkTable):
-            starts = list[int]() if kinds.has_table(entry, entry.chunks) else None
-        else:
-            starts = kinds.find_starts(entry, shared)
-        if starts is not None:
-            tensors[name] = replace(entry, chunks=LateChunks(entry, open_chunks, {}, starts))
-    return catalog.with_tensors(tensors)
+    at = chunk.at
+    if chunk.copies or not isinstance(at, Container) or at.transforms:
+        return None
+    return Item.of(entry, chunk.box, at)
 
 
-def _shared_items(catalog: Catalog) -> set[tuple[str, int]]:
-    """Return the items, by file and offset, that several chunks of no table are in."""
-    counts = Counter(
-        (chunk.at.file, chunk.at.offset)
-        for entry in catalog.tensors.values()
-        if not isinstance(entry.chunks, ChunkTable)
-        for chunk in entry.chunks
-    )
-    return {item for item, count in counts.items() if count > 1}
-
-
-class _LateKinds:
-    """The kinds of items that are opened late: the first of each is opened, to see if it is plain.
-
-    A plain one tells where the elements of the others likely begin: so many bytes into the item.
-    """
-
-    def __init__(self, source: Source) -> None:
-        self._source = source
-        self._starts: dict[tuple[int, int], int | None] = {}
-        self._volumes: dict[int, Any] = {}  # of boxes, which tensors that are cut alike share
-
-    def has_table(self, entry: TensorEntry, table: ChunkTable) -> bool:
-        """Return whether all items of a table are of plain kinds."""
-        boxes = table.boxes
-        if id(boxes) not in self._volumes:
-            self._volumes[id(boxes)] = (boxes.highs - boxes.lows).prod(axis=1)
-        nbytes = self._volumes[id(boxes)] * entry.source_dtype.itemsize
-        rests, places = (table.items.lengths - nbytes).tolist(), (nbytes % _ALIGNMENT).tolist()
-        kinds = dict(zip(zip(rests, places, strict=True), range(len(table)), strict=True))
-        return all(self._start(kind, entry, table, at) is not None for kind, at in kinds.items())
-
-    def find_starts(self, entry: TensorEntry, shared: set[tuple[str, int]]) -> list[int] | None:
-        """Return the byte of its file where each chunk's elements likely begin.
-
-        None if not all chunks are whole items of plain kinds, each in one of its own.
-        """
-        chunks, itemsize, starts = entry.chunks, entry.source_dtype.itemsize, list[int]()
-        for number, chunk in enumerate(chunks):
-            at = chunk.at
-            if not isinstance(at, Container) or at.part is not None or at.transforms:
-                return None
-            if chunk.copies or (at.file, at.offset) in shared:
-                return None
-            nbytes = chunk.box.volume * itemsize
-            start = self._start((at.nbytes - nbytes, nbytes % _ALIGNMENT), entry, chunks, number)
-            if start is None:
-                return None
-            starts.append(at.offset + start)
-        return starts
-
-    def _start(
-        self, kind: tuple[int, int], entry: TensorEntry, chunks: Sequence[Chunk], at: int
-    ) -> int | None:
-        """Return where the elements of a kind begin, None if it is not plain; open one, once."""
-        if kind not in self._starts:
-            box, item = chunks[at].box, chunks[at].at
-            if not isinstance(item, Container):
-                return None
-            self._starts[kind] = _find_start(self._source, Item.of(entry, box, item))
-        return self._starts[kind]
+def _kinds_of(entry: TensorEntry) -> list[ItemKind | None]:
+    """Return the kind of the item that each chunk is in, None for one that is not opened late."""
+    chunks = entry.chunks
+    if isinstance(chunks, ChunkTable):
+        boxes = chunks.boxes
+        nbytes = (boxes.highs - boxes.lows).prod(axis=1) * entry.source_dtype.itemsize
+        rests, places = (chunks.items.lengths - nbytes).tolist(), (nbytes % _ALIGNMENT).tolist()
+        return list(zip(rests, places, strict=True))
+    items = (_late_item(entry, chunk) for chunk in chunks)
+    return [None if item is None else item.kind for item in items]
 
 
 def _find_start(source: Source, item: Item) -> int | None:
@@ -247,28 +192,37 @@ class Openings:
         self._locate = locate
         self._lock = threading.Lock()
         self._error: CkptoolError | None = None
-        items = list(_plain_items(catalog))
-        counts = Counter(item.kind for item in items)
-        first = {item.kind: item for item in reversed(items) if counts[item.kind] > 1}
-        expect_edges(source, ((i.at.file, i.at.offset, i.at.nbytes) for i in first.values()))
-        self._starts = {kind: _find_start(source, item) for kind, item in first.items()}
+        counts: Counter[ItemKind | None] = Counter()
+        first: dict[ItemKind | None, tuple[TensorEntry, int]] = {}
+        for entry in catalog.tensors.values():
+            kinds = _kinds_of(entry)
+            counts.update(kinds)
+            for kind in set(kinds) - first.keys():
+                first[kind] = entry, kinds.index(kind)
+        several = [first[kind] for kind, count in counts.items() if count > 1]
+        some = (_late_item(entry, entry.chunks[at]) for entry, at in several)
+        models = [item for item in some if item is not None]
+        expect_edges(source, ((i.at.file, i.at.offset, i.at.nbytes) for i in models))
+        found = [(item.kind, _find_start(source, item)) for item in models]
+        self._starts = {kind: start for kind, start in found if start is not None}
 
     def deferred(self) -> Catalog:
         """Return the catalog with an opening for each item that can be opened later."""
         tensors = dict(self._catalog.tensors)
         for name, entry in tensors.items():
-            chunks = [c if c.copies else self._deferred(entry, c) for c in entry.chunks]
-            tensors[name] = replace(entry, chunks=tuple(chunks))
+            chunks, defer = entry.chunks, partial(self._deferred, entry)
+            if isinstance(chunks, ChunkTable) and self._starts.keys() >= {*_kinds_of(entry)}:
+                tensors[name] = replace(entry, chunks=LateChunks(chunks, defer))
+            else:
+                tensors[name] = replace(entry, chunks=tuple(map(defer, chunks)))
         return self._catalog.with_tensors(tensors)
 
     def _deferred(self, entry: TensorEntry, chunk: Chunk) -> Chunk:
-        at = chunk.at
-        if not isinstance(at, Container) or at.transforms:
+        item = _late_item(entry, chunk)
+        start = self._starts.get(item.kind) if item is not None else None
+        if item is None or start is None:
             return chunk
-        item = Item.of(entry, chunk.box, at)
-        start = self._starts.get(item.kind)
-        if start is None:
-            return chunk
+        at = item.at
         part = at.part or StridedPart(item.shape, 0, row_major_strides(item.shape, 1))
         opening = ItemOpening(self, item, at.offset + start)
         return replace(chunk, at=replace(at, part=part, opening=opening))
@@ -315,12 +269,3 @@ class ItemOpening(Struct, eq=False):
         except (Damaged, Hostile, Unsupported):
             self.openings.explain()
             raise
-
-
-def _plain_items(catalog: Catalog) -> Iterator[Item]:
-    """Yield the items of tensors that were stored once: copies are compared by checksum."""
-    for entry in catalog.tensors.values():
-        for chunk in entry.chunks:
-            at = chunk.at
-            if isinstance(at, Container) and not at.transforms and not chunk.copies:
-                yield Item.of(entry, chunk.box, at)

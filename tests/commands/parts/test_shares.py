@@ -25,10 +25,7 @@ from ckptool.engine.share import checked_chunks
 from ckptool.errors import (
     Damaged,
 )
-from ckptool.formats.dcp import items
-from ckptool.formats.dcp.opening import locate_item
-from ckptool.serialization.archive import read
-from ckptool.serialization.archive.templates import Templates
+from ckptool.formats.dcp.opening import ItemOpening
 
 
 def save_on_ranks(folder: Path, ranks: int) -> Path:
@@ -68,13 +65,13 @@ def test_a_part_opens_the_items_of_its_share_alone(
     kind: str, late: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planned, opened = LATE[kind], list[tuple[str, Box]]()
-    real = items._open_chunk
+    real = ItemOpening._locate
 
-    def noted(source: Any, entry: Any, known: Any, chunk: Any) -> Any:
-        opened.append((entry.name, chunk.box))
-        return real(source, entry, known, chunk)
+    def noted(opening: Any) -> Any:
+        opened.append((opening.item.tensor, opening.item.box))
+        return real(opening)
 
-    monkeypatch.setattr(items, "_open_chunk", noted)
+    monkeypatch.setattr(ItemOpening, "_locate", noted)
     shares = []
     for part in ("2/4", "4/4", "1/4", "3/4"):
         write(planned, late, tmp_path / "r", part)
@@ -108,35 +105,18 @@ def test_numpy_is_not_imported_to_copy_and_compare_rows(few: Path, tmp_path: Pat
     assert (tmp_path / "compared").is_dir()
 
 
-def test_a_part_opens_what_is_alike_together(
-    cut: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    single: list[Any] = []
-
-    def noted(source: Any, item: Any) -> Any:
-        single.append(item)
-        return locate_item(source, item)
-
-    monkeypatch.setattr(items, "locate_item", noted)
-    # it may be full of other tests' archives
-    monkeypatch.setattr(read, "_TEMPLATES", Templates(reads=False))
-    write(LATE["folder of models"], cut, tmp_path / "m", "1/4")
-    assert 0 < len({item.tensor for item in single}) <= 2  # models of the others: 192 items
-
-
 def test_a_part_in_the_sources_own_chunks_is_planned_without_opening_them(
     late: Path, tmp_path: Path
 ) -> None:
     plan = prepare(late, tmp_path / "c", ConvertOptions("dcp", transfer=asked("2/3"))).plan
-    assert all(type(entry.chunks) is LateChunks for entry in plan.entries)
-    assert not any(entry.chunks.opened for entry in plan.entries)
+    assert all(chunk.at.opening.edges for entry in plan.entries for chunk in entry.chunks)
 
 
 def test_ranks_open_the_items_of_their_share_alone(cut: Path, tmp_path: Path) -> None:
     options = ReshardOptions(parse_mesh("8"), transfer=asked())
     plan = prepare_reshard(cut, tmp_path / "r", options, ranks=2).plan
-    assert not any(entry.chunks.opened for entry in plan.entries)
     assert all(type(entry.chunks) is LateChunks for entry in plan.entries)
+    assert all(chunk.at.opening.edges for entry in plan.entries for chunk in entry.chunks)
     words = ("reshard", cut, tmp_path / "r", "--mesh", "8", "--workers", "1", "--no-fsync")
     ended = on_ranks(2, ("-m", "ckptool", *words))
     assert [each.code for each in ended] == [0, 0], ended

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from ckptool.core.box import Box, row_major_strides
+from ckptool.core.box import Box, BoxTable, row_major_strides
 from ckptool.core.catalog import Catalog, Chunk, Extent, TensorEntry, coverage_problem
-from ckptool.core.chunks import LateChunks
+from ckptool.core.chunks import ChunkTable, ItemTable, LateChunks
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.layout import Data, FileLayout, Layout, Literal
 from ckptool.core.planning.groups import Group, Tile
@@ -87,7 +87,9 @@ def test_tilings_are_not_problem(found: tuple[tuple[int, ...], list[Box]]) -> No
 def test_chunks_that_are_no_grid_are_judged_without_opening_them() -> None:
     boxes = [Box((0, 0), (3, 2)), Box((3, 0), (4, 2)), Box((0, 2), (1, 4)), Box((1, 2), (4, 4))]
     closed = entry((4, 4), boxes)
-    late = replace(closed, chunks=LateChunks(closed, lambda some: pytest.fail("opened"), {}))
+    lows, highs = map(np.array, zip(*boxes, strict=True))
+    table = ChunkTable(BoxTable(lows, highs), ItemTable((), [], [], []), ())
+    late = replace(closed, chunks=LateChunks(table, lambda chunk: pytest.fail("opened")))
     assert coverage_problem(late) is None
 
 
