@@ -18,7 +18,7 @@ from ckptool.api.keywords import OpenKeywords
 from ckptool.api.read import cast_entry, read_numpy, read_torch
 from ckptool.commands.inspect import step_of
 from ckptool.commands.model.assets import require_unquantized
-from ckptool.commands.open import OpenedCheckpoint, no_collecting, open_checkpoint
+from ckptool.commands.open import OpenedCheckpoint, no_collecting, open_checkpoint, require_sound
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.rewrite import RewriteOptions
 from ckptool.commands.rewrite import rewrite
@@ -365,7 +365,7 @@ def open(path: AnyPath, **options: Unpack[OpenKeywords]) -> Checkpoint:
     keywords = Keywords("open", options, OpenKeywords)
     named = location(path)
     opened = open_checkpoint(named, keywords.options(ReadOptions), whole=False)
-    catalog = rewrite(opened, keywords.options(RewriteOptions), unread=False).catalog
+    catalog = rewrite(opened, keywords.options(RewriteOptions), check=require_sound).catalog
     return Checkpoint(opened, catalog, named, options)
 
 

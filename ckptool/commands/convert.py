@@ -82,7 +82,7 @@ def prepare(
         locate=True,
         defers=may_open_late(target, overwrites=options.transfer.overwrite),
         shared=options.transfer.is_shared(ranks),
-        check=lambda kept: _require_some(opened, kept),
+        check=_require_some,
     )
     catalog = rewritten.catalog
     writer = _writer_of(catalog, writer)

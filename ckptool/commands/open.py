@@ -131,39 +131,46 @@ def open_checkpoint(
     catalog = _scan(candidate, scan_options(options, candidate.format, placements=placements))
     if _is_empty(catalog):
         raise _no_content(path)
+    opened = OpenedCheckpoint(path, source, candidate.format, catalog)
     if whole:
-        require_readable(catalog, source, str(path), unread=False)
-    return OpenedCheckpoint(path, source, candidate.format, _with_parts(catalog, options))
+        require_sound(opened, catalog)
+    return replace(opened, catalog=_with_parts(catalog, options))
 
 
-def require_readable(catalog: Catalog, source: Files, subject: str, *, unread: bool = True) -> None:
-    """Raise for the refusals in a catalog: Hostile if something can run code, else Damaged.
+def require_sound(opened: OpenedCheckpoint, kept: Catalog) -> None:
+    """Raise for the refusals in what is ``kept`` of a checkpoint: Hostile for code, else Damaged.
 
-    If nothing is wrong but that tensors are of unsupported kinds, Unsupported if ``unread``.
+    Tensors of unsupported kinds stay among the conflicts.
     """
-    refusals = [why for why in catalog.conflicts.values() if isinstance(why, Refusal)]
-    if not unread:
-        refusals = [why for why in refusals if why.code != UNREAD]
-    if refusals:
-        error = refused(refusals, subject=subject)
-        raise explain_damage(source, error) if isinstance(error, Damaged) else error
+    reasons = kept.conflicts.values()
+    if unsound := [w for w in reasons if isinstance(w, Refusal) and w.code != UNREAD]:
+        error = refused(unsound, subject=str(opened.path))
+        raise explain_damage(opened.source, error) if isinstance(error, Damaged) else error
 
 
-def require_agreement(catalog: Catalog) -> None:
-    """Raise Damaged if ranks contradict one another on something that is to be written.
+def require_readable(opened: OpenedCheckpoint, kept: Catalog) -> None:
+    """Raise Unsupported, too, for tensors of unsupported kinds."""
+    require_sound(opened, kept)
+    if unread := [why for why in kept.conflicts.values() if isinstance(why, Refusal)]:
+        raise refused(unread, subject=str(opened.path))
+
+
+def require_agreement(opened: OpenedCheckpoint, kept: Catalog) -> None:
+    """Raise Damaged, too, if ranks contradict one another on something that is ``kept``.
 
     Raises Unsupported if everything missing was excluded when the checkpoint was saved.
     """
-    reasons = catalog.conflicts.values()
+    require_readable(opened, kept)
+    reasons = kept.conflicts.values()
     codes = {why.code if isinstance(why, Problem) else "" for why in reasons}
     if codes == {"frozen-excluded"}:
         raise Unsupported(
             "; ".join(reasons),
-            hint=f"`ckptool convert --drop {next(iter(catalog.conflicts))}` converts the rest",
+            hint=f"`ckptool convert --drop {next(iter(kept.conflicts))}` converts the rest",
         )
-    if catalog.conflicts:
+    if kept.conflicts:
         raise damaged(
-            list(catalog.conflicts.values()),
+            list(reasons),
             subject="the ranks' files",
             hint="--per-rank keeps each as NAME@rankR; --drop 'GLOB' excludes them; if the"
             " files are separate checkpoints, name one with --from torch-save",
@@ -171,13 +178,9 @@ def require_agreement(catalog: Catalog) -> None:
 
 
 def require_writable(opened: OpenedCheckpoint, kept: Catalog) -> None:
-    """Raise if what is ``kept`` of a checkpoint may not be written.
-
-    As ``require_readable`` and ``require_agreement`` do, and Unsupported for a weight delta.
-    """
-    require_readable(kept, opened.source, str(opened.path))
+    """Raise Unsupported, too, if the checkpoint is a weight delta, so that nothing is written."""
+    require_agreement(opened, kept)
     require_weights(opened.catalog, str(opened.path))
-    require_agreement(kept)
 
 
 def _is_empty(catalog: Catalog) -> bool:

@@ -75,16 +75,14 @@ def rewrite(
     locate: bool = False,
     defers: bool = True,
     shared: bool = False,
-    unread: bool = True,
-    check: Callable[[Catalog], None] = lambda kept: None,
+    check: Callable[[OpenedCheckpoint, Catalog], None] = require_readable,
 ) -> RewriteResult:
     """Select, rename, map and cast a checkpoint's contents. No tensor byte is read.
 
-    ``check`` gets the selection and raises if it is unsuitable. ``unread`` means that tensors of
-    unsupported kinds are refused; otherwise they stay among the conflicts. With ``locate`` every
-    container is opened; if it ``defers``, its reader may open it, or has a share of work that is
-    ``shared``; a key map needs this. Raises UsageError or Unsupported if it cannot be done as
-    requested, Damaged if part of the selection cannot be read, Hostile if it must not be.
+    ``check`` raises if the selection is unsuitable. With ``locate`` every container is opened; if
+    it ``defers``, its reader may open it, or has a share of work that is ``shared``; a key map
+    needs this. Raises UsageError or Unsupported if it cannot be done as requested, and as ``check``
+    does: Damaged if part of the selection cannot be read, Hostile if it must not be.
     """
     casts, selection, cast_counts = options.casts, options.selection, dict[str, int]()
     source = DequantizeResult(opened.catalog, {}, {})
@@ -94,8 +92,7 @@ def rewrite(
     if selection.rename or selection.strip_prefix is not None:
         kept, renamed = _rename(kept, selection)
     counts = source.counts(kept)
-    require_readable(kept, opened.source, "what was selected", unread=unread)
-    check(kept)
+    check(opened, kept)
     if casts is not None:
         require_scales(source.catalog, kept, casts)
     whole = not (selection.select or selection.drop)

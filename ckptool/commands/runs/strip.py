@@ -82,7 +82,7 @@ def _plan(part: Location, read: ReadOptions, run: RunOptions) -> Strip | None:
         raise Unsupported("ckptool does not write archives")
     if not any(state_category(entry) == "model" for entry in kept.tensors.values()):
         raise Unsupported("it has no tensors of a model")
-    require_agreement(catalog)
+    require_agreement(opened, catalog)
     options = TransferOptions(overwrite=True, run=run)
     if opened.format.writing.convert is None:
         gone = files_apart(opened, kept, [catalog.tensors[name] for name in dropped])

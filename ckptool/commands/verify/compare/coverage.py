@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from msgspec import Struct
 
-from ckptool.commands.open import OpenedCheckpoint
+from ckptool.commands.open import OpenedCheckpoint, require_sound
 from ckptool.commands.options.rewrite import RewriteOptions
 from ckptool.commands.rewrite import RewriteResult, rewrite
 from ckptool.commands.verify.compare.names import (
@@ -88,7 +88,7 @@ def align(
     texts = [p for p in asked.drop_metadata if is_used(p, keys) or not is_used(p, other_keys)]
     chosen = replace(selection, drop=tuple(drop))
     options = replace(asked, selection=chosen, drop_metadata=tuple(texts))
-    made = rewrite(opened, options, unread=False)
+    made = rewrite(opened, options, check=require_sound)
     is_selected = selected_by(selection, {*names, *others})
     theirs = counterpart(other, made.catalog, is_selected, model_only=selection.model_only)
     notes = excluded_by_rewrite(made, opened.path)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 
 from msgspec.structs import replace
 
-from ckptool.commands.open import OpenedCheckpoint, open_checkpoint
+from ckptool.commands.open import OpenedCheckpoint, open_checkpoint, require_sound
 from ckptool.commands.options.rewrite import RewriteOptions
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.rewrite import rewrite
@@ -25,7 +25,7 @@ from ckptool.commands.verify.manifest.schema import (
     FileProof,
     TensorProof,
     ValueProof,
-    require_writable,
+    require_replaceable,
     write_manifest,
 )
 from ckptool.commands.verify.verify import Started, examine
@@ -57,7 +57,7 @@ def build_manifest(
     files. Ignored errors count, too. Raises as verify does, Unsupported if the manifest cannot be
     written.
     """
-    require_writable(target, overwrite=overwrite)
+    require_replaceable(target, overwrite=overwrite)
     require_codes(options.ignore)
     # Ignored damage would count as the truth from then on.
     harmless = [code for code in options.ignore if CODES[code].severity is not Severity.ERROR]
@@ -66,7 +66,7 @@ def build_manifest(
     report, opened = verification.report(), open_unless_damaged(path, options)
     if not report.ok or opened is None:
         return _not_written(report, target, options)
-    made = rewrite(opened, rewriting, unread=False)
+    made = rewrite(opened, rewriting, check=require_sound)
     files: list[str] = []
     known: Mapping[str, str] = {}
     if rewriting == RewriteOptions():

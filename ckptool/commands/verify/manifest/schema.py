@@ -91,12 +91,12 @@ def _lines(content: Mapping[str, Any]) -> Iterator[str]:
 
 
 def write_manifest(manifest: CheckpointManifest, path: Location, *, overwrite: bool) -> None:
-    """Write a manifest completely or not at all. Raises as ``require_writable`` does."""
-    require_writable(path, overwrite=overwrite)
+    """Write a manifest completely or not at all. Raises as ``require_replaceable`` does."""
+    require_replaceable(path, overwrite=overwrite)
     write_file(path, manifest_text(manifest).encode(), mark=MARK)
 
 
-def require_writable(path: Location, *, overwrite: bool) -> None:
+def require_replaceable(path: Location, *, overwrite: bool) -> None:
     """Raise Unsupported if a manifest must not or cannot be written."""
     if path.is_dir():
         raise Unsupported(f"{path}: is a folder; a manifest is a file")
