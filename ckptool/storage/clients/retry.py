@@ -1,14 +1,15 @@
 """Retry requests to stores, and distinguish permanent errors from temporary ones.
 
-obstore's errors are ``Answer``; each file system of fsspec has errors of its own. What they share
-is the answer's status, in them or in their causes.
+obstore's errors are ``Answer``; each file system of fsspec has errors of its own, such as that of
+huggingface_hub that nothing is there, raised from an answer that says why. What they share is the
+answer's status, in them or in their causes.
 """
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from msgspec import Struct
@@ -21,9 +22,8 @@ _LASTING = (FileNotFoundError, PermissionError, NotImplementedError, ValueError)
 _DENIED = (401, 403)
 _GONE = (404, 410)
 _REFUSED = (*_DENIED, *_GONE, 301, 405, 412, 416, 501)
-_CLIENTS = ("aiobotocore", "aiohttp", "azure", "botocore", "httpcore", "httpx", "requests")
 _ENDLESS = "TooManyRedirects"
-"""aiohttp's and requests' error for a loop of redirects."""
+"""The error of httpx and requests for a loop of redirects."""
 _LONGEST_RETRY_AFTER = 60.0
 _CREDENTIALS_HINT = "see the store's own tools for the credentials it needs"
 _WEB_HINT = (
@@ -99,8 +99,7 @@ def retry(policy: RetryPolicy, what: str, work: Callable[[], _T]) -> _T:
             return work()
         except (CkptoolError, NoAnswer):
             raise
-        except Exception as raised:
-            error = _answer_behind(raised)
+        except Exception as error:
             if is_ours(error):
                 raise
             if lasts(error):
@@ -122,7 +121,6 @@ def unreachable(what: str, error: Exception) -> NotFound | NoAnswer:
 
     NotFound only if nothing is there, or nothing can be called so.
     """
-    error = _answer_behind(error)
     status, text = status_of(error), error_text(error)
     if (refusal := _refusal(error)) is not None:
         reason, hint = refusal
@@ -137,19 +135,6 @@ def unreachable(what: str, error: Exception) -> NotFound | NoAnswer:
     if status is None or _has_wrong_name(error):
         return NotFound(f"{what}: cannot be read: {text}")
     return NoAnswer(f"{what}: cannot be read: {text}")
-
-
-def _answer_behind(error: Exception) -> Exception:
-    """Return the answer, or the lack of one, that a client took for a missing file.
-
-    Clients of fsspec on HTTP do so, for every status, a timeout, a loop of redirects.
-    """
-    cause = error.__cause__
-    if not isinstance(error, FileNotFoundError) or not isinstance(cause, Exception):
-        return error
-    is_of_client = type(cause).__module__.partition(".")[0] in _CLIENTS
-    is_answer = is_of_client or isinstance(cause, ConnectionError | TimeoutError)
-    return cause if is_answer or status_of(cause) is not None else error
 
 
 def is_ours(error: BaseException) -> bool:
@@ -168,10 +153,7 @@ def status_of(error: BaseException) -> int | None:
     """Return the HTTP status of the answer that an error represents, None if it has none."""
     for cause in _causes(error):
         for holder in (cause, getattr(cause, "response", None)):
-            if isinstance(holder, Mapping):
-                values: Iterator[object] = iter([_boto(holder).get("HTTPStatusCode")])
-            else:
-                values = (getattr(holder, name, None) for name in ("status_code", "status", "code"))
+            values = (getattr(holder, name, None) for name in ("status_code", "status", "code"))
             status = next((text for text in map(str, values) if text.isdecimal()), None)
             if status is not None:
                 return int(status)
@@ -180,12 +162,12 @@ def status_of(error: BaseException) -> int | None:
 
 def lasts(error: Exception) -> bool:
     """Return whether an error is permanent, so that asking again does not help."""
-    error = _answer_behind(error)
-    if isinstance(error, _LASTING) or _lacks_credentials(error):
+    status = status_of(error)
+    if (status is None and isinstance(error, _LASTING)) or _lacks_credentials(error):
         return True
     if _has_wrong_name(error) or type(error).__name__ == _ENDLESS:
         return True
-    return status_of(error) in _REFUSED or _refusal(error) is not None
+    return status in _REFUSED or _refusal(error) is not None
 
 
 def _has_wrong_name(error: Exception) -> bool:
@@ -220,20 +202,11 @@ def _retry_after(error: Exception) -> float:
     """Return the seconds that a store asks to wait, 0 if it does not."""
     for cause in _causes(error):
         response: Any = getattr(cause, "response", cause)
-        if isinstance(response, Mapping):
-            headers = _boto(response).get("HTTPHeaders", {})
-        else:
-            headers = getattr(response, "headers", None) or {}
+        headers = getattr(response, "headers", None) or {}
         text = str(headers.get("retry-after") or headers.get("Retry-After") or "")
         if text.isdecimal():
             return min(float(text), _LONGEST_RETRY_AFTER)
     return 0.0
-
-
-def _boto(response: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return botocore's fields of an answer."""
-    metadata: Mapping[str, Any] = response.get("ResponseMetadata", {})
-    return metadata
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
@@ -247,6 +220,4 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _lacks_credentials(error: Exception) -> bool:
-    name = type(error).__name__
-    unknown = name == "ClientAuthenticationError" and status_of(error) is None
-    return unknown or "credential" in name.lower()  # the first is of azure-identity (1.27)
+    return "credential" in type(error).__name__.lower()
