@@ -35,16 +35,20 @@ class RenamingCommand(TyperCommand):
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
-            wrong: str = getattr(error, "option_name", "")
-            flags = [flag for each in self.params for flag in (*each.opts, *each.secondary_opts)]
-            renamed = _RENAMED.get(wrong, "")
-            close = get_close_matches(wrong, flags, n=1, cutoff=0.75)
-            if renamed.partition(" ")[0] in flags:
-                close = [renamed]
-            if close and wrong not in flags:
-                message = f"{error.message}. Did you mean {close[0]}?"  # type: ignore[attr-defined]
-                error.message, error.possibilities = message, None  # type: ignore[attr-defined]
+            self._suggest(error)
             raise
+
+    def _suggest(self, error: Any) -> None:
+        """Add what may be meant to the error for an unknown option."""
+        wrong: str = getattr(error, "option_name", "")
+        flags = [flag for each in self.params for flag in (*each.opts, *each.secondary_opts)]
+        renamed = _RENAMED.get(wrong, "")
+        close = get_close_matches(wrong, flags, n=1, cutoff=0.75)
+        if renamed.partition(" ")[0] in flags:
+            close = [renamed]
+        if close and wrong not in flags:
+            error.message = f"{error.message}. Did you mean {close[0]}?"
+            error.possibilities = None
 
 
 def with_options(command: Command) -> Command:

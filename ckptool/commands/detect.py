@@ -246,6 +246,11 @@ def _detect_in_folder(path: Location) -> Candidate:
     if whole is not None:
         return Candidate(path, source, whole)
     require_finished(source)
+    return _detect_below(path, source)
+
+
+def _detect_below(path: Location, source: Files) -> Candidate:
+    """Find the checkpoint below a folder: the latest, if that is noted, or the only one."""
     latest = latest_folder(source)
     if latest is not None:
         inner = _detect_in_folder(path / latest)
@@ -260,12 +265,17 @@ def _detect_in_folder(path: Location) -> Candidate:
     if not source.files:
         raise Unrecognized(f"{path}: the folder is empty")
     require_packed(path.resolve(), source.files)
+    raise _nothing_found(path, source)
+
+
+def _nothing_found(path: Location, source: Files) -> Unrecognized:
+    """Return the error for a folder without a checkpoint, with what else is there."""
     names = list(source.files)
     message = f"{path}: no checkpoint found in {plural(len(names), 'file')}: {list_some(names)}"
     hint = "run `ckptool formats` to list known formats; use --from FORMAT to force one"
     for name, kind in _foreign_files(source):
-        raise Unrecognized(f"{message}; {name} is {kind.what}", hint=kind.hint_for(name))
-    raise Unrecognized(message, hint=hint)
+        return Unrecognized(f"{message}; {name} is {kind.what}", hint=kind.hint_for(name))
+    return Unrecognized(message, hint=hint)
 
 
 def _foreign_files(source: Files) -> Iterator[tuple[str, FileKind]]:

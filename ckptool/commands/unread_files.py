@@ -7,7 +7,7 @@ place of large ones: unresolved pointers, a server's answers.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
@@ -122,23 +122,26 @@ def unlisted_notes(unlisted: Mapping[str, Problem]) -> list[Problem]:
     ]
 
 
-def require_listed(problems: Iterable[Problem]) -> None:
+def require_listed(problems: Sequence[Problem]) -> None:
     """Raise NotFound for unreadable entries, Changed for vanished ones."""
-    problems = list(problems)
+    if problems:
+        raise _unlisted_error(problems)
+
+
+def _unlisted_error(problems: Sequence[Problem]) -> NotFound | Changed:
+    """Return one error for all entries that are not listed."""
     lasting = [problem for problem in problems if problem.code != "file-changed"]
-    if not problems:
-        return
     first, *others = lasting or problems
     message = f"{first} (and {len(others):,} more)" if others else str(first)
     shown = Problem(message, first.code, file=first.file)
     if not lasting:
-        raise Changed(shown, hint="retry when nothing is writing to the source")
+        return Changed(shown, hint="retry when nothing is writing to the source")
     hint = (
         "if it is not part of the checkpoint, pass the checkpoint's own path or move the file away"
     )
     error = NotFound(shown, hint=hint)
     error.problems = tuple(lasting)
-    raise error
+    return error
 
 
 def _unlisted_problem(name: str, why: Problem) -> Problem:

@@ -354,8 +354,11 @@ def merge_copies(chunks: Iterable[Chunk]) -> tuple[Chunk, ...]:
 def coverage_problem(entry: TensorEntry) -> Problem | None:
     """Return why the chunks do not tile the tensor exactly, in numbers; None if they do."""
     boxes = boxes_of(entry.chunks)
-    if is_grid(boxes, entry.shape):
-        return None
+    return None if is_grid(boxes, entry.shape) else _tiling_problem(entry, boxes)
+
+
+def _tiling_problem(entry: TensorEntry, boxes: Sequence[Box]) -> Problem | None:
+    """Return the same for boxes that form no grid."""
     whole = Box.whole(entry.shape)
     for box in boxes:
         if len(box.lo) != len(entry.shape) or not whole.contains(box):

@@ -203,13 +203,18 @@ def tiles(box: Box, itemsize: int, limit: int) -> Iterator[Box]:
 
     Each holds at most ``limit`` bytes, as long as one element does.
     """
-    shape = box.shape
-    volume = math.prod(shape)
+    volume = box.volume
     if not volume:
         return
     if volume * itemsize <= limit:
         yield box
-        return
+    else:
+        yield from _cut(box, itemsize, limit)
+
+
+def _cut(box: Box, itemsize: int, limit: int) -> Iterator[Box]:
+    """Yield such tiles of a box that is larger than one."""
+    shape = box.shape
     dim, inner = _split_dim(shape, itemsize, limit)
     step = max(1, limit // inner) if dim < len(shape) else 1
     for outer in itertools.product(*map(range, box.lo[:dim], box.hi[:dim])):

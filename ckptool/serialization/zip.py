@@ -182,17 +182,21 @@ def read_directory(region: Region) -> dict[str, ZipRecord]:
         data = region.read(start, size)
         region.expect(_headers(data), count)
         records = _read_plain(region, data, start, count)
-        if records is not None:
-            return records
-        records, position = {}, 0
-        for _ in range(count):
-            record, position = _central_entry(region, data, start, position)
-            if record.name in records:
-                raise Damaged(f"{region.what}: duplicate zip record {record.name!r}")
-            records[record.name] = record
-        if position != len(data):
-            raise Damaged(f"{region.what}: the zip directory does not have {count:,} records")
-        return records
+        return _read_entries(region, data, start, count) if records is None else records
+
+
+def _read_entries(region: Region, data: bytes, start: int, count: int) -> dict[str, ZipRecord]:
+    """Read a directory record by record."""
+    records: dict[str, ZipRecord] = {}
+    position = 0
+    for _ in range(count):
+        record, position = _central_entry(region, data, start, position)
+        if record.name in records:
+            raise Damaged(f"{region.what}: duplicate zip record {record.name!r}")
+        records[record.name] = record
+    if position != len(data):
+        raise Damaged(f"{region.what}: the zip directory does not have {count:,} records")
+    return records
 
 
 def _read_plain(region: Region, data: bytes, start: int, count: int) -> dict[str, ZipRecord] | None:

@@ -14,7 +14,7 @@ _GAP = "chunk-gap"
 def coverage_problems(entries: Collection[TensorEntry]) -> list[Problem]:
     """Return why tensors are not tiled; one problem if one rank alone saved its shards."""
     problems = [problem for problem in map(coverage_problem, entries) if problem is not None]
-    alone = lone_rank_problem(entries, problems)
+    alone = lone_rank_problem(entries, problems) if problems else None
     if alone is None:
         return problems
     return [alone, *(problem for problem in problems if problem.code != _GAP)]

@@ -170,6 +170,12 @@ class _Search:
         fits = list(self._fits(tensor, shape))
         if len(fits) == 1:
             return (placements_of(fits[0], shape),)
+        return self._simplest(fits, tensor, shape)
+
+    def _simplest(
+        self, fits: Iterable[tuple[Order, ...]], tensor: _Evidence, shape: _Shape
+    ) -> tuple[Placements, ...]:
+        """Return the simplest placements of those orders that give ranks the same rows."""
         simplest: dict[object, Placements] = {}
         for orders in fits:
             rows = tuple(

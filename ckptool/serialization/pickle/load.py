@@ -109,8 +109,11 @@ def find_globals(data: bytes, *, pickles: int = 1) -> Names:
     that ``read_pickle`` read recently, complete or not, is not followed again.
     """
     known = _recent_globals.get(_digest(data)) if pickles == 1 else None
-    if known is not None:
-        return Names(known, known.records)
+    return _follow(data, pickles) if known is None else Names(known, known.records)
+
+
+def _follow(data: bytes, pickles: int) -> Names:
+    """Return the globals of consecutive pickles, as far as these can be followed."""
     offsets: dict[Global, int] = {}
     made: set[Global] = set()
     called: set[Global] = set()

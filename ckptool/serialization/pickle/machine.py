@@ -73,6 +73,7 @@ class Machine(Builder):
         data, table, stack, pos = self._data, _TABLE, self._stack, self.pos
         memo, sparse = self._memo.dense, self._memo.sparse
         last, plain, hidden = min(len(data) - 8, self._end), self._memo.plain, self._memo.hidden
+        reader = self._reader
         while True:
             opcode = data[pos]
             if pos < last:
@@ -80,10 +81,12 @@ class Machine(Builder):
                     after = pos + (2 if opcode == _BINGET else 5)
                     index = data[pos + 1] if opcode == _BINGET else _UINT4(data, pos + 1)[0]
                     if index < len(memo) + hidden:
-                        if data[after + 2] == _MEMOIZE and (end := self._instances(pos)) > pos:
-                            pos, plain, hidden = end, self._memo.plain, self._memo.hidden
-                            last = min(len(data) - 8, self._end)
-                            continue
+                        if reader is not None and data[after + 2] == _MEMOIZE:
+                            end = self._instances(reader, pos)
+                            if end > pos:
+                                pos, plain, hidden = end, self._memo.plain, self._memo.hidden
+                                last = min(len(data) - 8, self._end)
+                                continue
                         stack.append(memo[index] if index < plain else self._memo[index])
                         pos = after
                         continue
@@ -118,24 +121,22 @@ class Machine(Builder):
             return self.malformed(f"unknown opcode 0x{opcode:02x}")
         return self.malformed(f"more than {MOST_SINGLE:,} bytes that are not records alike")
 
-    def _instances(self, pos: int) -> int:
+    def _instances(self, reader: InstanceReader, pos: int) -> int:
         """Return the offset after all instances that begin at ``pos`` and were read at once."""
-        if self._reader is None:
-            return pos
         most = len(self._data)
         if self._has_rows and self._marks:
             is_key = (len(self._stack) - self._marks[-1]) % 2 == 1
-            if (end := self._add_rows(pos, is_key=is_key)) > pos:
+            if (end := self._add_rows(reader, pos, is_key=is_key)) > pos:
                 return end
             most = LEAST if is_key else 1
         noted = len(self._memo)
-        end, instances = self._reader.read(pos, self._end, most)
+        end, instances = reader.read(pos, self._end, most)
         self._containers -= instances
         self._require_containers()
         self.charge(len(self._memo) - noted)
         return end
 
-    def _add_rows(self, pos: int, *, is_key: bool) -> int:
+    def _add_rows(self, reader: InstanceReader, pos: int, *, is_key: bool) -> int:
         """Add instances to their list or dict, up to the end of a batch; return the offset there.
 
         What the stack has for it is added before them, as if a batch ended at ``pos``.
@@ -143,9 +144,9 @@ class Machine(Builder):
         stack, mark = self._stack, self._marks[-1]
         target = stack[mark - 1] if 0 < mark < len(stack) and stack[mark] is MARK else None
         is_dict = isinstance(target, dict)
-        if self._reader is None or not (is_key if is_dict else isinstance(target, list)):
+        if not (is_key if is_dict else isinstance(target, list)):
             return pos
-        found = self._reader.read_rows(pos, self._frame_end, is_dict=is_dict)
+        found = reader.read_rows(pos, self._frame_end, is_dict=is_dict)
         if found is None:
             return pos
         runs, end, self._frame_end = found

@@ -6,7 +6,6 @@ import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -41,14 +40,22 @@ def located(
     format_: Format, source: Files, catalog: Catalog, chosen: Callable[[Container], bool]
 ) -> tuple[dict[str, TensorEntry], list[Problem]]:
     """Return the tensors with their containers opened, and why others cannot be."""
-    problems: list[Problem] = []
-    tensors: dict[str, TensorEntry] = {}
     bare = replace(catalog, objects={})
     kept = {name: _chosen_of(entry, chosen) for name, entry in catalog.tensors.items()}
     wanted = (at for entry in kept.values() for at in places(entry) if isinstance(at, Container))
     expect_edges(source, ((at.file, at.offset, at.nbytes) for at in wanted))
-    with suppress(CkptoolError):  # the tensor is determined below
+    try:
         return _opened(format_, source, bare.with_tensors(kept))
+    except CkptoolError:
+        return _opened_each(format_, source, bare, kept)
+
+
+def _opened_each(
+    format_: Format, source: Files, bare: Catalog, kept: Mapping[str, TensorEntry]
+) -> tuple[dict[str, TensorEntry], list[Problem]]:
+    """Return the same of tensors that are opened one by one, some of them in part."""
+    problems: list[Problem] = []
+    tensors: dict[str, TensorEntry] = {}
     for name, entry in kept.items():
         one = bare.with_tensors({name: entry})
         try:
