@@ -230,6 +230,8 @@ def _classify_or_refuse(
 
 
 def _classify(value: Any, file: TorchFile, source: Source, name: str) -> Any:
+    if not is_tensor_record(value):
+        return value
     share: Share | None
     try:
         with coded("tensor-record"):

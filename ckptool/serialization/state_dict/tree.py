@@ -149,8 +149,10 @@ class StateDictWalk:
         """Return the steps into a container that is entered; None for a leaf."""
         if entries := _entries(value):
             return entries
-        if not isinstance(value, list | tuple):
+        if is_tensor_record(value):
             return self._parts(value, path)
+        if not isinstance(value, list | tuple):
+            return None
         if id(value) not in self._entered:
             self._entered[id(value)] = _is_entered(value, self._what, self._entered)
         if not self._entered[id(value)]:
@@ -159,7 +161,7 @@ class StateDictWalk:
         return [(Index(i, container), item) for i, item in enumerate(value)]
 
     def _parts(self, value: PickleValue, path: Path) -> list[tuple[Any, Any]] | None:
-        """Return the parts of a tensor that consists of others; None for every other value."""
+        """Return the parts of a tensor that consists of others; None for every other one."""
         record = unwrap(value)
         if not isinstance(record, Call) or record.name not in (QUANTIZED, SUBCLASS):
             return None
