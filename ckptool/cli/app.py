@@ -27,7 +27,7 @@ SUMMARIES = {
     "formats": "List the formats that are read and written.",
     "maps": "List the key maps that --map takes by name, print one, or check one against a"
     " checkpoint.",
-    "help": "List the pages of the documentation and the commands, or show one.",
+    "help": "List the pages of the documentation and the commands, show one, or search them.",
 }
 """The commands, with the first lines of their docstrings."""
 MODULES = {"convert": "transfer", "reshard": "transfer", "maps": "formats"}

@@ -87,7 +87,7 @@ def _size_of(part: Part) -> str:
 def compares(report: TransferReport) -> str:
     """Return the end of the line on reads and writes that says what is read to compare them."""
     again = f", and {size(report.reread_bytes)} of the source again" if report.reread_bytes else ""
-    return f", then reads that back to compare it{again}" if report.verify else ""
+    return f", then reads the output back to verify it{again}" if report.verify else ""
 
 
 def show_files(files: Iterable[FileLayout], screen: Console) -> None:

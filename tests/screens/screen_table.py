@@ -234,7 +234,9 @@ OTHERS = {
         "maps meta-llama --check llama_consolidated",
         "maps torchtitan-llama3 --check dcp_fsdp2",
     ),
-    "help": on_terminal("--version", "help", "help sotres", "help inpsect", "help 42"),
+    "help": on_terminal(
+        "--version", "help", "help sotres", "help inpsect", "help zzz", "help torchrun"
+    ),
     "mistyped-commands": on_terminal(
         *("inpsect dcp_base", "verfy dcp_base", "dif dcp_base", "elsewhere", "formats --map"),
     ),

@@ -140,8 +140,8 @@ def _chunks_of(pair: TensorPair) -> Iterable[Chunk]:
     if not pair.boxes:
         return pair.one.chunks
     index = ChunkIndex(pair.one)
-    places = {place for box in pair.boxes for place in index.places(box)}
-    return [pair.one.chunks[place] for place in sorted(places)]
+    found = (each.chunk for box in pair.boxes for each in index.find(box))
+    return {id(chunk): chunk for chunk in found}.values()
 
 
 def _are_written(pair: TensorPair, runs: Iterable[_Run]) -> bool:
