@@ -137,6 +137,12 @@ def distinct(values: Any) -> Any:
     return np.unique(values, return_counts=True)[0]
 
 
+def hull(boxes: Sequence[Box]) -> Box:
+    """Return the smallest box around some boxes, one at least."""
+    lows, highs = zip(*boxes, strict=True)
+    return Box(tuple(map(min, *lows, lows[0])), tuple(map(max, *highs, highs[0])))
+
+
 def spans_of(boxes: Sequence[Box]) -> list[list[tuple[int, int]]]:
     """Return the starts and ends of some boxes in each dim; all have the same number of dims."""
     if isinstance(boxes, BoxTable):

@@ -251,7 +251,7 @@ def allocate(descriptor: int, nbytes: int) -> None:
 
 
 def begin_sync(descriptor: int, offset: int, nbytes: int) -> None:
-    """Begin to write a run of a file to its disk, where the system can; wait for nothing.
+    """Begin to write a run of a file to its disk, as far as that has room, where the system can.
 
     A later ``fsync`` then has little left to wait for, and reports what failed.
     """

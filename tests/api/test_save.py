@@ -20,7 +20,7 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401 (registers
 import ckptool
 from ckptool.engine.write.stage import Stage
 from ckptool.errors import NotVerified, TransferError, Unsupported, UsageError
-from ckptool.storage.memory import MemoryFiles
+from ckptool.storage.memory import MemoryFiles, MemoryReader
 
 
 @pytest.fixture
@@ -196,3 +196,23 @@ def test_a_save_that_failed_is_begun_again(tmp_path: Path, monkeypatch: pytest.M
     assert "the next save to the same place" in f"{caught.value.hint}"
     assert ckptool.save(state, tmp_path / "m", to="dcp").written
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+def test_a_tensor_that_is_trained_on_while_it_is_saved_is_not_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing tells of changes of memory but to look at it again."""
+    weight, reads = torch.zeros(1 << 20), 0
+    real = MemoryReader.read_into
+
+    def read_into(self: MemoryReader, file: str, offset: int, buffer: memoryview) -> None:
+        nonlocal reads
+        real(self, file, offset, buffer)
+        reads += 1
+        if reads == 2:
+            weight.add_(1)
+
+    monkeypatch.setattr(MemoryReader, "read_into", read_into)
+    with pytest.raises(NotVerified, match="differ between source"):
+        ckptool.save({"w": weight}, tmp_path / "w.safetensors")
+    assert not list(tmp_path.iterdir())

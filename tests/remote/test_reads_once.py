@@ -92,6 +92,21 @@ def test_a_reshard_reads_once(
     assert 0 <= reads[str(source)] - transfer.plan.read_bytes < BESIDE
 
 
+@pytest.mark.parametrize("meshes", ["8 2", "8 3", "3 8", "32 2"])
+def test_columns_of_the_output_are_read_once_too(
+    meshes: str, tmp_path: Path, reads: dict[str, int]
+) -> None:
+    """Whatever columns the source has in a chunk of their own."""
+    one, other = meshes.split()
+    torch.save({"w": torch.arange(1 << 21).reshape(1024, 2048)}, tmp_path / "w.pt")
+    resharded(tmp_path / "w.pt", tmp_path / "columns", one, "*=Shard(1)").run()
+    transfer = resharded(tmp_path / "columns", tmp_path / "m", other, "*=Shard(1)")
+    reads.clear()
+    transfer.run()
+    assert reads.pop(str(tmp_path / "columns")) < 1.1 * transfer.plan.read_bytes
+    assert sum(reads.values()) < 1.1 * transfer.plan.read_bytes
+
+
 def test_what_is_cast_is_read_twice(source: Path, tmp_path: Path, reads: dict[str, int]) -> None:
     casts = RewriteOptions(casts=parse_casts(["large=bf16"]))
     transfer = converted(source, tmp_path / "m", "dcp", rewrite=casts)

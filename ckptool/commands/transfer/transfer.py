@@ -248,7 +248,12 @@ class Transfer(Struct, Generic[AnyReport], frozen=True):
     def _next_step(self, stage: Stage) -> str | None:
         """Return how to continue a run that ended midway; a save from memory starts over."""
         step = stage.next_step()
-        return _SAVES_AGAIN if step and isinstance(self.opened.source, MemoryFiles) else step
+        return _SAVES_AGAIN if step and self._is_in_memory else step
+
+    @property
+    def _is_in_memory(self) -> bool:
+        """Whether the source is memory, which nothing tells of changes: only reading it again."""
+        return isinstance(self.opened.source, MemoryFiles)
 
     def _open_stage(self, ranks: Ranks) -> Stage | None:
         """Create the stage of this rank; None if an earlier run wrote all that is requested.
@@ -295,10 +300,11 @@ class Transfer(Struct, Generic[AnyReport], frozen=True):
         ranks.together(lambda: stage.target.join(ranks.rank))
         share = self.options.part or node.share
         numbers = stage.takes(self._files_of(share))
-        sums = ReadSums() if self.options.verify else None
-        ranks.together(lambda: self._move(stage, progress, numbers, share, sums))
+        sums = ReadSums()
+        noted = sums if self.options.verify and not self._is_in_memory else None
+        ranks.together(lambda: self._move(stage, progress, numbers, share, noted))
         remarks: list[str] = []
-        if sums is not None:
+        if self.options.verify:
             beyond = ranks.together(lambda: self._verify(stage, progress, numbers, sums))
             remarks += beyond_notes(sum(ranks.gather(beyond), Counter()))
         ranks.together(lambda: require_unchanged(self.plan.catalog, self.opened.source))
@@ -374,7 +380,10 @@ class Transfer(Struct, Generic[AnyReport], frozen=True):
     def _verify(
         self, stage: Stage, progress: Progress, numbers: Sequence[int], sums: ReadSums
     ) -> RangeCounts:
-        """Compare the files in place with what they should be; count values that casts lose."""
+        """Compare the files in place with what they should be; count values that casts lose.
+
+        ``sums`` are of what was read to write them: without any both sides are read.
+        """
         if not numbers:
             return Counter()
         from ckptool.commands.verify.compare.written import require_written

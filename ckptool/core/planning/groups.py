@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from ckptool.core.box import Box, Piece
+from ckptool.core.box import Box, Piece, hull
 from ckptool.core.casts import is_computed
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.layout import Data, ScatteredData, tile_count, tiles
@@ -93,22 +93,21 @@ def is_small(entry: TensorEntry, limit: int) -> bool:
 
 def rows_of(place: LayoutPart) -> object:
     """Return the key shared by the parts of one group: the tensor and its rows."""
-    box = _hull(place.part)
+    box = _hull_of(place.part)
     if box is not None and len(box.lo) > 1 and box.volume:
         return place.part.name, box.lo[0], box.hi[0]
     return place.file, place.position
 
 
-def _hull(part: Data | ScatteredData) -> Box | None:
+def _hull_of(part: Data | ScatteredData) -> Box | None:
     """Return the smallest box of the tensor around a part; None if its rows are scattered."""
     if isinstance(part, Data):
         return part.box
     boxes = [piece.box for piece in part.pieces]
     if not (boxes and part.shape) or len({(b.lo[0], b.hi[0]) for b in boxes}) > 1:
         return None
-    lows, highs = zip(*boxes, strict=True)
-    hull = Box(tuple(map(min, *lows, lows[0])), tuple(map(max, *highs, highs[0])))
-    return hull if hull.shape[0] == part.shape[0] else None
+    around = hull(boxes)
+    return around if around.shape[0] == part.shape[0] else None
 
 
 def group_of_rows(
@@ -118,11 +117,13 @@ def group_of_rows(
 
     None if these are the part's own, more than that, or scattered.
     """
-    part, hull = place.part, _hull(place.part)
+    part, around = place.part, _hull_of(place.part)
     row = math.prod(entry.shape[1:]) * part.itemsize
-    if hull is None or part.shape[1:] == entry.shape[1:] or not 0 < row <= nbytes:
+    if around is None or part.shape[1:] == entry.shape[1:] or not 0 < row <= nbytes:
         return None
-    return Group((place,), nbytes // row, index.band(hull)[1]) if hull.volume else None
+    if not around.volume:
+        return None
+    return Group((place,), nbytes // row, index.band(around)[1])
 
 
 def tiles_of_group(
@@ -168,10 +169,10 @@ def _bands(places: list[LayoutPart], index: ChunkIndex) -> list[tuple[list[Layou
     """Separate parts of the same rows that have no chunk in common; return the band of each."""
     found: list[tuple[set[int], Box, list[LayoutPart]]] = []
     for place in places:
-        hull, some, apart = _hull(place.part), [place], []
-        if hull is None:
+        around, some, apart = _hull_of(place.part), [place], []
+        if around is None:
             raise TypeError(f"{place.part.name}: a part of scattered rows")
-        chunks, band = index.band(hull)
+        chunks, band = index.band(around)
         if index.whole_rows:
             return [(places, band)]
         for known in found:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 from functools import cached_property
 
-from ckptool.core.box import Box, is_run
+from ckptool.core.box import Box, contiguous, is_run
 from ckptool.core.casts import is_computed
 from ckptool.core.catalog import (
     Catalog,
@@ -77,7 +77,8 @@ class Plan:
     def reread_bytes(self) -> int:
         """Bytes of the tensors of which the proof of a transfer reads the source again.
 
-        What is written of them is not what was read: they are cast, computed, or decoded.
+        What is written of them is not what was read: they are cast, computed, or decoded, or they
+        are stored in another order than row by row.
         """
         return sum(
             entry.elements * entry.source_dtype.itemsize
@@ -253,8 +254,13 @@ class Plan:
 
 
 def _is_decoded(entry: TensorEntry) -> bool:
-    """Return whether chunks of a tensor are packed, or have elements to be repaired."""
-    places = () if chunks_of(entry).bare else [chunk.at for chunk in chunks_of(entry).opened]
-    return any(
-        isinstance(at, EncodedBlob) or (isinstance(at, Extent) and bool(at.ops)) for at in places
-    )
+    """Return whether chunks of a tensor are packed, to be repaired, or not stored row by row."""
+    chunks = () if chunks_of(entry).bare else chunks_of(entry).opened
+    return any(_is_other(chunk, entry.source_dtype.itemsize) for chunk in chunks)
+
+
+def _is_other(chunk: Chunk, itemsize: int) -> bool:
+    at = chunk.at
+    if not isinstance(at, Extent):
+        return isinstance(at, EncodedBlob)
+    return bool(at.ops) or not contiguous(at.strides, chunk.box.shape, itemsize)

@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msgspec import Struct
 
@@ -108,7 +108,6 @@ class SideReaders:
 
 PairJob = Job[Any, SideReaders, PairTile]
 """Reads tiles of a pair, or of several. Its subject tells it from other jobs: it is None."""
-Side = TypeVar("Side")
 
 
 class PairSource(NamedTuple):

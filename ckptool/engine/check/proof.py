@@ -12,7 +12,7 @@ from functools import partial
 from operator import add
 from typing import NamedTuple
 
-from ckptool.core.box import Box, flat_range
+from ckptool.core.box import Box, flat_range, hull
 from ckptool.core.catalog import Chunk
 from ckptool.core.layout import tiles
 from ckptool.core.sharding.index import ChunkIndex
@@ -43,15 +43,18 @@ from ckptool.storage.files import Files
 
 _MOST = 512
 """Runs that are read at once."""
+_BAND = 8 << 20
+"""Bytes of rows that are read at once to cut columns out of them."""
 
 
 class _Run(NamedTuple):
-    """Elements ``start`` to ``stop`` of a chunk's ``box``, in its order, and their checksum.
+    """Elements ``start`` to ``stop`` of a chunk's ``box``, in its order.
 
-    The chunk is in ``file`` of the source.
+    They were read at an ``offset`` of a ``file`` of the source, and had this checksum.
     """
 
     file: str
+    offset: int
     box: Box
     start: int
     stop: int
@@ -65,16 +68,20 @@ class _Run(NamedTuple):
 
 
 class _Task(NamedTuple):
-    """A run that is proved: its pair, and the segments of all that is written, if it has such."""
+    """Runs that are proved by what is read of the output at once: ``segments``, or ``boxes``.
+
+    There are several only of one box; a run that has segments needs no boxes.
+    """
 
     pair: TensorPair
-    written: list[Segment] | None
-    run: _Run
+    runs: tuple[_Run, ...]
+    boxes: Sequence[Box]
+    segments: Sequence[Segment] = ()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the run."""
-        return (self.run.stop - self.run.start) * self.pair.one.dtype.itemsize
+        """Bytes of the runs."""
+        return sum(_nbytes(self.pair, run) for run in self.runs)
 
 
 def proof_jobs(
@@ -91,11 +98,9 @@ def proof_jobs(
         if runs is None:
             compared.append(pair)
             continue
-        by_request = sides[1].policy.by_request  # each read of a store is announced by itself
-        written = None if by_request else segments_of_tensor(pair.other)
-        for run in runs:
-            tasks.append(_Task(pair, written, run))
-            nbytes += tasks[-1].nbytes
+        for task in _tasks_of(pair, runs, by_request=sides[1].policy.by_request):
+            tasks.append(task)
+            nbytes += task.nbytes
             if nbytes >= PAIR_TILE or len(tasks) >= _MOST:
                 yield _job(tasks, nbytes)
                 tasks, nbytes = [], 0
@@ -109,8 +114,70 @@ def _job(tasks: Sequence[_Task], nbytes: int) -> PairJob:
     return Job(None, partial(_prove, tasks), [known_runs(), written], nbytes // len(tasks))
 
 
+def _needs(tasks: Iterable[_Task], block: int) -> Iterator[Need]:
+    """Yield what is read of the output for some runs."""
+    for task in tasks:
+        yield from entry_needs(task.pair.other, task.boxes, block)
+
+
+def _tasks_of(pair: TensorPair, runs: Iterable[_Run], *, by_request: bool) -> Iterator[_Task]:
+    """Yield the tasks of a pair: for each run that the output has as runs, else for bands.
+
+    Each read of a store is announced by itself, as elements.
+    """
+    written = None if by_request else segments_of_tensor(pair.other)
+    scattered = list[_Run]()
+    for run in runs:
+        segments = None if written is None else _segments_of(pair, run, written)
+        if segments is None:
+            scattered.append(run)
+        else:
+            yield _Task(pair, (run,), (), segments)
+    yield from _bands(pair, scattered)
+
+
+def _segments_of(pair: TensorPair, run: _Run, written: Sequence[Segment]) -> list[Segment] | None:
+    """Return the segments of the output that a run is in, in order; None if it is in no such."""
+    size, shape, box = pair.one.dtype.itemsize, pair.one.shape, run.box
+    skip = 0 if box.shape == shape else skips_in(shape, size)(box)
+    if skip is None:
+        return None
+    return list(cut_out(written, skip + run.start * size, _nbytes(pair, run)))
+
+
+def _bands(pair: TensorPair, runs: Iterable[_Run]) -> Iterator[_Task]:
+    """Yield the tasks of runs that are scattered: what is between those of the same rows is one.
+
+    Such are the columns of rows, each in a chunk of its own, of which the output has others.
+    """
+    placed = sorted(((run.boxes, run) for run in runs), key=lambda each: each[0][0].lo)
+    rows, band, nbytes = None, list[_Run](), 0
+    for boxes, run in placed:
+        if rows != _rows_of(boxes) or nbytes >= _BAND:
+            yield from _tasks_of_band(pair, band)
+            rows, band, nbytes = _rows_of(boxes), [], 0
+        band.append(run)
+        nbytes += _nbytes(pair, run)
+    yield from _tasks_of_band(pair, band)
+
+
+def _rows_of(boxes: Sequence[Box]) -> object:
+    """Return the key shared by boxes of the same rows; none is shared by what is several boxes."""
+    (low, *_), (high, *_) = boxes[0].lo or (0,), boxes[0].hi or (1,)
+    return (low, high) if len(boxes) == 1 else boxes
+
+
+def _tasks_of_band(pair: TensorPair, runs: Sequence[_Run]) -> Iterator[_Task]:
+    """Yield one task for runs that fill the box around them, else one for each."""
+    boxes = [box for run in runs for box in run.boxes]
+    if len(runs) > 1 and hull(boxes).volume == sum(box.volume for box in boxes):
+        yield _Task(pair, tuple(runs), [hull(boxes)])
+    else:
+        yield from (_Task(pair, (run,), run.boxes) for run in runs)
+
+
 def _runs_read(pair: TensorPair, sums: ReadSums) -> list[_Run] | None:
-    """Return runs that were read of a tensor and are all of what is written; None if none are."""
+    """Return runs that were read of a tensor: all of what is written, else None."""
     size = pair.one.dtype.itemsize
     if not pair.is_plain:
         return None
@@ -129,7 +196,7 @@ def _runs_read(pair: TensorPair, sums: ReadSums) -> list[_Run] | None:
                 return None
             covered += offset + nbytes - max(reached, offset)
             reached = offset + nbytes
-            found.append(_Run(at.file, chunk.box, start, start + nbytes // size, read))
+            found.append(_Run(at.file, offset, chunk.box, start, start + nbytes // size, read))
     wanted = sum(box.volume for box in pair.boxes) if pair.boxes else pair.one.elements
     is_all = covered == wanted * size and (not pair.boxes or _are_written(pair, found))
     return found if is_all else None
@@ -154,75 +221,75 @@ def _are_written(pair: TensorPair, runs: Iterable[_Run]) -> bool:
     )
 
 
-def _needs(tasks: Iterable[_Task], block: int) -> Iterator[Need]:
-    """Yield what is read of the output for some runs."""
-    for task in tasks:
-        yield from entry_needs(task.pair.other, task.run.boxes, block)
-
-
 def _prove(tasks: Sequence[_Task], readers: SideReaders) -> Iterator[PairTile]:
     """Prove runs: those of bytes, of which many are read together, then the others."""
-    straight, scattered = list[tuple[_Task, list[Segment]]](), list[_Task]()
-    for task in tasks:
-        segments = _segments_of(task)
-        if segments is None:
-            scattered.append(task)
-        else:
-            straight.append((task, segments))
-    unequal = list[_Task]()
+    straight = [task for task in tasks if task.segments]
+    elements = [task for task in tasks if not task.segments]
     try:
-        written = [*read_close(readers.bytes[1], [segments for _, segments in straight])]
+        written = [*read_close(readers.bytes[1], [task.segments for task in straight])]
     except CkptoolError:
-        scattered, straight, written = [*tasks], [], []
-    for (task, _), data in zip(straight, written, strict=True):
-        if checksum(data) == task.run.checksum:
+        straight, written, elements = [], [], [*tasks]
+    unequal = list[tuple[TensorPair, _Run]]()
+    for task, data in zip(straight, written, strict=True):
+        if checksum(data) == task.runs[0].checksum:
             yield PairTile(2 * task.nbytes)
         else:
-            unequal.append(task)
-    for task in scattered:
-        yield from _prove_elements(task, readers)
-    for task in unequal:
-        yield from _difference(task, readers)
+            unequal.append((task.pair, task.runs[0]))
+    for task in elements:
+        try:
+            wrong = _unequal(task, readers)
+        except CkptoolError as error:
+            box = task.runs[0].boxes[0]
+            yield PairTile(2 * task.nbytes, task.pair, box, failure=Failure(1, error))
+            continue
+        unequal += [(task.pair, run) for run in wrong]
+        yield PairTile(2 * (task.nbytes - sum(_nbytes(task.pair, run) for run in wrong)))
+    for pair, run in unequal:
+        yield from _difference(pair, run, readers)
 
 
-def _segments_of(task: _Task) -> list[Segment] | None:
-    """Return the segments of the output that a run is in, in order; None if it is in no such."""
-    if task.written is None:
-        return None
-    size, shape, box = task.pair.one.dtype.itemsize, task.pair.one.shape, task.run.box
-    skip = 0 if box.shape == shape else skips_in(shape, size)(box)
-    if skip is None:
-        return None
-    return list(cut_out(task.written, skip + task.run.start * size, task.nbytes))
-
-
-def _prove_elements(task: _Task, readers: SideReaders) -> Iterator[PairTile]:
-    """Prove a run that the output has in pieces."""
-    from ckptool.engine.read.gather import array, raw
+def _unequal(task: _Task, readers: SideReaders) -> list[_Run]:
+    """Return the runs that the output has otherwise, which is read as elements."""
+    from ckptool.engine.read.gather import array, part_of, raw
 
     pair, dtype, done = task.pair, task.pair.one.dtype, 0
-    values = array((task.nbytes // dtype.itemsize,), dtype, readers.bytes[1].memory(task.nbytes))
-    for box in task.run.boxes:
+    boxes = task.boxes or task.runs[0].boxes
+    elements = sum(box.volume for box in boxes)
+    memory = readers.bytes[1].memory(elements * dtype.itemsize)
+    values = array((elements,), dtype, memory)
+    for box in boxes:
         part = values[done : done + box.volume].reshape(box.shape)
+        readers.elements[1].gather_into(part, pair.other, box)
         done += box.volume
-        try:
-            readers.elements[1].gather_into(part, pair.other, box)
-        except CkptoolError as error:
-            yield PairTile(2 * task.nbytes, pair, box, failure=Failure(1, error))
-            return
-    if checksum(raw(values)) == task.run.checksum:
-        yield PairTile(2 * task.nbytes)
-    else:
-        yield from _difference(task, readers)
+    if len(task.runs) == 1:
+        return [run for run in task.runs if checksum(raw(values)) != run.checksum]
+    (around,) = boxes
+    band = values.reshape(around.shape)
+    parts = (part_of(band, run.boxes[0].relative_to(around.lo)) for run in task.runs)
+    return [
+        run
+        for run, part in zip(task.runs, parts, strict=True)
+        if checksum(part.tobytes()) != run.checksum
+    ]
 
 
-def _difference(task: _Task, readers: SideReaders) -> Iterator[PairTile]:
-    """Read both sides of a run that differs; Changed if the source has now what is written."""
-    pair, is_found = task.pair, False
-    size = pair.one.dtype.itemsize
-    boxes = [tile for box in task.run.boxes for tile in tiles(box, size, PAIR_TILE)]
+def _nbytes(pair: TensorPair, run: _Run) -> int:
+    return (run.stop - run.start) * pair.one.dtype.itemsize
+
+
+def _difference(pair: TensorPair, run: _Run, readers: SideReaders) -> Iterator[PairTile]:
+    """Read both sides of a run that differs; if they do not now, say which one was read otherwise.
+
+    That is Changed of the source, or of the output.
+    """
+    size, is_found = pair.one.dtype.itemsize, False
+    boxes = [tile for box in run.boxes for tile in tiles(box, size, PAIR_TILE)]
     for tile in read_both(pair, boxes, readers):
         yield tile
         is_found |= tile.values is None or not same_bits(*tile.values)
-    if not is_found:
-        yield PairTile(0, pair, task.run.box, failure=Failure(0, changed([task.run.file])))
+    if is_found:
+        return
+    data = readers.bytes[0].read(run.file, run.offset, _nbytes(pair, run))
+    side = 1 if checksum(data) == run.checksum else 0
+    file = pair.other.chunks[0].at.file if side else run.file
+    yield PairTile(0, pair, run.box, failure=Failure(side, changed([file])))

@@ -26,8 +26,8 @@ _CONNECT, _READ = timedelta(seconds=5), timedelta(seconds=15)
 _UPLOAD = 600.0
 """Seconds for what is sent: some lines take a minute for a part."""
 _GONE = (404, 410)
-_BLOCKS_GONE = ("InvalidBlockList", "InvalidBlobOrBlock")
-"""Codes of Azure's answers to a list of blocks that it does not have (any more)."""
+_BLOCKS_GONE = "InvalidBlockList"
+"""The code of Azure's answer to a list of blocks that it does not have (any more)."""
 _CLOCKS_DIFFER = timedelta(minutes=15)
 """How far apart a store's clock and this machine's may be: S3 accepts no request beyond that."""
 _MOVES = 3
@@ -151,20 +151,27 @@ class ObstoreClient:
         If the last answer was lost and the upload is gone, the file may be there: S3 does not know
         the upload any more, Azure none of its blocks.
         """
-        began = datetime.now(UTC)
+        began, sent = datetime.now(UTC), 0
+
+        def all_pieces() -> Iterator[bytearray]:
+            nonlocal sent
+            for piece in pieces:
+                sent += len(piece)
+                yield piece
 
         def put(obstore: Any, store: Any, name: str) -> None:
             limits = {"chunk_size": upload.part, "max_concurrency": upload.at_once}
-            obstore.put(store, name, pieces, use_multipart=True, **limits)
+            obstore.put(store, name, all_pieces(), use_multipart=True, **limits)
 
         try:
             self._ask(key, put, self._uploads)
         except FileNotFoundError:
-            if not self._is_there(key, upload, partial(_has_parts, upload)):
+            if sent < upload.nbytes or not self._is_there(key, upload, partial(_has_parts, upload)):
                 raise
         except Answer as error:
             is_new = partial(_is_made_since, began)
-            if error.code not in _BLOCKS_GONE or not self._is_there(key, upload, is_new):
+            is_last = error.code == _BLOCKS_GONE and sent == upload.nbytes
+            if not is_last or not self._is_there(key, upload, is_new):
                 raise
 
     def _is_there(self, key: str, upload: Upload, is_it: Callable[[_Meta], bool]) -> bool:

@@ -42,9 +42,9 @@ def require_written(
     Returns how many numbers the casts made infinite. Files that are written ``later`` hold no
     tensors. ``sides`` are the files of the source and of the output; ``sums`` are of what was read
     to write them, ``how`` is the number of threads, and what is called with bytes. The elements of
-    the source are those to be written: renamed, cast and dequantized. Neither side is read by the
-    tiles of the plan, but row by row, at the place that its own description gives. Raises
-    NotVerified if the output is not as planned, and the errors of reading the source.
+    the source are those to be written: renamed, cast and dequantized. The output is read where its
+    own description says that they are, whatever the plan made of them. Raises NotVerified if it is
+    not as planned, and the errors of reading the source.
     """
     entries = [kept_rows(plan, entry) for entry in plan.entries]
     layout = replace(plan.layout, files=tuple(plan.layout.files[number] for number in numbers))
@@ -67,7 +67,7 @@ def require_written(
         side, error = found.unreadable[name]
         if side == 1 and isinstance(error, SourceError | Changed):
             raise not_verified(f"{name} cannot be read back: {error.message}") from error
-        raise error
+        raise error.within(sides[0].root) if isinstance(error, Changed) else error
     differing = [pair for pair in pairs if pair.one.name in found.differences]
     if differing:
         first = differing_tensor(differing[0], found.differences[differing[0].one.name])

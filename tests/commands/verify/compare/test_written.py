@@ -21,7 +21,7 @@ from ckptool.core.sharding.placement import parse_mesh
 from ckptool.engine.write import disk_target
 from ckptool.errors import NotVerified
 from ckptool.storage.files import ReadPolicy
-from ckptool.storage.local import LocalSource
+from ckptool.storage.local import LocalReader, LocalSource
 
 TARGETS = {"safetensors": "m", "torch-save": "m.pt", "dcp": "m", "dcp-safetensors": "m"}
 Damage = Callable[[bytearray, int], None]
@@ -340,3 +340,21 @@ def test_numbers_that_a_cast_makes_infinite_are_reported(to: str, out: Path) -> 
     (out / TARGETS[to]).rename(out / "second")
     report = planned(out / "source.pt", to, rewrite=wide, verify=False).run()
     assert not [note for note in report.notes if "infinite" in note]
+
+
+def test_output_that_is_read_back_otherwise_once_is_not_the_sources_change(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transfer = planned(source, "safetensors")
+    real, left = LocalReader.read_into, 1
+
+    def read_into(self: LocalReader, file: str, offset: int, buffer: memoryview) -> None:
+        nonlocal left
+        real(self, file, offset, buffer)
+        if left and file.endswith(".safetensors") and len(buffer) > 500:
+            left, buffer[-1] = 0, buffer[-1] ^ 1
+
+    monkeypatch.setattr(LocalReader, "read_into", read_into)
+    with pytest.raises(NotVerified, match=r"cannot be read back: .*\.safetensors: it was changed"):
+        transfer.run()
+    assert not left
