@@ -56,6 +56,7 @@ def killed_at(close: int, monkeypatch: pytest.MonkeyPatch, work: Callable[[], ob
     def counting(upload: Upload) -> None:
         closed.append(upload)
         if len(closed) > close:
+            upload._pieces.fail(OSError("killed"))  # else its thread waits for more at exit
             raise KeyboardInterrupt
         real(upload)
 
