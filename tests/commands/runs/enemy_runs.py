@@ -16,6 +16,7 @@ from pathlib import Path
 from random import Random
 from unittest import mock
 
+from conftest import Bits, bits
 from enemy_hazards import HAZARDS, World, save
 from enemy_model import (
     Promise,
@@ -324,21 +325,21 @@ def _new_paths(before: Snapshot, after: Snapshot, stuck: str | None) -> list[str
 # What is left of a stripped step
 
 
-def _read_models(world: World) -> dict[str, dict[str, bytes]]:
+def _read_models(world: World) -> dict[str, dict[str, Bits]]:
     return {s.entries[0]: _model(world.sandbox / s.entries[0]) for s in world.steps
             if s.state == "whole" and len(s.entries) == 1}  # fmt: skip
 
 
-def _model(path: Path) -> dict[str, bytes]:
-    """Return the bytes of a checkpoint's model; nothing if it cannot be opened by itself."""
+def _model(path: Path) -> dict[str, Bits]:
+    """Return the bits of a checkpoint's model; nothing if it cannot be opened by itself."""
     try:
         opened = ckptool.open(path, model_only=True)
-        return {name: opened.read(name).tobytes() for name in opened.tensors}
-    except (CkptoolError, AttributeError):
+        return {name: bits(opened.read(name)) for name in opened.tensors}
+    except CkptoolError:
         return {}
 
 
-def _lost_models(world: World, promised: Promise, models: dict[str, dict[str, bytes]]) -> list[str]:
+def _lost_models(world: World, promised: Promise, models: dict[str, dict[str, Bits]]) -> list[str]:
     """Return the stripped steps whose model is not what it was."""
     losses = []
     for step in promised.strip:
