@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from collection import (  # noqa: F401
@@ -28,6 +28,9 @@ from collection import (  # noqa: F401
 )
 from fork_server import Forked, share
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from ckptool.storage.url import Location
 
 TESTS = Path(__file__).parent
 FIXTURES = TESTS.parent / "fixtures"
@@ -195,9 +198,11 @@ def _tensors_of_dcp_safetensors(path: Path) -> dict[str, Any]:
     import torch
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     entries = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
-    state = {n: torch.empty(e.size, dtype=e.properties.dtype) for n, e in entries.items()}
+    tensors = {n: e for n, e in entries.items() if isinstance(e, TensorStorageMetadata)}
+    state = {n: torch.empty(e.size, dtype=e.properties.dtype) for n, e in tensors.items()}
     if state:
         dcp.load(state, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=True)
     return state | _extra(path)
@@ -239,7 +244,7 @@ def taken(kind: Any, options: dict[str, Any]) -> Any:
     return kind(**{f.name: options.pop(f.name) for f in fields(kind) if f.name in options})
 
 
-def convert_to(target: str, source: Path, path: Path, **options: Any) -> Any:
+def convert_to(target: str, source: Location, path: Location, **options: Any) -> Any:
     """Convert and return the report."""
     from ckptool.commands.convert import prepare
     from ckptool.commands.options.read import ReadOptions

@@ -212,8 +212,9 @@ def _become(given: list[int], unused: list[int]) -> None:
     for number in (*given, *unused):
         os.close(number)
     # the streams at hand believe that they still are what the server began with
-    sys.stdout = sys.__stdout__ = os.fdopen(1, "w", closefd=False)
-    sys.stderr = sys.__stderr__ = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)
+    sys.stdout = os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)
+    vars(sys).update(__stdout__=sys.stdout, __stderr__=sys.stderr)
 
 
 def _prepare(request: dict[str, Any]) -> tuple[str, str]:
@@ -253,12 +254,12 @@ if __name__ == "__main__":
     _listening, _ended = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     for _name in IMPORTED:
         import_module(_name)
-    for _one in list(weakref.finalize._registry):
+    for _one in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         _one.atexit = False  # what is imported is not undone
     gc.collect()
     gc.freeze()
     _code = _run(*_prepare(_serve(_listening, _ended)))
-    threading._shutdown()
+    threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

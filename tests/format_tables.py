@@ -73,7 +73,8 @@ def listed_formats() -> dict[str, list[str]]:
 def write() -> None:
     """Write both tables."""
     sys.path.insert(0, str(Path(__file__).parent / "attacks"))
-    from test_whole_files import KINDS, measured
+    from attack_files import KINDS
+    from test_whole_files import measured
 
     put_rows(FORMATS_DOC, listed_formats())
     rows = rows_of(VERIFY_DOC)

@@ -164,7 +164,9 @@ def circles(graph: dict[str, set[str]]) -> list[set[str]]:
         """Return the least depth that is reachable; a group ends where it is the module's own."""
         if name in depths:
             return depths[name]
-        own = lowest = depths[name] = len(path)
+        own = len(path)
+        lowest: float = own
+        depths[name] = own
         path.append(name)
         lowest = min([lowest, *map(lowest_from, graph[name])])
         if lowest == own:
@@ -245,9 +247,7 @@ def asks_for_block(node: ast.AST) -> bool:
 @pytest.mark.parametrize("asks", [asks_for_kind, asks_for_block])
 def test_only_storage_asks_what_a_place_is(asks: Callable[[ast.AST], bool]) -> None:
     outside = [module for module in MODULES if layer_of(module) != "storage"]
-    found = breaking(
-        outside, lambda m: [f"line {node.lineno}" for node in nodes_of(m) if asks(node)]
-    )
+    found = breaking(outside, lambda m: [ast.unparse(node) for node in nodes_of(m) if asks(node)])
     assert not found
 
 
@@ -316,7 +316,7 @@ def test_a_format_goes_by_the_name_it_is_listed_under() -> None:
 
 def test_what_a_format_loads_later_is_there() -> None:
     groups = [g for row in FORMATS.values() for g in (row.detection, row.reading, row.writing)]
-    fields = [getattr(group, name) for group in groups for name in group.__slots__]
+    fields = [getattr(group, name) for group in groups for name in group.__struct_fields__]
     deferred = [field for field in fields if isinstance(field, Deferred)]
     assert deferred
     assert all(callable(field.load()) for field in deferred)

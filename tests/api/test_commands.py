@@ -19,9 +19,10 @@ from msgspec.structs import replace
 from typer.testing import CliRunner
 
 import ckptool
-from ckptool.api import commands, keywords
+from ckptool.api import keywords
 from ckptool.api.arguments import source_text
 from ckptool.cli.app import app, load_command
+from ckptool.commands import inspect as inspecting
 from ckptool.commands import open as open_module
 from ckptool.commands.bench import run as run_module
 from ckptool.commands.options.bench import BenchOptions
@@ -101,7 +102,7 @@ def test_inspect() -> None:
 
 def test_a_url_is_asked_for_metadata_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
-    monkeypatch.setattr(commands._inspect, "inspect", lambda _, read: asked.append(read.values))
+    monkeypatch.setattr(inspecting, "inspect", lambda _, read: asked.append(read.values))
     ckptool.inspect(SOURCE)
     ckptool.inspect("memory://bucket/step")
     ckptool.inspect("memory://bucket/step", values=True)
@@ -231,7 +232,7 @@ def test_a_reshard_is_checked_through_torch(out: Path) -> None:
 
 def test_a_comparison_of_what_was_cast(out: Path) -> None:
     ckptool.convert(SOURCE, out / "m", to="dcp", dtype="bf16", model_only=True, fsync=False)
-    model = {"model_only": True}
+    model: Any = {"model_only": True}
     assert not ckptool.compare(SOURCE, out / "m", **model).verify.ok
     assert ckptool.compare(SOURCE, out / "m", cast=True, other_format="dcp", **model).verify.ok
     assert ckptool.compare(SOURCE, out / "m", dtype="bf16", **model).verify.ok
@@ -257,7 +258,12 @@ def test_a_manifest_proves_other_formats(out: Path) -> None:
 def test_what_a_benchmark_is_asked(monkeypatch: pytest.MonkeyPatch, out: Path) -> None:
     asked: list[BenchOptions] = []
     report = SimpleNamespace(run=lambda progress: None)
-    monkeypatch.setattr(run_module, "prepare_bench", lambda one: asked.append(one) or report)
+
+    def prepare(options: BenchOptions) -> SimpleNamespace:
+        asked.append(options)
+        return report
+
+    monkeypatch.setattr(run_module, "prepare_bench", prepare)
     ckptool.bench(size="2MiB", strategies="dcp-*", ranks=1, repeat=2, out=out, abort=True)
     ckptool.bench(like=SOURCE)
     assert asked == [
@@ -280,7 +286,7 @@ def test_formats_and_maps() -> None:
         (lambda: ckptool.verify(SOURCE, mesh="2"), TypeError, "unexpected .* 'mesh'"),  # type: ignore[call-arg]
         (lambda: ckptool.open(SOURCE, modelonly=1), TypeError, "did you mean 'model_only'"),  # type: ignore[call-arg]
         (lambda: ckptool.open(SOURCE, unstack=True), TypeError, "did you mean 'split_stacked'"),  # type: ignore[call-arg]
-        (lambda: ckptool.open(SOURCE, model_only="yes"), TypeError, "='yes'.: a str, .* bool"),  # type: ignore[typeddict-item]
+        (lambda: ckptool.open(SOURCE, model_only="yes"), TypeError, "='yes'.: a str, .* bool"),  # type: ignore[arg-type]
         (lambda: ckptool.open(SOURCE, select=[1]), TypeError, "Keep only matching"),  # type: ignore[list-item]
         (lambda: ckptool.verify(SOURCE, workers="4"), TypeError, "a str, but it takes int"),  # type: ignore[arg-type]
         (lambda: ckptool.verify(SOURCE, workers=True), TypeError, "a bool, but it takes int"),

@@ -164,7 +164,7 @@ def test_tied_parameters_are_loaded_under_any_name(tmp_path: Path, names: list[s
     report = ckptool.load(tmp_path / "m.safetensors", model.state_dict())
     assert report.loaded == ("seen", "embed.weight", "head.weight")
     assert torch.equal(model.head.weight, WEIGHT)
-    assert torch.equal(model.cache, torch.zeros(3))
+    assert torch.equal(model.get_buffer("cache"), torch.zeros(3))
 
 
 def test_tied_parameters_that_are_not_in_the_checkpoint(tmp_path: Path) -> None:
@@ -214,9 +214,10 @@ def test_an_optimizer_s_own_state_dict(tmp_path: Path, form: str) -> None:
         dcp.save(state, checkpoint_id=tmp_path / "m", no_dist=True)
     path = tmp_path / ("m" if form == "dcp" else "m.pt")
     other, fresh = stepped()
-    filled = {"model": other.state_dict(), "optimizer": fresh.state_dict(), "step": 0}
+    optimizer_state = fresh.state_dict()
+    filled = {"model": other.state_dict(), "optimizer": optimizer_state, "step": 0}
     ckptool.load(path, filled)
-    fresh.load_state_dict(filled["optimizer"])
+    fresh.load_state_dict(optimizer_state)
     assert alike(filled, state)
     assert [group["lr"] for group in fresh.param_groups] == [0.1, 0.2]
     other, fresh = stepped(False)
@@ -224,15 +225,15 @@ def test_an_optimizer_s_own_state_dict(tmp_path: Path, form: str) -> None:
         ckptool.load(path, filled | {"optimizer": fresh.state_dict()})
     assert "has no state before its first step" in str(caught.value.hint)
     states = get_optimizer_state_dict(other, fresh)["state"]
-    assert states.keys() == {"weight", "bias"}
+    assert {*states} == {"weight", "bias"}
 
 
 def test_an_empty_dict_is_nothing_to_load(tmp_path: Path) -> None:
-    state = {"optimizer": torch.optim.SGD([torch.zeros(2)]).state_dict(), "none": None, "list": []}
-    torch.save(state, tmp_path / "m.pt")
+    saved = torch.optim.SGD([torch.zeros(2)]).state_dict()
+    torch.save({"optimizer": saved, "none": None, "list": []}, tmp_path / "m.pt")
     filled = torch.optim.SGD([torch.zeros(2)], lr=0.5).state_dict()
     ckptool.load(tmp_path / "m.pt", {"optimizer": filled, "none": 1, "list": []})
-    assert filled["param_groups"][0]["lr"] == state["optimizer"]["param_groups"][0]["lr"]  # type: ignore[index]
+    assert filled["param_groups"][0]["lr"] == saved["param_groups"][0]["lr"]
 
 
 trees = st.dictionaries(

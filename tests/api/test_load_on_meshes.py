@@ -84,7 +84,7 @@ def test_fsdp2_with_tied_parameters(saved: Path, rank: int, shape: str, compiled
     report = ckptool.load(saved, model.state_dict(), **names)  # type: ignore[arg-type]
     assert not report.missing
     right(model.state_dict(), mesh, cut)
-    plain = get_model_state_dict(model)
+    plain: dict[str, Any] = get_model_state_dict(model)
     del plain["head.weight"]
     for tensor in plain.values():
         getattr(tensor, "_local_tensor", tensor).zero_()
@@ -117,7 +117,11 @@ def test_shards_of_fsdp1(saved: Path, rank: int) -> None:
     owners = (0, 1, 1, 2, 0)
     shards = [ShardMetadata([n, 0], [1, 4], f"rank:{owner}/cpu") for n, owner in enumerate(owners)]
     kind = TensorProperties(dtype=torch.float32)
-    own = [Shards(torch.zeros(1, 4), one) for one in shards if one.placement.rank() == rank]
+    own = [
+        Shards(torch.zeros(1, 4), one)
+        for one, owner in zip(shards, owners, strict=True)
+        if owner == rank
+    ]
     made = ShardedTensor._init_from_local_shards_and_global_metadata(
         own, ShardedTensorMetadata(shards, torch.Size([5, 4]), kind)
     )

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 WORKERS = Path(__file__).with_name("load_workers.py")
 
 SOURCES = ("dcp_fsdp2_tp", "deepspeed_zero_3", "hf_sharded", "megatron_torch", "rank_verl")
-MESHES = {
+MESHES: dict[int, dict[str, list[int | None]]] = {
     2: {"2": [0]},
     4: {"4": [0], "2x2": [0, 1], "1x4": [None, 1]},
     8: {"2x4": [None, 0], "2x2x2": [0, 0, 1]},

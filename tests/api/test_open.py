@@ -56,7 +56,7 @@ def test_values() -> None:
     assert values
 
 
-NAMES = {"rename": [r"^model\.=net."], "select": ["model.*"]}
+NAMES: Any = {"rename": [r"^model\.=net."], "select": ["model.*"]}
 
 
 def test_names_are_mapped_where_it_is_opened() -> None:
@@ -179,17 +179,17 @@ def test_a_type_and_a_device_to_read_to(saved: tuple[Path, torch.Tensor]) -> Non
 
 
 def test_it_is_a_mapping_of_tensors_and_values(tmp_path: Path) -> None:
-    state = {"w": torch.arange(6.0).reshape(2, 3), "step": 7, "tags": {"a": [1, (2, "x")]}}
-    torch.save(state, tmp_path / "m.pt")
+    weight = torch.arange(6.0).reshape(2, 3)
+    torch.save({"w": weight, "step": 7, "tags": {"a": [1, (2, "x")]}}, tmp_path / "m.pt")
     one = ckptool.open(tmp_path / "m.pt")
     assert list(one) == ["w", "step", "tags.a"]
     assert (len(one), one.step) == (3, 7)
     assert "w" in one
     assert "v" not in one
-    assert 3 not in one
-    assert torch.equal(dict(one.items())["w"], state["w"])
+    assert 3 not in one  # type: ignore[comparison-overlap]
+    assert torch.equal(dict(one.items())["w"], weight)
     assert {name: one[name] for name in one.keys() - {"w"}} == {"step": 7, "tags.a": [1, (2, "x")]}
-    assert torch.equal(one["w", 1, ::2], state["w"][1, ::2])
+    assert torch.equal(one["w", 1, ::2], weight[1, ::2])
     assert one.get("v") is None
     with pytest.raises(KeyError, match="no tensor named 'v'"):
         one["v"]

@@ -104,7 +104,7 @@ def test_in_python(lines: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.chdir(tmp_path)
     parameters, everything = zeros(model_only=True), zeros()
     model = SimpleNamespace(state_dict=lambda: parameters)
-    names = {"model": model, "state_dict": everything, "make_model": make_model}
+    names: dict[str, Any] = {"model": model, "state_dict": everything, "make_model": make_model}
     exec(lines, names)
     truth = ckptool.open(ZERO.path, model_only=True)
     assert {n: bits(t) for n, t in parameters.items()} == {

@@ -8,6 +8,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 
@@ -76,29 +77,23 @@ def mutations(source: Path, most: int) -> Iterator[FileMutation]:
     data = [file for file in data if (source / file).stat().st_size]
     together = families(files)
     for file in spread(data, most):
-        yield FileMutation("lost", file, lambda at, file=file: (at / file).unlink())
+        yield FileMutation("lost", file, partial(remove, file=file))
         older = older_bytes(source, file)
         if older is not None:
-            yield FileMutation("older", file, lambda at, file=file, new=older: put(at / file, new))
+            yield FileMutation("older", file, partial(put, file=file, data=older))
     for names in spread(together, most):
         other, new = names[-1], further(names)
         last = (source / other).read_bytes()
-        yield FileMutation(
-            "renumbered", f"{other} to {new}", lambda at, a=other, b=new: move(at / a, at / b)
-        )
-        yield FileMutation("left over", new, lambda at, new=new, last=last: put(at / new, last))
+        moved = partial(move, file=other, name=new)
+        yield FileMutation("renumbered", f"{other} to {new}", moved)
+        yield FileMutation("left over", new, partial(put, file=new, data=last))
         for one, two in pairs(source, names):
-            yield FileMutation(
-                "exchanged",
-                f"{one} and {two}",
-                lambda at, one=one, two=two: exchange(at / one, at / two),
-            )
+            exchanged = partial(exchange, one=one, two=two)
+            yield FileMutation("exchanged", f"{one} and {two}", exchanged)
     for file in spread(data, 1):
         path = Path(file)
         name, content = str(path.with_name(f"old_{path.name}")), (source / file).read_bytes()
-        yield FileMutation(
-            "stray", name, lambda at, name=name, content=content: put(at / name, content)
-        )
+        yield FileMutation("stray", name, partial(put, file=name, data=content))
 
 
 def spread(items: list, most: int) -> list:  # type: ignore[type-arg]
@@ -108,20 +103,24 @@ def spread(items: list, most: int) -> list:  # type: ignore[type-arg]
     return [items[(len(items) - 1) * (at + 1) // most] for at in range(most)]
 
 
-def exchange(one: Path, other: Path) -> None:
-    first, second = one.read_bytes(), other.read_bytes()
-    one.write_bytes(second)
-    other.write_bytes(first)
+def remove(at: Path, file: str) -> None:
+    (at / file).unlink()
 
 
-def move(old: Path, new: Path) -> None:
-    new.parent.mkdir(parents=True, exist_ok=True)
-    old.rename(new)
+def exchange(at: Path, one: str, two: str) -> None:
+    first, second = (at / one).read_bytes(), (at / two).read_bytes()
+    (at / one).write_bytes(second)
+    (at / two).write_bytes(first)
 
 
-def put(path: Path, content: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content)
+def move(at: Path, file: str, name: str) -> None:
+    (at / name).parent.mkdir(parents=True, exist_ok=True)
+    (at / file).rename(at / name)
+
+
+def put(at: Path, file: str, data: bytes) -> None:
+    (at / file).parent.mkdir(parents=True, exist_ok=True)
+    (at / file).write_bytes(data)
 
 
 def older_bytes(source: Path, file: str) -> bytes | None:

@@ -69,30 +69,64 @@ def squares(folder: Path) -> None:
         honest(folder / name)
 
 
+def circle(folder: Path) -> None:
+    (folder / "a").symlink_to("b")
+    (folder / "b").symlink_to("a")
+
+
+def link_to_pipe(path: Path, pipe: Path) -> None:
+    os.mkfifo(pipe)
+    path.symlink_to(pipe)
+
+
+def empty_files(folder: Path) -> None:
+    for suffix in ("pt", "bin", "safetensors", "distcp", "json"):
+        (folder / f"e.{suffix}").touch()
+
+
+def folders_like_files(folder: Path) -> None:
+    for name in (".metadata", "a.safetensors", "checkpoint_0.pt"):
+        (folder / name).mkdir()
+
+
+def empty_folders(folder: Path) -> Path:
+    for number in range(9):
+        (folder / str(number) / "x").mkdir(parents=True)
+    return folder
+
+
+def sparse(path: Path, begin: bytes) -> None:
+    """Write a file of a terabyte, nearly all of it a hole."""
+    path.write_bytes(begin)
+    os.truncate(path, 1 << 40)
+
+
+def folder_instead(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def file_as_parent(path: Path) -> None:
+    path.parent.rmdir()
+    path.parent.touch()
+
+
 FOLDERS: dict[str, Callable[[Path], Path]] = {
     "honest": honest,
     "link to the folder itself": with_entry(lambda f: (f / "again").symlink_to(f)),
     "link to itself": with_entry(lambda f: (f / "loop.pt").symlink_to("loop.pt")),
-    "links in a circle": with_entry(
-        lambda f: ((f / "a").symlink_to("b"), (f / "b").symlink_to("a"))
-    ),
+    "links in a circle": with_entry(circle),
     "link to the root": with_entry(lambda f: (f / "root").symlink_to("/proc/self/fd")),
     "dangling link": with_entry(lambda f: (f / "gone.pt").symlink_to("nowhere")),
     "links that fan out": with_entry(fan_out),
     "pipe": with_entry(lambda f: os.mkfifo(f / "pipe.pt")),
     "pipe called .metadata": with_entry(lambda f: os.mkfifo(f / ".metadata")),
-    "link to a pipe": with_entry(
-        lambda f: (os.mkfifo(f.parent / "p"), (f / "p.pt").symlink_to(f.parent / "p"))
-    ),
+    "link to a pipe": with_entry(lambda f: link_to_pipe(f / "p.pt", f.parent / "p")),
     "socket": with_entry(bound_socket),
     "link to /dev/zero": with_entry(lambda f: (f / "zero.bin").symlink_to("/dev/zero")),
     "link to /dev/stdin": with_entry(lambda f: (f / "x.pt").symlink_to("/dev/stdin")),
-    "empty files of every kind": with_entry(
-        lambda f: [(f / f"e.{s}").touch() for s in ("pt", "bin", "safetensors", "distcp", "json")]
-    ),
-    "folders called like files": with_entry(
-        lambda f: [(f / n).mkdir() for n in (".metadata", "a.safetensors", "checkpoint_0.pt")]
-    ),
+    "empty files of every kind": with_entry(empty_files),
+    "folders called like files": with_entry(folders_like_files),
     "names of control characters": with_entry(lambda f: honest(f / "\x1b[2J\n[/red]")),
     "names that are no utf-8": with_entry(
         lambda f: honest(Path(os.fsdecode(bytes(f) + b"/\xff\xfe")))
@@ -100,9 +134,7 @@ FOLDERS: dict[str, Callable[[Path], Path]] = {
     "names of odd digits": with_entry(squares),
     "names of 255 bytes": with_entry(lambda f: honest(f / ("n" * 255))),
     "3,000 folders": with_entry(many_folders),
-    "nothing but empty folders": lambda f: (
-        [(f / str(i) / "x").mkdir(parents=True) for i in range(9)] and f
-    ),
+    "nothing but empty folders": empty_folders,
 }
 
 
@@ -117,21 +149,15 @@ def test_folder(name: str, tmp_path: Path) -> None:
 
 PATHS: dict[str, Callable[[Path], object]] = {
     "a pipe": os.mkfifo,
-    "a link to a pipe": lambda p: (os.mkfifo(str(p) + ".p"), p.symlink_to(str(p) + ".p")),
+    "a link to a pipe": lambda p: link_to_pipe(p, p.with_name(f"{p.name}.p")),
     "a device": lambda p: p.symlink_to("/dev/zero"),
     "a terminal's device": lambda p: p.symlink_to("/dev/full"),
     "a link to itself": lambda p: p.symlink_to(p.name),
     "a link to nothing": lambda p: p.symlink_to("nothing"),
     "a file under a file": lambda p: None,
-    "a sparse file of a terabyte": lambda p: (p.touch(), os.truncate(p, 1 << 40)),
-    "a sparse zip of a terabyte": lambda p: (
-        p.write_bytes(b.torch_zip(STATE)),
-        os.truncate(p, 1 << 40),
-    ),
-    "a sparse legacy file of a terabyte": lambda p: (
-        p.write_bytes(b.legacy(STATE)[:100]),
-        os.truncate(p, 1 << 40),
-    ),
+    "a sparse file of a terabyte": lambda p: sparse(p, b""),
+    "a sparse zip of a terabyte": lambda p: sparse(p, b.torch_zip(STATE)),
+    "a sparse legacy file of a terabyte": lambda p: sparse(p, b.legacy(STATE)[:100]),
 }
 
 
@@ -200,7 +226,7 @@ CHANGES: dict[str, Callable[[Path], object]] = {
     "shrinks": lambda p: os.truncate(p, 100),
     "becomes empty": lambda p: os.truncate(p, 0),
     "vanishes": lambda p: p.unlink(),
-    "becomes a folder": lambda p: (p.unlink(), p.mkdir()),
+    "becomes a folder": folder_instead,
     "other bytes": lambda p: p.write_bytes(p.read_bytes().replace(b.WEIGHT, b.WEIGHT[::-1])),
 }
 
@@ -235,7 +261,7 @@ TARGETS: dict[str, Callable[[Path], object]] = {
     "is a dangling link": lambda p: p.symlink_to("nowhere"),
     "is a link to itself": lambda p: p.symlink_to(p.name),
     "is a pipe": os.mkfifo,
-    "has a file for a folder": lambda p: (p.parent.rmdir(), p.parent.touch()),
+    "has a file for a folder": file_as_parent,
 }
 
 

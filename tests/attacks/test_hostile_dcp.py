@@ -109,7 +109,7 @@ def two_ranks_of(world: int) -> Make:
                 b.tensor(shape=b.tup(number(1), number(6)), strides=b.tup(number(6), number(1)))
             )
         )
-        entries, items = [], []
+        entries, items = list[tuple[bytes, bytes]](), list[tuple[bytes, bytes]]()
         for n in range(40):
             rows_ = [chunk(size(i, 0), size(1, 6)) for i in range(2 + n)]
             entries.append((text(f"w{n}"), b.tensor_meta(size(2 + n, 6), *rows_)))

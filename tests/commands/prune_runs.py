@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from pathlib import Path
+from typing import Any
 
 import ckptool
 from ckptool.commands.runs.prune import PruneReport
@@ -19,8 +20,8 @@ def fates(report: PruneReport) -> dict[str, str]:
     return {step.path.name: step.fate for step in report.steps}
 
 
-def pruned(run: Path, keep_last: int = 1, **options: object) -> PruneReport:
-    return ckptool.prune(run, keep_last=keep_last, **options)  # type: ignore[arg-type]
+def pruned(run: Path, keep_last: int = 1, **options: Any) -> PruneReport:
+    return ckptool.prune(run, keep_last=keep_last, **options)
 
 
 def names_in(run: Path) -> list[str]:

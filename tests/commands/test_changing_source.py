@@ -163,7 +163,9 @@ def test_verify_says_so(change: Callable[[Path], None], source: Path, tmp_path: 
     assert "file-changed" in {one.code for one in found.findings}
 
 
-def test_a_state_dict_that_was_filled_from_two_saves_is_an_error(source: Path) -> None:
+def test_a_state_dict_that_was_filled_from_two_saves_is_an_error(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     state = {"aa": torch.zeros(64, 64), "bb": torch.zeros(64, 64)}
     checkpoint = ckptool.open(source)
     fill = checkpoint.fill
@@ -172,7 +174,7 @@ def test_a_state_dict_that_was_filled_from_two_saves_is_an_error(source: Path) -
         fill(*arguments)
         rewrite(source)
 
-    checkpoint.fill = filled  # type: ignore[method-assign]
+    monkeypatch.setattr(checkpoint, "fill", filled)
     with pytest.raises(Changed):
         ckptool.load(checkpoint, state)
 
@@ -180,13 +182,17 @@ def test_a_state_dict_that_was_filled_from_two_saves_is_an_error(source: Path) -
 @pytest.mark.parametrize("at", ["plan", "run"])
 def test_a_store_that_names_no_version(at: str, source: Path, out: Path) -> None:
     place = location("memory://changing/m.safetensors")
-    place.write_bytes(source.read_bytes())  # type: ignore[union-attr]
+    place.write_bytes(source.read_bytes())
     newer = save(source, "bb", "aa", 2).read_bytes()
     ready = prepare(place, out / "m", ConvertOptions("dcp", transfer=ONE_WORKER))
     if at == "plan":
-        place.write_bytes(newer)  # type: ignore[union-attr]
+        place.write_bytes(newer)
+
+    def change(nbytes: int) -> None:
+        place.write_bytes(newer)
+
     with pytest.raises(Changed):
-        ready.run(lambda nbytes: place.write_bytes(newer))  # type: ignore[union-attr]
+        ready.run(change)
     assert list(out.iterdir()) == []
 
 

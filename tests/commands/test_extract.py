@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,6 @@ from ckptool.commands.extract import open_slices, read_values
 from ckptool.commands.options.extract import ExtractOptions
 from ckptool.core.dtype import BY_NAME
 from ckptool.errors import Damaged, Unsupported, UsageError
-from ckptool.storage import local
 
 DCP = case("dcp_fsdp2_tp").path
 MIXED = {
@@ -155,13 +155,13 @@ def test_only_the_bytes_that_are_asked_for_are_read(
     large = out / "large.pt"
     torch.save({"w": torch.arange(1 << 20, dtype=torch.float32).reshape(1024, 1024)}, large)
     read: list[int] = []
-    pread = local.os.preadv
+    pread = os.preadv
 
     def count(descriptor: int, buffers: Any, *rest: Any) -> int:
         read.append(sum(len(buffer) for buffer in buffers))
         return pread(descriptor, buffers, *rest)
 
-    monkeypatch.setattr(local.os, "preadv", count)
+    monkeypatch.setattr(os, "preadv", count)
     ckptool.extract(large, "w[3:5]", out / "w.npy", workers=1)
     assert np.array_equal(np.load(out / "w.npy"), np.arange(3072, 5120).reshape(2, 1024))
     assert 0 < sum(read) < 64 << 10

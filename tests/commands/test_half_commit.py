@@ -78,7 +78,7 @@ def _let_die(number: int, *, exchange: bool) -> None:
         if exchange
         else lambda one, other, flag: flag != disk._EXCHANGE and real(one, other, flag)
     )
-    disk._rename = counted(plain)  # type: ignore[assignment]
+    disk._rename = counted(plain)
 
 
 def cut_short(folder: Path, *, exchange: bool = True) -> list[Path]:
@@ -87,7 +87,7 @@ def cut_short(folder: Path, *, exchange: bool = True) -> list[Path]:
     for number in range(1, 60):
         place = folder / f"at-{number}"
         begin(place)
-        if not die_at(number, lambda at=place: write(at, overwrite=True), exchange=exchange):
+        if not die_at(number, partial(write, place, overwrite=True), exchange=exchange):
             break
         state = tuple(sorted(str(path.relative_to(place)) for path in place.rglob("*")))
         if (place / NOTE).exists():
@@ -142,13 +142,13 @@ def test_a_copy_of_a_half_done_commit_loses_nothing(
         if numbers != "other":
             collide(copy, numbers)
         before = below(copy)
-        error = said(lambda at=copy: write(at, overwrite=True))
+        error = said(partial(write, copy, overwrite=True))
         assert mine(copy) == SCRIPTS, place.name
         if "copied" in error:
             assert str(copy / NOTE) in error
             assert below(copy) == before
         (copy / NOTE).unlink(missing_ok=True)
-        said(lambda at=copy: write(at, overwrite=True))
+        said(partial(write, copy, overwrite=True))
         assert mine(copy) == SCRIPTS, place.name
 
 
@@ -192,8 +192,8 @@ def test_what_is_put_among_the_staged_files_survives(
         if (place / ".run.partial").is_dir():
             (place / ".run.partial" / name).parent.mkdir(exist_ok=True)
             (place / ".run.partial" / name).write_text("mine as well")
-            for more in ({"resume": True}, {}):
-                error = said(lambda more=more: write(place, overwrite=True, **more))
+            for resume in (True, False):
+                error = said(partial(write, place, overwrite=True, resume=resume))
                 assert not error or name.partition("/")[0] in error or "resume" in error
                 assert mine(place) == SCRIPTS | {Path(name).name: "mine as well"}, number
         shutil.rmtree(place)
@@ -241,9 +241,13 @@ def test_a_pair_of_files_that_was_copied_is_never_mixed(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2), "step": 3}, tmp_path / "old.pt")
     torch.save({"w": torch.zeros(2), "step": 4}, tmp_path / "new.pt")
     target = Path("m.safetensors")
-    words = ("safetensors", tmp_path / "new.pt")
+    convert = partial(convert_to, "safetensors", tmp_path / "new.pt", overwrite=True)
     whole: list[dict[str, bytes]] = []
     read: list[dict[str, bytes]] = []
+
+    def note(path: Path) -> None:
+        read.append(pair(path))
+
     for name in ("old", "new"):
         (tmp_path / name).mkdir()
         convert_to("safetensors", tmp_path / f"{name}.pt", tmp_path / name / target)
@@ -251,13 +255,13 @@ def test_a_pair_of_files_that_was_copied_is_never_mixed(tmp_path: Path) -> None:
     for number in range(1, 40):
         place, copy = tmp_path / f"at-{number}", tmp_path / f"copy-{number}"
         shutil.copytree(tmp_path / "old", place)
-        work = partial(convert_to, *words, place / target, overwrite=True)
+        work = partial(convert, place / target)
         if not die_at(number, work):
             break
         assert pair(place / target) in whole
         shutil.copytree(place, copy)
-        error = said(lambda at=copy: read.append(pair(at / target)))
-        again = said(lambda at=copy: convert_to(*words, at / target, overwrite=True))
+        error = said(partial(note, copy / target))
+        again = said(partial(convert, copy / target))
         assert not (error or again) or "copied" in error + again
         assert again or pair(copy / target) == whole[1]
         work()

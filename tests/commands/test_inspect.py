@@ -16,6 +16,7 @@ from conftest import case
 from ckptool.commands import inspect as commands
 from ckptool.commands.inspect import InspectReport, report, step_of, values
 from ckptool.commands.open import OpenedCheckpoint
+from ckptool.commands.open import survey as open_survey
 from ckptool.commands.stats import stats
 from ckptool.core.box import Box, row_major_strides
 from ckptool.core.catalog import Catalog, Chunk, Extent, ObjectEntry, TensorEntry
@@ -149,13 +150,13 @@ def test_json_holds_a_tuple_as_a_list():
 
 
 def _cycle():
-    value: list = []
+    value: list[Any] = []
     value.append(value)
     return value
 
 
 def _shared():
-    value: list = ["x"]
+    value: list[Any] = ["x"]
     for _ in range(30):
         value = [value, value]
     return value
@@ -296,7 +297,7 @@ def test_what_is_damaged_is_not_held_while_it_is_read_again(
 ) -> None:
     shutil.copytree(case("dcp_fsdp2_tp").path, tmp_path / "m")
     (tmp_path / "m" / "__0_0.distcp").unlink()
-    real, held = commands.survey, []
+    held: list[Any] = []
 
     def survey(*args: Any) -> Any:
         error: BaseException | None = sys.exception()
@@ -304,7 +305,7 @@ def test_what_is_damaged_is_not_held_while_it_is_read_again(
             frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
             held.append([frame.f_locals.keys() for frame in frames[1:] if frame.f_locals])
             error = error.__cause__ or error.__context__
-        return real(*args)
+        return open_survey(*args)
 
     monkeypatch.setattr(commands, "survey", survey)
     found = commands.inspect_readable(tmp_path / "m")

@@ -116,16 +116,16 @@ def test_killed_at_any_moment(
     remove(tmp_path / name)
     found_at_work = 0
     for _ in range(KILLS):
-        again = ("--resume",) if has_partial(tmp_path) else ("--overwrite",)
-        process = start(kind, large, tmp_path, *again)
+        again = "--resume" if has_partial(tmp_path) else "--overwrite"
+        process = start(kind, large, tmp_path, again)
         wait_for_partial(process, tmp_path)
         if killed(process, moments.uniform(0, longest)):
             found_at_work += has_partial(tmp_path)
         if assert_whole_or_not_there(kind, tmp_path, truth):
             remove(tmp_path / name)
     assert found_at_work
-    again = ("--resume",) if has_partial(tmp_path) else ()
-    code, words = finish(kind, large, tmp_path, *again)
+    more = ("--resume",) if has_partial(tmp_path) else ()
+    code, words = finish(kind, large, tmp_path, *more)
     assert code == 0, words
     assert assert_whole_or_not_there(kind, tmp_path, truth)
     assert [path.name for path in tmp_path.iterdir()] == [name]

@@ -18,7 +18,7 @@ from ckptool.storage.commit_note import NoteFile
 
 SOURCE = str(case("dcp_base").path)
 ENDINGS = {130: KeyboardInterrupt(), 143: SystemExit(143)}
-AFTER = {
+AFTER: dict[str, list[tuple[type, str]]] = {
     "replaced": [(FolderCommit, "replace"), (FileCommit, "replace")],
     "cleared": [(FolderCommit, "clear"), (FileCommit, "clear")],
     "forgotten": [(NoteFile, "remove")],

@@ -56,7 +56,8 @@ def test_one_value_stops_only_who_wants_it(
         found = found if number == 0 else found["model"]
         assert torch.equal(found["layer.weight"], MODEL["layer.weight"])
         assert len(ckptool.open(source, **choice).tensors) == 1
-    for everything in ({}, {"select": ["*"]}, {"drop": ["step"]}):
+    choices = [{}, {"select": ["*"]}, {"drop": ["step"]}]
+    for everything in choices:
         with pytest.raises(error):
             ckptool.convert(source, tmp_path / "whole.pt", to="torch-save", **everything)
         with pytest.raises(error):
@@ -245,7 +246,8 @@ def test_a_value_in_a_distributed_optimizer_stops_only_who_wants_it(
     source = copy_of("megatron_torch_distributed")
     value, error, code = REFUSED[kind]
     with_values(min(source.rglob("distrib_optim.pt")), {"of_mine": value})
-    for everything in ({}, {"drop": ["*of_mine*"]}):
+    choices: list[dict[str, Any]] = [{}, {"drop": ["*of_mine*"]}]
+    for everything in choices:
         with pytest.raises(error if not everything else Damaged):
             ckptool.convert(source, tmp_path / "b.pt", to="torch-save", **everything)
     ckptool.convert(source, tmp_path / "a.pt", to="torch-save", drop=["optimizer*"])

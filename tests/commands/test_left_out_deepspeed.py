@@ -195,7 +195,8 @@ def test_what_is_refused_stops_only_who_wants_it(
     place, drop, lost = PLACES[what]
     source, whole = damaged(place, copy_of), case(place[0]).path
     _, error, code = REFUSED[place[3]]
-    for everything in ({}, {"select": ["*"]}, {"drop": ["global_steps"]}):
+    choices: list[dict[str, Any]] = [{}, {"select": ["*"]}, {"drop": ["global_steps"]}]
+    for everything in choices:
         with pytest.raises(error) as raised:
             ckptool.convert(source, tmp_path / "b.pt", to="torch-save", **everything)
         assert all(problem.tensor for problem in raised.value.problems)

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 LOSSES: list[str] = []
 
 
-class Average(pl.Callback):
+class Average(pl.Callback):  # type: ignore[misc]
     """Holds a tensor and a number, which ``meta.pt`` must bring back."""
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Average(pl.Callback):
         self.average, self.steps = state["average"], state["steps"]
 
 
-class Net(pl.LightningModule):
+class Net(pl.LightningModule):  # type: ignore[misc]
     def configure_model(self) -> None:
         torch.manual_seed(0)
         self.net = torch.nn.Sequential(torch.nn.Linear(6, 10), torch.nn.Linear(10, 1))

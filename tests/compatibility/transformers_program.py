@@ -15,7 +15,7 @@ import torch
 from ranks import FORGOTTEN, LAST, SAVED, spawn
 
 
-class Data(torch.utils.data.Dataset):
+class Data(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     def __init__(self, world: int) -> None:
         """Give all ranks of a step the same rows, on any number of ranks."""
         rows = torch.randint(0, 37, (LAST, 4, 8), generator=torch.Generator().manual_seed(7))
@@ -36,9 +36,10 @@ def train(mode: str, path: str, rank: int, world: int) -> Any:
     from accelerate.utils import DistributedType
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-    losses, forgotten = [], None
+    losses: list[str] = []
+    forgotten: str | None = None
 
-    class Recorded(Trainer):
+    class Recorded(Trainer):  # type: ignore[misc]
         def training_step(self, *arguments: Any) -> torch.Tensor:
             nonlocal forgotten
             if not losses and mode == "resume" and not self.optimizer.state_dict()["state"]:

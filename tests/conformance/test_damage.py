@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -178,7 +178,7 @@ def test_a_flipped_byte_never_makes_a_wrong_tensor(
 
 
 @pytest.fixture
-def limited_memory() -> None:
+def limited_memory() -> Iterator[None]:
     """Room for torch and for what a file may honestly need, not for what it claims."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from conftest import CASES, FIXTURES, GOOD, bits, case, convert_to, read_back
+from conftest import CASES, FIXTURES, GOOD, Case, bits, case, convert_to, read_back
 from recipes import RECIPES
 from recipes.common import run_single
 from recipes.damage import DAMAGE
@@ -18,8 +18,9 @@ README = (FIXTURES / "README.md").read_text()
 @pytest.mark.parametrize("name", SINGLE)
 def test_a_recipe_makes_its_fixture(name: str, tmp_path: Path, out: Path) -> None:
     """The same truth, in the same files; the bytes differ by the writers' own random numbers."""
-    if RECIPES[name].needs is not None:
-        pytest.importorskip(RECIPES[name].needs)
+    needs = RECIPES[name].needs
+    if needs is not None:
+        pytest.importorskip(needs)
     run_single(name, RECIPES[name], tmp_path / "made")
     made = tmp_path / "made" / name
     for file in ("truth.json", "truth.safetensors"):
@@ -41,7 +42,7 @@ def test_every_recipe_has_its_fixture() -> None:
 
 
 @pytest.mark.parametrize("one", CASES, ids=lambda one: one.name)
-def test_a_fixture_says_where_it_comes_from(one: object) -> None:
+def test_a_fixture_says_where_it_comes_from(one: Case) -> None:
     assert f"`{one.name}`" in README or (one.name not in RECIPES and one.facts["writer"])
     assert (one.facts["recipe"] is None) == (one.name not in RECIPES)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 import pytest
 from msgspec.structs import replace
@@ -21,7 +23,7 @@ from ckptool.core.dtype import BY_NAME
 BOXES = [Box((0,), (2,)), Box((2,), (4,))]
 
 
-def entry(chunks: object) -> TensorEntry:
+def entry(chunks: Sequence[Chunk]) -> TensorEntry:
     return TensorEntry("t", ("t",), BY_NAME["uint8"], (4,), chunks)
 
 
@@ -44,7 +46,7 @@ def whole() -> WholeTensor:
 
 
 @pytest.mark.parametrize("make", [table, late, whole])
-def test_answers_are_those_of_the_chunks(make: object) -> None:
+def test_answers_are_those_of_the_chunks(make: Callable[[], Chunks]) -> None:
     chunks = make()
     plain = chunks_of(entry(tuple(chunks)))
     assert chunks_of(entry(chunks)) is chunks

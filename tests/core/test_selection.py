@@ -168,7 +168,8 @@ def test_a_list_with_holes_becomes_names() -> None:
     whole = (("a", Index(0)), ("a", Index(1)))
     holed = (("b", Index(1), "w"), ("b", Index(2), "w"))
     found = with_loadable_paths(catalog(*whole, *holed, values=(("b", Index(3)),)))
-    paths = [entry.path for entry in (*found.tensors.values(), *found.objects.values())]
+    paths = [entry.path for entry in found.tensors.values()]
+    paths += [entry.path for entry in found.objects.values()]
     assert paths == [*whole, ("b", "1", "w"), ("b", "2", "w"), ("b", "3")]
     assert list(found.tensors) == list(map(flat_name, (*whole, *holed)))
 

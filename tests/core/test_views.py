@@ -114,7 +114,9 @@ def test_what_opens_a_container_is_no_part_of_where_it_is() -> None:
 
 def test_a_part_of_what_must_be_decoded_first() -> None:
     packed = EncodedBlob("f", 0, 9, "zstd", 96, 0, (24, 8))
-    assert narrow_place(packed, (4, 3), Box((2, 1), (3, 2)), ITEM).start == 56
+    narrowed = narrow_place(packed, (4, 3), Box((2, 1), (3, 2)), ITEM)
+    assert isinstance(narrowed, EncodedBlob)
+    assert narrowed.start == 56
 
 
 def test_a_reshape_that_strides_cannot_express() -> None:
@@ -236,7 +238,8 @@ def tensors(
         where = [files.store(part, draw(orders), draw(st.integers(0, 2))) for _ in range(2)]
         file, strides = where[0]
         nbytes = len(files.data[file])
-        kinds = [Extent(file, 0, strides), EncodedBlob(file, 0, 1, "zstd", nbytes, 0, strides)]
+        blob = EncodedBlob(file, 0, 1, "zstd", nbytes, 0, strides)
+        kinds: list[Place] = [Extent(file, 0, strides), blob]
         if strides == row_major_strides(box.shape, 4):
             kinds.append(Container(file, 0, nbytes))
         at = draw(st.sampled_from(kinds))

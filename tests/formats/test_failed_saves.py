@@ -13,7 +13,8 @@ from ckptool.errors import Damaged
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_a_legacy_stream_of_any_protocol_is_read(protocol: int, tmp_path: Path) -> None:
-    state = {"w": torch.arange(6.0), "b": torch.ones(2, dtype=torch.bfloat16), "step": 3}
+    weight = torch.arange(6.0)
+    state = {"w": weight, "b": torch.ones(2, dtype=torch.bfloat16), "step": 3}
     torch.save(
         state,
         tmp_path / "a.pt",
@@ -21,7 +22,7 @@ def test_a_legacy_stream_of_any_protocol_is_read(protocol: int, tmp_path: Path) 
         _use_new_zipfile_serialization=False,
     )
     found = ckptool.open(tmp_path / "a.pt")
-    assert torch.equal(found.read("w"), state["w"])
+    assert torch.equal(found.read("w"), weight)
     assert found.objects["step"] == 3
     assert ckptool.verify(tmp_path / "a.pt").ok
 

@@ -16,11 +16,17 @@ from ckptool.serialization.pickle.records import Call, Global
 from ckptool.storage.local import LocalSource
 
 
+def record_offset(path: Path, name: str) -> int:
+    """Return where torch finds the bytes of a record."""
+    reader: Any = torch._C.PyTorchFileReader(str(path))
+    return int(reader.get_record_offset(name))
+
+
 def save_unfilled(path: Path, value: float) -> None:
     """``skip_data`` leaves a storage's bytes to someone else, GPUDirect Storage for one."""
     with torch.serialization.skip_data():
         torch.save({"w": torch.empty(3)}, path)
-    where = torch._C.PyTorchFileReader(str(path)).get_record_offset("data/0")
+    where = record_offset(path, "data/0")
     with path.open("r+b") as file:
         file.seek(where)
         file.write(torch.full((3,), value).numpy().tobytes())
@@ -33,9 +39,8 @@ def test_a_record_that_begins_right_before_4_gib_is_recovered(tmp_path: Path) ->
     for _ in range(2):
         with torch.serialization.skip_data():
             torch.save({"a": torch.empty(size, dtype=torch.uint8), "b": torch.arange(5)}, path)
-        reader = torch._C.PyTorchFileReader(str(path))
-        size = (1 << 32) - reader.get_record_offset("data/0") - descriptor - behind
-    assert reader.get_record_offset("data/1") > 1 << 32
+        size = (1 << 32) - record_offset(path, "data/0") - descriptor - behind
+    assert record_offset(path, "data/1") > 1 << 32
     assert not recover_records(LocalSource.file(path), "model.pt").lost
 
 

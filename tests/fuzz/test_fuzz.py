@@ -16,8 +16,8 @@ def test_seeds_and_their_neighbors(name: str) -> None:
     """Whatever the bytes: a result or an error of ours, which ``one_input`` takes."""
     run, dice, found = one_input(name), random.Random(name), list(seeds(name))
     assert found
-    for data in found:
-        run(data)
+    for seed in found:
+        run(seed)
     for _ in range(200):
         data = bytearray(dice.choice(found))
         for _ in range(dice.randrange(1, 4)):

@@ -214,7 +214,7 @@ def _mapped(bridge: Any, hf: dict[str, Any], experts: int) -> dict[str, Any]:
         found = module, _target_of(one, weights, packed=packed)
         for each in list(sys.modules.values()):
             if hasattr(each, "get_module_and_param_from_name"):
-                each.get_module_and_param_from_name = lambda *_, found=found, **__: found
+                vars(each)["get_module_and_param_from_name"] = lambda *_, found=found, **__: found
         of_vision = vision is not None and one.megatron_param.startswith("vision_model.")
         made[one.megatron_param] = one.hf_to_megatron(weights, vision if of_vision else module)
         used |= {one.hf_param} if isinstance(one.hf_param, str) else {*one.hf_param.values()}

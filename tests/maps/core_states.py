@@ -65,8 +65,8 @@ class Norm(torch.nn.Module):
 
 
 class Linear(torch.nn.Linear):
-    def __init__(self, *sizes: int, bias: bool, **_: Any) -> None:
-        super().__init__(*sizes, bias=bias)
+    def __init__(self, wide: int, high: int, bias: bool, **_: Any) -> None:
+        super().__init__(wide, high, bias=bias)
 
     def forward(self, x: torch.Tensor) -> Any:
         return super().forward(x), None
@@ -109,11 +109,11 @@ def _stand_in() -> SimpleNamespace:
     taken = {"config", "init_method", "bias", "gather_output", "skip_bias_add", "is_expert"}
     taken |= {"input_is_parallel", "tp_group"}
 
-    class Column(ColumnParallelLinear):
+    class Column(ColumnParallelLinear):  # type: ignore[misc]
         def __init__(self, *sizes: int, **given: Any) -> None:
             super().__init__(*sizes, **{key: given[key] for key in taken & given.keys()})
 
-    class Row(RowParallelLinear):
+    class Row(RowParallelLinear):  # type: ignore[misc]
         def __init__(self, *sizes: int, **given: Any) -> None:
             super().__init__(*sizes, **{key: given[key] for key in taken & given.keys()})
 
@@ -123,12 +123,13 @@ def _stand_in() -> SimpleNamespace:
             self.layer_norm_weight = torch.nn.Parameter(torch.ones(sizes[0]))
 
         def forward(self, x: torch.Tensor, *more: Any, **named: Any) -> Any:
-            weight, config = self.layer_norm_weight, self.config
+            weight: torch.Tensor = self.layer_norm_weight
+            config = self.config
             weight = weight + 1 if config.layernorm_zero_centered_gamma else weight
             x = functional.rms_norm(x, (x.shape[-1],), weight, config.layernorm_epsilon)
             return super().forward(x, *more, **named)
 
-    layers = {"TENorm": Norm, "TELinear": Linear, "TEColumnParallelLinear": Column}
+    layers: dict[str, Any] = {"TENorm": Norm, "TELinear": Linear, "TEColumnParallelLinear": Column}
     layers |= {"TERowParallelLinear": Row, "TELayerNormColumnParallelLinear": NormColumn}
     layers |= {"TEDotProductAttention": Attention, "TEColumnParallelGroupedLinear": None}
     for name, layer in layers.items():
@@ -228,7 +229,7 @@ def _build(core: SimpleNamespace, model: str, folder: Path) -> torch.nn.Module:
     return core.gpt(provider, spec, mtp_block_spec=predicting if further else None, **more)
 
 
-def _load(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, list[int]]:
+def _load(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, list[int]]:
     """Fill a model with a torch_dist checkpoint's tensors; return the shapes that it asks for."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
@@ -277,7 +278,7 @@ def _names_of(core: SimpleNamespace, model: str) -> dict[str, list[int]]:
         truth = torch.load(f"{scratch}/logits.pt")
     for part in built.modules():
         if hasattr(part, "use_mem_eff_path"):
-            part.use_mem_eff_path = False
+            setattr(part, "use_mem_eff_path", False)  # noqa: B010 (no parameter or module)
     tokens = torch.arange(24).reshape(2, 12)
     places = torch.arange(12).expand(2, 12)
     with torch.no_grad():

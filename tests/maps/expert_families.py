@@ -303,7 +303,8 @@ def qwen3_omni() -> Any:
         "spatial_merge_size": 2,
         "num_code_groups": 3,
     }
-    wave = SMALL | {"num_key_value_heads": 4, "num_hidden_layers": 1, "decoder_dim": 32}
+    wave: dict[str, Any] = SMALL | {"num_key_value_heads": 4, "num_hidden_layers": 1}
+    wave |= {"decoder_dim": 32}
     wave |= {"upsample_rates": (2, 2), "upsampling_ratios": (2,), "codebook_size": 10}
     config = transformers.Qwen3OmniMoeConfig(
         thinker_config=thinker, talker_config=talker, code2wav_config=wave
@@ -337,10 +338,11 @@ def made_of(family: str) -> Any:
         return transformers.AutoModelForCausalLM.from_config(config)
     text, vision = WITH_VISION[family]
     text = {key: size for key, size in (SMALL | text).items() if size is not None}
-    more: dict[str, Any] = {
+    beside: dict[str, dict[str, Any]] = {
         "Dots3Note": {"audio_config": SOUND},
         "Kimi_K25": {"projection_hidden_size": 24},
-    }.get(family, {})
+    }
+    more = beside.get(family, {})
     config = configured(text_config=text | UNTIED, vision_config=vision, **more, **UNTIED)
     named = CALLED.get(family, f"{family}ForConditionalGeneration")
     return getattr(transformers, named)(config)

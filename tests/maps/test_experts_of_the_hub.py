@@ -121,8 +121,8 @@ def test_experts_that_files_hold_packed_are_linears_one_by_one(family: str, tmp_
             computed = _linears(separate, f"{name}.{expert}", states[expert], family)
             torch.testing.assert_close(computed, wanted, rtol=1e-5, atol=1e-6)  # CPUs differ
     convert_to("hf", tmp_path / "out", tmp_path / "back", map=MapOptions(experts="packed"))
-    back, first = (read_back("safetensors", tmp_path / name) for name in ("back", "hf"))
-    assert back == first
+    back = read_back("safetensors", tmp_path / "back")
+    assert back == read_back("safetensors", tmp_path / "hf")
 
 
 def _packed(module: Any, states: torch.Tensor, expert: int) -> torch.Tensor:

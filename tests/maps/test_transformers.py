@@ -212,7 +212,7 @@ def test_to_the_trainer_and_back(name: str, family: str, saved: dict[str, Path],
 class HFTransformerModel(torch.nn.Module):
     """Holds a model as torchtitan's (0.3.0) backend for models of transformers does."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
         layers = {str(n): layer for n, layer in enumerate(model.model.layers)}

@@ -79,7 +79,7 @@ def _run_config(model: Any) -> str:
     from megatron.training.config.container import ConfigContainerBase
 
     @dataclasses.dataclass(kw_only=True)
-    class Container(ConfigContainerBase):
+    class Container(ConfigContainerBase):  # type: ignore[misc]
         model: Any
 
     Container.__qualname__, Container.__module__ = "ConfigContainer", ConfigContainer.__module__

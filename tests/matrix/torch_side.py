@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -66,7 +67,7 @@ def load_rank(folder: Path) -> None:
     mesh, whole = on_one_rank(), torch.arange(6.0).reshape(3, 2)
     for file in ("ranks/checkpoint_0.pt", "rank-local/checkpoint_0.pt", "items/model_0.pt"):
         found = torch.load(folder / file, weights_only=False)["w"]
-        parameter = torch.nn.Parameter(distribute_tensor(torch.zeros(3, 2), mesh, [Shard(0)]))
+        parameter: Any = torch.nn.Parameter(distribute_tensor(torch.zeros(3, 2), mesh, [Shard(0)]))
         with torch.no_grad():
             parameter.copy_(found)
         assert torch.equal(parameter.full_tensor(), whole), file

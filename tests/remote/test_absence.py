@@ -192,7 +192,7 @@ def test_a_side_file_that_belongs_to_it(status: int, single: str, out: Path) -> 
     assert open_checkpoint(at(single)).catalog.objects["step"].value == 7
     Web.status = {"m.extra.pt": status}
     with pytest.raises(error_of(status), match=r"m\.extra\.pt"):
-        convert_to("torch-save", at(single), out / "m.pt")  # type: ignore[arg-type]
+        convert_to("torch-save", at(single), out / "m.pt")
     assert not (out / "m.pt").exists()
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from conftest import GOOD, Case, by_name, case
 from fsspec.implementations.memory import MemoryFileSystem
+from places import in_store
 from safetensors.torch import save_file
 from store_server import S3, s3, server
 
@@ -43,7 +44,7 @@ def test_a_dcp_checkpoint_costs_its_listing_and_its_metadata(s3: S3) -> None:
 def shards(folder: Path, count: int, tensors: int) -> Path:
     """A Hugging Face folder of ``count`` files with ``tensors`` names each."""
     folder.mkdir()
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number in range(1, count + 1):
         file = f"model-{number:05d}-of-{count:05d}.safetensors"
         names = [f"model.layers.{number}.block.{n}.weight" for n in range(tensors)]
@@ -80,14 +81,14 @@ def test_no_file_is_read_more_often_than_its_blocks(one: Case) -> None:
         if file.is_file():
             memory.pipe_file(f"/{one.name}/{file.relative_to(root)}", file.read_bytes())
     inside = "" if one.path.is_dir() else f"/{one.path.name}"
-    place = location(f"memory://{one.name}{inside}")
+    place = in_store(f"memory://{one.name}{inside}")
     found, wanted = open_checkpoint(place), open_checkpoint(one.path)
     assert found.catalog.tensors == wanted.catalog.tensors
     blocks = sum(-(-file.stat().st_size // BLOCK) for file in root.rglob("*") if file.is_file())
     assert place.store.traffic.requests <= blocks + 3
 
 
-class Zeros(MemoryFileSystem):
+class Zeros(MemoryFileSystem):  # type: ignore[misc]
     """Files of any size that hold zeros, but for those that were written."""
 
     protocol = "zeros"
@@ -169,7 +170,7 @@ def test_a_dry_run_counts_the_bytes_that_will_be_read(mesh: str, rule: str, out:
     memory = fsspec.filesystem("memory")
     memory.store.clear()
     memory.pipe_file("/run/m.safetensors", (out / "m.safetensors").read_bytes())
-    place = location("memory://run/m.safetensors")
+    place = in_store("memory://run/m.safetensors")
     transfer = TransferOptions(verify=False, run=RunOptions(1, fsync=False))
     options = ReshardOptions(parse_mesh(mesh), rules=(parse_rule(rule),), to="dcp")
     prepared = prepare_reshard(place, out / "m", replace(options, transfer=transfer))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.loopback.messages import Request
 from conftest import case
 from fault_server import (
     DENIED,
@@ -19,7 +20,6 @@ from fault_server import (
     INTERNAL,
     SLOW_DOWN,
     WRITES,
-    Request,
     call,
     cut,
     fewer,
@@ -27,6 +27,7 @@ from fault_server import (
     shifted_unsaid,
     whole,
 )
+from places import in_store
 from store_server import S3, s3, server
 from test_s3 import big, files_of, resharded
 
@@ -68,7 +69,7 @@ def test_reads_that_never_succeed_name_file_offset_and_attempts(
     fault: Any, s3: S3, out: Path
 ) -> None:
     source = s3.put(case("dcp_fsdp2_tp").path, "source")
-    place = location(source)
+    place = in_store(source)
     prepared = prepare(place, out / "m", ConvertOptions("dcp"))
     place.store.blocks.clear()
     s3.fail(fault, "GetObject")
@@ -254,7 +255,7 @@ def test_interrupted_at_its_end_it_does_not_fail_if_the_store_refuses(
 
 
 def test_credentials_that_expire_midway_keep_what_was_written(s3: S3) -> None:
-    place = location(s3.put(case("dcp_fsdp2_tp").path, "source"))
+    place = in_store(s3.put(case("dcp_fsdp2_tp").path, "source"))
     options = ReshardOptions(parse_mesh("4"), rank_state="drop")
     prepared = prepare_reshard(place, location(s3.url("m")), options)
     place.store.blocks.clear()

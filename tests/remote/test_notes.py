@@ -14,6 +14,7 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from note_mutations import NAMES, mutate
+from places import file_system, in_store
 from store_server import S3, s3, server
 
 from ckptool.commands.convert import prepare
@@ -50,9 +51,7 @@ class Bucket:
 
     def __init__(self, source: Path, name: str, to: str) -> None:
         self.name = uuid.uuid4().hex
-        found = location(f"memory://{self.name}/run/{name}")
-        assert isinstance(found, RemotePath)
-        self.target = found
+        self.target = in_store(f"memory://{self.name}/run/{name}")
         self._source, self._to = source, to
         self._work: dict[str, Any] = {}
         self._saved: dict[str, Any] = {}
@@ -66,7 +65,7 @@ class Bucket:
         return self._work[key]
 
     def write(self, name: str, data: bytes) -> None:
-        self.target.store.client.fs.pipe_file(f"/{self.name}/{name}", data)
+        file_system(self.target).pipe_file(f"/{self.name}/{name}", data)
 
     def keys(self) -> dict[str, Any]:
         head = f"/{self.name}/"
@@ -208,11 +207,13 @@ def test_files_that_only_a_note_knows_stay(source: Path) -> None:
 
 
 def test_no_number_in_a_note_makes_requests(source: Path, s3: S3) -> None:
-    target = location(s3.url("m"))
+    target = in_store(s3.url("m"))
     note = {"schema": "ckptool.journal/1", "plan": "p", "source": "s", "parts": 999_999}
+    choices: list[dict[str, Any]] = [{}, {"overwrite": True}, {"finish": True}]
+    choices.append({"part": Share(0, 2)})
     for parts in (999_999, 10**9):
         s3.write(f"m/{UNFINISHED}", json.dumps(note | {"parts": parts}).encode())
-        for more in ({}, {"overwrite": True}, {"finish": True}, {"part": Share(0, 2)}):
+        for more in choices:
             s3.requests.clear()
             with suppress(CkptoolError):
                 planned(source, target, "hf", **more).run()

@@ -133,7 +133,7 @@ def test_credentials_that_google_auth_finds(
     auth = pytest.importorskip("google.auth")
     from google.oauth2.credentials import Credentials
 
-    class Renewed(Credentials):  # type: ignore[misc]
+    class Renewed(Credentials):
         def refresh(self, request: object) -> None:
             self.token = "renewed"
 

@@ -12,6 +12,7 @@ import fsspec
 import pytest
 import torch
 from conftest import case
+from places import file_system, in_store
 from safetensors.torch import save_file
 from store_server import s3, server
 from test_s3 import files_of, resharded
@@ -148,8 +149,8 @@ def test_a_server_that_gives_other_bytes_than_were_asked_for(
 
 
 def test_behind_the_end_of_a_file_nothing_is_asked_for() -> None:
-    place = location("memory://short/m.bin")
-    place.store.client.fs.pipe_file("/short/m.bin", bytes(1000))
+    place = in_store("memory://short/m.bin")
+    file_system(place).pipe_file("/short/m.bin", bytes(1000))
     source = RemoteSource.file(place)
     before = place.store.traffic.requests
     with pytest.raises(Damaged):

@@ -9,6 +9,7 @@ import weakref
 import pytest
 import torch
 from conftest import case
+from places import in_store
 from store_server import S3, s3, server
 from torch.utils.data import DataLoader, Dataset
 
@@ -76,7 +77,7 @@ def test_a_store_goes_with_who_used_it_and_its_connections_with_it(s3: S3) -> No
     gc.collect()
     gc.disable()
     try:
-        place = location(url)
+        place = in_store(url)
         assert verify(place, VerifyOptions()).ok
         held = weakref.ref(place.store), weakref.ref(place.store.client)
         del place

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.loopback.messages import Request
 from conftest import case
 from fault_server import (
     DENIED,
@@ -28,6 +29,7 @@ from fault_server import (
     reset,
     stall,
 )
+from places import in_store
 from safetensors.torch import save_file
 from store_server import QUICK, S3, s3, server
 from test_s3 import big, files_of, resharded
@@ -137,7 +139,7 @@ def test_a_refusal_ends_all_work_and_is_not_damage(
 
 
 def test_a_transfer_that_is_refused_midway_goes_on_later(many: Path, s3: S3, out: Path) -> None:
-    place = location(s3.put(many, "m"))
+    place = in_store(s3.put(many, "m"))
     prepared = prepare(place, out / "m", ConvertOptions("dcp"))
     place.store.blocks.clear()
     s3.fail(EXPIRED, "GetObject", start=3)

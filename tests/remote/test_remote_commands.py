@@ -14,6 +14,7 @@ import torch
 from conftest import case, read_back
 from fault_server import READS, call
 from fork_server import forking_python
+from places import in_store
 from store_server import S3, s3, server
 from test_s3 import big, files_of, resharded
 from typer.testing import CliRunner
@@ -128,7 +129,7 @@ def test_loading_through_torch_is_for_disks(s3: S3) -> None:
 
 def test_reads_go_together_where_nobody_says_how_many(s3: S3, out: Path) -> None:
     source = s3.put(big(out, 4), "m")
-    place = location(source)
+    place = in_store(source)
     prepared = prepare(place, out / "m.safetensors", ConvertOptions("safetensors"))
     place.store.blocks.clear()
     meeting = threading.Barrier(4)

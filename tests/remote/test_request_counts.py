@@ -29,6 +29,8 @@ from ckptool.commands.verify.verify import verify
 from ckptool.core.sharding.placement import parse_mesh, parse_rule
 from ckptool.storage.url import RemotePath, location
 
+COMPARED = CompareOptions()
+
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -180,11 +182,12 @@ def test_a_map_opens_items_from_what_is_read(
         transfer = TransferOptions(verify=False)
         options = ReshardOptions(parse_mesh("1"), to="dcp", map=MAP, transfer=transfer)
         prepare_reshard(place, out / "two", options).run()
-        options = VerifyOptions(), RewriteOptions(), CompareOptions()
-        assert against(out / "two", out / "one.safetensors", *options).verify.ok
+        plain = RewriteOptions()
+        same = against(out / "two", out / "one.safetensors", VerifyOptions(), plain, COMPARED)
+        assert same.verify.ok
     else:
-        options = VerifyOptions(), rewriting, CompareOptions()
-        assert against(place, out / "one.safetensors", *options).verify.ok
+        same = against(place, out / "one.safetensors", VerifyOptions(), rewriting, COMPARED)
+        assert same.verify.ok
     read = [each for each in s3.of("GetObject") if each.name == "__0_0.distcp"]
     assert sum(each.sent for each in read) <= times * 1.02 * size
     assert {each.bucket for each in s3.requests} == {s3.bucket}

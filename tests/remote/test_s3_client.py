@@ -13,15 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.loopback.messages import Answer, Request
 from conftest import case
 from fault_server import (
     DENIED,
     EXPIRED,
     INTERNAL,
     SLOW_DOWN,
-    Answer,
     Fault,
-    Request,
     cut,
     fewer,
     refuse,
@@ -243,7 +242,7 @@ def test_a_refusal_is_asked_for_once(s3: S3) -> None:
     assert len(s3.requests) == before + 1
 
 
-class CountingPolicy(RetryPolicy):
+class CountingPolicy(RetryPolicy, frozen=True):
     """Notes each pause."""
 
     pauses = 0

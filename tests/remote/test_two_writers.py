@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.loopback.messages import Request
 from conftest import case, convert_to
-from fault_server import DENIED, WRITES, Request, call, cut
+from fault_server import DENIED, WRITES, call, cut
+from places import in_store
 from store_server import S3, s3, server
 from test_s3 import big, files_of, resharded
 
@@ -120,7 +122,7 @@ def test_what_comes_while_a_run_begins_is_not_overwritten(
 
 
 def test_a_file_that_is_listed_and_gone(s3: S3, out: Path) -> None:
-    place = location(s3.put(case("dcp_fsdp2_tp").path, "source"))
+    place = in_store(s3.put(case("dcp_fsdp2_tp").path, "source"))
     prepared = prepare(place, out / "m", ConvertOptions("dcp"))
     s3.remove("source/__0_0.distcp")
     place.store.blocks.clear()
@@ -138,7 +140,7 @@ def test_a_file_that_metadata_names_and_no_listing(s3: S3, out: Path) -> None:
 
 def test_an_object_that_is_replaced_is_not_read(s3: S3, out: Path) -> None:
     """Each read names the version that was listed: no second listing is needed."""
-    place = location(s3.put(case("dcp_fsdp2_tp").path, "source"))
+    place = in_store(s3.put(case("dcp_fsdp2_tp").path, "source"))
     prepared = prepare(place, out / "m", ConvertOptions("dcp"))
     data = s3.get("source")["__0_0.distcp"]
     s3.write("source/__0_0.distcp", data[:-1] + b"x")
@@ -157,7 +159,7 @@ def test_an_object_that_is_replaced_between_two_of_its_parts(s3: S3, out: Path) 
     def comes_between(request: Request) -> None:
         s3.write(request.key, bytes((source / request.name).stat().st_size))
 
-    place = location(s3.url("source"))
+    place = in_store(s3.url("source"))
     prepared = prepare(place, location(s3.url("m")), ConvertOptions("dcp"))
     s3.fail(call(comes_between), "GetObject", key="*0_0.distcp", times=1)
     with pytest.raises(Changed, match=r"__0_0.distcp: it was changed while it was read"):

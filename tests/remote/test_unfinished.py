@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from conftest import case
 from fsspec.implementations.memory import MemoryFileSystem
+from places import in_store
 from store_server import S3, s3, server
 from test_s3 import big, files_of
 
@@ -23,6 +24,7 @@ from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.commands.runs.assessment import verify_run
 from ckptool.commands.verify.verify import verify
 from ckptool.core.sharding.placement import parse_mesh
+from ckptool.engine.read.tiles import read_tiles
 from ckptool.engine.write import send
 from ckptool.errors import Damaged, SourceError
 from ckptool.storage.commit_note import UNFINISHED
@@ -86,7 +88,7 @@ def test_killed_before_any_file(kind: str, out: Path, monkeypatch: pytest.Monkey
         killed_at(close, monkeypatch, planned(kind, target).run)
         assert is_refused(target)
         planned(kind, target, resume=True).run()
-        found = {name: (target / name).read_bytes() for name in location(target.url).listing}
+        found = {name: (target / name).read_bytes() for name in in_store(target.url).listing}
         assert found == whole
 
 
@@ -178,13 +180,13 @@ def test_old_files_do_not_pass_for_new_ones(
         assert is_refused(target)
         assert stopped_at(trial, monkeypatch, planned(kind, target, **again).run)
         planned(kind, target, **again).run()
-        assert {name: (target / name).read_bytes() for name in location(target.url).listing} == new
+        assert {name: (target / name).read_bytes() for name in in_store(target.url).listing} == new
 
 
 def test_an_interrupt_once_the_last_file_was_sent_leaves_no_parts(
     s3: S3, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = send.read_tiles
+    real = read_tiles
 
     def stopping(source: Any, wanted: Any, *more: Any) -> None:
         jobs = list(wanted)

@@ -19,7 +19,8 @@ from ckptool.commands.convert import prepare
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.target import ConvertOptions
 from ckptool.errors import CkptoolError, Unsupported, UsageError, error_text
-from ckptool.storage.url import location, redact_url
+from ckptool.storage.clients.schemes import redact_url
+from ckptool.storage.url import location
 
 SOURCE = case("dcp_fsdp2_tp").path
 

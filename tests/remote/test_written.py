@@ -180,7 +180,7 @@ def test_parts_of_a_run_in_a_store_that_is_gone(
     monkeypatch.setattr(Store, "policy", ONCE)
     planned(source, "dcp-safetensors", s3).run()
     whole = s3.get("run")
-    steps = [{"part": Share(0, 2)}, {"part": Share(1, 2)}, {"finish": True}]
+    steps: list[dict[str, Any]] = [{"part": Share(0, 2)}, {"part": Share(1, 2)}, {"finish": True}]
     for at, step in enumerate(steps[1:], start=1):
         number, failed = 1, True
         while failed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ GIB = 1 << 30
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Seconds, which a test changes."""
     now = [100.0]
-    monkeypatch.setattr(progress_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     return now
 
 

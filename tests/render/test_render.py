@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.cells import cell_len
@@ -280,14 +281,14 @@ def test_values_lists_every_value():
 
 
 def _deep():
-    value: list = []
+    value: list[Any] = []
     for _ in range(10_000):
         value = [value]
     return value
 
 
 def _shared():
-    value: list = ["x"]
+    value: list[Any] = ["x"]
     for _ in range(60):
         value = [value, value]
     return value

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -33,7 +32,7 @@ def test_junit_has_a_suite_for_each_step(flipped: Path, tmp_path: Path) -> None:
     shutil.copytree(flipped, tmp_path / "run" / "step-20")
     shutil.copytree(case("dcp_base").path, tmp_path / "run" / "step-10")
     suites = junit(str(tmp_path / "run"), "--all")
-    failures = {Path(one.get("name")).name: one.get("failures") for one in suites}
+    failures = {Path(str(one.get("name"))).name: one.get("failures") for one in suites}
     assert failures == {"step-20": "1", "step-10": "0"}
 
 
@@ -43,7 +42,7 @@ def test_junit_of_names_that_no_xml_can_hold(
     finding = Finding("not-finite", Severity.WARNING, "a\x00\x1b[31m<&>\ud800", "f", "t")
     report = VerifyReport(tmp_path, "dcp", (finding,), True, "OK")
     print_junit([Suite(report)], strict=True)
-    text = ElementTree.fromstring(capsys.readouterr().out).find(".//failure").text
+    text = ElementTree.fromstring(capsys.readouterr().out).findtext(".//failure")
     assert text == "not-finite: a\\x00\\x1b[31m<&>\\ud800"
 
 
@@ -80,7 +79,7 @@ def test_there_are_ten_annotations_at_most_errors_first(
 
 def test_annotations_cannot_be_forged(tmp_path: Path) -> None:
     finding = Finding("not-finite", Severity.ERROR, "a\n::error::b 100%", "x,y:z\n", "t")
-    line = annotation(SimpleNamespace(path=tmp_path), finding)
+    line = annotation(VerifyReport(tmp_path, "dcp", (finding,)), finding)
     assert "\n" not in line
     assert line.endswith("x%2Cy%3Az\\n,title=ckptool not-finite::a\\n::error::b 100%25")
 

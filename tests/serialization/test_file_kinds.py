@@ -12,6 +12,7 @@ import tarfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,6 +42,11 @@ def written(save: Callable[[io.BytesIO], object]) -> bytes:
     return buffer.getvalue()
 
 
+def npz(buffer: io.BytesIO) -> None:
+    arrays: Any = ARRAYS
+    np.savez(buffer, **arrays)
+
+
 def tar(buffer: io.BytesIO) -> None:
     with tarfile.open(fileobj=buffer, mode="w") as archive:
         archive.addfile(tarfile.TarInfo("model_config.yaml"))
@@ -68,7 +74,7 @@ KINDS: dict[str, tuple[str, Callable[[], bytes], str, str]] = {
     "zstd": (".pt", lambda: zstandard.compress(LFS), "zstd-compressed", "zstd -d"),
     "xz": (".ckpt", lambda: lzma.compress(LFS), "xz-compressed", "xz -d"),
     "bzip2": (".pth", lambda: bz2.compress(LFS), "bzip2-compressed", "bzip2 -d"),
-    "npz": (".npz", lambda: written(lambda b: np.savez(b, **ARRAYS)), "(.npz)", "save_file"),
+    "npz": (".npz", lambda: written(npz), "(.npz)", "save_file"),
     "npy": (".npy", lambda: written(lambda b: np.save(b, ARRAYS["a"])), "(.npy)", "numpy.load"),
     "gguf": (".gguf", lambda: b"GGUF\x03\0\0\0" + bytes(16), "a GGUF model", "gguf_file"),
     "onnx": (".onnx", lambda: b"\x08\x0a\x12\x07pytorch", "an ONNX model", "numpy_helper"),

@@ -23,7 +23,7 @@ from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.verify.verify import verify
 from ckptool.core.box import Box
 from ckptool.core.dtype import BY_NAME, BY_SAFETENSORS
-from ckptool.core.layout import Data
+from ckptool.core.layout import Data, Literal, Part
 from ckptool.errors import Damaged, Unsupported
 from ckptool.serialization import safetensors_header
 from ckptool.serialization.safetensors import (
@@ -52,6 +52,11 @@ def read(data: bytes) -> Any:
     return read_safetensors(one_file(data, "f"), "f")
 
 
+def content(part: Part, state: dict[str, torch.Tensor]) -> bytes:
+    assert isinstance(part, Data | Literal)
+    return part.data if isinstance(part, Literal) else bits(state[part.name])[2]
+
+
 @given(TENSORS, st.dictionaries(st.text(max_size=3), st.text(max_size=3), max_size=2))
 def test_the_library_reads_what_is_laid_out(
     shapes: dict[str, tuple[str, list[int]]], metadata: dict[str, str]
@@ -59,7 +64,7 @@ def test_the_library_reads_what_is_laid_out(
     state = {name: some(dtype, shape) for name, (dtype, shape) in shapes.items()}
     slices = [OutgoingSlice(n, BY_NAME[shapes[n][0]], Box.whole(shapes[n][1])) for n in state]
     layout = lay_out_safetensors("f", slices, metadata)
-    parts = [bits(state[p.name])[2] if isinstance(p, Data) else p.data for p in layout.parts]
+    parts = [content(p, state) for p in layout.parts]
     data = b"".join(parts)
     assert len(data) == layout.nbytes
     theirs = {n: (t["dtype"], t["shape"], bytes(t["data"])) for n, t in deserialize(data)}

@@ -6,7 +6,7 @@ import math
 import random
 
 import pytest
-from bench_samples import FAST, QUICKEST, SYNC, measured, report
+from bench.bench_samples import FAST, QUICKEST, SYNC, measured, report
 
 from ckptool.commands.bench.cost import (
     HOURS_A_WEEK,

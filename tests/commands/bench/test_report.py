@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from bench_samples import FAST, GIB, QUICKEST, SYNC, dirty, measured, report
+from bench.bench_samples import FAST, GIB, QUICKEST, SYNC, dirty, measured, report
 
 import ckptool
 from ckptool.cli.bench import _show

@@ -89,6 +89,7 @@ def finish(process: Forked, folder: Path, shared: set[str]) -> Ran:
         stdout, stderr = process.communicate(timeout=600)
     finally:
         process.kill()
+    assert process.returncode is not None
     left = list(commands_about(folder))
     found = sorted(shared_memory() - shared)
     assert list(folder.glob("ran-*")) == []

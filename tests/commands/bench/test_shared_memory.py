@@ -61,8 +61,8 @@ def test_what_another_process_has_open_stays(head: str) -> None:
     program = "import sys; held = open(sys.argv[1]); print(flush=True); sys.stdin.read()"
     with open(path, "wb"):
         shared.look([psutil.Process()])
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        user = subprocess.Popen([sys.executable, "-c", program, str(path)], **pipes)
+        line, pipe = [sys.executable, "-c", program, str(path)], subprocess.PIPE
+        user = subprocess.Popen(line, stdin=pipe, stdout=pipe)
     with user:
         assert user.stdout is not None
         user.stdout.readline()

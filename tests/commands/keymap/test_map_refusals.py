@@ -101,7 +101,7 @@ def test_names_of_a_model_that_config_says_is_another_are_not_enough(
     assert warning in report.notes
 
 
-FUNCTIONS = {
+FUNCTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "Granite": ({"embedding_multiplier": 12.0, "logits_scaling": 8}, "embedding_multiplier is 12"),
     "Cohere": ({"use_qk_norm": True}, "attention and MLP are in parallel"),
     "SmolLM3": ({"no_rope_layer_interval": 2}, "layers 1 have no rotary embeddings"),

@@ -89,8 +89,8 @@ def of_llama() -> dict[str, torch.Tensor]:
     torch.manual_seed(3)
     rows = {"q": (24, 16), "k": (12, 16), "v": (12, 16), "o": (16, 24)}
     wide = {"gate": (24, 16), "up": (24, 16), "down": (16, 24)}
-    state = {"model.embed_tokens.weight": (37, 16), "lm_head.weight": (37, 16)}
-    state |= {"model.norm.weight": (16,)}
+    state: dict[str, tuple[int, ...]] = {"model.norm.weight": (16,)}
+    state |= {f"{name}.weight": (37, 16) for name in ("model.embed_tokens", "lm_head")}
     for layer in ("model.layers.0", "model.layers.1"):
         state |= {f"{layer}.self_attn.{n}_proj.weight": shape for n, shape in rows.items()}
         state |= {f"{layer}.mlp.{n}_proj.weight": shape for n, shape in wide.items()}

@@ -17,10 +17,13 @@ from parts.part_runs import Place, asked, content, finish, in_memory, refused, s
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.target import ReshardOptions, TransferOptions
 from ckptool.commands.reshard.reshard import prepare_reshard
+from ckptool.core.catalog import Container
 from ckptool.core.sharding.placement import parse_mesh, parse_rule
 from ckptool.engine import checksum
+from ckptool.engine.read.tiles import byte_job
 from ckptool.errors import (
     Damaged,
+    Problem,
     Unsupported,
 )
 
@@ -36,7 +39,7 @@ SEVEN = tuple(f"{n}/7" for n in range(1, 8))
 
 def count_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Note how many bytes are read from now on for checksums alone."""
-    read, real = list[int](), checksum.byte_job
+    read, real = list[int](), byte_job
 
     def noted(key: Any, file: str, offset: int, nbytes: int) -> Any:
         read.append(nbytes)
@@ -119,7 +122,7 @@ def test_a_changed_record_that_no_part_reads_in_runs_is_found_by_one(
     data = bytearray(file.read_bytes())
     data[len(data) // 3] ^= 1
     file.write_bytes(data)
-    found = []
+    found = list[Problem]()
     for part in SEVEN:
         try:
             write(by_rows, source, tmp_path / "m", part)
@@ -136,6 +139,7 @@ def test_a_changed_record_that_several_parts_read_is_found_at_the_end(
     shutil.copytree(rows, mine)
     chunks = open_checkpoint(mine).catalog.tensors["blocks.1.w"].chunks
     item = chunks[len(chunks) * 4 // 7].at  # of the fourth and the fifth part
+    assert isinstance(item, Container)
     data = bytearray((mine / item.file).read_bytes())
     data[item.offset + item.nbytes * quarter // 4] ^= 1
     (mine / item.file).write_bytes(data)

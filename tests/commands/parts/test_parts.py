@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -113,8 +114,8 @@ def test_parts_of_another_run_are_refused(three: Any, source: Path, tmp_path: Pa
     refused(lambda: write(planned, source, target, "2/4"), "the run began in 3 parts")
     refused(lambda: write(planned, source, target, "1/4"), "the run began in 3 parts")
     other = convert("hf", max_shard_size=2_000)
-    for words in ("1/3", "2/3"):
-        refused(lambda words=words: write(other, source, target, words), "the plan is another")
+    for part in ("1/3", "2/3"):
+        refused(partial(write, other, source, target, part), "the plan is another")
     refused(lambda: finish(other, source, target), "the plan is another")
     assert content(tmp_path) == before
 

@@ -91,9 +91,9 @@ def test_in_a_store_nothing_is_begun_afresh_while_a_part_is_written(
     real, mine = type(part)._move, os.getpid()
 
     def meanwhile(self: Any, *words: Any) -> None:
-        for more in ({"overwrite": True}, {"overwrite": True, "resume": True}):
+        for resume in (False, True):
             monkeypatch.setattr(os, "getpid", lambda: 1)
-            other = planned(source, location(place.url), asked(**more))
+            other = planned(source, location(place.url), asked(overwrite=True, resume=resume))
             refused(other.run, "another ckptool is writing a part of it")
             monkeypatch.setattr(os, "getpid", lambda: mine)
         real(self, *words)

@@ -10,7 +10,9 @@ import pytest
 from parts.part_runs import asked, content, finish, refused, reshard, write
 
 from ckptool.commands.open import open_checkpoint
+from ckptool.core.catalog import Container
 from ckptool.engine.write import disk_target
+from ckptool.engine.write.run import run
 from ckptool.errors import (
     Changed,
     Damaged,
@@ -22,7 +24,7 @@ def test_each_part_proves_what_it_wrote(
     three: Any, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planned, target = three
-    before, real = content(tmp_path), disk_target.run
+    before, real = content(tmp_path), run
 
     def damaging(work: Any, folder: Path, *words: Any) -> None:
         real(work, folder, *words)
@@ -55,6 +57,7 @@ def test_each_checksum_of_the_source_is_one_part_s(source: Path, tmp_path: Path)
     file = next(mine.glob("*.distcp"))
     data = file.read_bytes()
     at = open_checkpoint(mine).catalog.tensors["layers.0.w"].chunks[0].at
+    assert isinstance(at, Container)
     changed = bytearray(data)
     changed[at.offset + at.nbytes // 2] ^= 1
     file.write_bytes(changed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from parts.part_runs import MANY, asked, content, convert, finish, once, refused
 from ckptool.engine.ranks import Ranks
 from ckptool.engine.write import disk_target
 from ckptool.engine.write.commit import FolderCommit
+from ckptool.engine.write.existing import remove_staged
 from ckptool.engine.write.journal import Journal
 from ckptool.engine.write.schemas import JournalHead
 from ckptool.errors import (
@@ -114,7 +116,7 @@ def test_no_part_begins_once_one_process_has_taken_over(
     def meanwhile(self: Any, *words: Any) -> None:
         for part in ("1/3", "2/3"):
             refused(
-                lambda part=part: write(planned, source, target, part),
+                partial(write, planned, source, target, part),
                 "the run began without --part|another ckptool",
             )
         monkeypatch.setattr(type(whole), "_verify", real)
@@ -132,7 +134,7 @@ def test_a_part_that_begins_while_others_are_removed_ends_the_new_run(
     three: Any, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planned, target = three
-    real = disk_target.remove_staged
+    real = remove_staged
     opened: list[Any] = []
 
     def meanwhile(*words: Any) -> None:
@@ -221,8 +223,9 @@ def test_a_part_of_which_the_journal_is_damaged_is_named(
     planned, target = three
     write(planned, source, target, "2/3")
     journal = cut_short(target, end)
-    for work in (finish, lambda *words: write(*words, "2/3")):
-        refused(lambda work=work: work(planned, source, target), "journal.1: is not as ckptool wr")
+    words = "journal.1: is not as ckptool wr"
+    refused(lambda: finish(planned, source, target), words)
+    refused(lambda: write(planned, source, target, "2/3"), words)
     journal.unlink()
     write(planned, source, target, "2/3")
     finish(planned, source, target)

@@ -57,7 +57,7 @@ def flip(prepared: Reshard, name: str) -> None:
                 path = prepared.report.target / file.path
                 data = bytearray(path.read_bytes())
                 data[offset - 1] ^= 1
-                path.write_bytes(data)
+                path.write_bytes(bytes(data))
                 return
 
 

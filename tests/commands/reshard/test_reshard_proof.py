@@ -16,6 +16,7 @@ from ckptool.commands.reshard.load_check import check_loads, require_loadable
 from ckptool.commands.reshard.reshard import ReshardReport
 from ckptool.engine.ranks import Ranks
 from ckptool.engine.write import disk_target
+from ckptool.engine.write.run import run as run_engine
 from ckptool.errors import TransferError, Unsupported
 
 
@@ -39,7 +40,7 @@ def spot(report: ReshardReport, name: str, file_name: str) -> int:
 @pytest.fixture
 def damaging(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], None]:
     """Flip a bit of a staged file once it is written, before it is verified."""
-    real = disk_target.run
+    real = run_engine
 
     def arrange(file: str, at: int) -> None:
         def run(work: Any, folder: Path, *rest: Any) -> None:

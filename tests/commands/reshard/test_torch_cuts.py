@@ -54,7 +54,7 @@ def by_rank(files: Sequence[Any]) -> dict[str, dict[int, set[Box]]]:
 
 
 def torch_boxes(
-    shape: Sequence[int], mesh: Sequence[int], placements: Sequence[Placement]
+    shape: tuple[int, ...], mesh: tuple[int, ...], placements: Sequence[Placement]
 ) -> list[Box]:
     """The box of each rank, as torch's checkpoint of a DTensor says it."""
     from torch.distributed.tensor import _utils

@@ -207,7 +207,7 @@ def nodes(out: Path) -> list[Path]:
 @pytest.mark.parametrize("before", ["nothing", "a killed run"])
 def test_each_node_has_the_whole(before: str, source: Path, out: Path, nodes: list[Path]) -> None:
     again = ["--resume"] if before == "a killed run" else []
-    words = [source, "r", "--mesh", "2", "--policy", "fsdp", "--no-verify"]
+    words = [str(source), "r", "--mesh", "2", "--policy", "fsdp", "--no-verify"]
     if again:
         killed_before_commit(words, nodes)
     ended = on_ranks(2, (*RESHARD, *words, *again), nodes)

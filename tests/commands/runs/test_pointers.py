@@ -33,7 +33,7 @@ def steps(run: Path, *names: str) -> Path:
 
 
 def named(run: Path) -> set[str]:
-    return {str(path.relative_to(run)) for path in find_pointers(find_run(run))}
+    return {str(path).removeprefix(f"{run}/") for path in find_pointers(find_run(run))}
 
 
 SPELLINGS: dict[str, tuple[str, bytes]] = {

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from places import file_system
 from prune_runs import damage, fates, hashes, names_in, pruned
 from pruned_runs import SOURCE, run_of
 from typer.testing import CliRunner
@@ -128,7 +129,8 @@ def test_steps_of_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
         for file in SOURCE.iterdir():
             (run / f"step-{number}" / file.name).write_bytes(file.read_bytes())
     (run / "latest").write_bytes(b"step-1")
-    real = run.store.client.fs.rm_file
+    files = file_system(run)
+    real = files.rm_file
     removed: list[str] = []
 
     def cut_short(key: str) -> None:
@@ -137,13 +139,13 @@ def test_steps_of_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
         removed.append(key)
         real(key)
 
-    monkeypatch.setattr(run.store.client.fs, "rm_file", cut_short)
+    monkeypatch.setattr(files, "rm_file", cut_short)
     with pytest.raises(KeyboardInterrupt):
         prune(location(str(run)), PruneOptions(keep_last=1, yes=True))
     assert (location(str(run / "step-2")) / UNFINISHED).exists()
     with pytest.raises(Exception, match="unfinished"):
         ckptool.inspect(str(run / "step-2"))
-    monkeypatch.setattr(run.store.client.fs, "rm_file", real)
+    monkeypatch.setattr(files, "rm_file", real)
     again = prune(location(str(run)), PruneOptions(keep_last=1))
     assert list(map(str, again.leftovers)) == [str(run / "step-2")]
     assert fates(again) == {"step-3": "keep", "step-1": "keep"}
@@ -166,7 +168,7 @@ def test_a_step_of_a_store_that_lets_nothing_go_stays_readable(
     def deny(key: str) -> None:
         raise PermissionError(13, "Permission denied", key)
 
-    monkeypatch.setattr(run.store.client.fs, "rm_file", deny)
+    monkeypatch.setattr(file_system(run), "rm_file", deny)
     with pytest.raises(TransferError, match=r"step-1: cannot be removed: .*denied"):
         prune(location(str(run)), PruneOptions(keep_last=1, yes=True))
     assert sorted(location(str(run)).listing) == before  # type: ignore[union-attr]

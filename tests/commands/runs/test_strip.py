@@ -10,6 +10,7 @@ import signal
 import uuid
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -46,13 +47,13 @@ def run_of(folder: Path, *steps: int) -> Path:
     return run
 
 
-def stripped(run: Path, **options: object) -> PruneReport:
+def stripped(run: Path, **options: Any) -> PruneReport:
     return pruned(run, keep_every=100, drop_optimizer_of_older=True, **options)
 
 
 def model_in(step: Path) -> list[torch.Tensor]:
     """Load the model with torch, which names its step."""
-    state = {"model": torch.nn.Linear(8, 4).state_dict(), "step": 0}
+    state: dict[str, Any] = {"model": torch.nn.Linear(8, 4).state_dict(), "step": 0}
     dcp.load(state, checkpoint_id=step, no_dist=True)
     assert step.name == f"step-{state['step']}"
     return list(state["model"].values())

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 from conftest import case
 from prune_runs import fates, hashes, names_in, pruned
 from trainer_runs import (
@@ -36,7 +37,7 @@ BOTH = {"model": {"w": WEIGHT}, "optimizer": OPTIMIZER}
 
 def latest(run: Path) -> str | None:
     found = ckptool.verify_run(run, quick=True).latest_good
-    return None if found is None else str(found.path.relative_to(run))
+    return None if found is None else str(found.path).removeprefix(f"{run}/")
 
 
 def prune(run: Path, keep_last: int = 1) -> set[str]:
@@ -47,7 +48,7 @@ def prune(run: Path, keep_last: int = 1) -> set[str]:
     return {path for path in gone if os.path.dirname(path) not in gone}
 
 
-def by_name(kinds: dict[str, Kind]) -> list[pytest.param]:
+def by_name(kinds: dict[str, Kind]) -> list[ParameterSet]:
     return [pytest.param(kind, id=name) for name, kind in kinds.items()]
 
 

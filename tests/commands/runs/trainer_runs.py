@@ -11,7 +11,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -88,7 +88,7 @@ BOTH = {"model": {"w": WEIGHT}, "optimizer": OPTIMIZER}
 
 
 def trainer(n: int) -> dict[str, Write]:
-    state = {"global_step": n, "best_model_checkpoint": None, "log_history": []}
+    state: dict[str, Any] = {"global_step": n, "best_model_checkpoint": None, "log_history": []}
     return {
         "config.json": text('{"model_type": "llama"}'), "model.safetensors": weights,
         "training_args.bin": saved({}), "optimizer.pt": saved(OPTIMIZER),

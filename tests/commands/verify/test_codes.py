@@ -18,8 +18,9 @@ def codes_in(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             at = place.get(ast.unparse(node.func).rpartition(".")[2])
-            if at is not None and len(node.args) > at and isinstance(node.args[at], ast.Constant):
-                yield node.args[at].value
+            given = node.args[at] if at is not None and len(node.args) > at else None
+            if isinstance(given, ast.Constant) and isinstance(given.value, str):
+                yield given.value
         elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "code":
             yield from (n.value for n in ast.walk(node.value) if isinstance(n, ast.Constant)
                         and isinstance(n.value, str) and "-" in n.value)  # fmt: skip

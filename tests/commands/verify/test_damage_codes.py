@@ -162,10 +162,10 @@ def test_a_global_is_named_with_its_place_in_the_file(tmp_path: Path) -> None:
     source.mkdir()
     HOSTILE["in_zip"].make(source, tmp_path / "marker")
     (found,) = [f for f in checked(source).findings if f.code == "hostile-global"]
-    position = int(re.search(r"at byte ([\d,]+)", found.message)[1].replace(",", ""))
-    data = (source / "evil.pt").read_bytes()
+    (position,) = re.findall(r"at byte ([\d,]+)", found.message)
+    data = (source / "evil.pt").read_bytes()[int(position.replace(",", "")) :]
     assert found.file == "evil.pt"
-    assert data[position:].startswith((b"cposix\nsystem\n", b"cos\nsystem\n"))
+    assert data.startswith((b"cposix\nsystem\n", b"cos\nsystem\n"))
 
 
 def test_all_damage_is_collected(copy_of: Callable[[str], Path]) -> None:

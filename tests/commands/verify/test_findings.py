@@ -58,7 +58,7 @@ def test_a_cause_is_one_finding_with_all_that_it_affects(
     names = {affected.tensor for affected in found.affected} & case(source).truth.keys()
     assert (found.code, len(names)) == (code, tensors)
     assert found.message.startswith((f"{found.file}:", f"'{found.file}'"))
-    assert next(iter(found.affected)).tensor in found.message
+    assert str(next(iter(found.affected)).tensor) in found.message
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,12 @@ from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.verify.checks.archives import ArchiveCheck
 from ckptool.commands.verify.findings import VerifyReport
 from ckptool.commands.verify.verify import verify
+from ckptool.core.catalog import Container
 from ckptool.engine.ranks import Ranks
 from ckptool.engine.share import Share
 from ckptool.errors import UsageError
 from ckptool.formats.dcp import items
+from ckptool.formats.dcp.opening import locate_item
 from ckptool.serialization.archive import read
 from ckptool.serialization.archive.templates import Templates
 from ckptool.storage.files import ReadSpan
@@ -85,6 +87,7 @@ def test_a_disk_is_asked_for_all_of_a_file_once_its_items_are_open(
 
 def turn_byte(folder: Path, name: str) -> None:
     at = open_checkpoint(folder).catalog.tensors[name].chunks[0].at
+    assert isinstance(at, Container)
     path = folder / at.file
     data = bytearray(path.read_bytes())
     data[at.offset + at.nbytes // 2] ^= 1
@@ -158,7 +161,7 @@ def test_a_rank_opens_its_share_alone_and_what_is_alike_together(
     out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dcp.save({f"w.{n}": torch.full((8, 9), n) for n in range(48)}, checkpoint_id=out, no_dist=True)
-    looked_at, located = [], []
+    looked_at, located = list[Any](), list[Any]()
 
     def noted(into: list[Any], real: Callable[..., Any]) -> Callable[..., Any]:
         def call(before: Any, item: Any) -> Any:
@@ -168,7 +171,7 @@ def test_a_rank_opens_its_share_alone_and_what_is_alike_together(
         return call
 
     monkeypatch.setattr(ArchiveCheck, "look_at", noted(looked_at, ArchiveCheck.look_at))
-    monkeypatch.setattr(items, "locate_item", noted(located, items.locate_item))
+    monkeypatch.setattr(items, "locate_item", noted(located, locate_item))
     monkeypatch.setattr(
         read, "_TEMPLATES", Templates(reads=False)
     )  # it may be full of other tests' archives

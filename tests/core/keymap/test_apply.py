@@ -17,7 +17,7 @@ from ckptool.errors import UsageError
 
 
 def key_map(*rules: dict[str, Any], **more: Any) -> KeyMap:
-    return parse_map({"rule": list(rules), **more}, "m.toml", {}.__getitem__)
+    return parse_map({"rule": list(rules), **more}, "m.toml", dict[str, KeyMap]().__getitem__)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_files_that_make_no_sense(more: dict[str, Any], words: str) -> None:
 
 def test_a_file_without_rules() -> None:
     with pytest.raises(UsageError, match=r"no \[\[rule\]\]"):
-        parse_map({}, "m.toml", {}.__getitem__)
+        parse_map({}, "m.toml", dict[str, KeyMap]().__getitem__)
 
 
 def makes(wanted: KeyMap, *names: str) -> set[str]:
@@ -190,7 +190,7 @@ def test_layers_that_differ_are_not_stacked() -> None:
 
 
 def test_a_rule_for_what_has_another_tensor_beside_it() -> None:
-    rules = [
+    rules: list[dict[str, Any]] = [
         {"from": "{l}.up.norm", "to": "{l}.norm", "beside": {"to": "{l}.up"}},
         {"from": "{l}.norm", "to": "{l}.norm"},
         {"from": "{l}.up", "to": "{l}.up"},

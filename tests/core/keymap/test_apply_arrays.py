@@ -23,7 +23,7 @@ from ckptool.errors import Unsupported, UsageError
 
 
 def key_map(*rules: dict[str, Any], **more: Any) -> KeyMap:
-    return parse_map({"rule": list(rules), **more}, "m.toml", {}.__getitem__)
+    return parse_map({"rule": list(rules), **more}, "m.toml", dict[str, KeyMap]().__getitem__)
 
 
 Array = np.ndarray[Any, Any]
@@ -166,8 +166,12 @@ def test_blocks_one_after_the_other(kv: int, q: int, dim: int, wide: int, cut: i
     facts = ModelFacts({"kv": kv, "q": q, "k": 1, "v": 1, "dim": dim})
     store = Store()
     source = catalog([store.entry("qkv", fused, [cut])])
-    wanted_of = [(whole, {"group": grouped}), (pairs, {"group": grouped})]
-    for rule, wanted in (*wanted_of, (apart, {"q": queries, "kv": others})):
+    cases: list[tuple[dict[str, Any], dict[str, Array]]] = [
+        (whole, {"group": grouped}),
+        (pairs, {"group": grouped}),
+        (apart, {"q": queries, "kv": others}),
+    ]
+    for rule, wanted in cases:
         rules = key_map(rule)
         there = apply_map(source, rules, facts).catalog
         assert there.tensors.keys() == wanted.keys()

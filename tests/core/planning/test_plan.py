@@ -122,8 +122,10 @@ def test_any_cut_becomes_any_other(
             assert source.chunk.box.contains(source.box)
             assert (array[at(source.where)] == -1).all()
             array[at(source.where)] = values[at(source.box)]
-        for box, local in tile.pieces if tile.band is not None else ():
-            array[at(local)] = values[at(tile.band)][at(box)]
+        if tile.band is not None:
+            band = values[at(tile.band)]
+            for box, local in tile.pieces:
+                array[at(local)] = band[at(box)]
         start = (tile.offset - 4) // 4
         place = images[tile.file][start : start + array.size]
         assert (place == -1).all()

@@ -68,7 +68,7 @@ GROUPS: dict[str, dict[str, Any]] = {
 """Groups of one ``quantization_config``, as their library takes them."""
 LAYERS = (*GROUPS, "four_by_name", "bytes_by_name", "both", "head")
 """Their modules. A name comes before patterns, and these in the order of their text."""
-SMALL = {
+SMALL: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "hidden_size": 32,
     "intermediate_size": 32,
@@ -120,7 +120,7 @@ def mixed_by_compressed_tensors() -> Iterator[Named]:
     }
     compressor.decompress_model(model)
     for name, module in model.layer.items():
-        yield name, stored[name], module.weight.detach()
+        yield name, stored[name], module.get_parameter("weight").detach()
 
 
 def mixed_by_modelopt() -> Iterator[Named]:

@@ -62,16 +62,15 @@ def as_torch_reads(folder: Path, name: str, dtype: torch.dtype) -> torch.Tensor:
     return state[name]
 
 
-def as_torch_computes(
-    blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
+def as_torch_computes(state: dict[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """torch 2.13's reader has the formula of MXFP4, but reads only a corner of such a tensor.
 
     Its rows are outputs, which transformers turns.
     """
     reader = QuantizedHuggingFaceStorageReader("", target_dtype=dtype)
+    blocks, scales = state.values()
     *rows, groups, size = blocks.shape
-    wanted = SimpleNamespace(storage_offsets=(0, 0, 0), lengths=(*rows, groups * size * 2))
+    wanted: Any = SimpleNamespace(storage_offsets=(0, 0, 0), lengths=(*rows, groups * size * 2))
     return reader._dequantize_tensor_mxfp4(blocks, scales, wanted, 0, 0).mT.contiguous()
 
 

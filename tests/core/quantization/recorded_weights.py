@@ -259,20 +259,25 @@ def _torchao(cases: dict[str, Any], file: str) -> Iterator[Named]:
         yield name, {}, numbers
 
 
+def _undeclared(dtype: str) -> Any:
+    """Return an element type that torch has and whose stubs lack."""
+    return getattr(torch, dtype)
+
+
 def _torchao_now() -> Iterator[Named]:
     import torch.distributed.checkpoint as dcp
     import torchao.quantization as ao
     from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
 
-    of_groups = ao.PerGroup(16)
+    of_groups, four, three = ao.PerGroup(16), _undeclared("int4"), _undeclared("int3")
     cases = {
         "int8": (ao.Int8WeightOnlyConfig(), torch.bfloat16),
         "int8_half": (ao.Int8WeightOnlyConfig(), torch.float16),
         "int8_both": (ao.Int8DynamicActivationInt8WeightConfig(), torch.bfloat16),
         "float8": (ao.Float8WeightOnlyConfig(), torch.bfloat16),
         "float8_wide": (ao.Float8WeightOnlyConfig(), torch.float32),
-        "four": (ao.IntxWeightOnlyConfig(torch.int4, granularity=of_groups), torch.bfloat16),
-        "three": (ao.IntxWeightOnlyConfig(torch.int3, granularity=ao.PerAxis(0)), torch.float32),
+        "four": (ao.IntxWeightOnlyConfig(four, granularity=of_groups), torch.bfloat16),
+        "three": (ao.IntxWeightOnlyConfig(three, granularity=ao.PerAxis(0)), torch.float32),
     }
     yield from _torchao(cases, "torchao_0_18_0.pt")
     state = torch.load(HERE / "torchao_0_18_0.pt", weights_only=False)
@@ -287,7 +292,7 @@ def _torchao_before() -> Iterator[Named]:
     import torchao.quantization as ao
 
     of_groups = ao.PerGroup(16)
-    intx = ao.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=of_groups)
+    intx = ao.IntxWeightOnlyConfig(weight_dtype=_undeclared("int4"), granularity=of_groups)
     cases = {
         "int8": (ao.Int8WeightOnlyConfig(), torch.bfloat16),
         "int8_groups": (ao.Int8WeightOnlyConfig(group_size=16), torch.float16),
@@ -295,7 +300,7 @@ def _torchao_before() -> Iterator[Named]:
         "int8_int4": (ao.Int8DynamicActivationInt4WeightConfig(group_size=32), torch.float32),
         "float8": (ao.Float8WeightOnlyConfig(version=1), torch.bfloat16),
         "four": (intx, torch.bfloat16),
-        "packed": (ao.UIntXWeightOnlyConfig(torch.uint4, group_size=32), torch.bfloat16),
+        "packed": (ao.UIntXWeightOnlyConfig(_undeclared("uint4"), group_size=32), torch.bfloat16),
     }
     yield from _torchao(cases, "torchao_0_13_0.pt")
 

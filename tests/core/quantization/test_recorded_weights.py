@@ -49,7 +49,7 @@ def read_by_torch(folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
     block = "mlp.up_proj.weight"
     return source, {
         block: as_torch_reads(source, block, torch.bfloat16),
-        "mlp.experts.down_proj": as_torch_computes(*experts.values(), torch.bfloat16),
+        "mlp.experts.down_proj": as_torch_computes(experts, torch.bfloat16),
     }
 
 

@@ -210,7 +210,8 @@ def test_a_scale_of_packed_integers_is_not_rounded(
     full = scale.replace("__", ".")
     with pytest.raises(Unsupported, match=rf"^{full}: may be the scale of fc\.weight"):
         convert_to("safetensors", source, out / "m", casts=BF16)
-    convert_to("safetensors", source, out / "n", casts=Casts(rules=(("n.*", BF16.model),)))
+    of_n = Casts(rules=(("n.*", BY_NAME["bfloat16"]),))
+    convert_to("safetensors", source, out / "n", casts=of_n)
     assert load_file(out / "n" / "model.safetensors")[full].dtype == torch.float32
 
 
@@ -247,10 +248,11 @@ def test_parts_of_nf4_by_torchao_are_not_cast(out: Path) -> None:
         convert_to("torch-save", out / "m.pt", out / "o.pt", dequantize=True)
 
 
+NO_SIZES: list[Any] = ["2x2", [2], [2.0, 2.0], [0, 2], [2, 2, 2], {}]
 NOT_SAID: list[Any] = [
     "fp8",
     ["fp8"],
-    *({"weight_block_size": size} for size in ("2x2", [2], [2.0, 2.0], [0, 2], [2, 2, 2], {})),
+    *({"weight_block_size": size} for size in NO_SIZES),
     {"config_groups": {"g": {"targets": ["Linear"], "weights": {"block_structure": "2x2"}}}},
 ]
 

@@ -13,11 +13,10 @@ from msgspec.structs import replace
 from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, Chunk, Extent, TensorEntry
 from ckptool.core.dtype import BY_NAME
-from ckptool.core.mesh import Mesh, Placement, Replicate, Shard, StridedShard
+from ckptool.core.mesh import Mesh, Placements, Replicate, Shard, StridedShard
 from ckptool.core.sharding.dtensor import LocalShard, local_shards
 from ckptool.core.sharding.infer import Inference, infer, with_inferred_mesh
 
-Placements = tuple[Placement, ...]
 NESTED = (StridedShard(0, 2), Shard(0))
 
 
@@ -275,7 +274,7 @@ def test_a_thousand_tensors_of_64_ranks_cost_few_calls(varied: bool) -> None:
 
 def test_a_mesh_of_more_dims_than_are_tried_is_said_not_to_be_explained() -> None:
     shape = (16, 9)
-    cut = (Shard(0), Replicate(), Replicate(), Shard(0))
+    cut: Placements = (Shard(0), Replicate(), Replicate(), Shard(0))
     several = {"a": cut, "b": cut[::-1], "c": (*cut[1:], cut[0])}
     tensors = {name: written(name, shape, (2, 2, 2, 2), each) for name, each in several.items()}
     catalog = with_inferred_mesh(Catalog("dcp", tensors, {}, {}, world_size=16))

@@ -40,13 +40,14 @@ SHAPE = (16, 24)
 def every_triple(mesh: tuple[int, ...]) -> list[Placements]:
     """All of Shard and Replicate, and those of FSDP outside the shards of tensor parallelism."""
     rows, inner = Shard(0), mesh[2]
-    strided = [
+    plain: tuple[Placement, ...] = (Replicate(), rows, Shard(1))
+    return [
+        *itertools.product(plain, repeat=3),
         (Replicate(), StridedShard(0, inner), rows),
         (StridedShard(0, mesh[1] * inner), rows, rows),
         (StridedShard(0, mesh[1]), rows, Replicate()),
         (StridedShard(0, inner), Replicate(), rows),
     ]
-    return [*itertools.product((Replicate(), rows, Shard(1)), repeat=3), *strided]
 
 
 def to_torch(placement: Placement) -> Any:
@@ -86,6 +87,7 @@ def saved(mesh: tuple[int, ...], *, lowest: bool) -> Iterator[TensorEntry]:
     chunks: dict[str, list[Chunk]] = {}
     for rank, plan in enumerate(plans):
         for item in plan.items:
+            assert item.tensor_data is not None
             chunk = item.tensor_data.chunk
             low = tuple(chunk.offsets)
             box = Box(low, tuple(map(sum, zip(low, chunk.sizes, strict=True))))

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from conftest import case
-from fake_target import FAULTS, Died, FakeTarget, Faults, FaultyTarget, Shelf
+from engine.write.fake_target import FAULTS, Died, FakeTarget, Faults, FaultyTarget, Shelf
 
 from ckptool.commands.options.run import RunOptions
 from ckptool.commands.options.target import ReshardOptions, TransferOptions

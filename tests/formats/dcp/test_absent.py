@@ -15,6 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckptool
 from ckptool.commands.verify.codes import Severity
+from ckptool.commands.verify.findings import Finding
 from ckptool.errors import Damaged
 
 FOUR = "dcp_no_collectives"
@@ -36,7 +37,7 @@ def lose(folder: Path, *ranks: int) -> None:
         (folder / f"__{rank}_0.distcp").unlink()
 
 
-def error_of(folder: Path) -> ckptool.Finding:
+def error_of(folder: Path) -> Finding:
     """The one error that verify finds; opening raises it too, with the same next step."""
     (found,) = (f for f in ckptool.verify(folder).findings if f.severity is Severity.ERROR)
     with pytest.raises(Damaged) as caught:

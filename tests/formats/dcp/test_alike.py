@@ -7,6 +7,7 @@ import pickle
 import re
 from operator import add
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from ckptool.errors import CkptoolError
 from ckptool.formats import FORMATS
 from ckptool.formats.base import ScanOptions
 from ckptool.formats.dcp import alike, items
+from ckptool.formats.dcp.opening import Item, locate_item
 from ckptool.serialization.archive import read
 from ckptool.serialization.archive.templates import ArchiveTemplate, Templates
 from ckptool.serialization.zip import Region
@@ -70,9 +72,8 @@ def located_one_by_one(folder: Path) -> dict[str, TensorEntry] | list[str]:
 
 def test_most_items_are_not_opened(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[str] = []
-    locate_item = items.locate_item
 
-    def noted(source: LocalSource, item: items.Item) -> object:
+    def noted(source: LocalSource, item: Item) -> object:
         opened.append(item.tensor)
         return locate_item(source, item)
 
@@ -90,7 +91,7 @@ def test_items_whose_pickles_are_not_compared_are_opened_each(tmp_path: Path) ->
     """A pickle of more than a KiB may say other strides than that of the item before."""
     tensors = {f"t{n:02}": torch.arange(16.0).reshape(4, 4) + n for n in range(20)}
     tensors["t07"] = tensors["t07"].t().contiguous().t()
-    content, storage, shapes = b"", {}, {}
+    content, storage, shapes = b"", {}, dict[str, Any]()
     for name, tensor in tensors.items():
         tensor.note = "x" * 1500  # type: ignore[attr-defined]
         stream = io.BytesIO()

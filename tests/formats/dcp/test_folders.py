@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import ckptool
 from ckptool.errors import Unsupported
@@ -55,6 +56,7 @@ def test_a_chunk_that_says_more_than_is_known_is_refused(count: int, tmp_path: P
     dcp.save(state, checkpoint_id=tmp_path / "m", no_dist=True)
     metadata = dcp.FileSystemReader(tmp_path / "m").read_metadata()
     for entry in metadata.state_dict_metadata.values():
+        assert isinstance(entry, TensorStorageMetadata)
         for chunk in entry.chunks:
             object.__setattr__(chunk, "transposed", True)
     (tmp_path / "m" / ".metadata").write_bytes(pickle.dumps(metadata))

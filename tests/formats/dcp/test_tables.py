@@ -23,7 +23,7 @@ from ckptool.core.catalog import (
 from ckptool.core.chunks import ChunkTable
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.layout import Literal
-from ckptool.core.mesh import Replicate, Shard
+from ckptool.core.mesh import Placements, Replicate, Shard
 from ckptool.core.sharding.placement import PlacedTensors, parse_mesh
 from ckptool.errors import Damaged, Problem, SourceError
 from ckptool.formats.base import Request, ScanOptions
@@ -79,8 +79,11 @@ def make(shapes: list[tuple[int, ...]], ranks: int, changes: list[Change]) -> by
     storage = {}
     for key, (file, offset, length, packed) in stored.items():
         where = filesystem._StorageInfo(file, offset, length, [packed] if packed else None)
-        name, low, rank = (key, None, None) if key == "value" else key
-        index = metadata.MetadataIndex(name, None if low is None else torch.Size(low), rank)
+        if key == "value":
+            index = metadata.MetadataIndex(key)
+        else:
+            name, low, rank = key
+            index = metadata.MetadataIndex(name, torch.Size(low), rank)
         storage[index] = where
     paths = {name: tuple(name.split(".")) for name in state}
     return pickle.dumps(metadata.Metadata(state, paths, storage))
@@ -235,9 +238,9 @@ def test_what_is_written_for_many_ranks_is_read_by_torch_and_as_columns() -> Non
         name: TensorEntry(name, (name,), BY_NAME["bfloat16"], shape, ())
         for name, shape in WHOLE.items()
     }
-    cuts = {name: (Shard(0), Shard(1)) for name in ("a.weight", "b.weight")}
-    plain = dict.fromkeys(WHOLE, (Replicate(), Replicate()))
-    placed = PlacedTensors(parse_mesh("8x16"), plain | cuts)
+    cuts: dict[str, Placements] = dict.fromkeys(WHOLE, (Replicate(), Replicate()))
+    cuts |= {name: (Shard(0), Shard(1)) for name in ("a.weight", "b.weight")}
+    placed = PlacedTensors(parse_mesh("8x16"), cuts)
     values = {"lr": ObjectEntry("lr", ("lr",), 0.5)}
     catalog = Catalog("dcp", entries, values, {})
     files = {file.path: file for file in lay_out(catalog, Request("out", placed=placed)).files}

@@ -14,12 +14,12 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from conftest import convert_to, read_back
 
 import ckptool
 from ckptool.errors import SourceError, Unsupported
 
-torch = pytest.importorskip("torch")
 WEIGHT = torch.arange(12.0).reshape(4, 3)
 BNB = "__bnb_optimizer_quant_state__"
 State = Callable[[int], dict[str, Any]]
@@ -28,18 +28,22 @@ State = Callable[[int], dict[str, Any]]
 AO = "torchao.optim.subclass_8bit"
 
 
-class OptimState8bit(torch.Tensor):  # type: ignore[misc]
+class OptimState8bit(torch.Tensor):
     """A tensor of three others, which is pickled as torchao's class of this name is."""
 
     __module__ = AO
 
     @staticmethod
     def __new__(cls, codes: Any, scale: Any, qmap: Any) -> Any:
-        made = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+        made: Any = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
         made.codes, made.scale, made.qmap = codes, scale, qmap
         return made
 
-    __torch_dispatch__ = classmethod(lambda cls, func, types, args, kwargs=None: args[0])
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return args[0]
 
     def __tensor_flatten__(self) -> Any:
         return ["codes", "scale", "qmap"], []
@@ -175,8 +179,8 @@ def test_state_of_bitsandbytes_without_zero_has_its_parameters_name(tmp_path: Pa
     (tmp_path / "step").mkdir()
     codes, scale = torch.arange(12, dtype=torch.uint8).reshape(4, 3), torch.ones(1)
     state = {0: {"step": 3, BNB: {"state1": codes, "absmax1": scale, "qmap1": torch.ones(256)}}}
-    optimizer = {"optimizer_state_dict": {"state": state, "param_groups": [{"params": [0]}]}}
-    optimizer["fp32_groups"] = [[WEIGHT]]
+    recorded = {"state": state, "param_groups": [{"params": [0]}]}
+    optimizer = {"optimizer_state_dict": recorded, "fp32_groups": [[WEIGHT]]}
     model = {"module": {"w": WEIGHT.bfloat16()}, "optimizer": optimizer, "dp_world_size": 1}
     torch.save(model, tmp_path / "step" / "mp_rank_00_model_states.pt")
     found = written(tmp_path / "step", tmp_path)

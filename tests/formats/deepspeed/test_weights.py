@@ -106,7 +106,7 @@ def test_every_kind_of_checkpoint_says_so(name: str, copy_of: Copy, out: Path) -
 
 def below_zero_2(folder: Path, *bare: str) -> Path:
     """A model file as of ZeRO 0, with these modules beside those that have tensors."""
-    held = OrderedDict({n: torch.zeros(2) for n in ("first.weight", "layers.2.up.weight")})
+    held: Any = OrderedDict({n: torch.zeros(2) for n in ("first.weight", "layers.2.up.weight")})
     modules = [*{part for name in held for part in parents(name)}, *bare]
     held._metadata = OrderedDict((one, {"version": 1}) for one in modules)
     state = {"module": held, "frozen_param_shapes": None, "frozen_param_fragments": None}

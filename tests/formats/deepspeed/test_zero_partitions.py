@@ -6,11 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import convert_to, read_back
 
 import ckptool
 
-torch = pytest.importorskip("torch")
 SHAPES = {"a": (3, 5), "b": (5,), "c": (2, 3)}
 PARTITION = 14
 MOMENTUM = {name: torch.rand(shape).bfloat16() for name, shape in SHAPES.items()}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pickle
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -47,7 +49,7 @@ def compare(found: DTensor, whole: torch.Tensor, mesh: DeviceMesh) -> None:
     wanted = distribute_tensor(whole, mesh, found.placements)
     assert torch.equal(found.to_local(), wanted.to_local())
     assert torch.equal(found.full_tensor(), whole)
-    live = torch.zeros_like(wanted)
+    live: Any = torch.zeros_like(wanted)
     live.copy_(found)
     assert torch.equal(live.to_local(), wanted.to_local())
     assert torch.equal((live + found).full_tensor(), whole + whole)
@@ -118,7 +120,7 @@ def test_items_that_cannot_name_a_file(item: str, out: Path) -> None:
 
 def test_the_library_loads_onto_another_mesh(out: Path) -> None:
     pytest.importorskip("torch_checkpointing.schema")
-    import torch_checkpointing as library
+    library: Any = import_module("torch_checkpointing")
     from torch_checkpointing.default_resharder import DefaultResharder
     from torch_checkpointing.schema import ItemSpec
 

@@ -57,26 +57,29 @@ def test_each_rank_finds_its_files_and_no_others_are_there(size: int, out: Path)
 def test_as_many_ranks_find_their_random_states_again(by_way_of_dcp: bool, out: Path) -> None:
     source = out / "source"
     shutil.copytree(SOURCE, source)
-    kept = []
+    kept: list[dict[str, Any]] = []
     for rank in range(2):
         numpy_state = np.random.RandomState(rank).get_state()
-        rng = {"cpu": torch.arange(8) + rank, "numpy": numpy_state}
-        rng["random"] = random.Random(rank).getstate()
-        extra = {"lr_scheduler": None, "rng": rng}
+        rng = {
+            "cpu": torch.arange(8) + rank,
+            "numpy": numpy_state,
+            "random": random.Random(rank).getstate(),
+        }
+        extra: dict[str, Any] = {"lr_scheduler": None, "rng": rng}
         torch.save(extra, source / f"extra_state_world_size_2_rank_{rank}.pt")
         kept.append(extra)
     if by_way_of_dcp:
         ckptool.convert(source, out / "dcp", to="dcp", per_rank=True, fsync=False)
         source = out / "dcp"
     ckptool.reshard(source, out / "r", mesh="2", to="verl", fsync=False)
-    for rank, extra in enumerate(kept):
-        found = state(out / "r", "extra_state", rank, 2)
+    for rank, saved in enumerate(kept):
+        found, rng = state(out / "r", "extra_state", rank, 2), saved["rng"]
         assert found["lr_scheduler"] is None
-        assert torch.equal(found["rng"]["cpu"], extra["rng"]["cpu"])
-        assert found["rng"]["random"] == extra["rng"]["random"]
+        assert torch.equal(found["rng"]["cpu"], rng["cpu"])
+        assert found["rng"]["random"] == rng["random"]
         kind, words, *rest = found["rng"]["numpy"]
-        assert (kind, rest) == ("MT19937", list(extra["rng"]["numpy"][2:]))
-        assert np.array_equal(words, extra["rng"]["numpy"][1])
+        assert (kind, rest) == ("MT19937", list(rng["numpy"][2:]))
+        assert np.array_equal(words, rng["numpy"][1])
     again = ckptool.reshard(out / "r", out / "again", mesh="3", fsync=False)
     assert {dropped.name for dropped in again.dropped} == {
         f"extra_state.rng.{name}" for name in ("cpu", "numpy", "random")

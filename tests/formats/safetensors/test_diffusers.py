@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -97,7 +98,7 @@ def test_files_of_torch_save(copy_of: Callable[[str], Path], out: Path) -> None:
     folder = copy_of("diffusers_pipeline")
     names = ckptool.open(folder).tensors.keys()
     for models in MODELS:
-        state = {}
+        state: dict[str, Any] = {}
         for file in sorted((folder / models).glob("*.safetensors")):
             state |= load_file(file)
             file.unlink()

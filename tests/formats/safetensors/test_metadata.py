@@ -203,7 +203,8 @@ def test_a_digest_of_other_tensors_is_left_out(
 
 def test_torchaos_records_are_true_or_gone(tmp_path: Path) -> None:
     source = saved(tmp_path / "m.safetensors", TORCHAO | LORA, QUANTIZED)
-    for options in ({}, {"select": ["m.*"]}, {"drop": ["n.*"]}):
+    choices: list[dict[str, Any]] = [{}, {"select": ["m.*"]}, {"drop": ["n.*"]}]
+    for options in choices:
         ckptool.convert(source, tmp_path / "o.safetensors", overwrite=True, **options)
         assert texts(tmp_path / "o.safetensors") == {"format": "pt", **LORA, **TORCHAO}
     for rule in ("^m=l", "^n=l"):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_samples import FAST, GIB, QUICKEST, SYNC, measured, report
+from bench.bench_samples import FAST, GIB, QUICKEST, SYNC, measured, report
 from msgspec.structs import replace
 
 from ckptool.commands.bench.cost import TrainingJob

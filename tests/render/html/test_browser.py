@@ -12,8 +12,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from bench_samples import measured
-from bench_samples import report as bench_report
+from bench.bench_samples import measured
+from bench.bench_samples import report as bench_report
 from conftest import case
 from large_checkpoint import large_report
 from msgspec.structs import replace
@@ -39,7 +39,7 @@ def pages() -> dict[str, tuple[bytes, list[str]]]:
     return {
         "inspect": (inspect_page(large), ["1,008", "feed_forward", "rank 0", "layers.{0..36}"]),
         "hostile": (
-            inspect_page(ckptool.commands.inspect.report(odd)),  # type: ignore[attr-defined]
+            inspect_page(ckptool.commands.inspect.report(odd)),
             ["&lt;/script&gt;&lt;", "__proto__", r"\u202ea"],
         ),
         "diff": (page(ckptool.diff(a, b, values=True).to_dict()), ["Only in A", "DIFFERENT"]),

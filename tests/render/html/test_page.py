@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from bench_samples import measured
-from bench_samples import report as bench_report
+from bench.bench_samples import measured
+from bench.bench_samples import report as bench_report
 from conftest import case
 from large_checkpoint import entry, large_report
 from msgspec.structs import replace
@@ -26,7 +26,7 @@ from ckptool.cli.bench import _show
 from ckptool.commands.inspect import InspectReport, report
 from ckptool.core.box import Box
 from ckptool.core.catalog import ObjectEntry, TensorEntry
-from ckptool.core.mesh import Mesh, Replicate, Shard
+from ckptool.core.mesh import Mesh, Placement, Replicate, Shard
 from ckptool.core.sharding.dtensor import local_shards
 from ckptool.errors import CkptoolError
 from ckptool.render.html.holdings import holdings
@@ -159,7 +159,8 @@ def ranks_of(text: str) -> list[int]:
 @pytest.mark.parametrize("shape", [(13, 8), (7,), (4, 4, 4)])
 def test_who_holds_what_is_what_dtensor_says(mesh: tuple[int, ...], shape: Sequence[int]) -> None:
     grid = Mesh.of(mesh)
-    for placements in product((Shard(0), Shard(len(shape) - 1), Replicate()), repeat=len(mesh)):
+    kinds: tuple[Placement, ...] = (Shard(0), Shard(len(shape) - 1), Replicate())
+    for placements in product(kinds, repeat=len(mesh)):
         made = entry("w", tuple(shape), "float32", grid, placements)
         found = holdings(with_tensors({"w": made}, mesh=grid).catalog)
         held: dict[int, set[Box]] = {}

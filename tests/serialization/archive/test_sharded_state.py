@@ -42,9 +42,13 @@ class OptimState8bit(torch.Tensor):
         made.codes, made.scale, made.qmap, made.signed = codes, scale, qmap, True
         return made
 
-    __torch_dispatch__ = classmethod(lambda cls, func, types, args, kwargs=None: args[0])
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return args[0]
 
-    def __tensor_flatten__(self) -> Any:
+    def __tensor_flatten__(self: Any) -> Any:
         return [*NAMES], [self.signed]
 
 

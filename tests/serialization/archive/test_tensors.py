@@ -102,14 +102,16 @@ class Scaled(torch.Tensor):
         self.values_, self.scale, self.block = values, scale, [1, values.shape[1]]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is torch.ops.aten.is_pinned.default:
             return False
         assert func.overloadpacket in (torch.ops.aten.detach, torch.ops.aten.view)
         found = cls(args[0].values_.detach(), args[0].scale.detach())
         return return_and_correct_aliasing(func, args, kwargs or {}, found)
 
-    def __repr__(self, **ignored: Any) -> str:
+    def __repr__(self, **ignored: Any) -> str:  # type: ignore[override]
         return "Scaled"
 
 

@@ -51,7 +51,9 @@ class Wrapper(torch.Tensor):
         vars(self).update({self.of: tensor, **more})
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is torch.ops.aten.is_pinned.default:
             return False
         assert func.overloadpacket in (torch.ops.aten.detach, torch.ops.aten.view)
@@ -59,7 +61,7 @@ class Wrapper(torch.Tensor):
         found = cls(getattr(args[0], cls.of).detach(), **rest)
         return return_and_correct_aliasing(func, args, kwargs or {}, found)
 
-    def __repr__(self, **ignored: Any) -> str:
+    def __repr__(self, **ignored: Any) -> str:  # type: ignore[override]
         return type(self).__name__
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from ckptool.core.box import Box, row_major_strides
 from ckptool.core.catalog import Chunk, Extent, TensorEntry
 from ckptool.core.dtype import BY_NAME
-from ckptool.core.layout import Data, Literal
+from ckptool.core.layout import Data, Literal, Part
 from ckptool.errors import Unsupported
 from ckptool.serialization.archive.write import lay_out_archive
 from ckptool.serialization.pickle.write import TensorRef
@@ -34,12 +34,17 @@ def reference(name: str, tensor: torch.Tensor) -> TensorRef:
     return TensorRef.whole(entry)
 
 
+def content(part: Part, tensors: dict[str, torch.Tensor]) -> bytes:
+    assert isinstance(part, Data | Literal)
+    return part.data if isinstance(part, Literal) else bits(tensors[part.name])[2]
+
+
 def written(state: dict[str, Any], root: str = "archive") -> bytes:
     """The archive's bytes, as the engine would write them."""
     tensors = {n: v for n, v in state.items() if isinstance(v, torch.Tensor)}
     refs = {n: reference(n, t) for n, t in tensors.items()}
     parts = lay_out_archive({**state, **refs}, root=root)
-    pieces = [bits(tensors[p.name])[2] if isinstance(p, Data) else p.data for p in parts]
+    pieces = [content(p, tensors) for p in parts]
     for number, part in enumerate(parts):
         if isinstance(part, Literal):
             data = bytearray(part.data)
@@ -138,6 +143,7 @@ def test_beyond_four_gigabytes_sizes_have_sixty_four_bits() -> None:
     place = Extent("f", 0, (16, 4))
     big = TensorEntry("w", ("w",), BY_NAME["float32"], shape, (Chunk(Box.whole(shape), place),))
     parts = lay_out_archive({"w": TensorRef.whole(big)})
+    assert isinstance(parts[-1], Literal)
     directory = parts[-1].data
     at = directory.find(b"PK\x01\x02")
     entries = []

@@ -96,7 +96,7 @@ def test_names_of_numpy_1_are_carried(tmp_path: Path) -> None:
 def test_random_states_of_ranks_are_carried(tmp_path: Path) -> None:
     source, target = tmp_path / "ranks", tmp_path / "again"
     source.mkdir()
-    state = np.random.RandomState(3).get_state()
+    state: Any = np.random.RandomState(3).get_state()
     for rank in range(2):
         torch.save({"w": torch.arange(4.0), "rng": state}, source / f"model_rank{rank}.pt")
     ckptool.reshard(source, target, mesh="1", to="rank-local")
@@ -131,7 +131,7 @@ def test_arrays_of_python_objects_are_refused(tmp_path: Path) -> None:
 
 def test_values_of_numpy_are_loaded_in_place(tmp_path: Path) -> None:
     torch.save(STATE, tmp_path / "a.pt")
-    mine = {"arrays": dict.fromkeys(ARRAYS), "scalars": dict.fromkeys(SCALARS)}
+    mine: dict[str, Any] = {"arrays": dict.fromkeys(ARRAYS), "scalars": dict.fromkeys(SCALARS)}
     mine |= {"types": dict.fromkeys(TYPES), "w": torch.zeros(4)}
     ckptool.load(tmp_path / "a.pt", mine)
     assert same(mine, torch.load(tmp_path / "a.pt", weights_only=False))

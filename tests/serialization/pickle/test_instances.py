@@ -142,8 +142,9 @@ def test_rows_are_as_one_by_one(keys: list[Any], values: list[Any], repeats: boo
 def written(value: Any, frame: int, batch: int) -> bytes:
     """A pickle in frames of so many bytes and batches of so many items."""
     file = io.BytesIO()
+    framer = vars(pickle)["_Framer"]
     with (
-        mock.patch.object(pickle._Framer, "_FRAME_SIZE_TARGET", frame),
+        mock.patch.object(framer, "_FRAME_SIZE_TARGET", frame),
         mock.patch.object(pickle._Pickler, "_BATCHSIZE", batch),
     ):
         pickle._Pickler(file, 4).dump(value)
@@ -183,7 +184,7 @@ def test_the_rows_of_many_frames_and_batches_are_few_columns() -> None:
     table = dict(zip(keys, values, strict=True))
     data = pickle.dumps([SHARED, torch.Size([1]), table, *lists], 4)
     assert len(data) > 4 << 16
-    _, _, *read = read_pickle(data, what="p", rows=True).value
+    _, _, *read = read_rows(data)
     assert [len(each) for each in read] == [4, 2, 1]
     assert [count_rows(each) // 100 for each in read] == [29, 14, 15]
     assert outcome(data, rows=True) == outcome(data, at_once=False)
@@ -201,6 +202,12 @@ def test_a_batch_in_many_windows_is_columns_if_it_ends(end: bytes) -> None:
         columns = [len(rows) for rows in value[0] if type(rows) is Rows]
         assert (sum(columns) > 390 and len(columns) > 5) is (end == b"et.")
         assert outcome(data, rows=True) == outcome(data, at_once=False)
+
+
+def read_rows(data: bytes) -> list[Any]:
+    """The items of a pickled list; those that are alike in columns."""
+    value: Any = read_pickle(data, what="p", rows=True).value
+    return [*value]
 
 
 def count_rows(value: Any) -> int:
@@ -221,11 +228,11 @@ def test_the_rows_of_a_large_table_are_columns() -> None:
     ]
     values = [Info({"path": f"__{n // 1000}", "offset": n**4, "length": n}) for n in range(5000)]
     data = pickle.dumps([torch.Size([1]), keys[::-1], dict(zip(keys, values, strict=True))], 4)
-    _, alone, table = read_pickle(data, what="p", rows=True).value
+    _, alone, table = read_rows(data)
     assert count_rows(alone) > 4500
     assert count_rows(table) == 0  # its keys are records already
     data = pickle.dumps([torch.Size([1]), dict(zip(keys, values, strict=True)), values], 4)
-    _, table, _ = read_pickle(data, what="p", rows=True).value
+    _, table, _ = read_rows(data)
     assert count_rows(table) > 4500
     assert outcome(data, rows=True) == outcome(data, at_once=False)
 
@@ -234,9 +241,9 @@ def test_the_rows_of_a_large_table_are_columns() -> None:
 def test_numpy_is_started_for_many_rows_alone(many: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [Index({"fqn": f"layers.{n % 50}", "index": n}) for n in range(5000 if many else 1000)]
     data = pickle.dumps(rows, 4)  # in frames of fewer rows
-    assert count_rows([*read_pickle(data, what="p", rows=True).value])
+    assert count_rows(read_rows(data))
     monkeypatch.setattr(pickle_instances, "sys", mock.Mock(modules={}, maxsize=1 << 62))
-    assert bool(count_rows([*read_pickle(data, what="p", rows=True).value])) is many
+    assert bool(count_rows(read_rows(data))) is many
 
 
 @pytest.mark.parametrize("change", [b"h\x21Nb", b"h\x20(h\x03Nu", b"h\x20h\x03Ns"])

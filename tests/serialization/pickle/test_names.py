@@ -161,7 +161,7 @@ SOUND = {
 
 @pytest.mark.parametrize("body", SOUND.values(), ids=SOUND)
 def test_a_member_that_nothing_calls_is_a_record(body: bytes) -> None:
-    value = read_pickle(body + b".", what="a").value
+    value: Any = read_pickle(body + b".", what="a").value
     again, _ = dump(value)
     assert isinstance(read_pickle(again, what="b").value, type(value))
     while not isinstance(value, Call) or value.is_new:

@@ -195,7 +195,7 @@ def test_a_class_whose_fields_change_is_learned_anew(period: int) -> None:
 def test_rows_that_are_repeated_are_as_one_by_one() -> None:
     """Chunks of tensors that are cut alike, but for one, and a run that another continues."""
     sizes = [[Index({"offset": torch.Size([n]), "more": n}) for n in range(80)] for _ in range(4)]
-    sizes[2][40].more += 1
+    vars(sizes[2][40])["more"] += 1
     data = pickle.dumps([SHARED, *sizes, sizes[0][:70], [Index({"offset": None})], *sizes], 4)
     with mock.patch.object(
         RowReader, "_field", autospec=True, side_effect=RowReader._field

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import zipfile
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,27 +23,13 @@ from ckptool.serialization.state_dict import alike
 from ckptool.serialization.state_dict.alike import AlikeFiles
 from ckptool.serialization.state_dict.leaves import Leaf, PlainLeaf, ShareLeaf, read_file_leaves
 from ckptool.serialization.state_dict.values import same_value
+from ckptool.storage.memory import MemoryFiles
 
 SHAPE = (3, 4)
 
 
-class Memory:
-    """Files in memory, as a source."""
-
-    root = "memory"
-
-    def __init__(self, contents: dict[str, bytes]) -> None:
-        self.contents = contents
-        self.files = {name: len(data) for name, data in contents.items()}
-
-    def read(self, file: str, offset: int, nbytes: int) -> bytes:
-        return self.contents[file][offset : offset + nbytes]
-
-    def narrowed(self, folder: str) -> Memory:
-        raise NotImplementedError
-
-    def expect(self, spans: Iterable[tuple[str, int, int]]) -> None:
-        """Announce nothing."""
+def in_memory(contents: dict[str, bytes]) -> MemoryFiles:
+    return MemoryFiles({name: memoryview(data) for name, data in contents.items()})
 
 
 def saved(rank: int, state: Callable[[Any, int], dict[str, Any]]) -> bytes:
@@ -80,7 +67,7 @@ def small_files_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(alike, "_LEAST", 0)
 
 
-def read_alone(source: Memory, file: str) -> dict[str, Leaf] | str:
+def read_alone(source: MemoryFiles, file: str) -> dict[str, Leaf] | str:
     """What a file holds, or what is wrong with it."""
     try:
         return read_file_leaves(source, file)
@@ -88,7 +75,7 @@ def read_alone(source: Memory, file: str) -> dict[str, Leaf] | str:
         return str(error.message)
 
 
-def read_behind(source: Memory, first: Iterable[str], file: str) -> dict[str, Leaf] | str:
+def read_behind(source: MemoryFiles, first: Iterable[str], file: str) -> dict[str, Leaf] | str:
     """The same, read behind other files."""
     files = AlikeFiles(source)
     for one in first:
@@ -130,7 +117,7 @@ def count_full_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_ranks_of_a_mesh(ranks: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
-    source = Memory(ranks)
+    source = in_memory(ranks)
     alone = {file: read_alone(source, file) for file in ranks}
     full = count_full_reads(monkeypatch)
     files = AlikeFiles(source)
@@ -154,7 +141,7 @@ def test_ranks_of_a_mesh(ranks: dict[str, bytes], monkeypatch: pytest.MonkeyPatc
     ids=["a value of the rank", "a name of the rank", "another size", "another place"],
 )
 def test_what_differs_beside_the_mesh(what: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = Memory({f"rank{rank}.pt": saved(rank, what) for rank in (1, 2, 3)})
+    source = in_memory({f"rank{rank}.pt": saved(rank, what) for rank in (1, 2, 3)})
     full = count_full_reads(monkeypatch)
     files = AlikeFiles(source)
     read = {file: files.read(file, rank_state=False) for file in source.files}
@@ -189,13 +176,13 @@ def test_changed_pickles(ranks: dict[str, bytes], data: st.DataObject) -> None:
 
     same = with_pickle(ranks["rank0.pt"], bytes)
     changed = with_pickle(ranks["rank1.pt"], change)
-    source = Memory({"0": same, "1": with_pickle(ranks["rank1.pt"], bytes), "changed": changed})
+    source = in_memory({"0": same, "1": with_pickle(ranks["rank1.pt"], bytes), "changed": changed})
     first = data.draw(st.sampled_from([["0"], ["0", "1"], ["1", "0"]]))
     assert is_same(read_behind(source, first, "changed"), read_alone(source, "changed"))
 
 
 def test_a_storage_that_is_missing(ranks: dict[str, bytes]) -> None:
-    source = Memory(
+    source = in_memory(
         {
             "whole": with_pickle(ranks["rank0.pt"], bytes),
             "less": with_pickle(ranks["rank1.pt"], bytes, drop="/data/0"),
@@ -216,7 +203,7 @@ def test_more_differing_bytes_than_are_looked_for(monkeypatch: pytest.MonkeyPatc
         part = torch.zeros(40)[rank // 5 : rank // 5 + 4]
         return {**layers(mesh, rank), "part": part, "last": 100 + rank // 5}
 
-    source = Memory({f"rank{rank}.pt": saved(rank, state) for rank in (0, 1, 4, 9)})
+    source = in_memory({f"rank{rank}.pt": saved(rank, state) for rank in (0, 1, 4, 9)})
     full = count_full_reads(monkeypatch)
     files = AlikeFiles(source)
     read = {file: files.read(file, rank_state=False) for file in source.files}
@@ -259,9 +246,13 @@ def test_programs_that_hide_what_a_literal_does(
     ranks: dict[str, bytes], program: Callable[[bytes], bytes], values: list[bytes]
 ) -> None:
     """What is dropped, or written over, must not differ without a word."""
-    source = Memory(
+
+    def appended(pickled: bytes, value: bytes) -> bytes:
+        return pickled[:-1] + program(value) + b"."
+
+    source = in_memory(
         {
-            value.hex() + file: with_pickle(data, lambda p, v=value: p[:-1] + program(v) + b".")
+            value.hex() + file: with_pickle(data, partial(appended, value=value))
             for (file, data), value in zip(ranks.items(), values, strict=False)
         }
     )

@@ -41,12 +41,12 @@ TREES = st.dictionaries(
 
 @given(TREES)
 def test_nesting_undoes_flattening(tree: dict[Any, Any]) -> None:
-    assert nest(StateDictWalk("test").leaves(tree)) == tree
+    assert nest(leaves_of(tree)) == tree
 
 
 @given(TREES, st.randoms(use_true_random=False))
 def test_nesting_does_not_depend_on_the_order(tree: dict[Any, Any], random: Any) -> None:
-    found = list(StateDictWalk("test").leaves(tree))
+    found = leaves_of(tree)
     random.shuffle(found)
     assert nest(found) == tree
 
@@ -78,8 +78,12 @@ def test_names_are_those_of_dcp(tree: Any) -> None:
 
     state = {"root": tree}
     theirs = set(flatten_state_dict(as_torch_would_have_it(state))[0])
-    ours = {flat_name(path): leaf for path, leaf in StateDictWalk("test").leaves(state)}
+    ours = {flat_name(path): leaf for path, leaf in leaves_of(state)}
     assert {name for name, leaf in ours.items() if leaf != {}} == theirs
+
+
+def leaves_of(tree: Any) -> list[Any]:
+    return list(StateDictWalk("test").leaves(tree))
 
 
 def defaultdict_of(**entries: Any) -> Call:
@@ -100,7 +104,7 @@ def defaultdict_of(**entries: Any) -> Call:
     ],
 )
 def test_every_container_that_holds_a_tensor_is_entered(value: Any, names: list[str]) -> None:
-    assert [flat_name(path) for path, _ in StateDictWalk("test").leaves(value)] == names
+    assert [flat_name(path) for path, _ in leaves_of(value)] == names
 
 
 COLLIDING = {"a": {"b": 1, "c": {"d": 2}}, "a.b": 3, "a.c": {"d": 4}, 1: 5, "1": 6, "1@2": 7}
@@ -108,7 +112,7 @@ COLLIDING = {"a": {"b": 1, "c": {"d": 2}}, "a.b": 3, "a.c": {"d": 4}, 1: 5, "1":
 
 @pytest.mark.parametrize("backwards", [False, True])
 def test_paths_of_one_name_get_names_of_their_own_in_any_order(backwards: bool) -> None:
-    found = list(StateDictWalk("test").leaves(COLLIDING))
+    found = leaves_of(COLLIDING)
     named = assign_names(found[::-1] if backwards else found)
     assert {name: leaf for name, (_, leaf) in named.items()} == {
         "a.b": 3,
@@ -125,9 +129,9 @@ def test_paths_of_one_name_get_names_of_their_own_in_any_order(backwards: bool) 
 def test_a_value_in_itself_is_one_that_is_repeated() -> None:
     tree: dict[str, Any] = {"w": TENSOR}
     tree["again"] = tree
-    tree["deep"] = inner = {"list": [tree, {"x": 1}]}
-    inner["up"] = inner
-    found = {flat_name(path): leaf for path, leaf in StateDictWalk("test").leaves(tree)}
+    tree["deep"] = {"list": [tree, {"x": 1}]}
+    tree["deep"]["up"] = tree["deep"]
+    found = {flat_name(path): leaf for path, leaf in leaves_of(tree)}
     assert found == {
         "w": TENSOR,
         "again": Repeated("the whole value"),
@@ -140,7 +144,7 @@ def test_a_value_in_itself_is_one_that_is_repeated() -> None:
 def test_one_dict_in_several_places_is_not_in_itself() -> None:
     shared = {"w": TENSOR}
     tree = {"a": shared, "b": [shared, shared]}
-    assert {flat_name(path) for path, _ in StateDictWalk("test").leaves(tree)} == {
+    assert {flat_name(path) for path, _ in leaves_of(tree)} == {
         "a.w",
         "b.0.w",
         "b.1.w",
@@ -152,11 +156,11 @@ def test_what_unfolds_without_end_is_a_bomb() -> None:
     for _ in range(40):
         tree = {"a": tree, "b": tree}
     with pytest.raises(Damaged, match="nested"):
-        list(StateDictWalk("test").leaves(tree))
+        leaves_of(tree)
 
 
 def test_a_list_with_a_hole_becomes_a_dict() -> None:
-    found = list(StateDictWalk("test").leaves({"l": [TENSOR, TENSOR, TENSOR]}))
+    found = leaves_of({"l": [TENSOR, TENSOR, TENSOR]})
     assert nest([found[0], found[2]]) == {"l": {0: TENSOR, 2: TENSOR}}
 
 

@@ -33,7 +33,7 @@ def test_all_unless_told() -> None:
         (["dcp-sync", "torch-save", "dcp-sync"], ["dcp-sync", "torch-save"]),
         (["experimental-*"], ["experimental-sync", "experimental-async"]),
         (["dcp-async-thread/default"], ["dcp-async-thread/default"]),
-        (["bench_savers:Dirty"], ["bench_savers:Dirty"]),
+        (["bench.bench_savers:Dirty"], ["bench.bench_savers:Dirty"]),
     ],
 )
 def test_names_families_globs_and_own_savers(words: list[str], names: list[str]) -> None:

@@ -206,9 +206,12 @@ def test_the_device_is_waited_for_before_the_clock_starts_and_before_it_stops(
 ) -> None:
     told = accelerator.told
     monkeypatch.setattr("torch.distributed.barrier", lambda: told.append("barrier"))
-    monkeypatch.setattr(
-        "ckptool.commands.bench.worker.loop.time.perf_counter", lambda: told.append("clock") or 0.0
-    )
+
+    def clock() -> float:
+        told.append("clock")
+        return 0.0
+
+    monkeypatch.setattr("ckptool.commands.bench.worker.loop.time.perf_counter", clock)
     training: Any = SimpleNamespace(device=CUDA, state={})
     saver: Any = Save(told)
     _save(saver, training, DiskFolder(tmp_path / "save"), RankTimes())
@@ -220,9 +223,11 @@ def test_the_device_is_waited_for_before_the_clock_starts_and_before_it_stops(
 def test_what_training_needs_of_the_device_is_not_what_saving_needs(
     accelerator: Accelerator,
 ) -> None:
-    training: Any = SimpleNamespace(
-        device=CUDA, step=lambda: (accelerator.told.append("step"), True)
-    )
+    def step() -> tuple[None, bool]:
+        accelerator.told.append("step")
+        return None, True
+
+    training: Any = SimpleNamespace(device=CUDA, step=step)
     assert _train_before(training, RankTimes(), lambda word, value: None) == 7
     steps = accelerator.told.count("step")
     peak = ["peak asked", "peak forgotten"]
