@@ -167,7 +167,7 @@ class FolderCommit:
             places != (note.new, note.old)
             or {**target, **staged} != note.names
             or changed_files(self._target, own)
-            or in_conflict(self._target, {*own, *note.names}, note.names)
+            or in_conflict(self._target, {*own, *(note.names.keys() - staged.keys())}, note.names)
         ):
             raise self._unknown_state(note)
 

@@ -316,7 +316,11 @@ def change_old(folders: Folders) -> None:
     (folders.target / "sub" / "b.bin").write_bytes(b"changed since")
 
 
-@pytest.mark.parametrize("change", [change_new, change_old])
+def put_in_place_of_new(folders: Folders) -> None:
+    (folders.target / "index").write_bytes(b"mine")
+
+
+@pytest.mark.parametrize("change", [change_new, change_old, put_in_place_of_new])
 def test_files_that_are_not_as_noted_are_not_moved(
     change: Callable[[Folders], None], folders: Folders
 ) -> None:
