@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from engine.write.trees import content, fill
 from msgspec.structs import replace
 
 from ckptool.engine.write import commit as module
@@ -21,18 +22,6 @@ from ckptool.storage.commit_note import OLD_SIDE, CommitNote, NoteFile
 OLD = {"a.bin": b"old a", "sub/b.bin": b"old b"}
 NEW = {"a.bin": b"new a!", "more/c.bin": b"new c", "index": b"new index"}
 MINE = {"train.py": b"mine", "src/model.py": b"also mine"}
-
-
-def fill(folder: Path, files: dict[str, bytes]) -> Path:
-    for name, data in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(data)
-    return folder
-
-
-def content(folder: Path) -> dict[str, bytes]:
-    files = (path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def note_of(target: Path, staged: Path, *, folder: bool, own: dict[str, bytes]) -> CommitNote:
