@@ -191,6 +191,7 @@ def test_a_folder_that_cannot_be_renamed_gets_the_files_one_by_one(folders: Fold
     assert noted == folders.note.by_single_files()
     assert folders.commit.is_done(noted)
     folders.commit.clear(noted)
+    folders.commit.clear(noted)
     assert disk.identity(folders.target) == inode
     assert content(folders.target) == NEW | MINE
     assert folders.names == [folders.file.path.name, "run"]
@@ -409,6 +410,7 @@ def test_a_file_and_its_side_file_replace_others(files: Files) -> None:
     assert commit.replace(files.note) is None
     assert commit.is_done(files.note)
     assert not files.side.exists(), "one of each is never there together"
+    commit.clear(files.note)
     commit.clear(files.note)
     assert files.content == {"m.safetensors": b"new one", "m.extra.pt": b"new side"}
     assert not files.staged.exists()
