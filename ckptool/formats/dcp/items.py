@@ -153,12 +153,6 @@ def _locate_chunks(
 
 def _open_chunk(source: Source, entry: TensorEntry, known: AlikePlaces, chunk: Chunk) -> Chunk:
     """Open the items of a chunk of a tensor."""
-    at = chunk.at
-    if not chunk.copies and isinstance(at, Container) and at.part is None:
-        kind = at.nbytes, entry.source_dtype, chunk.box.shape
-        place = known.get((at.file, at.offset, kind))
-        if place is not None:
-            return Chunk(chunk.box, place, chunk.rank)
     try:
         return chunk.map_places(partial(_locate_place, source, entry, chunk.box, known))
     except CkptoolError as error:
