@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate
-from operator import add
 from typing import NamedTuple
 
 from ckptool.core.catalog import Container
@@ -26,7 +24,6 @@ IN_EXTRA = 0xFFFFFFFF
 LOCAL = struct.Struct("<4s5H3L2H")
 CENTRAL = struct.Struct("<4s6H3L5H2L")
 _ENTRY = b"PK\x01\x02"
-_FIELDS = CENTRAL.size - len(_ENTRY)
 _CRC32_AT = 16
 CRC32_NBYTES = 4
 END = struct.Struct("<4s4H2LH")
@@ -84,18 +81,7 @@ class Region:
 
     def joined(self, spans: Iterable[tuple[int, int]]) -> bytes:
         """Return the bytes from each start to its end, one after another."""
-        return b"".join(self.read_each(spans))
-
-    def read_each(self, spans: Iterable[tuple[int, int]]) -> list[bytes]:
-        """Return the bytes from each start to its end; Damaged beyond the end of the region."""
-        pieces, base, block = [], self._at, self._block
-        for start, end in spans:
-            if base <= start <= end <= base + len(block):
-                pieces.append(block[start - base : end - base])
-            else:
-                pieces.append(self.read(start, end - start))
-                base, block = self._at, self._block
-        return pieces
+        return b"".join([self.read(start, end - start) for start, end in spans])
 
     def read(self, start: int, nbytes: int) -> bytes:
         """Return ``nbytes`` from ``start`` bytes into the region; Damaged beyond its end."""
@@ -181,55 +167,16 @@ def read_directory(region: Region) -> dict[str, ZipRecord]:
         start, size, count = find_directory(region)
         data = region.read(start, size)
         region.expect(_headers(data), count)
-        records = _read_plain(region, data, start, count)
-        return _read_entries(region, data, start, count) if records is None else records
-
-
-def _read_entries(region: Region, data: bytes, start: int, count: int) -> dict[str, ZipRecord]:
-    """Read a directory record by record."""
-    records: dict[str, ZipRecord] = {}
-    position = 0
-    for _ in range(count):
-        record, position = _central_entry(region, data, start, position)
-        if record.name in records:
-            raise Damaged(f"{region.what}: duplicate zip record {record.name!r}")
-        records[record.name] = record
-    if position != len(data):
-        raise Damaged(f"{region.what}: the zip directory does not have {count:,} records")
-    return records
-
-
-def _read_plain(region: Region, data: bytes, start: int, count: int) -> dict[str, ZipRecord] | None:
-    """Read a directory whose records are all stored and without zip64, column by column.
-
-    None for any other, and for one that anything is wrong with: that is read record by record.
-    """
-    unmarked, *entries = data.split(_ENTRY)
-    if unmarked or len(entries) != count or min(map(len, entries), default=0) < _FIELDS:
-        return None
-    fields = CENTRAL.iter_unpack(b"".join([_ENTRY + entry[:_FIELDS] for entry in entries]))
-    columns = list(zip(*fields, strict=True))
-    flags, methods, crcs, stored, sizes, headers = (columns[n] for n in (3, 4, 7, 8, 9, 16))
-    lengths = columns[10:13]
-    names = [entry[_FIELDS : _FIELDS + n] for entry, n in zip(entries, lengths[0], strict=True)]
-    ends = [at + LOCAL.size + len(name) for at, name in zip(headers, names, strict=True)]
-    sums = [_FIELDS + sum(three) for three in zip(*lengths, strict=True)]
-    is_plain = [*map(len, entries)] == sums and {*methods} == {STORED} and stored == sizes
-    if not is_plain or max(max(sizes), max(headers)) >= IN_EXTRA or max(ends) > region.nbytes:
-        return None
-    heads = region.read_each(zip(headers, ends, strict=True))
-    local = list(zip(*LOCAL.iter_unpack(b"".join([h[: LOCAL.size] for h in heads])), strict=True))
-    if {*local[0]} != {b"PK\x03\x04"} or local[9] != lengths[0]:
-        return None
-    offsets = [*map(add, ends, local[10])]
-    is_inside = max(map(add, offsets, stored)) <= region.nbytes
-    if not is_inside or [head[LOCAL.size :] for head in heads] != names:
-        return None
-    texts = [name.decode("utf-8", "replace") for name in names]
-    noted = accumulate(map(len(_ENTRY).__add__, sums[:-1]), initial=start + _CRC32_AT)
-    rows = zip(texts, methods, crcs, stored, sizes, offsets, headers, flags, noted, strict=True)
-    records = dict(zip(texts, map(ZipRecord._make, rows), strict=True))
-    return records if len(records) == count else None
+        records: dict[str, ZipRecord] = {}
+        position = 0
+        for _ in range(count):
+            record, position = _central_entry(region, data, start, position)
+            if record.name in records:
+                raise Damaged(f"{region.what}: duplicate zip record {record.name!r}")
+            records[record.name] = record
+        if position != len(data):
+            raise Damaged(f"{region.what}: the zip directory does not have {count:,} records")
+        return records
 
 
 def _headers(data: bytes) -> Iterator[int]:
