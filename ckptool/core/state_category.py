@@ -87,7 +87,7 @@ def _mark(catalog: Catalog, parts: Mapping[str, str]) -> Catalog:
     if not parts:
         return catalog
     tensors = {
-        name: _of_part(entry, parts[name]) if name in parts else entry
+        name: replace(entry, part=parts[name]) if name in parts else entry
         for name, entry in catalog.tensors.items()
     }
     objects = {
@@ -95,21 +95,6 @@ def _mark(catalog: Catalog, parts: Mapping[str, str]) -> Catalog:
         for name, entry in catalog.objects.items()
     }
     return replace(catalog, tensors=tensors, objects=objects)
-
-
-def _of_part(entry: TensorEntry, part: str) -> TensorEntry:
-    """Return a tensor marked as one of a part, in half of the time that ``replace`` takes."""
-    if entry.part == part:
-        return entry
-    name, path, dtype, shape, chunks = (
-        entry.name,
-        entry.path,
-        entry.dtype,
-        entry.shape,
-        entry.chunks,
-    )
-    more = entry.placements, entry.mesh, entry.stored
-    return TensorEntry(name, path, dtype, shape, chunks, *more, part)
 
 
 def _misleading_names(catalog: Catalog) -> dict[str, str]:

@@ -198,14 +198,8 @@ class Templates:
 
     def find(self, region: Region) -> Sibling | None:
         """Return the archive that fills a region, if it is similar to one that is known."""
-        templates = self._by_size.get(region.nbytes, [])
-        for at, template in enumerate(templates):
-            sibling = template.match(region)
-            if sibling is not None:
-                if at:  # the next archive is like this one, mostly
-                    templates.insert(0, templates.pop(at))
-                return sibling
-        return None
+        matches = (template.match(region) for template in self._by_size.get(region.nbytes, []))
+        return next((sibling for sibling in matches if sibling is not None), None)
 
     def learn(self, region: Region, records: Collection[ZipRecord]) -> Sibling | None:
         """Remember an archive, and return it; None if others cannot be judged by it.

@@ -143,9 +143,7 @@ class InstanceReader:
 
         Returns the offset after them, and the number of their dicts and lists.
         """
-        data, patterns, note, stack = self._data, self._patterns, self._memo.dense, self._stack
-        values = self._values
-        value_of, noted = values.__getitem__, values.noted
+        data, patterns, stack, values = self._data, self._patterns, self._stack, self._values
         before, containers = len(stack), 0
         self._forget_changes()
         while pos < end and not self._memo.sparse and len(stack) - before < most:
@@ -158,23 +156,13 @@ class InstanceReader:
             pieces = match.groups()
             if len(values) > _MOST_VALUES:
                 values.forget()
-            names = pattern.rows.names if pattern.is_flat else pieces
             try:
-                state = dict(zip(names, map(value_of, pieces)))  # noqa: B905 (a third faster)
-            except LookupError:
-                break
-            if pattern.is_flat:
-                record = Call(pattern.rows.function, (), True, state)
-                note += record, state
                 for piece in pieces:
-                    if piece in noted:
-                        note += noted[piece]
-            else:
-                record = self._build(pattern, pieces)
-                for at in pattern.lists:
-                    containers += 1 + len(values[pieces[at]])
-            containers += 1
-            stack.append(record)
+                    values[piece]
+            except LookupError:
+                break  # before anything is noted
+            containers += 1 + sum(1 + len(values[pieces[at]]) for at in pattern.lists)
+            stack.append(self._build(pattern, pieces))
             pos = match.end()
         return pos, containers
 

@@ -42,7 +42,7 @@ class Call:
     to or stored into the result.
     """
 
-    __slots__ = ("_added", "_fields", "args", "function", "is_new", "state")
+    __slots__ = ("_added", "_fields", "_name", "args", "function", "is_new", "state")
 
     def __init__(
         self, function: Any, args: tuple[Any, ...], is_new: bool = False, state: Any = None
@@ -53,14 +53,17 @@ class Call:
         self.state = state
         self._added: tuple[list[Any], list[tuple[Any, Any]]] | None = None
         self._fields: dict[str, Any] | None = None
+        self._name = ""
 
     def __repr__(self) -> str:
         return f"<{self.name}>"
 
     @property
     def name(self) -> str:
-        """Return the dotted name of the function."""
-        return str(self.function) if isinstance(self.function, Global) else "(computed)"
+        """Return the dotted name of the function, which is asked for a dozen times a tensor."""
+        if not self._name:
+            self._name = str(self.function) if isinstance(self.function, Global) else "(computed)"
+        return self._name
 
     @property
     def is_filled(self) -> bool:
