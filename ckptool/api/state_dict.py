@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 from ckptool.api.checkpoint import Checkpoint
 from ckptool.commands.rewrite import only_model
 from ckptool.commands.verify.compare.fit import Prefix, prefix_changes
-from ckptool.core.selection import WRAPPERS, substitution, unwrapping_rule
+from ckptool.core.keymap.wrappers import WRAPPERS, unwrapping_rule
+from ckptool.core.selection import substitution
 from ckptool.errors import CkptoolError, Unsupported, UsageError
 
 

@@ -36,10 +36,10 @@ from ckptool.commands.transfer.transfer import (
     resolve_target,
 )
 from ckptool.core.catalog import Catalog
+from ckptool.core.keymap.wrappers import unwrapping_rule, wrappers_of
 from ckptool.core.layout import Layout
 from ckptool.core.planning.plan import Plan
 from ckptool.core.quantization.names import is_plain, kinds, quantized_names
-from ckptool.core.selection import unwrapping_rule, wrappers_of
 from ckptool.core.state_category import state_category
 from ckptool.core.text import one_of, plural
 from ckptool.errors import Unsupported, UsageError

@@ -17,46 +17,6 @@ from ckptool.errors import Problem, UsageError
 AnyEntry = TypeVar("AnyEntry", TensorEntry, ObjectEntry)
 
 
-WRAPPERS = (
-    "_orig_mod",
-    "_checkpoint_wrapped_module",
-    "_fsdp_wrapped_module",
-    "_forward_module",
-    "module",
-    "pytorch_model_fsdp",
-)
-"""Name steps of torch.compile, activation checkpointing, FSDP1, Fabric, DDP and accelerate."""
-
-
-def wrappers_of(names: Collection[str]) -> list[str]:
-    """Return the wrappers in a model's names, whatever the model.
-
-    A model may have a ``module`` itself, but not around everything.
-    """
-    steps = {step for name in names for step in name.split(".")[:-1]}
-    wrapped = bool(names) and all(name.startswith("module.") for name in names)
-    return [each for each in WRAPPERS if each in steps and (each != "module" or wrapped)]
-
-
-def unwrapping_rule(names: Collection[str], wrappers: Collection[str] = WRAPPERS) -> str | None:
-    """Return the ``--rename`` rule that removes wrappers from the names, None if there are none.
-
-    Also None if two names would become one.
-    """
-    steps = {step for name in names for step in name.split(".")[:-1]}
-    found = [wrapper for wrapper in wrappers if wrapper in steps]
-    rule = rf"(^|\.)(({'|'.join(found)})\.)+=\1"
-    return rule if found and len({*map(substitution(rule), names)}) == len(names) else None
-
-
-def unwrapping_hint(names: Sequence[str], known: Callable[[str], bool]) -> str | None:
-    """Return a hint at the option that turns all the names into known ones; None without one."""
-    rule = unwrapping_rule(names)
-    if rule is None or not all(map(known, map(substitution(rule), names))):
-        return None
-    return f"--rename '{rule}' removes the wrappers from the names"
-
-
 def meant_by(patterns: Collection[str], names: Container[str]) -> Callable[[str], bool]:
     """Return whether any of the patterns of an option means a name.
 

@@ -18,8 +18,8 @@ from ckptool.commands.options.rewrite import MapOptions
 from ckptool.commands.rewrite import only_model
 from ckptool.core.keymap.match import Frames, Matcher, find_frames
 from ckptool.core.keymap.model import KeyMap, abstract
+from ckptool.core.keymap.wrappers import unwrapping_hint
 from ckptool.core.quantization.names import dequantizing_hint
-from ckptool.core.selection import unwrapping_hint
 from ckptool.core.text import nearest
 from ckptool.errors import CkptoolError
 from ckptool.storage.url import Location

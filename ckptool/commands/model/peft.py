@@ -18,8 +18,9 @@ from ckptool.commands.model.assets import read_object
 from ckptool.commands.model.records import CONFIG, Record, read_nearest
 from ckptool.commands.open import OpenedCheckpoint
 from ckptool.core.catalog import Catalog, TensorEntry
+from ckptool.core.keymap.wrappers import unwrapping_rule
 from ckptool.core.layout import FileLayout, Layout, Literal
-from ckptool.core.selection import rename_entry, substitution, unwrapping_rule
+from ckptool.core.selection import rename_entry, substitution
 from ckptool.core.text import list_some, plural
 from ckptool.errors import Problem, Unsupported, UsageError
 

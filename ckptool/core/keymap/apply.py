@@ -19,8 +19,9 @@ from ckptool.core.keymap.carry import (
 )
 from ckptool.core.keymap.match import Claim, Frame, Matcher, ModelFacts, find_frames
 from ckptool.core.keymap.model import BoundTensor, KeyMap, Rule, UnknownSizes, group_sizes
+from ckptool.core.keymap.wrappers import unwrapping_hint
 from ckptool.core.quantization.names import dequantizing_hint
-from ckptool.core.selection import rename_entry, unwrapping_hint
+from ckptool.core.selection import rename_entry
 from ckptool.core.state_category import state_category
 from ckptool.core.text import plural
 from ckptool.errors import Unsupported, UsageError

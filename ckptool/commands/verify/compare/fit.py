@@ -14,7 +14,8 @@ from ckptool.commands.open import OpenedCheckpoint
 from ckptool.commands.options.rewrite import MapOptions, RewriteOptions, Selection
 from ckptool.commands.rewrite import only_model, rewrite
 from ckptool.core.catalog import Catalog
-from ckptool.core.selection import substitution, unwrapping_rule
+from ckptool.core.keymap.wrappers import unwrapping_rule
+from ckptool.core.selection import substitution
 from ckptool.errors import CkptoolError
 
 _MOST_PREFIXES = 3
