@@ -134,7 +134,7 @@ def stats(
 ) -> StatsReport:
     """Read the tensors that match a glob: min, max, mean, std, zeros, NaN and Inf of each.
 
-    Same as ``ckptool inspect PATH --stats GLOB``; memory is bounded whatever their size.
+    Same as ``ckptool inspect PATH --stats NAME``; memory is bounded whatever their size.
     """
     from ckptool.commands.open import open_checkpoint
     from ckptool.commands.stats import stats as _stats

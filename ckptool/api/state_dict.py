@@ -153,7 +153,7 @@ def _hint(checkpoint: Checkpoint, matched: NameMatch) -> str:
             "get_optimizer_state_dict of"
             " torch.distributed.checkpoint.state_dict makes it"
         )
-    return "model_only=True, select=[GLOB] or drop=[GLOB] exclude names, strict=False all of these"
+    return "model_only=True, select=[NAME] or drop=[NAME] exclude names, strict=False all of these"
 
 
 def _names_of_model(checkpoint: Checkpoint) -> set[str]:

@@ -16,7 +16,7 @@ _MOST_NAMES = 1000
 
 
 def complete_from(choices: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
-    """Return a function that completes a word, or the last one of ``GLOB=WORD`` and ``A,B``."""
+    """Return a function that completes a word, or the last one of ``NAME=WORD`` and ``A,B``."""
 
     def complete(incomplete: str) -> list[str]:
         begun = re.split(r"[=,]", incomplete)[-1]

@@ -19,7 +19,7 @@ def extract(
             metavar="NAME[...]",
             autocompletion=complete_names,
             help="A tensor, with numpy's syntax for a slice of it: 'w', 'w[0:4, :8]', 'w[..., -1]'."
-            " Or a glob, or a part of a name that no other name contains. Quote it for the shell.",
+            " Or a glob, or a part between dots of only one name. Quote it for the shell.",
         ),
     ],
     *,

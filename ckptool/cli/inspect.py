@@ -20,6 +20,7 @@ from ckptool.cli.parameters import (
 )
 from ckptool.commands.options.declaration import OptionGroup
 from ckptool.commands.options.read import READING, ReadOptions
+from ckptool.commands.options.rewrite import NAMED
 from ckptool.errors import Several, UsageError, damaged
 from ckptool.storage.place import on_disk
 
@@ -44,8 +45,7 @@ def inspect(
             "--tensors",
             metavar="NAME",
             autocompletion=complete_names,
-            help="List every matching tensor in full: a name, a part of names, or a glob"
-            " (repeatable).",
+            help=f"List matching tensors in full: {NAMED} (repeatable).",
         ),
     ] = None,
     shards: Annotated[

@@ -172,7 +172,7 @@ def require_agreement(opened: OpenedCheckpoint, kept: Catalog) -> None:
         raise damaged(
             list(reasons),
             subject="the ranks' files",
-            hint="--per-rank keeps each as NAME@rankR; --drop 'GLOB' excludes them; if the"
+            hint="--per-rank keeps each as NAME@rankR; --drop 'NAME' excludes them; if the"
             " files are separate checkpoints, name one with --from torch-save",
         )
 

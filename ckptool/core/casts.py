@@ -12,7 +12,7 @@ from ckptool.core.catalog import Catalog, ScaledBlocks, TensorEntry
 from ckptool.core.dtype import BY_NAME, SATURATES, DType, parse_dtype
 from ckptool.core.quantization.names import is_packed, quantized_names
 from ckptool.core.quantization.scale_names import Scales, is_coarse, may_be_codes
-from ckptool.core.selection import meant_by
+from ckptool.core.selection import matching_names, meant_by, unmatched
 from ckptool.core.state_category import state_category
 from ckptool.core.text import list_some, plural
 from ckptool.errors import Unsupported, UsageError
@@ -46,20 +46,20 @@ class Casts(Struct, frozen=True):
 
 
 def parse_casts(texts: Sequence[str]) -> Casts:
-    """Parse ``bf16`` and ``GLOB=bf16``; UsageError if they conflict."""
+    """Parse ``bf16`` and ``NAME=bf16``; UsageError if they conflict."""
     model: DType | None = None
     rules: list[tuple[str, DType]] = []
     for text in texts:
         glob, equals, name = text.rpartition("=")
         dtype = parse_dtype(name.strip())
         if equals and not glob.strip():
-            raise UsageError(f"invalid --dtype {text!r}: expected DTYPE or GLOB=DTYPE")
+            raise UsageError(f"invalid --dtype {text!r}: expected DTYPE or NAME=DTYPE")
         if equals:
             rules.append((glob.strip(), dtype))
         elif model is not None and model != dtype:
             raise UsageError(
                 f"--dtype {model} conflicts with --dtype {dtype}",
-                hint=f"use --dtype 'GLOB={dtype}' to cast matching tensors only",
+                hint=f"use --dtype 'NAME={dtype}' to cast matching tensors only",
             )
         else:
             model = dtype
@@ -208,7 +208,7 @@ def beyond(wanted: str) -> str:
 
 def _require_used(catalog: Catalog, casts: Casts, castable: Mapping[str, TensorEntry]) -> None:
     for glob, dtype in casts.rules:
-        matched = [*filter(meant_by([glob], catalog.tensors), catalog.tensors)]
+        matched = matching_names(catalog.tensors, glob)
         if not castable.keys().isdisjoint(matched):
             continue
         if matched:
@@ -216,10 +216,7 @@ def _require_used(catalog: Catalog, casts: Casts, castable: Mapping[str, TensorE
                 f"--dtype {glob!r}={dtype}: cannot cast {matched[0]}",
                 hint="integers, scalars and quantized tensors are never cast",
             )
-        raise UsageError(
-            f"--dtype {glob!r}={dtype}: matches none of the {len(catalog.tensors):,} tensors",
-            hint="globs match full names of the output: after --model-only, --rename and --map",
-        )
+        raise unmatched("--dtype", glob, catalog.tensors, "tensors")
 
 
 def _uncast_notes(
@@ -236,7 +233,7 @@ def _uncast_notes(
     if beside:
         notes.append(
             f"--dtype {casts.model} casts model weights only; not cast:"
-            f" {_summarize(beside)}; use --dtype 'GLOB={casts.model}' to cast them"
+            f" {_summarize(beside)}; use --dtype 'NAME={casts.model}' to cast them"
         )
     if scalars:
         notes.append(f"not cast (scalars): {_summarize(scalars)}")

@@ -20,12 +20,21 @@ AnyEntry = TypeVar("AnyEntry", TensorEntry, ObjectEntry)
 def meant_by(patterns: Collection[str], names: Container[str]) -> Callable[[str], bool]:
     """Return whether any of the patterns of an option means a name.
 
-    A pattern that is one of the ``names`` means only that one, whatever characters it has; any
-    other is a glob, whose ``*`` also matches dots.
+    A pattern that is one of the ``names`` means only that one, whatever characters it has. Any
+    other is a glob, whose ``*`` also matches dots, or else a part between dots: ``layers.1`` means
+    ``model.layers.1.weight``, not ``model.layers.10.weight``.
     """
     whole = {pattern for pattern in patterns if pattern in names}
-    globs = [pattern for pattern in patterns if pattern not in whole]
-    return lambda name: name in whole or any(fnmatchcase(name, glob) for glob in globs)
+    globs = [pattern for pattern in patterns if pattern not in whole and is_glob(pattern)]
+    parts = [f".{pattern}." for pattern in patterns if pattern not in whole | {*globs}]
+
+    def is_meant(name: str) -> bool:
+        if name in whole or any(fnmatchcase(name, glob) for glob in globs):
+            return True
+        steps = f".{name}.".replace("@rank", ".@rank") if parts else ""
+        return any(part in steps for part in parts)
+
+    return is_meant
 
 
 def is_glob(pattern: str) -> bool:
@@ -34,15 +43,14 @@ def is_glob(pattern: str) -> bool:
 
 
 def matching_names(names: Collection[str], pattern: str) -> list[str]:
-    """Return the names that ``pattern`` means, in order.
+    """Return the names that ``pattern`` means, in order."""
+    return [*filter(meant_by([pattern], names), names)]
 
-    A whole name means only that one; a glob all that it matches; other text all that contain it.
-    """
-    if pattern in names:
-        return [pattern]
-    if is_glob(pattern):
-        return [name for name in names if fnmatchcase(name, pattern)]
-    return [name for name in names if pattern in name]
+
+def is_used(pattern: str, names: Collection[str], others: Container[str] = ()) -> bool:
+    """Return whether a pattern means any of the names; ``others`` are those that it may be, too."""
+    known = others if pattern not in names and pattern in others else names
+    return any(map(meant_by([pattern], known), names))
 
 
 def closest_names(asked: str, names: Collection[str]) -> list[str]:
@@ -54,28 +62,37 @@ def closest_names(asked: str, names: Collection[str]) -> list[str]:
     return get_close_matches(asked, list(names)[:20_000], n=3, cutoff=0.5)
 
 
-def tensors_named(catalog: Catalog, patterns: Sequence[str], option: str) -> list[str]:
-    """Return the names of tensors that any pattern means; UsageError if one means none.
+def unmatched(option: str, pattern: str, names: Collection[str], noun: str = "names") -> UsageError:
+    """Return the error of a pattern of an option that means none of the names."""
+    message = f"{option} {pattern!r} matches none of {len(names):,} {noun}"
+    return UsageError(message, hint=_hint_at_names(pattern, names))
 
-    A pattern is a whole name, a glob, or a part of names.
-    """
-    found: set[str] = set()
+
+def _hint_at_names(asked: str, names: Collection[str]) -> str:
+    """Return a hint at what matches, or else at the names most similar to ``asked``."""
+    inside = [name for name in names if asked in name] if asked else []
+    if inside:
+        such = f"'*{asked}*' matches {len(inside):,}, such as {inside[0]}"
+        return f"a name, a glob, or a whole part between dots: {such}"
+    close = " or ".join(closest_names(asked, names))
+    return f"did you mean {close}?" if close else "`ckptool inspect CKPT --tensors '*'` lists all"
+
+
+def tensors_named(catalog: Catalog, patterns: Sequence[str], option: str) -> list[str]:
+    """Return the names of tensors that any pattern means; UsageError if one means none."""
     for pattern in patterns:
-        names = matching_names(catalog.tensors, pattern)
-        if not names:
-            raise unknown_tensor(f"{option} {pattern!r} matches no tensors", pattern, catalog)
-        found.update(names)
-    return [name for name in catalog.tensors if name in found]
+        if not is_used(pattern, catalog.tensors):
+            message = f"{option} {pattern!r} matches none of {len(catalog.tensors):,} tensors"
+            raise unknown_tensor(message, pattern, catalog)
+    return [*filter(meant_by(patterns, catalog.tensors), catalog.tensors)]
 
 
 def unknown_tensor(message: str, asked: str, catalog: Catalog) -> UsageError:
-    """Return an error that suggests the names most similar to the requested one."""
+    """Return an error with a hint at names; what was asked for may be the name of a value."""
     if asked in catalog.objects:
         hint = "`ckptool inspect CKPT --values` shows it"
         return UsageError(f"{asked!r}: not a tensor, but a value", hint=hint)
-    close = " or ".join(closest_names(asked, catalog.tensors))
-    hint = f"did you mean {close}?" if close else "`ckptool inspect CKPT --tensors '*'` lists all"
-    return UsageError(message, hint=hint)
+    return UsageError(message, hint=_hint_at_names(asked, catalog.tensors))
 
 
 def select(catalog: Catalog, patterns: Sequence[str]) -> Catalog:
@@ -104,18 +121,8 @@ def _chosen(
     known = names_of(catalog)
     for pattern in patterns:
         if not is_used(pattern, known, others):
-            raise UsageError(
-                f"{option} {pattern!r} matches none of {len(known):,} names",
-                hint="globs match full names; `ckptool inspect --tensors '*'` lists them",
-            )
+            raise unmatched(option, pattern, known)
     return meant_by(patterns, {p for p in patterns if p in known or p in others})
-
-
-def is_used(pattern: str, names: Collection[str], others: Container[str] = ()) -> bool:
-    """Return whether a pattern means any of the names; ``others`` are those that it may be, too."""
-    return pattern in names or (
-        pattern not in others and any(fnmatchcase(name, pattern) for name in names)
-    )
 
 
 def names_of(catalog: Catalog) -> Collection[str]:

@@ -49,7 +49,7 @@ def test_one_type_is_for_the_models_weights_alone() -> None:
     assert (entry.dtype.name, entry.source_dtype.name) == ("bfloat16", "float32")
     left, scalars = done.notes
     assert "optimizer.state.w.exp_avg, meta.ema" in left
-    assert "GLOB=bfloat16" in left
+    assert "NAME=bfloat16" in left
     assert "model.scale" in scalars
 
 
@@ -78,7 +78,7 @@ def test_nothing_is_cast_where_nothing_is_asked() -> None:
         (["*.step=bf16"], "cannot cast optimizer.state.w.step"),
         (["*.ids=bf16"], "cannot cast model.ids"),
         (["bf16", "fp16"], "conflicts with"),
-        (["=bf16"], "expected DTYPE or GLOB=DTYPE"),
+        (["=bf16"], "expected DTYPE or NAME=DTYPE"),
         (["w=int8"], "not a floating-point type"),
     ],
 )

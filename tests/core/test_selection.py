@@ -114,6 +114,17 @@ def test_a_whole_name_means_only_that_one_whatever_characters_it_has() -> None:
     assert [*drop(catalog(("x0",), ("x1",)), ["x[0]"]).tensors] == ["x1"]
 
 
+def test_any_other_text_is_a_part_between_dots() -> None:
+    known = ("a.layers.1.w", "layers.1", "a.layers.10.w", "b.w@rank0", "b.w@rank1", "a.x layers")
+    whole = catalog(*((name,) for name in known))
+    for part, meant in {"w": (0, 2, 3, 4), "layers": (0, 1, 2), "layers.1.w": (0,)}.items():
+        assert [*select(whole, [part]).tensors] == [known[at] for at in meant]
+    assert [*select(whole, ["layers.1"]).tensors] == ["layers.1"]
+    for nothing in ("layer", "1.", ".w", "layers.", "10.w@rank0", ""):
+        with pytest.raises(UsageError, match="matches none of 6 names"):
+            select(whole, [nothing])
+
+
 def test_a_name_that_was_not_selected_is_no_glob_to_drop() -> None:
     whole = catalog(("x[0]",), ("x0",))
     with pytest.raises(UsageError, match="none of 1 names"):

@@ -194,5 +194,5 @@ def _none_fits(
         f"{asked}: no built-in map matches all model tensors; {nearest.name}"
         f" ({nearest.source} to {nearest.target}) matches all but {len(unmatched):,}:\n"
         + list_lines(unmatched),
-        hint=dequantizing_hint(catalog, unmatched) or "use --drop 'GLOB' to exclude tensors",
+        hint=dequantizing_hint(catalog, unmatched) or "use --drop 'NAME' to exclude tensors",
     )

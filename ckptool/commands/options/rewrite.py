@@ -13,15 +13,21 @@ from ckptool.commands.options.declaration import FLAG, TEXTS, OptionSet, group, 
 if TYPE_CHECKING:
     from ckptool.core.casts import Casts
 
+NAMED = "a name, a glob, or a whole part between dots"
+"""The one way to name tensors and values, in all options."""
+
 
 class Selection(OptionSet):
     """Which tensors and values to keep and how to rename them, in this order."""
 
     select: tuple[str, ...] = option(
-        "--select", TEXTS, metavar="GLOB", help="Keep only matching names (repeatable)."
+        "--select",
+        TEXTS,
+        metavar="NAME",
+        help=f"Keep only matching names: {NAMED} (repeatable).",
     )
     drop: tuple[str, ...] = option(
-        "--drop", TEXTS, metavar="GLOB", help="Exclude matching names (repeatable)."
+        "--drop", TEXTS, metavar="NAME", help=f"Exclude matching names: {NAMED} (repeatable)."
     )
     model_only: bool = option(
         "--model-only", FLAG, help="Keep the model only, under its own names."
@@ -96,9 +102,10 @@ class RewriteOptions(OptionSet):
         "--dtype",
         CASTS,
         choices=dtype_names,
-        metavar="DTYPE|GLOB=DTYPE",
-        help="Cast the model's weights, e.g. to bf16; with a GLOB, cast whatever matches"
-        " (repeatable, first match wins). Integers and tensors without dims are never cast.",
+        metavar="DTYPE|NAME=DTYPE",
+        help="Cast the model's weights, e.g. to bf16; with a NAME, as --select takes, cast"
+        " whatever matches (repeatable, first match wins). Integers and tensors without dims are"
+        " never cast.",
     )
     dequantize: bool = option(
         "--dequantize",

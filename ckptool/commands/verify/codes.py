@@ -97,7 +97,7 @@ _CODES: dict[str, dict[str, Code]] = {
         "sharding-unrecorded": Code(
             _INFO,
             "the files do not record how the ranks' shards fit together",
-            "set it with --tp-rule 'GLOB=column'",
+            "set it with --tp-rule 'NAME=column'",
         ),
         "copy-damaged": Code(
             _WARNING, "one copy of a rank's file is damaged; another copy is used", _AGAIN
@@ -263,7 +263,7 @@ _CODES: dict[str, dict[str, Code]] = {
         "values-unsupported": Code(
             _ERROR,
             "non-tensor values that the other format cannot store",
-            "compare the model with --model-only, or exclude values with --drop 'GLOB'",
+            "compare the model with --model-only, or exclude values with --drop 'NAME'",
         ),
         "metadata-differs": Code(
             _ERROR,

@@ -127,7 +127,7 @@ class _Application:
                 f" {len(unmatched):,} of the tensors:\n" + list_lines(unmatched),
                 hint=dequantizing_hint(self._catalog, unmatched)
                 or unwrapping_hint(unmatched, self._matchers["model"].knows)
-                or "use --drop 'GLOB' to exclude tensors, or edit the map of `ckptool maps NAME`"
+                or "use --drop 'NAME' to exclude tensors, or edit the map of `ckptool maps NAME`"
                 " and pass it as --map FILE",
             )
 
@@ -255,7 +255,7 @@ class _Application:
             raise Unsupported(
                 f"{len(refused):,} parts of the optimizer state cannot follow the parameters:\n"
                 + list_lines(refused),
-                hint="use --model-only to exclude the optimizer, or --drop 'GLOB' for tensors",
+                hint="use --model-only to exclude the optimizer, or --drop 'NAME' for tensors",
             )
 
     def _result(self, handled: set[str]) -> MapResult:

@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.mesh import Mesh, Partial, Placement, Placements, Replicate, Shard, StridedShard
-from ckptool.core.selection import meant_by
+from ckptool.core.selection import meant_by, unmatched
 from ckptool.core.sharding.cuts import (
     after_the_later,
     cuts_by_dim,
@@ -80,13 +80,13 @@ def parse_placement(text: str) -> Placement:
 
 
 def parse_rule(text: str) -> PlacementRule:
-    """Return the rule ``GLOB=Shard(0),Replicate()`` or ``GLOB=colwise``.
+    """Return the rule ``NAME=Shard(0),Replicate()`` or ``NAME=colwise``.
 
     Raises UsageError if it is invalid.
     """
     glob, equals, right = text.partition("=")
     if not equals or not glob.strip():
-        raise UsageError(f"--shard {text!r} is not GLOB=PLACEMENTS")
+        raise UsageError(f"--shard {text!r} is not NAME=PLACEMENTS")
     return rule_of(glob.strip(), split_placements(right))
 
 
@@ -114,10 +114,7 @@ class Placer(Struct, frozen=True):
         rules = [(meant_by([rule.glob], catalog.tensors), rule) for rule in self.rules]
         for means, rule in rules:
             if rule.required and not any(map(means, catalog.tensors)):
-                raise UsageError(
-                    f"the rule {rule.glob!r} matches no tensor",
-                    hint="globs match whole names, as `ckptool inspect --tensors '*'` lists them",
-                )
+                raise unmatched("the rule", rule.glob, catalog.tensors, "tensors")
         chosen = {}
         for name, entry in catalog.tensors.items():
             first = next((rule for means, rule in rules if entry.shape and means(name)), None)

@@ -296,7 +296,7 @@ def _split_tensors(catalog: Catalog) -> _Parts:
         raise Unsupported(
             f"a universal checkpoint has no place for {len(strange)} tensors, such as {strange[0]}",
             hint="its names are module.*, frozen.*, buffer.*, fp32.* and <state>.* of the same"
-            " parameters; --drop 'GLOB' leaves others out",
+            " parameters; --drop 'NAME' leaves others out",
         )
     for name in parts.states:
         if not name or "/" in name or "\0" in name or name in (".", ".."):

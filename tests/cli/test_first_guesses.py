@@ -1,0 +1,110 @@
+"""The command that a person types first answers the question."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from conftest import Ended, run_command
+
+from ckptool.commands.open import open_checkpoint
+from ckptool.core.catalog import Catalog
+
+LAYERS = {"self_attn.q_proj": (4, 4), "self_attn.k_proj": (2, 4), "mlp.down_proj": (4, 6)}
+
+
+def model() -> dict[str, torch.Tensor]:
+    """A small Llama under its names in Hugging Face's files."""
+    shapes = {"lm_head": (8, 4), "model.embed_tokens": (8, 4)}
+    for layer in (0, 1, 10):
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in LAYERS.items()}
+    return {f"{name}.weight": torch.randn(shape) for name, shape in shapes.items()}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which ``runs`` has two steps, with an optimizer."""
+    folder = tmp_path_factory.mktemp("place")
+    for step in (1000, 2000):
+        torch.manual_seed(step)
+        weights = model()
+        moments = {name: {"exp_avg": torch.randn_like(w)} for name, w in weights.items()}
+        state = {"model": weights, "optim": {"state": moments, "param_groups": [{"lr": 3e-4}]}}
+        saved = folder / "runs" / f"step-{step}"
+        dcp.save(state | {"step": step}, checkpoint_id=saved, no_dist=True)
+    return folder
+
+
+@pytest.fixture
+def place(runs: Path, tmp_path: Path) -> Path:
+    """A folder to work in, with the runs."""
+    (tmp_path / "runs").symlink_to(runs / "runs")
+    return tmp_path
+
+
+def ckptool(place: Path, *words: str, code: int = 0) -> Ended:
+    """What a person reads who types this."""
+    done = run_command(*words, cwd=place)
+    assert done.code == code, (done.stdout, done.stderr)
+    return done
+
+
+def catalog(path: Path) -> Catalog:
+    return open_checkpoint(path).catalog
+
+
+def names(path: Path) -> set[str]:
+    """The names of tensors and values."""
+    held = catalog(path)
+    return {*held.tensors, *held.objects}
+
+
+PARTS = {"q_proj": 6, "layers.1": 6, "optim": 11, "*embed*": 2, "model.lm_head.weight": 1}
+"""What is named, and how many tensors of a step it means."""
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_between_dots_names_tensors_in_every_option(part: str, place: Path) -> None:
+    step = "runs/step-1000"
+    listed = ckptool(place, "inspect", step, "--tensors", part, "--format", "csv").stdout
+    assert len(listed.splitlines()) == PARTS[part] + 1
+    wanted = {line.partition(",")[0] for line in listed.splitlines()[1:]}
+    ckptool(place, "convert", step, "one.pt", "--select", part)
+    ckptool(place, "convert", step, "rest.pt", "--drop", part)
+    assert {*catalog(place / "one.pt").tensors} == wanted
+    assert names(place / "rest.pt") == names(place / step) - names(place / "one.pt")
+    ckptool(place, "convert", step, "cast.pt", "--dtype", f"{part}=bf16")
+    tensors = catalog(place / "cast.pt").tensors.items()
+    assert {name for name, entry in tensors if entry.dtype.name == "bfloat16"} == wanted
+    rule = ("--mesh", "2", "--shard", f"{part}=Replicate()")
+    shown = ckptool(place, "reshard", step, "placed", *rule)
+    assert f"{PARTS[part]} x Replicate()  (rule {part})" in shown.stdout
+
+
+NAMING = (
+    ("inspect", "--tensors", "q_porj"),
+    ("inspect", "--shards", "q_porj"),
+    ("inspect", "--stats", "q_porj"),
+    ("convert", "out", "--to", "dcp", "--select", "q_porj"),
+    ("convert", "out", "--to", "dcp", "--drop", "q_porj"),
+    ("convert", "out", "--to", "dcp", "--dtype", "q_porj=bf16"),
+    ("convert", "out", "--to", "dcp", "--rename", "q_porj=q"),
+    ("convert", "out", "--to", "dcp", "--strip-prefix", "q_porj"),
+    ("reshard", "out", "--mesh", "2", "--shard", "q_porj=Shard(0)"),
+    ("extract", "q_porj"),
+)
+
+
+@pytest.mark.parametrize("words", NAMING, ids=" ".join)
+def test_what_names_nothing_is_an_error(words: tuple[str, ...], place: Path) -> None:
+    command, *rest = words
+    done = ckptool(place, command, "runs/step-1000", *rest, code=2)
+    assert "q_porj" in done.stderr.splitlines()[0]
+    assert not (place / "out").exists()
+
+
+def test_a_part_of_a_word_is_answered_with_the_glob_for_it(place: Path) -> None:
+    done = ckptool(place, "convert", "runs/step-1000", "out.pt", "--select", "q_pro", code=2)
+    assert "'*q_pro*' matches 6, such as model.model.layers." in done.stderr
