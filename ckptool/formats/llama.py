@@ -29,14 +29,14 @@ from ckptool.core.sharding.tensor_parallel import (
     GATED,
     REPLICATED,
     ROW,
+    GivenRules,
     LocalTensor,
     NamedRule,
     RuleTable,
     TpRule,
-    match_rule,
+    given_rules,
     merge_ranks,
     report_unmerged,
-    require_matched,
     tp_mesh,
 )
 from ckptool.errors import Damaged, Problem, Refusal, Undetermined, Unsupported
@@ -258,7 +258,7 @@ def _merge_cut(
     """
     values = [(name, leaf.value) for leaves in ranks.values() for name, leaf in leaves.items()]
     names = dict.fromkeys(name for name, value in values if isinstance(value, PlainLeaf))
-    require_matched(rules, list(names))
+    given = given_rules(rules, names)
     refused = {name for name, value in values if isinstance(value, Refusal)}
     sizes = _with_width(sizes, ranks[0])
     cut: dict[str, TensorEntry] = {}
@@ -269,7 +269,7 @@ def _merge_cut(
             continue
         of_ranks = {rank: leaves[name] for rank, leaves in ranks.items() if name in leaves}
         try:
-            entry = _merge_tensor(name, of_ranks, sizes, rules, len(ranks))
+            entry = _merge_tensor(name, of_ranks, sizes, given, len(ranks))
         except Undetermined as error:
             shapes = [leaf.value.tensor.shape for leaf in of_ranks.values()]
             unknown[name] = report_unmerged(name, name, shapes, error, "sharding-unknown")
@@ -292,7 +292,7 @@ def _merge_tensor(
     name: str,
     of_ranks: Mapping[int, Leaf],
     sizes: LlamaSizes,
-    rules: Sequence[NamedRule],
+    given: GivenRules,
     world: int,
 ) -> TensorEntry | None:
     """Return the merged tensor; None if each of ``world`` ranks has the whole of it."""
@@ -302,7 +302,7 @@ def _merge_tensor(
             message = f"{name}: a tensor on some ranks, none on rank {rank}"
             raise Damaged(message, "rank-missing", tensor=name)
         parts[rank] = LocalTensor(leaf.value.dtype, leaf.value.shape, leaf.value.place)
-    rule = match_rule(rules, name)
+    rule = given(name)
     if rule is None:
         rule = _TABLE.find(name, _Facts(next(iter(parts.values())).shape, sizes, world))
     path = next(iter(of_ranks.values())).path

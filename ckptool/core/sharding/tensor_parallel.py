@@ -6,8 +6,7 @@ Each framework has a ``RuleTable`` of how it cuts its tensors; ``--tp-rule`` rep
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import accumulate, groupby
 from typing import Generic, TypeVar
 
@@ -18,6 +17,7 @@ from ckptool.core.box import Box, Piece, pieces_of_runs, without_dim
 from ckptool.core.catalog import Chunk, Path, Place, TensorEntry, merge_copies
 from ckptool.core.dtype import DType
 from ckptool.core.mesh import Mesh, Replicate, Shard
+from ckptool.core.selection import is_used, meant_by, unmatched
 from ckptool.core.views import part_of_chunk
 from ckptool.errors import CkptoolError, Damaged, Problem, Undetermined, UsageError
 
@@ -46,6 +46,8 @@ class TpRule(Struct, frozen=True):
 
 REPLICATED, COLUMN, ROW, GATED = TpRule(), TpRule(0), TpRule(1), TpRule(0, (1, 1))
 NamedRule = tuple[str, TpRule]
+GivenRules = Callable[[str], TpRule | None]
+"""The rule that the user gave for a parameter, if any."""
 _WORDS = {
     "replicate": REPLICATED,
     "Replicate": REPLICATED,
@@ -58,7 +60,7 @@ _SHARD = re.compile(r"Shard\(\s*([0-7])\s*(?:,\s*([1-9][0-9]?)\s*)?\)")
 
 
 def parse_tp_rule(text: str) -> NamedRule:
-    """Return a glob and its rule, of ``GLOB=RULE``; UsageError if it is none.
+    """Return a name and its rule, of ``NAME=RULE``; UsageError if it is none.
 
     RULE is ``replicate``, ``column`` (``Shard(0)``), ``row`` (``Shard(1)``), ``gated``
     (``Shard(0, 2)``: two blocks, each sharded), or ``Shard(dim)`` or ``Shard(dim, blocks)``.
@@ -69,7 +71,7 @@ def parse_tp_rule(text: str) -> NamedRule:
     rule = TpRule(int(match[1]), (1,) * int(match[2] or 1)) if match else _WORDS.get(word)
     if not glob.strip() or rule is None:
         raise UsageError(
-            f"--tp-rule {text!r} is not GLOB=RULE",
+            f"--tp-rule {text!r} is not NAME=RULE",
             hint="RULE is replicate, column, row, gated, Shard(dim) or Shard(dim, blocks)",
         )
     return glob.strip(), rule
@@ -97,16 +99,16 @@ def report_unmerged(
     return Problem(f"{message}; {suggest_rule(parameter)}", code, tensor=name)
 
 
-def match_rule(rules: Sequence[NamedRule], name: str) -> TpRule | None:
-    """Return the first rule whose glob matches the name, or is it."""
-    return next((rule for glob, rule in rules if name == glob or fnmatchcase(name, glob)), None)
+def given_rules(rules: Sequence[NamedRule], names: Collection[str]) -> GivenRules:
+    """Return the given rule of a parameter, None without one: the first that means its name.
 
-
-def require_matched(rules: Sequence[NamedRule], names: Sequence[str]) -> None:
-    """Raise UsageError if the glob of a rule matches none of the parameters' names."""
-    for glob, _ in rules:
-        if glob not in names and not any(fnmatchcase(name, glob) for name in names):
-            raise UsageError(f"--tp-rule {glob!r} matches none of {len(names):,} parameters")
+    Raises UsageError if one means none of the ``names`` of all parameters.
+    """
+    for pattern, _ in rules:
+        if not is_used(pattern, names):
+            raise unmatched("--tp-rule", pattern, names, "parameters")
+    meant = [(meant_by([pattern], names), rule) for pattern, rule in rules]
+    return lambda name: next((rule for is_meant, rule in meant if is_meant(name)), None)
 
 
 Resolver = Callable[[re.Match[str], _Facts], TpRule | None]

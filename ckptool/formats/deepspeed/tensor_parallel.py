@@ -26,10 +26,9 @@ from ckptool.core.sharding.tensor_parallel import (
     TpRule,
     fit_blocks,
     fit_ranks,
-    match_rule,
+    given_rules,
     merge_shards,
     report_unmerged,
-    require_matched,
 )
 from ckptool.errors import Damaged, Refusal, Undetermined, Unsupported
 from ckptool.formats.base import ScanOptions
@@ -65,7 +64,7 @@ def merge_contents(
     """
     names = dict.fromkeys(name for rank in contents for name in rank.tensors)
     refused = {n for n, why in assembled.conflicts.items() if isinstance(why, Refusal)}
-    require_matched(options.tp_rules, sorted({parameter for _, parameter in names}))
+    given = given_rules(options.tp_rules, {parameter for _, parameter in names})
     for name in names:
         text = ".".join(name)
         if text in refused:
@@ -78,8 +77,7 @@ def merge_contents(
             assembled.conflicts[text] = _refuse_lacking(name, error)
             continue
         try:
-            rule = match_rule(options.tp_rules, name[1])
-            assembled.tensors[text] = merge_tensor(name, shards, info, rule)
+            assembled.tensors[text] = merge_tensor(name, shards, info, given(name[1]))
         except Undetermined as why:
             if options.per_rank:
                 assembled.tensors |= _list_unmerged(name, shards, grid)

@@ -14,7 +14,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptool.core.catalog import Catalog, ObjectEntry, TensorEntry, proved_equal
-from ckptool.core.sharding.tensor_parallel import match_rule, require_matched, suggest_rule
+from ckptool.core.sharding.tensor_parallel import GivenRules, given_rules, suggest_rule
 from ckptool.errors import CkptoolError, Damaged, Problem, Refusal, UsageError, damaged
 from ckptool.formats.base import ScanOptions
 from ckptool.formats.megatron.local import ROOT, read_megatron, read_state_fields
@@ -111,10 +111,10 @@ def _read_plain(source: Source, files: Mapping[int, TorchFile], options: ScanOpt
         state = file.narrowed(read_state_fields(file).get("state_dict"))
         ranks[rank] = read_leaves(state, source)
     plain = [n for own in ranks.values() for n, leaf in own.items() if _is_plain(leaf)]
-    require_matched(options.tp_rules, plain)
-    tensors, conflicts = _merge_by_rules(ranks, options)
+    given = given_rules(options.tp_rules, {*plain})
+    tensors, conflicts = _merge_by_rules(ranks, given)
     rest = {
-        rank: {name: leaf for name, leaf in own.items() if not _is_ruled(name, leaf, options)}
+        rank: {name: leaf for name, leaf in own.items() if not _is_ruled(name, leaf, given)}
         for rank, own in ranks.items()
     }
     assembled = assemble(rest, per_rank=options.per_rank)
@@ -136,8 +136,8 @@ def _is_plain(leaf: Leaf) -> bool:
     return isinstance(leaf.value, PlainLeaf)
 
 
-def _is_ruled(name: str, leaf: Leaf, options: ScanOptions) -> bool:
-    return _is_plain(leaf) and match_rule(options.tp_rules, name) is not None
+def _is_ruled(name: str, leaf: Leaf, given: GivenRules) -> bool:
+    return _is_plain(leaf) and given(name) is not None
 
 
 def _is_same_everywhere(entry: TensorEntry) -> bool:
@@ -146,15 +146,15 @@ def _is_same_everywhere(entry: TensorEntry) -> bool:
 
 
 def _merge_by_rules(
-    ranks: Mapping[int, Mapping[str, Leaf]], options: ScanOptions
+    ranks: Mapping[int, Mapping[str, Leaf]], given: GivenRules
 ) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     """Return the tensors with a rule, merged by it, and conflicts."""
-    rules = ParameterRules(Arguments({}), (max(ranks) + 1, 1, 1), options.tp_rules)
+    rules = ParameterRules(Arguments({}), (max(ranks) + 1, 1, 1), given)
     fragments: Fragments = {}
     paths = {}
     for rank, leaves in ranks.items():
         for name, leaf in leaves.items():
-            if _is_ruled(name, leaf, options):
+            if _is_ruled(name, leaf, given):
                 tensor = leaf.value.tensor
                 parameter = LocalParameter(name, (rank, 0, 0), rank, tensor.shape, tensor.dtype)
                 stored = StorageRun(tensor.shape, tensor.dtype, leaf.value.place)

@@ -20,13 +20,12 @@ from ckptool.core.sharding.tensor_parallel import (
     REPLICATED,
     ROW,
     Fit,
-    NamedRule,
+    GivenRules,
     RankCut,
     RankShard,
     RuleTable,
     TpRule,
     fit_rank,
-    match_rule,
     merge_shards,
     report_unmerged,
 )
@@ -247,13 +246,13 @@ class LocalParameter(Struct, frozen=True):
 class ParameterRules(Struct):
     """The rules by which the ranks' parameters fit together.
 
-    ``degrees`` are those of tensor, pipeline and expert parallelism; ``rules`` are the user's,
+    ``degrees`` are those of tensor, pipeline and expert parallelism; ``given`` are the user's,
     ``stated`` those saved with parameters, ``shapes`` a rank's shape of each.
     """
 
     args: Arguments
     degrees: Rank
-    rules: Sequence[NamedRule]
+    given: GivenRules
     stated: dict[str, TpRule] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
@@ -270,7 +269,7 @@ class ParameterRules(Struct):
 
     def _find_rule(self, parameter: LocalParameter, degree: int) -> TpRule:
         name = parameter.name
-        given = match_rule(self.rules, name)
+        given = self.given(name)
         if given is not None:
             return given
         if degree == 1 or not self.shapes[name]:

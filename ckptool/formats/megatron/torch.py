@@ -8,7 +8,7 @@ from typing import Any
 from msgspec import Struct, field
 
 from ckptool.core.catalog import Catalog, Path, flat_name
-from ckptool.core.sharding.tensor_parallel import NamedRule, require_matched
+from ckptool.core.sharding.tensor_parallel import given_rules
 from ckptool.errors import Refusal, Undetermined, damaged
 from ckptool.formats.base import ScanOptions
 from ckptool.formats.megatron.model import (
@@ -73,7 +73,7 @@ class _ModelRanks(Struct):
 def scan(source: Source, options: ScanOptions) -> Catalog:
     """Return the catalog of Megatron's own format; Damaged if ranks are missing or disagree."""
     folders, args = read_folders(source)
-    ranks = _prepare(folders, args, options.tp_rules)
+    ranks = _prepare(folders, args)
     for folder in folders:
         _read_model(folder, ranks)
     if any(_is_refused(folder) for folder in folders):
@@ -83,7 +83,7 @@ def scan(source: Source, options: ScanOptions) -> Catalog:
     else:
         for folder in folders:
             _read_optimizer(source, folder, ranks)
-    require_matched(options.tp_rules, [path[-1] for path in ranks.fragments])
+    ranks.rules.given = given_rules(options.tp_rules, {path[-1] for path in ranks.fragments})
     others = assemble(_collect_others(folders, ranks))
     fragments = _drop_refused(ranks.fragments, others.conflicts)
     tensors, conflicts = merge_fragments(ranks.rules.fit, fragments)
@@ -114,10 +114,11 @@ def _drop_refused(fragments: Fragments, conflicts: Mapping[str, str]) -> Fragmen
     return {path: parts for path, parts in fragments.items() if flat_name(path) not in conflicts}
 
 
-def _prepare(
-    folders: list[RankFolder], args: Arguments, rules: tuple[NamedRule, ...]
-) -> _ModelRanks:
-    """Return the model's degrees, layer numbers, and names of tied parameters."""
+def _prepare(folders: list[RankFolder], args: Arguments) -> _ModelRanks:
+    """Return the model's degrees, layer numbers, and names of tied parameters.
+
+    Rules that the user gave follow once all names are known.
+    """
     runs = {
         (folder.rank[1], virtual): list(params)
         for folder in folders
@@ -133,7 +134,9 @@ def _prepare(
         else dict.fromkeys((name for name in names if name.endswith(_HEADS)), word or "")
     )
     return _ModelRanks(
-        ParameterRules(args, sizes, rules), find_layer_offsets(runs), tied if word else {}
+        ParameterRules(args, sizes, given_rules((), ())),
+        find_layer_offsets(runs),
+        tied if word else {},
     )
 
 

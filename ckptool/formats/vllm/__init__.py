@@ -22,7 +22,7 @@ from ckptool.core.dtype import DType
 from ckptool.core.layout import Data, FileLayout, Layout, Literal, Part, ScatteredData
 from ckptool.core.mesh import Placement, Shard
 from ckptool.core.sharding.placement import PlacedTensors, PlacementRule
-from ckptool.core.sharding.tensor_parallel import LocalTensor, tp_mesh
+from ckptool.core.sharding.tensor_parallel import LocalTensor, given_rules, tp_mesh
 from ckptool.errors import Damaged, Unsupported
 from ckptool.formats.base import Detection, Format, Loading, Reading, Request, ScanOptions, Writing
 from ckptool.formats.companions import companions, describe_config, read_config
@@ -63,7 +63,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     world = max(int(match[1]) for match in files) + 1
     _require_parts(source, files, world)
     tensors, headers, problems = _read_ranks(source, files, options)
-    merger = Merger(sizes_of(read_config(source)), world, options.tp_rules)
+    merger = Merger(sizes_of(read_config(source)), world, given_rules(options.tp_rules, tensors))
     merger.merge(tensors)
     merger.add_tied()
     options.report([*problems, *merger.problems], subject=source.root)

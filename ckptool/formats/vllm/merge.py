@@ -11,7 +11,7 @@ the sizes in ``config.json`` show which. Tensors get Hugging Face's names and sh
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from msgspec import Struct, field
@@ -23,15 +23,13 @@ from ckptool.core.sharding.tensor_parallel import (
     COLUMN,
     REPLICATED,
     ROW,
+    GivenRules,
     LocalTensor,
     LocalTensors,
-    NamedRule,
     RuleTable,
     TpRule,
-    match_rule,
     merge_ranks,
     report_unmerged,
-    require_matched,
 )
 from ckptool.core.views import narrow_place, shift_place
 from ckptool.errors import Damaged, Undetermined
@@ -170,7 +168,7 @@ class Merger(Struct):
 
     config: ModelSizes
     world: int
-    rules: Sequence[NamedRule] = ()
+    given: GivenRules
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
     unknown: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -178,7 +176,6 @@ class Merger(Struct):
 
     def merge(self, by_name: Mapping[str, LocalTensors]) -> None:
         """Merge all tensors, each from the local ones of all ranks that have it."""
-        require_matched(self.rules, list(by_name))
         queries = {m["head"]: p for n, p in by_name.items() if (m := _OUTPUT.fullmatch(n))}
         for name, parts in by_name.items():
             try:
@@ -193,7 +190,7 @@ class Merger(Struct):
     def _entries(
         self, name: str, parts: LocalTensors, outputs: Mapping[str, LocalTensors]
     ) -> Iterator[TensorEntry]:
-        rule = match_rule(self.rules, name)
+        rule = self.given(name)
         if rule is not None:
             yield self._entry(name, parts, rule)
             return

@@ -16,10 +16,9 @@ from ckptool.core.sharding.tensor_parallel import (
     TpRule,
     fit_rank,
     fit_ranks,
-    match_rule,
+    given_rules,
     merge_shards,
     parse_tp_rule,
-    require_matched,
 )
 from ckptool.errors import Undetermined, UsageError
 
@@ -51,14 +50,20 @@ def test_what_is_not_a_rule(text: str) -> None:
 
 def test_the_first_rule_that_matches_wins() -> None:
     rules = (parse_tp_rule("*.bias=replicate"), parse_tp_rule("*=row"))
-    assert match_rule(rules, "a.bias") == TpRule()
-    assert match_rule(rules, "a.weight") == TpRule(1)
-    assert match_rule(rules[:1], "a.weight") is None
+    names = ("a.bias", "a.weight")
+    assert [*map(given_rules(rules, names), names)] == [TpRule(), TpRule(1)]
+    assert [*map(given_rules(rules[:1], names), names)] == [TpRule(), None]
+
+
+def test_a_rule_of_a_whole_name_is_for_that_one_only() -> None:
+    names = ("norm.weight", "layers.0.norm.weight")
+    assert [*map(given_rules([("norm.weight", TpRule(1))], names), names)] == [TpRule(1), None]
+    assert [*map(given_rules([("norm", TpRule(1))], names), names)] == [TpRule(1)] * 2
 
 
 def test_a_rule_that_matches_nothing_is_a_mistake() -> None:
     with pytest.raises(UsageError, match="none of 1 parameters"):
-        require_matched((parse_tp_rule("b=row"),), ["a"])
+        given_rules((parse_tp_rule("b=row"),), ["a"])
 
 
 @given(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ckptool.core.dtype import BY_NAME
-from ckptool.core.sharding.tensor_parallel import TpRule, fit_rank, parse_tp_rule
+from ckptool.core.sharding.tensor_parallel import TpRule, fit_rank, given_rules, parse_tp_rule
 from ckptool.errors import Undetermined
 from ckptool.formats.megatron.model import (
     Arguments,
@@ -144,7 +144,9 @@ def test_what_a_master_says_of_itself_counts_where_names_say_nothing() -> None:
 
 
 def test_a_scalar_on_one_rank_is_a_contradiction_and_no_failure() -> None:
-    rules = ParameterRules(GATED, (2, 1, 1), (), shapes={"mlp.linear_fc1.weight": ()})
+    rules = ParameterRules(
+        GATED, (2, 1, 1), given_rules((), ()), shapes={"mlp.linear_fc1.weight": ()}
+    )
     held = LocalParameter("mlp.linear_fc1.weight", (1, 0, 0), 1, (8, 4), BY_NAME["bfloat16"])
     assert rules.fit(held) == fit_rank((8, 4), ())
 
