@@ -29,6 +29,7 @@ class OpenKeywords(ReadKeywords, total=False):
     select: Strings
     drop: Strings
     model_only: bool
+    no_optimizer: bool
     peft_adapter: bool
     strip_prefix: str | None
     rename: Strings
@@ -178,7 +179,7 @@ class PruneKeywords(ReadKeywords, total=False):
     """Keywords of ``PruneOptions``."""
 
     keep_every: int | None
-    drop_optimizer_of_older: bool
+    no_optimizer: bool
     yes: bool
     quick: bool
     allow_nonfinite: bool

@@ -42,7 +42,7 @@ EXAMPLES = {
     "prune": (
         "ckptool prune runs/ --keep-last 3 --keep-every 1000",
         "ckptool prune runs/ --keep-last 3 --yes",
-        "ckptool prune runs/ --keep-last 3 --keep-every 1000 --drop-optimizer-of-older",
+        "ckptool prune runs/ --keep-last 3 --keep-every 1000 --no-optimizer",
     ),
     "bench": ("ckptool bench --size 4GiB --plot saving.svg",),
     "formats": ("ckptool formats --json",),

@@ -296,6 +296,7 @@ def _exclusions(before: Catalog, after: Catalog, selection: Selection) -> tuple[
         "--select": selection.select,
         "--drop": selection.drop,
         "--model-only": selection.model_only,
+        "--no-optimizer": selection.no_optimizer,
         "--peft-adapter": selection.peft_adapter,
     }
     options = ", ".join(option for option, value in given.items() if value)

@@ -24,11 +24,20 @@ from ckptool.core.quantization.apply import DequantizeResult, dequantize
 from ckptool.core.quantization.config import QuantizationConfig
 from ckptool.core.quantization.model import Surroundings
 from ckptool.core.quantization.names import quantized_names
-from ckptool.core.selection import drop, names_of, rename_by, select, strip_prefix, strip_prefixes
+from ckptool.core.selection import (
+    drop,
+    drop_names,
+    names_of,
+    rename_by,
+    select,
+    strip_prefix,
+    strip_prefixes,
+)
 from ckptool.core.state_category import (
     is_master,
     masters_are_weights,
     model_prefixes,
+    optimizer_names,
     state_category_of_name,
     weights,
     with_every_part,
@@ -168,10 +177,13 @@ def select_entries(catalog: Catalog, selection: Selection) -> Catalog:
     """
     catalog = with_every_part(catalog)
     names = names_of(catalog) if selection.select or selection.drop else ()
+    optimizer = optimizer_names(catalog) if selection.no_optimizer else ()
     if selection.select:
         catalog = select(catalog, selection.select)
     if selection.drop:
         catalog = drop(catalog, selection.drop, names)
+    if selection.no_optimizer:
+        catalog = drop_names(catalog, optimizer)
     if selection.model_only or selection.peft_adapter:
         catalog = only_model(catalog)
     if selection.peft_adapter:

@@ -10,6 +10,7 @@ from functools import lru_cache
 from msgspec.structs import replace
 
 from ckptool.core.catalog import Catalog, ObjectEntry, Path, TensorEntry
+from ckptool.errors import Refusal
 
 STATE_CATEGORIES = ("model", "optimizer", "other")
 
@@ -172,6 +173,25 @@ def _is_state(
 def _is_prefix(step: str) -> bool:
     known = _KINDS.fullmatch(step) or _WRAPPER.fullmatch(step) or step in _OF_A_MODULE
     return bool(known) or step == "model.module"
+
+
+def optimizer_names(catalog: Catalog) -> set[str]:
+    """Return the names of an optimizer's state, read or not.
+
+    A value is some if there are tensors beside it: alone it is a setting.
+    """
+    tensors = {n for n, e in catalog.tensors.items() if state_category(e) == "optimizer"}
+    heads = {name.partition(".")[0] for name in tensors}
+    values = {
+        name
+        for name, entry in catalog.objects.items()
+        if state_category(entry) == "optimizer" and name.partition(".")[0] in heads
+    }
+    parts = {
+        name: (why.part if isinstance(why, Refusal) else None) or state_category_of_name(name, ())
+        for name, why in catalog.conflicts.items()
+    }
+    return tensors | values | {name for name, part in parts.items() if part == "optimizer"}
 
 
 _MASTERS = "fp32"

@@ -108,3 +108,28 @@ def test_what_names_nothing_is_an_error(words: tuple[str, ...], place: Path) -> 
 def test_a_part_of_a_word_is_answered_with_the_glob_for_it(place: Path) -> None:
     done = ckptool(place, "convert", "runs/step-1000", "out.pt", "--select", "q_pro", code=2)
     assert "'*q_pro*' matches 6, such as model.model.layers." in done.stderr
+
+
+def test_no_optimizer_is_one_word(place: Path) -> None:
+    kept = {name for name in names(place / "runs" / "step-1000") if not name.startswith("optim.")}
+    ckptool(place, "convert", "runs/step-1000", "small.pt", "--no-optimizer")
+    assert names(place / "small.pt") == kept > {"step"}
+    same = ("runs/step-1000", "--against", "small.pt", "--no-optimizer")
+    assert "EQUAL" in ckptool(place, "verify", *same).stdout
+    ckptool(place, "verify", "small.pt", "--against", "runs/step-1000", "--no-optimizer")
+    ckptool(place, "verify", "small.pt", "--against", "runs/step-1000", code=1)
+    pruning = ("--keep-last", "1", "--keep-every", "1000", "--no-optimizer")
+    assert "without its optimizer" in ckptool(place, "prune", "runs", *pruning).stdout
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("convert", "runs/step-1000", "o.pt", "--drop-optimizer"),
+        ("convert", "runs/step-1000", "o.pt", "--no-optim"),
+        ("prune", "runs", "--keep-last", "1", "--drop-optimizer"),
+        ("prune", "runs", "--keep-last", "1", "--drop-optimizer-of-older"),
+    ],
+)
+def test_other_words_for_it_are_answered_with_it(words: tuple[str, ...], place: Path) -> None:
+    assert "Did you mean --no-optimizer?" in ckptool(place, *words, code=2).stderr

@@ -285,7 +285,7 @@ def test_no_archive_is_exchanged_for_one_without_its_optimizer(tmp_path: Path) -
         pack(tmp_path / f"step-{step}" / "m.nemo", member("model_weights.ckpt", data))
     (tmp_path / "weights").unlink()
     before = [path.read_bytes() for path in sorted(tmp_path.rglob("*.nemo"))]
-    options: dict[str, Any] = {"keep_every": 1, "drop_optimizer_of_older": True, "yes": True}
+    options: dict[str, Any] = {"keep_every": 1, "no_optimizer": True, "yes": True}
     report = ckptool.prune(tmp_path, keep_last=1, **options)
     assert "ckptool does not write archives" in str(report.to_dict())
     assert [path.read_bytes() for path in sorted(tmp_path.rglob("*.nemo"))] == before

@@ -7,7 +7,7 @@ from ckptool.commands.options.read import READING, ReadOptions
 from ckptool.commands.options.rewrite import RewriteOptions
 from ckptool.commands.options.target import TransferOptions
 
-_NAMES = ("select", "drop", "model_only", "peft_adapter", "strip_prefix", "rename")
+_NAMES = ("select", "drop", "model_only", "no_optimizer", "peft_adapter", "strip_prefix", "rename")
 _WRITING = ("overwrite", "verify", "fsync", "part", "finish", "dry_run")
 _MAPS = ("map", "dim", "hf_assets", "inverse", "metadata", "drop_metadata")
 

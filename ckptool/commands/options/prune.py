@@ -25,10 +25,12 @@ class PruneOptions(OptionSet):
         metavar="K",
         help="Also keep every step whose number is a multiple of K.",
     )
-    drop_optimizer_of_older: bool = option(
-        "--drop-optimizer-of-older",
+    no_optimizer: bool = option(
+        "--no-optimizer",
         FLAG,
-        help="Drop the optimizer state of steps that only --keep-every keeps.",
+        former="--drop-optimizer-of-older",
+        help="Leave out the optimizer's state of steps that only --keep-every keeps; the newest"
+        " have it still.",
     )
     yes: bool = option(
         "--yes", FLAG, help="Remove the others; without it, only what would be removed is shown."

@@ -32,6 +32,12 @@ class Selection(OptionSet):
     model_only: bool = option(
         "--model-only", FLAG, help="Keep the model only, under its own names."
     )
+    no_optimizer: bool = option(
+        "--no-optimizer",
+        FLAG,
+        former="--drop-optimizer",
+        help="Leave out the optimizer's state, and keep everything else.",
+    )
     peft_adapter: bool = option(
         "--peft-adapter",
         FLAG,

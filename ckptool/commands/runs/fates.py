@@ -159,7 +159,7 @@ class _Decision:
         The last one with an optimizer keeps it: training could resume from no other.
         """
         pointed = not step.position or step.path in self._pointers or self._written_last is step
-        if pointed or not self._options.drop_optimizer_of_older:
+        if pointed or not self._options.no_optimizer:
             return kept
         if is_last:
             because = "no newer good step has an optimizer"

@@ -91,9 +91,9 @@ def prune(run: Location, options: PruneOptions, notify: Notify = lambda text: No
     checkpoint, Unsupported if the run is one checkpoint, TransferError if a pointer cannot be read
     or something cannot be removed, Changed if a kept step changed meanwhile.
     """
-    if options.drop_optimizer_of_older and options.keep_every is None:
+    if options.no_optimizer and options.keep_every is None:
         raise UsageError(
-            "--drop-optimizer-of-older: requires --keep-every, which keeps older steps",
+            "--no-optimizer: requires --keep-every, which keeps older steps",
             hint="--keep-every 1 keeps all: the newest as they are, older ones without optimizer",
         )
     require_codes(options.verify.ignore)

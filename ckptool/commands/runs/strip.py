@@ -23,7 +23,13 @@ from ckptool.commands.transfer.transfer import Transfer
 from ckptool.core.catalog import Catalog
 from ckptool.core.layout import FileLayout, Layout, Verbatim
 from ckptool.core.planning.plan import Plan
-from ckptool.core.state_category import is_state_of_optimizer, state_category, with_every_part
+from ckptool.core.selection import drop_names
+from ckptool.core.state_category import (
+    is_state_of_optimizer,
+    optimizer_names,
+    state_category,
+    with_every_part,
+)
 from ckptool.core.text import list_some
 from ckptool.engine.run_options import StageOptions
 from ckptool.engine.write.disk_target import DiskTarget
@@ -69,7 +75,7 @@ def _plan(part: Location, read: ReadOptions, run: RunOptions) -> Strip | None:
     """Return the plan for one checkpoint; None if it has no optimizer's state."""
     opened = open_checkpoint(part, read)
     catalog = with_every_part(opened.catalog)
-    kept = _without_optimizer(catalog)
+    kept = drop_names(catalog, optimizer_names(catalog))
     dropped = catalog.tensors.keys() - kept.tensors.keys()
     if not dropped:
         return _plan_removal(opened)
@@ -136,15 +142,3 @@ def _exchange(opened: OpenedCheckpoint, strip: Transfer[ConvertReport]) -> Strip
     sizes = opened.source.files
     freed = sum(sizes.get(name, 0) for name in old) - strip.plan.layout.nbytes
     return Strip(freed, strip.run)
-
-
-def _without_optimizer(catalog: Catalog) -> Catalog:
-    """Exclude an optimizer's tensors and the values beside them: a value alone is a setting."""
-    tensors = {n: e for n, e in catalog.tensors.items() if state_category(e) != "optimizer"}
-    heads = {name.partition(".")[0] for name in catalog.tensors.keys() - tensors.keys()}
-    objects = {
-        name: entry
-        for name, entry in catalog.objects.items()
-        if state_category(entry) != "optimizer" or name.partition(".")[0] not in heads
-    }
-    return replace(catalog, tensors=tensors, objects=objects)

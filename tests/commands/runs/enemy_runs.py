@@ -155,7 +155,7 @@ def _prune(world: World, rules: Rules, observer: _Observer) -> str:
     options = PruneOptions(
         keep_last=rules.keep_last,
         keep_every=rules.keep_every,
-        drop_optimizer_of_older=rules.drop,
+        no_optimizer=rules.drop,
         yes=True,
         verify=VerifyOptions(workers=1),
     )

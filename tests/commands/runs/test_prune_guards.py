@@ -96,7 +96,7 @@ def test_the_steps_of_a_run_in_a_step_stay_all(tmp_path: Path) -> None:
     inner = run / "checkpoint-60" / "finetune"
     assert names_in(inner) == ["step-3", "step-7"]
     before = hashes(inner)
-    pruned(run, yes=True, quick=True, keep_every=1, drop_optimizer_of_older=True)
+    pruned(run, yes=True, quick=True, keep_every=1, no_optimizer=True)
     assert hashes(inner) == before
 
 

@@ -1,4 +1,4 @@
-"""prune --drop-optimizer-of-older: what older steps keep, also if it is killed."""
+"""prune --no-optimizer: what older steps keep, also if it is killed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ckptool.storage.url import RemotePath, location
 
 EVERY = int(os.environ.get("CKPTOOL_FAULTS", "0")) or 9
 """1 for a kill at every call that changes the file system, n for each n-th."""
-OPTIONS = PruneOptions(keep_last=1, keep_every=100, drop_optimizer_of_older=True, yes=True)
+OPTIONS = PruneOptions(keep_last=1, keep_every=100, no_optimizer=True, yes=True)
 
 
 def run_of(folder: Path, *steps: int) -> Path:
@@ -48,7 +48,7 @@ def run_of(folder: Path, *steps: int) -> Path:
 
 
 def stripped(run: Path, **options: Any) -> PruneReport:
-    return pruned(run, keep_every=100, drop_optimizer_of_older=True, **options)
+    return pruned(run, keep_every=100, no_optimizer=True, **options)
 
 
 def model_in(step: Path) -> list[torch.Tensor]:
@@ -137,7 +137,7 @@ def test_nothing_is_stripped_unless_it_is_reported(tmp_path: Path) -> None:
     assert fates(stripped(run)) == {"step-200": "keep", "step-100": "strip"}
     assert hashes(run / "step-100") == before
     with pytest.raises(UsageError, match="requires --keep-every"):
-        pruned(run, drop_optimizer_of_older=True)
+        pruned(run, no_optimizer=True)
 
 
 def test_what_is_pointed_to_or_damaged_stays_whole(tmp_path: Path) -> None:
@@ -290,7 +290,7 @@ def test_a_step_of_a_store_keeps_its_optimizer(tmp_path: Path) -> None:
 def test_killed_at_any_call_each_step_is_the_old_one_or_the_new_one(tmp_path: Path) -> None:
     source = run_of(tmp_path, 100, 250, 300)
     run, log = tmp_path / "copy", tmp_path / "log"
-    words = [*"prune --keep-last 1 --keep-every 100 --drop-optimizer-of-older --yes".split(), "-q"]
+    words = [*"prune --keep-last 1 --keep-every 100 --no-optimizer --yes".split(), "-q"]
     shutil.copytree(source, run)
     ended = run_with_fault([*words, str(run)], log)
     assert ended.code == 0, ended.words

@@ -305,5 +305,5 @@ def test_a_run_that_was_started_again_keeps_what_it_wrote_last(tmp_path: Path) -
         "was written after checkpoint-300"
     )
     before = hashes(run)
-    pruned(run, 1, yes=True, quick=True, keep_every=50, drop_optimizer_of_older=True)
+    pruned(run, 1, yes=True, quick=True, keep_every=50, no_optimizer=True)
     assert hashes(run) == before

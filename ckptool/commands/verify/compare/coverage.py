@@ -19,7 +19,7 @@ from ckptool.commands.verify.compare.names import (
 )
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.selection import is_used, meant_by, names_of
-from ckptool.core.state_category import state_category
+from ckptool.core.state_category import optimizer_names, state_category, with_every_part
 from ckptool.core.text import plural
 from ckptool.errors import Problem
 from ckptool.serialization.safetensors_metadata import texts_of
@@ -89,7 +89,8 @@ def align(
     chosen = replace(selection, drop=tuple(drop))
     options = replace(asked, selection=chosen, drop_metadata=tuple(texts))
     made = rewrite(opened, options, check=require_sound)
-    is_selected = selected_by(selection, {*names, *others})
+    optimizer = optimizer_names(with_every_part(other)) if selection.no_optimizer else ()
+    is_selected = selected_by(selection, {*names, *others}, optimizer)
     theirs = counterpart(other, made.catalog, is_selected, model_only=selection.model_only)
     notes = excluded_by_rewrite(made, opened.path)
     notes += excluded(other_path, theirs.excluded, theirs.excluded_values)

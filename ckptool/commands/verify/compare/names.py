@@ -65,10 +65,21 @@ def counterpart(
     return Counterpart(kept, names, rest, len(catalog.objects) - len(kept.objects))
 
 
-def selected_by(selection: Selection, names: Container[str]) -> Callable[[str], bool]:
-    """Return which names are selected and not dropped; ``names`` are those that exist."""
+def selected_by(
+    selection: Selection, names: Container[str], optimizer: Container[str]
+) -> Callable[[str], bool]:
+    """Return which names are selected and not dropped; ``names`` are those that exist.
+
+    ``optimizer`` are those of an optimizer's state.
+    """
     is_chosen, is_dropped = (meant_by(p, names) for p in (selection.select, selection.drop))
-    return lambda name: (not selection.select or is_chosen(name)) and not is_dropped(name)
+
+    def is_selected(name: str) -> bool:
+        if selection.no_optimizer and name in optimizer:
+            return False
+        return (not selection.select or is_chosen(name)) and not is_dropped(name)
+
+    return is_selected
 
 
 def _model_like(catalog: Catalog, wanted: set[str]) -> tuple[Catalog, dict[str, str]]:
