@@ -109,11 +109,16 @@ class ReshardKeywords(TypedDict, total=False):
     storage_option: Mapping[str, object]
     world_size: int | None
     rank_state: str
+    select: Strings
+    drop: Strings
+    model_only: bool
+    no_optimizer: bool
     map: str | None
     dim: Mapping[str, int]
     hf_assets: AnyPath | None
     inverse: bool | None
     experts: str | None
+    dtype: AnyDType | Sequence[AnyDType] | None
     overwrite: bool
     resume: bool
     verify: bool

@@ -5,8 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
-from msgspec import field
-
 from ckptool.commands.model.adapter_config import ADAPTER_CONFIG
 from ckptool.commands.model.assets import (
     assets_in,
@@ -25,11 +23,12 @@ from ckptool.commands.open import (
     open_checkpoint,
     require_writable,
 )
-from ckptool.commands.options.rewrite import RewriteOptions, Selection
+from ckptool.commands.options.rewrite import RewriteOptions
 from ckptool.commands.options.target import ConvertOptions, SaveOptions
-from ckptool.commands.rewrite import RenamedCounts, RewriteResult, rewrite
+from ckptool.commands.rewrite import RewriteResult, rewrite
 from ckptool.commands.transfer.overwrite import may_open_late
-from ckptool.commands.transfer.report import TransferReport, not_carried
+from ckptool.commands.transfer.report import not_carried
+from ckptool.commands.transfer.rewritten import RewrittenReport, rewriting
 from ckptool.commands.transfer.transfer import (
     Transfer,
     require_apart,
@@ -52,17 +51,8 @@ if TYPE_CHECKING:
     from ckptool.commands.keymap.maps import MapReport
 
 
-class ConvertReport(TransferReport, frozen=True, kw_only=True):
-    """A conversion, planned or done.
-
-    ``cast`` and ``dequantized`` count tensors by stored type, ``renamed`` those of the selection
-    that have another name than before.
-    """
-
-    excluded: tuple[str, ...] = ()
-    cast: dict[str, int] = field(default_factory=dict)
-    dequantized: dict[str, int] = field(default_factory=dict)
-    renamed: RenamedCounts = RenamedCounts()
+class ConvertReport(RewrittenReport, frozen=True, kw_only=True):
+    """A conversion, planned or done."""
 
     schema: ClassVar = "convert"
 
@@ -110,11 +100,7 @@ def prepare(
         target,
         writer.name,
         options.transfer,
-        excluded=_exclusions(rewritten.whole, rewritten.kept, selection),
-        map=rewritten.map,
-        cast=rewritten.cast,
-        dequantized=rewritten.dequantized,
-        renamed=rewritten.renamed,
+        **rewriting(rewritten, rewritten.kept, options.rewrite),
         notes=(
             *catalog.notes,
             *layout.notes,
@@ -288,22 +274,3 @@ def _quantized_notes(catalog: Catalog) -> list[str]:
         return []
     listed = ", ".join(f"{count} {kind}" for kind, count in kinds(catalog).items())
     return [f"--dtype does not change quantized tensors ({listed}); use --dequantize"]
-
-
-def _exclusions(before: Catalog, after: Catalog, selection: Selection) -> tuple[str, ...]:
-    """Return what the selection excludes, one line for tensors and one for values."""
-    given = {
-        "--select": selection.select,
-        "--drop": selection.drop,
-        "--model-only": selection.model_only,
-        "--no-optimizer": selection.no_optimizer,
-        "--peft-adapter": selection.peft_adapter,
-    }
-    options = ", ".join(option for option, value in given.items() if value)
-    tensors = len(before.tensors) - len(after.tensors)
-    values = len(before.objects) - len(after.objects)
-    return tuple(
-        f"{plural(count, what)} ({options})"
-        for count, what in ((tensors, "tensor"), (values, "non-tensor value"))
-        if options and count
-    )

@@ -81,6 +81,7 @@ def rewrite(
     opened: OpenedCheckpoint,
     options: RewriteOptions,
     *,
+    kept: Catalog | None = None,
     locate: bool = False,
     defers: bool = True,
     shared: bool = False,
@@ -88,16 +89,19 @@ def rewrite(
 ) -> RewriteResult:
     """Select, rename, map and cast a checkpoint's contents. No tensor byte is read.
 
-    ``check`` raises if the selection is unsuitable. With ``locate`` every container is opened; if
-    it ``defers``, its reader may open it, or has a share of work that is ``shared``; a key map
-    needs this. Raises UsageError or Unsupported if it cannot be done as requested, and as ``check``
-    does: Damaged if part of the selection cannot be read, Hostile if it must not be.
+    ``kept`` is the selection, if it is made already. ``check`` raises if the selection is
+    unsuitable. With ``locate`` every container is opened; if it ``defers``, its reader may open it,
+    or has a share of work that is ``shared``; a key map needs this. Raises UsageError or Unsupported
+    if it cannot be done as requested, and as ``check`` does: Damaged if part of the selection cannot
+    be read, Hostile if it must not be.
     """
     casts, selection, cast_counts = options.casts, options.selection, dict[str, int]()
     source = DequantizeResult(opened.catalog, {}, {})
     if options.dequantize:
         source = _dequantize(opened, None if casts is None else casts.model, options.map.assets)
-    kept, renamed = select_entries(source.catalog, selection), RenamedCounts()
+    if kept is None:
+        kept = select_entries(source.catalog, selection)
+    renamed = RenamedCounts()
     if selection.rename or selection.strip_prefix is not None:
         kept, renamed = _rename(kept, selection)
     counts = source.counts(kept)

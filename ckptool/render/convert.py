@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ckptool.commands.convert import ConvertReport
     from ckptool.commands.keymap.maps import MapReport
     from ckptool.commands.transfer.report import Part, TransferReport
+    from ckptool.commands.transfer.rewritten import RewrittenReport
     from ckptool.core.keymap.apply import Move
 
 
@@ -37,13 +38,7 @@ def show_convert(report: ConvertReport) -> None:
             f" in {plural(len(report.files), 'file')}, from {report.source_format}",
         )
     ]
-    lines += [
-        Text(f"  {what}: {plural(count, 'tensor')} from {kind}")
-        for what, counts in (("cast", report.cast), ("dequantized", report.dequantized))
-        for kind, count in counts.items()
-    ]
-    lines += [Text(f"  renamed: {_renamed(report)}")] if _renamed(report) else []
-    lines += [Text(f"  excluded: {line}") for line in report.excluded]
+    lines += map(Text, rewriting_lines(report))
     if dry_run:
         read, written = size(report.read_bytes), size(report.write_bytes)
         room = free(report.free_bytes)
@@ -56,9 +51,25 @@ def show_convert(report: ConvertReport) -> None:
         show_files(report.files, screen)
 
 
-def _renamed(report: ConvertReport) -> str:
-    """Return how many tensors and values were renamed; nothing if none was."""
-    counts = (report.renamed.tensors, "tensor"), (report.renamed.values, "value")
+def rewriting_lines(report: RewrittenReport) -> Iterator[str]:
+    """Yield what was matched, with some of the names, and what was cast, renamed and excluded."""
+    for matched in report.matched:
+        such = ", such as" if matched.tensors + matched.values > len(matched.names) else ":"
+        counted = _counted(matched.tensors, matched.values)
+        yield f"  {matched.option} {visible(matched.pattern)} matches {counted}{such}"
+        yield from (f"    {visible(name)}" for name in matched.names)
+    for what, counts in (("cast", report.cast), ("dequantized", report.dequantized)):
+        yield from (
+            f"  {what}: {plural(count, 'tensor')} from {kind}" for kind, count in counts.items()
+        )
+    if renamed := _counted(report.renamed.tensors, report.renamed.values):
+        yield f"  renamed: {renamed}"
+    yield from (f"  excluded: {line}" for line in report.excluded)
+
+
+def _counted(tensors: int, values: int) -> str:
+    """Return how many tensors and values there are; nothing if there are none."""
+    counts = (tensors, "tensor"), (values, "value")
     return ", ".join(plural(count, noun) for count, noun in counts if count)
 
 

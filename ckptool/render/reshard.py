@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from ckptool.core.text import plural
-from ckptool.render.convert import compares, planned_part, show_files, show_moves
+from ckptool.render.convert import compares, planned_part, rewriting_lines, show_files, show_moves
 from ckptool.render.inspect.listing import ROOMY, fold_names, placements_text
 from ckptool.render.text import columns, console, emit, first_lines, free, size, visible
 
@@ -33,6 +33,7 @@ def show_reshard(report: ReshardReport) -> None:
             f": {plural(len(report.choices), 'tensor')}, {plural(report.objects, 'value')},"
             f" {size(report.write_bytes)} in {plural(len(report.files), 'file')}",
         ),
+        *map(Text, rewriting_lines(report)),
         *map(Text, _reasons(report)),
         Text(_ranks(report)),
     ]

@@ -208,8 +208,10 @@ def test_commands_take_an_open_checkpoint(out: Path) -> None:
     assert ckptool.compare(one, out / "m")
     assert ckptool.verify(ckptool.open(SOURCE)).ok
     assert ckptool.reshard(ckptool.open(SOURCE), out / "r", mesh="2", dry_run=True).choices
-    with pytest.raises(TypeError, match="unexpected keyword argument 'model_only'"):
-        ckptool.reshard(one, out / "r", mesh="2")
+    ckptool.reshard(one, out / "r", mesh="2", fsync=False)
+    assert ckptool.compare(out / "m", out / "r")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'strip_prefix'"):
+        ckptool.reshard(ckptool.open(SOURCE, strip_prefix="model"), out / "r", mesh="2")
     with pytest.raises(TypeError, match="per_rank is for opening"):
         ckptool.inspect(one, per_rank=True)
 

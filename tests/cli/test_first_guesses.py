@@ -133,3 +133,40 @@ def test_no_optimizer_is_one_word(place: Path) -> None:
 )
 def test_other_words_for_it_are_answered_with_it(words: tuple[str, ...], place: Path) -> None:
     assert "Did you mean --no-optimizer?" in ckptool(place, *words, code=2).stderr
+
+
+def test_reshard_takes_what_convert_takes(place: Path) -> None:
+    asked = ("--model-only", "--drop", "layers.10", "--dtype", "bf16")
+    ckptool(place, "convert", "runs/step-1000", "whole.pt", *asked)
+    ckptool(place, "reshard", "runs/step-1000", "on-2", "--mesh", "2", *asked)
+    ckptool(place, "verify", "whole.pt", "--against", "on-2")
+    ckptool(place, "verify", "runs/step-1000", "--against", "on-2", *asked)
+    ckptool(place, "reshard", "runs/step-1000", "small", "--mesh", "2", "--no-optimizer")
+    assert not any(name.startswith("optim.") for name in names(place / "small"))
+    assert "step" in names(place / "small")
+    ckptool(place, "reshard", "runs/step-1000", "few", "--mesh", "2", "--select", "q_proj")
+    assert len(names(place / "few")) == PARTS["q_proj"]
+
+
+WRITING = (("convert", "new", "--to", "dcp"), ("reshard", "new", "--mesh", "2"))
+
+
+@pytest.mark.parametrize("how", WRITING, ids=" ".join)
+def test_a_command_that_writes_says_what_it_matched(how: tuple[str, ...], place: Path) -> None:
+    command, *rest = how
+    options = ("--select", "q_proj", "--drop", "layers.10", "--dtype", "layers.0=bf16")
+    said = ckptool(place, command, "runs/step-1000", *rest, *options).stdout.splitlines()
+    first = said.index("  --select q_proj matches 6 tensors, such as")
+    assert said[first + 1 : first + 4] == [
+        f"    model.model.layers.{layer}.self_attn.q_proj.weight" for layer in (0, 1, 10)
+    ]
+    assert "  --drop layers.10 matches 2 tensors:" in said
+    assert "  --dtype layers.0 matches 2 tensors:" in said
+    assert "  cast: 2 tensors from float32" in said
+    assert "  excluded: 18 tensors (--select, --drop)" in said
+
+
+def test_what_is_renamed_is_counted(place: Path) -> None:
+    rule = ("--rename", "^model[.]model[.]=model.")
+    said = ckptool(place, "convert", "runs/step-1000", "renamed", "--to", "dcp", *rule).stdout
+    assert "  renamed: 10 tensors" in said.splitlines()

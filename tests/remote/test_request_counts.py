@@ -180,7 +180,7 @@ def test_a_map_opens_items_from_what_is_read(
         assert (out / "two.safetensors").read_bytes() == (out / "one.safetensors").read_bytes()
     elif command == "reshard":
         transfer = TransferOptions(verify=False)
-        options = ReshardOptions(parse_mesh("1"), to="dcp", map=MAP, transfer=transfer)
+        options = ReshardOptions(parse_mesh("1"), to="dcp", rewrite=rewriting, transfer=transfer)
         prepare_reshard(place, out / "two", options).run()
         plain = RewriteOptions()
         same = against(out / "two", out / "one.safetensors", VerifyOptions(), plain, COMPARED)

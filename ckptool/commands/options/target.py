@@ -14,7 +14,7 @@ from ckptool.commands.options.choices import (
 )
 from ckptool.commands.options.declaration import FLAG, SIZE, OptionSet, group, option
 from ckptool.commands.options.read import READING, ReadOptions
-from ckptool.commands.options.rewrite import MapOptions, RewriteOptions
+from ckptool.commands.options.rewrite import RewriteOptions
 from ckptool.commands.options.run import RunOptions
 from ckptool.errors import UsageError
 
@@ -118,6 +118,11 @@ class ConvertOptions(OptionSet):
     transfer: TransferOptions = group(TransferOptions, WRITING)
 
 
+_NOT_RESHARDED = (
+    *("peft_adapter", "strip_prefix", "rename", "dequantize", "metadata", "drop_metadata"),
+)
+
+
 class ReshardOptions(OptionSet):
     """The mesh, what decides the placements, how to read and how to write.
 
@@ -163,7 +168,7 @@ class ReshardOptions(OptionSet):
         " states and ranks' own numbers, refuse all else), drop, keep, stop (refuse), or the number"
         " of the rank to copy it from.",
     )
-    map: MapOptions = group(MapOptions, "Names and layout of another framework")
+    rewrite: RewriteOptions = group(RewriteOptions, without=_NOT_RESHARDED)
     transfer: TransferOptions = group(TransferOptions, WRITING)
     check: bool = option(
         "--check",

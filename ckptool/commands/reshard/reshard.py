@@ -11,7 +11,7 @@ from typing import ClassVar
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from ckptool.commands.model.assets import with_assets
+from ckptool.commands.model.assets import with_assets, with_true_configs
 from ckptool.commands.model.records import records
 from ckptool.commands.open import OpenedCheckpoint, no_collecting, open_checkpoint, require_writable
 from ckptool.commands.options.target import ReshardOptions
@@ -23,9 +23,9 @@ from ckptool.commands.reshard.rank_state import (
     require_rank_state,
     resolve_rank_state,
 )
-from ckptool.commands.rewrite import open_mapped
+from ckptool.commands.rewrite import RewriteResult, rewrite, select_entries
 from ckptool.commands.transfer.overwrite import may_open_late
-from ckptool.commands.transfer.report import TransferReport
+from ckptool.commands.transfer.rewritten import RewrittenReport, rewriting
 from ckptool.commands.transfer.transfer import (
     Progress,
     Transfer,
@@ -50,7 +50,7 @@ from ckptool.storage.place import on_disk
 from ckptool.storage.url import Location
 
 
-class ReshardReport(TransferReport, frozen=True, kw_only=True):
+class ReshardReport(RewrittenReport, frozen=True, kw_only=True):
     """The planned or finished reshard; sizes in bytes.
 
     ``rank_bytes`` is the share of each rank of the mesh, ``peak_memory`` the memory that moving
@@ -84,7 +84,7 @@ class ReshardReport(TransferReport, frozen=True, kw_only=True):
             load = {"source": self.costs.from_source, "target": self.costs.from_target}
             more |= {"read_bytes": self.costs.read_bytes, "load": load}
         return {
-            **TransferReport.more(self),
+            **RewrittenReport.more(self),
             **more,
             "mesh": {"shape": self.mesh.shape, "names": self.mesh.names},
             "tensors": tensors,
@@ -176,14 +176,11 @@ def prepare_reshard(
     require_apart(opened, target)
     writer = _writer(options.to, opened)
     same_ranks = writer.loading.has_rank_state and opened.catalog.world_size == placer.mesh.size
-    catalog, dropped = resolve_rank_state(opened.catalog, options.rank_state, same_ranks=same_ranks)
-    require_writable(opened, catalog)
-    if not catalog.tensors:
-        raise Unsupported(f"{opened.path}: no tensors to reshard")
-    defers = may_open_late(target, overwrites=options.transfer.overwrite)
-    how = {"defers": defers, "shared": options.transfer.is_shared(ranks)}
-    catalog, map_report = open_mapped(opened, catalog, options.map, whole=True, **how)
-    catalog = in_families(catalog, writer.writing.families)
+    selected = select_entries(opened.catalog, options.rewrite.selection)
+    kept, dropped = resolve_rank_state(selected, options.rank_state, same_ranks=same_ranks)
+    rewritten = _rewrite(opened, kept, target, options, ranks)
+    assets = options.rewrite.map.assets
+    catalog = in_families(rewritten.catalog, writer.writing.families)
     mesh = _with_names(placer.mesh, catalog.mesh)
     placer = replace(placer, mesh=mesh, rules=(*placer.rules, *writer.loading.rules()))
     choices = placer.choose(catalog)
@@ -191,9 +188,11 @@ def prepare_reshard(
         placer.mesh, {name: choice.placements for name, choice in choices.items()}
     )
     catalog = _with_companions(opened, catalog, writer)
-    request = _request(opened, catalog, writer, target, placed, options.map.assets)
+    request = _request(opened, catalog, writer, target, placed, assets)
     layout = writer.lay_out(catalog, request)
-    layout = with_assets(opened.source, layout, options.map.assets, map_report, catalog, writer)
+    layout = with_assets(opened.source, layout, assets, rewritten.map, catalog, writer)
+    if rewritten.cast:
+        layout = with_true_configs(opened, catalog, layout, cast=True, partial=True)
     plan = Plan(catalog, layout)
     report = ReshardReport.of(
         opened,
@@ -209,14 +208,31 @@ def prepare_reshard(
             plan, opened.source, options.transfer.run, local=on_disk(target) is not None
         ),
         budget=options.transfer.run.budget,
-        map=map_report,
+        **rewriting(rewritten, selected, options.rewrite),
         dropped=dropped,
         notes=(*catalog.notes, *dropped_notes(dropped), *layout.notes),
     )
-    decided = (writer.name, placed, map_report and map_report.decided)
+    decided = (writer.name, placed, rewritten.map and rewritten.map.decided)
     transfer = options.transfer
     return Reshard(
         opened, plan, target, transfer, report, decided, placed=placed, check=options.check
+    )
+
+
+def _rewrite(
+    opened: OpenedCheckpoint, kept: Catalog, target: Location, options: ReshardOptions, ranks: int
+) -> RewriteResult:
+    """Map and cast what is kept of a checkpoint, if it may be written; containers are opened."""
+    require_writable(opened, kept)
+    if not kept.tensors:
+        raise Unsupported(f"{opened.path}: no tensors to reshard")
+    return rewrite(
+        opened,
+        options.rewrite,
+        kept=kept,
+        locate=True,
+        defers=may_open_late(target, overwrites=options.transfer.overwrite),
+        shared=options.transfer.is_shared(ranks),
     )
 
 

@@ -13,7 +13,7 @@ from keymap.mapped_models import HEADS, LLAMA, MEGATRON, all_bits, mapped, save,
 from torchtitan_states import CONFIGS, write_config
 
 from ckptool.commands.keymap.library import builtin_maps
-from ckptool.commands.options.rewrite import MapOptions
+from ckptool.commands.options.rewrite import MapOptions, RewriteOptions
 from ckptool.commands.options.run import RunOptions
 from ckptool.commands.options.target import ReshardOptions, TransferOptions
 from ckptool.commands.reshard.reshard import prepare_reshard
@@ -207,7 +207,9 @@ def test_tied_tensors_must_be_equal(tmp_path: Path, out: Path) -> None:
 
 def resharded(source: Path, target: Path, *, verify: bool = True, **options: Any) -> Path:
     run = TransferOptions(verify=verify, run=RunOptions(workers=2, fsync=False))
-    prepare_reshard(source, target, ReshardOptions(transfer=run, **options)).run()
+    rewriting = RewriteOptions(map=options.pop("map", MapOptions()))
+    asked = ReshardOptions(rewrite=rewriting, transfer=run, **options)
+    prepare_reshard(source, target, asked).run()
     return target
 
 

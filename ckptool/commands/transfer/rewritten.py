@@ -1,0 +1,91 @@
+"""What a command that writes says of the rewriting: what it matched, excluded, renamed and cast."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import Struct, field
+
+from ckptool.commands.options.rewrite import RewriteOptions, Selection
+from ckptool.commands.rewrite import RenamedCounts, RewriteResult
+from ckptool.commands.transfer.report import TransferReport
+from ckptool.core.catalog import Catalog
+from ckptool.core.selection import matching_names, meant_by, names_of
+from ckptool.core.text import plural
+
+_FEW = 3
+
+
+class Matched(Struct, frozen=True):
+    """How many tensors and values a pattern of an option means, and the first of their names."""
+
+    option: str
+    pattern: str
+    tensors: int
+    values: int
+    names: tuple[str, ...]
+
+
+class RewrittenReport(TransferReport, frozen=True, kw_only=True):
+    """A transfer of what was selected, renamed and cast.
+
+    ``cast`` and ``dequantized`` count tensors by stored type, ``renamed`` those of the selection
+    that have another name than before.
+    """
+
+    matched: tuple[Matched, ...] = ()
+    excluded: tuple[str, ...] = ()
+    cast: dict[str, int] = field(default_factory=dict)
+    dequantized: dict[str, int] = field(default_factory=dict)
+    renamed: RenamedCounts = RenamedCounts()
+
+
+def rewriting(made: RewriteResult, selected: Catalog, options: RewriteOptions) -> dict[str, Any]:
+    """Return the fields of a report that tell of the rewriting; ``selected`` is what was kept."""
+    return {
+        "map": made.map,
+        "matched": (*_selected(made.whole, options.selection), *_cast(made.catalog, options)),
+        "excluded": _exclusions(made.whole, selected, options.selection),
+        "cast": made.cast,
+        "dequantized": made.dequantized,
+        "renamed": made.renamed,
+    }
+
+
+def _selected(whole: Catalog, selection: Selection) -> list[Matched]:
+    """Return what each pattern of --select matches, and each of --drop in what these keep."""
+    names = names_of(whole) if selection.select or selection.drop else ()
+    matched = [_matched("--select", each, whole, names) for each in selection.select]
+    if selection.select:
+        names = [*filter(meant_by(selection.select, names), names)]
+    return matched + [_matched("--drop", each, whole, names) for each in selection.drop]
+
+
+def _cast(catalog: Catalog, options: RewriteOptions) -> list[Matched]:
+    rules = () if options.casts is None else options.casts.rules
+    return [_matched("--dtype", pattern, catalog, catalog.tensors) for pattern, _ in rules]
+
+
+def _matched(option: str, pattern: str, catalog: Catalog, names: Any) -> Matched:
+    found = matching_names(names, pattern)
+    values = sum(name in catalog.objects for name in found)
+    return Matched(option, pattern, len(found) - values, values, tuple(found[:_FEW]))
+
+
+def _exclusions(before: Catalog, after: Catalog, selection: Selection) -> tuple[str, ...]:
+    """Return what the selection excludes, one line for tensors and one for values."""
+    given = {
+        "--select": selection.select,
+        "--drop": selection.drop,
+        "--model-only": selection.model_only,
+        "--no-optimizer": selection.no_optimizer,
+        "--peft-adapter": selection.peft_adapter,
+    }
+    options = ", ".join(option for option, value in given.items() if value)
+    tensors = len(before.tensors) - len(after.tensors)
+    values = len(before.objects) - len(after.objects)
+    return tuple(
+        f"{plural(count, what)} ({options})"
+        for count, what in ((tensors, "tensor"), (values, "non-tensor value"))
+        if options and count
+    )
