@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptool.errors import Unsupported, UsageError
+from ckptool.errors import UsageError
 
 if TYPE_CHECKING:
     from ckptool.commands.inspect import InspectReport
@@ -27,13 +27,13 @@ Html = Annotated[
 def require_page(html: str | None) -> Path | None:
     """Return the file of ``--html``, before anything is read or measured.
 
-    Raises UsageError if it is not a file name on a disk, Unsupported if its folder is missing, or
-    the existing file is not a page of ckptool.
+    Raises UsageError if it is not a file name on a disk, Unsupported if there can be no such
+    folder, or the existing file is not a page of ckptool.
     """
     if html is None:
         return None
     from ckptool.render.html.page import MARK
-    from ckptool.storage.disk import require_marked
+    from ckptool.storage.disk import nearest_folder, require_marked
 
     named = "such as --html page.html"
     if html in ("", "-"):
@@ -45,8 +45,7 @@ def require_page(html: str | None) -> Path | None:
         raise UsageError(
             f"--html {html}: a folder, not a file", hint=f"--html {file / 'page.html'}"
         )
-    if not file.parent.is_dir():
-        raise Unsupported(f"{file.parent}: no such folder", hint=f"mkdir -p {file.parent}")
+    nearest_folder(file.parent)
     require_marked(file, MARK, noun="page that ckptool wrote")
     return file
 

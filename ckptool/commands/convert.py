@@ -63,8 +63,9 @@ def prepare(
 ) -> Transfer[ConvertReport]:
     """Plan a conversion, shared by ``ranks``; nothing is written and no tensor is read yet."""
     target = resolve_target(target)
-    writer = writer_for(options.to, target)
+    named = _named_writer(options.to, target)
     opened = open_checkpoint(source, options.read, whole=False, placements=False)
+    writer = named or _own_writer(opened, target)
     require_apart(opened, target)
     rewritten = rewrite(
         opened,
@@ -185,13 +186,38 @@ def writer_for(to: str | None, target: Location) -> Format:
 
     Raises UsageError if neither determines it, or they contradict each other.
     """
+    writer = _named_writer(to, target)
+    if writer is None:
+        raise UsageError(f"{target}: the name does not determine the format", hint=_TARGETS)
+    return writer
+
+
+_TARGETS = (
+    "--to hf writes a folder for transformers and vLLM, --to dcp one for torch; DST.safetensors and"
+    " DST.pt are files"
+)
+
+
+def _own_writer(opened: OpenedCheckpoint, target: Location) -> Format:
+    """Return the source's own format for a folder; UsageError if convert does not write that."""
+    row = opened.format
+    if row.writing.convert is not None and not row.detection.suffixes:
+        return row
+    instead = ""
+    if row.writing.reshard is not None:
+        instead = "; `ckptool reshard SRC DST --mesh N` writes SRC's own kind"
+    raise UsageError(
+        f"{target}: the name does not determine the format, and {opened.path} is {row.name},"
+        " no folder that convert writes",
+        hint=f"{_TARGETS}{instead}",
+    )
+
+
+def _named_writer(to: str | None, target: Location) -> Format | None:
+    """Return the format that --to or a suffix says, None if neither does; UsageError as above."""
     alone = single_file_suffixes().get(target.suffix)
     if to is None and alone is None:
-        raise UsageError(
-            f"{target}: the name does not determine the format",
-            hint="--to hf writes a folder for transformers and vLLM, --to dcp one for torch;"
-            " DST.safetensors and DST.pt are files",
-        )
+        return None
     if to is not None and (to not in FORMATS or FORMATS[to].writing.convert is None):
         raise UsageError(f"--to {to!r}: unknown format", hint=one_of(to, targets()))
     row = FORMATS[to] if to is not None else alone

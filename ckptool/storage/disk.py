@@ -168,12 +168,13 @@ def sync_folder(folder: Path) -> None:
 def write_whole(path: Path, data: bytes, *, mark: bytes) -> None:
     """Create or replace a small file: at any moment the old one is there, or the new one.
 
-    ``mark`` is what files of this kind begin with, also those that a killed run left beside the
-    target. Raises Unsupported if a file does not or cannot be written, Committed if it was written
-    but the disk did not confirm it.
+    Missing folders are made. ``mark`` is what files of this kind begin with, also those that a
+    killed run left beside the target. Raises Unsupported if a file does not or cannot be written,
+    Committed if it was written but the disk did not confirm it.
     """
     part = path.with_name(f".{path.name}.partial")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         _remove_leftover(part, mark)
         _write_new(part, data)
         _or_remove(part, lambda: os.replace(part, path))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from conftest import Ended, run_command
+from conftest import Ended, case, run_command
 
 from ckptool.commands.open import open_checkpoint
 from ckptool.core.catalog import Catalog
@@ -170,3 +170,31 @@ def test_what_is_renamed_is_counted(place: Path) -> None:
     rule = ("--rename", "^model[.]model[.]=model.")
     said = ckptool(place, "convert", "runs/step-1000", "renamed", "--to", "dcp", *rule).stdout
     assert "  renamed: 10 tensors" in said.splitlines()
+
+
+def test_a_folder_is_converted_to_what_it_is(place: Path) -> None:
+    ckptool(place, "convert", "runs/step-1000", "half", "--dtype", "bf16")
+    ckptool(place, "convert", "half", "model", "--to", "hf", "--model-only")
+    ckptool(place, "convert", "model", "again/in/folders", "--drop", "lm_head")
+    formats = {name: open_checkpoint(place / name).format.name for name in ("half", "model")}
+    assert formats == {"half": "dcp", "model": "hf"}
+    assert open_checkpoint(place / "again/in/folders").format.name == "hf"
+
+
+def test_what_is_no_folder_that_convert_writes_is_said(place: Path) -> None:
+    ckptool(place, "convert", "runs/step-1000", "one.pt")
+    said = ckptool(place, "convert", "one.pt", "two", code=2).stderr
+    assert "one.pt is torch-save, no folder that convert writes" in said
+    folder = case("accelerate_folders").path
+    said = ckptool(place, "convert", str(folder), "two", code=2).stderr
+    assert "`ckptool reshard SRC DST --mesh N` writes SRC's own kind" in said
+
+
+def test_missing_folders_of_a_target_are_made(place: Path) -> None:
+    step = "runs/step-1000"
+    ckptool(place, "convert", step, "a/b/one.pt")
+    ckptool(place, "reshard", step, "c/d/on-2", "--mesh", "2")
+    ckptool(place, "extract", step, "model.lm_head.weight", "--out", "e/f/w.npy")
+    ckptool(place, "inspect", step, "--html", "g/h/page.html", "--export", "i/j/screen.svg")
+    ckptool(place, "verify", step, "--write-manifest", "k/l/manifest.json")
+    ckptool(place, "verify", step, "--salvage", "m/n/intact.safetensors")

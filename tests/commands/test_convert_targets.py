@@ -27,8 +27,6 @@ from ckptool.errors import CkptoolError, UsageError
         ("m.safetensors", "hf", "but --to hf writes a folder"),
         ("m.pt", "dcp", "the name of a .pt file, but --to dcp writes a folder"),
         ("m.pt", "safetensors", "the name of a .pt file"),
-        ("m", None, "does not determine the format"),
-        ("step-1.0", None, "does not determine the format"),
         ("m", "torch-save", "writes a file, whose name ends in one of .pt, .pth"),
         ("step-1.0", "torch-save", "writes a file, whose name"),
     ],

@@ -104,7 +104,8 @@ class ConvertOptions(OptionSet):
         choices=target_names,
         help="Write safetensors (a .safetensors file, or else a Hugging Face folder: hf),"
         " torch-save, dcp, dcp-safetensors, diffusers, deepspeed-universal or"
-        " megatron-torch_dist; default: what DST's suffix says, .safetensors or .pt.",
+        " megatron-torch_dist; default: what DST's suffix says, .safetensors or .pt, or for"
+        " a folder what SRC is.",
     )
     read: ReadOptions = group(ReadOptions, READING)
     rewrite: RewriteOptions = group(RewriteOptions)

@@ -75,14 +75,17 @@ def _parts(result: Measured) -> tuple[float, float, float]:
 
 
 def require_plottable(path: Path) -> None:
-    """Check, before anything is measured, that the picture can be drawn and written.
+    """Check, before anything is measured, that the picture can be drawn; make its folder.
 
-    Raises UsageError for another suffix, Unsupported without the folder or matplotlib.
+    Raises UsageError for another suffix, Unsupported with a file in the way, or without
+    matplotlib.
     """
     if path.suffix not in (".svg", ".png"):
         raise UsageError(f"--plot {path}: the file must end in .svg or .png")
-    if not path.parent.is_dir():
-        raise Unsupported(f"{path.parent}: no such folder", hint=f"mkdir -p {path.parent}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Unsupported(f"{path.parent}: cannot be made: {error.strerror}") from None
     try:
         import matplotlib  # noqa: F401
     except ImportError:

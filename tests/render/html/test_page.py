@@ -255,7 +255,7 @@ def test_findings_come_with_what_their_codes_mean(tmp_path: Path) -> None:
         ("", 2, "needs the name of a file"),
         ("s3://bucket/page.html", 2, "not a URL"),
         (".", 2, "a folder, not a file"),
-        ("none/page.html", 4, "no such folder"),
+        ("mine.html/page.html", 4, "not a folder to write into"),
         ("mine.html", 4, "not a page that ckptool wrote"),
     ],
 )

@@ -31,7 +31,7 @@ from msgspec import Struct, to_builtins
 from ckptool.commands.verify.compare.values import canonical_text, text_digest
 from ckptool.core.dtype import BY_NAME
 from ckptool.errors import Damaged, NotFound, Unsupported
-from ckptool.storage.disk import require_marked
+from ckptool.storage.disk import nearest_folder, require_marked
 from ckptool.storage.place import on_disk, write_file
 from ckptool.storage.url import Location
 
@@ -101,8 +101,8 @@ def require_replaceable(path: Location, *, overwrite: bool) -> None:
     if path.is_dir():
         raise Unsupported(f"{path}: is a folder; a manifest is a file")
     disk = on_disk(path)
-    if disk is not None and not disk.parent.is_dir():
-        raise Unsupported(f"{path.parent}: no such folder")
+    if disk is not None:
+        nearest_folder(disk.parent)
     if (path.exists() or path.is_symlink()) and not overwrite:
         raise Unsupported(f"{path} already exists", hint="--overwrite replaces it")
     if disk is not None:
