@@ -79,8 +79,13 @@ from ckptool.serialization.state_dict.values import note_repeated
 
 _VERL_CONFIG = "fsdp_config.json"
 _VERL, _TORCH_CHECKPOINTING = "verl (by its file names)", "torch_checkpointing"
-WRITERS = {_VERL: "verl", _TORCH_CHECKPOINTING: "torch-checkpointing"}
-"""The format that writes a writer's files again; writers as in ``Catalog.info``."""
+_ACCELERATE = "accelerate (by its file names)"
+WRITERS = {
+    _VERL: "verl",
+    _TORCH_CHECKPOINTING: "torch-checkpointing",
+    _ACCELERATE: "accelerate",
+}
+"""The format that a writer loads again; writers as in ``Catalog.info``."""
 
 
 def _probe(source: Source) -> bool:
@@ -188,7 +193,7 @@ def _writer(files: list[RankFile]) -> str:
     if any(item.world for item in files):
         return _VERL
     if any(name.startswith(("pytorch_model_fsdp", "random_states_")) for name in names):
-        return "accelerate (by its file names)"
+        return _ACCELERATE
     return "torch.save, one file per rank"
 
 
