@@ -16,10 +16,11 @@ def extract(
     names: Annotated[
         list[str],
         typer.Argument(
-            metavar="NAME[...]",
+            metavar="NAME... [FILE]",
             autocompletion=complete_names,
             help="A tensor, with numpy's syntax for a slice of it: 'w', 'w[0:4, :8]', 'w[..., -1]'."
-            " Or a glob, or a part between dots of only one name. Quote it for the shell.",
+            " Or a glob, or a part between dots that only one name has, or one of the model's."
+            " Quote it for the shell. The last may be a .npy or .safetensors FILE to write.",
         ),
     ],
     *,
@@ -39,10 +40,10 @@ def extract(
 ) -> None:
     """Print tensors or slices of them, or save them to a file.
 
-    Works with every format and reads only the bytes it needs. Without --out, prints up to 1,000
+    Works with every format and reads only the bytes it needs. Without a FILE, prints up to 1,000
     elements in full and abbreviates larger tensors; --json prints up to 1,000,000.
     """
-    from ckptool.commands.extract import open_slices, prepare_extract, read_values
+    from ckptool.commands.extract import SUFFIXES, open_slices, prepare_extract, read_values
     from ckptool.render.extract import (
         MOST_IN_JSON,
         show_extract,
@@ -53,6 +54,8 @@ def extract(
     from ckptool.render.progress import progress
 
     place = parse_place(source, "SRC")
+    if out is None and len(names) > 1 and names[-1].endswith(SUFFIXES):
+        *names, out = names
     if out is None:
         taken = open_slices(place, names, options)
         if not quiet:

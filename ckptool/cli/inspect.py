@@ -38,6 +38,14 @@ FORMATS = ("text", "json", *TABLES)
 
 def inspect(
     source: SourcePath = ".",
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[NAME]...",
+            autocompletion=complete_names,
+            help="Show only these tensors, as --tensors does.",
+        ),
+    ] = None,
     *,
     tensors: Annotated[
         list[str] | None,
@@ -123,6 +131,7 @@ def inspect(
     from ckptool.render.text import console
 
     form = parse_form(form, FORMATS, as_json=as_json) or "text"
+    tensors = [*(names or ()), *(tensors or ())]
     asked = {
         "stats": stats, "modules": depth, "shards": shards, "rank_bytes": rank_bytes,
         "values": values, "tensors": tensors,
@@ -148,7 +157,7 @@ def inspect(
     if form != "text":
         content = inspect_json(
             report,
-            tensors=tensors or (),
+            tensors=tensors,
             ranks=rank_bytes,
             shards=shards,
             depth=depth,
@@ -161,7 +170,7 @@ def inspect(
         show(
             report,
             screen,
-            tensors=tensors or (),
+            tensors=tensors,
             ranks=rank_bytes,
             values=values,
             shards=shards,

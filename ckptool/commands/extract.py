@@ -37,8 +37,9 @@ from ckptool.core.dtype import DType
 from ckptool.core.layout import Data, FileLayout, Layout, Literal
 from ckptool.core.planning.plan import Plan
 from ckptool.core.selection import is_glob, matching_names, unknown_tensor
+from ckptool.core.state_category import state_category
 from ckptool.core.subscript import Pick, picks, split_subscript, take, without_other_chunks
-from ckptool.core.text import list_some
+from ckptool.core.text import list_some, plural
 from ckptool.engine.read.gather import unit
 from ckptool.engine.read.numbers import decode
 from ckptool.engine.read.tensors import ArrayMemory, FillRequest, fill
@@ -73,17 +74,21 @@ class TensorSlice(Struct, frozen=True):
 
 
 class Extraction(Struct, frozen=True):
-    """An open checkpoint and what to extract from it: located and cast, not read yet."""
+    """An open checkpoint and what to extract from it: located and cast, not read yet.
+
+    ``choices`` are notes on names of which one of several was chosen.
+    """
 
     opened: OpenedCheckpoint
     catalog: Catalog
     slices: tuple[TensorSlice, ...]
+    choices: tuple[str, ...]
 
     @property
-    def notes(self) -> list[Problem]:
-        """Return what must be said of the source, whatever is extracted from it."""
+    def notes(self) -> list[str]:
+        """Return what must be said of the source, whatever is extracted from it, and choices."""
         notes = (note for note in self.opened.catalog.notes if isinstance(note, Problem))
-        return [note for note in notes if note.code == PART_NAMED]
+        return [*(note for note in notes if note.code == PART_NAMED), *self.choices]
 
 
 class ExtractReport(TransferReport, frozen=True, kw_only=True):
@@ -102,11 +107,11 @@ class ExtractReport(TransferReport, frozen=True, kw_only=True):
 def open_slices(source: Location, asked: Sequence[str], options: ExtractOptions) -> Extraction:
     """Find ``NAME`` or ``NAME[0:4, :8]`` in a checkpoint; no tensor byte is read.
 
-    A name may be a glob, or a part that only one name contains. Raises UsageError if there is
-    no such tensor or index, Damaged if its chunks do not tile it.
+    A name may be a glob, or a part that only one name has, or one of the model's. Raises
+    UsageError if there is no such tensor or index, Damaged if its chunks do not tile it.
     """
     opened = open_checkpoint(source, options.read, whole=False, placements=False)
-    subscripts = _resolve(opened.catalog, asked)
+    subscripts, choices = _resolve(opened.catalog, asked)
     names = Selection(select=tuple(subscripts))
     casts = options.rewrite.casts
     if casts is not None and casts.model is not None:  # an exact name is meant, weight or not
@@ -126,30 +131,46 @@ def open_slices(source: Location, asked: Sequence[str], options: ExtractOptions)
         TensorSlice(catalog.tensors[name], written, whole[name].shape)
         for name, written in subscripts.items()
     )
-    return Extraction(opened, catalog, slices)
+    return Extraction(opened, catalog, slices, choices)
 
 
-def _resolve(catalog: Catalog, asked: Sequence[str]) -> dict[str, str]:
-    """Return the requested subscript of each tensor, as it was written."""
+def _resolve(catalog: Catalog, asked: Sequence[str]) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Return the requested subscript of each tensor, as it was written, and notes on choices."""
     known = dict.fromkeys((*catalog.tensors, *catalog.conflicts))
     subscripts: dict[str, str] = {}
+    choices = []
     for text in asked:
         is_name = text in known or text in catalog.objects
         name = text if is_name else split_subscript(text)[0]
         names = [] if name in catalog.objects else matching_names(known, name)
-        if not names or (len(names) > 1 and not is_glob(name)):
-            raise _not_one(catalog, name, names)
+        if len(names) > 1 and not is_glob(name):
+            names, others = _of_model(catalog, name, names)
+            more = f"{plural(len(others), 'other name')}: {list_some(others, 3)}"
+            choices.append(f"{name} is also in {more}")
+        if not names:
+            raise _no_tensor(catalog, name)
         for one in names:
             if subscripts.setdefault(one, text[len(name) :]) != text[len(name) :]:
                 raise UsageError(f"{one}: requested twice", hint="one slice of a tensor at a time")
-    return subscripts
+    return subscripts, tuple(choices)
 
 
-def _not_one(catalog: Catalog, name: str, names: Sequence[str]) -> UsageError:
-    """Return the error for a name that matches no tensor, or is part of several names."""
-    if names:
+def _of_model(catalog: Catalog, name: str, names: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the model's tensor among all that have a part, and the others.
+
+    Raises UsageError if not exactly one is the model's.
+    """
+    whole = catalog.tensors
+    model = [one for one in names if one in whole and state_category(whole[one]) == "model"]
+    if len(model) != 1:
         hint = f"give one full name, or match all: '*{name}*'"
-        return UsageError(f"{name!r} is in {len(names):,} names: {list_some(names, 3)}", hint=hint)
+        raise UsageError(f"{name!r} is in {len(names):,} names: {list_some(names, 3)}", hint=hint)
+    return model, [one for one in names if one != model[0]]
+
+
+def _no_tensor(catalog: Catalog, name: str) -> UsageError:
+    if "[" in name and "]" not in name:
+        return UsageError(f"{name!r}: the bracket is not closed", hint=f"'{name}]'")
     return unknown_tensor(f"no tensor named {name!r}", name, catalog)
 
 
@@ -194,7 +215,7 @@ def prepare_extract(
         target,
         suffix.removeprefix("."),
         options.transfer,
-        notes=catalog.notes,
+        notes=(*catalog.notes, *taken.choices),
         map=None,
         slices=taken.slices,
     )
@@ -244,6 +265,8 @@ def _lay_out_safetensors(path: str, catalog: Catalog) -> FileLayout:
 
 
 _LAYOUTS = {".npy": _lay_out_npy, ".safetensors": _lay_out_safetensors}
+SUFFIXES = tuple(_LAYOUTS)
+"""The ends of the names of files that are written."""
 
 
 # To look at

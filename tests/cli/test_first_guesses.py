@@ -198,3 +198,38 @@ def test_missing_folders_of_a_target_are_made(place: Path) -> None:
     ckptool(place, "inspect", step, "--html", "g/h/page.html", "--export", "i/j/screen.svg")
     ckptool(place, "verify", step, "--write-manifest", "k/l/manifest.json")
     ckptool(place, "verify", step, "--salvage", "m/n/intact.safetensors")
+
+
+def test_inspect_shows_the_tensors_that_are_named(place: Path) -> None:
+    by_option = ("inspect", "runs/step-1000", "--tensors", "lm_head", "--tensors", "layers.1")
+    shown = ckptool(place, "runs/step-1000", "lm_head", "layers.1").stdout
+    assert shown == ckptool(place, *by_option).stdout
+    row = next(line.split() for line in shown.splitlines() if " model.lm_head.weight " in line)
+    assert row == ["model.lm_head.weight", "[8,", "4]", "fp32", "-", "1", "0", "128"]
+    assert len(shown.splitlines()) == 1 + 2 + PARTS["layers.1"]
+    said = ckptool(place, "inspect", "runs/step-1000", "q_porj", code=2).stderr
+    assert "'q_porj' matches none of 22 tensors" in said
+
+
+def test_extract_takes_the_models_tensor_and_says_what_else_there_is(place: Path) -> None:
+    done = ckptool(place, "extract", "runs/step-1000", "lm_head.weight[0:2, :3]")
+    assert done.stdout.startswith("model.lm_head.weight[0:2, :3]  [2, 3] of [8, 4]")
+    others = "lm_head.weight is also in 1 other name: optim.state.lm_head.weight.exp_avg"
+    assert others in done.stderr
+    said = ckptool(place, "extract", "runs/step-1000", "q_proj", code=2).stderr
+    assert "'q_proj' is in 6 names" in said
+    ckptool(place, "extract", "runs/step-1000", "exp_avg", code=2)
+
+
+@pytest.mark.parametrize("file", ["w.npy", "w.safetensors"])
+def test_extract_writes_a_file_that_is_named_last(file: str, place: Path) -> None:
+    done = ckptool(place, "extract", "runs/step-1000", "lm_head.weight", file)
+    assert f"wrote {file}" in done.stdout
+    assert (place / file).stat().st_size > 128
+    assert "is also in 1 other name" in done.stderr
+
+
+def test_an_open_bracket_is_said(place: Path) -> None:
+    said = ckptool(place, "extract", "runs/step-1000", "lm_head.weight[0:4", code=2).stderr
+    assert "the bracket is not closed" in said
+    assert "hint: 'lm_head.weight[0:4]'" in said

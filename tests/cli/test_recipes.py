@@ -66,7 +66,7 @@ ANSWERS = {
     "runs/step-1000": "step    1,000",
     "inspect runs/step-1000 --depth 3 --sort size": "model.layers.0",
     "inspect runs/step-1000 --shards 'model.layers.0.*'": "__0_0.distcp",
-    "inspect runs/step-1000 --tensors attention.wq": "model.layers.1.attention.wq.weight",
+    "runs/step-1000 attention.wq": "model.layers.1.attention.wq.weight",
     "inspect runs/step-1000 --stats model.layers.0": "nan",
     "inspect runs/step-1000 --values": "args.seq_len",
     "inspect runs/step-1000 --values | grep '\\.lr '": "0.0003",

@@ -191,7 +191,7 @@ def test_json_has_the_views_that_are_asked_for():
     assert found["totals"]["tensors"] == 2
     assert [(one["from"], one["to"]) for one in found["shards"]] == [([0, 0], [4, 2])]
     assert found["rank_bytes"] == [{"rank": 0, "chunks": 2, "bytes": 64}]
-    with pytest.raises(UsageError, match="--tensors 'c' matches none of"):
+    with pytest.raises(UsageError, match="NAME 'c' matches none of"):
         inspect_json(held, tensors=("c",))
 
 

@@ -163,9 +163,9 @@ def test_tensors_lists_matches_in_full():
         tensors=["l.*"],
     )
     head, nine, ten = (line.split() for line in shown.splitlines())
-    assert head == ["name", "shape", "dtype", "placements", "chunks", "bytes"]
-    assert nine == ["l.9.w", "[4,", "2]", "fp32", "-", "1", "32"]
-    assert ten == ["l.10.w", "[4,", "2]", "fp32", "Shard(0)", "2", "32"]
+    assert head == ["name", "shape", "dtype", "placements", "chunks", "writers", "bytes"]
+    assert nine == ["l.9.w", "[4,", "2]", "fp32", "-", "1", "0", "32"]
+    assert ten == ["l.10.w", "[4,", "2]", "fp32", "Shard(0)", "2", "0,1", "32"]
 
 
 def test_statistics_come_with_the_other_views():

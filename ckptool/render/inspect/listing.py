@@ -15,6 +15,7 @@ from rich.text import Text
 
 from ckptool.commands.inspect.records import content_of, simple_value, unwrap
 from ckptool.core.catalog import Catalog, TensorEntry
+from ckptool.core.chunks import chunks_of
 from ckptool.core.dtype import short_name
 from ckptool.core.mesh import Placement
 from ckptool.core.selection import tensors_named
@@ -28,7 +29,7 @@ from ckptool.serialization.state_dict.values import type_name
 if TYPE_CHECKING:
     from ckptool.commands.stats import Number, TensorStats
 
-_HEADINGS = ("name", "shape", "dtype", "placements", "chunks", "bytes")
+_HEADINGS = ("name", "shape", "dtype", "placements", "chunks", "writers", "bytes")
 _STATISTICS = ("name", "shape", "dtype", "min", "max", "mean", "std", "zeros", "nan", "inf")
 _LONGEST_VALUE = 200
 _DEEPEST_NODE = 8
@@ -41,11 +42,11 @@ def tensor_lines(
 ) -> list[Text]:
     """List every tensor that matches, in order; UsageError if a glob matches none."""
     entries = in_order(
-        [catalog.tensors[name] for name in tensors_named(catalog, globs, "--tensors")], sort
+        [catalog.tensors[name] for name in tensors_named(catalog, globs, "NAME")], sort
     )
     brief = screen.is_terminal and screen.width < ROOMY
     rows = [_tensor(entry, brief) for entry in entries]
-    return columns(screen, rows, "llllrr", heads=_HEADINGS, cuts=0)
+    return columns(screen, rows, "llllrrr", heads=_HEADINGS, cuts=0)
 
 
 def in_order(entries: Iterable[TensorEntry], sort: str) -> list[TensorEntry]:
@@ -70,8 +71,15 @@ def _tensor(entry: TensorEntry, brief: bool) -> list[Cell]:
         (short_name(entry.dtype.name), "yellow"),
         (placements, "magenta"),
         f"{len(entry.chunks):,}",
+        _writers(entry),
         f"{entry.nbytes:,}",
     ]
+
+
+def _writers(entry: TensorEntry) -> str:
+    """Return the ranks that wrote any of a tensor, as far as the files say."""
+    ranks = {rank for rank in chunks_of(entry).spans.ranks if rank is not None}
+    return ranges(sorted(ranks)) or "-"
 
 
 def value_lines(catalog: Catalog, screen: Console) -> list[Text]:

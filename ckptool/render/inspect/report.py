@@ -91,7 +91,7 @@ def inspect_json(
     sorted; ``rank_bytes``, ``shards`` and ``modules`` only on request.
     """
     catalog = report.catalog
-    names = tensors_named(catalog, tensors, "--tensors") if tensors else catalog.tensors
+    names = tensors_named(catalog, tensors, "NAME") if tensors else catalog.tensors
     entries = [catalog.tensors[name] for name in names]
     content = report.to_dict(in_order(entries, sort) if sort else entries)
     if depth is not None:
