@@ -10,7 +10,7 @@ import traceback
 from typing import NoReturn
 
 from ckptool.cli.process import known_error, set_up
-from ckptool.errors import CkptoolError, UsageError
+from ckptool.errors import CkptoolError
 
 
 def main() -> NoReturn:
@@ -58,9 +58,6 @@ def _run() -> int:
             raise
         if done.code in _INTERRUPTED:
             return _show_interruption(done.code, done)
-        message = getattr(done.__context__, "format_message", None)
-        if message is not None:
-            _print_json_error(UsageError(message()))
         return done.code if isinstance(done.code, int) else 0
     except BrokenPipeError:
         raise

@@ -12,6 +12,9 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from ckptool.cli.examples import ABOUT, GROUPS, epilog
+from ckptool.cli.usage import Command, answering
+from ckptool.core.text import did_you_mean
+from ckptool.errors import UsageError
 from ckptool.version import __version__
 
 SUMMARIES = {
@@ -52,14 +55,17 @@ class CommandGroup(TyperGroup):
         """
         if args[0] not in self.commands and _is_place(args[0]):
             args = ["inspect", *args]
-        try:
-            name, _, rest = super().resolve_command(ctx, args)
-        except Exception as error:
-            message: str = getattr(error, "message", "")
-            if message.startswith("No such command") and "Did you mean" not in message:
-                error.message = f"No such command, file or folder: {args[0]!r}."  # type: ignore[attr-defined]
-            raise
+        if args[0] not in self.commands and not args[0].startswith("-"):
+            otherwise = "`ckptool --help` lists the commands"
+            hint = did_you_mean(args[0], self.commands, otherwise)
+            raise UsageError(f"no such command, file or folder: {args[0]!r}", hint=hint)
+        name, _, rest = super().resolve_command(ctx, args)
         return name, name and load_command(name), rest
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the words before the command; UsageError if they are wrong."""
+        with answering(ctx):
+            return super().parse_args(ctx, args)
 
 
 def _is_place(word: str) -> bool:
@@ -69,12 +75,12 @@ def _is_place(word: str) -> bool:
 
 def load_command(name: str) -> Any:
     """Import a command, and return it with its options."""
-    from ckptool.cli.parameters import RenamingCommand, with_options
+    from ckptool.cli.parameters import with_options
 
     module = import_module(f"ckptool.cli.{MODULES.get(name, name)}")
     alone = typer.Typer(add_completion=False)
     command = getattr(module, name)
-    alone.command(name, cls=RenamingCommand, help=_help(name, command), epilog=epilog(name))(
+    alone.command(name, cls=Command, help=_help(name, command), epilog=epilog(name))(
         with_options(command)
     )
     return get_command(alone)

@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import is_dataclass
-from difflib import get_close_matches
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
-from typer.core import TyperCommand
 
 from ckptool.cli.completion import complete_from
+from ckptool.cli.usage import RENAMED
 from ckptool.commands.options.declaration import Option, OptionGroup, build, options_of
 from ckptool.core.text import one_of
 from ckptool.errors import UsageError
@@ -22,33 +21,6 @@ if TYPE_CHECKING:
     from ckptool.storage.url import Location
 
 Command = Callable[..., None]
-
-_RENAMED = {"--map": "--shards", "--ranks": "--rank-bytes", "--junit": "--format junit"}
-"""New names of options by former ones, which other commands still have."""
-
-
-class RenamingCommand(TyperCommand):
-    """A command that suggests the current name for a former or misspelled option."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the words of the command line. Raises click's NoSuchOption."""
-        try:
-            return super().parse_args(ctx, args)
-        except Exception as error:
-            self._suggest(error)
-            raise
-
-    def _suggest(self, error: Any) -> None:
-        """Add what may be meant to the error for an unknown option."""
-        wrong: str = getattr(error, "option_name", "")
-        flags = [flag for each in self.params for flag in (*each.opts, *each.secondary_opts)]
-        renamed = _RENAMED.get(wrong, "")
-        close = get_close_matches(wrong, flags, n=1, cutoff=0.75)
-        if renamed.partition(" ")[0] in flags:
-            close = [renamed]
-        if close and wrong not in flags:
-            error.message = f"{error.message}. Did you mean {close[0]}?"
-            error.possibilities = None
 
 
 def with_options(command: Command) -> Command:
@@ -70,7 +42,7 @@ def with_options(command: Command) -> Command:
             parameters.append(parameter.replace(annotation=hint))
     parameters += _screen_parameters()
     declared = {option.keyword: option for each in groups.values() for option in options_of(each)}
-    _RENAMED.update({each.former: each.flag for each in declared.values() if each.former})
+    RENAMED.update({each.former: each.flag for each in declared.values() if each.former})
 
     @wraps(command)
     def run(**values: Any) -> None:

@@ -132,7 +132,7 @@ def test_no_optimizer_is_one_word(place: Path) -> None:
     ],
 )
 def test_other_words_for_it_are_answered_with_it(words: tuple[str, ...], place: Path) -> None:
-    assert "Did you mean --no-optimizer?" in ckptool(place, *words, code=2).stderr
+    assert "did you mean --no-optimizer?" in ckptool(place, *words, code=2).stderr
 
 
 def test_reshard_takes_what_convert_takes(place: Path) -> None:

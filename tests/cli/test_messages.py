@@ -52,3 +52,28 @@ def test_dims_said_twice_must_agree() -> None:
     assert parse_dims(["a=2", "b = 0", "a=2"]) == {"a": 2, "b": 0}
     with pytest.raises(UsageError, match="--dim a: conflicting sizes 2 and 3"):
         parse_dims(["a=2", "a=3"])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["convert", "a"], "missing argument 'DST'\nhint: ckptool convert [OPTIONS] SRC DST"),
+        (["convert", "a", "b", "c"], "unexpected words: c\nhint: ckptool convert [OPTIONS] SRC"),
+        (["prune", "a"], "missing option '--keep-last'\nhint: --keep-last N: Keep the newest"),
+        (["verify", "--workers", "x"], "invalid value for '--workers': 'x' is not a valid integer"),
+        (
+            ["inspekt", "a"],
+            "no such command, file or folder: 'inspekt'\nhint: did you mean",
+        ),
+        (["--bogus"], "no such option: --bogus\nhint: `ckptool --help` lists the options"),
+        (["bench", "-x"], "no such option: -x\nhint: `ckptool bench --help` lists the options"),
+    ],
+    ids=" ".join,
+)
+def test_wrong_words_are_answered_like_every_error(words: list[str], said: str) -> None:
+    done = run_command(*words)
+    assert (done.code, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"error: {said}")
+    assert "\nhint: " in done.stderr
+    told = json.loads(run_command(*words, "--json").stdout)
+    assert told["message"] in done.stderr
