@@ -77,3 +77,34 @@ def test_wrong_words_are_answered_like_every_error(words: list[str], said: str) 
     assert "\nhint: " in done.stderr
     told = json.loads(run_command(*words, "--json").stdout)
     assert told["message"] in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("mesh", "reason"),
+    [
+        ("2y4", "'2y4' is not a number of ranks"),
+        ("2,4", "'2,4' is not a number of ranks"),
+        ("dp=two,tp=2", "'two' is not a number of ranks"),
+        ("-1", "'-1' is not a number of ranks"),
+        ("2x0", "a dim has at least 1 rank"),
+        ("2xx4", "a dim has no name or size"),
+        ("", "a dim has no name or size"),
+        ("dp=2,tp", "the dim 'tp' has no size"),
+        ("dp=2,=4", "a dim has no name or size"),
+        ("dp=2,dp=4", "each dim needs its own name"),
+        ("2x2x2x2x2", "5 dims, more than 4"),
+        ("1000x1000", "more than 131,072 ranks"),
+        ("9" * 5000, "more than 131,072 ranks"),
+    ],
+)
+def test_a_bad_mesh_says_why(mesh: str, reason: str) -> None:
+    done = run_command("reshard", DCP, "out", f"--mesh={mesh}")
+    assert done.code == 2
+    assert f": {reason}\nhint: such as 8, 2x4 or dp=2,tp=4\n" in done.stderr
+
+
+def test_an_unknown_map_is_answered_with_the_nearest_not_with_all() -> None:
+    done = run_command("convert", DCP, "out", "--to", "dcp", "--map", "qwen")
+    hint = done.stderr.splitlines()[1]
+    assert hint.count("qwen") == 3
+    assert "`ckptool maps` lists all" in hint

@@ -12,13 +12,14 @@ from pathlib import Path
 from ckptool.commands.options.files import text_of
 from ckptool.core.keymap.model import KeyMap
 from ckptool.core.keymap.parse import parse_map
-from ckptool.core.text import did_you_mean, one_of
+from ckptool.core.text import did_you_mean
 from ckptool.errors import UsageError
 
 AUTO = "auto"
 """Requests the built-in map that matches a checkpoint's names."""
 EXPERTS = ("packed", "separate")
 """How a mixture of experts is stored: one tensor for all of them, or one per expert."""
+_NEAREST = 3
 _DEEPEST = 50
 """The depth up to which map files may include one another."""
 _LARGEST = 1 << 22
@@ -60,8 +61,18 @@ def _files_below(folder: Traversable) -> Iterator[Traversable]:
 def map_text(name: str) -> str:
     """Return the TOML of a built-in map; UsageError for an unknown name."""
     if name not in builtin_maps():
-        raise UsageError(f"{name!r}: unknown map", hint=one_of(name, builtin_maps()))
+        raise UsageError(f"{name!r}: unknown map", hint=_maps_like(name))
     return _builtin_files()[name]
+
+
+def _maps_like(name: str) -> str | None:
+    """Return a hint at the map that was meant, or else at those with the most similar names."""
+    from difflib import get_close_matches  # only errors need it
+
+    known = [AUTO, *builtin_maps()]
+    nearest = ", ".join(get_close_matches(name, known, n=_NEAREST, cutoff=0))
+    more = f"`ckptool maps` lists all {len(known) - 1}, and one of your own is a .toml file"
+    return did_you_mean(name, known, f"the nearest are {nearest}; {more}")
 
 
 def load_map(name: str) -> KeyMap:
@@ -70,14 +81,8 @@ def load_map(name: str) -> KeyMap:
     if name in builtin_maps():
         return builtin_maps()[name]
     if path.suffix != ".toml" and not path.is_file():
-        raise UsageError(
-            f"--map {name!r}: not a built-in map or a file",
-            hint=did_you_mean(
-                name,
-                [AUTO, *builtin_maps()],
-                f"{AUTO}, one of {', '.join(builtin_maps())}, or a TOML file",
-            ),
-        )
+        message = f"--map {name!r}: not a built-in map or a file"
+        raise UsageError(message, hint=_maps_like(name))
     return _map_in(path, name, (), {})
 
 

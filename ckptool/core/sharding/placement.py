@@ -21,7 +21,9 @@ from ckptool.core.sharding.dtensor import LocalShard, local_shards
 from ckptool.core.text import plural
 from ckptool.errors import Unsupported, UsageError
 
-_MOST_RANKS = 131_072
+_MOST_RANKS, _MOST_DIMS = 131_072, 4
+_LONGEST = 9
+"""Digits of a number of ranks, zeros before it included."""
 
 
 class PlacementRule(Struct, frozen=True):
@@ -47,15 +49,32 @@ def parse_mesh(text: str) -> Mesh:
     """Return the mesh of ``2x4``, ``8`` or ``dp=2,tp=4``; UsageError if it is invalid."""
     named = [part.partition("=") for part in text.split(",")] if "=" in text else []
     names = [name.strip() for name, _, _ in named] or None
-    sizes = [size for _, _, size in named] or text.lower().split("x")
-    if not all(re.fullmatch(r"\s*0*[1-9]\d{0,8}\s*", size) for size in sizes):
-        raise UsageError(f"invalid mesh {text.strip()!r}", hint="such as 8, 2x4 or dp=2,tp=4")
-    if names is not None and (len(set(names)) != len(names) or not all(names)):
-        raise UsageError(f"--mesh {text!r}: each dim needs its own name")
-    shape = [int(size) for size in sizes]
-    if math.prod(shape) > _MOST_RANKS or len(shape) > 4:
-        raise UsageError(f"--mesh {text!r}: more than 4 dims or {_MOST_RANKS:,} ranks")
-    return Mesh.of(shape, names)
+    sizes = [size.strip() for _, _, size in named] or text.strip().lower().split("x")
+    problem = _mesh_problem(names, sizes)
+    if problem is not None:
+        raise UsageError(f"invalid mesh {text.strip()!r}: {problem}", hint=_MESHES)
+    return Mesh.of([int(size) for size in sizes], names)
+
+
+_MESHES = "such as 8, 2x4 or dp=2,tp=4"
+
+
+def _mesh_problem(names: Sequence[str] | None, sizes: Sequence[str]) -> str | None:
+    """Return what is wrong with the names and sizes of a mesh's dims, None if nothing is."""
+    for name, size in zip(names or sizes, sizes, strict=True):
+        if not size or not name:
+            return f"the dim {name!r} has no size" if name else "a dim has no name or size"
+        if not size.isdecimal():
+            return f"{size!r} is not a number of ranks"
+        if int(size[:10]) == 0:
+            return "a dim has at least 1 rank"
+    if names is not None and len(set(names)) != len(names):
+        return "each dim needs its own name"
+    if len(sizes) > _MOST_DIMS:
+        return f"{len(sizes)} dims, more than {_MOST_DIMS}"
+    if any(len(size) > _LONGEST for size in sizes) or math.prod(map(int, sizes)) > _MOST_RANKS:
+        return f"more than {_MOST_RANKS:,} ranks"
+    return None
 
 
 _PLACEMENT = re.compile(r"\s*(?:(\w+)\s*(?:\(\s*([-\w\s,]*)\))?)\s*")
