@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 from itertools import groupby
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -37,6 +38,10 @@ def show_verify(report: VerifyReport) -> None:
     tensors = f"{plural(report.tensors, 'tensor')} in " if report.tensors else ""
     say(screen, f"  [dim]{tensors}{plural(report.files, 'file')}{read}[/]")
     show_findings(report.findings, screen)
+    if 0 < (lost := len(report.lost)) < report.tensors:
+        intact = f"at most {report.tensors - lost:,} of {plural(report.tensors, 'tensor')}"
+        command = f"ckptool verify {quote(str(report.path))} --salvage DST"
+        say(screen, f"\n[cyan]hint:[/] `{escaped(command)}` writes what is intact: {intact}")
     _show_summary(report, screen)
 
 

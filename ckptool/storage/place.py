@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from ckptool.storage.store import Traffic
 
 _T = TypeVar("_T")
+_QUOTES = "'\"‘’“”"
+_MODEL = re.compile(r"(?:hf:)?(\w[\w.-]*/\w[\w.-]*)")
 ARCHIVE = ".nemo"
 """NeMo 1.7 to 2.6 packs a model as a tar."""
 
@@ -35,7 +38,7 @@ def require_there(path: Location) -> None:
         if path.is_symlink():
             target = os.readlink(path)
             raise NotFound(f"{path}: link to {target}: {_reason(error)}") from None
-        raise NotFound(f"{path}: {_reason(error)}", hint=_similar(path)) from None
+        raise NotFound(f"{path}: {_reason(error)}", hint=_meant(path)) from None
     except ValueError:
         raise NotFound(f"{str(path)!r}: invalid path: contains a null character") from None
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
@@ -147,10 +150,18 @@ def _reason(error: OSError) -> str:
     return (error.strerror or "cannot be read").lower()
 
 
-def _similar(path: Path) -> str | None:
+def _meant(path: Path) -> str | None:
+    """Return a hint at what may be meant by a path: the same without quotes, a similar name here.
+
+    If its folder is missing, also at a model of that name on the Hugging Face Hub.
+    """
+    plain = str(path).strip(_QUOTES)
+    if plain != str(path) and os.path.lexists(plain):
+        return f"did you mean {plain}, without the quotes?"
     try:
         names = os.listdir(path.parent)
     except OSError:
-        return None
+        model = _MODEL.fullmatch(str(path))
+        return f"hf://{model[1]} is a model of that name on the Hugging Face Hub" if model else None
     close = nearest(path.name, names)
     return f"did you mean {path.parent / close}?" if close else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -233,3 +235,42 @@ def test_an_open_bracket_is_said(place: Path) -> None:
     said = ckptool(place, "extract", "runs/step-1000", "lm_head.weight[0:4", code=2).stderr
     assert "the bracket is not closed" in said
     assert "hint: 'lm_head.weight[0:4]'" in said
+
+
+PLACES = {
+    "meta-llama/Llama-3": "hf://meta-llama/Llama-3 is a model of that name on the Hugging Face Hub",
+    "hf:meta-llama/Llama-3": "hf://meta-llama/Llama-3 is a model of that name",
+    "'runs/step-1000'": "did you mean runs/step-1000, without the quotes?",
+    "“runs/step-1000”": "did you mean runs/step-1000, without the quotes?",
+    "runs/step-100": "did you mean runs/step-1000?",
+    "runs/step-": "did you mean runs/step-",
+}
+"""What people type for a place, and the hint."""
+
+
+@pytest.mark.parametrize("text", PLACES)
+def test_a_place_that_is_none_is_answered_with_what_is_meant(text: str, place: Path) -> None:
+    said = ckptool(place, "inspect", text, code=3).stderr
+    assert f"{text}: no such file or folder\nhint: {PLACES[text]}" in said
+
+
+@pytest.mark.parametrize(
+    "text", ["runs/step-1000/", "runs/step-1000/.metadata", "./runs//step-1000"]
+)
+def test_a_place_that_is_written_in_another_way_is_understood(text: str, place: Path) -> None:
+    assert "holds   22 tensors" in ckptool(place, text).stdout
+
+
+def test_damage_names_the_salvage_and_how_much_it_keeps(place: Path) -> None:
+    shutil.copytree(place / "runs" / "step-1000", place / "my run")
+    data = place / "my run" / "__0_0.distcp"
+    os.truncate(data, data.stat().st_size * 3 // 4)
+    said = ckptool(place, "verify", "my run", code=1).stdout
+    command, counts = said.splitlines()[-3].split("` writes what is intact: at most ")
+    assert command == "hint: `ckptool verify 'my run' --salvage DST"
+    done = ckptool(place, "verify", "my run", "--salvage", "kept", code=1).stdout
+    kept = len(catalog(place / "kept").tensors)
+    assert counts == f"{kept} of 22 tensors"
+    assert f"{kept} tensors" in done
+    whole = ckptool(place, "verify", "runs/step-1000").stdout
+    assert "--salvage" not in whole

@@ -131,6 +131,13 @@ class VerifyReport(Report, frozen=True):
         """Return the findings that make the checkpoint fail."""
         return self.of(Severity.ERROR) + (self.of(Severity.WARNING) if strict else [])
 
+    @property
+    def lost(self) -> set[str]:
+        """The names of tensors and values whose data is damaged or absent."""
+        damage = [f for f in self.of(Severity.ERROR) if f.code in (*_ABSENT, *_DAMAGED)]
+        names = {each.tensor for finding in damage for each in finding.affected}
+        return {name for name in names | {one.tensor for one in damage} if name is not None}
+
     def count_failures(self, strict: bool) -> int:
         """Return how many tensors, values and other things are wrong."""
         return sum(finding.count for finding in self.fails(strict))
