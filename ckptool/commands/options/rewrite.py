@@ -109,9 +109,9 @@ class RewriteOptions(OptionSet):
         CASTS,
         choices=dtype_names,
         metavar="DTYPE|NAME=DTYPE",
-        help="Cast the model's weights, e.g. to bf16; with a NAME, as --select takes, cast"
-        " whatever matches (repeatable, first match wins). Integers and tensors without dims are"
-        " never cast.",
+        help=f"Cast the model's weights, e.g. to bf16; with a NAME ({NAMED}), cast whatever"
+        " matches (repeatable, first match wins). Integers and tensors without dims are never"
+        " cast.",
     )
     dequantize: bool = option(
         "--dequantize",
