@@ -8,11 +8,12 @@ argument is understood or known to have no effect, and the tensors are exactly t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import resources
 from typing import Any
 
+from ckptool.commands.model.architectures import HEAD, shapes_of
 from ckptool.commands.model.records import Record
 from ckptool.core.catalog import Catalog
 from ckptool.core.state_category import state_category
@@ -188,37 +189,10 @@ def _check_names(
     return None, f"{architecture} {what} {list_some(differing, 3)}"
 
 
-_LAYER = ("input_layernorm.weight", "post_attention_layernorm.weight")
-_ATTENTION = tuple(f"self_attn.{part}_proj.weight" for part in "qkvo")
-_NORMS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
-_BIASES = tuple(f"self_attn.{part}_proj.bias" for part in "qkv")
-_DENSE = tuple(f"mlp.{part}_proj.weight" for part in ("gate", "up", "down"))
-_OF_TYPE = {"qwen2": _BIASES, "qwen3": _NORMS, "qwen3_moe": _NORMS}
-
-
 def expected_names(config: Mapping[str, Any]) -> set[str]:
-    """Return every parameter's name of a llama, qwen2, qwen3, mixtral or qwen3_moe.
+    """Return every parameter's name in the files of a model of this configuration.
 
-    As transformers 5 names them in files, for a model of this configuration.
+    The sizes of tensors that the model may lack need not be known.
     """
-    names = {"model.embed_tokens.weight", "model.norm.weight"}
-    if not config["tie_word_embeddings"]:
-        names.add("lm_head.weight")
-    for layer in range(config["num_hidden_layers"]):
-        names |= {f"model.layers.{layer}.{name}" for name in _layer_names(config, layer)}
-    return names
-
-
-def _layer_names(config: Mapping[str, Any], layer: int) -> Iterator[str]:
-    model_type = config["model_type"]
-    yield from (*_LAYER, *_ATTENTION, *_OF_TYPE.get(model_type, ()))
-    if model_type == "mixtral":
-        yield "block_sparse_moe.gate.weight"
-        for expert in range(config["num_local_experts"]):
-            yield from (f"block_sparse_moe.experts.{expert}.w{n}.weight" for n in (1, 2, 3))
-    elif model_type == "qwen3_moe" and layer not in config["mlp_only_layers"]:
-        yield "mlp.gate.weight"
-        for expert in range(config["num_experts"]):
-            yield from (name.replace("mlp.", f"mlp.experts.{expert}.") for name in _DENSE)
-    else:
-        yield from _DENSE
+    names = {*(shapes_of({"vocab_size": 1, "intermediate_size": 1, **config}) or ())}
+    return names - {HEAD} if config["tie_word_embeddings"] else names

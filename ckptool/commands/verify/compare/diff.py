@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from msgspec import Struct, field
 
 from ckptool.commands.document import Report, document, plain
+from ckptool.commands.model.records import CONFIG
 from ckptool.commands.open import no_collecting, open_checkpoint
 from ckptool.commands.options.declaration import changed
 from ckptool.commands.options.diff import DiffOptions
@@ -15,7 +16,7 @@ from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.verify.codes import Severity
 from ckptool.commands.verify.compare.against import AgainstReport, Comparison, Side
 from ckptool.commands.verify.compare.fit import Fit, find_fit
-from ckptool.commands.verify.compare.model import CONFIG, is_model, open_other
+from ckptool.commands.verify.compare.model import is_model, open_other
 from ckptool.commands.verify.findings import SIDES, Finding
 from ckptool.commands.verify.verify import Started
 from ckptool.core.catalog import Catalog, TensorEntry

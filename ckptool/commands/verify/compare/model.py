@@ -1,30 +1,32 @@
-"""The tensors of a config.json's transformers model: names, shapes and types, without values."""
+"""The tensors of a config.json's model: names, shapes and types, without values.
+
+Of a known architecture they follow from the config; transformers, if it is installed, makes others.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from ckptool.commands.model.architectures import HEAD, class_of, is_tied, shapes_of
+from ckptool.commands.model.records import CONFIG, DTYPE_KEYS, Record, parse_object
 from ckptool.commands.open import OpenedCheckpoint, open_checkpoint
 from ckptool.commands.options.read import ReadOptions
 from ckptool.core.catalog import Catalog, TensorEntry
-from ckptool.core.dtype import BY_NAME
+from ckptool.core.dtype import BY_NAME, DType
 from ckptool.errors import CkptoolError, Unrecognized, Unsupported
 from ckptool.formats import FORMATS
 from ckptool.storage.local import LocalSource
 from ckptool.storage.place import on_disk
 from ckptool.storage.url import Location
 
-CONFIG = "config.json"
-
 
 def open_other(path: Location, options: ReadOptions, names: Collection[str]) -> OpenedCheckpoint:
     """Open a checkpoint, or the model of a config.json: that file, or a folder with nothing else.
 
-    ``names`` are those to compare it with. Raises as ``open_checkpoint`` does, Unsupported if
-    transformers cannot create the model.
+    ``names`` are those to compare it with. Raises as ``open_checkpoint`` and ``open_model`` do.
     """
     disk = on_disk(path)
     if disk is not None and disk.name == CONFIG and disk.is_file():
@@ -43,12 +45,52 @@ def is_model(opened: OpenedCheckpoint) -> bool:
 
 
 def open_model(config: Path, names: Collection[str]) -> OpenedCheckpoint:
-    """Create the model of a config.json without memory, and return its state dict as a checkpoint.
+    """Return the state dict of a config.json's model as a checkpoint without values.
 
-    Nothing is downloaded, and no code that comes with a model is run. A tied weight, which need not
-    be saved, is included only if it ends one of ``names``. Raises Unsupported without transformers,
-    or if it does not know the model.
+    A tied weight, which need not be saved, is included only if it ends one of ``names``. Raises
+    Damaged if the config is no JSON object. If the architecture is not known, or ``names`` are
+    those of experts packed in memory, Unsupported without transformers, or if it knows no such
+    model.
     """
+    source = LocalSource.file(config)
+    recorded = parse_object(
+        CONFIG, source.files[CONFIG], lambda: source.read(CONFIG, 0, source.files[CONFIG])
+    )
+    name, tensors, tied = _known(recorded) if not _has_packed(names) else ("", {}, ())
+    if not tensors:
+        name, tensors, tied = _made_by_transformers(config)
+    tied = {each for each in tied if not any(f".{n}".endswith(f".{each}") for n in names)}
+    kept = {each: entry for each, entry in tensors.items() if each not in tied}
+    catalog = Catalog("hf", kept, {}, {}, info={"framework": name})
+    return OpenedCheckpoint(config, source, FORMATS["hf"], catalog)
+
+
+_Model = tuple[str, dict[str, TensorEntry], Collection[str]]
+"""The class of a model, its tensors, and the names of those that are tied to others."""
+
+
+def _has_packed(names: Iterable[str]) -> bool:
+    """Return whether experts have names that transformers 5 gives them in memory only."""
+    return any(name.endswith(".experts.gate_up_proj") for name in names)
+
+
+def _known(config: Record) -> _Model:
+    """Return the model of a known architecture, without tensors if it is another one."""
+    stated = next((config[key] for key in DTYPE_KEYS if config.get(key)), "float32")
+    dtype = BY_NAME.get(str(stated).removeprefix("torch."))
+    shapes = shapes_of(config)
+    if shapes is None or dtype is None:
+        return "", {}, ()
+    tensors = {name: _tensor(name, dtype, shape) for name, shape in shapes.items()}
+    return str(class_of(config)), tensors, (HEAD,) if is_tied(config) else ()
+
+
+def _tensor(name: str, dtype: DType, shape: tuple[int, ...]) -> TensorEntry:
+    return TensorEntry(name, (name,), dtype, shape, (), part="model")
+
+
+def _made_by_transformers(config: Path) -> _Model:
+    """Create a model without memory. Nothing is downloaded, no code that comes with one is run."""
     try:
         import torch
 
@@ -62,10 +104,7 @@ def open_model(config: Path, names: Collection[str]) -> OpenedCheckpoint:
     try:
         with torch.device("meta"):
             model = _make(transformers, config)
-        state = model.state_dict()
-        tied = {
-            name for name in _tied(model) if not any(f".{n}".endswith(f".{name}") for n in names)
-        }
+        state, tied = model.state_dict(), _tied(model)
     except CkptoolError:
         raise
     except Exception as error:  # noqa: BLE001 (transformers raises whatever a config leads to)
@@ -73,22 +112,10 @@ def open_model(config: Path, names: Collection[str]) -> OpenedCheckpoint:
         message = f"{config}: transformers {transformers.__version__} cannot make its model: {what}"
         raise Unsupported(message) from None
     tensors = {
-        name: TensorEntry(
-            name,
-            (name,),
-            BY_NAME[str(tensor.dtype).removeprefix("torch.")],
-            tuple(tensor.shape),
-            (),
-            part="model",
-        )
-        for name, tensor in state.items()
-        if name not in tied
+        name: _tensor(name, BY_NAME[str(each.dtype).removeprefix("torch.")], tuple(each.shape))
+        for name, each in state.items()
     }
-    info = {"framework": type(model).__name__}
-    source = LocalSource.file(config)
-    return OpenedCheckpoint(
-        config, source, FORMATS["hf"], Catalog("hf", tensors, {}, {}, info=info)
-    )
+    return type(model).__name__, tensors, tied
 
 
 def _tied(model: Any) -> Collection[str]:

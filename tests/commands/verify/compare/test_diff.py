@@ -225,12 +225,29 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("source", ["hf", "tied.pt"])
 @pytest.mark.parametrize("other", ["config", "config/config.json", "hf/config.json"])
+@pytest.mark.parametrize("by", ["its config alone", "transformers"])
 def test_what_a_model_saved_is_what_its_config_asks_for(
-    source: str, other: str, llama: Path
+    source: str, other: str, by: str, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if by == "transformers":
+        monkeypatch.setattr(model, "shapes_of", lambda config: None)
+    else:
+        monkeypatch.setitem(sys.modules, "transformers", None)
     report = ckptool.diff(llama / source, llama / other)
     assert report.ok
     assert report.b.model == "LlamaForCausalLM"
+
+
+def test_experts_are_separate_in_files_and_packed_in_memory(tmp_path: Path) -> None:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "vocab_size": 10, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 4}
+    network = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, num_experts=2))
+    network.save_pretrained(tmp_path / "hf")
+    torch.save(network.state_dict(), tmp_path / "m.pt")
+    for source in ("hf", "m.pt"):
+        assert ckptool.diff(tmp_path / source, tmp_path / "hf" / "config.json").ok
 
 
 def test_why_a_state_dict_does_not_load(llama: Path, tmp_path: Path) -> None:
