@@ -140,6 +140,20 @@ def _only_one(candidates: list[KeyMap], known: list[Record], asked: str) -> tupl
     raise UsageError(f"{asked}: {len(candidates)} maps match:\n" + list_lines(matches), hint=hint)
 
 
+def maps_between(catalog: Catalog, wanted: Catalog, known: list[Record]) -> list[str]:
+    """Return the built-in maps that match every tensor of a model and give names of another.
+
+    Those for the model that is ``known`` come first, then those that give most.
+    """
+    ways = [way for each in builtin_maps().values() for way in (each, each.inverse)]
+    types = model_types(known)
+    found = {
+        way.name: (not types or is_for(way, types), _count_matches(wanted, way.inverse))
+        for way in _fitting(catalog, known, ways)
+    }
+    return sorted((n for n, (_, count) in found.items() if count), key=found.__getitem__)[::-1]
+
+
 def model_types(known: Sequence[Record]) -> list[str]:
     """Return the ``model_type`` of the strongest record that has one, such as --hf-assets.
 

@@ -207,7 +207,7 @@ def _fit(
     if assets is None and (path := on_disk(two.path)) is not None:
         folder = path if path.is_dir() else path.parent
         assets = folder if (folder / CONFIG).is_file() else None
-    return find_fit(one, mine, theirs.tensors, assets)
+    return find_fit(one, mine, theirs, assets)
 
 
 def _catalogs(comparison: Comparison) -> tuple[Catalog, Catalog]:

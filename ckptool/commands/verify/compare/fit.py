@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from msgspec import Struct
 
+from ckptool.commands.keymap.choice import maps_between
+from ckptool.commands.model.records import records, records_around
 from ckptool.commands.open import OpenedCheckpoint
 from ckptool.commands.options.rewrite import MapOptions, RewriteOptions, Selection
 from ckptool.commands.rewrite import only_model, rewrite
@@ -20,6 +23,7 @@ from ckptool.errors import CkptoolError
 
 _MOST_PREFIXES = 3
 _MOST_COMPARED = 2000
+_MOST_MAPS = 3
 
 
 class Prefix(NamedTuple):
@@ -35,12 +39,11 @@ class Prefix(NamedTuple):
             return f"strip_prefix={self.old[:-1]!r}"
         return f"rename=[{self._rule!r}]"
 
-    @property
-    def flag(self) -> str:
-        """Return the option that changes it."""
+    def selection(self, among: Selection) -> Selection:
+        """Return a selection that changes it, too."""
         if not self.new:
-            return f"--strip-prefix {self.old[:-1]}"
-        return f"--rename '{self._rule}'"
+            return replace(among, strip_prefix=self.old[:-1])
+        return replace(among, rename=(self._rule,))
 
     @property
     def _rule(self) -> str:
@@ -86,78 +89,125 @@ class Fit(Struct, frozen=True):
     wanted: int
 
 
-class _Candidate(NamedTuple):
-    option: str
+class Candidate(NamedTuple):
+    """The names that tensors have as ``rewriting`` makes them."""
+
     names: Sequence[str]
+    rewriting: RewriteOptions
+
+    def score(self, wanted: Collection[str]) -> tuple[int, int]:
+        """Return how many names are wanted, and how many fewer others there are than that."""
+        common = sum(name in wanted for name in self.names)
+        return common, common - len(self.names)
+
+    @property
+    def option(self) -> str:
+        """The options of the command line that ask for it."""
+        selection, by_map = self.rewriting.selection, self.rewriting.map
+        words = ["--model-only"] if selection.model_only else []
+        if selection.strip_prefix is not None:
+            words.append(f"--strip-prefix {selection.strip_prefix}")
+        words += [f"--rename '{rule}'" for rule in selection.rename]
+        words += [f"--map {by_map.name}"] if by_map.name else []
+        words += [f"--hf-assets {by_map.assets}"] if by_map.assets else []
+        return " ".join(words)
 
 
 def find_fit(
-    opened: OpenedCheckpoint, made: Catalog, wanted: Collection[str], assets: Path | None
+    opened: OpenedCheckpoint, made: Catalog, theirs: Catalog, assets: Path | None
 ) -> Fit | None:
-    """Return the option that gives the tensors ``made`` of a checkpoint most wanted names.
+    """Return the option that gives the tensors ``made`` of a checkpoint most of ``theirs``' names.
 
-    None if no option gives more of them, or as many and fewer others, or if fewer than half of the
-    smaller side are alike: some names like ``norm.weight`` fit anywhere. Key maps are tried if
-    nothing else gives half; ``assets`` is a folder with the config.json that they may need.
+    None if no option gives more of them, or as many and fewer others.
     """
-    targets = dict.fromkeys(wanted)
-    names = list(made.tensors)
-
-    def score(candidate: _Candidate) -> tuple[int, int]:
-        common = sum(name in targets for name in candidate.names)
-        return common, common - len(candidate.names)
-
-    found = best = _Candidate("", names)
-    for candidate in _candidates(names, made, targets):
-        best = max(best, candidate, key=score)
-        if score(best) == (len(targets), 0):
-            break
-    if 2 * score(best)[0] < len(targets):
-        best = max([best, *_mapped(opened, assets)], key=score)
-    common, _ = score(best)
-    few = 2 * common < min(len(best.names), len(targets))
-    if not common or few or score(best) <= score(found):
+    found = Candidate(list(made.tensors), RewriteOptions())
+    best = find_rewriting(opened, found, made, theirs, assets)
+    if best is None or best.score(theirs.tensors) <= found.score(theirs.tensors):
         return None
-    return Fit(best.option, common, len(targets))
+    common, _ = best.score(theirs.tensors)
+    return Fit(best.option, common, len(theirs.tensors))
 
 
-def _candidates(
-    names: Sequence[str], made: Catalog, wanted: Collection[str]
-) -> Iterator[_Candidate]:
-    yield from _renamed("", names, wanted)
+def find_rewriting(
+    opened: OpenedCheckpoint,
+    found: Candidate,
+    made: Catalog,
+    theirs: Catalog,
+    assets: Path | None,
+    *,
+    whole: bool = True,
+) -> Candidate | None:
+    """Return what gives the tensors ``made`` of a checkpoint most of ``theirs``' names.
+
+    ``found`` is what they have. None if fewer than half of the smaller side are alike: some names
+    like ``norm.weight`` fit anywhere. Key maps are tried if nothing else gives half; ``assets`` is
+    a folder with the config.json that they may need. Unless it is ``whole``, the checkpoint may
+    lack part of the model.
+    """
+    wanted = theirs.tensors
+    best = found
+    for candidate in _candidates(found, made, wanted):
+        best = max(best, candidate, key=lambda each: each.score(wanted))
+        if best.score(wanted) == (len(wanted), 0):
+            break
+    if 2 * best.score(wanted)[0] < len(wanted):
+        mapped = _mapped(opened, theirs, assets, whole=whole)
+        best = max([best, *mapped], key=lambda each: each.score(wanted))
+    common, _ = best.score(wanted)
+    few = 2 * common < min(len(best.names), len(wanted))
+    return None if not common or few else best
+
+
+def _candidates(found: Candidate, made: Catalog, wanted: Collection[str]) -> Iterator[Candidate]:
+    selection = found.rewriting.selection
+    yield from _renamed(selection, found.names, wanted)
+    if selection.model_only:
+        return
     try:
         model = list(only_model(made).tensors)
     except CkptoolError:
         return
-    yield _Candidate("--model-only", model)
-    yield from _renamed("--model-only ", model, wanted)
+    alone = replace(selection, model_only=True)
+    yield Candidate(model, RewriteOptions(alone))
+    yield from _renamed(alone, model, wanted)
 
 
-def _renamed(head: str, names: Sequence[str], wanted: Collection[str]) -> Iterator[_Candidate]:
+def _renamed(
+    selection: Selection, names: Sequence[str], wanted: Collection[str]
+) -> Iterator[Candidate]:
     """Yield the names without prefixes and wrappers."""
     known = set(names)
     missing = [name for name in wanted if name not in known]
     unexpected = [name for name in names if name not in wanted]
     prefixes = prefix_changes(unexpected, missing)[:_MOST_PREFIXES]
-    changes: list[tuple[str, Callable[[str], str]]] = [(p.flag, p.changed) for p in prefixes]
+    changes: list[tuple[Selection, Callable[[str], str]]] = [
+        (prefix.selection(selection), prefix.changed) for prefix in prefixes
+    ]
     if rule := unwrapping_rule(unexpected):
-        changes.append((f"--rename '{rule}'", substitution(rule)))
-    for flag, change in changes:
+        changes.append((replace(selection, rename=(rule,)), substitution(rule)))
+    for changed, change in changes:
         renamed = [change(name) for name in names]
         if len({*renamed}) == len(renamed):
-            yield _Candidate(head + flag, renamed)
+            yield Candidate(renamed, RewriteOptions(changed))
 
 
-def _mapped(opened: OpenedCheckpoint, assets: Path | None) -> Iterator[_Candidate]:
-    """Yield the model's names under the key map that matches them, if there is one."""
+def _mapped(
+    opened: OpenedCheckpoint, theirs: Catalog, assets: Path | None, *, whole: bool
+) -> Iterator[Candidate]:
+    """Yield the model's names under the key map that gives most of the others, if there is one."""
+    selection = Selection(model_only=True) if whole else Selection(("*",), model_only=True)
     for folder in dict.fromkeys((None, assets)):
-        options = RewriteOptions(Selection(model_only=True), MapOptions("auto", assets=folder))
         try:
-            made = rewrite(opened, options)
+            known = records(opened.source, opened.catalog, folder)
+            known += records_around(opened.path, opened.catalog).values()
+            names = maps_between(only_model(opened.catalog), theirs, known)
         except CkptoolError:
             continue
-        if made.map is not None:
-            more = "" if folder is None else f" --hf-assets {folder}"
-            option = f"--model-only --map {made.map.name}{more}"
-            yield _Candidate(option, list(made.catalog.tensors))
+        for name in names[:_MOST_MAPS]:
+            options = RewriteOptions(selection, MapOptions(name, assets=folder))
+            try:
+                made = rewrite(opened, options, unread=False)
+            except CkptoolError:
+                continue
+            yield Candidate(list(made.catalog.tensors), options)
             return
