@@ -25,6 +25,7 @@ from ckptool.commands.options.rewrite import RewriteOptions
 from ckptool.commands.options.target import ConvertOptions, ReshardOptions, SaveOptions
 from ckptool.commands.options.verify import (
     CompareOptions,
+    LikeOptions,
     ManifestOptions,
     SalvageOptions,
     VerifyOptions,
@@ -64,6 +65,7 @@ KEYWORDS: dict[str, tuple[OptionGroup, ...]] = {
     "VerifyKeywords": (
         OptionGroup(VerifyOptions, without=_OF_RUNS),
         OptionGroup(RewriteOptions),
+        OptionGroup(LikeOptions),
         OptionGroup(ManifestOptions),
     ),
     "CompareKeywords": (

@@ -31,6 +31,7 @@ from ckptool.commands.options.rewrite import RewriteOptions
 from ckptool.commands.options.target import ConvertOptions, ReshardOptions
 from ckptool.commands.options.verify import (
     CompareOptions,
+    LikeOptions,
     ManifestOptions,
     SalvageOptions,
     VerifyOptions,
@@ -248,18 +249,20 @@ def verify(
     """Check that the checkpoint at ``path`` is complete, unchanged and safe: true if it is.
 
     ``write_manifest`` is written if no errors are found; with ``manifest`` every tensor is compared
-    with what it records, whatever the format. Raises NotFound or Unrecognized if there is no
+    with what it records, whatever the format; with ``like`` the model's names and shapes with those
+    of another checkpoint or a config.json. Raises NotFound or Unrecognized if there is no
     checkpoint. Damage does not raise: it is in the report.
     """
     place, given = _place(path, options)
     keywords = Keywords("verify", given, VerifyKeywords)
     parsed, rewrite = keywords.options(VerifyOptions), keywords.options(RewriteOptions)
-    manifest = keywords.options(ManifestOptions)
+    manifest, like = keywords.options(ManifestOptions), keywords.options(LikeOptions)
     target, recorded = manifest.write_manifest, manifest.manifest
-    if target is not None and recorded is not None:
-        raise UsageError("manifest and write_manifest cannot be combined")
-    if parsed.part is not None and (target is not None or recorded is not None):
-        raise UsageError("part: of the check of a checkpoint by itself, not by a manifest")
+    questions = sum(each is not None for each in (target, recorded, like.like))
+    if questions > 1:
+        raise UsageError("manifest, write_manifest and like cannot be combined")
+    if parsed.part is not None and questions:
+        raise UsageError("part: of the check of a checkpoint by itself, not by a manifest or like")
     from ckptool.commands.verify import verify as _verify
     from ckptool.commands.verify.manifest.build import build_manifest
     from ckptool.commands.verify.manifest.check import check_manifest
@@ -269,8 +272,14 @@ def verify(
         return build_manifest(place, target, parsed, rewrite, started, overwrite=overwrite)
     if recorded is not None:
         return check_manifest(place, recorded, parsed, rewrite, started)
+    if like != LikeOptions():
+        from ckptool.commands.verify.compare.like import verify_like
+
+        return verify_like(place, like, parsed, rewrite, started)
     if rewrite != RewriteOptions():
-        raise UsageError("selecting, renaming, mapping or casting needs a manifest, or compare()")
+        raise UsageError(
+            "selecting, renaming, mapping or casting needs a manifest, like, or compare()"
+        )
     return _verify.verify(place, parsed, started)
 
 

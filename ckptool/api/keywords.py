@@ -145,7 +145,7 @@ class VerifyRunKeywords(ReadKeywords, total=False):
 
 
 class VerifyKeywords(OpenKeywords, total=False):
-    """Keywords of ``VerifyOptions``, ``RewriteOptions``, ``ManifestOptions``."""
+    """Keywords of ``VerifyOptions``, ``RewriteOptions``, ``LikeOptions``, ``ManifestOptions``."""
 
     quick: bool
     sample: float | str
@@ -155,6 +155,9 @@ class VerifyKeywords(OpenKeywords, total=False):
     strict: bool
     ignore: Strings
     workers: int | None
+    like: AnyPath | None
+    expect_changed: Strings
+    expect_equal: Strings
     write_manifest: AnyPath | None
     manifest: AnyPath | None
     overwrite: bool

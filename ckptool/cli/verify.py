@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NamedTuple, NoReturn
 
 import typer
 
@@ -14,6 +14,7 @@ from ckptool.commands.options.declaration import OptionGroup, changed
 from ckptool.commands.options.rewrite import RewriteOptions
 from ckptool.commands.options.verify import (
     CompareOptions,
+    LikeOptions,
     ManifestOptions,
     VerifyOptions,
     salvage_options,
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
     from ckptool.storage.url import Location
 
 AGAINST = "Compare with another checkpoint"
-REWRITING = "Compare SRC as `ckptool convert` rewrites it (with --against or a manifest)"
+LIKE = "Compare with the model that it should be"
+REWRITING = "Compare SRC as `ckptool convert` rewrites it (with --against, --like or a manifest)"
 MANIFEST = "Manifests"
 RUN = "Runs (folders of steps)"
 
@@ -45,6 +47,7 @@ def verify(
         ),
     ] = None,
     comparison: Annotated[CompareOptions, OptionGroup(panel=AGAINST)],
+    like: Annotated[LikeOptions, OptionGroup(panel=LIKE)],
     rewrite: Annotated[RewriteOptions, OptionGroup(panel=REWRITING)],
     manifest: Annotated[ManifestOptions, OptionGroup(panel=MANIFEST)],
     latest_good: Annotated[
@@ -88,8 +91,9 @@ def verify(
     """Check that a checkpoint is complete, unchanged and safe, from its own files alone.
 
     Reads everything once. Exits 0 if no errors are found, 1 if there are any, 3 if there is no
-    checkpoint. Other questions, one at a time: is it equal to OTHER, does it match a manifest,
-    which step of a run is the newest good one, and what is left of a damaged one. With the options
+    checkpoint. Other questions, one at a time: is it equal to OTHER, is it a model like OTHER, does
+    it match a manifest, which step of a run is the newest good one, and what is left of a damaged
+    one. With the options
     of `ckptool convert SRC DST`, `--against DST` proves that DST is correct. If GITHUB_ACTIONS is
     true, json and junit print annotations on stderr.
     """
@@ -97,8 +101,17 @@ def verify(
     if codes:
         output.show_codes()
         return
-    questions = (against, manifest.write_manifest, manifest.manifest, latest_good or every, salvage)
+    questions = _Questions(
+        against,
+        like.like,
+        manifest.write_manifest,
+        manifest.manifest,
+        of_run=latest_good or every,
+        salvage=salvage,
+    )
     _require_possible(questions, options, comparison, rewrite)
+    if like.like is None and (flags := changed(like)):
+        raise UsageError(f"{flags[0]} says what to compare: it needs --like OTHER")
     from ckptool.render.progress import started_progress
     from ckptool.storage.url import location
 
@@ -114,6 +127,8 @@ def verify(
         ):
             if against is not None:
                 answer = _compare(place, location(against), comparison, rewrite, options, started)
+            elif like.like is not None:
+                answer = _compare_model(place, like, comparison, rewrite, options, started)
             else:
                 answer = _check(place, options, manifest, rewrite, started, ranks)
     except Several as error:
@@ -132,8 +147,19 @@ def _ranks(*, alone: bool) -> AbstractContextManager[Ranks]:
     return nullcontext(Ranks()) if alone else join_ranks()
 
 
+class _Questions(NamedTuple):
+    """What is asked of a checkpoint besides whether it is sound, or of a run."""
+
+    against: str | None
+    like: Location | None
+    write_manifest: Location | None
+    manifest: Location | None
+    of_run: bool
+    salvage: str | None
+
+
 def _require_possible(
-    questions: tuple[object, ...],
+    questions: _Questions,
     options: VerifyOptions,
     comparison: CompareOptions,
     rewrite: RewriteOptions,
@@ -141,10 +167,10 @@ def _require_possible(
     """Raise UsageError for questions and options that cannot be combined."""
     if sum(each not in (None, False) for each in questions) > 1:
         raise UsageError(
-            "--against, --write-manifest, --manifest, --latest-good or --all, and --salvage:"
-            " one at a time"
+            "--against, --like, --write-manifest, --manifest, --latest-good or --all, and"
+            " --salvage: one at a time"
         )
-    against, write_manifest, manifest, of_run, _ = questions
+    against, like, write_manifest, manifest, of_run, _ = questions
     if options.allow_nonfinite and not of_run:
         raise UsageError(
             "--allow-nonfinite is for runs: it needs --latest-good or --all",
@@ -157,12 +183,14 @@ def _require_possible(
     if options.part is not None and any(questions):
         raise UsageError(
             "--part checks a single checkpoint",
-            hint="leave out --against, manifests, --latest-good, --all and --salvage",
+            hint="leave out --against, --like, manifests, --latest-good, --all and --salvage",
         )
-    if against is None and (flags := changed(comparison)):
+    flags = [flag for flag in changed(comparison) if like is None or flag != "--other-format"]
+    if against is None and flags:
         raise UsageError(f"{flags[0]} says what to compare: it needs --against OTHER")
-    if (against, write_manifest, manifest) == (None, None, None) and (flags := changed(rewrite)):
-        needs = "it needs --against OTHER, --manifest or --write-manifest"
+    none = (against, like, write_manifest, manifest) == (None, None, None, None)
+    if none and (flags := changed(rewrite)):
+        needs = "it needs --against OTHER, --like OTHER, --manifest or --write-manifest"
         raise UsageError(f"{flags[0]} says what to compare: {needs}")
 
 
@@ -210,6 +238,24 @@ def _compare(
     report = against(source, other, options, rewrite, comparison, started)
     suite = Suite(report.verify, ("comparison",))
     return Answer([suite], lambda: show_against(report), report.to_dict)
+
+
+def _compare_model(
+    source: Location,
+    like: LikeOptions,
+    comparison: CompareOptions,
+    rewrite: RewriteOptions,
+    options: VerifyOptions,
+    started: Started,
+) -> Answer:
+    """Verify a checkpoint, and compare its model's names and shapes with another's."""
+    from ckptool.commands.verify.compare.like import verify_like
+    from ckptool.render.ci import Suite
+    from ckptool.render.verify import show_verify
+
+    report = verify_like(source, like, options, rewrite, started, comparison.other_format)
+    suite = Suite(report, ("comparison",))
+    return Answer([suite], lambda: show_verify(report), report.to_dict)
 
 
 def _verify_steps(

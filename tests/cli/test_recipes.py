@@ -72,6 +72,7 @@ ANSWERS = {
     "inspect runs/step-1000 --values | grep '\\.lr '": "0.0003",
     "runs/": "optimizer",
     "verify runs/step-1000 --quick": "OK: ",
+    "verify runs/step-1000 --like model/config.json": "21 of 21 tensors of model/config.json",
     "diff runs/step-1000 model/config.json": "only in A",
     "extract runs/step-1000 'model.layers.0.attention.wq.weight[0:4, :8]'": "[4, 8] of [64, 64]",
     "diff runs/step-1000 runs/step-2000 --values": "DIFFERENT: 42 tensors changed",

@@ -100,6 +100,30 @@ class CompareOptions(OptionSet):
         return self.rtol is not None or self.atol is not None
 
 
+class LikeOptions(OptionSet):
+    """The model that a checkpoint should be, and what training should have changed of it."""
+
+    like: Location | None = option(
+        "--like",
+        PLACE,
+        metavar="OTHER",
+        help="Also compare the model's names and shapes with those of this checkpoint of any format"
+        " and naming (a base model, an earlier step), or of a config.json.",
+    )
+    expect_changed: tuple[str, ...] = option(
+        "--expect-changed",
+        TEXTS,
+        metavar="GLOB",
+        help="Report what matches and is equal to OTHER's (repeatable).",
+    )
+    expect_equal: tuple[str, ...] = option(
+        "--expect-equal",
+        TEXTS,
+        metavar="GLOB",
+        help="Report what matches and is not equal to OTHER's (repeatable).",
+    )
+
+
 class ManifestOptions(OptionSet):
     """Which manifest to write, or to verify by."""
 

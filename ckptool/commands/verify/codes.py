@@ -271,6 +271,26 @@ _CODES: dict[str, dict[str, Code]] = {
             "exclude it with --drop-metadata KEY, or say with --metadata KEY=TEXT what B should"
             " have",
         ),
+        "like-missing": Code(
+            _ERROR, "a tensor that the model it should be has, and it lacks", _MIXED
+        ),
+        "like-extra": Code(_WARNING, "a tensor that the model it should be does not have"),
+        "like-shape": Code(_ERROR, "a tensor has another shape than in the model it should be"),
+        "like-unnamed": Code(
+            _ERROR,
+            "most names are not those of the model it should be, so nothing was compared",
+            "give it these names with --map (and --hf-assets or --dim), --strip-prefix or --rename",
+        ),
+        "like-unchanged": Code(
+            _ERROR,
+            "a tensor that should have changed is equal to the other's",
+            "it was frozen, had no gradient, or was saved from the model that training began with",
+        ),
+        "like-changed": Code(
+            _ERROR,
+            "a tensor that should be equal to the other's is not",
+            "`ckptool diff --values` shows how much what changed",
+        ),
         "excluded": Code(_INFO, "excluded by the options: not compared"),
         "nothing-compared": Code(
             _ERROR,

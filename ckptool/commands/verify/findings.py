@@ -32,8 +32,15 @@ _JOINED = frozenset([*_ABSENT, *_DAMAGED, *_OTHER_CONTENT])
 """The codes with one finding per file, however many of its parts show it."""
 _ONE_SIDED = ("tensor-missing", "tensor-extra", "value-missing", "value-extra")
 _OF_BOTH = ("shape-differs", "dtype-differs", "value-differs", "value-not-compared")
+_OF_LIKENESS = ("missing", "extra", "shape", "unchanged", "changed")
 _BY_MANIFEST = ("missing", "extra", "differs", "unchecked", "incomplete")
-_ALIKE = frozenset([*_ONE_SIDED, *_OF_BOTH, *(f"manifest-{word}" for word in _BY_MANIFEST)])
+_ALIKE = frozenset(
+    [
+        *(*_ONE_SIDED, *_OF_BOTH),
+        *(f"like-{word}" for word in _OF_LIKENESS),
+        *(f"manifest-{word}" for word in _BY_MANIFEST),
+    ]
+)
 """The codes with one finding for several names that show the same."""
 _LOSSES = frozenset([*_ABSENT, "file-unreadable", "metadata-unreadable", "zip-structure"])
 """Possible reasons why nothing of a file could be placed."""

@@ -1,0 +1,214 @@
+"""Whether a checkpoint is the model that it should be: another's tensors, in any naming and shards.
+
+Names and shapes are compared, from metadata alone. On demand elements are, too: of tensors that
+training should have changed, or should not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+
+from msgspec.structs import replace
+
+from ckptool.commands.open import OpenedCheckpoint, open_checkpoint
+from ckptool.commands.options.read import ReadOptions
+from ckptool.commands.options.rewrite import RewriteOptions
+from ckptool.commands.options.verify import CompareOptions, LikeOptions, VerifyOptions
+from ckptool.commands.verify.codes import Severity
+from ckptool.commands.verify.compare.lineup import LineUp, line_up
+from ckptool.commands.verify.compare.model import is_model, open_other
+from ckptool.commands.verify.compare.modules import count_modules, lost_modules, numbers_of
+from ckptool.commands.verify.compare.names import readable
+from ckptool.commands.verify.compare.tensors import compare
+from ckptool.commands.verify.findings import VerifyReport
+from ckptool.commands.verify.verify import Started, Verification, examine
+from ckptool.core.catalog import Catalog
+from ckptool.core.selection import tensors_named
+from ckptool.core.state_category import model_prefixes
+from ckptool.core.text import plural
+from ckptool.engine.check.pairs import TensorPair
+from ckptool.engine.read.tensors import CheckedSource
+from ckptool.errors import Damaged, Hostile, Problem, UsageError
+from ckptool.storage.url import Location
+
+_BUFFERS = ("rotary_emb.inv_freq", "rope.cache", "freqs_cis", "_extra_state")
+"""Computed from the configuration, or settings of Transformer Engine: some versions save them."""
+
+
+def verify_like(
+    path: Location,
+    asked: LikeOptions,
+    options: VerifyOptions,
+    rewriting: RewriteOptions,
+    started: Started | None = None,
+    other_format: str | None = None,
+) -> VerifyReport:
+    """Verify the checkpoint at ``path``, and compare its model with that of ``asked.like``.
+
+    That is a checkpoint of any format, or a config.json. ``rewriting`` gives the names of it, if
+    they are not to be found. Raises as ``verify`` and ``open_other`` do, UsageError for a pattern
+    that no tensor of both matches, or without a model that it should be like.
+    """
+    if asked.like is None:
+        raise UsageError("--expect-changed and --expect-equal need --like OTHER")
+    if options.quick and (asked.expect_changed or asked.expect_equal):
+        raise UsageError("--expect-changed and --expect-equal read data: not with --quick")
+    theirs = open_other(asked.like, ReadOptions(other_format), ())
+    verification = examine(path, options, started)
+    report = verification.report()
+    mine = _opened(verification, options)
+    if mine is None:
+        summary = f"FAILED: cannot be read, so not compared with {asked.like}"
+        return replace(report, ok=False, summary=summary)
+    lined = line_up(mine, theirs, rewriting)
+    if lined.is_unlike:
+        return verification.report([_unlike(lined, asked.like)])
+    explained = _explained(report, mine.catalog)
+    problems = [
+        *_differing_names(lined, explained, asked.like),
+        *_differing_shapes(lined, asked.like),
+    ]
+    problems += _unexpected((mine, theirs), lined, asked, options, started)
+    report = verification.report(problems)
+    return replace(report, summary=f"{report.summary}; {_found(lined, asked.like)}")
+
+
+def _opened(verification: Verification, options: VerifyOptions) -> OpenedCheckpoint | None:
+    """Return what can be read of a checkpoint, damaged or not; None if that is nothing."""
+    surveyed = verification.surveyed
+    try:
+        return open_checkpoint(surveyed.path, options.read, whole=False, placements=False)
+    except (Damaged, Hostile):
+        if surveyed.catalog is None:
+            return None
+    return OpenedCheckpoint(surveyed.path, surveyed.source, surveyed.format, surveyed.catalog)
+
+
+def _explained(report: VerifyReport, catalog: Catalog) -> set[str]:
+    """Return the model's own names for the tensors that an error found in the files affects."""
+    errors = [each for each in report.findings if each.severity is Severity.ERROR]
+    names = {error.tensor or "" for error in errors}
+    names |= {each.tensor or "" for error in errors for each in error.affected}
+    starts = tuple(f"{prefix}." for prefix in model_prefixes(catalog))
+    return names | {name.removeprefix(start) for name in names for start in starts}
+
+
+def _unlike(lined: LineUp, other: Location) -> Problem:
+    message = f"{len(lined.common):,} of {plural(len(lined.mine.tensors), 'tensor')} of the model"
+    message += f" have a name of {other}, which has {len(lined.theirs.tensors):,}"
+    message += f", such as {next(iter(lined.theirs.tensors))}" if lined.theirs.tensors else ""
+    return Problem(message, "like-unnamed")
+
+
+def _found(lined: LineUp, other: Location) -> str:
+    """Return how much of the other model was found, and under which names."""
+    names = lined.theirs.tensors
+    counted = count_modules(names)
+    counts = f" ({counted})" if counted else ""
+    how = f", {lined.how}" if lined.how else ""
+    return f"{len(lined.common):,} of {plural(len(names), 'tensor')} of {other}{counts} found{how}"
+
+
+def _differing_names(
+    lined: LineUp, explained: Collection[str], other: Location
+) -> Iterator[Problem]:
+    """Yield a problem for each tensor that only one has; nothing twice that is ``explained``."""
+    known = {*lined.mine.tensors, *lined.mine.conflicts, *explained}
+    lost = _lacking(lined.theirs, known, lined)
+    extra = _lacking(lined.mine, lined.theirs.tensors, lined)
+    for names, whole, kept, code, what in (
+        (lost, lined.theirs, lined.mine, "like-missing", f"missing, {other} has it"),
+        (extra, lined.mine, lined.theirs, "like-extra", f"not in {other}"),
+    ):
+        modules = lost_modules(names, numbers_of(kept.tensors), numbers_of(whole.tensors))
+        for name in names:
+            shape = list(whole.tensors[name].shape)
+            of = f", as is {modules[name]}" if name in modules else f": {shape}"
+            yield Problem(f"{name}: {what}{of}", code, tensor=name)
+
+
+def _lacking(whole: Catalog, known: Collection[str], lined: LineUp) -> list[str]:
+    """Return the names that are not ``known``, nor tied to one that is, nor computed."""
+    return [
+        name
+        for name in whole.tensors
+        if name not in known
+        and not name.endswith(_BUFFERS)
+        and lined.tied_to(name).isdisjoint(known)
+    ]
+
+
+def _differing_shapes(lined: LineUp, other: Location) -> Iterator[Problem]:
+    for name in lined.common:
+        shapes = lined.mine.tensors[name].shape, lined.theirs.tensors[name].shape
+        if shapes[0] != shapes[1]:
+            message = f"{name}: {list(shapes[0])}, but {list(shapes[1])} in {other}"
+            yield Problem(message, "like-shape", tensor=name)
+
+
+def _unexpected(
+    sides: tuple[OpenedCheckpoint, OpenedCheckpoint],
+    lined: LineUp,
+    asked: LikeOptions,
+    options: VerifyOptions,
+    started: Started | None,
+) -> Iterator[Problem]:
+    """Yield the tensors that are equal to the other's and should have changed, or the reverse."""
+    alike = [
+        n for n in lined.common if lined.mine.tensors[n].shape == lined.theirs.tensors[n].shape
+    ]
+    both = lined.mine.with_tensors({name: lined.mine.tensors[name] for name in alike})
+    changed = tensors_named(both, asked.expect_changed, "--expect-changed")
+    equal = tensors_named(both, asked.expect_equal, "--expect-equal")
+    if not changed and not equal:
+        return
+    if is_model(sides[1]):
+        raise UsageError(f"{asked.like}: a model without values to compare with")
+    if twice := {*changed} & {*equal}:
+        raise UsageError(f"{min(twice)}: expected to be changed, and to be equal")
+    names = [name for name in alike if name in {*changed, *equal}]
+    differing, problems = _differing(sides, lined, names, options, started)
+    yield from problems
+    unread = {problem.tensor for problem in problems}
+    for name in names:
+        if name in unread:
+            continue
+        if name in changed and name not in differing:
+            yield Problem(f"{name}: equal to {asked.like}", "like-unchanged", tensor=name)
+        elif name in equal and name in differing:
+            yield Problem(f"{name}: not equal to {asked.like}", "like-changed", tensor=name)
+
+
+def _differing(
+    sides: tuple[OpenedCheckpoint, OpenedCheckpoint],
+    lined: LineUp,
+    names: Iterable[str],
+    options: VerifyOptions,
+    started: Started | None,
+) -> tuple[set[str], list[Problem]]:
+    """Return which tensors differ, and why some cannot be read.
+
+    Bits are compared, or exact numbers if the element types are not the same.
+    """
+    opened, problems = [], list[Problem]()
+    for side, catalog in zip(sides, (lined.mine, lined.theirs), strict=True):
+        wanted = {name: catalog.tensors[name] for name in names}
+        found, lost = readable(side, replace(catalog, tensors=wanted, objects={}))
+        opened.append(found.tensors)
+        problems += [each.of_tensor(name) for name, each in lost.items()]
+    pairs = [
+        TensorPair(opened[0][name], opened[1][name], is_cast=False)
+        for name in names
+        if name in opened[0] and name in opened[1]
+    ]
+    workers = options.workers or max(side.source.policy.workers for side in sides)
+    reads = CheckedSource(sides[0].source), CheckedSource(sides[1].source)
+    progress = (started or (lambda total: lambda nbytes: None))(sum(p.nbytes for p in pairs))
+    differing: set[str] = set()
+    for how in (CompareOptions(), CompareOptions(rtol=0.0)):
+        some = [p for p in pairs if (p.one.dtype is p.other.dtype) != how.as_numbers]
+        result = compare(some, reads, how, workers, progress)
+        differing |= result.differences.keys()
+        for name, (_, error) in result.unreadable.items():
+            problems += [problem.of_tensor(name) for problem in error.problems]
+    return differing, problems

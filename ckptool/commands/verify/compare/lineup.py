@@ -1,0 +1,122 @@
+"""The models of two checkpoints under common names, whatever their trainers, formats and shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from ckptool.commands.model.architectures import is_tied
+from ckptool.commands.model.records import CONFIG, records
+from ckptool.commands.open import OpenedCheckpoint
+from ckptool.commands.options.rewrite import RewriteOptions, Selection
+from ckptool.commands.rewrite import only_model, rewrite
+from ckptool.commands.verify.compare.fit import Candidate, find_rewriting
+from ckptool.core.catalog import Catalog, tied_names
+from ckptool.core.state_category import state_category
+from ckptool.errors import CkptoolError
+from ckptool.storage.place import on_disk
+
+_MODEL = RewriteOptions(Selection(model_only=True))
+
+
+class LineUp(NamedTuple):
+    """Two models under common names, and ``how`` one of them got these, if it had others.
+
+    ``ties`` are names that are one tensor.
+    """
+
+    mine: Catalog
+    theirs: Catalog
+    how: str
+    ties: list[tuple[str, ...]]
+
+    @property
+    def common(self) -> list[str]:
+        """Return the names that both have."""
+        return [name for name in self.mine.tensors if name in self.theirs.tensors]
+
+    @property
+    def likeness(self) -> float:
+        """Return how much of both is common, from 0 to 1."""
+        both = len(self.mine.tensors) + len(self.theirs.tensors)
+        return 2 * len(self.common) / max(1, both)
+
+    @property
+    def is_unlike(self) -> bool:
+        """Return whether most of the smaller model has no counterpart."""
+        smaller = min(len(self.mine.tensors), len(self.theirs.tensors))
+        return not self.common or 2 * len(self.common) < smaller
+
+    def tied_to(self, name: str) -> set[str]:
+        """Return the names that are the same tensor as this one."""
+        return {each for names in self.ties if name in names for each in names} - {name}
+
+
+def line_up(mine: OpenedCheckpoint, theirs: OpenedCheckpoint, rewriting: RewriteOptions) -> LineUp:
+    """Return the models of two checkpoints under common names. No tensor byte is read.
+
+    ``mine`` as ``rewriting`` asks, if it does. Else under their own names, or under those that a
+    prefix, a wrapper's name or a key map gives the one or the other: what makes most of them alike.
+    Raises Unsupported if one has no model, and as ``rewrite`` does.
+    """
+    bare = only_model(theirs.catalog)
+    if rewriting != RewriteOptions():
+        made = rewrite(mine, rewriting, unread=False).catalog
+        return _with_ties(LineUp(_model(made), bare, "", []), mine, theirs)
+    own = only_model(mine.catalog)
+    ways = [LineUp(own, bare, "", [])]
+    if ways[0].is_unlike:
+        assets = _config_of(theirs) or _config_of(mine)
+        for made, how in _renamed(theirs, bare, own, assets):
+            ways.append(LineUp(own, made, f"{theirs.path} with {how}", []))
+        for made, how in _renamed(mine, own, bare, assets):
+            ways.append(LineUp(made, bare, f"{mine.path} with {how}", []))
+    return _with_ties(max(ways, key=lambda way: way.likeness), mine, theirs)
+
+
+def _renamed(
+    opened: OpenedCheckpoint, bare: Catalog, wanted: Catalog, assets: Path | None
+) -> Iterator[tuple[Catalog, str]]:
+    """Yield a model under the names of another, and the options that make it, if any do."""
+    found = Candidate(list(bare.tensors), _MODEL)
+    best = find_rewriting(opened, found, bare, wanted, assets, whole=False)
+    if best is not None and best is not found:
+        try:
+            yield _model(rewrite(opened, best.rewriting, unread=False).catalog), best.option
+        except CkptoolError:
+            return
+
+
+def _model(catalog: Catalog) -> Catalog:
+    entries = catalog.tensors.items()
+    return catalog.with_tensors({n: e for n, e in entries if state_category(e) == "model"})
+
+
+def _config_of(opened: OpenedCheckpoint) -> Path | None:
+    """Return the folder of a checkpoint, or of a config.json, if that is there."""
+    path = on_disk(opened.path)
+    folder = None if path is None else path if path.is_dir() else path.parent
+    return folder if folder is not None and (folder / CONFIG).is_file() else None
+
+
+_HEADS = ("lm_head.weight", "output.weight", "output_layer.weight")
+_EMBEDDINGS = ("embed_tokens.weight", "tok_embeddings.weight", "word_embeddings.weight")
+
+
+def _with_ties(lined: LineUp, *sides: OpenedCheckpoint) -> LineUp:
+    """Add the names that share bytes in one of them, or that a config ties: head and embedding."""
+    ties = [names for each in (lined.mine, lined.theirs) for names in tied_names(each)]
+    if any(map(_ties_head, sides)):
+        every = dict.fromkeys([*lined.mine.tensors, *lined.theirs.tensors])
+        ties.append(tuple(name for name in every if name.endswith((*_HEADS, *_EMBEDDINGS))))
+    return lined._replace(ties=ties)
+
+
+def _ties_head(opened: OpenedCheckpoint) -> bool:
+    """Return whether a checkpoint records that the model's head is its embedding."""
+    try:
+        known = records(opened.source, opened.catalog, None)
+    except CkptoolError:
+        return False
+    return any(is_tied(record) for record in known)

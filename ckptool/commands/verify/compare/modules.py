@@ -1,0 +1,77 @@
+"""The numbered modules of models, layers and experts, of which all tensors are missing."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from ckptool.core.text import list_some
+
+_MOST = 4
+
+
+class Module(NamedTuple):
+    """A module of a list of them: layer 17 of ``model.layers``."""
+
+    among: str
+    number: int
+
+
+def modules_of(name: str) -> Iterator[Module]:
+    """Yield the numbered modules that a tensor is in, the outermost first."""
+    steps = name.split(".")
+    for at, step in enumerate(steps[:-1]):
+        if step.isdecimal():
+            yield Module(".".join(steps[:at]), int(step))
+
+
+def numbers_of(names: Iterable[str]) -> dict[str, set[int]]:
+    """Return the numbers of the modules in each list of modules."""
+    numbers: dict[str, set[int]] = defaultdict(set)
+    for name in names:
+        for module in modules_of(name):
+            numbers[module.among].add(module.number)
+    return numbers
+
+
+def lost_modules(
+    lost: Iterable[str], kept: Mapping[str, set[int]], whole: Mapping[str, set[int]]
+) -> dict[str, str]:
+    """Return of each lost tensor that is not alone which modules are lost as a whole, with counts.
+
+    ``kept`` are the numbers of the modules that are not, ``whole`` those of all. What the same
+    numbers are lost of in many layers, such as experts, has the same text.
+    """
+    outermost = {name: _outermost(name, kept) for name in lost}
+    gone: dict[str, set[int]] = defaultdict(set)
+    for module in filter(None, outermost.values()):
+        gone[module.among].add(module.number)
+    texts = {among: _text(among, gone[among], whole[among]) for among in gone}
+    return {name: texts[module.among] for name, module in outermost.items() if module is not None}
+
+
+def _outermost(name: str, kept: Mapping[str, set[int]]) -> Module | None:
+    lost = (each for each in modules_of(name) if each.number not in kept.get(each.among, ()))
+    return next(lost, None)
+
+
+def _text(among: str, gone: set[int], whole: set[int]) -> str:
+    """Return text such as ``all of model.layers.17 (31 of 32 found)``."""
+    shown = list_some([str(number) for number in sorted(gone)], _MOST)
+    steps = [*filter(None, [abstract(among)]), shown if len(gone) == 1 else f"{{{shown}}}"]
+    return f"all of {'.'.join(steps)} ({len(whole - gone):,} of {len(whole):,} found)"
+
+
+def abstract(among: str) -> str:
+    """Return a list of modules with ``*`` for the numbers of those around it."""
+    return ".".join("*" if step.isdecimal() else step for step in among.split("."))
+
+
+def count_modules(names: Iterable[str]) -> str:
+    """Return text such as ``32 in model.layers, 8 in model.layers.*.mlp.experts``."""
+    counts: dict[str, int] = defaultdict(int)
+    for among, found in numbers_of(names).items():
+        counts[abstract(among)] = max(counts[abstract(among)], len(found))
+    shown = [f"{count:,} in {among}" for among, count in counts.items() if among and count > 1]
+    return list_some(shown, _MOST)
