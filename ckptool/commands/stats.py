@@ -20,7 +20,7 @@ from ckptool.core.sharding.coverage import coverage_problems
 from ckptool.engine.read.numbers import Array, decode
 from ckptool.engine.read.tensors import TensorSource, TensorTile, tensor_job
 from ckptool.engine.read.tiles import read_tiles, require_unchanged
-from ckptool.errors import CkptoolError, Problem, damaged
+from ckptool.errors import damaged
 from ckptool.storage.files import Files
 
 _TILE_ELEMENTS = 1 << 20
@@ -175,39 +175,19 @@ def stats(
     return StatsReport(tuple(rows))
 
 
-def not_finite_counts(entries: Sequence[TensorEntry], source: Files) -> list[Problem]:
-    """Return the problem of each tensor with NaN or infinite values, and their counts."""
-    measured = _measure(entries, source, lenient=True)
-    problems = []
-    for entry in entries:
-        stats, message = measured.get(entry.name), f"{entry.name}: NaN or infinite values"
-        if stats is not None:
-            message = f"{entry.name}: {stats.nan:,} NaN and {stats.inf:,} infinite values"
-            message += f" of {entry.elements:,}"
-        problems.append(Problem(message, "not-finite", tensor=entry.name))
-    return problems
-
-
 def _measure(
     entries: Iterable[TensorEntry],
     source: Files,
-    progress: Callable[[int], None] = lambda nbytes: None,
-    *,
-    lenient: bool = False,
+    progress: Callable[[int], None],
 ) -> dict[str, TensorStats]:
-    """Return the statistics of located tensors by name; if ``lenient``, of those that are read."""
+    """Return the statistics of located tensors by name."""
     measured: dict[str, TensorStats] = {}
 
     def measure(entry: TensorEntry, tiles: Iterator[TensorTile]) -> None:
         moments = _Moments()
-        try:
-            with np.errstate(over="ignore", invalid="ignore"):
-                for tile in tiles:
-                    moments.add(decode(tile.values.reshape(-1), entry.source_dtype))
-        except CkptoolError:
-            if lenient:
-                return
-            raise
+        with np.errstate(over="ignore", invalid="ignore"):
+            for tile in tiles:
+                moments.add(decode(tile.values.reshape(-1), entry.source_dtype))
         measured[entry.name] = moments.of(entry)
 
     jobs = (tensor_job(e, _TILE_ELEMENTS * e.source_dtype.itemsize, stored=True) for e in entries)

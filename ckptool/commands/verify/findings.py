@@ -42,6 +42,8 @@ _ALIKE = frozenset(
     ]
 )
 """The codes with one finding for several names that show the same."""
+_ONE_CAUSE = frozenset(["not-finite"])
+"""The codes of what spreads from one tensor to the others, in whatever file they are."""
 _LOSSES = frozenset([*_ABSENT, "file-unreadable", "metadata-unreadable", "zip-structure"])
 """Possible reasons why nothing of a file could be placed."""
 _SEVERAL = ("file-missing", "rank-missing")
@@ -338,6 +340,8 @@ def _by_cause(problems: list[Problem], catalog: Catalog | None) -> list[list[Pro
             groups[lacking[file], file].append(problem)
         elif file and (is_of_file or problem.code in _JOINED):
             groups[problem.code, file].append(problem)
+        elif problem.code in _ONE_CAUSE:
+            groups[problem.code].append(problem)
         elif problem.tensor and problem.code in _ALIKE:
             groups[problem.code, file, _detail(problem)].append(problem)
         else:

@@ -43,7 +43,6 @@ from ckptool.commands.verify.codes import CODES, Severity, require_codes
 from ckptool.commands.verify.findings import Findings, VerifyReport, summarize
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.quantization.names import packed_names
-from ckptool.core.state_category import state_category
 from ckptool.core.text import list_some
 from ckptool.engine.check.content import ContentReport, check_spans
 from ckptool.engine.check.copies import copied_files
@@ -259,13 +258,12 @@ class Verification:
         names -= packed_names(self._catalog) if names and self._catalog else set()
         found = content.trimmed
         if isinstance(self._sample, DataPart):
-            trim, whole = self.surveyed.format.reading.trim, self._locate(names)
+            trim, whole = self.surveyed.format.reading.trim, self._locate(sorted(names))
             found = {name: trim(each) for name, each in whole.items()} if trim else whole
-        odd = [found[name] for name in sorted(names) if state_category(found[name]) != "other"]
-        if odd:
-            from ckptool.commands.stats import not_finite_counts
+        if names:
+            from ckptool.commands.verify.checks.nonfinite import not_finite_problems
 
-            self._problems += not_finite_counts(odd, source)
+            self._problems += not_finite_problems(found, names, source)
         unchecked = {span.file for span in spans if span.crc32 is None and span.nbytes}
         self._unchecked = unchecked - (self._kept.keys() if self._sample.leaves_none else set())
 

@@ -41,8 +41,8 @@ def in_parts(path: Path) -> list[VerifyReport]:
 
 def seen(*reports: VerifyReport) -> set[tuple[str, str]]:
     """What was found in data; what metadata shows, each part says."""
-    found = (finding for report in reports for finding in report.findings)
-    return {(f.code, f.message) for f in found if f.code != "no-checksum"}
+    found = (f for report in reports for f in report.findings if f.code != "no-checksum")
+    return {(f.code, each.message) for f in found for each in f.affected or [f]}
 
 
 @pytest.mark.parametrize("one", [c for c in GOOD if c.path.is_dir()][::4], ids=by_name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +67,12 @@ def test_nan_is_a_warning_and_finite_makes_it_an_error(tmp_path: Path) -> None:
     values = torch.ones(1000, 3)
     values[7, 1], values[8, 2] = float("nan"), float("-inf")
     folder = saved(tmp_path / "c", state={"w": values, "columns": values.t(), "ok": torch.ones(3)})
-    found = [f for f in checked(folder).findings if f.code == "not-finite"]
-    assert {f.tensor for f in found} == {"w", "columns"}
-    assert "1 NaN and 1 infinite values of 3,000" in found[0].message
+    (found,) = [f for f in checked(folder).findings if f.code == "not-finite"]
+    assert [(each.tensor, each.message) for each in found.affected] == [
+        (name, f"{name}: 1 NaN and 1 infinite values of 3,000, first {first} (rank 0, state.pt)")
+        for name, first in (("w", "nan at [7, 1]"), ("columns", "nan at [1, 7]"))
+    ]
+    assert found.message.endswith("2 tensors affected: w, columns")
     assert checked(folder).ok
     assert not checked(folder, fail_nonfinite=True).ok
 
@@ -85,6 +89,50 @@ def test_all_tensors_with_nan_are_counted_in_one_reading(
 
     monkeypatch.setattr(stats, "read_tiles", count)
     state = {f"w{n}": torch.full((n + 1,), float("nan")) for n in range(5)}
-    messages = [finding.message for finding in checked(saved(tmp_path / "c", state=state)).findings]
-    assert messages == [f"w{n}: {n + 1} NaN and 0 infinite values of {n + 1}" for n in range(5)]
+    (found,) = checked(saved(tmp_path / "c", state=state)).findings
+    assert [each.message for each in found.affected] == [
+        f"w{n}: {n + 1} NaN and 0 infinite values of {n + 1}, first nan at [0] (rank 0, state.pt)"
+        for n in range(5)
+    ]
+    assert "5 tensors affected: w0, w1, w2 and 2 more" in found.message
     assert len(counted) == 1
+
+
+def test_the_first_value_that_is_not_finite_beyond_a_tile(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    values = torch.ones(3, 700, 1000, dtype=torch.bfloat16)
+    values[2, 5, 7], values[2, 600, 0] = float("-inf"), float("nan")
+    (found,) = checked(saved(tmp_path / "c", state={"w": values})).findings
+    assert "1 NaN and 1 infinite values of 2,100,000, first -inf at [2, 5, 7]" in found.message
+
+
+def test_the_models_values_that_are_not_finite_come_first(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    state = optimizer({"a": 7, "b": 7})
+    state["optimizer"]["state"]["b"]["exp_avg"][0] = float("inf")
+    state["model"] = {"w": torch.tensor([1.0, float("nan")])}
+    (found,) = [f for f in checked(saved(tmp_path / "c", state=state)).findings if "fin" in f.code]
+    names = ["model.w", "optimizer.state.b.exp_avg"]
+    assert [each.tensor for each in found.affected] == names
+
+
+@pytest.mark.parametrize("name", ["dcp_fsdp2_tp", "rank_experimental"])
+def test_the_rank_and_file_of_a_value_that_is_not_finite(
+    name: str, copy_of: Callable[[str], Path]
+) -> None:
+    opened = open_checkpoint(copy_of(name))
+    catalog = opened.open_containers(opened.catalog)
+    entry, chunk = next(
+        (entry, chunk)
+        for entry in catalog.tensors.values()
+        for chunk in entry.chunks
+        if chunk.rank and any(chunk.box.lo) and entry.dtype.name in ("float32", "bfloat16")
+    )
+    file = opened.path / chunk.at.file
+    with file.open("r+b") as data:
+        data.seek(chunk.at.offset)
+        data.write(b"\xff" * entry.dtype.itemsize)
+    found = [f for f in checked(opened.path).findings if f.code == "not-finite"]
+    where = f"(rank {chunk.rank}, {chunk.at.file})"
+    assert f"first nan at {list(chunk.box.lo)} {where}" in found[0].message
+    assert entry.name in found[0].message

@@ -1,0 +1,83 @@
+"""How many values of tensors are NaN or infinite, and where the first of them is."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+
+import numpy as np
+from msgspec import Struct
+
+from ckptool.core.box import Box
+from ckptool.core.catalog import TensorEntry
+from ckptool.core.sharding.index import ChunkIndex
+from ckptool.core.state_category import state_category
+from ckptool.engine.read.numbers import decode
+from ckptool.engine.read.tensors import TensorSource, TensorTile, tensor_job
+from ckptool.engine.read.tiles import read_tiles
+from ckptool.errors import CkptoolError, Problem
+from ckptool.storage.files import Files
+
+_TILE_ELEMENTS = 1 << 20
+
+
+class _Count(Struct):
+    """The NaN and infinite values so far, and the index of the first in row-major order."""
+
+    nan: int = 0
+    inf: int = 0
+    first: tuple[int, ...] | None = None
+    value: float = 0.0
+
+    def add(self, tile: TensorTile, entry: TensorEntry) -> None:
+        """Count the values of a tile, which follows those before in row-major order."""
+        values = decode(tile.values.reshape(-1), entry.source_dtype)
+        odd = np.flatnonzero(~np.isfinite(values))
+        if not odd.size:
+            return
+        nan = int(np.count_nonzero(np.isnan(values[odd])))
+        self.nan, self.inf = self.nan + nan, self.inf + odd.size - nan
+        if self.first is None:
+            inside = np.unravel_index(int(odd[0]), tile.box.shape)
+            self.first = tuple(int(a) + b for a, b in zip(inside, tile.box.lo, strict=True))
+            self.value = float(values[odd[0]])
+
+
+_PARTS = ("model", "optimizer")
+"""Where such values matter, the worse first."""
+
+
+def not_finite_problems(
+    located: Mapping[str, TensorEntry], names: Collection[str], source: Files
+) -> list[Problem]:
+    """Return the problem of each of these tensors, which have such values and are read once more.
+
+    Those of the model come first; what is in neither model nor optimizer may have any values.
+    """
+    odd = [entry for name, entry in located.items() if name in names]
+    known = [entry for part in _PARTS for entry in odd if state_category(entry) == part]
+    counts: dict[str, _Count] = {}
+
+    def look(entry: TensorEntry, tiles: Iterator[TensorTile]) -> None:
+        count = _Count()
+        try:
+            for tile in tiles:
+                count.add(tile, entry)
+        except CkptoolError:
+            return  # the reader of all data reports on it
+        counts[entry.name] = count
+
+    jobs = (tensor_job(e, _TILE_ELEMENTS * e.source_dtype.itemsize, stored=True) for e in known)
+    read_tiles(TensorSource(source), jobs, look, source.policy.workers)
+    return [_problem(entry, counts.get(entry.name)) for entry in known]
+
+
+def _problem(entry: TensorEntry, count: _Count | None) -> Problem:
+    if count is None or count.first is None:
+        message = f"{entry.name}: NaN or infinite values"
+        return Problem(message, "not-finite", tensor=entry.name)
+    at = Box.at(count.first, (1,) * len(count.first))
+    chunk = next(ChunkIndex(entry).find(at)).chunk
+    place = chunk.at.file if chunk.rank is None else f"rank {chunk.rank}, {chunk.at.file}"
+    message = f"{entry.name}: {count.nan:,} NaN and {count.inf:,} infinite values"
+    message += f" of {entry.elements:,}, first {count.value} at {list(count.first)} ({place})"
+    return Problem(message, "not-finite", file=chunk.at.file, tensor=entry.name)
