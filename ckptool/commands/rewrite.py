@@ -91,9 +91,9 @@ def rewrite(
 
     ``kept`` is the selection, if it is made already. ``check`` raises if the selection is
     unsuitable. With ``locate`` every container is opened; if it ``defers``, its reader may open it,
-    or has a share of work that is ``shared``; a key map needs this. Raises UsageError or Unsupported
-    if it cannot be done as requested, and as ``check`` does: Damaged if part of the selection cannot
-    be read, Hostile if it must not be.
+    or has a share of work that is ``shared``; a key map needs this. Raises UsageError or
+    Unsupported if it cannot be done as requested, and as ``check`` does: Damaged if part of the
+    selection cannot be read, Hostile if it must not be.
     """
     casts, selection, cast_counts = options.casts, options.selection, dict[str, int]()
     source = DequantizeResult(opened.catalog, {}, {})

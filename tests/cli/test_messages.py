@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+from conftest import run_command
 
 from ckptool.cli.app import SUMMARIES, load_command
 from ckptool.cli.parameters import parse_place

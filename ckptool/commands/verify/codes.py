@@ -205,6 +205,11 @@ _CODES: dict[str, dict[str, Code]] = {
             "NaN or infinite values in model or optimizer",
             "--fail-nonfinite makes it an error",
         ),
+        "weight-zero": Code(
+            _WARNING,
+            "a weight of the model is all zero, while those of most layers are not",
+            "a shard may not have been written; blocks that are added to a model may begin so",
+        ),
         "optimizer-incomplete": Code(
             _WARNING, "some parameters lack optimizer state that others have"
         ),

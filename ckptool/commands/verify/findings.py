@@ -42,8 +42,8 @@ _ALIKE = frozenset(
     ]
 )
 """The codes with one finding for several names that show the same."""
-_ONE_CAUSE = frozenset(["not-finite"])
-"""The codes of what spreads from one tensor to the others, in whatever file they are."""
+_ONE_CAUSE = frozenset(["not-finite", "weight-zero"])
+"""The codes of what is of one cause in all tensors, in whatever file they are."""
 _LOSSES = frozenset([*_ABSENT, "file-unreadable", "metadata-unreadable", "zip-structure"])
 """Possible reasons why nothing of a file could be placed."""
 _SEVERAL = ("file-missing", "rank-missing")

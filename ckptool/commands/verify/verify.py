@@ -28,6 +28,7 @@ from ckptool.commands.verify.checks.content import (
     attach,
     located,
     scattered_not_finite,
+    unchecked_problems,
     unwritten_ends,
 )
 from ckptool.commands.verify.checks.downloads import download_problems, kept_hashes
@@ -43,7 +44,6 @@ from ckptool.commands.verify.codes import CODES, Severity, require_codes
 from ckptool.commands.verify.findings import Findings, VerifyReport, summarize
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.quantization.names import packed_names
-from ckptool.core.text import list_some
 from ckptool.engine.check.content import ContentReport, check_spans
 from ckptool.engine.check.copies import copied_files
 from ckptool.engine.check.spans import ByteSpan
@@ -264,6 +264,10 @@ class Verification:
             from ckptool.commands.verify.checks.nonfinite import not_finite_problems
 
             self._problems += not_finite_problems(found, names, source)
+        if self._sample.is_all and content.read.zeros:
+            from ckptool.commands.verify.checks.zeros import zero_weights
+
+            self._problems += zero_weights(content.tensors, content.read.zeros, spans)
         unchecked = {span.file for span in spans if span.crc32 is None and span.nbytes}
         self._unchecked = unchecked - (self._kept.keys() if self._sample.leaves_none else set())
 
@@ -317,7 +321,7 @@ class Verification:
         options, catalog, source = self._options, self._catalog, self.surveyed.source
         of_files = self._files.problems if self._of_files is None else self._of_files
         of_pickles = self._files.pickles.problems if self._of_pickles is None else self._of_pickles
-        unchecked = _unchecked_problems(sorted(self._unchecked)) if self._unchecked else []
+        unchecked = unchecked_problems(sorted(self._unchecked)) if self._unchecked else []
         own = [*self._problems, *unchecked, *of_files]
         problems = [
             *changes(source, self._own_files),
@@ -354,12 +358,6 @@ def _distinct(found: Iterable[Iterable[Problem]]) -> list[Problem]:
     return list(
         {(str(each), each.code, each.file, each.tensor): each for each in problems}.values()
     )
-
-
-def _unchecked_problems(files: Sequence[str]) -> list[Problem]:
-    """Return one remark on all files whose values no checksum covers."""
-    message = f"{list_some(files, 1)}: no checksum stored; changed values cannot be detected"
-    return [Problem(message, "no-checksum", file=files[0])]
 
 
 def changes(source: Files, files: Iterable[str]) -> list[Problem]:

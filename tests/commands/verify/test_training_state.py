@@ -10,6 +10,7 @@ import pytest
 from verify.verify_runs import checked, saved
 
 from ckptool.commands import stats
+from ckptool.commands.open import open_checkpoint
 from ckptool.engine.read.tiles import read_tiles
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -21,6 +21,7 @@ from ckptool.core.catalog import (
     TensorEntry,
     places,
 )
+from ckptool.core.text import list_some
 from ckptool.engine.check.content import all_finite, can_be_not_finite
 from ckptool.engine.check.spans import ByteSpan, Packing, View
 from ckptool.engine.read.segments import span_of
@@ -207,6 +208,12 @@ def scattered_not_finite(views: Views, source: Files) -> tuple[set[str], list[Pr
     if jobs:
         read_tiles(TensorSource(source), jobs, look, 1)
     return names, problems
+
+
+def unchecked_problems(files: Sequence[str]) -> list[Problem]:
+    """Return one remark on all files whose values no checksum covers."""
+    message = f"{list_some(files, 1)}: no checksum stored; changed values cannot be detected"
+    return [Problem(message, "no-checksum", file=files[0])]
 
 
 _PAGE = 4096
