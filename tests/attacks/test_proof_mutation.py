@@ -26,6 +26,7 @@ from ckptool.commands.transfer.transfer import Transfer
 from ckptool.core.casts import parse_casts
 from ckptool.core.sharding.placement import parse_mesh
 from ckptool.engine.write import disk_target
+from ckptool.engine.write.run import run as write_plan
 from ckptool.errors import NotVerified
 
 COUNT = int(os.environ.get("CKPTOOL_PROOF_MUTATIONS", "100"))
@@ -122,7 +123,7 @@ MUTATIONS = (exchange_tiles, shift_rows, keep_pages, cut_short, change_numbers, 
 def test_no_mutation_of_what_was_written_is_committed(
     kind: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, random, changed = disk_target.run, Random(kind), list[str]()
+    real, random, changed = write_plan, Random(kind), list[str]()
 
     def run(work: Any, folder: Path, *rest: Any) -> None:
         real(work, folder, *rest)

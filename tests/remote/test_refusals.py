@@ -21,7 +21,6 @@ from fault_server import (
     SLOW_DOWN,
     WRITES,
     Fault,
-    Request,
     altered,
     call,
     lost,

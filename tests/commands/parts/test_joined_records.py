@@ -20,7 +20,7 @@ from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.core.catalog import Container
 from ckptool.core.sharding.placement import parse_mesh, parse_rule
 from ckptool.engine import checksum
-from ckptool.engine.read.tiles import byte_job
+from ckptool.engine.read.byte_reader import byte_job
 from ckptool.errors import (
     Damaged,
     Problem,

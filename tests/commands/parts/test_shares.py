@@ -21,6 +21,7 @@ from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.core.box import Box
 from ckptool.core.catalog import Container, Extent, Record
 from ckptool.core.chunks import ChunkTable, LateChunks
+from ckptool.core.planning.plan import Plan
 from ckptool.core.sharding.placement import parse_mesh
 from ckptool.engine.share import checked_chunks
 from ckptool.errors import (
@@ -106,18 +107,25 @@ def test_numpy_is_not_imported_to_copy_and_compare_rows(few: Path, tmp_path: Pat
     assert (tmp_path / "compared").is_dir()
 
 
+def require_closed(plan: Plan) -> None:
+    """Require that no chunk is opened yet."""
+    places = [chunk.at for entry in plan.entries for chunk in entry.chunks]
+    assert all(isinstance(at, Container) and at.opening is not None for at in places)
+    assert all(at.opening.edges for at in places if isinstance(at, Container) and at.opening)
+
+
 def test_a_part_in_the_sources_own_chunks_is_planned_without_opening_them(
     late: Path, tmp_path: Path
 ) -> None:
     plan = prepare(late, tmp_path / "c", ConvertOptions("dcp", transfer=asked("2/3"))).plan
-    assert all(chunk.at.opening.edges for entry in plan.entries for chunk in entry.chunks)
+    require_closed(plan)
 
 
 def test_ranks_open_the_items_of_their_share_alone(cut: Path, tmp_path: Path) -> None:
     options = ReshardOptions(parse_mesh("8"), transfer=asked())
     plan = prepare_reshard(cut, tmp_path / "r", options, ranks=2).plan
     assert all(type(entry.chunks) is LateChunks for entry in plan.entries)
-    assert all(chunk.at.opening.edges for entry in plan.entries for chunk in entry.chunks)
+    require_closed(plan)
     words = ("reshard", cut, tmp_path / "r", "--mesh", "8", "--workers", "1", "--no-fsync")
     ended = on_ranks(2, ("-m", "ckptool", *words))
     assert [each.code for each in ended] == [0, 0], ended

@@ -129,11 +129,11 @@ def test_the_rank_and_file_of_a_value_that_is_not_finite(
         for chunk in entry.chunks
         if chunk.rank and any(chunk.box.lo) and entry.dtype.name in ("float32", "bfloat16")
     )
-    file = opened.path / chunk.at.file
+    file = Path(str(opened.path)) / chunk.at.file
     with file.open("r+b") as data:
         data.seek(chunk.at.offset)
         data.write(b"\xff" * entry.dtype.itemsize)
-    found = [f for f in checked(opened.path).findings if f.code == "not-finite"]
+    found = [f for f in checked(Path(str(opened.path))).findings if f.code == "not-finite"]
     where = f"(rank {chunk.rank}, {chunk.at.file})"
     assert f"first nan at {list(chunk.box.lo)} {where}" in found[0].message
     assert entry.name in found[0].message

@@ -16,10 +16,10 @@ from ckptool.commands.verify.findings import Finding
 States = dict[str, torch.Tensor]
 
 
-def layers(count: int = 4, part: str = "mlp.up.weight", **like: torch.dtype) -> States:
+def layers(count: int = 4, part: str = "mlp.up.weight", dtype: torch.dtype | None = None) -> States:
     generator = torch.Generator().manual_seed(1)
     return {
-        f"model.layers.{layer}.{part}": torch.randn(1024, 512, generator=generator).to(**like)
+        f"model.layers.{layer}.{part}": torch.randn(1024, 512, generator=generator).to(dtype)
         for layer in range(count)
     }
 

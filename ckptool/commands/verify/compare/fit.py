@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from ckptool.commands.keymap.choice import maps_between
 from ckptool.commands.model.records import records, records_around
-from ckptool.commands.open import OpenedCheckpoint
+from ckptool.commands.open import OpenedCheckpoint, require_sound
 from ckptool.commands.options.rewrite import MapOptions, RewriteOptions, Selection
 from ckptool.commands.rewrite import only_model, rewrite
 from ckptool.core.catalog import Catalog
@@ -206,7 +206,7 @@ def _mapped(
         for name in names[:_MOST_MAPS]:
             options = RewriteOptions(selection, MapOptions(name, assets=folder))
             try:
-                made = rewrite(opened, options, unread=False)
+                made = rewrite(opened, options, check=require_sound)
             except CkptoolError:
                 continue
             yield Candidate(list(made.catalog.tensors), options)

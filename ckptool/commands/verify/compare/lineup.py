@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ckptool.commands.model.architectures import is_tied
 from ckptool.commands.model.records import CONFIG, records
-from ckptool.commands.open import OpenedCheckpoint
+from ckptool.commands.open import OpenedCheckpoint, require_sound
 from ckptool.commands.options.rewrite import RewriteOptions, Selection
 from ckptool.commands.rewrite import only_model, rewrite
 from ckptool.commands.verify.compare.fit import Candidate, find_rewriting
@@ -62,7 +62,7 @@ def line_up(mine: OpenedCheckpoint, theirs: OpenedCheckpoint, rewriting: Rewrite
     """
     bare = only_model(theirs.catalog)
     if rewriting != RewriteOptions():
-        made = rewrite(mine, rewriting, unread=False).catalog
+        made = rewrite(mine, rewriting, check=require_sound).catalog
         return _with_ties(LineUp(_model(made), bare, "", []), mine, theirs)
     own = only_model(mine.catalog)
     ways = [LineUp(own, bare, "", [])]
@@ -83,7 +83,7 @@ def _renamed(
     best = find_rewriting(opened, found, bare, wanted, assets, whole=False)
     if best is not None and best is not found:
         try:
-            yield _model(rewrite(opened, best.rewriting, unread=False).catalog), best.option
+            yield _model(rewrite(opened, best.rewriting, check=require_sound).catalog), best.option
         except CkptoolError:
             return
 
