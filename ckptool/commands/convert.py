@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
@@ -201,6 +202,9 @@ _TARGETS = (
 def _own_writer(opened: OpenedCheckpoint, target: Location) -> Format:
     """Return the source's own format for a folder; UsageError if convert does not write that."""
     row = opened.format
+    if re.fullmatch(r"\.[A-Za-z]\w*", target.suffix):
+        message = f"{target}: a file's name, whose end is none that convert knows"
+        raise UsageError(message, hint=_TARGETS)
     if row.writing.convert is not None and not row.detection.suffixes:
         return row
     instead = ""

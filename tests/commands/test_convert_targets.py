@@ -27,6 +27,7 @@ from ckptool.errors import CkptoolError, UsageError
         ("m.safetensors", "hf", "but --to hf writes a folder"),
         ("m.pt", "dcp", "the name of a .pt file, but --to dcp writes a folder"),
         ("m.pt", "safetensors", "the name of a .pt file"),
+        ("m.safetensor", None, "a file's name, whose end is none that convert knows"),
         ("m", "torch-save", "writes a file, whose name ends in one of .pt, .pth"),
         ("step-1.0", "torch-save", "writes a file, whose name"),
     ],
