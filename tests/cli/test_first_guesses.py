@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -274,3 +275,16 @@ def test_damage_names_the_salvage_and_how_much_it_keeps(place: Path) -> None:
     assert f"{kept} tensors" in done
     whole = ckptool(place, "verify", "runs/step-1000").stdout
     assert "--salvage" not in whole
+
+
+def test_the_parts_of_a_step_are_no_steps(place: Path) -> None:
+    for step in ("run/step-7", "run/step-8"):
+        for part, selects in (("model", "--no-optimizer"), ("optim", "--select=optim")):
+            ckptool(place, "convert", "runs/step-1000", f"{step}/{part}", selects)
+    assert "1 of 1 steps OK" in ckptool(place, "verify", "run/step-7", "--all").stdout
+    newest = ckptool(place, "verify", "run/step-7", "--latest-good", "--json").stdout
+    assert json.loads(newest)["latest_good"] == "run/step-7"
+    assert "2 of 2 steps OK" in ckptool(place, "verify", "run", "--all").stdout
+    (place / "run" / "step-7" / "optim" / "__0_0.distcp").unlink()
+    assert "FAILED  optim: " in ckptool(place, "verify", "run/step-7", "--all", code=1).stdout
+    ckptool(place, "verify", "run/step-7", "--latest-good", "--json", code=1)

@@ -16,6 +16,7 @@ from ckptool.commands.runs.contents import Completeness, unfinished
 from ckptool.commands.runs.optimizer_files import has_optimizer
 from ckptool.commands.runs.order import open_run, written_after
 from ckptool.commands.runs.records import survey_readable
+from ckptool.commands.runs.search import as_one_step
 from ckptool.commands.runs.side_files import damaged_side_files
 from ckptool.commands.runs.steps import Run, Step, is_export, is_unfinished_name
 from ckptool.commands.verify.codes import require_codes
@@ -100,7 +101,7 @@ def verify_run(run: Location, options: VerifyOptions, *, every: bool) -> RunRepo
     """
     require_codes(options.ignore)
     require_known(options.read.from_format)
-    opened = open_run(run, options.read)
+    opened = as_one_step(open_run(run, options.read))
     assessor = Assessor(opened, options, thorough=every)
     reports, chosen = [], ""
     for step in reversed(opened.steps):

@@ -55,6 +55,19 @@ def find_run(place: Location) -> Run:
     return Run(place, tuple(sorted(steps, key=lambda step: natural_key(str(step.path)))), source)
 
 
+def as_one_step(run: Run) -> Run:
+    """Return a run of one step if its folder is named like one, and nothing in it counts steps.
+
+    What lies in it, such as ``model`` and ``optim``, is parts of the step then, not steps.
+    """
+    place = run.path
+    if len(run.steps) < 2 or any(step.position for step in run.steps):
+        return run
+    parts = [part for step in run.steps for part in step.parts]
+    steps = _entries(place.parent, parts)
+    return Run(place, tuple(steps), run.source) if len(steps) == 1 else run
+
+
 def is_run(place: Location) -> bool:
     """Return whether a folder has several steps, and a trainer's file that names the latest.
 
