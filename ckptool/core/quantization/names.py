@@ -47,8 +47,9 @@ def pairs(catalog: Catalog) -> Iterator[Quantized]:
     by_marker = {pair.values.name: pair for pair in first.find(catalog, _ending(names, first.ends))}
     yield from by_marker.values()
     for scheme in rest:
-        found = scheme.find(catalog, _ending(names, scheme.ends))
-        yield from (pair for pair in found if pair.values.name not in by_marker)
+        if own := _ending(names, scheme.ends):
+            found = scheme.find(catalog, own)
+            yield from (pair for pair in found if pair.values.name not in by_marker)
 
 
 def _ending(names: list[str], ends: tuple[str, ...]) -> list[str]:
