@@ -44,7 +44,9 @@ def pairs(catalog: Catalog) -> Iterator[Quantized]:
     """Yield the tensors with a supported quantization, with everything their numbers need."""
     names = [name for name in catalog.tensors if name.endswith(_ENDS)]
     first, *rest = SCHEMES
-    by_marker = {pair.values.name: pair for pair in first.find(catalog, _ending(names, first.ends))}
+    marked = _ending(names, first.ends)
+    found = first.find(catalog, marked) if marked or catalog.metadata else ()  # texts are markers
+    by_marker = {pair.values.name: pair for pair in found}
     yield from by_marker.values()
     for scheme in rest:
         if own := _ending(names, scheme.ends):

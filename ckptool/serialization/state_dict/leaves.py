@@ -222,6 +222,8 @@ def _classify_or_refuse(
     why = _accuse(value, file.hostile, name, unseen) if file.hostile else None
     if why is not None:
         return why
+    if not is_tensor_record(value):
+        return value
     try:
         return _classify(value, file, source, name)
     except (Damaged, Unsupported) as error:
@@ -230,8 +232,6 @@ def _classify_or_refuse(
 
 
 def _classify(value: Any, file: TorchFile, source: Source, name: str) -> Any:
-    if not is_tensor_record(value):
-        return value
     share: Share | None
     try:
         with coded("tensor-record"):
