@@ -31,25 +31,25 @@ FIXTURES = {
 
 
 def rows_of(doc: Path) -> dict[str, list[str]]:
-    """The rows of a doc's first table by the format that each begins with, its head as ``""``."""
+    """The rows of a doc's table of formats by the one that each begins with, its head as ``""``."""
     lines = doc.read_text().splitlines()
-    lines = [lines[at] for at in first_table(lines)]
+    lines = [lines[at] for at in table_of_formats(lines)]
     cells = [[cell.strip() for cell in line.strip()[1:-1].split("|")] for line in lines]
     head, _, *body = cells
     return {"": head[1:]} | {name.strip("`"): rest for name, *rest in body}
 
 
-def first_table(lines: list[str]) -> range:
-    """Where the lines of the first table are."""
+def table_of_formats(lines: list[str]) -> range:
+    """Where the lines of the first table are whose rows begin with formats."""
     is_row = [line.startswith("|") for line in [*lines, ""]]
-    start = is_row.index(True)
+    start = next(at for at, line in enumerate(lines) if line.startswith(("| name |", "| format |")))
     return range(start, is_row.index(False, start))
 
 
 def put_rows(doc: Path, rows: dict[str, list[str]]) -> None:
-    """Replace the rows of a doc's first table, and leave the rest as it is."""
+    """Replace the rows of a doc's table of formats, and leave the rest as it is."""
     lines = doc.read_text().splitlines()
-    table = first_table(lines)
+    table = table_of_formats(lines)
     text = [f"| `{name}` | " + " | ".join(cells) + " |" for name, cells in rows.items()]
     text = [" ".join(line.split()) for line in text]
     doc.write_text("\n".join([*lines[: table[1] + 1], *text, *lines[table[-1] + 1 :]]) + "\n")

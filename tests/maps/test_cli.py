@@ -69,7 +69,7 @@ def test_the_report_as_json(source: Path, out: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (["--map", "bert"], 2, "hint: auto, one of megatron-deepseek-v3, megatron-exaone"),
+        (["--map", "bert"], 2, "hint: the nearest are meta-llama,"),
         (["--map", "torchtitan-llama3"], 2, "pass --dim head=N --dim kv=N, or"),
         (["--map", "torchtitan-llama3", "--dim", "head"], 2, "expected NAME=SIZE"),
         (["--map", "torchtitan-llama3", "--dim", "x=1"], 2, "hint: known dims: head, kv"),

@@ -295,7 +295,7 @@ def listening_below(pid: int) -> Iterator[str]:
         (["--tolerance", "much"], 2, "not a fraction"),
         (["--plot", "bars.jpg"], 2, ".svg or .png"),
         (["--like", "none"], 3, "none"),
-        (["some.json"], 2, "unexpected extra argument"),
+        (["some.json"], 2, "unexpected words: some.json"),
     ],
 )
 def test_what_cannot_be_is_reported_before_anything_runs(
