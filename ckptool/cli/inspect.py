@@ -124,8 +124,6 @@ def inspect(
     values stored among the data are read only with --values. For a run's folder, lists its steps.
     Shows a damaged checkpoint as far as it can be read, then its problems (exit code 3).
     """
-    from ckptool.commands.inspect import inspect_readable
-    from ckptool.commands.runs.search import is_run
     from ckptool.render.inspect.report import inspect_json, show, show_traffic
     from ckptool.render.messages import show_notes
     from ckptool.render.text import console
@@ -141,15 +139,8 @@ def inspect(
     page_file = require_page(html)
     place = parse_place(source, "SRC")
     reading = replace(reading, values=values or on_disk(place) is not None)
-    lists_steps = not any((*asked.values(), export))
-    if lists_steps and is_run(place):
-        _show_run(place, reading, page_file, form)
-        return
-    try:
-        report = inspect_readable(place, reading)
-    except Several:
-        if not lists_steps or not place.is_dir():
-            raise
+    report = _inspect(place, reading, lists_steps=not any((*asked.values(), export)))
+    if report is None:
         _show_run(place, reading, page_file, form)
         return
     statistics = _read_stats(report, stats) if stats else None
@@ -239,6 +230,21 @@ def _fail(report: InspectReport, *, shown: bool) -> None:
         raise error
     show_error(error)
     raise typer.Exit(error.exit_code)
+
+
+def _inspect(place: Location, reading: ReadOptions, *, lists_steps: bool) -> InspectReport | None:
+    """Return what a checkpoint holds; None for a run's folder whose steps are to be listed."""
+    from ckptool.commands.inspect import inspect_readable
+    from ckptool.commands.runs.search import is_run
+
+    if lists_steps and is_run(place):
+        return None
+    try:
+        return inspect_readable(place, reading)
+    except Several:
+        if not lists_steps or not place.is_dir():
+            raise
+    return None
 
 
 def _show_run(run: Location, reading: ReadOptions, page_file: Path | None, form: str) -> None:
