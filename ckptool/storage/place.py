@@ -162,6 +162,6 @@ def _meant(path: Path) -> str | None:
         names = os.listdir(path.parent)
     except OSError:
         model = _MODEL.fullmatch(str(path))
-        return f"hf://{model[1]} is a model of that name on the Hugging Face Hub" if model else None
+        return f"if it is a model on the Hugging Face Hub: hf://{model[1]}" if model else None
     close = nearest(path.name, names)
     return f"did you mean {path.parent / close}?" if close else None

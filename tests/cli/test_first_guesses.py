@@ -239,8 +239,8 @@ def test_an_open_bracket_is_said(place: Path) -> None:
 
 
 PLACES = {
-    "meta-llama/Llama-3": "hf://meta-llama/Llama-3 is a model of that name on the Hugging Face Hub",
-    "hf:meta-llama/Llama-3": "hf://meta-llama/Llama-3 is a model of that name",
+    "meta-llama/Llama-3": "if it is a model on the Hugging Face Hub: hf://meta-llama/Llama-3",
+    "hf:meta-llama/Llama-3": "if it is a model on the Hugging Face Hub: hf://meta-llama/Llama-3",
     "'runs/step-1000'": "did you mean runs/step-1000, without the quotes?",
     "“runs/step-1000”": "did you mean runs/step-1000, without the quotes?",
     "runs/step-100": "did you mean runs/step-1000?",
