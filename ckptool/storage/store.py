@@ -27,6 +27,7 @@ from ckptool.storage.clients.client import (
     ObjectInfo,
     ObjectVersion,
     PartsRemain,
+    Pieces,
     Upload,
 )
 from ckptool.storage.clients.fsspec_client import FsspecClient, missing
@@ -332,19 +333,13 @@ class Store:
 
     def upload(self, key: str, pieces: Iterator[bytearray], upload: Upload) -> None:
         """Write a file from its pieces; what the store refuses to discard is in ``remains``."""
-        url, sent = self.url(key), 0
-
-        def count() -> Iterator[bytearray]:
-            nonlocal sent
-            for piece in pieces:
-                sent += len(piece)
-                yield piece
+        url, counted = self.url(key), Pieces(pieces)
 
         def send() -> None:
             try:
-                self.client.upload(key, count(), upload)
+                self.client.upload(key, counted, upload)
             except PartsRemain:
-                self.remains[url] = sent
+                self.remains[url] = counted.sent
                 raise
 
         retry(replace(self.policy, attempts=1), url, send)

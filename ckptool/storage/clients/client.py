@@ -21,6 +21,22 @@ class ObjectVersion(NamedTuple):
     version: str
 
 
+class Pieces:
+    """The pieces of a file in order; ``sent`` are the bytes of those that were taken."""
+
+    def __init__(self, pieces: Iterator[bytearray]) -> None:
+        self._pieces = pieces
+        self.sent = 0
+
+    def __iter__(self) -> Iterator[bytearray]:
+        return self
+
+    def __next__(self) -> bytearray:
+        piece = next(self._pieces)
+        self.sent += len(piece)
+        return piece
+
+
 class Client(Protocol):
     """Lists, reads, writes and removes the files of one kind of store, a request for each call.
 
@@ -61,7 +77,7 @@ class Client(Protocol):
     def put(self, key: str, data: bytes | bytearray) -> None:
         """Make or replace a small file."""
 
-    def upload(self, key: str, pieces: Iterator[bytearray], upload: Upload) -> None:
+    def upload(self, key: str, pieces: Pieces, upload: Upload) -> None:
         """Make or replace a file from its pieces in order, tried again as far as the client can.
 
         If that fails, or the iterator raises, what was sent is discarded. Raises PartsRemain if

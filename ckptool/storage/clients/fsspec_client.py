@@ -12,7 +12,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from ckptool.errors import Unsupported, UsageError, error_text
-from ckptool.storage.clients.client import ObjectInfo, ObjectVersion, Upload
+from ckptool.storage.clients.client import ObjectInfo, ObjectVersion, Pieces, Upload
 from ckptool.storage.clients.retry import unreachable
 from ckptool.storage.clients.schemes import redact_url, unaccepted
 
@@ -120,7 +120,7 @@ class FsspecClient:
         else:
             self._write(self.fs.open(key, "wb"), iter([data]))
 
-    def upload(self, key: str, pieces: Iterator[bytearray], upload: Upload) -> None:
+    def upload(self, key: str, pieces: Pieces, upload: Upload) -> None:
         """Make or replace a file with fsspec's own stream, which alone could repeat a request."""
         self._write(self.fs.open(key, "wb", block_size=upload.part), pieces)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from ckptool.errors import Changed, Unsupported
 from ckptool.storage.clients.answers import Answer, answer_of
-from ckptool.storage.clients.client import ObjectInfo, ObjectVersion, Upload
+from ckptool.storage.clients.client import ObjectInfo, ObjectVersion, Pieces, Upload
 from ckptool.storage.clients.retry import RetryPolicy
 from ckptool.storage.clients.schemes import redact_url, require_accepted
 
@@ -145,32 +145,27 @@ class ObstoreClient:
 
         self._ask(key, put, self._puts)
 
-    def upload(self, key: str, pieces: Iterator[bytearray], upload: Upload) -> None:
+    def upload(self, key: str, pieces: Pieces, upload: Upload) -> None:
         """Make or replace a file from its pieces in order; obstore repeats each, and discards them.
 
         If the last answer was lost and the upload is gone, the file may be there: S3 does not know
         the upload any more, Azure none of its blocks.
         """
-        began, sent = datetime.now(UTC), 0
-
-        def all_pieces() -> Iterator[bytearray]:
-            nonlocal sent
-            for piece in pieces:
-                sent += len(piece)
-                yield piece
+        began = datetime.now(UTC)
 
         def put(obstore: Any, store: Any, name: str) -> None:
             limits = {"chunk_size": upload.part, "max_concurrency": upload.at_once}
-            obstore.put(store, name, all_pieces(), use_multipart=True, **limits)
+            obstore.put(store, name, pieces, use_multipart=True, **limits)
 
         try:
             self._ask(key, put, self._uploads)
         except FileNotFoundError:
-            if sent < upload.nbytes or not self._is_there(key, upload, partial(_has_parts, upload)):
+            has_parts = partial(_has_parts, upload)
+            if pieces.sent < upload.nbytes or not self._is_there(key, upload, has_parts):
                 raise
         except Answer as error:
             is_new = partial(_is_made_since, began)
-            is_last = error.code == _BLOCKS_GONE and sent == upload.nbytes
+            is_last = error.code == _BLOCKS_GONE and pieces.sent == upload.nbytes
             if not is_last or not self._is_there(key, upload, is_new):
                 raise
 
