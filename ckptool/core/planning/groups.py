@@ -179,8 +179,7 @@ def _bands(places: list[LayoutPart], index: ChunkIndex) -> list[tuple[list[Layou
             if chunks.isdisjoint(known[0]):
                 apart.append(known)
                 continue
-            low, high = map(min, band.lo, known[1].lo), map(max, band.hi, known[1].hi)
-            chunks, band = chunks | known[0], Box(tuple(low), tuple(high))
+            chunks, band = chunks | known[0], hull([band, known[1]])
             some = known[2] + some
         found = [*apart, (chunks, band, some)]
     return [(some, band) for _, band, some in found]

@@ -8,7 +8,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from ckptool.core.box import Box, BoxTable, boxes_of, solid_places, spans_of
+from ckptool.core.box import Box, BoxTable, boxes_of, hull, solid_places, spans_of
 from ckptool.core.catalog import Chunk, TensorEntry
 
 _FEW = 1024
@@ -113,6 +113,5 @@ class ChunkIndex:
     def band(self, box: Box) -> tuple[set[int], Box]:
         """Return the indices of the chunks that overlap a box, and its rows as wide as they are."""
         places = {shared.place for shared in self._boxes.find(box)}
-        lows, highs = zip(*map(self._boxes.boxes.__getitem__, places), strict=True)
-        low, high = map(min, *lows, box.lo), map(max, *highs, box.hi)
-        return places, Box((box.lo[0], *[*low][1:]), (box.hi[0], *[*high][1:]))
+        around = hull([box, *map(self._boxes.boxes.__getitem__, places)])
+        return places, Box((box.lo[0], *around.lo[1:]), (box.hi[0], *around.hi[1:]))
