@@ -17,6 +17,7 @@ from ckptool.core.casts import uncounted_notes
 from ckptool.core.catalog import Catalog
 from ckptool.core.layout import FileLayout, Layout
 from ckptool.core.planning.plan import Plan
+from ckptool.engine.check.proof import reread_bytes
 from ckptool.engine.share import Share
 from ckptool.errors import Problem, Unsupported
 from ckptool.formats import FORMATS
@@ -109,7 +110,7 @@ class TransferReport(Report, frozen=True, kw_only=True):
             tensors=len(plan.catalog.tensors),
             objects=len(plan.catalog.objects.keys() - not_carried(plan.layout, plan.catalog)),
             verify=options.verify,
-            reread_bytes=plan.reread_bytes if options.verify else 0,
+            reread_bytes=reread_bytes(plan.entries) if options.verify else 0,
             notes=(
                 *notes,
                 *([] if has_metadata(target_format) else note_lost(plan.catalog)),

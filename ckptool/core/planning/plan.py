@@ -6,13 +6,11 @@ from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 from functools import cached_property
 
-from ckptool.core.box import Box, contiguous, is_run
-from ckptool.core.casts import is_computed
+from ckptool.core.box import Box, is_run
 from ckptool.core.catalog import (
     Catalog,
     Chunk,
     EncodedBlob,
-    Extent,
     TensorEntry,
     stored_places,
 )
@@ -72,19 +70,6 @@ class Plan:
     def read_bytes(self) -> int:
         """Bytes of all tensors, once, in the source's types."""
         return sum(entry.elements * entry.source_dtype.itemsize for entry in self.entries)
-
-    @property
-    def reread_bytes(self) -> int:
-        """Bytes of the tensors of which the proof of a transfer reads the source again.
-
-        What is written of them is not what was read: they are cast, computed, or decoded, or they
-        are stored in another order than row by row.
-        """
-        return sum(
-            entry.elements * entry.source_dtype.itemsize
-            for entry in self.entries
-            if entry.source_dtype != entry.dtype or is_computed(entry) or _is_decoded(entry)
-        )
 
     @property
     def compared_bytes(self) -> int:
@@ -251,16 +236,3 @@ class Plan:
         if entry.name not in self._indexes:
             self._indexes[entry.name] = ChunkIndex(entry)
         return self._indexes[entry.name]
-
-
-def _is_decoded(entry: TensorEntry) -> bool:
-    """Return whether chunks of a tensor are packed, to be repaired, or not stored row by row."""
-    chunks = () if chunks_of(entry).bare else chunks_of(entry).opened
-    return any(_is_other(chunk, entry.source_dtype.itemsize) for chunk in chunks)
-
-
-def _is_other(chunk: Chunk, itemsize: int) -> bool:
-    at = chunk.at
-    if not isinstance(at, Extent):
-        return isinstance(at, EncodedBlob)
-    return bool(at.ops) or not contiguous(at.strides, chunk.box.shape, itemsize)

@@ -13,7 +13,8 @@ from operator import add
 from typing import NamedTuple
 
 from ckptool.core.box import Box, flat_range, hull
-from ckptool.core.catalog import Chunk
+from ckptool.core.catalog import Chunk, Container, TensorEntry
+from ckptool.core.chunks import chunks_of
 from ckptool.core.layout import tiles
 from ckptool.core.sharding.index import ChunkIndex
 from ckptool.engine.check.pairs import (
@@ -109,6 +110,24 @@ def proof_jobs(
     yield from run_jobs(compared, sides)
 
 
+def reread_bytes(entries: Iterable[TensorEntry]) -> int:
+    """Return the bytes of tensors that are compared, as far as it is known before they are read."""
+    return sum(
+        entry.elements * entry.source_dtype.itemsize
+        for entry in entries
+        if entry.source_dtype != entry.dtype or not _is_stored_in_runs(entry)
+    )
+
+
+def _is_stored_in_runs(entry: TensorEntry) -> bool:
+    """Return whether each chunk is one run of bytes, or is opened later."""
+    chunks, size = chunks_of(entry), entry.source_dtype.itemsize
+    return chunks.bare or all(
+        isinstance(chunk.at, Container) or is_run(chunk.at, chunk.box.shape, size)
+        for chunk in chunks.opened
+    )
+
+
 def _job(tasks: Sequence[_Task], nbytes: int) -> PairJob:
     written: RunsOf = partial(_needs, tasks)
     return Job(None, partial(_prove, tasks), [known_runs(), written], nbytes // len(tasks))
@@ -170,8 +189,8 @@ def _rows_of(boxes: Sequence[Box]) -> object:
 def _tasks_of_band(pair: TensorPair, runs: Sequence[_Run]) -> Iterator[_Task]:
     """Yield one task for runs that fill the box around them, else one for each."""
     boxes = [box for run in runs for box in run.boxes]
-    if len(runs) > 1 and hull(boxes).volume == sum(box.volume for box in boxes):
-        yield _Task(pair, tuple(runs), [hull(boxes)])
+    if len(runs) > 1 and (around := hull(boxes)).volume == sum(box.volume for box in boxes):
+        yield _Task(pair, tuple(runs), [around])
     else:
         yield from (_Task(pair, (run,), run.boxes) for run in runs)
 
