@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 
 import ckptool
 from ckptool.commands.open import open_checkpoint
-from ckptool.core.catalog import coverage_problem
+from ckptool.core.sharding.coverage import coverage_problem
 from ckptool.errors import CkptoolError
 from ckptool.formats import FORMATS
 from ckptool.formats.base import Format

@@ -24,11 +24,12 @@ from ckptool.commands.options.rewrite import RewriteOptions
 from ckptool.commands.rewrite import rewrite
 from ckptool.core.box import Box
 from ckptool.core.casts import as_type
-from ckptool.core.catalog import Catalog, TensorEntry, coverage_problem
+from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.dtype import DType
 from ckptool.core.mesh import Mesh
 from ckptool.core.quantization.names import quantized_names
 from ckptool.core.quantization.scale_names import Scales
+from ckptool.core.sharding.coverage import coverage_problem
 from ckptool.core.state_category import state_category
 from ckptool.core.subscript import Pick, take
 from ckptool.core.text import did_you_mean, plural

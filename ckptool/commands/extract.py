@@ -32,11 +32,12 @@ from ckptool.commands.transfer.transfer import (
 )
 from ckptool.core.box import Box
 from ckptool.core.casts import Casts
-from ckptool.core.catalog import Catalog, TensorEntry, coverage_problem
+from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.dtype import DType
 from ckptool.core.layout import Data, FileLayout, Layout, Literal
 from ckptool.core.planning.plan import Plan
 from ckptool.core.selection import is_glob, matching_names, unknown_tensor
+from ckptool.core.sharding.coverage import coverage_problem
 from ckptool.core.state_category import state_category
 from ckptool.core.subscript import Pick, picks, split_subscript, take, without_other_chunks
 from ckptool.core.text import list_some, plural

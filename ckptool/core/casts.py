@@ -8,7 +8,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ckptool.core.catalog import Catalog, ScaledBlocks, TensorEntry
+from ckptool.core.catalog import Catalog, Computed, TensorEntry
 from ckptool.core.dtype import BY_NAME, SATURATES, DType, parse_dtype
 from ckptool.core.quantization.names import is_packed, quantized_names
 from ckptool.core.quantization.scale_names import Scales, is_coarse, may_be_codes
@@ -158,7 +158,7 @@ def is_computed(entry: TensorEntry) -> bool:
     Only chunks in a tuple are examined: those of tables are places in files.
     """
     chunks = entry.chunks if isinstance(entry.chunks, tuple) else ()
-    return any(isinstance(chunk.at, ScaledBlocks) for chunk in chunks)
+    return any(isinstance(chunk.at, Computed) for chunk in chunks)
 
 
 RangeCounts = Counter[tuple[str, str, str]]

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from ckptool.core.box import Box, boxes_of, is_grid, overlapping_pair
+from ckptool.core.box import Box
 from ckptool.core.dtype import DType
-from ckptool.errors import Problem
 
 if TYPE_CHECKING:
     from ckptool.core.mesh import Mesh, Placement
@@ -117,44 +116,62 @@ class Container(Struct, frozen=True):
         return hash((self.file, self.offset, self.part))
 
 
-class ScaledBlocks(Struct, frozen=True):
-    """Quantized numbers with one scale per ``block``, its elements in each dim.
+class Computed(Struct, frozen=True):
+    """Numbers that are computed of ``stored`` tensors when they are read.
 
-    ``others`` are a scale of all, zero points, a table; ``part`` what the chunk consists of, and
-    ``compute`` the arithmetic of its scheme (``core/quantization/schemes``).
+    ``part`` is what the chunk consists of, in elements of the whole that ``compute`` computes a box
+    of. ``reads`` says which boxes of stored tensors that takes; by default all of each. Quantized
+    numbers have one scale per ``block``, its elements in each dim.
     """
 
-    values: TensorEntry
-    scales: TensorEntry
-    block: tuple[int, ...]
+    stored: tuple[TensorEntry, ...]
     part: StridedPart
     compute: Compute
-    others: tuple[TensorEntry, ...] = ()
+    block: tuple[int, ...] = ()
+    reads: Reads | None = None
 
     @property
-    def stored(self) -> tuple[TensorEntry, ...]:
-        """The stored tensors from which the numbers are computed."""
-        return (self.values, self.scales, *self.others)
+    def values(self) -> TensorEntry:
+        """The quantized values, the first of what is stored."""
+        return self.stored[0]
+
+    @property
+    def scales(self) -> TensorEntry:
+        """The scales of quantized values."""
+        return self.stored[1]
+
+    @property
+    def others(self) -> tuple[TensorEntry, ...]:
+        """What else quantized values have: a scale of all, zero points, a table."""
+        return self.stored[2:]
 
     @property
     def file(self) -> str:
-        return self.values.chunks[0].at.file
+        return self.stored[0].chunks[0].at.file
 
     @property
     def offset(self) -> int:
-        return self.values.chunks[0].at.offset
+        return self.stored[0].chunks[0].at.offset
+
+    def needs(self, box: Box) -> Iterable[tuple[TensorEntry, Box]]:
+        """Return the boxes of stored tensors that a box of the whole is computed of."""
+        if self.reads is not None:
+            return self.reads(self, box)
+        return [(entry, Box.whole(entry.shape)) for entry in self.stored]
 
 
-Place = Extent | EncodedBlob | Container | ScaledBlocks
+Place = Extent | EncodedBlob | Container | Computed
 Gather = Callable[["TensorEntry", Box], Any]
 """Reads a box of a tensor as stored, into a numpy array."""
-Compute = Callable[[Gather, ScaledBlocks, Box, Any], Any]
-"""Computes a box of a whole tensor in a type of torch, rounded to it once."""
+Compute = Callable[[Gather, Computed, Box, DType], Any]
+"""Computes a box of a whole tensor into a numpy array of elements of a type, rounded to it once."""
+Reads = Callable[[Computed, Box], Iterable[tuple["TensorEntry", Box]]]
+"""Says which boxes of stored tensors a box of a whole tensor is computed of."""
 
 
 def stored_places(at: Place) -> Iterator[Extent | EncodedBlob | Container]:
     """Yield the places in files that a place consists of."""
-    if not isinstance(at, ScaledBlocks):
+    if not isinstance(at, Computed):
         yield at
         return
     for entry in at.stored:
@@ -349,33 +366,6 @@ def merge_copies(chunks: Iterable[Chunk]) -> tuple[Chunk, ...]:
         copies = tuple(Copy(c.at, c.rank) for c in others if c.rank is not None)
         result.append(replace(first, copies=copies) if copies or first.copies else first)
     return tuple(result)
-
-
-def coverage_problem(entry: TensorEntry) -> Problem | None:
-    """Return why the chunks do not tile the tensor exactly, in numbers; None if they do."""
-    boxes = boxes_of(entry.chunks)
-    return None if is_grid(boxes, entry.shape) else _tiling_problem(entry, boxes)
-
-
-def _tiling_problem(entry: TensorEntry, boxes: Sequence[Box]) -> Problem | None:
-    """Return the same for boxes that form no grid."""
-    whole = Box.whole(entry.shape)
-    for box in boxes:
-        if len(box.lo) != len(entry.shape) or not whole.contains(box):
-            message = f"{entry.name}: chunk {box} is outside shape {list(entry.shape)}"
-            return Problem(message, "chunk-outside", tensor=entry.name)
-    pair = overlapping_pair(boxes)
-    if pair:
-        message = f"{entry.name}: chunks {pair[0]} and {pair[1]} overlap"
-        return Problem(message, "chunk-overlap", tensor=entry.name)
-    volume = sum(box.volume for box in boxes)
-    if volume != entry.elements:
-        message = (
-            f"{entry.name}: chunks hold {volume:,} of {entry.elements:,} elements"
-            f" of shape {list(entry.shape)}; {entry.elements - volume:,} missing"
-        )
-        return Problem(message, "chunk-gap", tensor=entry.name)
-    return None
 
 
 def tied_names(catalog: Catalog) -> list[tuple[str, ...]]:

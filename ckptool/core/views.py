@@ -1,7 +1,7 @@
 """Views of tensors and their parts: entries and places in, the same out. No byte moves.
 
 A tensor's chunks are boxes whose bytes have strides, so each of these is geometry on boxes and
-strides; for a ``Container``, not opened yet, and for ``ScaledBlocks``, on those of its ``part``.
+strides; for a ``Container``, not opened yet, and for ``Computed``, on those of its ``part``.
 Replicas follow their chunk. Names and paths stay, placements are dropped.
 """
 
@@ -15,12 +15,12 @@ from msgspec.structs import replace
 from ckptool.core.box import Box, flat_range, row_major_strides, without_dim
 from ckptool.core.catalog import (
     Chunk,
+    Computed,
     Container,
     Copy,
     EncodedBlob,
     Extent,
     Place,
-    ScaledBlocks,
     StridedPart,
     TensorEntry,
 )
@@ -44,7 +44,7 @@ def _strides_of(at: Place, shape: Sequence[int]) -> Strides:
     return at.strides if isinstance(at, Extent | EncodedBlob) else _part_of(at, shape).strides
 
 
-def _part_of(at: Container | ScaledBlocks, shape: Sequence[int]) -> StridedPart:
+def _part_of(at: Container | Computed, shape: Sequence[int]) -> StridedPart:
     """Return the elements of a container that a chunk of ``shape`` consists of: all by default."""
     return at.part or StridedPart(tuple(shape), 0, row_major_strides(shape, 1))
 

@@ -10,7 +10,7 @@ from typing import Any, TypeGuard
 
 from msgspec.structs import replace
 
-from ckptool.core.catalog import Catalog, Extent, ObjectEntry, Place, ScaledBlocks, TensorEntry
+from ckptool.core.catalog import Catalog, Computed, Extent, ObjectEntry, Place, TensorEntry
 from ckptool.core.mesh import Shard
 from ckptool.core.selection import (
     AnyEntry,
@@ -100,9 +100,8 @@ def _relocated_entry(entry: TensorEntry, folder: str) -> TensorEntry:
 
 
 def _relocated_place(folder: str, at: Place) -> Place:
-    if isinstance(at, ScaledBlocks):
-        values, scales, *others = (_relocated_entry(part, folder) for part in at.stored)
-        return replace(at, values=values, scales=scales, others=tuple(others))
+    if isinstance(at, Computed):
+        return replace(at, stored=tuple(_relocated_entry(part, folder) for part in at.stored))
     file = f"{folder}/{at.file}"
     if isinstance(at, Extent) and at.record is not None:
         return replace(at, file=file, record=at.record._replace(file=file))

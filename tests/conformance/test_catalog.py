@@ -11,8 +11,9 @@ import ckptool
 import ckptool.errors
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.read import ReadOptions
-from ckptool.core.catalog import Catalog, TensorEntry, coverage_problem
+from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.mesh import Replicate
+from ckptool.core.sharding.coverage import coverage_problem
 
 WITH_PLACEMENTS = [
     one for one in GOOD if any("placements" in t for t in one.facts["tensors"].values())

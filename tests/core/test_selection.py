@@ -17,7 +17,6 @@ from ckptool.core.catalog import (
     ObjectEntry,
     Path,
     TensorEntry,
-    coverage_problem,
     flat_name,
 )
 from ckptool.core.dtype import BY_NAME
@@ -33,6 +32,7 @@ from ckptool.core.selection import (
     with_loadable_paths,
     with_prefix,
 )
+from ckptool.core.sharding.coverage import coverage_problem
 from ckptool.errors import UsageError
 
 STEPS = st.one_of(

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptool.core.box import Box, row_major_strides
-from ckptool.core.catalog import Chunk, Copy, Extent, Record, TensorEntry, coverage_problem
+from ckptool.core.catalog import Chunk, Copy, Extent, Record, TensorEntry
 from ckptool.core.dtype import BY_NAME
+from ckptool.core.sharding.coverage import coverage_problem
 from ckptool.core.subscript import picks, split_subscript, take, without_other_chunks
 from ckptool.errors import UsageError
 

@@ -22,10 +22,10 @@ from ckptool.core.catalog import (
     Place,
     StridedPart,
     TensorEntry,
-    coverage_problem,
     places,
 )
 from ckptool.core.dtype import BY_NAME
+from ckptool.core.sharding.coverage import coverage_problem
 from ckptool.core.views import (
     insert_dim,
     join,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ckptool.core.box import Box
-from ckptool.core.catalog import Gather, TensorEntry
+from ckptool.core.catalog import Compute, Computed, Gather, TensorEntry
 from ckptool.core.dtype import BY_NAME, DType
+from ckptool.errors import Unsupported
 
 if TYPE_CHECKING:
     import numpy as np
@@ -16,6 +18,25 @@ Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The values of a four-bit float (E2M1) without its sign."""
 _WORD = 32
+ComputeByTorch = Callable[[Gather, Computed, Box, Any], Any]
+"""Computes a box of a whole tensor into a tensor of a type of torch, rounded to it once."""
+
+
+def by_torch(compute: ComputeByTorch) -> Compute:
+    """Return the same arithmetic for a type of this package, into an array of its bits."""
+
+    def compute_bits(gather: Gather, at: Computed, box: Box, dtype: DType) -> Array:
+        try:
+            import torch
+        except ImportError:
+            raise Unsupported(
+                "--dequantize needs torch", hint="pip install 'ckptool[torch]'"
+            ) from None
+        numbers = compute(gather, at, box, getattr(torch, dtype.name)).contiguous()
+        flat: Array = numbers.reshape(-1).view(torch.uint8).numpy()
+        return flat.view(f"u{dtype.itemsize}")
+
+    return compute_bits
 
 
 def view_typed(bits: Array, dtype: DType) -> Any:

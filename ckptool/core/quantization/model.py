@@ -10,8 +10,9 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ckptool.core.box import Box, row_major_strides
-from ckptool.core.catalog import Catalog, Chunk, Compute, ScaledBlocks, StridedPart, TensorEntry
+from ckptool.core.catalog import Catalog, Chunk, Computed, StridedPart, TensorEntry
 from ckptool.core.dtype import DType
+from ckptool.core.quantization.blocks import ComputeByTorch, by_torch
 from ckptool.core.quantization.config import Group, QuantizationConfig
 from ckptool.core.selection import renamed_path
 from ckptool.errors import Unsupported
@@ -78,7 +79,12 @@ class Quantized(Struct, frozen=True):
     @property
     def stored(self) -> tuple[TensorEntry, ...]:
         """All the tensors that the numbers replace."""
-        return (self.values, self.scales, *self.others, *self.about)
+        return (*self._parts, *self.about)
+
+    @property
+    def _parts(self) -> tuple[TensorEntry, ...]:
+        """The tensors of which the numbers are computed."""
+        return (self.values, self.scales, *self.others)
 
     @property
     def module(self) -> str:
@@ -93,7 +99,7 @@ class Quantized(Struct, frozen=True):
 
     def numbers(
         self,
-        compute: Compute,
+        compute: ComputeByTorch,
         dtype: DType,
         shape: tuple[int, ...],
         block: tuple[int, ...],
@@ -104,7 +110,7 @@ class Quantized(Struct, frozen=True):
         ``block`` counts in the dims of ``flat`` if that is another shape of the same elements.
         """
         part = StridedPart(flat or shape, 0, row_major_strides(shape, 1))
-        at = ScaledBlocks(self.values, self.scales, block, part, compute, self.others)
+        at = Computed(self._parts, part, by_torch(compute), block)
         return replace(
             self.values,
             name=self.name,

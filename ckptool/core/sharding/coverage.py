@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
-from ckptool.core.catalog import TensorEntry, coverage_problem
+from ckptool.core.box import Box, boxes_of, is_grid, overlapping_pair
+from ckptool.core.catalog import TensorEntry
 from ckptool.core.text import plural
 from ckptool.errors import Problem
 
@@ -46,3 +47,30 @@ def lone_rank_problem(
         "use a checkpoint that all ranks saved: each has to call the save, or to take part in"
         " gathering the tensors before (full_state_dict=True)"
     )
+
+
+def coverage_problem(entry: TensorEntry) -> Problem | None:
+    """Return why the chunks do not tile the tensor exactly, in numbers; None if they do."""
+    boxes = boxes_of(entry.chunks)
+    return None if is_grid(boxes, entry.shape) else _tiling_problem(entry, boxes)
+
+
+def _tiling_problem(entry: TensorEntry, boxes: Sequence[Box]) -> Problem | None:
+    """Return the same for boxes that form no grid."""
+    whole = Box.whole(entry.shape)
+    for box in boxes:
+        if len(box.lo) != len(entry.shape) or not whole.contains(box):
+            message = f"{entry.name}: chunk {box} is outside shape {list(entry.shape)}"
+            return Problem(message, "chunk-outside", tensor=entry.name)
+    pair = overlapping_pair(boxes)
+    if pair:
+        message = f"{entry.name}: chunks {pair[0]} and {pair[1]} overlap"
+        return Problem(message, "chunk-overlap", tensor=entry.name)
+    volume = sum(box.volume for box in boxes)
+    if volume != entry.elements:
+        message = (
+            f"{entry.name}: chunks hold {volume:,} of {entry.elements:,} elements"
+            f" of shape {list(entry.shape)}; {entry.elements - volume:,} missing"
+        )
+        return Problem(message, "chunk-gap", tensor=entry.name)
+    return None

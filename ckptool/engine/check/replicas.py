@@ -10,10 +10,10 @@ from msgspec.structs import replace
 from ckptool.core.box import Box
 from ckptool.core.catalog import (
     Chunk,
+    Computed,
     Container,
     Copy,
     Place,
-    ScaledBlocks,
     TensorEntry,
     proved_equal,
 )
@@ -91,7 +91,7 @@ def _pair(entry: TensorEntry, chunk: Chunk, copy: Copy) -> TensorPair:
 
 def _without_repeats(shape: tuple[int, ...], one: Place, other: Place) -> tuple[int, ...]:
     """Return the shape without the dims along which both places repeat one element."""
-    if isinstance(one, Container | ScaledBlocks) or isinstance(other, Container | ScaledBlocks):
+    if isinstance(one, Container | Computed) or isinstance(other, Container | Computed):
         return shape
     pairs = zip(shape, one.strides, other.strides, strict=True)
     return tuple(min(n, 1) if a == b == 0 else n for n, a, b in pairs)

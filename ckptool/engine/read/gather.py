@@ -13,10 +13,10 @@ import numpy as np
 
 from ckptool.core.box import Box, contiguous, row_major_strides
 from ckptool.core.catalog import (
+    Computed,
     EncodedBlob,
     Extent,
     Place,
-    ScaledBlocks,
     TensorEntry,
 )
 from ckptool.core.codec import decode
@@ -116,7 +116,7 @@ class Gatherer:
         for chunk, _, local, where in found:
             view = values if where.shape == values.shape else part_of(values, where)
             self.fill_from(chunk.at, view, local, entry.source_dtype)
-            if self._beyond is not None and isinstance(chunk.at, ScaledBlocks):
+            if self._beyond is not None and isinstance(chunk.at, Computed):
                 self._count_computed(self._beyond, entry, chunk.at, (view, local))
 
     def fill_from(self, at: Place, out: Array, local: Box, dtype: DType) -> None:
@@ -138,11 +138,11 @@ class Gatherer:
             start = at.offset + sum(map(mul, local.lo, at.strides))
             self._read_strided(out, at.file, start, at.strides)
             _repair(out, at.ops, dtype)
-        elif isinstance(at, ScaledBlocks):
-            from ckptool.engine.read.dequantize import fill_scaled
+        elif isinstance(at, Computed):
+            from ckptool.engine.read.computed import fill_computed
 
             gather = partial(self._windows.gather, self.gather)
-            fill_scaled(gather, at, out, local, dtype)
+            fill_computed(gather, at, out, local, dtype)
         else:
             raise TypeError(f"{at} was never located")
 
@@ -186,7 +186,7 @@ class Gatherer:
             self._read_run(values[inside], at, start)
 
     def _count_computed(
-        self, beyond: RangeCheck, entry: TensorEntry, at: ScaledBlocks, made: tuple[Array, Box]
+        self, beyond: RangeCheck, entry: TensorEntry, at: Computed, made: tuple[Array, Box]
     ) -> None:
         """Count the computed numbers that exceed the range of their type."""
         values, local = made

@@ -16,10 +16,11 @@ from operator import attrgetter, eq, mul
 from typing import NamedTuple, TypeGuard
 
 from ckptool.core.box import Box, contiguous
-from ckptool.core.catalog import EncodedBlob, Extent, Place, Record, ScaledBlocks, TensorEntry
+from ckptool.core.catalog import Computed, EncodedBlob, Extent, Place, Record, TensorEntry
 from ckptool.core.chunks import chunks_of
 from ckptool.core.planning.groups import Tile
 from ckptool.core.sharding.index import ChunkIndex, Overlap
+from ckptool.engine.read.computed import region_of
 from ckptool.engine.read.containers import Need, likely_place, open_place, openings
 
 NotePiece = Callable[[Record, int, memoryview], None]
@@ -272,8 +273,9 @@ def place_needs(at: Place, local: Box, itemsize: int, block: int) -> Iterator[Ne
                 continue
             for first in range(start + offset, start + offset + runs * (step or 1), step or 1):
                 yield at.file, first, nbytes
-    elif isinstance(at, ScaledBlocks):
-        for entry in at.stored:
-            yield from entry_needs(entry, [Box.whole(entry.shape)], block)
+    elif isinstance(at, Computed):
+        region, _, _ = region_of(at.part, local)
+        for entry, box in at.needs(region):
+            yield from entry_needs(entry, [box], block)
     else:
         yield at.file, at.offset, local.volume * itemsize

@@ -17,9 +17,10 @@ from typing import Any
 from msgspec import Struct, field
 
 from ckptool.core.box import Box
-from ckptool.core.catalog import Catalog, Chunk, TensorEntry, coverage_problem, merge_copies
+from ckptool.core.catalog import Catalog, Chunk, TensorEntry, merge_copies
 from ckptool.core.dtype import DType
 from ckptool.core.layout import FileLayout, Layout
+from ckptool.core.sharding.coverage import coverage_problem
 from ckptool.errors import CkptoolError, Problem
 from ckptool.formats.base import (
     EXTRA,

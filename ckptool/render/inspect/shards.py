@@ -17,10 +17,10 @@ from ckptool.core.box import Box, contiguous
 from ckptool.core.catalog import (
     Catalog,
     Chunk,
+    Computed,
     Container,
     EncodedBlob,
     Place,
-    ScaledBlocks,
     TensorEntry,
 )
 from ckptool.core.dtype import short_name
@@ -264,7 +264,7 @@ def _stored(at: Place, box: Box, itemsize: int) -> tuple[int, str]:
         return at.nbytes, f"{at.codec}, {at.size:,} bytes decoded"
     if isinstance(at, Container):
         return at.nbytes, "+".join(at.transforms)
-    if isinstance(at, ScaledBlocks):
+    if isinstance(at, Computed):
         return box.volume * itemsize, "from values and scales"
     strided = not contiguous(at.strides, box.shape, itemsize)
     return box.volume * itemsize, ", ".join([*(["strided"] if strided else []), *at.ops])

@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from ckptool.core.box import Box, BoxTable, row_major_strides
-from ckptool.core.catalog import Catalog, Chunk, Extent, TensorEntry, coverage_problem
+from ckptool.core.catalog import Catalog, Chunk, Extent, TensorEntry
 from ckptool.core.chunks import ChunkTable, ItemTable, LateChunks
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.layout import Data, FileLayout, Layout, Literal
 from ckptool.core.planning.groups import Group, Tile
 from ckptool.core.planning.plan import Plan
+from ckptool.core.sharding.coverage import coverage_problem
 from ckptool.core.sharding.index import BoxIndex, ChunkIndex
 from ckptool.errors import Damaged
 

@@ -12,18 +12,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ckptool.core.box import Box, is_grid
-from ckptool.core.catalog import (
-    Catalog,
-    Chunk,
-    Extent,
-    ObjectEntry,
-    TensorEntry,
-    coverage_problem,
-)
+from ckptool.core.catalog import Catalog, Chunk, Extent, ObjectEntry, TensorEntry
 from ckptool.core.chunks import ChunkTable
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.layout import Literal
 from ckptool.core.mesh import Placements, Replicate, Shard
+from ckptool.core.sharding.coverage import coverage_problem
 from ckptool.core.sharding.placement import PlacedTensors, parse_mesh
 from ckptool.errors import Damaged, Problem, SourceError
 from ckptool.formats.base import Request, ScanOptions

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from recipes.common import seeded
 
 from ckptool.core.box import Box
-from ckptool.core.catalog import Chunk, Extent, TensorEntry, coverage_problem
+from ckptool.core.catalog import Chunk, Extent, TensorEntry
 from ckptool.core.dtype import BY_NAME
+from ckptool.core.sharding.coverage import coverage_problem
 from ckptool.errors import Damaged, Unsupported, UsageError
 from ckptool.serialization.state_dict.flat_params import find_members, unflatten
 

@@ -22,8 +22,8 @@ from ckptool.commands.model.adapter_config import (
 from ckptool.commands.model.config import config_problems
 from ckptool.commands.model.records import CONFIG, Record, read_beside
 from ckptool.commands.verify.findings import conflict_problems
-from ckptool.core.catalog import Catalog, TensorEntry, coverage_problem, flat_name
-from ckptool.core.sharding.coverage import lone_rank_problem
+from ckptool.core.catalog import Catalog, TensorEntry, flat_name
+from ckptool.core.sharding.coverage import coverage_problem, lone_rank_problem
 from ckptool.engine.check.replicas import differing_replicas
 from ckptool.errors import UNCODED, CkptoolError, Damaged, Problem
 from ckptool.formats.base import Format, LatestMarker

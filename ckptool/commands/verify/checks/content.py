@@ -14,10 +14,10 @@ from ckptool.core.box import Box
 from ckptool.core.catalog import (
     Catalog,
     Chunk,
+    Computed,
     Container,
     EncodedBlob,
     Place,
-    ScaledBlocks,
     TensorEntry,
     places,
 )
@@ -128,7 +128,7 @@ class Views(Struct):
 
 def _run(at: Place, shape: tuple[int, ...], itemsize: int) -> tuple[_Where, int, int] | None:
     """Return the place of the elements and their bytes, if they fill one run, in any order."""
-    if isinstance(at, Container | ScaledBlocks) or at.ops:
+    if isinstance(at, Container | Computed) or at.ops:
         return None
     nbytes = span_of(shape, at.strides, itemsize)
     if math.prod(shape) * itemsize < nbytes:

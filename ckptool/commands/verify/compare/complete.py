@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ckptool.core.catalog import TensorEntry, coverage_problem, tied_names
+from ckptool.core.catalog import TensorEntry, tied_names
 from ckptool.core.layout import written_entries
 from ckptool.core.planning.plan import Plan
+from ckptool.core.sharding.coverage import coverage_problem
 from ckptool.core.text import plural
 from ckptool.core.views import narrow
 from ckptool.errors import NotVerified

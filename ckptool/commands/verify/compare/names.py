@@ -17,9 +17,10 @@ from ckptool.commands.options.verify import CompareOptions
 from ckptool.commands.rewrite import only_model
 from ckptool.commands.verify.compare.values import value_digest
 from ckptool.core.casts import can_cast
-from ckptool.core.catalog import Catalog, ScaledBlocks, TensorEntry, coverage_problem
+from ckptool.core.catalog import Catalog, Computed, TensorEntry
 from ckptool.core.quantization.names import is_plain
 from ckptool.core.selection import keep_names, meant_by
+from ckptool.core.sharding.coverage import coverage_problem
 from ckptool.core.state_category import state_category, state_category_of_name, weights
 from ckptool.core.text import plural
 from ckptool.engine.check.digest import file_digests
@@ -239,7 +240,7 @@ def stored_problems(
 
 def _stored_tensors(entry: TensorEntry) -> Iterator[TensorEntry]:
     """Yield the stored tensors that a tensor consists of: itself, or its values and scales."""
-    made_of = [chunk.at for chunk in entry.chunks if isinstance(chunk.at, ScaledBlocks)]
+    made_of = [chunk.at for chunk in entry.chunks if isinstance(chunk.at, Computed)]
     if not made_of:
         yield entry
     yield from {id(one): one for at in made_of for one in at.stored}.values()

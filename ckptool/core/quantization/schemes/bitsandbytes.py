@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from ckptool.core.box import Box
-from ckptool.core.catalog import Catalog, Gather, ScaledBlocks, TensorEntry
+from ckptool.core.catalog import Catalog, Computed, Gather, TensorEntry
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.quantization.blocks import (
     blocks_of,
@@ -113,14 +113,14 @@ def _lay_out_rows(pair: Quantized, around: Surroundings) -> TensorEntry:
     return pair.numbers(_compute_rows, around.dtype, shape, (1, shape[1]))
 
 
-def _compute_rows(gather: Gather, at: ScaledBlocks, box: Box, wanted: Any) -> Any:
+def _compute_rows(gather: Gather, at: Computed, box: Box, wanted: Any) -> Any:
     """Multiply integers by the largest of their row and by 1 / 127, rounding each time."""
     scales = read_floats(gather, at.scales, Box(box.lo[:1], box.hi[:1])).unsqueeze(1)
     return (read_floats(gather, at.values, box) * scales * _ROW_FACTOR).to(wanted)
 
 
 def _compute_codes(
-    gather: Gather, at: ScaledBlocks, box: Box, wanted: Any, *, nested: tuple[int, float] | None
+    gather: Gather, at: Computed, box: Box, wanted: Any, *, nested: tuple[int, float] | None
 ) -> Any:
     """Look up codes of four bits, the upper half of a byte first, and multiply by their scales.
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ckptool.core.box import Box
-from ckptool.core.catalog import Catalog, Gather, ScaledBlocks, TensorEntry
+from ckptool.core.catalog import Catalog, Computed, Gather, TensorEntry
 from ckptool.core.quantization.blocks import FP4, blocks_of
 from ckptool.core.quantization.model import Quantized, Scheme, Surroundings, part_of_row
 from ckptool.core.quantization.schemes.scaled import MXFP4, is_mx
@@ -41,7 +41,7 @@ def _lay_out(pair: Quantized, around: Surroundings) -> TensorEntry:
     return permute(rows, (0, 2, 1)) if len(whole) == 3 else rows
 
 
-def _compute(gather: Gather, at: ScaledBlocks, box: Box, wanted: Any) -> Any:
+def _compute(gather: Gather, at: Computed, box: Box, wanted: Any) -> Any:
     """Multiply two numbers per byte, the lower half first, by 2 ** (scale - 127), as requested."""
     import torch
 

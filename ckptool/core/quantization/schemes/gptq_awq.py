@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from ckptool.core.box import Box
-from ckptool.core.catalog import Catalog, Gather, ScaledBlocks, TensorEntry
+from ckptool.core.catalog import Catalog, Computed, Gather, TensorEntry
 from ckptool.core.quantization.blocks import read_floats, read_order, unpack
 from ckptool.core.quantization.config import Group
 from ckptool.core.quantization.model import Kind, Quantized, Scheme, Surroundings
@@ -148,7 +148,7 @@ def _lay_out_awq(pair: Quantized, around: Surroundings) -> TensorEntry:
 
 def _compute(
     gather: Gather,
-    at: ScaledBlocks,
+    at: Computed,
     box: Box,
     wanted: Any,
     *,
@@ -186,7 +186,7 @@ def _compute(
     return result.T.to(wanted)
 
 
-def _groups(gather: Gather, order: TensorEntry, start: int, stop: int, at: ScaledBlocks) -> Any:
+def _groups(gather: Gather, order: TensorEntry, start: int, stop: int, at: Computed) -> Any:
     """Read the group of each column. Raises Damaged for a group number out of range."""
     which, count = read_order(gather, order, start, stop), at.scales.shape[0]
     if bool(((which < 0) | (which >= count)).any()):

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from ckptool.core.box import Box
-from ckptool.core.catalog import Catalog, Gather, ScaledBlocks, TensorEntry
+from ckptool.core.catalog import Catalog, Computed, Gather, TensorEntry
 from ckptool.core.quantization.blocks import (
     blocks_of,
     read_floats,
@@ -86,7 +86,7 @@ def _shape(entry: TensorEntry, around: Surroundings) -> tuple[int, ...]:
     return tuple(int.from_bytes(stored[at : at + size], "little", signed=True) for at in starts)
 
 
-def _compute(gather: Gather, at: ScaledBlocks, box: Box, wanted: Any, *, bits: int) -> Any:
+def _compute(gather: Gather, at: Computed, box: Box, wanted: Any, *, bits: int) -> Any:
     """Subtract the zero points of integers of ``bits``, if any, and multiply by scales, in 32 bits.
 
     Integers are packed along the columns, zero points along the rows. With an order of groups, a
@@ -109,7 +109,7 @@ def _compute(gather: Gather, at: ScaledBlocks, box: Box, wanted: Any, *, bits: i
     return (numbers.to(torch.float32) * pick(read_floats(gather, at.scales, rows))).to(wanted)
 
 
-def _groups(gather: Gather, order: TensorEntry, start: int, stop: int, at: ScaledBlocks) -> Any:
+def _groups(gather: Gather, order: TensorEntry, start: int, stop: int, at: Computed) -> Any:
     """Read the groups of columns in compressed-tensors' order; None if it has none.
 
     -1 means no order. Raises Damaged if groups differ in size, as the scale of a column is then

@@ -14,10 +14,11 @@ from typing import Any
 from msgspec.structs import replace
 
 from ckptool.core.box import Box
-from ckptool.core.catalog import Catalog, Compute, Gather, ScaledBlocks, TensorEntry
+from ckptool.core.catalog import Catalog, Computed, Gather, TensorEntry
 from ckptool.core.dtype import BY_NAME, EXPONENTS
 from ckptool.core.quantization.blocks import (
     FP4,
+    ComputeByTorch,
     blocks_of,
     read_codes,
     read_floats,
@@ -206,7 +207,7 @@ def _even(shape: tuple[int, ...], grid: tuple[int, ...]) -> tuple[int, int] | No
 
 
 def _lay_out_groups(
-    compute: Compute, bits: int, pair: Quantized, around: Surroundings
+    compute: ComputeByTorch, bits: int, pair: Quantized, around: Surroundings
 ) -> TensorEntry:
     """Lay out floats with a scale per group of a row, MX or NVFP4, and one of all there."""
     pair.require_type(pair.scales, "float8_e4m3fn" if pair.others else EXPONENTS)
@@ -227,7 +228,7 @@ def _lay_out_groups(
     return pair.numbers(compute, around.dtype, shape, block)
 
 
-def compute_scaled(gather: Gather, at: ScaledBlocks, box: Box, wanted: Any) -> Any:
+def compute_scaled(gather: Gather, at: Computed, box: Box, wanted: Any) -> Any:
     """Multiply values, less the integer zero points of blocks if there are any, by scales."""
     numbers = read_floats(gather, at.values, box)
     for zeros in at.others:
@@ -236,7 +237,7 @@ def compute_scaled(gather: Gather, at: ScaledBlocks, box: Box, wanted: Any) -> A
 
 
 def _compute_fp4(
-    gather: Gather, at: ScaledBlocks, box: Box, wanted: Any, *, divides: bool = True
+    gather: Gather, at: Computed, box: Box, wanted: Any, *, divides: bool = True
 ) -> Any:
     """Multiply floats of four bits by scales of 8 bits and one of all, in 32 bits.
 

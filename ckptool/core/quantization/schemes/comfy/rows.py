@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 from ckptool.core.box import Box
-from ckptool.core.catalog import Compute, Gather, ScaledBlocks, TensorEntry
-from ckptool.core.quantization.blocks import read_codes, read_floats
+from ckptool.core.catalog import Computed, Gather, TensorEntry
+from ckptool.core.quantization.blocks import ComputeByTorch, read_codes, read_floats
 from ckptool.core.quantization.model import Quantized, Surroundings
 from ckptool.core.quantization.schemes.comfy.marker import (
     Marker,
@@ -35,7 +35,7 @@ def lay_out_fp8(pair: Quantized, marker: Marker, around: Surroundings) -> Tensor
     return _scaled(pair, _compute_floats, around)
 
 
-def _scaled(pair: Quantized, compute: Compute, around: Surroundings) -> TensorEntry:
+def _scaled(pair: Quantized, compute: ComputeByTorch, around: Surroundings) -> TensorEntry:
     """Lay out numbers of a byte each with one scale for all, or a column of scales of rows."""
     pair.require_type(pair.scales, "float")
     shape, grid = pair.values.shape, pair.scales.shape
@@ -85,14 +85,14 @@ def _rotated_columns(pair: Quantized, marker: Marker, columns: tuple[int, ...]) 
     return int(size)
 
 
-def _compute_floats(gather: Gather, at: ScaledBlocks, box: Box, wanted: Any) -> Any:
+def _compute_floats(gather: Gather, at: Computed, box: Box, wanted: Any) -> Any:
     """Multiply floats by their scale, both in the requested type."""
     kind = computed_type(wanted)
     numbers = read_floats(gather, at.values, box).to(kind)
     return (numbers * _scales_of_rows(gather, at, box).to(kind)).to(wanted)
 
 
-def _scales_of_rows(gather: Gather, at: ScaledBlocks, box: Box) -> Any:
+def _scales_of_rows(gather: Gather, at: Computed, box: Box) -> Any:
     """Return the scale of all, or a column of the rows' scales, in 32 bits."""
     shape = at.scales.shape
     if at.scales.elements == 1:
@@ -102,7 +102,7 @@ def _scales_of_rows(gather: Gather, at: ScaledBlocks, box: Box) -> Any:
 
 
 def _compute_integers(
-    gather: Gather, at: ScaledBlocks, box: Box, wanted: Any, *, rotated: int, bits: int = 8
+    gather: Gather, at: Computed, box: Box, wanted: Any, *, rotated: int, bits: int = 8
 ) -> Any:
     """Multiply integers by their scale, and rotate so many columns of them back, if any.
 

@@ -11,9 +11,15 @@ from typing import Any
 from msgspec.structs import replace
 
 from ckptool.core.box import Box
-from ckptool.core.catalog import Compute, Gather, ScaledBlocks, TensorEntry
+from ckptool.core.catalog import Computed, Gather, TensorEntry
 from ckptool.core.dtype import BY_NAME
-from ckptool.core.quantization.blocks import FP4, read_codes, read_floats, view_typed
+from ckptool.core.quantization.blocks import (
+    FP4,
+    ComputeByTorch,
+    read_codes,
+    read_floats,
+    view_typed,
+)
 from ckptool.core.quantization.model import Quantized, Surroundings
 from ckptool.core.quantization.schemes.comfy.marker import (
     Marker,
@@ -47,7 +53,7 @@ def lay_out_nvfp4(pair: Quantized, marker: Marker, around: Surroundings) -> Tens
 
 
 def _tiled(
-    pair: Quantized, marker: Marker, around: Surroundings, compute: Compute, group: int
+    pair: Quantized, marker: Marker, around: Surroundings, compute: ComputeByTorch, group: int
 ) -> TensorEntry:
     """Lay out a matrix with scales of groups of a row, in tiles."""
     shape = pair.unpacked_shape if group == _NV_GROUP else pair.values.shape
@@ -60,7 +66,7 @@ def _tiled(
     return pair.numbers(compute, around.dtype, shape, (1, group))
 
 
-def _compute_mxfp8(gather: Gather, at: ScaledBlocks, box: Box, wanted: Any) -> Any:
+def _compute_mxfp8(gather: Gather, at: Computed, box: Box, wanted: Any) -> Any:
     """Multiply floats by powers of two, in 32 bits: an exponent of 0 is zero, of 255 infinity."""
     import torch
 
@@ -68,7 +74,7 @@ def _compute_mxfp8(gather: Gather, at: ScaledBlocks, box: Box, wanted: Any) -> A
     return (read_floats(gather, at.values, box) * bits.view(torch.float32)).to(wanted)
 
 
-def _compute_nvfp4(gather: Gather, at: ScaledBlocks, box: Box, wanted: Any) -> Any:
+def _compute_nvfp4(gather: Gather, at: Computed, box: Box, wanted: Any) -> Any:
     """Multiply floats of four bits by the product of two scales, all in the requested type."""
     import torch
 
@@ -81,7 +87,7 @@ def _compute_nvfp4(gather: Gather, at: ScaledBlocks, box: Box, wanted: Any) -> A
     return (numbers * scales).to(wanted)
 
 
-def _untiled(gather: Gather, at: ScaledBlocks, box: Box) -> Any:
+def _untiled(gather: Gather, at: Computed, box: Box) -> Any:
     """Return the scale of each element of a box, as stored, out of tiles."""
     import torch
 

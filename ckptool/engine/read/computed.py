@@ -1,41 +1,45 @@
-"""Dequantize: fill a part of a tensor with the numbers that its scheme computes.
+"""Fill a part of a tensor with numbers that are computed of stored tensors.
 
-The formulas are in ``core/quantization/schemes``.
+The formulas are in ``core/quantization/schemes`` and ``engine/formulas``.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ckptool.core.box import Box, row_major_strides
-from ckptool.core.catalog import Gather, ScaledBlocks, StridedPart
+from ckptool.core.catalog import Computed, Gather, StridedPart
 from ckptool.core.dtype import DType
-from ckptool.engine.read.numbers import Array
-from ckptool.errors import Unsupported
+
+if TYPE_CHECKING:
+    from ckptool.engine.read.numbers import Array
 
 
-def fill_scaled(gather: Gather, at: ScaledBlocks, out: Array, box: Box, dtype: DType) -> None:
+def fill_computed(gather: Gather, at: Computed, out: Array, box: Box, dtype: DType) -> None:
     """Compute the elements of a box, rounded to ``dtype`` once, into ``out``.
 
     ``gather`` reads a box of a tensor as stored.
     """
-    try:
-        import torch
-    except ImportError:
-        raise Unsupported("--dequantize needs torch", hint="pip install 'ckptool[torch]'") from None
+    from numpy.lib.stride_tricks import as_strided
+
     if not out.size:
         return
-    wanted = getattr(torch, dtype.name)
-    region, first, strides = least_box(at.part, box) or run_of_rows(at.part, box)
-    numbers = at.compute(gather, at, region, wanted).contiguous()
-    numbers = numbers.as_strided(box.shape, strides, numbers.storage_offset() + first)
-    flat = numbers.contiguous().reshape(-1).view(torch.uint8).numpy()
-    out[...] = flat.view(out.dtype).reshape(out.shape)
+    region, first, strides = region_of(at.part, box)
+    numbers = at.compute(gather, at, region, dtype).reshape(-1)[first:]
+    steps = tuple(stride * out.itemsize for stride in strides)
+    out[...] = as_strided(numbers.view(out.dtype), box.shape, steps)
 
 
-_Region = tuple[Box, int, tuple[int, ...]]
+Region = tuple[Box, int, tuple[int, ...]]
 """A box of the whole tensor, where in it a part's box begins, and the part's strides."""
 
 
-def least_box(part: StridedPart, box: Box) -> _Region | None:
+def region_of(part: StridedPart, box: Box) -> Region:
+    """Return the least of the whole tensor that is computed for a part's ``box``."""
+    return least_box(part, box) or run_of_rows(part, box)
+
+
+def least_box(part: StridedPart, box: Box) -> Region | None:
     """Return the smallest box of the whole tensor that contains a part's ``box``.
 
     None if a dim of the part does not run along one of the whole tensor.
@@ -59,7 +63,7 @@ def least_box(part: StridedPart, box: Box) -> _Region | None:
     return region, 0, tuple(step * inner[dim] if step else 1 for dim, step in along)
 
 
-def run_of_rows(part: StridedPart, box: Box) -> _Region:
+def run_of_rows(part: StridedPart, box: Box) -> Region:
     """Return the smallest run of rows, along one dim, that contains a part's ``box``."""
     rows = row_major_strides(part.shape, 1)
     first = part.start + sum(i * s for i, s in zip(box.lo, part.strides, strict=True))

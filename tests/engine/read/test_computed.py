@@ -1,4 +1,4 @@
-"""Which box of a whole tensor is dequantized for a part of it."""
+"""Which box of a whole tensor is computed for a part of it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import StridedPart
-from ckptool.engine.read.dequantize import least_box, run_of_rows
+from ckptool.engine.read.computed import least_box, run_of_rows
 
 torch = pytest.importorskip("torch")
 
