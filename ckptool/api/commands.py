@@ -45,10 +45,10 @@ from ckptool.storage.url import Location
 
 if TYPE_CHECKING:
     from ckptool.commands.extract import ExtractReport
+    from ckptool.commands.inspect.stats import StatsReport
     from ckptool.commands.inspect.steps import RunSummary
     from ckptool.commands.runs.assessment import RunReport
     from ckptool.commands.runs.prune import PruneReport
-    from ckptool.commands.stats import StatsReport
     from ckptool.commands.verify.compare.against import AgainstReport
     from ckptool.commands.verify.compare.diff import DiffReport
     from ckptool.commands.verify.findings import VerifyReport
@@ -137,8 +137,8 @@ def stats(
 
     Same as ``ckptool inspect PATH --stats NAME``; memory is bounded whatever their size.
     """
+    from ckptool.commands.inspect.stats import stats as _stats
     from ckptool.commands.open import open_checkpoint
-    from ckptool.commands.stats import stats as _stats
 
     read = Keywords("stats", options, ReadKeywords).options(ReadOptions)
     given = _opened(path, options)

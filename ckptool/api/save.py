@@ -27,7 +27,7 @@ from ckptool.core.dtype import BY_NAME
 from ckptool.core.state_category import with_parts
 from ckptool.errors import Unsupported
 from ckptool.formats.base import Detection, Format, Reading
-from ckptool.storage.memory import MemoryFiles
+from ckptool.storage.virtual.memory import MemoryFiles
 
 if TYPE_CHECKING:
     import torch

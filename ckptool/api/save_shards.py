@@ -23,8 +23,8 @@ from ckptool.engine.share import Share
 from ckptool.errors import Problem, Unsupported, damaged
 from ckptool.formats.base import Detection, Format, Reading
 from ckptool.serialization.state_dict.values import same_value
-from ckptool.storage.memory import MemoryFiles
 from ckptool.storage.url import Location
+from ckptool.storage.virtual.memory import MemoryFiles
 
 TO_SAVE_SHARDS = (
     "to='dcp' writes the shards of all ranks, and `ckptool convert` makes every other format of"

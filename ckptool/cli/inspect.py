@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ckptool.commands.inspect import InspectReport
-    from ckptool.commands.stats import StatsReport
+    from ckptool.commands.inspect.stats import StatsReport
     from ckptool.storage.url import Location
 
 
@@ -214,7 +214,7 @@ def _export(screen: Console, file: Path) -> None:
 
 def _read_stats(report: InspectReport, names: list[str]) -> StatsReport:
     """Read the tensors of these names."""
-    from ckptool.commands.stats import stats
+    from ckptool.commands.inspect.stats import stats
     from ckptool.render.progress import started_progress
 
     with started_progress(quiet=False) as started:

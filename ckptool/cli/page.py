@@ -12,7 +12,7 @@ from ckptool.errors import UsageError
 
 if TYPE_CHECKING:
     from ckptool.commands.inspect import InspectReport
-    from ckptool.commands.stats import StatsReport
+    from ckptool.commands.inspect.stats import StatsReport
 
 Html = Annotated[
     str | None,

@@ -39,8 +39,8 @@ from ckptool.storage.place import (
     require_there,
     run_bounded,
 )
-from ckptool.storage.tar import TarFiles
 from ckptool.storage.url import Location, within
+from ckptool.storage.virtual.tar import TarFiles
 
 _LEVELS = 4
 _T = TypeVar("_T")

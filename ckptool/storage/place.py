@@ -14,8 +14,8 @@ from ckptool.errors import Damaged, NotFound, Unrecognized
 from ckptool.storage.disk import write_whole
 from ckptool.storage.files import Files
 from ckptool.storage.local import LocalSource
-from ckptool.storage.tar import TarFiles, is_tar
 from ckptool.storage.url import Location, RemotePath
+from ckptool.storage.virtual.tar import TarFiles, is_tar
 
 if TYPE_CHECKING:
     from ckptool.storage.store import Traffic

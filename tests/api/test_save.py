@@ -20,7 +20,7 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401 (registers
 import ckptool
 from ckptool.engine.write.stage import Stage
 from ckptool.errors import NotVerified, TransferError, Unsupported, UsageError
-from ckptool.storage.memory import MemoryFiles, MemoryReader
+from ckptool.storage.virtual.memory import MemoryFiles, MemoryReader
 
 
 @pytest.fixture

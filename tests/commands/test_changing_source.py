@@ -16,13 +16,13 @@ from safetensors.numpy import save_file
 
 import ckptool
 from ckptool.commands.convert import prepare
+from ckptool.commands.inspect.stats import stats
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.rewrite import RewriteOptions
 from ckptool.commands.options.run import RunOptions
 from ckptool.commands.options.target import ConvertOptions, ReshardOptions, TransferOptions
 from ckptool.commands.options.verify import CompareOptions, SalvageOptions, VerifyOptions
 from ckptool.commands.reshard.reshard import prepare_reshard
-from ckptool.commands.stats import stats
 from ckptool.commands.verify.compare.against import against
 from ckptool.commands.verify.manifest.build import build_manifest
 from ckptool.commands.verify.salvage.salvage import plan_salvage

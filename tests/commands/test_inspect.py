@@ -15,9 +15,9 @@ from conftest import case
 
 from ckptool.commands import inspect as commands
 from ckptool.commands.inspect import InspectReport, report, step_of, values
+from ckptool.commands.inspect.stats import stats
 from ckptool.commands.open import OpenedCheckpoint
 from ckptool.commands.open import survey as open_survey
-from ckptool.commands.stats import stats
 from ckptool.core.box import Box, row_major_strides
 from ckptool.core.catalog import Catalog, Chunk, Extent, ObjectEntry, TensorEntry
 from ckptool.core.dtype import BY_NAME
@@ -243,7 +243,7 @@ def test_stats_of_complex_numbers_are_of_magnitudes(tmp_path):
 
 
 def test_stats_merge_tiles_without_losing_digits(tmp_path, monkeypatch):
-    monkeypatch.setattr("ckptool.commands.stats._TILE_ELEMENTS", 7)
+    monkeypatch.setattr("ckptool.commands.inspect.stats._TILE_ELEMENTS", 7)
     values = 1e8 + np.random.default_rng(0).standard_normal((40, 5))
     found = _stats(tmp_path, values, "float64")
     assert found.std == pytest.approx(values.std(), rel=1e-8)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ckptool.storage.memory import MemoryFiles
+    from ckptool.storage.virtual.memory import MemoryFiles
 
 FIXTURES = Path(__file__).parent.parent.parent / "fixtures"
 SMALL = 16 << 10
@@ -21,7 +21,7 @@ SMALL = 16 << 10
 
 def one_file(data: bytes, name: str) -> MemoryFiles:
     """Return one file in memory, as formats read it."""
-    from ckptool.storage.memory import MemoryFiles
+    from ckptool.storage.virtual.memory import MemoryFiles
 
     return MemoryFiles({name: memoryview(data)})
 

@@ -17,13 +17,13 @@ from typer.testing import CliRunner
 
 from ckptool.cli.app import app
 from ckptool.commands.convert import prepare
+from ckptool.commands.inspect.stats import stats
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.rewrite import MapOptions, RewriteOptions
 from ckptool.commands.options.run import RunOptions
 from ckptool.commands.options.target import ConvertOptions, ReshardOptions, TransferOptions
 from ckptool.commands.options.verify import CompareOptions, VerifyOptions
 from ckptool.commands.reshard.reshard import prepare_reshard
-from ckptool.commands.stats import stats
 from ckptool.commands.verify.compare.against import against
 from ckptool.commands.verify.verify import verify
 from ckptool.core.sharding.placement import parse_mesh, parse_rule

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.text import Text
 
 from ckptool.commands.inspect import report
+from ckptool.commands.inspect.stats import TensorStats
 from ckptool.commands.open import OpenedCheckpoint
-from ckptool.commands.stats import TensorStats
 from ckptool.core.box import Box, row_major_strides
 from ckptool.core.catalog import (
     Catalog,

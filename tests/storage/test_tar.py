@@ -20,7 +20,7 @@ import ckptool
 from ckptool.commands.open import open_checkpoint
 from ckptool.errors import CkptoolError, Damaged, Unrecognized
 from ckptool.storage.local import LocalSource
-from ckptool.storage.tar import TarFiles
+from ckptool.storage.virtual.tar import TarFiles
 
 NEMO = case("nemo_archive")
 ARCHIVE = NEMO.path / "model.nemo"

@@ -38,8 +38,8 @@ from ckptool.errors import Unsupported
 from ckptool.formats.writing import CARRIED
 from ckptool.storage.commit_note import targets_with_notes
 from ckptool.storage.place import on_disk
-from ckptool.storage.tar import TarFiles
 from ckptool.storage.url import Location
+from ckptool.storage.virtual.tar import TarFiles
 
 
 class Strip(Struct, frozen=True):

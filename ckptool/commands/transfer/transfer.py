@@ -43,8 +43,8 @@ from ckptool.errors import (
     failure_of,
 )
 from ckptool.storage.commit_note import side_name, staging_folder
-from ckptool.storage.memory import MemoryFiles
 from ckptool.storage.place import by_place, on_disk
+from ckptool.storage.virtual.memory import MemoryFiles
 
 if TYPE_CHECKING:
     from ckptool.core.layout import Layout

@@ -16,7 +16,7 @@ from string import Template
 from typing import Any
 
 from ckptool.commands.inspect import InspectReport
-from ckptool.commands.stats import StatsReport
+from ckptool.commands.inspect.stats import StatsReport
 from ckptool.commands.verify.codes import CODES
 from ckptool.core.mesh import Mesh
 from ckptool.render.html.holdings import holdings

@@ -27,7 +27,7 @@ from ckptool.serialization.pickle.records import Call
 from ckptool.serialization.state_dict.values import type_name
 
 if TYPE_CHECKING:
-    from ckptool.commands.stats import Number, TensorStats
+    from ckptool.commands.inspect.stats import Number, TensorStats
 
 _HEADINGS = ("name", "shape", "dtype", "placements", "chunks", "writers", "bytes")
 _STATISTICS = ("name", "shape", "dtype", "min", "max", "mean", "std", "zeros", "nan", "inf")

@@ -34,7 +34,7 @@ from ckptool.render.text import console as standard_console
 from ckptool.render.text import emit, size
 
 if TYPE_CHECKING:
-    from ckptool.commands.stats import TensorStats
+    from ckptool.commands.inspect.stats import TensorStats
 
 
 def show(

@@ -17,7 +17,7 @@ from ckptool.engine.write.schemas import JournalHead, PartEnd
 from ckptool.engine.write.stage import WHOLE, Role, Target
 from ckptool.engine.write.work import Work
 from ckptool.errors import TransferError, Unsupported
-from ckptool.storage.memory import MemoryFiles
+from ckptool.storage.virtual.memory import MemoryFiles
 
 
 @dataclass

@@ -20,7 +20,7 @@ from ckptool.engine.write.journal import Journal, Noted, find_finished, read_jou
 from ckptool.engine.write.schemas import FileMark, JournalHead, PartEnd
 from ckptool.engine.write.work import Work
 from ckptool.errors import Unsupported
-from ckptool.storage.memory import MemoryFiles
+from ckptool.storage.virtual.memory import MemoryFiles
 
 HEAD = JournalHead("plan", "source", files={"a": 1, "b": 2})
 PART = JournalHead("plan", "source", parts=3)

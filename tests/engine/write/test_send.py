@@ -34,8 +34,8 @@ from ckptool.engine.write.send import send, within_budget
 from ckptool.engine.write.work import Work
 from ckptool.errors import Changed, Damaged, TransferError, Unsupported
 from ckptool.storage.files import SPAN, ReadPolicy
-from ckptool.storage.memory import MemoryFiles
 from ckptool.storage.multipart import memory_of_part
+from ckptool.storage.virtual.memory import MemoryFiles
 
 __all__ = ["s3", "server"]
 RUN = RunOptions(workers=2, fsync=False)

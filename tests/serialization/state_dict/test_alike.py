@@ -23,7 +23,7 @@ from ckptool.serialization.state_dict import alike
 from ckptool.serialization.state_dict.alike import AlikeFiles
 from ckptool.serialization.state_dict.leaves import Leaf, PlainLeaf, ShareLeaf, read_file_leaves
 from ckptool.serialization.state_dict.values import same_value
-from ckptool.storage.memory import MemoryFiles
+from ckptool.storage.virtual.memory import MemoryFiles
 
 SHAPE = (3, 4)
 

@@ -16,7 +16,7 @@ from ckptool.commands.verify.checks.pickles import PickleAudit
 from ckptool.core.catalog import Container
 from ckptool.serialization.archive.templates import Sibling, Templates
 from ckptool.serialization.zip import Region, ZipRecord, read_directory
-from ckptool.storage.memory import MemoryFiles
+from ckptool.storage.virtual.memory import MemoryFiles
 
 torch = pytest.importorskip("torch")
 
