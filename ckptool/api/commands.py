@@ -211,7 +211,7 @@ def convert(
     parsed = Keywords("convert", keywords, ConvertKeywords).options(ConvertOptions, to=to)
     prepared = prepare(place, location(target), parsed)
     if parsed.transfer.dry_run:
-        return prepared.report
+        return prepared.with_costs()
     return prepared.run(started_progress(progress)(prepared.nbytes))
 
 

@@ -23,6 +23,7 @@ SUMMARIES = {
     "extract": "Print tensors or slices of them, or save them to a file.",
     "convert": "Write a checkpoint in another format, bit for bit.",
     "reshard": "Write a checkpoint for a new device mesh, in one process or under torchrun.",
+    "merge": "Average, add, subtract and splice checkpoints, tile by tile.",
     "verify": "Check that a checkpoint is complete, unchanged and safe, from its own files alone.",
     "prune": "Remove old steps of a run, after verifying those that are kept.",
     "bench": "Measure ways to save on this machine: how long each blocks training, and until it is"
@@ -33,7 +34,7 @@ SUMMARIES = {
     "help": "List the pages of the documentation and the commands, show one, or search them.",
 }
 """The commands, with the first lines of their docstrings."""
-MODULES = {"convert": "transfer", "reshard": "transfer", "maps": "formats"}
+MODULES = {"convert": "transfer", "reshard": "transfer", "merge": "transfer", "maps": "formats"}
 """Commands whose modules have a different name."""
 
 

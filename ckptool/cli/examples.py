@@ -4,7 +4,7 @@ from __future__ import annotations
 
 GROUPS = {
     "Look": ("inspect", "diff", "extract"),
-    "Change": ("convert", "reshard"),
+    "Change": ("convert", "reshard", "merge"),
     "Verify and clean up": ("verify", "prune"),
     "Measure": ("bench",),
     "Reference": ("formats", "maps", "help"),
@@ -33,6 +33,12 @@ EXAMPLES = {
     "reshard": (
         "ckptool reshard runs/step-1000 --mesh dp=4,tp=2 --dry-run",
         "torchrun --nproc-per-node 8 -m ckptool reshard SRC DST --mesh 2x4 --check",
+    ),
+    "merge": (
+        "ckptool merge model-avg/ --average runs/step-800 runs/step-900 runs/step-1000",
+        "ckptool merge model-ema/ --ema 0.9 runs/step-800 runs/step-900 runs/step-1000",
+        "ckptool merge model-c/ --onto base/ --add tuned/ --minus base/ --scale 0.5",
+        "ckptool merge model-mtp/ tuned/ --take 'mtp=base/'",
     ),
     "verify": (
         "ckptool verify runs/step-1000 --strict",

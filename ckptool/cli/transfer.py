@@ -1,4 +1,4 @@
-"""``ckptool convert`` and ``ckptool reshard``: plan, show the plan's notes, write, and report."""
+"""``ckptool convert``, ``reshard`` and ``merge``: plan, show notes, write, report."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from ckptool.cli.parameters import AsJson, Debug, Quiet, SourcePath, parse_place
-from ckptool.commands.options.target import ConvertOptions, ReshardOptions
+from ckptool.commands.options.merge import MergeOptions
+from ckptool.commands.options.target import ConvertOptions, ReshardOptions, TransferOptions
 
 if TYPE_CHECKING:
     from ckptool.commands.transfer.report import TransferReport
@@ -37,20 +38,18 @@ def convert(
     file or is named in a note. The target appears complete or not at all. Several processes share
     the work under torchrun, or with --part and --finish.
     """
-    from ckptool.commands.convert import prepare
-    from ckptool.engine.ranks import join_ranks
+    from ckptool.commands.convert import ConvertReport, prepare
 
-    dry_run = options.transfer.dry_run
-    options.transfer.require_one_way()
-    with join_ranks() as ranks:
+    def plan(ranks: Ranks) -> Transfer[ConvertReport]:
         places = parse_place(source, "SRC"), parse_place(target, "DST")
-        planned = ranks.together(lambda: prepare(*places, options, ranks=ranks.size))
-        with _noting_what_stands() as stands:
-            report = _run(planned, ranks, stands, dry_run=dry_run, quiet=quiet or ranks.rank > 0)
-            if ranks.rank == 0 and (as_json or dry_run or not quiet):
-                from ckptool.render.convert import show_convert
+        return prepare(*places, options, ranks=ranks.size)
 
-                _show(report, show_convert, as_json=as_json)
+    def show(report: ConvertReport) -> None:
+        from ckptool.render.convert import show_convert
+
+        show_convert(report)
+
+    _run_transfer(plan, options.transfer, show, as_json=as_json, quiet=quiet)
 
 
 def reshard(
@@ -72,25 +71,75 @@ def reshard(
     Each tensor is placed by the first of these that applies: --shard and --plan, --policy, the
     source's own placements, conventional mesh dim names, fsdp. Needs no GPU and no model.
     """
-    from ckptool.commands.reshard.reshard import Reshard, prepare_reshard
-    from ckptool.engine.ranks import join_ranks
+    from ckptool.commands.reshard.reshard import Reshard, ReshardReport, prepare_reshard
 
-    dry_run = options.transfer.dry_run
-    options.transfer.require_one_way()
-
-    def prepare(ranks: Ranks) -> Reshard:
+    def plan(ranks: Ranks) -> Reshard:
         place = None if target is None else parse_place(target, "DST")
         return prepare_reshard(parse_place(source, "SRC"), place, options, ranks=ranks.size)
 
-    with join_ranks() as ranks:
-        planned = ranks.together(partial(prepare, ranks))
-        with _noting_what_stands() as stands:
-            report = _run(planned, ranks, stands, dry_run=dry_run, quiet=quiet or ranks.rank > 0)
-            if ranks.rank == 0 and (as_json or dry_run or not quiet):
-                from ckptool.render.reshard import show_reshard
+    def show(report: ReshardReport) -> None:
+        from ckptool.render.reshard import show_reshard
 
-                report = planned.with_costs() if dry_run else report
-                _show(report, show_reshard, as_json=as_json)
+        show_reshard(report)
+
+    _run_transfer(plan, options.transfer, show, as_json=as_json, quiet=quiet)
+
+
+def merge(
+    target: Annotated[
+        str, typer.Argument(metavar="OUT", help="Where to write it: a path or a URL.")
+    ],
+    sources: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[SRC]...", help="The checkpoints, in any format and sharding."),
+    ] = None,
+    *,
+    options: MergeOptions,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Average, add, subtract and splice checkpoints, tile by tile.
+
+    Computes in 64 bits, rounds once, to the first SRC's type or what --dtype says, and proves the
+    result. What is no floating tensor comes from the first SRC, and so do config and tokenizer.
+    """
+    from ckptool.commands.merge import MergeReport, prepare_merge
+
+    def plan(ranks: Ranks) -> Transfer[MergeReport]:
+        places = [parse_place(text, "SRC") for text in sources or ()]
+        return prepare_merge(places, parse_place(target, "OUT"), options)
+
+    def show(report: MergeReport) -> None:
+        from ckptool.render.merge import show_merge
+
+        show_merge(report)
+
+    _run_transfer(plan, options.convert.transfer, show, as_json=as_json, quiet=quiet)
+
+
+def _run_transfer(
+    plan: Callable[[Ranks], Transfer[Report]],
+    how: TransferOptions,
+    show: Callable[[Report], None],
+    *,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Plan a transfer on each rank, write it or not, and ``show`` its report on the first rank.
+
+    What shows it is imported then: quiet commands start without rich.
+    """
+    from ckptool.engine.ranks import join_ranks
+
+    how.require_one_way()
+    with join_ranks() as ranks:
+        planned = ranks.together(partial(plan, ranks))
+        with _noting_what_stands() as stands:
+            silent = quiet or ranks.rank > 0
+            report = _run(planned, ranks, stands, dry_run=how.dry_run, quiet=silent)
+            if ranks.rank == 0 and (as_json or how.dry_run or not quiet):
+                _show(report, show, as_json=as_json)
 
 
 def _show(report: Report, show: Callable[[Report], None], *, as_json: bool) -> None:
@@ -138,7 +187,7 @@ def _run(
         if not quiet:
             show_obstacle(planned.obstacle())
         planned.require_possible(ranks)
-        return planned.report
+        return planned.with_costs()
     with progress(planned.nbytes, quiet=False) as advance:
         report = planned.run(advance, ranks, begun)
         stands.append(planned.standing)

@@ -64,9 +64,9 @@ def prepare(
 ) -> Transfer[ConvertReport]:
     """Plan a conversion, shared by ``ranks``; nothing is written and no tensor is read yet."""
     target = resolve_target(target)
-    named = _named_writer(options.to, target)
+    named = named_writer(options.to, target)
     opened = open_checkpoint(source, options.read, whole=False, placements=False)
-    writer = named or _own_writer(opened, target)
+    writer = named or own_writer(opened, target)
     require_apart(opened, target)
     rewritten = rewrite(
         opened,
@@ -74,8 +74,19 @@ def prepare(
         locate=True,
         defers=may_open_late(target, overwrites=options.transfer.overwrite),
         shared=options.transfer.is_shared(ranks),
-        check=_require_some,
+        check=require_some,
     )
+    return plan_conversion(opened, rewritten, writer, target, options)
+
+
+def plan_conversion(
+    opened: OpenedCheckpoint,
+    rewritten: RewriteResult,
+    writer: Format,
+    target: Location,
+    options: ConvertOptions,
+) -> Transfer[ConvertReport]:
+    """Plan to write what a checkpoint was rewritten to, in the format of ``writer``."""
     catalog = rewritten.catalog
     writer = _writer_of(catalog, writer)
     if writer.loading.is_model_folder and rewritten.map is not None:
@@ -175,7 +186,7 @@ def prepare_save(
     return Transfer(opened, plan, target, options.transfer, report, (writer.name, "save"))
 
 
-def _require_some(opened: OpenedCheckpoint, kept: Catalog) -> None:
+def require_some(opened: OpenedCheckpoint, kept: Catalog) -> None:
     """Raise if what was selected may not be written, or is nothing."""
     require_writable(opened, kept)
     if not kept.tensors and not kept.objects:
@@ -187,7 +198,7 @@ def writer_for(to: str | None, target: Location) -> Format:
 
     Raises UsageError if neither determines it, or they contradict each other.
     """
-    writer = _named_writer(to, target)
+    writer = named_writer(to, target)
     if writer is None:
         raise UsageError(f"{target}: the name does not determine the format", hint=_TARGETS)
     return writer
@@ -199,7 +210,7 @@ _TARGETS = (
 )
 
 
-def _own_writer(opened: OpenedCheckpoint, target: Location) -> Format:
+def own_writer(opened: OpenedCheckpoint, target: Location) -> Format:
     """Return the source's own format for a folder; UsageError if convert does not write that."""
     row = opened.format
     if re.fullmatch(r"\.[A-Za-z]\w*", target.suffix):
@@ -217,7 +228,7 @@ def _own_writer(opened: OpenedCheckpoint, target: Location) -> Format:
     )
 
 
-def _named_writer(to: str | None, target: Location) -> Format | None:
+def named_writer(to: str | None, target: Location) -> Format | None:
     """Return the format that --to or a suffix says, None if neither does; UsageError as above."""
     alone = single_file_suffixes().get(target.suffix)
     if to is None and alone is None:

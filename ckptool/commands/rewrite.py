@@ -115,7 +115,7 @@ def rewrite(
     else:
         catalog, report = _apply_key_map(opened, kept, options.map, whole=whole)
     if casts is not None:
-        catalog, cast_counts = _cast(opened, catalog, casts, options.map.assets)
+        catalog, cast_counts = cast_catalog(opened, catalog, casts, options.map.assets)
     if catalog.metadata or options.drop_metadata or options.metadata:
         catalog = rewrite_texts(
             opened.catalog,
@@ -291,7 +291,7 @@ def _apply_key_map(
     return map_checkpoint(opened, catalog, options, whole=whole)
 
 
-def _cast(
+def cast_catalog(
     opened: OpenedCheckpoint, catalog: Catalog, casts: Casts, assets: Path | None
 ) -> tuple[Catalog, dict[str, int]]:
     """Return the catalog with its casts and notes on them, and counts by stored type.

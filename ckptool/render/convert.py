@@ -17,14 +17,13 @@ from ckptool.render.inspect.listing import Numbers, natural, split_numbers, with
 from ckptool.render.text import columns, console, emit, escaped, first_lines, free, size, visible
 
 if TYPE_CHECKING:
-    from ckptool.commands.convert import ConvertReport
     from ckptool.commands.keymap.maps import MapReport
     from ckptool.commands.transfer.report import Part, TransferReport
     from ckptool.commands.transfer.rewritten import RewrittenReport
     from ckptool.core.keymap.apply import Move
 
 
-def show_convert(report: ConvertReport) -> None:
+def show_convert(report: RewrittenReport) -> None:
     """Show a line for the whole; for a dry run also the files and the figures."""
     dry_run = not report.written
     screen = console()
@@ -116,8 +115,8 @@ def show_moves(report: MapReport, screen: Console) -> None:
     for overflow in ("fold", "ellipsis", "fold", "ellipsis", "ellipsis"):
         table.add_column(overflow=overflow)
     for moves in _group(report.moves):
-        sources = _fold_names(name for move in moves for name in move.sources)
-        targets = _fold_names(move.target for move in moves)
+        sources = "\n".join(fold_names(name for move in moves for name in move.sources))
+        targets = "\n".join(fold_names(move.target for move in moves))
         shape = escaped(str(list(moves[0].entry.shape)))
         table.add_row(sources, "->", targets, shape, escaped(moves[0].operation))
     screen.print(table)
@@ -137,8 +136,8 @@ def _group(moves: Iterable[Move]) -> list[list[Move]]:
     return list(groups.values())
 
 
-def _fold_names(names: Iterable[str]) -> str:
-    """Join names that differ only in numbers, one per line, with all the numbers at each place."""
+def fold_names(names: Iterable[str]) -> list[str]:
+    """Fold names that differ only in numbers, one per line, with all the numbers at each place."""
     numbered: dict[tuple[str, ...], set[Numbers]] = defaultdict(set)
     for name in names:
         words, numbers = split_numbers(name)
@@ -147,4 +146,4 @@ def _fold_names(names: Iterable[str]) -> str:
     for words, tuples in numbered.items():
         at_each_place = [tuple(sorted(set(place))) for place in zip(*tuples, strict=True)]
         lines.append(escaped(with_numbers(words, at_each_place)))
-    return "\n".join(lines)
+    return lines

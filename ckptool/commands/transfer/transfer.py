@@ -165,6 +165,10 @@ class Transfer(Struct, Generic[AnyReport], frozen=True):
             return f"{error.message}; {error.hint}" if error.hint else error.message
         return None
 
+    def with_costs(self) -> AnyReport:
+        """Return the report of the plan with what it is worth to compute for a dry run alone."""
+        return self.report
+
     def require_possible(self, ranks: Ranks) -> None:
         """Raise Unsupported if these ``ranks`` cannot do what was requested; any can transfer."""
 

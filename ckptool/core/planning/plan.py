@@ -69,12 +69,15 @@ class Plan:
     @property
     def read_bytes(self) -> int:
         """Bytes of all tensors, once, in the source's types."""
-        return sum(entry.elements * entry.source_dtype.itemsize for entry in self.entries)
+        return sum(entry.stored_bytes for entry in self.entries)
 
     @property
     def compared_bytes(self) -> int:
         """Bytes of all tensors, in the source's types plus in those that are written."""
-        return self.read_bytes + sum(entry.nbytes for entry in self.entries)
+        return sum(
+            entry.elements * (entry.source_dtype.itemsize + entry.dtype.itemsize)
+            for entry in self.entries
+        )
 
     @cached_property
     def largest_blob(self) -> int:

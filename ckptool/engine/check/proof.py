@@ -113,7 +113,7 @@ def proof_jobs(
 def reread_bytes(entries: Iterable[TensorEntry]) -> int:
     """Return the bytes of tensors that are compared, as far as it is known before they are read."""
     return sum(
-        entry.elements * entry.source_dtype.itemsize
+        entry.stored_bytes
         for entry in entries
         if entry.source_dtype != entry.dtype or not _is_stored_in_runs(entry)
     )

@@ -1,0 +1,98 @@
+"""Checkpoints as operands: averages, differences and splices, computed as they are written."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from msgspec.structs import asdict, replace
+
+from ckptool.commands.convert import named_writer, own_writer, plan_conversion
+from ckptool.commands.merge.expressions import Computation, Expression, add, copy, take
+from ckptool.commands.merge.operands import Operand, join, model_only, open_operands
+from ckptool.commands.merge.recipe import Recipe, read_recipe
+from ckptool.commands.open import OpenedCheckpoint, no_collecting
+from ckptool.commands.options.merge import MergeOptions
+from ckptool.commands.options.rewrite import RewriteOptions
+from ckptool.commands.rewrite import RewriteResult, cast_catalog
+from ckptool.commands.transfer.rewritten import RewrittenReport
+from ckptool.commands.transfer.transfer import Transfer, require_apart, resolve_target
+from ckptool.core.catalog import Catalog
+from ckptool.engine.formulas.weighted import WeightedSum, same_box
+from ckptool.storage.url import Location
+
+
+class MergeReport(RewrittenReport, frozen=True, kw_only=True):
+    """A merge, planned or done.
+
+    ``sources`` are the checkpoints by the labels by which ``expressions`` name them, which say what
+    each tensor is.
+    """
+
+    schema: ClassVar = "merge"
+
+    sources: dict[str, Location]
+    expressions: tuple[Expression, ...]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many tensors there are of each expression."""
+        return dict(Counter(each.text for each in self.expressions))
+
+
+@no_collecting()
+def prepare_merge(
+    sources: Sequence[Location], target: Location, options: MergeOptions
+) -> Transfer[MergeReport]:
+    """Plan a merge; nothing is written and no tensor is read yet."""
+    target, how = resolve_target(target), options.convert
+    recipe = read_recipe(sources, options.expression)
+    named = named_writer(how.to, target)
+    rewriting = how.rewrite if options.expression.with_optimizer else model_only(how.rewrite)
+    operands = open_operands(recipe.places, how.read, rewriting)
+    for operand in operands.values():
+        require_apart(operand.opened, target)
+    computation = compute(recipe, operands)
+    opened, rewritten = _as_one(operands, computation.catalog, rewriting)
+    writer = named or own_writer(opened, target)
+    planned = plan_conversion(opened, rewritten, writer, target, how)
+    report = MergeReport(
+        **asdict(planned.report),
+        sources={operand.label: place for place, operand in operands.items()},
+        expressions=computation.expressions,
+    )
+    return Transfer(opened, planned.plan, target, how.transfer, report, (planned.decided, recipe))
+
+
+def compute(recipe: Recipe, operands: Mapping[Location, Operand]) -> Computation:
+    """Compute the tensors of a recipe from its checkpoints; Unsupported if they do not fit."""
+    terms = [operands[term.place] for term in recipe.terms]
+    if recipe.is_plain:
+        computation = copy(terms[0])
+    else:
+        weights = tuple(term.weight for term in recipe.terms)
+        text = recipe.text([operand.label for operand in terms])
+        computation = add(terms, WeightedSum(weights, recipe.divisor), text, same_box)
+    for each in recipe.takes:
+        computation = take(computation, each.name, operands[each.place])
+    return computation
+
+
+def _as_one(
+    operands: Mapping[Location, Operand], catalog: Catalog, options: RewriteOptions
+) -> tuple[OpenedCheckpoint, RewriteResult]:
+    """Return all checkpoints as one, which has the computed tensors, and these cast as asked.
+
+    Its files are those of all; what is beside the tensors is the first one's.
+    """
+    first = next(iter(operands.values()))
+    files = {n: size for each in operands.values() for n, size in each.catalog.files.items()}
+    notes = dict.fromkeys(note for each in operands.values() for note in each.catalog.notes)
+    catalog = replace(catalog, files=files, notes=tuple(notes))
+    opened = OpenedCheckpoint(first.opened.path, join(operands), first.opened.format, catalog)
+    counts = dict[str, int]()
+    if options.casts is not None:
+        catalog, counts = cast_catalog(opened, catalog, options.casts, options.map.assets)
+    made = replace(first.rewritten, kept=catalog, whole=catalog, catalog=catalog, cast=counts)
+    return opened, made

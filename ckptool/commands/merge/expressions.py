@@ -1,0 +1,136 @@
+"""Compute the tensors of a merge: catalogs in, a catalog of computed tensors out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from ckptool.commands.merge.operands import Operand
+from ckptool.core.box import Box, row_major_strides
+from ckptool.core.casts import can_cast, is_computed
+from ckptool.core.catalog import Catalog, Chunk, Compute, Computed, Reads, StridedPart, TensorEntry
+from ckptool.core.dtype import BY_NAME
+from ckptool.core.quantization.names import quantized_names
+from ckptool.core.selection import meant_by, tensors_named
+from ckptool.core.text import list_some, plural
+from ckptool.errors import Unsupported
+
+_FEW = 3
+
+
+class Expression(Struct, frozen=True):
+    """What a tensor of the result is, in words, such as ``(A + B) / 2``."""
+
+    name: str
+    text: str
+
+
+class Computation(Struct, frozen=True):
+    """The result of a merge as a catalog, and what each of its tensors is."""
+
+    catalog: Catalog
+    expressions: tuple[Expression, ...]
+
+
+def add(operands: Sequence[Operand], compute: Compute, text: str, reads: Reads) -> Computation:
+    """Compute each floating tensor of several checkpoints, which must have the same tensors.
+
+    Integers, booleans, tensors without dims and values are those of the first. Raises Unsupported
+    for other names or shapes, and for tensors that are quantized.
+    """
+    first, *others = operands
+    for operand in operands:
+        _require_numbers(operand)
+    for operand in others:
+        _require_alike(first, operand)
+    tensors, said = dict[str, TensorEntry](), list[Expression]()
+    for name, entry in first.catalog.tensors.items():
+        is_computed = can_cast(entry)
+        if is_computed:
+            parts = [entry, *(operand.catalog.tensors[name] for operand in others)]
+            entry = computed(entry, parts, compute, reads)
+        tensors[name] = entry
+        said.append(Expression(name, text if is_computed else first.label))
+    return Computation(first.catalog.with_tensors(tensors), tuple(said))
+
+
+def copy(operand: Operand) -> Computation:
+    """Return the tensors of a checkpoint as they are."""
+    said = tuple(Expression(name, operand.label) for name in operand.catalog.tensors)
+    return Computation(operand.catalog, said)
+
+
+def take(computation: Computation, name: str, operand: Operand) -> Computation:
+    """Take the tensors that a name means from another checkpoint, in place of those there are.
+
+    Raises UsageError if it means none of them, Unsupported if some are split.
+    """
+    catalog = computation.catalog
+    found = tensors_named(operand.catalog, [name], "--take")
+    dropped = meant_by([name], catalog.tensors)
+    kept = {n: entry for n, entry in catalog.tensors.items() if not dropped(n)}
+    said = [each for each in computation.expressions if each.name in kept]
+    said += [Expression(each, operand.label) for each in found]
+    taken = {each: operand.catalog.tensors[each] for each in found}
+    return Computation(catalog.with_tensors(_in_order(catalog, kept | taken)), tuple(said))
+
+
+def computed(
+    like: TensorEntry, parts: Iterable[TensorEntry], compute: Compute, reads: Reads
+) -> TensorEntry:
+    """Return a tensor of the shape and type of another that is computed of others.
+
+    Parts that are computed themselves, as of quantized tensors, are not rounded to their type.
+    """
+    wide = BY_NAME["float32"]
+    stored = tuple(replace(each, dtype=wide) if is_computed(each) else each for each in parts)
+    part = StridedPart(like.shape, 0, row_major_strides(like.shape, 1))
+    at = Computed(stored, part, compute, reads=reads)
+    chunk = Chunk(Box.whole(like.shape), at)
+    return replace(like, chunks=(chunk,), placements=None, mesh=None, stored=None)
+
+
+def _in_order(catalog: Catalog, tensors: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """Return tensors in the order of a catalog, and those that it lacks at the end."""
+    names = dict.fromkeys([*catalog.tensors, *tensors])
+    return {name: tensors[name] for name in names if name in tensors}
+
+
+def _require_numbers(operand: Operand) -> None:
+    """Raise Unsupported if tensors are quantized, whose codes are no numbers to compute with."""
+    if names := quantized_names(operand.catalog):
+        raise Unsupported(
+            f"{operand.opened.path}: {plural(len(names), 'tensor')} quantized"
+            f" ({list_some(sorted(names), _FEW)}), which have no sum",
+            hint="--dequantize computes with the numbers that they stand for",
+        )
+
+
+def _require_alike(first: Operand, other: Operand) -> None:
+    """Raise Unsupported if two checkpoints have not the same tensors."""
+    ours, theirs = first.catalog.tensors, other.catalog.tensors
+    sides = ((first, ours, other, theirs), (other, theirs, first, ours))
+    for one, has, another, lacks in sides:
+        if missing := [name for name in has if name not in lacks]:
+            raise Unsupported(
+                f"{another.opened.path}: lacks {len(missing):,} of {plural(len(has), 'tensor')} of"
+                f" {one.opened.path}: {list_some(missing, _FEW)}",
+                hint=f"`ckptool diff {first.opened.path} {other.opened.path}` shows all;"
+                " --rename or --map makes names equal, --drop leaves tensors out",
+            )
+    for name, entry in ours.items():
+        twin = theirs[name]
+        if twin.shape != entry.shape:
+            raise Unsupported(
+                f"{name}: {list(entry.shape)} in {first.opened.path},"
+                f" {list(twin.shape)} in {other.opened.path}",
+                hint=f"--drop '{name}' leaves it out",
+            )
+        if can_cast(twin) != can_cast(entry):
+            raise Unsupported(
+                f"{name}: {entry.dtype} in {first.opened.path}, {twin.dtype} in"
+                f" {other.opened.path}",
+                hint=f"--drop '{name}' leaves it out",
+            )

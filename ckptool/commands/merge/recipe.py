@@ -1,0 +1,199 @@
+"""What to merge: a weighted sum of checkpoints, and what is taken from others instead."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct, ValidationError, convert
+
+from ckptool.commands.options.files import text_of
+from ckptool.commands.options.merge import ExpressionOptions
+from ckptool.errors import UsageError
+from ckptool.storage.url import Location, location
+
+_WAYS = "--average, --ema, --add or --take"
+
+
+class Term(Struct, frozen=True):
+    """A checkpoint in a sum, and its weight."""
+
+    place: Location
+    weight: float = 1.0
+
+
+class Take(Struct, frozen=True):
+    """Tensors, as options name them, that come from a checkpoint instead."""
+
+    name: str
+    place: Location
+
+
+class Recipe(Struct, frozen=True):
+    """A weighted sum of checkpoints over a divisor, with tensors taken from others.
+
+    The first term is also where everything comes from that is not computed.
+    """
+
+    terms: tuple[Term, ...]
+    divisor: float = 1.0
+    takes: tuple[Take, ...] = ()
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the sum is the first checkpoint as it is."""
+        return len(self.terms) == 1 and self.terms[0].weight == self.divisor == 1
+
+    def text(self, labels: Sequence[str]) -> str:
+        """Return the sum in words, by the labels of its terms: ``(a + b) / 2``."""
+        sum_of = ""
+        for label, term in zip(labels, self.terms, strict=True):
+            sign = "-" if term.weight < 0 else "+"
+            size = "" if abs(term.weight) == 1 else f"{abs(term.weight):g} * "
+            lead = f" {sign} " if sum_of else "-" if sign == "-" else ""
+            sum_of += f"{lead}{size}{label}"
+        return sum_of if self.divisor == 1 else f"({sum_of}) / {self.divisor:g}"
+
+    @property
+    def places(self) -> list[Location]:
+        """Every checkpoint that is read, the first one first."""
+        named = [*(term.place for term in self.terms), *(take.place for take in self.takes)]
+        return list(dict.fromkeys(named))
+
+
+class _Written(Struct, forbid_unknown_fields=True, rename="kebab"):
+    """A recipe as a TOML file has it."""
+
+    sources: list[str] = []
+    average: bool = False
+    weights: list[float] = []
+    ema: float | None = None
+    onto: str | None = None
+    add: str | None = None
+    minus: str | None = None
+    scale: float = 1.0
+    take: dict[str, str] = {}
+
+
+def read_recipe(sources: Sequence[Location], options: ExpressionOptions) -> Recipe:
+    """Return the recipe of a command, or of the file that it names.
+
+    Raises UsageError if it says nothing to do, or what contradicts itself.
+    """
+    if options.recipe is not None:
+        sources, options = _read_file(options.recipe, sources, options)
+    takes = tuple(map(_parse_take, options.take))
+    ways = {"--average": options.average, "--ema": options.ema is not None}
+    ways["--add"] = options.add is not None or options.minus is not None
+    asked = [way for way, is_asked in ways.items() if is_asked]
+    if len(asked) > 1:
+        raise UsageError(f"{asked[0]} and {asked[1]}: one at a time")
+    _require_used(options, asked)
+    if not asked:
+        return _taken(sources, options, takes)
+    if asked == ["--add"]:
+        return Recipe(_added(sources, options), takes=takes)
+    if len(sources) < 2:
+        found = "1 is" if sources else "none is"
+        raise UsageError(
+            f"{asked[0]}: needs two SRC or more, {found} given",
+            hint=f"ckptool merge OUT {asked[0]}{' 0.9' if options.ema is not None else ''} A B C",
+        )
+    if options.ema is not None:
+        return Recipe(_moving(sources, options.ema), takes=takes)
+    weights = options.weights or (1.0,) * len(sources)
+    if len(weights) != len(sources):
+        raise UsageError(f"--weights: {len(weights)} for {len(sources)} SRC")
+    if not sum(weights):
+        raise UsageError("--weights: they add up to 0, by which an average is divided")
+    terms = tuple(map(Term, sources, weights))
+    return Recipe(terms, sum(weights), takes)
+
+
+def _taken(
+    sources: Sequence[Location], options: ExpressionOptions, takes: tuple[Take, ...]
+) -> Recipe:
+    """Return the recipe that only takes tensors from others."""
+    bases = [*sources, *([] if options.onto is None else [location(options.onto)])]
+    if not takes:
+        raise UsageError("nothing to do", hint=f"say {_WAYS}: `ckptool help merge` has examples")
+    if len(bases) != 1:
+        raise UsageError(
+            f"--take: needs one SRC, of which it replaces tensors, {len(bases)} are given"
+        )
+    return Recipe((Term(bases[0]),), takes=takes)
+
+
+def _added(sources: Sequence[Location], options: ExpressionOptions) -> tuple[Term, ...]:
+    if sources:
+        raise UsageError(
+            f"{sources[0]}: --add and --minus take no SRC beside their own",
+            hint="--onto BASE names what they are added to",
+        )
+    signed = ((options.onto, 1.0), (options.add, options.scale), (options.minus, -options.scale))
+    return tuple(Term(location(text), weight) for text, weight in signed if text is not None)
+
+
+def _moving(sources: Sequence[Location], decay: float) -> tuple[Term, ...]:
+    """Return the terms of an exponential moving average, which begins with the first."""
+    if not 0 < decay < 1:
+        raise UsageError(f"--ema {decay}: between 0 and 1", hint="such as --ema 0.9")
+    last = len(sources) - 1
+    weights = [(1 - decay if at else 1) * decay ** (last - at) for at in range(len(sources))]
+    return tuple(map(Term, sources, weights))
+
+
+def _require_used(options: ExpressionOptions, asked: Sequence[str]) -> None:
+    """Raise UsageError for an option that belongs to another way."""
+    if options.weights and asked != ["--average"]:
+        raise UsageError("--weights: only with --average")
+    if options.scale != 1 and asked != ["--add"]:
+        raise UsageError("--scale: only with --add or --minus")
+    if options.onto is not None and asked not in ([], ["--add"]):
+        raise UsageError(f"--onto: not with {asked[0]}, which starts from its first SRC")
+
+
+def _parse_take(text: str) -> Take:
+    name, equals, place = text.partition("=")
+    if not (name.strip() and equals and place.strip()):
+        raise UsageError(f"invalid --take {text!r}: expected NAME=SRC")
+    return Take(name.strip(), location(place.strip()))
+
+
+def _read_file(
+    path: Path, sources: Sequence[Location], given: ExpressionOptions
+) -> tuple[list[Location], ExpressionOptions]:
+    """Return the sources and options of a recipe's file; UsageError if it is none."""
+    import tomllib
+
+    where = f"--recipe {path}"
+    if sources or given != ExpressionOptions(
+        recipe=given.recipe, with_optimizer=given.with_optimizer
+    ):
+        raise UsageError(f"{where}: says all that is merged; leave SRC and other options out")
+    try:
+        content: Any = tomllib.loads(text_of(path, "--recipe"))
+        written = convert(content, _Written)
+    except (ValueError, ValidationError) as error:
+        raise UsageError(f"{where}: {error}") from None
+
+    def place(text: str | None) -> str | None:
+        if text is None or "://" in text:
+            return text
+        return os.path.normpath(path.parent / Path(text).expanduser())
+
+    named: Mapping[str, Any] = {
+        "average": written.average,
+        "weights": tuple(written.weights),
+        "ema": written.ema,
+        "onto": place(written.onto),
+        "add": place(written.add),
+        "minus": place(written.minus),
+        "scale": written.scale,
+        "take": tuple(f"{name}={place(text)}" for name, text in written.take.items()),
+        "with_optimizer": given.with_optimizer,
+    }
+    places = [location(str(place(text))) for text in written.sources]
+    return places, ExpressionOptions(**named)

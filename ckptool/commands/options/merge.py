@@ -1,0 +1,75 @@
+"""How to merge checkpoints: what each tensor is computed as, and how to write it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ckptool.commands.options import FILE
+from ckptool.commands.options.declaration import (
+    FLAG,
+    LIST,
+    NUMBER,
+    TEXTS,
+    Kind,
+    OptionSet,
+    group,
+    option,
+)
+from ckptool.commands.options.rewrite import NAMED
+from ckptool.commands.options.target import ConvertOptions
+from ckptool.errors import UsageError
+
+
+def _weights(value: Any, name: str) -> tuple[float, ...]:
+    words = LIST.parse(value, name) if isinstance(value, str) else value
+    try:
+        return tuple(NUMBER.parse(float(word), name) for word in words)
+    except (TypeError, ValueError):
+        raise UsageError(f"{name} {value!r}: not numbers", hint="such as --weights 1,2,1") from None
+
+
+_WEIGHTS = Kind(str, "str | Sequence[float]", _weights, (), "W,W,...")
+
+
+class ExpressionOptions(OptionSet):
+    """What each tensor is computed as; places as texts."""
+
+    average: bool = option("--average", FLAG, help="Average the tensors of all SRC.")
+    weights: tuple[float, ...] = option(
+        "--weights", _WEIGHTS, help="Weights of the SRC in an average; default: all the same."
+    )
+    ema: float | None = option(
+        "--ema",
+        NUMBER,
+        metavar="DECAY",
+        help="Average all SRC, the oldest first: each moves the average by 1 - DECAY.",
+    )
+    onto: str | None = option("--onto", metavar="BASE", help="Start from the tensors of BASE.")
+    add: str | None = option("--add", metavar="A", help="Add the tensors of A ...")
+    minus: str | None = option("--minus", metavar="B", help="... less those of B ...")
+    scale: float = option("--scale", NUMBER, default=1.0, help="... times X.")
+    take: tuple[str, ...] = option(
+        "--take",
+        TEXTS,
+        metavar="NAME=SRC",
+        help=f"Take what NAME means from SRC instead: {NAMED} (repeatable).",
+    )
+    with_optimizer: bool = option(
+        "--with-optimizer",
+        FLAG,
+        help="Keep everything, not the model alone: merge the optimizer's state, too.",
+    )
+    recipe: Path | None = option(
+        "--recipe",
+        FILE,
+        help="Read these options from a TOML file, and SRC as its sources; paths are relative to"
+        " its folder.",
+    )
+
+
+class MergeOptions(OptionSet):
+    """What to compute, how to read and rewrite each source, and how to write the result."""
+
+    expression: ExpressionOptions = group(ExpressionOptions, "What to compute")
+    convert: ConvertOptions = group(ConvertOptions, without=("peft_adapter",))

@@ -1,0 +1,28 @@
+"""Stored elements as floats of 64 bits, in which formulas compute, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptool.core.dtype import BY_NAME, DType
+from ckptool.engine.read.numbers import Array
+from ckptool.engine.read.rounding import cast
+
+_PIECE = 1 << 15
+"""Elements that are computed at a time: a few doubles of each fit the processor's cache."""
+_DOUBLE = BY_NAME["float64"]
+
+
+def pieces(count: int) -> Iterator[slice]:
+    """Yield the pieces in which so many elements are computed."""
+    return (slice(start, start + _PIECE) for start in range(0, count, _PIECE))
+
+
+def as_doubles(bits: Array, stored: DType) -> Array:
+    """Return stored floats as floats of 64 bits, exactly."""
+    return cast(bits, stored, _DOUBLE).view("f8")
+
+
+def from_doubles(numbers: Array, wanted: DType) -> Array:
+    """Return floats of 64 bits as bits of a type, cast once, as torch casts."""
+    return cast(numbers.view("u8"), _DOUBLE, wanted)

@@ -1,0 +1,202 @@
+"""Averages, differences and splices are what torch computes in 64 bits, cast once."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import bits, case
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+import ckptool
+from ckptool.cli.app import app
+from ckptool.errors import CkptoolError
+
+Tensors = dict[str, torch.Tensor]
+LABELS = ("a", "b", "c")
+
+
+def model(seed: int) -> Tensors:
+    random = torch.Generator().manual_seed(seed)
+    return {
+        "embed.weight": torch.randn(301, 64, generator=random).bfloat16(),
+        "layers.0.w": torch.randn(64, 33, generator=random),
+        "layers.0.bias": torch.randn(7, generator=random).half(),
+        "layers.0.wide": torch.randn(2, 3, 5, generator=random).double(),
+        "layers.0.steps": torch.tensor([seed, 7]),
+        "scale": torch.tensor(1.5 + seed),
+    }
+
+
+MODELS = {label: model(seed) for seed, label in enumerate(LABELS)}
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> list[str]:
+    for label, tensors in MODELS.items():
+        save_file(tensors, tmp_path / f"{label}.safetensors", {"format": "pt"})
+    return [str(tmp_path / f"{label}.safetensors") for label in LABELS]
+
+
+def run(*words: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["merge", *words])
+    if isinstance(result.exception, CkptoolError):
+        return result.exception.exit_code, str(result.exception)
+    return result.exit_code, " ".join(result.output.split())
+
+
+def merged(out: Path, *words: str) -> Tensors:
+    code, said = run(str(out), *words)
+    assert code == 0, said
+    return load_file(out)
+
+
+def expect(found: Tensors, compute: Callable[[list[torch.Tensor]], torch.Tensor]) -> None:
+    """Compare with a loop in 64 bits; what is no floating tensor with dims is the first's."""
+    assert found.keys() == MODELS["a"].keys()
+    for name, first in MODELS["a"].items():
+        wanted = first
+        if first.is_floating_point() and first.dim():
+            wanted = compute([MODELS[label][name].double() for label in LABELS]).to(first.dtype)
+        assert found[name].dtype == wanted.dtype
+        assert bits(found[name]) == bits(wanted), name
+
+
+def test_an_average_is_the_sum_in_64_bits_over_its_count(places: list[str], tmp_path: Path) -> None:
+    found = merged(tmp_path / "out.safetensors", "--average", *places)
+    expect(found, lambda terms: (terms[0] + terms[1] + terms[2]) / 3)
+
+
+def test_an_average_has_weights(places: list[str], tmp_path: Path) -> None:
+    found = merged(tmp_path / "out.safetensors", "--average", *places, "--weights", "1,2,0.5")
+    expect(found, lambda terms: (terms[0] + terms[1] * 2 + terms[2] * 0.5) / 3.5)
+
+
+def test_a_moving_average_begins_with_the_oldest(places: list[str], tmp_path: Path) -> None:
+    found = merged(tmp_path / "out.safetensors", "--ema", "0.5", *places)
+    expect(found, lambda terms: terms[0] * 0.25 + terms[1] * 0.25 + terms[2] * 0.5)
+
+
+def test_a_difference_is_added_in_scale(places: list[str], tmp_path: Path) -> None:
+    a, b, c = places
+    words = ("--onto", a, "--add", b, "--minus", c, "--scale", "0.3")
+    found = merged(tmp_path / "out.safetensors", *words)
+    expect(found, lambda terms: terms[0] + terms[1] * 0.3 + terms[2] * -0.3)
+
+
+def test_names_are_taken_from_another(places: list[str], tmp_path: Path) -> None:
+    a, b, c = places
+    words = ("--average", a, b, "--take", f"embed={c}", "--take", f"*.bias={b}")
+    found = merged(tmp_path / "out.safetensors", *words)
+    assert torch.equal(found["embed.weight"], MODELS["c"]["embed.weight"])
+    assert torch.equal(found["layers.0.bias"], MODELS["b"]["layers.0.bias"])
+    mean = ((MODELS["a"]["layers.0.w"].double() + MODELS["b"]["layers.0.w"].double()) / 2).float()
+    assert torch.equal(found["layers.0.w"], mean)
+
+
+def test_a_recipe_says_the_same(places: list[str], tmp_path: Path) -> None:
+    (tmp_path / "recipes").mkdir()
+    recipe = tmp_path / "recipes" / "merge.toml"
+    recipe.write_text(
+        "sources = ['../a.safetensors', '../b.safetensors']\naverage = true\nweights = [3, 1]\n"
+        "[take]\n'embed' = '../c.safetensors'\n"
+    )
+    found = merged(tmp_path / "one.safetensors", "--recipe", str(recipe))
+    a, b, c = places
+    words = ("--average", a, b, "--weights", "3,1", "--take", f"embed={c}")
+    other = merged(tmp_path / "two.safetensors", *words)
+    assert all(torch.equal(found[name], other[name]) for name in other)
+
+
+def test_formats_and_sharding_may_differ(places: list[str], tmp_path: Path) -> None:
+    dcp = tmp_path / "dcp"
+    ckptool.convert(places[1], dcp, to="dcp")
+    out = tmp_path / "out"
+    code, said = run(str(out), "--average", places[0], str(dcp), "--to", "dcp", "--json")
+    assert code == 0, said
+    assert json.loads(said)["schema"] == "ckptool.merge/2"
+    plain = merged(tmp_path / "plain.safetensors", "--average", *places[:2])
+    with ckptool.open(out) as opened:
+        for name, wanted in plain.items():
+            assert torch.equal(torch.as_tensor(opened.read(name)), wanted), name
+
+
+def test_shards_of_a_mesh_are_averaged_as_one_model(tmp_path: Path) -> None:
+    source = str(case("dcp_fsdp2_tp").path)
+    code, said = run(str(tmp_path / "out"), "--average", source, source, "--to", "hf")
+    assert code == 0, said
+    words = ("--model-only", "--against", source)
+    result = CliRunner().invoke(app, ["verify", str(tmp_path / "out"), *words])
+    assert result.exit_code == 0, result.output
+
+
+def test_the_type_is_asked_for_and_computed_numbers_are_rounded_once(
+    places: list[str], tmp_path: Path
+) -> None:
+    found = merged(tmp_path / "out.safetensors", "--average", *places, "--dtype", "bf16")
+    for name in ("layers.0.w", "layers.0.wide"):
+        terms = [MODELS[label][name].double() for label in LABELS]
+        wanted = ((terms[0] + terms[1] + terms[2]) / 3).bfloat16()
+        assert torch.equal(found[name], wanted), name
+
+
+def test_dry_run_says_what_each_tensor_is(places: list[str], tmp_path: Path) -> None:
+    code, said = run(str(tmp_path / "out.safetensors"), "--average", *places, "--dry-run")
+    assert code == 0
+    assert "4 tensors = (a.safetensors + b.safetensors + c.safetensors) / 3" in said
+    assert "2 tensors = a.safetensors layers.0.steps scale" in said
+    assert not (tmp_path / "out.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        ((), "nothing to do"),
+        (("--average", "{a}"), "--average: needs two SRC or more, 1 is given"),
+        (("--average", "{a}", "{b}", "--weights", "1"), "--weights: 1 for 2 SRC"),
+        (("--average", "{a}", "{b}", "--weights", "1,-1"), "--weights: they add up to 0"),
+        (("--average", "{a}", "{b}", "--weights", "1,x"), "not numbers"),
+        (("--ema", "1.5", "{a}", "{b}"), "--ema 1.5: between 0 and 1"),
+        (("--average", "--ema", "0.5", "{a}", "{b}"), "--average and --ema: one at a time"),
+        (("--average", "{a}", "{b}", "--scale", "2"), "--scale: only with --add or --minus"),
+        (("--add", "{a}", "{b}"), "--add and --minus take no SRC"),
+        (("{a}", "--take", "embed"), "expected NAME=SRC"),
+        (("{a}", "--take", "embde={b}"), "--take 'embde' matches none of"),
+        (("{a}", "{b}", "--take", "embed={b}"), "needs one SRC"),
+        (("--average", "{a}", "{less}"), "lacks 1 of 6 tensors of"),
+        (("--average", "{a}", "{bent}"), "layers.0.w: [64, 33] in"),
+        (("--average", "{a}", "{none}"), "no such file"),
+    ],
+)
+def test_what_makes_no_merge_is_refused(
+    places: list[str], tmp_path: Path, words: tuple[str, ...], wanted: str
+) -> None:
+    less = {name: tensor for name, tensor in MODELS["b"].items() if name != "embed.weight"}
+    save_file(less, tmp_path / "less.safetensors")
+    bent = MODELS["b"] | {"layers.0.w": torch.zeros(33, 64)}
+    save_file(bent, tmp_path / "bent.safetensors")
+    names = {name: str(tmp_path / f"{name}.safetensors") for name in (*LABELS, "less", "bent")}
+    names["none"] = str(tmp_path / "none")
+    out = tmp_path / "out.safetensors"
+    code, said = run(str(out), *(word.format(**names) for word in words))
+    assert code != 0
+    assert wanted in said
+    assert not out.exists()
+
+
+def test_a_source_that_is_changed_meanwhile_is_noticed(places: list[str], tmp_path: Path) -> None:
+    from ckptool.commands.merge import prepare_merge
+    from ckptool.commands.options.merge import ExpressionOptions, MergeOptions
+    from ckptool.errors import Changed
+
+    options = MergeOptions(expression=ExpressionOptions(average=True))
+    planned = prepare_merge([*map(Path, places)], tmp_path / "out.safetensors", options)
+    os.utime(places[2])
+    with pytest.raises(Changed, match=r"c\.safetensors"):
+        planned.run()
+    assert not (tmp_path / "out.safetensors").exists()
