@@ -7,11 +7,11 @@
     torch.distributed.checkpoint.load(state, storage_reader=ckptool.dcp.CheckpointReader(path))
 
 The commands are functions too, with the same options as keywords, and return their reports:
-``inspect``, ``stats``, ``diff``, ``extract``; ``convert``, ``reshard``; ``verify``, ``compare``,
-``verify_run`` (of a run's steps) and ``salvage``; ``bench`` and ``bench_changes``;
-``list_formats``, ``list_maps``, ``list_steps`` (of a run) and ``map_text``. ``help`` of each lists
-its keywords. What goes wrong is a ``CkptoolError``, with a ``hint``. Each part is imported when it
-is first used.
+``inspect``, ``stats``, ``diff``, ``extract``; ``convert``, ``reshard``, ``merge``; ``verify``,
+``compare``, ``verify_run`` (of a run's steps), ``verify_merge`` and ``salvage``; ``bench`` and
+``bench_changes``; ``list_formats``, ``list_maps``, ``list_steps`` (of a run) and ``map_text``.
+``help`` of each lists its keywords. What goes wrong is a ``CkptoolError``, with a ``hint``. Each
+part is imported when it is first used.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from ckptool.api.commands import verify_run as verify_run
     from ckptool.api.load import LoadReport as LoadReport
     from ckptool.api.load import load as load
+    from ckptool.api.merge import merge as merge
+    from ckptool.api.merge import verify_merge as verify_merge
     from ckptool.api.save import save as save
     from ckptool.api.state_dict import KeysDiffer as KeysDiffer
     from ckptool.core.box import Box as Box
@@ -55,6 +57,7 @@ _PLACES = {
     "api.commands": "compare convert diff extract inspect list_formats list_maps list_steps"
     " map_text prune reshard salvage stats verify verify_run",
     "api.load": "LoadReport load",
+    "api.merge": "merge verify_merge",
     "api.checkpoint": "Checkpoint open",
     "api.save": "save",
     "api.state_dict": "KeysDiffer",

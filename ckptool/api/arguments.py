@@ -19,6 +19,7 @@ from ckptool.commands.options.bench import BenchOptions
 from ckptool.commands.options.declaration import Option, OptionGroup, build, options_of
 from ckptool.commands.options.diff import DiffOptions
 from ckptool.commands.options.extract import ExtractOptions
+from ckptool.commands.options.merge import MergeOptions
 from ckptool.commands.options.prune import PruneOptions
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.rewrite import RewriteOptions
@@ -61,6 +62,7 @@ KEYWORDS: dict[str, tuple[OptionGroup, ...]] = {
     "ConvertKeywords": (OptionGroup(ConvertOptions, without=("to",)),),
     "SaveKeywords": (OptionGroup(SaveOptions),),
     "ReshardKeywords": (OptionGroup(ReshardOptions),),
+    "MergeKeywords": (OptionGroup(MergeOptions),),
     "VerifyRunKeywords": (OptionGroup(VerifyOptions, without=(*_UNSTACKED, "part")),),
     "VerifyKeywords": (
         OptionGroup(VerifyOptions, without=_OF_RUNS),

@@ -131,6 +131,44 @@ class ReshardKeywords(TypedDict, total=False):
     check: bool
 
 
+class MergeKeywords(ExtractKeywords, total=False):
+    """Keywords of ``MergeOptions``."""
+
+    average: bool
+    weights: str | Sequence[float]
+    ema: float | None
+    onto: str | None
+    add: str | None
+    minus: str | None
+    scale: float
+    take: Strings
+    last: int | None
+    with_optimizer: bool
+    recipe: AnyPath | None
+    to: str | None
+    split_stacked: bool
+    select: Strings
+    drop: Strings
+    model_only: bool
+    no_optimizer: bool
+    strip_prefix: str | None
+    rename: Strings
+    map: str | None
+    dim: Mapping[str, int]
+    hf_assets: AnyPath | None
+    inverse: bool | None
+    metadata: Mapping[str, str]
+    drop_metadata: Strings
+    max_shard_size: Size
+    single_rank: bool
+    overwrite: bool
+    verify: bool
+    fsync: bool
+    part: str | None
+    finish: bool
+    dry_run: bool
+
+
 class VerifyRunKeywords(ReadKeywords, total=False):
     """Keywords of ``VerifyOptions``."""
 

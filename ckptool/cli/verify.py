@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple, NoReturn
 
 import typer
@@ -22,6 +23,7 @@ from ckptool.commands.options.verify import (
 from ckptool.errors import Several, UsageError
 
 if TYPE_CHECKING:
+    from ckptool.commands.verify.compare.against import AgainstReport
     from ckptool.commands.verify.verify import Started
     from ckptool.engine.ranks import Ranks
     from ckptool.storage.url import Location
@@ -44,6 +46,15 @@ def verify(
             metavar="OTHER",
             rich_help_panel=AGAINST,
             help="Compare with this checkpoint, of any format, bit by bit.",
+        ),
+    ] = None,
+    recipe: Annotated[
+        Path | None,
+        typer.Option(
+            "--recipe",
+            metavar="FILE",
+            rich_help_panel=AGAINST,
+            help="Compare with what this recipe of a merge computes of its sources.",
         ),
     ] = None,
     comparison: Annotated[CompareOptions, OptionGroup(panel=AGAINST)],
@@ -103,6 +114,7 @@ def verify(
         return
     questions = _Questions(
         against,
+        recipe,
         like.like,
         manifest.write_manifest,
         manifest.manifest,
@@ -127,6 +139,8 @@ def verify(
         ):
             if against is not None:
                 answer = _compare(place, location(against), comparison, rewrite, options, started)
+            elif recipe is not None:
+                answer = _compare_merged(recipe, place, comparison, rewrite, options, started)
             elif like.like is not None:
                 answer = _compare_model(place, like, comparison, rewrite, options, started)
             else:
@@ -151,6 +165,7 @@ class _Questions(NamedTuple):
     """What is asked of a checkpoint besides whether it is sound, or of a run."""
 
     against: str | None
+    recipe: Path | None
     like: Location | None
     write_manifest: Location | None
     manifest: Location | None
@@ -167,28 +182,29 @@ def _require_possible(
     """Raise UsageError for questions and options that cannot be combined."""
     if sum(each not in (None, False) for each in questions) > 1:
         raise UsageError(
-            "--against, --like, --write-manifest, --manifest, --latest-good or --all, and"
+            "--against, --recipe, --like, --write-manifest, --manifest, --latest-good or --all, and"
             " --salvage: one at a time"
         )
-    against, like, write_manifest, manifest, of_run, _ = questions
+    against, recipe, like, write_manifest, manifest, of_run, _ = questions
     if options.allow_nonfinite and not of_run:
         raise UsageError(
             "--allow-nonfinite is for runs: it needs --latest-good or --all",
             hint="without --fail-nonfinite, NaN and infinite values are warnings",
         )
-    if against is not None and (options.quick or options.sample < 1):
+    other = "--against" if against is not None else "--recipe" if recipe is not None else None
+    if other is not None and (options.quick or options.sample < 1):
         raise UsageError(
-            "--against compares every byte: it cannot be combined with --quick or --sample"
+            f"{other} compares every byte: it cannot be combined with --quick or --sample"
         )
     if options.part is not None and any(questions):
         raise UsageError(
             "--part checks a single checkpoint",
-            hint="leave out --against, --like, manifests, --latest-good, --all and --salvage",
+            hint="leave out --against, --recipe, --like, manifests, runs and --salvage",
         )
     flags = [flag for flag in changed(comparison) if like is None or flag != "--other-format"]
-    if against is None and flags:
+    if other is None and flags:
         raise UsageError(f"{flags[0]} says what to compare: it needs --against OTHER")
-    none = (against, like, write_manifest, manifest) == (None, None, None, None)
+    none = all(each is None for each in (other, like, write_manifest, manifest))
     if none and (flags := changed(rewrite)):
         needs = "it needs --against OTHER, --like OTHER, --manifest or --write-manifest"
         raise UsageError(f"{flags[0]} says what to compare: {needs}")
@@ -232,10 +248,27 @@ def _compare(
     started: Started,
 ) -> Answer:
     from ckptool.commands.verify.compare.against import against
+
+    return _compared(against(source, other, options, rewrite, comparison, started))
+
+
+def _compare_merged(
+    recipe: Path,
+    merged: Location,
+    comparison: CompareOptions,
+    rewrite: RewriteOptions,
+    options: VerifyOptions,
+    started: Started,
+) -> Answer:
+    from ckptool.commands.verify.compare.recipe import against_recipe
+
+    return _compared(against_recipe(recipe, merged, options, rewrite, comparison, started))
+
+
+def _compared(report: AgainstReport) -> Answer:
     from ckptool.render.ci import Suite
     from ckptool.render.verify import show_against
 
-    report = against(source, other, options, rewrite, comparison, started)
     suite = Suite(report.verify, ("comparison",))
     return Answer([suite], lambda: show_against(report), report.to_dict)
 

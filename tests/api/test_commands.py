@@ -45,7 +45,11 @@ FUNCTIONS: dict[str, list[Callable[..., Any]]] = {
     "prune": [ckptool.prune],
     "convert": [ckptool.convert],
     "reshard": [ckptool.reshard],
-    "verify": [ckptool.verify, ckptool.compare, ckptool.verify_run, ckptool.salvage],
+    "merge": [ckptool.merge],
+    "verify": [
+        *(ckptool.verify, ckptool.compare, ckptool.verify_run, ckptool.verify_merge),
+        ckptool.salvage,
+    ],
     "bench": [ckptool.bench, ckptool.bench_changes],
     "formats": [ckptool.list_formats],
     "maps": [ckptool.list_maps, ckptool.map_text],
@@ -67,7 +71,7 @@ FOR_PEOPLE = {
 
 
 QUESTIONS = {
-    *("inspect stats", "verify against", "verify latest_good", "verify salvage"),
+    *("inspect stats", "verify against", "verify recipe", "verify latest_good", "verify salvage"),
     *("bench compare", "maps check"),
 }
 """Options that ask another question: functions of their own."""
@@ -76,7 +80,10 @@ QUESTIONS = {
 PYTHONS_OWN = {"from": "from_format", "all": "every"}
 
 
-NO_OPTIONS = {"progress", "path", "names", "other", "source", "target", "run", "report", "name"}
+NO_OPTIONS = {
+    *("progress", "path", "names", "other", "source", "sources"),
+    *("target", "run", "report", "name"),
+}
 
 
 @pytest.mark.parametrize("command", FUNCTIONS)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
+from msgspec import Struct
 from msgspec.structs import asdict, replace
 
 from ckptool.commands.convert import named_writer, own_writer, plan_conversion
@@ -14,6 +15,7 @@ from ckptool.commands.merge.operands import Operand, join, model_only, open_oper
 from ckptool.commands.merge.recipe import Recipe, read_recipe
 from ckptool.commands.open import OpenedCheckpoint, no_collecting
 from ckptool.commands.options.merge import MergeOptions
+from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.rewrite import RewriteOptions
 from ckptool.commands.rewrite import RewriteResult, cast_catalog
 from ckptool.commands.transfer.rewritten import RewrittenReport
@@ -41,6 +43,18 @@ class MergeReport(RewrittenReport, frozen=True, kw_only=True):
         return dict(Counter(each.text for each in self.expressions))
 
 
+class Merged(Struct, frozen=True):
+    """The checkpoints of a recipe as one, which has the computed tensors: nothing is written yet.
+
+    ``rewritten`` is the same after the casts that were asked for.
+    """
+
+    opened: OpenedCheckpoint
+    rewritten: RewriteResult
+    sources: dict[str, Location]
+    expressions: tuple[Expression, ...]
+
+
 @no_collecting()
 def prepare_merge(
     sources: Sequence[Location], target: Location, options: MergeOptions
@@ -49,20 +63,33 @@ def prepare_merge(
     target, how = resolve_target(target), options.convert
     recipe = read_recipe(sources, options.expression)
     named = named_writer(how.to, target)
-    rewriting = how.rewrite if options.expression.with_optimizer else model_only(how.rewrite)
-    operands = open_operands(recipe.places, how.read, rewriting)
+    merged = open_merged(recipe, how.read, how.rewrite, target)
+    writer = named or own_writer(merged.opened, target)
+    planned = plan_conversion(merged.opened, merged.rewritten, writer, target, how)
+    report = MergeReport(
+        **asdict(planned.report), sources=merged.sources, expressions=merged.expressions
+    )
+    decided = planned.decided, recipe
+    return Transfer(merged.opened, planned.plan, target, how.transfer, report, decided)
+
+
+def open_merged(
+    recipe: Recipe, read: ReadOptions, rewriting: RewriteOptions, target: Location | None = None
+) -> Merged:
+    """Open the checkpoints of a recipe, and compute its tensors.
+
+    Each is rewritten by itself, and the result is cast. Raises UsageError if the target is in one
+    of them, Unsupported if they do not fit, and the errors of opening.
+    """
+    rewriting = rewriting if recipe.with_optimizer else model_only(rewriting)
+    operands = open_operands(recipe.places, read, rewriting)
     for operand in operands.values():
-        require_apart(operand.opened, target)
+        if target is not None:
+            require_apart(operand.opened, target)
     computation = compute(recipe, operands)
     opened, rewritten = _as_one(operands, computation.catalog, rewriting)
-    writer = named or own_writer(opened, target)
-    planned = plan_conversion(opened, rewritten, writer, target, how)
-    report = MergeReport(
-        **asdict(planned.report),
-        sources={operand.label: place for place, operand in operands.items()},
-        expressions=computation.expressions,
-    )
-    return Transfer(opened, planned.plan, target, how.transfer, report, (planned.decided, recipe))
+    sources = {operand.label: place for place, operand in operands.items()}
+    return Merged(opened, rewritten, sources, computation.expressions)
 
 
 def compute(recipe: Recipe, operands: Mapping[Location, Operand]) -> Computation:

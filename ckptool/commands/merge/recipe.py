@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from msgspec import Struct, ValidationError, convert
+from msgspec.structs import replace
 
 from ckptool.commands.options.files import text_of
 from ckptool.commands.options.merge import ExpressionOptions
+from ckptool.core.text import plural
 from ckptool.errors import UsageError
 from ckptool.storage.url import Location, location
 
@@ -34,12 +36,14 @@ class Take(Struct, frozen=True):
 class Recipe(Struct, frozen=True):
     """A weighted sum of checkpoints over a divisor, with tensors taken from others.
 
-    The first term is also where everything comes from that is not computed.
+    The first term is also where everything comes from that is not computed; without the optimizer's
+    state that is the rest of the model alone.
     """
 
     terms: tuple[Term, ...]
     divisor: float = 1.0
     takes: tuple[Take, ...] = ()
+    with_optimizer: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -75,16 +79,25 @@ class _Written(Struct, forbid_unknown_fields=True, rename="kebab"):
     minus: str | None = None
     scale: float = 1.0
     take: dict[str, str] = {}
+    last: int | None = None
+    with_optimizer: bool = False
 
 
 def read_recipe(sources: Sequence[Location], options: ExpressionOptions) -> Recipe:
     """Return the recipe of a command, or of the file that it names.
 
-    Raises UsageError if it says nothing to do, or what contradicts itself.
+    Raises UsageError if it says nothing to do, or what contradicts itself; NotFound or Unrecognized
+    if the newest steps are asked of what is no run.
     """
     if options.recipe is not None:
         sources, options = _read_file(options.recipe, sources, options)
+    recipe = _sum_of(sources, options)
     takes = tuple(map(_parse_take, options.take))
+    return replace(recipe, takes=takes, with_optimizer=options.with_optimizer)
+
+
+def _sum_of(sources: Sequence[Location], options: ExpressionOptions) -> Recipe:
+    """Return the recipe of a sum alone, or of a checkpoint of which tensors are replaced."""
     ways = {"--average": options.average, "--ema": options.ema is not None}
     ways["--add"] = options.add is not None or options.minus is not None
     asked = [way for way, is_asked in ways.items() if is_asked]
@@ -92,38 +105,60 @@ def read_recipe(sources: Sequence[Location], options: ExpressionOptions) -> Reci
         raise UsageError(f"{asked[0]} and {asked[1]}: one at a time")
     _require_used(options, asked)
     if not asked:
-        return _taken(sources, options, takes)
+        return Recipe((Term(_base(sources, options)),))
     if asked == ["--add"]:
-        return Recipe(_added(sources, options), takes=takes)
+        return Recipe(_added(sources, options))
+    if options.last is not None:
+        sources = _newest(sources, options.last)
     if len(sources) < 2:
         found = "1 is" if sources else "none is"
         raise UsageError(
             f"{asked[0]}: needs two SRC or more, {found} given",
-            hint=f"ckptool merge OUT {asked[0]}{' 0.9' if options.ema is not None else ''} A B C",
+            hint=f"ckptool merge OUT {asked[0]}{' 0.9' if options.ema is not None else ''} A B C,"
+            " or RUN --last 5",
         )
     if options.ema is not None:
-        return Recipe(_moving(sources, options.ema), takes=takes)
+        return Recipe(_moving(sources, options.ema))
     weights = options.weights or (1.0,) * len(sources)
     if len(weights) != len(sources):
         raise UsageError(f"--weights: {len(weights)} for {len(sources)} SRC")
     if not sum(weights):
         raise UsageError("--weights: they add up to 0, by which an average is divided")
-    terms = tuple(map(Term, sources, weights))
-    return Recipe(terms, sum(weights), takes)
+    return Recipe(tuple(map(Term, sources, weights)), sum(weights))
 
 
-def _taken(
-    sources: Sequence[Location], options: ExpressionOptions, takes: tuple[Take, ...]
-) -> Recipe:
-    """Return the recipe that only takes tensors from others."""
+def _newest(sources: Sequence[Location], count: int) -> list[Location]:
+    """Return the newest complete steps of a run, the oldest first."""
+    from ckptool.commands.options.verify import VerifyOptions
+    from ckptool.commands.runs.assessment import Assessor
+    from ckptool.commands.runs.order import open_run
+
+    if len(sources) != 1:
+        raise UsageError(f"--last: needs one SRC, the folder of a run, {len(sources)} are given")
+    run = open_run(sources[0])
+    assessor, found = Assessor(run, VerifyOptions(quick=True)), list[Location]()
+    for step in reversed(run.steps):
+        if len(found) < count and assessor.assess(step).report.ok:
+            found.append(step.path)
+    if len(found) < count:
+        raise UsageError(
+            f"--last {count}: {sources[0]} has {plural(len(found), 'complete step')} of"
+            f" {len(run.steps):,}",
+            hint=f"`ckptool inspect {sources[0]}` lists them",
+        )
+    return found[::-1]
+
+
+def _base(sources: Sequence[Location], options: ExpressionOptions) -> Location:
+    """Return the checkpoint of which only tensors are replaced."""
     bases = [*sources, *([] if options.onto is None else [location(options.onto)])]
-    if not takes:
+    if not options.take:
         raise UsageError("nothing to do", hint=f"say {_WAYS}: `ckptool help merge` has examples")
     if len(bases) != 1:
         raise UsageError(
             f"--take: needs one SRC, of which it replaces tensors, {len(bases)} are given"
         )
-    return Recipe((Term(bases[0]),), takes=takes)
+    return bases[0]
 
 
 def _added(sources: Sequence[Location], options: ExpressionOptions) -> tuple[Term, ...]:
@@ -149,6 +184,8 @@ def _require_used(options: ExpressionOptions, asked: Sequence[str]) -> None:
     """Raise UsageError for an option that belongs to another way."""
     if options.weights and asked != ["--average"]:
         raise UsageError("--weights: only with --average")
+    if options.last is not None and not {*asked} & {"--average", "--ema"}:
+        raise UsageError("--last: only with --average or --ema")
     if options.scale != 1 and asked != ["--add"]:
         raise UsageError("--scale: only with --add or --minus")
     if options.onto is not None and asked not in ([], ["--add"]):
@@ -169,9 +206,7 @@ def _read_file(
     import tomllib
 
     where = f"--recipe {path}"
-    if sources or given != ExpressionOptions(
-        recipe=given.recipe, with_optimizer=given.with_optimizer
-    ):
+    if sources or given != ExpressionOptions(recipe=given.recipe):
         raise UsageError(f"{where}: says all that is merged; leave SRC and other options out")
     try:
         content: Any = tomllib.loads(text_of(path, "--recipe"))
@@ -193,7 +228,8 @@ def _read_file(
         "minus": place(written.minus),
         "scale": written.scale,
         "take": tuple(f"{name}={place(text)}" for name, text in written.take.items()),
-        "with_optimizer": given.with_optimizer,
+        "last": written.last,
+        "with_optimizer": written.with_optimizer,
     }
     places = [location(str(place(text))) for text in written.sources]
     return places, ExpressionOptions(**named)

@@ -7,6 +7,7 @@ from typing import Any
 
 from ckptool.commands.options import FILE
 from ckptool.commands.options.declaration import (
+    COUNT,
     FLAG,
     LIST,
     NUMBER,
@@ -46,14 +47,17 @@ class ExpressionOptions(OptionSet):
         help="Average all SRC, the oldest first: each moves the average by 1 - DECAY.",
     )
     onto: str | None = option("--onto", metavar="BASE", help="Start from the tensors of BASE.")
-    add: str | None = option("--add", metavar="A", help="Add the tensors of A ...")
-    minus: str | None = option("--minus", metavar="B", help="... less those of B ...")
-    scale: float = option("--scale", NUMBER, default=1.0, help="... times X.")
+    add: str | None = option("--add", metavar="A", help="Add the tensors of A, times --scale.")
+    minus: str | None = option("--minus", metavar="B", help="Subtract those of B, times --scale.")
+    scale: float = option("--scale", NUMBER, default=1.0, help="How much of it to add.")
     take: tuple[str, ...] = option(
         "--take",
         TEXTS,
         metavar="NAME=SRC",
         help=f"Take what NAME means from SRC instead: {NAMED} (repeatable).",
+    )
+    last: int | None = option(
+        "--last", COUNT, minimum=2, help="Take the newest N complete steps of the run SRC."
     )
     with_optimizer: bool = option(
         "--with-optimizer",

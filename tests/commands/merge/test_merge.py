@@ -200,3 +200,107 @@ def test_a_source_that_is_changed_meanwhile_is_noticed(places: list[str], tmp_pa
     with pytest.raises(Changed, match=r"c\.safetensors"):
         planned.run()
     assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_what_a_recipe_made_is_proved_later(places: list[str], tmp_path: Path) -> None:
+    recipe = tmp_path / "merge.toml"
+    recipe.write_text("sources = ['a.safetensors', 'b.safetensors']\nema = 0.9\n")
+    out = tmp_path / "out.safetensors"
+    merged(out, "--recipe", str(recipe), "--dtype", "bf16")
+    words = ["verify", str(out), "--recipe", str(recipe), "--dtype", "bf16"]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    assert ckptool.verify_merge(out, recipe, dtype="bf16")
+    data = bytearray(out.read_bytes())
+    data[-3] ^= 1
+    out.write_bytes(data)
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 1
+    assert "DIFFERENT" in result.output
+
+
+@pytest.mark.parametrize("how", [("--workers", "1"), ("--budget", "16MiB"), ("--workers", "4")])
+def test_bits_do_not_depend_on_tiles_and_workers(
+    places: list[str], tmp_path: Path, how: tuple[str, ...]
+) -> None:
+    plain, other = tmp_path / "plain.safetensors", tmp_path / "other.safetensors"
+    merged(plain, "--ema", "0.7", *places)
+    merged(other, "--ema", "0.7", *places, *how)
+    assert plain.read_bytes() == other.read_bytes()
+
+
+def test_parts_make_the_same_file_as_one_run(places: list[str], tmp_path: Path) -> None:
+    plain, other = tmp_path / "plain.safetensors", tmp_path / "other.safetensors"
+    merged(plain, "--average", *places)
+    for part in ("1/2", "2/2"):
+        assert run(str(other), "--average", *places, "--part", part)[0] == 0
+    assert run(str(other), "--average", *places, "--finish")[0] == 0
+    assert plain.read_bytes() == other.read_bytes()
+
+
+def test_another_recipe_does_not_continue_a_part(places: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "out.safetensors"
+    assert run(str(out), "--average", *places, "--part", "1/2")[0] == 0
+    code, said = run(str(out), "--average", *places, "--weights", "1,1,2", "--part", "2/2")
+    assert code != 0, said
+
+
+def test_an_interrupted_merge_ends_byte_equal(
+    places: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ckptool.engine.formulas.weighted import WeightedSum
+
+    plain, other = tmp_path / "plain.safetensors", tmp_path / "other.safetensors"
+    merged(plain, "--average", *places)
+    compute = WeightedSum.__call__
+
+    def fail(self: WeightedSum, gather: object, at: object, box: object, dtype: object) -> object:
+        if at.stored[0].name == "layers.0.w":  # type: ignore[attr-defined]
+            raise KeyboardInterrupt
+        return compute(self, gather, at, box, dtype)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(WeightedSum, "__call__", fail)
+        assert run(str(other), "--average", *places, "--workers", "1")[0] != 0
+    assert not other.exists()
+    assert run(str(other), "--average", *places, "--resume")[0] == 0
+    assert plain.read_bytes() == other.read_bytes()
+
+
+def test_the_optimizer_is_merged_on_demand(tmp_path: Path) -> None:
+    source = str(case("dcp_fsdp2").path)
+    alone, whole = tmp_path / "alone", tmp_path / "whole"
+    assert run(str(alone), "--average", source, source, "--to", "dcp")[0] == 0
+    words = ("--average", source, source, "--to", "dcp", "--with-optimizer")
+    assert run(str(whole), *words)[0] == 0
+    with ckptool.open(source) as before, ckptool.open(whole) as after, ckptool.open(alone) as model:
+        assert after.keys() == before.keys()
+        assert len(model) < len(before)
+        assert ckptool.compare(source, whole)
+
+
+def test_the_newest_complete_steps_of_a_run_are_averaged(tmp_path: Path) -> None:
+    for step, label in enumerate(LABELS, 1):
+        (tmp_path / f"run/step-{step}").mkdir(parents=True)
+        save_file(MODELS[label], tmp_path / f"run/step-{step}/model.safetensors")
+    torn = tmp_path / "run/step-4/model.safetensors"
+    torn.parent.mkdir()
+    torn.write_bytes((tmp_path / "run/step-1/model.safetensors").read_bytes()[:-9])
+    out = tmp_path / "out.safetensors"
+    found = merged(out, "--average", str(tmp_path / "run"), "--last", "2")
+    first, second = MODELS["b"]["layers.0.w"], MODELS["c"]["layers.0.w"]
+    assert torch.equal(found["layers.0.w"], ((first.double() + second.double()) / 2).float())
+    code, said = run(str(tmp_path / "o"), "--average", str(tmp_path / "run"), "--last", "5")
+    assert code == 2
+    assert "has 3 complete steps of 4" in said
+
+
+def test_python_merges_as_the_command_does(places: list[str], tmp_path: Path) -> None:
+    one, two = tmp_path / "one.safetensors", tmp_path / "two.safetensors"
+    merged(one, "--average", *places, "--weights", "2,1,1")
+    report = ckptool.merge(two, *places, average=True, weights=[2, 1, 1])
+    assert report.written
+    assert report.counts == {
+        "(2 * a.safetensors + b.safetensors + c.safetensors) / 4": 4,
+        "a.safetensors": 2,
+    }
+    assert one.read_bytes() == two.read_bytes()

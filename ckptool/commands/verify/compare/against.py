@@ -56,9 +56,8 @@ from ckptool.storage.url import Location
 
 _SAID = ("file-unused", NOT_CARRIED, PART_NAMED)
 """The codes of a scan's notes that are findings on a side."""
-
-
 NOT_COMPARED = "tensor-not-compared"
+_AS_THEY_ARE = {"whole": False, "placements": False}
 
 
 class AgainstReport(Report, frozen=True):
@@ -106,21 +105,21 @@ def against(
 
     The first side is rewritten as by ``convert`` before it is compared, so that with the same
     options an export equals its source. Of ``options.read``, only ``per_rank`` applies to the other
-    side too. ``started`` is called with the number of bytes to read and returns the callable that
-    gets progress. Raises NotFound, Unrecognized or UsageError if there is nothing to compare.
+    side too. Raises NotFound, Unrecognized or UsageError if there is nothing to compare.
     """
     require_codes(options.ignore)
-    read = ReadOptions(comparing.other_format, per_rank=options.read.per_rank)
-    how = {"whole": False, "placements": False}
-    one = Side(SIDES[0], path, lambda: open_checkpoint(path, options.read, **how))
-    two = Side(SIDES[1], other, lambda: open_checkpoint(other, read, **how))
+    one = Side(SIDES[0], path, lambda: open_checkpoint(path, options.read, **_AS_THEY_ARE))
+    two = other_side(other, options, comparing)
     if torch_save.FORMAT.name in (one.format, two.format) and one.format != two.format:
         one.rename_as_one_file()
         two.rename_as_one_file()
-    comparison = Comparison((one, two), rewriting, options, comparing)
-    comparison.compare_structure()
-    comparison.compare_content(started or (lambda total: lambda nbytes: None))
-    return comparison.report()
+    return Comparison((one, two), rewriting, options, comparing).run(started)
+
+
+def other_side(place: Location, options: VerifyOptions, comparing: CompareOptions) -> Side:
+    """Return the side that is compared with the first, which opens what it can."""
+    read = ReadOptions(comparing.other_format, per_rank=options.read.per_rank)
+    return Side(SIDES[1], place, lambda: open_checkpoint(place, read, **_AS_THEY_ARE))
 
 
 class Side:
@@ -217,6 +216,12 @@ class Comparison:
         self._beyond: RangeCounts = Counter()
         self._whole_values = 0, 0
         self.alignment: Alignment | None = None
+
+    def run(self, started: Started | None) -> AgainstReport:
+        """Compare everything, and return the report."""
+        self.compare_structure()
+        self.compare_content(started or (lambda total: lambda nbytes: None))
+        return self.report()
 
     def compare_structure(self) -> None:
         """Compare names, types, shapes and non-tensor values; no data is read."""

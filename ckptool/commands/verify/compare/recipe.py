@@ -1,0 +1,35 @@
+"""Whether a checkpoint is what a recipe of ``merge`` computes of its sources."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ckptool.commands.merge import open_merged
+from ckptool.commands.merge.recipe import read_recipe
+from ckptool.commands.options.merge import ExpressionOptions
+from ckptool.commands.options.rewrite import RewriteOptions
+from ckptool.commands.options.verify import CompareOptions, VerifyOptions
+from ckptool.commands.verify.compare.against import AgainstReport, Comparison, Side, other_side
+from ckptool.commands.verify.findings import SIDES
+from ckptool.commands.verify.verify import Started
+from ckptool.storage.url import Location
+
+
+def against_recipe(
+    recipe: Path,
+    merged: Location,
+    options: VerifyOptions,
+    rewriting: RewriteOptions,
+    comparing: CompareOptions,
+    started: Started | None = None,
+) -> AgainstReport:
+    """Compare what a recipe computes with the checkpoint that was merged by it.
+
+    Of the rewriting each source of the recipe gets all but the casts, which the result gets. Raises
+    as ``against`` and ``merge`` do.
+    """
+    made = read_recipe((), ExpressionOptions(recipe=recipe))
+    uncast = RewriteOptions(**{**vars(rewriting), "casts": None})
+    opened = open_merged(made, options.read, uncast).opened
+    sides = Side(SIDES[0], recipe, lambda: opened), other_side(merged, options, comparing)
+    return Comparison(sides, RewriteOptions(casts=rewriting.casts), options, comparing).run(started)
