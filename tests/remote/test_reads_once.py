@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch.distributed.checkpoint as dcp
 from store_server import S3, s3, server
 
 from ckptool.commands.convert import prepare
+from ckptool.commands.merge import prepare_merge
+from ckptool.commands.options.merge import ExpressionOptions, MergeOptions
 from ckptool.commands.options.rewrite import RewriteOptions
 from ckptool.commands.options.run import RunOptions
 from ckptool.commands.options.target import ConvertOptions, ReshardOptions, TransferOptions
@@ -107,13 +110,45 @@ def test_columns_of_the_output_are_read_once_too(
     assert sum(reads.values()) < 1.1 * transfer.plan.read_bytes
 
 
-def test_what_is_cast_is_read_twice(source: Path, tmp_path: Path, reads: dict[str, int]) -> None:
-    casts = RewriteOptions(casts=parse_casts(["large=bf16"]))
-    transfer = converted(source, tmp_path / "m", "dcp", rewrite=casts)
-    again = 8 << 20
+@pytest.mark.parametrize("to", SMALL)
+def test_what_is_cast_is_read_once(
+    to: str, source: Path, tmp_path: Path, reads: dict[str, int]
+) -> None:
+    casts = RewriteOptions(casts=parse_casts(["bf16"]))
+    transfer = converted(source, tmp_path / SMALL[to], to, rewrite=casts)
+    assert transfer.report.reread_bytes == 0
     reads.clear()
     transfer.run()
-    assert 0 <= reads[str(source)] - transfer.plan.read_bytes - again < BESIDE
+    assert 0 <= reads[str(source)] - transfer.plan.read_bytes < BESIDE
+
+
+def test_columns_that_are_cast_are_read_once(
+    source: Path, tmp_path: Path, reads: dict[str, int]
+) -> None:
+    options = ReshardOptions(
+        parse_mesh("1x4"),
+        rules=(parse_rule("*=Replicate(),Shard(1)"),),
+        rewrite=RewriteOptions(casts=parse_casts(["bf16"])),
+        transfer=TransferOptions(run=RunOptions(workers=2, fsync=False)),
+    )
+    transfer = prepare_reshard(source, tmp_path / "m", options)
+    reads.clear()
+    transfer.run()
+    assert 0 <= reads[str(source)] - transfer.plan.read_bytes < BESIDE
+
+
+def test_what_is_merged_is_read_once(source: Path, tmp_path: Path, reads: dict[str, int]) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(source, other)
+    options = MergeOptions(
+        expression=ExpressionOptions(average=True), convert=ConvertOptions("dcp")
+    )
+    transfer = prepare_merge([source, other], tmp_path / "m", options)
+    reads.clear()
+    transfer.run()
+    assert transfer.plan.read_bytes == 2 * (10 << 20)
+    for folder in (source, other):
+        assert 0 <= reads[str(folder)] - transfer.plan.read_bytes // 2 < BESIDE
 
 
 def nbytes(files: dict[str, bytes]) -> int:

@@ -73,11 +73,8 @@ class Plan:
 
     @property
     def compared_bytes(self) -> int:
-        """Bytes of all tensors, in the source's types plus in those that are written."""
-        return sum(
-            entry.elements * (entry.source_dtype.itemsize + entry.dtype.itemsize)
-            for entry in self.entries
-        )
+        """Bytes of all tensors in the types that are written, for either side."""
+        return 2 * sum(entry.nbytes for entry in self.entries)
 
     @cached_property
     def largest_blob(self) -> int:

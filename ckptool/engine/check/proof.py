@@ -12,7 +12,8 @@ from functools import partial
 from operator import add
 from typing import NamedTuple
 
-from ckptool.core.box import Box, flat_range, hull
+from ckptool.core.box import Box, flat_range, hull, overlapping_pair
+from ckptool.core.casts import is_computed
 from ckptool.core.catalog import Chunk, Container, TensorEntry
 from ckptool.core.chunks import chunks_of
 from ckptool.core.layout import tiles
@@ -28,6 +29,7 @@ from ckptool.engine.check.pairs import (
 )
 from ckptool.engine.check.run_pairs import read_close, run_jobs
 from ckptool.engine.read.containers import Need, open_place
+from ckptool.engine.read.range_check import RangeCheck
 from ckptool.engine.read.segments import (
     Segment,
     cut_out,
@@ -49,9 +51,10 @@ _BAND = 8 << 20
 
 
 class _Run(NamedTuple):
-    """Elements ``start`` to ``stop`` of a chunk's ``box``, in its order.
+    """Elements ``start`` to ``stop`` of a chunk's ``box``, in its order, with their checksum.
 
-    They were read at an ``offset`` of a ``file`` of the source, and had this checksum.
+    They were read at an ``offset`` of a ``file`` of the source; without a file they were cast or
+    computed, and have the checksum of what they became.
     """
 
     file: str
@@ -86,16 +89,16 @@ class _Task(NamedTuple):
 
 
 def proof_jobs(
-    pairs: Iterable[TensorPair], sums: ReadSums, sides: tuple[Files, Files]
+    pairs: Iterable[TensorPair], sums: ReadSums, sides: tuple[Files, Files], beyond: RangeCheck
 ) -> Iterator[PairJob]:
     """Yield the jobs that prove pairs of read and written tensors by what was read of the first.
 
-    Compared instead, so that the source is read again, are tensors that a transfer computes or
-    casts, and those of which something else was read than runs of what is written.
+    Compared instead, so that the source is read again, are tensors of which something else was read
+    than runs of what is written. Numbers that were beyond the range of a cast are counted.
     """
     compared, tasks, nbytes = list[TensorPair](), list[_Task](), 0
     for pair in pairs:
-        runs = _runs_read(pair, sums)
+        runs = _runs_read(pair, sums) if pair.is_plain else _runs_made(pair, sums, beyond)
         if runs is None:
             compared.append(pair)
             continue
@@ -113,9 +116,10 @@ def proof_jobs(
 def reread_bytes(entries: Iterable[TensorEntry]) -> int:
     """Return the bytes of tensors that are compared, as far as it is known before they are read."""
     return sum(
-        entry.stored_bytes
+        entry.nbytes
         for entry in entries
-        if entry.source_dtype != entry.dtype or not _is_stored_in_runs(entry)
+        if entry.source_dtype == entry.dtype
+        and not (is_computed(entry) or _is_stored_in_runs(entry))
     )
 
 
@@ -198,8 +202,6 @@ def _tasks_of_band(pair: TensorPair, runs: Sequence[_Run]) -> Iterator[_Task]:
 def _runs_read(pair: TensorPair, sums: ReadSums) -> list[_Run] | None:
     """Return runs that were read of a tensor: all of what is written, else None."""
     size = pair.one.dtype.itemsize
-    if not pair.is_plain:
-        return None
     found, covered = list[_Run](), 0
     for chunk in _chunks_of(pair):
         shape = chunk.box.shape
@@ -219,6 +221,21 @@ def _runs_read(pair: TensorPair, sums: ReadSums) -> list[_Run] | None:
     wanted = sum(box.volume for box in pair.boxes) if pair.boxes else pair.one.elements
     is_all = covered == wanted * size and (not pair.boxes or _are_written(pair, found))
     return found if is_all else None
+
+
+def _runs_made(pair: TensorPair, sums: ReadSums, beyond: RangeCheck) -> list[_Run] | None:
+    """Return what a tensor was cast or computed to: all of what is written, else None."""
+    made = [each for each in sums.made(pair.one.name) if each.box.volume]
+    boxes = [each.box for each in made]
+    wanted = sum(box.volume for box in pair.boxes) if pair.boxes else pair.one.elements
+    if sum(box.volume for box in boxes) != wanted or overlapping_pair(boxes) is not None:
+        return None
+    found = [_Run("", 0, box, 0, box.volume, read) for box, read, _ in made]
+    if pair.other.source_dtype != pair.one.dtype or not _are_written(pair, found):
+        return None
+    for each in made:
+        beyond.add(pair.one.name, pair.one.dtype, each.lost)
+    return found
 
 
 def _chunks_of(pair: TensorPair) -> Iterable[Chunk]:
@@ -308,7 +325,15 @@ def _difference(pair: TensorPair, run: _Run, readers: SideReaders) -> Iterator[P
         is_found |= tile.values is None or not same_bits(*tile.values)
     if is_found:
         return
-    data = readers.bytes[0].read(run.file, run.offset, _nbytes(pair, run))
-    side = 1 if checksum(data) == run.checksum else 0
-    file = pair.other.chunks[0].at.file if side else run.file
+    side = 1 if _read_again(pair, run, readers) == run.checksum else 0
+    file = (pair.one, pair.other)[side].chunks[0].at.file if side or not run.file else run.file
     yield PairTile(0, pair, run.box, failure=Failure(side, changed([file])))
+
+
+def _read_again(pair: TensorPair, run: _Run, readers: SideReaders) -> int:
+    """Return the checksum that a run of the source has now."""
+    if run.file:
+        return checksum(readers.bytes[0].read(run.file, run.offset, _nbytes(pair, run)))
+    from ckptool.engine.read.gather import bits_of
+
+    return checksum(bits_of(readers.elements[0].read_values(pair.one, run.box)))

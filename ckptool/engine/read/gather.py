@@ -53,6 +53,11 @@ def raw(values: Array) -> memoryview:
     return values.reshape(-1).view("u1").data
 
 
+def bits_of(values: Array) -> memoryview:
+    """Return the bytes of an array in C order, copied if it is not in that order."""
+    return raw(np.ascontiguousarray(values))
+
+
 def part_of(values: Array, box: Box) -> Array:
     """Return a view of the elements of a box of an array."""
     inside: Any = (..., *map(slice, box.lo, box.hi))

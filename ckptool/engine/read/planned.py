@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
@@ -17,6 +17,7 @@ from ckptool.core.sharding.index import Overlap
 from ckptool.engine.checksum import RecordCheck, crc32, crc32_combine
 from ckptool.engine.read.byte_reader import ByteReader
 from ckptool.engine.read.containers import open_chunk, opened
+from ckptool.engine.read.range_check import RangeCheck
 from ckptool.engine.read.segments import Segment, segments_of, segments_of_tensor, tile_needs
 from ckptool.engine.read.sums import ReadSums
 from ckptool.engine.read.tiles import LARGE, Job
@@ -72,6 +73,7 @@ class PlanReader:
     def __init__(self, source: Files, records: RecordCheck, sums: ReadSums | None = None) -> None:
         self._source = source
         self._records = records
+        self._sums = sums
         self._bytes = ByteReader(source, records.note, sums)
         self._tile = memoryview(b"")
 
@@ -79,7 +81,12 @@ class PlanReader:
     def _gatherer(self) -> Gatherer:
         from ckptool.engine.read.gather import Gatherer
 
-        return Gatherer(self._source, self._bytes)
+        return Gatherer(self._source, self._bytes, self._beyond)
+
+    @cached_property
+    def _beyond(self) -> RangeCheck | None:
+        """What counts the numbers beyond the range of a cast, if the output is to be proved."""
+        return None if self._sums is None else RangeCheck()
 
     def pieces(self, tiles: Sequence[Tile]) -> Iterator[PlannedPiece]:
         """Read the tiles of a job, each piece valid until the next."""
@@ -147,7 +154,9 @@ class PlanReader:
             volume += common.volume
         if volume != band.volume:
             raise Damaged(f"{entry.name}: {band} is not covered")
-        return self._gatherer.read_values(entry, band)
+        values = self._gatherer.read_values(entry, band)
+        self._note_made(entry, [(band, values)])
+        return values
 
     def _memory(self, nbytes: int) -> memoryview:
         """Return memory for a tile, which the next call may return again."""
@@ -182,14 +191,31 @@ class PlanReader:
 
     def _gather(self, tile: Tile, found: Sequence[Overlap]) -> memoryview:
         """Return the bytes of a tile in the form to be written."""
-        from ckptool.engine.read.gather import array, raw
+        from ckptool.engine.read.gather import array, part_of, raw
         from ckptool.engine.read.rounding import cast
 
         entry, stored = tile.entry, tile.entry.source_dtype
         memory = self._bytes.memory(math.prod(tile.shape) * stored.itemsize)
         values = array(tile.shape, stored, memory)
         self._gatherer.fill(values, entry, found)
-        return raw(cast(values, stored, entry.dtype))
+        made = cast(values, stored, entry.dtype)
+        if self._beyond is not None and stored != entry.dtype:
+            self._beyond.note(entry.name, values, stored, made, entry.dtype)
+        self._note_made(entry, ((each.box, part_of(made, each.where)) for each in found))
+        return raw(made)
+
+    def _note_made(self, entry: TensorEntry, boxes: Iterable[tuple[Box, Array]]) -> None:
+        """Note boxes of a tensor that is cast or computed, as they are to be written."""
+        if self._sums is None or self._beyond is None:
+            return
+        if entry.source_dtype == entry.dtype and not is_computed(entry):
+            return
+        from ckptool.engine.read.gather import bits_of
+
+        lost = self._beyond.take()
+        for box, values in boxes:
+            self._sums.note_made(entry.name, box, bits_of(values), lost)
+            lost = ()
 
 
 def _rows_of(tile: Tile, whole: memoryview, row: int) -> memoryview | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ckptool.core.casts import RangeCounts
@@ -26,5 +27,16 @@ class RangeCheck:
 
         count, became = count_lost(values, stored, made, wanted)
         if count:
-            with self._lock:
+            self.add(name, wanted, [(became, count)])
+
+    def add(self, name: str, wanted: DType, lost: Iterable[tuple[str, int]]) -> None:
+        """Count what was counted before."""
+        with self._lock:
+            for became, count in lost:
                 self.counts[name, wanted.name, became] += count
+
+    def take(self) -> tuple[tuple[str, int], ...]:
+        """Return what was counted of a tensor, and begin again."""
+        lost = tuple((became, count) for (_, _, became), count in self.counts.items())
+        self.counts.clear()
+        return lost

@@ -10,8 +10,11 @@ from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest as checksum
 
-__all__ = ["ReadRun", "ReadSums", "checksum"]
+from ckptool.core.box import Box
 
+__all__ = ["MadeBox", "ReadRun", "ReadSums", "checksum"]
+
+Lost = tuple[tuple[str, int], ...]
 _NOTE = Struct(">QQQ")
 """Offset, number of bytes, checksum: as bytes they sort as the numbers do."""
 
@@ -24,16 +27,36 @@ class ReadRun(NamedTuple):
     checksum: int
 
 
+class MadeBox(NamedTuple):
+    """A box of a tensor whose elements were cast or computed, and the XXH3 of what they became.
+
+    ``lost`` says how many were beyond the range of their type, and what these became.
+    """
+
+    box: Box
+    checksum: int
+    lost: Lost = ()
+
+
 class ReadSums:
     """Notes the checksum of each run of bytes that is read of a source, on any of several threads.
 
     A note takes 24 bytes of memory: 24 MB for 1 TB that is read by the MiB. Once reading has ended,
-    ``runs`` returns what was read.
+    ``runs`` returns what was read, and ``made`` what was cast or computed of a tensor.
     """
 
     def __init__(self) -> None:
         self._notes: dict[str, bytearray] = {}
         self._sorted: dict[str, bytes] = {}
+        self._made: dict[str, list[MadeBox]] = {}
+
+    def note_made(self, name: str, box: Box, data: bytes | memoryview, lost: Lost = ()) -> None:
+        """Note elements of a box of a tensor as they are to be written."""
+        self._made.setdefault(name, []).append(MadeBox(box, checksum(data), lost))
+
+    def made(self, name: str) -> list[MadeBox]:
+        """Return what was noted of a tensor, the same only once."""
+        return list(dict.fromkeys(self._made.get(name, ())))
 
     def note(self, file: str, offset: int, data: memoryview) -> None:
         """Note bytes that were read, before anything is done with them."""

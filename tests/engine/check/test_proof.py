@@ -21,6 +21,7 @@ from ckptool.core.dtype import BY_NAME
 from ckptool.engine.check.pairs import PairSource, TensorPair
 from ckptool.engine.check.proof import proof_jobs
 from ckptool.engine.read.byte_reader import ByteReader
+from ckptool.engine.read.range_check import RangeCheck
 from ckptool.engine.read.sums import ReadSums
 from ckptool.engine.read.tensors import TensorSource
 from ckptool.engine.read.tiles import read_tiles
@@ -80,7 +81,10 @@ def prove(
     found = TensorComparison()
     source = PairSource(*map(TensorSource, sides))
     read_tiles(
-        source, proof_jobs([pair], sums, sides), note_differences(found, CompareOptions()), 1
+        source,
+        proof_jobs([pair], sums, sides, RangeCheck()),
+        note_differences(found, CompareOptions()),
+        1,
     )
     return found
 
