@@ -392,7 +392,7 @@ def tied_names(catalog: Catalog) -> list[tuple[str, ...]]:
     ]
     counts = Counter(firsts)
     for entry, first in zip(solid, firsts, strict=True):
-        if counts[first] > 1 and all(isinstance(chunk.at, Extent) for chunk in entry.chunks):
+        if counts[first] > 1 and all(isinstance(c.at, Extent | Computed) for c in entry.chunks):
             extents = tuple((chunk.box, chunk.at) for chunk in entry.chunks)
             groups.setdefault((entry.dtype, entry.shape, extents), []).append(entry.name)
     return [tuple(names) for names in groups.values() if len(names) > 1]

@@ -10,7 +10,16 @@ from msgspec.structs import replace
 from ckptool.commands.merge.operands import Operand
 from ckptool.core.box import Box, row_major_strides
 from ckptool.core.casts import can_cast, is_computed
-from ckptool.core.catalog import Catalog, Chunk, Compute, Computed, Reads, StridedPart, TensorEntry
+from ckptool.core.catalog import (
+    Catalog,
+    Chunk,
+    Compute,
+    Computed,
+    Reads,
+    StridedPart,
+    TensorEntry,
+    tied_names,
+)
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.quantization.names import quantized_names
 from ckptool.core.selection import meant_by, tensors_named
@@ -37,20 +46,26 @@ class Computation(Struct, frozen=True):
 def add(operands: Sequence[Operand], compute: Compute, text: str, reads: Reads) -> Computation:
     """Compute each floating tensor of several checkpoints, which must have the same tensors.
 
-    Integers, booleans, tensors without dims and values are those of the first. Raises Unsupported
-    for other names or shapes, and for tensors that are quantized.
+    Integers, booleans, tensors without dims and values are those of the first; names of one tensor
+    stay that. Raises Unsupported for other names, shapes or ties, and for tensors that are
+    quantized.
     """
     first, *others = operands
     for operand in operands:
         _require_numbers(operand)
+    ties = tied_names(first.catalog)
     for operand in others:
         _require_alike(first, operand)
+        _require_same_ties(ties, first, operand)
+    shared = {name: names[0] for names in ties for name in names[1:]}
     tensors, said = dict[str, TensorEntry](), list[Expression]()
     for name, entry in first.catalog.tensors.items():
         is_computed = can_cast(entry)
         if is_computed:
             parts = [entry, *(operand.catalog.tensors[name] for operand in others)]
-            entry = computed(entry, parts, compute, reads)
+            own = tensors.get(shared.get(name, ""))
+            made = computed(entry, parts, compute, reads)
+            entry = made if own is None else replace(made, chunks=own.chunks)
         tensors[name] = entry
         said.append(Expression(name, text if is_computed else first.label))
     return Computation(first.catalog.with_tensors(tensors), tuple(said))
@@ -134,3 +149,17 @@ def _require_alike(first: Operand, other: Operand) -> None:
                 f" {other.opened.path}",
                 hint=f"--drop '{name}' leaves it out",
             )
+
+
+def _require_same_ties(ties: Sequence[tuple[str, ...]], first: Operand, other: Operand) -> None:
+    """Raise Unsupported if names are one tensor in only one of two checkpoints."""
+    theirs = tied_names(other.catalog)
+    for has, lacks, names in (
+        *((first, other, names) for names in ties if names not in theirs),
+        *((other, first, names) for names in theirs if names not in ties),
+    ):
+        raise Unsupported(
+            f"{list_some(names, _FEW)}: one tensor in {has.opened.path}, several in"
+            f" {lacks.opened.path}",
+            hint=f"--drop '{names[-1]}' leaves one out",
+        )

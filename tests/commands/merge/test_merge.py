@@ -304,3 +304,17 @@ def test_python_merges_as_the_command_does(places: list[str], tmp_path: Path) ->
         "a.safetensors": 2,
     }
     assert one.read_bytes() == two.read_bytes()
+
+
+def test_names_of_one_tensor_stay_that(tmp_path: Path) -> None:
+    for seed, label in enumerate(LABELS):
+        shared = torch.randn(50, 8, generator=torch.Generator().manual_seed(seed))
+        head = shared if label != "c" else shared.clone()
+        torch.save({"embed": shared, "head": head}, tmp_path / f"{label}.pt")
+    a, b, c = (str(tmp_path / f"{label}.pt") for label in LABELS)
+    assert run(str(tmp_path / "out.pt"), "--average", a, b)[0] == 0
+    found = torch.load(tmp_path / "out.pt")
+    assert found["embed"].data_ptr() == found["head"].data_ptr()
+    code, said = run(str(tmp_path / "no.pt"), "--average", a, c)
+    assert code != 0
+    assert "embed, head: one tensor in" in said
