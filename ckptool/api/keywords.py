@@ -145,6 +145,7 @@ class MergeKeywords(ExtractKeywords, total=False):
     last: int | None
     with_optimizer: bool
     recipe: AnyPath | None
+    mesh: str | None
     to: str | None
     split_stacked: bool
     select: Strings

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from msgspec import Struct
-from msgspec.structs import asdict, replace
+from msgspec.structs import replace
 
 from ckptool.commands.convert import named_writer, own_writer, plan_conversion
 from ckptool.commands.merge.expressions import Computation, Expression, add, copy, take
@@ -17,6 +17,8 @@ from ckptool.commands.open import OpenedCheckpoint, no_collecting
 from ckptool.commands.options.merge import MergeOptions
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.rewrite import RewriteOptions
+from ckptool.commands.options.target import ReshardOptions
+from ckptool.commands.reshard.reshard import plan_reshard
 from ckptool.commands.rewrite import RewriteResult, cast_catalog
 from ckptool.commands.transfer.rewritten import RewrittenReport
 from ckptool.commands.transfer.transfer import Transfer, require_apart, resolve_target
@@ -62,15 +64,35 @@ def prepare_merge(
     """Plan a merge; nothing is written and no tensor is read yet."""
     target, how = resolve_target(target), options.convert
     recipe = read_recipe(sources, options.expression)
-    named = named_writer(how.to, target)
+    named = named_writer(how.to, target) if options.mesh is None else None
     merged = open_merged(recipe, how.read, how.rewrite, target)
-    writer = named or own_writer(merged.opened, target)
-    planned = plan_conversion(merged.opened, merged.rewritten, writer, target, how)
+    planned: Transfer[Any]
+    if options.mesh is None:
+        writer = named or own_writer(merged.opened, target)
+        planned = plan_conversion(merged.opened, merged.rewritten, writer, target, how)
+    else:
+        planned = _plan_for_mesh(merged, target, options)
+    common = RewrittenReport.__struct_fields__
     report = MergeReport(
-        **asdict(planned.report), sources=merged.sources, expressions=merged.expressions
+        **{name: getattr(planned.report, name) for name in common},
+        sources=merged.sources,
+        expressions=merged.expressions,
     )
     decided = planned.decided, recipe
-    return Transfer(merged.opened, planned.plan, target, how.transfer, report, decided)
+    transfer = how.transfer
+    return Transfer(
+        merged.opened, planned.plan, target, transfer, report, decided, placed=planned.placed
+    )
+
+
+def _plan_for_mesh(merged: Merged, target: Location, options: MergeOptions) -> Transfer[Any]:
+    """Plan to write the result for a mesh; it is renamed and mapped already."""
+    how = options.convert
+    rewriting = RewriteOptions(casts=how.rewrite.casts)
+    resharding = ReshardOptions(
+        mesh=options.mesh, to=how.to, read=how.read, rewrite=rewriting, transfer=how.transfer
+    )
+    return plan_reshard(merged.opened, target, resharding)
 
 
 def open_merged(

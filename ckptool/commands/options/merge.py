@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ckptool.commands.options import FILE
+from ckptool.commands.options import FILE, MESH
 from ckptool.commands.options.declaration import (
     COUNT,
     FLAG,
@@ -20,6 +20,9 @@ from ckptool.commands.options.declaration import (
 from ckptool.commands.options.rewrite import NAMED
 from ckptool.commands.options.target import ConvertOptions
 from ckptool.errors import UsageError
+
+if TYPE_CHECKING:
+    from ckptool.core.mesh import Mesh
 
 
 def _weights(value: Any, name: str) -> tuple[float, ...]:
@@ -76,4 +79,9 @@ class MergeOptions(OptionSet):
     """What to compute, how to read and rewrite each source, and how to write the result."""
 
     expression: ExpressionOptions = group(ExpressionOptions, "What to compute")
+    mesh: Mesh | None = option(
+        "--mesh",
+        MESH,
+        help="Write for this device mesh, 2x4 or dp=2,tp=4, placed and in the formats of reshard.",
+    )
     convert: ConvertOptions = group(ConvertOptions, without=("peft_adapter",))

@@ -174,6 +174,19 @@ def prepare_reshard(
     opened = open_checkpoint(source, dataclasses.replace(options.read, per_rank=True), whole=False)
     target = resolve_target(_sibling(opened, placer.mesh) if target is None else target)
     require_apart(opened, target)
+    return plan_reshard(opened, target, options, placer, ranks=ranks)
+
+
+def plan_reshard(
+    opened: OpenedCheckpoint,
+    target: Location,
+    options: ReshardOptions,
+    placer: Placer | None = None,
+    *,
+    ranks: int = 1,
+) -> Reshard:
+    """Plan to write an open checkpoint for a mesh, placed as the options say."""
+    placer = placer or _placer(options)
     writer = _writer(options.to, opened)
     same_ranks = writer.loading.has_rank_state and opened.catalog.world_size == placer.mesh.size
     selected = select_entries(opened.catalog, options.rewrite.selection)

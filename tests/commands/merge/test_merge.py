@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 import ckptool
 from ckptool.cli.app import app
+from ckptool.core.mesh import Shard
 from ckptool.errors import CkptoolError
 
 Tensors = dict[str, torch.Tensor]
@@ -318,3 +319,16 @@ def test_names_of_one_tensor_stay_that(tmp_path: Path) -> None:
     code, said = run(str(tmp_path / "no.pt"), "--average", a, c)
     assert code != 0
     assert "embed, head: one tensor in" in said
+
+
+def test_the_result_is_written_for_a_mesh(places: list[str], tmp_path: Path) -> None:
+    plain, out = tmp_path / "plain.safetensors", tmp_path / "out"
+    merged(plain, "--average", *places, "--dtype", "bf16")
+    words = ("--average", *places, "--dtype", "bf16", "--mesh", "dp=2,tp=2")
+    code, said = run(str(out), *words)
+    assert code == 0, said
+    assert ckptool.compare(plain, out)
+    with ckptool.open(out) as opened:
+        placements = opened.tensors["layers.0.w"].placements or ()
+        assert any(isinstance(each, Shard) for each in placements)
+    assert len({*out.glob("*.distcp")}) == 4
