@@ -80,6 +80,8 @@ ANSWERS = {
     "convert runs/step-1000 renamed/ --to dcp --rename '^model\\.=policy.'": "wrote renamed",
     "convert runs/step-1000 model.pt --model-only": "excluded: 21 tensors",
     "reshard runs/step-1000 on-8/ --mesh 8": "for mesh 8",
+    "merge average/ --average runs/ --last 2 --to dcp": "21 tensors = (step-1000 + step-2000) / 2",
+    "merge whole/ runs/step-2000 --take 'output=runs/step-1000' --to dcp": "1 tensor = step-1000",
     "prune runs --keep-last 3 --keep-every 1000": "2 good steps are kept",
 }
 """What is in the answer to some of the questions."""
