@@ -282,16 +282,25 @@ def _work_so_far(device: torch.device) -> Any:
     """Record an event on this thread's current stream, after its work so far; or return None."""
     if not _has_streams(device):
         return None
-    module = _module(device)
-    event = module.Event()
-    event.record(module.current_stream(device))
+    event = _make_event(device)
+    event.record(_module(device).current_stream(device))
     return event
+
+
+def _make_event(device: torch.device) -> Any:
+    """Return an event for which a thread sleeps: by default one of CUDA keeps a core busy.
+
+    Other devices' events take no such option.
+    """
+    event = _module(device).Event
+    return event(blocking=True) if device.type == "cuda" else event()
 
 
 class _Lane:
     """One thread's copies to one device, which come after the event ``before``."""
 
     def __init__(self, device: torch.device, before: Any) -> None:
+        self._device = device
         self._module = _module(device)
         self._stream = self._module.Stream(device) if _has_streams(device) else None
         if self._stream is not None:
@@ -327,14 +336,15 @@ class _Lane:
                 return
             with self._module.stream(self._stream):
                 part.copy_(staged, non_blocking=True)
-                event = self._module.Event()
+                event = _make_event(self._device)
                 event.record(self._stream)
         self._sent[self._turn] = event
 
     def finish(self) -> None:
         """Wait until everything has arrived."""
-        if self._stream is not None:
-            self._stream.synchronize()
+        for sent in self._sent:
+            if sent is not None:
+                sent.synchronize()
 
 
 def _allocate(nbytes: int, *, pinned: bool) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -33,9 +34,6 @@ class Device:
 
             def wait_event(self, event: Any) -> None:
                 device.said.append(f"after {event.on}")
-
-            def synchronize(self) -> None:
-                device.said.append("all arrived")
 
         class Event:
             def record(self, stream: Any) -> None:
@@ -114,8 +112,18 @@ def test_a_buffer_is_used_again_once_it_has_arrived(device: Device) -> None:
         *("event on the default stream", "after the default stream"),
         *("event on the lane",) * 2,
         *("arrived", "event on the lane") * 4,
-        "all arrived",
+        *("arrived",) * 2,
     ]
+
+
+@pytest.mark.parametrize(("kind", "options"), [("cuda", {"blocking": True}), ("xpu", {})])
+def test_a_thread_that_waits_for_cuda_leaves_its_core_to_others(
+    kind: str, options: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What only CUDA's events take is given to no other."""
+    module = SimpleNamespace(Event=lambda **given: given)
+    monkeypatch.setattr(tensors, "_module", lambda on: module)
+    assert tensors._make_event(torch.device(kind)) == options
 
 
 def test_copies_come_after_the_work_of_the_callers_stream_whichever_thread_makes_them(
@@ -142,7 +150,7 @@ def test_nothing_is_sent_of_a_part_that_could_not_be_read(device: Device) -> Non
     with pytest.raises(OSError, match="lost"):
         read()
     made.finish()
-    assert device.said[2:] == ["all arrived"]
+    assert device.said[2:] == []
     assert not target.any()
 
 
