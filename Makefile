@@ -8,7 +8,7 @@ FAULTS := 1
 # Of processes for the tests, which wait a quarter of their time for what they start: three keep two cores busy.
 WORKERS := 3
 PYTHONS := 3.12 3.13
-TORCHES := 2.4.1 2.6.0 2.9.1 2.15.0
+TORCHES := 2.4.1 2.6.0 2.9.1 2.11.0 2.15.0
 CORE := tests/core tests/serialization tests/formats tests/engine tests/matrix
 READY := .venv/ready-$(shell (pwd; cat pyproject.toml) | cksum | cut -d' ' -f1)
 AZURITE := .venv/npm/node_modules/.bin/azurite-blob

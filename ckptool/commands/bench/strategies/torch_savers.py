@@ -6,6 +6,7 @@ torch 2.9 on, as are the builders of ``_experimental``.
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,8 @@ _STAGINGS = {
     _ASYNC: "asynchronous staging",
 }
 
+_OWN_STAGERS = "this torch's stager ends with each save: each save has its own"
+
 
 class DcpAsync(DcpStrategy):
     """``async_save`` with one combination of who writes, how is staged, and if plans are kept."""
@@ -87,25 +90,40 @@ class DcpAsync(DcpStrategy):
         self.pins = staging != _DEFAULT
         self.shares = self.pins or writer == _PROCESS
         self._writer, self._staging, self._cached = writer, staging, cached
-        self._stager: Any = None
+        self._device = Device("cpu", 0)
+        self._stagers: list[Any] = []
         self._group: Any = None
 
+    def remark(self, environment: Environment) -> str | None:
+        """Say also if its stager serves one save only."""
+        if self._staging == _DEFAULT or _stages_again():
+            return super().remark(environment)
+        words = [super().remark(environment), _OWN_STAGERS]
+        return "; ".join(filter(None, words))
+
     def set_up(self, device: Device) -> None:
-        """Make the stager that all saves use, and a gloo group that training does not use."""
+        """Make a gloo group that training does not use."""
         import torch.distributed as dist
+
+        self._device = device
+        self._group = dist.new_group(backend="gloo")
+
+    def _stager(self) -> Any:
+        """Return the stager of a save: that of the last one if it can; None for torch's default."""
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-        self._group = dist.new_group(backend="gloo")
         if self._staging == _DEFAULT:
-            return
-        self._stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=device.pins,
+            return None
+        if not self._stagers or not _stages_again():
+            options = StagingOptions(
+                use_pinned_memory=self._device.pins,
                 use_shared_memory=True,
                 use_async_staging=self._staging == _ASYNC,
-                use_non_blocking_copy=device.is_accelerator,
+                use_non_blocking_copy=self._device.is_accelerator,
             )
-        )
+            # those before it stay: torch 2.11 crashes once a thread that has staged is gone
+            self._stagers.append(DefaultStager(options))
+        return self._stagers[-1]
 
     def save(self, state: State, path: Path | str) -> Handle:
         """Stage, and leave the rest to the thread or process."""
@@ -122,16 +140,30 @@ class DcpAsync(DcpStrategy):
             planner=DefaultSavePlanner(enable_plan_caching=self._cached),
             process_group=self._group,
             async_checkpointer_type=AsyncCheckpointerType(self._writer),
-            async_stager=self._stager,
+            async_stager=self._stager(),
         )
         if isinstance(response, AsyncSaveResponse):
             return PendingSave(response.upload_completion, response.staging_completion.result)
         return PendingSave(response)
 
     def finish(self) -> None:
-        """Close the stager; torch ends its process with the rank's."""
-        if self._stager is not None:
-            self._stager.close()
+        """Close the stagers; torch ends its process with the rank's."""
+        for stager in self._stagers:
+            stager.close()
+
+
+@cache
+def _stages_again() -> bool:
+    """Return whether torch's stager serves more than one save: that of torch 2.11 closes itself."""
+    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+    stager = DefaultStager(StagingOptions(*4 * (False,)))
+    stager.stage({})
+    try:
+        stager.stage({})
+    except KeyError:
+        return False
+    return True
 
 
 class Experimental(Strategy):
