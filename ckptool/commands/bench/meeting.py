@@ -71,6 +71,10 @@ class Meeting:
         """Tell the others that this rank failed at the job."""
         self._store.set(f"failed-{job}", str(self.rank))
 
+    def counter(self, job: str) -> Callable[[int], int]:
+        """Return a function that adds to a number of this job, which all ranks share."""
+        return lambda number: int(self._store.add(f"count-{job}", number))
+
     def _has(self, key: str) -> bool:
         return bool(self._store.check([key]))
 

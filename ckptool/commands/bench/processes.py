@@ -75,6 +75,9 @@ def run_child(
     last_event = time.monotonic()
     while True:
         word, value = _next_event(pipe, pause)
+        if not word and process.exitcode is not None:  # what it forked may hold the pipe open
+            word, value = _next_event(pipe, 0)
+            word = word or "lost"
         if word in _LAST:
             break
         if word:

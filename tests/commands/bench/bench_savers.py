@@ -89,6 +89,21 @@ class Dying(TorchSave):
         os.kill(os.getpid(), 9)
 
 
+class Widowed(TorchSave):
+    """Waits for a process that is killed before it has saved."""
+
+    background = True
+
+    def save(self, state: State, path: Path) -> Any:
+        self._worker = subprocess.Popen(["sh", "-c", "sleep 2.5; kill -9 $$"])
+        return _Never()
+
+
+class _Never(Handle):
+    def done(self) -> bool:
+        return False
+
+
 class Impossible(TorchSave):
     """Cannot run anywhere."""
 

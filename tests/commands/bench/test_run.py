@@ -43,7 +43,8 @@ finally:
         print("the other child runs", file=sys.stderr)
     child.kill()
 """
-PLANTED = [OWN + name for name in ("Dirty", "HalfDirty", "Failing", "Dying", "Impossible")]
+PLANTED = ["Dirty", "HalfDirty", "Failing", "Dying", "Widowed", "Impossible"]
+PLANTED = [OWN + name for name in PLANTED]
 
 
 @dataclass(frozen=True)
@@ -199,6 +200,8 @@ def test_what_is_dirty_is_never_the_best(ran: Ran) -> None:
 def test_what_fails_or_cannot_run_is_listed_with_its_reason(ran: Ran) -> None:
     assert ran.told["failed"][OWN + "Failing"] == "rank 1: ValueError: no such luck"
     assert ran.told["failed"][OWN + "Dying"].startswith("rank ")
+    widowed = ran.told["failed"][OWN + "Widowed"]
+    assert widowed[len("rank 0") :].startswith(": a process of the save ended before it was saved")
     assert ran.told["skipped"] == {OWN + "Impossible": "not on cpu, not with 2 ranks"}
 
 

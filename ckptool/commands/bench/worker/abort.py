@@ -21,7 +21,7 @@ from ckptool.commands.bench.report import BROKEN, NOTHING, UNFINISHED, WHOLE, Ab
 from ckptool.commands.bench.save_folders import DiskFolder
 from ckptool.commands.bench.strategies.base import Strategy
 from ckptool.commands.bench.worker.device import Device
-from ckptool.commands.bench.worker.loop import diff_bits, snapshot
+from ckptool.commands.bench.worker.loop import diff_bits, snapshot, train_beside
 from ckptool.commands.bench.worker.training import Training
 
 if TYPE_CHECKING:
@@ -67,14 +67,21 @@ def abort(rank: Rank, name: str, strategy: Strategy, whole: Collection[str]) -> 
 def _kill_in_mid_save(rank: Rank, strategy: Strategy, job: str, path: Path) -> bool:
     """Save, and kill once there are bytes on disk; return whether the save finished before that."""
     words: set[str] = set()
+    pulse = rank.pulse(job)
+
+    def hear(word: str, value: Any) -> None:
+        words.add(word)
+        pulse.hear(word, value)
+
+    def stop() -> str | None:
+        return "killed" if "saving" in words and _has_bytes(path.parent) else pulse.problem()
 
     def save_once(device: Device, tell: Tell) -> None:
         training = Training.begin(rank.task.specs, device)
         strategy.set_up(device)
         tell("saving", None)
         handle = strategy.save(training.state, path)
-        while not training.step(handle.done())[1]:
-            pass
+        train_beside(handle, training, tell)
         handle.commit()
         tell("over", None)
         strategy.finish()
@@ -83,8 +90,8 @@ def _kill_in_mid_save(rank: Rank, strategy: Strategy, job: str, path: Path) -> b
         rank.in_group(job, save_once),
         rank.task.log(job, rank.meeting.rank),
         timeout=rank.task.timeout,
-        stop=lambda: "killed" if "saving" in words and _has_bytes(path.parent) else None,
-        on_event=lambda word, value: words.add(word),
+        stop=stop,
+        on_event=hear,
         look=rank.shared.look,
         pause=0.001,
     )

@@ -15,6 +15,7 @@ from ckptool.commands.bench.report import CONSISTENT, DIRTY, Consistency
 from ckptool.commands.bench.save_folders import SaveFolder
 from ckptool.commands.bench.strategies.base import Handle, State, Strategy
 from ckptool.commands.bench.worker.device import gather
+from ckptool.commands.bench.worker.pulse import BESIDE, DONE
 from ckptool.commands.bench.worker.training import Training, shards
 
 _STEPS_BEFORE = 6
@@ -52,13 +53,13 @@ def measure(
         for number in range(saves):
             tell("save", number)
             path = folder / f"save-{number}"
-            _save(strategy, training, path, times)
+            _save(strategy, training, path, times, tell)
             times.after.append(training.step()[0])
             sizes = path.sizes()
             _remove_together(path)
         times.device_peak = max(0, training.device.peak_memory() - base)
         tell("checking", None)
-        consistency = _check_consistency(strategy, training, folder)
+        consistency = _check_consistency(strategy, training, folder, tell)
     finally:
         strategy.finish()
     disk = {"nbytes": sum(sizes.values()), "files": len(sizes), "names": list(sizes)}
@@ -74,7 +75,9 @@ def _train_before(training: Training, times: RankTimes, tell: Tell) -> int:
     return training.device.peak_memory(reset=True)
 
 
-def _save(strategy: Strategy, training: Training, path: SaveFolder, times: RankTimes) -> None:
+def _save(
+    strategy: Strategy, training: Training, path: SaveFolder, times: RankTimes, tell: Tell
+) -> None:
     """Save once, and train until every rank's bytes are written; then make them durable."""
     import torch.distributed as dist
 
@@ -85,7 +88,7 @@ def _save(strategy: Strategy, training: Training, path: SaveFolder, times: RankT
     handle.staged()
     training.device.synchronize_stream()
     blocked = time.perf_counter() - begin
-    times.during.append(_train_until_done(training, handle) if strategy.background else [])
+    times.during.append(train_beside(handle, training, tell) if strategy.background else [])
     commit = time.perf_counter()
     ended = handle.commit()
     blocked += time.perf_counter() - commit if strategy.background else 0.0
@@ -97,11 +100,16 @@ def _save(strategy: Strategy, training: Training, path: SaveFolder, times: RankT
     times.written.append(ended - begin)
 
 
-def _train_until_done(training: Training, handle: Handle) -> list[float]:
-    """Return the steps that ran beside the save, without the one in which all ranks were done."""
+def train_beside(handle: Handle, training: Training, tell: Tell) -> list[float]:
+    """Train until every rank's save is done; return the seconds of each step but the last."""
+    tell(BESIDE, os.getpid())
     steps: list[float] = []
+    done = False
     while True:
-        seconds, agreed = training.step(handle.done())
+        if not done and handle.done():
+            done = True
+            tell(DONE, None)
+        seconds, agreed = training.step(done)
         if agreed:
             return steps
         steps.append(seconds)
@@ -131,20 +139,22 @@ def _slowest(times: RankTimes) -> dict[str, Any]:
     return {**slowest, "durable": durable, "device_peak": max(rank.device_peak for rank in ranks)}
 
 
-def _check_consistency(strategy: Strategy, training: Training, folder: SaveFolder) -> Consistency:
+def _check_consistency(
+    strategy: Strategy, training: Training, folder: SaveFolder, tell: Tell
+) -> Consistency:
     """Save, change every bit, finish, load back and compare, all ranks together."""
     wait = strategy.must_wait
-    dirty = _save_and_change(strategy, training, folder / "checked", wait=wait)
+    dirty = _save_and_change(strategy, training, folder / "checked", tell, wait=wait)
     at_once = None
     if wait:
-        at_once = len(_save_and_change(strategy, training, folder / "at-once", wait=False))
+        at_once = len(_save_and_change(strategy, training, folder / "at-once", tell, wait=False))
     changed = "once staged" if wait else "after the call"
     verdict = DIRTY if dirty else CONSISTENT
     return Consistency(verdict, changed, dirty, len(shards(training.state)), at_once)
 
 
 def _save_and_change(
-    strategy: Strategy, training: Training, path: SaveFolder, *, wait: bool
+    strategy: Strategy, training: Training, path: SaveFolder, tell: Tell, *, wait: bool
 ) -> tuple[str, ...]:
     """Return the names of the saved tensors that are not what they were at the call."""
     import torch.distributed as dist
@@ -155,8 +165,10 @@ def _save_and_change(
     if wait:
         handle.staged()
     training.change_everything()
+    tell(BESIDE, os.getpid())
     while not handle.done():
         time.sleep(_POLL)
+    tell(DONE, None)
     dist.barrier()
     handle.commit()
     path.make_durable()

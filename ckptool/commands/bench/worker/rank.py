@@ -6,7 +6,6 @@ import os
 import resource
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from ckptool.commands.bench.strategies.base import Environment, Strategy
 from ckptool.commands.bench.worker.abort import abort
 from ckptool.commands.bench.worker.device import Device
 from ckptool.commands.bench.worker.loop import measure
+from ckptool.commands.bench.worker.pulse import BESIDE, DONE, Pulse
 from ckptool.commands.bench.worker.training import Training
 
 _OPEN_FILES = 1 << 16
@@ -160,12 +160,20 @@ class Rank:
         return run
 
     def _run_in_child(self, job: str, work: Work, *, measure: bool = False) -> ChildResult:
+        pulse = self.pulse(job)
+        failing = self.meeting.failing(job)
+
+        def hear(word: str, value: Any) -> None:
+            pulse.hear(word, value)
+            if word not in (BESIDE, DONE):
+                self._emit_progress(job, word, value)
+
         result = run_child(
             work,
             self.task.log(job, self.meeting.rank),
             timeout=self.task.timeout,
-            stop=self.meeting.failing(job),
-            on_event=partial(self._emit_progress, job),
+            stop=lambda: failing() or pulse.problem(),
+            on_event=hear,
             look=self.shared.look,
             measure=measure,
         )
@@ -176,6 +184,10 @@ class Rank:
         causes = [cause for cause in failures if not _is_consequence(cause[1])] or failures
         result.failure = f"rank {causes[0][0]}: {causes[0][1]}" if causes else None
         return result
+
+    def pulse(self, job: str) -> Pulse:
+        """Return what tells whether a job goes on."""
+        return Pulse(self.task.saves(job).disk, self.meeting.counter(job))
 
     def _emit_progress(self, job: str, word: str, value: Any = None) -> None:
         self._emit({"event": "doing", "name": job, "what": word, "number": value})

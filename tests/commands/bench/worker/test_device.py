@@ -214,7 +214,7 @@ def test_the_device_is_waited_for_before_the_clock_starts_and_before_it_stops(
     monkeypatch.setattr("ckptool.commands.bench.worker.loop.time.perf_counter", clock)
     training: Any = SimpleNamespace(device=CUDA, state={})
     saver: Any = Save(told)
-    _save(saver, training, DiskFolder(tmp_path / "save"), RankTimes())
+    _save(saver, training, DiskFolder(tmp_path / "save"), RankTimes(), lambda word, value: None)
     begin, end = told.index("clock"), told.index("clock", told.index("save"))
     assert told[:begin] == ["synchronized", "barrier"]
     assert told[begin + 1 : end] == ["save", "staged", "stream synchronized"]
