@@ -41,12 +41,29 @@ WHOLE = "passes, whole"
 BROKEN = "PASSES, NOT WHOLE"
 
 
+class Difference(Struct, frozen=True):
+    """What of a saved tensor is not as at the call: ``elements`` of its ``of`` on a rank.
+
+    ``changed`` of them are as the parameters were changed to, the others as in neither state.
+    ``ranges`` are the first of them in the flattened shard, each from its first element to the one
+    after its last.
+    """
+
+    tensor: str
+    rank: int
+    elements: int
+    of: int
+    changed: int
+    ranges: tuple[tuple[int, int], ...]
+
+
 class Consistency(Struct, frozen=True):
     """What a finished checkpoint held whose parameters were changed during the save.
 
     ``changed`` says when: ``after the call`` returned, or ``once staged`` where the library wants
     that awaited. ``tensors`` are those that were not as at the call, of ``of`` in all. For a
-    strategy that wants it awaited, ``at_once`` tells how many are dirty without.
+    strategy that wants it awaited, ``at_once`` tells how many are dirty without. ``cause`` says
+    what the elements tell of how that came, ``differences`` the first of them.
     """
 
     verdict: str
@@ -54,6 +71,8 @@ class Consistency(Struct, frozen=True):
     tensors: tuple[str, ...]
     of: int
     at_once: int | None = None
+    cause: str | None = None
+    differences: tuple[Difference, ...] = ()
 
 
 class AbortResult(Struct, frozen=True):

@@ -228,10 +228,23 @@ def _notes(report: BenchReport) -> list[Text]:
     kinds = [("note", "yellow", f"{r} ({', '.join(n)})") for r, n in remarks.items()]
     if any(result.consistency.at_once for result in report.results):
         kinds.insert(0, ("once staged", "yellow", _ONCE_STAGED))
+    kinds += [("DIRTY", "bold red", words) for r in report.results if (words := _dirty(r))]
     kinds += [("failed", "bold red", f"{n}: {reason}") for n, reason in report.failed.items()]
     kinds += [("skipped", "yellow", f"{n}: {r}") for n, r in report.skipped.items()]
     lines = [Text.assemble("  ", (f"{k}: ", style), visible(words)) for k, style, words in kinds]
     return [*lines, Text()] if lines else []
+
+
+def _dirty(result: Measured) -> str:
+    """Return how a strategy's save differs, with the first elements that do; or nothing."""
+    found = result.consistency
+    if found.cause is None:
+        return ""
+    where = ""
+    for one in found.differences[:1]:
+        ranges = ", ".join(f"{begin:,}:{end:,}" for begin, end in one.ranges)
+        where = f"; first {one.tensor} on rank {one.rank}, elements {ranges} of {one.of:,}"
+    return f"{result.name}: {found.cause}{where}"
 
 
 def _change_lines(changes: Sequence[Change]) -> list[Text]:

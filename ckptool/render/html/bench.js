@@ -25,7 +25,7 @@ function benchPage(report) {
       { head: "durable", right: true, of: (r) => r.durable.median, cell: (r) => seconds(r.durable.median) },
       { head: "steps", right: true, of: (r) => r.steps.slowdown ?? 0, cell: (r) => r.steps.slowdown === null ? "–" : `${r.steps.slowdown > 0 ? "+" : ""}${Math.round(100 * r.steps.slowdown)} %` },
       { head: "memory", right: true, of: (r) => r.host_memory.extra, cell: (r) => `+ ${size(r.host_memory.extra)}` },
-      { head: "saved state", cell: (r) => chip(r.consistency.verdict, clean(r) ? "good" : "bad") },
+      { head: "saved state", cell: (r) => [chip(r.consistency.verdict, clean(r) ? "good" : "bad"), " ", shown(r.consistency.cause ?? "")] },
       ...(strategies.some((r) => r.cost) ? [
         { head: "a save costs", right: true, of: (r) => r.cost.save, cell: (r) => seconds(r.cost.save) },
         { head: "of training time", right: true, of: (r) => r.cost.lost ?? 0, cell: (r) => r.cost.lost === null ? "–" : `${(100 * r.cost.lost).toPrecision(2)} %` },

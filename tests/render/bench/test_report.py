@@ -14,9 +14,11 @@ from ckptool.commands.bench.cost import TrainingJob
 from ckptool.commands.bench.report import (
     BROKEN,
     CONSISTENT,
+    DIRTY,
     AbortResult,
     BenchReport,
     Consistency,
+    Difference,
 )
 from ckptool.commands.bench.words import advice, seconds, slowdown
 from ckptool.errors import Unsupported, UsageError
@@ -138,6 +140,16 @@ def test_what_is_dirty_unless_training_waits_is_reported_so(
     staged = Consistency(CONSISTENT, "once staged", (), 9, at_once=4)
     screen = shown(report(measured("late", 1, 2, consistency=staged)), capsys)
     assert "once staged: consistent where training waits for the staging" in screen
+
+
+def test_what_is_dirty_is_shown_with_its_cause_and_the_first_elements(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    first = Difference("model.w", 1, 3000, 4096, 3000, ((1096, 4000), (4000, 4096)))
+    found = Consistency(DIRTY, "once staged", ("model.w",), 9, cause="it", differences=(first,))
+    screen = shown(report(SYNC, measured("early", 1, 2, consistency=found)), capsys)
+    where = "first model.w on rank 1, elements 1,096:4,000, 4,000:4,096 of 4,096"
+    assert f"DIRTY: early: it; {where}" in screen
 
 
 def test_json_holds_every_sample_and_both_fractions() -> None:

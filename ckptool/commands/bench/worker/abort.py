@@ -20,8 +20,9 @@ from ckptool.commands.bench.processes import (
 from ckptool.commands.bench.report import BROKEN, NOTHING, UNFINISHED, WHOLE, AbortResult
 from ckptool.commands.bench.save_folders import DiskFolder
 from ckptool.commands.bench.strategies.base import Strategy
+from ckptool.commands.bench.worker.consistency import find_differences, snapshot
 from ckptool.commands.bench.worker.device import Device
-from ckptool.commands.bench.worker.loop import diff_bits, snapshot, train_beside
+from ckptool.commands.bench.worker.loop import train_beside
 from ckptool.commands.bench.worker.training import Training
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ def _judge_folder(
         strategy.set_up(device)
         try:
             loaded = strategy.load(training.empty_state(), path)
-            return not diff_bits(snapshot(training.state), loaded)
+            return not find_differences(snapshot(training.state), loaded).names
         finally:
             strategy.finish()
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import msgspec
@@ -88,6 +90,19 @@ class Device(Struct, frozen=True):
             import torch
 
             torch.accelerator.current_stream().synchronize()
+
+    @contextmanager
+    def another_stream(self) -> Iterator[None]:
+        """Run what is within beside the stream that trains, and wait for that alone."""
+        if not self.is_accelerator:
+            yield
+            return
+        import torch
+
+        stream = torch.Stream(self.torch_device)
+        with stream:
+            yield
+        stream.synchronize()
 
     def peak_memory(self, *, reset: bool = False) -> int:
         """Return the most bytes allocated on the device since it was last asked to ``reset``."""

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 from msgspec import Struct, field
 from msgspec.structs import asdict
 
 from ckptool.commands.bench.processes import Tell
-from ckptool.commands.bench.report import CONSISTENT, DIRTY, Consistency
 from ckptool.commands.bench.save_folders import SaveFolder
-from ckptool.commands.bench.strategies.base import Handle, State, Strategy
+from ckptool.commands.bench.strategies.base import Handle, Strategy
+from ckptool.commands.bench.worker.consistency import check_consistency, remove_together
 from ckptool.commands.bench.worker.device import gather
 from ckptool.commands.bench.worker.pulse import BESIDE, DONE
-from ckptool.commands.bench.worker.training import Training, shards
+from ckptool.commands.bench.worker.training import Training
 
 _STEPS_BEFORE = 6
-_POLL = 0.005
 
 
 class RankTimes(Struct):
@@ -56,14 +55,14 @@ def measure(
             _save(strategy, training, path, times, tell)
             times.after.append(training.step()[0])
             sizes = path.sizes()
-            _remove_together(path)
+            remove_together(path)
         times.device_peak = max(0, training.device.peak_memory() - base)
         tell("checking", None)
-        consistency = _check_consistency(strategy, training, folder, tell)
+        consistency = check_consistency(strategy, training, folder, tell)
     finally:
         strategy.finish()
     disk = {"nbytes": sum(sizes.values()), "files": len(sizes), "names": list(sizes)}
-    return {**_slowest(times), **disk, "consistency": asdict(consistency)}
+    return {**_slowest(times), **disk, "consistency": msgspec.to_builtins(consistency)}
 
 
 def _train_before(training: Training, times: RankTimes, tell: Tell) -> int:
@@ -115,16 +114,6 @@ def train_beside(handle: Handle, training: Training, tell: Tell) -> list[float]:
         steps.append(seconds)
 
 
-def _remove_together(path: SaveFolder) -> None:
-    """Remove a folder once all ranks have come here; all go on when it is gone."""
-    import torch.distributed as dist
-
-    dist.barrier()
-    if path.disk or dist.get_rank() == 0:  # each node may have its own disk
-        path.remove()
-    dist.barrier()
-
-
 def _slowest(times: RankTimes) -> dict[str, Any]:
     """Return the values of all ranks, save by save the largest; steps, in lockstep, are rank 0's.
 
@@ -137,63 +126,3 @@ def _slowest(times: RankTimes) -> dict[str, Any]:
         slowest[name] = [max(save) for save in zip(*values, strict=True)]
     durable = [sum(save) for save in zip(slowest["written"], slowest.pop("synced"), strict=True)]
     return {**slowest, "durable": durable, "device_peak": max(rank.device_peak for rank in ranks)}
-
-
-def _check_consistency(
-    strategy: Strategy, training: Training, folder: SaveFolder, tell: Tell
-) -> Consistency:
-    """Save, change every bit, finish, load back and compare, all ranks together."""
-    wait = strategy.must_wait
-    dirty = _save_and_change(strategy, training, folder / "checked", tell, wait=wait)
-    at_once = None
-    if wait:
-        at_once = len(_save_and_change(strategy, training, folder / "at-once", tell, wait=False))
-    changed = "once staged" if wait else "after the call"
-    verdict = DIRTY if dirty else CONSISTENT
-    return Consistency(verdict, changed, dirty, len(shards(training.state)), at_once)
-
-
-def _save_and_change(
-    strategy: Strategy, training: Training, path: SaveFolder, tell: Tell, *, wait: bool
-) -> tuple[str, ...]:
-    """Return the names of the saved tensors that are not what they were at the call."""
-    import torch.distributed as dist
-
-    before = snapshot(training.state)
-    dist.barrier()
-    handle = strategy.save(training.state, path.target)
-    if wait:
-        handle.staged()
-    training.change_everything()
-    tell(BESIDE, os.getpid())
-    while not handle.done():
-        time.sleep(_POLL)
-    tell(DONE, None)
-    dist.barrier()
-    handle.commit()
-    path.make_durable()
-    dist.barrier()
-    different = diff_bits(before, strategy.load(training.empty_state(), path.target))
-    _remove_together(path)
-    return different
-
-
-def snapshot(state: State) -> dict[str, Any]:
-    """Copy what this rank holds to the host."""
-    return {name: local.detach().to("cpu", copy=True) for name, local in shards(state).items()}
-
-
-def diff_bits(before: Mapping[str, Any], loaded: State) -> tuple[str, ...]:
-    """Return the names whose bits differ on any rank, the same on every rank; missing ones do."""
-    locals_loaded = shards(loaded)
-    own = {n for n, local in before.items() if not _equal_bits(local, locals_loaded.get(n))}
-    return tuple(sorted(set().union(*gather(own))))
-
-
-def _equal_bits(tensor: Any, loaded: Any) -> bool:
-    import torch
-
-    if loaded is None or tensor.dtype != loaded.dtype or tensor.shape != loaded.shape:
-        return False
-    flat = [each.cpu().contiguous().reshape(-1) for each in (tensor, loaded)]
-    return not tensor.numel() or torch.equal(*(each.view(torch.uint8) for each in flat))

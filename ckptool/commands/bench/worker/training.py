@@ -12,6 +12,7 @@ from ckptool.commands.bench.specs import TensorSpec
 from ckptool.commands.bench.worker.device import Device
 
 _STEP_SECONDS = 0.025
+_OCCUPIED_SECONDS = 1.0
 _ROWS = 512
 _ACCELERATOR_ROWS = 4096
 """Of the matrix that a step multiplies: large enough that starting its products costs nothing."""
@@ -66,15 +67,22 @@ class Training(Struct):
         return time.perf_counter() - begin, agreed
 
     def change_everything(self) -> None:
-        """Invert every bit of every tensor: whatever is saved from here on is not the state."""
+        """Invert every bit of every tensor: whatever is read from here on is not the state.
+
+        That happens beside whatever is queued on the stream that trains, not after it.
+        """
+        with self.device.another_stream():
+            for local in shards(self.state).values():
+                invert(local)
+
+    def occupy(self) -> None:
+        """Queue a second of work on the stream of an accelerator that trains, and go on."""
         import torch
 
-        for local in shards(self.state).values():
-            if local.dtype == torch.bool:
-                local.logical_not_()
-            elif local.numel():
-                local.view(-1).view(torch.uint8).bitwise_not_()
-        self.device.synchronize()
+        if self.device.is_accelerator:
+            product = torch.empty_like(self._matrix)
+            for _ in range(self._products * round(_OCCUPIED_SECONDS / _STEP_SECONDS)):
+                torch.mm(self._matrix, self._matrix, out=product)
 
     def _compute(self, products: int) -> None:
         for _ in range(products):
@@ -149,6 +157,16 @@ def _tensor(spec: TensorSpec, mesh: Any) -> Any:
 def _has_arithmetic(local: Any) -> bool:
     """Whether torch can do arithmetic on it: floating, and of more than a byte."""
     return bool(local.is_floating_point()) and local.element_size() > 1
+
+
+def invert(local: Any) -> None:
+    """Invert every bit of a tensor."""
+    import torch
+
+    if local.dtype == torch.bool:
+        local.logical_not_()
+    elif local.numel():
+        local.view(-1).view(torch.uint8).bitwise_not_()
 
 
 def shards(state: dict[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from ckptool.commands.bench.run import _count_ranks
 from ckptool.commands.bench.save_folders import DiskFolder
 from ckptool.commands.bench.worker.device import Accelerators, Device, gather
 from ckptool.commands.bench.worker.loop import RankTimes, _save, _slowest, _train_before
+from ckptool.commands.bench.worker.training import Training
 from ckptool.errors import Unsupported
 
 torch = pytest.importorskip("torch")
@@ -218,6 +219,37 @@ def test_the_device_is_waited_for_before_the_clock_starts_and_before_it_stops(
     begin, end = told.index("clock"), told.index("clock", told.index("save"))
     assert told[:begin] == ["synchronized", "barrier"]
     assert told[begin + 1 : end] == ["save", "staged", "stream synchronized"]
+
+
+def test_parameters_change_beside_the_stream_that_trains_which_is_not_waited_for(
+    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy queued behind that stream's work reads them as they are then."""
+    told = accelerator.told
+
+    class Stream:
+        def __init__(self, device: Any) -> None: ...
+
+        def __enter__(self) -> None:
+            told.append("another stream")
+
+        def __exit__(self, *error: object) -> None:
+            told.append("the stream that trains")
+
+        def synchronize(self) -> None:
+            told.append("the other stream synchronized")
+
+    monkeypatch.setattr(torch, "Stream", Stream)
+    monkeypatch.setattr(
+        "ckptool.commands.bench.worker.training.invert", lambda local: told.append("inverted")
+    )
+    Training(CUDA, {"w": torch.ones(2)}, None).change_everything()
+    assert told == [
+        "another stream",
+        "inverted",
+        "the stream that trains",
+        "the other stream synchronized",
+    ]
 
 
 def test_what_training_needs_of_the_device_is_not_what_saving_needs(

@@ -1,0 +1,170 @@
+"""Whether a save holds what was there at the call, though parameters change while it goes on."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from msgspec import Struct, field
+
+from ckptool.commands.bench.processes import Tell
+from ckptool.commands.bench.report import CONSISTENT, DIRTY, Consistency, Difference
+from ckptool.commands.bench.save_folders import SaveFolder
+from ckptool.commands.bench.strategies.base import State, Strategy
+from ckptool.commands.bench.worker.device import gather
+from ckptool.commands.bench.worker.pulse import BESIDE, DONE
+from ckptool.commands.bench.worker.training import Training, invert, shards
+
+_POLL = 0.005
+_MOST_DIFFERENCES = 8
+_MOST_RANGES = 4
+
+
+class Found(Struct):
+    """What of the loaded tensors is not as at the call, on one rank or on all.
+
+    Of ``elements``, ``changed`` are as the parameters were changed to. ``first`` tells the first
+    differences.
+    """
+
+    names: list[str] = field(default_factory=list)
+    elements: int = 0
+    changed: int = 0
+    first: list[Difference] = field(default_factory=list)
+
+    @property
+    def cause(self) -> str | None:
+        """Return what the elements that differ tell of how that came."""
+        if not self.elements:
+            return None
+        if self.changed == self.elements:
+            return "it holds later parameters: it read them after it had let them be changed"
+        neither = "neither state: it wrote memory before the copies were there, or something else"
+        if not self.changed:
+            return f"it holds {neither}"
+        return f"of {self.elements:,} elements, {self.changed:,} are later ones, the rest {neither}"
+
+
+def check_consistency(
+    strategy: Strategy, training: Training, folder: SaveFolder, tell: Tell
+) -> Consistency:
+    """Save, change every bit, finish, load back and compare, all ranks together."""
+    wait = strategy.must_wait
+    found = _save_and_change(strategy, training, folder / "checked", tell, wait=wait)
+    at_once = None
+    if wait:
+        early = _save_and_change(strategy, training, folder / "at-once", tell, wait=False)
+        at_once = len(early.names)
+    return Consistency(
+        verdict=DIRTY if found.names else CONSISTENT,
+        changed="once staged" if wait else "after the call",
+        tensors=tuple(found.names),
+        of=len(shards(training.state)),
+        at_once=at_once,
+        cause=found.cause,
+        differences=tuple(found.first),
+    )
+
+
+def _save_and_change(
+    strategy: Strategy, training: Training, path: SaveFolder, tell: Tell, *, wait: bool
+) -> Found:
+    """Return what of the saved tensors is not as it was at the call.
+
+    Copies that the library queues behind the work of the stream that trains are in flight when
+    the parameters change, on another stream: what it says to be done must be.
+    """
+    import torch.distributed as dist
+
+    before = snapshot(training.state)
+    dist.barrier()
+    training.occupy()
+    handle = strategy.save(training.state, path.target)
+    if wait:
+        handle.staged()
+    training.change_everything()
+    tell(BESIDE, os.getpid())
+    while not handle.done():
+        time.sleep(_POLL)
+    tell(DONE, None)
+    dist.barrier()
+    handle.commit()
+    path.make_durable()
+    dist.barrier()
+    found = find_differences(before, strategy.load(training.empty_state(), path.target))
+    remove_together(path)
+    return found
+
+
+def remove_together(path: SaveFolder) -> None:
+    """Remove a folder once all ranks have come here; all go on when it is gone."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    if path.disk or dist.get_rank() == 0:  # each node may have its own disk
+        path.remove()
+    dist.barrier()
+
+
+def snapshot(state: State) -> dict[str, Any]:
+    """Copy what this rank holds to the host."""
+    return {name: local.detach().to("cpu", copy=True) for name, local in shards(state).items()}
+
+
+def find_differences(before: Mapping[str, Any], loaded: State) -> Found:
+    """Return what differs in any bit on any rank, the same on every rank; missing tensors do."""
+    import torch.distributed as dist
+
+    own, locals_loaded = Found(), shards(loaded)
+    for name in sorted(before):
+        difference = _compare(name, dist.get_rank(), before[name], locals_loaded.get(name))
+        if difference is not None:
+            own.names.append(name)
+            own.elements += difference.elements
+            own.changed += difference.changed
+            own.first = [*own.first, difference][:_MOST_DIFFERENCES]
+    ranks = gather(own)
+    return Found(
+        names=sorted({name for found in ranks for name in found.names}),
+        elements=sum(found.elements for found in ranks),
+        changed=sum(found.changed for found in ranks),
+        first=[one for found in ranks for one in found.first][:_MOST_DIFFERENCES],
+    )
+
+
+def _compare(name: str, rank: int, before: Any, loaded: Any) -> Difference | None:
+    """Compare a shard, element by element, with both states; None if it is as at the call."""
+    import torch
+
+    count = before.numel()
+    if loaded is None or before.dtype != loaded.dtype or before.shape != loaded.shape:
+        return Difference(name, rank, count, count, 0, ((0, count),))
+    if not count:
+        return None
+    then, now = _bytes_of(before), _bytes_of(loaded)
+    if torch.equal(then, now):
+        return None
+    differs = (then != now).any(1)
+    later = before.clone()
+    invert(later)
+    changed = int(((_bytes_of(later) == now).all(1) & differs).sum())
+    return Difference(name, rank, int(differs.sum()), count, changed, _ranges(differs))
+
+
+def _bytes_of(tensor: Any) -> Any:
+    """Return the bytes of each element, as rows."""
+    import torch
+
+    flat = tensor.cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).view(flat.numel(), -1)
+
+
+def _ranges(differs: Any) -> tuple[tuple[int, int], ...]:
+    """Return the first runs of true, each from its first element to the one after its last."""
+    import torch
+
+    padded = torch.nn.functional.pad(differs.to(torch.int8), (1, 1))
+    edges = torch.nonzero(padded[1:] != padded[:-1])[: 2 * _MOST_RANGES].flatten().tolist()
+    return tuple(zip(edges[::2], edges[1::2], strict=True))
