@@ -92,7 +92,9 @@ class AbortResult(Struct, frozen=True):
 class Measured(Struct, frozen=True):
     """One strategy. Seconds a save and seconds a step; the first save is apart from the others.
 
-    ``during`` has the steps beside each save.
+    ``during`` has the steps beside each save. ``blocked`` is for training that waits for the
+    staging at once, ``overlapped`` for training that waits only before its next optimizer step;
+    None where there is nothing to wait for.
 
     A value of a save is that of the slowest rank. ``host_base`` is the memory (PSS) of the rank and
     its children before the first save, ``host_peak`` the most of any rank since; ``device_peak``
@@ -116,11 +118,17 @@ class Measured(Struct, frozen=True):
     consistency: Consistency
     abort: AbortResult | None
     remark: str | None
+    overlapped: tuple[float, ...] | None = None
 
     @property
     def blocked_median(self) -> float:
         """Seconds that training is blocked by a steady save."""
         return statistics.median(steady(self.blocked))
+
+    @property
+    def overlapped_median(self) -> float | None:
+        """Seconds that a steady save costs training that waits only before its optimizer step."""
+        return None if self.overlapped is None else statistics.median(steady(self.overlapped))
 
     @property
     def written_median(self) -> float:
@@ -243,7 +251,7 @@ class BenchReport(Report, frozen=True):
         return self._fraction(self.write_limit, result.durable_median)
 
     def _fraction(self, limit: float | None, seconds: float) -> float | None:
-        return self.settings.nbytes / seconds / limit if limit else None
+        return self.settings.nbytes / seconds / limit if limit and seconds else None
 
 
 def _strategy(report: BenchReport, result: Measured) -> dict[str, Any]:
@@ -253,6 +261,9 @@ def _strategy(report: BenchReport, result: Measured) -> dict[str, Any]:
         "library": result.library,
         "cost": report.cost(result) if report.training.is_known else None,
         "blocked": _times(result.blocked, nbytes, report.blocked_fraction(result)),
+        "overlapped": None
+        if result.overlapped is None
+        else _times(result.overlapped, nbytes, None),
         "written": _times(result.written, nbytes, None),
         "durable": _times(result.durable, nbytes, report.durable_fraction(result)),
         "steps": {
@@ -283,7 +294,7 @@ def _times(samples: Sequence[float], nbytes: int, fraction: float | None) -> dic
         "median": median,
         "lowest": min(later),
         "highest": max(later),
-        "bytes_per_second": nbytes / median,
+        "bytes_per_second": nbytes / median if median else None,
         "of_limit": fraction,
         "samples": samples,
     }

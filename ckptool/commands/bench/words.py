@@ -65,6 +65,21 @@ def advice(report: BenchReport) -> str:
     than = f" against {seconds(peer.blocked_median)} for {peer.says}" if peer else ""
     durable = f"; until durable {seconds(best.durable_median)}"
     steps = "" if best.slowdown is None else f"; steps {slowdown(best.slowdown)} meanwhile"
+    late = overlap_words(report)
     if costs := cost_words(report):
-        return f"{best.name} ({best.says}){costs}"
-    return f"{best.says} blocks {seconds(best.blocked_median)} per save{than}{durable}{steps}"
+        return f"{best.name} ({best.says}){costs}{late}"
+    return f"{best.says} blocks {seconds(best.blocked_median)} per save{than}{durable}{steps}{late}"
+
+
+def overlap_words(report: BenchReport) -> str:
+    """Return what blocks less than the best strategy if training waits later; or nothing."""
+    late = {
+        result.name: result.overlapped_median
+        for result in report.results
+        if result.is_consistent and result.overlapped_median is not None
+    }
+    name = min(late, key=late.__getitem__, default=None)
+    if name is None or report.best is None or late[name] >= report.best.blocked_median:
+        return ""
+    blocks = f"; {name} blocks {seconds(late[name])}"
+    return f"{blocks} if training waits for its staging only before the next optimizer step"

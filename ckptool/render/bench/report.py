@@ -70,12 +70,14 @@ def _show_begin(event: Mapping[str, Any]) -> None:
 
 
 _LONGEST = 24
-_HEADINGS = "  strategy|blocked|first|durable|steps|memory|device|saved state"
-_DISPENSABLE = (5, 2)
+_HEADINGS = "  strategy|blocked|overlapped|first|durable|steps|memory|device|saved state"
+_OVERLAPPED, _FIRST, _MEMORY, _DEVICE = 2, 3, 6, 7
+_DISPENSABLE = (_MEMORY, _FIRST, _OVERLAPPED)
 """Columns that a narrow terminal omits, in this order."""
 
 _COST_HEADINGS = "  strategy|a save costs|steps|every|of training time|a week|best interval"
 _ONCE_STAGED = "consistent where training waits for the staging, as it does here; DIRTY without"
+_LATE = "blocked, if training waits for the staging only before its next optimizer step"
 _ABORT_HEADINGS = "strategy|killed in mid-save: the folder|processes|shared memory|temporary files"
 
 
@@ -85,12 +87,14 @@ def show_bench(report: BenchReport, changes: Sequence[Change] | None = None) -> 
     rows = [[Text(heading, "dim") for heading in _HEADINGS.split("|")]]
     rows += [_row(report, result) for result in report.ranked]
     if report.settings.device == "cpu":
-        _blank_column(rows, 6)
+        _blank_column(rows, _DEVICE)
+    if not any(result.overlapped for result in report.results):
+        _blank_column(rows, _OVERLAPPED)
     for column in _DISPENSABLE:
         if screen.is_terminal and _width(rows) > screen.width:
             _blank_column(rows, column)
     blank = Text()
-    emit(screen, [*_heading(report), blank, *columns(screen, rows, "lrrrrrrl", cuts=0), blank])
+    emit(screen, [*_heading(report), blank, *columns(screen, rows, "lrrrrrrrl", cuts=0), blank])
     emit(screen, [*draw_bars(report, screen), blank])
     if costs := _cost_rows(report):
         emit(screen, [*columns(screen, costs, "lrrrrrr", cuts=0), blank])
@@ -153,6 +157,7 @@ def _row(report: BenchReport, result: Measured) -> list[Text]:
     return [
         name,
         Text(seconds(result.blocked_median), style),
+        Text("" if result.overlapped_median is None else seconds(result.overlapped_median), style),
         Text(seconds(result.blocked[0]), "dim"),
         Text(seconds(result.durable_median), style),
         Text(beside, style),
@@ -228,6 +233,8 @@ def _notes(report: BenchReport) -> list[Text]:
     kinds = [("note", "yellow", f"{r} ({', '.join(n)})") for r, n in remarks.items()]
     if any(result.consistency.at_once for result in report.results):
         kinds.insert(0, ("once staged", "yellow", _ONCE_STAGED))
+    if any(result.overlapped for result in report.results):
+        kinds.insert(0, ("overlapped", "dim", _LATE))
     kinds += [("DIRTY", "bold red", words) for r in report.results if (words := _dirty(r))]
     kinds += [("failed", "bold red", f"{n}: {reason}") for n, reason in report.failed.items()]
     kinds += [("skipped", "yellow", f"{n}: {r}") for n, r in report.skipped.items()]

@@ -20,6 +20,7 @@ function benchPage(report) {
     section("Measured", null, table([
       { head: "strategy", of: (r) => r.name, cell: (r) => [shown(r.name), " ", mark(r)] },
       { head: "blocked", right: true, of: (r) => r.blocked.median, cell: (r) => seconds(r.blocked.median) },
+      ...(strategies.some((r) => r.overlapped) ? [{ head: "overlapped", right: true, of: (r) => r.overlapped?.median ?? -1, cell: (r) => r.overlapped ? h("span", { title: "blocked, if training waits for the staging only before its next optimizer step" }, seconds(r.overlapped.median)) : "–" }] : []),
       { head: "first", right: true, of: (r) => r.blocked.first, cell: (r) => seconds(r.blocked.first) },
       { head: "written", right: true, of: (r) => r.written.median, cell: (r) => seconds(r.written.median) },
       { head: "durable", right: true, of: (r) => r.durable.median, cell: (r) => seconds(r.durable.median) },

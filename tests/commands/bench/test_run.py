@@ -159,6 +159,14 @@ def test_every_strategy_runs_to_a_true_table(ran: Ran) -> None:
         assert row["host_memory"]["peak"] >= row["host_memory"]["base"] > 0
 
 
+def test_a_later_wait_is_measured_beside_the_one_at_once(ran: Ran) -> None:
+    late = {row["name"]: row["overlapped"] for row in ran.told["strategies"] if row["overlapped"]}
+    assert list(late) == ["dcp-async-thread/async+cached"]
+    (times,) = late.values()
+    assert len(times["samples"]) == 2
+    assert times["median"] >= 0
+
+
 def test_the_bytes_of_all_ranks_are_on_disk(ran: Ran) -> None:
     nbytes = ran.told["settings"]["nbytes"]
     for name in REAL:

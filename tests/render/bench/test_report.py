@@ -56,6 +56,30 @@ def test_the_advice_says_what_saving_costs_a_job() -> None:
     )
 
 
+LATE = measured("late", 1.0, 2.0, overlapped=(9.0, 0.25, 0.25))
+
+
+def test_what_blocks_less_if_training_waits_later_is_named_in_the_advice() -> None:
+    words = "; late blocks 0.25 s if training waits for its staging only before the next optimizer"
+    assert words in advice(report(FAST, LATE))
+    assert words in advice(report(FAST, LATE, training=DAILY))
+    assert "late" not in advice(report(QUICKEST, measured("sync", 0.2, 1.0), LATE))
+
+
+def test_both_ways_to_wait_are_shown_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+    screen = shown(report(SYNC, LATE), capsys)
+    row = next(line.split() for line in screen.splitlines() if "late" in line)
+    assert row[2:6] == ["1.00", "s", "0.25", "s"]
+    assert "blocked  overlapped  " in screen
+    assert "overlapped: blocked, if training waits for the staging only before its next" in screen
+    assert "overlapped" not in shown(report(SYNC), capsys)
+    late, sync = json.loads(json.dumps(report(SYNC, LATE).to_dict()))["strategies"]
+    assert (late["blocked"]["median"], late["overlapped"]["median"]) == (1.0, 0.25)
+    assert sync["overlapped"] is None
+    none_lost = report(measured("late", 1.0, 2.0, overlapped=(0.0, 0.0)))
+    assert none_lost.to_dict()["strategies"][0]["overlapped"]["bytes_per_second"] is None
+
+
 def test_what_each_strategy_costs_is_shown_and_in_the_json(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import statistics
 import time
+from itertools import product
 from typing import Any
 
 import msgspec
@@ -41,19 +43,23 @@ def measure(
 ) -> dict[str, Any]:
     """Save ``saves`` times within a step loop, then check what is saved; all ranks together.
 
-    Returns the values of all ranks: times are the slowest's, for it holds up the others.
+    Where the library wants its staging awaited, every other save awaits it late: before the next
+    optimizer step. Returns the values of all ranks: times are the slowest's, for it holds up the
+    others.
     """
-    times = RankTimes()
+    times, late = RankTimes(), RankTimes()
     sizes: dict[str, int] = {}
     base = _train_before(training, times, tell)
+    late.before = times.before
+    ways = [times, late] if strategy.must_wait else [times]
     # not sooner: what some libraries start here would slow the steps before the first save
     strategy.set_up(training.device)
     try:
-        for number in range(saves):
+        for number, way in product(range(saves), ways):
             tell("save", number)
             path = folder / f"save-{number}"
-            _save(strategy, training, path, times, tell)
-            times.after.append(training.step()[0])
+            _save(strategy, training, path, way, tell, late=way is late)
+            way.after.append(training.step()[0])
             sizes = path.sizes()
             remove_together(path)
         times.device_peak = max(0, training.device.peak_memory() - base)
@@ -62,7 +68,8 @@ def measure(
     finally:
         strategy.finish()
     disk = {"nbytes": sum(sizes.values()), "files": len(sizes), "names": list(sizes)}
-    return {**_slowest(times), **disk, "consistency": msgspec.to_builtins(consistency)}
+    values = _slowest(times) | disk | {"consistency": msgspec.to_builtins(consistency)}
+    return values | {"overlapped": _slowest(late)["blocked"] if strategy.must_wait else None}
 
 
 def _train_before(training: Training, times: RankTimes, tell: Tell) -> int:
@@ -75,18 +82,32 @@ def _train_before(training: Training, times: RankTimes, tell: Tell) -> int:
 
 
 def _save(
-    strategy: Strategy, training: Training, path: SaveFolder, times: RankTimes, tell: Tell
+    strategy: Strategy,
+    training: Training,
+    path: SaveFolder,
+    times: RankTimes,
+    tell: Tell,
+    *,
+    late: bool,
 ) -> None:
-    """Save once, and train until every rank's bytes are written; then make them durable."""
+    """Save once, and train until every rank's bytes are written; then make them durable.
+
+    With ``late``, the next forward and backward pass run beside the staging. What then is lost is
+    how much longer the call and that step take than a step alone.
+    """
     import torch.distributed as dist
 
     training.device.synchronize()
     dist.barrier()
     begin = time.perf_counter()
     handle = strategy.save(training.state, path.target)
-    handle.staged()
-    training.device.synchronize_stream()
-    blocked = time.perf_counter() - begin
+    if late:
+        training.step(done=False, before_update=handle.staged)
+        blocked = max(0.0, time.perf_counter() - begin - statistics.median(times.before))
+    else:
+        handle.staged()
+        training.device.synchronize_stream()
+        blocked = time.perf_counter() - begin
     times.during.append(train_beside(handle, training, tell) if strategy.background else [])
     commit = time.perf_counter()
     ended = handle.commit()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from msgspec import Struct
@@ -53,13 +53,19 @@ class Training(Struct):
         empty: dict[str, Any] = tree_map_only(torch.Tensor, torch.zeros_like, self.state)
         return empty
 
-    def step(self, done: bool = True) -> tuple[float, bool]:
-        """Train one step; return its seconds, and whether every rank says ``done``."""
+    def step(
+        self, done: bool = True, before_update: Callable[[], object] = lambda: None
+    ) -> tuple[float, bool]:
+        """Train one step; return its seconds, and whether every rank says ``done``.
+
+        ``before_update`` is called after the forward and backward pass.
+        """
         import torch
         import torch.distributed as dist
 
         begin = time.perf_counter()
         self._compute(self._products)
+        before_update()
         self._update()
         flag = torch.tensor(int(done), device=self.device.torch_device)
         dist.all_reduce(flag, op=dist.ReduceOp.MIN)
